@@ -1,0 +1,108 @@
+"""Label noise that arrives during training: from round 60 on, 10 % of the active clients have 20 % of their labels flipped."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fl_lightning.client import Assignment, Client
+from fl_lightning.hooks import Context, Stressor
+from fl_lightning.rng import stream
+
+log = logging.getLogger("fl_lightning")
+
+
+class LabelNoise(Stressor):
+    """From ``round`` on, some clients have some training labels flipped: the same clients and the same flips in every round.
+
+    A noisy client has ``round(labels * n_k)`` labels flipped, each to any other class with equal probability. Validation labels
+    stay clean.
+
+    Args:
+        round: first round with noise, counted from 1.
+        clients: share of the active clients that are noisy, in [0, 1]; rounded, but at least one client when positive.
+        labels: share of a noisy client's training labels that are flipped, in [0, 1].
+        among: the active clients: ``federation``: all that have training data; ``cohort``: those of them that were sampled in
+            round ``round``.
+    """
+
+    def __init__(
+        self, round: int = 60, clients: float = 0.1, labels: float = 0.2, among: Literal["federation", "cohort"] = "federation"
+    ) -> None:
+        if round < 1:
+            raise ValueError(f"LabelNoise(round={round}); rounds are counted from 1; for noise from the start write round: 1")
+        for name, share in (("clients", clients), ("labels", labels)):
+            if not 0 <= share <= 1:
+                raise ValueError(f"LabelNoise({name}={share}); a share lies in [0, 1]; for 10 % write {name}: 0.1")
+        if among not in ("federation", "cohort"):
+            raise ValueError(f"LabelNoise(among={among!r}); it is federation or cohort; write among: federation")
+        self.round, self.clients, self.labels, self.among = round, clients, labels, among
+        self._noisy: frozenset[int] | None = (
+            None  # federation: recomputed at will; cohort: known from round ``round`` on, and saved
+        )
+
+    def on_setup(self, context: Context) -> None:
+        if self.among == "federation":
+            self._noisy = None
+        if context.data.num_classes < 2:
+            raise ValueError(
+                "LabelNoise on data with one class; a flipped label needs another class; take other data or leave it out"
+            )
+        if self.round > context.max_rounds:
+            log.warning(
+                "LabelNoise starts at round %d and the run ends at %d: nothing is flipped; for noise set round to %d or less",
+                self.round, context.max_rounds, context.max_rounds,
+            )  # fmt: skip
+
+    def change_cohort(self, cohort: list[Assignment], *, round: int, context: Context) -> list[Assignment]:
+        if self.among == "cohort" and round == self.round:
+            self._noisy = self._choose(np.array([a.client.id for a in cohort if len(a.client.train)], np.int64), context.seed)
+        return cohort
+
+    def change_labels(self, labels: Tensor, *, client: Client, round: int, context: Context) -> Tensor:
+        if round < self.round or client.id not in self._noisy_clients(context):
+            return labels
+        random = stream(context.seed, "label_noise", client=client.id)
+        where = random.choice(len(labels), size=_rounded(self.labels * len(labels)), replace=False)
+        offset = random.integers(1, context.data.num_classes, size=len(where))  # 1 .. C - 1: never the same class
+        index = torch.from_numpy(where).to(labels.device)
+        flipped = labels.clone()
+        flipped[index] = (labels[index] + torch.from_numpy(offset).to(labels)) % context.data.num_classes
+        return flipped
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"noisy": sorted(self._noisy)} if self.among == "cohort" and self._noisy is not None else {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._noisy = frozenset(state["noisy"]) if "noisy" in state else None
+
+    def _noisy_clients(self, context: Context) -> frozenset[int]:
+        if self._noisy is None:
+            if self.among == "cohort":
+                raise ValueError(
+                    f"LabelNoise(among='cohort') joined the run after round {self.round}; it chooses from that round's cohort; "
+                    "resume from an earlier checkpoint or write among: federation"
+                )
+            self._noisy = self._choose(np.flatnonzero(context.data.sizes), context.seed)
+        return self._noisy
+
+    def _choose(self, active: np.ndarray, seed: int) -> frozenset[int]:
+        """Independent of the order of ``active``; sorted and drawn once, so that 100 000 clients cost milliseconds."""
+        count = max(_rounded(self.clients * len(active)), int(self.clients > 0 and len(active) > 0))
+        chosen = stream(seed, "label_noise_clients").choice(np.sort(active), size=count, replace=False)
+        log.info(
+            "label noise from round %d: %d of %d clients, %g %% of their labels",
+            self.round,
+            count,
+            len(active),
+            100 * self.labels,
+        )
+        return frozenset(chosen.tolist())
+
+
+def _rounded(value: float) -> int:
+    return round(value)  # a name of its own: in the hooks ``round`` is the number of the round

@@ -1,0 +1,174 @@
+"""From a command line to a trainer, a method and data: the only place, with ``cli_errors``, that knows jsonargparse.
+
+A command has a parser of its own, made by LightningCLI (``run=False``), whose trainer is not a ``lightning.Trainer``: the three
+``add_*`` methods and ``instantiate_classes`` are what that takes.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from argparse import ArgumentError
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from importlib import import_module
+from typing import Any
+
+import lightning.pytorch.loggers  # noqa: F401  so that --trainer.logger CSVLogger is enough
+import yaml
+from jsonargparse import ActionConfigFile, ArgumentParser, Namespace
+from jsonargparse.typing import NonNegativeInt
+from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+
+from fl_lightning.cli_errors import Given, concrete, explain, settings_of
+from fl_lightning.cli_input import ENV_PREFIX, check_environment, dropped_names, read_configs
+from fl_lightning.commands import COMMANDS
+from fl_lightning.data import FederatedData, FederatedImages
+from fl_lightning.errors import InputError
+from fl_lightning.methods import Method
+from fl_lightning.trainer import FederatedTrainer
+
+# What a parser or a constructor raises when it is given something wrong; anything else is a bug of the code that raised it.
+INPUT_PROBLEMS = (ArgumentError, ValueError, TypeError, KeyError, AttributeError, OSError, ImportError, yaml.YAMLError, RecursionError)
+
+
+class FederatedCLI(LightningCLI):
+    """Parses ``args`` and builds ``trainer``, ``model`` and ``datamodule``; :meth:`start` runs the trainer's method ``command``.
+
+    Args:
+        command: a method of the trainer; its arguments other than ``method``, ``data`` and ``seed`` become flags.
+        args: the command line after the command.
+
+    Raises:
+        InputError: bad input, in three parts.
+    """
+
+    def __init__(self, command: str, args: list[str]) -> None:
+        self.command = command
+        self.args = args
+        super().__init__(
+            model_class=Method,
+            datamodule_class=FederatedData,
+            trainer_class=FederatedTrainer,  # type: ignore[arg-type]
+            save_config_callback=None,
+            run=False,
+            auto_configure_optimizers=False,
+            load_from_checkpoint_support=False,
+            parser_kwargs={
+                "prog": f"python -m fl_lightning {command}",
+                "description": COMMANDS[command].help,
+                "allow_abbrev": False,
+                "exit_on_error": False,
+                "default_env": True,
+                "env_prefix": ENV_PREFIX.rstrip("_"),
+            },
+        )
+
+    def add_default_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
+        parser.add_argument("--seed_everything", type=NonNegativeInt, default=0, help="seed of every random stream of the run, >= 0")
+
+    def add_core_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
+        parser.add_class_arguments(FederatedTrainer, "trainer", instantiate=False)
+        parser.add_argument("--model", type=Method, required=True, help="the method: class name, or class_path and init_args")
+        images = {"class_path": f"{FederatedImages.__module__}.{FederatedImages.__qualname__}"}
+        parser.add_argument("--data", type=FederatedData, default=images, help="the federation's data; FederatedImages if no class")
+
+    def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
+        self.command_arguments = parser.add_method_arguments(FederatedTrainer, self.command, skip={"method", "data", "seed"})
+
+    def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
+        check_environment(settings_of(parser))
+        given = Given(self.args, read_configs(self.args))
+        self.config = parse(parser, given, flags=_settings_of_classes())
+        self.config_text = self._resolved_text()
+        dropped = dropped_names(self.args, given.texts.values(), yaml.safe_load(self.config_text))
+        if dropped:
+            sys.stderr.write(f"fl_lightning: note: not used, the class in use has no such setting: {', '.join(dropped)}\n")
+
+    def _parse_ckpt_path(self) -> None:
+        """Nothing: hyper-parameters of a checkpoint must not beat the command line."""
+
+    def _set_seed(self) -> None:
+        """Nothing: no global random state; the trainer's streams take the seed."""
+
+    def _resolved_text(self) -> str:
+        """The whole configuration as YAML, without what belongs to this call alone (``ckpt_path``)."""
+        config = self.config.clone()
+        for name in self.command_arguments:
+            config.pop(name)
+        return self.parser.dump(config, skip_unset=False)
+
+    def instantiate_classes(self) -> None:
+        with input_problems():
+            self.config_init = self.parser.instantiate(self.config)
+        self.datamodule = self.config_init["data"]
+        self.model = self.config_init["model"]
+        with input_problems(MisconfigurationException, RuntimeError):  # Fabric's words for "this machine cannot do that"
+            self.trainer = FederatedTrainer(**self.config_init["trainer"])  # type: ignore[assignment]
+
+    def start(self) -> None:
+        """Hand everything to the trainer."""
+        trainer: Any = self.trainer
+        trainer.config_text = self.config_text
+        trainer.config = yaml.safe_load(self.config_text)
+        trainer.command_line = ["python", "-m", "fl_lightning", self.command, *self.args]
+        arguments = {name: self.config_init[name] for name in self.command_arguments}
+        getattr(trainer, self.command)(self.model, self.datamodule, seed=self.config["seed_everything"], **arguments)
+
+
+def run(command: str, args: list[str]) -> None:
+    """Run one command of :data:`fl_lightning.commands.COMMANDS`."""
+    _import_short_names()
+    function = COMMANDS[command].function
+    if function is None:
+        FederatedCLI(command, args).start()
+    else:
+        module, _, name = function.partition(":")
+        _run_function(command, getattr(import_module(module), name), args)
+
+
+def _run_function(command: str, function: Any, args: list[str]) -> None:
+    """A command without trainer, model and data: its flags are the arguments of ``function``."""
+    parser = ArgumentParser(prog=f"python -m fl_lightning {command}", allow_abbrev=False, exit_on_error=False)
+    parser.add_argument("--config", action=ActionConfigFile, help="YAML with arguments of this command")
+    names = parser.add_function_arguments(function)
+    config = parse(parser, Given(args, read_configs(args)))
+    with input_problems():
+        values = parser.instantiate(config)
+    function(**{name: values[name] for name in names})
+
+
+def parse(parser: ArgumentParser, given: Given, flags: Iterable[str] = ()) -> Namespace:
+    """``parser.parse_args`` whose complaints are :class:`InputError`, in three parts and with the nearest valid name."""
+    try:
+        return parser.parse_args(given.args)
+    except INPUT_PROBLEMS as error:
+        raise InputError(explain(str(error), parser, given, flags)) from error
+
+
+def _settings_of_classes() -> Iterator[str]:
+    """``model.alpha``, ``data.num_clients`` and so on, for the suggestion after a mistyped flag."""
+    for group, cls in (("model", Method), ("data", FederatedData)):
+        for subclass in concrete(cls):
+            yield from (f"{group}.{name}" for name in settings_of(subclass))
+
+
+@contextmanager
+def input_problems(*more: type[Exception]) -> Iterator[None]:
+    """What a constructor says about its arguments is about the configuration."""
+    try:
+        yield
+    except InputError:
+        raise
+    except OSError as error:
+        raise InputError(f"{error.filename or 'configuration'}; {error.strerror or error}") from error
+    except (ValueError, ImportError, *more) as error:
+        raise InputError(str(error)) from error
+
+
+def _import_short_names() -> None:
+    """Stressors and meters are known by their class name, and classes of the working directory can be imported."""
+    if os.getcwd() not in sys.path:
+        sys.path.append(os.getcwd())
+    import_module("callbacks")

@@ -1,0 +1,152 @@
+"""What the user gave, looked at before and after parsing: configuration files, environment variables, settings that went unused."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from fl_lightning.errors import InputError
+
+ENV_PREFIX = "FL_LIGHTNING_"
+
+
+def read_configs(args: list[str]) -> dict[str, str]:
+    """Path and text of every configuration file of this call, in their order.
+
+    Raises:
+        InputError: a file that is missing, unreadable, empty, not YAML, not a mapping, or says a key twice.
+    """
+    finder = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+    finder.add_argument("-c", "--config", action="append", default=[])
+    try:
+        given = finder.parse_known_args(args)[0].config
+    except argparse.ArgumentError:  # --config without a value: the real parser says so
+        given = []
+    from_environment = os.environ.get(f"{ENV_PREFIX}CONFIG")
+    paths = [from_environment, *given] if from_environment else given
+    return {path: _read_config(path) for path in paths}
+
+
+def _read_config(path: str) -> str:
+    given = f"--config {path}"
+    if Path(path).is_dir():
+        raise InputError(f"{given}; it is a directory and must be a YAML file; write --config {_yaml_near(Path(path) / 'x')}")
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise InputError(f"{given}; there is no such file; write --config {_yaml_near(Path(path))}") from None
+    except UnicodeDecodeError:
+        raise InputError(f"{given}; it is not a text file and must be YAML; write --config {_yaml_near(Path(path))}") from None
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise InputError(f"{given}; it cannot be read ({reason}); write the path of a YAML file that can") from None
+    try:
+        node = yaml.compose(text, Loader=yaml.SafeLoader)
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark
+        where = f", line {mark.line + 1}, column {mark.column + 1}" if mark else ""
+        seen = " ".join(part for part in (error.context, error.problem) if part)
+        raise InputError(f"{given}{where}; it is not valid YAML: {seen}; mend that line ('key: value', indented with spaces)") from None
+    except yaml.YAMLError as error:
+        raise InputError(f"{given}; it is not valid YAML: {error}; write 'key: value' lines") from None
+    except RecursionError:
+        raise InputError(f"{given}; it is nested too deeply; write a plain mapping of settings") from None
+    if not isinstance(node, yaml.MappingNode):
+        what = "empty" if node is None else "not a mapping of settings"
+        raise InputError(f"{given}; it is {what}; write for example 'trainer: {{max_rounds: 5}}' into it")
+    for key, line in _repeated_keys(node):
+        raise InputError(f"{path}, line {line}: {key}; a key may be given once; remove one of the two")
+    return text
+
+
+def _yaml_near(path: Path) -> str:
+    """The YAML file that was probably meant."""
+    files = [*path.parent.glob("*.y*ml"), *Path("configs").glob("*.y*ml")]
+    names = {file.name: str(file) for file in files if file != path}
+    near = [match for name in (path.name, f"{path.stem}.yaml") for match in get_close_matches(name, names, n=1, cutoff=0.7)]
+    return names[near[0]] if near else "configs/kd_default.yaml"
+
+
+def _repeated_keys(node: yaml.Node) -> Iterator[tuple[str, int]]:
+    if isinstance(node, yaml.MappingNode):
+        seen: set[str] = set()
+        for key, value in node.value:
+            if isinstance(key, yaml.ScalarNode) and key.value != "<<":
+                if key.value in seen:
+                    yield key.value, key.start_mark.line + 1
+                seen.add(key.value)
+            yield from _repeated_keys(value)
+    elif isinstance(node, yaml.SequenceNode):
+        for value in node.value:
+            yield from _repeated_keys(value)
+
+
+def line_of(token: str, text: str) -> int | None:
+    """Line, counted from 1, of the first key or plain value ``token`` of a YAML text."""
+    for event in yaml.parse(text, Loader=yaml.SafeLoader):
+        if isinstance(event, yaml.ScalarEvent) and event.value == token:
+            return event.start_mark.line + 1
+    return None
+
+
+def check_environment(settings: Iterable[str]) -> None:
+    """Refuse variables with our prefix that set nothing, so that a typo is not silently ignored."""
+    valid = {ENV_PREFIX + name.replace(".", "__").upper() for name in settings}
+    for name in sorted(os.environ):
+        if not name.startswith(ENV_PREFIX) or name in valid:
+            continue
+        group, _, setting = name.removeprefix(ENV_PREFIX).partition("__")
+        if setting and group in ("MODEL", "DATA"):
+            instead = f"write {ENV_PREFIX}{group}='{{{setting.lower()}: {os.environ[name]}}}'"
+            raise InputError(f"environment variable {name}; settings of {group.lower()} are given together; {instead}")
+        near = get_close_matches(name, valid, n=1)
+        instead = f"write {near[0]}" if near else f"unset {name}"
+        raise InputError(f"environment variable {name}; there is no such setting; {instead}")
+
+
+def dropped_names(args: list[str], texts: Iterable[str], config: Mapping[str, Any]) -> list[str]:
+    """Settings that were given but are not in the resolved ``config``: their class was replaced by one that has no such argument.
+
+    >>> dropped_names([], ["model: {class_path: A, init_args: {alpha: 1}}"], {"model": {"class_path": "B", "init_args": {}}})
+    ['model.alpha']
+    """
+    final = _plain(config)
+    dropped: dict[str, None] = {}
+    for text in texts:
+        dropped.update(dict.fromkeys(_missing(_plain(yaml.safe_load(text)), final)))
+    for arg in args:
+        path = arg.removeprefix("--").partition("=")[0]
+        if arg.startswith(("--model.", "--data.")) and not path.endswith((".help", "+")):
+            nested: Any = True
+            for name in reversed([part for part in path.split(".") if part not in ("init_args", "class_path")]):
+                nested = {name: nested}
+            dropped.update(dict.fromkeys(_missing(nested, final)))
+    return list(dropped)
+
+
+def _plain(node: Any) -> Any:
+    """Without the levels ``class_path`` and ``init_args``, which may be left out."""
+    if not isinstance(node, Mapping):
+        return node
+    plain = {key: _plain(value) for key, value in node.items() if key not in ("class_path", "init_args", "dict_kwargs")}
+    for level in ("init_args", "dict_kwargs"):
+        inner = _plain(node.get(level))
+        plain.update(inner if isinstance(inner, dict) else {})
+    return plain
+
+
+def _missing(given: Any, final: Any, path: str = "") -> Iterator[str]:
+    if not isinstance(given, Mapping) or not isinstance(final, Mapping):
+        return
+    for key, value in given.items():
+        name = f"{path}.{key}" if path else str(key)
+        if key in final:
+            yield from _missing(value, final[key], name)
+        elif path.split(".")[0] in ("model", "data"):
+            yield name

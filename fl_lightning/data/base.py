@@ -1,0 +1,192 @@
+"""What the loop asks of data: clients, their batches, the global test set. Nothing here knows what an example looks like.
+
+``N`` training examples, ``K`` clients, ``B`` batch, ``E`` epochs, ``n`` examples of one client, ``D`` augmentation numbers.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from abc import abstractmethod
+from collections.abc import Iterable, Iterator
+from functools import cached_property
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from lightning import LightningDataModule
+from torch import Tensor
+
+from fl_lightning.client import Client
+from fl_lightning.data.partition import Partition, require
+from fl_lightning.rng import stream
+
+Split = Literal["train", "test"]
+
+
+def batch_sizes(n: int, batch_size: int) -> list[int]:
+    """Sizes of the batches of one epoch over ``n`` examples.
+
+    BatchNorm cannot normalise one value, so no batch has a single example: a lone last one joins the batch before it, and the
+    only example of a client is taken twice. A batch size of 1 is taken at its word.
+
+    >>> batch_sizes(9, 4), batch_sizes(10, 4), batch_sizes(1, 4), batch_sizes(0, 4)
+    ([4, 5], [4, 4, 2], [2], [])
+    """
+    sizes = [batch_size] * (n // batch_size) + ([n % batch_size] if n % batch_size else [])
+    if batch_size > 1 and sizes and sizes[-1] == 1:
+        sizes[-2:] = [sum(sizes[-2:])] if len(sizes) > 1 else [2]
+    return sizes
+
+
+class FederatedData(LightningDataModule):
+    """A data set dealt to clients: ``prepare_data()``, ``setup()``, ``distribute(seed, device)``, then batches.
+
+    A batch is a pair of inputs (a tensor; a dictionary of tensors where a network takes several) and int64 target ``[B]``.
+    A subclass sets ``num_classes`` and ``example_shape`` in its constructor, ``train_target`` and ``test_target`` (int64) in
+    ``setup``, and overrides :meth:`inputs`, :meth:`draws` and :meth:`move`.
+
+    Args:
+        dataset: name of the data set.
+        num_clients: number of clients that the training examples are dealt to.
+        partition: how they are dealt.
+        batch_size: examples of one local step.
+        val_fraction: share of each client's examples that is held out for validation, in [0, 1).
+    """
+
+    num_classes: int
+    example_shape: tuple[int, ...]
+    train_target: Tensor
+    test_target: Tensor
+
+    def __init__(self, *, dataset: str, num_clients: int, partition: Partition, batch_size: int, val_fraction: float) -> None:
+        super().__init__()
+        require(num_clients >= 1, f"num_clients={num_clients}", "a federation has at least one client", "write 1 or more")
+        require(batch_size >= 1, f"batch_size={batch_size}", "a batch has at least one example", "write e.g. 64")
+        require(0 <= val_fraction < 1, f"val_fraction={val_fraction}", "a share in [0, 1)", "write e.g. 0.05, or 0 for none")
+        self.dataset, self.num_clients, self.partition = dataset, num_clients, partition
+        self.batch_size, self.val_fraction = batch_size, val_fraction
+        self.seed = 0
+        self.device = torch.device("cpu")
+        self._shards: list[np.ndarray] = []
+
+    @abstractmethod
+    def inputs(self, split: Split, index: Tensor, draws: Tensor | None = None) -> Any:
+        """What the network sees of the examples ``index`` int64 ``[B]``; ``draws`` int64 ``[B, D]``, None: not augmented."""
+
+    def draws(self, rng: np.random.Generator, epochs: int, n: int) -> np.ndarray | None:
+        """Augmentation of every example in every epoch, int64 ``[E, n, D]``; None when there is none."""
+        return None
+
+    def move(self, device: torch.device) -> None:
+        """Put the examples on the device."""
+        self.device = device
+        self.train_target, self.test_target = self.train_target.to(device), self.test_target.to(device)
+
+    def distribute(self, seed: int, device: torch.device) -> None:
+        """Deal the training examples to the clients and put everything on the device. After ``setup``."""
+        self.seed = seed
+        self._shards = self.partition(self.train_target.cpu().numpy(), self.num_clients, seed)
+        self.move(torch.device(device))
+
+    def client(self, id: int, state: dict[str, Tensor] | None = None) -> Client:
+        """Client ``id`` with its training and validation indices, and the ``state`` that the caller keeps for it."""
+        assert 0 <= id < len(self._shards), f"client {id} of {len(self._shards)}: distribute() comes first"
+        shard = self._shards[id]
+        held_out = self._held_out(len(shard))
+        if held_out:
+            shard = stream(self.seed, "validation", client=id).permutation(shard)
+        train, val = np.sort(shard[held_out:]), np.sort(shard[:held_out])
+        return Client(id=id, train=train, val=val, state={} if state is None else state)
+
+    @cached_property
+    def sizes(self) -> np.ndarray:
+        """Training examples n_k of every client, int64 ``[K]``."""
+        return np.array([len(shard) - self._held_out(len(shard)) for shard in self._shards], dtype=np.int64)
+
+    def _held_out(self, n: int) -> int:
+        return min(max(round(self.val_fraction * n), 1), n - 1) if self.val_fraction > 0 and n >= 2 else 0
+
+    def labels(self, client: Client) -> Tensor:
+        """Labels of the client's training examples, int64 ``[n]`` on the device, in the order of ``client.train``."""
+        return self.train_target[self._to_device(client.train)]
+
+    def num_steps(self, client: Client, epochs: int) -> int:
+        """Local steps of ``epochs`` epochs."""
+        return epochs * len(batch_sizes(len(client.train), self.batch_size))
+
+    def train_batches(
+        self, client: Client, *, round: int, epochs: int, labels: Tensor | None = None, steps: int | None = None
+    ) -> Iterator[tuple[Any, Tensor]]:
+        """The client's batches of one round: a new order in every epoch; at most ``steps`` of them.
+
+        ``labels`` int64 ``[n]`` in the order of ``client.train`` replace its own. Order and augmentation are a function of
+        (seed, round, client) alone, and the first epochs are the same however many follow.
+        """
+        n = len(client.train)
+        sizes = (batch_sizes(n, self.batch_size) * epochs)[:steps]
+        if not sizes:
+            return
+        rng = stream(self.seed, "batches", round, client.id)
+        position = np.concatenate([rng.permutation(n) for _ in range(epochs)])  # in client.train, [E * n]
+        epoch = np.repeat(np.arange(epochs), n)
+        if n == 1 and self.batch_size > 1:
+            position, epoch = position.repeat(2), epoch.repeat(2)
+        position, epoch = position[: sum(sizes)], epoch[: sum(sizes)]
+        target = (self.labels(client) if labels is None else labels)[self._to_device(position)].split(sizes)
+        index = self._to_device(client.train[position]).split(sizes)
+        drawn = self.draws(stream(self.seed, "augment", round, client.id), epochs, n)
+        draws = [None] * len(sizes) if drawn is None else self._to_device(drawn[epoch, position]).split(sizes)
+        for index_B, target_B, draws_B in zip(index, target, draws, strict=True):
+            yield self.inputs("train", index_B, draws_B), target_B
+
+    def test_batches(self, batch_size: int = 512) -> Iterator[tuple[Any, Tensor]]:
+        """The global test set, in order."""
+        for index in torch.arange(len(self.test_target), device=self.device).split(batch_size):
+            yield self.inputs("test", index), self.test_target[index]
+
+    def val_batches(self, clients: Iterable[Client], batch_size: int = 512) -> Iterator[tuple[Any, Tensor, Tensor]]:
+        """Validation examples of these clients with ``owner`` int64 ``[B]``, the client's id; a batch may span clients."""
+        held = [(client.id, client.val) for client in clients if len(client.val)]
+        if not held:
+            return
+        index_all = self._to_device(np.concatenate([val for _, val in held]))
+        owner_all = self._to_device(np.repeat([id for id, _ in held], [len(val) for _, val in held]))
+        for index, owner in zip(index_all.split(batch_size), owner_all.split(batch_size), strict=True):
+            yield self.inputs("train", index), self.train_target[index], owner
+
+    def _to_device(self, array: np.ndarray) -> Tensor:
+        return torch.from_numpy(array).to(self.device)
+
+    def _clients(self) -> Iterator[Client]:
+        return (self.client(id) for id in range(self.num_clients))
+
+    def class_counts(self) -> np.ndarray:
+        """Examples (training and validation) of every client and class, int64 ``[K, C]``."""
+        owner = np.repeat(np.arange(self.num_clients), [len(shard) for shard in self._shards])
+        label = self.train_target.cpu().numpy()[np.concatenate(self._shards)]
+        cells = self.num_clients * self.num_classes
+        return np.bincount(owner * self.num_classes + label, minlength=cells).reshape(self.num_clients, -1)
+
+    @property
+    def partition_hash(self) -> str:
+        """SHA-256 over the training and validation indices of every client and their numbers."""
+        digest = hashlib.sha256()
+        for client in self._clients():
+            for part in (client.train, client.val):
+                digest.update(len(part).to_bytes(8, "little") + part.astype("<i8").tobytes())
+        return digest.hexdigest()
+
+    def partition_summary(self) -> dict[str, Any]:
+        """What ``partition.json`` holds. With more than 1000 clients the indices are left out and the hash stands for them."""
+        summary = {
+            "seed": self.seed,
+            "dataset": self.dataset,
+            "num_clients": self.num_clients,
+            "method": repr(self.partition),
+            "sha256": self.partition_hash,
+            "sizes": [len(shard) for shard in self._shards],
+            "classes_per_client": self.class_counts().tolist(),
+        }
+        if self.num_clients <= 1000:
+            summary["clients"] = [{"train": c.train.tolist(), "val": c.val.tolist()} for c in self._clients()]
+        return summary

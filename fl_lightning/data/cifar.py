@@ -1,0 +1,143 @@
+"""CIFAR-10 and CIFAR-100 from the files as published: pickled batches, read without trusting them.
+
+torchvision knows where the files are and their checksums. The reading is our own: a pickle is a program, and this one may
+build arrays, lists and dictionaries and nothing else. It also spares the old files' dtype a NumPy deprecation warning.
+"""
+
+from __future__ import annotations
+
+import logging
+import pickle
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+Arrays = tuple[np.ndarray, np.ndarray]
+log = logging.getLogger(__name__)
+
+
+def _dtype(spec: str, align: int = 0, copy: int = 0) -> np.dtype:
+    return np.dtype(spec, bool(align), bool(copy))
+
+
+def _encode(text: str, encoding: str = "latin1") -> bytes:
+    return text.encode("latin1")  # how Python 3 writes bytes for Python 2
+
+
+_RECONSTRUCT, _SCALAR = np.empty(0).__reduce__()[0], np.float64(0).__reduce__()[0]
+_ALLOWED: dict[tuple[str, str], Any] = {
+    ("numpy", "ndarray"): np.ndarray,
+    ("numpy", "dtype"): _dtype,
+    ("_codecs", "encode"): _encode,
+    **{(f"numpy.{core}.multiarray", "_reconstruct"): _RECONSTRUCT for core in ("core", "_core")},
+    **{(f"numpy.{core}.multiarray", "scalar"): _SCALAR for core in ("core", "_core")},
+    **{(f"numpy.{core}.numeric", "_frombuffer"): np.empty(0).__reduce_ex__(5)[0] for core in ("core", "_core")},
+}
+
+
+class _ArrayUnpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) not in _ALLOWED:
+            raise pickle.UnpicklingError(f"it asks for {module}.{name}")
+        return _ALLOWED[module, name]
+
+
+def read_batch(path: Path) -> Arrays:
+    """Images uint8 ``[n, 3, 32, 32]`` and labels int64 ``[n]`` of one batch file; ValueError names a file that is not one."""
+    try:
+        with path.open("rb") as file:
+            content = _ArrayUnpickler(file, encoding="latin1").load()
+        content = {key.decode("latin1") if isinstance(key, bytes) else key: value for key, value in content.items()}
+        images = np.asarray(content["data"])
+        labels = np.asarray(content["fine_labels"] if "fine_labels" in content else content["labels"]).astype(np.int64)
+        if images.dtype != np.uint8 or images.shape != (len(labels), 3 * 32 * 32):
+            raise ValueError(f"{images.dtype} {images.shape} for {len(labels)} labels")
+    except Exception as error:  # a damaged pickle can raise nearly anything; whatever it is, the file is refused by name
+        reason = " ".join(f"{type(error).__name__}: {error}".split())
+        raise ValueError(
+            f"{path}: not a batch in CIFAR's format or damaged ({reason}); delete it and write --data.download true, or run "
+            "configs/kd_default.yaml, which needs no files"
+        ) from None
+    return images.reshape(-1, 3, 32, 32), labels
+
+
+@contextmanager
+def _give_up_after(seconds: float) -> Iterator[None]:
+    before = socket.getdefaulttimeout()
+    socket.setdefaulttimeout(seconds)  # torchvision sets none, and a firewall that says nothing would hang the run
+    try:
+        yield
+    finally:
+        socket.setdefaulttimeout(before)
+
+
+class Cifar:
+    """The files of one of the two data sets.
+
+    Args:
+        dataset: ``cifar10`` or ``cifar100``.
+        root: the folder that holds torchvision's folder.
+    """
+
+    def __init__(self, dataset: str, *, root: str) -> None:
+        from torchvision import datasets
+
+        self.dataset, self.root = dataset, Path(root)
+        self.published = datasets.CIFAR100 if dataset == "cifar100" else datasets.CIFAR10
+        self.folder = self.root / self.published.base_folder
+
+    def missing(self) -> list[str]:
+        files = [*self.published.train_list, *self.published.test_list]
+        return [name for name, _ in files if not (self.folder / name).is_file()]
+
+    def prepare(self, download: bool) -> None:
+        """Fetch what is missing if allowed. Files that are there are never replaced."""
+        if self.missing():
+            reason = self._fetch() if download else "--data.download is false"
+            if self.missing():
+                allow = "" if download else "write --data.download true, "
+                raise ValueError(
+                    f"{self.dataset}: file {self.missing()[0]} is not in {self.folder} and was not fetched ({reason}); put the "
+                    f"files there, {allow}or run configs/kd_default.yaml, which needs no network"
+                )
+        self._compare_checksums()
+
+    def _fetch(self) -> str:
+        from torchvision.datasets.utils import download_and_extract_archive
+
+        new = [folder for folder in (self.root, *self.root.parents) if not folder.exists()]
+        try:
+            with _give_up_after(30):
+                download_and_extract_archive(
+                    self.published.url, str(self.root), filename=self.published.filename, md5=self.published.tgz_md5
+                )
+        except (OSError, RuntimeError) as error:
+            with suppress(OSError):  # stops at a folder with anything in it
+                for folder in new:
+                    folder.rmdir()
+            return " ".join(str(error).split()) or type(error).__name__
+        return "the archive did not hold it"
+
+    def _compare_checksums(self) -> None:
+        from torchvision.datasets.utils import check_integrity
+
+        for name, md5 in [*self.published.train_list, *self.published.test_list]:
+            if not check_integrity(str(self.folder / name), md5):
+                log.warning("%s: not the published file (its checksum differs)", self.folder / name)
+
+    def read(self) -> tuple[Arrays, Arrays]:
+        """Training and test images and labels."""
+        train = [read_batch(self.folder / name) for name, _ in self.published.train_list]
+        test = [read_batch(self.folder / name) for name, _ in self.published.test_list]
+        (train_x, train_y), (test_x, test_y) = (tuple(map(np.concatenate, zip(*part, strict=True))) for part in (train, test))
+        limit = 100 if self.dataset == "cifar100" else 10
+        for labels in (train_y, test_y):
+            if len(labels) == 0 or labels.min() < 0 or labels.max() >= limit:
+                raise ValueError(
+                    f"{self.folder}: labels of {self.dataset} are 0 to {limit - 1}, these are not; write the data set they are of"
+                )
+        return (train_x, train_y), (test_x, test_y)

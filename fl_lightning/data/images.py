@@ -1,0 +1,168 @@
+"""Images on the device as bytes; crop, flip and normalisation batched there. No DataLoader per client.
+
+``N`` examples, ``B`` batch, ``E`` epochs, ``n`` examples of one client.
+"""
+
+from __future__ import annotations
+
+from difflib import get_close_matches
+from typing import Literal, get_args
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from fl_lightning.data.base import FederatedData, Split
+from fl_lightning.data.cifar import Cifar
+from fl_lightning.data.local import digits, synthetic
+from fl_lightning.data.partition import Dirichlet, Partition, require
+
+DATASETS = {"cifar10": 10, "cifar100": 100, "digits": 10, "synthetic": 0}  # number of classes
+Crop = Literal["none", "pad", "shrink"]
+
+
+class FederatedImages(FederatedData):
+    """Images and their classes, dealt to clients.
+
+    Args:
+        dataset: cifar10, cifar100 (read from root), digits (1 797 scanned digits, no files needed) or synthetic.
+        root: folder of the CIFAR files (the one that holds cifar-10-batches-py or cifar-100-python).
+        download: whether missing CIFAR files may be fetched from the network.
+        num_clients: number of clients that the training examples are dealt to.
+        partition: how they are dealt; by default Dirichlet with beta 0.1.
+        batch_size: examples of one local step.
+        val_fraction: share of each client's examples held out for validation, in [0, 1); at least one of two or more.
+        crop: none; pad: random crop after zero padding, test images whole; shrink: random crop, centre crop at test.
+        crop_padding: pixels added on each side before a pad crop.
+        crop_size: side in pixels that a shrink crop leaves; the network sees images of this size.
+        flip: whether training images are mirrored left to right with probability 1/2.
+        synthetic_examples: training examples of the synthetic data set.
+        synthetic_test_examples: test examples of the synthetic data set.
+        synthetic_size: side in pixels of the synthetic images.
+        synthetic_classes: number of classes of the synthetic data set.
+        synthetic_seed: seed of the synthetic images; the run's own seed never changes them.
+    """
+
+    train_images: Tensor
+    test_images: Tensor
+    train_mean: tuple[float, ...]
+    train_std: tuple[float, ...]
+
+    def __init__(
+        self,
+        dataset: str = "digits",
+        root: str = "data",
+        download: bool = False,
+        num_clients: int = 100,
+        partition: Partition | None = None,
+        batch_size: int = 64,
+        val_fraction: float = 0.05,
+        crop: Crop = "none",
+        crop_padding: int = 4,
+        crop_size: int = 28,
+        flip: bool = False,
+        synthetic_examples: int = 5000,
+        synthetic_test_examples: int = 1000,
+        synthetic_size: int = 32,
+        synthetic_classes: int = 10,
+        synthetic_seed: int = 0,
+    ) -> None:
+        near = (get_close_matches(str(dataset).lower(), DATASETS, n=1, cutoff=0.0) or ["digits"])[0]
+        require(dataset in DATASETS, f"dataset={dataset!r}", f"one of {', '.join(DATASETS)}", f"did you mean {near}?")
+        require(crop in get_args(Crop), f"crop={crop!r}", f"one of {', '.join(get_args(Crop))}", "write none for no crop")
+        for name, value, least in (
+            ("synthetic_examples", synthetic_examples, 1),
+            ("synthetic_test_examples", synthetic_test_examples, 1),
+            ("synthetic_size", synthetic_size, 1),
+            ("synthetic_classes", synthetic_classes, 2),
+            ("crop_padding", crop_padding, 0),
+        ):
+            require(value >= least, f"{name}={value}", f"at least {least}", f"write {least} or more")
+        self.side = synthetic_size if dataset == "synthetic" else 32
+        require(
+            crop != "shrink" or 1 <= crop_size <= self.side,
+            f"crop_size={crop_size}",
+            f"a crop lies inside the {self.side}x{self.side} image",
+            f"write 1 to {self.side}",
+        )
+        super().__init__(
+            dataset=dataset,
+            num_clients=num_clients,
+            partition=Dirichlet(0.1) if partition is None else partition,
+            batch_size=batch_size,
+            val_fraction=val_fraction,
+        )
+        self.root, self.download = root, download
+        self.crop, self.crop_padding, self.flip = crop, crop_padding, flip
+        self.view_side = crop_size if crop == "shrink" else self.side
+        self.synthetic_sizes, self.synthetic_seed = (synthetic_examples, synthetic_test_examples), synthetic_seed
+        self.num_classes = DATASETS[dataset] or synthetic_classes
+        self.example_shape = (3, self.view_side, self.view_side)
+
+    def prepare_data(self) -> None:
+        """Fetch and check files. ValueError in one line when there are none to be had."""
+        if self.dataset.startswith("cifar"):
+            Cifar(self.dataset, root=self.root).prepare(self.download)
+
+    def setup(self, stage: str | None = None) -> None:
+        """Load the images and the constants that normalise them, mean and standard deviation of the training pixels."""
+        if self.dataset == "digits":
+            train, test = digits()
+        elif self.dataset == "synthetic":
+            train, test = synthetic(
+                sizes=self.synthetic_sizes, side=self.side, num_classes=self.num_classes, seed=self.synthetic_seed
+            )
+        else:
+            train, test = Cifar(self.dataset, root=self.root).read()
+        self.train_images, self.train_target = map(torch.from_numpy, train)
+        self.test_images, self.test_target = map(torch.from_numpy, test)
+        level = np.arange(256) / 255
+        counts = np.stack([np.bincount(train[0][:, channel].ravel(), minlength=256) for channel in range(3)])
+        share = counts / counts.sum(axis=1, keepdims=True)
+        mean = share @ level
+        std = np.sqrt(share @ level**2 - mean**2 + 1e-12).clip(min=1 / 255)  # a constant channel must not divide by zero
+        self.train_mean, self.train_std = tuple(mean.tolist()), tuple(std.tolist())
+        self.move(self.device)
+
+    def move(self, device: torch.device) -> None:
+        super().move(device)
+        self.train_images, self.test_images = self.train_images.to(device), self.test_images.to(device)
+        self._mean, self._std = torch.tensor([self.train_mean, self.train_std], device=device)[:, :, None, None]
+
+    def draws(self, rng: np.random.Generator, epochs: int, n: int) -> np.ndarray | None:
+        """Top, left and mirrored or not, int64 ``[E, n, 3]``."""
+        if self.crop == "none" and not self.flip:
+            return None
+        uniform = rng.random((epochs, n, 3))  # one call: the first epochs are the same however many follow
+        places = {"none": 1, "pad": 2 * self.crop_padding + 1, "shrink": self.side - self.view_side + 1}[self.crop]
+        return (uniform * [places, places, 2 if self.flip else 1]).astype(np.int64)
+
+    def view(self, images: Tensor, draws: Tensor | None = None) -> Tensor:
+        """The part of uint8 ``images`` ``[B, 3, side, side]`` that the network sees; without ``draws``, as at test."""
+        side = self.view_side
+        if draws is None:
+            margin = (self.side - side) // 2
+            return images[..., margin : margin + side, margin : margin + side]
+        if self.crop == "pad":
+            images = pad(images, (self.crop_padding,) * 4)
+        top, left, mirrored = draws[:, :, None].unbind(1)
+        steps = torch.arange(side, device=images.device)
+        row = top + steps
+        column = left + torch.where(mirrored.bool(), side - 1 - steps, steps)
+        example = torch.arange(len(images), device=images.device)[:, None, None, None]
+        channel = torch.arange(3, device=images.device)[:, None, None]
+        return images[example, channel, row[:, None, :, None], column[:, None, None, :]]  # a single gather
+
+    def normalise(self, pixels: Tensor) -> Tensor:
+        """Pixels in [0, 1] to what the network sees."""
+        return (pixels - self._mean) / self._std
+
+    def denormalise(self, inputs: Tensor) -> Tensor:
+        """What the network sees to pixels in [0, 1]."""
+        return inputs * self._std + self._mean
+
+    def inputs(self, split: Split, index: Tensor, draws: Tensor | None = None) -> Tensor:
+        """float32 ``[B, *example_shape]``."""
+        images = self.train_images if split == "train" else self.test_images
+        return self.normalise(self.view(images[index], draws).float() / 255)

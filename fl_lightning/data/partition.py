@@ -1,0 +1,177 @@
+"""Who holds what: how the training examples are dealt to the clients.
+
+``N`` examples, ``K`` clients, ``C`` classes. A partition is ``K`` sorted int64 arrays of indices, disjoint, that together are
+``0 .. N - 1``. Nothing larger than ``C x K`` is ever held.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from fl_lightning.rng import stream
+
+MAX_DRAWS = 1000
+
+
+def require(ok: bool, given: str, rule: str, instead: str) -> None:
+    """Refuse bad input in three parts: what was given, the rule, what to write instead."""
+    if not ok:
+        raise ValueError(f"{given}: {rule}; {instead}")
+
+
+def _check_beta(beta: float) -> None:
+    # not (beta > 0) is also true of NaN
+    require(beta > 0, f"beta={beta}", "the Dirichlet concentration is a positive number", "write e.g. 0.1 (skewed) or .inf (IID)")
+
+
+def _check_min_size(min_size: int) -> None:
+    require(min_size >= 0, f"min_size={min_size}", "a client holds at least 0 examples", "write 0 or more")
+
+
+def _check_clients(num_clients: int) -> None:
+    require(num_clients >= 1, f"num_clients={num_clients}", "a federation has at least one client", "write 1 or more")
+
+
+def _by_owner(owner: np.ndarray, num_clients: int) -> list[np.ndarray]:
+    """Owner of every example ``[N]`` to sorted indices of every client."""
+    cuts = np.cumsum(np.bincount(owner, minlength=num_clients))[:-1]
+    return np.split(np.argsort(owner, kind="stable").astype(np.int64, copy=False), cuts)
+
+
+def _draw(by_class: list[np.ndarray], num_clients: int, beta: float, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
+    """One Dirichlet draw: owner of every example ``[N]`` and examples of every client ``[K]``."""
+    total = sum(map(len, by_class))
+    owner, held = np.empty(total, np.int64), np.zeros(num_clients, np.int64)
+    for members in by_class:
+        share = rng.dirichlet(np.full(num_clients, min(beta, 1e12)))
+        hungry = held * num_clients < total  # fewer than N / K, in integers
+        share[~hungry] = 0.0
+        # a small beta underflows to zero for most clients: when those with a share are all full, the others take turns
+        cumulative = np.cumsum(share if share.sum() > 0 else hungry.astype(float))
+        # divided by its own last value, so that rounding never gives the last example to a client with no share
+        cuts = np.floor(cumulative / cumulative[-1] * len(members)).astype(np.int64)
+        takers = np.searchsorted(cuts, np.arange(len(members)), side="right")
+        owner[rng.permutation(members)] = takers
+        held += np.bincount(takers, minlength=num_clients)
+    return owner, held
+
+
+def dirichlet_partition(
+    labels: ArrayLike, num_clients: int, beta: float = 0.5, seed: int = 0, min_size: int = 1
+) -> list[np.ndarray]:
+    """Label-skewed partition: per class, proportions ~ Dirichlet(beta) over the clients (Yurochkin et al., ICML 2019).
+
+    A client that already holds ``N / K`` examples or more gets nothing of the classes that follow. Drawn again, at most
+    1000 times, until every client has ``min_size`` examples.
+
+    Args:
+        labels: class of every training example, ``[N]``.
+        num_clients: number of clients, ``K``.
+        beta: concentration; 0.1 is strongly skewed, 0.5 mildly, infinity is :class:`IID`.
+        seed: seed of the run.
+        min_size: fewest examples of a client; 0 allows empty clients.
+
+    Raises:
+        ValueError: an argument is out of range, or no draw gave every client its ``min_size``.
+
+    >>> [part.tolist() for part in dirichlet_partition([0, 0, 1, 1], num_clients=1)]
+    [[0, 1, 2, 3]]
+    """
+    beta = float(beta)
+    _check_clients(num_clients)
+    _check_beta(beta)
+    _check_min_size(min_size)
+    label = np.asarray(labels)
+    require(
+        min_size * num_clients <= len(label),
+        f"min_size={min_size} for num_clients={num_clients}",
+        f"{len(label)} examples cannot give each client that many",
+        f"write min_size {len(label) // num_clients} or less, or fewer clients",
+    )
+    if math.isinf(beta):
+        return IID()(label, num_clients, seed)
+    by_class = [np.flatnonzero(label == value) for value in np.unique(label)]
+    fewest = 0
+    for attempt in range(MAX_DRAWS):
+        owner, held = _draw(by_class, num_clients, beta, stream(seed, "partition", round=attempt))
+        if held.min() >= min_size:
+            return _by_owner(owner, num_clients)
+        fewest = max(fewest, int(held.min()))
+    raise ValueError(
+        f"min_size={min_size} with beta={beta}, num_clients={num_clients}: {MAX_DRAWS} draws left a client with fewer (at best "
+        f"{fewest}); write min_size {fewest} or less, fewer clients, or a larger beta"
+    )
+
+
+class Partition:
+    """How examples are dealt to clients; subclasses say how. A pure function of its arguments."""
+
+    def __call__(self, labels: np.ndarray, num_clients: int, seed: int) -> list[np.ndarray]:
+        """Sorted, disjoint index arrays, one per client, that cover ``labels`` ``[N]``."""
+        raise NotImplementedError
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({', '.join(f'{name}={value!r}' for name, value in vars(self).items())})"
+
+
+class Dirichlet(Partition):
+    """Label skew: per class, proportions ~ Dirichlet(beta) over the clients.
+
+    Args:
+        beta: concentration; 0.1 is strongly skewed, 0.5 mildly, .inf is IID.
+        min_size: fewest examples of a client; 0 allows empty clients.
+    """
+
+    def __init__(self, beta: float = 0.1, min_size: int = 1) -> None:
+        self.beta, self.min_size = float(beta), min_size
+        _check_beta(self.beta)
+        _check_min_size(min_size)
+
+    def __call__(self, labels: np.ndarray, num_clients: int, seed: int) -> list[np.ndarray]:
+        return dirichlet_partition(labels, num_clients, self.beta, seed, self.min_size)
+
+
+class IID(Partition):
+    """Every client draws from the same distribution: the shuffled examples in equal parts (sizes differ by one at most)."""
+
+    def __call__(self, labels: np.ndarray, num_clients: int, seed: int) -> list[np.ndarray]:
+        _check_clients(num_clients)
+        owner = np.empty(len(labels), np.int64)
+        owner[stream(seed, "partition").permutation(len(labels))] = np.arange(len(labels)) % num_clients
+        return _by_owner(owner, num_clients)
+
+
+class Shards(Partition):
+    """Sort by label, cut into equal shards, deal the same number to every client (McMahan et al., AISTATS 2017).
+
+    Args:
+        classes_per_client: shards of one client; about the number of classes that it sees.
+    """
+
+    def __init__(self, classes_per_client: int = 2) -> None:
+        require(
+            classes_per_client >= 1,
+            f"classes_per_client={classes_per_client}",
+            "a client gets at least one shard",
+            "write 1 or more",
+        )
+        self.classes_per_client = classes_per_client
+
+    def __call__(self, labels: np.ndarray, num_clients: int, seed: int) -> list[np.ndarray]:
+        _check_clients(num_clients)
+        shards, total = num_clients * self.classes_per_client, len(labels)
+        require(
+            shards <= total,
+            f"classes_per_client={self.classes_per_client} for num_clients={num_clients}",
+            f"{total} examples cannot be cut into {shards} shards",
+            "write fewer clients or fewer classes_per_client",
+        )
+        rng = stream(seed, "partition")
+        shuffled = rng.permutation(total)
+        by_label = shuffled[np.argsort(np.asarray(labels)[shuffled], kind="stable")]
+        owner = np.empty(total, np.int64)
+        owner[by_label] = (rng.permutation(shards) // self.classes_per_client)[np.arange(total) * shards // total]
+        return _by_owner(owner, num_clients)

@@ -1,0 +1,4 @@
+from fl_lightning.engines.base import ClientResult, Engine, Order
+from fl_lightning.engines.sequential import SequentialEngine
+
+__all__ = ["ClientResult", "Engine", "Order", "SequentialEngine"]

@@ -1,0 +1,104 @@
+"""The two kinds of callback: a stressor changes a value, a meter observes.
+
+Fabric's ``call`` drops what callbacks return, so stressors have a path of their own (:func:`stress`); meters are ordinary
+Fabric callbacks. Neither keeps hidden randomness: draw from ``fl_lightning.rng.stream(context.seed, purpose, round, client)``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+
+from torch import Tensor
+
+from fl_lightning.client import Assignment, Client
+from fl_lightning.wire import Payload
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+T = TypeVar("T")
+
+
+class Context(Protocol):
+    """What a callback may read of the run. The trainer is one."""
+
+    seed: int
+    max_rounds: int
+    run_dir: Path
+    method: Any
+    data: Any
+
+    def log_figure(self, name: str, figure: Figure) -> None:
+        """Save ``figures/<name>.png`` and ``.pdf`` in the run directory and hand them to the loggers."""
+
+
+@dataclass
+class RoundRecord:
+    """What one round did. Meters add to ``metrics``; the names are DESIGN.md section 7's."""
+
+    round: int
+    metrics: dict[str, float] = field(default_factory=dict)
+
+
+class Callback:
+    """What stressors and meters share. Keep hidden state out: what must survive a resume goes through ``state_dict``."""
+
+    def on_setup(self, context: Context) -> None:
+        """Before the first round: check own arguments against the run (raise ``ValueError``)."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """What must survive a resume, as JSON. Nothing, for a callback that is a pure function of its streams."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take back what ``state_dict`` gave."""
+
+
+class Stressor(Callback):
+    """Makes life harder. Each hook gets a value and returns the one to use instead; override what you change."""
+
+    def change_cohort(self, cohort: list[Assignment], *, round: int, context: Context) -> list[Assignment]:
+        return cohort
+
+    def change_labels(self, labels: Tensor, *, client: Client, round: int, context: Context) -> Tensor:
+        """``labels`` int64 ``[n_k]`` of the client's training examples, in the order of ``client.train``. Return a new tensor."""
+        return labels
+
+    def change_upload(self, upload: Payload, *, client: Client, round: int, context: Context) -> Payload | None:
+        """The payload as the client encoded it; None when it is lost."""
+        return upload
+
+
+class Meter(Callback):
+    """Observes. Hooks return nothing and change nothing but ``record.metrics`` and their own state."""
+
+    def on_round_start(self, round: int, context: Context) -> None:
+        pass
+
+    def on_client_end(self, client: Client, round: int, context: Context) -> None:
+        """One client of the cohort has been trained."""
+
+    def on_evaluate(self, probs: Tensor, target: Tensor, record: RoundRecord, context: Context) -> None:
+        """The global test set: ``probs`` float32 ``[n, C]`` (softmax output), ``target`` int64 ``[n]``."""
+
+    def on_round_end(self, record: RoundRecord, context: Context) -> None:
+        pass
+
+    def on_fit_end(self, summary: dict[str, float], context: Context) -> None:
+        """After the last round; also after an interruption, with what there is."""
+
+    def on_exception(self, error: BaseException, context: Context) -> None:
+        pass
+
+
+def stress(callbacks: Iterable[object], hook: str, value: T, **details: Any) -> T:
+    """Pass ``value`` through ``hook`` of every stressor, in the order of the configuration."""
+    for callback in callbacks:
+        if isinstance(callback, Stressor):
+            value = getattr(callback, hook)(value, **details)
+            if value is None:
+                break
+    return value

@@ -1,0 +1,238 @@
+"""FedMPQ: mixed-precision quantised federated learning (Chen & Vikalo, CVPR 2024), on BSQ's bit planes (Yang et al., ICLR 2021).
+
+    L = L_task + lambda_b * L_bit,     L_bit = 1 / (sum n_l) * sum_l n_l N_l * sum_b || [p_b ; n_b] ||_2
+
+n_l weights of layer l, N_l its magnitude bits. Clients train the planes of every quantised layer, prune planes that hardly any weight sets,
+and send codes of N_l + 1 bits; the server averages the de-quantised weights and deals out bits within each client's budget.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+from torch.nn import functional as F
+
+from fl_lightning.client import Client
+from fl_lightning.data import FederatedData
+from fl_lightning.methods.base import Method, NetworkCallable, OptimizerCallable, check_finite, examples_of, shares, weighted_mean
+from fl_lightning.quantization import Quantized, allocate_bits, average_bits, prune, quantize
+from fl_lightning.quantization.activations import quantize_activations
+from fl_lightning.quantization.allocation import MAX_BITS
+from fl_lightning.quantization.planes import PLANE_MAX, from_planes, gain, group_norms, scale_gradient, to_planes, units
+from fl_lightning.wire import Codes, Layout, Payload, PayloadError
+
+
+class FedMPQ(Method):
+    """Every client trains, sends and is sent its own mix of bit-widths.
+
+    Args:
+        network: as for every method.
+        optimizer: local optimiser of planes, biases and normalisation. Default: SGD, lr 0.05, momentum 0.9.
+        bits: budget in magnitude bits per weight on average, 1 to 8; one number, or one for each client.
+        lambda_b: weight of the bit regulariser; 0.01 in the paper, meaningful with this normalisation only.
+        prune_threshold: share of set digits at which a client drops a bit plane, in [0, 1); 0.02 in the paper.
+        rounding: of uploads: ``stochastic`` (unbiased) or ``nearest``, which loses every update below half a step.
+        plane_lr: ``matched`` scales the gradient of a layer's planes so that a step moves W as far as a step of the same lr on W;
+            ``raw`` takes it as it is, 2 s^2 sum 4^b / (2^N - 1)^2 of that.
+        download: what the client is sent: W_t in ``full`` precision, or ``quantised`` at its own bit-widths.
+        activation_bits: magnitude bits of the inputs of quantised layers, 1 to 8, or null for full precision.
+        quantise_shortcuts: whether 1x1 convolutions on shortcuts are quantised too.
+    """
+
+    def __init__(
+        self,
+        network: NetworkCallable | str = "small_cnn",
+        optimizer: OptimizerCallable | None = None,
+        bits: float | list[float] = 4,
+        lambda_b: float = 0.01,
+        prune_threshold: float = 0.02,
+        rounding: Literal["stochastic", "nearest"] = "stochastic",
+        plane_lr: Literal["matched", "raw"] = "matched",
+        download: Literal["full", "quantised"] = "full",
+        activation_bits: int | None = None,
+        quantise_shortcuts: bool = True,
+    ) -> None:
+        super().__init__(network, optimizer)
+        budgets = bits if isinstance(bits, list) else [bits]
+        if not budgets or not all(1 <= b <= MAX_BITS for b in budgets):
+            raise ValueError(f"--model.bits {bits}; a budget is 1 to {MAX_BITS} bits per weight; write --model.bits 4")
+        if not lambda_b >= 0:
+            raise ValueError(f"--model.lambda_b {lambda_b}; a regulariser weighs 0 or more; write --model.lambda_b 0.01")
+        if not 0 <= prune_threshold < 1:
+            raise ValueError(f"--model.prune_threshold {prune_threshold}; it is a share in [0, 1); write --model.prune_threshold 0.02")
+        if activation_bits is not None and not 1 <= activation_bits <= MAX_BITS:
+            raise ValueError(f"--model.activation_bits {activation_bits}; 1 to {MAX_BITS} bits, or null; write --model.activation_bits 4")
+        self.budgets = budgets
+        self.lambda_b = lambda_b
+        self.prune_threshold = prune_threshold
+        self.rounding = rounding
+        self.plane_lr = plane_lr
+        self.download = download
+        self.activation_bits = activation_bits
+        self.quantise_shortcuts = quantise_shortcuts
+
+    def build(self, data: FederatedData) -> None:
+        if len(self.budgets) not in (1, data.num_clients):
+            raise ValueError(
+                f"--model.bits with {len(self.budgets)} budgets for {data.num_clients} clients; one number, or one for each client; "
+                f"write --model.bits 4 or a list of {data.num_clients}"
+            )
+        super().build(data)
+        layers = _quantized_layers(self.network, self.quantise_shortcuts)
+        self.layers = list(layers)
+        self.rest = Layout.of(self.network, include=lambda name: name not in layers)
+        self.layer_shapes = [self.layout.shapes[name] for name in self.layers]
+        self.layer_sizes = [shape.numel() for shape in self.layer_shapes]
+        for weight in layers.values():
+            weight.requires_grad_(False)
+        if self.activation_bits is not None:
+            quantize_activations(self.network, layers, self.activation_bits)
+        self.layer_bits: list[int] = []
+        self.planes = nn.Parameter(torch.empty(0))
+        self.register_buffer("scales", torch.zeros(len(self.layers)))
+        start = torch.full((len(self.layers),), int(self._mean_budget()), dtype=torch.int32)
+        self.server |= {"bits": start, "delta": torch.ones_like(start), "aggregated": torch.zeros(1, dtype=torch.int32)}
+
+    # The client's half
+
+    def receive(self, message: Payload, client: Client) -> None:
+        weights = self._decode(message, sender="server")
+        self.layout.write(self.network, weights)
+        self.layer_bits = message.codes("bits").values.tolist()
+        tensors = self.layout.unpack(weights.to(self.device))
+        planes, scales = zip(*(to_planes(tensors[name], n) for name, n in zip(self.layers, self.layer_bits, strict=True)), strict=True)
+        self.planes = nn.Parameter(torch.cat([p.flatten() for p in planes]))
+        self.scales = torch.stack(scales)
+
+    def layer_planes(self) -> list[Tensor]:
+        """``planes`` as one view ``[2, N_l, n_l]`` per layer."""
+        shapes = [(2, bits, n) for bits, n in zip(self.layer_bits, self.layer_sizes, strict=True)]
+        pieces = self.planes.split([2 * bits * n for _, bits, n in shapes])
+        return [piece.view(shape) for piece, shape in zip(pieces, shapes, strict=True)]
+
+    def quantized_weights(self) -> tuple[dict[str, Tensor], Tensor]:
+        """W_q of each layer by parameter name, and L_bit."""
+        weights, bit_terms = {}, []
+        with torch.autocast(self.planes.device.type, enabled=False):
+            for layer, planes in enumerate(self.layer_planes()):
+                n, bits, scale = self.layer_sizes[layer], self.layer_bits[layer], self.scales[layer]
+                if self.plane_lr == "matched":
+                    planes = scale_gradient(planes, 1 / gain(bits, scale))
+                weights[self.layers[layer]] = from_planes(planes, scale).view(self.layer_shapes[layer])
+                bit_terms.append(n * bits * group_norms(planes))
+        return weights, torch.stack(bit_terms).sum() / sum(self.layer_sizes)
+
+    def training_step(self, batch: Any, batch_idx: int = 0) -> dict[str, Tensor]:
+        """``loss = loss_task + loss_bit``; ``loss_bit`` is lambda_b * L_bit, as it enters."""
+        images, labels = batch
+        weights, bit_norm = self.quantized_weights()
+        task = F.cross_entropy(functional_call(self.network, weights, (images,)), labels)
+        bit = self.lambda_b * bit_norm
+        return {"loss": task + bit, "loss_task": task, "loss_bit": bit}
+
+    @torch.no_grad()
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.planes.clamp_(0, PLANE_MAX)
+
+    def upload(self, client: Client) -> Payload:
+        noise = self.stream("rounding", client) if self.rounding == "stochastic" else None
+        layers = []
+        for planes, scale in zip(self.layer_planes(), self.scales, strict=True):
+            bits = planes.shape[1]
+            values = units(planes) * (scale / (2**bits - 1))
+            grown = max(float(scale), float(values.abs().max()))
+            layers.append(prune(quantize(values, bits, grown, noise), self.prune_threshold))
+        return Payload({"examples": examples_of(client), **_encode(layers), "rest": self.rest.read(self.network)})
+
+    # The server's half
+
+    def budget(self, client: Client) -> float:
+        return self.budgets[client.id % len(self.budgets)]
+
+    def broadcast(self, client: Client) -> Payload:
+        bits = self._allocate(self.budget(client))
+        if self.download == "full":
+            return Payload({"bits": Codes(torch.tensor(bits), 4), "weights": self.server["weights"]})
+        return self._quantize_server(bits)
+
+    def check(self, upload: Payload, client: Client) -> None:
+        check_finite(upload)
+        self._decode(upload, sender=f"client {client.id}")
+
+    def aggregate(self, uploads: Mapping[int, Payload]) -> None:
+        """W_{t+1} from the de-quantised uploads; b_l and Delta_l weighted by n_k * budget_k."""
+        weights = shares(uploads.values())
+        budgets = [self.budgets[id % len(self.budgets)] for id in uploads]
+        by_budget = [w * b for w, b in zip(weights, budgets, strict=True)]
+        by_budget = [w / sum(by_budget) for w in by_budget]
+        sent = [upload.codes("bits").values for upload in uploads.values()]
+        removed = [torch.tensor(self._allocate(b)) - n for b, n in zip(budgets, sent, strict=True)]
+        self.server = {
+            "weights": weighted_mean([self._decode(upload, sender="client") for upload in uploads.values()], weights),
+            "bits": weighted_mean(sent, by_budget).round().to(torch.int32).clamp(1, MAX_BITS),
+            "delta": (1 + weighted_mean(removed, by_budget)).round().to(torch.int32).clamp_min(1),
+            "aggregated": torch.ones(1, dtype=torch.int32),
+        }
+
+    def server_metrics(self) -> dict[str, float]:
+        return {"bits/average": average_bits(self.layer_sizes, self.server["bits"].tolist())}
+
+    def deploy(self, client: Client | None = None) -> nn.Module:
+        """W_t on the grid (nearest) at the bit-widths that the mean budget gives."""
+        payload = self._quantize_server(self._allocate(self._mean_budget()))
+        self.layout.write(self.network, self._decode(payload, sender="server"))
+        return self.network
+
+    # Between the two
+
+    def _mean_budget(self) -> float:
+        return sum(self.budgets) / len(self.budgets)
+
+    def _allocate(self, budget: float) -> list[int]:
+        """Bits of each layer for a budget: uniform before the first aggregation, FedMPQ's rule afterwards."""
+        if not self.server["aggregated"]:
+            return [int(budget)] * len(self.layers)
+        return allocate_bits(self.layer_sizes, self.server["bits"].tolist(), self.server["delta"].tolist(), budget)
+
+    def _quantize_server(self, bits: list[int]) -> Payload:
+        tensors = self.layout.unpack(self.server["weights"])
+        layers = [quantize(tensors[name], n) for name, n in zip(self.layers, bits, strict=True)]
+        return Payload({**_encode(layers), "rest": self.rest.pack(tensors)})
+
+    def _decode(self, payload: Payload, sender: str) -> Tensor:
+        """The weights in a payload, de-quantised where they are codes, as one vector of ``layout``."""
+        if "weights" in payload:
+            return payload.tensor("weights")
+        tensors = self.rest.unpack(payload.tensor("rest"))
+        bits, scales = payload.codes("bits").values.tolist(), payload.tensor("scales").tolist()
+        if len(bits) != len(self.layers) or len(scales) != len(self.layers) or not all(1 <= n <= MAX_BITS for n in bits):
+            raise PayloadError(f"an upload of {sender} with bits {bits} for {len(self.layers)} layers; 1 to {MAX_BITS} for each; encode it again")
+        for layer, name in enumerate(self.layers):
+            codes, shape = payload.codes(f"w{layer}"), self.layer_shapes[layer]
+            if codes.bits != bits[layer] + 1 or codes.values.numel() != shape.numel():
+                raise PayloadError(f"codes of {sender} for {name} of the wrong size; {shape.numel()} of {bits[layer] + 1} bits; encode them again")
+            tensors[name] = Quantized.from_codes(codes.values.flatten(), scales[layer], bits[layer]).dequantize().view(shape)
+        return self.layout.pack(tensors)
+
+
+def _quantized_layers(network: nn.Module, shortcuts: bool) -> dict[str, nn.Parameter]:
+    """Weights of convolutions and linear layers by name, in the order of the network."""
+    found = {}
+    for name, module in network.named_modules():
+        on_shortcut = "shortcut" in name or "downsample" in name
+        if isinstance(module, (nn.Conv2d, nn.Linear)) and (shortcuts or not on_shortcut) and module.weight.requires_grad:
+            found[f"{name}.weight" if name else "weight"] = module.weight
+    return found
+
+
+def _encode(layers: list[Quantized]) -> dict[str, Tensor | Codes]:
+    """Per layer N (4 bits), s (fp32) and codes of N + 1 bits, without padding between weights."""
+    return {
+        "bits": Codes(torch.tensor([layer.bits for layer in layers], dtype=torch.int32), 4),
+        "scales": torch.tensor([layer.scale for layer in layers], dtype=torch.float32),
+        **{f"w{index}": Codes(layer.codes(), layer.bits + 1) for index, layer in enumerate(layers)},
+    }

@@ -1,0 +1,152 @@
+"""FedMPQ-KD: FedMPQ whose clients also distil from a full-precision copy of the weights they received this round.
+
+    L = L_task + lambda_b * L_bit + alpha * T^2 * KL,     KL(softmax(teacher / T) || softmax(student / T)), mean over the batch
+
+Hinton et al. (2015) for T^2; nothing more is uploaded than by FedMPQ.
+"""
+
+from __future__ import annotations
+
+from copy import deepcopy
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from torch.func import functional_call
+from torch.nn import functional as F
+
+from fl_lightning.client import Client
+from fl_lightning.data import FederatedData
+from fl_lightning.methods.base import NetworkCallable, OptimizerCallable
+from fl_lightning.methods.fedmpq import FedMPQ
+from fl_lightning.methods.schedules import CosineSchedule, LinearSchedule, at
+from fl_lightning.quantization.planes import units
+from fl_lightning.wire import Payload
+
+Value = float | LinearSchedule | CosineSchedule
+
+
+class FedMPQKD(FedMPQ):
+    """In-round self-distillation against quantisation. ``alpha`` 0 is FedMPQ, bit for bit.
+
+    Args:
+        network: as for every method.
+        optimizer: local optimiser of planes, biases and normalisation. Default: SGD, lr 0.05, momentum 0.9.
+        bits: as for FedMPQ.
+        lambda_b: as for FedMPQ.
+        prune_threshold: as for FedMPQ.
+        rounding: as for FedMPQ.
+        plane_lr: as for FedMPQ.
+        download: as for FedMPQ.
+        activation_bits: as for FedMPQ; the teacher's activations are always full precision.
+        quantise_shortcuts: as for FedMPQ.
+        alpha: weight of the distillation term, 0 or more; a number, or a schedule over rounds.
+        temperature: T, above 0; a number, or a schedule over rounds.
+        kl: ``forward`` is KL(teacher || student), ``reverse`` is KL(student || teacher).
+        teacher: ``frozen``; ``joint``: trained beside the student on the task loss; or a number r: replaced by the student's
+            full-precision weights every r local steps.
+        teacher_source: the teacher's weights: ``full``, W_t in full precision (adds the fp32 download when ``download`` is
+            ``quantised``), or ``received``, what the download holds (adds none).
+    """
+
+    def __init__(
+        self,
+        network: NetworkCallable | str = "small_cnn",
+        optimizer: OptimizerCallable | None = None,
+        bits: float | list[float] = 4,
+        lambda_b: float = 0.01,
+        prune_threshold: float = 0.02,
+        rounding: Literal["stochastic", "nearest"] = "stochastic",
+        plane_lr: Literal["matched", "raw"] = "matched",
+        download: Literal["full", "quantised"] = "full",
+        activation_bits: int | None = None,
+        quantise_shortcuts: bool = True,
+        alpha: Value = 0.5,
+        temperature: Value = 2.0,
+        kl: Literal["forward", "reverse"] = "forward",
+        teacher: Literal["frozen", "joint"] | int = "frozen",
+        teacher_source: Literal["full", "received"] = "full",
+    ) -> None:
+        super().__init__(
+            network, optimizer, bits, lambda_b, prune_threshold, rounding, plane_lr, download, activation_bits, quantise_shortcuts
+        )
+        if isinstance(alpha, (int, float)) and not alpha >= 0:
+            raise ValueError(f"--model.alpha {alpha}; a loss term weighs 0 or more; write --model.alpha 0.5")
+        if isinstance(temperature, (int, float)) and not temperature > 0:
+            raise ValueError(f"--model.temperature {temperature}; a temperature is above 0; write --model.temperature 2")
+        if isinstance(teacher, int) and teacher < 1:
+            raise ValueError(f"--model.teacher {teacher}; refreshed every r >= 1 local steps; write --model.teacher frozen")
+        self.alpha_schedule = alpha
+        self.temperature_schedule = temperature
+        self.kl = kl
+        self.teacher_mode = teacher
+        self.teacher_source = teacher_source
+
+    def build(self, data: FederatedData) -> None:
+        super().build(data)
+        self.teacher = deepcopy(self.network).requires_grad_(self.teacher_mode == "joint")
+        for module in self.teacher.modules():
+            module._forward_pre_hooks.clear()  # activations stay full precision
+        self.alpha = self.temperature = 0.0
+
+    def train(self, mode: bool = True) -> FedMPQKD:
+        super().train(mode)
+        if hasattr(self, "teacher"):
+            self.teacher.eval()
+        return self
+
+    def broadcast(self, client: Client) -> Payload:
+        payload = super().broadcast(client)
+        if self.download == "quantised" and self.teacher_source == "full":
+            return Payload({**payload, "teacher": self.server["weights"]})
+        return payload
+
+    def receive(self, message: Payload, client: Client) -> None:
+        super().receive(message, client)
+        weights = message.tensor("teacher") if "teacher" in message else self._decode(message, sender="server")
+        self.layout.write(self.teacher, weights)
+        self.alpha, self.temperature = at(self.alpha_schedule, self.round), at(self.temperature_schedule, self.round)
+
+    def training_step(self, batch: Any, batch_idx: int = 0) -> dict[str, Tensor]:
+        """FedMPQ's terms and ``loss_kd`` = alpha * T^2 * KL, as it enters."""
+        if self.alpha == 0:
+            return super().training_step(batch, batch_idx)
+        images, labels = batch
+        weights, bit_norm = self.quantized_weights()
+        student = functional_call(self.network, weights, (images,))
+        task = F.cross_entropy(student, labels)
+        bit = self.lambda_b * bit_norm
+        with torch.set_grad_enabled(self.teacher_mode == "joint"):
+            teacher = self.teacher(images)
+        kd = self.alpha * distillation(student, teacher.detach(), self.temperature, self.kl)
+        outputs = {"loss": task + bit + kd, "loss_task": task, "loss_bit": bit, "loss_kd": kd}
+        if self.teacher_mode == "joint":
+            outputs["loss"] = outputs["loss"] + F.cross_entropy(teacher, labels)
+        return outputs
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        super().on_train_batch_end(outputs, batch, batch_idx)
+        if isinstance(self.teacher_mode, int) and (batch_idx + 1) % self.teacher_mode == 0:
+            self.layout.write(self.teacher, self._full_precision())
+
+    @torch.no_grad()
+    def _full_precision(self) -> Tensor:
+        """The student's weights before rounding, as one vector."""
+        tensors = self.rest.unpack(self.rest.read(self.network))
+        for layer, planes in enumerate(self.layer_planes()):
+            step = self.scales[layer] / (2 ** planes.shape[1] - 1)
+            tensors[self.layers[layer]] = (units(planes) * step).view(self.layer_shapes[layer]).cpu()
+        return self.layout.pack(tensors)
+
+
+def distillation(student: Tensor, teacher: Tensor, temperature: float, kl: Literal["forward", "reverse"] = "forward") -> Tensor:
+    """T^2 * KL between softened distributions, ``batchmean``.
+
+    Args:
+        student, teacher: logits ``[B, C]``.
+        kl: ``forward``: KL(teacher || student); ``reverse``: KL(student || teacher).
+    """
+    log_student = F.log_softmax(student / temperature, dim=1)
+    log_teacher = F.log_softmax(teacher / temperature, dim=1)
+    first, second = (log_student, log_teacher) if kl == "forward" else (log_teacher, log_student)
+    return temperature**2 * F.kl_div(first, second, reduction="batchmean", log_target=True)

@@ -1,0 +1,12 @@
+from fl_lightning.metrics.calibration import CalibrationBins, brier_score, calibration_bins, expected_calibration_error
+from fl_lightning.metrics.summary import auc_accuracy, client_spread, final_summary
+
+__all__ = [
+    "CalibrationBins",
+    "auc_accuracy",
+    "brier_score",
+    "calibration_bins",
+    "client_spread",
+    "expected_calibration_error",
+    "final_summary",
+]

@@ -1,0 +1,89 @@
+"""Networks by name, by class path or by callable. Weights are always drawn, never fetched."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from difflib import get_close_matches
+from importlib import import_module
+from typing import Any
+
+from torch import nn
+
+from fl_lightning.models.resnet import ResNet20
+from fl_lightning.models.small_cnn import SmallCNN
+
+__all__ = ["NETWORKS", "ResNet20", "SmallCNN", "build_network"]
+
+NETWORKS = ("small_cnn", "resnet20", "mobilenetv2", "vit_small")
+_OURS: dict[str, Callable[[int], nn.Module]] = {"small_cnn": SmallCNN, "resnet20": ResNet20}
+_TIMM_NAMES = {"mobilenetv2": "mobilenetv2_100", "vit_small": "vit_small_patch16_224"}
+
+
+def build_network(network: str | Callable[[int], nn.Module], num_classes: int, example_shape: tuple[int, ...]) -> nn.Module:
+    """The network with new weights from torch's current generator.
+
+    Args:
+        network: one of ``NETWORKS``, any other timm name, a class path (``torchvision.models.resnet18``), or a callable that
+            takes the number of classes.
+        num_classes: number of logits.
+        example_shape: ``(3, H, W)``, what the data module yields.
+
+    Raises:
+        ValueError: no network of that name, or what was given does not make one.
+    """
+    if isinstance(network, nn.Module):
+        raise ValueError(
+            f"network={type(network).__name__}(...): a finished module; write its class or a callable of num_classes"
+        )
+    if not isinstance(network, str):
+        return _checked(network(num_classes), network)
+    if network == "small_cnn" and min(example_shape[1:]) < 16:
+        raise ValueError(f"network='small_cnn' on {example_shape[1]}x{example_shape[2]} images: it needs 16x16; write resnet20")
+    if network in _OURS:
+        return _OURS[network](num_classes)
+    import timm  # slow to import, and not needed for our own
+
+    if timm.is_model(_TIMM_NAMES.get(network, network)):
+        return _from_timm(network, num_classes, example_shape)
+    if "." in network:
+        return _checked(_imported(network)(num_classes=num_classes), network)
+    known = [*NETWORKS, *timm.list_models()]
+    near = (get_close_matches(network.lower(), known, n=1, cutoff=0.0) or [NETWORKS[0]])[0]
+    raise ValueError(f"network={network!r}: one of {', '.join(NETWORKS)}, a timm name or a class path; did you mean {near}?")
+
+
+def _checked(made: Any, network: object) -> nn.Module:
+    if not isinstance(made, nn.Module):
+        raise ValueError(f"network={network!r}: made a {type(made).__name__}; write something that returns a torch.nn.Module")
+    return made
+
+
+def _imported(path: str) -> Callable[..., Any]:
+    module, _, name = path.rpartition(".")
+    try:
+        return getattr(import_module(module), name)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ValueError(
+            f"network={path!r}: a class path must be importable ({error}); write e.g. torchvision.models.resnet18"
+        ) from None
+
+
+def _from_timm(network: str, num_classes: int, example_shape: tuple[int, ...]) -> nn.Module:
+    import timm
+
+    name, side = _TIMM_NAMES.get(network, network), example_shape[-1]
+    options: dict[str, Any] = {"pretrained": False, "num_classes": num_classes, "in_chans": example_shape[0]}
+    if network == "vit_small":  # 16x16 patches would leave 4 tokens of a 32x32 image
+        options["patch_size"] = 4 if side < 96 else 16
+        if side % options["patch_size"]:
+            raise ValueError(
+                f"network={network!r} on {side}x{side} images: the side is a multiple of {options['patch_size']}; crop to one"
+            )
+    config = timm.get_pretrained_cfg(name)
+    if config is not None and config.fixed_input_size:
+        try:
+            return timm.create_model(name, img_size=example_shape[-2:], **options)
+        except TypeError as error:
+            if "img_size" not in str(error):
+                raise
+    return timm.create_model(name, **options)

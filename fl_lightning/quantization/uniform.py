@@ -1,0 +1,85 @@
+"""Sign-magnitude codes on a uniform grid of 2 * (2^N - 1) + 1 points, and their local pruning."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Quantized:
+    """A layer on the grid: ``values = scale / (2^bits - 1) * magnitude * (-1 if negative else 1)``.
+
+    Args:
+        magnitude: int32 ``[n]`` in [0, 2^bits - 1].
+        negative: bool ``[n]``.
+        scale: s, the largest magnitude that the grid holds; float32.
+        bits: N, magnitude bits, 1 to 8.
+    """
+
+    magnitude: Tensor
+    negative: Tensor
+    scale: float
+    bits: int
+
+    @property
+    def step(self) -> float:
+        return self.scale / (2**self.bits - 1)
+
+    def dequantize(self) -> Tensor:
+        """float32 ``[n]``."""
+        return torch.where(self.negative, -self.magnitude, self.magnitude).to(torch.float32) * self.step
+
+    def codes(self) -> Tensor:
+        """Codes of ``bits + 1`` bits: the magnitude, then the sign as the highest bit; int32 ``[n]``."""
+        return self.magnitude | (self.negative.to(torch.int32) << self.bits)
+
+    @classmethod
+    def from_codes(cls, codes: Tensor, scale: float, bits: int) -> Quantized:
+        return cls(codes & (2**bits - 1), (codes >> bits).bool(), scale, bits)
+
+
+def quantize(values: Tensor, bits: int, scale: float | None = None, noise: np.random.Generator | None = None) -> Quantized:
+    """Put ``values`` (any shape) on the grid of ``bits`` magnitude bits.
+
+    Args:
+        scale: s; default ``max |values|``. Values beyond it saturate.
+        noise: rounds to a neighbour with the probability that makes the result unbiased; without it, to the nearest.
+    """
+    flat = values.detach().reshape(-1).to("cpu", torch.float32)
+    top = 2**bits - 1
+    largest = float(flat.abs().max()) if flat.numel() else 0.0
+    scale = np.float32(largest if scale is None else scale).item()
+    if scale == 0.0:
+        return Quantized(torch.zeros(flat.numel(), dtype=torch.int32), torch.zeros(flat.numel(), dtype=torch.bool), 0.0, bits)
+    units = flat.abs() * (top / scale)
+    if noise is None:
+        units = units.round()
+    else:
+        units = (units + torch.from_numpy(noise.random(flat.numel(), dtype=np.float32))).floor()
+    magnitude = units.clamp_(max=top).to(torch.int32)
+    return Quantized(magnitude, (flat < 0) & (magnitude > 0), scale, bits)
+
+
+def prune(layer: Quantized, threshold: float = 0.02) -> Quantized:
+    """Drop bit planes that hardly any weight sets (FedMPQ's local pruning, METHODS.md section 4); never below one bit.
+
+    From the highest plane down: a plane set in less than ``threshold`` of the weights is dropped, and the weights that had it saturate;
+    the step stays. Then from the lowest up: a plane set in at most ``threshold`` is dropped and the step doubles.
+    """
+    magnitude, bits, step = layer.magnitude, layer.bits, layer.step
+    if not magnitude.numel():
+        return layer
+    while bits > 1:
+        top = magnitude >= 2 ** (bits - 1)
+        if not (share := float(top.float().mean())) < threshold and share > 0:
+            break
+        bits -= 1
+        magnitude = magnitude.clamp(max=2**bits - 1)
+    while bits > 1 and float((magnitude & 1).float().mean()) <= threshold:
+        bits -= 1
+        magnitude, step = magnitude >> 1, step * 2
+    return replace(layer, magnitude=magnitude, negative=layer.negative & (magnitude > 0), scale=step * (2**bits - 1), bits=bits)

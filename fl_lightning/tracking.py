@@ -1,0 +1,253 @@
+"""Loggers that can fail without the training noticing. The one module that knows MLflow; imports it when a run starts.
+
+The default is MLflow in ``sqlite:///mlflow.db`` (or ``MLFLOW_TRACKING_URI``); any Lightning logger can stand in its place.
+Artifacts go where the logger takes them (MLflow). A logger that raises, or does not answer, is reported once and left alone.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sqlite3
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager, suppress
+from pathlib import Path
+from threading import Thread
+from typing import Any, Literal
+
+from lightning.fabric.loggers import Logger
+from lightning.fabric.utilities.rank_zero import rank_zero_only
+
+log = logging.getLogger("fl_lightning")
+
+DEFAULT_URI = "sqlite:///mlflow.db"
+START_LIMIT, CALL_LIMIT = 60.0, 30.0  # seconds; a new database takes 3-6, a busy one is waited for 20
+KEY_LENGTH, PARAM_LENGTH, TAG_LENGTH, PER_BATCH = 250, 6000, 5000, 100  # what MLflow accepts: characters, and entries per call
+ENVIRONMENT = {  # a dead server costs seconds, not minutes; nothing is sent to third parties; whoever sets these is heeded
+    "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1",
+    "MLFLOW_HTTP_REQUEST_TIMEOUT": "10",
+    "MLFLOW_DISABLE_TELEMETRY": "true",
+}
+Status = Literal["FINISHED", "FAILED", "KILLED"]
+
+
+class Tracking:
+    """The loggers of one run. Nothing here raises on their behalf, and ranks other than 0 track nothing.
+
+    Args:
+        logger: True: MLflow; False: none; or one or more Lightning loggers.
+        experiment: name of the MLflow experiment.
+        run_name: name of the run in it.
+        run_dir: where the run's own files are; named when a logger fails.
+        run_id: MLflow run to continue: it is set to running, steps that it has are not logged again, and parameters that
+            differ from the recorded ones become tags ``changed.<name>``.
+    """
+
+    def __init__(
+        self,
+        logger: Logger | Sequence[Logger] | bool = True,
+        *,
+        experiment: str,
+        run_name: str,
+        run_dir: Path,
+        run_id: str | None = None,
+    ) -> None:
+        given = [] if isinstance(logger, bool) else [logger] if isinstance(logger, Logger) else list(logger)
+        active = getattr(rank_zero_only, "rank", 0) == 0
+        self.experiment, self.run_name, self.run_dir = experiment, run_name, Path(run_dir)
+        self.loggers: list[Logger] = given if active else []
+        self._wants_default = active and logger is True
+        self._resume_id = run_id
+        self._logged_until = self._step = 0
+
+    @property
+    def run_id(self) -> str | None:
+        """Id of the MLflow run, for resuming; None without MLflow."""
+        return next((_run_id(logger) for logger in self.loggers if _is_mlflow(logger)), None)
+
+    @property
+    def hint(self) -> str | None:
+        """The command that shows the run, when the store is a local database."""
+        uri = next((str(getattr(logger, "_tracking_uri", "")) for logger in self.loggers if _is_mlflow(logger)), "")
+        return f"mlflow ui --backend-store-uri {uri}" if uri.startswith("sqlite:") else None
+
+    def start(self, params: Mapping[str, Any], tags: Mapping[str, Any]) -> None:
+        """Open the stores and record ``params`` (nested; flattened with dots) and ``tags``."""
+        flat, marks = flatten(params), {key: str(value)[:TAG_LENGTH] for key, value in tags.items()}
+        if self._wants_default:
+            uri = os.environ.get("MLFLOW_TRACKING_URI") or DEFAULT_URI
+            made = self._guarded(
+                f"MLflow at {uri}", lambda: _open_mlflow(uri, self.experiment, self.run_name, self._resume_id), START_LIMIT
+            )
+            self.loggers += [made] if made is not None else []
+        for logger in list(self.loggers):
+            self._call(logger, self._begin, logger, flat, marks, limit=START_LIMIT)
+
+    def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
+        """The metrics of round ``step``: one call per logger, which for MLflow is one transaction of a few milliseconds."""
+        self._step = step
+        for logger in list(self.loggers):
+            if not (_is_mlflow(logger) and step <= self._logged_until):
+                self._call(logger, logger.log_metrics, dict(metrics), step)
+
+    def log_artifact(self, path: Path | str, folder: str | None = None) -> None:
+        """Copy a file to the loggers that keep files, into ``folder``."""
+        for logger in list(self.loggers):
+            if _is_mlflow(logger):
+                self._call(logger, lambda it: it.experiment.log_artifact(it.run_id, str(path), folder), logger)
+
+    def finish(self, status: Status, summary: Mapping[str, float]) -> None:
+        """Record ``summary`` at the last step and close the run."""
+        for logger in list(self.loggers):
+            if summary:
+                self._call(logger, logger.log_metrics, dict(summary), self._step)
+            ended = status if _is_mlflow(logger) else {"FINISHED": "success", "FAILED": "failed", "KILLED": "aborted"}[status]
+            self._call(logger, logger.finalize, ended)
+
+    def _begin(self, logger: Any, params: dict[str, str], tags: dict[str, str]) -> None:
+        if not _is_mlflow(logger):
+            with suppress(NotImplementedError):  # Fabric's own CSVLogger has no place for them
+                logger.log_hyperparams(params)
+            return
+        _prepare_mlflow()
+        from mlflow.entities import Param, RunTag
+
+        logger._run_id = logger._run_id or self._resume_id
+        client, run_id = logger.experiment, logger.run_id
+        known: dict[str, str] = {}
+        if self._resume_id == run_id:
+            client.update_run(run_id, status="RUNNING")
+            known = client.get_run(run_id).data.params
+            self._logged_until = _last_step(client, run_id)
+        cut = {key[:KEY_LENGTH]: _cut(value, PARAM_LENGTH) for key, value in params.items()}
+        changed = {f"changed.{k}"[:KEY_LENGTH]: _cut(v, TAG_LENGTH) for k, v in cut.items() if known.get(k, v) != v}
+        new = [Param(key, value) for key, value in cut.items() if key not in known]
+        marks = [RunTag(key, value) for key, value in {**tags, **changed}.items()]
+        for i in range(0, len(new), PER_BATCH):
+            client.log_batch(run_id, params=new[i : i + PER_BATCH])
+        for i in range(0, len(marks), PER_BATCH):
+            client.log_batch(run_id, tags=marks[i : i + PER_BATCH])
+
+    def _call(self, logger: Logger, function: Callable[..., Any], *args: Any, limit: float = CALL_LIMIT) -> None:
+        uri = getattr(logger, "_tracking_uri", None)
+        name = f"MLflow at {uri}" if uri else type(logger).__name__
+        failed = object()
+        if self._guarded(name, lambda: function(*args), limit, otherwise=failed) is failed:
+            self.loggers.remove(logger)
+
+    def _guarded(self, name: str, function: Callable[[], Any], limit: float, otherwise: Any = None) -> Any:
+        """The function's result; ``otherwise``, and a warning, when it raises or takes more than ``limit`` seconds."""
+        outcome: dict[str, Any] = {}
+
+        def work() -> None:
+            try:
+                outcome["result"] = function()
+            except Exception as error:
+                outcome["error"] = error
+
+        thread = Thread(target=work, name="tracking", daemon=True)  # one that never answers does not keep the process alive
+        thread.start()
+        thread.join(limit)
+        if "result" in outcome:
+            return outcome["result"]
+        error = outcome.get("error", TimeoutError(f"no answer in {limit:g} s"))
+        reason = str(error).strip().partition("\n")[0][:200]
+        log.warning(
+            "%s failed (%s: %s); training goes on without it and every round is in %s; "
+            "make the store reachable and writable, set MLFLOW_TRACKING_URI, or write --trainer.logger false",
+            name, type(error).__name__, reason, self.run_dir / "metrics.csv",
+        )  # fmt: skip
+        return otherwise
+
+
+def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
+    """Nested settings as strings with dotted names; list entries that are settings themselves are numbered.
+
+    >>> flatten({"data": {"root": None, "crop": [28, 28]}, "callbacks": [{"class_path": "A"}]})
+    {'data.root': 'null', 'data.crop': '[28, 28]', 'callbacks.0.class_path': 'A'}
+    """
+    flat: dict[str, str] = {}
+    for key, value in tree.items():
+        name = f"{prefix}{key}"
+        if isinstance(value, (list, tuple)) and any(isinstance(item, Mapping) for item in value):
+            value = dict(enumerate(value))
+        if isinstance(value, Mapping) and value:
+            flat |= flatten(value, f"{name}.")
+        else:
+            flat[name] = "null" if value is None else str(value)
+    return flat
+
+
+def _prepare_mlflow() -> None:
+    """Import it (1.3 s), with its patience shortened and its announcements turned down."""
+    for name, value in ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
+    import mlflow  # noqa: F401  (sets up its logging, which is turned down next)
+
+    for name in ("alembic", "mlflow"):
+        logging.getLogger(name).setLevel(logging.WARNING)
+    logging.getLogger("lightning.pytorch.loggers.mlflow").setLevel(logging.ERROR)  # announces every new experiment
+
+
+def _open_mlflow(uri: str, experiment: str, run_name: str, run_id: str | None) -> Logger:
+    """Lightning's MLflow logger with its run created; one process at a time creates the database."""
+    with _database(uri) as local:
+        _prepare_mlflow()
+        from lightning.pytorch.loggers import MLFlowLogger
+
+        place = Path("mlartifacts").resolve().as_uri() if local else None
+        logger = MLFlowLogger(experiment, run_name, uri, run_id=run_id, artifact_location=place)
+        try:
+            logger.run_id  # noqa: B018  (creates the experiment and the run, or finds the run)
+        except Exception as error:
+            if run_id is None or getattr(error, "error_code", "") != "RESOURCE_DOES_NOT_EXIST":
+                raise
+            log.warning("MLflow at %s has no run %s to continue; the rounds from here on go to a new run", uri, run_id)
+            logger = MLFlowLogger(experiment, run_name, uri, artifact_location=place)
+            logger.run_id  # noqa: B018
+        return logger
+
+
+@contextmanager
+def _database(uri: str) -> Iterator[bool]:
+    """Yields whether the address is sqlite. If so: hold its lock, and fail at once where MLflow would try again for minutes."""
+    if not uri.startswith("sqlite:///"):
+        yield False
+        return
+    import fcntl
+
+    path = Path(uri.removeprefix("sqlite:///").partition("?")[0])
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with open(path.with_name(f".{path.name}.lock"), "w") as lock:
+        deadline = time.monotonic() + START_LIMIT - 5
+        while True:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() > deadline:
+                    raise TimeoutError(f"another process holds {lock.name}") from None
+                time.sleep(0.05)
+        with closing(sqlite3.connect(path, timeout=20)) as database:
+            database.execute("BEGIN IMMEDIATE").connection.rollback()  # raises where it is damaged or not writable
+        yield True
+
+
+def _is_mlflow(logger: object) -> bool:
+    return any(cls.__name__ == "MLFlowLogger" for cls in type(logger).__mro__)  # without importing it
+
+
+def _run_id(logger: Any) -> str | None:
+    return logger._run_id  # run_id would open the store
+
+
+def _last_step(client: Any, run_id: str) -> int:
+    """Last round in the store; a round is one transaction, so it is there as a whole or not at all."""
+    rounds = [name for name in client.get_run(run_id).data.metrics if not name.startswith("final/")]
+    return max((metric.step for name in rounds for metric in client.get_metric_history(run_id, name)), default=0)
+
+
+def _cut(value: str, length: int) -> str:
+    mark = f" ... ({len(value)} characters)"
+    return value if len(value) <= length else value[: length - len(mark)] + mark

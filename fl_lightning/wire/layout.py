@@ -1,0 +1,63 @@
+"""Named tensors as one vector: what both sides agree on, so that names and shapes need not travel."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import torch
+from torch import Tensor, nn
+
+from fl_lightning.wire.payload import PayloadError
+
+
+class Layout:
+    """Order, shapes and offsets of named tensors in a vector of ``size`` float32 values.
+
+    >>> layout = Layout({"a": torch.zeros(2, 2), "b": torch.zeros(3)})
+    >>> vector = layout.pack({"a": torch.ones(2, 2), "b": torch.zeros(3)})
+    >>> vector.tolist(), layout.unpack(vector)["a"].shape
+    ([1.0, 1.0, 1.0, 1.0, 0.0, 0.0, 0.0], torch.Size([2, 2]))
+    """
+
+    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
+        self.shapes = {name: tensor.shape for name, tensor in tensors.items()}
+        self.sizes = [shape.numel() for shape in self.shapes.values()]
+        self.size = sum(self.sizes)
+
+    @classmethod
+    def of(cls, module: nn.Module, include: Callable[[str], bool] = lambda name: True) -> Layout:
+        """What of a module travels: its trainable parameters, then its float buffers (BatchNorm statistics, not their counter)."""
+        trainable = {name: p for name, p in module.named_parameters() if p.requires_grad}
+        statistics = {name: b for name, b in module.named_buffers() if b.is_floating_point()}
+        return cls({name: tensor for name, tensor in (trainable | statistics).items() if include(name)})
+
+    def read(self, module: nn.Module) -> Tensor:
+        """The module's values, float32 ``[size]`` on the CPU; a copy."""
+        return self.pack(_tensors(module))
+
+    def write(self, module: nn.Module, vector: Tensor) -> None:
+        """Set the module's values in place, on its device."""
+        tensors = _tensors(module)
+        with torch.no_grad():
+            for name, value in self.unpack(vector).items():
+                tensors[name].copy_(value)
+
+    def pack(self, tensors: Mapping[str, Tensor]) -> Tensor:
+        """One contiguous float32 vector on the CPU; a copy."""
+        flat = [tensors[name].detach().reshape(-1) for name in self.shapes]
+        return torch.cat(flat).to("cpu", torch.float32) if flat else torch.empty(0)
+
+    def unpack(self, vector: Tensor) -> dict[str, Tensor]:
+        """Views into ``vector`` (``[..., size]``), by name.
+
+        Raises:
+            PayloadError: the vector has another length.
+        """
+        if vector.shape[-1] != self.size:
+            raise PayloadError(f"a vector of {vector.shape[-1]} values; this model has {self.size}; use one network on both sides")
+        pieces = vector.split(self.sizes, dim=-1)
+        return {name: piece.reshape(vector.shape[:-1] + shape) for piece, (name, shape) in zip(pieces, self.shapes.items(), strict=True)}
+
+
+def _tensors(module: nn.Module) -> dict[str, Tensor]:
+    return {**dict(module.named_parameters()), **dict(module.named_buffers())}

@@ -1,0 +1,165 @@
+"""What travels between client and server: named arrays and packed codes, as bytes.
+
+Layout, little endian::
+
+    header  b"FLPW", version u8, entries u16, body length u64, CRC-32 of the body u32          19 bytes
+    entry   name length u8, name, type u8, dimensions u8, u32 each, then the data              3 + name + 4 ndim + data
+
+A type below 32 is an index into ``DTYPES``; 32 + b is a stream of b-bit codes without padding between them. Both sides know
+the model, so methods send few, long entries (all fp32 values as one vector) and names cost next to nothing.
+"""
+
+from __future__ import annotations
+
+import struct
+import zlib
+from collections.abc import Iterator, Mapping
+
+import torch
+from torch import Tensor
+
+from fl_lightning.wire.codes import Codes, pack, packed_nbytes, unpack
+
+MAGIC, VERSION = b"FLPW", 1
+HEADER = struct.Struct("<4sBHQI")
+DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
+CODES = 32
+
+
+class PayloadError(ValueError):
+    """The bytes are not a payload: damaged, truncated, or of another version."""
+
+
+class Payload(Mapping[str, "Tensor | Codes"]):
+    """An immutable set of named entries, each a CPU tensor or :class:`Codes`.
+
+    >>> sent = Payload({"weights": torch.ones(3)})
+    >>> received = Payload.from_bytes(sent.to_bytes())
+    >>> received["weights"].tolist(), sent.nbytes == len(sent.to_bytes())
+    ([1.0, 1.0, 1.0], True)
+    """
+
+    def __init__(self, entries: Mapping[str, Tensor | Codes]) -> None:
+        self._entries = {name: _on_cpu(name, value) for name, value in entries.items()}
+
+    def __getitem__(self, name: str) -> Tensor | Codes:
+        if name not in self._entries:
+            raise PayloadError(f"a payload with {sorted(self._entries)}; it needs an entry {name!r}; check who encoded it")
+        return self._entries[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._entries)
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def tensor(self, name: str) -> Tensor:
+        """The entry ``name``, which must be a tensor."""
+        value = self[name]
+        if isinstance(value, Codes):
+            raise PayloadError(f"entry {name!r} holds codes; a tensor is needed; read it with .codes({name!r})")
+        return value
+
+    def codes(self, name: str) -> Codes:
+        """The entry ``name``, which must be codes."""
+        value = self[name]
+        if not isinstance(value, Codes):
+            raise PayloadError(f"entry {name!r} holds a tensor; codes are needed; read it with .tensor({name!r})")
+        return value
+
+    @property
+    def nbytes(self) -> int:
+        """Length of :meth:`to_bytes`, header included, without encoding."""
+        return HEADER.size + sum(_entry_nbytes(name, value) for name, value in self._entries.items())
+
+    def to_bytes(self) -> bytes:
+        """The bytes on the wire."""
+        body = b"".join(_encode(name, value) for name, value in self._entries.items())
+        return HEADER.pack(MAGIC, VERSION, len(self), len(body), zlib.crc32(body)) + body
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> Payload:
+        """Decode.
+
+        Raises:
+            PayloadError: not a payload, another version, truncated, or damaged (CRC-32).
+        """
+        if len(data) < HEADER.size or data[:4] != MAGIC:
+            raise PayloadError(f"{len(data)} bytes that do not start with {MAGIC!r}; a payload starts so; send Payload.to_bytes()")
+        _, version, count, length, checksum = HEADER.unpack_from(data)
+        if version != VERSION:
+            raise PayloadError(f"a payload of version {version}; this build reads version {VERSION}; use the same release on both sides")
+        body = memoryview(data)[HEADER.size :]
+        if len(body) != length or zlib.crc32(body) != checksum:
+            raise PayloadError(f"a payload of {len(body)} bytes that announced {length}, or damaged (CRC-32); send it again")
+        reader, entries = _Reader(body), {}
+        try:
+            for _ in range(count):
+                name, value = reader.entry()
+                if name in entries:
+                    raise PayloadError(f"a payload with two entries {name!r}; names are unique; encode it again")
+                entries[name] = value
+        except (struct.error, UnicodeDecodeError, RuntimeError, IndexError) as error:
+            raise PayloadError(f"a payload whose entries cannot be read ({error}); encode it again") from error
+        if reader.offset != length:
+            raise PayloadError(f"a payload with {length - reader.offset} bytes after its last entry; encode it again")
+        return cls(entries)
+
+
+class _Reader:
+    def __init__(self, body: memoryview) -> None:
+        self.body, self.offset = body, 0
+
+    def take(self, count: int) -> memoryview:
+        taken = self.body[self.offset : self.offset + count]
+        if len(taken) < count:
+            raise PayloadError(f"a payload whose entry needs {count} bytes where {len(taken)} are left; encode it again")
+        self.offset += count
+        return taken
+
+    def entry(self) -> tuple[str, Tensor | Codes]:
+        (length,) = self.take(1)
+        name = bytes(self.take(length)).decode()
+        kind, ndim = self.take(2)
+        shape = struct.unpack(f"<{ndim}I", self.take(4 * ndim))
+        count = 1
+        for size in shape:
+            count *= size
+        if kind > CODES:
+            bits = kind - CODES
+            if bits > 16:
+                raise PayloadError(f"entry {name!r} has codes of {bits} bits; 1 to 16 exist; encode it again")
+            return name, Codes(unpack(self.take(packed_nbytes(count, bits)), count, bits).reshape(shape), bits)
+        if kind >= len(DTYPES):
+            raise PayloadError(f"entry {name!r} has the unknown type {kind}; encode it with this release")
+        dtype = DTYPES[kind]
+        data = bytearray(self.take(count * dtype.itemsize))
+        return name, (torch.frombuffer(data, dtype=dtype) if count else torch.empty(0, dtype=dtype)).reshape(shape)
+
+
+def _on_cpu(name: str, value: Tensor | Codes) -> Tensor | Codes:
+    if not 1 <= len(name.encode()) <= 255:
+        raise ValueError(f"an entry name of {len(name.encode())} bytes; names have 1 to 255; shorten it")
+    if isinstance(value, Codes):
+        return Codes(value.values.detach().to("cpu", torch.int32), value.bits)
+    if value.dtype not in DTYPES:
+        raise ValueError(f"entry {name!r} is {value.dtype}; the wire carries {', '.join(map(str, DTYPES))}; convert it first")
+    return value.detach().cpu()
+
+
+def _encode(name: str, value: Tensor | Codes) -> bytes:
+    if isinstance(value, Codes):
+        kind, shape, data = CODES + value.bits, value.values.shape, pack(value)
+    else:
+        kind, shape = DTYPES.index(value.dtype), value.shape
+        data = value.contiguous().flatten().view(torch.uint8).numpy().tobytes() if value.numel() else b""
+    encoded = name.encode()
+    return struct.pack(f"<B{len(encoded)}sBB{len(shape)}I", len(encoded), encoded, kind, len(shape), *shape) + data
+
+
+def _entry_nbytes(name: str, value: Tensor | Codes) -> int:
+    if isinstance(value, Codes):
+        shape, data = value.values.shape, packed_nbytes(value.values.numel(), value.bits)
+    else:
+        shape, data = value.shape, value.numel() * value.dtype.itemsize
+    return 3 + len(name.encode()) + 4 * len(shape) + data

@@ -1,0 +1,99 @@
+import numpy as np
+import pytest
+import torch
+from torchmetrics.functional.classification import multiclass_calibration_error
+
+from fl_lightning.metrics import (
+    auc_accuracy,
+    brier_score,
+    calibration_bins,
+    client_spread,
+    expected_calibration_error,
+    final_summary,
+)
+
+
+@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize(("classes", "bins"), [(2, 15), (10, 15), (100, 10), (10, 1)])
+def test_ece_agrees_with_torchmetrics(seed: int, classes: int, bins: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    probs = (3 * torch.randn(500, classes, generator=generator)).softmax(1)
+    target = torch.randint(classes, (500,), generator=generator)
+    theirs = multiclass_calibration_error(probs, target, num_classes=classes, n_bins=bins)
+    assert expected_calibration_error(probs, target, bins) == pytest.approx(theirs.item(), abs=1e-6)
+
+
+def test_ece_by_hand() -> None:
+    probs = [[0.9, 0.1], [0.8, 0.2], [0.3, 0.7], [0.6, 0.4]]
+    # Two bins: all four above 0.5, mean confidence 0.75, two of four correct.
+    assert expected_calibration_error(probs, [0, 1, 1, 1], bins=2) == pytest.approx(0.25)
+    # Ten bins: 0.9 right, 0.8 wrong, 0.7 right, 0.6 wrong, each alone: (0.1 + 0.8 + 0.3 + 0.6) / 4.
+    assert expected_calibration_error(probs, [0, 1, 1, 1], bins=10) == pytest.approx(0.45)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_bins_are_open_below_and_closed_above(dtype: torch.dtype) -> None:
+    """A confidence on an edge belongs to the bin below it, in either precision, and 1 to the last."""
+    confidence = torch.arange(3, 6, dtype=dtype) / 5
+    bins = calibration_bins(torch.stack([confidence, 1 - confidence], 1), torch.zeros(3, dtype=torch.long), bins=5)
+    assert bins.counts.tolist() == [0, 0, 1, 1, 1]
+    assert bins.confidence[2:] == pytest.approx([0.6, 0.8, 1.0])
+
+
+def test_brier_by_hand() -> None:
+    assert brier_score([[0.7, 0.2, 0.1]], [0]) == pytest.approx(0.09 + 0.04 + 0.01)
+    assert brier_score(np.array([[0.0, 1.0]]), np.array([0])) == 2.0
+
+
+@pytest.mark.parametrize(
+    ("probs", "target", "bins"),
+    [
+        ([], [], 15),
+        (torch.empty(0, 10), torch.empty(0, dtype=torch.long), 15),
+        ([[2.0, -1.0]], [0], 15),  # logits
+        ([[0.6, 0.6]], [0], 15),
+        ([[float("nan"), 0.5]], [0], 15),
+        ([[0.5, 0.5]], [2], 15),
+        ([[0.5, 0.5]], [0.5], 15),
+        ([[0.5, 0.5]], [0, 1], 15),
+        ([0.5, 0.5], [0, 1], 15),
+        ([[0.5, 0.5]], [0], 0),
+    ],
+)
+def test_calibration_refuses(probs: list, target: list, bins: int) -> None:
+    with pytest.raises(ValueError, match=r".*; .*; "):  # what was given; the rule; what to write
+        expected_calibration_error(probs, target, bins)
+
+
+def test_auc_bridges_rounds_without_evaluation() -> None:
+    assert auc_accuracy([0.2, 0.4, 0.8]) == pytest.approx(30 + 60)
+    assert auc_accuracy([0.2, 0.8], rounds=[1, 3]) == pytest.approx(2 * 50)
+    assert auc_accuracy([0.5]) == 0.0
+    for accuracies, rounds in (([50.0, 60.0], None), ([0.5, 0.6], [2, 1]), ([0.5, 0.6], [1])):
+        with pytest.raises(ValueError, match=r".*; .*; "):
+            auc_accuracy(accuracies, rounds)
+
+
+def test_client_spread_weighs_clients_equally() -> None:
+    accuracies = np.linspace(0, 1, 21)
+    spread = client_spread(np.random.default_rng(0).permutation([*accuracies, np.nan]))
+    assert spread["val/accuracy"] == pytest.approx(0.5)
+    assert spread["val/accuracy_std"] == pytest.approx(accuracies.std())
+    assert spread["val/accuracy_worst_decile"] == pytest.approx(0.05)  # three of 21: 0, 0.05, 0.1
+    assert client_spread([]) == {}
+
+
+def test_final_summary() -> None:
+    history = [{"round": r} for r in range(1, 8)]
+    for row, accuracy in zip(history[1:], (0.1, 0.2, 0.6, 0.4, 0.5, 0.3), strict=True):
+        row |= {"test/accuracy": accuracy, "val/accuracy": min(accuracy, 0.5)}
+    assert final_summary(history) == pytest.approx(
+        {
+            "final/accuracy": 0.3,
+            "final/last5_accuracy": 0.4,
+            "final/auc_accuracy": 15 + 40 + 50 + 45 + 40,
+            "final/best_val_round": 4,  # the first of the two at 0.5
+            "final/best_val_accuracy": 0.5,
+        }
+    )
+    assert final_summary([{"round": 1}]) == {}

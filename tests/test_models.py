@@ -1,0 +1,98 @@
+"""Networks: reference weight counts, shapes, names, and that no weight comes from a network connection."""
+
+from __future__ import annotations
+
+import socket
+
+import pytest
+import torch
+from torch import nn
+
+from fl_lightning.models import NETWORKS, ResNet20, SmallCNN, build_network
+from fl_lightning.rng import torch_stream
+
+
+@pytest.fixture(autouse=True)
+def _no_network(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise AssertionError("a network connection")
+
+    monkeypatch.setattr(socket.socket, "connect", refuse)
+    monkeypatch.setattr(socket, "getaddrinfo", refuse)
+
+
+def count(network: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in network.parameters())
+
+
+def test_reference_weight_counts() -> None:
+    assert count(build_network("resnet20", 10, (3, 32, 32))) == 272_474
+    assert count(ResNet20(10, "A")) == 269_722
+    assert count(build_network("mobilenetv2", 100, (3, 32, 32))) == 2_351_972
+    assert 30_000 < count(build_network("small_cnn", 10, (3, 32, 32))) < 60_000
+
+
+@pytest.mark.parametrize("side", [28, 32])
+@pytest.mark.parametrize("network", [*NETWORKS, "torchvision.models.shufflenet_v2_x0_5", "mixer_s16_224", SmallCNN])
+def test_every_kind_of_name_makes_logits_and_trains(network: str, side: int) -> None:
+    side = 32 if network == "mixer_s16_224" else side  # its patches are 16 pixels
+    model = build_network(network, 7, (3, side, side))
+    logits = model(torch.rand(2, 3, side, side))
+    assert logits.shape == (2, 7)
+    logits.sum().backward()
+    assert all(parameter.grad is not None for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("norm", ["group", "batch", "none"])
+@pytest.mark.parametrize("size", [(16, 16), (28, 28), (33, 47), (64, 64)])
+def test_small_cnn_takes_any_size(norm: str, size: tuple[int, int]) -> None:
+    assert SmallCNN(5, norm)(torch.rand(2, 3, *size)).shape == (2, 5)  # type: ignore[arg-type]
+
+
+def test_option_a_shortcut_subsamples_and_pads_with_zeros() -> None:
+    block = ResNet20(10, "A").blocks[3]
+    for parameter in block.parameters():
+        nn.init.zeros_(parameter)  # what is left is the shortcut
+    x = torch.rand(2, 16, 8, 8)
+    expected = torch.zeros(2, 32, 4, 4)
+    expected[:, 8:24] = x[:, :, ::2, ::2]
+    assert torch.equal(block(x), expected)
+
+
+@pytest.mark.parametrize("network", NETWORKS)
+def test_weights_follow_the_stream(network: str) -> None:
+    def weights(seed: int) -> torch.Tensor:
+        with torch_stream(seed, "weights"):
+            return nn.utils.parameters_to_vector(build_network(network, 10, (3, 32, 32)).parameters())
+
+    one = weights(1)
+    torch.manual_seed(99)
+    assert torch.equal(one, weights(1))
+    assert not torch.equal(one, weights(2))
+
+
+@pytest.mark.parametrize(
+    ("network", "words"),
+    [
+        ("smal_cnn", "did you mean small_cnn"),
+        ("resnet_20", "did you mean resnet20"),
+        ("efficientnet_b00", "did you mean efficientnet_b0"),
+        ("torchvision.models.resnet1", "must be importable"),
+        ("no_such_package.Net", "must be importable"),
+        (SmallCNN(10), "already built"),
+        (lambda num_classes: num_classes, "returns a torch.nn.Module"),
+    ],
+)
+def test_bad_names_say_what_to_write(network: str, words: str) -> None:
+    with pytest.raises(ValueError, match=words) as error:
+        build_network(network, 10, (3, 32, 32))
+    assert "\n" not in str(error.value)
+
+
+def test_networks_that_cannot_see_the_image_are_refused() -> None:
+    with pytest.raises(ValueError, match="multiple of 4"):
+        build_network("vit_small", 10, (3, 30, 30))
+    with pytest.raises(ValueError, match="16x16"):
+        build_network("small_cnn", 10, (3, 8, 8))
+    with pytest.raises(ValueError, match="write group"):
+        SmallCNN(10, "layer")  # type: ignore[arg-type]

@@ -1,0 +1,130 @@
+"""Partitions: covers, caps, sizes, skew, and that they are a function of the seed."""
+
+from __future__ import annotations
+
+import tracemalloc
+from time import perf_counter
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fl_lightning.data import IID, Dirichlet, Partition, Shards, dirichlet_partition
+from fl_lightning.data.partition import _draw
+from fl_lightning.rng import stream
+
+
+def is_partition(parts: list[np.ndarray], total: int) -> bool:
+    return (
+        all(part.dtype == np.int64 and np.all(np.diff(part) > 0) for part in parts)
+        and np.sort(np.concatenate(parts)).tolist() == [*range(total)]
+    )
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    labels=st.lists(st.integers(0, 4), min_size=1, max_size=60),
+    num_clients=st.integers(1, 12),
+    beta=st.sampled_from([1e-3, 0.1, 0.5, 10.0, 1e300, float("inf")]),
+    seed=st.integers(0, 5),
+)
+def test_dirichlet_is_a_disjoint_cover(labels: list[int], num_clients: int, beta: float, seed: int) -> None:
+    parts = dirichlet_partition(labels, num_clients, beta, seed, min_size=0)
+    again = dirichlet_partition(labels, num_clients, beta, seed, min_size=0)
+    assert len(parts) == num_clients
+    assert is_partition(parts, len(labels))
+    assert all(np.array_equal(a, b) for a, b in zip(parts, again, strict=True))
+
+
+@pytest.mark.parametrize("partition", [Dirichlet(0.1), Dirichlet(float("inf")), IID(), Shards(2)], ids=repr)
+def test_every_partition_covers_and_follows_the_seed(partition: Partition) -> None:
+    labels = np.random.Generator(np.random.Philox(3)).integers(0, 10, 1000)
+    one, same, other = partition(labels, 20, 1), partition(labels, 20, 1), partition(labels, 20, 2)
+    assert is_partition(one, 1000)
+    assert all(np.array_equal(a, b) for a, b in zip(one, same, strict=True))
+    assert not all(np.array_equal(a, b) for a, b in zip(one, other, strict=True))
+
+
+def test_a_full_client_gets_no_more() -> None:
+    """With one example of each class, in turn, the cap holds everybody at N / K; without it, the skew would break it."""
+    parts = dirichlet_partition(np.arange(300), 10, 0.05, seed=0, min_size=0)
+    assert [len(part) for part in parts] == [30] * 10
+    # from the second class on, whoever had N / K of the first is not served
+    by_class = np.split(np.arange(1000), [600])
+    for attempt in range(50):
+        owner, held = _draw(by_class, 5, 0.3, stream(0, "cap", round=attempt))
+        first = np.bincount(owner[:600], minlength=5)
+        assert np.array_equal(held[first >= 200], first[first >= 200])
+        assert np.array_equal(held, np.bincount(owner, minlength=5))
+
+
+def test_min_size_holds_and_is_needed() -> None:
+    labels = np.arange(400) % 10
+    assert min(map(len, dirichlet_partition(labels, 20, 0.1, 0, min_size=0))) < 5
+    assert min(map(len, dirichlet_partition(labels, 20, 0.1, 0, min_size=5))) >= 5
+
+
+def test_skew_falls_with_beta() -> None:
+    """Mean number of classes that hold 90 % of a client's examples: few at 0.1, all but one at infinity."""
+    labels = np.arange(10_000) % 10
+
+    def breadth(beta: float) -> float:
+        counts = [np.sort(np.bincount(labels[part], minlength=10))[::-1] for part in dirichlet_partition(labels, 10, beta, 0, 1)]
+        return float(np.mean([np.searchsorted(np.cumsum(c) / c.sum(), 0.9) + 1 for c in counts]))
+
+    assert breadth(0.1) < 4 < breadth(1.0) < 8 < breadth(100.0) <= breadth(float("inf"))
+
+
+def test_dirichlet_shares_have_the_right_moments() -> None:
+    """Two clients, one class: the share is Beta(b, b), of variance 1 / (4 (2 b + 1))."""
+    members = [np.arange(2000)]
+    for beta in (0.1, 0.5, 5.0):
+        share = np.array([_draw(members, 2, beta, stream(1, "moments", round=i))[1][0] for i in range(3000)]) / 2000
+        assert share.mean() == pytest.approx(0.5, abs=0.03)
+        assert share.var() == pytest.approx(1 / (4 * (2 * beta + 1)), rel=0.08)
+
+
+def test_shards_give_each_client_its_number_of_classes() -> None:
+    labels = np.random.Generator(np.random.Philox(0)).permutation(np.arange(2000) % 10)
+    parts = Shards(2)(labels, 50, 0)
+    assert {len(part) for part in parts} == {40}
+    assert max(len(np.unique(labels[part])) for part in parts) == 2
+
+
+def test_a_hundred_thousand_clients_are_an_index_array() -> None:
+    labels = np.arange(50_000) % 10
+    tracemalloc.start()
+    start = perf_counter()
+    parts = dirichlet_partition(labels, 100_000, 0.1, 0, min_size=0)
+    seconds, (_, peak) = perf_counter() - start, tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert is_partition(parts, 50_000)
+    assert seconds < 10
+    assert peak < 100e6  # bytes
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"num_clients": 0}, "num_clients=0"),
+        ({"beta": 0.0}, "beta=0.0"),
+        ({"beta": float("nan")}, "beta=nan"),
+        ({"min_size": -1}, "min_size=-1"),
+        ({"min_size": 11}, "min_size 10 or less"),
+        ({"beta": 0.01, "min_size": 10}, "a larger beta"),
+    ],
+)
+def test_bad_arguments_say_what_to_write(arguments: dict[str, float], words: str) -> None:
+    with pytest.raises(ValueError, match=words) as error:
+        dirichlet_partition(np.arange(100) % 10, **{"num_clients": 10, **arguments})  # type: ignore[arg-type]
+    assert "write" in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_constructors_refuse_at_once() -> None:
+    for make in (lambda: Dirichlet(-1), lambda: Dirichlet(min_size=-1), lambda: Shards(0)):
+        with pytest.raises(ValueError, match="write"):
+            make()
+    with pytest.raises(ValueError, match="cannot be cut into 40 shards"):
+        Shards(4)(np.zeros(30), 10, 0)
