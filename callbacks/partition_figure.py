@@ -52,7 +52,8 @@ def partition_figure(counts: np.ndarray) -> Figure:
     bar = figure.colorbar(image, ax=main, label="examples of the class (log scale)", pad=0.01)
     bar.minorticks_off()
     bar.set_ticks(
-        marks := [m * 10**e for e in range(7) for m in (1, 2, 5) if m * 10**e <= image.norm.vmax], labels=map(str, marks)
+        marks := [m * 10**e for e in range(7) for m in (1, 2, 5) if m * 10**e <= image.norm.vmax],
+        labels=[str(mark) for mark in marks],
     )
     sample = f"{clients} clients" if len(shown) == clients else f"{len(shown)} of {clients} clients (evenly spaced sample)"
     median = f", median {np.median(sizes):.0f} examples in {np.median(held):.0f} of {classes} classes" if len(held) else ""

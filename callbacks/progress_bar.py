@@ -41,7 +41,7 @@ class ProgressBar(Meter):
         self._round = self._finished = self._max_rounds = self._clients = self._expected = 0
         self._started = self._mark = time.monotonic()  # seconds: the start of the run, the end of the last round
         self._metrics: dict[str, float] = {}
-        self._bytes, self._best, self._best_round = 0.0, -1.0, 0
+        self._bytes, self._best = 0.0, 0.0
 
     def on_setup(self, context: Context) -> None:
         self._started = self._mark = time.monotonic()
@@ -67,7 +67,7 @@ class ProgressBar(Meter):
         self._bytes += record.metrics.get("comm/total_bytes", 0)
         accuracy = record.metrics.get("test/accuracy")
         if accuracy is not None and accuracy > self._best:
-            self._best, self._best_round = accuracy, record.round
+            self._best = accuracy
         if self._live is None and getattr(rank_zero_only, "rank", 0) == 0 and self._is_milestone(record.round):
             log.info("round %d/%d  %s  %s", record.round, self._max_rounds, self._numbers(), self._times())
 
@@ -78,10 +78,10 @@ class ProgressBar(Meter):
         self._stop()
 
     def state_dict(self) -> dict[str, Any]:
-        return {"bytes": self._bytes, "best": self._best, "best_round": self._best_round}
+        return {"bytes": self._bytes, "best": self._best}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._bytes, self._best, self._best_round = state["bytes"], state["best"], state["best_round"]
+        self._bytes, self._best = state["bytes"], state["best"]
 
     def __rich__(self) -> RenderableType:
         lines = Table.grid(padding=(0, 1), expand=True)
@@ -104,9 +104,7 @@ class ProgressBar(Meter):
     def _numbers(self) -> str:
         m, parts = self._metrics, []
         if "test/accuracy" in m:
-            parts.append(
-                f"accuracy {100 * m['test/accuracy']:.1f} % (best {100 * max(self._best, 0):.1f} % in round {self._best_round})"
-            )
+            parts.append(f"accuracy {100 * m['test/accuracy']:.1f} %, best {100 * self._best:.1f} %")
         if "train/loss" in m:
             parts.append(f"loss {m['train/loss']:.4g}")
         if "clients/trained" in m:

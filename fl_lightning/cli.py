@@ -14,14 +14,15 @@ from contextlib import contextmanager
 from importlib import import_module
 from typing import Any
 
-import lightning.pytorch.loggers  # noqa: F401  so that --trainer.logger CSVLogger is enough
+import lightning.fabric.loggers
+import lightning.pytorch.loggers
 import yaml
 from jsonargparse import ActionConfigFile, ArgumentParser, Namespace
 from jsonargparse.typing import NonNegativeInt
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
-from fl_lightning.cli_errors import Given, concrete, explain, settings_of
+from fl_lightning.cli_errors import Given, concrete, condense, explain, settings_of
 from fl_lightning.cli_input import ENV_PREFIX, check_environment, dropped_names, read_configs
 from fl_lightning.commands import COMMANDS
 from fl_lightning.data import FederatedData, FederatedImages
@@ -29,8 +30,20 @@ from fl_lightning.errors import InputError
 from fl_lightning.methods import Method
 from fl_lightning.trainer import FederatedTrainer
 
+# Fabric and Lightning have loggers of the same names: a short name means Lightning's, which know MLflow too.
+AnyLogger = lightning.pytorch.loggers.Logger | lightning.fabric.loggers.Logger
 # What a parser or a constructor raises when it is given something wrong; anything else is a bug of the code that raised it.
-INPUT_PROBLEMS = (ArgumentError, ValueError, TypeError, KeyError, AttributeError, OSError, ImportError, yaml.YAMLError, RecursionError)
+INPUT_PROBLEMS = (
+    ArgumentError,
+    ValueError,
+    TypeError,
+    KeyError,
+    AttributeError,
+    OSError,
+    ImportError,
+    yaml.YAMLError,
+    RecursionError,
+)
 
 
 class FederatedCLI(LightningCLI):
@@ -58,6 +71,7 @@ class FederatedCLI(LightningCLI):
             parser_kwargs={
                 "prog": f"python -m fl_lightning {command}",
                 "description": COMMANDS[command].help,
+                "epilog": "Configuration files beat environment variables (ENV); flags beat both, in the order written.",
                 "allow_abbrev": False,
                 "exit_on_error": False,
                 "default_env": True,
@@ -66,13 +80,23 @@ class FederatedCLI(LightningCLI):
         )
 
     def add_default_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
-        parser.add_argument("--seed_everything", type=NonNegativeInt, default=0, help="seed of every random stream of the run, >= 0")
+        parser.add_argument(
+            "--seed_everything", type=NonNegativeInt, default=0, help="seed of every random stream of the run, >= 0"
+        )
 
     def add_core_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
-        parser.add_class_arguments(FederatedTrainer, "trainer", instantiate=False)
+        parser.add_class_arguments(FederatedTrainer, "trainer", instantiate=False, skip={"logger"})
+        parser.add_argument(
+            "--trainer.logger",
+            type=bool | AnyLogger | list[AnyLogger],
+            default=True,
+            help="true for MLflow at sqlite:///mlflow.db, false for none, or any Lightning loggers",
+        )
         parser.add_argument("--model", type=Method, required=True, help="the method: class name, or class_path and init_args")
         images = {"class_path": f"{FederatedImages.__module__}.{FederatedImages.__qualname__}"}
-        parser.add_argument("--data", type=FederatedData, default=images, help="the federation's data; FederatedImages if no class")
+        parser.add_argument(
+            "--data", type=FederatedData, default=images, help="the federation's data; FederatedImages if no class"
+        )
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         self.command_arguments = parser.add_method_arguments(FederatedTrainer, self.command, skip={"method", "data", "seed"})
@@ -81,6 +105,10 @@ class FederatedCLI(LightningCLI):
         check_environment(settings_of(parser))
         given = Given(self.args, read_configs(self.args))
         self.config = parse(parser, given, flags=_settings_of_classes())
+        for group in ("trainer", "model", "data"):
+            if not isinstance(self.config[group], Namespace):
+                shown = f"{group}: {self.config[group]}{given.in_file(group)}"
+                raise InputError(f"{shown}; {group} is a group of settings; leave it out or write --{group}.NAME VALUE")
         self.config_text = self._resolved_text()
         dropped = dropped_names(self.args, given.texts.values(), yaml.safe_load(self.config_text))
         if dropped:
@@ -157,14 +185,15 @@ def _settings_of_classes() -> Iterator[str]:
 @contextmanager
 def input_problems(*more: type[Exception]) -> Iterator[None]:
     """What a constructor says about its arguments is about the configuration."""
+    problems: tuple[type[Exception], ...] = (ValueError, ImportError, *more)
     try:
         yield
     except InputError:
         raise
     except OSError as error:
         raise InputError(f"{error.filename or 'configuration'}; {error.strerror or error}") from error
-    except (ValueError, ImportError, *more) as error:
-        raise InputError(str(error)) from error
+    except problems as error:
+        raise InputError(condense(str(error))) from error
 
 
 def _import_short_names() -> None:

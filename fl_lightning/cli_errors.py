@@ -1,7 +1,7 @@
 """jsonargparse's complaints, rewritten as one line in three parts: what was given; the rule; what to write instead.
 
-jsonargparse reports nested problems as indented text. What is needed of it is picked out here (keys, class, value), the rule comes
-from the type of the setting, and the suggestion is the nearest valid name.
+jsonargparse reports nested problems as indented text. What is needed of it (keys, class, value) is picked out here, the rule
+comes from the type of the setting, and the suggestion is the nearest valid name.
 """
 
 from __future__ import annotations
@@ -23,7 +23,12 @@ from fl_lightning.cli_input import line_of
 
 KEY = re.compile(r'Parser key "([^"]+)"')
 OWNER = re.compile(r"class_path[ =]'([^']+)'")
-UNKNOWN_KEY = re.compile(r"Option '(?P<key>[^']+)' is not accepted|Group '(?P<group>[^']+)' does not accept option '(?P<option>[^']+)'")
+COMPLAINT = re.compile(
+    r"^ *- (?:Problem with given class_path '[^']+':)?\s*(.+?)(?=\n *- |\n *Given value|\Z)", re.MULTILINE | re.DOTALL
+)
+UNKNOWN_KEY = re.compile(
+    r"Option '(?P<key>[^']+)' is not accepted|Group '(?P<group>[^']+)' does not accept option '(?P<option>[^']+)'"
+)
 UNKNOWN_FLAG = re.compile(r"unrecognized arguments: (\S+)")
 NO_VALUE = re.compile(r"argument (?:-c/)?(--\S+): expected")
 REQUIRED = re.compile(r"arguments are required: (\S+)")
@@ -40,7 +45,14 @@ REASONS = (
     (re.compile(r"is abstract"), "it {}"),
     (re.compile(r"Multiple subclasses with name [^.]+"), "there are {}"),
 )
-WORDS: dict[Any, str] = {int: "an int", float: "a number", bool: "true or false", str: "text", NoneType: "null", NonNegativeInt: "an int >= 0"}
+WORDS: dict[Any, str] = {
+    int: "an int",
+    float: "a number",
+    bool: "true or false",
+    str: "text",
+    NoneType: "null",
+    NonNegativeInt: "an int >= 0",
+}
 EXAMPLES: dict[Any, str] = {int: "1", float: "0.5", bool: "true", NonNegativeInt: "0"}
 MANY = 20  # more classes than this are not listed
 FROM_DATA = {"num_classes", "image_size"}
@@ -63,7 +75,7 @@ class Given:
         value = None
         for arg, following in zip(self.args, [*self.args[1:], ""], strict=True):
             name, equals, rest = arg.partition("=")
-            if name.rstrip("+").replace(".init_args", "") == f"--{path}":
+            if name.rstrip("+").replace(".init_args", "").removesuffix(".class_path") == f"--{path}":
                 value = rest if equals else following
         return value
 
@@ -85,20 +97,28 @@ def explain(message: str, parser: ArgumentParser, given: Given, flags: Iterable[
     settings = {**dict.fromkeys(flags), **settings_of(parser)}
     if found := UNKNOWN_FLAG.search(message):
         return _unknown_flag(found[1], settings)
+    keys = [key for key, _ in groupby(KEY.findall(message)) if key != "config"]
+    owners = OWNER.findall(message)
     if found := REQUIRED.search(message):
-        example = " or --config configs/kd_default.yaml" if found[1] == "model" else ""
-        return f"no {found[1]} given; it is required; write --{found[1]} {_example(settings.get(found[1]))}{example}"
+        path = ".".join([*keys, found[1]])
+        action = _action_of(found[1], owners) or settings.get(path)
+        example = " or --config configs/kd_default.yaml" if path == "model" else ""
+        return f"no {path} given; it is required; write --{path} {_example(action)}{example}"
     if found := NO_VALUE.search(message):
         example = "FILE" if found[1] == "--config" else _example(settings.get(found[1].lstrip("-").rstrip("+")))
         return f"{found[1]} without a value; it needs one; write {found[1]} {example}"
-    keys = [key for key, _ in groupby(KEY.findall(message)) if key != "config"]
-    owners = OWNER.findall(message)
     if found := UNKNOWN_KEY.search(message):
         name = found["key"] or f"{found['group']}.{found['option']}"
         return _unknown_key(keys, name, owners, settings, given)
     if keys:
         return _bad_value(keys, owners, message, settings, given)
     return f"{' '.join(message.split())[:300]}; see {parser.prog} --help"
+
+
+def condense(message: str) -> str:
+    """What a constructor said, without jsonargparse's frame around it: the first complaint that is not about another type."""
+    complaints = COMPLAINT.findall(message) if "Union subtypes" in message else []
+    return next((text for text in complaints if not text.startswith("Expected a ")), message)
 
 
 def settings_of(target: ArgumentParser | Callable[..., Any]) -> dict[str, Action]:
@@ -108,7 +128,7 @@ def settings_of(target: ArgumentParser | Callable[..., Any]) -> dict[str, Action
         add = parser.add_class_arguments if inspect.isclass(target) else parser.add_function_arguments
         add(target, fail_untyped=False)
         return {name: action for name, action in settings_of(parser).items() if name != "params"}
-    return {action.dest: action for action in target._actions if re.fullmatch(r"[\w.]+(?<!\.help)", action.dest)}
+    return {action.dest: action for action in target._actions if re.fullmatch(r"(?!help$)[\w.]+(?<!\.help)", action.dest)}
 
 
 def _unknown_flag(token: str, settings: Mapping[str, Any]) -> str:
@@ -123,7 +143,11 @@ def _unknown_key(keys: list[str], name: str, owners: list[str], settings: Mappin
     path = ".".join([*keys, name])
     leaf = name.rpartition(".")[2]
     flagged = given.flag_value(path) is not None
-    shown = f"--{path} {given.flag_value(path)}" if flagged else f"{path}{given.in_file(leaf) or given.in_file(name.partition('.')[0])}"
+    shown = (
+        f"--{path} {given.flag_value(path)}"
+        if flagged
+        else f"{path}{given.in_file(name if owners else _mistaken(name, settings))}"
+    )
     if leaf in FROM_DATA and path.startswith("model"):
         return f"{shown}; {leaf} comes from the data; leave it out and choose the data with --data.dataset"
     owner = _import(owners[-1]) if owners and keys else None
@@ -137,24 +161,40 @@ def _unknown_key(keys: list[str], name: str, owners: list[str], settings: Mappin
     return f"{shown}; {rule}; write " + (f"--{near} {given.flag_value(path)}".strip() if flagged else near)
 
 
+def _mistaken(name: str, settings: Iterable[str]) -> str:
+    """The part of a dotted name that is wrong: the group, if there is none of that name, else the last part."""
+    group = name.partition(".")[0]
+    return name.rpartition(".")[2] if any(setting.startswith(f"{group}.") for setting in settings) else group
+
+
 def _bad_value(keys: list[str], owners: list[str], message: str, settings: Mapping[str, Any], given: Given) -> str:
     path = ".".join(keys)
-    owner = _import(owners[-1]) if len(keys) > 1 and owners else None
-    action = settings_of(owner).get(keys[-1]) if owner else settings.get(keys[0])
+    action = _action_of(keys[-1], owners) if len(keys) > 1 else settings.get(path)
     hint = getattr(action, "_typehint", None) or getattr(action, "type", None)
     flagged = given.flag_value(path)
     value = flagged if flagged is not None else _value(message)
     line = given.in_file(value) or given.in_file(value.lower()) or given.in_file(keys[-1].rpartition(".")[2])
-    shown = f"--{path} {value}" if flagged is not None else f"{path}: {value}{line}"
+    shown = f"--{path} {value or repr(value)}" if flagged is not None else f"{path}: {value}{line}"
     if action is not None and action.metavar == "CONFIG":  # a group, such as trainer
-        inner = next(name for name in settings if name.startswith(f"{path}.max_") or name.startswith(f"{path}."))
+        inner = next(name for name in settings if name.startswith(f"{path}."))
         return f"{shown}; {path} is a group of settings; write --{inner} {_example(settings[inner])}"
     reason = next((words.format(found[0]) for pattern, words in REASONS if (found := pattern.search(message))), "")
     near = nearest(value.rpartition(".")[2], choices(hint))
     instead = near or _example(action)
-    prefix = f"--{path}" + ("+=" if is_list(hint) else " ") if flagged is not None else f"{path}: "
+    if flagged is None:
+        instead = f"{path}: [{instead}]" if is_list(hint) else f"{path}: {instead}"
+    else:
+        instead = f"--{path}+={instead}" if is_list(hint) else f"--{path} {instead}"
     rule = f"it must be {describe(hint)}" if hint is not None else "it is not a valid value"
-    return f"{shown}; {reason + ', and ' if reason else ''}{rule}; write {prefix}{instead}"
+    return f"{shown}; {reason + ', and ' if reason else ''}{rule}; write {instead}"
+
+
+def _action_of(name: str, owners: list[str]) -> Action | None:
+    """The argument ``name`` of the innermost class that has it."""
+    for owner in map(_import, reversed(owners)):
+        if owner is not None and name in (actions := settings_of(owner)):
+            return actions[name]
+    return None
 
 
 def _value(message: str) -> str:

@@ -1,4 +1,4 @@
-"""What the user gave, looked at before and after parsing: configuration files, environment variables, settings that went unused."""
+"""What the user gave, looked at before and after parsing: configuration files, environment variables, unused settings."""
 
 from __future__ import annotations
 
@@ -48,11 +48,14 @@ def _read_config(path: str) -> str:
         raise InputError(f"{given}; it cannot be read ({reason}); write the path of a YAML file that can") from None
     try:
         node = yaml.compose(text, Loader=yaml.SafeLoader)
+        yaml.safe_load(text)
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark
         where = f", line {mark.line + 1}, column {mark.column + 1}" if mark else ""
         seen = " ".join(part for part in (error.context, error.problem) if part)
-        raise InputError(f"{given}{where}; it is not valid YAML: {seen}; mend that line ('key: value', indented with spaces)") from None
+        raise InputError(
+            f"{given}{where}; it is not valid YAML: {seen}; mend that line ('key: value', indented with spaces)"
+        ) from None
     except yaml.YAMLError as error:
         raise InputError(f"{given}; it is not valid YAML: {error}; write 'key: value' lines") from None
     except RecursionError:

@@ -21,7 +21,8 @@ from lightning.fabric.utilities.rank_zero import rank_zero_only
 
 log = logging.getLogger("fl_lightning")
 
-DEFAULT_URI = "sqlite:///mlflow.db"
+SQLITE = "sqlite:///"
+DEFAULT_URI = f"{SQLITE}mlflow.db"
 START_LIMIT, CALL_LIMIT = 60.0, 30.0  # seconds; a new database takes 3-6, a busy one is waited for 20
 KEY_LENGTH, PARAM_LENGTH, TAG_LENGTH, PER_BATCH = 250, 6000, 5000, 100  # what MLflow accepts: characters, and entries per call
 ENVIRONMENT = {  # a dead server costs seconds, not minutes; nothing is sent to third parties; whoever sets these is heeded
@@ -70,13 +71,16 @@ class Tracking:
     def hint(self) -> str | None:
         """The command that shows the run, when the store is a local database."""
         uri = next((str(getattr(logger, "_tracking_uri", "")) for logger in self.loggers if _is_mlflow(logger)), "")
-        return f"mlflow ui --backend-store-uri {uri}" if uri.startswith("sqlite:") else None
+        if not uri.startswith(SQLITE):
+            return None
+        path = Path(uri.removeprefix(SQLITE))
+        return f"mlflow ui --backend-store-uri {SQLITE}{path.name if path.parent == Path.cwd() else path}"
 
     def start(self, params: Mapping[str, Any], tags: Mapping[str, Any]) -> None:
         """Open the stores and record ``params`` (nested; flattened with dots) and ``tags``."""
         flat, marks = flatten(params), {key: str(value)[:TAG_LENGTH] for key, value in tags.items()}
         if self._wants_default:
-            uri = os.environ.get("MLFLOW_TRACKING_URI") or DEFAULT_URI
+            uri = _absolute(os.environ.get("MLFLOW_TRACKING_URI") or DEFAULT_URI)
             made = self._guarded(
                 f"MLflow at {uri}", lambda: _open_mlflow(uri, self.experiment, self.run_name, self._resume_id), START_LIMIT
             )
@@ -129,11 +133,11 @@ class Tracking:
         for i in range(0, len(marks), PER_BATCH):
             client.log_batch(run_id, tags=marks[i : i + PER_BATCH])
 
-    def _call(self, logger: Logger, function: Callable[..., Any], *args: Any, limit: float = CALL_LIMIT) -> None:
+    def _call(self, logger: Logger, function: Callable[..., Any], *args: Any, limit: float | None = None) -> None:
         uri = getattr(logger, "_tracking_uri", None)
         name = f"MLflow at {uri}" if uri else type(logger).__name__
         failed = object()
-        if self._guarded(name, lambda: function(*args), limit, otherwise=failed) is failed:
+        if self._guarded(name, lambda: function(*args), limit or CALL_LIMIT, otherwise=failed) is failed:
             self.loggers.remove(logger)
 
     def _guarded(self, name: str, function: Callable[[], Any], limit: float, otherwise: Any = None) -> Any:
@@ -212,12 +216,12 @@ def _open_mlflow(uri: str, experiment: str, run_name: str, run_id: str | None) -
 @contextmanager
 def _database(uri: str) -> Iterator[bool]:
     """Yields whether the address is sqlite. If so: hold its lock, and fail at once where MLflow would try again for minutes."""
-    if not uri.startswith("sqlite:///"):
+    if not uri.startswith(SQLITE):
         yield False
         return
     import fcntl
 
-    path = Path(uri.removeprefix("sqlite:///").partition("?")[0])
+    path = Path(uri.removeprefix(SQLITE).partition("?")[0])
     path.parent.mkdir(parents=True, exist_ok=True)
     with open(path.with_name(f".{path.name}.lock"), "w") as lock:
         deadline = time.monotonic() + START_LIMIT - 5
@@ -232,6 +236,11 @@ def _database(uri: str) -> Iterator[bool]:
         with closing(sqlite3.connect(path, timeout=20)) as database:
             database.execute("BEGIN IMMEDIATE").connection.rollback()  # raises where it is damaged or not writable
         yield True
+
+
+def _absolute(uri: str) -> str:
+    """MLflow keeps one connection per address for the life of the process: a relative one would outlive a change of folder."""
+    return f"{SQLITE}{Path(uri.removeprefix(SQLITE)).absolute()}" if uri.startswith(SQLITE) else uri
 
 
 def _is_mlflow(logger: object) -> bool:

@@ -16,17 +16,16 @@ from fl_lightning.rng import stream
 
 
 def is_partition(parts: list[np.ndarray], total: int) -> bool:
-    return (
-        all(part.dtype == np.int64 and np.all(np.diff(part) > 0) for part in parts)
-        and np.sort(np.concatenate(parts)).tolist() == [*range(total)]
-    )
+    return all(part.dtype == np.int64 and np.all(np.diff(part) > 0) for part in parts) and np.sort(
+        np.concatenate(parts)
+    ).tolist() == [*range(total)]
 
 
 @settings(max_examples=150, deadline=None)
 @given(
     labels=st.lists(st.integers(0, 4), min_size=1, max_size=60),
     num_clients=st.integers(1, 12),
-    beta=st.sampled_from([1e-3, 0.1, 0.5, 10.0, 1e300, float("inf")]),
+    beta=st.sampled_from([1e-6, 0.1, 0.5, 10.0, 1e300, float("inf")]),
     seed=st.integers(0, 5),
 )
 def test_dirichlet_is_a_disjoint_cover(labels: list[int], num_clients: int, beta: float, seed: int) -> None:
@@ -117,7 +116,7 @@ def test_a_hundred_thousand_clients_are_an_index_array() -> None:
 )
 def test_bad_arguments_say_what_to_write(arguments: dict[str, float], words: str) -> None:
     with pytest.raises(ValueError, match=words) as error:
-        dirichlet_partition(np.arange(100) % 10, **{"num_clients": 10, **arguments})  # type: ignore[arg-type]
+        dirichlet_partition(np.arange(100) % 2, **{"num_clients": 10, **arguments})  # type: ignore[arg-type]
     assert "write" in str(error.value)
     assert "\n" not in str(error.value)
 

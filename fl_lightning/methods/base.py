@@ -76,9 +76,13 @@ class Method(LightningModule):
 
     def training_step(self, batch: Any, batch_idx: int = 0) -> dict[str, Tensor]:
         """The local objective: ``loss``, and each term by its metric name (``loss_task``, ...)."""
-        images, labels = batch
-        loss = F.cross_entropy(self.network(images), labels)
+        inputs, target = batch
+        loss = self.task_loss(self.network(inputs), target)
         return {"loss": loss, "loss_task": loss}
+
+    def task_loss(self, outputs: Tensor, target: Tensor) -> Tensor:
+        """L_task of outputs ``[B, C]`` and target int64 ``[B]``, mean over the batch."""
+        return F.cross_entropy(outputs, target)
 
     def configure_optimizers(self) -> Optimizer:
         trainable = [p for p in self.parameters() if p.requires_grad]

@@ -14,7 +14,6 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
-from torch.nn import functional as F
 
 from fl_lightning.client import Client
 from fl_lightning.data import FederatedData
@@ -128,9 +127,9 @@ class FedMPQ(Method):
 
     def training_step(self, batch: Any, batch_idx: int = 0) -> dict[str, Tensor]:
         """``loss = loss_task + loss_bit``; ``loss_bit`` is lambda_b * L_bit, as it enters."""
-        images, labels = batch
+        inputs, target = batch
         weights, bit_norm = self.quantized_weights()
-        task = F.cross_entropy(functional_call(self.network, weights, (images,)), labels)
+        task = self.task_loss(functional_call(self.network, weights, (inputs,)), target)
         bit = self.lambda_b * bit_norm
         return {"loss": task + bit, "loss_task": task, "loss_bit": bit}
 

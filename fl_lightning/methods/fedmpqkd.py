@@ -111,17 +111,17 @@ class FedMPQKD(FedMPQ):
         """FedMPQ's terms and ``loss_kd`` = alpha * T^2 * KL, as it enters."""
         if self.alpha == 0:
             return super().training_step(batch, batch_idx)
-        images, labels = batch
+        inputs, target = batch
         weights, bit_norm = self.quantized_weights()
-        student = functional_call(self.network, weights, (images,))
-        task = F.cross_entropy(student, labels)
+        student = functional_call(self.network, weights, (inputs,))
+        task = self.task_loss(student, target)
         bit = self.lambda_b * bit_norm
         with torch.set_grad_enabled(self.teacher_mode == "joint"):
-            teacher = self.teacher(images)
+            teacher = self.teacher(inputs)
         kd = self.alpha * distillation(student, teacher.detach(), self.temperature, self.kl)
         outputs = {"loss": task + bit + kd, "loss_task": task, "loss_bit": bit, "loss_kd": kd}
         if self.teacher_mode == "joint":
-            outputs["loss"] = outputs["loss"] + F.cross_entropy(teacher, labels)
+            outputs["loss"] = outputs["loss"] + self.task_loss(teacher, target)
         return outputs
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:

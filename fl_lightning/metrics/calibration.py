@@ -93,7 +93,11 @@ def _checked(probs: Numbers, target: Numbers) -> tuple[np.ndarray, np.ndarray]:
     if p.dtype not in (np.float32, np.float64):
         p = p.astype(np.float32 if p.dtype == np.float16 else np.float64)
     if not (np.isfinite(p).all() and p.min() >= 0 and p.max() <= 1 + 1e-6 and np.abs(p.sum(axis=1) - 1).max() < 1e-3):
-        raise ValueError("probs outside [0, 1], not finite, or rows that do not sum to 1; give probabilities, softmax(logits)")
+        sums = p.sum(axis=1)
+        raise ValueError(
+            f"probs from {p.min():g} to {p.max():g} in rows that sum to {sums.min():g} to {sums.max():g}; "
+            "probabilities lie in [0, 1] and sum to 1; give softmax(logits)"
+        )
     whole = t.astype(np.int64)
     if (whole != t).any() or whole.min() < 0 or whole.max() >= p.shape[1]:
         raise ValueError(f"target from {t.min()} to {t.max()}; class indices 0 to {p.shape[1] - 1} are needed; check the labels")

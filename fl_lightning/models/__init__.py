@@ -32,9 +32,7 @@ def build_network(network: str | Callable[[int], nn.Module], num_classes: int, e
         ValueError: no network of that name, or what was given does not make one.
     """
     if isinstance(network, nn.Module):
-        raise ValueError(
-            f"network={type(network).__name__}(...): a finished module; write its class or a callable of num_classes"
-        )
+        raise ValueError(f"network={type(network).__name__}(...): already built, clients need new weights; write its class")
     if not isinstance(network, str):
         return _checked(network(num_classes), network)
     if network == "small_cnn" and min(example_shape[1:]) < 16:

@@ -43,8 +43,6 @@ class Payload(Mapping[str, "Tensor | Codes"]):
         self._entries = {name: _on_cpu(name, value) for name, value in entries.items()}
 
     def __getitem__(self, name: str) -> Tensor | Codes:
-        if name not in self._entries:
-            raise PayloadError(f"a payload with {sorted(self._entries)}; it needs an entry {name!r}; check who encoded it")
         return self._entries[name]
 
     def __iter__(self) -> Iterator[str]:
@@ -54,18 +52,31 @@ class Payload(Mapping[str, "Tensor | Codes"]):
         return len(self._entries)
 
     def tensor(self, name: str) -> Tensor:
-        """The entry ``name``, which must be a tensor."""
-        value = self[name]
+        """The entry ``name``, which must be there and a tensor.
+
+        Raises:
+            PayloadError: it is not.
+        """
+        value = self._required(name)
         if isinstance(value, Codes):
             raise PayloadError(f"entry {name!r} holds codes; a tensor is needed; read it with .codes({name!r})")
         return value
 
     def codes(self, name: str) -> Codes:
-        """The entry ``name``, which must be codes."""
-        value = self[name]
+        """The entry ``name``, which must be there and codes.
+
+        Raises:
+            PayloadError: it is not.
+        """
+        value = self._required(name)
         if not isinstance(value, Codes):
             raise PayloadError(f"entry {name!r} holds a tensor; codes are needed; read it with .tensor({name!r})")
         return value
+
+    def _required(self, name: str) -> Tensor | Codes:
+        if name not in self:
+            raise PayloadError(f"a payload with {sorted(self)}; it needs an entry {name!r}; check who encoded it")
+        return self[name]
 
     @property
     def nbytes(self) -> int:

@@ -1,0 +1,22 @@
+from pathlib import Path
+
+import pytest
+import torch
+
+
+def pytest_addoption(parser):
+    parser.addoption("--golden", default=str(Path(__file__).parent / "golden"), help="folder of worked examples")
+
+
+@pytest.fixture
+def golden(request) -> Path:
+    return Path(request.config.getoption("--golden"))
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    """Threads per process change how a sum is rounded; one is also fastest for toys."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)

@@ -1,0 +1,311 @@
+"""What a command line becomes: the matrix of calls, with a trainer whose ``fit`` only remembers what it was given."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import yaml
+
+from fl_lightning import commands
+from fl_lightning.__main__ import main
+from fl_lightning.errors import InputError
+from fl_lightning.trainer import FederatedTrainer
+
+BASE = """\
+seed_everything: 3
+trainer:
+  max_rounds: 7
+  callbacks:
+    - class_path: callbacks.StragglerDropout
+model:
+  class_path: FedMPQKD
+  init_args:
+    alpha: 0.5
+    optimizer: {class_path: SGD, init_args: {lr: 0.05, momentum: 0.9}}
+data:
+  class_path: FederatedImages
+  init_args:
+    num_clients: 100
+    partition: {class_path: Dirichlet, init_args: {beta: 0.1, min_size: 1}}
+"""
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A working directory with ``base.yaml``, and no settings in the environment."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    for name in [name for name in os.environ if name.startswith("FL_LIGHTNING_")]:
+        monkeypatch.delenv(name)
+    (tmp_path / "base.yaml").write_text(BASE)
+    return tmp_path
+
+
+@pytest.fixture
+def runs(here: Path, monkeypatch: pytest.MonkeyPatch) -> list[SimpleNamespace]:
+    """What each call handed to ``fit``."""
+    calls: list[SimpleNamespace] = []
+
+    def fit(self: FederatedTrainer, method: Any, data: Any, *, seed: int = 0, ckpt_path: str | None = None) -> None:
+        calls.append(SimpleNamespace(trainer=self, method=method, data=data, seed=seed, ckpt_path=ckpt_path, config=self.config))
+
+    monkeypatch.setattr(FederatedTrainer, "fit", fit)
+    return calls
+
+
+def call(runs: list[SimpleNamespace], line: str) -> SimpleNamespace:
+    assert main(["fit", *line.split()]) == 0
+    return runs[-1]
+
+
+def names(objects: Any) -> list[str]:
+    return [type(each).__name__ for each in objects]
+
+
+def test_the_example_config(runs: list[SimpleNamespace]) -> None:
+    run = call(runs, "--config base.yaml")
+    assert (type(run.method).__name__, run.seed, run.ckpt_path, run.trainer.max_rounds) == ("FedMPQKD", 3, None, 7)
+    assert run.trainer.command_line == ["python", "-m", "fl_lightning", "fit", "--config", "base.yaml"]
+    assert names(run.trainer.callbacks) == ["StragglerDropout"]
+
+
+@pytest.mark.parametrize(
+    ("line", "path", "expected"),
+    [
+        ("--trainer.max_rounds 3", "trainer.max_rounds", 3),
+        ("--trainer.max_rounds=3", "trainer.max_rounds", 3),
+        ("--trainer.precision bf16-mixed", "trainer.precision", "bf16-mixed"),
+        ("--seed_everything 0", "seed_everything", 0),
+        ("--model.alpha 1.0", "model.init_args.alpha", 1.0),
+        ("--model.network resnet20", "model.init_args.network", "resnet20"),
+        ("--model FedAvg", "model.class_path", "fl_lightning.methods.FedAvg"),
+        ("--model fl_lightning.methods.FedMPQ", "model.class_path", "fl_lightning.methods.FedMPQ"),
+        ("--model.optimizer.lr 3e-4", "model.init_args.optimizer.init_args.lr", 3e-4),
+        ("--model.optimizer AdamW --model.optimizer.lr 3e-4", "model.init_args.optimizer.class_path", "torch.optim.AdamW"),
+        ("--model.optimizer AdamW --model.optimizer.lr 3e-4", "model.init_args.optimizer.init_args.weight_decay", 0.01),
+        ("--data.num_clients 10", "data.init_args.num_clients", 10),
+        ("--data.partition IID", "data.init_args.partition.class_path", "fl_lightning.data.IID"),
+        ("--data.partition.beta 0.5", "data.init_args.partition.init_args.beta", 0.5),
+        ("--trainer.logger false", "trainer.logger", False),
+        (
+            "--trainer.logger CSVLogger --trainer.logger.save_dir x",
+            "trainer.logger.class_path",
+            "lightning.pytorch.loggers.CSVLogger",
+        ),
+        (
+            "--trainer.logger MLFlowLogger --trainer.logger.tracking_uri sqlite:///m.db",
+            "trainer.logger.class_path",
+            "lightning.pytorch.loggers.MLFlowLogger",
+        ),
+    ],
+)
+def test_flags_beat_the_file(runs: list[SimpleNamespace], line: str, path: str, expected: object) -> None:
+    value: Any = call(runs, f"--config base.yaml {line}").config
+    for key in path.split("."):
+        value = value[key]
+    assert value == expected
+
+
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        ("--trainer.callbacks+=callbacks.LabelNoise", ["StragglerDropout", "LabelNoise"]),
+        ("--trainer.callbacks+=LabelNoise --trainer.callbacks+=Calibration", ["StragglerDropout", "LabelNoise", "Calibration"]),
+        ("--config append.yaml", ["StragglerDropout", "LabelNoise", "Calibration"]),
+        ("--config replace.yaml", ["Calibration"]),
+    ],
+)
+def test_callbacks_are_appended_or_replaced(runs: list[SimpleNamespace], here: Path, line: str, expected: list[str]) -> None:
+    (here / "append.yaml").write_text("trainer: {callbacks+: [LabelNoise, {class_path: callbacks.Calibration}]}")
+    (here / "replace.yaml").write_text("trainer: {callbacks: [Calibration]}")
+    assert names(call(runs, f"--config base.yaml {line}").trainer.callbacks) == expected
+
+
+def test_the_argument_of_an_appended_callback(runs: list[SimpleNamespace]) -> None:
+    run = call(runs, "--config base.yaml --trainer.callbacks+=LabelNoise --trainer.callbacks.round 3")
+    assert run.config["trainer"]["callbacks"][-1]["init_args"]["round"] == 3
+
+
+def test_files_are_layered_in_their_order(runs: list[SimpleNamespace], here: Path) -> None:
+    (here / "small.yaml").write_text("trainer: {max_rounds: 2}\ndata: {num_clients: 10}")
+    run = call(runs, "--config base.yaml --config small.yaml")
+    assert (run.trainer.max_rounds, run.data.num_clients, run.data.partition.beta) == (2, 10, 0.1)
+    assert call(runs, "--config small.yaml --config base.yaml").trainer.max_rounds == 7
+
+
+def test_data_needs_no_class(runs: list[SimpleNamespace], here: Path) -> None:
+    (here / "plain.yaml").write_text("model: FedAvg\ndata: {num_clients: 7, partition: IID}")
+    run = call(runs, "--config plain.yaml")
+    assert (type(run.data).__name__, run.data.num_clients, type(run.data.partition).__name__) == ("FederatedImages", 7, "IID")
+
+
+def test_what_a_changed_class_does_not_know_is_dropped_and_said(
+    runs: list[SimpleNamespace], capsys: pytest.CaptureFixture[str]
+) -> None:
+    call(runs, "--config base.yaml --model.temperature 3 --model FedAvg --model.optimizer AdamW --data.partition IID")
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1
+    for dropped in ("model.alpha", "model.temperature", "model.optimizer.momentum", "data.partition.beta"):
+        assert dropped in said
+    call(runs, "--config base.yaml --model.alpha 0.1")
+    assert capsys.readouterr().err == ""
+
+
+def test_the_environment_is_beaten_by_files_and_those_by_flags(
+    runs: list[SimpleNamespace], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("UNRELATED__MAX_ROUNDS", "1")
+    monkeypatch.setenv("FL_LIGHTNING_TRAINER__MAX_ROUNDS", "5")
+    monkeypatch.setenv("FL_LIGHTNING_TRAINER__LOCAL_EPOCHS", "4")
+    monkeypatch.setenv("FL_LIGHTNING_DATA", "{num_clients: 9}")
+    run = call(runs, "--model FedAvg")
+    assert (run.trainer.max_rounds, run.config["trainer"]["local_epochs"], run.data.num_clients) == (5, 4, 9)
+    run = call(runs, "--config base.yaml")
+    assert (run.trainer.max_rounds, run.config["trainer"]["local_epochs"], run.data.num_clients) == (7, 4, 100)
+    assert call(runs, "--config base.yaml --trainer.max_rounds 2").trainer.max_rounds == 2
+
+
+def test_a_config_from_the_environment(runs: list[SimpleNamespace], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FL_LIGHTNING_CONFIG", "base.yaml")
+    assert call(runs, "").trainer.max_rounds == 7
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "--config base.yaml",
+        "--config base.yaml --trainer.callbacks+=LabelNoise --trainer.logger CSVLogger --trainer.logger.save_dir logs",
+        "--model FedAvg --model.optimizer AdamW --data.partition IID --seed_everything 8",
+        "--config base.yaml --ckpt_path last",
+    ],
+)
+def test_the_saved_configuration_gives_the_same_run(runs: list[SimpleNamespace], here: Path, line: str) -> None:
+    first = call(runs, line)
+    (here / "saved.yaml").write_text(first.trainer.config_text)
+    again = call(runs, "--config saved.yaml")
+    assert again.trainer.config_text == first.trainer.config_text
+    assert (again.config, again.seed, again.ckpt_path) == (first.config, first.seed, None)
+
+
+def test_print_config_can_be_run(runs: list[SimpleNamespace], here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["fit", "--config", "base.yaml", "--trainer.max_rounds", "4", "--print_config"]) == 0
+    assert not runs
+    (here / "printed.yaml").write_text(capsys.readouterr().out)
+    assert call(runs, "--config printed.yaml").trainer.max_rounds == 4
+
+
+def test_ckpt_path_goes_to_fit_only(runs: list[SimpleNamespace]) -> None:
+    run = call(runs, "--config base.yaml --ckpt_path last")
+    assert run.ckpt_path == "last"
+    assert "ckpt_path" not in run.config
+
+
+def test_a_class_of_the_working_directory(runs: list[SimpleNamespace], here: Path) -> None:
+    (here / "my_methods.py").write_text("from fl_lightning.methods import FedAvg\nclass MyMethod(FedAvg): pass\n")
+    try:
+        assert type(call(runs, "--config base.yaml --model my_methods.MyMethod").method).__name__ == "MyMethod"
+    finally:
+        sys.modules.pop("my_methods", None)
+
+
+def test_global_seeds_are_left_alone(runs: list[SimpleNamespace], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("PL_GLOBAL_SEED", raising=False)
+    call(runs, "--config base.yaml")
+    assert "PL_GLOBAL_SEED" not in os.environ
+
+
+@pytest.mark.parametrize("flag", ["--help", "--model.help=FedAvg"])
+def test_help_of_a_command(runs: list[SimpleNamespace], capsys: pytest.CaptureFixture[str], flag: str) -> None:
+    assert main(["fit", flag]) == 0
+    text = capsys.readouterr().out
+    assert "FL_LIGHTNING_TRAINER__MAX_ROUNDS" in text if flag == "--help" else "network" in text
+
+
+@pytest.mark.parametrize(
+    ("raised", "code"),
+    [(InputError("a; b; c"), 2), (KeyboardInterrupt(), 130), (SystemExit(143), 143), (SystemExit(), 0), (SystemExit("why"), 1)],
+)
+def test_exit_codes(runs: list[SimpleNamespace], monkeypatch: pytest.MonkeyPatch, raised: BaseException, code: int) -> None:
+    monkeypatch.setattr(FederatedTrainer, "fit", _raising(raised))
+    assert main(["fit", "--config", "base.yaml"]) == code
+
+
+def test_a_bug_keeps_its_traceback(runs: list[SimpleNamespace], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(FederatedTrainer, "fit", _raising(ValueError("in the middle of training")))
+    with pytest.raises(ValueError, match="in the middle"):
+        main(["fit", "--config", "base.yaml"])
+
+
+def _raising(error: BaseException) -> Any:
+    def fit(self: FederatedTrainer, method: Any, data: Any, *, seed: int = 0) -> None:
+        raise error
+
+    return fit
+
+
+def test_a_command_without_trainer_is_one_entry_of_the_table(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (here / "studying.py").write_text(
+        "calls = []\ndef compare(study: str, *, out: str = 'reports') -> None:\n    calls.append((study, out))\n"
+    )
+    monkeypatch.syspath_prepend(here)
+    monkeypatch.setitem(commands.COMMANDS, "compare", commands.Command("compare runs", function="studying:compare"))
+    assert main(["compare", "--study", "exp2", "--out", "here"]) == 0
+    assert sys.modules.pop("studying").calls == [("exp2", "here")]
+    assert main(["compare", "--study", "exp2", "--output", "here"]) == 2
+    sys.modules.pop("studying")
+
+
+def test_a_command_with_trainer_is_a_method_of_it(runs: list[SimpleNamespace], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(commands.COMMANDS, "probe", commands.Command("probe a run"))
+
+    def probe(self: FederatedTrainer, method: Any, data: Any, *, seed: int, depth: int = 1) -> None:
+        runs.append(SimpleNamespace(method=method, depth=depth))
+
+    monkeypatch.setattr(FederatedTrainer, "probe", probe, raising=False)
+    assert main(["probe", "--config", "base.yaml", "--depth", "4"]) == 0
+    assert runs[-1].depth == 4
+
+
+PROGRAM = """
+import sys
+from fl_lightning.__main__ import main
+code = main(sys.argv[1:])
+heavy = {"torch", "lightning", "numpy", "jsonargparse", "mlflow"} & set(sys.modules)
+assert not heavy, heavy
+sys.exit(code)
+"""
+
+
+def python(*args: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
+    paths = os.pathsep.join([str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
+    return subprocess.run(
+        [sys.executable, *args], capture_output=True, text=True, cwd=cwd, env={**os.environ, "PYTHONPATH": paths}
+    )
+
+
+@pytest.mark.parametrize(
+    ("flags", "code", "stream"), [(["--help"], 0, "stdout"), ([], 2, "stderr"), (["--version"], 0, "stdout")]
+)
+def test_quick_answers_import_nothing_heavy(flags: list[str], code: int, stream: str) -> None:
+    done = python("-c", PROGRAM, *flags)
+    assert done.returncode == code, done.stderr
+    text = getattr(done, stream)
+    if flags == ["--version"]:
+        assert text.startswith("fl_lightning")
+    else:
+        assert "python -m fl_lightning fit --config configs/kd_default.yaml" in text
+        assert "mlflow ui --backend-store-uri sqlite:///mlflow.db" in text
+        assert all(name in text for name in commands.COMMANDS)
+
+
+def test_the_program_from_any_directory(here: Path) -> None:
+    done = python("-m", "fl_lightning", "fit", "--config", "base.yaml", "--trainer.max_rounds", "4", "--print_config", cwd=here)
+    assert done.returncode == 0, done.stderr
+    assert yaml.safe_load(done.stdout)["trainer"]["max_rounds"] == 4
+    assert sorted(path.name for path in here.iterdir()) == ["base.yaml"]

@@ -1,0 +1,209 @@
+"""Bad input: exit code 2, one line on stderr in three parts, no traceback, nothing created, nothing trained."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fl_lightning.__main__ import main
+from fl_lightning.trainer import FederatedTrainer
+
+FILES = {
+    "base.yaml": """\
+model:
+  class_path: FedMPQKD
+  init_args:
+    alpha: 0.5
+    optimizer: {class_path: SGD, init_args: {lr: 0.05}}
+data:
+  class_path: FederatedImages
+  init_args:
+    partition: {class_path: Dirichlet, init_args: {beta: 0.1}}
+""",
+    "key.yaml": "model: FedAvg\ntrainer:\n  max_round: 3\n",
+    "group.yaml": "model: FedAvg\ntrainr:\n  max_rounds: 3\n",
+    "model_key.yaml": "model:\n  class_path: FedMPQKD\n  init_args:\n    alhpa: 3\n",
+    "data_key.yaml": "model: FedAvg\ndata:\n  num_clientz: 7\n",
+    "class.yaml": "model:\n  class_path: FedAvgg\n",
+    "value.yaml": "model: FedAvg\ntrainer:\n  max_rounds: three\n",
+    "seed.yaml": "model: FedAvg\nseed_everything: true\n",
+    "null.yaml": "model: FedAvg\ntrainer:\n",
+    "list.yaml": "- a\n- b\n",
+    "text.yaml": "hello\n",
+    "empty.yaml": "",
+    "syntax.yaml": "model: FedAvg\ntrainer:\n  max_rounds: [3\nmodel: FedAvg\n",
+    "tab.yaml": "trainer:\n\tmax_rounds: 3\n",
+    "twice.yaml": "model: FedAvg\nmodel: FedMPQ\n",
+    "odd.yaml": "? [a, b]\n: 3\n",
+    "number.yaml": "3: 3\nmodel: FedAvg\n",
+    "object.yaml": "model: !!python/object/apply:os.getcwd []\n",
+    "callback.yaml": "model: FedAvg\ntrainer:\n  callbacks:\n    - class_path: LabelNois\n",
+    "callback_key.yaml": "model: FedAvg\ntrainer:\n  callbacks:\n    - class_path: LabelNoise\n      init_args: {rond: 3}\n",
+    "no_list.yaml": "model: FedAvg\ntrainer:\n  callbacks: LabelNoise\n",
+}
+
+BAD = [
+    # the command line itself
+    ("ftt --config base.yaml", "write python -m fl_lightning fit"),
+    ("--config base.yaml fit", "must be a command"),
+    ("fit", "no model given"),
+    ("fit base.yaml", "write --config base.yaml"),
+    ("fit --config", "write --config FILE"),
+    ("fit --config base.yaml --trainer.max_round 3", "write --trainer.max_rounds"),
+    ("fit --config base.yaml --max_rounds 3", "write --trainer.max_rounds"),
+    ("fit --config base.yaml --num_clients 3", "write --data.num_clients"),
+    ("fit --config base.yaml --trainer.max_rounds", "--trainer.max_rounds without a value"),
+    ("fit --config base.yaml --print_config=nonsense", "nonsense"),
+    # values
+    ("fit --config base.yaml --trainer.max_rounds three", "three; it must be an int; write --trainer.max_rounds 100"),
+    ("fit --config base.yaml --trainer.max_rounds 3.5", "must be an int"),
+    ("fit --config base.yaml --trainer.max_rounds true", "must be an int"),
+    ("fit --config base.yaml --trainer.max_rounds=", "must be an int"),
+    ("fit --config base.yaml --trainer.participation '{a: 1}'", "must be a number"),
+    ("fit --config base.yaml --trainer.precision 32", "write --trainer.precision 32-true"),
+    ("fit --config base.yaml --trainer.engine sequentiall", "write --trainer.engine sequential"),
+    ("fit --config base.yaml --trainer 3", "trainer is a group of settings"),
+    ("fit --config base.yaml --seed_everything true", "must be an int >= 0"),
+    ("fit --config base.yaml --seed_everything=-1", "must be an int >= 0"),
+    ("fit --config base.yaml --seed_everything 1.5", "must be an int >= 0"),
+    ("fit --config base.yaml --data.num_clients ten", "write --data.num_clients"),
+    ("fit --config base.yaml --model.alpha three", "--model.alpha three; it must be a number"),
+    ("fit --config base.yaml --model.optimizer.lr three", "--model.optimizer.lr three; it must be a number"),
+    ("fit --config base.yaml --trainer.max_rounds 0", "max_rounds"),
+    ("fit --config base.yaml --trainer.devices nonsense", "devices"),
+    # names of settings
+    ("fit --config base.yaml --model.alhpa 3", "write --model.alpha 3"),
+    ("fit --config base.yaml --model.num_classes 3", "comes from the data"),
+    ("fit --config base.yaml --model FedAvg --model.bits 3", "FedAvg has no setting bits"),
+    ("fit --config base.yaml --model.optimizer.lrr 3", "write --model.optimizer.lr 3"),
+    ("fit --config base.yaml --data.partition.betta 3", "write --data.partition.beta 3"),
+    ("fit --config base.yaml --trainer.callbacks+=LabelNoise --trainer.callbacks.rond 3", "write --trainer.callbacks.round 3"),
+    # names of classes
+    ("fit --config base.yaml --model FedAvgg", "write --model FedAvg"),
+    ("fit --config base.yaml --model no.such.Class", "cannot be imported"),
+    ("fit --config base.yaml --model torch.nn.Linear", "it must be FedAvg"),
+    ("fit --config base.yaml --model.optimizer AdamX", "write --model.optimizer Adam"),
+    ("fit --config base.yaml --model.optimizer torch.nn.Linear", "AdamW"),
+    ("fit --config base.yaml --data FederatedImage", "write --data FederatedImages"),
+    ("fit --config base.yaml --data.partition Dirichle", "write --data.partition Dirichlet"),
+    ("fit --config base.yaml --trainer.callbacks+=LabelNois", "write --trainer.callbacks+=LabelNoise"),
+    ("fit --config base.yaml --trainer.callbacks LabelNoise", "write --trainer.callbacks+=LabelNoise"),
+    ("fit --config base.yaml --trainer.logger CSVLoger", "write --trainer.logger CSVLogger"),
+    ("fit --config base.yaml --trainer.logger CSVLogger", "write --trainer.logger.save_dir"),
+    # files
+    ("fit --config bas.yaml", "there is no such file; write --config base.yaml"),
+    ("fit --config base.yml", "write --config base.yaml"),
+    ("fit --config folder", "it is a directory"),
+    ("fit --config binary.yaml", "it is not a text file"),
+    ("fit --config key.yaml", "trainer.max_round (key.yaml, line 3); there is no such setting; write trainer.max_rounds"),
+    ("fit --config base.yaml --config key.yaml", "(key.yaml, line 3)"),
+    ("fit --config group.yaml", "group.yaml, line 2"),
+    ("fit --config model_key.yaml", "model.alhpa (model_key.yaml, line 4); FedMPQKD has no setting alhpa; write model.alpha"),
+    ("fit --config data_key.yaml", "write data.num_clients"),
+    ("fit --config class.yaml", "(class.yaml, line 2)"),
+    ("fit --config value.yaml", "trainer.max_rounds: three (value.yaml, line 3); it must be an int"),
+    ("fit --config seed.yaml", "(seed.yaml, line 2); it must be an int >= 0"),
+    ("fit --config null.yaml", "trainer is a group of settings"),
+    ("fit --config list.yaml", "it is not a mapping"),
+    ("fit --config text.yaml", "it is not a mapping"),
+    ("fit --config empty.yaml", "it is empty"),
+    ("fit --config syntax.yaml", "syntax.yaml, line 4"),
+    ("fit --config tab.yaml", "tab.yaml, line 2, column 1; it is not valid YAML"),
+    ("fit --config twice.yaml", "twice.yaml, line 2: model; a key may be given once"),
+    ("fit --config odd.yaml", "it is not valid YAML"),
+    ("fit --config number.yaml", "must be a string"),
+    ("fit --config object.yaml", "it is not valid YAML"),
+    ("fit --config callback.yaml", "(callback.yaml, line 4)"),
+    ("fit --config callback_key.yaml", "trainer.callbacks.rond (callback_key.yaml, line 5); LabelNoise has no setting rond"),
+    ("fit --config no_list.yaml", "write trainer.callbacks: [LabelNoise]"),
+]
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A working directory with every file above; ``fit`` must not be reached."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    for name in [name for name in os.environ if name.startswith("FL_LIGHTNING_")]:
+        monkeypatch.delenv(name)
+    for name, text in FILES.items():
+        (tmp_path / name).write_text(text)
+    (tmp_path / "binary.yaml").write_bytes(bytes(range(256)))
+    (tmp_path / "folder").mkdir()
+
+    def fit(self: FederatedTrainer, method: Any, data: Any, *, seed: int = 0, ckpt_path: str | None = None) -> None:
+        pytest.fail("bad input reached the trainer")
+
+    monkeypatch.setattr(FederatedTrainer, "fit", fit)
+    return tmp_path
+
+
+def refuse(line: str, capsys: pytest.CaptureFixture[str]) -> str:
+    """Call with bad input, check what holds for every refusal, and return the line that was printed."""
+    before = sorted(Path().rglob("*"))
+    assert main(shlex.split(line)) == 2
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert printed.err.startswith("fl_lightning: error: ")
+    assert printed.err.count("\n") == 1
+    assert printed.err.endswith("\n")
+    assert "Traceback" not in printed.err
+    assert sorted(Path().rglob("*")) == before
+    return printed.err
+
+
+@pytest.mark.parametrize(("line", "fragment"), BAD, ids=[line for line, _ in BAD])
+def test_bad_input(line: str, fragment: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert fragment in refuse(line, capsys)
+
+
+@pytest.mark.parametrize(
+    ("line", "fragment"), [(line, f) for line, f in BAD if "print_config" not in line and "number.yaml" not in line]
+)
+def test_a_refusal_has_three_parts(line: str, fragment: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert refuse(line, capsys).count(";") >= 2
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "fragment"),
+    [
+        ("FL_LIGHTNING_TRAINER__MAX_ROUND", "3", "write FL_LIGHTNING_TRAINER__MAX_ROUNDS"),
+        ("FL_LIGHTNING_SEED_EVERYTHIN", "3", "write FL_LIGHTNING_SEED_EVERYTHING"),
+        ("FL_LIGHTNING_DATA__NUM_CLIENTS", "3", "write FL_LIGHTNING_DATA='{num_clients: 3}'"),
+        ("FL_LIGHTNING_TRAINER__MAX_ROUNDS", "three", "must be an int"),
+        ("FL_LIGHTNING_CONFIG", "bas.yaml", "there is no such file"),
+    ],
+)
+def test_bad_environment(
+    name: str, value: str, fragment: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(name, value)
+    assert fragment in refuse("fit --config base.yaml", capsys)
+
+
+def test_what_a_constructor_refuses(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (here / "strict.py").write_text(
+        "from fl_lightning.methods import FedAvg\n"
+        "class Strict(FedAvg):\n"
+        "    def __init__(self, kind: str = 'value'):\n"
+        "        if kind == 'value': raise ValueError('kind value;\\nno;\\nother')\n"
+        "        open('no/such/file')\n"
+    )
+    try:
+        assert "kind value; no; other" in refuse("fit --model strict.Strict", capsys)
+        assert "no/such/file" in refuse("fit --model strict.Strict --model.kind file", capsys)
+    finally:
+        sys.modules.pop("strict", None)
+
+
+def test_an_unreadable_file(here: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    def denied(self: Path, **_: object) -> str:
+        raise PermissionError(13, "Permission denied", str(self))
+
+    monkeypatch.setattr(Path, "read_text", denied)
+    assert "it cannot be read (Permission denied)" in refuse("fit --config base.yaml", capsys)

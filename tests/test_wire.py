@@ -1,0 +1,108 @@
+import struct
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fl_lightning.wire import Codes, Ledger, LedgerEntry, Payload, PayloadError
+from fl_lightning.wire.payload import DTYPES, HEADER
+
+shapes = st.lists(st.integers(0, 5), max_size=3).map(tuple)
+
+
+@st.composite
+def entries(draw):
+    shape = draw(shapes)
+    if draw(st.booleans()):
+        bits = draw(st.integers(1, 16))
+        return Codes(torch.randint(0, 2**bits, shape, generator=torch.Generator().manual_seed(draw(st.integers(0, 99)))), bits)
+    dtype = draw(st.sampled_from(DTYPES))
+    tensor = torch.randn(shape, generator=torch.Generator().manual_seed(draw(st.integers(0, 99)))) * 50
+    if dtype.is_floating_point and tensor.numel() and draw(st.booleans()):
+        tensor.view(-1)[0] = draw(st.sampled_from([float("nan"), float("inf"), -0.0]))
+    return tensor.abs().to(dtype) if dtype == torch.uint8 else tensor.to(dtype)
+
+
+payloads = st.dictionaries(st.text(min_size=1, max_size=8), entries(), max_size=4)
+
+
+@given(payloads)
+def test_round_trip_and_size(contents):
+    data = Payload(contents).to_bytes()
+    assert Payload(contents).nbytes == len(data)
+    back = Payload.from_bytes(data)
+    assert list(back) == list(contents)
+    for name, sent in contents.items():
+        received = back[name]
+        if isinstance(sent, Codes):
+            assert received.bits == sent.bits
+            assert torch.equal(received.values, sent.values.int())
+        else:
+            assert received.dtype == sent.dtype
+            assert received.shape == sent.shape
+            assert torch.equal(received.view(torch.uint8) if sent.ndim else received, sent.view(torch.uint8) if sent.ndim else sent) or (
+                sent.ndim == 0 and bool(sent.isnan())
+            )
+
+
+@given(payloads, st.data())
+def test_damage_is_refused(contents, data):
+    whole = Payload(contents).to_bytes()
+    cut = data.draw(st.integers(0, len(whole) - 1))
+    with pytest.raises(PayloadError):
+        Payload.from_bytes(whole[:cut])
+    position, bit = data.draw(st.integers(0, len(whole) - 1)), data.draw(st.integers(0, 7))
+    damaged = bytearray(whole)
+    damaged[position] ^= 1 << bit
+    try:  # the entry count in the header is not under the checksum; what it announces must still be there
+        assert list(Payload.from_bytes(bytes(damaged))) == list(contents)
+    except PayloadError:
+        pass
+
+
+@given(st.binary(max_size=200))
+def test_no_bytes_do_anything_but_raise_payload_error(body):
+    import zlib
+
+    for data in (body, HEADER.pack(b"FLPW", 1, 1, len(body), zlib.crc32(body)) + body):
+        try:
+            Payload.from_bytes(data)
+        except PayloadError:
+            pass
+
+
+def test_a_huge_announced_shape_allocates_nothing():
+    import zlib
+
+    body = struct.pack("<B1sBB2I", 1, b"x", 0, 2, 2**31, 2**31)
+    with pytest.raises(PayloadError, match="are left"):
+        Payload.from_bytes(HEADER.pack(b"FLPW", 1, 1, len(body), zlib.crc32(body)) + body)
+
+
+def test_codes_are_packed_without_padding():
+    codes = Codes(torch.arange(1000) % 32, bits=5)
+    assert Payload({"w": codes}).nbytes == HEADER.size + (3 + 1 + 4) + 625  # 1000 weights of 5 bits
+    with pytest.raises(ValueError, match="4 bits cannot hold it"):
+        Payload({"w": Codes(torch.tensor([16]), bits=4)}).to_bytes()
+
+
+def test_missing_entries_are_named():
+    payload = Payload({"w": torch.ones(1), "c": Codes(torch.ones(1, dtype=torch.int32), 1)})
+    with pytest.raises(PayloadError, match="'v'"):
+        payload.tensor("v")
+    with pytest.raises(PayloadError, match="holds codes"):
+        payload.tensor("c")
+    with pytest.raises(PayloadError, match="holds a tensor"):
+        payload.codes("w")
+
+
+def test_ledger_sums_and_csv():
+    ledger = Ledger([LedgerEntry(1, 0, "trained", 10, 5), LedgerEntry(1, 3, "lost", 10, 7, 7), LedgerEntry(1, 4, "dropped")])
+    assert Ledger.totals(ledger.entries) == {
+        "comm/upload_bytes": 12,
+        "comm/download_bytes": 20,
+        "comm/wasted_bytes": 7,
+        "comm/total_bytes": 32,
+    }
+    assert Ledger.from_csv(ledger.to_csv()).entries == ledger.entries

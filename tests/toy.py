@@ -1,0 +1,68 @@
+"""Federations small enough to be solved by hand."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.optim import SGD
+
+from fl_lightning.data import FederatedData, Partition
+from fl_lightning.trainer import FederatedTrainer
+
+CENTRES = torch.tensor([[1.0, -2.0, 0.5], [-1.0, 4.0, 0.0], [3.0, 0.0, -1.0], [0.0, 2.0, 2.0], [5.0, 1.0, 1.0], [-3.0, -1.0, 0.0]])
+
+
+class ByLabel(Partition):
+    """Client k holds the examples labelled k."""
+
+    def __call__(self, labels: np.ndarray, num_clients: int, seed: int) -> list[np.ndarray]:
+        return [np.flatnonzero(labels == k) for k in range(num_clients)]
+
+
+class Points(FederatedData):
+    """Client k has ``counts[k]`` identical examples: input 1, label k."""
+
+    num_classes, example_shape = 3, (1,)
+
+    def __init__(self, counts: tuple[int, ...] = (3, 1)) -> None:
+        super().__init__(dataset="points", num_clients=len(counts), partition=ByLabel(), batch_size=64, val_fraction=0.0)
+        self.counts = counts
+
+    def setup(self, stage: str | None = None) -> None:
+        self.train_target = torch.repeat_interleave(torch.arange(len(self.counts)), torch.tensor(self.counts))
+        self.test_target = torch.zeros(1, dtype=torch.int64)
+
+    def inputs(self, split, index: Tensor, draws: Tensor | None = None) -> Tensor:
+        return torch.ones(len(index), 1)
+
+
+class Quadratic:
+    """Mix into a method: client k's loss is ``|w - CENTRES[k]|^2 / 2``."""
+
+    def task_loss(self, outputs: Tensor, target: Tensor) -> Tensor:
+        return (outputs - CENTRES[target]).square().sum(dim=1).mean() / 2
+
+
+def point_network(num_classes: int) -> nn.Module:
+    """Three weights, returned as they are."""
+    return nn.Linear(1, num_classes, bias=False)
+
+
+def optimum(counts: tuple[int, ...]) -> Tensor:
+    share = torch.tensor(counts, dtype=torch.float64) / sum(counts)
+    return share @ CENTRES[: len(counts)].double()
+
+
+def sgd(lr: float = 0.1, **settings):
+    return partial(SGD, lr=lr, **settings)
+
+
+def run(method, data, tmp_path, *, seed: int = 0, ckpt_path: str | None = None, **settings) -> FederatedTrainer:
+    """Fit and return the trainer."""
+    settings = {"participation": 1.0, "local_epochs": 2, "logger": False, "accelerator": "cpu", **settings}
+    trainer = FederatedTrainer(default_root_dir=str(tmp_path), **settings)
+    trainer.fit(method, data, seed=seed, ckpt_path=ckpt_path)
+    return trainer
