@@ -1,4 +1,4 @@
-"""From a command line to a trainer, a method and data: the only place, with ``cli_errors``, that knows jsonargparse.
+"""From a command line to a trainer, a method and data: the only place, with ``cli_errors`` and ``cli_types``, that knows jsonargparse.
 
 A command has a parser of its own, made by LightningCLI (``run=False``), whose trainer is not a ``lightning.Trainer``: the three
 ``add_*`` methods and ``instantiate_classes`` are what that takes.
@@ -22,8 +22,9 @@ from jsonargparse.typing import NonNegativeInt
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
-from fl_lightning.cli_errors import Given, concrete, condense, explain, settings_of
+from fl_lightning.cli_errors import Given, condense, explain, null_refused, nulls
 from fl_lightning.cli_input import ENV_PREFIX, check_environment, dropped_names, read_configs
+from fl_lightning.cli_types import concrete, settings_of
 from fl_lightning.commands import COMMANDS
 from fl_lightning.data import FederatedData, FederatedImages
 from fl_lightning.errors import InputError
@@ -109,6 +110,8 @@ class FederatedCLI(LightningCLI):
             if not isinstance(self.config[group], Namespace):
                 shown = f"{group}: {self.config[group]}{given.in_file(group)}"
                 raise InputError(f"{shown}; {group} is a group of settings; leave it out or write --{group}.NAME VALUE")
+        for path, action in nulls(self.config, settings_of(parser)):
+            raise InputError(null_refused(path, action, given))
         self.config_text = self._resolved_text()
         dropped = dropped_names(self.args, given.texts.values(), yaml.safe_load(self.config_text))
         if dropped:

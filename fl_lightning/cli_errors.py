@@ -6,20 +6,18 @@ comes from the type of the setting, and the suggestion is the nearest valid name
 
 from __future__ import annotations
 
-import inspect
 import re
 from argparse import Action
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from difflib import get_close_matches
 from itertools import groupby
-from types import NoneType, UnionType
-from typing import Any, Literal, Union, get_args, get_origin
+from types import NoneType
+from typing import Any
 
-from jsonargparse import ArgumentParser
-from jsonargparse.typing import NonNegativeInt
+from jsonargparse import ArgumentParser, Namespace
 
 from fl_lightning.cli_input import line_of
+from fl_lightning.cli_types import choices, describe, example_of, hint_of, import_class, is_list, members, nearest, settings_of
 
 KEY = re.compile(r'Parser key "([^"]+)"')
 OWNER = re.compile(r"class_path[ =]'([^']+)'")
@@ -45,16 +43,6 @@ REASONS = (
     (re.compile(r"is abstract"), "it {}"),
     (re.compile(r"Multiple subclasses with name [^.]+"), "there are {}"),
 )
-WORDS: dict[Any, str] = {
-    int: "an int",
-    float: "a number",
-    bool: "true or false",
-    str: "text",
-    NoneType: "null",
-    NonNegativeInt: "an int >= 0",
-}
-EXAMPLES: dict[Any, str] = {int: "1", float: "0.5", bool: "true", NonNegativeInt: "0"}
-MANY = 20  # more classes than this are not listed
 FROM_DATA = {"num_classes", "image_size"}
 
 
@@ -79,12 +67,11 @@ class Given:
                 value = rest if equals else following
         return value
 
-    def in_file(self, token: str) -> str:
-        """``" (FILE, line N)"`` of the last file that says ``token``, else nothing."""
-        for path, text in reversed(self.texts.items()):
-            line = line_of(token, text)
-            if line is not None:
-                return f" ({path}, line {line})"
+    def in_file(self, path: str) -> str:
+        """``" (FILE, line N)"`` of the last file that has the setting, else nothing."""
+        for file, text in reversed(list(self.texts.items())):
+            if line := line_of(path, text):
+                return f" ({file}, line {line})"
         return ""
 
 
@@ -103,9 +90,9 @@ def explain(message: str, parser: ArgumentParser, given: Given, flags: Iterable[
         path = ".".join([*keys, found[1]])
         action = _action_of(found[1], owners) or settings.get(path)
         example = " or --config configs/kd_default.yaml" if path == "model" else ""
-        return f"no {path} given; it is required; write --{path} {_example(action)}{example}"
+        return f"no {path} given; it is required; write --{path} {example_of(action)}{example}"
     if found := NO_VALUE.search(message):
-        example = "FILE" if found[1] == "--config" else _example(settings.get(found[1].lstrip("-").rstrip("+")))
+        example = "FILE" if found[1] == "--config" else example_of(settings.get(found[1].lstrip("-").rstrip("+")))
         return f"{found[1]} without a value; it needs one; write {found[1]} {example}"
     if found := UNKNOWN_KEY.search(message):
         name = found["key"] or f"{found['group']}.{found['option']}"
@@ -121,16 +108,6 @@ def condense(message: str) -> str:
     return next((text for text in complaints if not text.startswith("Expected a ")), message)
 
 
-def settings_of(target: ArgumentParser | Callable[..., Any]) -> dict[str, Action]:
-    """Name and action of every setting of a parser, or of every argument of a class."""
-    if not isinstance(target, ArgumentParser):
-        parser = ArgumentParser(exit_on_error=False)
-        add = parser.add_class_arguments if inspect.isclass(target) else parser.add_function_arguments
-        add(target, fail_untyped=False)
-        return {name: action for name, action in settings_of(parser).items() if name != "params"}
-    return {action.dest: action for action in target._actions if re.fullmatch(r"(?!help$)[\w.]+(?<!\.help)", action.dest)}
-
-
 def _unknown_flag(token: str, settings: Mapping[str, Any]) -> str:
     flag = token.partition("=")[0]
     if not flag.startswith("-"):
@@ -143,14 +120,10 @@ def _unknown_key(keys: list[str], name: str, owners: list[str], settings: Mappin
     path = ".".join([*keys, name])
     leaf = name.rpartition(".")[2]
     flagged = given.flag_value(path) is not None
-    shown = (
-        f"--{path} {given.flag_value(path)}"
-        if flagged
-        else f"{path}{given.in_file(name if owners else _mistaken(name, settings))}"
-    )
+    shown = f"--{path} {given.flag_value(path)}" if flagged else f"{path}{given.in_file(path)}"
     if leaf in FROM_DATA and path.startswith("model"):
         return f"{shown}; {leaf} comes from the data; leave it out and choose the data with --data.dataset"
-    owner = _import(owners[-1]) if owners and keys else None
+    owner = import_class(owners[-1]) if owners and keys else None
     valid = settings_of(owner) if owner else settings
     near = nearest(name, valid)
     rule = f"{owner.__name__} has no setting {leaf}" if owner else "there is no such setting"
@@ -161,26 +134,20 @@ def _unknown_key(keys: list[str], name: str, owners: list[str], settings: Mappin
     return f"{shown}; {rule}; write " + (f"--{near} {given.flag_value(path)}".strip() if flagged else near)
 
 
-def _mistaken(name: str, settings: Iterable[str]) -> str:
-    """The part of a dotted name that is wrong: the group, if there is none of that name, else the last part."""
-    group = name.partition(".")[0]
-    return name.rpartition(".")[2] if any(setting.startswith(f"{group}.") for setting in settings) else group
-
-
 def _bad_value(keys: list[str], owners: list[str], message: str, settings: Mapping[str, Any], given: Given) -> str:
     path = ".".join(keys)
     action = _action_of(keys[-1], owners) if len(keys) > 1 else settings.get(path)
-    hint = getattr(action, "_typehint", None) or getattr(action, "type", None)
+    hint = hint_of(action)
     flagged = given.flag_value(path)
     value = flagged if flagged is not None else _value(message)
-    line = given.in_file(value) or given.in_file(value.lower()) or given.in_file(keys[-1].rpartition(".")[2])
-    shown = f"--{path} {value or repr(value)}" if flagged is not None else f"{path}: {value}{line}"
+    short = value if len(value) <= 60 else f"{value[:60]}..."
+    shown = f"--{path} {short or repr(short)}" if flagged is not None else f"{path}: {short}{given.in_file(path)}"
     if action is not None and action.metavar == "CONFIG":  # a group, such as trainer
         inner = next(name for name in settings if name.startswith(f"{path}."))
-        return f"{shown}; {path} is a group of settings; write --{inner} {_example(settings[inner])}"
+        return f"{shown}; {path} is a group of settings; write --{inner} {example_of(settings[inner])}"
     reason = next((words.format(found[0]) for pattern, words in REASONS if (found := pattern.search(message))), "")
     near = nearest(value.rpartition(".")[2], choices(hint))
-    instead = near or _example(action)
+    instead = near or example_of(action)
     if flagged is None:
         instead = f"{path}: [{instead}]" if is_list(hint) else f"{path}: {instead}"
     else:
@@ -189,9 +156,26 @@ def _bad_value(keys: list[str], owners: list[str], message: str, settings: Mappi
     return f"{shown}; {reason + ', and ' if reason else ''}{rule}; write {instead}"
 
 
+def nulls(config: Namespace, settings: Mapping[str, Action], path: str = "") -> Iterator[tuple[str, Action]]:
+    """Path and action of every setting that is null though its type does not allow it; jsonargparse lets those pass."""
+    for name, action in settings.items():
+        value = config.get(name)
+        hint = hint_of(action)
+        if value is None and hint not in (None, Any) and action.default is not None and NoneType not in members(hint):
+            yield f"{path}{name}", action
+        for spec in value if isinstance(value, list) else [value]:
+            if isinstance(spec, Namespace) and "init_args" in spec and (cls := import_class(spec.class_path)) is not None:
+                yield from nulls(spec.init_args, settings_of(cls), f"{path}{name}.")
+
+
+def null_refused(path: str, action: Action, given: Given) -> str:
+    hint = hint_of(action)
+    return f"{path}: null{given.in_file(path)}; it must be {describe(hint)}; write {path}: {example_of(action)}"
+
+
 def _action_of(name: str, owners: list[str]) -> Action | None:
     """The argument ``name`` of the innermost class that has it."""
-    for owner in map(_import, reversed(owners)):
+    for owner in map(import_class, reversed(owners)):
         if owner is not None and name in (actions := settings_of(owner)):
             return actions[name]
     return None
@@ -202,101 +186,3 @@ def _value(message: str) -> str:
         if found := pattern.search(message):
             return next(group for group in found.groups() if group is not None)
     return ""
-
-
-def _import(class_path: str) -> Any:
-    module, _, name = class_path.rpartition(".")
-    try:
-        return getattr(__import__(module, fromlist=[name]), name)
-    except (ImportError, AttributeError, ValueError):
-        return None
-
-
-def nearest(name: str, valid: Iterable[str]) -> str | None:
-    """The valid name closest to ``name``, compared whole, then by the last part of dotted names.
-
-    >>> nearest("max_round", ["trainer.max_rounds", "seed_everything"])
-    'trainer.max_rounds'
-    """
-    valid = list(valid)
-    lowered = {option.lower(): option for option in valid}
-    if near := get_close_matches(name.lower(), lowered, n=1, cutoff=0.75):
-        return lowered[near[0]]
-    leaves = {option.rpartition(".")[2].lower(): option for option in reversed(valid)}
-    near = get_close_matches(name.rpartition(".")[2].lower(), leaves, n=1)
-    return leaves[near[0]] if near else None
-
-
-def members(hint: Any) -> Iterator[Any]:
-    """The members of a union, flattened, or the type itself."""
-    if get_origin(hint) in (Union, UnionType):
-        for member in get_args(hint):
-            yield from members(member)
-    else:
-        yield hint
-
-
-def is_list(hint: Any) -> bool:
-    return {get_origin(member) for member in members(hint) if member is not NoneType} == {list}
-
-
-def _class_of(hint: Any) -> type | None:
-    """The class whose subclasses may be named: ``C``, ``list[C]`` or ``Callable[..., C]``."""
-    if get_origin(hint) is list:
-        hint = get_args(hint)[0]
-    elif get_origin(hint) is not None and get_args(hint) and get_origin(hint) is not Literal:
-        hint = get_args(hint)[-1]
-    return hint if inspect.isclass(hint) and hint not in WORDS else None
-
-
-def choices(hint: Any) -> list[str]:
-    """Names that may be written for a setting: literals and short class names."""
-    names: dict[str, None] = {}
-    for member in members(hint):
-        if get_origin(member) is Literal:
-            names.update(dict.fromkeys(map(str, get_args(member))))
-        elif (cls := _class_of(member)) is not None:
-            subclasses = {c.__name__ for c in concrete(cls) if c is not cls}
-            names.update(dict.fromkeys(sorted(subclasses) or [cls.__name__]))
-    return list(names)
-
-
-def concrete(cls: type) -> Iterator[type]:
-    """``cls`` and its subclasses, those that can be built."""
-    if not inspect.isabstract(cls) and not cls.__name__.startswith("_"):
-        yield cls
-    for subclass in cls.__subclasses__():
-        yield from concrete(subclass)
-
-
-def describe(hint: Any) -> str:
-    """The rule of a type in words.
-
-    >>> describe(Literal["a", "b"] | None)
-    'a, b or null'
-    """
-    words: dict[str, None] = {}
-    for member in sorted(members(hint), key=lambda member: get_origin(member) is list):
-        cls = _class_of(member)
-        names = choices(member)
-        if len(names) > MANY and cls is not None:
-            names = [f"a class of {cls.__name__}"]
-        if get_origin(member) is list:
-            names = [f"a list of {', '.join(names) or describe(get_args(member)[0])}"]
-        words.update(dict.fromkeys([WORDS[member]] if member in WORDS else names or [getattr(member, "__name__", str(member))]))
-    *most, last = words
-    return f"{', '.join(most)} or {last}" if most else last
-
-
-def _example(action: Any) -> str:
-    """Something valid to write for a setting: its default, else an example of its type."""
-    default = getattr(action, "default", None)
-    if isinstance(default, bool):
-        return str(default).lower()
-    if isinstance(default, int | float | str) and default != "==SUPPRESS==":
-        return str(default)
-    hint = getattr(action, "_typehint", None) or getattr(action, "type", None)
-    for member in members(hint):
-        if example := EXAMPLES.get(member) or next(iter(choices(member)), None):
-            return example
-    return "VALUE"

@@ -90,12 +90,26 @@ def _repeated_keys(node: yaml.Node) -> Iterator[tuple[str, int]]:
             yield from _repeated_keys(value)
 
 
-def line_of(token: str, text: str) -> int | None:
-    """Line, counted from 1, of the first key or plain value ``token`` of a YAML text."""
-    for event in yaml.parse(text, Loader=yaml.SafeLoader):
-        if isinstance(event, yaml.ScalarEvent) and event.value == token:
-            return event.start_mark.line + 1
-    return None
+def line_of(path: str, text: str) -> int | None:
+    """Line, counted from 1, of a dotted setting in a YAML text; the levels ``init_args`` and of lists need no naming.
+
+    >>> line_of("trainer.callbacks.round", "trainer:\\n  callbacks:\\n  - init_args:\\n      round: 3")
+    4
+    """
+    return _line_in(path.split("."), yaml.compose(text, Loader=yaml.SafeLoader))
+
+
+def _line_in(path: list[str], node: yaml.Node) -> int | None:
+    lines: list[int | None] = []
+    if isinstance(node, yaml.SequenceNode):
+        lines = [_line_in(path, item) for item in node.value]
+    elif isinstance(node, yaml.MappingNode):
+        for key, value in node.value:
+            if key.value == "init_args" != path[0]:
+                lines.append(_line_in(path, value))
+            elif isinstance(key.value, str) and key.value.rstrip("+") == path[0]:
+                lines.append(_line_in(path[1:], value) if path[1:] else key.start_mark.line + 1)
+    return next((line for line in lines if line is not None), None)
 
 
 def check_environment(settings: Iterable[str]) -> None:

@@ -1,7 +1,11 @@
 from pathlib import Path
 
+import hypothesis
 import pytest
 import torch
+
+hypothesis.settings.register_profile("project", deadline=None, derandomize=True, max_examples=60)
+hypothesis.settings.load_profile("project")
 
 
 def pytest_addoption(parser):

@@ -98,11 +98,6 @@ def test_the_example_config(runs: list[SimpleNamespace]) -> None:
             "trainer.logger.class_path",
             "lightning.pytorch.loggers.CSVLogger",
         ),
-        (
-            "--trainer.logger MLFlowLogger --trainer.logger.tracking_uri sqlite:///m.db",
-            "trainer.logger.class_path",
-            "lightning.pytorch.loggers.MLFlowLogger",
-        ),
     ],
 )
 def test_flags_beat_the_file(runs: list[SimpleNamespace], line: str, path: str, expected: object) -> None:
@@ -198,6 +193,12 @@ def test_print_config_can_be_run(runs: list[SimpleNamespace], here: Path, capsys
     assert not runs
     (here / "printed.yaml").write_text(capsys.readouterr().out)
     assert call(runs, "--config printed.yaml").trainer.max_rounds == 4
+
+
+@pytest.mark.parametrize("name", ["MLFlowLogger", "TensorBoardLogger", "WandbLogger", "CSVLogger"])
+def test_loggers_by_their_short_name(here: Path, capsys: pytest.CaptureFixture[str], name: str) -> None:
+    assert main(["fit", "--config", "base.yaml", "--trainer.logger", name, "--print_config"]) == 0
+    assert yaml.safe_load(capsys.readouterr().out)["trainer"]["logger"]["class_path"] == f"lightning.pytorch.loggers.{name}"
 
 
 def test_ckpt_path_goes_to_fit_only(runs: list[SimpleNamespace]) -> None:

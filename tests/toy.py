@@ -25,11 +25,11 @@ class ByLabel(Partition):
 class Points(FederatedData):
     """Client k has ``counts[k]`` identical examples: input 1, label k."""
 
-    num_classes, example_shape = 3, (1,)
+    example_shape = (1,)
 
     def __init__(self, counts: tuple[int, ...] = (3, 1)) -> None:
         super().__init__(dataset="points", num_clients=len(counts), partition=ByLabel(), batch_size=64, val_fraction=0.0)
-        self.counts = counts
+        self.counts, self.num_classes = counts, len(counts)
 
     def setup(self, stage: str | None = None) -> None:
         self.train_target = torch.repeat_interleave(torch.arange(len(self.counts)), torch.tensor(self.counts))
@@ -48,12 +48,14 @@ class Quadratic:
 
 def point_network(num_classes: int) -> nn.Module:
     """Three weights, returned as they are."""
-    return nn.Linear(1, num_classes, bias=False)
+    return nn.Linear(1, 3, bias=False)
 
 
-def optimum(counts: tuple[int, ...]) -> Tensor:
-    share = torch.tensor(counts, dtype=torch.float64) / sum(counts)
-    return share @ CENTRES[: len(counts)].double()
+def pull(weights: Tensor, counts: tuple[int, ...], cohort: list[int], least: float) -> tuple[Tensor, Tensor]:
+    """Bounds of ``sum_k p_k a_k (c_k - w)``, a_k in [least, 1]: where a method whose step is between ``least`` and 1 times SGD's is drawn."""
+    share = torch.tensor([float(counts[k]) for k in cohort])
+    full = (share / share.sum()).unsqueeze(1) * (CENTRES[cohort] - weights)
+    return torch.minimum(full, least * full).sum(0), torch.maximum(full, least * full).sum(0)
 
 
 def sgd(lr: float = 0.1, **settings):

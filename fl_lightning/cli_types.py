@@ -1,0 +1,139 @@
+"""Settings and their types in words: what exists, what it may be, what comes close, what could be written."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from argparse import Action
+from collections.abc import Callable, Iterable, Iterator
+from difflib import get_close_matches
+from types import NoneType, UnionType
+from typing import Any, Literal, Union, get_args, get_origin
+
+from jsonargparse import ArgumentParser
+from jsonargparse.typing import NonNegativeInt
+
+WORDS: dict[Any, str] = {
+    int: "an int",
+    float: "a number",
+    bool: "true or false",
+    str: "text",
+    NoneType: "null",
+    NonNegativeInt: "an int >= 0",
+}
+EXAMPLES: dict[Any, str] = {int: "1", float: "0.5", bool: "true", NonNegativeInt: "0"}
+MANY = 20  # more classes than this are not listed
+
+
+def settings_of(target: ArgumentParser | Callable[..., Any]) -> dict[str, Action]:
+    """Name and action of every setting of a parser, or of every argument of a class."""
+    if not isinstance(target, ArgumentParser):
+        parser = ArgumentParser(exit_on_error=False)
+        add = parser.add_class_arguments if inspect.isclass(target) else parser.add_function_arguments
+        add(target, fail_untyped=False)
+        return {name: action for name, action in settings_of(parser).items() if name != "params"}
+    return {action.dest: action for action in target._actions if re.fullmatch(r"(?!help$)[\w.]+(?<!\.help)", action.dest)}
+
+
+def hint_of(action: Any) -> Any:
+    """The type of a setting, or None when it has none."""
+    return getattr(action, "_typehint", None) or getattr(action, "type", None)
+
+
+def import_class(class_path: str) -> Any:
+    module, _, name = class_path.rpartition(".")
+    try:
+        return getattr(__import__(module, fromlist=[name]), name)
+    except (ImportError, AttributeError, ValueError):
+        return None
+
+
+def nearest(name: str, valid: Iterable[str]) -> str | None:
+    """The valid name closest to ``name``, compared whole, then by the last part of dotted names.
+
+    >>> nearest("max_round", ["trainer.max_rounds", "seed_everything"])
+    'trainer.max_rounds'
+    """
+    valid = list(valid)
+    lowered = {option.lower(): option for option in valid}
+    if near := get_close_matches(name.lower(), lowered, n=1, cutoff=0.75):
+        return lowered[near[0]]
+    leaves = {option.rpartition(".")[2].lower(): option for option in reversed(valid)}
+    near = get_close_matches(name.rpartition(".")[2].lower(), leaves, n=1)
+    return leaves[near[0]] if near else None
+
+
+def members(hint: Any) -> Iterator[Any]:
+    """The members of a union, flattened, or the type itself."""
+    if get_origin(hint) in (Union, UnionType):
+        for member in get_args(hint):
+            yield from members(member)
+    else:
+        yield hint
+
+
+def is_list(hint: Any) -> bool:
+    return {get_origin(member) for member in members(hint) if member is not NoneType} == {list}
+
+
+def _class_of(hint: Any) -> type | None:
+    """The class whose subclasses may be named: ``C``, ``list[C]`` or ``Callable[..., C]``."""
+    if get_origin(hint) is list:
+        hint = get_args(hint)[0]
+    elif get_origin(hint) is not None and get_args(hint) and get_origin(hint) is not Literal:
+        hint = get_args(hint)[-1]
+    return hint if inspect.isclass(hint) and hint not in WORDS else None
+
+
+def choices(hint: Any) -> list[str]:
+    """Names that may be written for a setting: literals and short class names."""
+    names: dict[str, None] = {}
+    for member in members(hint):
+        if get_origin(member) is Literal:
+            names.update(dict.fromkeys(map(str, get_args(member))))
+        elif (cls := _class_of(member)) is not None:
+            subclasses = {c.__name__ for c in concrete(cls) if c is not cls}
+            names.update(dict.fromkeys(sorted(subclasses) or [cls.__name__]))
+    return list(names)
+
+
+def concrete(cls: type) -> Iterator[type]:
+    """``cls`` and its subclasses, those that can be built."""
+    if not inspect.isabstract(cls) and not cls.__name__.startswith("_"):
+        yield cls
+    subclasses: list[type] = cls.__subclasses__()
+    for subclass in subclasses:
+        yield from concrete(subclass)
+
+
+def describe(hint: Any) -> str:
+    """The rule of a type in words.
+
+    >>> describe(Literal["a", "b"] | None)
+    'a, b or null'
+    """
+    words: dict[str, None] = {}
+    for member in sorted(members(hint), key=lambda member: get_origin(member) is list):
+        cls = _class_of(member)
+        names = choices(member)
+        if len(names) > MANY and cls is not None:
+            names = [f"a class of {cls.__name__}"]
+        if get_origin(member) is list:
+            names = [f"a list of {', '.join(names) or describe(get_args(member)[0])}"]
+        words.update(dict.fromkeys([WORDS[member]] if member in WORDS else names or [getattr(member, "__name__", str(member))]))
+    *most, last = words
+    return f"{', '.join(most)} or {last}" if most else last
+
+
+def example_of(action: Any) -> str:
+    """Something valid to write for a setting: its default, else an example of its type."""
+    default = getattr(action, "default", None)
+    if isinstance(default, bool):
+        return str(default).lower()
+    if isinstance(default, int | float | str) and default != "==SUPPRESS==":
+        return str(default)
+    hint = hint_of(action)
+    for member in members(hint):
+        if example := EXAMPLES.get(member) or next(iter(choices(member)), None):
+            return example
+    return "VALUE"

@@ -1,0 +1,278 @@
+"""What every method must do, and where each must end. References share no code with the package."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from toy import CENTRES, Points, Quadratic, point_network, pull, run, sgd
+
+from fl_lightning.data import IID, FederatedImages
+from fl_lightning.hooks import Stressor
+from fl_lightning.methods import CosineSchedule, FedAvg, FedMPQ, FedMPQKD, LinearSchedule
+from fl_lightning.methods.fedmpqkd import distillation
+from fl_lightning.methods.schedules import at
+from fl_lightning.wire import Codes, Payload
+
+
+def quadratic(method: type, **settings):
+    kind = type(f"Quadratic{method.__name__}", (Quadratic, method), {})
+    return kind(network=point_network, optimizer=sgd(0.1), **settings)
+
+
+METHODS = {  # name: class, settings, least step relative to SGD's, noise of one round's rounding
+    "FedAvg": (FedAvg, {}, 1.0, 1e-5),
+    # One of a weight's planes p and n is zero and clamped there, so a plane step is between half of SGD's and all of it.
+    "FedMPQ": (FedMPQ, {"bits": 8, "lambda_b": 0.0}, 0.5, 0.03),
+    "FedMPQKD": (FedMPQKD, {"bits": 8, "lambda_b": 0.0, "alpha": 0.1}, 0.5, 0.03),
+}
+by_method = pytest.mark.parametrize("name", METHODS)
+
+
+def make(name: str):
+    method, settings, _, _ = METHODS[name]
+    return quadratic(method, **settings)
+
+
+def initial_weights(name: str, data: Points) -> torch.Tensor:
+    from fl_lightning import rng
+
+    method = make(name)
+    data.setup()
+    data.distribute(0, torch.device("cpu"))
+    with rng.torch_stream(0, "weights"):
+        method.build(data)
+    return method.server["weights"].clone()
+
+
+@by_method
+def test_known_optimum_of_unequal_clients(name, tmp_path):
+    """At the end nothing pulls: the mean of the centres weighted by n_k (for FedAvg exactly, which an unweighted mean is not)."""
+    method, counts = make(name), (3, 1)
+    run(method, Points(counts), tmp_path, max_rounds=60)
+    low, high = pull(method.server["weights"], counts, [0, 1], least=METHODS[name][2])
+    assert (low <= METHODS[name][3]).all()
+    assert (high >= -METHODS[name][3]).all()
+
+
+@by_method
+def test_clients_that_agree_are_reached(name, tmp_path):
+    method, data = make(name), Points((3,))
+    run(method, data, tmp_path, max_rounds=120)
+    torch.testing.assert_close(method.server["weights"], CENTRES[0], rtol=0, atol=METHODS[name][3])
+
+
+@by_method
+def test_partial_participation_averages_only_who_took_part(name, tmp_path):
+    """2 of 6 a round: after one full-batch step, w + lr * (sum p_k c_k - w) over those two."""
+    counts = (1, 2, 3, 4, 5, 6)
+    start = initial_weights(name, Points(counts))
+    method = make(name)
+    trainer = run(method, Points(counts), tmp_path, max_rounds=1, participation=2 / 6, local_epochs=1)
+    cohort = [int(line.split(",")[1]) for line in (trainer.run_dir / "ledger.csv").read_text().splitlines()[1:]]
+    assert len(cohort) == 2
+    low, high = pull(start, counts, cohort, least=METHODS[name][2])
+    moved = method.server["weights"] - start
+    assert (moved >= 0.1 * low - METHODS[name][3] / 2).all()
+    assert (moved <= 0.1 * high + METHODS[name][3] / 2).all()
+
+
+class Zero(Stressor):
+    """Zeroes every upload on the wire."""
+
+    def change_upload(self, upload, *, client, round, context):
+        return Payload({k: Codes(v.values * 0, v.bits) if isinstance(v, Codes) and k != "bits" else v if k in ("examples", "bits") else v * 0
+                        for k, v in upload.items()})  # fmt: skip
+
+
+@by_method
+def test_the_server_knows_only_what_was_sent(name, tmp_path):
+    method = make(name)
+    run(method, Points(), tmp_path, max_rounds=1, callbacks=[Zero()])
+    assert method.server["weights"].abs().max() == 0
+
+
+@by_method
+def test_nan_is_rejected_counted_and_never_averaged(name, tmp_path, caplog):
+    class Poison(Stressor):
+        def change_upload(self, upload, *, client, round, context):
+            bad = "weights" if "weights" in upload else "scales"
+            return upload if client.id else Payload({**upload, bad: upload.tensor(bad) * float("nan")})
+
+    method = make(name)
+    trainer = run(method, Points((3, 1)), tmp_path, max_rounds=60, callbacks=[Poison()])
+    assert "upload of client 0 rejected" in caplog.text
+    assert "rejected" in (trainer.run_dir / "ledger.csv").read_text()
+    torch.testing.assert_close(method.server["weights"], CENTRES[1], rtol=0, atol=0.05)
+
+
+@by_method
+def test_an_empty_round_leaves_the_model(name, tmp_path):
+    class Nobody(Stressor):
+        def change_upload(self, upload, *, client, round, context):
+            return None
+
+    method = make(name)
+    trainer = run(method, Points(), tmp_path, max_rounds=3, callbacks=[Nobody()])
+    torch.testing.assert_close(method.server["weights"], initial_weights(name, Points((3, 1))))
+    ledger = [line.split(",") for line in (trainer.run_dir / "ledger.csv").read_text().splitlines()[1:]]
+    assert all(status == "lost" and wasted == upload != "0" for _, _, status, _, upload, wasted in ledger)
+
+
+def digits(num_clients: int = 4, **settings) -> FederatedImages:
+    return FederatedImages(dataset="digits", num_clients=num_clients, partition=IID(), **settings)
+
+
+@pytest.mark.parametrize(("norm", "rounds"), [("group", 3), ("batch", 1)])  # small BatchNorm batches amplify rounding, round by round
+def test_fedavg_is_a_plain_torch_loop(norm, rounds, tmp_path):
+    """Three clients, momentum, two epochs: weights and statistics to 1e-6, against torch.optim alone."""
+    from fl_lightning import rng
+    from fl_lightning.models import SmallCNN
+
+    network = lambda classes: SmallCNN(classes, norm=norm, width=4)  # noqa: E731
+    data, method = digits(3, val_fraction=0.0), FedAvg(network=network, optimizer=sgd(0.05, momentum=0.9))
+    run(method, data, tmp_path, max_rounds=rounds, seed=5)
+
+    with rng.torch_stream(5, "weights"):
+        model = network(10)
+    state = copy.deepcopy(model.state_dict())
+    for round in range(1, rounds + 1):
+        mean = {name: torch.zeros_like(value, dtype=torch.float64) for name, value in state.items()}
+        total = sum(len(data.client(k).train) for k in range(3))
+        for k in range(3):
+            model.load_state_dict(state)
+            model.train()
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+            for images, labels in data.train_batches(data.client(k), round=round, epochs=2):
+                optimizer.zero_grad()
+                F.cross_entropy(model(images), labels).backward()
+                optimizer.step()
+            for name, value in model.state_dict().items():
+                mean[name] += value.double() * len(data.client(k).train) / total
+        state = {name: value.to(state[name].dtype) for name, value in mean.items()}
+    ours = method.layout.unpack(method.server["weights"])
+    assert set(state) - set(ours) == {name for name in state if "num_batches_tracked" in name}
+    for name, value in ours.items():
+        torch.testing.assert_close(value, state[name], rtol=0, atol=1e-6)
+
+
+def weights_after(method, tmp_path, **settings) -> torch.Tensor:
+    run(method, digits(), tmp_path, **{"max_rounds": 3, "participation": 0.5, **settings})
+    return method.server["weights"]
+
+
+def test_alpha_zero_is_fedmpq_bit_for_bit(tmp_path):
+    plain = weights_after(FedMPQ(optimizer=sgd()), tmp_path)
+    assert torch.equal(plain, weights_after(FedMPQKD(optimizer=sgd(), alpha=0), tmp_path))
+    assert not torch.equal(plain, weights_after(FedMPQKD(optimizer=sgd(), alpha=0.5), tmp_path))
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"alpha": 1.0},
+        {"kl": "reverse"},
+        {"teacher": "joint"},
+        {"teacher": 1},
+        {"download": "quantised"},
+        {"download": "quantised", "teacher_source": "received"},
+        {"temperature": 4.0},
+        {"activation_bits": 4},
+        {"bits": 1},
+        {"bits": 2},
+        {"bits": [2, 8, 1, 4]},
+        {"alpha": LinearSchedule(0.0, 1.0, 3)},
+    ],
+    ids=str,
+)
+def test_every_option_changes_the_result_and_stays_finite(settings, tmp_path):
+    default = weights_after(FedMPQKD(optimizer=sgd()), tmp_path)
+    changed = weights_after(FedMPQKD(optimizer=sgd(), **settings), tmp_path)
+    assert changed.isfinite().all()
+    assert not torch.equal(default, changed)
+
+
+def first_round_bytes(method, tmp_path) -> tuple[set[int], set[int]]:
+    trainer = run(method, digits(), tmp_path, max_rounds=1)
+    rows = [line.split(",") for line in (trainer.run_dir / "ledger.csv").read_text().splitlines()[1:]]
+    return {int(row[3]) for row in rows}, {int(row[4]) for row in rows}
+
+
+def test_bytes_equal_the_hand_formula(tmp_path):
+    """small_cnn: 33 712 weights in four layers, 234 values in GroupNorm and the bias. Header 19, an entry 3 + name + 4 per dimension."""
+    weights, rest = [432, 4608, 18432, 10240], 234
+    entry = lambda name, ndim, data: 3 + len(name) + 4 * ndim + data  # noqa: E731
+    full = entry("weights", 1, 4 * (sum(weights) + rest))
+    assert first_round_bytes(FedAvg(optimizer=sgd()), tmp_path) == ({19 + full}, {19 + entry("examples", 0, 4) + full})
+    bits_entry, examples = entry("bits", 1, 2), entry("examples", 0, 4)
+    for bits in (1, 2, 4, 8):
+        method = FedMPQ(optimizer=sgd(), bits=bits, prune_threshold=0.0)
+        codes = sum(entry("w0", 1, (n * (bits + 1) + 7) // 8) for n in weights)
+        coded = bits_entry + entry("scales", 1, 16) + codes + entry("rest", 1, 4 * rest)
+        assert first_round_bytes(method, tmp_path) == ({19 + bits_entry + full}, {19 + examples + coded})
+        method = FedMPQ(optimizer=sgd(), bits=bits, prune_threshold=0.0, download="quantised")
+        assert first_round_bytes(method, tmp_path) == ({19 + coded}, {19 + examples + coded})
+
+
+def test_the_teacher_costs_no_upload_and_its_download_is_counted(tmp_path):
+    plain_down, plain_up = first_round_bytes(FedMPQ(optimizer=sgd(), prune_threshold=0.0, download="quantised"), tmp_path)
+    for alpha in (0.0, 0.5, 1.0):
+        received = FedMPQKD(optimizer=sgd(), alpha=alpha, prune_threshold=0.0, download="quantised", teacher_source="received")
+        assert first_round_bytes(received, tmp_path) == (plain_down, plain_up)
+    full = FedMPQKD(optimizer=sgd(), prune_threshold=0.0, download="quantised")
+    down, up = first_round_bytes(full, tmp_path)
+    assert up == plain_up
+    assert down == {plain_down.pop() + 3 + len("teacher") + 4 + 4 * (33712 + 234)}
+
+
+def test_distillation_by_hand():
+    student, teacher = torch.tensor([[2.0, 0.0], [0.0, 0.0]]), torch.tensor([[0.0, 2.0], [0.0, 0.0]])
+    p = torch.sigmoid(torch.tensor(1.0))  # softmax of [1, 0], T = 2
+    kl = (2 * p - 1) * torch.log(p / (1 - p))  # symmetric here
+    torch.testing.assert_close(distillation(student, teacher, 2.0), 4 * kl / 2)
+    torch.testing.assert_close(distillation(student, teacher, 2.0, "reverse"), 4 * kl / 2)
+    student[0, 0] = 1.0
+    assert not torch.isclose(distillation(student, teacher, 2.0), distillation(student, teacher, 2.0, "reverse"))
+    log_t, log_s = F.log_softmax(teacher / 3, 1), F.log_softmax(student / 3, 1)
+    torch.testing.assert_close(distillation(student, teacher, 3.0), 9 * (log_t.exp() * (log_t - log_s)).sum(1).mean())
+
+
+def test_a_teacher_is_a_copy_from_before_the_first_step(tmp_path):
+    method = FedMPQKD(optimizer=sgd(), bits=2)
+    data = digits()
+    run(method, data, tmp_path, max_rounds=1)
+    method.receive(Payload.from_bytes(method.broadcast(data.client(0)).to_bytes()), data.client(0))
+    before = method.layout.read(method.teacher)
+    assert torch.equal(before, method.server["weights"])
+    method.train()
+    assert not method.teacher.training
+    batch = next(iter(data.train_batches(data.client(0), round=2, epochs=1)))
+    method.training_step(batch)["loss"].backward()
+    method.configure_optimizers().step()
+    method.on_train_batch_end({}, batch, 0)
+    assert torch.equal(method.layout.read(method.teacher), before)
+    assert all(p.grad is None for p in method.teacher.parameters())
+
+
+def test_schedules():
+    cosine = CosineSchedule(1.0, 0.0, rounds=3)
+    assert [round(at(cosine, r), 6) for r in (1, 2, 3, 50)] == [1.0, 0.5, 0.0, 0.0]
+    assert at(0.5, 7) == 0.5
+    with pytest.raises(ValueError, match="at least 1"):
+        LinearSchedule(0, 1, rounds=0)
+
+
+@pytest.mark.parametrize(
+    "settings", [{"bits": 0}, {"bits": 9}, {"bits": []}, {"lambda_b": -1.0}, {"prune_threshold": 1.0}, {"activation_bits": 0}]
+)
+def test_bad_settings_of_fedmpq(settings):
+    with pytest.raises(ValueError, match=r"--model\.\w+ .*;.*; write --model"):
+        FedMPQ(**settings)
+
+
+@pytest.mark.parametrize("settings", [{"alpha": -0.1}, {"temperature": 0.0}, {"teacher": 0}])
+def test_bad_settings_of_fedmpqkd(settings):
+    with pytest.raises(ValueError, match=r"--model\.\w+ .*;.*; write --model"):
+        FedMPQKD(**settings)
