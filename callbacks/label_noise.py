@@ -45,18 +45,18 @@ class LabelNoise(Stressor):
             None  # federation: recomputed at will; cohort: known from round ``round`` on, and saved
         )
 
-    def on_setup(self, context: Context) -> None:
-        if self.among == "federation":
-            self._noisy = None
+    def on_check(self, context: Context) -> None:
         if context.data.num_classes < 2:
-            raise ValueError(
-                "LabelNoise on data with one class; a flipped label needs another class; take other data or leave it out"
-            )
+            raise ValueError("LabelNoise on data with one class; a flipped label needs another class; take other data or leave it out")
         if self.round > context.max_rounds:
             log.warning(
                 "LabelNoise starts at round %d and the run ends at %d: nothing is flipped; for noise set round to %d or less",
                 self.round, context.max_rounds, context.max_rounds,
             )  # fmt: skip
+
+    def on_setup(self, context: Context) -> None:
+        if self.among == "federation":
+            self._noisy = None
 
     def change_cohort(self, cohort: list[Assignment], *, round: int, context: Context) -> list[Assignment]:
         if self.among == "cohort" and round == self.round:

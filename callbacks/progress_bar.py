@@ -16,7 +16,7 @@ from rich.progress_bar import ProgressBar as Bar
 from rich.table import Table
 from rich.text import Text
 
-from fl_lightning.client import Client
+from fl_lightning.client import Assignment, Client
 from fl_lightning.hooks import Context, Meter, RoundRecord
 
 log = logging.getLogger("fl_lightning")
@@ -49,12 +49,11 @@ class ProgressBar(Meter):
 
     def on_round_start(self, round: int, context: Context) -> None:
         self._round, self._finished, self._max_rounds, self._clients = round, round - 1, context.max_rounds, 0
-        self._expected = int(self._metrics.get("clients/trained", 0))
-        cohort = getattr(context, "cohort", None)
-        if cohort is not None:
-            self._expected = sum(assignment.trains for assignment in cohort)
         if self._live is None and getattr(rank_zero_only, "rank", 0) == 0:
             self._start()
+
+    def on_cohort(self, cohort: list[Assignment], round: int, context: Context) -> None:
+        self._expected = sum(assignment.trains for assignment in cohort)
 
     def on_client_end(self, client: Client, round: int, context: Context) -> None:
         self._clients += 1

@@ -1,4 +1,4 @@
-"""From a command line to a trainer, a method and data: the only place, with ``cli_errors`` and ``cli_types``, that knows jsonargparse.
+"""From a command line to a trainer, a method and data. Only this module, ``cli_errors`` and ``cli_types`` know jsonargparse.
 
 A command has a parser of its own, made by LightningCLI (``run=False``), whose trainer is not a ``lightning.Trainer``: the three
 ``add_*`` methods and ``instantiate_classes`` are what that takes.
@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import os
 import sys
+import warnings
 from argparse import ArgumentError
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from importlib import import_module
-from typing import Any
+from typing import Any, TypeVar
 
 import lightning.fabric.loggers
 import lightning.pytorch.loggers
@@ -31,6 +32,7 @@ from fl_lightning.errors import InputError
 from fl_lightning.methods import Method
 from fl_lightning.trainer import FederatedTrainer
 
+T = TypeVar("T")
 # Fabric and Lightning have loggers of the same names: a short name means Lightning's, which know MLflow too.
 AnyLogger = lightning.pytorch.loggers.Logger | lightning.fabric.loggers.Logger
 # What a parser or a constructor raises when it is given something wrong; anything else is a bug of the code that raised it.
@@ -128,7 +130,7 @@ class FederatedCLI(LightningCLI):
         config = self.config.clone()
         for name in self.command_arguments:
             config.pop(name)
-        return self.parser.dump(config, skip_unset=False)
+        return with_names(lambda: self.parser.dump(config, skip_unset=False))
 
     def instantiate_classes(self) -> None:
         with input_problems():
@@ -173,9 +175,23 @@ def _run_function(command: str, function: Any, args: list[str]) -> None:
 def parse(parser: ArgumentParser, given: Given, flags: Iterable[str] = ()) -> Namespace:
     """``parser.parse_args`` whose complaints are :class:`InputError`, in three parts and with the nearest valid name."""
     try:
-        return parser.parse_args(given.args)
+        return with_names(lambda: parser.parse_args(given.args))
     except INPUT_PROBLEMS as error:
         raise InputError(explain(str(error), parser, given, flags)) from error
+
+
+def with_names(function: Callable[[], T]) -> T:
+    """Call what may write a configuration, such that a name given for ``Callable | str`` is written as that name.
+
+    jsonargparse tries the callable first, warns that it cannot write a name as one and keeps the warning's text as the value; when
+    the warning is an error it goes on to ``str``. Where that does not help (a lambda as a default) the warning stays a warning.
+    """
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("error", r"\s*Unable to serialize", UserWarning)
+            return function()
+    except UserWarning:
+        return function()
 
 
 def _settings_of_classes() -> Iterator[str]:

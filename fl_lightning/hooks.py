@@ -27,9 +27,12 @@ class Context(Protocol):
 
     seed: int
     max_rounds: int
-    run_dir: Path
     method: Any
     data: Any
+
+    @property
+    def run_dir(self) -> Path:
+        """Where the run leaves its files."""
 
     def log_figure(self, name: str, figure: Figure) -> None:
         """Save ``figures/<name>.png`` and ``.pdf`` in the run directory and hand them to the loggers."""
@@ -46,8 +49,11 @@ class RoundRecord:
 class Callback:
     """What stressors and meters share. Keep hidden state out: what must survive a resume goes through ``state_dict``."""
 
+    def on_check(self, context: Context) -> None:
+        """Before anything is created: check own arguments against the run, raise ``ValueError`` in three parts."""
+
     def on_setup(self, context: Context) -> None:
-        """Before the first round: check own arguments against the run (raise ``ValueError``)."""
+        """Before the first round, or the first after a resume: the run directory is there."""
 
     def state_dict(self) -> dict[str, Any]:
         """What must survive a resume, as JSON. Nothing, for a callback that is a pure function of its streams."""
@@ -77,6 +83,9 @@ class Meter(Callback):
 
     def on_round_start(self, round: int, context: Context) -> None:
         pass
+
+    def on_cohort(self, cohort: list[Assignment], round: int, context: Context) -> None:
+        """The cohort as the stressors left it, before anyone trains."""
 
     def on_client_end(self, client: Client, round: int, context: Context) -> None:
         """One client of the cohort has been trained."""

@@ -55,6 +55,7 @@ def run_round(fed: Federation, round: int) -> RoundRecord:
     fed.method.round = round
     cohort = sample_cohort(fed, round)
     cohort = stress(fed.callbacks, "change_cohort", cohort, round=round, context=fed.context)
+    fed.fabric.call("on_cohort", cohort, round, fed.context)
     orders = [make_order(fed, round, assignment) for assignment in cohort if assignment.trains]
     results = train(fed, round, orders)
     trained = perf_counter()

@@ -280,7 +280,19 @@ class FederatedTrainer:
         for name in ("metadata.json", "metrics.csv", "ledger.csv", "partition.json"):
             self.tracker.log_artifact(self.run_dir / name)
         self.tracker.finish("FINISHED", summary)
+        log.info("%s", self._closing(summary, progress))
         return summary
+
+    def _closing(self, summary: Mapping[str, float], progress: Progress) -> str:
+        megabytes = sum(entry.upload + entry.download for entry in progress.ledger) / 1e6
+        lines = [
+            f"finished: {progress.round} rounds, {megabytes:.1f} MB over the wire",
+            *(f"  {name:<26}{value:.4f}" for name, value in summary.items()),
+            f"run directory  {self.run_dir}",
+        ]
+        if self.tracker.hint:
+            lines.append(f"compare runs   {self.tracker.hint}")
+        return "\n".join(lines)
 
     def log_figure(self, name: str, figure: Figure) -> None:
         """Save ``figures/<name>.png`` and ``.pdf`` and hand them to the loggers."""

@@ -128,7 +128,7 @@ def test_label_noise_among_the_cohort_survives_a_resume() -> None:
 
 
 def test_label_noise_that_never_comes_is_said(caplog: pytest.LogCaptureFixture) -> None:
-    LabelNoise(round=60).on_setup(FakeContext(max_rounds=3))
+    LabelNoise(round=60).on_check(FakeContext(max_rounds=3))
     assert "starts at round 60 and the run ends at 3" in caplog.text
 
 

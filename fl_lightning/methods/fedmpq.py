@@ -17,7 +17,7 @@ from torch.func import functional_call
 
 from fl_lightning.client import Client
 from fl_lightning.data import FederatedData
-from fl_lightning.methods.base import Method, NetworkCallable, OptimizerCallable, check_finite, examples_of, shares, weighted_mean
+from fl_lightning.methods.base import Method, check_finite, examples_of, shares, weighted_mean
 from fl_lightning.quantization import Quantized, allocate_bits, average_bits, prune, quantize
 from fl_lightning.quantization.activations import quantize_activations
 from fl_lightning.quantization.allocation import MAX_BITS
@@ -29,23 +29,21 @@ class FedMPQ(Method):
     """Every client trains, sends and is sent its own mix of bit-widths.
 
     Args:
-        network: as for every method.
-        optimizer: local optimiser of planes, biases and normalisation. Default: SGD, lr 0.05, momentum 0.9.
         bits: budget in magnitude bits per weight on average, 1 to 8; one number, or one for each client.
         lambda_b: weight of the bit regulariser; 0.01 in the paper, meaningful with this normalisation only.
         prune_threshold: share of set digits at which a client drops a bit plane, in [0, 1); 0.02 in the paper.
         rounding: of uploads: ``stochastic`` (unbiased) or ``nearest``, which loses every update below half a step.
-        plane_lr: ``matched`` scales the gradient of a layer's planes so that a step moves W as far as a step of the same lr on W;
-            ``raw`` takes it as it is, 2 s^2 sum 4^b / (2^N - 1)^2 of that.
+        plane_lr: ``matched`` scales the gradient of a layer's planes so that a step on them moves W about as far as a step of the same lr
+            on W (half as far where a plane is clamped); ``raw`` leaves it, 2 s^2 sum 4^b / (2^N - 1)^2 of that: with s = max |W| below
+            1 the lr of every layer shrinks with s^2.
         download: what the client is sent: W_t in ``full`` precision, or ``quantised`` at its own bit-widths.
         activation_bits: magnitude bits of the inputs of quantised layers, 1 to 8, or null for full precision.
         quantise_shortcuts: whether 1x1 convolutions on shortcuts are quantised too.
+        settings: those of every method.
     """
 
     def __init__(
         self,
-        network: NetworkCallable | str = "small_cnn",
-        optimizer: OptimizerCallable | None = None,
         bits: float | list[float] = 4,
         lambda_b: float = 0.01,
         prune_threshold: float = 0.02,
@@ -54,8 +52,9 @@ class FedMPQ(Method):
         download: Literal["full", "quantised"] = "full",
         activation_bits: int | None = None,
         quantise_shortcuts: bool = True,
+        **settings: Any,
     ) -> None:
-        super().__init__(network, optimizer)
+        super().__init__(**settings)
         budgets = bits if isinstance(bits, list) else [bits]
         if not budgets or not all(1 <= b <= MAX_BITS for b in budgets):
             raise ValueError(f"--model.bits {bits}; a budget is 1 to {MAX_BITS} bits per weight; write --model.bits 4")

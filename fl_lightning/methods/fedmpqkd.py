@@ -17,7 +17,6 @@ from torch.nn import functional as F
 
 from fl_lightning.client import Client
 from fl_lightning.data import FederatedData
-from fl_lightning.methods.base import NetworkCallable, OptimizerCallable
 from fl_lightning.methods.fedmpq import FedMPQ
 from fl_lightning.methods.schedules import CosineSchedule, LinearSchedule, at
 from fl_lightning.quantization.planes import units
@@ -30,16 +29,6 @@ class FedMPQKD(FedMPQ):
     """In-round self-distillation against quantisation. ``alpha`` 0 is FedMPQ, bit for bit.
 
     Args:
-        network: as for every method.
-        optimizer: local optimiser of planes, biases and normalisation. Default: SGD, lr 0.05, momentum 0.9.
-        bits: as for FedMPQ.
-        lambda_b: as for FedMPQ.
-        prune_threshold: as for FedMPQ.
-        rounding: as for FedMPQ.
-        plane_lr: as for FedMPQ.
-        download: as for FedMPQ.
-        activation_bits: as for FedMPQ; the teacher's activations are always full precision.
-        quantise_shortcuts: as for FedMPQ.
         alpha: weight of the distillation term, 0 or more; a number, or a schedule over rounds.
         temperature: T, above 0; a number, or a schedule over rounds.
         kl: ``forward`` is KL(teacher || student), ``reverse`` is KL(student || teacher).
@@ -47,29 +36,19 @@ class FedMPQKD(FedMPQ):
             full-precision weights every r local steps.
         teacher_source: the teacher's weights: ``full``, W_t in full precision (adds the fp32 download when ``download`` is
             ``quantised``), or ``received``, what the download holds (adds none).
+        settings: those of FedMPQ. The teacher's activations are always in full precision.
     """
 
     def __init__(
         self,
-        network: NetworkCallable | str = "small_cnn",
-        optimizer: OptimizerCallable | None = None,
-        bits: float | list[float] = 4,
-        lambda_b: float = 0.01,
-        prune_threshold: float = 0.02,
-        rounding: Literal["stochastic", "nearest"] = "stochastic",
-        plane_lr: Literal["matched", "raw"] = "matched",
-        download: Literal["full", "quantised"] = "full",
-        activation_bits: int | None = None,
-        quantise_shortcuts: bool = True,
         alpha: Value = 0.5,
         temperature: Value = 2.0,
         kl: Literal["forward", "reverse"] = "forward",
         teacher: Literal["frozen", "joint"] | int = "frozen",
         teacher_source: Literal["full", "received"] = "full",
+        **settings: Any,
     ) -> None:
-        super().__init__(
-            network, optimizer, bits, lambda_b, prune_threshold, rounding, plane_lr, download, activation_bits, quantise_shortcuts
-        )
+        super().__init__(**settings)
         if isinstance(alpha, (int, float)) and not alpha >= 0:
             raise ValueError(f"--model.alpha {alpha}; a loss term weighs 0 or more; write --model.alpha 0.5")
         if isinstance(temperature, (int, float)) and not temperature > 0:
