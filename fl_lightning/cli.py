@@ -183,8 +183,8 @@ def parse(parser: ArgumentParser, given: Given, flags: Iterable[str] = ()) -> Na
 def with_names(function: Callable[[], T]) -> T:
     """Call what may write a configuration, such that a name given for ``Callable | str`` is written as that name.
 
-    jsonargparse tries the callable first, warns that it cannot write a name as one and keeps the warning's text as the value; when
-    the warning is an error it goes on to ``str``. Where that does not help (a lambda as a default) the warning stays a warning.
+    jsonargparse tries the callable first, warns that it cannot write a name as one and keeps the warning's text as the value;
+    when the warning is an error it goes on to ``str``. Where that does not help (a lambda as default) it stays a warning.
     """
     try:
         with warnings.catch_warnings():
