@@ -47,7 +47,9 @@ class LabelNoise(Stressor):
 
     def on_check(self, context: Context) -> None:
         if context.data.num_classes < 2:
-            raise ValueError("LabelNoise on data with one class; a flipped label needs another class; take other data or leave it out")
+            raise ValueError(
+                "LabelNoise on data with one class; a flipped label needs another class; take other data or leave it out"
+            )
         if self.round > context.max_rounds:
             log.warning(
                 "LabelNoise starts at round %d and the run ends at %d: nothing is flipped; for noise set round to %d or less",

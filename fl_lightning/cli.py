@@ -6,6 +6,7 @@ A command has a parser of its own, made by LightningCLI (``run=False``), whose t
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 import warnings
@@ -147,7 +148,23 @@ class FederatedCLI(LightningCLI):
         trainer.config = yaml.safe_load(self.config_text)
         trainer.command_line = ["python", "-m", "fl_lightning", self.command, *self.args]
         arguments = {name: self.config_init[name] for name in self.command_arguments}
+        _log_to_stderr()
         getattr(trainer, self.command)(self.model, self.datamodule, seed=self.config["seed_everything"], **arguments)
+
+
+class _Stderr(logging.StreamHandler):
+    """Writes to what ``sys.stderr`` is at the time, so that lines appear above a live display and not through it."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.stream = sys.stderr
+        super().emit(record)
+
+
+def _log_to_stderr() -> None:
+    log = logging.getLogger("fl_lightning")
+    log.setLevel(logging.INFO)
+    if not any(isinstance(handler, _Stderr) for handler in log.handlers):
+        log.addHandler(_Stderr())
 
 
 def run(command: str, args: list[str]) -> None:

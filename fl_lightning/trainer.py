@@ -166,6 +166,7 @@ class FederatedTrainer:
             with rng.torch_stream(self.seed, "weights"):
                 self.method.build(self.data)
             self.method.to(self.fabric.device)
+            _check_optimizer(self.method)
             self.fabric.call("on_check", self)
         except (ValueError, OSError) as error:
             raise InputError(str(error)) from error
@@ -300,6 +301,15 @@ class FederatedTrainer:
             path = self.run.figures / f"{name}.{suffix}"
             figure.savefig(path, dpi=150)
             self.tracker.log_artifact(path, "figures")
+
+
+def _check_optimizer(method: Method) -> None:
+    try:
+        optimizer = method.configure_optimizers()
+    except (ValueError, TypeError) as error:
+        raise InputError(f"--model.optimizer; it cannot be built ({error}); correct that argument") from error
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise InputError("--model.optimizer LBFGS; a local step has one gradient and no closure; write --model.optimizer SGD")
 
 
 def _remove(checkpoint: Path) -> None:

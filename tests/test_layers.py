@@ -57,4 +57,6 @@ def test_imports_go_down_only(path):
 def test_no_pickle():
     for path in [*FILES, *sorted((ROOT / "callbacks").rglob("*.py"))]:
         assert "torch.load" not in path.read_text(), path
-        assert path.name == "cifar.py" or not any(n.split(".")[0] in {"pickle", "dill", "cloudpickle"} for n in imports(path)), path
+        assert path.name == "cifar.py" or not any(n.split(".")[0] in {"pickle", "dill", "cloudpickle"} for n in imports(path)), (
+            path
+        )

@@ -125,7 +125,9 @@ def digits(num_clients: int = 4, **settings) -> FederatedImages:
     return FederatedImages(dataset="digits", num_clients=num_clients, partition=IID(), **settings)
 
 
-@pytest.mark.parametrize(("norm", "rounds"), [("group", 3), ("batch", 1)])  # small BatchNorm batches amplify rounding, round by round
+@pytest.mark.parametrize(
+    ("norm", "rounds"), [("group", 3), ("batch", 1)]
+)  # small BatchNorm batches amplify rounding, round by round
 def test_fedavg_is_a_plain_torch_loop(norm, rounds, tmp_path):
     """Three clients, momentum, two epochs: weights and statistics to 1e-6, against torch.optim alone."""
     from fl_lightning import rng

@@ -44,7 +44,7 @@ weights = st.integers(0, 1000).map(lambda seed: torch.randn(200, generator=torch
 def test_planes_hold_the_weights_exactly(w, bits):
     planes, scale = to_planes(w, bits)
     assert planes.shape == (2, bits, 200)
-    assert 0 <= planes.min()
+    assert planes.min() >= 0
     assert planes.max() <= 2
     torch.testing.assert_close(units(planes) * scale / (2**bits - 1), w, rtol=0, atol=1e-6)
     torch.testing.assert_close(from_planes(planes, scale), quantize(w, bits).dequantize(), rtol=0, atol=1e-6)
@@ -80,8 +80,8 @@ def test_group_norms_by_hand():
 
 def test_regulariser_has_the_papers_size():
     """METHODS.md 4: ResNet-20 with half the bits set gives about 457 / 1826 / 7305 at N = 2 / 4 / 8."""
-    from fl_lightning.models import build_network
     from fl_lightning.methods.fedmpq import _quantized_layers
+    from fl_lightning.models import build_network
 
     sizes = [w.numel() for w in _quantized_layers(build_network("resnet20", 10, (3, 32, 32)), True).values()]
     for bits, expected in ((2, 457), (4, 1826), (8, 7305)):

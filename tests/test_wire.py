@@ -1,4 +1,5 @@
 import struct
+from contextlib import suppress
 
 import pytest
 import torch
@@ -6,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fl_lightning.wire import Codes, Ledger, LedgerEntry, Payload, PayloadError
-from fl_lightning.wire.payload import DTYPES, HEADER
+from fl_lightning.wire.payload import DTYPES, HEADER, _checksum
 
 shapes = st.lists(st.integers(0, 5), max_size=3).map(tuple)
 
@@ -57,29 +58,21 @@ def test_damage_is_refused(contents, data):
     position, bit = data.draw(st.integers(0, len(whole) - 1)), data.draw(st.integers(0, 7))
     damaged = bytearray(whole)
     damaged[position] ^= 1 << bit
-    try:  # the entry count in the header is not under the checksum; what it announces must still be there
-        assert list(Payload.from_bytes(bytes(damaged))) == list(contents)
-    except PayloadError:
-        pass
+    with pytest.raises(PayloadError):
+        Payload.from_bytes(bytes(damaged))
 
 
 @given(st.binary(max_size=200))
 def test_no_bytes_do_anything_but_raise_payload_error(body):
-    import zlib
-
-    for data in (body, HEADER.pack(b"FLPW", 1, 1, len(body), zlib.crc32(body)) + body):
-        try:
+    for data in (body, HEADER.pack(b"FLPW", 1, 1, len(body), _checksum(1, body)) + body):
+        with suppress(PayloadError):
             Payload.from_bytes(data)
-        except PayloadError:
-            pass
 
 
 def test_a_huge_announced_shape_allocates_nothing():
-    import zlib
-
     body = struct.pack("<B1sBB2I", 1, b"x", 0, 2, 2**31, 2**31)
     with pytest.raises(PayloadError, match="are left"):
-        Payload.from_bytes(HEADER.pack(b"FLPW", 1, 1, len(body), zlib.crc32(body)) + body)
+        Payload.from_bytes(HEADER.pack(b"FLPW", 1, 1, len(body), _checksum(1, body)) + body)
 
 
 def test_codes_are_packed_without_padding():

@@ -12,7 +12,9 @@ from torch.optim import SGD
 from fl_lightning.data import FederatedData, Partition
 from fl_lightning.trainer import FederatedTrainer
 
-CENTRES = torch.tensor([[1.0, -2.0, 0.5], [-1.0, 4.0, 0.0], [3.0, 0.0, -1.0], [0.0, 2.0, 2.0], [5.0, 1.0, 1.0], [-3.0, -1.0, 0.0]])
+CENTRES = torch.tensor(
+    [[1.0, -2.0, 0.5], [-1.0, 4.0, 0.0], [3.0, 0.0, -1.0], [0.0, 2.0, 2.0], [5.0, 1.0, 1.0], [-3.0, -1.0, 0.0]]
+)
 
 
 class ByLabel(Partition):

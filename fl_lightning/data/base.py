@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import hashlib
-from abc import abstractmethod
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
 from functools import cached_property
 from typing import Any, Literal
@@ -38,7 +38,7 @@ def batch_sizes(n: int, batch_size: int) -> list[int]:
     return sizes
 
 
-class FederatedData(LightningDataModule):
+class FederatedData(LightningDataModule, ABC):
     """A data set dealt to clients: ``prepare_data()``, ``setup()``, ``distribute(seed, device)``, then batches.
 
     A batch is a pair of inputs (a tensor; a dictionary of tensors where a network takes several) and int64 target ``[B]``.
@@ -51,6 +51,8 @@ class FederatedData(LightningDataModule):
         partition: how they are dealt.
         batch_size: examples of one local step.
         val_fraction: share of each client's examples that is held out for validation, in [0, 1).
+        public_examples: examples of the public set, unlabelled and the same for every client and the server; 0: none.
+        public_dataset: data set that they are drawn from; null: the training examples, and no client then holds them.
     """
 
     num_classes: int
@@ -58,13 +60,17 @@ class FederatedData(LightningDataModule):
     train_target: Tensor
     test_target: Tensor
 
-    def __init__(self, *, dataset: str, num_clients: int, partition: Partition, batch_size: int, val_fraction: float) -> None:
+    def __init__(self, *, dataset: str, num_clients: int, partition: Partition, batch_size: int, val_fraction: float,
+                 public_examples: int = 0, public_dataset: str | None = None) -> None:  # fmt: skip
         super().__init__()
         require(num_clients >= 1, f"num_clients={num_clients}", "a federation has at least one client", "write 1 or more")
         require(batch_size >= 1, f"batch_size={batch_size}", "a batch has at least one example", "write e.g. 64")
         require(0 <= val_fraction < 1, f"val_fraction={val_fraction}", "a share in [0, 1)", "write e.g. 0.05, or 0 for none")
         self.dataset, self.num_clients, self.partition = dataset, num_clients, partition
+        require(public_examples >= 0, f"public_examples={public_examples}", "a public set has 0 or more examples", "write 0 for none")
         self.batch_size, self.val_fraction = batch_size, val_fraction
+        self.public_examples, self.public_dataset = public_examples, public_dataset
+        self.public = np.empty(0, np.int64)
         self.seed = 0
         self.device = torch.device("cpu")
         self._shards: list[np.ndarray] = []
@@ -83,10 +89,45 @@ class FederatedData(LightningDataModule):
         self.train_target, self.test_target = self.train_target.to(device), self.test_target.to(device)
 
     def distribute(self, seed: int, device: torch.device) -> None:
-        """Deal the training examples to the clients and put everything on the device. After ``setup``."""
+        """Take out the public set, deal the other training examples to the clients, put everything on the device. After ``setup``."""
         self.seed = seed
-        self._shards = self.partition(self.train_target.cpu().numpy(), self.num_clients, seed)
+        label = self.train_target.cpu().numpy()
+        self.public = self._draw_public(seed)
+        own = np.arange(len(label)) if self.public_dataset else np.delete(np.arange(len(label)), self.public)
+        self._shards = [own[part] for part in self.partition(label[own], self.num_clients, seed)]
+        assert self.public_dataset or not np.isin(np.concatenate(self._shards), self.public).any(), "a client holds public examples"
         self.move(torch.device(device))
+
+    def _draw_public(self, seed: int) -> np.ndarray:
+        """Sorted indices of the public set, in the data set that it is drawn from."""
+        pool, size = self.public_pool(), self.public_examples
+        if self.public_dataset:
+            size = size or pool
+            require(size <= pool, f"public_examples={size}", f"{self.public_dataset} has {pool}", f"write 1 to {pool}, or 0 for all")
+        else:
+            require(size < pool, f"public_examples={size}", f"{pool} training examples leave none to clients", f"write fewer than {pool}")
+        return np.sort(stream(seed, "public").choice(pool, size, replace=False, shuffle=False)).astype(np.int64)
+
+    def public_pool(self) -> int:
+        """How many examples the public set is drawn from."""
+        return len(self.train_target)
+
+    def public_inputs(self, position: Tensor) -> Any:
+        """What the network sees, not augmented, of the public examples at ``position`` int64 ``[B]``, each in [0, len(public))."""
+        return self.inputs("train", self._to_device(self.public)[position])
+
+    def public_batches(self, rng: np.random.Generator | None = None, batch_size: int = 512) -> Iterator[tuple[Any, Tensor]]:
+        """The public set once: inputs and their positions in it, int64 ``[B]``. Its labels are not to be had.
+
+        In order; with ``rng``, in an order drawn from it and in batches to train on, of the size of a local step.
+        """
+        n = len(self.public)
+        position, sizes = np.arange(n), [min(batch_size, n - start) for start in range(0, n, batch_size)]
+        if rng is not None:
+            sizes = batch_sizes(n, self.batch_size)
+            position = np.resize(rng.permutation(n), sum(sizes))  # one example is taken twice
+        for index in self._to_device(position).split(sizes):
+            yield self.public_inputs(index), index
 
     def client(self, id: int, state: dict[str, Tensor] | None = None) -> Client:
         """Client ``id`` with its training and validation indices, and the ``state`` that the caller keeps for it."""
@@ -187,6 +228,9 @@ class FederatedData(LightningDataModule):
             "sizes": [len(shard) for shard in self._shards],
             "classes_per_client": self.class_counts().tolist(),
         }
+        if len(self.public):
+            digest = hashlib.sha256(self.public.astype("<i8").tobytes()).hexdigest()
+            summary["public"] = {"dataset": self.public_dataset or self.dataset, "size": len(self.public), "sha256": digest}
         if self.num_clients <= 1000:
             summary["clients"] = [{"train": c.train.tolist(), "val": c.val.tolist()} for c in self._clients()]
         return summary

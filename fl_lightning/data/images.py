@@ -15,7 +15,7 @@ from torch.nn.functional import pad
 
 from fl_lightning.data.base import FederatedData, Split
 from fl_lightning.data.cifar import Cifar
-from fl_lightning.data.local import digits, synthetic
+from fl_lightning.data.local import Arrays, digits, synthetic
 from fl_lightning.data.partition import Dirichlet, Partition, require
 
 DATASETS = {"cifar10": 10, "cifar100": 100, "digits": 10, "synthetic": 0}  # number of classes
@@ -37,6 +37,9 @@ class FederatedImages(FederatedData):
         crop_padding: pixels added on each side before a pad crop.
         crop_size: side in pixels that a shrink crop leaves; the network sees images of this size.
         flip: whether training images are mirrored left to right with probability 1/2.
+        public_dataset: data set whose training images, without labels, are the public set of FedKD; null: a slice of dataset's own
+            training images, taken out before they are dealt to clients. Normalised like dataset's.
+        public_examples: images of the public set, drawn by the run's seed; 0: all of public_dataset's, or with null no public set.
         synthetic_examples: training examples of the synthetic data set.
         synthetic_test_examples: test examples of the synthetic data set.
         synthetic_size: side in pixels of the synthetic images.
@@ -48,6 +51,7 @@ class FederatedImages(FederatedData):
     test_images: Tensor
     train_mean: tuple[float, ...]
     train_std: tuple[float, ...]
+    public_images: Tensor | None
 
     def __init__(
         self,
@@ -62,6 +66,8 @@ class FederatedImages(FederatedData):
         crop_padding: int = 4,
         crop_size: int = 28,
         flip: bool = False,
+        public_dataset: str | None = None,
+        public_examples: int = 0,
         synthetic_examples: int = 5000,
         synthetic_test_examples: int = 1000,
         synthetic_size: int = 32,
@@ -79,42 +85,55 @@ class FederatedImages(FederatedData):
             ("crop_padding", crop_padding, 0),
         ):
             require(value >= least, f"{name}={value}", f"at least {least}", f"write {least} or more")
-        self.side = synthetic_size if dataset == "synthetic" else 32
+        self.side = _side(dataset, synthetic_size)
         require(
             crop != "shrink" or 1 <= crop_size <= self.side,
             f"crop_size={crop_size}",
             f"a crop lies inside the {self.side}x{self.side} image",
             f"write 1 to {self.side}",
         )
+        if public_dataset is not None:
+            require(public_dataset in DATASETS, f"public_dataset={public_dataset!r}", f"one of {', '.join(DATASETS)}", "write null for a slice")
+            require(
+                public_dataset != dataset,
+                f"public_dataset={public_dataset!r} for dataset={dataset!r}",
+                "the public set is never the clients' own data",
+                "write public_dataset null and public_examples 200 for a slice that no client holds",
+            )
+            side, seen = _side(public_dataset, synthetic_size), crop_size if crop == "shrink" else self.side
+            require(
+                side == seen or (crop == "shrink" and side > seen),
+                f"public_dataset={public_dataset!r} with {side}x{side} images",
+                f"the network sees {seen}x{seen}",
+                f"write crop shrink and a crop_size of {min(side, self.side)} or less",
+            )
         super().__init__(
             dataset=dataset,
             num_clients=num_clients,
             partition=Dirichlet(0.1) if partition is None else partition,
             batch_size=batch_size,
             val_fraction=val_fraction,
+            public_examples=public_examples,
+            public_dataset=public_dataset,
         )
         self.root, self.download = root, download
         self.crop, self.crop_padding, self.flip = crop, crop_padding, flip
         self.view_side = crop_size if crop == "shrink" else self.side
         self.synthetic_sizes, self.synthetic_seed = (synthetic_examples, synthetic_test_examples), synthetic_seed
-        self.num_classes = DATASETS[dataset] or synthetic_classes
+        self.synthetic_size = synthetic_size
+        self.num_classes, self.synthetic_classes = DATASETS[dataset] or synthetic_classes, synthetic_classes
         self.example_shape = (3, self.view_side, self.view_side)
 
     def prepare_data(self) -> None:
         """Fetch and check files. ValueError in one line when there are none to be had."""
-        if self.dataset.startswith("cifar"):
-            Cifar(self.dataset, root=self.root).prepare(self.download)
+        for dataset in (self.dataset, self.public_dataset):
+            if dataset and dataset.startswith("cifar"):
+                Cifar(dataset, root=self.root).prepare(self.download)
 
     def setup(self, stage: str | None = None) -> None:
         """Load the images and the constants that normalise them, mean and standard deviation of the training pixels."""
-        if self.dataset == "digits":
-            train, test = digits()
-        elif self.dataset == "synthetic":
-            train, test = synthetic(
-                sizes=self.synthetic_sizes, side=self.side, num_classes=self.num_classes, seed=self.synthetic_seed
-            )
-        else:
-            train, test = Cifar(self.dataset, root=self.root).read()
+        train, test = self._read(self.dataset)
+        self.public_images = torch.from_numpy(self._read(self.public_dataset)[0][0]) if self.public_dataset else None
         self.train_images, self.train_target = map(torch.from_numpy, train)
         self.test_images, self.test_target = map(torch.from_numpy, test)
         level = np.arange(256) / 255
@@ -125,8 +144,18 @@ class FederatedImages(FederatedData):
         self.train_mean, self.train_std = tuple(mean.tolist()), tuple(std.tolist())
         self.move(self.device)
 
+    def _read(self, dataset: str) -> tuple[Arrays, Arrays]:
+        if dataset == "digits":
+            return digits()
+        if dataset == "synthetic":
+            sizes, side = self.synthetic_sizes, self.synthetic_size
+            return synthetic(sizes=sizes, side=side, num_classes=self.synthetic_classes, seed=self.synthetic_seed)
+        return Cifar(dataset, root=self.root).read()
+
     def move(self, device: torch.device) -> None:
         super().move(device)
+        if self.public_images is not None:
+            self.public_images = self.public_images.to(device)
         self.train_images, self.test_images = self.train_images.to(device), self.test_images.to(device)
         self._mean, self._std = torch.tensor([self.train_mean, self.train_std], device=device)[:, :, None, None]
 
@@ -142,7 +171,7 @@ class FederatedImages(FederatedData):
         """The part of uint8 ``images`` ``[B, 3, side, side]`` that the network sees; without ``draws``, as at test."""
         side = self.view_side
         if draws is None:
-            margin = (self.side - side) // 2
+            margin = (images.shape[-1] - side) // 2
             return images[..., margin : margin + side, margin : margin + side]
         if self.crop == "pad":
             images = pad(images, (self.crop_padding,) * 4)
@@ -166,3 +195,16 @@ class FederatedImages(FederatedData):
         """float32 ``[B, *example_shape]``."""
         images = self.train_images if split == "train" else self.test_images
         return self.normalise(self.view(images[index], draws).float() / 255)
+
+    def public_pool(self) -> int:
+        return super().public_pool() if self.public_images is None else len(self.public_images)
+
+    def public_inputs(self, position: Tensor) -> Tensor:
+        """float32 ``[B, *example_shape]``; as at test: not augmented, normalised with the constants of ``dataset``."""
+        if self.public_images is None:
+            return super().public_inputs(position)
+        return self.normalise(self.view(self.public_images[self._to_device(self.public)[position]]).float() / 255)
+
+
+def _side(dataset: str, synthetic_size: int) -> int:
+    return synthetic_size if dataset == "synthetic" else 32

@@ -30,7 +30,9 @@ class FedMPQ(Method):
 
     Args:
         bits: budget in magnitude bits per weight on average, 1 to 8; one number, or one for each client.
-        lambda_b: weight of the bit regulariser; 0.01 in the paper, meaningful with this normalisation only.
+        lambda_b: weight of the bit regulariser; 0.01 in the paper, 0.001 in its later configurations, meaningful with this normalisation
+            only. L_bit does not fall with s, so nothing but the task holds the weights up against it: layers before a normalisation,
+            whose size the task does not feel, shrink for as long as it acts, the faster the larger lambda_b.
         prune_threshold: share of set digits at which a client drops a bit plane, in [0, 1); 0.02 in the paper.
         rounding: of uploads: ``stochastic`` (unbiased) or ``nearest``, which loses every update below half a step.
         plane_lr: ``matched`` scales the gradient of a layer's planes so that a step on them moves W about as far as a step of the same lr
@@ -45,7 +47,7 @@ class FedMPQ(Method):
     def __init__(
         self,
         bits: float | list[float] = 4,
-        lambda_b: float = 0.01,
+        lambda_b: float = 0.001,
         prune_threshold: float = 0.02,
         rounding: Literal["stochastic", "nearest"] = "stochastic",
         plane_lr: Literal["matched", "raw"] = "matched",

@@ -27,11 +27,15 @@ def allocate_bits(sizes: Sequence[int], mean_bits: Sequence[int], delta: Sequenc
     [8, 8, 1]
     """
     if not len(sizes) == len(mean_bits) == len(delta):
-        raise ValueError(f"{len(sizes)} sizes, {len(mean_bits)} mean_bits, {len(delta)} delta; one of each per layer; give equal lengths")
+        raise ValueError(
+            f"{len(sizes)} sizes, {len(mean_bits)} mean_bits, {len(delta)} delta; one of each per layer; give equal lengths"
+        )
     if not budget >= 1:
         raise ValueError(f"a budget of {budget} bits; a weight takes at least 1; give a budget from 1 to {MAX_BITS}")
     if any(not 1 <= b <= MAX_BITS for b in mean_bits) or any(n < 1 for n in sizes) or any(d < 1 for d in delta):
-        raise ValueError(f"bits {list(mean_bits)}, delta {list(delta)}; bits are 1 to {MAX_BITS}, sizes and delta at least 1; correct them")
+        raise ValueError(
+            f"bits {list(mean_bits)}, delta {list(delta)}; bits are 1 to {MAX_BITS}, sizes and delta at least 1; correct them"
+        )
     bits = list(mean_bits)
     used = sum(n * b for n, b in zip(sizes, bits, strict=True))
     limit = int(min(Fraction(budget), Fraction(MAX_BITS)) * sum(sizes))

@@ -54,9 +54,14 @@ class Layout:
             PayloadError: the vector has another length.
         """
         if vector.shape[-1] != self.size:
-            raise PayloadError(f"a vector of {vector.shape[-1]} values; this model has {self.size}; use one network on both sides")
+            raise PayloadError(
+                f"a vector of {vector.shape[-1]} values; this model has {self.size}; use one network on both sides"
+            )
         pieces = vector.split(self.sizes, dim=-1)
-        return {name: piece.reshape(vector.shape[:-1] + shape) for piece, (name, shape) in zip(pieces, self.shapes.items(), strict=True)}
+        return {
+            name: piece.reshape(vector.shape[:-1] + shape)
+            for piece, (name, shape) in zip(pieces, self.shapes.items(), strict=True)
+        }
 
 
 def _tensors(module: nn.Module) -> dict[str, Tensor]:

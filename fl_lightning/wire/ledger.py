@@ -57,5 +57,9 @@ class Ledger:
 
     @classmethod
     def from_csv(cls, text: str) -> Ledger:
-        rows = csv.DictReader(io.StringIO(text))
-        return cls(LedgerEntry(**{k: v if k == "status" else int(v) for k, v in row.items()}) for row in rows)
+        rows = csv.reader(io.StringIO(text))
+        next(rows)
+        return cls(
+            LedgerEntry(int(round), int(client), status, int(download), int(upload), int(wasted))
+            for round, client, status, download, upload, wasted in rows
+        )

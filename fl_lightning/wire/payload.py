@@ -2,7 +2,7 @@
 
 Layout, little endian::
 
-    header  b"FLPW", version u8, entries u16, body length u64, CRC-32 of the body u32          19 bytes
+    header  b"FLPW", version u8, entries u16, body length u64, CRC-32 of all the rest u32      19 bytes
     entry   name length u8, name, type u8, dimensions u8, u32 each, then the data              3 + name + 4 ndim + data
 
 A type below 32 is an index into ``DTYPES``; 32 + b is a stream of b-bit codes without padding between them. Both sides know
@@ -22,7 +22,17 @@ from fl_lightning.wire.codes import Codes, pack, packed_nbytes, unpack
 
 MAGIC, VERSION = b"FLPW", 1
 HEADER = struct.Struct("<4sBHQI")
-DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
+DTYPES = (
+    torch.float32,
+    torch.float64,
+    torch.float16,
+    torch.bfloat16,
+    torch.uint8,
+    torch.int8,
+    torch.int16,
+    torch.int32,
+    torch.int64,
+)
 CODES = 32
 
 
@@ -86,7 +96,7 @@ class Payload(Mapping[str, "Tensor | Codes"]):
     def to_bytes(self) -> bytes:
         """The bytes on the wire."""
         body = b"".join(_encode(name, value) for name, value in self._entries.items())
-        return HEADER.pack(MAGIC, VERSION, len(self), len(body), zlib.crc32(body)) + body
+        return HEADER.pack(MAGIC, VERSION, len(self), len(body), _checksum(len(self), body)) + body
 
     @classmethod
     def from_bytes(cls, data: bytes) -> Payload:
@@ -96,12 +106,16 @@ class Payload(Mapping[str, "Tensor | Codes"]):
             PayloadError: not a payload, another version, truncated, or damaged (CRC-32).
         """
         if len(data) < HEADER.size or data[:4] != MAGIC:
-            raise PayloadError(f"{len(data)} bytes that do not start with {MAGIC!r}; a payload starts so; send Payload.to_bytes()")
+            raise PayloadError(
+                f"{len(data)} bytes that do not start with {MAGIC!r}; a payload starts so; send Payload.to_bytes()"
+            )
         _, version, count, length, checksum = HEADER.unpack_from(data)
         if version != VERSION:
-            raise PayloadError(f"a payload of version {version}; this build reads version {VERSION}; use the same release on both sides")
+            raise PayloadError(
+                f"a payload of version {version}; this build reads version {VERSION}; use the same release on both sides"
+            )
         body = memoryview(data)[HEADER.size :]
-        if len(body) != length or zlib.crc32(body) != checksum:
+        if len(body) != length or _checksum(count, body) != checksum:
             raise PayloadError(f"a payload of {len(body)} bytes that announced {length}, or damaged (CRC-32); send it again")
         reader, entries = _Reader(body), {}
         try:
@@ -146,6 +160,10 @@ class _Reader:
         dtype = DTYPES[kind]
         data = bytearray(self.take(count * dtype.itemsize))
         return name, (torch.frombuffer(data, dtype=dtype) if count else torch.empty(0, dtype=dtype)).reshape(shape)
+
+
+def _checksum(count: int, body: bytes | memoryview) -> int:
+    return zlib.crc32(body, zlib.crc32(struct.pack("<BH", VERSION, count)))
 
 
 def _on_cpu(name: str, value: Tensor | Codes) -> Tensor | Codes:
