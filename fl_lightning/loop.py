@@ -75,7 +75,8 @@ def sample_cohort(fed: Federation, round: int) -> list[Assignment]:
     candidates = fed.data.sizes.nonzero()[0]
     size = max(1, math.floor(fed.participation * len(candidates) + 0.5))
     ids = rng.stream(fed.seed, "cohort", round).choice(candidates, size, replace=False, shuffle=False)
-    return [Assignment(fed.data.client(int(id), fed.states.get(int(id)))) for id in sorted(ids)]
+    # copies: what a client keeps counts once it is done, so that an interrupted round leaves no trace in the checkpoint
+    return [Assignment(fed.data.client(int(id), dict(fed.states.get(int(id), {})))) for id in sorted(ids)]
 
 
 def make_order(fed: Federation, round: int, assignment: Assignment) -> Order:

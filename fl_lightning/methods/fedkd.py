@@ -1,0 +1,174 @@
+"""FedKD: distillation through soft labels on a public set P (FedMD, Li & Wang, 2019; DS-FL, Itahara et al., 2020; CFD, Sattler et al., 2020).
+
+    client k:  receive p, minimise T^2 KL(p || softmax(z / T)) on P, then L_task on its own examples, send p_k = softmax(z(P) / T)
+    server:    p = sum_k n_k p_k / sum_k n_k,  sharpened: p = softmax(p / tau)  (DS-FL's entropy reduction aggregation, tau 0.1)
+               its own student minimises T^2 KL(p || softmax(z / T)) on P and is the global model that is evaluated
+
+z logits, ``C`` classes. A client-round costs 2 |P| C fp32 values; in the first round there is no p yet, and nothing to distil.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from torch.utils._pytree import tree_map
+
+from fl_lightning import rng
+from fl_lightning.client import Client
+from fl_lightning.data import FederatedData
+from fl_lightning.methods.base import Method, check_finite, examples_of, shares, weighted_mean
+from fl_lightning.wire import Payload, PayloadError
+
+
+class FedKD(Method):
+    """Clients exchange what they think of public examples; weights stay where they are.
+
+    Every client keeps its own weights between rounds and starts, when it is first sampled, from the initial weights, which follow from the
+    seed on both sides: the simulation holds one fp32 copy of the weights for each client that was ever sampled. The server's student is
+    trained in fp32 whatever ``trainer.precision``, with the clients' optimiser, built anew each round.
+
+    Args:
+        temperature: T that softens every soft label, above 0.
+        distill_epochs: passes over the public set that a client makes each round before it trains, and the server's student after; at
+            least 1, or 0 with ``average_weights``, which is FedAvg that also pays for soft labels.
+        sharpen: temperature tau of entropy reduction of the averaged soft labels, above 0; 0.1 in DS-FL; null: they stay as they are.
+        average_weights: whether weights travel and are averaged as in FedAvg too; clients then keep nothing, and the server's student
+            starts each round from the average.
+        settings: those of every method.
+    """
+
+    def __init__(
+        self,
+        temperature: float = 1.0,
+        distill_epochs: int = 1,
+        sharpen: float | None = None,
+        average_weights: bool = False,
+        **settings: Any,
+    ) -> None:
+        super().__init__(**settings)
+        if not temperature > 0:
+            raise ValueError(f"--model.temperature {temperature}; a temperature is above 0; write --model.temperature 1")
+        if sharpen is not None and not sharpen > 0:
+            raise ValueError(f"--model.sharpen {sharpen}; a temperature is above 0, or null; write --model.sharpen 0.1")
+        if distill_epochs < (0 if average_weights else 1):
+            raise ValueError(
+                f"--model.distill_epochs {distill_epochs}; without it nothing is learnt from the others; write --model.distill_epochs 1"
+            )
+        self.temperature = temperature
+        self.distill_epochs = distill_epochs
+        self.sharpen = sharpen
+        self.average_weights = average_weights
+
+    def build(self, data: FederatedData) -> None:
+        if not len(data.public):
+            raise ValueError(
+                "--model FedKD with no public set; soft labels are given to public examples; write --data.public_examples 200, or "
+                "name another data set in --data.public_dataset"
+            )
+        super().build(data)
+        self.public_data = data
+        self.initial = self.server["weights"]
+        self.received: Tensor | None = None
+        self.server["soft_labels"] = torch.empty(0, self._outputs(data))
+
+    def _outputs(self, data: FederatedData) -> int:
+        """C, as the network has it."""
+        example = tree_map(lambda tensor: tensor.cpu(), data.public_inputs(torch.zeros(1, dtype=torch.int64, device=data.device)))
+        with torch.no_grad():
+            return self.network.eval()(example).shape[1]
+
+    # The client's half
+
+    def receive(self, message: Payload, client: Client) -> None:
+        kept = message.tensor("weights") if self.average_weights else client.state.get("weights", self.initial)
+        self.layout.write(self.network, kept)
+        self.received = message.tensor("soft_labels").to(self.device) if "soft_labels" in message else None
+
+    def local_batches(self, data: FederatedData, client: Client, *, epochs: int, labels: Tensor, steps: int) -> Iterator[Any]:
+        """Public inputs with their soft labels float ``[B, C]``, then the client's own with labels int64 ``[B]``."""
+        if self.received is not None:
+            yield from self._public_batches(data, self.received, client)
+        yield from super().local_batches(data, client, epochs=epochs, labels=labels, steps=steps)
+
+    def _public_batches(self, data: FederatedData, soft_labels: Tensor, client: Client | None) -> Iterator[tuple[Any, Tensor]]:
+        order = self.stream("public_batches", client)
+        for _ in range(self.distill_epochs):
+            for inputs, position in data.public_batches(order):
+                yield inputs, soft_labels[position]
+
+    def training_step(self, batch: Any, batch_idx: int = 0) -> dict[str, Tensor]:
+        """``loss_kd`` of a public batch, ``loss_task`` of the client's own: which it is, the type of the target says."""
+        inputs, target = batch
+        if not target.is_floating_point():
+            return super().training_step(batch, batch_idx)
+        loss = soft_label_loss(self.network(inputs), target, self.temperature)
+        return {"loss": loss, "loss_kd": loss}
+
+    def upload(self, client: Client) -> Payload:
+        weights = self.layout.read(self.network)
+        sent: dict[str, Tensor] = {"examples": examples_of(client), "soft_labels": self._soft_labels()}
+        if self.average_weights:
+            sent["weights"] = weights
+        elif bool(torch.isfinite(weights).all()):  # a client that diverged keeps what it had, or it would be lost for good
+            client.state["weights"] = weights
+        return Payload(sent)
+
+    @torch.no_grad()
+    def _soft_labels(self) -> Tensor:
+        """softmax(z(P) / T) of the network as it is, float32 ``[|P|, C]`` on the CPU."""
+        self.network.eval()
+        outputs = [self.network(inputs).float() for inputs, _ in self.public_data.public_batches()]
+        return torch.softmax(torch.cat(outputs) / self.temperature, dim=1).cpu()
+
+    # The server's half
+
+    def broadcast(self, client: Client) -> Payload:
+        known = len(self.server["soft_labels"]) > 0
+        message = {"soft_labels": self.server["soft_labels"]} if known else {}
+        return Payload(message | ({"weights": self.server["weights"]} if self.average_weights else {}))
+
+    def check(self, upload: Payload, client: Client) -> None:
+        check_finite(upload)
+        shape = (len(self.public_data.public), self.server["soft_labels"].shape[1])
+        if upload.tensor("soft_labels").shape != shape:
+            raise PayloadError(
+                f"soft labels of client {client.id} of shape {tuple(upload.tensor('soft_labels').shape)}; the public set has {shape}; "
+                "use one public set on both sides"
+            )
+        if self.average_weights:
+            self.layout.unpack(upload.tensor("weights"))
+
+    def aggregate(self, uploads: Mapping[int, Payload]) -> None:
+        soft_labels = weighted_mean([upload.tensor("soft_labels") for upload in uploads.values()], shares(uploads.values()))
+        self.server["soft_labels"] = soft_labels if self.sharpen is None else torch.softmax(soft_labels / self.sharpen, dim=1)
+        if self.average_weights:
+            super().aggregate(uploads)
+        if self.distill_epochs:
+            self.server["weights"] = self._distilled(self.server["weights"])
+
+    def _distilled(self, weights: Tensor) -> Tensor:
+        """The student that starts from ``weights``, after this round's passes over the public set."""
+        self.layout.write(self.network, weights)
+        self.train()
+        optimizer = self.configure_optimizers()
+        with rng.torch_stream(self.seed, "dropout", self.round, -1):
+            for batch in self._public_batches(self.public_data, self.server["soft_labels"].to(self.device), None):
+                optimizer.zero_grad()
+                self.training_step(batch)["loss"].backward()
+                optimizer.step()
+        return self.layout.read(self.network)
+
+
+def soft_label_loss(outputs: Tensor, soft_labels: Tensor, temperature: float) -> Tensor:
+    """T^2 * KL(p || softmax(z / T)), mean over the batch.
+
+    Args:
+        outputs: logits z ``[B, C]``.
+        soft_labels: probabilities p ``[B, C]``.
+        temperature: T of both.
+    """
+    return temperature**2 * F.kl_div(F.log_softmax(outputs / temperature, dim=1), soft_labels, reduction="batchmean")

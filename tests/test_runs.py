@@ -1,0 +1,127 @@
+"""What a user types, and what a run leaves behind."""
+
+from __future__ import annotations
+
+import csv
+import json
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+from fl_lightning.__main__ import main
+
+ROOT = Path(__file__).parent.parent
+KD = str(ROOT / "configs" / "kd_default.yaml")
+CONFIGS = sorted((ROOT / "configs").glob("*.yaml"))
+RUN_FILES = {"config.yaml", "metadata.json", "metrics.csv", "ledger.csv", "partition.json", "checkpoints", "figures"}
+METRICS = set(
+    """test/accuracy test/loss test/ece test/brier val/accuracy val/accuracy_std val/accuracy_worst_decile train/loss train/loss_task
+    train/loss_bit train/loss_kd comm/upload_bytes comm/download_bytes comm/wasted_bytes comm/total_bytes clients/sampled clients/dropped
+    clients/trained bits/average time/round time/train time/evaluate""".split()
+)
+
+
+@pytest.fixture(autouse=True)
+def elsewhere(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+
+def fit(*arguments: str, config: str | Path = KD, rounds: int = 2) -> Path:
+    """Run the program; the run directory."""
+    before = set(Path("runs").glob("*/*"))
+    limits = ["--trainer.max_rounds", str(rounds), "--trainer.logger", "false"]
+    assert main(["fit", "--config", str(config), *limits, *arguments]) == 0
+    (made,) = set(Path("runs").glob("*/*")) - before
+    return made
+
+
+def rows(run: Path, name: str) -> list[dict[str, str]]:
+    with (run / name).open() as file:
+        return list(csv.DictReader(file))
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=lambda path: path.stem)
+def test_every_config_runs_two_rounds(config):
+    run = fit(config=config)
+    assert {path.name for path in run.iterdir()} == RUN_FILES
+    assert [row["round"] for row in rows(run, "metrics.csv")] == ["1", "2"]
+    metadata = json.loads((run / "metadata.json").read_text())
+    assert metadata["status"] == "finished"
+    assert re.fullmatch("[0-9a-f]{64}", metadata["weights_sha256"])
+
+
+def test_the_overlay_is_the_real_experiment_2(cifar100):
+    """On files in CIFAR-100's true format: MobileNet-V2, 28x28 crops, AdamW."""
+    overlay = str(ROOT / "configs" / "overlays" / "cifar100_mobilenetv2.yaml")
+    small = ["--data.num_clients", "4", "--data.root", str(cifar100), "--trainer.participation", "0.5", "--data.partition.beta", "5"]
+    run = fit("--config", overlay, *small, rounds=1)
+    assert json.loads((run / "metadata.json").read_text())["dataset"] == "cifar100"
+    assert int(rows(run, "metrics.csv")[0]["comm/download_bytes"]) > 2 * 9_400_000 * 0.5
+
+
+def test_a_run_has_every_metric_and_ends_where_its_summary_says():
+    run = fit()
+    table = rows(run, "metrics.csv")
+    assert set(table[0]) >= METRICS
+    metadata = json.loads((run / "metadata.json").read_text())
+    assert metadata["final/accuracy"] == float(table[-1]["test/accuracy"])
+    ledger = rows(run, "ledger.csv")
+    for row in table:
+        entries = [entry for entry in ledger if entry["round"] == row["round"]]
+        for metric, column in (("upload", "upload"), ("download", "download"), ("wasted", "wasted")):
+            assert sum(int(entry[column]) for entry in entries) == int(row[f"comm/{metric}_bytes"])
+        assert len(entries) == int(row["clients/sampled"]) == int(row["clients/trained"]) + int(row["clients/dropped"])
+
+
+def fingerprint(run: Path) -> str:
+    return json.loads((run / "metadata.json").read_text())["weights_sha256"]
+
+
+def test_one_seed_one_result_two_seeds_two():
+    first, second, other = fit(), fit(), fit("--seed_everything", "1")
+    assert first.name != second.name  # nothing is overwritten
+    assert fingerprint(first) == fingerprint(second) != fingerprint(other)
+    assert (first / "ledger.csv").read_text() == (second / "ledger.csv").read_text()
+
+
+def test_methods_share_partition_cohorts_and_drop_outs():
+    def fate(run: Path) -> list[tuple[str, str, bool]]:
+        return [(entry["round"], entry["client"], entry["status"] == "dropped") for entry in rows(run, "ledger.csv")]
+
+    kd, avg = fit(rounds=4), fit("--model", "FedAvg", rounds=4)
+    assert (kd / "partition.json").read_text() == (avg / "partition.json").read_text()
+    assert fate(kd) == fate(avg)
+    assert fingerprint(kd) != fingerprint(avg)
+
+
+def test_overrides_and_precision():
+    run = fit("--model.alpha", "1.0", "--data.num_clients", "10", "--trainer.precision", "bf16-mixed")
+    assert len(json.loads((run / "partition.json").read_text())["sizes"]) == 10
+    assert "alpha: 1.0" in (run / "config.yaml").read_text()
+    assert json.loads((run / "metadata.json").read_text())["precision"] == "bf16-mixed"
+
+
+def test_the_saved_config_is_the_run():
+    run = fit("--model.temperature", "3")
+    again = fit(config=run / "config.yaml")
+    assert fingerprint(run) == fingerprint(again)
+
+
+def commands_of_the_readme() -> list[str]:
+    blocks = re.findall(r"```bash\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    lines = [line.split("  #")[0].strip() for block in blocks for line in block.replace("\\\n", " ").splitlines()]
+    return [line for line in lines if line.startswith("python -m fl_lightning fit")]
+
+
+@pytest.mark.parametrize("command", commands_of_the_readme())
+def test_commands_of_the_readme(command, monkeypatch):
+    arguments = shlex.split(command)[3:]
+    if any("cifar100" in argument for argument in arguments):
+        pytest.skip("needs the data set; its overlay is tested on files of the same format")
+    monkeypatch.syspath_prepend(ROOT)
+    for name in ("configs", "callbacks"):
+        Path(name).symlink_to(ROOT / name)
+    limits = ["--trainer.max_rounds", "2", "--trainer.logger", "false", "--trainer.default_root_dir", "runs"]
+    assert main([*arguments, *limits]) == 0
