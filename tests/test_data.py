@@ -3,35 +3,22 @@
 from __future__ import annotations
 
 import json
-import os
-import pickle
 import random
-import struct
 from itertools import chain
-from pathlib import Path
 from time import perf_counter
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from toy import ready
 
 from fl_lightning.client import Client
 from fl_lightning.data import IID, Dirichlet, FederatedImages, Shards
 from fl_lightning.data.base import batch_sizes
-from fl_lightning.data.cifar import Cifar, read_batch
 from fl_lightning.rng import stream
 
 CPU = torch.device("cpu")
-
-
-def ready(seed: int = 0, **arguments: object) -> FederatedImages:
-    defaults = {"dataset": "synthetic", "num_clients": 10, "synthetic_examples": 300, "synthetic_test_examples": 40}
-    data = FederatedImages(**{**defaults, **arguments})  # type: ignore[arg-type]
-    data.prepare_data()
-    data.setup()
-    data.distribute(seed, CPU)
-    return data
 
 
 def number_images(data: FederatedImages) -> None:
@@ -251,110 +238,3 @@ def test_synthetic_is_learnable_and_overlaps() -> None:
 def test_bad_arguments_say_what_to_write(arguments: dict[str, object], words: str) -> None:
     with pytest.raises(ValueError, match=words):
         FederatedImages(**arguments)  # type: ignore[arg-type]
-
-
-# --- CIFAR's files ---------------------------------------------------------------------------------------------------------
-
-
-def python2_batch(images: np.ndarray, labels: dict[str, list[int]]) -> bytes:
-    """A batch as Python 2 and NumPy 1 pickled it (protocol 2), opcode by opcode: the form of the published files."""
-
-    def text(value: str) -> bytes:
-        return b"U" + bytes([len(value)]) + value.encode()
-
-    def blob(value: bytes) -> bytes:
-        return b"T" + struct.pack("<i", len(value)) + value
-
-    def number(value: int) -> bytes:
-        return b"J" + struct.pack("<i", value)
-
-    dtype = b"cnumpy\ndtype\n" + text("u1") + b"K\x00K\x01\x87R(K\x03" + text("|") + b"NNN" + number(-1) * 2 + b"K\x00tb"
-    shape = number(images.shape[0]) + number(images.shape[1]) + b"\x86"
-    array = b"cnumpy.core.multiarray\n_reconstruct\ncnumpy\nndarray\nK\x00\x85" + text("b") + b"\x87R"
-    array += b"(K\x01" + shape + dtype + b"\x89" + blob(images.tobytes()) + b"tb"
-    items = text("data") + array + text("batch_label") + text("a batch")
-    for name, values in labels.items():
-        items += text(name) + b"](" + b"".join(map(number, values)) + b"e"
-    return b"\x80\x02}(" + items + b"u."
-
-
-def write_cifar(root: Path, dataset: str, *, rows: int = 20, modern: bool = False) -> dict[str, tuple[np.ndarray, list[int]]]:
-    files, content = Cifar(dataset, root=str(root)), {}
-    files.folder.mkdir(parents=True)
-    rng = np.random.Generator(np.random.Philox(8))
-    for name, _ in [*files.published.train_list, *files.published.test_list]:
-        images, fine = rng.integers(0, 256, (rows, 3072), np.uint8), rng.integers(0, files_classes(dataset), rows).tolist()
-        labels = {"fine_labels": fine, "coarse_labels": [0] * rows} if dataset == "cifar100" else {"labels": fine}
-        whole = {b"data": images, **{key.encode(): value for key, value in labels.items()}}
-        (files.folder / name).write_bytes(pickle.dumps(whole) if modern else python2_batch(images, labels))
-        content[name] = images, fine
-    return content
-
-
-def files_classes(dataset: str) -> int:
-    return 100 if dataset == "cifar100" else 10
-
-
-@pytest.mark.parametrize("modern", [False, True])
-@pytest.mark.parametrize("dataset", ["cifar10", "cifar100"])
-def test_cifar_files_are_read(tmp_path: Path, dataset: str, modern: bool) -> None:
-    content = write_cifar(tmp_path, dataset, modern=modern)
-    data = ready(dataset=dataset, root=str(tmp_path), num_clients=4, partition=IID())
-    *train, test = content.values()
-    assert torch.equal(data.train_images.flatten(1), torch.from_numpy(np.concatenate([images for images, _ in train])))
-    assert data.train_target.tolist() == [*chain(*(labels for _, labels in train))]
-    assert torch.equal(data.test_images.flatten(1), torch.from_numpy(test[0]))
-    assert data.test_target.tolist() == test[1]
-    assert data.num_classes == files_classes(dataset)
-
-
-def test_a_hostile_pickle_is_refused_and_does_nothing(tmp_path: Path) -> None:
-    class Evil:
-        def __reduce__(self) -> tuple[object, tuple[str]]:
-            return os.system, (f"touch {tmp_path / 'executed'}",)
-
-    for payload in (Evil(), {"data": Evil(), "labels": [1]}, {"data": np.array([Evil()], object), "labels": [1]}):
-        path = tmp_path / "data_batch_1"
-        path.write_bytes(pickle.dumps(payload))
-        with pytest.raises(ValueError, match=r"data_batch_1.*system"):
-            read_batch(path)
-    path.write_bytes(b"cnumpy\nndarray.eval\n.")
-    with pytest.raises(ValueError, match="data_batch_1"):
-        read_batch(path)
-    assert not (tmp_path / "executed").exists()
-
-
-def test_a_damaged_file_is_refused_by_name(tmp_path: Path) -> None:
-    write_cifar(tmp_path, "cifar10")
-    path = tmp_path / "cifar-10-batches-py" / "data_batch_3"
-    good = path.read_bytes()
-    images, labels = read_batch(path)
-    short = python2_batch(images.reshape(20, -1)[:, :100], {"labels": labels.tolist()})
-    for bad in (good[: len(good) // 2], b"", b"not a pickle", pickle.dumps([1, 2]), pickle.dumps({"labels": [1]}), short):
-        path.write_bytes(bad)
-        with pytest.raises(ValueError, match="data_batch_3") as error:
-            ready(dataset="cifar10", root=str(tmp_path))
-        assert "\n" not in str(error.value)
-        assert path.read_bytes() == bad
-    path.write_bytes(python2_batch(images.reshape(20, -1), {"labels": [11] * 20}))
-    with pytest.raises(ValueError, match="0 to 9"):
-        ready(dataset="cifar10", root=str(tmp_path))
-
-
-@pytest.mark.parametrize("download", [False, True])
-def test_missing_files_are_named_in_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, download: bool) -> None:
-    import torchvision.datasets.utils as utils
-
-    def no_network(url: str, root: str, **_: object) -> None:
-        os.makedirs(root)  # as torchvision does, before it connects
-        raise OSError("no route\nto host")
-
-    monkeypatch.setattr(utils, "download_and_extract_archive", no_network)
-    with pytest.raises(ValueError, match="data_batch_1") as error:
-        FederatedImages("cifar10", root=str(tmp_path / "new" / "root"), download=download).prepare_data()
-    message = str(error.value)
-    assert "\n" not in message
-    assert str(tmp_path / "new" / "root" / "cifar-10-batches-py") in message
-    assert "configs/kd_default.yaml" in message
-    assert ("no route to host" if download else "--data.download true") in message
-    assert not (tmp_path / "new").exists()  # bad input creates nothing

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import SGD
 
-from fl_lightning.data import FederatedData, Partition
+from fl_lightning.data import FederatedData, FederatedImages, Partition
 from fl_lightning.trainer import FederatedTrainer
 
 CENTRES = torch.tensor(
@@ -54,7 +54,7 @@ def point_network(num_classes: int) -> nn.Module:
 
 
 def pull(weights: Tensor, counts: tuple[int, ...], cohort: list[int], least: float) -> tuple[Tensor, Tensor]:
-    """Bounds of ``sum_k p_k a_k (c_k - w)``, a_k in [least, 1]: where a method whose step is between ``least`` and 1 times SGD's is drawn."""
+    """Bounds of ``sum_k p_k a_k (c_k - w)``, a_k in [least, 1]: the pull on a method whose step is between ``least`` and 1 times SGD's."""
     share = torch.tensor([float(counts[k]) for k in cohort])
     full = (share / share.sum()).unsqueeze(1) * (CENTRES[cohort] - weights)
     return torch.minimum(full, least * full).sum(0), torch.maximum(full, least * full).sum(0)
@@ -70,3 +70,13 @@ def run(method, data, tmp_path, *, seed: int = 0, ckpt_path: str | None = None, 
     trainer = FederatedTrainer(default_root_dir=str(tmp_path), **settings)
     trainer.fit(method, data, seed=seed, ckpt_path=ckpt_path)
     return trainer
+
+
+def ready(seed: int = 0, **arguments: object) -> FederatedImages:
+    """A small synthetic federation, dealt out on the CPU."""
+    defaults = {"dataset": "synthetic", "num_clients": 10, "synthetic_examples": 300, "synthetic_test_examples": 40}
+    data = FederatedImages(**{**defaults, **arguments})  # type: ignore[arg-type]
+    data.prepare_data()
+    data.setup()
+    data.distribute(seed, torch.device("cpu"))
+    return data

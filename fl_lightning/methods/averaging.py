@@ -1,0 +1,118 @@
+"""How the server averages its clients' weights, and how much a few hostile ones can move it.
+
+Every average takes the vectors in cohort order and adds up in float64, so the result does not depend on who computed what. ``[K, P]`` is
+K clients, P values; p_k = n_k / sum n, as the clients report n_k.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+CHUNK = 2**22
+"""Values that the order statistics hold at once, in float64: 32 MB, however many clients and weights there are."""
+
+
+class Average(ABC):
+    """K vectors into one."""
+
+    @abstractmethod
+    def __call__(self, vectors: Sequence[Tensor], shares: Sequence[float], start: Tensor) -> Tensor:
+        """The average, float32 ``[P]``.
+
+        Args:
+            vectors: what each client ended with, float32 ``[P]``, in cohort order.
+            shares: p_k, adding up to 1.
+            start: what the round started from, float32 ``[P]``.
+        """
+
+
+class WeightedMean(Average):
+    """sum_k p_k v_k (McMahan et al., AISTATS 2017). One client can move it anywhere."""
+
+    def __call__(self, vectors: Sequence[Tensor], shares: Sequence[float], start: Tensor) -> Tensor:
+        return weighted_mean(vectors, shares)
+
+
+class CoordinateMedian(Average):
+    """The median of each value over the clients, the mean of the middle two when K is even (Yin et al., ICML 2018).
+
+    n_k does not enter: every client counts once, or one that lies about its size could be the median by itself.
+    """
+
+    def __call__(self, vectors: Sequence[Tensor], shares: Sequence[float], start: Tensor) -> Tensor:
+        middle = slice((len(vectors) - 1) // 2, len(vectors) // 2 + 1)
+        return torch.cat([chunk.sort(dim=0).values[middle].mean(dim=0).to(torch.float32) for chunk in _chunks(vectors)])
+
+
+class TrimmedMean(Average):
+    """For each value, the mean without the largest and the smallest ones (Yin et al., ICML 2018).
+
+    Clients are trimmed by count; those that are left weigh n_k, so that ``trim`` 0 is the weighted mean.
+
+    Args:
+        trim: share of the clients left out at each end, in [0, 0.5), rounded up to whole clients; at least one stays. It has to be
+            the share of hostile clients that a cohort may hold, or more.
+    """
+
+    def __init__(self, trim: float = 0.1) -> None:
+        if not 0 <= trim < 0.5:
+            raise ValueError(f"TrimmedMean(trim={trim}); the share left out at each end lies in [0, 0.5); write trim: 0.1")
+        self.trim = trim
+
+    def __call__(self, vectors: Sequence[Tensor], shares: Sequence[float], start: Tensor) -> Tensor:
+        cut = min(math.ceil(self.trim * len(vectors) - 1e-9), (len(vectors) - 1) // 2)
+        if cut == 0:
+            return weighted_mean(vectors, shares)
+        weights = torch.tensor(shares, dtype=torch.float64)
+        means = []
+        for chunk in _chunks(vectors):
+            values, order = chunk.sort(dim=0, stable=True)
+            kept = weights[order[cut:-cut]]
+            means.append((kept * values[cut:-cut]).sum(dim=0) / kept.sum(dim=0))
+        return torch.cat(means).to(torch.float32)
+
+
+class NormClipping(Average):
+    """The weighted mean of updates cut to a length: w + sum_k p_k u_k min(1, max_norm / ||u_k||), u_k = v_k - w (Sun et al., 2019).
+
+    n_k enters as in the weighted mean. It bounds what a client can do in a round, not what it can do in all.
+
+    Args:
+        max_norm: largest L2 norm of an update over all weights; the median norm of honest updates is a good start.
+    """
+
+    def __init__(self, max_norm: float) -> None:
+        if not 0 < max_norm < math.inf:
+            raise ValueError(f"NormClipping(max_norm={max_norm}); a length is above 0 and finite; write max_norm: 1.0")
+        self.max_norm = max_norm
+
+    def __call__(self, vectors: Sequence[Tensor], shares: Sequence[float], start: Tensor) -> Tensor:
+        total = start.to(torch.float64)
+        for vector, share in zip(vectors, shares, strict=True):
+            update = vector.to(torch.float64) - start
+            norm = float(update.square().sum().sqrt())
+            total = total + share * min(1.0, self.max_norm / max(norm, 1e-300)) * update
+        return total.to(torch.float32)
+
+
+WEIGHTED_MEAN = WeightedMean()
+
+
+def weighted_mean(vectors: Sequence[Tensor], shares: Sequence[float]) -> Tensor:
+    """Sum of p_k v_k, added up in float64 in the order given, so that the result does not depend on who computed what; float32."""
+    total = torch.zeros(vectors[0].shape, dtype=torch.float64)
+    for vector, share in zip(vectors, shares, strict=True):
+        total.add_(vector, alpha=share)
+    return total.to(torch.float32)
+
+
+def _chunks(vectors: Sequence[Tensor]) -> Iterator[Tensor]:
+    """The rows ``[K, P]`` a few columns at a time, in float64."""
+    width = max(1, CHUNK // len(vectors))
+    for begin in range(0, max(1, len(vectors[0])), width):
+        yield torch.stack([vector[begin : begin + width] for vector in vectors]).to(torch.float64)
