@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import sys
+import time
+from errno import EDQUOT, ENOSPC
 
 from fl_lightning.commands import answer_quickly
-from fl_lightning.errors import InputError
+from fl_lightning.errors import InputError, RankLost
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -18,13 +21,29 @@ def main(argv: list[str] | None = None) -> int:
 
             run(argv[0], argv[1:])
     except InputError as error:
+        _let_rank_zero_speak()
         sys.stderr.write(f"fl_lightning: error: {' '.join(str(error).split())}\n")
         return 2
+    except RankLost as error:
+        _let_rank_zero_speak()
+        sys.stderr.write(f"fl_lightning: error: {error}\n")
+        return 1
+    except OSError as error:
+        if error.errno not in (ENOSPC, EDQUOT):
+            raise
+        sys.stderr.write(f"fl_lightning: error: {error}; a run needs room to write; make some and continue with --ckpt_path\n")
+        return 1
     except KeyboardInterrupt:
         return 130
     except SystemExit as stop:  # --help and --print_config: 0; after SIGTERM: 143
         return stop.code if isinstance(stop.code, int) else int(stop.code is not None)
     return code or 0
+
+
+def _let_rank_zero_speak() -> None:
+    """All processes of a run find the same fault; rank 0 says it, and its end is that of the others. Alone with it, this one says it."""
+    if int(os.environ.get("RANK") or os.environ.get("LOCAL_RANK") or os.environ.get("SLURM_PROCID") or 0):
+        time.sleep(10)
 
 
 if __name__ == "__main__":

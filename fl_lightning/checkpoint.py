@@ -1,7 +1,7 @@
 """Checkpoints: a folder of safetensors and JSON with a manifest of hashes. Nothing in it can run code.
 
 A checkpoint is written aside, synced and renamed, so a folder with its final name is complete; a folder whose files do not match its
-manifest is refused by name.
+manifest is refused by name. Names that begin with a dot are work in progress or on its way out, and are never read.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import shutil
 from collections.abc import Mapping
 from hashlib import sha256
 from pathlib import Path
+from typing import Any
 
 import safetensors
 from safetensors.torch import load as load_tensors
@@ -28,7 +29,7 @@ class CheckpointError(ValueError):
 
 def save_checkpoint(folder: Path, tensors: Tensors, documents: Mapping[str, object]) -> None:
     """Write ``<name>.safetensors`` for each group of tensors and ``<name>.json`` for each document, or nothing at all."""
-    files = {f"{name}.safetensors": save_tensors({k: v.contiguous() for k, v in group.items()}) for name, group in tensors.items()}
+    files = {f"{name}.safetensors": save_tensors(_separate(group)) for name, group in tensors.items()}
     files |= {f"{name}.json": json.dumps(document).encode() for name, document in documents.items()}
     files[MANIFEST] = json.dumps({name: sha256(data).hexdigest() for name, data in files.items()}, indent=1).encode()
     aside = folder.with_name(f".{folder.name}.writing")
@@ -37,16 +38,16 @@ def save_checkpoint(folder: Path, tensors: Tensors, documents: Mapping[str, obje
     try:
         for name, data in files.items():
             write_synced(aside / name, data)
-        if folder.exists():
-            shutil.rmtree(folder)
+        sync_folder(aside)
+        remove_checkpoint(folder)
         aside.rename(folder)
-        _sync(folder.parent)
+        sync_folder(folder.parent)
     except OSError:
         shutil.rmtree(aside, ignore_errors=True)
         raise
 
 
-def load_checkpoint(folder: Path) -> tuple[dict[str, dict[str, Tensor]], dict[str, object]]:
+def load_checkpoint(folder: Path) -> tuple[dict[str, dict[str, Tensor]], dict[str, Any]]:
     """Read back what :func:`save_checkpoint` wrote: tensors and documents, by name.
 
     Raises:
@@ -54,12 +55,18 @@ def load_checkpoint(folder: Path) -> tuple[dict[str, dict[str, Tensor]], dict[st
     """
     try:
         manifest = json.loads((folder / MANIFEST).read_bytes())
-        files = {name: (folder / name).read_bytes() for name in manifest if Path(name).name == name}
+        if not isinstance(manifest, dict) or any(Path(name).name != name for name in manifest):
+            raise ValueError(f"{MANIFEST} is not a table of file names and hashes")
+        files = {name: (folder / name).read_bytes() for name in manifest}
     except (OSError, ValueError) as error:
-        raise CheckpointError(f"{folder} cannot be read ({error}); a checkpoint is a folder with {MANIFEST}; name another") from None
+        raise CheckpointError(
+            f"{folder} cannot be read ({error}); a checkpoint is a folder with {MANIFEST}; name another"
+        ) from None
     for name, data in files.items():
         if sha256(data).hexdigest() != manifest[name]:
-            raise CheckpointError(f"{folder / name} does not match its SHA-256 in {MANIFEST}; it is damaged; use an earlier checkpoint")
+            raise CheckpointError(
+                f"{folder / name} does not match its SHA-256 in {MANIFEST}; it is damaged; use an earlier checkpoint"
+            )
     try:
         tensors = {Path(n).stem: load_tensors(data) for n, data in files.items() if n.endswith(".safetensors")}
         return tensors, {Path(n).stem: json.loads(data) for n, data in files.items() if n.endswith(".json")}
@@ -72,6 +79,15 @@ def checkpoints_in(folder: Path) -> list[Path]:
     return sorted((path for path in folder.glob("round_*") if path.is_dir()), reverse=True)
 
 
+def remove_checkpoint(folder: Path) -> None:
+    """Take its name away first: no instant shows half a checkpoint."""
+    if folder.exists():
+        aside = folder.with_name(f".{folder.name}.removing")
+        shutil.rmtree(aside, ignore_errors=True)
+        folder.rename(aside)
+        shutil.rmtree(aside, ignore_errors=True)
+
+
 def write_synced(path: Path, data: bytes) -> None:
     with path.open("wb") as file:
         file.write(data)
@@ -82,13 +98,32 @@ def write_synced(path: Path, data: bytes) -> None:
 def replace(path: Path, data: bytes) -> None:
     """Put ``data`` in the place of a file, at once or not at all."""
     aside = path.with_name(f".{path.name}.writing")
-    write_synced(aside, data)
-    aside.replace(path)
+    try:
+        write_synced(aside, data)
+        aside.replace(path)
+    except OSError:
+        aside.unlink(missing_ok=True)
+        raise
+    sync_folder(path.parent)
 
 
-def _sync(folder: Path) -> None:
+def sync_folder(folder: Path) -> None:
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def _separate(group: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Contiguous tensors of which no two share memory; safetensors takes no others."""
+    seen: set[int] = set()
+    tensors = {}
+    for name, tensor in group.items():
+        tensor = tensor.detach().contiguous()
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() in seen or storage.nbytes() != tensor.numel() * tensor.element_size():
+            tensor = tensor.clone()
+        seen.add(tensor.untyped_storage().data_ptr())
+        tensors[name] = tensor
+    return tensors

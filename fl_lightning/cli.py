@@ -24,6 +24,7 @@ from jsonargparse.typing import NonNegativeInt
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
+from fl_lightning import rng
 from fl_lightning.cli_errors import Given, condense, explain, null_refused, nulls
 from fl_lightning.cli_input import ENV_PREFIX, check_environment, dropped_names, read_configs
 from fl_lightning.cli_types import concrete, settings_of
@@ -134,7 +135,8 @@ class FederatedCLI(LightningCLI):
         return with_names(lambda: self.parser.dump(config, skip_unset=False))
 
     def instantiate_classes(self) -> None:
-        with input_problems():
+        # a module that builds its network in its constructor gets weights that follow from the seed
+        with input_problems(), rng.torch_stream(self.config["seed_everything"], "weights"):
             self.config_init = self.parser.instantiate(self.config)
         self.datamodule = self.config_init["data"]
         self.model = self.config_init["model"]

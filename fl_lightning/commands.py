@@ -26,6 +26,7 @@ class Command:
 
 COMMANDS = {
     "fit": Command("train a federation; every round goes to MLflow and to the run directory"),
+    "check": Command("run the conformance kit on a method, yours or one of the project's", "fl_lightning.conformance:check"),
 }
 
 _HELP = """\

@@ -1,4 +1,4 @@
-"""The one exception that is the user's to mend."""
+"""Exceptions that end a run with one line instead of a traceback."""
 
 
 class InputError(ValueError):
@@ -6,3 +6,7 @@ class InputError(ValueError):
 
     The message has three parts, separated by semicolons: what was given; the rule; what to write instead.
     """
+
+
+class RankLost(RuntimeError):
+    """One of the run's processes died or does not answer: the command line prints the message as one line and exits with 1."""

@@ -1,9 +1,17 @@
-"""Evaluation of what a method deploys: the global test set, and each client's validation examples."""
+"""Evaluation of what a method deploys: the global test set, and each client's validation examples.
+
+Of a personalised method every client's own model is evaluated. The global test set is then dealt to the clients, each class in
+proportion to the training examples of it that they hold: one pass over the test set whatever their number, and ``test/accuracy``
+is the accuracy where the examples would turn up.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from itertools import islice
+from types import MappingProxyType
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -13,16 +21,43 @@ from torch.nn import functional as F
 
 from fl_lightning.client import Client
 from fl_lightning.data import FederatedData
+from fl_lightning.engines import collectives
 from fl_lightning.methods import Method
 from fl_lightning.metrics import client_spread
+from fl_lightning.rng import stream
+
+T = TypeVar("T")
+States = Mapping[int, dict[str, Tensor]]
+NONE: States = MappingProxyType({})
+
+
+def predict(fabric: Fabric, network: nn.Module, batches: Iterable[tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
+    """Logits float32 ``[n, C]`` in evaluation mode, then whatever followed the inputs in each batch, concatenated; on the CPU.
+
+    The batches are dealt to the ranks; every rank gets all of them back.
+    """
+    return together((number, _forward(fabric, network, [batch])) for number, batch in share(batches))
 
 
 @torch.no_grad()
-def predict(fabric: Fabric, network: nn.Module, batches: Iterable[tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
-    """Logits float32 ``[n, C]`` in evaluation mode, then whatever followed the inputs in each batch, concatenated; on the CPU."""
+def _forward(fabric: Fabric, network: nn.Module, batches: Iterable[tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
     with _evaluation_mode(network), fabric.autocast():
         columns = [(network(inputs).float(), *rest) for inputs, *rest in batches]
-    return tuple(torch.cat(column).cpu() for column in zip(*columns, strict=True))
+    return tuple(torch.cat(column) for column in zip(*columns, strict=True))
+
+
+def share(items: Iterable[T]) -> Iterator[tuple[int, T]]:
+    """This rank's share, each with its number among all."""
+    return islice(enumerate(items), collectives.rank(), None, collectives.world_size())
+
+
+def together(pieces: Iterable[tuple[int, tuple[Tensor, ...]]]) -> tuple[Tensor, ...]:
+    """The pieces of all ranks: column by column, concatenated in the order of their numbers, on the CPU. ``()`` when there are none."""
+    mine = {f"{number}/{column}": tensor for number, columns in pieces for column, tensor in enumerate(columns)}
+    columns: dict[int, list[Tensor]] = {}
+    for name, tensor in sorted(collectives.gather_tensors(mine).items(), key=lambda item: int(item[0].split("/")[0])):
+        columns.setdefault(int(name.split("/")[1]), []).append(tensor)
+    return tuple(torch.cat(columns[column]).cpu() for column in sorted(columns))
 
 
 @contextmanager
@@ -35,9 +70,12 @@ def _evaluation_mode(network: nn.Module) -> Iterator[None]:
         network.train(was_training)
 
 
-def test(fabric: Fabric, method: Method, data: FederatedData) -> tuple[dict[str, float], Tensor, Tensor]:
-    """The global test set: metrics, probabilities ``[n, C]`` and targets ``[n]``."""
-    logits, target = predict(fabric, method.deploy(), data.test_batches())
+def test(fabric: Fabric, method: Method, data: FederatedData, states: States = NONE) -> tuple[dict[str, float], Tensor, Tensor]:  # noqa: PT028
+    """The global test set: metrics, probabilities ``[n, C]`` and targets ``[n]``. ``states``: what clients keep, by id."""
+    if method.personalised:
+        logits, target = _predict_dealt(fabric, method, data, states)
+    else:
+        logits, target = predict(fabric, method.deploy(), data.test_batches())
     metrics = {
         "test/accuracy": (logits.argmax(1) == target).double().mean().item(),
         "test/loss": F.cross_entropy(logits.double(), target).item(),
@@ -45,24 +83,47 @@ def test(fabric: Fabric, method: Method, data: FederatedData) -> tuple[dict[str,
     return metrics, logits.softmax(1), target
 
 
-def validate(fabric: Fabric, method: Method, data: FederatedData) -> dict[str, float]:
+def _predict_dealt(fabric: Fabric, method: Method, data: FederatedData, states: States) -> tuple[Tensor, Tensor]:
+    """Each test example answered by the client that it is dealt to; in the order of the test set."""
+    owner = deal_test_set(data)
+    order, answers = np.argsort(owner, kind="stable"), []
+    for number, id in share(np.unique(owner)):
+        network = method.deploy(data.client(int(id), states.get(int(id))))
+        mine = torch.from_numpy(np.flatnonzero(owner == id)).to(data.device)
+        batches = ((data.inputs("test", index), data.test_target[index]) for index in mine.split(512))
+        answers.append((number, _forward(fabric, network, batches)))
+    back = torch.from_numpy(np.argsort(order))
+    logits, target = (column[back] for column in together(answers))
+    return logits, target
+
+
+def deal_test_set(data: FederatedData) -> np.ndarray:
+    """The client that each test example is dealt to, int64 ``[n]``: drawn in proportion to the examples of its class that clients
+    hold, evenly where nobody holds any; the same in every round and for every method."""
+    target, held = data.test_target.cpu().numpy(), data.class_counts().astype(np.float64)
+    rng, owner = stream(data.seed, "test_owners"), np.empty(len(target), np.int64)
+    for label in np.unique(target):
+        share = held[:, label] if held[:, label].any() else np.ones(len(held))
+        owner[target == label] = rng.choice(len(held), size=int((target == label).sum()), p=share / share.sum())
+    return owner
+
+
+def validate(fabric: Fabric, method: Method, data: FederatedData, states: States = NONE) -> dict[str, float]:
     """Accuracy on each client's validation examples; the mean over clients weights them equally."""
-    hits, owners = [], []
-    for network, clients in _deployments(method, data):
-        for images, target, owner in data.val_batches(clients):
-            logits, target, owner = predict(fabric, network, [(images, target, owner)])
-            hits.append((logits.argmax(1) == target).numpy())
-            owners.append(owner.numpy())
-    if not hits:
+    if method.personalised:
+        held = (id for id in range(data.num_clients) if len(data.client(id).val))
+        answers = together(
+            (number, _validate_own(fabric, method, data, data.client(id, states.get(id)))) for number, id in share(held)
+        )
+    else:
+        answers = predict(fabric, method.deploy(), data.val_batches())
+    if not answers:
         return {}
-    _, index, counts = np.unique(np.concatenate(owners), return_inverse=True, return_counts=True)
-    return client_spread(np.bincount(index, weights=np.concatenate(hits)) / counts)
+    logits, target, owners = answers
+    hits = (logits.argmax(1) == target).numpy()
+    _, index, counts = np.unique(owners.numpy(), return_inverse=True, return_counts=True)
+    return client_spread(np.bincount(index, weights=hits) / counts)
 
 
-def _deployments(method: Method, data: FederatedData) -> Iterator[tuple[nn.Module, list[Client]]]:
-    if not method.personalised:
-        yield method.deploy(), [data.client(id) for id in range(data.num_clients)]
-        return
-    for id in range(data.num_clients):
-        client = data.client(id)
-        yield method.deploy(client), [client]
+def _validate_own(fabric: Fabric, method: Method, data: FederatedData, client: Client) -> tuple[Tensor, ...]:
+    return _forward(fabric, method.deploy(client), data.val_batches([client]))

@@ -73,8 +73,12 @@ class Stressor(Callback):
         """``labels`` int64 ``[n_k]`` of the client's training examples, in the order of ``client.train``. Return a new tensor."""
         return labels
 
+    def change_bytes(self, upload: bytes, *, client: Client, round: int, context: Context) -> bytes | None:
+        """The upload as the client sent it, before it is decoded; bytes that are no payload are rejected. None when it is lost."""
+        return upload
+
     def change_upload(self, upload: Payload, *, client: Client, round: int, context: Context) -> Payload | None:
-        """The payload as the client encoded it; None when it is lost."""
+        """The same upload, decoded; None when it is lost."""
         return upload
 
 

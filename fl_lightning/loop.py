@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from time import perf_counter
+from typing import TypeVar
 
 import torch
 from lightning.fabric import Fabric
@@ -21,6 +22,10 @@ from fl_lightning.methods import Method
 from fl_lightning.wire import Ledger, LedgerEntry, Payload, PayloadError
 
 log = logging.getLogger("fl_lightning")
+T = TypeVar("T")
+
+EXPLODED = 2.0**64
+"""The square of such a value is infinite in float32, and so is every norm and variance that it enters."""
 
 
 @dataclass
@@ -61,7 +66,7 @@ def run_round(fed: Federation, round: int) -> RoundRecord:
     trained = perf_counter()
     uploads = collect(fed, round, cohort, orders, results)
     if uploads:
-        fed.method.aggregate(uploads)
+        aggregate(fed, round, uploads)
     record.metrics |= summarise(fed, round, cohort, results, len(uploads))
     record.metrics["time/train"] = trained - started
     if round % fed.eval_every == 0 or round == fed.context.max_rounds:
@@ -100,21 +105,23 @@ def collect(
     fed: Federation, round: int, cohort: Sequence[Assignment], orders: Sequence[Order], results: Sequence[ClientResult]
 ) -> dict[int, Payload]:
     """The uploads that count, decoded, in cohort order; every client of the cohort gets its line in the ledger."""
-    done = {order.client.id: (order, result) for order, result in zip(orders, results, strict=True)}
+    done = iter(zip(orders, results, strict=True))
     uploads: dict[int, Payload] = {}
     for assignment in cohort:
         client = assignment.client
-        if client.id not in done:
+        if not assignment.trains:
             fed.ledger.add(LedgerEntry(round, client.id, "dropped"))
             continue
-        order, result = done[client.id]
+        order, result = next(done)
         status, size = "lost", len(result.upload)
-        upload = receive_upload(fed, round, client, result.upload) if assignment.returns else None
-        if upload is not None:
-            size = upload.nbytes
+        data = _stress_upload(fed, round, client, "change_bytes", result.upload) if assignment.returns else None
+        if data is not None:
             try:
-                fed.method.check(upload, client)
-                uploads[client.id], status = upload, "trained"
+                size, upload = len(data), _stress_upload(fed, round, client, "change_upload", Payload.from_bytes(data))
+                if upload is not None:
+                    size = upload.nbytes
+                    check_upload(fed, upload, client, uploads)
+                    uploads[client.id], status = upload, "trained"
             except PayloadError as error:
                 status = "rejected"
                 log.warning("round %d: upload of client %d rejected: %s", round, client.id, error)
@@ -123,9 +130,45 @@ def collect(
     return uploads
 
 
-def receive_upload(fed: Federation, round: int, client: Client, data: bytes) -> Payload | None:
-    upload = Payload.from_bytes(data)
-    return stress(fed.callbacks, "change_upload", upload, client=client, round=round, context=fed.context)
+def _stress_upload(fed: Federation, round: int, client: Client, hook: str, upload: T) -> T | None:
+    return stress(fed.callbacks, hook, upload, client=client, round=round, context=fed.context)
+
+
+def check_upload(fed: Federation, upload: Payload, client: Client, counted: Collection[int]) -> None:
+    """What no server may average, whatever the method.
+
+    Raises:
+        PayloadError: a second upload of one client, no examples, values that are not finite or whose squares would not be, or
+            whatever the method refuses.
+    """
+    if client.id in counted:
+        raise PayloadError("it is the second one of this round; a client counts once; send one")
+    check_magnitude(upload)
+    fed.method.check(upload, client)
+
+
+def check_magnitude(upload: Payload) -> None:
+    for name, value in upload.items():
+        if isinstance(value, Tensor) and value.is_floating_point() and not bool((value.abs() < EXPLODED).all()):
+            raise PayloadError(
+                f"entry {name!r} holds NaN, infinity or values of {EXPLODED:.1e} and more; uploads are finite; lower the lr"
+            )
+    if "examples" in upload:
+        examples = upload.tensor("examples")
+        if examples.numel() != 1 or examples.is_floating_point() or int(examples) < 1:
+            raise PayloadError(
+                f"examples {examples.tolist()}; the number of examples is one integer, 1 or more; send nothing without data"
+            )
+
+
+def aggregate(fed: Federation, round: int, uploads: dict[int, Payload]) -> None:
+    """The server's next state; it keeps its old one where the next would not be finite."""
+    before = dict(fed.method.server)
+    fed.method.aggregate(uploads)
+    broken = [name for name, tensor in fed.method.server.items() if not bool(torch.isfinite(tensor).all())]
+    if broken:
+        fed.method.server = before
+        log.warning("round %d: the server's next %s would not be finite; it keeps its last state", round, ", ".join(broken))
 
 
 def summarise(
@@ -150,8 +193,8 @@ def summarise(
 
 def evaluate(fed: Federation, record: RoundRecord) -> None:
     started = perf_counter()
-    metrics, probs, target = evaluation.test(fed.fabric, fed.method, fed.data)
-    record.metrics |= metrics | evaluation.validate(fed.fabric, fed.method, fed.data)
+    metrics, probs, target = evaluation.test(fed.fabric, fed.method, fed.data, fed.states)
+    record.metrics |= metrics | evaluation.validate(fed.fabric, fed.method, fed.data, fed.states)
     fed.fabric.call("on_evaluate", probs, target, record, fed.context)
     record.metrics["time/evaluate"] = perf_counter() - started
 

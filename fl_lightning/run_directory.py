@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-import csv
-import io
 import json
+import os
 import platform
+import re
+import shutil
 import subprocess
 from collections.abc import Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from typing import Any
 
-from fl_lightning.checkpoint import replace
+from fl_lightning.checkpoint import checkpoints_in, remove_checkpoint, replace
+from fl_lightning.errors import InputError
+from fl_lightning.tables import Mark, Table
 
 PACKAGES = ("fl_lightning", "torch", "torchvision", "timm", "lightning", "torchmetrics", "jsonargparse", "mlflow", "numpy")
 
@@ -23,38 +27,150 @@ class RunDirectory:
         self.path = path
         self.checkpoints = path / "checkpoints"
         self.figures = path / "figures"
+        self.tables = {"metrics": Table(path / "metrics.csv"), "ledger": Table(path / "ledger.csv")}
+        self._lock: int | None = None
 
     @classmethod
-    def create(cls, root: Path, experiment: str, name: str) -> RunDirectory:
-        """A new directory; a name that exists gets a number: nothing is overwritten."""
-        number = 1
-        while True:
-            path = root / experiment / (name if number == 1 else f"{name}-{number}")
-            try:
-                path.mkdir(parents=True)
-                break
-            except FileExistsError:
-                number += 1
-        run = cls(path)
-        run.checkpoints.mkdir()
-        run.figures.mkdir()
+    def create(cls, root: Path, experiment: str, name: str, files: Mapping[str, str]) -> RunDirectory:
+        """A new directory with these files in it, made aside and renamed: a run that can be seen has its configuration.
+
+        A name that exists gets a number: nothing is overwritten. Of two processes that want the same name, one gets it.
+        """
+        folder = root / experiment
+        aside = folder / f".{name}.{os.getpid()}.creating"
+        shutil.rmtree(aside, ignore_errors=True)
+        try:
+            for part in ("checkpoints", "figures"):
+                (aside / part).mkdir(parents=True)
+            for file, text in files.items():
+                replace(aside / file, text.encode())
+            run = cls(_claim(aside, folder, name))
+        except OSError:
+            shutil.rmtree(aside, ignore_errors=True)
+            raise
+        run.lock()
         return run
+
+    @property
+    def created(self) -> float:
+        """When the run was made, seconds since 1970."""
+        path = self.path / "partition.json"  # written once
+        return (path if path.exists() else self.path).stat().st_mtime
+
+    def lock(self) -> None:
+        """Until the process ends, nobody else may continue this run.
+
+        Raises:
+            InputError: another process is at it.
+        """
+        try:
+            import fcntl
+
+            self._lock = os.open(self.path, os.O_RDONLY)
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            self.unlock()
+            raise InputError(f"{self.path}; another process is writing this run; wait for it, or start a new run") from None
+        except (ImportError, OSError):  # a platform or a file system without locks
+            self.unlock()
+
+    def unlock(self) -> None:
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
+
+    def rewind(self, round: int, marks: Mapping[str, Mark], *, changed: bool) -> None:
+        """Go back to the end of ``round``.
+
+        Where that leaves later checkpoints behind, or the configuration has changed, they and the records as they were go to
+        ``superseded_<n>/``: nothing is lost.
+        """
+        self.figures.mkdir(exist_ok=True)
+        self.checkpoints.mkdir(exist_ok=True)
+        for leftover in self.checkpoints.glob(".*ing"):
+            shutil.rmtree(leftover, ignore_errors=True)
+        later = [path for path in checkpoints_in(self.checkpoints) if path.name > checkpoint_name(round)]
+        if later or changed:
+            aside = self._numbered("superseded")
+            for file in ("config.yaml", "metadata.json", "metrics.csv", "ledger.csv"):
+                if (self.path / file).exists():
+                    shutil.copy2(self.path / file, aside / file)
+            for checkpoint in later:
+                checkpoint.rename(aside / checkpoint.name)
+        for name, table in self.tables.items():
+            table.rewind(marks.get(name))
+
+    def _numbered(self, name: str) -> Path:
+        number = 1
+        while (path := self.path / f"{name}_{number}").exists():
+            number += 1
+        path.mkdir()
+        return path
+
+    def prune(self, keep: int, best: int) -> None:
+        """Remove all checkpoints but the ``keep`` newest and that of round ``best``."""
+        for old in checkpoints_in(self.checkpoints)[keep:]:
+            if old.name != checkpoint_name(best):
+                remove_checkpoint(old)
 
     def write(self, name: str, text: str) -> Path:
         replace(self.path / name, text.encode())
         return self.path / name
 
     def write_json(self, name: str, document: object) -> Path:
-        return self.write(name, json.dumps(document, indent=1, default=str) + "\n")
+        return self.write(name, to_json(document))
 
-    def write_history(self, history: Sequence[Mapping[str, float]]) -> Path:
-        """``metrics.csv``: one line per round; an empty cell where a round has no such metric."""
-        text = io.StringIO()
-        columns = dict.fromkeys(name for row in history for name in row)
-        writer = csv.DictWriter(text, list(columns), lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(history)
-        return self.write("metrics.csv", text.getvalue())
+    def read_json(self, name: str) -> dict[str, Any]:
+        """Empty when there is none, or it cannot be read."""
+        try:
+            document = json.loads((self.path / name).read_bytes())
+        except (OSError, ValueError):
+            return {}
+        return document if isinstance(document, dict) else {}
+
+    def figure(self, name: str) -> Path:
+        """Where a figure goes, without suffix.
+
+        Raises:
+            ValueError: the name leads out of the run directory.
+        """
+        if not is_plain_name(name):
+            raise ValueError(f"figure {name!r}; it names one file inside figures/; write a name without '/'")
+        return self.figures / name
+
+
+def _claim(aside: Path, folder: Path, name: str) -> Path:
+    """Give ``aside`` the first free name."""
+    number, path = 1, folder / name
+    while True:
+        if not os.path.lexists(path):
+            try:
+                return aside.rename(path)
+            except OSError:  # another process was faster, and its directory is not empty
+                if not os.path.lexists(path):
+                    raise
+        number += 1
+        path = folder / f"{name}-{number}"
+
+
+def checkpoint_name(round: int) -> str:
+    return f"round_{round:06d}"
+
+
+def is_plain_name(name: str) -> bool:
+    """Whether ``name`` names a file or a folder in the folder that it is put in, and nothing else; not a hidden one."""
+    return name != "" and Path(name).name == name and not re.search(r"^\.|[\\\x00-\x1f\x7f]", name)
+
+
+def to_json(document: object) -> str:
+    return json.dumps(document, indent=1, default=str) + "\n"
+
+
+def numbered(folder: Path, name: str) -> list[Path]:
+    """The runs called ``name``, ``name-2``, ``name-3`` ... in ``folder``, latest first."""
+    pattern = re.compile(rf"{re.escape(name)}(?:-(\d+))?")
+    found = [(int(match[1] or 1), path) for path in folder.glob("*") if path.is_dir() and (match := pattern.fullmatch(path.name))]
+    return [path for _, path in sorted(found, reverse=True)]
 
 
 def versions() -> dict[str, str]:
@@ -77,3 +193,8 @@ def git_state() -> dict[str, object]:
     except (OSError, subprocess.SubprocessError):
         return {"commit": None, "dirty": None}
     return {"commit": commit.stdout.strip(), "dirty": bool(status.stdout.strip())}
+
+
+def describe(command_line: Sequence[str]) -> dict[str, Any]:
+    """What ``metadata.json`` says of this machine and call; nothing of the environment."""
+    return {"git": git_state(), "versions": versions(), "command_line": list(command_line)}

@@ -19,6 +19,8 @@ from typing import Any, Literal
 from lightning.fabric.loggers import Logger
 from lightning.fabric.utilities.rank_zero import rank_zero_only
 
+from fl_lightning.redaction import redact
+
 log = logging.getLogger("fl_lightning")
 
 SQLITE = "sqlite:///"
@@ -43,6 +45,8 @@ class Tracking:
         run_dir: where the run's own files are; named when a logger fails.
         run_id: MLflow run to continue: it is set to running, steps that it has are not logged again, and parameters that
             differ from the recorded ones become tags ``changed.<name>``.
+        since: when ``run_dir`` was made (seconds since 1970), to continue a run whose id got lost: the default store is searched for
+            one that was made for this directory after that.
     """
 
     def __init__(
@@ -53,14 +57,15 @@ class Tracking:
         run_name: str,
         run_dir: Path,
         run_id: str | None = None,
+        since: float | None = None,
     ) -> None:
         given = [] if isinstance(logger, bool) else [logger] if isinstance(logger, Logger) else list(logger)
         active = getattr(rank_zero_only, "rank", 0) == 0
         self.experiment, self.run_name, self.run_dir = experiment, run_name, Path(run_dir)
         self.loggers: list[Logger] = given if active else []
         self._wants_default = active and logger is True
-        self._resume_id = run_id
-        self._logged_until = self._step = 0
+        self._resume_id, self._since = run_id, since
+        self._logged_until = self._summarised_at = self._step = 0
 
     @property
     def run_id(self) -> str | None:
@@ -81,12 +86,18 @@ class Tracking:
         flat, marks = flatten(params), {key: str(value)[:TAG_LENGTH] for key, value in tags.items()}
         if self._wants_default:
             uri = _absolute(os.environ.get("MLFLOW_TRACKING_URI") or DEFAULT_URI)
-            made = self._guarded(
-                f"MLflow at {uri}", lambda: _open_mlflow(uri, self.experiment, self.run_name, self._resume_id), START_LIMIT
-            )
+            made = self._guarded(f"MLflow at {redact(uri)}", lambda: self._open_default(uri), START_LIMIT)
             self.loggers += [made] if made is not None else []
         for logger in list(self.loggers):
             self._call(logger, self._begin, logger, flat, marks, limit=START_LIMIT)
+
+    def catch_up(self, history: Sequence[Mapping[str, float]]) -> None:
+        """Give MLflow the rounds that it lacks: it may have been told less than the run's own files when the run was killed."""
+        for row in history:
+            self._step = int(row["round"])
+            for logger in list(self.loggers):
+                if _is_mlflow(logger) and self._step > self._logged_until:
+                    self._call(logger, logger.log_metrics, {k: v for k, v in row.items() if k != "round"}, self._step)
 
     def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
         """The metrics of round ``step``: one call per logger, which for MLflow is one transaction of a few milliseconds."""
@@ -104,10 +115,16 @@ class Tracking:
     def finish(self, status: Status, summary: Mapping[str, float]) -> None:
         """Record ``summary`` at the last step and close the run."""
         for logger in list(self.loggers):
-            if summary:
+            if summary and not (_is_mlflow(logger) and self._summarised_at >= self._step):
                 self._call(logger, logger.log_metrics, dict(summary), self._step)
             ended = status if _is_mlflow(logger) else {"FINISHED": "success", "FAILED": "failed", "KILLED": "aborted"}[status]
             self._call(logger, logger.finalize, ended)
+
+    def _open_default(self, uri: str) -> Logger:
+        tags = {"run_dir": str(self.run_dir.absolute())}
+        if self._since is not None and self._resume_id is None:
+            self._resume_id = _lost_run(uri, self.experiment, tags["run_dir"], self._since)
+        return _open_mlflow(uri, self.experiment, self.run_name, self._resume_id, tags)
 
     def _begin(self, logger: Any, params: dict[str, str], tags: dict[str, str]) -> None:
         if not _is_mlflow(logger):
@@ -123,7 +140,7 @@ class Tracking:
         if self._resume_id == run_id:
             client.update_run(run_id, status="RUNNING")
             known = client.get_run(run_id).data.params
-            self._logged_until = _last_step(client, run_id)
+            self._logged_until, self._summarised_at = _last_steps(client, run_id)
         cut = {key[:KEY_LENGTH]: _cut(value, PARAM_LENGTH) for key, value in params.items()}
         changed = {f"changed.{k}"[:KEY_LENGTH]: _cut(v, TAG_LENGTH) for k, v in cut.items() if known.get(k, v) != v}
         new = [Param(key, value) for key, value in cut.items() if key not in known]
@@ -135,7 +152,7 @@ class Tracking:
 
     def _call(self, logger: Logger, function: Callable[..., Any], *args: Any, limit: float | None = None) -> None:
         uri = getattr(logger, "_tracking_uri", None)
-        name = f"MLflow at {uri}" if uri else type(logger).__name__
+        name = f"MLflow at {redact(uri)}" if uri else type(logger).__name__
         failed = object()
         if self._guarded(name, lambda: function(*args), limit or CALL_LIMIT, otherwise=failed) is failed:
             self.loggers.remove(logger)
@@ -194,21 +211,37 @@ def _prepare_mlflow() -> None:
     logging.getLogger("lightning.pytorch.loggers.mlflow").setLevel(logging.ERROR)  # announces every new experiment
 
 
-def _open_mlflow(uri: str, experiment: str, run_name: str, run_id: str | None) -> Logger:
+def _lost_run(uri: str, experiment: str, run_dir: str, since: float) -> str | None:
+    """The run that was made for this directory by a process that was killed before it could note the run's id."""
+    if uri.startswith(SQLITE) and not Path(uri.removeprefix(SQLITE).partition("?")[0]).exists():
+        return None
+    with _database(uri):
+        _prepare_mlflow()
+        from mlflow import MlflowClient
+
+        client = MlflowClient(uri)
+        found = client.get_experiment_by_name(experiment)
+        if found is None or "'" in run_dir:
+            return None
+        runs = client.search_runs([found.experiment_id], f"tags.run_dir = '{run_dir}'", order_by=["attributes.start_time DESC"])
+        return next((run.info.run_id for run in runs if run.info.start_time >= 1000 * (since - 1)), None)
+
+
+def _open_mlflow(uri: str, experiment: str, run_name: str, run_id: str | None, tags: Mapping[str, str]) -> Logger:
     """Lightning's MLflow logger with its run created; one process at a time creates the database."""
     with _database(uri) as local:
         _prepare_mlflow()
         from lightning.pytorch.loggers import MLFlowLogger
 
         place = Path("mlartifacts").resolve().as_uri() if local else None
-        logger = MLFlowLogger(experiment, run_name, uri, run_id=run_id, artifact_location=place)
+        logger = MLFlowLogger(experiment, run_name, uri, tags=dict(tags), run_id=run_id, artifact_location=place)
         try:
             logger.run_id  # noqa: B018  (creates the experiment and the run, or finds the run)
         except Exception as error:
             if run_id is None or getattr(error, "error_code", "") != "RESOURCE_DOES_NOT_EXIST":
                 raise
             log.warning("MLflow at %s has no run %s to continue; the rounds from here on go to a new run", uri, run_id)
-            logger = MLFlowLogger(experiment, run_name, uri, artifact_location=place)
+            logger = MLFlowLogger(experiment, run_name, uri, tags=dict(tags), artifact_location=place)
             logger.run_id  # noqa: B018
         return logger
 
@@ -251,10 +284,13 @@ def _run_id(logger: Any) -> str | None:
     return logger._run_id  # run_id would open the store
 
 
-def _last_step(client: Any, run_id: str) -> int:
-    """Last round in the store; a round is one transaction, so it is there as a whole or not at all."""
-    rounds = [name for name in client.get_run(run_id).data.metrics if not name.startswith("final/")]
-    return max((metric.step for name in rounds for metric in client.get_metric_history(run_id, name)), default=0)
+def _last_steps(client: Any, run_id: str) -> tuple[int, int]:
+    """Last round in the store, and the one at which ``final/*`` stands; each is one transaction, there as a whole or not at all."""
+    rounds, summary = [0], [0]
+    for name in client.get_run(run_id).data.metrics:
+        steps = summary if name.startswith("final/") else rounds
+        steps += [metric.step for metric in client.get_metric_history(run_id, name)]
+    return max(rounds), max(summary)
 
 
 def _cut(value: str, length: int) -> str:

@@ -155,7 +155,8 @@ def test_validation_split() -> None:
     data = ready(num_clients=40, partition=Dirichlet(0.1, min_size=0), val_fraction=0.05)
     for id, shard in enumerate(data._shards):
         client = data.client(id)
-        assert sorted([*client.train, *client.val]) == shard.tolist()
+        assert sorted([*client.train, *client.val]) == sorted(shard)
+        assert sorted(client.train) == client.train.tolist()
         assert len(client.val) == (0 if len(shard) < 2 else max(round(0.05 * len(shard)), 1))
         assert len(client.train) >= min(len(shard), 1)
     assert all(len(ready(val_fraction=0).client(id).val) == 0 for id in range(10))

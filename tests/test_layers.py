@@ -10,9 +10,9 @@ import pytest
 ROOT = Path(__file__).parent.parent
 LAYERS = [
     {"cli", "__main__", "commands", "cli_errors", "cli_types", "cli_input"},
-    {"study"},
+    {"study", "conformance"},
     {"trainer"},
-    {"resume", "run_directory", "checkpoint", "tracking"},
+    {"resume", "run_directory", "follower", "checkpoint", "tables", "tracking", "redaction", "interrupts"},
     {"loop"},
     {"evaluation"},
     {"engines"},

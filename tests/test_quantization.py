@@ -80,10 +80,10 @@ def test_group_norms_by_hand():
 
 def test_regulariser_has_the_papers_size():
     """METHODS.md 4: ResNet-20 with half the bits set gives about 457 / 1826 / 7305 at N = 2 / 4 / 8."""
-    from fl_lightning.methods.fedmpq import _quantized_layers
+    from fl_lightning.methods.quantized import quantized_layers
     from fl_lightning.models import build_network
 
-    sizes = [w.numel() for w in _quantized_layers(build_network("resnet20", 10, (3, 32, 32)), True).values()]
+    sizes = [w.numel() for w in quantized_layers(build_network("resnet20", 10, (3, 32, 32)), True).values()]
     for bits, expected in ((2, 457), (4, 1826), (8, 7305)):
         total = sum(n * bits * bits * np.sqrt(n / 2) for n in sizes) / sum(sizes)
         assert abs(total - expected) / expected < 0.02

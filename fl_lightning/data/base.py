@@ -67,7 +67,9 @@ class FederatedData(LightningDataModule, ABC):
         require(batch_size >= 1, f"batch_size={batch_size}", "a batch has at least one example", "write e.g. 64")
         require(0 <= val_fraction < 1, f"val_fraction={val_fraction}", "a share in [0, 1)", "write e.g. 0.05, or 0 for none")
         self.dataset, self.num_clients, self.partition = dataset, num_clients, partition
-        require(public_examples >= 0, f"public_examples={public_examples}", "a public set has 0 or more examples", "write 0 for none")
+        require(
+            public_examples >= 0, f"public_examples={public_examples}", "a public set has 0 or more examples", "write 0 for none"
+        )
         self.batch_size, self.val_fraction = batch_size, val_fraction
         self.public_examples, self.public_dataset = public_examples, public_dataset
         self.public = np.empty(0, np.int64)
@@ -94,8 +96,12 @@ class FederatedData(LightningDataModule, ABC):
         label = self.train_target.cpu().numpy()
         self.public = self._draw_public(seed)
         own = np.arange(len(label)) if self.public_dataset else np.delete(np.arange(len(label)), self.public)
-        self._shards = [own[part] for part in self.partition(label[own], self.num_clients, seed)]
-        assert self.public_dataset or not np.isin(np.concatenate(self._shards), self.public).any(), "a client holds public examples"
+        for cached in ("sizes", "_all_validation"):  # of another seed
+            self.__dict__.pop(cached, None)
+        self._shards = [self._split(id, own[part]) for id, part in enumerate(self.partition(label[own], self.num_clients, seed))]
+        assert self.public_dataset or not np.isin(np.concatenate(self._shards), self.public).any(), (
+            "a client holds public examples"
+        )
         self.move(torch.device(device))
 
     def _draw_public(self, seed: int) -> np.ndarray:
@@ -103,9 +109,16 @@ class FederatedData(LightningDataModule, ABC):
         pool, size = self.public_pool(), self.public_examples
         if self.public_dataset:
             size = size or pool
-            require(size <= pool, f"public_examples={size}", f"{self.public_dataset} has {pool}", f"write 1 to {pool}, or 0 for all")
+            require(
+                size <= pool, f"public_examples={size}", f"{self.public_dataset} has {pool}", f"write 1 to {pool}, or 0 for all"
+            )
         else:
-            require(size < pool, f"public_examples={size}", f"{pool} training examples leave none to clients", f"write fewer than {pool}")
+            require(
+                size < pool,
+                f"public_examples={size}",
+                f"{pool} training examples leave none to clients",
+                f"write fewer than {pool}",
+            )
         return np.sort(stream(seed, "public").choice(pool, size, replace=False, shuffle=False)).astype(np.int64)
 
     def public_pool(self) -> int:
@@ -132,12 +145,15 @@ class FederatedData(LightningDataModule, ABC):
     def client(self, id: int, state: dict[str, Tensor] | None = None) -> Client:
         """Client ``id`` with its training and validation indices, and the ``state`` that the caller keeps for it."""
         assert 0 <= id < len(self._shards), f"client {id} of {len(self._shards)}: distribute() comes first"
-        shard = self._shards[id]
+        shard, held_out = self._shards[id], self._held_out(len(self._shards[id]))
+        return Client(id=id, train=shard[held_out:], val=shard[:held_out], state={} if state is None else state)
+
+    def _split(self, id: int, shard: np.ndarray) -> np.ndarray:
+        """Validation examples first, then the training examples, each in order. Once: with 100 000 clients it takes seconds."""
         held_out = self._held_out(len(shard))
         if held_out:
             shard = stream(self.seed, "validation", client=id).permutation(shard)
-        train, val = np.sort(shard[held_out:]), np.sort(shard[:held_out])
-        return Client(id=id, train=train, val=val, state={} if state is None else state)
+        return np.concatenate([np.sort(shard[:held_out]), np.sort(shard[held_out:])])
 
     @cached_property
     def sizes(self) -> np.ndarray:
@@ -185,15 +201,23 @@ class FederatedData(LightningDataModule, ABC):
         for index in torch.arange(len(self.test_target), device=self.device).split(batch_size):
             yield self.inputs("test", index), self.test_target[index]
 
-    def val_batches(self, clients: Iterable[Client], batch_size: int = 512) -> Iterator[tuple[Any, Tensor, Tensor]]:
-        """Validation examples of these clients with ``owner`` int64 ``[B]``, the client's id; a batch may span clients."""
-        held = [(client.id, client.val) for client in clients if len(client.val)]
-        if not held:
-            return
-        index_all = self._to_device(np.concatenate([val for _, val in held]))
-        owner_all = self._to_device(np.repeat([id for id, _ in held], [len(val) for _, val in held]))
+    def val_batches(self, clients: Iterable[Client] | None = None, batch_size: int = 512) -> Iterator[tuple[Any, Tensor, Tensor]]:
+        """Validation examples of these clients, or of all, with ``owner`` int64 ``[B]``, the client's id; a batch may span clients."""
+        index_all, owner_all = self._all_validation if clients is None else self._validation_of(clients)
         for index, owner in zip(index_all.split(batch_size), owner_all.split(batch_size), strict=True):
-            yield self.inputs("train", index), self.train_target[index], owner
+            if len(index):
+                yield self.inputs("train", index), self.train_target[index], owner
+
+    @cached_property
+    def _all_validation(self) -> tuple[Tensor, Tensor]:
+        """Once: with 100 000 clients it takes half a second."""
+        return self._validation_of(self._clients())
+
+    def _validation_of(self, clients: Iterable[Client]) -> tuple[Tensor, Tensor]:
+        held = [(client.id, client.val) for client in clients]
+        index = np.concatenate([val for _, val in held]) if held else np.empty(0, np.int64)
+        owner = np.repeat(np.array([id for id, _ in held], np.int64), [len(val) for _, val in held])
+        return self._to_device(index), self._to_device(owner)
 
     def _to_device(self, array: np.ndarray) -> Tensor:
         return torch.from_numpy(array).to(self.device)

@@ -93,7 +93,12 @@ class FederatedImages(FederatedData):
             f"write 1 to {self.side}",
         )
         if public_dataset is not None:
-            require(public_dataset in DATASETS, f"public_dataset={public_dataset!r}", f"one of {', '.join(DATASETS)}", "write null for a slice")
+            require(
+                public_dataset in DATASETS,
+                f"public_dataset={public_dataset!r}",
+                f"one of {', '.join(DATASETS)}",
+                "write null for a slice",
+            )
             require(
                 public_dataset != dataset,
                 f"public_dataset={public_dataset!r} for dataset={dataset!r}",

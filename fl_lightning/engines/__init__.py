@@ -1,4 +1,5 @@
 from fl_lightning.engines.base import ClientResult, Engine, Order
+from fl_lightning.engines.ranks import RankedEngine
 from fl_lightning.engines.sequential import SequentialEngine
 
-__all__ = ["ClientResult", "Engine", "Order", "SequentialEngine"]
+__all__ = ["ClientResult", "Engine", "Order", "RankedEngine", "SequentialEngine"]

@@ -1,8 +1,34 @@
+from fl_lightning.methods.aqfl import AQFL
+from fl_lightning.methods.averaging import Average, CoordinateMedian, NormClipping, TrimmedMean, WeightedMean
 from fl_lightning.methods.base import Method
 from fl_lightning.methods.fedavg import FedAvg
 from fl_lightning.methods.fedkd import FedKD
+from fl_lightning.methods.fedmosaic import FedMosaic
 from fl_lightning.methods.fedmpq import FedMPQ
 from fl_lightning.methods.fedmpqkd import FedMPQKD
+from fl_lightning.methods.fedntd import FedNTD
+from fl_lightning.methods.fedpq import FedPQ
+from fl_lightning.methods.fedprox import FedProx
+from fl_lightning.methods.qfedavg import QFedAvg
 from fl_lightning.methods.schedules import CosineSchedule, LinearSchedule
 
-__all__ = ["CosineSchedule", "FedAvg", "FedKD", "FedMPQ", "FedMPQKD", "LinearSchedule", "Method"]
+__all__ = [
+    "AQFL",
+    "Average",
+    "CoordinateMedian",
+    "CosineSchedule",
+    "FedAvg",
+    "FedKD",
+    "FedMPQ",
+    "FedMPQKD",
+    "FedMosaic",
+    "FedNTD",
+    "FedPQ",
+    "FedProx",
+    "LinearSchedule",
+    "Method",
+    "NormClipping",
+    "QFedAvg",
+    "TrimmedMean",
+    "WeightedMean",
+]

@@ -11,7 +11,7 @@ in turn, so after ``receive`` nothing of another client may be left; what a clie
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -24,6 +24,8 @@ from torch.optim import SGD, Optimizer
 from fl_lightning import rng
 from fl_lightning.client import Client
 from fl_lightning.data import FederatedData
+from fl_lightning.methods.averaging import WEIGHTED_MEAN, Average
+from fl_lightning.methods.averaging import weighted_mean as weighted_mean
 from fl_lightning.models import build_network
 from fl_lightning.wire import Layout, Payload, PayloadError
 
@@ -38,18 +40,29 @@ class Method(LightningModule):
         network: name of a network (``small_cnn``, ``resnet20``, ``mobilenetv2``, ``vit_small``, any timm model), or a class whose first
             argument is the number of classes.
         optimizer: the clients' local optimiser, built anew for each client and round. Default: SGD, lr 0.05, momentum 0.9.
+        average: how the server averages its clients' weights: ``WeightedMean``, or one that survives hostile clients:
+            ``CoordinateMedian``, ``TrimmedMean``, ``NormClipping``.
     """
 
     personalised: bool = False
     """True when each client has a model of its own to evaluate."""
 
+    growing: frozenset[str] = frozenset()
+    """Tensors of ``server`` with a row for each client heard of; the others keep the shape that ``build`` gave them."""
+
     seed: int = 0
     round: int = 0
 
-    def __init__(self, network: NetworkCallable | str = "small_cnn", optimizer: OptimizerCallable | None = None) -> None:
+    def __init__(
+        self,
+        network: NetworkCallable | str = "small_cnn",
+        optimizer: OptimizerCallable | None = None,
+        average: Average = WEIGHTED_MEAN,
+    ) -> None:
         super().__init__()
         self.network_spec = network
         self.optimizer_spec = optimizer
+        self.average = average
         self.server: dict[str, Tensor] = {}
 
     # Both halves
@@ -85,8 +98,12 @@ class Method(LightningModule):
         return F.cross_entropy(outputs, target)
 
     def configure_optimizers(self) -> Optimizer:
-        trainable = [p for p in self.parameters() if p.requires_grad]
+        trainable = self.trainable()
         return self.optimizer_spec(trainable) if self.optimizer_spec else SGD(trainable, lr=0.05, momentum=0.9)
+
+    def trainable(self) -> Iterable[nn.Parameter]:
+        """What the local optimiser steps on. Override where the module holds parameters of clients other than this one's kind."""
+        return [p for p in self.parameters() if p.requires_grad]
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         """After each optimiser step: projections, teacher refreshes."""
@@ -108,19 +125,30 @@ class Method(LightningModule):
             PayloadError: a value that is not finite, or an entry that is missing or of the wrong size.
         """
         check_finite(upload)
-        self.layout.unpack(upload.tensor("weights"))
+        self.layout.unpack(self.decode(upload))
+
+    def decode(self, upload: Payload) -> Tensor:
+        """What this client's weights are after its round, as one vector of ``layout``; the server still has those that it broadcast.
+
+        Raises:
+            PayloadError: an entry that is missing or of the wrong size.
+        """
+        return upload.tensor("weights")
 
     def aggregate(self, uploads: Mapping[int, Payload]) -> None:
         """Make the next server state from what came back: client id -> payload, in cohort order, never empty."""
-        weights = shares(uploads.values())
-        self.server["weights"] = weighted_mean([upload.tensor("weights") for upload in uploads.values()], weights)
+        vectors = [self.decode(upload) for upload in uploads.values()]
+        self.server["weights"] = self.average(vectors, shares(uploads.values()), self.server["weights"])
 
     def server_metrics(self) -> dict[str, float]:
         """What the server knows of its own state, logged once a round."""
         return {"bits/average": 32.0}
 
     def deploy(self, client: Client | None = None) -> nn.Module:
-        """The network that is evaluated, images to logits: the global one, or this client's when the method is personalised."""
+        """The network that is evaluated, images to logits: the global one, or this client's when the method is personalised.
+
+        That one is put together by the client, so it may read ``client.state``; no other half of the server may.
+        """
         self.layout.write(self.network, self.server["weights"])
         return self.network
 
@@ -145,11 +173,3 @@ def shares(uploads: Iterable[Payload]) -> list[float]:
     """n_k / sum n_k over the clients that returned."""
     examples = [int(upload.tensor("examples")) for upload in uploads]
     return [n / sum(examples) for n in examples]
-
-
-def weighted_mean(vectors: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
-    """Sum of w_k v_k, added up in float64 in the order given, so that the result does not depend on who computed what; float32."""
-    total = torch.zeros(vectors[0].shape, dtype=torch.float64)
-    for vector, weight in zip(vectors, weights, strict=True):
-        total.add_(vector, alpha=weight)
-    return total.to(torch.float32)

@@ -1,4 +1,4 @@
-"""FedKD: distillation through soft labels on a public set P (FedMD, Li & Wang, 2019; DS-FL, Itahara et al., 2020; CFD, Sattler et al., 2020).
+"""FedKD: distillation through soft labels on a public set P (FedMD, Li & Wang 2019; DS-FL, Itahara et al. 2020; CFD, Sattler et al. 2020).
 
     client k:  receive p, minimise T^2 KL(p || softmax(z / T)) on P, then L_task on its own examples, send p_k = softmax(z(P) / T)
     server:    p = sum_k n_k p_k / sum_k n_k,  sharpened: p = softmax(p / tau)  (DS-FL's entropy reduction aggregation, tau 0.1)
@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_map
 from fl_lightning import rng
 from fl_lightning.client import Client
 from fl_lightning.data import FederatedData
-from fl_lightning.methods.base import Method, check_finite, examples_of, shares, weighted_mean
+from fl_lightning.methods.base import Method, check_finite, examples_of, shares
 from fl_lightning.wire import Payload, PayloadError
 
 
@@ -33,8 +33,9 @@ class FedKD(Method):
 
     Args:
         temperature: T that softens every soft label, above 0.
-        distill_epochs: passes over the public set that a client makes each round before it trains, and the server's student after; at
-            least 1, or 0 with ``average_weights``, which is FedAvg that also pays for soft labels.
+        distill_epochs: passes over the public set that a client makes each round before it trains, 0 or more.
+        server_epochs: passes over the public set that the server's student makes each round, at least 1, or 0 with ``average_weights``;
+            then, with ``distill_epochs`` 0 too, the method is FedAvg that also pays for soft labels.
         sharpen: temperature tau of entropy reduction of the averaged soft labels, above 0; 0.1 in DS-FL; null: they stay as they are.
         average_weights: whether weights travel and are averaged as in FedAvg too; clients then keep nothing, and the server's student
             starts each round from the average.
@@ -45,6 +46,7 @@ class FedKD(Method):
         self,
         temperature: float = 1.0,
         distill_epochs: int = 1,
+        server_epochs: int = 1,
         sharpen: float | None = None,
         average_weights: bool = False,
         **settings: Any,
@@ -54,12 +56,15 @@ class FedKD(Method):
             raise ValueError(f"--model.temperature {temperature}; a temperature is above 0; write --model.temperature 1")
         if sharpen is not None and not sharpen > 0:
             raise ValueError(f"--model.sharpen {sharpen}; a temperature is above 0, or null; write --model.sharpen 0.1")
-        if distill_epochs < (0 if average_weights else 1):
+        if distill_epochs < 0:
+            raise ValueError(f"--model.distill_epochs {distill_epochs}; passes are 0 or more; write --model.distill_epochs 1")
+        if server_epochs < (0 if average_weights else 1):
             raise ValueError(
-                f"--model.distill_epochs {distill_epochs}; without it nothing is learnt from the others; write --model.distill_epochs 1"
+                f"--model.server_epochs {server_epochs}; a student makes 1 pass or more; write --model.server_epochs 1"
             )
         self.temperature = temperature
         self.distill_epochs = distill_epochs
+        self.server_epochs = server_epochs
         self.sharpen = sharpen
         self.average_weights = average_weights
 
@@ -73,7 +78,11 @@ class FedKD(Method):
         self.public_data = data
         self.initial = self.server["weights"]
         self.received: Tensor | None = None
-        self.server["soft_labels"] = torch.empty(0, self._outputs(data))
+        classes = self._outputs(data)
+        self.server |= {
+            "soft_labels": torch.full((len(data.public), classes), 1 / classes),
+            "aggregated": torch.zeros(1, dtype=torch.int32),
+        }
 
     def _outputs(self, data: FederatedData) -> int:
         """C, as the network has it."""
@@ -91,12 +100,14 @@ class FedKD(Method):
     def local_batches(self, data: FederatedData, client: Client, *, epochs: int, labels: Tensor, steps: int) -> Iterator[Any]:
         """Public inputs with their soft labels float ``[B, C]``, then the client's own with labels int64 ``[B]``."""
         if self.received is not None:
-            yield from self._public_batches(data, self.received, client)
+            yield from self._public_batches(data, self.received, self.distill_epochs, client)
         yield from super().local_batches(data, client, epochs=epochs, labels=labels, steps=steps)
 
-    def _public_batches(self, data: FederatedData, soft_labels: Tensor, client: Client | None) -> Iterator[tuple[Any, Tensor]]:
+    def _public_batches(
+        self, data: FederatedData, soft_labels: Tensor, epochs: int, client: Client | None = None
+    ) -> Iterator[tuple[Any, Tensor]]:
         order = self.stream("public_batches", client)
-        for _ in range(self.distill_epochs):
+        for _ in range(epochs):
             for inputs, position in data.public_batches(order):
                 yield inputs, soft_labels[position]
 
@@ -127,13 +138,12 @@ class FedKD(Method):
     # The server's half
 
     def broadcast(self, client: Client) -> Payload:
-        known = len(self.server["soft_labels"]) > 0
-        message = {"soft_labels": self.server["soft_labels"]} if known else {}
+        message = {"soft_labels": self.server["soft_labels"]} if self.server["aggregated"] else {}
         return Payload(message | ({"weights": self.server["weights"]} if self.average_weights else {}))
 
     def check(self, upload: Payload, client: Client) -> None:
         check_finite(upload)
-        shape = (len(self.public_data.public), self.server["soft_labels"].shape[1])
+        shape = tuple(self.server["soft_labels"].shape)
         if upload.tensor("soft_labels").shape != shape:
             raise PayloadError(
                 f"soft labels of client {client.id} of shape {tuple(upload.tensor('soft_labels').shape)}; the public set has {shape}; "
@@ -143,20 +153,24 @@ class FedKD(Method):
             self.layout.unpack(upload.tensor("weights"))
 
     def aggregate(self, uploads: Mapping[int, Payload]) -> None:
-        soft_labels = weighted_mean([upload.tensor("soft_labels") for upload in uploads.values()], shares(uploads.values()))
-        self.server["soft_labels"] = soft_labels if self.sharpen is None else torch.softmax(soft_labels / self.sharpen, dim=1)
+        sent = [upload.tensor("soft_labels") for upload in uploads.values()]
+        start = self.server["soft_labels"]
+        mean = self.average([p.flatten() for p in sent], shares(uploads.values()), start.flatten()).view_as(start)
+        self.server["soft_labels"] = mean if self.sharpen is None else torch.softmax(mean / self.sharpen, dim=1)
+        self.server["aggregated"] = torch.ones_like(self.server["aggregated"])
         if self.average_weights:
             super().aggregate(uploads)
-        if self.distill_epochs:
+        if self.server_epochs:
             self.server["weights"] = self._distilled(self.server["weights"])
 
     def _distilled(self, weights: Tensor) -> Tensor:
         """The student that starts from ``weights``, after this round's passes over the public set."""
         self.layout.write(self.network, weights)
         self.train()
+        soft_labels = self.server["soft_labels"].to(self.device)
         optimizer = self.configure_optimizers()
         with rng.torch_stream(self.seed, "dropout", self.round, -1):
-            for batch in self._public_batches(self.public_data, self.server["soft_labels"].to(self.device), None):
+            for batch in self._public_batches(self.public_data, soft_labels, self.server_epochs):
                 optimizer.zero_grad()
                 self.training_step(batch)["loss"].backward()
                 optimizer.step()

@@ -17,12 +17,14 @@ from torch.func import functional_call
 
 from fl_lightning.client import Client
 from fl_lightning.data import FederatedData
-from fl_lightning.methods.base import Method, check_finite, examples_of, shares, weighted_mean
-from fl_lightning.quantization import Quantized, allocate_bits, average_bits, prune, quantize
+from fl_lightning.methods.averaging import weighted_mean
+from fl_lightning.methods.base import Method, examples_of, shares
+from fl_lightning.methods.quantized import LayerCodec, check_budgets, encode_layers
+from fl_lightning.quantization import allocate_bits, average_bits, prune, quantize
 from fl_lightning.quantization.activations import quantize_activations
 from fl_lightning.quantization.allocation import MAX_BITS
 from fl_lightning.quantization.planes import PLANE_MAX, from_planes, gain, group_norms, scale_gradient, to_planes, units
-from fl_lightning.wire import Codes, Layout, Payload, PayloadError
+from fl_lightning.wire import Codes, Payload
 
 
 class FedMPQ(Method):
@@ -57,16 +59,17 @@ class FedMPQ(Method):
         **settings: Any,
     ) -> None:
         super().__init__(**settings)
-        budgets = bits if isinstance(bits, list) else [bits]
-        if not budgets or not all(1 <= b <= MAX_BITS for b in budgets):
-            raise ValueError(f"--model.bits {bits}; a budget is 1 to {MAX_BITS} bits per weight; write --model.bits 4")
+        self.budgets = check_budgets(bits)
         if not lambda_b >= 0:
             raise ValueError(f"--model.lambda_b {lambda_b}; a regulariser weighs 0 or more; write --model.lambda_b 0.01")
         if not 0 <= prune_threshold < 1:
-            raise ValueError(f"--model.prune_threshold {prune_threshold}; it is a share in [0, 1); write --model.prune_threshold 0.02")
+            raise ValueError(
+                f"--model.prune_threshold {prune_threshold}; it is a share in [0, 1); write --model.prune_threshold 0.02"
+            )
         if activation_bits is not None and not 1 <= activation_bits <= MAX_BITS:
-            raise ValueError(f"--model.activation_bits {activation_bits}; 1 to {MAX_BITS} bits, or null; write --model.activation_bits 4")
-        self.budgets = budgets
+            raise ValueError(
+                f"--model.activation_bits {activation_bits}; 1 to {MAX_BITS} bits, or null; write --model.activation_bits 4"
+            )
         self.lambda_b = lambda_b
         self.prune_threshold = prune_threshold
         self.rounding = rounding
@@ -76,21 +79,15 @@ class FedMPQ(Method):
         self.quantise_shortcuts = quantise_shortcuts
 
     def build(self, data: FederatedData) -> None:
-        if len(self.budgets) not in (1, data.num_clients):
-            raise ValueError(
-                f"--model.bits with {len(self.budgets)} budgets for {data.num_clients} clients; one number, or one for each client; "
-                f"write --model.bits 4 or a list of {data.num_clients}"
-            )
+        check_budgets(self.budgets, data.num_clients)
         super().build(data)
-        layers = _quantized_layers(self.network, self.quantise_shortcuts)
-        self.layers = list(layers)
-        self.rest = Layout.of(self.network, include=lambda name: name not in layers)
-        self.layer_shapes = [self.layout.shapes[name] for name in self.layers]
-        self.layer_sizes = [shape.numel() for shape in self.layer_shapes]
-        for weight in layers.values():
+        self.codec = LayerCodec(self.network, self.layout, self.quantise_shortcuts)
+        self.layers, self.rest = self.codec.names, self.codec.rest
+        self.layer_shapes, self.layer_sizes = self.codec.shapes, self.codec.sizes
+        for weight in self.codec.weights.values():
             weight.requires_grad_(False)
         if self.activation_bits is not None:
-            quantize_activations(self.network, layers, self.activation_bits)
+            quantize_activations(self.network, self.layers, self.activation_bits)
         self.layer_bits: list[int] = []
         self.planes = nn.Parameter(torch.empty(0))
         self.register_buffer("scales", torch.zeros(len(self.layers)))
@@ -100,11 +97,13 @@ class FedMPQ(Method):
     # The client's half
 
     def receive(self, message: Payload, client: Client) -> None:
-        weights = self._decode(message, sender="server")
+        weights = self.codec.decode(message, sender="server")
         self.layout.write(self.network, weights)
         self.layer_bits = message.codes("bits").values.tolist()
         tensors = self.layout.unpack(weights.to(self.device))
-        planes, scales = zip(*(to_planes(tensors[name], n) for name, n in zip(self.layers, self.layer_bits, strict=True)), strict=True)
+        planes, scales = zip(
+            *(to_planes(tensors[name], n) for name, n in zip(self.layers, self.layer_bits, strict=True)), strict=True
+        )
         self.planes = nn.Parameter(torch.cat([p.flatten() for p in planes]))
         self.scales = torch.stack(scales)
 
@@ -146,7 +145,7 @@ class FedMPQ(Method):
             values = units(planes) * (scale / (2**bits - 1))
             grown = max(float(scale), float(values.abs().max()))
             layers.append(prune(quantize(values, bits, grown, noise), self.prune_threshold))
-        return Payload({"examples": examples_of(client), **_encode(layers), "rest": self.rest.read(self.network)})
+        return Payload({"examples": examples_of(client), **encode_layers(layers), "rest": self.rest.read(self.network)})
 
     # The server's half
 
@@ -157,11 +156,10 @@ class FedMPQ(Method):
         bits = self._allocate(self.budget(client))
         if self.download == "full":
             return Payload({"bits": Codes(torch.tensor(bits), 4), "weights": self.server["weights"]})
-        return self._quantize_server(bits)
+        return self.codec.encode(self.server["weights"], bits)
 
-    def check(self, upload: Payload, client: Client) -> None:
-        check_finite(upload)
-        self._decode(upload, sender=f"client {client.id}")
+    def decode(self, upload: Payload) -> Tensor:
+        return self.codec.decode(upload, sender="a client")
 
     def aggregate(self, uploads: Mapping[int, Payload]) -> None:
         """W_{t+1} from the de-quantised uploads; b_l and Delta_l weighted by n_k * budget_k."""
@@ -172,7 +170,7 @@ class FedMPQ(Method):
         sent = [upload.codes("bits").values for upload in uploads.values()]
         removed = [torch.tensor(self._allocate(b)) - n for b, n in zip(budgets, sent, strict=True)]
         self.server = {
-            "weights": weighted_mean([self._decode(upload, sender="client") for upload in uploads.values()], weights),
+            "weights": self.average([self.decode(upload) for upload in uploads.values()], weights, self.server["weights"]),
             "bits": weighted_mean(sent, by_budget).round().to(torch.int32).clamp(1, MAX_BITS),
             "delta": (1 + weighted_mean(removed, by_budget)).round().to(torch.int32).clamp_min(1),
             "aggregated": torch.ones(1, dtype=torch.int32),
@@ -183,8 +181,8 @@ class FedMPQ(Method):
 
     def deploy(self, client: Client | None = None) -> nn.Module:
         """W_t on the grid (nearest) at the bit-widths that the mean budget gives."""
-        payload = self._quantize_server(self._allocate(self._mean_budget()))
-        self.layout.write(self.network, self._decode(payload, sender="server"))
+        payload = self.codec.encode(self.server["weights"], self._allocate(self._mean_budget()))
+        self.layout.write(self.network, self.codec.decode(payload, sender="server"))
         return self.network
 
     # Between the two
@@ -197,42 +195,3 @@ class FedMPQ(Method):
         if not self.server["aggregated"]:
             return [int(budget)] * len(self.layers)
         return allocate_bits(self.layer_sizes, self.server["bits"].tolist(), self.server["delta"].tolist(), budget)
-
-    def _quantize_server(self, bits: list[int]) -> Payload:
-        tensors = self.layout.unpack(self.server["weights"])
-        layers = [quantize(tensors[name], n) for name, n in zip(self.layers, bits, strict=True)]
-        return Payload({**_encode(layers), "rest": self.rest.pack(tensors)})
-
-    def _decode(self, payload: Payload, sender: str) -> Tensor:
-        """The weights in a payload, de-quantised where they are codes, as one vector of ``layout``."""
-        if "weights" in payload:
-            return payload.tensor("weights")
-        tensors = self.rest.unpack(payload.tensor("rest"))
-        bits, scales = payload.codes("bits").values.tolist(), payload.tensor("scales").tolist()
-        if len(bits) != len(self.layers) or len(scales) != len(self.layers) or not all(1 <= n <= MAX_BITS for n in bits):
-            raise PayloadError(f"an upload of {sender} with bits {bits} for {len(self.layers)} layers; 1 to {MAX_BITS} for each; encode it again")
-        for layer, name in enumerate(self.layers):
-            codes, shape = payload.codes(f"w{layer}"), self.layer_shapes[layer]
-            if codes.bits != bits[layer] + 1 or codes.values.numel() != shape.numel():
-                raise PayloadError(f"codes of {sender} for {name} of the wrong size; {shape.numel()} of {bits[layer] + 1} bits; encode them again")
-            tensors[name] = Quantized.from_codes(codes.values.flatten(), scales[layer], bits[layer]).dequantize().view(shape)
-        return self.layout.pack(tensors)
-
-
-def _quantized_layers(network: nn.Module, shortcuts: bool) -> dict[str, nn.Parameter]:
-    """Weights of convolutions and linear layers by name, in the order of the network."""
-    found = {}
-    for name, module in network.named_modules():
-        on_shortcut = "shortcut" in name or "downsample" in name
-        if isinstance(module, (nn.Conv2d, nn.Linear)) and (shortcuts or not on_shortcut) and module.weight.requires_grad:
-            found[f"{name}.weight" if name else "weight"] = module.weight
-    return found
-
-
-def _encode(layers: list[Quantized]) -> dict[str, Tensor | Codes]:
-    """Per layer N (4 bits), s (fp32) and codes of N + 1 bits, without padding between weights."""
-    return {
-        "bits": Codes(torch.tensor([layer.bits for layer in layers], dtype=torch.int32), 4),
-        "scales": torch.tensor([layer.scale for layer in layers], dtype=torch.float32),
-        **{f"w{index}": Codes(layer.codes(), layer.bits + 1) for index, layer in enumerate(layers)},
-    }

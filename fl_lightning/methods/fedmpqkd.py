@@ -82,7 +82,7 @@ class FedMPQKD(FedMPQ):
 
     def receive(self, message: Payload, client: Client) -> None:
         super().receive(message, client)
-        weights = message.tensor("teacher") if "teacher" in message else self._decode(message, sender="server")
+        weights = message.tensor("teacher") if "teacher" in message else self.codec.decode(message, sender="server")
         self.layout.write(self.teacher, weights)
         self.alpha, self.temperature = at(self.alpha_schedule, self.round), at(self.temperature_schedule, self.round)
 

@@ -9,13 +9,14 @@ from typing import Any
 
 from torch import nn
 
+from fl_lightning.models.residual_mlp import ResidualMLP
 from fl_lightning.models.resnet import ResNet20
 from fl_lightning.models.small_cnn import SmallCNN
 
-__all__ = ["NETWORKS", "ResNet20", "SmallCNN", "build_network"]
+__all__ = ["NETWORKS", "ResNet20", "ResidualMLP", "SmallCNN", "build_network"]
 
-NETWORKS = ("small_cnn", "resnet20", "mobilenetv2", "vit_small")
-_OURS: dict[str, Callable[[int], nn.Module]] = {"small_cnn": SmallCNN, "resnet20": ResNet20}
+NETWORKS = ("small_cnn", "resnet20", "mobilenetv2", "vit_small", "residual_mlp")
+_OURS: dict[str, Callable[[int], nn.Module]] = {"small_cnn": SmallCNN, "resnet20": ResNet20, "residual_mlp": ResidualMLP}
 _TIMM_NAMES = {"mobilenetv2": "mobilenetv2_100", "vit_small": "vit_small_patch16_224"}
 
 

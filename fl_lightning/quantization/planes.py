@@ -21,8 +21,8 @@ PLANE_MAX = 2.0
 def to_planes(weights: Tensor, bits: int) -> tuple[Tensor, Tensor]:
     """Planes that hold ``weights`` exactly, and their scale ``s = max |W|`` (0-dim).
 
-    The digits of ``|W| (2^N - 1) / s`` fill the planes; what is left below one step stays in the lowest plane, which is continuous. (Rounding
-    it away at the start of every round would lose any update smaller than half a step.)
+    The digits of ``|W| (2^N - 1) / s`` fill the planes; what is left below one step stays in the lowest plane, which is continuous.
+    (Rounding it away at the start of every round would lose any update smaller than half a step.)
     """
     flat = weights.detach().reshape(-1).to(torch.float32)
     scale = flat.abs().max()

@@ -61,12 +61,13 @@ def nearest(points: np.ndarray, codebook: np.ndarray) -> tuple[np.ndarray, np.nd
     for begin in range(0, len(points), ROWS):
         rows = points[begin : begin + ROWS]
         distance, term = total[: len(rows)], part[: len(rows)]
-        for axis, column in enumerate(columns):
-            out = distance if axis == 0 else term
-            np.subtract(rows[:, axis, None], column, out=out)
-            np.multiply(out, out, out=out)
-            if axis:
-                np.add(distance, term, out=distance)
+        with np.errstate(over="ignore"):  # beyond 1e19; all are equally far then
+            for axis, column in enumerate(columns):
+                out = distance if axis == 0 else term
+                np.subtract(rows[:, axis, None], column, out=out)
+                np.multiply(out, out, out=out)
+                if axis:
+                    np.add(distance, term, out=distance)
         best = distance.argmin(axis=1)
         index[begin : begin + ROWS] = best
         error[begin : begin + ROWS] = distance[np.arange(len(rows)), best]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -48,13 +49,17 @@ def quantize(values: Tensor, bits: int, scale: float | None = None, noise: np.ra
     Args:
         scale: s; default ``max |values|``. Values beyond it saturate.
         noise: rounds to a neighbour with the probability that makes the result unbiased; without it, to the nearest.
+
+    NaN or infinity in ``values`` becomes the scale, so that whoever reads it sees it; the magnitudes are zero then.
     """
     flat = values.detach().reshape(-1).to("cpu", torch.float32)
     top = 2**bits - 1
     largest = float(flat.abs().max()) if flat.numel() else 0.0
     scale = np.float32(largest if scale is None else scale).item()
-    if scale == 0.0:
-        return Quantized(torch.zeros(flat.numel(), dtype=torch.int32), torch.zeros(flat.numel(), dtype=torch.bool), 0.0, bits)
+    if not math.isfinite(largest):
+        scale = largest
+    if scale == 0.0 or not math.isfinite(scale):
+        return Quantized(torch.zeros(flat.numel(), dtype=torch.int32), torch.zeros(flat.numel(), dtype=torch.bool), scale, bits)
     units = flat.abs() * (top / scale)
     if noise is None:
         units = units.round()

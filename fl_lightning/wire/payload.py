@@ -144,6 +144,8 @@ class _Reader:
 
     def entry(self) -> tuple[str, Tensor | Codes]:
         (length,) = self.take(1)
+        if not length:
+            raise PayloadError("an entry without a name; names have 1 to 255 bytes; encode it again")
         name = bytes(self.take(length)).decode()
         kind, ndim = self.take(2)
         shape = struct.unpack(f"<{ndim}I", self.take(4 * ndim))

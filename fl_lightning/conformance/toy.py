@@ -1,0 +1,133 @@
+"""Federations small enough to be solved by hand."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from types import MethodType
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.optim import SGD
+
+from fl_lightning.data import FederatedData, FederatedImages, Partition
+from fl_lightning.methods import Method
+from fl_lightning.models import SmallCNN
+from fl_lightning.trainer import FederatedTrainer
+
+CENTRES = torch.tensor(
+    [
+        [1.0, -2.0, 0.5, 0.0, 1.5, -0.5],
+        [-1.0, 4.0, 0.0, 2.0, -1.5, 0.5],
+        [3.0, 0.0, -1.0, 1.0, 0.0, 1.0],
+        [0.0, 2.0, 2.0, -1.0, 1.0, -2.0],
+        [5.0, 1.0, 1.0, 0.5, -1.0, 0.0],
+        [-3.0, -1.0, 0.0, 3.0, 2.0, 1.0],
+    ]
+)
+"""The optimum of each of six clients, in R^6."""
+
+
+class ByLabel(Partition):
+    """Client k holds the examples labelled k."""
+
+    def __call__(self, labels: np.ndarray, num_clients: int, seed: int) -> list[np.ndarray]:
+        return [np.flatnonzero(labels == k) for k in range(num_clients)]
+
+
+class Sizes(Partition):
+    """Client k holds ``sizes[k]`` examples, the last one what is left."""
+
+    def __init__(self, *sizes: int) -> None:
+        self.sizes = sizes
+
+    def __call__(self, labels: np.ndarray, num_clients: int, seed: int) -> list[np.ndarray]:
+        return np.split(np.arange(len(labels)), np.cumsum(self.sizes))
+
+
+class Points(FederatedData):
+    """Client k has ``counts[k]`` identical examples: input 1, label k. At most six clients."""
+
+    example_shape = (1,)
+    num_classes = len(CENTRES)
+
+    def __init__(self, counts: tuple[int, ...] = (3, 1)) -> None:
+        super().__init__(dataset="points", num_clients=len(counts), partition=ByLabel(), batch_size=64, val_fraction=0.0)
+        self.counts = counts
+
+    def setup(self, stage: str | None = None) -> None:
+        self.train_target = torch.repeat_interleave(torch.arange(len(self.counts)), torch.tensor(self.counts))
+        self.test_target = torch.zeros(1, dtype=torch.int64)
+
+    def inputs(self, split: str, index: Tensor, draws: Tensor | None = None) -> Tensor:
+        return torch.ones(len(index), 1)
+
+
+def images(**settings: Any) -> FederatedImages:
+    """Six clients with a few small images each, and a public set."""
+    defaults = {
+        "dataset": "synthetic",
+        "num_clients": 6,
+        "partition": Sizes(30, 20, 40, 1, 25),
+        "batch_size": 16,
+        "public_examples": 16,
+        "synthetic_examples": 180,
+        "synthetic_test_examples": 40,
+        "synthetic_size": 16,
+        "synthetic_classes": 4,
+    }
+    return FederatedImages(**{**defaults, **settings})
+
+
+def point_network(num_classes: int) -> nn.Module:
+    """Its weights, returned as they are, for every input."""
+    return nn.Linear(1, num_classes, bias=False)
+
+
+def small_network(num_classes: int) -> nn.Module:
+    """A few hundred weights, with BatchNorm."""
+    return SmallCNN(num_classes, norm="batch", width=4)
+
+
+def on_points(method: Method, centres: Tensor = CENTRES) -> Method:
+    """Make client k's loss ``|w - centres[k]|^2 / 2``."""
+
+    def quadratic(self: Method, outputs: Tensor, target: Tensor) -> Tensor:
+        return (outputs - centres[target]).square().sum(dim=1).mean() / 2
+
+    method.network_spec = point_network
+    method.optimizer_spec = sgd(0.1)
+    method.task_loss = MethodType(quadratic, method)  # type: ignore[method-assign]
+    return method
+
+
+def on_images(method: Method) -> Method:
+    method.network_spec = small_network
+    method.optimizer_spec = sgd(0.05)
+    return method
+
+
+def pull(
+    weights: Tensor, counts: tuple[int, ...], cohort: list[int], least: float = 1.0, centres: Tensor = CENTRES
+) -> tuple[Tensor, Tensor]:
+    """Bounds of ``sum_k p_k a_k (c_k - w)``, a_k in [least, 1]: the pull on a method whose step is between ``least`` and 1 times SGD's."""
+    share = torch.tensor([float(counts[k]) for k in cohort])
+    full = (share / share.sum()).unsqueeze(1) * (centres[cohort] - weights)
+    return torch.minimum(full, least * full).sum(0), torch.maximum(full, least * full).sum(0)
+
+
+def sgd(lr: float = 0.1, **settings: Any) -> Callable[[Any], SGD]:
+    return partial(SGD, lr=lr, **settings)
+
+
+def run(
+    method: Method, data: FederatedData, folder: Path | str, *, seed: int = 0, ckpt_path: str | None = None, **settings: Any
+) -> FederatedTrainer:
+    """Fit, without a tracking store, and return the trainer."""
+    settings = {"participation": 1.0, "local_epochs": 2, "logger": False, "accelerator": "cpu", **settings}
+    trainer = FederatedTrainer(default_root_dir=str(folder), **settings)
+    trainer.fit(method, data, seed=seed, ckpt_path=ckpt_path)
+    return trainer

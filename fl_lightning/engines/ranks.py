@@ -1,0 +1,100 @@
+"""Several processes, each training its share of the cohort; every one of them ends up with all results, in the order of the orders."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from hashlib import blake2b
+
+import torch
+from torch import Tensor
+
+from fl_lightning.data import FederatedData
+from fl_lightning.engines.base import ClientResult, Engine, Order
+from fl_lightning.engines.collectives import gather_bytes, gather_tensors, rank, world_size
+from fl_lightning.wire.payload import HEADER
+
+OVERHEAD = 0.25  # of a batch: what a client costs beside its training
+
+
+class RankedEngine:
+    """Deals the orders of ``engine`` to the ranks and exchanges what they gave: uploads, kept states, losses.
+
+    Uploads stay the bytes that the client made, so the server of every rank computes the same next state from the same bytes.
+    """
+
+    def __init__(self, engine: Engine, data: FederatedData) -> None:
+        self.engine, self.data = engine, data
+
+    def train(self, orders: Sequence[Order]) -> Iterator[ClientResult]:
+        if world_size() == 1:
+            yield from self.engine.train(orders)
+            return
+        require_agreement(orders)
+        share = deal([work(order, self.data.batch_size) for order in orders], world_size())[rank()]
+        results = self.engine.train([orders[index] for index in share])
+        tensors: dict[str, Tensor] = {}
+        for index, result in zip(share, results, strict=True):
+            tensors |= {f"{index}/{name}": tensor for name, tensor in _pack(result).items()}
+        everything: list[dict[str, Tensor]] = [{} for _ in orders]
+        for key, tensor in gather_tensors(tensors).items():
+            at, name = key.split("/", 1)
+            everything[int(at)][name] = tensor
+        for order, packed in zip(orders, everything, strict=True):
+            yield _unpack(packed, order)
+
+
+def work(order: Order, batch_size: int) -> float:
+    """What an order costs, in examples: those of its steps, and something for the client itself."""
+    return min(order.steps * batch_size, order.epochs * len(order.client.train)) + OVERHEAD * batch_size
+
+
+def deal(works: Sequence[float], size: int) -> list[list[int]]:
+    """Positions for each of ``size`` ranks: longest first, each to the rank with least to do (Graham, 1969).
+
+    >>> deal([1, 5, 2, 2], 2)
+    [[1], [0, 2, 3]]
+    """
+    loads, shares = [0.0] * size, [[] for _ in range(size)]  # type: tuple[list[float], list[list[int]]]
+    for index in sorted(range(len(works)), key=lambda index: (-works[index], index)):
+        least = loads.index(min(loads))
+        loads[least] += works[index]
+        shares[least].append(index)
+    return [sorted(share) for share in shares]
+
+
+def require_agreement(orders: Sequence[Order]) -> None:
+    """All ranks are about to do the same round.
+
+    Raises:
+        RuntimeError: they are not: a callback or a method on the way here drew from something else than its streams.
+    """
+    digest = blake2b(digest_size=16)
+    for order in orders:
+        digest.update(f"{order.client.id}/{order.epochs}/{order.steps}/{len(order.message)}/".encode())
+        digest.update(order.message[: HEADER.size])  # holds the checksum of the rest
+        digest.update(order.labels.cpu().numpy().tobytes())
+    digests = gather_bytes(digest.digest())
+    different = [other for other, theirs in enumerate(digests) if theirs != digests[0]]
+    if different:
+        raise RuntimeError(
+            f"ranks {different} have other orders for this round than rank 0; every rank computes the same round; draw what "
+            "callbacks and methods draw from fl_lightning.rng.stream, and run all ranks on machines of one kind"
+        )
+
+
+def _pack(result: ClientResult) -> dict[str, Tensor]:
+    report = json.dumps({"losses": result.losses, "seen": result.seen, "steps": result.steps})
+    kept = {f"state/{name}": tensor for name, tensor in result.state.items()}
+    return {"upload": _bytes(result.upload), "report": _bytes(report.encode()), **kept}
+
+
+def _unpack(packed: dict[str, Tensor], order: Order) -> ClientResult:
+    report = json.loads(packed["report"].numpy().tobytes())
+    state = {name.removeprefix("state/"): tensor for name, tensor in packed.items() if name.startswith("state/")}
+    return ClientResult(replace(order.client, state=state), packed["upload"].numpy().tobytes(), state, **report)
+
+
+def _bytes(data: bytes) -> Tensor:
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8)

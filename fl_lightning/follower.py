@@ -1,0 +1,38 @@
+"""The run directory as ranks other than 0 have it: they know where it is, and leave it as it is."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from fl_lightning.run_directory import RunDirectory
+from fl_lightning.tables import Mark, Table
+
+
+class Follower(RunDirectory):
+    """Writes nothing."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path)
+        self.tables = {name: _Unwritten(table.path) for name, table in self.tables.items()}
+
+    def lock(self) -> None:
+        pass
+
+    def rewind(self, round: int, marks: Mapping[str, Mark], *, changed: bool) -> None:
+        pass
+
+    def prune(self, keep: int, best: int) -> None:
+        pass
+
+    def write(self, name: str, text: str) -> Path:
+        return self.path / name
+
+
+class _Unwritten(Table):
+    def append(self, rows: Sequence[Mapping[str, Any]]) -> None:
+        pass
+
+    def sync(self) -> None:
+        pass

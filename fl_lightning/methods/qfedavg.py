@@ -1,0 +1,76 @@
+"""Q-FedAvg (FedPAQ, Reisizadeh et al., AISTATS 2020): updates quantised with QSGD (Alistarh et al., NeurIPS 2017).
+
+    x <- x + sum_k p_k Q(x_k - x)
+
+Q draws the level above or below so that its mean is the update: see :mod:`fl_lightning.quantization.qsgd`. The download is in fp32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fl_lightning.client import Client
+from fl_lightning.methods.base import Method
+from fl_lightning.methods.updates import CodedUpdates
+from fl_lightning.quantization import qsgd
+from fl_lightning.wire import Codes, Payload, PayloadError
+
+
+class QFedAvg(CodedUpdates):
+    """FedAvg with unbiased ``bits``-bit updates. ``bits`` 32 is FedAvg, bit for bit.
+
+    Args:
+        bits: b of a coded value, its sign included: 2 to 16, or 32 for full precision.
+        bucket: values that share one norm, 1 to 512; null: all of a tensor. Fewer make less noise and cost 32 / bucket bits a value.
+        settings: those of every method.
+    """
+
+    def __init__(self, bits: int = 4, bucket: int | None = None, **settings: Any) -> None:
+        super().__init__(**settings)
+        if not 2 <= bits <= 16 and bits != 32:
+            raise ValueError(f"--model.bits {bits}; a value takes 2 to 16 bits, sign included, or 32; write --model.bits 4")
+        if bucket is not None and not 1 <= bucket <= 512:
+            raise ValueError(
+                f"--model.bucket {bucket}; 1 to 512 values share a norm, or null: a whole tensor; write --model.bucket 512"
+            )
+        self.bits, self.bucket = bits, bucket
+
+    def upload(self, client: Client) -> Payload:
+        return Method.upload(self, client) if self.bits == 32 else super().upload(client)
+
+    def decode(self, upload: Payload) -> Tensor:
+        return Method.decode(self, upload) if self.bits == 32 else super().decode(upload)
+
+    def encode_updates(self, updates: Sequence[Tensor], client: Client) -> dict[str, Tensor | Codes]:
+        """One stream of codes and one vector of norms for all tensors."""
+        noise = self.stream("qsgd", client)
+        coded = [qsgd.encode(update, self.bits, noise, self.bucket) for update in updates]
+        if not coded:
+            return {}
+        codes, norms = zip(*coded, strict=True)
+        return {"codes": Codes(torch.cat(codes), self.bits), "norms": torch.cat(norms)}
+
+    def decode_updates(self, upload: Payload) -> list[Tensor]:
+        if not self.coded.sizes:
+            return []
+        codes, norms = upload.codes("codes"), upload.tensor("norms")
+        buckets = [qsgd.num_buckets(size, self.bucket) for size in self.coded.sizes]
+        if (
+            codes.bits != self.bits
+            or codes.values.numel() != self.coded.size
+            or norms.shape != (sum(buckets),)
+            or bool((norms < 0).any())
+        ):
+            raise PayloadError(
+                f"{codes.values.numel()} codes of {codes.bits} bits and norms {tuple(norms.shape)}; {self.coded.size} of {self.bits} bits "
+                f"and {sum(buckets)} norms of 0 or more; use one network and one --model.bits on both sides"
+            )
+        pieces = zip(codes.values.flatten().split(self.coded.sizes), norms.split(buckets), strict=True)
+        return [qsgd.decode(piece, norm, self.bits, self.bucket) for piece, norm in pieces]
+
+    def server_metrics(self) -> dict[str, float]:
+        return {"bits/average": float(self.bits)}

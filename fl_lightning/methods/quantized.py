@@ -1,0 +1,98 @@
+"""The quantised layers of a network, and how they travel: what FedMPQ and AQFL share."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from fl_lightning.quantization import Quantized, quantize
+from fl_lightning.quantization.allocation import MAX_BITS
+from fl_lightning.wire import Codes, Layout, Payload, PayloadError
+
+
+class LayerCodec:
+    """Weights of convolutions and linear layers as codes of N_l + 1 bits, everything else in fp32.
+
+    Args:
+        network: whose weights are in ``layout``.
+        shortcuts: whether 1x1 convolutions on shortcuts are quantised too.
+    """
+
+    def __init__(self, network: nn.Module, layout: Layout, shortcuts: bool = True) -> None:
+        self.weights = quantized_layers(network, shortcuts)
+        self.layout = layout
+        self.rest = Layout.of(network, include=lambda name: name not in self.names)
+        self.shapes = [layout.shapes[name] for name in self.names]
+        self.sizes = [shape.numel() for shape in self.shapes]
+
+    @property
+    def names(self) -> list[str]:
+        return list(self.weights)
+
+    def encode(self, vector: Tensor, bits: Sequence[int], noise: np.random.Generator | None = None) -> Payload:
+        """A vector of ``layout`` with layer l at ``bits[l]``, rounded stochastically with ``noise``, to the nearest without."""
+        tensors = self.layout.unpack(vector)
+        layers = [quantize(tensors[name], n, noise=noise) for name, n in zip(self.names, bits, strict=True)]
+        return Payload({**encode_layers(layers), "rest": self.rest.pack(tensors)})
+
+    def decode(self, payload: Payload, sender: str) -> Tensor:
+        """The weights in a payload, de-quantised where they are codes, as one vector of ``layout``.
+
+        Raises:
+            PayloadError: an entry that is missing or of the wrong size.
+        """
+        if "weights" in payload:
+            return payload.tensor("weights")
+        tensors = self.rest.unpack(payload.tensor("rest"))
+        bits, scales = payload.codes("bits").values.tolist(), payload.tensor("scales").tolist()
+        if len(bits) != len(self.names) or len(scales) != len(self.names) or not all(1 <= n <= MAX_BITS for n in bits):
+            raise PayloadError(
+                f"weights of {sender} with bits {bits}; {len(self.names)} layers of 1 to {MAX_BITS}; encode them again"
+            )
+        for layer, name in enumerate(self.names):
+            codes, shape = payload.codes(f"w{layer}"), self.shapes[layer]
+            if codes.bits != bits[layer] + 1 or codes.values.numel() != shape.numel():
+                raise PayloadError(
+                    f"codes of {sender} for {name} of the wrong size; {shape.numel()} of {bits[layer] + 1} bits; encode them again"
+                )
+            tensors[name] = Quantized.from_codes(codes.values.flatten(), scales[layer], bits[layer]).dequantize().view(shape)
+        return self.layout.pack(tensors)
+
+
+def quantized_layers(network: nn.Module, shortcuts: bool) -> dict[str, Tensor]:
+    """Weights of convolutions and linear layers by name, in the order of the network."""
+    found = {}
+    for name, module in network.named_modules():
+        on_shortcut = "shortcut" in name or "downsample" in name
+        if isinstance(module, (nn.Conv2d, nn.Linear)) and (shortcuts or not on_shortcut) and module.weight.requires_grad:
+            found[f"{name}.weight" if name else "weight"] = module.weight
+    return found
+
+
+def encode_layers(layers: Sequence[Quantized]) -> dict[str, Tensor | Codes]:
+    """Per layer N (4 bits), s (fp32) and codes of N + 1 bits, without padding between weights."""
+    return {
+        "bits": Codes(torch.tensor([layer.bits for layer in layers], dtype=torch.int32), 4),
+        "scales": torch.tensor([layer.scale for layer in layers], dtype=torch.float32),
+        **{f"w{index}": Codes(layer.codes(), layer.bits + 1) for index, layer in enumerate(layers)},
+    }
+
+
+def check_budgets(bits: float | Sequence[float], num_clients: int | None = None) -> list[float]:
+    """The budgets in ``--model.bits``: one, or one for each client.
+
+    Raises:
+        ValueError: a value out of range, or, once ``num_clients`` is known, a list of another length.
+    """
+    budgets = [bits] if isinstance(bits, (int, float)) else list(bits)
+    if not budgets or not all(1 <= b <= MAX_BITS for b in budgets):
+        raise ValueError(f"--model.bits {bits}; a budget is 1 to {MAX_BITS} bits per weight; write --model.bits 4")
+    if num_clients is not None and len(budgets) not in (1, num_clients):
+        raise ValueError(
+            f"--model.bits with {len(budgets)} budgets for {num_clients} clients; one number, or one for each client; "
+            f"write --model.bits 4 or a list of {num_clients}"
+        )
+    return budgets

@@ -1,0 +1,61 @@
+"""What QFedAvg and FedPQ share: clients send a lossy code of their update, x_k - x, instead of their weights.
+
+    x <- x + sum_k p_k Q(x_k - x)
+
+Coded are the trainable tensors of two and more dimensions. Biases, normalisation and its statistics travel as they are, in fp32.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from fl_lightning.client import Client
+from fl_lightning.data import FederatedData
+from fl_lightning.methods.base import Method, examples_of
+from fl_lightning.wire import Codes, Layout, Payload
+
+
+class CodedUpdates(Method, ABC):
+    """Base of methods that code updates; a subclass says how: ``encode_updates`` and ``decode_updates``."""
+
+    def build(self, data: FederatedData) -> None:
+        super().build(data)
+        coded = {name for name, parameter in self.network.named_parameters() if self.is_coded(parameter)}
+        self.coded = Layout.of(self.network, include=coded.__contains__)
+        self.rest = Layout.of(self.network, include=lambda name: name not in coded)
+        self.received = self.server["weights"]
+
+    def is_coded(self, parameter: Tensor) -> bool:
+        return parameter.requires_grad and parameter.ndim > 1
+
+    @abstractmethod
+    def encode_updates(self, updates: Sequence[Tensor], client: Client) -> dict[str, Tensor | Codes]:
+        """Entries of the upload for the updates, flat, in the order of ``coded``; finite or not, it must not fail."""
+
+    @abstractmethod
+    def decode_updates(self, upload: Payload) -> list[Tensor]:
+        """The updates, flat, in the order of ``coded``.
+
+        Raises:
+            PayloadError: an entry that is missing or of the wrong size.
+        """
+
+    def receive(self, message: Payload, client: Client) -> None:
+        super().receive(message, client)
+        self.received = message.tensor("weights")
+
+    def upload(self, client: Client) -> Payload:
+        moved = self.layout.unpack(self.layout.read(self.network) - self.received)
+        updates = [moved[name].flatten() for name in self.coded.shapes]
+        return Payload(
+            {"examples": examples_of(client), **self.encode_updates(updates, client), "rest": self.rest.read(self.network)}
+        )
+
+    def decode(self, upload: Payload) -> Tensor:
+        ended = self.layout.unpack(self.server["weights"])
+        for name, update in zip(self.coded.shapes, self.decode_updates(upload), strict=True):
+            ended[name] = ended[name] + update.view(ended[name].shape)
+        return self.layout.pack(ended | self.rest.unpack(upload.tensor("rest")))

@@ -1,0 +1,77 @@
+"""The federations of test_ranks.py: imported there, and run as a program by each rank."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from functools import partial
+from pathlib import Path
+
+from lightning.fabric.utilities.rank_zero import rank_zero_only
+from torch import nn
+from toy import run, sgd
+
+from fl_lightning.data import IID, FederatedImages
+from fl_lightning.hooks import Meter
+from fl_lightning.methods import FedAvg, FedKD, FedMosaic, FedMPQ, FedMPQKD, QFedAvg
+from fl_lightning.models import SmallCNN
+
+
+class Dropped(nn.Module):
+    """A small network with dropout, whose masks have to be the client's own."""
+
+    def __init__(self, classes: int) -> None:
+        super().__init__()
+        self.body, self.dropout = SmallCNN(classes, width=4), nn.Dropout(0.2)
+
+    def forward(self, images):
+        return self.body(self.dropout(images))
+
+
+def digits(**settings) -> FederatedImages:
+    return FederatedImages(dataset="digits", num_clients=6, partition=IID(), batch_size=32, val_fraction=0.1, **settings)
+
+
+METHODS = {
+    "FedAvg": (partial(FedAvg, network=Dropped), {}),
+    "QFedAvg": (partial(QFedAvg, network=Dropped), {}),
+    "FedMPQ": (partial(FedMPQ, network=Dropped), {}),
+    "FedMPQKD": (partial(FedMPQKD, network=Dropped), {}),
+    "FedKD": (partial(FedKD, network=Dropped), {"public_examples": 100}),
+    "FedMosaic": (partial(FedMosaic, reference=partial(SmallCNN, width=4)), {}),
+}
+
+
+def fit(name: str, root: Path, **settings):
+    method, of_data = METHODS[name]
+    settings = {"max_rounds": 2, "participation": 0.5, "local_epochs": 1, "experiment": name, "run_name": "run", **settings}
+    return run(method(optimizer=sgd(0.05)), digits(**of_data), root, **settings)
+
+
+class Dies(Meter):
+    """Kills its process at the start of a round.
+
+    Args:
+        rank: of the process.
+        round: of the run.
+    """
+
+    def __init__(self, rank: int, round: int) -> None:
+        self.rank, self.round = rank, round
+
+    def on_round_start(self, round, context):
+        (context.run_dir / f"rank{rank_zero_only.rank}.pid").write_text(str(os.getpid()))
+        if rank_zero_only.rank == self.rank and round == self.round:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+if __name__ == "__main__":
+    folder, what = Path(sys.argv[1]), sys.argv[2]
+    if what == "all":
+        for method in METHODS:
+            fit(method, folder, devices=2, strategy="ddp", rank_timeout=120)
+    elif what == "torchrun":
+        fit("FedMPQKD", folder)
+    else:
+        fit("FedAvg", folder, devices=2, strategy="ddp", callbacks=[Dies(rank=int(what), round=2)])

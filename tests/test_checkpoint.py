@@ -1,0 +1,188 @@
+"""What is on disk stays whole: damage is found and named, a full disk loses nothing, nothing runs code, nothing leaks."""
+
+from __future__ import annotations
+
+import errno
+import json
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+
+from fl_lightning import checkpoint
+from fl_lightning.checkpoint import CheckpointError, checkpoints_in, load_checkpoint, save_checkpoint
+from fl_lightning.redaction import redact, redact_arguments, redact_settings
+from fl_lightning.run_directory import RunDirectory, is_plain_name
+from fl_lightning.tables import Table, numbers
+
+ROOT = Path(__file__).parent.parent
+TENSORS = {"server": {"weights": torch.arange(6.0).reshape(2, 3), "bits": torch.tensor([1, 2], dtype=torch.int8)}, "clients": {}}
+DOCUMENTS = {"progress": {"round": 3, "best": float("-inf")}}
+
+
+@pytest.fixture
+def saved(tmp_path) -> Path:
+    folder = tmp_path / "round_000003"
+    save_checkpoint(folder, TENSORS, DOCUMENTS)
+    return folder
+
+
+def test_round_trip(saved):
+    tensors, documents = load_checkpoint(saved)
+    assert documents == DOCUMENTS
+    assert torch.equal(tensors["server"]["weights"], TENSORS["server"]["weights"])
+    assert tensors["server"]["bits"].dtype == torch.int8
+    assert sorted(path.suffix for path in saved.iterdir()) == [".json", ".json", ".safetensors", ".safetensors"]
+
+
+def test_tensors_that_share_memory_and_views(tmp_path):
+    whole = torch.arange(12.0)
+    group = {"a": whole, "b": whole, "part": whole[2:5], "turned": whole.reshape(3, 4).T}
+    save_checkpoint(tmp_path / "c", {"server": group}, {})
+    found = load_checkpoint(tmp_path / "c")[0]["server"]
+    assert all(torch.equal(found[name], tensor) for name, tensor in group.items())
+
+
+def truncate(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-1])
+
+
+def flip(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+
+
+@pytest.mark.parametrize("name", ["server.safetensors", "clients.safetensors", "progress.json", "manifest.json"])
+@pytest.mark.parametrize("damage", [truncate, flip, Path.unlink, lambda path: path.write_bytes(b"")])
+def test_damage_is_refused_by_name(name, damage, saved):
+    damage(saved / name)
+    with pytest.raises(CheckpointError, match=re.escape(str(saved))):
+        load_checkpoint(saved)
+
+
+@pytest.mark.parametrize("manifest", [[], 3, {"../../secret": "0"}, {"/etc/hostname": "0"}])
+def test_a_foreign_manifest_is_refused(manifest, saved):
+    (saved / "manifest.json").write_text(json.dumps(manifest))
+    with pytest.raises(CheckpointError, match="not a table of file names"):
+        load_checkpoint(saved)
+
+
+def test_a_full_disk_leaves_what_was_there(saved, monkeypatch):
+    """At every write, half of it done."""
+    before = {path.name: path.read_bytes() for path in saved.iterdir()}
+    write = checkpoint.write_synced
+    for fails in range(len(before)):
+        count = iter(range(100))
+
+        def full(path, data, count=count, fails=fails):
+            if next(count) == fails:
+                path.write_bytes(data[: len(data) // 2])
+                raise OSError(errno.ENOSPC, "No space left on device")
+            write(path, data)
+
+        monkeypatch.setattr(checkpoint, "write_synced", full)
+        with pytest.raises(OSError, match="No space"):
+            save_checkpoint(saved, TENSORS, {"progress": {"round": 4}})
+        assert {path.name: path.read_bytes() for path in saved.iterdir()} == before
+        assert [path.name for path in saved.parent.iterdir()] == [saved.name]
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    """512 KiB."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=512k", "tmpfs", folder], capture_output=True, check=False).returncode:
+        pytest.skip("mounting a small tmpfs needs root")
+    yield folder
+    subprocess.run(["umount", "-l", folder], check=True)
+
+
+def test_a_disk_that_is_really_full(small_disk):
+    run = RunDirectory(small_disk)
+    run.tables["ledger"].append([{"round": 1}])
+    number = 0
+    with pytest.raises(OSError, match="No space"):  # noqa: PT012
+        while number := number + 1:
+            save_checkpoint(run.checkpoints / f"round_{number:06d}", {"server": {"w": torch.zeros(25_000)}}, DOCUMENTS)
+    assert number > 2
+    found = checkpoints_in(run.checkpoints)
+    assert [path.name for path in found] == [f"round_{n:06d}" for n in range(number - 1, 0, -1)]
+    assert all(load_checkpoint(path) for path in found)
+    mark = run.tables["ledger"].mark
+    with pytest.raises(OSError, match="No space"):
+        run.tables["ledger"].append([{"round": n} for n in range(200_000)])
+    assert run.tables["ledger"].mark == mark
+    assert run.tables["ledger"].until(mark) == run.tables["ledger"].path.read_bytes() == b"round\n1\n"
+
+
+def test_a_table_grows_and_goes_back(tmp_path):
+    table = Table(tmp_path / "metrics.csv")
+    table.append([{"round": 1, "a": 0.1}])
+    first = table.mark
+    table.append([{"round": 2, "a": float("nan")}])
+    second, text = table.mark, table.path.read_text()
+    table.append([{"round": 3, "b": 7}])
+    assert table.path.read_text() == "round,a,b\n1,0.1,\n2,nan,\n3,,7\n"
+    assert numbers(table.path.read_bytes())[2] == {"round": 3, "b": 7}
+    again = Table(table.path)
+    again.rewind(second)
+    assert table.path.read_text() == text == "round,a\n1,0.1\n2,nan\n"
+    table.path.write_text(text + "3,half a li")
+    again = Table(table.path)
+    again.rewind(first)
+    again.append([{"round": 2, "a": float("nan")}])
+    assert (again.mark, table.path.read_text()) == (second, text)
+    table.path.write_text(text.replace("0.1", "0.2"))
+    with pytest.raises(CheckpointError, match="has been changed"):
+        again.until(first)
+    again.rewind(None)
+    assert not table.path.exists()
+
+
+def test_two_that_want_one_name_get_two(tmp_path):
+    runs = [RunDirectory.create(tmp_path, "e", "run", {"config.yaml": str(n)}) for n in range(3)]
+    assert [run.path.name for run in runs] == ["run", "run-2", "run-3"]
+    assert [(run.path / "config.yaml").read_text() for run in runs] == ["0", "1", "2"]
+    (tmp_path / "e" / "run-4").write_text("a file")
+    assert RunDirectory.create(tmp_path, "e", "run", {}).path.name == "run-5"
+    assert not list((tmp_path / "e").glob(".*"))
+
+
+@pytest.mark.parametrize("name", ["", ".", "..", "../x", "a/b", "/etc", ".hidden", "a\\b", "a\0b", "a\nb"])
+def test_names_cannot_leave_the_run_directory(name, tmp_path):
+    assert not is_plain_name(name)
+    with pytest.raises(ValueError, match="one file inside figures"):
+        RunDirectory(tmp_path).figure(name)
+
+
+def test_secrets_do_not_reach_the_records():
+    assert redact("sqlite:///mlflow.db http://me:pw@host/x") == "sqlite:///mlflow.db http://***@host/x"
+    words = [
+        "fit",
+        "--trainer.logger.tracking_uri=https://u:p@h",
+        "--x.api_key",
+        "abc",
+        "--model.tokens",
+        "512",
+        "--y.password=z",
+    ]
+    assert redact_arguments(words) == [
+        *("fit", "--trainer.logger.tracking_uri=https://***@h", "--x.api_key", "***", "--model.tokens", "512", "--y.password=***")
+    ]
+    settings = {"logger": [{"tracking_uri": "https://u:p@h", "token": "abc", "token_file": None}], "max_tokens": 5}
+    assert redact_settings(settings) == {
+        "logger": [{"tracking_uri": "https://***@h", "token": "***", "token_file": None}],
+        "max_tokens": 5,
+    }
+
+
+def test_nothing_of_ours_unpickles():
+    """CIFAR's published pickles are the exception, read by ``data/cifar.py`` as it says there."""
+    loads = re.compile(r"\b(?:import|from) (?:c?pickle|dill|joblib|shelve)\b|torch\.(?:load|save)\(|allow_pickle=True|np\.load\(")
+    sources = [path for folder in ("fl_lightning", "callbacks") for path in (ROOT / folder).rglob("*.py")]
+    found = {path.name for path in sources if loads.search(path.read_text())}
+    assert found <= {"cifar.py"}

@@ -1,0 +1,546 @@
+"""FedMosaic: layers, what travels, what stays, who helps whom."""
+
+from __future__ import annotations
+
+import copy
+from functools import partial
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import nn
+from toy import CENTRES, Points, Quadratic, run, sgd
+
+from callbacks import RelevanceFigure
+from callbacks.relevance_figure import label_correlation, label_similarity, similar_next_to_each_other
+from fl_lightning import rng
+from fl_lightning.client import Client
+from fl_lightning.data import FederatedImages, Shards
+from fl_lightning.evaluation import deal_test_set
+from fl_lightning.hooks import Meter, Stressor
+from fl_lightning.methods import FedMosaic
+from fl_lightning.methods.relevance import cosine, kept_rows, mix, relevance_weights
+from fl_lightning.models import ResidualMLP, SmallCNN, build_network
+from fl_lightning.models.pq_lora import PQLoRALinear, adapted_layers, attach, read_adapters, target_layers, write_global
+from fl_lightning.wire import Payload, PayloadError
+
+SMALL, LARGE = partial(ResidualMLP, width=12, depth=3), partial(ResidualMLP, width=20, depth=5)
+REFERENCE = partial(SmallCNN, width=4)
+
+
+def mosaic(**settings) -> FedMosaic:
+    settings = {
+        "networks": [SMALL, LARGE],
+        "reference": REFERENCE,
+        "rank": 4,
+        "num_blocks": 3,
+        "optimizer": sgd(0.05),
+        **settings,
+    }
+    return FedMosaic(**settings)
+
+
+def digits(num_clients: int = 6, **settings) -> FederatedImages:
+    return FederatedImages(num_clients=num_clients, partition=Shards(2), **{"batch_size": 32, "val_fraction": 0.2, **settings})
+
+
+def built(method: FedMosaic, data=None, seed: int = 0) -> FedMosaic:
+    data = data or digits()
+    data.setup()
+    data.distribute(seed, torch.device("cpu"))
+    method.seed = seed
+    with rng.torch_stream(seed, "weights"):
+        method.build(data)
+    return method
+
+
+def point_client(id: int, **state: torch.Tensor) -> Client:
+    return Client(id, np.arange(1), np.arange(0), dict(state))
+
+
+def pq_network(classes: int) -> nn.Module:
+    return nn.Sequential(nn.Linear(1, 3), nn.Linear(3, 3))
+
+
+class QuadraticMosaic(Quadratic, FedMosaic):
+    """Rank 3 of 3: every client can reach its own centre."""
+
+    def __init__(self, **settings):
+        reference = partial(nn.Linear, 1, bias=False)
+        settings = {
+            "network": pq_network,
+            "reference": lambda classes: reference(3),
+            "sigma": 0.0,
+            "sketch_rows": 1.0,
+            **settings,
+        }
+        super().__init__(rank=3, num_blocks=1, optimizer=sgd(0.1), **settings)
+
+
+class Nobody(Stressor):
+    def change_upload(self, upload, *, client, round, context):
+        return None
+
+
+# Layers
+
+
+@pytest.mark.parametrize("gate", ["scalar", "input"])
+@pytest.mark.parametrize("full_gradient", [True, False])
+def test_layer_is_its_formula_and_its_derivative(gate, full_gradient):
+    torch.manual_seed(0)
+    layer = PQLoRALinear(nn.Linear(5, 4, dtype=torch.float64), rank=3, scale=0.7, gate=gate, full_gradient=full_gradient)
+    x = torch.randn(6, 5, dtype=torch.float64, requires_grad=True)
+    assert torch.equal(layer(x), layer.base(x))  # P = Q = Pg = Qg = 0
+    with torch.no_grad():
+        for value in (layer.P, layer.Q, layer.global_P, layer.global_Q):
+            value.normal_()
+    P, Q = (v.detach().clone().requires_grad_() for v in (layer.P, layer.Q))
+    low = x @ layer.A.T
+    by_hand = layer.base(x) + 0.7 * (0.5 * (low @ P.T + Q) + 0.5 * (low @ layer.global_P.T + layer.global_Q)) @ layer.B.T
+    torch.testing.assert_close(layer(x), by_hand)
+    (x_ours,) = torch.autograd.grad(layer(x).square().sum(), x)
+    x_theirs, *theirs = torch.autograd.grad(by_hand.square().sum(), [x, P, Q])
+    torch.testing.assert_close(x_ours, x_theirs)
+    ours = torch.autograd.grad(layer(x).square().sum(), [layer.P, layer.Q])
+    for mine, plain in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(mine, plain * (2 if full_gradient else 1))  # 1 / (1 - g)
+    torch.testing.assert_close(layer.A @ layer.A.T, torch.eye(3, dtype=torch.float64))
+    torch.testing.assert_close(layer.B.T @ layer.B, torch.eye(3, dtype=torch.float64))
+
+
+def test_adapters_have_one_shape_and_survive_the_way_there_and_back():
+    networks = [attach(build_network(n, 10, (3, 32, 32)), num_blocks=3, rank=4) for n in (SMALL, LARGE)]
+    shapes = [read_adapters(adapted_layers(network)).shape for network in networks]
+    assert shapes == [(3, 4, 5), (3, 4, 5)]
+    adapters = torch.randn(3, 4, 5)
+    write_global(adapted_layers(networks[1]), adapters)
+    for layer, adapter in zip(adapted_layers(networks[1]), adapters, strict=True):
+        assert torch.equal(torch.cat([layer.global_P, layer.global_Q[:, None]], 1), adapter)
+
+
+def test_families_meet_on_the_public_set():
+    """Aligned, A x of one family is close to A x of the other on images that neither has seen; orthonormal all the same."""
+    agreement = {}
+    for align in ("none", "public"):
+        data = digits(public_examples=200)
+        method = built(mosaic(align=align), data)
+        images, _ = next(data.test_batches())
+        seen = []
+        for family in method.families:
+            layer, inputs = adapted_layers(family)[-1], []
+            layer.register_forward_hook(lambda layer, args, out, inputs=inputs: inputs.append(args[0]))
+            family(images)
+            low = inputs[0] @ layer.A.T
+            seen.append((low - low.mean(0)).flatten())
+            torch.testing.assert_close(layer.A @ layer.A.T, torch.eye(4))
+            torch.testing.assert_close(layer.B.T @ layer.B, torch.eye(4))
+        agreement[align] = torch.cosine_similarity(*seen, dim=0).item()
+    assert agreement["public"] > 0.4 > abs(agreement["none"])
+    with pytest.raises(ValueError, match=r"--model.align public .*; .*; write --data.public_examples"):
+        built(mosaic(align="public"), digits())
+
+
+def test_blocks_pair_by_depth():
+    assert target_layers(SMALL(10), 3) == ["blocks.0.layers.3", "blocks.1.layers.3", "blocks.2.layers.3"]
+    assert target_layers(LARGE(10), 3) == ["blocks.0.layers.3", "blocks.2.layers.3", "blocks.4.layers.3"]
+    vit = build_network("vit_tiny_patch16_224", 10, (3, 32, 32))
+    assert target_layers(vit, 4) == [f"blocks.{i}.mlp.fc2" for i in (2, 5, 8, 11)]
+    assert target_layers(nn.Linear(2, 2), 1) == [""]
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"rank": 13}, r"--model.rank 13 .* 24 inputs and 12 outputs; .*; write --model.rank 12"),
+        ({"num_blocks": 9}, r"--model.num_blocks 9 .*; .*; write"),
+        ({"networks": ["small_cnn"]}, r"--model.num_blocks 3 for SmallCNN.*; write --model.num_blocks 1"),
+        ({"reference": lambda classes: nn.Flatten()}, r"--model.reference Flatten; .*; write"),
+    ],
+)
+def test_networks_that_do_not_fit(settings, message):
+    with pytest.raises(ValueError, match=message):
+        built(mosaic(**settings))
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"networks": []}, {"rank": 0}, {"num_blocks": 0}, {"tau": 0.0}, {"ema": 0.0}, {"ema": 1.5},
+        {"sketch_rows": 0.0}, {"sketch_batches": 0}, {"sigma": -1.0},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_bad_settings(settings):
+    with pytest.raises(ValueError, match=r"--model\.\w+ .*;.*; write --model"):
+        FedMosaic(**settings)
+
+
+# Relevance
+
+
+def test_weights_and_mix_by_hand():
+    relevance = cosine(torch.tensor([[1.0, 0.0], [2.0, 0.0], [0.0, 3.0], [0.0, 0.0]]), torch.tensor([[1.0, 0.0], [1.0, 1.0]]))
+    torch.testing.assert_close(
+        relevance, torch.tensor([[1, 0.5**0.5], [1, 0.5**0.5], [0, 0.5**0.5], [0, 0]], dtype=torch.float64)
+    )
+    weights = relevance_weights(torch.tensor([[1.0, 0.0, 0.5], [0.0, 1.0, 0.5]]), 0.5, torch.eye(2, 3, dtype=torch.bool))
+    a = 1 / (1 + np.exp(1))
+    torch.testing.assert_close(weights, torch.tensor([[0, a, 1 - a], [a, 0, 1 - a]], dtype=torch.float32))
+    assert relevance_weights(torch.zeros(1, 1), 0.5, torch.ones(1, 1, dtype=torch.bool)).item() == 0
+    assert relevance_weights(torch.zeros(1, 0), 0.5).shape == (1, 0)
+    adapters = torch.randn(3, 2, 4, 5)
+    torch.testing.assert_close(mix(weights, adapters), torch.einsum("mk,k...->m...", weights, adapters))
+
+
+def test_kept_rows_are_feature_rows_with_all_their_classes():
+    kept = kept_rows(10, 256, 0.4, np.random.default_rng(0))
+    assert len(kept) == 10 * 102
+    grid = torch.zeros(2560).index_fill(0, kept, 1.0).view(10, 256)
+    assert set(grid.sum(0).tolist()) == {0.0, 10.0}
+
+
+def test_relevance_finds_the_clients_with_similar_classes(tmp_path):
+    data, method = digits(12, batch_size=16), mosaic()
+    trainer = run(method, data, tmp_path, max_rounds=3, local_epochs=1, callbacks=[RelevanceFigure(every=2)])
+    ids, relevance = method.relevance()
+    assert ids.tolist() == list(range(12))
+    assert label_correlation(relevance, data.class_counts()) > 0.9
+    figures = {path.name for path in (trainer.run_dir / "figures").iterdir()}
+    assert figures == {f"{name}.{suffix}" for name in ("relevance", "relevance_round_0002") for suffix in ("png", "pdf")}
+    history = (trainer.run_dir / "metrics.csv").read_text()
+    assert "relevance/label_correlation" in history.splitlines()[0]
+
+
+def test_relevance_sees_nothing_when_the_noise_is_loud(tmp_path):
+    data, method = digits(12), mosaic(sigma=100.0)
+    run(method, data, tmp_path, max_rounds=2, local_epochs=1)
+    assert abs(label_correlation(method.relevance()[1], data.class_counts())) < 0.4
+
+
+def test_figure_helpers():
+    counts = np.array([[5, 0], [0, 5], [4, 0], [0, 9]])
+    assert label_similarity(counts).tolist() == [[1, 0, 1, 0], [0, 1, 0, 1], [1, 0, 1, 0], [0, 1, 0, 1]]
+    order = similar_next_to_each_other(label_similarity(counts)).tolist()
+    assert {frozenset(order[:2]), frozenset(order[2:])} == {frozenset({0, 2}), frozenset({1, 3})}
+    assert label_correlation(label_similarity(counts), counts) == pytest.approx(1)
+    assert np.isnan(label_correlation(np.eye(2), counts[:2]))
+    with pytest.raises(ValueError, match="every: 0"):
+        RelevanceFigure(every=-1)
+
+
+def test_the_figure_refuses_other_methods(tmp_path):
+    from fl_lightning.errors import InputError
+    from fl_lightning.methods import FedAvg
+
+    with pytest.raises(InputError, match=r"RelevanceFigure with FedAvg; .*; take it out"):
+        run(FedAvg(), digits(), tmp_path, max_rounds=1, callbacks=[RelevanceFigure()])
+
+
+# The server: only what was sent, whoever sent it in whatever order
+
+
+def test_two_of_six(tmp_path):
+    """Who took part is known, with what it sent; each is helped by the other, the rest by the plain mean of the two."""
+    data, method = digits(6), mosaic()
+    trainer = run(method, data, tmp_path, max_rounds=1, participation=2 / 6)
+    cohort = [int(line.split(",")[1]) for line in (trainer.run_dir / "ledger.csv").read_text().splitlines()[1:]]
+    assert method.server["ids"].tolist() == cohort
+    first, second = method.server["adapters"]
+    assert not torch.equal(first, second)
+    for id in range(6):
+        sent = method.broadcast(data.client(id)).tensor("adapters")
+        expected = {cohort[0]: second, cohort[1]: first}.get(id, (first + second) / 2)
+        torch.testing.assert_close(sent, expected)
+
+
+def test_a_client_that_was_not_sampled_still_helps_and_its_row_is_replaced_by_its_newest(tmp_path):
+    data, method = digits(6), mosaic()
+    run(method, data, tmp_path, max_rounds=6, participation=2 / 6)
+    ids = method.server["ids"].tolist()
+    assert len(ids) > 2
+    assert ids == sorted(set(ids))
+
+
+def uploads(count: int = 5) -> dict[int, Payload]:
+    generator = torch.Generator().manual_seed(0)
+    return {
+        id: Payload({"adapters": torch.randn(3, 4, 5, generator=generator), "sketch": torch.randn(1020, generator=generator)})
+        for id in range(count)
+    }
+
+
+def test_the_order_of_uploads_changes_nothing():
+    given = uploads()
+    one, other = built(mosaic()), built(mosaic())
+    one.aggregate(given)
+    other.aggregate({id: given[id] for id in (3, 0)})
+    other.aggregate({id: given[id] for id in (4, 2, 1, 0)})
+    for name, value in one.server.items():
+        assert torch.equal(value, other.server[name])
+    for id in range(6):
+        assert torch.equal(
+            one.broadcast(point_client(id)).tensor("adapters"), other.broadcast(point_client(id)).tensor("adapters")
+        )
+
+
+def test_renamed_clients_get_the_same_models():
+    """A permutation of the clients permutes what they are sent."""
+    given, names = uploads(), [3, 1, 4, 0, 2]
+    one, other = built(mosaic()), built(mosaic())
+    one.aggregate(given)
+    other.aggregate({names[id]: upload for id, upload in given.items()})
+    for id in range(5):
+        sent = other.broadcast(point_client(names[id])).tensor("adapters")
+        torch.testing.assert_close(one.broadcast(point_client(id)).tensor("adapters"), sent)
+
+
+def test_infinite_tau_is_the_plain_mean_of_the_others_and_include_self_adds_the_client():
+    given = uploads(3)
+    for include_self, others in ((False, [1, 2]), (True, [0, 1, 2])):
+        method = built(mosaic(tau=float("inf"), include_self=include_self))
+        method.aggregate(given)
+        expected = torch.stack([given[id].tensor("adapters") for id in others]).mean(0)
+        torch.testing.assert_close(method.broadcast(point_client(0)).tensor("adapters"), expected)
+
+
+def test_the_server_knows_only_what_was_sent(tmp_path):
+    class Zero(Stressor):
+        def change_upload(self, upload, *, client, round, context):
+            return Payload({name: value * 0 for name, value in upload.items()})
+
+    data, method = digits(), mosaic()
+    run(method, data, tmp_path, max_rounds=2, callbacks=[Zero()])
+    assert method.broadcast(data.client(0)).tensor("adapters").abs().max() == 0
+    assert all(value.abs().max() == 0 for name, value in method.server.items() if name != "ids")
+
+    method.aggregate(uploads(3))
+    clean = method.broadcast(point_client(0)).to_bytes()
+    assert method.broadcast(point_client(0, trained=torch.ones(9), gradient=torch.ones(10, 256))).to_bytes() == clean
+
+
+def test_bytes_equal_the_hand_formula(tmp_path):
+    """Header 19, an entry 3 + name + 4 per dimension; 3 blocks of rank 4; 0.4 of 256 feature rows, 10 classes each."""
+    adapters = 3 + len("adapters") + 12 + 4 * 3 * 4 * (4 + 1)
+    sketch = 3 + len("sketch") + 4 + 4 * 102 * 10
+    trainer = run(mosaic(), digits(), tmp_path, max_rounds=2)
+    ledger = [line.split(",") for line in (trainer.run_dir / "ledger.csv").read_text().splitlines()[1:]]
+    assert {(int(row[3]), int(row[4])) for row in ledger} == {(19 + adapters, 19 + adapters + sketch)}
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        {"adapters": torch.zeros(2, 4, 5)}, {"adapters": torch.full((3, 4, 5), torch.nan)}, {"sketch": torch.zeros(3)},
+        {"sketch": torch.full((1020,), torch.inf)},
+    ],
+)  # fmt: skip
+def test_uploads_that_do_not_fit_are_refused(bad):
+    with pytest.raises(PayloadError):
+        built(mosaic()).check(Payload({**uploads(1)[0], **bad}), point_client(0))
+
+
+def test_a_client_that_diverges_is_rejected_and_starts_again_from_what_it_kept(tmp_path):
+    class Explode(FedMosaic):
+        def task_loss(self, outputs, target):
+            loss = super().task_loss(outputs, target)
+            return loss * float("nan") if self.round == 2 and self.network is self.families[0] else loss
+
+    data, method = digits(), Explode(networks=[SMALL, LARGE], reference=REFERENCE, rank=4, num_blocks=3, optimizer=sgd())
+    trainer = run(method, data, tmp_path, max_rounds=3)
+    ledger = [line.split(",")[:3] for line in (trainer.run_dir / "ledger.csv").read_text().splitlines()[1:]]
+    assert [(row[0], row[1]) for row in ledger if row[2] == "rejected"] == [("2", "0"), ("2", "2"), ("2", "4")]
+    assert all(value.isfinite().all() for value in method.server.values())
+    assert all(np.isfinite(float(v)) for v in last_row(trainer).values() if v)
+
+
+# The client: what stays, what does not move
+
+
+def resident(method: FedMosaic) -> dict[str, torch.Tensor]:
+    """Every parameter and buffer once; ``network`` is the family that was last in use."""
+    return {name: value for name, value in method.state_dict().items() if not name.startswith("network.")}
+
+
+def test_frozen_things_do_not_move(tmp_path):
+    """Only P, Q, g and the head are trained; Pg and Qg are received; statistics of BatchNorm are part of the base."""
+
+    def normed(classes: int) -> nn.Module:
+        return nn.Sequential(
+            nn.Flatten(), nn.Linear(3072, 8), nn.BatchNorm1d(8), nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, classes)
+        )
+
+    settings = {"networks": [SMALL, normed]}
+    before = copy.deepcopy(resident(built(mosaic(**settings))))
+    method = mosaic(**settings)
+    run(method, digits(), tmp_path, max_rounds=2)
+    after = resident(method)
+    assert before.keys() == after.keys()
+    moved = {name for name in before if not torch.equal(before[name], after[name])}
+    allowed = (".P", ".Q", ".gate", ".global_P", ".global_Q")
+    heads = ("families.0.classifier.", "families.1.5.")
+    assert moved
+    assert all(name.endswith(allowed) or name.startswith(heads) for name in moved), moved
+    assert not any("base" in name or "reference" in name or "running" in name for name in moved)
+
+
+def test_before_anyone_has_trained_every_model_is_its_family_s_base():
+    data = digits()
+    method = built(mosaic(), data)
+    images, _ = next(data.test_batches())
+    with rng.torch_stream(0, "weights"):
+        build_network(REFERENCE, 10, (3, 32, 32))
+        plain = build_network(SMALL, 10, (3, 32, 32))
+    assert torch.equal(method.deploy(data.client(0))(images), plain(images))
+    assert torch.equal(method.deploy(data.client(2))(images), plain(images))
+    assert method.deploy(data.client(1))(images).shape == plain(images).shape
+    assert method.deploy() is not None  # a newcomer's
+
+
+def test_clients_do_not_leak_into_each_other(tmp_path):
+    data, states = digits(), {}
+
+    class Keep(Meter):
+        def on_client_end(self, client, round, context):
+            states[client.id] = client.state
+
+    method = mosaic()
+    run(method, data, tmp_path, max_rounds=2, callbacks=[Keep()])
+    images, _ = next(data.test_batches())
+    with torch.no_grad():
+        alone = {id: method.deploy(data.client(id, states[id]))(images) for id in (0, 2, 4)}
+        for id in (4, 0, 2):
+            assert torch.equal(method.deploy(data.client(id, states[id]))(images), alone[id])
+    assert not torch.equal(alone[0], alone[2])
+    assert set(states[0]) == {"trained", "gradient"}
+
+
+@pytest.mark.parametrize("gate", ["scalar", "input"])
+def test_each_client_reaches_its_own_optimum(gate, tmp_path):
+    states = {}
+
+    class Keep(Meter):
+        def on_client_end(self, client, round, context):
+            states[client.id] = client.state
+
+    data, method = Points((3, 1, 2)), QuadraticMosaic(gate=gate)
+    run(method, data, tmp_path, max_rounds=80, callbacks=[Keep()])
+    for id in range(3):
+        network = method.deploy(data.client(id, states[id]))
+        torch.testing.assert_close(network(torch.ones(1, 1))[0].detach(), CENTRES[id], rtol=0, atol=1e-2)
+
+
+def test_an_empty_federation_is_still_evaluated(tmp_path):
+    class AllDrop(Stressor):
+        def change_cohort(self, cohort, *, round, context):
+            from dataclasses import replace
+
+            return [replace(assignment, trains=False, returns=False) for assignment in cohort]
+
+    for stressor in (AllDrop(), Nobody()):
+        method = mosaic()
+        trainer = run(method, digits(), tmp_path, max_rounds=2, callbacks=[stressor])
+        assert len(method.server["ids"]) == 0
+        assert 0 <= float(last_row(trainer)["val/accuracy"]) <= 1
+
+
+def test_a_client_with_one_example(tmp_path):
+    class Lopsided(Shards):
+        def __call__(self, labels, num_clients, seed):
+            return [np.array([0]), np.arange(1, len(labels))]
+
+    data = FederatedImages(num_clients=2, partition=Lopsided(), batch_size=64)
+    method = mosaic()
+    run(method, data, tmp_path, max_rounds=2)
+    assert method.server["ids"].tolist() == [0, 1]
+    assert all(value.isfinite().all() for value in method.server.values())
+
+
+def last_row(trainer) -> dict[str, str]:
+    lines = (trainer.run_dir / "metrics.csv").read_text().splitlines()
+    return dict(zip(lines[0].split(","), lines[-1].split(","), strict=True))
+
+
+def test_a_run_killed_in_mid_round_ends_like_one_that_was_not(tmp_path):
+    class Kill(Meter):
+        def on_client_end(self, client, round, context):
+            if round == 3:
+                raise KeyboardInterrupt
+
+    settings = {"max_rounds": 5, "participation": 0.5}
+    whole, method = run(mosaic(), digits(), tmp_path / "a", **settings), mosaic()
+    with pytest.raises(KeyboardInterrupt):
+        run(mosaic(), digits(), tmp_path / "b", callbacks=[Kill()], **settings)
+    resumed = run(method, digits(), tmp_path / "b", ckpt_path="last", callbacks=[Meter()], **settings)
+    for kind in ("server", "clients"):
+        newest = [max((trainer.run_dir / "checkpoints").iterdir()) for trainer in (whole, resumed)]
+        ends = [load_file(folder / f"{kind}.safetensors") for folder in newest]
+        assert ends[0].keys() == ends[1].keys() != set()
+        assert all(torch.equal(ends[0][name], ends[1][name]) for name in ends[0])
+    rows = [{k: v for k, v in last_row(trainer).items() if not k.startswith("time/")} for trainer in (whole, resumed)]
+    assert rows[0] == rows[1]
+    assert whole.metadata["weights_sha256"] == resumed.metadata["weights_sha256"]
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"tau": 0.1}, {"include_self": True}, {"gate": "input"}, {"full_gradient": False}, {"head": "frozen"}, {"scale": 2.0},
+        {"ema": 1.0}, {"sigma": 0.1}, {"sketch_rows": 0.1}, {"sketch_batches": 1}, {"networks": [LARGE, SMALL]},
+        {"networks": None, "network": LARGE}, {"head": "frozen", "gate": "input"}, {"rank": 2}, {"num_blocks": 1},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_every_option_changes_the_result_and_stays_finite(settings, tmp_path):
+    ends = []
+    for method in (mosaic(), mosaic(**settings)):
+        run(method, digits(), tmp_path, max_rounds=2, local_epochs=1, eval_every=2)
+        ends.append(method.server)
+    assert all(value.isfinite().all() for value in ends[1].values())
+    assert any(ends[0][name].shape != ends[1][name].shape or not torch.equal(ends[0][name], ends[1][name]) for name in ends[0])
+
+
+# Evaluation: each client with its own model
+
+
+def test_personalised_metrics(tmp_path):
+    trainer = run(mosaic(), digits(), tmp_path, max_rounds=6)
+    row = {name: float(value) for name, value in last_row(trainer).items()}
+    assert row["val/accuracy"] > 0.7  # of two or three classes each; chance is below 0.5
+    assert 0 <= row["val/accuracy_worst_decile"] <= row["val/accuracy"]
+    assert row["val/accuracy_std"] >= 0
+    assert row["test/accuracy"] > 0.6
+
+
+def test_the_test_set_is_dealt_to_those_who_hold_its_classes():
+    data = digits(8)
+    built(mosaic(), data)
+    owner, counts = deal_test_set(data), data.class_counts()
+    assert owner.shape == data.test_target.shape
+    assert (counts[owner, data.test_target.numpy()] > 0).all()
+    assert (owner == deal_test_set(data)).all()
+    assert len(np.unique(owner)) == 8
+
+
+def test_a_personalised_test_asks_each_owner_and_keeps_the_order(tmp_path):
+    from lightning.fabric import Fabric
+
+    from fl_lightning.evaluation import test as evaluate
+
+    class Sign(FedMosaic):
+        """Client k answers class k % 10, always."""
+
+        def deploy(self, client=None):
+            class Constant(nn.Module):
+                def forward(self, images):
+                    return torch.eye(10)[torch.full((len(images),), client.id % 10)]
+
+            return Constant()
+
+    data = digits(8)
+    method = built(Sign(networks=[SMALL], reference=REFERENCE, num_blocks=3), data)
+    metrics, probs, target = evaluate(Fabric(accelerator="cpu"), method, data)
+    assert torch.equal(target, data.test_target)
+    assert (probs.argmax(1).numpy() == deal_test_set(data)).all()
+    assert metrics["test/accuracy"] == pytest.approx(float((deal_test_set(data) == target.numpy()).mean()))

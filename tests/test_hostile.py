@@ -1,0 +1,228 @@
+"""Clients that are hostile, broken or unlucky: rejected or survived, counted, in the log and in the ledger."""
+
+from __future__ import annotations
+
+import csv
+import struct
+from contextlib import suppress
+from dataclasses import replace
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from ranks_program import METHODS, digits, fit
+from toy import sgd
+
+from fl_lightning import rng
+from fl_lightning.client import Assignment, Client
+from fl_lightning.hooks import Stressor
+from fl_lightning.loop import EXPLODED, aggregate, check_magnitude
+from fl_lightning.wire import Codes, Payload, PayloadError
+from fl_lightning.wire.payload import HEADER, MAGIC, VERSION, _checksum
+
+by_method = pytest.mark.parametrize("name", METHODS)
+
+
+def rows(trainer, name: str) -> list[dict[str, str]]:
+    with (trainer.run_dir / name).open() as file:
+        return list(csv.DictReader(file))
+
+
+class First(Stressor):
+    """Does something to the upload of the first client of each round."""
+
+    def __init__(self, attack) -> None:
+        self.attack, self.victim = attack, None
+
+    def change_cohort(self, cohort, *, round, context):
+        self.victim = cohort[0].client.id
+        return cohort
+
+
+class Bytes(First):
+    def change_bytes(self, upload, *, client, round, context):
+        return self.attack(upload) if client.id == self.victim else upload
+
+
+class Entries(First):
+    def change_upload(self, upload, *, client, round, context):
+        return Payload(self.attack(dict(upload))) if client.id == self.victim else upload
+
+
+def flip(data: bytes) -> bytes:
+    """One bit in the middle."""
+    return data[: len(data) // 2] + bytes([data[len(data) // 2] ^ 4]) + data[len(data) // 2 + 1 :]
+
+
+def floats(change):
+    return lambda upload: {
+        name: change(value) if isinstance(value, torch.Tensor) and value.is_floating_point() else value
+        for name, value in upload.items()
+    }
+
+
+def shorter(value):
+    return Codes(value.values[..., :-1], value.bits) if isinstance(value, Codes) else value[..., :-1] if value.ndim else value
+
+
+ATTACKS = {
+    "a flipped bit": Bytes(flip),
+    "cut off": Bytes(lambda data: data[:-5]),
+    "nothing": Bytes(lambda data: b""),
+    "not a payload": Bytes(lambda data: b"\x80\x04" + data),
+    "NaN": Entries(floats(lambda value: value * float("nan"))),
+    "infinite": Entries(floats(lambda value: value + float("inf"))),
+    "exploding": Entries(floats(lambda value: value + 1e30)),
+    "wrong shapes": Entries(lambda upload: {name: shorter(value) for name, value in upload.items()}),
+    "no entries": Entries(lambda upload: {}),
+    "codes for tensors": Entries(lambda upload: dict.fromkeys(upload, Codes(torch.zeros(3, dtype=torch.int32), 4))),
+}
+
+
+@by_method
+def test_every_attack_is_rejected_counted_logged_and_wasted(name, tmp_path, caplog):
+    """One round for each attack, of which the others' uploads count."""
+    for number, (attack, stressor) in enumerate(ATTACKS.items()):
+        caplog.clear()
+        trainer = fit(name, tmp_path / str(number), max_rounds=1, callbacks=[stressor])
+        (metrics,), ledger = rows(trainer, "metrics.csv"), rows(trainer, "ledger.csv")
+        assert [row["status"] for row in ledger] == ["rejected", "trained", "trained"], attack
+        assert f"upload of client {stressor.victim} rejected" in caplog.text, attack
+        assert (metrics["clients/rejected"], metrics["clients/trained"], metrics["clients/dropped"]) == ("1", "2", "0")
+        assert metrics["comm/wasted_bytes"] == ledger[0]["wasted"] == ledger[0]["upload"]
+        assert all(bool(torch.isfinite(tensor).all()) for tensor in trainer.method.server.values()), attack
+
+
+def test_a_client_counts_once(tmp_path, caplog):
+    class Twice(Stressor):
+        def change_cohort(self, cohort, *, round, context):
+            return [cohort[0], *cohort]
+
+    trainer = fit("FedAvg", tmp_path / "twice", max_rounds=1, callbacks=[Twice()])
+    once = fit("FedAvg", tmp_path / "once", max_rounds=1)
+    assert [row["status"] for row in rows(trainer, "ledger.csv")] == ["trained", "rejected", "trained", "trained"]
+    assert "second one of this round" in caplog.text
+    assert torch.equal(trainer.method.server["weights"], once.method.server["weights"])
+
+
+@by_method
+def test_clients_without_data_and_with_one_example(name, tmp_path):
+    class Poor(Stressor):
+        def change_cohort(self, cohort, *, round, context):
+            first, second, *rest = (assignment.client for assignment in cohort)
+            nothing, one = replace(first, train=first.train[:0]), replace(second, train=second.train[:1])
+            return [Assignment(client) for client in (nothing, one, *rest)]
+
+    trainer = fit(name, tmp_path, max_rounds=1, callbacks=[Poor()])
+    statuses = [row["status"] for row in rows(trainer, "ledger.csv")]
+    assert statuses[1:] == ["trained", "trained"]
+    assert statuses[0] == ("trained" if name == "FedMosaic" else "rejected")  # what has no weight n_k may come from anyone
+    assert all(bool(torch.isfinite(tensor).all()) for tensor in trainer.method.server.values())
+
+
+@by_method
+@pytest.mark.parametrize("fate", [{"trains": False}, {"returns": False}], ids=str)
+def test_a_round_without_any_upload(name, fate, tmp_path):
+    class Nobody(Stressor):
+        def change_cohort(self, cohort, *, round, context):
+            return [replace(assignment, **fate) for assignment in cohort]
+
+    trainer = fit(name, tmp_path, max_rounds=2, callbacks=[Nobody()])
+    assert {row["status"] for row in rows(trainer, "ledger.csv")} == {"dropped" if "trains" in fate else "lost"}
+    assert [row["clients/trained"] for row in rows(trainer, "metrics.csv")] == ["0", "0"]
+
+
+def test_a_server_that_would_not_stay_finite_keeps_its_state(tmp_path, caplog):
+    from fl_lightning.methods import FedAvg
+
+    class Broken(FedAvg):
+        def aggregate(self, uploads):
+            super().aggregate(uploads)
+            if self.round == 2:
+                self.server["weights"] = self.server["weights"] * float("inf")
+
+    METHODS["Broken"] = (Broken, {})
+    try:
+        trainer = fit("Broken", tmp_path, max_rounds=2)
+    finally:
+        del METHODS["Broken"]
+    assert "round 2: the server's next weights would not be finite" in caplog.text
+    assert torch.isfinite(trainer.method.server["weights"]).all()
+
+
+def test_limits():
+    check_magnitude(Payload({"examples": torch.tensor(1), "weights": torch.tensor([EXPLODED / 2])}))
+    for weights in (EXPLODED, -EXPLODED, float("nan"), float("inf")):
+        with pytest.raises(PayloadError, match="NaN, infinity or"):
+            check_magnitude(Payload({"weights": torch.tensor([weights])}))
+    for examples in (
+        torch.tensor(0),
+        torch.tensor(-1),
+        torch.tensor([1, 1]),
+        torch.tensor(2.0),
+        torch.tensor([], dtype=torch.int32),
+    ):
+        with pytest.raises(PayloadError, match="examples"):
+            check_magnitude(Payload({"examples": examples}))
+
+
+def signed(count: int, body: bytes) -> bytes:
+    """A payload whose checksum is right: made by someone who means it."""
+    return HEADER.pack(MAGIC, VERSION, count, len(body), _checksum(count, body)) + body
+
+
+@given(st.integers(0, 6), st.binary(max_size=80))
+def test_any_bytes_are_a_payload_or_refused(count, body):
+    for data in (body, signed(count, body)):
+        with suppress(PayloadError):
+            Payload.from_bytes(data)
+
+
+@pytest.fixture(scope="module")
+def built():
+    """Methods, and an upload of each."""
+    made = {}
+    for name, (method_type, of_data) in METHODS.items():
+        method, data = method_type(optimizer=sgd()), digits(**of_data)
+        data.setup()
+        data.distribute(0, torch.device("cpu"))
+        with rng.torch_stream(0, "weights"):
+            method.build(data)
+        method.round = 1
+        client = data.client(0)
+        method.receive(method.broadcast(client), client)
+        for step, batch in enumerate(method.local_batches(data, client, epochs=1, labels=data.labels(client), steps=1)):
+            method.train()
+            method.training_step(batch, step)["loss"].backward()
+        with torch.no_grad():
+            made[name] = method, client, method.upload(client).to_bytes()
+    return made.__getitem__
+
+
+@by_method
+def test_a_forged_upload_is_refused_or_harmless(name, built):
+    """Bytes changed at will under a right checksum: a PayloadError, or something that is averaged and stays finite."""
+    method, client, sent = built(name)
+    random = np.random.default_rng(0)
+    for number in range(60):
+        body = bytearray(sent[HEADER.size :])
+        reach = len(body) if number % 2 else min(len(body), 64)  # the head is where names and shapes are
+        for where in random.integers(reach, size=random.integers(1, 4)):
+            body[where] = random.integers(256)
+        with suppress(PayloadError):
+            upload = Payload.from_bytes(signed(struct.unpack_from("<4sBH", sent)[2], bytes(body)))
+            check_magnitude(upload)
+            method.check(upload, client)
+            before = dict(method.server)
+            aggregate(SimpleNamespace(method=method), 1, {client.id: upload})
+            assert all(bool(torch.isfinite(tensor).all()) for tensor in method.server.values())
+            method.server = before
+
+
+def test_a_hook_loses_an_upload(tmp_path):
+    trainer = fit("FedAvg", tmp_path, max_rounds=1, callbacks=[Bytes(lambda data: None)])
+    assert [row["status"] for row in rows(trainer, "ledger.csv")] == ["lost", "trained", "trained"]
+    assert isinstance(trainer.data.client(0), Client)

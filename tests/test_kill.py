@@ -1,0 +1,170 @@
+"""Killed at any instant and continued, a run ends as if nothing had happened."""
+
+from __future__ import annotations
+
+import csv
+import json
+import random
+import shutil
+import signal
+import sqlite3
+import subprocess
+import sys
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+
+HERE = Path(__file__).parent
+
+
+class Server:
+    """See ``kill_server.py``."""
+
+    def __init__(self):
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", f"import sys; sys.path[:0] = [{str(HERE)!r}, {str(HERE.parent)!r}]; import kill_server as k; k.serve()"],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+        )  # fmt: skip
+        assert self.process.stdout.readline() == "ready\n"
+
+    def run(self, folder: Path, **request) -> tuple[int, float]:
+        folder.mkdir(exist_ok=True)
+        self.process.stdin.write(json.dumps({"folder": str(folder), **request}) + "\n")
+        self.process.stdin.flush()
+        code, seconds = json.loads(self.process.stdout.readline())
+        return code, seconds
+
+    def close(self):
+        self.process.kill()
+        self.process.wait()
+        self.process.stdin.close()
+        self.process.stdout.close()
+
+
+@pytest.fixture(scope="module")
+def server():
+    server = Server()
+    yield server
+    server.close()
+
+
+@pytest.fixture(scope="module")
+def reference(server, tmp_path_factory) -> tuple[dict, float]:
+    """The run that was never killed, and its seconds."""
+    folder = tmp_path_factory.mktemp("reference") / "a"
+    code, seconds = server.run(folder)
+    assert code == 0, (folder / "log.txt").read_text()
+    return outcome(folder), seconds
+
+
+@pytest.fixture(scope="module")
+def store(server, tmp_path_factory) -> tuple[Path, dict, float]:
+    """A folder with an MLflow database, made once since that takes seconds; the outcome of a run that was never killed."""
+    folder = tmp_path_factory.mktemp("mlflow") / "a"
+    assert server.run(folder, mlflow=True, settings={"max_rounds": 1, "experiment": "other"})[0] == 0
+    template = folder.with_name("template")
+    template.mkdir()
+    shutil.copy(folder / "mlflow.db", template)
+    whole = folder.with_name("whole")
+    shutil.copytree(template, whole)
+    code, seconds = server.run(whole, mlflow=True)
+    assert code == 0
+    return template, outcome(whole), seconds
+
+
+def outcome(folder: Path) -> dict:
+    """All that must be the same: everything but times and ids."""
+    (run,) = (folder / "runs" / "fl_lightning").glob("[!.]*")
+    metadata = json.loads((run / "metadata.json").read_text())
+    with (run / "metrics.csv").open() as file:
+        metrics = [{k: v for k, v in row.items() if not k.startswith("time/")} for row in csv.DictReader(file)]
+    checkpoints = sorted((run / "checkpoints").glob("round_*"))
+    progress = json.loads((checkpoints[-1] / "progress.json").read_text())
+    result = {key: value for key, value in metadata.items() if key in ("status", "weights_sha256") or key.startswith("final/")}
+    result |= {"metrics": metrics, "ledger": (run / "ledger.csv").read_text(), "partition": (run / "partition.json").read_text()}
+    result |= {"callbacks": progress["callbacks"], "best": (progress["best_round"], progress["best_accuracy"])}
+    result |= {"checkpoints": [c.name for c in checkpoints], "tensors": (checkpoints[-1] / "clients.safetensors").read_bytes()}
+    result |= {"files": sorted(path.name for path in run.iterdir())}
+    if (folder / "mlflow.db").exists():
+        with closing(sqlite3.connect(folder / "mlflow.db")) as database:
+            ids = database.execute(
+                "select run_uuid from runs where experiment_id in (select experiment_id from experiments where name = 'fl_lightning')"
+            ).fetchall()
+            assert [metadata["tracking_run_id"]] == [id for (id,) in ids]
+            query = "select key, step, value from metrics where run_uuid = ? and key not like 'time/%' order by key, step"
+            result["mlflow"] = database.execute(query, ids[0]).fetchall()
+            result["steps"] = database.execute(
+                "select count(*), count(distinct step) from metrics where run_uuid = ? and key = 'time/round'", ids[0]
+            ).fetchall()
+            result["state"] = database.execute("select status from runs where run_uuid = ?", ids[0]).fetchall()
+    return result
+
+
+def differences(found: dict, wanted: dict) -> list[str]:
+    return [key for key in wanted if found.get(key) != wanted[key]]
+
+
+def kill_and_continue(server, folder: Path, wanted: dict, seconds: float, random: random.Random, *, mlflow: bool) -> list[str]:
+    """Up to three kills at random instants, then to the end."""
+    for _ in range(random.choice((1, 1, 2, 3))):
+        server.run(folder, after=random.uniform(0, seconds), mlflow=mlflow)
+    code, _ = server.run(folder, mlflow=mlflow)
+    return differences(outcome(folder), wanted) if code == 0 else [f"exit {code}: {(folder / 'log.txt').read_text()}"]
+
+
+def test_killed_at_random_instants(server, reference, tmp_path):
+    wanted, seconds = reference
+    random_ = random.Random(1)
+    for trial in range(4):
+        assert kill_and_continue(server, tmp_path / str(trial), wanted, seconds, random_, mlflow=False) == []
+
+
+def test_killed_at_a_random_instant_the_store_has_every_step_once(server, store, tmp_path):
+    template, wanted, seconds = store
+    shutil.copytree(template, tmp_path / "a")
+    assert kill_and_continue(server, tmp_path / "a", wanted, seconds, random.Random(2), mlflow=True) == []
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+def test_killed_a_hundred_times(server, reference, store, tmp_path):
+    random_, bad = random.Random(3), []
+    for trial in range(100):
+        mlflow = trial % 2 == 1
+        if mlflow:
+            shutil.copytree(store[0], tmp_path / str(trial))
+        wanted, seconds = store[1:] if mlflow else reference
+        bad += kill_and_continue(server, tmp_path / str(trial), wanted, seconds, random_, mlflow=mlflow)
+        shutil.rmtree(tmp_path / str(trial))
+    assert bad == []
+
+
+def touches(server, folder: Path) -> int:
+    """How often a run touches the file system."""
+    assert server.run(folder, event=-1)[0] == 0
+    return int((folder / "touches.txt").read_text())
+
+
+@pytest.mark.parametrize("stride", [29, pytest.param(1, marks=[pytest.mark.slow, pytest.mark.timeout(3600)])])
+def test_killed_before_any_touch_of_the_file_system(stride, server, reference, tmp_path):
+    bad = {}
+    for event in range(1, touches(server, tmp_path / "count") + 1, stride):
+        folder = tmp_path / str(event)
+        assert server.run(folder, event=event)[0] == -signal.SIGKILL
+        code, _ = server.run(folder)
+        found = differences(outcome(folder), reference[0]) if code == 0 else [(folder / "log.txt").read_text()]
+        bad |= {event: found} if found else {}
+    assert bad == {}
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_interrupted_it_keeps_the_last_round_and_says_how_to_continue(number, code, server, reference, tmp_path):
+    """Without a checkpoint on the way, and with more signals while the last one is written."""
+    folder = tmp_path / "a"
+    assert server.run(folder, interrupt=number, settings={"checkpoint_every": 0})[0] == code
+    (run,) = (folder / "runs" / "fl_lightning").iterdir()
+    assert json.loads((run / "metadata.json").read_text())["status"] == "interrupted"
+    assert f"after round 3 with --ckpt_path runs/fl_lightning/{run.name}" in (folder / "log.txt").read_text()
+    assert server.run(folder)[0] == 0
+    assert differences(outcome(folder), reference[0]) == []

@@ -1,0 +1,166 @@
+"""Several processes give what one gives, bit for bit, and end together."""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import ranks_program
+import torch
+from ranks_program import METHODS, fit
+
+from fl_lightning.client import Client
+from fl_lightning.engines import Order, launch
+from fl_lightning.engines.base import ClientResult
+from fl_lightning.engines.ranks import RankedEngine, _pack, _unpack, deal, work
+from fl_lightning.trainer import FederatedTrainer
+
+PROGRAM = ranks_program.__file__
+
+
+def start(*arguments: str | Path, launcher: tuple[str, ...] = ()) -> subprocess.Popen:
+    unset = ("LOCAL_RANK", "WORLD_SIZE", "RANK", "MASTER_PORT", "MASTER_ADDR", "NODE_RANK")
+    environment = {name: value for name, value in os.environ.items() if name not in unset} | {"OMP_NUM_THREADS": "1"}
+    command = [sys.executable, *launcher, PROGRAM, *map(str, arguments)]
+    return subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+
+def result(run: Path) -> tuple[str, list[dict[str, str]], str]:
+    """Hash of the weights, metrics without timings, ledger."""
+    with (run / "metrics.csv").open() as file:
+        rows = [{name: cell for name, cell in row.items() if not name.startswith("time/")} for row in csv.DictReader(file)]
+    return json.loads((run / "metadata.json").read_text())["weights_sha256"], rows, (run / "ledger.csv").read_text()
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def test_two_processes_are_one(tmp_path):
+    """Every method, kept client state included; only rank 0 leaves anything."""
+    program = start(tmp_path / "two", "all")
+    for name in METHODS:
+        fit(name, tmp_path / "one")
+    _, errors = program.communicate(timeout=240)
+    assert program.returncode == 0, errors
+    for name in METHODS:
+        assert [run.name for run in (tmp_path / "two" / name).iterdir()] == ["run"]
+        two, one = tmp_path / "two" / name / "run", tmp_path / "one" / name / "run"
+        assert result(two) == result(one), name
+        assert {path.name for path in two.iterdir()} == {path.name for path in one.iterdir()}
+        assert json.loads((two / "metadata.json").read_text())["processes"] == 2
+
+
+def test_a_rank_that_dies_is_named_and_the_run_can_go_on(tmp_path):
+    program = start(tmp_path, "1")
+    _, errors = program.communicate(timeout=120)
+    run = tmp_path / "FedAvg" / "run"
+    pid = (run / "rank1.pid").read_text()
+    assert program.returncode == 1
+    assert f"rank 1 (process {pid}) was killed by SIGKILL" in errors
+    metadata = json.loads((run / "metadata.json").read_text())
+    assert metadata["status"] == "failed"
+    fit("FedAvg", tmp_path, ckpt_path=str(run), callbacks=[ranks_program.Dies(rank=-1, round=0)])
+    fit("FedAvg", tmp_path / "whole")
+    assert result(run) == result(tmp_path / "whole" / "FedAvg" / "run")
+
+
+@pytest.mark.slow
+def test_ranks_leave_when_rank_zero_dies(tmp_path):
+    program = start(tmp_path, "0")
+    program.communicate(timeout=120)  # until rank 1 lets go of stderr
+    assert program.returncode == -signal.SIGKILL
+    pid, deadline = int((tmp_path / "FedAvg" / "run" / "rank1.pid").read_text()), time.monotonic() + 20
+    while is_alive(pid):
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+
+
+@pytest.mark.slow
+def test_torchrun(tmp_path):
+    """Which says how many processes there are; nothing has to be set."""
+    program = start(
+        tmp_path / "two", "torchrun", launcher=("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+    )
+    _, errors = program.communicate(timeout=120)
+    assert program.returncode == 0, errors
+    fit("FedMPQKD", tmp_path / "one")
+    assert result(tmp_path / "two" / "FedMPQKD" / "run") == result(tmp_path / "one" / "FedMPQKD" / "run")
+
+
+def test_longest_first():
+    assert deal([1, 5, 2, 2, 4], 2) == [[1, 3], [0, 2, 4]]
+    works = np.random.default_rng(0).integers(1, 100, 40).tolist()
+    loads = [sum(works[index] for index in share) for share in deal(works, 4)]
+    assert sum(loads) == sum(works)
+    assert max(loads) - min(loads) <= min(works) + max(works) / 10
+    assert deal([1.0], 3) == [[0], [], []]
+
+
+def order(id: int = 3, steps: int = 2) -> Order:
+    return Order(Client(id, np.arange(100), np.arange(0)), b"message", torch.zeros(100, dtype=torch.int64), 2, steps)
+
+
+def test_work_is_what_is_trained_on():
+    assert work(order(steps=2), 10) < work(order(steps=5), 10) < work(order(steps=100), 10) == work(order(steps=1000), 10)
+
+
+def test_a_result_survives_the_way_between_processes():
+    state = {"a": torch.randn(3, 2), "b": torch.tensor([True]), "empty": torch.empty(0, 4), "half": torch.randn(2).bfloat16()}
+    losses = {"loss": 1 / 3, "loss_kd": float("nan")}
+    there = ClientResult(order().client, b"\x00upload\xff", state, losses, 7, 2)
+    back = _unpack(_pack(there), order())
+    assert (back.upload, back.seen, back.steps, list(back.losses)) == (there.upload, 7, 2, list(losses))
+    assert back.losses["loss"] == 1 / 3
+    assert back.client.state is back.state
+    assert all(torch.equal(back.state[name], tensor) and back.state[name].dtype == tensor.dtype for name, tensor in state.items())
+
+
+def test_one_process_is_the_engine_itself():
+    class Echo:
+        def train(self, orders):
+            yield from orders
+
+    orders = [order(1), order(2)]
+    assert list(RankedEngine(Echo(), ranks_program.digits()).train(orders)) == orders
+
+
+@pytest.mark.parametrize(
+    ("environment", "devices", "expected"),
+    [
+        ({}, 1, (1, 1)),
+        ({"TORCHELASTIC_RUN_ID": "x", "LOCAL_WORLD_SIZE": "2", "WORLD_SIZE": "4"}, 1, (2, 2)),
+        ({"TORCHELASTIC_RUN_ID": "x", "LOCAL_WORLD_SIZE": "2", "WORLD_SIZE": "2"}, 2, (2, 1)),
+        ({"TORCHELASTIC_RUN_ID": "x", "LOCAL_WORLD_SIZE": "1", "WORLD_SIZE": "1"}, 1, (1, 1)),
+        ({"SLURM_STEP_NUM_TASKS": "8", "SLURM_STEP_NUM_NODES": "2"}, 1, (4, 2)),
+        ({"SLURM_NTASKS": "8"}, 1, (1, 1)),  # a batch script without srun is one process
+    ],
+)
+def test_who_started_how_many(monkeypatch, environment, devices, expected):
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    assert launch.processes(devices, 1) == expected
+
+
+def test_silent_copies_are_refused(monkeypatch):
+    for name, value in {"TORCHELASTIC_RUN_ID": "x", "LOCAL_WORLD_SIZE": "4", "WORLD_SIZE": "4"}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ValueError, match=r"--trainer.devices 2 where 4 .*; each is one device; write --trainer.devices 4"):
+        FederatedTrainer(devices=2)
+
+
+@pytest.mark.parametrize("settings", [{"strategy": "fsdp"}, {"strategy": "dp"}, {"rank_timeout": 0}])
+def test_bad_settings(settings):
+    with pytest.raises(ValueError, match=r"--trainer\.\w+ .*;.*; write --trainer|--trainer\.\w+ .*; at least"):
+        FederatedTrainer(**settings)

@@ -1,0 +1,225 @@
+"""Continuing a run: from where, with what, and when not."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import json
+import logging
+import os
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from kill_server import Fading, Remembering
+from test_kill import differences, outcome
+from toy import sgd
+
+from callbacks import LabelNoise, StragglerDropout
+from fl_lightning import checkpoint
+from fl_lightning.data import Dirichlet, FederatedImages
+from fl_lightning.errors import InputError
+from fl_lightning.models import SmallCNN
+from fl_lightning.trainer import FederatedTrainer
+
+
+class Interrupt(Fading):
+    """Presses Ctrl-C (or worse) in the round after ``rounds``."""
+
+    def __init__(self, rounds: int, error: BaseException):
+        super().__init__()
+        self.rounds, self.error = rounds, error
+
+    def change_cohort(self, cohort, *, round, context):
+        if round > self.rounds:
+            raise self.error
+        return cohort
+
+
+def fit(folder: Path, *, until: int | None = None, error: BaseException | None = None, ckpt_path=None, config=None, **settings):
+    """Five rounds, or ``until`` one is done; the trainer."""
+    torch.set_num_threads(1)  # a module's fixture comes before a test's
+    data = FederatedImages(
+        dataset="digits", num_clients=12, partition=Dirichlet(beta=1.0, min_size=2), batch_size=64, val_fraction=0.2
+    )
+    method = Remembering(network=lambda classes: SmallCNN(classes, width=4), optimizer=sgd(0.05))
+    last = Fading() if until is None else Interrupt(until, error or KeyboardInterrupt())
+    callbacks = [StragglerDropout(0.2), LabelNoise(round=2, clients=0.5, among="cohort"), last]
+    if until is not None:
+        type(last).__module__, type(last).__qualname__ = Fading.__module__, Fading.__qualname__
+    settings = {"max_rounds": 5, "participation": 0.3, "local_epochs": 1, "checkpoint_every": 1, "logger": False, **settings}
+    trainer = FederatedTrainer(accelerator="cpu", callbacks=callbacks, default_root_dir=str(folder / "runs"), **settings)
+    trainer.config = config or {"model": {"alpha": 1.0}, "trainer": {"run_name": settings.get("run_name")}}
+    trainer.config_text = yaml.safe_dump(trainer.config)
+    if until is None:
+        trainer.fit(method, data, seed=3, ckpt_path=ckpt_path)
+    else:
+        with pytest.raises(type(last.error)):
+            trainer.fit(method, data, seed=3, ckpt_path=ckpt_path)
+    return trainer
+
+
+@pytest.fixture(scope="module")
+def wanted(tmp_path_factory) -> dict:
+    folder = tmp_path_factory.mktemp("whole")
+    fit(folder)
+    return outcome(folder)
+
+
+@pytest.mark.parametrize("until", [1, 4])
+@pytest.mark.parametrize("settings", [{}, {"checkpoint_every": 0}, {"checkpoint_every": 2}, {"checkpoint_every": None}])
+def test_interrupted_and_continued_is_exact(until, settings, wanted, tmp_path):
+    fit(tmp_path, until=until, **settings)
+    fit(tmp_path, ckpt_path="last", **settings)
+    found = outcome(tmp_path)
+    found["checkpoints"] = wanted["checkpoints"]  # how many there are depends on how often they are written
+    assert differences(found, wanted) == []
+
+
+def test_the_best_and_the_last_are_kept(wanted, tmp_path):
+    run = fit(tmp_path, checkpoint_every=0, keep_checkpoints=1).run
+    best = wanted["best"][0]
+    assert {path.name for path in run.checkpoints.iterdir()} == {f"round_{best:06d}", "round_000005"}
+
+
+@pytest.mark.parametrize("damage", ["truncated", "flipped", "foreign", "records changed"])
+def test_a_damaged_checkpoint_is_named_and_the_one_before_used(damage, wanted, tmp_path, caplog):
+    run = fit(tmp_path, until=3).run
+    newest = run.checkpoints / "round_000003"
+    file = newest / "server.safetensors"
+    if damage == "truncated":
+        file.write_bytes(file.read_bytes()[:-1])
+    elif damage == "flipped":
+        data = bytearray(file.read_bytes())
+        data[-1] ^= 1
+        file.write_bytes(data)
+    elif damage == "foreign":
+        checkpoint.save_checkpoint(newest, {"server": {}}, {"progress": {"format": 99}})
+    else:
+        lines = (run.path / "ledger.csv").read_text().splitlines(keepends=True)
+        (run.path / "ledger.csv").write_text("".join(lines[:-1]) + "3,0,trained,1,1,1\n")
+    fit(tmp_path, ckpt_path=str(run.path))
+    (refused,) = [record.message for record in caplog.records if "checkpoint refused" in record.message]
+    assert str(run.path / "ledger.csv" if damage == "records changed" else newest) in refused
+    found = outcome(tmp_path)
+    assert found.pop("files") == [*wanted["files"], "superseded_1"]
+    assert differences(found, {key: value for key, value in wanted.items() if key != "files"}) == []
+
+
+def test_no_whole_checkpoint_is_refused(tmp_path):
+    run = fit(tmp_path, until=3).run
+    for folder in run.checkpoints.iterdir():
+        (folder / "manifest.json").unlink()
+    with pytest.raises(InputError, match=r"none of its \d checkpoints can be used"):
+        fit(tmp_path, ckpt_path="last")
+
+
+def test_an_earlier_checkpoint_by_name(wanted, tmp_path):
+    run = fit(tmp_path).run
+    earlier = run.checkpoints / "round_000004"
+    (run.path / "metadata.json").write_text("{}")
+    fit(tmp_path, ckpt_path=str(earlier))
+    assert (run.path / "superseded_1" / "round_000005" / "manifest.json").exists()
+    assert differences({**outcome(tmp_path), "files": 0}, {**wanted, "files": 0}) == []
+
+
+def test_a_changed_configuration_is_named_and_refused_unless_allowed(tmp_path, caplog):
+    run = fit(tmp_path, until=2).run
+    config = {"model": {"alpha": 2.0, "beta": 1}, "trainer": {"run_name": None, "devices": 4}}
+    before = {path: path.stat().st_mtime_ns for path in run.path.rglob("*")}
+    with pytest.raises(InputError, match=r"model.alpha: 1.0 -> 2.0, model.beta: not set -> 1\); give the same one"):
+        fit(tmp_path, ckpt_path="last", config=config)
+    assert {path: path.stat().st_mtime_ns for path in run.path.rglob("*")} == before
+    fit(tmp_path, ckpt_path="last", config=config, allow_changed=True)
+    assert "resuming with a changed configuration: model.alpha: 1.0 -> 2.0" in caplog.text
+    assert "alpha: 2.0" in (run.path / "config.yaml").read_text()
+    assert "alpha: 1.0" in (run.path / "superseded_1" / "config.yaml").read_text()
+    assert len((run.path / "metrics.csv").read_text().splitlines()) == 6
+
+
+def test_a_finished_run_is_left_alone(tmp_path, caplog):
+    run = fit(tmp_path).run
+    before = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")}
+    caplog.set_level(logging.INFO)
+    fit(tmp_path, ckpt_path="last")
+    assert f"{run.path} is finished: 5 rounds, nothing to do" in caplog.text
+    assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")} == before
+
+
+def test_auto_resume_continues_this_run_or_starts_it(wanted, tmp_path):
+    other = {"model": {"alpha": 3.0}}
+    fit(tmp_path, until=1, config=other, auto_resume=True)
+    fit(tmp_path, until=2, auto_resume=True)
+    fit(tmp_path, auto_resume=True)
+    fit(tmp_path, auto_resume=True)
+    runs = sorted((tmp_path / "runs" / "fl_lightning").iterdir())
+    assert [run.name for run in runs] == ["Remembering-digits-seed3", "Remembering-digits-seed3-2"]
+    status = [json.loads((run / "metadata.json").read_text()) for run in runs]
+    assert [s["status"] for s in status] == ["interrupted", "finished"]
+    assert status[1]["weights_sha256"] == wanted["weights_sha256"]
+    assert [r["after_round"] for r in status[1]["resumed"]] == [2]
+
+
+def test_last_is_the_run_that_was_written_last_even_without_a_checkpoint(tmp_path, caplog):
+    """Killed before its first checkpoint, it starts anew in its own directory."""
+    fit(tmp_path, run_name="old")
+    new = fit(tmp_path, run_name="new", until=0).run
+    assert not list(new.checkpoints.iterdir())
+    assert "continue from the start with --ckpt_path" in caplog.text
+    fit(tmp_path, run_name="new", ckpt_path="last")
+    assert json.loads((new.path / "metadata.json").read_text())["status"] == "finished"
+    assert len(list((tmp_path / "runs" / "fl_lightning").iterdir())) == 2
+
+
+@pytest.mark.parametrize("path", ["nowhere", ".", "runs/fl_lightning/Remembering-digits-seed3/checkpoints/round_000009"])
+def test_a_path_that_is_no_run(path, tmp_path):
+    fit(tmp_path, until=1)
+    before = sorted(tmp_path.rglob("*"))
+    with pytest.raises(InputError, match=r"--ckpt_path .*;.*;"):
+        fit(tmp_path, ckpt_path=str(tmp_path / path))
+    with pytest.raises(InputError, match="--ckpt_path last; there is no run under"):
+        fit(tmp_path, ckpt_path="last", experiment="another")
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_a_run_has_one_writer(tmp_path):
+    run = fit(tmp_path, until=1).run
+    lock = os.open(run.path, os.O_RDONLY)
+    fcntl.flock(lock, fcntl.LOCK_EX)
+    with pytest.raises(InputError, match="another process is writing this run"):
+        fit(tmp_path, ckpt_path="last")
+    os.close(lock)
+    fit(tmp_path, ckpt_path="last")
+
+
+def test_other_data_are_refused(tmp_path):
+    run = fit(tmp_path, until=2).run
+    newest = run.checkpoints / "round_000002"
+    tensors, documents = checkpoint.load_checkpoint(newest)
+    documents["progress"]["partition"] = "0" * 64
+    checkpoint.save_checkpoint(newest, tensors, documents)
+    with pytest.raises(InputError, match="the clients' examples: 000000000000 -> "):
+        fit(tmp_path, ckpt_path="last")
+
+
+@pytest.mark.parametrize("fails", range(10))
+def test_a_full_disk_stops_the_run_and_loses_nothing(fails, wanted, tmp_path, monkeypatch, caplog):
+    """From any write of round 3 on the disk is full; when there is room again, the run goes on."""
+    write, count = checkpoint.write_synced, 0
+
+    def full(path, data):
+        nonlocal count
+        count += "round_000003" in str(path) or count > 0
+        if count > fails // 2:
+            path.write_bytes(data[: len(data) // 2])
+            raise OSError(errno.ENOSPC, "No space left on device")
+        write(path, data)
+
+    monkeypatch.setattr(checkpoint, "write_synced", full)
+    with pytest.raises(OSError, match="No space"):
+        fit(tmp_path, checkpoint_every=1 + fails % 2 * 2)
+    monkeypatch.setattr(checkpoint, "write_synced", write)
+    assert "stopped in round" in caplog.text
+    fit(tmp_path, ckpt_path="last")
+    assert differences({**outcome(tmp_path), "checkpoints": 0}, {**wanted, "checkpoints": 0}) == []
