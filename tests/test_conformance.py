@@ -10,9 +10,10 @@ from fl_lightning.__main__ import main
 from fl_lightning.conformance import run_checks, subject_of
 from fl_lightning.conformance.checks import Subject
 from fl_lightning.methods import FedAvg, FedMPQ, Method
-from fl_lightning.methods.base import shares
 
-METHODS = [name for name in methods.__all__ if isinstance(getattr(methods, name), type) and issubclass(getattr(methods, name), Method)]
+METHODS = [
+    name for name in methods.__all__ if isinstance(getattr(methods, name), type) and issubclass(getattr(methods, name), Method)
+]
 
 
 @pytest.mark.parametrize("name", [name for name in METHODS if name != "Method"])

@@ -1,7 +1,7 @@
 """The conformance kit: what every method must do, run on any method.
 
-    python -m fl_lightning check --model FedMPQ
-    python -m fl_lightning check --model my_methods.MyMethod --settings '{beta: 0.5}' --neutral '{beta: 0}'
+python -m fl_lightning check --model FedMPQ
+python -m fl_lightning check --model my_methods.MyMethod --settings '{beta: 0.5}' --neutral '{beta: 0}'
 """
 
 from __future__ import annotations
@@ -69,7 +69,10 @@ def run_checks(subject: Subject) -> Iterator[Outcome]:
 
 
 def subject_of(
-    method: type[Method], settings: dict[str, Any] | None = None, neutral: dict[str, Any] | None = None, noise: float | None = None
+    method: type[Method],
+    settings: dict[str, Any] | None = None,
+    neutral: dict[str, Any] | None = None,
+    noise: float | None = None,
 ) -> Subject:
     """The method with what is known of it, or with what is given."""
     known = dict(KNOWN.get(method.__name__, {})) if method.__module__.startswith("fl_lightning.") else {}
@@ -109,7 +112,9 @@ def find_method(name: str) -> type[Method]:
         found = getattr(import_module(module) if module else methods, attribute)
     except (ImportError, AttributeError) as error:
         near = (get_close_matches(name, methods.__all__, n=1) or ["FedAvg"])[0]
-        raise InputError(f"--model {name}; no such method ({error}); write --model {near}, or the import path of yours") from error
+        raise InputError(
+            f"--model {name}; no such method ({error}); write --model {near}, or the import path of yours"
+        ) from error
     if not (isinstance(found, type) and issubclass(found, Method)):
         raise InputError(f"--model {name}; a subclass of fl_lightning.methods.Method is needed; name one, such as FedAvg")
     return found

@@ -54,7 +54,9 @@ def known_optimum(subject: Subject, folder: Path) -> None:
     method, counts = _with_points(subject), (3, 1)
     run(method, Points(counts), folder, max_rounds=80)
     low, high = pull(method.server["weights"], counts, [0, 1], subject.least_step)
-    _require(bool((low <= subject.noise).all() and (high >= -subject.noise).all()), f"it ends at {_show(method.server['weights'])}")
+    _require(
+        bool((low <= subject.noise).all() and (high >= -subject.noise).all()), f"it ends at {_show(method.server['weights'])}"
+    )
 
 
 def agreement(subject: Subject, folder: Path) -> None:
@@ -97,7 +99,10 @@ def neutral(subject: Subject, folder: Path) -> None:
     for method in (on_images(subject.make(**subject.neutral)), on_images(FedAvg())):
         run(method, images(), folder, max_rounds=2, participation=0.5)
         ends.append(method.server["weights"])
-    _require(torch.equal(*ends), f"with {subject.neutral} its weights differ by {float((ends[0] - ends[1]).abs().max()):.3g} from FedAvg's")
+    _require(
+        torch.equal(*ends),
+        f"with {subject.neutral} its weights differ by {float((ends[0] - ends[1]).abs().max()):.3g} from FedAvg's",
+    )
 
 
 def resume(subject: Subject, folder: Path) -> None:
@@ -128,7 +133,10 @@ def bytes_on_the_wire(subject: Subject, folder: Path) -> None:
     counted = {(entry.round, entry.client): entry.upload for entry in _ledger(trainer)}
     for at, upload in log.uploads.items():
         payload = Payload.from_bytes(upload)
-        _require(payload.nbytes == len(payload.to_bytes()) == len(upload), f"client {at[1]} sent {len(upload)} bytes, {payload.nbytes} announced")
+        _require(
+            payload.nbytes == len(payload.to_bytes()) == len(upload),
+            f"client {at[1]} sent {len(upload)} bytes, {payload.nbytes} announced",
+        )
         _require(counted[at] == len(upload), f"client {at[1]} sent {len(upload)} bytes and the ledger has {counted[at]}")
     if subject.upload_bytes is not None:
         expected = subject.upload_bytes(method)

@@ -47,7 +47,10 @@ class FedAvg(Method):
         self._check_outputs(data)
         found = self.module.configure_optimizers()
         if isinstance(found, tuple) or (isinstance(found, dict) and "lr_scheduler" in found):
-            log.warning("%s: its learning-rate scheduler is left out: a client's optimiser lives for one round", type(self.module).__name__)
+            log.warning(
+                "%s: its learning-rate scheduler is left out: a client's optimiser lives for one round",
+                type(self.module).__name__,
+            )
 
     def _check_outputs(self, data: FederatedData) -> None:
         name = type(self.network).__name__
