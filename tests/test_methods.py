@@ -83,8 +83,12 @@ class Zero(Stressor):
     """Zeroes every upload on the wire."""
 
     def change_upload(self, upload, *, client, round, context):
-        return Payload({k: Codes(v.values * 0, v.bits) if isinstance(v, Codes) and k != "bits" else v if k in ("examples", "bits") else v * 0
-                        for k, v in upload.items()})  # fmt: skip
+        def zero(name: str, value):
+            if name in ("examples", "bits"):
+                return value
+            return Codes(value.values * 0, value.bits) if isinstance(value, Codes) else value * 0
+
+        return Payload({name: zero(name, value) for name, value in upload.items()})
 
 
 @by_method

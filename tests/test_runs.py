@@ -138,7 +138,7 @@ def test_the_saved_config_is_the_run():
 def commands_of_the_readme() -> list[str]:
     blocks = re.findall(r"```bash\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
     lines = [line.split("  #")[0].strip() for block in blocks for line in block.replace("\\\n", " ").splitlines()]
-    return [line for line in lines if line.startswith("python -m fl_lightning fit")]
+    return [line for line in lines if line.startswith("python -m fl_lightning")]
 
 
 @pytest.mark.parametrize("command", commands_of_the_readme())
@@ -149,5 +149,8 @@ def test_commands_of_the_readme(command, monkeypatch):
     monkeypatch.syspath_prepend(ROOT)
     for name in ("configs", "callbacks"):
         Path(name).symlink_to(ROOT / name)
-    limits = ["--trainer.max_rounds", "2", "--trainer.logger", "false", "--trainer.default_root_dir", "runs"]
+    limits = ["--trainer.max_rounds", "2", "--trainer.logger", "false"] if arguments[0] == "fit" else []
+    if "--ckpt_path" in arguments:
+        place = arguments.index("--ckpt_path")
+        assert main([*arguments[:place], *arguments[place + 2 :], *limits]) == 0
     assert main([*arguments, *limits]) == 0

@@ -122,7 +122,7 @@ def determinism(subject: Subject, folder: Path) -> None:
         method = on_images(subject.make())
         run(method, images(), folder, max_rounds=2, participation=0.5)
         servers.append(method.server)
-    _same_server(*servers, "in a second run")
+    _same_server(servers[0], servers[1], "in a second run")
 
 
 def bytes_on_the_wire(subject: Subject, folder: Path) -> None:
@@ -199,13 +199,14 @@ def budget(subject: Subject, folder: Path) -> None:
         log = _Log()
         method, data = on_images(subject.make(bits=bits)), images()
         run(method, data, folder, max_rounds=3, callbacks=[log])
-        budgets = bits if isinstance(bits, list) else [bits] * 6
+        codec: Any = method.codec
+        sizes, budgets = codec.sizes, bits if isinstance(bits, list) else [bits] * 6
         for (_, client), sent in log.uploads.items():
-            used = average_bits(method.codec.sizes, Payload.from_bytes(sent).codes("bits").values.tolist())
+            used = average_bits(sizes, Payload.from_bytes(sent).codes("bits").values.tolist())
             _require(used <= budgets[client], f"client {client} with a budget of {budgets[client]} bits sends {used:.3f}")
         for client in range(6):
             message = method.broadcast(data.client(client))
-            given = average_bits(method.codec.sizes, message.codes("bits").values.tolist()) if "bits" in message else 0.0
+            given = average_bits(sizes, message.codes("bits").values.tolist()) if "bits" in message else 0.0
             _require(given <= budgets[client], f"client {client} with a budget of {budgets[client]} bits is given {given:.3f}")
 
 
@@ -248,7 +249,7 @@ def _with_points(subject: Subject, centres: Tensor = CENTRES) -> Method:
     """The method on the quadratic, if it trains the network that it is given."""
     method = on_points(subject.make(), centres)
     data: FederatedData = Points()
-    data.setup()
+    data.setup("fit")
     data.distribute(0, torch.device("cpu"))
     try:
         method.build(data)

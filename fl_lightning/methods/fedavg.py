@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -67,7 +68,7 @@ class FedAvg(Method):
         if self.module is None:
             return super().training_step(batch, batch_idx)
         outputs = self.module.training_step(batch, batch_idx)
-        loss = outputs["loss"] if isinstance(outputs, dict) else outputs
+        loss: Any = outputs["loss"] if isinstance(outputs, Mapping) else outputs
         return {"loss": loss, "loss_task": loss}
 
     def configure_optimizers(self) -> Optimizer:
