@@ -68,7 +68,7 @@ class LabelNoise(Stressor):
     def change_labels(self, labels: Tensor, *, client: Client, round: int, context: Context) -> Tensor:
         if round < self.round or client.id not in self._noisy_clients(context):
             return labels
-        random = stream(context.seed, "label_noise", client=client.id)
+        random = stream(context.seed, "label_noise", self.round, client.id)  # two of them, from different rounds, differ
         where = random.choice(len(labels), size=_rounded(self.labels * len(labels)), replace=False)
         offset = random.integers(1, context.data.num_classes, size=len(where))  # 1 .. C - 1: never the same class
         index = torch.from_numpy(where).to(labels.device)

@@ -107,7 +107,8 @@ class ProgressBar(Meter):
         if "train/loss" in m:
             parts.append(f"loss {m['train/loss']:.4g}")
         if "clients/trained" in m:
-            parts.append(f"{m['clients/trained']:.0f} trained, {m.get('clients/dropped', 0):.0f} dropped")
+            rejected = f", {m['clients/rejected']:.0f} rejected" if m.get("clients/rejected") else ""
+            parts.append(f"{m['clients/trained']:.0f} trained, {m.get('clients/dropped', 0):.0f} dropped{rejected}")
         if "comm/total_bytes" in m:
             parts.append(f"{self._bytes / 1e6:.1f} MB")
         return "  ".join(parts) or "first round"

@@ -17,6 +17,8 @@ def main(argv: list[str] | None = None) -> int:
     try:
         code = answer_quickly(argv)
         if code is None:
+            # threads that wait must not spin: on a busy machine that costs many times what it saves
+            os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
             from fl_lightning.cli import run
 
             run(argv[0], argv[1:])

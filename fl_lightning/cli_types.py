@@ -7,6 +7,7 @@ import re
 from argparse import Action
 from collections.abc import Callable, Iterable, Iterator
 from difflib import get_close_matches
+from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin
 
@@ -21,7 +22,7 @@ WORDS: dict[Any, str] = {
     NoneType: "null",
     NonNegativeInt: "an int >= 0",
 }
-EXAMPLES: dict[Any, str] = {int: "1", float: "0.5", bool: "true", NonNegativeInt: "0"}
+EXAMPLES: dict[Any, str] = {int: "1", float: "0.5", bool: "true", NonNegativeInt: "0", Path: "FOLDER"}
 MANY = 20  # more classes than this are not listed
 
 

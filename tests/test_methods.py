@@ -278,7 +278,44 @@ def test_bad_settings_of_fedmpq(settings):
         FedMPQ(**settings)
 
 
-@pytest.mark.parametrize("settings", [{"alpha": -0.1}, {"temperature": 0.0}, {"teacher": 0}])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"alpha": -0.1},
+        {"alpha": float("inf")},
+        {"temperature": 0.0},
+        {"temperature": LinearSchedule(2.0, 0.0, 5)},
+        {"teacher": 0},
+    ],
+    ids=str,
+)
 def test_bad_settings_of_fedmpqkd(settings):
     with pytest.raises(ValueError, match=r"--model\.\w+ .*;.*; write --model"):
         FedMPQKD(**settings)
+
+
+def test_a_layer_of_zeros_can_learn(tmp_path):
+    class ZeroHead(torch.nn.Sequential):
+        def __init__(self, num_classes: int) -> None:
+            super().__init__(
+                torch.nn.Flatten(), torch.nn.Linear(3 * 32 * 32, 8), torch.nn.ReLU(), torch.nn.Linear(8, num_classes)
+            )
+            torch.nn.init.zeros_(self[3].weight)
+
+    method = FedMPQKD(network=ZeroHead, optimizer=sgd())
+    run(method, digits(), tmp_path, max_rounds=2)
+    head = method.layout.unpack(method.server["weights"])["3.weight"]
+    assert head.isfinite().all()
+    assert head.abs().max() > 0
+
+
+def test_distillation_is_in_float32_under_autocast():
+    student, teacher = torch.randn(8, 10), torch.randn(8, 10)
+    with torch.autocast("cpu", torch.bfloat16):
+        found = distillation(student.bfloat16(), teacher.bfloat16(), 2.0)
+    torch.testing.assert_close(found, distillation(student.bfloat16().float(), teacher.bfloat16().float(), 2.0))
+
+
+def test_alpha_zero_costs_what_fedmpq_costs(tmp_path):
+    plain = first_round_bytes(FedMPQ(optimizer=sgd(), download="quantised"), tmp_path)
+    assert plain == first_round_bytes(FedMPQKD(optimizer=sgd(), download="quantised", alpha=0), tmp_path)

@@ -97,3 +97,15 @@ def test_networks_that_cannot_see_the_image_are_refused() -> None:
         build_network("small_cnn", 10, (3, 8, 8))
     with pytest.raises(ValueError, match="write group"):
         SmallCNN(10, "layer")  # type: ignore[arg-type]
+
+
+def test_torchvision_makers_get_the_number_of_classes_and_no_weights():
+    import torchvision
+
+    for network in ("torchvision.models.resnet18", torchvision.models.resnet18):
+        assert build_network(network, 7, (3, 32, 32)).fc.out_features == 7
+
+
+def test_a_network_without_logits_is_refused():
+    with pytest.raises(ValueError, match=r"makes \(1, 3, 32, 32\) of one example; logits \[1, C\]"):
+        build_network(lambda num_classes: nn.Identity(), 7, (3, 32, 32))

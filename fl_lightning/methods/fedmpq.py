@@ -60,7 +60,7 @@ class FedMPQ(Method):
     ) -> None:
         super().__init__(**settings)
         self.budgets = check_budgets(bits)
-        if not lambda_b >= 0:
+        if not 0 <= lambda_b < float("inf"):
             raise ValueError(f"--model.lambda_b {lambda_b}; a regulariser weighs 0 or more; write --model.lambda_b 0.01")
         if not 0 <= prune_threshold < 1:
             raise ValueError(

@@ -7,6 +7,7 @@ Hinton et al. (2015) for T^2; nothing more is uploaded than by FedMPQ.
 
 from __future__ import annotations
 
+import math
 from copy import deepcopy
 from typing import Any, Literal
 
@@ -18,7 +19,7 @@ from torch.nn import functional as F
 from fl_lightning.client import Client
 from fl_lightning.data import FederatedData
 from fl_lightning.methods.fedmpq import FedMPQ
-from fl_lightning.methods.schedules import CosineSchedule, LinearSchedule, at
+from fl_lightning.methods.schedules import CosineSchedule, LinearSchedule, at, ends
 from fl_lightning.quantization.planes import units
 from fl_lightning.wire import Payload
 
@@ -49,10 +50,12 @@ class FedMPQKD(FedMPQ):
         **settings: Any,
     ) -> None:
         super().__init__(**settings)
-        if isinstance(alpha, (int, float)) and not alpha >= 0:
-            raise ValueError(f"--model.alpha {alpha}; a loss term weighs 0 or more; write --model.alpha 0.5")
-        if isinstance(temperature, (int, float)) and not temperature > 0:
-            raise ValueError(f"--model.temperature {temperature}; a temperature is above 0; write --model.temperature 2")
+        for value in ends(alpha):
+            if not 0 <= value < math.inf:
+                raise ValueError(f"--model.alpha {value}; a loss term weighs 0 or more; write --model.alpha 0.5")
+        for value in ends(temperature):
+            if not 0 < value < math.inf:
+                raise ValueError(f"--model.temperature {value}; a temperature is above 0; write --model.temperature 2")
         if isinstance(teacher, int) and teacher < 1:
             raise ValueError(f"--model.teacher {teacher}; refreshed every r >= 1 local steps; write --model.teacher frozen")
         self.alpha_schedule = alpha
@@ -76,7 +79,7 @@ class FedMPQKD(FedMPQ):
 
     def broadcast(self, client: Client) -> Payload:
         payload = super().broadcast(client)
-        if self.download == "quantised" and self.teacher_source == "full":
+        if self.download == "quantised" and self.teacher_source == "full" and at(self.alpha_schedule, self.round) > 0:
             return Payload({**payload, "teacher": self.server["weights"]})
         return payload
 
@@ -89,7 +92,8 @@ class FedMPQKD(FedMPQ):
     def training_step(self, batch: Any, batch_idx: int = 0) -> dict[str, Tensor]:
         """FedMPQ's terms and ``loss_kd`` = alpha * T^2 * KL, as it enters."""
         if self.alpha == 0:
-            return super().training_step(batch, batch_idx)
+            outputs = super().training_step(batch, batch_idx)
+            return {**outputs, "loss_kd": torch.zeros_like(outputs["loss"])}
         inputs, target = batch
         weights, bit_norm = self.quantized_weights()
         student = functional_call(self.network, weights, (inputs,))
@@ -100,7 +104,8 @@ class FedMPQKD(FedMPQ):
         kd = self.alpha * distillation(student, teacher.detach(), self.temperature, self.kl)
         outputs = {"loss": task + bit + kd, "loss_task": task, "loss_bit": bit, "loss_kd": kd}
         if self.teacher_mode == "joint":
-            outputs["loss"] = outputs["loss"] + self.task_loss(teacher, target)
+            outputs["loss_teacher"] = self.task_loss(teacher, target)
+            outputs["loss"] = outputs["loss"] + outputs["loss_teacher"]
         return outputs
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
@@ -125,7 +130,7 @@ def distillation(student: Tensor, teacher: Tensor, temperature: float, kl: Liter
         student, teacher: logits ``[B, C]``.
         kl: ``forward``: KL(teacher || student); ``reverse``: KL(student || teacher).
     """
-    log_student = F.log_softmax(student / temperature, dim=1)
-    log_teacher = F.log_softmax(teacher / temperature, dim=1)
+    log_student = F.log_softmax(student.float() / temperature, dim=1)  # in bfloat16 the difference of two near logits is noise
+    log_teacher = F.log_softmax(teacher.float() / temperature, dim=1)
     first, second = (log_student, log_teacher) if kl == "forward" else (log_teacher, log_student)
     return temperature**2 * F.kl_div(first, second, reduction="batchmean", log_target=True)

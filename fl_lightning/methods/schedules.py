@@ -45,6 +45,11 @@ def at(value: float | LinearSchedule | CosineSchedule, round: int) -> float:
     return float(value) if isinstance(value, (int, float)) else value(round)
 
 
+def ends(value: float | LinearSchedule | CosineSchedule) -> tuple[float, float]:
+    """The values between which it stays: schedules are monotone."""
+    return (float(value), float(value)) if isinstance(value, (int, float)) else (value.start, value.end)
+
+
 def _progress(round: int, rounds: int) -> float:
     return min(1.0, (round - 1) / (rounds - 1)) if rounds > 1 else 1.0
 

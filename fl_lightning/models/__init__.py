@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from difflib import get_close_matches
 from importlib import import_module
+from inspect import signature
 from typing import Any
 
+import torch
 from torch import nn
 
 from fl_lightning.models.residual_mlp import ResidualMLP
@@ -25,7 +27,7 @@ def build_network(network: str | Callable[[int], nn.Module], num_classes: int, e
 
     Args:
         network: one of ``NETWORKS``, any other timm name, a class path (``torchvision.models.resnet18``), or a callable that
-            takes the number of classes.
+            takes the number of classes, as ``num_classes`` or as its first argument.
         num_classes: number of logits.
         example_shape: ``(3, H, W)``, what the data module yields.
 
@@ -35,7 +37,7 @@ def build_network(network: str | Callable[[int], nn.Module], num_classes: int, e
     if isinstance(network, nn.Module):
         raise ValueError(f"network={type(network).__name__}(...): already built, clients need new weights; write its class")
     if not isinstance(network, str):
-        return _checked(network(num_classes), network)
+        return _checked(_called(network, num_classes), network, example_shape)
     if network == "small_cnn" and min(example_shape[1:]) < 16:
         raise ValueError(f"network='small_cnn' on {example_shape[1]}x{example_shape[2]} images: it needs 16x16; write resnet20")
     if network in _OURS:
@@ -45,15 +47,32 @@ def build_network(network: str | Callable[[int], nn.Module], num_classes: int, e
     if timm.is_model(_TIMM_NAMES.get(network, network)):
         return _from_timm(network, num_classes, example_shape)
     if "." in network:
-        return _checked(_imported(network)(num_classes=num_classes), network)
+        return _checked(_called(_imported(network), num_classes), network, example_shape)
     known = [*NETWORKS, *timm.list_models()]
     near = (get_close_matches(network.lower(), known, n=1, cutoff=0.0) or [NETWORKS[0]])[0]
     raise ValueError(f"network={network!r}: one of {', '.join(NETWORKS)}, a timm name or a class path; did you mean {near}?")
 
 
-def _checked(made: Any, network: object) -> nn.Module:
+def _called(make: Callable[..., Any], num_classes: int) -> Any:
+    """By keyword where there is one: the first argument of torchvision's makers is ``weights``."""
+    try:
+        parameters = signature(make).parameters.values()
+    except (TypeError, ValueError):
+        return make(num_classes)
+    named = any(p.name == "num_classes" or p.kind is p.VAR_KEYWORD for p in parameters)
+    return make(num_classes=num_classes) if named else make(num_classes)
+
+
+def _checked(made: Any, network: object, example_shape: tuple[int, ...]) -> nn.Module:
     if not isinstance(made, nn.Module):
         raise ValueError(f"network={network!r}: made a {type(made).__name__}; write something that returns a torch.nn.Module")
+    was_training = made.training
+    with torch.no_grad():
+        outputs = made.eval()(torch.zeros(1, *example_shape))
+    made.train(was_training)
+    if not isinstance(outputs, torch.Tensor) or outputs.ndim != 2:
+        shape = tuple(outputs.shape) if isinstance(outputs, torch.Tensor) else type(outputs).__name__
+        raise ValueError(f"network={network!r}: makes {shape} of one example; logits [1, C] are needed; mend its forward")
     return made
 
 

@@ -21,12 +21,15 @@ PLANE_MAX = 2.0
 def to_planes(weights: Tensor, bits: int) -> tuple[Tensor, Tensor]:
     """Planes that hold ``weights`` exactly, and their scale ``s = max |W|`` (0-dim).
 
+    A layer of zeros (a head that starts so) gets s = 1 / sqrt(n), or it could never leave zero.
+
     The digits of ``|W| (2^N - 1) / s`` fill the planes; what is left below one step stays in the lowest plane, which is continuous.
     (Rounding it away at the start of every round would lose any update smaller than half a step.)
     """
     flat = weights.detach().reshape(-1).to(torch.float32)
     scale = flat.abs().max()
-    units = flat.abs() * ((2**bits - 1) / scale.clamp_min(torch.finfo(torch.float32).tiny))
+    scale = torch.where(scale > 0, scale, flat.numel() ** -0.5)
+    units = flat.abs() * ((2**bits - 1) / scale)
     digits = units.floor().clamp_(max=2**bits - 1)
     shifts = torch.arange(bits, device=flat.device).unsqueeze(1)
     planes = ((digits.to(torch.int32) >> shifts) & 1).to(torch.float32)
