@@ -7,7 +7,6 @@ manifest is refused by name. Names that begin with a dot are work in progress or
 from __future__ import annotations
 
 import json
-import os
 import shutil
 from collections.abc import Mapping
 from hashlib import sha256
@@ -18,6 +17,8 @@ import safetensors
 from safetensors.torch import load as load_tensors
 from safetensors.torch import save as save_tensors
 from torch import Tensor
+
+from fl_lightning import disk
 
 MANIFEST = "manifest.json"
 Tensors = Mapping[str, Mapping[str, Tensor]]
@@ -37,11 +38,11 @@ def save_checkpoint(folder: Path, tensors: Tensors, documents: Mapping[str, obje
     aside.mkdir(parents=True)
     try:
         for name, data in files.items():
-            write_synced(aside / name, data)
-        sync_folder(aside)
+            disk.write_synced(aside / name, data)
+        disk.sync_folder(aside)
         remove_checkpoint(folder)
         aside.rename(folder)
-        sync_folder(folder.parent)
+        disk.sync_folder(folder.parent)
     except OSError:
         shutil.rmtree(aside, ignore_errors=True)
         raise
@@ -86,33 +87,6 @@ def remove_checkpoint(folder: Path) -> None:
         shutil.rmtree(aside, ignore_errors=True)
         folder.rename(aside)
         shutil.rmtree(aside, ignore_errors=True)
-
-
-def write_synced(path: Path, data: bytes) -> None:
-    with path.open("wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def replace(path: Path, data: bytes) -> None:
-    """Put ``data`` in the place of a file, at once or not at all."""
-    aside = path.with_name(f".{path.name}.writing")
-    try:
-        write_synced(aside, data)
-        aside.replace(path)
-    except OSError:
-        aside.unlink(missing_ok=True)
-        raise
-    sync_folder(path.parent)
-
-
-def sync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _separate(group: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from fl_lightning.checkpoint import Tensors
 from fl_lightning.run_directory import RunDirectory
 from fl_lightning.tables import Mark, Table
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 
 class Follower(RunDirectory):
@@ -23,11 +27,17 @@ class Follower(RunDirectory):
     def rewind(self, round: int, marks: Mapping[str, Mark], *, changed: bool) -> None:
         pass
 
+    def save_checkpoint(self, round: int, tensors: Tensors, documents: Mapping[str, object]) -> None:
+        pass
+
     def prune(self, keep: int, best: int) -> None:
         pass
 
-    def write(self, name: str, text: str) -> Path:
-        return self.path / name
+    def write(self, name: str, text: str) -> None:
+        pass
+
+    def save_figure(self, name: str, figure: Figure) -> list[Path]:
+        return []
 
 
 class _Unwritten(Table):

@@ -101,10 +101,10 @@ class Meter(Callback):
         pass
 
     def on_fit_end(self, summary: dict[str, float], context: Context) -> None:
-        """After the last round; also after an interruption, with what there is."""
+        """After the last round, when it is on disk; a run that ends early has ``on_exception`` instead."""
 
     def on_exception(self, error: BaseException, context: Context) -> None:
-        pass
+        """The run ends early. What was done is on disk, if that could be written."""
 
 
 def stress(callbacks: Iterable[object], hook: str, value: T, **details: Any) -> T:

@@ -62,8 +62,8 @@ class Interrupts:
             number, self._pending = self._pending, 0
             self._receive(number, None)
 
-    def hold(self) -> None:
-        """From here on signals are dropped."""
+    def ignore(self) -> None:
+        """From here on signals are dropped, until :meth:`release`."""
         self._held = True
 
     def release(self) -> None:

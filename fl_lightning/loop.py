@@ -6,6 +6,7 @@ import logging
 import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
+from hashlib import sha256
 from time import perf_counter
 from typing import TypeVar
 
@@ -199,6 +200,7 @@ def evaluate(fed: Federation, record: RoundRecord) -> None:
     record.metrics["time/evaluate"] = perf_counter() - started
 
 
-def final_weights(fed: Federation) -> Tensor:
-    """The server's state as one vector, in a fixed order, for its hash."""
-    return torch.cat([fed.method.server[name].reshape(-1).double() for name in sorted(fed.method.server)])
+def weights_hash(fed: Federation) -> str:
+    """SHA-256 of the server's state as one float64 vector, its tensors in order of name."""
+    weights = torch.cat([fed.method.server[name].reshape(-1).double() for name in sorted(fed.method.server)])
+    return sha256(weights.numpy().tobytes()).hexdigest()

@@ -4,20 +4,19 @@ from __future__ import annotations
 
 import json
 import os
-import platform
 import re
 import shutil
-import subprocess
-from collections.abc import Mapping, Sequence
-from importlib.metadata import PackageNotFoundError, version
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from fl_lightning.checkpoint import checkpoints_in, remove_checkpoint, replace
+from fl_lightning.checkpoint import Tensors, checkpoints_in, remove_checkpoint, save_checkpoint
+from fl_lightning.disk import replace
 from fl_lightning.errors import InputError
 from fl_lightning.tables import Mark, Table
 
-PACKAGES = ("fl_lightning", "torch", "torchvision", "timm", "lightning", "torchmetrics", "jsonargparse", "mlflow", "numpy")
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 
 class RunDirectory:
@@ -91,7 +90,7 @@ class RunDirectory:
             shutil.rmtree(leftover, ignore_errors=True)
         later = [path for path in checkpoints_in(self.checkpoints) if path.name > checkpoint_name(round)]
         if later or changed:
-            aside = self._numbered("superseded")
+            aside = self._new_folder("superseded")
             for file in ("config.yaml", "metadata.json", "metrics.csv", "ledger.csv"):
                 if (self.path / file).exists():
                     shutil.copy2(self.path / file, aside / file)
@@ -100,12 +99,15 @@ class RunDirectory:
         for name, table in self.tables.items():
             table.rewind(marks.get(name))
 
-    def _numbered(self, name: str) -> Path:
+    def _new_folder(self, name: str) -> Path:
         number = 1
         while (path := self.path / f"{name}_{number}").exists():
             number += 1
         path.mkdir()
         return path
+
+    def save_checkpoint(self, round: int, tensors: Tensors, documents: Mapping[str, object]) -> None:
+        save_checkpoint(self.checkpoints / checkpoint_name(round), tensors, documents)
 
     def prune(self, keep: int, best: int) -> None:
         """Remove all checkpoints but the ``keep`` newest and that of round ``best``."""
@@ -113,12 +115,11 @@ class RunDirectory:
             if old.name != checkpoint_name(best):
                 remove_checkpoint(old)
 
-    def write(self, name: str, text: str) -> Path:
+    def write(self, name: str, text: str) -> None:
         replace(self.path / name, text.encode())
-        return self.path / name
 
-    def write_json(self, name: str, document: object) -> Path:
-        return self.write(name, to_json(document))
+    def write_json(self, name: str, document: object) -> None:
+        self.write(name, to_json(document))
 
     def read_json(self, name: str) -> dict[str, Any]:
         """Empty when there is none, or it cannot be read."""
@@ -128,8 +129,15 @@ class RunDirectory:
             return {}
         return document if isinstance(document, dict) else {}
 
+    def save_figure(self, name: str, figure: Figure) -> list[Path]:
+        """As ``figures/<name>.png`` and ``.pdf``."""
+        paths = [self.figure(f"{name}.{suffix}") for suffix in ("png", "pdf")]
+        for path in paths:
+            figure.savefig(path, dpi=150)
+        return paths
+
     def figure(self, name: str) -> Path:
-        """Where a figure goes, without suffix.
+        """Where a figure's file goes.
 
         Raises:
             ValueError: the name leads out of the run directory.
@@ -171,30 +179,3 @@ def numbered(folder: Path, name: str) -> list[Path]:
     pattern = re.compile(rf"{re.escape(name)}(?:-(\d+))?")
     found = [(int(match[1] or 1), path) for path in folder.glob("*") if path.is_dir() and (match := pattern.fullmatch(path.name))]
     return [path for _, path in sorted(found, reverse=True)]
-
-
-def versions() -> dict[str, str]:
-    """Of Python and of the packages that can change a result."""
-    found = {"python": platform.python_version()}
-    for package in PACKAGES:
-        try:
-            found[package] = version(package)
-        except PackageNotFoundError:
-            continue
-    return found
-
-
-def git_state() -> dict[str, object]:
-    """Commit of the project's checkout and whether it has uncommitted changes; both None outside a checkout."""
-    command = ["git", "-C", str(Path(__file__).parent)]
-    try:
-        commit = subprocess.run([*command, "rev-parse", "HEAD"], capture_output=True, text=True, timeout=10, check=True)
-        status = subprocess.run([*command, "status", "--porcelain"], capture_output=True, text=True, timeout=10, check=True)
-    except (OSError, subprocess.SubprocessError):
-        return {"commit": None, "dirty": None}
-    return {"commit": commit.stdout.strip(), "dirty": bool(status.stdout.strip())}
-
-
-def describe(command_line: Sequence[str]) -> dict[str, Any]:
-    """What ``metadata.json`` says of this machine and call; nothing of the environment."""
-    return {"git": git_state(), "versions": versions(), "command_line": list(command_line)}

@@ -10,7 +10,8 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
-from fl_lightning.checkpoint import CheckpointError, replace
+from fl_lightning.checkpoint import CheckpointError
+from fl_lightning.disk import replace
 
 Mark = Mapping[str, Any]
 """Where a table stood: ``rows``, ``columns``, ``bytes``, and the ``sha256`` of those bytes."""

@@ -112,6 +112,12 @@ class Tracking:
             if _is_mlflow(logger):
                 self._call(logger, lambda it: it.experiment.log_artifact(it.run_id, str(path), folder), logger)
 
+    def log_text(self, name: str, text: str) -> None:
+        """As :meth:`log_artifact`, for a file that is not there yet."""
+        for logger in list(self.loggers):
+            if _is_mlflow(logger):
+                self._call(logger, lambda it: it.experiment.log_text(it.run_id, text, name), logger)
+
     def finish(self, status: Status, summary: Mapping[str, float]) -> None:
         """Record ``summary`` at the last step and close the run."""
         for logger in list(self.loggers):

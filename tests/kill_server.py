@@ -21,14 +21,14 @@ import torch
 from toy import sgd
 
 from callbacks import Calibration, LabelNoise, StragglerDropout
-from fl_lightning import checkpoint
+from fl_lightning import disk
 from fl_lightning.data import Dirichlet, FederatedImages
 from fl_lightning.hooks import Stressor
 from fl_lightning.methods import FedAvg
 from fl_lightning.models import SmallCNN
 from fl_lightning.trainer import FederatedTrainer
 
-count, interrupt, write_synced = 0, 0, checkpoint.write_synced
+count, interrupt, write_synced = 0, 0, disk.write_synced
 TOUCHES = {"open", "os.rename", "os.mkdir", "os.remove", "os.rmdir", "os.truncate"}
 
 
@@ -59,7 +59,7 @@ class Fading(Stressor):
 
     def change_cohort(self, cohort, *, round, context):
         if round == 4 and interrupt:
-            checkpoint.write_synced = lambda path, data: (os.kill(os.getpid(), interrupt), write_synced(path, data))
+            disk.write_synced = lambda path, data: (os.kill(os.getpid(), interrupt), write_synced(path, data))
             os.kill(os.getpid(), interrupt)
         return cohort
 

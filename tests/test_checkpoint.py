@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from fl_lightning import checkpoint
+from fl_lightning import disk
 from fl_lightning.checkpoint import CheckpointError, checkpoints_in, load_checkpoint, save_checkpoint
 from fl_lightning.redaction import redact, redact_arguments, redact_settings
 from fl_lightning.run_directory import RunDirectory, is_plain_name
@@ -73,7 +73,7 @@ def test_a_foreign_manifest_is_refused(manifest, saved):
 def test_a_full_disk_leaves_what_was_there(saved, monkeypatch):
     """At every write, half of it done."""
     before = {path.name: path.read_bytes() for path in saved.iterdir()}
-    write = checkpoint.write_synced
+    write = disk.write_synced
     for fails in range(len(before)):
         count = iter(range(100))
 
@@ -83,7 +83,7 @@ def test_a_full_disk_leaves_what_was_there(saved, monkeypatch):
                 raise OSError(errno.ENOSPC, "No space left on device")
             write(path, data)
 
-        monkeypatch.setattr(checkpoint, "write_synced", full)
+        monkeypatch.setattr(disk, "write_synced", full)
         with pytest.raises(OSError, match="No space"):
             save_checkpoint(saved, TENSORS, {"progress": {"round": 4}})
         assert {path.name: path.read_bytes() for path in saved.iterdir()} == before

@@ -45,16 +45,20 @@ def quadratic(**settings) -> FedKD:
 
 
 class Watch(Stressor):
-    """Notes every upload; drops, scales or keeps it."""
+    """Notes every upload; drops it, changes its soft labels, or keeps it."""
 
-    def __init__(self, scale: float | None = 1.0) -> None:
-        self.scale, self.seen = scale, {}
+    def __init__(self, change=lambda soft_labels: soft_labels) -> None:
+        self.change, self.seen = change, {}
 
     def change_upload(self, upload, *, client, round, context):
         self.seen[round, client.id] = upload
-        if self.scale is None:
+        if self.change is None:
             return None
-        return Payload({**upload, "soft_labels": upload.tensor("soft_labels") * self.scale})
+        return Payload({**upload, "soft_labels": self.change(upload.tensor("soft_labels"))})
+
+
+def evenly(soft_labels: torch.Tensor) -> torch.Tensor:
+    return torch.full_like(soft_labels, 1 / 3)
 
 
 def rows(trainer) -> list[list[str]]:
@@ -113,9 +117,10 @@ def test_two_of_six_take_part_and_the_others_do_not(tmp_path):
 def test_the_server_knows_only_what_was_sent(tmp_path):
     honest, silent = quadratic(), quadratic()
     run(honest, PublicPoints(), tmp_path, max_rounds=1)
-    run(silent, PublicPoints(), tmp_path, max_rounds=1, callbacks=[Watch(scale=0.0)])
-    torch.testing.assert_close(silent.server["soft_labels"], torch.zeros(P, 3))
-    torch.testing.assert_close(silent.server["weights"], start_of())  # KL(0 || q) is 0
+    run(silent, PublicPoints(), tmp_path, max_rounds=1, callbacks=[Watch(evenly)])
+    torch.testing.assert_close(silent.server["soft_labels"], torch.full((P, 3), 1 / 3))
+    torch.testing.assert_close(silent.server["weights"], distilled(start_of(), torch.full((3,), 1 / 3), 1.0, 1))
+    assert not torch.allclose(honest.server["weights"], silent.server["weights"], atol=1e-3)
     assert not torch.allclose(honest.server["weights"], start_of(), atol=1e-3)
 
 
@@ -125,7 +130,7 @@ def test_an_empty_round_leaves_p_and_a_first_one_leaves_nothing(tmp_path):
             return upload if where["round"] == 2 else None
 
     nobody, late, once = quadratic(), quadratic(), quadratic()
-    trainer = run(nobody, PublicPoints(), tmp_path, max_rounds=2, callbacks=[Watch(scale=None)])
+    trainer = run(nobody, PublicPoints(), tmp_path, max_rounds=2, callbacks=[Watch(None)])
     assert not nobody.server["aggregated"]
     torch.testing.assert_close(nobody.server["weights"], start_of())
     assert {row[3] for row in rows(trainer)} == {str(HEADER)}
@@ -146,6 +151,34 @@ def test_a_client_that_diverges_is_rejected_and_comes_back(tmp_path, caplog):
     assert "upload of client 0 rejected" in caplog.text
     assert [row[2] for row in rows(trainer)] == ["rejected", "trained", "trained", "trained"]
     assert method.server["weights"].isfinite().all()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        torch.zeros_like,
+        torch.ones_like,
+        lambda p: 2 * p,
+        lambda p: p * (1 + 2e-3),
+        lambda p: torch.tensor([-0.5, 1.0, 0.5]).expand(P, 3),
+        lambda p: torch.tensor([1.5, -0.25, -0.25]).expand(P, 3),
+        lambda p: torch.cat([p[1:], torch.zeros(1, 3)]),  # one row of many
+        lambda p: torch.full_like(p, float("nan")),
+        torch.log,
+    ],
+)
+def test_soft_labels_that_are_no_probabilities_are_rejected(change, tmp_path, caplog):
+    method = quadratic()
+    trainer = run(method, PublicPoints(), tmp_path, max_rounds=1, callbacks=[Watch(change)])
+    assert [row[2] for row in rows(trainer)] == ["rejected", "rejected"]
+    assert "upload of client 0 rejected: " in caplog.text
+    assert not method.server["aggregated"]
+
+
+@pytest.mark.parametrize("change", [lambda p: p * (1 - 5e-4), lambda p: torch.eye(3)[[0, 1, 2, 0, 1]], evenly])
+def test_rounded_and_certain_probabilities_count(change, tmp_path):
+    trainer = run(quadratic(), PublicPoints(), tmp_path, max_rounds=1, callbacks=[Watch(change)])
+    assert [row[2] for row in rows(trainer)] == ["trained", "trained"]
 
 
 def test_bytes_of_the_published_case_are_40_million(tmp_path):

@@ -480,7 +480,7 @@ def test_a_run_killed_in_mid_round_ends_like_one_that_was_not(tmp_path):
         assert all(torch.equal(ends[0][name], ends[1][name]) for name in ends[0])
     rows = [{k: v for k, v in last_row(trainer).items() if not k.startswith("time/")} for trainer in (whole, resumed)]
     assert rows[0] == rows[1]
-    assert whole.metadata["weights_sha256"] == resumed.metadata["weights_sha256"]
+    assert whole.journal.metadata["weights_sha256"] == resumed.journal.metadata["weights_sha256"]
 
 
 @pytest.mark.parametrize(

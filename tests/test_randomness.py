@@ -59,7 +59,7 @@ def test_global_seeds_change_nothing(name, tmp_path):
     plain = fit(name, tmp_path)
     Poison(99).poison()
     poisoned = fit(name, tmp_path, callbacks=[Poison(7)])
-    assert plain.metadata["weights_sha256"] == poisoned.metadata["weights_sha256"]
+    assert plain.journal.metadata["weights_sha256"] == poisoned.journal.metadata["weights_sha256"]
     assert (plain.run_dir / "ledger.csv").read_text() == (poisoned.run_dir / "ledger.csv").read_text()
 
 

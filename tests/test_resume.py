@@ -17,7 +17,7 @@ from test_kill import differences, outcome
 from toy import sgd
 
 from callbacks import LabelNoise, StragglerDropout
-from fl_lightning import checkpoint
+from fl_lightning import checkpoint, disk
 from fl_lightning.data import Dirichlet, FederatedImages
 from fl_lightning.errors import InputError
 from fl_lightning.models import SmallCNN
@@ -206,7 +206,7 @@ def test_other_data_are_refused(tmp_path):
 @pytest.mark.parametrize("fails", range(10))
 def test_a_full_disk_stops_the_run_and_loses_nothing(fails, wanted, tmp_path, monkeypatch, caplog):
     """From any write of round 3 on the disk is full; when there is room again, the run goes on."""
-    write, count = checkpoint.write_synced, 0
+    write, count = disk.write_synced, 0
 
     def full(path, data):
         nonlocal count
@@ -216,10 +216,10 @@ def test_a_full_disk_stops_the_run_and_loses_nothing(fails, wanted, tmp_path, mo
             raise OSError(errno.ENOSPC, "No space left on device")
         write(path, data)
 
-    monkeypatch.setattr(checkpoint, "write_synced", full)
+    monkeypatch.setattr(disk, "write_synced", full)
     with pytest.raises(OSError, match="No space"):
         fit(tmp_path, checkpoint_every=1 + fails % 2 * 2)
-    monkeypatch.setattr(checkpoint, "write_synced", write)
+    monkeypatch.setattr(disk, "write_synced", write)
     assert "stopped in round" in caplog.text
     fit(tmp_path, ckpt_path="last")
     assert differences({**outcome(tmp_path), "checkpoints": 0}, {**wanted, "checkpoints": 0}) == []

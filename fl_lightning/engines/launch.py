@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
+from functools import partial
 from types import FrameType
 from typing import Any
 
@@ -128,16 +129,28 @@ def leave_with(parent: int) -> None:
     threading.Thread(target=look, daemon=True, name="parent").start()
 
 
-def make_fabric(strategy: str, rank_timeout: int, **settings: Any) -> Fabric:
-    """Fabric, whose processes are :class:`Ranks` where there may be several.
+def make_fabric(
+    accelerator: str, devices: int | str, strategy: str, num_nodes: int, *, timeout: int, precision: Any, callbacks: list[Any]
+) -> Fabric:
+    """Fabric, whose processes are :class:`Ranks` where there may be several; ``timeout`` in seconds is theirs.
 
     Raises:
-        ValueError: a strategy that cannot share clients.
+        ValueError: what Fabric refuses, a strategy that cannot share clients, or other processes than were started.
     """
     if strategy not in ("auto", "ddp"):
         raise ValueError(f"--trainer.strategy {strategy}; processes share clients, not a model; write --trainer.strategy ddp")
-    fabric = Fabric(strategy=strategy, **settings)
-    return Fabric(strategy=Ranks(rank_timeout), **settings) if isinstance(fabric.strategy, DDPStrategy) else fabric
+    devices, num_nodes = processes(devices, num_nodes)
+    make = partial(
+        Fabric, accelerator=accelerator, devices=devices, num_nodes=num_nodes, precision=precision, callbacks=callbacks
+    )
+    try:
+        fabric = make(strategy=strategy)
+        return make(strategy=Ranks(timeout)) if isinstance(fabric.strategy, DDPStrategy) else fabric
+    except Exception as error:
+        raise ValueError(
+            f"--trainer.accelerator {accelerator} devices {devices} strategy {strategy} precision {precision}; "
+            f"Fabric refuses them ({error}); write --trainer.accelerator auto --trainer.devices 1"
+        ) from error
 
 
 def launched_from_outside(fabric: Fabric) -> bool:
@@ -154,7 +167,7 @@ def join(fabric: Fabric) -> None:
 
 
 def start_others(fabric: Fabric, start: str) -> None:
-    """Start the other processes and tell them, who are wait for it before their own preparations, where it starts from."""
+    """Start the other processes and tell them where the run starts from: they wait for that before their own preparations."""
     fabric.launch()
     collectives.from_rank_zero(start)
     collectives.barrier()

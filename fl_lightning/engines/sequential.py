@@ -8,11 +8,13 @@ import torch
 from lightning.fabric import Fabric
 from lightning.fabric.plugins.precision import MixedPrecision
 from torch import Tensor
+from torch.optim import LBFGS
 from torch.utils._pytree import tree_leaves
 
 from fl_lightning import rng
 from fl_lightning.data import FederatedData
 from fl_lightning.engines.base import ClientResult, Order
+from fl_lightning.errors import InputError
 from fl_lightning.methods import Method
 from fl_lightning.wire import Payload
 
@@ -55,3 +57,17 @@ class SequentialEngine:
         precision = self.fabric.strategy.precision
         if isinstance(precision, MixedPrecision) and precision.scaler is not None:
             precision.scaler = type(precision.scaler)(precision.device)
+
+
+def check_optimizer(method: Method) -> None:
+    """A method whose optimiser cannot make a local step is refused.
+
+    Raises:
+        InputError: it cannot be built, or it wants a closure.
+    """
+    try:
+        optimizer = method.configure_optimizers()
+    except (ValueError, TypeError) as error:
+        raise InputError(f"--model.optimizer; it cannot be built ({error}); correct that argument") from error
+    if isinstance(optimizer, LBFGS):
+        raise InputError("--model.optimizer LBFGS; a local step has one gradient and no closure; write --model.optimizer SGD")

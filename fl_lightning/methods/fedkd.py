@@ -23,6 +23,8 @@ from fl_lightning.data import FederatedData
 from fl_lightning.methods.base import Method, check_finite, examples_of, shares
 from fl_lightning.wire import Payload, PayloadError
 
+SUM_TOLERANCE = 1e-3  # of a row of soft labels: float32 sums of many classes
+
 
 class FedKD(Method):
     """Clients exchange what they think of public examples; weights stay where they are.
@@ -144,10 +146,17 @@ class FedKD(Method):
     def check(self, upload: Payload, client: Client) -> None:
         check_finite(upload)
         shape = tuple(self.server["soft_labels"].shape)
-        if upload.tensor("soft_labels").shape != shape:
+        soft_labels = upload.tensor("soft_labels")
+        if soft_labels.shape != shape:
             raise PayloadError(
-                f"soft labels of client {client.id} of shape {tuple(upload.tensor('soft_labels').shape)}; the public set has {shape}; "
+                f"soft labels of client {client.id} of shape {tuple(soft_labels.shape)}; the public set has {shape}; "
                 "use one public set on both sides"
+            )
+        low, high, off = soft_labels.min(), soft_labels.max(), (soft_labels.double().sum(dim=1) - 1).abs().max()
+        if low < 0 or high > 1 or off > SUM_TOLERANCE:
+            raise PayloadError(
+                f"soft labels of client {client.id} from {float(low):g} to {float(high):g}, rows up to {float(off):g} away from "
+                "a sum of 1; they are probabilities; send the softmax of the outputs"
             )
         if self.average_weights:
             self.layout.unpack(upload.tensor("weights"))

@@ -1,0 +1,39 @@
+"""Files that are there as a whole or not at all, and stay when the power goes."""
+
+from __future__ import annotations
+
+import os
+from errno import EDQUOT, EFBIG, ENOSPC, EROFS
+from pathlib import Path
+
+
+def write_synced(path: Path, data: bytes) -> None:
+    with path.open("wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def replace(path: Path, data: bytes) -> None:
+    """Put ``data`` in the place of a file, at once or not at all."""
+    aside = path.with_name(f".{path.name}.writing")
+    try:
+        write_synced(aside, data)
+        aside.replace(path)
+    except OSError:
+        aside.unlink(missing_ok=True)
+        raise
+    sync_folder(path.parent)
+
+
+def sync_folder(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def is_full(error: BaseException) -> bool:
+    """Whether ``error`` says that no more can be written: no room, a quota, a limit, a disk that is read-only."""
+    return isinstance(error, OSError) and error.errno in (ENOSPC, EDQUOT, EROFS, EFBIG)

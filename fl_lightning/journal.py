@@ -1,0 +1,168 @@
+"""Where a run is written while it goes on: its directory, ``metadata.json`` and the trackers."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from lightning.fabric.loggers import Logger
+
+from fl_lightning.engines import collectives
+from fl_lightning.errors import InputError
+from fl_lightning.follower import Follower
+from fl_lightning.loop import Federation
+from fl_lightning.metadata import continued, describe, now, tags_of
+from fl_lightning.progress import Progress
+from fl_lightning.resume import Start
+from fl_lightning.run_directory import RunDirectory, to_json
+from fl_lightning.settings import changed_settings, config_of, flatten
+from fl_lightning.tracking import Tracking
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+log = logging.getLogger("fl_lightning")
+
+
+class Journal:
+    """Begun or continued by :meth:`open`; :meth:`finish` says that the run is complete. Ranks other than 0 go along and write nothing.
+
+    Args:
+        start: the run that is continued, or none.
+        progress: how far it is.
+        config: text of ``config.yaml``.
+        root, experiment, name: a new run goes to ``<root>/<experiment>/<name>``.
+        logger: true for MLflow, false for none, or any Lightning loggers.
+
+    Attributes:
+        run: its directory; of a new run, from :meth:`open` on.
+        metadata: what ``metadata.json`` holds.
+    """
+
+    run: RunDirectory
+    metadata: dict[str, Any]
+    tracker: Tracking
+
+    def __init__(
+        self,
+        start: Start,
+        progress: Progress,
+        config: str,
+        root: Path,
+        experiment: str,
+        name: str,
+        *,
+        logger: bool | Logger | list[Logger],
+    ) -> None:
+        self.start, self.progress, self.config = start, progress, config
+        self.root, self.experiment, self.name, self.logger = root, experiment, name, logger
+        self.is_open = False
+        if start.run is not None:
+            self.run = RunDirectory(start.run)
+
+    def is_finished(self, max_rounds: int) -> bool:
+        """The run that is to be continued has nothing left to do: say so and leave it alone."""
+        done = self.progress.done.round
+        if self.start.run is None or done < max_rounds or self.run.read_json("metadata.json").get("status") != "finished":
+            return False
+        log.info("%s is finished: %d rounds, nothing to do", self.run.path, done)
+        return True
+
+    def open(self, fed: Federation, command_line: Sequence[str]) -> None:
+        """Create the run, or lock it and take it back to the end of its last whole round.
+
+        Raises:
+            InputError: the folder cannot be written, or another process is at the run.
+        """
+        collectives.barrier()  # all have read what rank 0 is about to change
+        self.metadata = describe(fed, self.progress.partition, command_line)
+        if not fed.fabric.is_global_zero:
+            self.run = Follower(Path(collectives.from_rank_zero("")))
+        else:
+            if self.start.run is None:
+                self.run = self._create(fed)
+            else:
+                self._reopen()
+            collectives.from_rank_zero(str(self.run.path))
+        self.tracker = Tracking(
+            self.logger,
+            experiment=self.experiment,
+            run_name=self.run.path.name,
+            run_dir=self.run.path,
+            run_id=self.metadata["tracking_run_id"],
+            since=self.run.created if self.start.run else None,
+        )
+        self.is_open = True
+
+    def _create(self, fed: Federation) -> RunDirectory:
+        files = {
+            "config.yaml": self.config,
+            "partition.json": to_json(fed.data.partition_summary()),
+            "metadata.json": to_json(self.metadata),
+        }
+        try:
+            return RunDirectory.create(self.root, self.experiment, self.name, files)
+        except OSError as error:
+            raise InputError(
+                f"--trainer.default_root_dir {self.root}; no run can be created there ({error}); name a folder you may write to"
+            ) from error
+
+    def _reopen(self) -> None:
+        done, changed = self.progress.done, self.progress.changed
+        self.run.lock()
+        log.info("continuing %s after round %d", self.run.path, done.round)
+        self.metadata = continued(self.run.read_json("metadata.json"), self.metadata, done.round)
+        self.run.rewind(done.round, done.tables, changed=changed)
+        self.progress.prune(self.run)  # a kill may have come in between
+        if changed or changed_settings(config_of(self.run.path), flatten(self.progress.settings)):
+            self.run.write("config.yaml", self.config)
+        self.note()
+
+    def track(self) -> None:
+        """Start the trackers. The store's run is noted as soon as it is known: whoever is killed from here on finds it again."""
+        self.tracker.start(params=self.progress.settings, tags=tags_of(self.metadata, self.run.path))
+        if self.tracker.run_id not in (None, self.metadata["tracking_run_id"]):
+            self.note(tracking_run_id=self.tracker.run_id)
+        if self.start.run is not None:
+            self.tracker.catch_up(self.progress.history)
+        self.tracker.log_artifact(self.run.path / "config.yaml")
+
+    def note(self, **entries: Any) -> None:
+        """Write ``metadata.json``, with ``entries`` added."""
+        self.metadata |= entries
+        self.run.write_json("metadata.json", self.metadata)
+
+    def log_figure(self, name: str, figure: Figure) -> None:
+        for path in self.run.save_figure(name, figure):
+            self.tracker.log_artifact(path, "figures")
+
+    def finish(self, summary: Mapping[str, float], weights: str) -> None:
+        """The run is complete; ``weights`` is the hash of its final ones.
+
+        Every step can be done twice: ``finished`` is written last, and a run killed before that does them again.
+        """
+        end = {"status": "finished", "finished": now(), "weights_sha256": weights, **summary}
+        self.tracker.log_text("metadata.json", to_json(self.metadata | end))
+        for name in ("metrics.csv", "ledger.csv", "partition.json"):
+            self.tracker.log_artifact(self.run.path / name)
+        self.tracker.finish("FINISHED", summary)
+        self.note(**end)
+        log.info("%s", self._closing(summary))
+
+    def _closing(self, summary: Mapping[str, float]) -> str:
+        megabytes = sum(row["comm/total_bytes"] for row in self.progress.history) / 1e6
+        lines = [
+            f"finished: {self.progress.done.round} rounds, {megabytes:.1f} MB over the wire",
+            *(f"  {name:<26}{value:.4g}" for name, value in summary.items()),
+            f"run directory  {self.run.path}",
+        ]
+        if self.tracker.hint:
+            lines.append(f"compare runs   {self.tracker.hint}")
+        return "\n".join(lines)
+
+    def close(self) -> None:
+        """Let another process continue the run."""
+        if self.is_open or self.start.run is not None:
+            self.run.unlock()

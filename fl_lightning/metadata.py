@@ -1,0 +1,104 @@
+"""What ``metadata.json`` says of a run: what it computes, with what, when, and how it ended. Nothing of the environment."""
+
+from __future__ import annotations
+
+import logging
+import platform
+import subprocess
+from collections.abc import Mapping, Sequence
+from datetime import datetime, timezone
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fl_lightning.data import FederatedData
+from fl_lightning.loop import Federation
+from fl_lightning.redaction import redact_arguments
+
+log = logging.getLogger("fl_lightning")
+
+PACKAGES = ("fl_lightning", "torch", "torchvision", "timm", "lightning", "torchmetrics", "jsonargparse", "mlflow", "numpy")
+
+
+def describe(fed: Federation, partition: str, command_line: Sequence[str]) -> dict[str, Any]:
+    """A run that begins here and now; ``partition`` is the hash of who holds which examples."""
+    return {
+        "seed": fed.seed,
+        "method": type(fed.method).__name__,
+        "dataset": dataset_of(fed.data),
+        "git": git_state(),
+        "versions": versions(),
+        "command_line": redact_arguments(list(command_line)),
+        "device": str(fed.fabric.device),
+        "processes": fed.fabric.world_size,
+        "threads": torch.get_num_threads(),
+        "precision": fed.fabric.strategy.precision.precision,
+        "started": now(),
+        "partition_sha256": partition,
+        "weights_sha256": None,
+        "status": "running",
+        "tracking_run_id": None,
+    }
+
+
+def continued(before: Mapping[str, Any], here: Mapping[str, Any], round: int) -> dict[str, Any]:
+    """The metadata of a run that goes on after ``round``; what may round sums differently from here on is in a warning.
+
+    Args:
+        before: what its file says.
+        here: what :func:`describe` says.
+    """
+    for name in ("device", "threads", "versions"):  # ranks are not among them: they change nothing
+        if name in before and before[name] != here[name]:
+            log.warning("%s: %s -> %s; from here on sums may be rounded differently", name, before[name], here[name])
+    return {
+        **here,
+        "started": before.get("started", here["started"]),
+        "tracking_run_id": before.get("tracking_run_id"),
+        "resumed": [*before.get("resumed", []), {"after_round": round, "at": now()}],
+    }
+
+
+def tags_of(metadata: Mapping[str, Any], run_dir: Path) -> dict[str, str]:
+    """What the trackers are told, to find the run by."""
+    return {
+        "method": metadata["method"],
+        "dataset": metadata["dataset"],
+        "seed": str(metadata["seed"]),
+        "commit": str(metadata["git"]["commit"]),
+        "dirty": str(metadata["git"]["dirty"]),
+        "run_dir": str(run_dir.absolute()),
+        "partition_sha256": metadata["partition_sha256"],
+    }
+
+
+def dataset_of(data: FederatedData) -> str:
+    return getattr(data, "dataset", type(data).__name__)
+
+
+def now() -> str:
+    return datetime.now(timezone.utc).isoformat(timespec="seconds")
+
+
+def versions() -> dict[str, str]:
+    """Of Python and of the packages that can change a result."""
+    found = {"python": platform.python_version()}
+    for package in PACKAGES:
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            continue
+    return found
+
+
+def git_state() -> dict[str, object]:
+    """Commit of the project's checkout and whether it has uncommitted changes; both None outside a checkout."""
+    command = ["git", "-C", str(Path(__file__).parent)]
+    try:
+        commit = subprocess.run([*command, "rev-parse", "HEAD"], capture_output=True, text=True, timeout=10, check=True)
+        status = subprocess.run([*command, "status", "--porcelain"], capture_output=True, text=True, timeout=10, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return {"commit": None, "dirty": None}
+    return {"commit": commit.stdout.strip(), "dirty": bool(status.stdout.strip())}

@@ -1,0 +1,48 @@
+"""Two configurations compared: what may differ between a run and its continuation, and what may not."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from fl_lightning.errors import InputError
+
+FREE_KEYS = ("trainer.devices", "trainer.strategy", "trainer.num_nodes", "trainer.rank_timeout", "trainer.engine",
+             "trainer.accelerator", "trainer.logger",
+             "trainer.default_root_dir", "trainer.experiment", "trainer.run_name", "trainer.checkpoint_every",
+             "trainer.keep_checkpoints", "trainer.allow_changed", "trainer.auto_resume", "data.root", "data.init_args.root",
+             "data.download", "data.init_args.download", "ckpt_path", "config")  # fmt: skip
+"""Settings that may differ on resume: they do not change what is computed."""
+
+
+def config_of(run: Path) -> dict[str, Any]:
+    """The configuration that a run began with, with dotted keys."""
+    try:
+        return flatten(yaml.safe_load((run / "config.yaml").read_text()) or {})
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        raise InputError(f"{run / 'config.yaml'}; it cannot be read ({error}); mend it, or start a new run") from None
+
+
+def flatten(config: Any, prefix: str = "") -> dict[str, Any]:
+    """Nested mappings and lists as one mapping with dotted keys."""
+    if isinstance(config, Mapping):
+        items = [(str(key), value) for key, value in config.items()]
+    elif isinstance(config, list):
+        items = [(str(index), value) for index, value in enumerate(config)]
+    else:
+        return {prefix: config if isinstance(config, (bool, int, float, str, type(None))) else str(config)}
+    return {key: value for name, item in items for key, value in flatten(item, f"{prefix}.{name}" if prefix else name).items()}
+
+
+def changed_settings(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:
+    """``key: before -> after`` for each setting that differs and can change a result."""
+    keys = [key for key in {**before, **after} if not any(key == free or key.startswith(f"{free}.") for free in FREE_KEYS)]
+
+    def shown(settings: Mapping[str, Any], key: str) -> str:
+        return json.dumps(settings[key]) if key in settings else "not set"  # as text: NaN equals itself
+
+    return [f"{key}: {shown(before, key)} -> {shown(after, key)}" for key in keys if shown(before, key) != shown(after, key)]
