@@ -143,21 +143,24 @@ class Journal:
 
         Every step can be done twice: ``finished`` is written last, and a run killed before that does them again.
         """
-        end = {"status": "finished", "finished": now(), "weights_sha256": weights, **summary}
+        rejected = int(sum(row["clients/rejected"] for row in self.progress.history))
+        end = {"status": "finished", "finished": now(), "weights_sha256": weights, "rejected_uploads": rejected, **summary}
         self.tracker.log_text("metadata.json", to_json(self.metadata | end))
         for name in ("metrics.csv", "ledger.csv", "partition.json"):
             self.tracker.log_artifact(self.run.path / name)
         self.tracker.finish("FINISHED", summary)
         self.note(**end)
-        log.info("%s", self._closing(summary))
+        log.info("%s", self._closing(summary, rejected))
 
-    def _closing(self, summary: Mapping[str, float]) -> str:
+    def _closing(self, summary: Mapping[str, float], rejected: int) -> str:
         megabytes = sum(row["comm/total_bytes"] for row in self.progress.history) / 1e6
         lines = [
             f"finished: {self.progress.done.round} rounds, {megabytes:.1f} MB over the wire",
             *(f"  {name:<26}{value:.4g}" for name, value in summary.items()),
             f"run directory  {self.run.path}",
         ]
+        if rejected:
+            lines.insert(1, f"  uploads rejected          {rejected}, see ledger.csv")
         if self.tracker.hint:
             lines.append(f"compare runs   {self.tracker.hint}")
         return "\n".join(lines)

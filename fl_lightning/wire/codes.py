@@ -45,8 +45,19 @@ def pack(codes: Codes) -> bytes:
         raise ValueError(f"a code lies outside [0, {2**bits}); {bits} bits cannot hold it; clamp before packing")
     if bits in (8, 16):
         return values.astype(f"<u{bits // 8}").tobytes()
-    planes = np.unpackbits(values.astype("<u2").view(np.uint8).reshape(-1, 2), axis=1, count=bits, bitorder="little")
-    return np.packbits(planes, bitorder="little").tobytes()
+    groups = np.zeros((-(-values.size // 8), 8), dtype=np.uint32)
+    groups.reshape(-1)[: values.size] = values
+    packed = np.zeros((len(groups), bits), dtype=np.uint8)
+    for position, byte, shift in _places(bits):
+        word = groups[:, position] << shift
+        for offset in range(-(-(shift + bits) // 8)):
+            packed[:, byte + offset] |= (word >> 8 * offset).astype(np.uint8)
+    return packed.tobytes()[: packed_nbytes(values.size, bits)]
+
+
+def _places(bits: int) -> list[tuple[int, int, int]]:
+    """Eight codes fill ``bits`` bytes: position of a code, the byte where it starts, and its lowest bit there."""
+    return [(position, position * bits // 8, position * bits % 8) for position in range(8)]
 
 
 def unpack(data: bytes | memoryview, count: int, bits: int) -> Tensor:
@@ -54,7 +65,12 @@ def unpack(data: bytes | memoryview, count: int, bits: int) -> Tensor:
     raw = np.frombuffer(data, dtype=np.uint8)
     if bits in (8, 16):
         return torch.from_numpy(raw.view(f"<u{bits // 8}").astype(np.int32))
-    planes = np.unpackbits(raw, count=count * bits, bitorder="little").reshape(count, bits)
-    words = np.packbits(planes, axis=1, bitorder="little").astype(np.int32)
-    values = words[:, 0] if words.shape[1] == 1 else words[:, 0] | words[:, 1] << 8
-    return torch.from_numpy(np.ascontiguousarray(values))
+    packed = np.zeros((-(-count // 8), bits), dtype=np.uint8)
+    packed.reshape(-1)[: raw.size] = raw
+    groups = np.empty((len(packed), 8), dtype=np.int32)
+    for position, byte, shift in _places(bits):
+        word = packed[:, byte].astype(np.int32)
+        for offset in range(1, -(-(shift + bits) // 8)):
+            word |= packed[:, byte + offset].astype(np.int32) << 8 * offset
+        groups[:, position] = (word >> shift) & (2**bits - 1)
+    return torch.from_numpy(groups.reshape(-1)[:count])
