@@ -61,6 +61,7 @@ def test_damaged_configuration(tmp_path, monkeypatch, capsys, config):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(3600)
 @settings(max_examples=600, derandomize=False, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 @given(damaged())
 def test_much_damaged_configuration(tmp_path, monkeypatch, capsys, config):
