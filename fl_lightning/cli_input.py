@@ -96,7 +96,8 @@ def line_of(path: str, text: str) -> int | None:
     >>> line_of("trainer.callbacks.round", "trainer:\\n  callbacks:\\n  - init_args:\\n      round: 3")
     4
     """
-    return _line_in(path.split("."), yaml.compose(text, Loader=yaml.SafeLoader))
+    node = yaml.compose(text, Loader=yaml.SafeLoader)
+    return None if node is None else _line_in(path.split("."), node)
 
 
 def _line_in(path: list[str], node: yaml.Node) -> int | None:

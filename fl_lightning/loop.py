@@ -25,8 +25,8 @@ from fl_lightning.wire import Ledger, LedgerEntry, Payload, PayloadError
 log = logging.getLogger("fl_lightning")
 T = TypeVar("T")
 
-EXPLODED = 2.0**64
-"""The square of such a value is infinite in float32, and so is every norm and variance that it enters."""
+EXPLODED = 2.0**20
+"""No weight, statistic or step of a network that trains is as large; one such value, averaged once, would end it for everybody."""
 
 
 @dataclass
@@ -144,22 +144,33 @@ def check_upload(fed: Federation, upload: Payload, client: Client, counted: Coll
     """
     if client.id in counted:
         raise PayloadError("it is the second one of this round; a client counts once; send one")
-    check_magnitude(upload)
-    fed.method.check(upload, client)
+    check_values(upload)
+    try:
+        fed.method.check(upload, client)
+    except PayloadError:
+        raise
+    except Exception as error:  # a forged entry of a form that nobody thought of is one client's fault, not the server's end
+        raise PayloadError(f"{type(error).__name__} while it was read ({error}); encode it as the method does") from error
 
 
-def check_magnitude(upload: Payload) -> None:
+def check_values(upload: Payload) -> None:
+    """``examples`` is one positive integer, all other values are finite float32 of sane size."""
     for name, value in upload.items():
-        if isinstance(value, Tensor) and value.is_floating_point() and not bool((value.abs() < EXPLODED).all()):
+        if name == "examples" or not isinstance(value, Tensor):
+            continue
+        if value.dtype != torch.float32:
+            raise PayloadError(f"entry {name!r} is {value.dtype}; values travel as torch.float32 or as codes; convert them")
+        if not bool((value.abs() < EXPLODED).all()):
             raise PayloadError(
                 f"entry {name!r} holds NaN, infinity or values of {EXPLODED:.1e} and more; uploads are finite; lower the lr"
             )
-    if "examples" in upload:
-        examples = upload.tensor("examples")
-        if examples.numel() != 1 or examples.is_floating_point() or int(examples) < 1:
-            raise PayloadError(
-                f"examples {examples.tolist()}; the number of examples is one integer, 1 or more; send nothing without data"
-            )
+    if "examples" not in upload:
+        return
+    examples = upload.tensor("examples")
+    if examples.ndim or examples.is_floating_point() or int(examples) < 1:
+        raise PayloadError(
+            f"examples {examples.tolist()}; the number of examples is one integer, 1 or more; send nothing without data"
+        )
 
 
 def aggregate(fed: Federation, round: int, uploads: dict[int, Payload]) -> None:

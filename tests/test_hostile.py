@@ -19,7 +19,7 @@ from toy import sgd
 from fl_lightning import rng
 from fl_lightning.client import Assignment, Client
 from fl_lightning.hooks import Stressor
-from fl_lightning.loop import EXPLODED, aggregate, check_magnitude
+from fl_lightning.loop import EXPLODED, aggregate, check_upload, check_values
 from fl_lightning.wire import Codes, Payload, PayloadError
 from fl_lightning.wire.payload import HEADER, MAGIC, VERSION, _checksum
 
@@ -154,10 +154,10 @@ def test_a_server_that_would_not_stay_finite_keeps_its_state(tmp_path, caplog):
 
 
 def test_limits():
-    check_magnitude(Payload({"examples": torch.tensor(1), "weights": torch.tensor([EXPLODED / 2])}))
+    check_values(Payload({"examples": torch.tensor(1), "weights": torch.tensor([EXPLODED / 2])}))
     for weights in (EXPLODED, -EXPLODED, float("nan"), float("inf")):
         with pytest.raises(PayloadError, match="NaN, infinity or"):
-            check_magnitude(Payload({"weights": torch.tensor([weights])}))
+            check_values(Payload({"weights": torch.tensor([weights])}))
     for examples in (
         torch.tensor(0),
         torch.tensor(-1),
@@ -166,7 +166,7 @@ def test_limits():
         torch.tensor([], dtype=torch.int32),
     ):
         with pytest.raises(PayloadError, match="examples"):
-            check_magnitude(Payload({"examples": examples}))
+            check_values(Payload({"examples": examples}))
 
 
 def signed(count: int, body: bytes) -> bytes:
@@ -212,14 +212,45 @@ def test_a_forged_upload_is_refused_or_harmless(name, built):
         reach = len(body) if number % 2 else min(len(body), 64)  # the head is where names and shapes are
         for where in random.integers(reach, size=random.integers(1, 4)):
             body[where] = random.integers(256)
-        with suppress(PayloadError):
+        try:
             upload = Payload.from_bytes(signed(struct.unpack_from("<4sBH", sent)[2], bytes(body)))
-            check_magnitude(upload)
-            method.check(upload, client)
-            before = dict(method.server)
-            aggregate(SimpleNamespace(method=method), 1, {client.id: upload})
-            assert all(bool(torch.isfinite(tensor).all()) for tensor in method.server.values())
-            method.server = before
+        except PayloadError:
+            continue
+        averaged_or_refused(method, client, upload)
+
+
+def averaged_or_refused(method, client, upload: Payload) -> bool:
+    """Whether it is averaged; the server is finite then, and as before afterwards."""
+    federation = SimpleNamespace(method=method)
+    try:
+        check_upload(federation, upload, client, ())
+    except PayloadError:
+        return False
+    before = dict(method.server)
+    aggregate(federation, 1, {client.id: upload})
+    assert all(bool(torch.isfinite(tensor).all()) for tensor in method.server.values())
+    method.server = before
+    return True
+
+
+@by_method
+def test_a_valid_payload_of_another_form_is_refused(name, built):
+    """Entries left out, of another rank or type, or fp32 where codes are due: refused before anything is averaged."""
+    method, client, sent = built(name)
+    upload = Payload.from_bytes(sent)
+    assert averaged_or_refused(method, client, upload)
+    forged = [{k: v for k, v in upload.items() if k != left_out} for left_out in upload]
+    for entry, value in upload.items():
+        if isinstance(value, Codes):
+            forged += [{**upload, entry: value.values.float()}, {**upload, entry: Codes(value.values.flatten()[:1], value.bits)}]
+        else:
+            forged += [{**upload, entry: value.unsqueeze(0)}, {**upload, entry: value.double()}]
+            forged += [{**upload, entry: value.flatten()[:0]}]
+    if "bits" in upload:
+        forged += [{**upload, "bits": Codes(torch.full_like(upload.codes("bits").values, 8), 4)}]
+        forged += [{"examples": upload["examples"], "weights": method.server["weights"]}]
+    for entries in forged:
+        assert not averaged_or_refused(method, client, Payload(entries)), {k: getattr(v, "shape", v) for k, v in entries.items()}
 
 
 def test_a_hook_loses_an_upload(tmp_path):

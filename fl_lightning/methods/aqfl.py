@@ -20,7 +20,7 @@ from fl_lightning.methods.base import Method, examples_of
 from fl_lightning.methods.quantized import LayerCodec, check_budgets
 from fl_lightning.quantization.activations import fake_quantize, quantize_activations
 from fl_lightning.quantization.allocation import MAX_BITS
-from fl_lightning.wire import Payload
+from fl_lightning.wire import Payload, PayloadError
 
 
 class AQFL(Method):
@@ -87,6 +87,13 @@ class AQFL(Method):
         return (
             super().broadcast(client) if self.download == "full" else self._encode(self.server["weights"], self.bits_of(client))
         )
+
+    def check(self, upload: Payload, client: Client) -> None:
+        super().check(upload, client)
+        if set(upload.codes("bits").values.tolist()) != {self.bits_of(client)}:
+            raise PayloadError(
+                f"codes of other bits than the client's {self.bits_of(client)}; every layer has them; encode them again"
+            )
 
     def decode(self, upload: Payload) -> Tensor:
         return self.codec.decode(upload, sender="a client")

@@ -25,9 +25,8 @@ from fl_lightning import rng
 from fl_lightning.client import Client
 from fl_lightning.data import FederatedData
 from fl_lightning.methods.averaging import WEIGHTED_MEAN, Average
-from fl_lightning.methods.averaging import weighted_mean as weighted_mean
 from fl_lightning.models import build_network
-from fl_lightning.wire import Layout, Payload, PayloadError
+from fl_lightning.wire import Layout, Payload
 
 OptimizerCallable = Callable[[Iterable], Optimizer]
 NetworkCallable = Callable[[int], nn.Module]
@@ -122,9 +121,10 @@ class Method(LightningModule):
         """Refuse an upload that must not be averaged.
 
         Raises:
-            PayloadError: a value that is not finite, or an entry that is missing or of the wrong size.
+            PayloadError: an entry that is missing or of the wrong size. (The loop has refused what is not finite, not float32,
+                and ``examples`` that are not one positive integer.)
         """
-        check_finite(upload)
+        upload.tensor("examples")
         self.layout.unpack(self.decode(upload))
 
     def decode(self, upload: Payload) -> Tensor:
@@ -151,17 +151,6 @@ class Method(LightningModule):
         """
         self.layout.write(self.network, self.server["weights"])
         return self.network
-
-
-def check_finite(upload: Payload) -> None:
-    """Refuse NaN and infinity.
-
-    Raises:
-        PayloadError: naming the entry.
-    """
-    for name, value in upload.items():
-        if isinstance(value, Tensor) and not bool(torch.isfinite(value).all()):
-            raise PayloadError(f"entry {name!r} holds NaN or infinity; uploads are finite; lower the learning rate")
 
 
 def examples_of(client: Client) -> Tensor:

@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_map
 from fl_lightning import rng
 from fl_lightning.client import Client
 from fl_lightning.data import FederatedData
-from fl_lightning.methods.base import Method, check_finite, examples_of, shares
+from fl_lightning.methods.base import Method, examples_of, shares
 from fl_lightning.wire import Payload, PayloadError
 
 SUM_TOLERANCE = 1e-3  # of a row of soft labels: float32 sums of many classes
@@ -144,7 +144,7 @@ class FedKD(Method):
         return Payload(message | ({"weights": self.server["weights"]} if self.average_weights else {}))
 
     def check(self, upload: Payload, client: Client) -> None:
-        check_finite(upload)
+        upload.tensor("examples")
         shape = tuple(self.server["soft_labels"].shape)
         soft_labels = upload.tensor("soft_labels")
         if soft_labels.shape != shape:
@@ -159,12 +159,13 @@ class FedKD(Method):
                 "a sum of 1; they are probabilities; send the softmax of the outputs"
             )
         if self.average_weights:
-            self.layout.unpack(upload.tensor("weights"))
+            super().check(upload, client)
 
     def aggregate(self, uploads: Mapping[int, Payload]) -> None:
         sent = [upload.tensor("soft_labels") for upload in uploads.values()]
         start = self.server["soft_labels"]
         mean = self.average([p.flatten() for p in sent], shares(uploads.values()), start.flatten()).view_as(start)
+        mean = mean / mean.sum(dim=1, keepdim=True)  # a median of probabilities need not add up to one
         self.server["soft_labels"] = mean if self.sharpen is None else torch.softmax(mean / self.sharpen, dim=1)
         self.server["aggregated"] = torch.ones_like(self.server["aggregated"])
         if self.average_weights:

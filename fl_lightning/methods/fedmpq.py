@@ -24,7 +24,7 @@ from fl_lightning.quantization import allocate_bits, average_bits, prune, quanti
 from fl_lightning.quantization.activations import quantize_activations
 from fl_lightning.quantization.allocation import MAX_BITS
 from fl_lightning.quantization.planes import PLANE_MAX, from_planes, gain, group_norms, scale_gradient, to_planes, units
-from fl_lightning.wire import Codes, Payload
+from fl_lightning.wire import Codes, Payload, PayloadError
 
 
 class FedMPQ(Method):
@@ -157,6 +157,12 @@ class FedMPQ(Method):
         if self.download == "full":
             return Payload({"bits": Codes(torch.tensor(bits), 4), "weights": self.server["weights"]})
         return self.codec.encode(self.server["weights"], bits)
+
+    def check(self, upload: Payload, client: Client) -> None:
+        super().check(upload, client)
+        sent, given = upload.codes("bits").values.tolist(), self._allocate(self.budget(client))
+        if any(n > most for n, most in zip(sent, given, strict=True)):
+            raise PayloadError(f"bits {sent} where {given} were dealt out; a client prunes and never adds; send no more")
 
     def decode(self, upload: Payload) -> Tensor:
         return self.codec.decode(upload, sender="a client")

@@ -44,11 +44,16 @@ class LayerCodec:
         Raises:
             PayloadError: an entry that is missing or of the wrong size.
         """
-        if "weights" in payload:
+        if sender == "server" and "weights" in payload:
             return payload.tensor("weights")
         tensors = self.rest.unpack(payload.tensor("rest"))
+        layers = (len(self.names),)
+        if payload.codes("bits").values.shape != layers or payload.tensor("scales").shape != layers:
+            raise PayloadError(
+                f"weights of {sender} without one bits and one scale for each of {layers[0]} layers; encode them again"
+            )
         bits, scales = payload.codes("bits").values.tolist(), payload.tensor("scales").tolist()
-        if len(bits) != len(self.names) or len(scales) != len(self.names) or not all(1 <= n <= MAX_BITS for n in bits):
+        if not all(1 <= n <= MAX_BITS for n in bits):
             raise PayloadError(
                 f"weights of {sender} with bits {bits}; {len(self.names)} layers of 1 to {MAX_BITS}; encode them again"
             )

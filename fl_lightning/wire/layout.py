@@ -48,19 +48,17 @@ class Layout:
         return torch.cat(flat).to("cpu", torch.float32) if flat else torch.empty(0)
 
     def unpack(self, vector: Tensor) -> dict[str, Tensor]:
-        """Views into ``vector`` (``[..., size]``), by name.
+        """Views into ``vector`` (``[size]``), by name.
 
         Raises:
-            PayloadError: the vector has another length.
+            PayloadError: the vector has another shape.
         """
-        if vector.shape[-1] != self.size:
+        if vector.shape != (self.size,):
             raise PayloadError(
-                f"a vector of {vector.shape[-1]} values; this model has {self.size}; use one network on both sides"
+                f"values of shape {tuple(vector.shape)}; this model has [{self.size}]; use one network on both sides"
             )
-        pieces = vector.split(self.sizes, dim=-1)
         return {
-            name: piece.reshape(vector.shape[:-1] + shape)
-            for piece, (name, shape) in zip(pieces, self.shapes.items(), strict=True)
+            name: piece.reshape(shape) for piece, (name, shape) in zip(vector.split(self.sizes), self.shapes.items(), strict=True)
         }
 
 
