@@ -6,9 +6,11 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-_URL = re.compile(r"(?<=://)[^/\s@'\"]+(?=@)")
-_NAME = r"(?:password|passwd|secret|token|api_?key|access_?key|credentials?)"
-_NAMED = re.compile(rf"(?i)\b((?:[\w.-]*[._-])?{_NAME}(?:\s*[=:]\s*))(?!null\b|none\b|\*\*\*)([^\s,}}]+)")
+# up to the last @: a password may hold slashes and further @
+_URL = re.compile(r"(?<=://)(?:[^/\s@:'\"]*:[^\s'\"]*|[^/\s@'\"]+)(?=@)")
+_NAME = r"(?:password|passwd|pwd|secret|token|auth|bearer|sig|signature|api_?key|access_?key|credentials?)"
+_HEADER = re.compile(r"(?i)(authorization\s*[=:]\s*)(?:\w+\s+)?[^\s'\",}]+")
+_NAMED = re.compile(rf"(?i)\b((?:[\w.-]*[._-])?{_NAME}(?:\s*[=:]\s*))(?!null\b|none\b|\*\*\*)('[^']*'|\"[^\"]*\"|[^\s,}}]+)")
 _FLAG = re.compile(rf"(?i)^--?(?:[\w.-]*[._-])?{_NAME}$")
 
 
@@ -18,7 +20,7 @@ def redact(text: str) -> str:
     >>> redact("--uri=http://me:pw@host:5000/x --trainer.logger.token=abc")
     '--uri=http://***@host:5000/x --trainer.logger.token=***'
     """
-    return _NAMED.sub(r"\1***", _URL.sub("***", text))
+    return _NAMED.sub(r"\1***", _HEADER.sub(r"\1***", _URL.sub("***", text)))
 
 
 def redact_arguments(arguments: list[str]) -> list[str]:

@@ -161,6 +161,12 @@ def test_names_cannot_leave_the_run_directory(name, tmp_path):
 
 def test_secrets_do_not_reach_the_records():
     assert redact("sqlite:///mlflow.db http://me:pw@host/x") == "sqlite:///mlflow.db http://***@host/x"
+    for secret in (
+        "postgresql://u:p/w@h", "http://u:p@ss@h", "Authorization: Bearer hush", "pwd=hush", "https://h/x?sig=hush",
+        "--x.token='hush hush'",
+    ):  # fmt: skip
+        assert not any(part in redact(secret) for part in ("hush", "p/w", "p@ss", "ss@")), redact(secret)
+    assert redact("http://127.0.0.1:5000 design: a@b author=me") == "http://127.0.0.1:5000 design: a@b author=me"
     words = [
         "fit",
         "--trainer.logger.tracking_uri=https://u:p@h",

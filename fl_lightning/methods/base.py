@@ -5,6 +5,8 @@ client starts from, ``training_step`` is the local objective, ``upload`` says wh
 ``aggregate``, ``deploy``, and ``server``, the tensors that the server remembers. One resident module serves all clients of a process
 in turn, so after ``receive`` nothing of another client may be left; what a client keeps lives in ``client.state``.
 
+Tensors in ``server`` and in ``client.state`` are replaced, never written into: checkpoints and roll-backs hold on to the old ones.
+
 ``training_step`` has no ``.item()``, no branch on values and no metric object, so that the batched engine can run it under
 ``torch.func.vmap``.
 """
