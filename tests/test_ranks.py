@@ -77,6 +77,7 @@ def test_a_rank_that_dies_is_named_and_the_run_can_go_on(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.essential
 def test_ranks_leave_when_rank_zero_dies(tmp_path):
     program = start(tmp_path, "0")
     program.communicate(timeout=120)  # until rank 1 lets go of stderr
@@ -88,6 +89,7 @@ def test_ranks_leave_when_rank_zero_dies(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.essential
 def test_torchrun(tmp_path):
     """Which says how many processes there are; nothing has to be set."""
     program = start(

@@ -6,6 +6,7 @@ that dies is noticed by rank 0 within a second and named; ranks whose parent die
 
 from __future__ import annotations
 
+import atexit
 import logging
 import os
 import signal
@@ -19,6 +20,7 @@ from functools import partial
 from types import FrameType
 from typing import Any
 
+import torch
 from lightning.fabric import Fabric
 from lightning.fabric.strategies import DDPStrategy
 from lightning.fabric.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
@@ -162,8 +164,15 @@ def launched_from_outside(fabric: Fabric) -> bool:
 def join(fabric: Fabric) -> None:
     """Join the processes that something else started. Ranks other than 0 keep quiet from here on."""
     fabric.launch()
+    atexit.register(_leave)
     if not fabric.is_global_zero:
         log.setLevel(logging.CRITICAL)
+
+
+def _leave() -> None:
+    """Or gloo's threads may outlive the interpreter, and the process ends with SIGABRT after all its work is done."""
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
 
 
 def start_others(fabric: Fabric, start: str) -> None:
