@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -106,12 +107,12 @@ def dirichlet_partition(
     )
 
 
-class Partition:
+class Partition(ABC):
     """How examples are dealt to clients; subclasses say how. A pure function of its arguments."""
 
+    @abstractmethod
     def __call__(self, labels: np.ndarray, num_clients: int, seed: int) -> list[np.ndarray]:
         """Sorted, disjoint index arrays, one per client, that cover ``labels`` ``[N]``."""
-        raise NotImplementedError
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({', '.join(f'{name}={value!r}' for name, value in vars(self).items())})"
