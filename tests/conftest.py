@@ -1,3 +1,4 @@
+import signal
 from pathlib import Path
 
 import hypothesis
@@ -6,6 +7,9 @@ import torch
 
 hypothesis.settings.register_profile("project", deadline=None, derandomize=True, max_examples=60)
 hypothesis.settings.load_profile("project")
+
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # started in the background of a script; processes made by tests inherit it
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_addoption(parser):
