@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torchmetrics.functional.classification import multiclass_calibration_error
 
+from fl_lightning.figures import GREY, RED, SKY, open_frame
 from fl_lightning.hooks import Context, Meter, RoundRecord
 from fl_lightning.metrics import CalibrationBins, brier_score, calibration_bins
 
@@ -17,7 +18,6 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 log = logging.getLogger("fl_lightning")
-BLUE, RED, GREY = "#56B4E9", "#D55E00", "#666666"  # Okabe and Ito's palette: told apart with any colour vision
 
 
 class Calibration(Meter):
@@ -81,7 +81,7 @@ def reliability_diagram(bins: CalibrationBins, title: str) -> Figure:
     figure = Figure(figsize=(5, 6), layout="constrained")
     top, bottom = figure.subplots(2, 1, sharex=True, height_ratios=[3, 1])
     top.plot([0, 1], [0, 1], color=GREY, linestyle="--", linewidth=1, label="perfect calibration")
-    top.bar(centre[full], bins.accuracy[full], width, color=BLUE, edgecolor="white", label="accuracy")
+    top.bar(centre[full], bins.accuracy[full], width, color=SKY, edgecolor="white", label="accuracy")
     low, high = np.minimum(bins.accuracy, bins.confidence), np.maximum(bins.accuracy, bins.confidence)
     gap = {"color": "none", "edgecolor": RED, "hatch": "////", "linewidth": 1.0}
     top.bar(centre[full], (high - low)[full], 0.86 * width, bottom=low[full], label="gap to mean confidence", **gap)
@@ -90,6 +90,5 @@ def reliability_diagram(bins: CalibrationBins, title: str) -> Figure:
     figure.legend(loc="outside upper center", ncols=3, frameon=False, fontsize="small")
     bottom.bar(centre, bins.counts, width, color=GREY, edgecolor="white")
     bottom.set(xlabel=f"confidence (largest probability), {M} bins", ylabel="examples")
-    for axes in (top, bottom):
-        axes.spines[["top", "right"]].set_visible(False)
+    open_frame(top, bottom)
     return figure

@@ -6,14 +6,16 @@ A command has a parser of its own, made by LightningCLI (``run=False``), whose t
 
 from __future__ import annotations
 
+import inspect
 import logging
 import os
 import sys
 import warnings
 from argparse import ArgumentError
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stderr
 from importlib import import_module
+from io import StringIO
 from typing import Any, TypeVar
 
 import lightning.fabric.loggers
@@ -26,7 +28,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from fl_lightning import rng
 from fl_lightning.cli_errors import Given, condense, explain, null_refused, nulls
-from fl_lightning.cli_input import ENV_PREFIX, check_environment, dropped_names, read_configs
+from fl_lightning.cli_input import ENV_PREFIX, check_environment, dropped_names, read_configs, with_config_of_run
 from fl_lightning.cli_types import concrete, settings_of
 from fl_lightning.commands import COMMANDS
 from fl_lightning.data import FederatedData, FederatedImages
@@ -174,7 +176,7 @@ def run(command: str, args: list[str]) -> None:
     _import_short_names()
     function = COMMANDS[command].function
     if function is None:
-        FederatedCLI(command, args).start()
+        FederatedCLI(command, with_config_of_run(args) if command == "test" else args).start()
     else:
         module, _, name = function.partition(":")
         _run_function(command, getattr(import_module(module), name), args)
@@ -183,12 +185,24 @@ def run(command: str, args: list[str]) -> None:
 def _run_function(command: str, function: Any, args: list[str]) -> None:
     """A command without trainer, model and data: its flags are the arguments of ``function``."""
     parser = ArgumentParser(prog=f"python -m fl_lightning {command}", allow_abbrev=False, exit_on_error=False)
-    parser.add_argument("--config", action=ActionConfigFile, help="YAML with arguments of this command")
-    names = parser.add_function_arguments(function)
+    handed = {"resolve": resolve} if COMMANDS[command].resolves else {}
+    if "config" not in inspect.signature(function).parameters:
+        parser.add_argument("--config", action=ActionConfigFile, help="YAML with arguments of this command")
+    names = parser.add_function_arguments(function, skip=set(handed))
     config = parse(parser, Given(args, read_configs(args)))
     with input_problems():
         values = parser.instantiate(config)
-    function(**{name: values[name] for name in names})
+    function(**{name: values[name] for name in names}, **handed)
+
+
+def resolve(args: list[str]) -> str:
+    """The whole configuration that ``fit`` has with these arguments, as YAML.
+
+    Raises:
+        InputError: ``fit`` would refuse them.
+    """
+    with redirect_stderr(StringIO()):  # which settings a class does not know, the run itself says
+        return FederatedCLI("fit", args).config_text
 
 
 def parse(parser: ArgumentParser, given: Given, flags: Iterable[str] = ()) -> Namespace:

@@ -33,6 +33,37 @@ def read_configs(args: list[str]) -> dict[str, str]:
     return {path: _read_config(path) for path in paths}
 
 
+def with_config_of_run(args: list[str]) -> list[str]:
+    """Arguments that name a run but no configuration, with that of the run in front of them.
+
+    Raises:
+        InputError: there is no run, or none that has a configuration.
+    """
+    finder = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+    for name in ("--config", "--ckpt_path", "--model"):
+        finder.add_argument(name)
+    finder.add_argument("-c", dest="config")
+    try:
+        given = finder.parse_known_args(args)[0]
+    except argparse.ArgumentError:  # a flag without a value: the real parser says so
+        return args
+    if given.config or given.model or f"{ENV_PREFIX}CONFIG" in os.environ or {"-h", "--help"} & {*args}:
+        return args
+    if not given.ckpt_path or given.ckpt_path == "last":
+        raise InputError(
+            f"test {f'--ckpt_path {given.ckpt_path}' if given.ckpt_path else 'without --ckpt_path'} and without --config; it needs "
+            "to know the run; write --ckpt_path and the run's directory"
+        )
+    path = Path(given.ckpt_path)
+    run = path.parent.parent if path.parent.name == "checkpoints" else path
+    if not (run / "config.yaml").is_file():
+        raise InputError(
+            f"--ckpt_path {given.ckpt_path}; it is neither a run directory nor a checkpoint in one; write the directory that holds "
+            "config.yaml"
+        )
+    return ["--config", str(run / "config.yaml"), *args]
+
+
 def _read_config(path: str) -> str:
     given = f"--config {path}"
     if Path(path).is_dir():

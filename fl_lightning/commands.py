@@ -18,14 +18,22 @@ class Command:
         help: one line for ``--help``.
         function: ``module:function`` to run with the arguments of its own signature; None: the trainer's method of the
             command's name, with trainer, model and data from the configuration.
+        resolves: whether ``function`` is handed ``resolve``, which turns arguments of ``fit`` into the whole configuration.
     """
 
     help: str
     function: str | None = None
+    resolves: bool = False
 
 
 COMMANDS = {
     "fit": Command("train a federation; every round goes to MLflow and to the run directory"),
+    "sweep": Command(
+        "run every cell of a study, in parallel; killed or not, the next start continues", "fl_lightning.study.sweep:sweep", True
+    ),
+    "tune": Command("search for the best settings by validation, then run once with them", "fl_lightning.study.tune:tune", True),
+    "test": Command("probe a finished run: clean, corrupted and attacked images, clients, calibration, cost; nothing is trained"),
+    "compare": Command("say with statistics what finished runs show: tables, tests, verdicts, figures", "fl_lightning.study.compare:compare"),
     "check": Command("run the conformance kit on a method, yours or one of the project's", "fl_lightning.conformance:check"),
 }
 

@@ -23,7 +23,6 @@ from fl_lightning.client import Client
 from fl_lightning.data import FederatedData
 from fl_lightning.engines import collectives
 from fl_lightning.methods import Method
-from fl_lightning.metrics import client_spread
 from fl_lightning.rng import stream
 
 T = TypeVar("T")
@@ -108,21 +107,27 @@ def deal_test_set(data: FederatedData) -> np.ndarray:
     return owner
 
 
-def validate(fabric: Fabric, method: Method, data: FederatedData, states: States = NONE) -> dict[str, float]:
-    """Accuracy on each client's validation examples; the mean over clients weights them equally."""
+def validate(fabric: Fabric, method: Method, data: FederatedData, states: States = NONE) -> dict[int, float]:
+    """Accuracy on its own validation examples of each client that has any, by id."""
+    answers = predict_validation(fabric, method, data, states)
+    return client_accuracies(*answers) if answers else {}
+
+
+def predict_validation(fabric: Fabric, method: Method, data: FederatedData, states: States = NONE) -> tuple[Tensor, ...]:
+    """Logits ``[n, C]``, targets ``[n]`` and owners ``[n]`` of all clients' validation examples, on the CPU; ``()`` when there are none."""
     if method.personalised:
         held = (id for id in range(data.num_clients) if len(data.client(id).val))
-        answers = together(
+        return together(
             (number, _validate_own(fabric, method, data, data.client(id, states.get(id)))) for number, id in share(held)
         )
-    else:
-        answers = predict(fabric, method.deploy(), data.val_batches())
-    if not answers:
-        return {}
-    logits, target, owners = answers
+    return predict(fabric, method.deploy(), data.val_batches())
+
+
+def client_accuracies(logits: Tensor, target: Tensor, owners: Tensor) -> dict[int, float]:
+    """Accuracy of each client that has examples, by id, from :func:`predict_validation`."""
     hits = (logits.argmax(1) == target).numpy()
-    _, index, counts = np.unique(owners.numpy(), return_inverse=True, return_counts=True)
-    return client_spread(np.bincount(index, weights=hits) / counts)
+    ids, index, counts = np.unique(owners.numpy(), return_inverse=True, return_counts=True)
+    return dict(zip(ids.tolist(), (np.bincount(index, weights=hits) / counts).tolist(), strict=True))
 
 
 def _validate_own(fabric: Fabric, method: Method, data: FederatedData, client: Client) -> tuple[Tensor, ...]:

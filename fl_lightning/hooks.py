@@ -37,6 +37,9 @@ class Context(Protocol):
     def log_figure(self, name: str, figure: Figure) -> None:
         """Save ``figures/<name>.png`` and ``.pdf`` in the run directory and hand them to the loggers."""
 
+    def log_text(self, name: str, text: str) -> None:
+        """Save ``figures/<name>``, such as the numbers of a figure, and hand it to the loggers."""
+
 
 @dataclass
 class RoundRecord:
@@ -91,11 +94,17 @@ class Meter(Callback):
     def on_cohort(self, cohort: list[Assignment], round: int, context: Context) -> None:
         """The cohort as the stressors left it, before anyone trains."""
 
+    def on_client_start(self, client: Client, message: bytes, labels: Tensor, round: int, context: Context) -> None:
+        """One client of the cohort is about to train: the broadcast that it gets, and the ``labels`` int64 ``[n_k]`` that it trains on."""
+
     def on_client_end(self, client: Client, round: int, context: Context) -> None:
         """One client of the cohort has been trained."""
 
     def on_evaluate(self, probs: Tensor, target: Tensor, record: RoundRecord, context: Context) -> None:
         """The global test set: ``probs`` float32 ``[n, C]`` (softmax output), ``target`` int64 ``[n]``."""
+
+    def on_validate(self, accuracies: dict[int, float], record: RoundRecord, context: Context) -> None:
+        """Validation accuracy in [0, 1] of every client that has validation examples, by id."""
 
     def on_round_end(self, record: RoundRecord, context: Context) -> None:
         pass

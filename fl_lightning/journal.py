@@ -70,14 +70,17 @@ class Journal:
         log.info("%s is finished: %d rounds, nothing to do", self.run.path, done)
         return True
 
-    def open(self, fed: Federation, command_line: Sequence[str]) -> None:
+    def open(self, fed: Federation, command_line: Sequence[str], tags: Mapping[str, str] | None = None) -> None:
         """Create the run, or lock it and take it back to the end of its last whole round.
+
+        Args:
+            tags: what the user wants to find the run by.
 
         Raises:
             InputError: the folder cannot be written, or another process is at the run.
         """
         collectives.barrier()  # all have read what rank 0 is about to change
-        self.metadata = describe(fed, self.progress.partition, command_line)
+        self.metadata = {**describe(fed, self.progress.partition, command_line), "tags": dict(tags or {})}
         if not fed.fabric.is_global_zero:
             self.run = Follower(Path(collectives.from_rank_zero("")))
         else:
@@ -137,6 +140,11 @@ class Journal:
     def log_figure(self, name: str, figure: Figure) -> None:
         for path in self.run.save_figure(name, figure):
             self.tracker.log_artifact(path, "figures")
+
+    def log_text(self, name: str, text: str) -> None:
+        path = self.run.figure(name)
+        self.run.write(f"figures/{path.name}", text)
+        self.tracker.log_artifact(path, "figures")
 
     def finish(self, summary: Mapping[str, float], weights: str) -> None:
         """The run is complete; ``weights`` is the hash of its final ones.

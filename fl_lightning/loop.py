@@ -20,6 +20,7 @@ from fl_lightning.data import FederatedData
 from fl_lightning.engines import ClientResult, Engine, Order
 from fl_lightning.hooks import Callback, Context, RoundRecord, stress
 from fl_lightning.methods import Method
+from fl_lightning.metrics import client_spread
 from fl_lightning.wire import Ledger, LedgerEntry, Payload, PayloadError
 
 log = logging.getLogger("fl_lightning")
@@ -90,7 +91,9 @@ def make_order(fed: Federation, round: int, assignment: Assignment) -> Order:
     labels = fed.data.labels(client)
     labels = stress(fed.callbacks, "change_labels", labels, client=client, round=round, context=fed.context)
     steps = max(1, math.ceil(assignment.work * fed.data.num_steps(client, epochs)))
-    return Order(client, fed.method.broadcast(client).to_bytes(), labels, epochs, steps)
+    message = fed.method.broadcast(client).to_bytes()
+    fed.fabric.call("on_client_start", client, message, labels, round, fed.context)
+    return Order(client, message, labels, epochs, steps)
 
 
 def train(fed: Federation, round: int, orders: Sequence[Order]) -> list[ClientResult]:
@@ -206,8 +209,10 @@ def summarise(
 def evaluate(fed: Federation, record: RoundRecord) -> None:
     started = perf_counter()
     metrics, probs, target = evaluation.test(fed.fabric, fed.method, fed.data, fed.states)
-    record.metrics |= metrics | evaluation.validate(fed.fabric, fed.method, fed.data, fed.states)
+    accuracies = evaluation.validate(fed.fabric, fed.method, fed.data, fed.states)
+    record.metrics |= metrics | client_spread(list(accuracies.values()))
     fed.fabric.call("on_evaluate", probs, target, record, fed.context)
+    fed.fabric.call("on_validate", accuracies, record, fed.context)
     record.metrics["time/evaluate"] = perf_counter() - started
 
 

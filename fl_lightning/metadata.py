@@ -62,8 +62,9 @@ def continued(before: Mapping[str, Any], here: Mapping[str, Any], round: int) ->
 
 
 def tags_of(metadata: Mapping[str, Any], run_dir: Path) -> dict[str, str]:
-    """What the trackers are told, to find the run by."""
+    """What the trackers are told, to find the run by; the user's own tags beside the project's, which they cannot replace."""
     return {
+        **metadata.get("tags", {}),
         "method": metadata["method"],
         "dataset": metadata["dataset"],
         "seed": str(metadata["seed"]),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from fl_lightning.errors import InputError
 FREE_KEYS = ("trainer.devices", "trainer.strategy", "trainer.num_nodes", "trainer.rank_timeout", "trainer.engine",
              "trainer.accelerator", "trainer.logger",
              "trainer.default_root_dir", "trainer.experiment", "trainer.run_name", "trainer.checkpoint_every",
-             "trainer.keep_checkpoints", "trainer.allow_changed", "trainer.auto_resume", "data.root", "data.init_args.root",
+             "trainer.keep_checkpoints", "trainer.allow_changed", "trainer.auto_resume", "trainer.tags", "data.root", "data.init_args.root",
              "data.download", "data.init_args.download", "ckpt_path", "config")  # fmt: skip
 """Settings that may differ on resume: they do not change what is computed."""
 
@@ -38,9 +39,24 @@ def flatten(config: Any, prefix: str = "") -> dict[str, Any]:
     return {key: value for name, item in items for key, value in flatten(item, f"{prefix}.{name}" if prefix else name).items()}
 
 
+def is_free(key: str) -> bool:
+    """Whether a setting with this dotted key changes nothing that is computed."""
+    return any(key == free or key.startswith(f"{free}.") for free in FREE_KEYS)
+
+
+def settings_hash(settings: Mapping[str, Any]) -> str:
+    """SHA-256 of the settings that count: equal if and only if :func:`changed_settings` finds nothing.
+
+    Args:
+        settings: with dotted keys, as :func:`config_of` and :func:`flatten` give them.
+    """
+    counting = {key: value for key, value in settings.items() if not is_free(key)}
+    return sha256(json.dumps(counting, sort_keys=True).encode()).hexdigest()
+
+
 def changed_settings(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:
     """``key: before -> after`` for each setting that differs and can change a result."""
-    keys = [key for key in {**before, **after} if not any(key == free or key.startswith(f"{free}.") for free in FREE_KEYS)]
+    keys = [key for key in {**before, **after} if not is_free(key)]
 
     def shown(settings: Mapping[str, Any], key: str) -> str:
         return json.dumps(settings[key]) if key in settings else "not set"  # as text: NaN equals itself

@@ -19,6 +19,7 @@ from typing import Any, Literal
 from lightning.fabric.loggers import Logger
 from lightning.fabric.utilities.rank_zero import rank_zero_only
 
+from fl_lightning.errors import InputError
 from fl_lightning.redaction import redact
 
 log = logging.getLogger("fl_lightning")
@@ -31,6 +32,7 @@ ENVIRONMENT = {  # a dead server costs seconds, not minutes; nothing is sent to 
     "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1",
     "MLFLOW_HTTP_REQUEST_TIMEOUT": "10",
     "MLFLOW_DISABLE_TELEMETRY": "true",
+    "MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR": "false",
 }
 Status = Literal["FINISHED", "FAILED", "KILLED"]
 
@@ -165,27 +167,181 @@ class Tracking:
 
     def _guarded(self, name: str, function: Callable[[], Any], limit: float, otherwise: Any = None) -> Any:
         """The function's result; ``otherwise``, and a warning, when it raises or takes more than ``limit`` seconds."""
-        outcome: dict[str, Any] = {}
+        try:
+            return _within(limit, function)
+        except Exception as error:
+            log.warning(
+                "%s failed (%s); training goes on without it and every round is in %s; "
+                "make the store reachable and writable, set MLFLOW_TRACKING_URI, or write --trainer.logger false",
+                name, _reason(error), self.run_dir / "metrics.csv",
+            )  # fmt: skip
+            return otherwise
 
-        def work() -> None:
-            try:
-                outcome["result"] = function()
-            except Exception as error:
-                outcome["error"] = error
 
-        thread = Thread(target=work, name="tracking", daemon=True)  # one that never answers does not keep the process alive
-        thread.start()
-        thread.join(limit)
-        if "result" in outcome:
-            return outcome["result"]
-        error = outcome.get("error", TimeoutError(f"no answer in {limit:g} s"))
-        reason = str(error).strip().partition("\n")[0][:200]
+def begin_study(study: str, folder: Path, tags: Mapping[str, str]) -> str | None:
+    """Id of the run that a study's runs are nested under, in the default store: made once, then found by its folder.
+
+    Args:
+        study: name of the study and of the experiment.
+        folder: of its runs on disk.
+        tags: shown beside it.
+
+    Returns:
+        None when the store fails, which is said in a warning: the runs are then on one level.
+    """
+    uri = _absolute(os.environ.get("MLFLOW_TRACKING_URI") or DEFAULT_URI)
+    place = str(folder.absolute())
+
+    def begin() -> str:
+        run_id = _lost_run(uri, study, place, 0.0, tag="study_dir")
+        marks = {"study": study, "study_dir": place, **tags}
+        logger: Any = _open_mlflow(uri, study, study, run_id, marks)
+        for key, value in marks.items():
+            logger.experiment.set_tag(logger.run_id, key, value)
+        logger.experiment.update_run(logger.run_id, status="RUNNING")
+        return str(logger.run_id)
+
+    try:
+        return _within(START_LIMIT, begin)
+    except Exception as error:
         log.warning(
-            "%s failed (%s: %s); training goes on without it and every round is in %s; "
-            "make the store reachable and writable, set MLFLOW_TRACKING_URI, or write --trainer.logger false",
-            name, type(error).__name__, reason, self.run_dir / "metrics.csv",
+            "MLflow at %s failed (%s); the study has no run of its own there; "
+            "make the store reachable and writable, set MLFLOW_TRACKING_URI, or write --logger false",
+            redact(uri), _reason(error),
         )  # fmt: skip
-        return otherwise
+        return None
+
+
+def end_study(run_id: str | None, folder: Path, status: Status, files: Sequence[str] = ("study.yaml", "cells.json")) -> None:
+    """Close what :func:`begin_study` opened; ``files`` of the folder go with it."""
+    if run_id is None:
+        return
+    uri = _absolute(os.environ.get("MLFLOW_TRACKING_URI") or DEFAULT_URI)
+
+    def end() -> None:
+        from mlflow import MlflowClient
+
+        client = MlflowClient(uri)
+        for name in files:
+            client.log_artifact(run_id, str(folder / name))
+        client.set_terminated(run_id, status)
+
+    try:
+        _within(CALL_LIMIT, end)
+    except Exception as error:
+        log.warning("MLflow at %s failed (%s); the study's own run there is not closed", redact(uri), _reason(error))
+
+
+def add_to_run(
+    logger: Logger | Sequence[Logger] | bool, run_id: str, metrics: Mapping[str, float], step: int, files: Sequence[Path]
+) -> None:
+    """Give a run that has ended more metrics, and files; its status stays, and what it has already is not logged again.
+
+    Args:
+        logger: where the run is: True for the default store, or the loggers that it was made with.
+        run_id: the MLflow run.
+        step: the round that the metrics are of.
+    """
+    given = [] if isinstance(logger, bool) else [logger] if isinstance(logger, Logger) else list(logger)
+    uris = [str(getattr(each, "_tracking_uri", "")) for each in given if _is_mlflow(each)]
+    if logger is True:
+        uris = [os.environ.get("MLFLOW_TRACKING_URI") or DEFAULT_URI]
+    for uri in map(_absolute, uris):
+        try:
+            _within(START_LIMIT, lambda uri=uri: _add(uri, run_id, metrics, step, files))  # type: ignore[misc]
+        except Exception as error:
+            log.warning("MLflow at %s failed (%s); the results are in %s", redact(uri), _reason(error), files[0])
+
+
+def _add(uri: str, run_id: str, metrics: Mapping[str, float], step: int, files: Sequence[Path]) -> None:
+    if uri.startswith(SQLITE) and not Path(uri.removeprefix(SQLITE).partition("?")[0]).exists():
+        raise FileNotFoundError("there is no such database")  # MLflow would make an empty one
+    _prepare_mlflow()
+    from mlflow import MlflowClient
+    from mlflow.entities import Metric
+
+    client, now = MlflowClient(uri), int(1000 * time.time())
+    known = client.get_run(run_id).data.metrics
+    there = {name for name in metrics if name in known for m in client.get_metric_history(run_id, name) if m.step == step}
+    new = [Metric(name, value, now, step) for name, value in metrics.items() if name not in there]
+    for i in range(0, len(new), PER_BATCH):
+        client.log_batch(run_id, metrics=new[i : i + PER_BATCH])
+    for path in files:
+        client.log_artifact(run_id, str(path))
+
+
+def read_runs(uri: str, experiment: str) -> list[dict[str, Any]]:
+    """The runs of an experiment, by name: ``name``, ``id``, ``metadata`` as in ``metadata.json``, and ``history``, a row per round.
+
+    Raises:
+        InputError: there is no such store or experiment, or it does not answer.
+    """
+    uri = _absolute(uri)
+    if uri.startswith(SQLITE) and not Path(uri.removeprefix(SQLITE).partition("?")[0]).is_file():
+        raise InputError(f"--mlflow {redact(uri)}; there is no such database; name the one that the runs were tracked in")
+    _prepare_mlflow()
+    from mlflow import MlflowClient
+
+    try:
+        client = MlflowClient(uri)
+        found = client.get_experiment_by_name(experiment)
+        if found is None:
+            raise InputError(f"--mlflow {redact(uri)}; it has no experiment {experiment}; name a study whose runs it tracked")
+        runs, token = [], None
+        while True:
+            page = client.search_runs([found.experiment_id], order_by=["attributes.start_time ASC"], page_token=token)
+            runs += [run for run in page if "partition_sha256" in run.data.tags]  # a study's own run has none
+            if not (token := page.token):
+                break
+        return sorted((_read_run(client, run) for run in runs), key=lambda entry: (entry["name"], entry["id"]))
+    except InputError:
+        raise
+    except Exception as error:
+        raise InputError(
+            f"--mlflow {redact(uri)}; it cannot be read ({_reason(error)}); mend it, or leave --mlflow out"
+        ) from error
+
+
+def _read_run(client: Any, run: Any) -> dict[str, Any]:
+    from mlflow.artifacts import load_dict
+
+    tags = dict(run.data.tags)
+    git = {"commit": tags.get("commit"), "dirty": tags.get("dirty") == "True"}
+    metadata: dict[str, Any] = {**tags, "seed": int(tags.get("seed", -1)), "git": git, "tags": tags}
+    with suppress(Exception):  # a run whose artifacts are elsewhere is known by its tags
+        metadata = load_dict(f"{run.info.artifact_uri}/metadata.json")
+    rows: dict[int, dict[str, float]] = {}
+    for name, last in run.data.metrics.items():
+        if name.startswith("final/"):
+            metadata[name] = last
+            continue
+        for point in client.get_metric_history(run.info.run_id, name):
+            rows.setdefault(point.step, {"round": point.step})[name] = point.value
+    metadata["status"] = run.info.status.lower()
+    history = [rows[step] for step in sorted(rows)]
+    return {"name": run.info.run_name, "id": run.info.run_id, "metadata": metadata, "history": history}
+
+
+def _within(limit: float, function: Callable[[], Any]) -> Any:
+    """The function's result; raises what it raises, or TimeoutError after ``limit`` seconds."""
+    outcome: dict[str, Any] = {}
+
+    def work() -> None:
+        try:
+            outcome["result"] = function()
+        except Exception as error:
+            outcome["error"] = error
+
+    thread = Thread(target=work, name="tracking", daemon=True)  # one that never answers does not keep the process alive
+    thread.start()
+    thread.join(limit)
+    if "result" in outcome:
+        return outcome["result"]
+    raise outcome.get("error", TimeoutError(f"no answer in {limit:g} s"))
+
+
+def _reason(error: Exception) -> str:
+    return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0][:200]}"
 
 
 def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
@@ -217,7 +373,7 @@ def _prepare_mlflow() -> None:
     logging.getLogger("lightning.pytorch.loggers.mlflow").setLevel(logging.ERROR)  # announces every new experiment
 
 
-def _lost_run(uri: str, experiment: str, run_dir: str, since: float) -> str | None:
+def _lost_run(uri: str, experiment: str, run_dir: str, since: float, tag: str = "run_dir") -> str | None:
     """The run that was made for this directory by a process that was killed before it could note the run's id."""
     if uri.startswith(SQLITE) and not Path(uri.removeprefix(SQLITE).partition("?")[0]).exists():
         return None
@@ -229,7 +385,7 @@ def _lost_run(uri: str, experiment: str, run_dir: str, since: float) -> str | No
         found = client.get_experiment_by_name(experiment)
         if found is None or "'" in run_dir:
             return None
-        runs = client.search_runs([found.experiment_id], f"tags.run_dir = '{run_dir}'", order_by=["attributes.start_time DESC"])
+        runs = client.search_runs([found.experiment_id], f"tags.{tag} = '{run_dir}'", order_by=["attributes.start_time DESC"])
         return next((run.info.run_id for run in runs if run.info.start_time >= 1000 * (since - 1)), None)
 
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import yaml
 from lightning.fabric.loggers import Logger
 
-from fl_lightning import rng
+from fl_lightning import rng, testing
 from fl_lightning.data import FederatedData
 from fl_lightning.disk import is_full
 from fl_lightning.engines import RankedEngine, SequentialEngine, check_optimizer
@@ -61,6 +61,7 @@ class FederatedTrainer:
         deterministic: use deterministic algorithms and name in the log those that have no such form.
         auto_resume: continue the latest run of the same experiment, name and configuration if there is one, else start it.
         allow_changed: resume although the configuration differs from the checkpoint's.
+        tags: names and values that the trackers show beside the run, and that are kept in ``metadata.json``; they change nothing.
     """
 
     def __init__(
@@ -87,6 +88,7 @@ class FederatedTrainer:
         deterministic: bool = True,
         auto_resume: bool = False,
         allow_changed: bool = False,
+        tags: dict[str, str] | None = None,
     ) -> None:
         for name, value, least in (
             ("max_rounds", max_rounds, 1),
@@ -125,6 +127,7 @@ class FederatedTrainer:
         self.deterministic = deterministic
         self.auto_resume = auto_resume
         self.allow_changed = allow_changed
+        self.tags = dict(tags or {})
         self.interrupts = Interrupts()
         self.config: dict[str, Any] = {}
         self.config_text = ""
@@ -165,7 +168,7 @@ class FederatedTrainer:
                 if not outside:
                     start_others(self.fabric, start.name)
                 with self.interrupts.held():
-                    self.journal.open(fed, self.command_line)
+                    self.journal.open(fed, self.command_line, self.tags)
                 self.journal.track()
                 self.fabric.call("on_setup", self)
                 while self.progress.done.round < self.max_rounds:
@@ -178,6 +181,35 @@ class FederatedTrainer:
                 raise
             finally:
                 self.journal.close()
+
+    def test(
+        self,
+        method: Method,
+        data: FederatedData,
+        *,
+        seed: int = 0,
+        ckpt_path: str | None = None,
+        checkpoint: str | None = None,
+        probes: str | None = None,
+    ) -> dict[str, float]:
+        """Probe a run that has ended, in one process, and return the metrics; nothing is trained.
+
+        Args:
+            ckpt_path: a run directory, one of its checkpoints, or ``last``. Without --config, the run's own configuration is used.
+            checkpoint: which of the run's checkpoints: ``last`` (the default), ``best`` (of validation), or a name like round_000060.
+            probes: which of clean, clients, calibration, corruptions, fgsm, pgd, cost, latency; separated by commas. Default: all.
+
+        Raises:
+            InputError: there is no such checkpoint, or it was trained with another method, other data or another seed.
+        """
+        with deterministic(self.deterministic), self.interrupts:
+            self.method, self.data, self.seed = method, data, seed
+            if launched_from_outside(self.fabric):
+                raise InputError("test in several processes; it runs in one; start it without torchrun or srun")
+            return testing.examine(
+                self._prepare, ckpt_path, self.root / self.experiment, checkpoint=checkpoint, probes=probes, logger=self.logger,
+                settings=redact_settings(self.config), allow_changed=self.allow_changed,
+            )  # fmt: skip
 
     def _choose_start(self, ckpt_path: str | None, settings: dict[str, Any]) -> Start:
         if ckpt_path:
@@ -247,3 +279,7 @@ class FederatedTrainer:
     def log_figure(self, name: str, figure: Figure) -> None:
         """Save ``figures/<name>.png`` and ``.pdf`` and hand them to the loggers."""
         self.journal.log_figure(name, figure)
+
+    def log_text(self, name: str, text: str) -> None:
+        """Save ``figures/<name>`` and hand it to the loggers."""
+        self.journal.log_text(name, text)

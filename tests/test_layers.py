@@ -12,16 +12,16 @@ LAYERS = [
     {"cli", "__main__", "commands", "cli_errors", "cli_types", "cli_input"},
     {"study", "conformance"},
     {"trainer"},
-    {"journal", "metadata", "progress", "resume", "snapshot", "tracking", "interrupts"},
+    {"journal", "metadata", "progress", "resume", "snapshot", "tracking", "interrupts", "testing"},
     {"run_directory", "follower", "tables", "checkpoint", "disk", "settings", "redaction"},
     {"loop"},
-    {"evaluation"},
+    {"evaluation", "robustness"},
     {"engines"},
     {"methods", "hooks"},
-    {"client", "data", "models", "wire", "quantization", "metrics", "rng", "errors"},
+    {"client", "data", "models", "wire", "quantization", "metrics", "rng", "errors", "figures"},
 ]
 RANK = {name: rank for rank, layer in enumerate(LAYERS) for name in layer}
-CONFINED = {"jsonargparse": {"cli", "cli_errors", "cli_types"}, "mlflow": {"tracking"}}
+CONFINED = {"jsonargparse": {"cli", "cli_errors", "cli_types"}, "mlflow": {"tracking"}, "optuna": {"study"}}
 FILES = sorted((ROOT / "fl_lightning").rglob("*.py"))
 
 

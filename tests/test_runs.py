@@ -10,12 +10,14 @@ from pathlib import Path
 
 import pytest
 from cifar_files import write_cifar
+from synthetic_runs import make_study
 
 from fl_lightning.__main__ import main
 
 ROOT = Path(__file__).parent.parent
 KD = str(ROOT / "configs" / "kd_default.yaml")
-CONFIGS = sorted((ROOT / "configs").glob("*.yaml"))
+STUDIES = [path for path in sorted((ROOT / "configs").glob("*.yaml")) if re.search("^(study|tune):", path.read_text(), re.M)]
+CONFIGS = [path for path in sorted((ROOT / "configs").glob("*.yaml")) if path not in STUDIES]
 RUN_FILES = {"config.yaml", "metadata.json", "metrics.csv", "ledger.csv", "partition.json", "checkpoints", "figures"}
 METRICS = {
     *("test/accuracy", "test/loss", "test/ece", "test/brier", "val/accuracy", "val/accuracy_std", "val/accuracy_worst_decile"),
@@ -150,7 +152,15 @@ def test_commands_of_the_readme(command, monkeypatch):
     for name in ("configs", "callbacks"):
         Path(name).symlink_to(ROOT / name)
     limits = ["--trainer.max_rounds", "2", "--trainer.logger", "false"] if arguments[0] == "fit" else []
-    if "--ckpt_path" in arguments:
+    if arguments[0] == "sweep":
+        limits = ["--dry_run", "true"]  # test_sweep.py runs one
+    elif arguments[0] == "tune":
+        pytest.skip("test_tune.py runs one, test_study_plan.py checks this one")
+    elif arguments[0] == "test":
+        assert main(["fit", "--config", "configs/kd_default.yaml", "--trainer.max_rounds", "2", "--trainer.logger", "false"]) == 0
+    elif arguments[0] == "compare":
+        make_study(Path("runs"), {"FedMPQKD": {0: 0.9, 1: 0.92}, "FedMPQ": {0: 0.8, 1: 0.81}}, name=Path(arguments[2]).stem)
+    elif "--ckpt_path" in arguments:
         place = arguments.index("--ckpt_path")
         assert main([*arguments[:place], *arguments[place + 2 :], *limits]) == 0
     assert main([*arguments, *limits]) == 0

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from types import MethodType
 from typing import Any
 
 import numpy as np
@@ -30,12 +29,8 @@ CENTRES = torch.tensor(
 )
 """The optimum of each of six clients, in R^6."""
 
-
-class ByLabel(Partition):
-    """Client k holds the examples labelled k."""
-
-    def __call__(self, labels: np.ndarray, num_clients: int, seed: int) -> list[np.ndarray]:
-        return [np.flatnonzero(labels == k) for k in range(num_clients)]
+LR = 0.1
+"""Of the local steps on points."""
 
 
 class Sizes(Partition):
@@ -49,21 +44,36 @@ class Sizes(Partition):
 
 
 class Points(FederatedData):
-    """Client k has ``counts[k]`` identical examples: input 1, label k. At most six clients."""
+    """Client k has ``counts[k]`` identical examples: input 1, label ``labels[k]``. At most six clients; a public set of the input 1.
+
+    Args:
+        counts: examples of each client.
+        labels: the client's row in ``CENTRES``; null: its own number.
+        public: public examples.
+    """
 
     example_shape = (1,)
     num_classes = len(CENTRES)
 
-    def __init__(self, counts: tuple[int, ...] = (3, 1)) -> None:
-        super().__init__(dataset="points", num_clients=len(counts), partition=ByLabel(), batch_size=64, val_fraction=0.0)
-        self.counts = counts
+    def __init__(self, counts: tuple[int, ...] = (3, 1), labels: tuple[int, ...] | None = None, public: int = 0) -> None:
+        parts = Sizes(*counts[:-1])
+        super().__init__(dataset="points", num_clients=len(counts), partition=parts, batch_size=64, val_fraction=0.0)
+        self.counts, self.client_labels = counts, labels or tuple(range(len(counts)))
+        self.public_size = public
 
     def setup(self, stage: str | None = None) -> None:
-        self.train_target = torch.repeat_interleave(torch.arange(len(self.counts)), torch.tensor(self.counts))
+        self.train_target = torch.repeat_interleave(torch.tensor(self.client_labels), torch.tensor(self.counts))
         self.test_target = torch.zeros(1, dtype=torch.int64)
+
+    def distribute(self, seed: int, device: torch.device) -> None:
+        super().distribute(seed, device)
+        self.public = np.arange(self.public_size)
 
     def inputs(self, split: str, index: Tensor, draws: Tensor | None = None) -> Tensor:
         return torch.ones(len(index), 1)
+
+    def public_inputs(self, position: Tensor) -> Tensor:
+        return torch.ones(len(position), 1)
 
 
 def images(**settings: Any) -> FederatedImages:
@@ -92,15 +102,22 @@ def small_network(num_classes: int) -> nn.Module:
     return SmallCNN(num_classes, norm="batch", width=4)
 
 
-def on_points(method: Method, centres: Tensor = CENTRES) -> Method:
-    """Make client k's loss ``|w - centres[k]|^2 / 2``."""
+class Quadratic:
+    """In place of ``task_loss``: ``|w - CENTRES[label]|^2 / 2``, mean over the batch. ``calls`` counts."""
 
-    def quadratic(self: Method, outputs: Tensor, target: Tensor) -> Tensor:
-        return (outputs - centres[target]).square().sum(dim=1).mean() / 2
+    def __init__(self) -> None:
+        self.calls = 0
 
+    def __call__(self, outputs: Tensor, target: Tensor) -> Tensor:
+        self.calls += 1
+        return (outputs - CENTRES[target]).square().sum(dim=1).mean() / 2
+
+
+def on_points(method: Method) -> Method:
+    """Make client k's loss ``|w - c_k|^2 / 2``, where the method asks its ``task_loss`` for one."""
     method.network_spec = point_network
-    method.optimizer_spec = sgd(0.1)
-    method.task_loss = MethodType(quadratic, method)  # type: ignore[method-assign]
+    method.optimizer_spec = sgd(LR)
+    method.task_loss = Quadratic()  # type: ignore[method-assign]
     return method
 
 
@@ -111,11 +128,11 @@ def on_images(method: Method) -> Method:
 
 
 def pull(
-    weights: Tensor, counts: tuple[int, ...], cohort: list[int], least: float = 1.0, centres: Tensor = CENTRES
+    weights: Tensor, counts: Sequence[int], cohort: Sequence[int], least: float = 1.0, centres: Tensor = CENTRES
 ) -> tuple[Tensor, Tensor]:
     """Bounds of ``sum_k p_k a_k (c_k - w)``, a_k in [least, 1]: the pull on a method whose step is between ``least`` and 1 times SGD's."""
     share = torch.tensor([float(counts[k]) for k in cohort])
-    full = (share / share.sum()).unsqueeze(1) * (centres[cohort] - weights)
+    full = (share / share.sum()).unsqueeze(1) * (centres[list(cohort)] - weights)
     return torch.minimum(full, least * full).sum(0), torch.maximum(full, least * full).sum(0)
 
 

@@ -107,5 +107,8 @@ class AQFL(Method):
         self.layout.write(self.network, self.codec.decode(payload, sender="server"))
         return self.network
 
+    def full_precision(self) -> nn.Module:
+        return self.codec.full_precision(self.network, self.server["weights"])
+
     def _encode(self, vector: Tensor, bits: int, noise: np.random.Generator | None = None) -> Payload:
         return self.codec.encode(vector, [bits] * len(self.codec.names), noise)

@@ -154,6 +154,10 @@ class Method(LightningModule):
         self.layout.write(self.network, self.server["weights"])
         return self.network
 
+    def full_precision(self) -> nn.Module | None:
+        """What ``deploy`` quantises, before it does, as a network of its own; None where it quantises nothing."""
+        return None
+
 
 def examples_of(client: Client) -> Tensor:
     """n_k as it travels."""

@@ -191,6 +191,9 @@ class FedMPQ(Method):
         self.layout.write(self.network, self.codec.decode(payload, sender="server"))
         return self.network
 
+    def full_precision(self) -> nn.Module:
+        return self.codec.full_precision(self.network, self.server["weights"])
+
     # Between the two
 
     def _mean_budget(self) -> float:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from copy import deepcopy
 
 import numpy as np
 import torch
@@ -65,6 +66,14 @@ class LayerCodec:
                 )
             tensors[name] = Quantized.from_codes(codes.values.flatten(), scales[layer], bits[layer]).dequantize().view(shape)
         return self.layout.pack(tensors)
+
+    def full_precision(self, network: nn.Module, vector: Tensor) -> nn.Module:
+        """A copy of ``network`` with these weights as they are, and activations that nobody quantises."""
+        copy = deepcopy(network)
+        for module in copy.modules():
+            module._forward_pre_hooks.clear()
+        self.layout.write(copy, vector)
+        return copy
 
 
 def quantized_layers(network: nn.Module, shortcuts: bool) -> dict[str, Tensor]:

@@ -1,0 +1,55 @@
+"""Bytes of a client-round for the README's table: what the payloads of each method's configuration weigh against FedAvg's.
+
+python benchmarks/method_bytes.py
+"""
+
+from __future__ import annotations
+
+import csv
+import sys
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from fl_lightning.__main__ import main as fl_lightning
+
+CONFIGS = {
+    "FedAvg": "fedavg",
+    "FedProx": "fedprox",
+    "FedNTD": "fedntd",
+    "QFedAvg": "qfedavg",
+    "AQFL": "aqfl",
+    "FedPQ": "fedpq",
+    "FedMPQ": "fedmpq",
+    "FedMPQKD": "kd_default",
+    "FedKD": "fedkd",
+    "FedMosaic": "fedmosaic_digits",
+}
+ROUNDS = 2
+FEW = {"max_rounds": str(ROUNDS), "participation": "0.05", "callbacks": "[]", "logger": "false"}
+
+
+def method_bytes(config: str, folder: Path) -> tuple[float, float]:
+    """Mean upload and download of a client in the second round with this configuration, from the run's ledger."""
+    path = Path(__file__).parent.parent / "configs" / f"{config}.yaml"
+    settings = {**FEW, "default_root_dir": str(folder), "experiment": config}
+    flags = [word for name, value in settings.items() for word in (f"--trainer.{name}", value)]
+    if fl_lightning(["fit", "--config", str(path), *flags]) != 0:
+        raise RuntimeError(f"{path} did not run")
+    (ledger,) = (folder / config).glob("*/ledger.csv")
+    with ledger.open() as file:
+        last = [row for row in csv.DictReader(file) if row["round"] == str(ROUNDS)]
+    up, down = (sum(int(row[way]) for row in last) / len(last) for way in ("upload", "download"))
+    return up, down
+
+
+def relative_bytes() -> dict[str, tuple[str, str]]:
+    """Up and down of every method relative to FedAvg's, as the README prints them."""
+    with TemporaryDirectory() as folder:
+        measured = {name: method_bytes(config, Path(folder)) for name, config in CONFIGS.items()}
+    up, down = measured["FedAvg"]
+    return {name: (f"{own_up / up:.2f}", f"{own_down / down:.2f}") for name, (own_up, own_down) in measured.items()}
+
+
+if __name__ == "__main__":
+    for name, (up, down) in relative_bytes().items():
+        sys.stdout.write(f"| `{name}` | {up} | {down} |\n")

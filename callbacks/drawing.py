@@ -1,0 +1,71 @@
+"""What the meters that draw have in common. A figure that cannot be drawn is a warning with the reason, and never ends a run."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from copy import deepcopy
+from typing import TYPE_CHECKING, Any
+
+from lightning.fabric.utilities.rank_zero import rank_zero_only
+from torch import nn
+
+from fl_lightning.hooks import Context
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+log = logging.getLogger("fl_lightning")
+
+STUDENT, TEACHER = "student (deployed)", "teacher (full precision)"
+
+
+def require(valid: bool, given: str, rule: str, instead: str) -> None:
+    """Raises: ValueError, in three parts."""
+    if not valid:
+        raise ValueError(f"{given}; {rule}; {instead}")
+
+
+def check_every(meter: object, every: int) -> int:
+    name = type(meter).__name__
+    require(every >= 0, f"{name}(every={every})", "rounds between figures, 0 or more", "write every: 0 for the end only")
+    return every
+
+
+def applies(meter: object, context: Context, valid: bool, rule: str, instead: str) -> bool:
+    """``valid``; where it is not, the log says why the meter will be idle."""
+    if not valid:
+        log.warning("%s with %s; %s; %s", type(meter).__name__, type(context.method).__name__, rule, instead)
+    return valid
+
+
+@contextmanager
+def never_fatal(what: str) -> Iterator[None]:
+    """Within the block an error is a warning."""
+    try:
+        yield
+    except Exception as error:
+        reason = " ".join(str(error).split()) or "no reason given"
+        log.warning("%s is left out (%s: %s); the run goes on without it", what, type(error).__name__, reason)
+
+
+def draw(context: Context, name: str, make: Callable[[], Figure], round: int | None = None) -> None:
+    """Log the figure that ``make`` gives as ``name``, or as ``name_round_0060`` for round 60; by rank 0, the others have the same."""
+    name = name if round is None else f"{name}_round_{round:04d}"
+    if getattr(rank_zero_only, "rank", 0) == 0:
+        with never_fatal(f"figures/{name}"):
+            context.log_figure(name, make())
+
+
+def own_copy(context: Context) -> Any:
+    """The method, to do anything with: the resident one stays as it is. The data are not copied."""
+    return deepcopy(context.method, {id(context.data): context.data})
+
+
+def full_precision(network: nn.Module) -> nn.Module:
+    """A copy whose activations are not quantised, as FedMPQKD's teacher; its weights are to be written."""
+    network = deepcopy(network)
+    for module in network.modules():
+        module._forward_pre_hooks.clear()
+    return network.eval()

@@ -1,0 +1,94 @@
+"""Checks of what travels: its bytes, that nothing else reaches the server, and what the server makes of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from fl_lightning.conformance.bench import Bench, same_server
+from fl_lightning.conformance.formulas import layers
+from fl_lightning.conformance.verdicts import NotApplicable, require
+from fl_lightning.conformance.watch import stranger
+from fl_lightning.quantization import average_bits
+from fl_lightning.wire import Payload
+
+ROUNDING = 1e-5
+"""Of float32 sums in another order, relative to the largest value."""
+
+
+def bytes_on_the_wire(bench: Bench) -> str:
+    """Payloads are as long as they, ledger and formula say."""
+    run, subject = bench.everyone, bench.subject
+    ledger = {(entry.round, entry.client): (entry.upload, entry.download) for entry in run.ledger}
+    for at, sent in run.log.uploads.items():
+        received = run.log.broadcasts[at]
+        lengths = len(sent), len(received)
+        payloads = Payload.from_bytes(sent), Payload.from_bytes(received)
+        announced = tuple(payload.nbytes for payload in payloads)
+        whose = f"up from and down to client {at[1]} in round {at[0]} went {lengths} bytes"
+        require(announced == lengths, f"{whose}, {announced} announced")
+        require(ledger[at] == lengths, f"{whose}, and the ledger has {ledger[at]}")
+        run.method.round = at[0]
+        for way, formula, payload, length in zip(("up", "down"), (subject.up, subject.down), payloads, lengths, strict=True):
+            expected = length if formula is None else formula(run.method, payload)
+            require(length == expected, f"{way} went {length} bytes in round {at[0]}, by hand formula {expected}")
+    known = "as by hand formula" if subject.up and subject.down else "no hand formula is known"
+    return f"{_range(run.log.uploads)} bytes up, {_range(run.log.broadcasts)} down, {known}"
+
+
+def _range(payloads: dict[tuple[int, int], bytes]) -> str:
+    least, most = min(map(len, payloads.values())), max(map(len, payloads.values()))
+    return f"{least}" if least == most else f"{least} to {most}"
+
+
+def server_reads_uploads_only(bench: Bench) -> None:
+    """From the same bytes, one that never trained does the same."""
+    run = bench.two_of_six
+    states = [*run.log.servers[1:], dict(run.method.server)]
+    for round, (before, after) in enumerate(zip(run.log.servers, states, strict=True), start=1):
+        other = bench.untrained(round, before)
+        for client in run.log.cohorts[round - 1]:
+            alike = other.broadcast(stranger(client)).to_bytes() == run.log.broadcasts[round, client]
+            require(
+                alike, f"in round {round} client {client} is sent what the server cannot know: it depends on more than uploads"
+            )
+        other.aggregate(run.log.uploads_of(round))
+        same_server(after, other.server, "computed from the payloads alone")
+
+
+def broadcast(bench: Bench) -> None:
+    """Clients are sent the hand formula of what came, 2 of 6."""
+    run, sent = bench.two_of_six, bench.subject.sent
+    if sent is None:
+        raise NotApplicable("no hand formula is known")
+    history = [run.log.uploads_of(round) for round in range(1, len(run.log.cohorts))]
+    for round in range(2, len(run.log.cohorts) + 1):
+        before = bench.untrained(round - 1, run.log.servers[round - 2])
+        for client in run.log.cohorts[round - 1]:
+            message = Payload.from_bytes(run.log.broadcasts[round, client])
+            if "w0" in message:
+                raise NotApplicable("clients are sent codes of weights")
+            found = message.tensor(sent.entry).double()
+            expected = sent.formula(history[: round - 1], run.sizes, before, client).double()
+            difference = float((found - expected).abs().max()) / max(1.0, float(expected.abs().max()))
+            require(difference <= ROUNDING, f"what client {client} is sent in round {round} is {difference:.3g} off")
+
+
+def budget(bench: Bench) -> None:
+    """No client is ever given, or sends, more bits than its budget."""
+    if not hasattr(bench.subject.make(), "budgets"):
+        raise NotApplicable("it has no budgets")
+    for bits in (1, 4, [1, 2, 3, 4, 6, 8]):
+        run = bench.images(method=bench.subject.make(bits=bits), max_rounds=3)
+        sizes, budgets = layers(run.method.network), bits if isinstance(bits, list) else [bits] * 6
+        for payloads, verb in ((run.log.uploads, "sends"), (run.log.broadcasts, "is given")):
+            for client, used in _bits(payloads.items(), sizes):
+                allowed = budgets[client]
+                require(used <= allowed, f"client {client} with a budget of {allowed} bits {verb} {used:.3f}")
+
+
+def _bits(payloads: Iterable[tuple[tuple[int, int], bytes]], sizes: list[int]) -> Iterable[tuple[int, float]]:
+    """Clients, and the bits per weight that a payload says it has; those that say none are left out."""
+    for (_, client), data in payloads:
+        payload = Payload.from_bytes(data)
+        if "bits" in payload:
+            yield client, average_bits(sizes, payload.codes("bits").values.tolist())

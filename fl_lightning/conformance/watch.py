@@ -1,0 +1,116 @@
+"""What the checks see of a run: a log of it, clients kept from it, tensors that must not change under it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fl_lightning.client import Assignment, Client
+from fl_lightning.hooks import Context, Meter, RoundRecord, Stressor
+from fl_lightning.wire import Payload
+
+
+def stranger(id: int) -> Client:
+    """All that a server knows of a client: its number."""
+    return Client(id=id, train=np.empty(0, np.int64), val=np.empty(0, np.int64))
+
+
+class Log(Stressor, Meter):
+    """Notes cohorts, broadcasts and uploads as bytes by (round, client), losses, the server at the start of each round, and what clients
+    keep after theirs."""
+
+    def __init__(self) -> None:
+        self.cohorts: list[list[int]] = []
+        self.broadcasts: dict[tuple[int, int], bytes] = {}
+        self.uploads: dict[tuple[int, int], bytes] = {}
+        self.servers: list[dict[str, Tensor]] = []
+        self.kept: dict[int, dict[str, Tensor]] = {}
+        self.losses: list[float] = []
+
+    def on_round_start(self, round: int, context: Context) -> None:
+        self.servers.append(copy_of(context.method.server))
+
+    def on_cohort(self, cohort: list[Assignment], round: int, context: Context) -> None:
+        self.cohorts.append([assignment.client.id for assignment in cohort if assignment.trains])
+        for client in (assignment.client for assignment in cohort if assignment.trains):
+            self.broadcasts[round, client.id] = context.method.broadcast(client).to_bytes()
+
+    def on_client_end(self, client: Client, round: int, context: Context) -> None:
+        self.kept[client.id] = copy_of(client.state)
+
+    def change_upload(self, upload: Payload, *, client: Client, round: int, context: Context) -> Payload:
+        self.uploads[round, client.id] = upload.to_bytes()
+        return upload
+
+    def on_round_end(self, record: RoundRecord, context: Context) -> None:
+        self.losses.append(record.metrics.get("train/loss", 0.0))
+
+    def uploads_of(self, round: int) -> dict[int, Payload]:
+        return {client: Payload.from_bytes(data) for (r, client), data in self.uploads.items() if r == round}
+
+
+class Only(Stressor):
+    """Everyone else drops before training."""
+
+    def __init__(self, *clients: int) -> None:
+        self.clients = clients
+
+    def change_cohort(self, cohort: list[Assignment], *, round: int, context: Context) -> list[Assignment]:
+        return [a if a.client.id in self.clients else replace(a, trains=False, returns=False) for a in cohort]
+
+
+class Halves(Stressor):
+    """Halves one tensor of what a client kept, before a round."""
+
+    def __init__(self, client: int, name: str, round: int) -> None:
+        self.client, self.name, self.round = client, name, round
+
+    def change_cohort(self, cohort: list[Assignment], *, round: int, context: Context) -> list[Assignment]:
+        return [replace(a, client=halved(a.client, self.name)) if self._meant(a, round) else a for a in cohort]
+
+    def _meant(self, assignment: Assignment, round: int) -> bool:
+        return round == self.round and assignment.client.id == self.client and self.name in assignment.client.state
+
+
+def halved(client: Client, name: str) -> Client:
+    return replace(client, state={**client.state, name: client.state[name] / 2})
+
+
+class Intact(Meter):
+    """Holds on to every tensor that the server or a client kept, with a copy, and names those whose content changes."""
+
+    def __init__(self) -> None:
+        self.held: list[tuple[str, Tensor, Tensor]] = []
+        self.written: list[str] = []
+
+    def on_round_start(self, round: int, context: Context) -> None:
+        self._hold("server", context.method.server)
+
+    def on_client_end(self, client: Client, round: int, context: Context) -> None:
+        self._look(round)
+        self._hold(f"client {client.id}'s state", client.state)
+
+    def on_round_end(self, record: RoundRecord, context: Context) -> None:
+        self._look(record.round)
+
+    def _hold(self, owner: str, tensors: dict[str, Tensor]) -> None:
+        self.held += [(f"{owner}[{name!r}]", tensor, tensor.clone()) for name, tensor in tensors.items()]
+
+    def _look(self, round: int) -> None:
+        changed = [name for name, tensor, copy in self.held if not same(tensor, copy)]
+        self.written += [f"{name} in round {round}" for name in changed]
+        self.held = [held for held in self.held if held[0] not in changed]
+
+
+def copy_of(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name: tensor.clone() for name, tensor in tensors.items()}
+
+
+def same(a: Tensor, b: Tensor) -> bool:
+    """Of one shape and equal everywhere, NaN to NaN."""
+    if a.is_floating_point():
+        return a.shape == b.shape and bool(torch.allclose(a, b, rtol=0, atol=0, equal_nan=True))
+    return torch.equal(a, b)

@@ -1,0 +1,49 @@
+"""Temperature scaling (Guo et al., ICML 2017): probabilities softmax(z / T), with the one T that fits held-out examples best.
+
+``n`` examples, ``C`` classes.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from torch.optim import LBFGS
+
+from fl_lightning.metrics import brier_score, expected_calibration_error
+
+BOUNDS = (0.05, 20.0)
+"""T of a few examples that are all answered rightly, or all wrongly, would be 0 or infinite."""
+
+
+def fit_temperature(logits: Tensor, target: Tensor) -> float:
+    """T > 0 of least negative log-likelihood, kept in ``BOUNDS``; the likelihood has one peak in log T.
+
+    Args:
+        logits: of examples that neither training nor the test saw, ``[n, C]``.
+        target: int64 ``[n]``.
+    """
+    z = logits.double()
+    log_t = torch.zeros((), dtype=torch.float64, requires_grad=True)
+    optimizer = LBFGS([log_t], max_iter=100, tolerance_grad=1e-10, tolerance_change=1e-12, line_search_fn="strong_wolfe")
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        loss = F.cross_entropy(z / log_t.exp(), target)
+        loss.backward()
+        return loss
+
+    optimizer.step(closure)  # type: ignore[arg-type]
+    low, high = BOUNDS
+    return min(max(float(log_t.detach().exp()), low), high)
+
+
+def calibration(logits: Tensor, target: Tensor, temperature: float = 1.0) -> dict[str, float]:
+    """``ece`` in [0, 1], ``nll`` in nats and ``brier`` in [0, 2] of softmax(z / T)."""
+    z = logits.double() / temperature
+    probs = z.softmax(1)
+    return {
+        "ece": expected_calibration_error(probs, target),
+        "nll": F.cross_entropy(z, target).item(),
+        "brier": brier_score(probs, target),
+    }

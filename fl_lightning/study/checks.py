@@ -1,0 +1,114 @@
+"""What may stand in a file of this layer: each check returns the value in its final form, or complains in three parts."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any
+
+from fl_lightning.errors import InputError
+from fl_lightning.run_directory import is_plain_name
+
+SWEEPS_OWN = ("trainer.experiment", "trainer.run_name", "trainer.auto_resume", "trainer.allow_changed", "trainer.tags",
+              "trainer.default_root_dir", "seed_everything", "config", "ckpt_path")  # fmt: skip
+"""Settings that every cell gets from the sweep."""
+
+
+class Checks:
+    """Checks of the entries of one file.
+
+    Args:
+        path: the file; relative paths in it are relative to its folder.
+        find_configs: whether the configurations that it names must be there.
+    """
+
+    def __init__(self, path: Path, find_configs: bool = True) -> None:
+        self.path, self.find_configs = path, find_configs
+
+    def error(self, given: str, rule: str, instead: str) -> InputError:
+        return InputError(f"{self.path}: {given}; {rule}; {instead}")
+
+    def require(self, good: Any, given: str, rule: str, instead: str) -> None:
+        if not good:
+            raise self.error(given, rule, instead)
+
+    def keys(self, entry: Mapping[str, Any], known: Collection[str], prefix: str = "", needed: Collection[str] = ()) -> None:
+        """No key is unknown and none is missing."""
+        for key in entry:
+            near = get_close_matches(key, known, n=1, cutoff=0.5)
+            instead = f"write {prefix}{near[0]}" if near else "remove it"
+            self.require(key in known, f"{prefix}{key}", f"known here: {', '.join(known)}", instead)
+        for key in needed:
+            self.require(key in entry, f"no {prefix}{key}", f"{', '.join(needed)} must be given", f"add '{key}:'")
+
+    def mapping(self, value: Any, where: str, *, empty: bool = False) -> dict[str, Any]:
+        """``empty``: whether it may have no entry; a bare key is an empty mapping."""
+        value = {} if value is None and empty else value
+        good = isinstance(value, Mapping) and (value or empty)
+        rule = "it is a mapping" if empty else "it is a mapping with at least one entry"
+        self.require(good, f"{where}: {value!r}", rule, "write 'NAME: {}' lines below it")
+        return dict(value)
+
+    def text(self, value: Any, where: str, example: str) -> str:
+        self.require(isinstance(value, str) and value, f"{where}: {value!r}", "it is a text", f"write {where}: {example}")
+        return str(value)
+
+    def texts(self, value: Any, where: str, example: str) -> list[str]:
+        good = isinstance(value, list) and all(isinstance(item, str) for item in value)
+        self.require(good, f"{where}: {value!r}", "it is a list of texts", f"write {where}: [{example}]")
+        return list(value)
+
+    def whole(self, value: Any, where: str, least: int) -> int:
+        good = isinstance(value, int) and not isinstance(value, bool) and value >= least
+        self.require(good, f"{where}: {value!r}", f"it is an integer, {least} or more", f"write {where}: {max(least, 1)}")
+        return int(value)
+
+    def seeds(self, seeds: Any) -> list[int]:
+        good = isinstance(seeds, list) and seeds and all(isinstance(s, int) and not isinstance(s, bool) and s >= 0 for s in seeds)
+        self.require(good, f"seeds: {seeds!r}", "it is a list of integers, 0 or more", "write seeds: [0, 1, 2]")
+        self.require(len(set(seeds)) == len(seeds), f"seeds: {seeds}", "each seed is run once", "remove the repeated one")
+        return list(seeds)
+
+    def share(self, value: Any, where: str) -> float:
+        good = isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value <= 1
+        self.require(good, f"{where}: {value!r}", "it is a share in (0, 1]", f"write {where}: 0.9")
+        return float(value)
+
+    def plain(self, name: Any, where: str) -> str:
+        """Part of the name of a folder."""
+        good = isinstance(name, str) and is_plain_name(name) and name == name.strip() and not name.startswith("-")
+        self.require(
+            good, f"{where}: {name!r}", "it is part of a folder's name", "write a text without '/', '.' or '-' before it"
+        )
+        return str(name)
+
+    def one_of(self, name: Any, names: Collection[str], where: str) -> str:
+        near = get_close_matches(str(name), names, n=1, cutoff=0.0)
+        instead = f"write {near[0]}" if near else "add it"
+        self.require(name in names, f"{where}: {name}", f"one of {', '.join(names) or 'none: there is no grid'}", instead)
+        return str(name)
+
+    def configs(self, value: Any, where: str) -> tuple[Path, ...]:
+        """``fit`` configurations: one or a list, each a file."""
+        folder, paths = self.path.parent, []
+        for name in value if isinstance(value, list) else [] if value is None else [value]:
+            self.require(isinstance(name, str), f"{where}: {name!r}", "it is a path or a list of paths", "write kd_default.yaml")
+            if self.find_configs and not (folder / name).is_file():
+                files = [str(file.relative_to(folder)) for file in folder.glob("*.yaml")]
+                near = get_close_matches(name, files, n=1) or ["the path of a YAML file, relative to the file that names it"]
+                raise self.error(f"{where}: {name}", f"there is no such file in {folder}", f"write {near[0]}")
+            paths.append(folder / name)
+        return tuple(paths)
+
+    def settings(self, value: Any, where: str) -> dict[str, Any]:
+        """Dotted settings of ``fit``; whether there are such settings, ``fit`` knows."""
+        settings = self.mapping(value, where, empty=True)
+        for key in settings:
+            self.setting(key, where)
+        return settings
+
+    def setting(self, key: str, where: str) -> None:
+        self.require(key not in SWEEPS_OWN, f"{where}: {key}", "the command sets it", "leave it out")
+        dotted = "." in key and not key.startswith((".", "-"))
+        self.require(dotted, f"{where}: {key}", "settings are dotted, as flags are", "write for example trainer.max_rounds")

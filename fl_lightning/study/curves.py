@@ -1,0 +1,187 @@
+"""The figures of a report. A curve is the mean over seeds; its band is one standard deviation to either side, where there are two seeds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from math import isfinite
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from fl_lightning.figures import COLOURS, GREY, LINE_STYLES, MARKERS, legend_outside, new_axes
+from fl_lightning.study.columns import column
+from fl_lightning.study.comparison import Comparison, Levels, name_of
+from fl_lightning.study.runs import Run
+from fl_lightning.study.statistics import mean_std
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+WIDE = 8.0  # ratio of megabytes from which on their axis is logarithmic
+Curve = tuple[np.ndarray, np.ndarray]
+"""x ``[E]`` and, for every seed, y ``[seeds, E]``."""
+
+
+def figures(comparison: Comparison) -> Iterator[tuple[str, Figure]]:
+    """All figures with their file names."""
+    for levels in comparison.levels:
+        yield _file("accuracy_over_rounds", levels), _over(comparison, levels, "round", rounds_curve)
+        yield _file("accuracy_over_megabytes", levels), _over(comparison, levels, "megabytes up and down", megabytes_curve)
+        yield _file("final_by_method", levels), by_method(comparison, levels)
+        if comparison.pairs:
+            yield _file("paired_differences", levels), forest(comparison, levels)
+    for others in comparison.other_levels if comparison.study.degradation else []:
+        yield _file("degradation_over_rounds", others), degradation(comparison, others)
+
+
+def _file(name: str, levels: Levels) -> str:
+    return f"{name}-{name_of(levels)}" if levels else name
+
+
+def _title(text: str, levels: Levels) -> str:
+    return f"{text}\n{name_of(levels)}" if levels else text
+
+
+def _look(comparison: Comparison, label: str) -> tuple[str, object, str]:
+    """Colour, line style and marker of a method: the same in every figure of a study."""
+    order = [*COLOURS[:6], COLOURS[7], COLOURS[6]]  # yellow is pale on white: last
+    place = list(comparison.study.methods).index(label)
+    style = LINE_STYLES[(place + place // len(order)) % len(LINE_STYLES)]
+    return order[place % len(order)], style, MARKERS[place % len(MARKERS)]
+
+
+def rounds_curve(runs: Sequence[Run]) -> Curve:
+    """Test accuracy in percent over the rounds in which every seed was evaluated."""
+    found = [{row["round"]: 100 * row["test/accuracy"] for row in run.found.history if "test/accuracy" in row} for run in runs]
+    rounds = sorted(set.intersection(*(set(one) for one in found)))
+    return np.array(rounds), np.array([[one[r] for r in rounds] for one in found])
+
+
+def megabytes_curve(runs: Sequence[Run]) -> Curve:
+    """The same over the megabytes that had been on the wire by then, mean over seeds."""
+    rounds, accuracy = rounds_curve(runs)
+    spent = [np.cumsum([row.get("comm/total_bytes", 0) for row in run.found.history]) / 1e6 for run in runs]
+    return np.mean([one[rounds - 1] for one in spent], axis=0) if rounds.size else rounds, accuracy
+
+
+def _over(comparison: Comparison, levels: Levels, xlabel: str, curve: Callable[[Sequence[Run]], Curve]) -> Figure:
+    title = _title("Test accuracy, mean and standard deviation over seeds", levels)
+    figure, axes = new_axes(title, xlabel, "test accuracy (%)", (6.8, 4.6))
+    ends = []
+    for label in comparison.labels:
+        runs = list(comparison.runs(label, levels).values())
+        if runs:
+            x, y = curve(runs)
+            _band(axes, comparison, label, x, y)
+            ends += [x[-1]] if x.size else []
+    axes.set_ylim(max(0.0, axes.get_ylim()[0]), min(102.0, axes.get_ylim()[1]))
+    if "megabytes" in xlabel and min(ends, default=0) > 0 and max(ends) > WIDE * min(ends):
+        axes.set_xscale("log")
+        axes.set_xlabel(f"{xlabel} (logarithmic)")
+    _legend(figure, comparison)
+    return figure
+
+
+def _legend(figure: Figure, comparison: Comparison) -> None:
+    """As many columns as the longest label leaves room for."""
+    longest = max(len(label) for label in comparison.labels) + len(" (3 seeds)")
+    legend_outside(figure, max(1, min(4, 92 // (longest + 6))))
+
+
+def _band(axes: Axes, comparison: Comparison, label: str, x: np.ndarray, y: np.ndarray) -> None:
+    """Mean and standard deviation of ``y`` ``[seeds, E]``."""
+    if not x.size:
+        return
+    colour, style, _ = _look(comparison, label)
+    mean = y.mean(axis=0)
+    count = f"{len(y)} seed{'s' * (len(y) > 1)}"
+    width = 2.2 if label in comparison.proposed else 1.4
+    axes.plot(x, mean, color=colour, linestyle=style, linewidth=width, label=f"{label} ({count})")
+    if len(y) > 1:
+        spread = y.std(axis=0, ddof=1)
+        axes.fill_between(x, mean - spread, mean + spread, color=colour, alpha=0.12, linewidth=0)
+
+
+def _rows(title: str, xlabel: str, names: Sequence[str]) -> tuple[Figure, Axes]:
+    """A figure with a line per name, the first on top."""
+    figure, axes = new_axes(title, xlabel, "", (6.8, 1.8 + 0.42 * len(names)))
+    axes.set_yticks(range(len(names)), names)
+    axes.set_ylim(len(names) - 0.4, -0.6)
+    return figure, axes
+
+
+def by_method(comparison: Comparison, levels: Levels) -> Figure:
+    """The primary metric of every run, and the mean of every method."""
+    written = column(comparison.study.metric)
+    labels = [label for label in comparison.labels if comparison.values(comparison.study.metric, label, levels)]
+    figure, axes = _rows(_title("Every seed, and the mean", levels), written.title, labels)
+    seeds = comparison.study.seeds
+    for row, label in enumerate(labels):
+        values = comparison.values(comparison.study.metric, label, levels)
+        mean = mean_std(list(values.values()))[0] * written.scale
+        colour = _look(comparison, label)[0]
+        axes.plot([mean, mean], [row - 0.32, row + 0.32], color=colour, linewidth=2.5)
+        for seed, value in values.items():
+            place = seeds.index(seed)
+            height = row + 0.5 * ((place + 0.5) / len(seeds) - 0.5)
+            marker = MARKERS[place % len(MARKERS)]
+            axes.plot(
+                value * written.scale, height, marker, color=colour, markersize=5.5, markeredgecolor="white", markeredgewidth=0.5
+            )
+    axes.plot([], [], "|", color=GREY, markersize=12, markeredgewidth=2.5, label="mean")
+    if len(seeds) <= len(MARKERS):
+        for place, seed in enumerate(seeds):
+            axes.plot([], [], MARKERS[place], color=GREY, markersize=5.5, label=f"seed {seed}")
+    legend_outside(figure)
+    return figure
+
+
+def forest(comparison: Comparison, levels: Levels) -> Figure:
+    """Paired differences: every seed, the mean and both intervals."""
+    written = column(comparison.study.metric)
+    found = [one for one in comparison.differences(comparison.study.metric, levels) if one.seeds]
+    names = [f"{one.a} − {one.b}" for one in found]
+    xlabel = f"difference in {written.title.replace('(%)', '(percentage points)')}"
+    figure, axes = _rows(_title("Differences, paired by seed", levels), xlabel, names)
+    axes.axvline(0, color="black", linewidth=0.8)
+    for row, one in enumerate(found):
+        test, first = one.test, row == 0
+        if isfinite(test.low):
+            bounds = [test.low * written.scale, test.high * written.scale]
+            axes.plot(bounds, [row, row], color=COLOURS[0], linewidth=1.4, label="95 % t interval" if first else None)
+        if isfinite(test.bootstrap_low):
+            bounds = [test.bootstrap_low * written.scale, test.bootstrap_high * written.scale]
+            axes.plot(
+                bounds,
+                [row, row],
+                color=COLOURS[5],
+                linewidth=5,
+                solid_capstyle="butt",
+                label="95 % bootstrap" if first else None,
+            )
+        x = np.array(test.differences) * written.scale
+        heights = row + 0.2 + 0.16 * np.arange(len(x)) / len(x)  # equal ones are all seen
+        axes.plot(x, heights, "o", color=GREY, markersize=3.5, label="one seed" if first else None)
+        axes.plot(test.mean * written.scale, row, "D", color=COLOURS[3], markersize=6, label="mean" if first else None)
+    legend_outside(figure)
+    return figure
+
+
+def degradation(comparison: Comparison, others: Levels) -> Figure:
+    """Accuracy without the stressor minus accuracy with it, same seed, round by round."""
+    entry = comparison.study.degradation or {}
+    stressed, clean = comparison.stressed_and_clean(others)
+    title = f"Test accuracy lost under {entry['axis']}: {entry['clean']} − {entry['stressed']}, same seed"
+    figure, axes = new_axes(_title(title, others), "round", "accuracy lost (percentage points)", (6.8, 4.6))
+    axes.axhline(0, color="black", linewidth=0.8)
+    for label in comparison.labels:
+        with_stress, without = comparison.runs(label, stressed), comparison.runs(label, clean)
+        seeds = [seed for seed in without if seed in with_stress]
+        if seeds:
+            x, y = rounds_curve([without[seed] for seed in seeds])
+            other_x, other_y = rounds_curve([with_stress[seed] for seed in seeds])
+            both, here, there = np.intersect1d(x, other_x, return_indices=True)
+            _band(axes, comparison, label, both, y[:, here] - other_y[:, there])
+    _legend(figure, comparison)
+    return figure

@@ -1,0 +1,242 @@
+"""What a few seeds can say: pure functions of differences that are paired by seed. No run, no file, no table.
+
+Two methods under one seed meet the same partition, cohorts, drop-outs and noise, so what is tested is the per-seed difference
+x_1 .. x_n of their metric, with mean m and standard deviation s (divided by n - 1):
+
+    t = m / (s / sqrt n), n - 1 degrees of freedom; interval m -+ t_{1 - a/2} s / sqrt n          (Student, 1908)
+    W = sum of the ranks of |x_i| with x_i > 0; its p is exact for few seeds                      (Wilcoxon, 1945)
+    d_z = m / s;  g_z = J(n - 1) d_z,  J(v) = G(v/2) / (sqrt(v/2) G((v - 1)/2))                   (Hedges, 1981)
+    power(d, n) = P(|T| > t_{1 - a/2}),  T noncentral t with n - 1 degrees and noncentrality d sqrt n
+
+The t interval is the one that decides. The bootstrap (BCa, Efron 1987) stands beside it: it assumes no normal distribution, but it
+cannot know of values that it has not seen. Of normal differences it holds the true mean in 73 % of cases with 3 seeds, 84 % with 5 and
+90 % with 10 (2000 trials each), the t interval in 95 % with any. With n seeds Wilcoxon's p is at least 2^(1 - n): 0.25 for three.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from math import exp, inf, isnan, lgamma, nan, sqrt
+
+import numpy as np
+from scipy import optimize, stats
+
+from fl_lightning import rng
+
+LEVEL = 0.05
+"""Of every test, two-sided; intervals have 1 - LEVEL."""
+POWER = 0.8
+RESAMPLES = 2000
+MOST_SEEDS = 10_000
+"""More seeds than these are not counted, but called ``inf``."""
+
+
+@dataclass(frozen=True)
+class PairedTest:
+    """The mean of differences that are paired by seed, and what is known of it; what n seeds cannot give is NaN.
+
+    Args:
+        differences: a - b of every seed ``[n]``.
+        mean: their mean.
+        std: their standard deviation, divided by n - 1.
+        low, high: 95 % t interval of the mean.
+        bootstrap_low, bootstrap_high: 95 % BCa bootstrap interval of the mean.
+        t: Student's t.
+        p_t: its two-sided p.
+        p_wilcoxon: two-sided p of the signed ranks.
+        d_z: Cohen's effect size: the mean in standard deviations of the differences.
+        g_z: the same without its bias in small samples.
+        detectable: smallest true mean that n seeds find with 80 % power, at the level of ``family``.
+        seeds_needed: seeds that find an effect of ``g_z`` with 80 % power, at the level of ``family``.
+        family: number of tests that are made together; power is of the strictest step of Holm's correction.
+        p_holm: ``p_t`` corrected for ``family`` tests.
+    """
+
+    differences: tuple[float, ...]
+    mean: float
+    std: float
+    low: float
+    high: float
+    bootstrap_low: float
+    bootstrap_high: float
+    t: float
+    p_t: float
+    p_wilcoxon: float
+    d_z: float
+    g_z: float
+    detectable: float
+    seeds_needed: float
+    family: int = 1
+    p_holm: float = nan
+
+    @property
+    def n(self) -> int:
+        return len(self.differences)
+
+    @property
+    def is_significant(self) -> bool:
+        return self.p_holm < LEVEL
+
+
+def paired_test(differences: Sequence[float], family: int = 1) -> PairedTest:
+    """Everything about one set of differences; NaN where n seeds, or seeds that all say the same, cannot tell."""
+    x = np.asarray(differences, np.float64)
+    mean, std = mean_std(x)
+    low, high = t_interval(x)
+    bootstrap_low, bootstrap_high = bootstrap_interval(x)
+    t, p_t = t_test(x)
+    d_z = mean / std if std > 0 else nan
+    g_z = d_z * hedges_correction(x.size)
+    return PairedTest(
+        differences=tuple(x.tolist()),
+        mean=mean,
+        std=std,
+        low=low,
+        high=high,
+        bootstrap_low=bootstrap_low,
+        bootstrap_high=bootstrap_high,
+        t=t,
+        p_t=p_t,
+        p_wilcoxon=wilcoxon(x),
+        d_z=d_z,
+        g_z=g_z,
+        detectable=std * detectable_effect(x.size, LEVEL / family) if std > 0 else nan,
+        seeds_needed=seeds_needed(g_z, LEVEL / family),
+        family=family,
+        p_holm=p_t,
+    )
+
+
+def with_holm(tests: Sequence[PairedTest]) -> list[PairedTest]:
+    """The tests of one family, each with its ``p_holm``."""
+    return [replace(test, p_holm=p) for test, p in zip(tests, holm([test.p_t for test in tests]), strict=True)]
+
+
+def mean_std(values: Sequence[float] | np.ndarray) -> tuple[float, float]:
+    """Mean and standard deviation (divided by n - 1); NaN for what too few values do not have.
+
+    >>> mean_std([1.0, 2.0, 3.0]), mean_std([5.0])
+    ((2.0, 1.0), (5.0, nan))
+    """
+    x = np.asarray(values, np.float64)
+    if is_constant(x):  # rounding would leave a spread of 1e-17, and a t of 1e15
+        return float(x[0]), 0.0 if x.size > 1 else nan
+    return (float(x.mean()), float(x.std(ddof=1))) if x.size else (nan, nan)
+
+
+def is_constant(values: Sequence[float] | np.ndarray) -> bool:
+    """Whether all values are the same, up to the rounding of the subtraction that they come from."""
+    x = np.asarray(values, np.float64)
+    return bool(x.size) and bool(np.ptp(x) <= 1e-12 * max(1.0, np.abs(x).max()))
+
+
+def t_interval(values: Sequence[float] | np.ndarray) -> tuple[float, float]:
+    """Of the mean. NaN for one value, and for equal ones: their spread cannot be estimated.
+
+    >>> [round(bound, 4) for bound in t_interval([1.0, 2.0, 3.0])]
+    [-0.4841, 4.4841]
+    """
+    x = np.asarray(values, np.float64)
+    mean, std = mean_std(x)
+    if not std > 0:
+        return nan, nan
+    half = float(stats.t.ppf(1 - LEVEL / 2, x.size - 1)) * std / sqrt(x.size)
+    return mean - half, mean + half
+
+
+def bootstrap_interval(values: Sequence[float] | np.ndarray) -> tuple[float, float]:
+    """BCa interval of the mean; the percentile interval where BCa is not defined. The same values give the same interval."""
+    x = np.asarray(values, np.float64)
+    if x.size < 2 or is_constant(x):
+        return nan, nan
+    for method in ("BCa", "percentile"):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # about degenerate data, which is looked at below
+            found = stats.bootstrap(
+                (x,), np.mean, n_resamples=RESAMPLES, confidence_level=1 - LEVEL, method=method, rng=rng.stream(0, "bootstrap")
+            ).confidence_interval
+        if np.isfinite([found.low, found.high]).all():
+            break
+    return float(found.low), float(found.high)
+
+
+def t_test(values: Sequence[float] | np.ndarray) -> tuple[float, float]:
+    """t and its two-sided p against a mean of 0. Equal values: NaN, or t = 0 and p = 1 when all of them are 0."""
+    x = np.asarray(values, np.float64)
+    mean, std = mean_std(x)
+    if not std > 0:
+        return (0.0, 1.0) if x.size > 1 and mean == 0 else (nan, nan)
+    t = mean / (std / sqrt(x.size))
+    return t, float(2 * stats.t.sf(abs(t), x.size - 1))
+
+
+def wilcoxon(values: Sequence[float] | np.ndarray) -> float:
+    """Two-sided p of the signed ranks; zeros are left out, and with none but zeros p is 1."""
+    x = np.asarray(values, np.float64)
+    if x.size < 2:
+        return nan
+    return float(stats.wilcoxon(x).pvalue) if np.any(x != 0) else 1.0
+
+
+def holm(p_values: Sequence[float]) -> list[float]:
+    """p corrected for all of them being looked at (Holm, 1979): p_(i) -> max over j <= i of min(1, (m - j + 1) p_(j)).
+
+    The NaN of a test that could not be made stays, and counts: the family is what was asked, not what could be answered.
+
+    >>> [round(p, 3) for p in holm([0.01, 0.04, 0.03])]
+    [0.03, 0.06, 0.06]
+    """
+    corrected, running = list(p_values), 0.0
+    for rank, index in enumerate(sorted((i for i, p in enumerate(p_values) if not isnan(p)), key=lambda i: p_values[i])):
+        running = max(running, min(1.0, (len(p_values) - rank) * p_values[index]))
+        corrected[index] = running
+    return corrected
+
+
+def hedges_correction(n: int) -> float:
+    """Factor J that takes the bias from d_z of ``n`` differences; NaN below 3, where it has none.
+
+    >>> round(hedges_correction(10), 4)
+    0.9139
+    """
+    v = n - 1
+    return exp(lgamma(v / 2) - lgamma((v - 1) / 2)) / sqrt(v / 2) if v >= 2 else nan
+
+
+def power(effect: float, n: int, level: float = LEVEL) -> float:
+    """Probability that the two-sided t-test of ``n`` differences finds an effect of that many standard deviations.
+
+    >>> round(power(1.0, 10), 3)  # Cohen (1988) and every power table
+    0.803
+    """
+    critical = stats.t.isf(level / 2, n - 1)
+    return float(stats.ncf.sf(critical**2, 1, n - 1, n * effect**2))  # T^2 is an F; scipy's noncentral t gives NaN for few seeds
+
+
+@lru_cache(maxsize=256)
+def detectable_effect(n: int, level: float = LEVEL) -> float:
+    """Smallest effect, in standard deviations, that ``n`` differences find with 80 % power; NaN below 2."""
+    if n < 2:
+        return nan
+    high = 1.0
+    while power(high, n, level) < POWER:
+        high *= 2
+    return float(optimize.brentq(lambda effect: power(effect, n, level) - POWER, 0.0, high, xtol=1e-10))
+
+
+def seeds_needed(effect: float, level: float = LEVEL) -> float:
+    """Fewest seeds that find the effect with 80 % power; infinite beyond 10 000, NaN without an effect size."""
+    if isnan(effect):
+        return nan
+    low, high = 1, 2
+    while power(effect, high, level) < POWER:
+        low, high = high, 2 * high
+        if low > MOST_SEEDS:
+            return inf
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (low, middle) if power(effect, middle, level) >= POWER else (middle, high)
+    return high if high <= MOST_SEEDS else inf

@@ -1,0 +1,112 @@
+"""Run directories in the form that a run leaves, made in milliseconds: accuracies rise along a line to the one that is given."""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Mapping
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from fl_lightning.metrics import final_summary
+from fl_lightning.run_directory import to_json
+
+Level = tuple[tuple[str, str], ...]
+
+
+def history_of(
+    accuracy: float, *, rounds: int = 5, upload: int = 1000, seconds: float = 0.1, **more: float
+) -> list[dict[str, float]]:
+    """A row a round; ``more`` is the same in all of them."""
+    return [
+        {
+            "round": r, "train/loss": 2.0 / r, "comm/upload_bytes": upload, "comm/download_bytes": 2 * upload, "comm/wasted_bytes": 0,
+            "comm/total_bytes": 3 * upload, "clients/trained": 4, "bits/average": 4.0, "time/train": seconds / 2,
+            "test/accuracy": accuracy * r / rounds, "test/ece": 0.1, "val/accuracy": 0.5 + 0.01 * r, "val/accuracy_std": 0.2,
+            "time/round": seconds * (1 + 9 * (r <= 3)), **more,
+        }
+        for r in range(1, rounds + 1)
+    ]  # fmt: skip
+
+
+def make_run(
+    folder: Path,
+    label: str,
+    seed: int,
+    accuracy: float,
+    *,
+    levels: Mapping[str, str] | None = None,
+    name: str | None = None,
+    status: str = "finished",
+    dataset: str = "digits",
+    partition: str | None = None,
+    tested: Mapping[str, float] | None = None,
+    config: Mapping[str, Any] | None = None,
+    tagged: bool = True,
+    **history: Any,
+) -> Path:
+    """One run; ``history`` goes to :func:`history_of`."""
+    levels = dict(levels or {})
+    name = name or "-".join([label, *(f"{axis}={level}" for axis, level in levels.items()), f"seed{seed}"])
+    path = folder / name
+    path.mkdir(parents=True)
+    rows = history_of(accuracy, **history)
+    metadata = {
+        "seed": seed,
+        "method": label.split()[0],
+        "dataset": dataset,
+        "git": {"commit": "0" * 40, "dirty": False},
+        "versions": {"python": "3.11"},
+        "command_line": ["python", "-m", "fl_lightning", "fit", "--seed_everything", str(seed)],
+        "device": "cpu",
+        "processes": 1,
+        "threads": 1,
+        "precision": "32-true",
+        "started": "2026-01-01T00:00:00+00:00",
+        "partition_sha256": partition or sha256(str(seed).encode()).hexdigest(),
+        "weights_sha256": f"{seed:064x}",
+        "status": status,
+        "tracking_run_id": None,
+        "tags": {"study": folder.name, "label": label, **levels} if tagged else {},
+    }
+    if status == "finished":
+        metadata |= {"finished": "2026-01-01T01:00:00+00:00", **final_summary(rows)}
+    (path / "metadata.json").write_text(to_json(metadata))
+    (path / "config.yaml").write_text(yaml.safe_dump({"seed_everything": seed, **(config or {})}))
+    with (path / "metrics.csv").open("w") as file:
+        writer = csv.DictWriter(file, rows[0], lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(rows)
+    if tested is not None:
+        (path / "test.json").write_text(to_json({"checkpoint": "last", "round": len(rows), "metrics": tested}))
+    return path
+
+
+def make_study(
+    root: Path,
+    accuracies: Mapping[str, Mapping[int, float] | Mapping[Level, Mapping[int, float]]],
+    name: str = "study",
+    **keys: Any,
+) -> Path:
+    """A folder of runs with its ``study.yaml``.
+
+    Args:
+        accuracies: label -> seed -> final accuracy; with a grid label -> levels -> seed -> accuracy.
+        keys: of the study file.
+
+    Returns:
+        The folder.
+    """
+    folder = root / name
+    by_level = {label: found if isinstance(next(iter(found)), tuple) else {(): found} for label, found in accuracies.items()}
+    seeds = sorted({seed for found in by_level.values() for values in found.values() for seed in values})
+    folder.mkdir(parents=True, exist_ok=True)
+    document = {"study": name, "seeds": seeds, "methods": {label: {} for label in accuracies}, **keys}
+    (folder / "study.yaml").write_text(yaml.safe_dump(document, sort_keys=False))
+    for label, found in by_level.items():
+        for levels, values in found.items():
+            for seed, accuracy in values.items():
+                make_run(folder, label, seed, accuracy, levels=dict(levels))
+    return folder

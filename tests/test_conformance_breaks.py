@@ -1,0 +1,177 @@
+"""The kit fails averaging methods that are broken on purpose, each in the checks that are there for it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from breaking import BY_N, OPTIMA, Breaks, failed_checks, padded
+from torch.nn import functional as F
+
+from fl_lightning.methods import AQFL, FedAvg, FedMPQ
+from fl_lightning.wire import Payload
+
+BROKEN = Breaks()
+
+
+# Six ways to break an average
+
+
+@BROKEN.fails(OPTIMA, "learning")
+class WrongSign(FedAvg):
+    def aggregate(self, uploads):
+        start = self.server["weights"]
+        super().aggregate(uploads)
+        self.server["weights"] = 2 * start - self.server["weights"]
+
+
+@BROKEN.fails(BY_N)
+class Unweighted(FedAvg):
+    def aggregate(self, uploads):
+        self.server["weights"] = torch.stack([upload.tensor("weights") for upload in uploads.values()]).mean(0)
+
+
+@BROKEN.fails("server reads uploads only")
+class ReadsUnsentState(FedAvg):
+    def aggregate(self, uploads):
+        super().aggregate(uploads)
+        self.server["weights"] = (self.server["weights"] + self.layout.read(self.network)) / 2
+
+
+@BROKEN.fails("known optimum", "partial participation", "copies", "weights by examples")
+class TrainsPadding(FedAvg):
+    def local_batches(self, data, client, **order):
+        yield from padded(super().local_batches(data, client, **order), data.batch_size)
+
+
+@BROKEN.fails("no stale state")
+class KeepsStaleState(FedAvg):
+    def receive(self, message, client):
+        before = {name: b.clone() for name, b in self.network.named_buffers()}
+        super().receive(message, client)
+        for name, buffer in self.network.named_buffers():
+            buffer.copy_(before[name])
+
+
+@BROKEN.fails("budget")
+class OvershootsBudget(FedMPQ):
+    def _allocate(self, budget):
+        bits = super()._allocate(budget)
+        return [min(8, bits[0] + 1), *bits[1:]]
+
+
+# More of them
+
+
+@BROKEN.fails("budget")
+class SendsMoreThanItsBudget(AQFL):
+    def receive(self, message, client):
+        super().receive(message, client)
+        self.bits = 8
+
+
+@BROKEN.fails("partial participation", "broadcast")
+class DividesByEverybody(FedAvg):
+    def build(self, data):
+        super().build(data)
+        self.examples = int(data.sizes.sum())
+
+    def aggregate(self, uploads):
+        n = [int(upload.tensor("examples")) for upload in uploads.values()]
+        start = self.server["weights"]
+        super().aggregate(uploads)
+        self.server["weights"] = start + sum(n) / self.examples * (self.server["weights"] - start)
+
+
+@BROKEN.fails("permutation", "weights by examples")
+class WeighsByNumber(FedAvg):
+    def upload(self, client):
+        return Payload({**super().upload(client), "examples": torch.tensor(client.id + 1, dtype=torch.int32)})
+
+
+@BROKEN.fails("bytes on the wire")
+class SendsMoreThanItSays(FedAvg):
+    def upload(self, client):
+        return Payload({**super().upload(client), "again": self.server["weights"]})
+
+
+@BROKEN.fails("nothing in place")
+class WritesTheServerInPlace(FedAvg):
+    def aggregate(self, uploads):
+        before = self.server["weights"]
+        super().aggregate(uploads)
+        self.server["weights"] = before.copy_(self.server["weights"])
+
+
+@BROKEN.fails("nothing in place")
+class KeepsAView(FedAvg):
+    """What the client keeps is the network's own memory, which the next client trains."""
+
+    def upload(self, client):
+        client.state["last"] = next(self.network.parameters()).data
+        return super().upload(client)
+
+
+@BROKEN.fails("kept state is used")
+class KeepsForNothing(FedAvg):
+    def upload(self, client):
+        client.state["last"] = self.layout.read(self.network)
+        return super().upload(client)
+
+
+@BROKEN.fails("resume")
+class HidesState(FedAvg):
+    momentum = 0.0
+
+    def aggregate(self, uploads):
+        start = self.server["weights"]
+        super().aggregate(uploads)
+        self.momentum = 0.5 * self.momentum + (self.server["weights"] - start)
+        self.server["weights"] = start + self.momentum
+
+
+@BROKEN.fails("determinism")
+class DrawsFromTheGlobalGenerator(FedAvg):
+    def aggregate(self, uploads):
+        super().aggregate(uploads)
+        self.server["weights"] = self.server["weights"] + 1e-3 * torch.randn_like(self.server["weights"])
+
+
+@BROKEN.fails("diverged client")
+class HidesDivergence(FedAvg):
+    def upload(self, client):
+        sent = super().upload(client)
+        return Payload({**sent, "weights": sent.tensor("weights").nan_to_num(0.0)})
+
+
+class OwnLoss(FedAvg):
+    """Never asks ``task_loss``."""
+
+    def training_step(self, batch, batch_idx=0):
+        inputs, target = batch
+        loss = F.cross_entropy(self.network(inputs), target)
+        return {"loss": loss, "loss_task": loss}
+
+
+@BROKEN.fails("learning")
+class OwnLossWrongSign(OwnLoss, WrongSign):
+    pass
+
+
+@BROKEN.fails("weights by examples")
+class OwnLossUnweighted(OwnLoss, Unweighted):
+    pass
+
+
+@BROKEN.fails("copies", "weights by examples")
+class OwnLossPadding(OwnLoss, TrainsPadding):
+    pass
+
+
+@BROKEN.fails("diverged client")
+class OwnLossHidesDivergence(OwnLoss, HidesDivergence):
+    pass
+
+
+@pytest.mark.parametrize(("broken", "checks"), BROKEN)
+def test_the_kit_catches(broken, checks):
+    assert set(failed_checks(broken, checks)) == checks

@@ -1,0 +1,85 @@
+"""Methods of unusual form: their own losses and batches are no failure, what cannot make a step is told so once."""
+
+from __future__ import annotations
+
+import pytest
+from breaking import OPTIMA
+from torch.nn import functional as F
+
+from fl_lightning.conformance import run_checks, subject_of
+from fl_lightning.methods import FedAvg
+
+
+class OwnLoss(FedAvg):
+    """Never asks ``task_loss``."""
+
+    def training_step(self, batch, batch_idx=0):
+        inputs, target = batch
+        loss = F.cross_entropy(self.network(inputs), target)
+        return {"loss": loss, "loss_task": loss}
+
+
+class DictionaryBatches(FedAvg):
+    """Batches as dictionaries, and a loss of its own."""
+
+    def local_batches(self, data, client, **order):
+        for inputs, target in super().local_batches(data, client, **order):
+            yield {"image": inputs, "label": target}
+
+    def training_step(self, batch, batch_idx=0):
+        loss = F.cross_entropy(self.network(batch["image"]), batch["label"])
+        return {"loss": loss, "loss_task": loss}
+
+
+@pytest.mark.parametrize("unusual", [OwnLoss, DictionaryBatches])
+def test_a_loss_of_ones_own_is_no_failure(unusual):
+    outcomes = {outcome.check: outcome for outcome in run_checks(subject_of(unusual))}
+    assert [(o.check, o.detail) for o in outcomes.values() if o.verdict == "failed"] == []
+    for check in OPTIMA:
+        assert outcomes[check].verdict == "not applicable"
+        assert "does not call task_loss" in outcomes[check].detail
+    assert {outcomes[check].verdict for check in ("learning", "copies", "weights by examples", "diverged client")} == {"passed"}
+
+
+class PlainLoss(FedAvg):
+    def training_step(self, batch, batch_idx=0):
+        return super().training_step(batch, batch_idx)["loss"]
+
+
+class NestedLosses(FedAvg):
+    def training_step(self, batch, batch_idx=0):
+        outputs = super().training_step(batch, batch_idx)
+        return {"loss": outputs["loss"], "terms": {"task": outputs["loss"]}}
+
+
+class OneLossAnExample(FedAvg):
+    def task_loss(self, outputs, target):
+        return F.cross_entropy(outputs, target, reduction="none")
+
+
+class WantsTokens(FedAvg):
+    def training_step(self, batch, batch_idx=0):
+        return {"loss": self.network(batch["input_ids"])}
+
+
+class SendsADictionary(FedAvg):
+    def upload(self, client):
+        return dict(super().upload(client))
+
+
+@pytest.mark.parametrize(
+    ("wrong", "says"),
+    [
+        (PlainLoss, "gives Tensor []; a dictionary with 'loss' is needed"),
+        (NestedLosses, "gives 'terms' as a dictionary of task: Tensor []"),
+        (OneLossAnExample, "gives 'loss' as Tensor [16]"),
+        (WantsTokens, "its training_step fails on a tuple of Tensor [16, 3, 16, 16], Tensor [16]: TypeError"),
+        (SendsADictionary, "upload gives a dictionary of examples: Tensor [], weights: Tensor"),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_a_method_of_another_form_is_told_so_once(wrong, says):
+    first, *others = run_checks(subject_of(wrong))
+    assert (first.check, first.verdict) == ("contract", "failed")
+    assert says in first.detail
+    assert {(o.verdict, o.detail) for o in others} == {("not applicable", "it makes no step: see contract")}

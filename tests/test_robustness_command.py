@@ -1,0 +1,202 @@
+"""``python -m fl_lightning test``: runs that have ended are loaded exactly, probed, and left as they were."""
+
+from __future__ import annotations
+
+import csv
+import json
+from hashlib import sha256
+from pathlib import Path
+
+import pytest
+
+from fl_lightning import testing, tracking
+from fl_lightning.__main__ import main
+from fl_lightning.robustness import PROBES
+
+ROOT = Path(__file__).parent.parent
+SMALL = [
+    *("--data.dataset", "synthetic", "--data.num_clients", "6", "--data.synthetic_examples", "120"),
+    *("--data.synthetic_test_examples", "30", "--data.synthetic_size", "16", "--data.synthetic_classes", "4"),
+    *("--data.partition", "IID", "--data.val_fraction", "0.2", "--data.public_examples", "16"),
+    *(
+        "--trainer.participation",
+        "0.5",
+        "--trainer.local_epochs",
+        "1",
+        "--trainer.max_rounds",
+        "3",
+        "--trainer.keep_checkpoints",
+        "3",
+    ),
+]
+CHEAP = "clean,clients,calibration"
+
+
+@pytest.fixture(autouse=True)
+def elsewhere(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+
+def fit(model: str = "FedMPQKD", *more: str, logger: str = "false") -> Path:
+    assert main(["fit", "--model", model, *SMALL, "--trainer.logger", logger, *more]) == 0
+    return max(Path("runs").glob("*/*"), key=lambda run: run.stat().st_ctime_ns)
+
+
+def run_test(run: Path, *more: str) -> dict:
+    assert main(["test", "--ckpt_path", str(run), *more]) == 0
+    return json.loads((run if run.parent.name != "checkpoints" else run.parent.parent).joinpath("test.json").read_text())
+
+
+def last_row(run: Path) -> dict[str, float]:
+    with (run / "metrics.csv").open() as file:
+        return {name: float(value) for name, value in list(csv.DictReader(file))[-1].items() if value}
+
+
+def files(run: Path) -> dict[str, str]:
+    return {str(p.relative_to(run)): sha256(p.read_bytes()).hexdigest() for p in run.rglob("*") if p.is_file()}
+
+
+def test_everything_about_a_run(capsys):
+    run = fit()
+    before = files(run)
+    found = run_test(run)
+    assert {name: digest for name, digest in files(run).items() if name != "test.json"} == before
+    metadata, row = json.loads((run / "metadata.json").read_text()), last_row(run)
+    assert found["weights_sha256"] == metadata["weights_sha256"]
+    assert found["partition_sha256"] == metadata["partition_sha256"]
+    assert (found["checkpoint"], found["round"], found["chosen"]) == ("round_000003", 3, "last")
+    shared = ("test/accuracy", "test/loss", "val/accuracy", "val/accuracy_std", "val/accuracy_worst_decile")
+    assert {name: found["metrics"][name] for name in shared} == {name: row[name] for name in shared}  # bit for bit
+    metrics = found["metrics"]
+    assert {"fgsm/full_gradient_accuracy", "pgd/full_gradient_accuracy", "calibration/ece_scaled", "cost/flops"} <= {*metrics}
+    assert len([name for name in metrics if name.startswith("corrupted/")]) == 2 + 19
+    assert metrics["pgd/loss"] >= metrics["fgsm/loss"] >= metrics["test/loss"]
+    assert not [name for name in metrics if name.startswith(("latency/", "memory/", "time/"))]
+    assert 0 < found["timings"]["latency/student_batch1_median"] <= found["timings"]["latency/student_batch1_p99"]
+    assert metrics["cost/model_bytes_sent"] < metrics["cost/model_bytes_fp32"] / 4  # 4 bits and a sign
+    assert list(found["probes"]) == list(PROBES)
+    assert "published corruptions not used" in found["skipped"]["corruptions"][0]
+    shown, said = capsys.readouterr()
+    for text in ("pgd/full_gradient_accuracy", "generated", "published corruptions not used", "of this machine"):
+        assert text in shown
+    assert "published corruptions not used" in said
+    assert run_test(run)["metrics"] == metrics  # a function of checkpoint and seed
+
+
+@pytest.mark.parametrize("model", ["FedAvg", "FedKD", "FedMosaic", "AQFL"])
+def test_every_kind_of_method(model):
+    run = fit(model)
+    found = run_test(run, "--probes", f"{CHEAP},fgsm,pgd,cost")
+    row = last_row(run)
+    assert found["metrics"]["test/accuracy"] == row["test/accuracy"]
+    assert found["metrics"]["val/accuracy_worst_decile"] == row["val/accuracy_worst_decile"]
+    assert found["metrics"]["pgd/loss"] >= found["metrics"]["fgsm/loss"] >= found["metrics"]["test/loss"] - 1e-9
+    assert ("fgsm/full_gradient_accuracy" in found["metrics"]) == (model == "AQFL")
+    assert ("fgsm" in found["skipped"]) == (model != "AQFL")
+    with (run / "ledger.csv").open() as file:
+        sent = [int(r["upload"]) for r in csv.DictReader(file) if r["round"] == "3" and r["status"] == "trained"]
+    assert found["metrics"]["cost/model_bytes_sent"] == sum(sent) / len(sent)
+
+
+def test_the_checkpoint_is_the_one_that_is_named(caplog):
+    run = fit()
+    best = json.loads((run / "checkpoints" / "round_000003" / "progress.json").read_text())["best_round"]
+    with (run / "metrics.csv").open() as file:
+        accuracies = [float(row["test/accuracy"]) for row in csv.DictReader(file)]
+    found = run_test(run, "--checkpoint", "best", "--probes", "clean")
+    assert (found["round"], found["chosen"], found["metrics"]["test/accuracy"]) == (best, "best", accuracies[best - 1])
+    for number in (1, 2):
+        named = run / "checkpoints" / f"round_{number:06d}"
+        found = run_test(named, "--probes", "clean")
+        assert (found["round"], found["chosen"], found["metrics"]["test/accuracy"]) == (
+            number,
+            named.name,
+            accuracies[number - 1],
+        )
+    assert json.loads((run / "test_round_000001.json").read_text())["round"] == 1  # kept beside the newer one
+    found = run_test(run, "--checkpoint", "round_000002", "--probes", "cost")
+    assert {"test/accuracy", "cost/flops"} <= {*found["metrics"]}  # what was found before of the same checkpoint stays
+    assert set(found["probes"]) == {"clean", "cost"}
+    assert "in training" not in caplog.text
+    other = run_test(
+        run, "--checkpoint", "round_000002", "--probes", "cost", "--data.batch_size", "8", "--trainer.allow_changed", "true"
+    )
+    assert set(other["probes"]) == {"cost"}  # another configuration: nothing is mixed with it
+    assert json.loads((run / "test_round_000002.json").read_text()) == found
+    weights = run / "checkpoints" / "round_000002" / "server.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1] + b"\x7f")
+    before = files(run)
+    for refused in (["--checkpoint", "round_000002"], ["--checkpoint", "round_000009"], ["--checkpoint", "newest"]):
+        assert main(["test", "--ckpt_path", str(run), *refused]) == 2
+    assert main(["test", "--ckpt_path", str(run / "checkpoints" / "round_000002")]) == 2
+    assert files(run) == before
+
+
+def test_bad_input_is_one_line_and_costs_nothing(capsys):
+    run = fit()
+    before = files(run)
+    config = str(run / "config.yaml")
+    for arguments, said in (
+        ([], "without --ckpt_path"),
+        (["--ckpt_path", "last"], "needs to know the run"),
+        (["--ckpt_path", "nowhere"], "neither a run directory nor a checkpoint"),
+        (["--config", config, "--ckpt_path", "nowhere"], "neither a run directory nor a checkpoint"),
+        (["--config", config], "without --ckpt_path"),
+        (["--ckpt_path", str(run), "--probes", "clean,speed"], "comma-separated list"),
+        (["--ckpt_path", str(run), "--seed_everything", "1"], "seed_everything: 0 -> 1"),
+        (["--ckpt_path", str(run), "--model.bits", "2"], "model.init_args.bits: 4.0 -> 2.0"),
+        (["--ckpt_path", str(run), "--data.num_clients", "5"], "num_clients: 6 -> 5"),
+        (["--ckpt_path", str(run), "--model", "FedAvg"], "another configuration"),
+        (["--ckpt_path", str(run / "checkpoints" / "round_000002"), "--checkpoint", "best"], "leave one of them out"),
+    ):
+        assert main(["test", *arguments]) == 2, arguments
+        error = capsys.readouterr().err.strip().splitlines()[-1]
+        assert said in error
+        assert error.count(";") >= 2
+    assert files(run) == before
+    assert set(Path("runs").glob("*/*")) == {run}
+    assert main(["test", "--ckpt_path", str(run), "--probes", "clean", "--trainer.max_rounds", "9"]) == 0  # training's alone
+
+
+def test_a_run_without_validation_has_no_best_checkpoint(capsys):
+    run = fit("FedAvg", "--data.val_fraction", "0")
+    assert main(["test", "--ckpt_path", str(run), "--checkpoint", "best"]) == 2
+    assert "write --checkpoint last" in capsys.readouterr().err
+    assert main(["test", "--config", str(run / "config.yaml"), "--ckpt_path", "last", "--probes", "clients"]) == 0
+    assert json.loads((run / "test.json").read_text())["metrics"] == {}
+
+
+def test_a_test_that_disagrees_with_training_says_so(caplog, monkeypatch):
+    run = fit("FedAvg")
+    monkeypatch.setattr(testing, "_recorded", lambda checkpoint: {"test/accuracy": 0.123, "test/loss": float("nan")})
+    run_test(run, "--probes", "clean")
+    assert "test/accuracy" in caplog.text
+    assert "in training 0.123" in caplog.text
+
+
+@pytest.mark.filterwarnings("ignore:The ``noload`` loader strategy:DeprecationWarning")
+def test_the_results_join_the_mlflow_record_of_the_run(monkeypatch, caplog):
+    mlflow = pytest.importorskip("mlflow")
+    for name in ("MLFLOW_TRACKING_URI", *tracking.ENVIRONMENT):
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
+    run = fit("FedAvg", logger="true")
+    run_id = json.loads((run / "metadata.json").read_text())["tracking_run_id"]
+    client = mlflow.MlflowClient(f"sqlite:///{Path.cwd()}/mlflow.db")
+    trained = client.get_metric_history(run_id, "test/accuracy")
+    found = run_test(run, "--probes", "clean,fgsm,latency")
+    record = client.get_run(run_id)
+    assert record.info.status == "FINISHED"
+    assert record.data.metrics["fgsm/accuracy"] == found["metrics"]["fgsm/accuracy"]
+    assert record.data.metrics["latency/student_batch1_p99"] == found["timings"]["latency/student_batch1_p99"]
+    assert "test.json" in {file.path for file in client.list_artifacts(run_id)}
+    run_test(run, "--probes", "clean,fgsm,cost")
+    assert [m.step for m in client.get_metric_history(run_id, "fgsm/accuracy")] == [3]
+    assert len(client.get_metric_history(run_id, "test/accuracy")) == len(trained)
+    assert "cost/flops" in client.get_run(run_id).data.metrics
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "sqlite:///elsewhere.db")
+    run_test(run, "--probes", "clean")
+    assert "there is no such database" in caplog.text
+    assert "test.json" in caplog.text
+    assert not Path("elsewhere.db").exists()
+    mlflow.set_tracking_uri(None)

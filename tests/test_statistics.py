@@ -1,0 +1,122 @@
+"""The statistics against cases worked by hand, published tables and simulation; no test uses the function that it tests."""
+
+from __future__ import annotations
+
+from math import inf, isnan, pi, sqrt
+
+import numpy as np
+import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
+from fl_lightning.study import statistics
+from fl_lightning.study.statistics import holm, paired_test, with_holm
+
+DIFFERENCES = st.lists(st.floats(-1, 1).map(lambda x: round(x, 3)), min_size=3, max_size=9)
+
+
+def test_three_seeds_by_hand():
+    """x = 1, 2, 3: m = 2, s = 1, t = 2 sqrt 3. With 2 degrees of freedom p = 1 - t / sqrt(t^2 + 2), so t_0.975 = 0.95 sqrt(2 / 0.0975)."""
+    test = paired_test([1.0, 2.0, 3.0])
+    t = 2 * sqrt(3)
+    half = 0.95 * sqrt(2 / (1 - 0.95**2)) / sqrt(3)
+    assert (test.n, test.mean, test.std) == (3, 2.0, 1.0)
+    assert test.t == pytest.approx(t, rel=1e-12)
+    assert test.p_t == pytest.approx(1 - t / sqrt(t**2 + 2), rel=1e-9)
+    assert (test.low, test.high) == pytest.approx((2 - half, 2 + half), rel=1e-9)
+    assert test.d_z == 2.0
+    assert test.g_z == pytest.approx(2 / sqrt(pi), rel=1e-12)  # J(2) = G(1) / (sqrt(1) G(1/2))
+    assert test.p_wilcoxon == pytest.approx(2 / 8)  # of the 8 signs of ranks 1 2 3 two are as extreme
+    assert test.bootstrap_low >= 1
+    assert test.bootstrap_high <= 3
+
+
+@pytest.mark.parametrize(
+    ("differences", "p"),
+    [
+        ([1, 2, 3, 4, 5, 6], 2 / 64),  # all of one sign
+        ([-1, 2, 3, 4], 2 * 2 / 16),  # W- = 1: {} and {1} are as extreme
+        ([-1, -2, 3, 4, 5], 2 * 5 / 32),  # W- = 3: {} {1} {2} {1,2} {3}
+        ([0, 0, 0], 1.0),
+    ],
+)
+def test_wilcoxon_by_counting_signs(differences, p):
+    assert paired_test(differences).p_wilcoxon == pytest.approx(p)
+
+
+def test_holm_by_hand():
+    """Sorted: 0.005 x 4 = 0.020, 0.010 x 3 = 0.030, 0.030 x 2 = 0.060, 0.040 x 1 = 0.040, which may not be below the one before."""
+    assert holm([0.01, 0.04, 0.03, 0.005]) == pytest.approx([0.03, 0.06, 0.06, 0.02])
+    assert holm([0.9, 0.8]) == [1.0, 1.0]
+    assert holm([]) == []
+    corrected = holm([float("nan"), 0.01])
+    assert isnan(corrected[0])
+    assert corrected[1] == pytest.approx(0.02)  # what was asked counts, answered or not
+    twice = with_holm([paired_test([1, 2, 3], 2), paired_test([1, 2, 3], 2)])
+    assert [test.p_holm for test in twice] == pytest.approx([0.1483, 0.1483], abs=1e-4)
+
+
+@pytest.mark.parametrize(("effect", "seeds"), [(0.2, 199), (0.5, 34), (0.8, 15)])
+def test_seeds_needed_are_those_of_power_tables(effect, seeds):
+    """Cohen's small, medium and large effects in the paired t-test at 5 % and 80 %: as every power table and program has them."""
+    assert statistics.seeds_needed(effect) == seeds
+    assert statistics.power(effect, seeds) >= 0.8 > statistics.power(effect, seeds - 1)
+
+
+def test_effects_that_cannot_be_found():
+    assert statistics.seeds_needed(0.0) == inf
+    assert isnan(statistics.seeds_needed(float("nan")))
+    assert isnan(statistics.detectable_effect(1))
+
+
+@pytest.mark.parametrize(("n", "family"), [(2, 1), (3, 1), (3, 5), (6, 10)])
+def test_detectable_effect_is_found_in_80_of_100(n, family):
+    """Simulated with the quantile that is in every table for 2 degrees of freedom, and numpy's random numbers: no power formula."""
+    critical = {(2, 1): 12.7062, (3, 1): 4.30265, (3, 5): 9.92484, (6, 10): 4.77334}[
+        n, family
+    ]  # t_{1 - 0.025 / family} of tables
+    x = np.random.default_rng(1).normal(statistics.detectable_effect(n, 0.05 / family), 1.0, (40_000, n))
+    t = x.mean(1) / (x.std(1, ddof=1) / sqrt(n))
+    assert np.mean(np.abs(t) > critical) == pytest.approx(0.8, abs=0.01)
+
+
+def test_intervals_hold_the_truth_as_often_as_they_say():
+    """The t interval 95 %; the bootstrap as seldom as the module's docstring warns."""
+    generator = np.random.default_rng(2)
+    tests = [paired_test(generator.normal(0.3, 1.0, 3)) for _ in range(1000)]
+    assert np.mean([test.low <= 0.3 <= test.high for test in tests]) == pytest.approx(0.95, abs=0.025)
+    assert np.mean([test.bootstrap_low <= 0.3 <= test.bootstrap_high for test in tests]) == pytest.approx(0.73, abs=0.05)
+
+
+def test_one_seed_and_equal_differences_say_nothing():
+    for differences in ([], [0.3], [0.01, 0.01, 0.01], [0.1 + 0.2, 0.3, 0.3]):
+        test = paired_test(differences)
+        assert all(isnan(value) for value in (test.low, test.bootstrap_low, test.t, test.p_t, test.d_z, test.detectable))
+        assert not test.is_significant
+    zero = paired_test([0.0, 0.0, 0.0])
+    assert (zero.p_t, zero.p_wilcoxon, zero.mean) == (1.0, 1.0, 0.0)
+    assert isnan(zero.low)
+
+
+@given(DIFFERENCES)
+def test_swapping_the_methods_swaps_the_signs(x):
+    assume(not statistics.is_constant(x))
+    one, other = paired_test(x), paired_test([-value for value in x])
+    assert (one.p_t, one.p_wilcoxon) == pytest.approx((other.p_t, other.p_wilcoxon))
+    assert (one.mean, one.low, one.high, one.g_z) == pytest.approx((-other.mean, -other.high, -other.low, -other.g_z))
+
+
+@given(DIFFERENCES, st.sampled_from([0.01, 100.0]))
+def test_units_do_not_matter(x, scale):
+    assume(not statistics.is_constant(x) and statistics.mean_std(x)[1] > 1e-3)
+    one, other = paired_test(x), paired_test([scale * value for value in x])
+    assert (one.p_t, one.g_z, one.seeds_needed) == pytest.approx((other.p_t, other.g_z, other.seeds_needed), rel=1e-6)
+    assert scale * one.detectable == pytest.approx(other.detectable)
+
+
+def test_the_same_differences_give_the_same_bootstrap():
+    x = [0.3, 0.1, 0.25, 0.0, 0.2]
+    np.random.seed(0)  # noqa: NPY002  (global state must not matter)
+    first = statistics.bootstrap_interval(x)
+    np.random.seed(1)  # noqa: NPY002
+    assert statistics.bootstrap_interval(x) == first

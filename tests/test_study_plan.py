@@ -1,0 +1,225 @@
+"""Study files: what they say, what is refused, and that those of the project resolve."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import yaml
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fl_lightning import cli
+from fl_lightning.__main__ import main
+from fl_lightning.errors import InputError
+from fl_lightning.settings import FREE_KEYS, changed_settings, settings_hash
+from fl_lightning.study.board import Board
+from fl_lightning.study.criteria import parse
+from fl_lightning.study.plan import Study, as_flag
+from fl_lightning.study.search import Range, Search
+
+CONFIGS = Path(__file__).parent.parent / "configs"
+STUDIES = sorted(path for path in CONFIGS.rglob("*.yaml") if "\nstudy:" in (text := path.read_text()) and "\nmethods:" in text)
+SMALL = """
+study: small
+config: base.yaml
+overlays: top.yaml
+settings: {trainer.max_rounds: 3, model.alpha: 0.1}
+seeds: [0, 4]
+methods:
+  A: {}
+  B b=1: {config: [b.yaml], settings: {model.alpha: 0.2}}
+grid:
+  noise: {on: {}, off: {config: off.yaml}}
+  lr: {1e-3: {settings: {model.optimizer.init_args.lr: 1e-3}}, 0.10: {settings: {model.alpha: null}}}
+degradation: {axis: noise, stressed: on, clean: off}
+proposed: [B b=1]
+"""
+
+
+@pytest.fixture
+def write(tmp_path):
+    for name in ("base", "top", "b", "off"):
+        (tmp_path / f"{name}.yaml").write_text("trainer: {max_rounds: 1}\n")
+
+    def write(text: str) -> Path:
+        (tmp_path / "small.yaml").write_text(text)
+        return tmp_path / "small.yaml"
+
+    return write
+
+
+def test_every_combination_is_a_cell_whose_later_settings_win(write, tmp_path):
+    study = Study.read(write(SMALL))
+    cells = study.cells()
+    names = [cell.name for cell in cells]
+    assert len(set(names)) == len(names) == 2 * 2 * 2 * 2
+    assert names[0] == "A-noise=on-lr=1e-3-seed0"
+    assert [cell.seed for cell in cells] == [0] * 8 + [4] * 8  # whole comparisons first
+    (cell,) = [cell for cell in cells if cell.name == "B b=1-noise=off-lr=0.10-seed4"]
+    files = [Path(cell.args[i + 1]).name for i, word in enumerate(cell.args) if word == "--config"]
+    assert files == ["base.yaml", "b.yaml", "top.yaml", "off.yaml"]
+    assert cell.args[-3:] == ["--trainer.max_rounds=3", "--model.alpha=null", "--seed_everything=4"]
+    assert cell.levels == {"noise": "off", "lr": "0.10"}
+    assert study.degradation == {"axis": "noise", "stressed": "on", "clean": "off"}
+
+
+def test_a_copy_says_the_same_from_anywhere(write, tmp_path):
+    study = Study.read(write(SMALL))
+    copy = tmp_path / "elsewhere" / "study.yaml"
+    copy.parent.mkdir()
+    copy.write_text(study.to_yaml())
+    again = Study.read(copy)
+    assert again.to_yaml() == study.to_yaml()
+    assert [cell.args for cell in again.cells()] == [cell.args for cell in study.cells()]
+    (tmp_path / "b.yaml").unlink()
+    with pytest.raises(InputError, match=r"b\.yaml"):
+        Study.read(copy)
+    assert Study.read(copy, find_configs=False).name == "small"
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "said"),
+    [
+        ("seeds: [0, 4]", "seeds: []", "seeds: [].*list of integers"),
+        ("seeds: [0, 4]", "seeds: [1, 1]", "each seed is run once"),
+        ("seeds: [0, 4]", "seeds: [-1]", "0 or more"),
+        ("seeds: [0, 4]", "seed: [0]", "seed; known here.*write seeds"),
+        ("study: small", "study: a/b", "folder's name"),
+        ("study: small", "", "no study"),
+        ("methods:", "methods: {}\nx:", "x; known here"),
+        ("  A: {}", "  A: {}\n  A: {}", "line 9.*given twice"),
+        ("  A: {}", "  a/b: {}", "folder's name"),
+        ("  A: {}", "  A: {}\n  a: {}", "differ, in more than case"),
+        ("  A: {}", "  A: {setings: {}}", "methods.A.setings; known here.*write methods.A.settings"),
+        ("  A: {}", "  A: {config: bb.yaml}", "no such file.*write b.yaml"),
+        ("trainer.max_rounds: 3", "max_rounds: 3", "settings are dotted"),
+        ("trainer.max_rounds: 3", "trainer.experiment: x", "the command sets it"),
+        ("trainer.max_rounds: 3", "seed_everything: 3", "the command sets it"),
+        ("  noise: {on", "  seed: {on", "every run has a tag of that name"),
+        ("{on: {}, off: {config: off.yaml}}", "{}", "at least one entry"),
+        ("axis: noise", "axis: nois", "one of noise, lr; write noise"),
+        ("clean: off", "clean: of", "one of on, off; write off"),
+        ("proposed: [B b=1]", "proposed: [B]", "one of A, B b=1"),
+        ("proposed: [B b=1]", "target_accuracy: 90", "share in"),
+        ("study: small", "study: [small", "not a valid study file"),
+        ("study: small", "? [a]\n: b", "a key must be text"),
+    ],
+)
+def test_a_mistake_is_named_with_its_file(write, old, new, said):
+    assert old in SMALL
+    with pytest.raises(InputError, match=f"(?s)small.yaml.*{said.replace('[', chr(92) + '[')}") as refused:
+        Study.read(write(SMALL.replace(old, new)))
+    assert str(refused.value).count(";") >= 2  # given; rule; instead
+
+
+def test_what_is_no_study_is_refused(tmp_path):
+    (tmp_path / "list.yaml").write_text("- a\n")
+    for name, said in (("none.yaml", "No such file"), ("list.yaml", "a study file is a mapping"), (".", "cannot be read")):
+        with pytest.raises(InputError, match=said):
+            Study.read(tmp_path / name)
+
+
+@given(st.one_of(st.none(), st.booleans(), st.integers(), st.floats(allow_nan=False), st.lists(st.integers())))
+def test_a_flag_is_read_as_the_value_it_was_written_from(value):
+    assert (
+        yaml.safe_load(as_flag(value)) == value or float(as_flag(value)) == value
+    )  # PyYAML takes 1e-05 for text, the parser does not
+
+
+SETTINGS = st.dictionaries(
+    st.sampled_from(["model.alpha", "trainer.max_rounds", *FREE_KEYS[:9]]), st.sampled_from([0, 0.5, "a", None]), max_size=4
+)
+
+
+@given(SETTINGS, SETTINGS)
+def test_two_runs_have_one_hash_where_one_may_continue_the_other(before, after):
+    assert (settings_hash(before) == settings_hash(after)) == (not changed_settings(before, after))
+
+
+def test_noise_on_and_off_differ_in_one_number():
+    on, off = (yaml.safe_load((CONFIGS / "overlays" / f"noise_{name}.yaml").read_text()) for name in ("on", "off"))
+    noise = [callback for callback in on["trainer"]["callbacks"] if callback["class_path"] == "callbacks.LabelNoise"]
+    assert [callback["init_args"].pop("clients") for callback in noise] == [0.1]
+    clean = [callback for callback in off["trainer"]["callbacks"] if callback["class_path"] == "callbacks.LabelNoise"]
+    assert [callback["init_args"].pop("clients") for callback in clean] == [0.0]
+    assert on == off
+
+
+@pytest.mark.parametrize("path", STUDIES, ids=lambda path: path.stem)
+def test_a_study_of_the_project_can_be_judged_and_its_ends_resolve(path):
+    study = Study.read(path)
+    for criterion in study.criteria:
+        parse(criterion, list(study.methods))
+    for cell in (study.cells()[0], study.cells()[-1]):
+        resolved = yaml.safe_load(cli.resolve(cell.args))
+        assert resolved["seed_everything"] == cell.seed
+        for axis in {"noise"} & set(cell.levels):
+            noise = [c["init_args"]["clients"] for c in resolved["trainer"]["callbacks"] if "LabelNoise" in c["class_path"]]
+            assert noise == [{"on": 0.1, "off": 0.0}[cell.levels[axis]]]
+
+
+@pytest.mark.slow
+@pytest.mark.essential
+@pytest.mark.parametrize("path", STUDIES, ids=lambda path: path.stem)
+def test_every_cell_of_every_study_of_the_project_resolves_to_another_run(path, tmp_path):
+    board = Board.plan(Study.read(path), tmp_path, cli.resolve)
+    assert len({record.hash for record in board.records}) == len(board.records) > 0
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_real_study_runs_on_other_data(tmp_path, monkeypatch):
+    """Experiment 1's cell for two rounds, on images of CIFAR's shape."""
+    monkeypatch.chdir(tmp_path)
+    cell = next(cell for cell in Study.read(CONFIGS / "exp1_core.yaml").cells() if cell.method == "FedMPQKD")
+    images = ["--data.dataset=synthetic", "--data.synthetic_examples=120", "--data.synthetic_test_examples=20"]
+    limits = ["--trainer.max_rounds=2", "--trainer.logger=false", "--data.partition.init_args.min_size=2"]
+    assert main(["fit", *cell.args, *images, *limits]) == 0
+
+
+def test_the_search_of_the_project_resolves_at_the_ends_of_its_space():
+    search = Search.read(CONFIGS / "tune_kd.yaml")
+    for corner in (search.corners()[0], search.corners()[-1]):
+        resolved = yaml.safe_load(cli.resolve(search.args(corner)))
+        assert resolved["model"]["init_args"]["alpha"] == corner["model.alpha"]
+    final = yaml.safe_load(cli.resolve(search.args(corner, final=True)))
+    assert final["trainer"]["max_rounds"] == 100
+
+
+def test_a_search_file_says_what_may_be_chosen(write):
+    text = """
+study: small
+config: base.yaml
+settings: {trainer.max_rounds: 3}
+final: {trainer.max_rounds: 9}
+space:
+  model.alpha: {low: 0, high: 1.5}
+  trainer.local_epochs: {low: 1, high: 4}
+  model.kl: [forward, reverse]
+trials: 5
+"""
+    search = Search.read(write(text))
+    assert search.space == {"model.alpha": Range(0, 1.5), "trainer.local_epochs": Range(1, 4), "model.kl": ["forward", "reverse"]}
+    assert [r.is_whole for r in search.space.values() if isinstance(r, Range)] == [False, True]
+    assert search.args({"model.kl": "reverse"}, final=True)[2:] == [
+        "--trainer.max_rounds=9",
+        "--model.kl=reverse",
+        "--seed_everything=0",
+    ]
+    seen = {(key, value) for corner in search.corners() for key, value in corner.items()}
+    assert seen == {("model.alpha", 0), ("model.alpha", 1.5), ("trainer.local_epochs", 1), ("trainer.local_epochs", 4),
+                    ("model.kl", "forward"), ("model.kl", "reverse")}  # fmt: skip
+    for old, new, said in [
+        ("trials: 5", "trials: 0", "1 or more"),
+        ("trials: 5", "trials: 5\nmetric: final/accuracy", "the test set must not choose"),
+        ("trials: 5", "trials: 5\nmetric: test/loss", "the test set must not choose"),
+        ("trials: 5", "trials: 5\ndirection: up", "one of maximize, minimize"),
+        ("low: 0, high: 1.5", "low: 2, high: 1.5", "low is less than high"),
+        ("low: 0, high: 1.5", "low: 0, high: 1.5, log: true", "logarithmic range is above 0"),
+        ("low: 0, high: 1.5", "low: 1e-3, high: 1.5", "write 1.0e-3"),
+        ("low: 0, high: 1.5", "low: 0", "must be given"),
+        ("[forward, reverse]", "[]", "choices are"),
+        ("model.kl:", "kl:", "settings are dotted"),
+    ]:
+        with pytest.raises(InputError, match=said):
+            Search.read(write(text.replace(old, new)))

@@ -1,0 +1,302 @@
+"""A study becomes runs, whatever happens on the way."""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+import signal
+import sqlite3
+import subprocess
+import sys
+import threading
+import time
+from contextlib import closing, suppress
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from fl_lightning.__main__ import main
+from fl_lightning.errors import InputError
+from fl_lightning.study import jobs, lock
+from fl_lightning.study.display import Display
+from fl_lightning.study.jobs import Job, Pool
+from fl_lightning.study.places import places
+from fl_lightning.tracking import Tracking, begin_study, end_study
+
+CONFIGS = Path(__file__).parent.parent / "configs"
+STUDY = """
+study: small
+config: {configs}/kd_default.yaml
+settings:
+  trainer.max_rounds: 2
+  trainer.eval_every: 30
+  data.num_clients: 4
+  data.partition.init_args.beta: 5.0
+  trainer.callbacks: [{{class_path: callbacks.LabelNoise, init_args: {{round: 2}}}}]
+seeds: [3]
+methods:
+  Long: {{settings: {{trainer.max_rounds: 60}}}}
+  FedAvg: {{config: {configs}/fedavg.yaml}}
+  Broken: {{settings: {{data.public_examples: {public}}}}}
+"""
+
+
+@pytest.fixture
+def write(tmp_path, monkeypatch):
+    """In an empty folder, with two threads less than the machine may have: none is left to chance."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+
+    def write(text: str = STUDY, public: int = 100_000) -> None:
+        Path("study.yaml").write_text(text.format(configs=CONFIGS, public=public))
+
+    return write
+
+
+def start(*arguments: str) -> subprocess.Popen:
+    """A sweep in a process of its own, that can be killed."""
+    setup = (
+        "import sys; from fl_lightning.__main__ import main; sys.exit(main(['sweep', '--config', 'study.yaml', *sys.argv[1:]]))"
+    )
+    return subprocess.Popen([sys.executable, "-c", setup, "--logger", "false", *arguments])
+
+
+def rows(run: str, name: str = "metrics.csv") -> list[dict[str, str]]:
+    with suppress(FileNotFoundError), open(f"{run}/{name}") as file:
+        return list(csv.DictReader(file))
+    return []
+
+
+def outcome(run: str) -> tuple:
+    """All that must be the same: everything but times."""
+    metadata = json.loads(Path(run, "metadata.json").read_text())
+    metrics = [{k: v for k, v in row.items() if not k.startswith("time/")} for row in rows(run)]
+    return metadata["weights_sha256"], metrics, rows(run, "ledger.csv")
+
+
+def wait_for(condition, seconds: float = 120) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def cells() -> dict[str, dict]:
+    return {entry["label"]: entry for entry in json.loads(Path("runs/small/cells.json").read_text())}
+
+
+def test_killed_and_continued_a_study_is_as_if_never_killed(write, capfd):
+    """One cell is at work when the sweep is killed, one fails, and once it is mended only that one runs again."""
+    write()
+    before = start("--jobs", "1")
+    wait_for(lambda: len(rows("runs/small/Long-seed3")) >= 3)
+    before.kill()
+    before.wait()
+    capfd.readouterr()
+    assert main(["sweep", "--config", "study.yaml", "--jobs", "2", "--logger", "false"]) == 1
+    said = capfd.readouterr().err
+    after = json.loads(Path("runs/small/Long-seed3/metadata.json").read_text())["resumed"][0]["after_round"]
+    assert 3 <= after < 60
+    assert f"Long-seed3 continues after round {after}" in said
+    assert "Broken-seed3 failed (fit, exit code 2)" in said
+    assert "public_examples" in said  # the last lines of its log
+    assert "FedAvg-seed3 finished: accuracy 0." in said
+    assert {label: entry["status"] for label, entry in cells().items()} == {
+        "Long": "finished",
+        "FedAvg": "finished",
+        "Broken": "failed",
+    }
+    assert cells()["FedAvg"] | {"hash": ""} == {"name": "FedAvg-seed3", "label": "FedAvg", "seed": 3, "levels": {}, "hash": "",
+                                                "status": "finished", "run": "FedAvg-seed3", "threads": 1}  # fmt: skip
+    assert json.loads(Path("runs/small/FedAvg-seed3/metadata.json").read_text())["tags"] == {"study": "small", "label": "FedAvg"}
+    small = [
+        "--trainer.max_rounds=60",
+        "--trainer.eval_every=30",
+        "--data.num_clients=4",
+        "--data.partition.init_args.beta=5.0",
+        "--trainer.logger=false",
+    ]
+    noise = '--trainer.callbacks=[{"class_path": "callbacks.LabelNoise", "init_args": {"round": 2}}]'
+    alone = ["fit", "--config", f"{CONFIGS}/kd_default.yaml", *small, noise, "--seed_everything=3", "--trainer.run_name=alone"]
+    assert main(alone) == 0
+    assert outcome("runs/small/Long-seed3") == outcome("runs/kd_default/alone")
+
+    write(public=5)
+    capfd.readouterr()
+    assert main(["sweep", "--config", "study.yaml", "--dry_run", "true"]) == 0
+    assert "3 cells, 1 to run" in capfd.readouterr().out
+    logs = {path.name: path.stat().st_size for path in Path("runs/small/logs").iterdir()}
+    assert main(["sweep", "--config", "study.yaml", "--logger", "false"]) == 0
+    assert "what holds     python -m fl_lightning compare --study small" in capfd.readouterr().err
+    changed = [path.name for path in Path("runs/small/logs").iterdir() if path.stat().st_size != logs[path.name]]
+    assert changed == ["Broken-seed3.log"]
+
+
+@pytest.mark.slow
+@pytest.mark.essential
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_interrupted_a_sweep_ends_its_cells_with_their_checkpoints(write, capfd, number, code):
+    write()
+    before = start("--jobs", "2")
+    wait_for(lambda: len(rows("runs/small/Long-seed3")) >= 2)
+    second = subprocess.run(
+        [sys.executable, "-m", "fl_lightning", "sweep", "--config", "study.yaml"], capture_output=True, text=True
+    )
+    assert second.returncode == 2
+    assert "another process is running this study" in second.stderr
+    before.send_signal(number)
+    assert before.wait(60) == code
+    assert cells()["Long"]["status"] == "interrupted"
+    done = json.loads(Path("runs/small/Long-seed3/metadata.json").read_text())
+    assert done["status"] == "interrupted"
+    assert Path(f"runs/small/Long-seed3/checkpoints/round_{len(rows('runs/small/Long-seed3')):06d}").exists()
+    assert "the same command continues" in capfd.readouterr().err
+
+
+def test_a_bad_cell_is_refused_before_anything_starts(write, capsys):
+    for old, new, said in [
+        ("Broken: {{settings: {{data.public_examples: {public}}}}}", "Broken: {{settings: {{model.alfa: 1}}}}", "alfa"),
+        (
+            "Broken: {{settings: {{data.public_examples: {public}}}}}",
+            "Broken: {{settings: {{model.alpha: -1}}}}",
+            "weighs 0 or more",
+        ),
+        ("seeds: [3]", "seeds: [3]\ncriteria: [accuracy(Lang) > 0]", "Lang"),
+    ]:
+        assert old in STUDY
+        write(STUDY.replace(old, new))
+        assert main(["sweep", "--config", "study.yaml"]) == 2
+        error = capsys.readouterr().err
+        assert said in error
+        assert error.count("\n") == 1
+    assert "cell Broken-seed3" not in error
+    assert main(["sweep", "--config", "study.yaml", "--jobs", "0"]) == 2
+    assert main(["sweep", "--config", "nothing.yaml"]) == 2
+    assert main(["sweep"]) == 2
+    assert [path.name for path in Path().iterdir()] == ["study.yaml"]
+
+
+def python(code: str, name: str, log: Path) -> Job:
+    return Job(name, ["-c", code, name], log / f"{name}.log")
+
+
+@pytest.fixture
+def pool():
+    made = Pool([{"PLACE": "a"}, {"PLACE": "b"}], program=[sys.executable])
+    yield made
+    made.stop()
+
+
+def test_a_pool_has_as_many_jobs_as_places_and_what_follows_goes_next(pool, tmp_path):
+    """The second half of a cell (its test) comes before other cells begin."""
+    order, most = [], []
+
+    def ended(running, code):
+        order.append((running.job.name, code))
+        return python("", f"{running.job.name}+", tmp_path) if code == 0 and "+" not in running.job.name else None
+
+    code = "import os, sys; print(os.environ['PLACE']); sys.exit(sys.argv[1] == 'b')"
+    pool.run([python(code, name, tmp_path) for name in "abc"], ended, lambda running: most.append(len(running)))
+    assert sorted(order) == [("a", 0), ("a+", 0), ("b", 1), ("c", 0), ("c+", 0)]
+    assert [name for name, _ in order].index("a+") < [name for name, _ in order].index("c+")
+    assert max(most) == 2
+    assert (tmp_path / "a.log").read_text().splitlines()[-1] in "ab"
+
+
+def test_a_stopped_pool_leaves_no_process(pool, tmp_path, monkeypatch):
+    monkeypatch.setattr(jobs, "GRACE", 0.5)
+    stubborn = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('up', flush=True); time.sleep(60)"
+    seen = []
+
+    def look(running):
+        seen[:] = [one.process for one in running]
+        if all("up" in one.job.tail() for one in running) and len(running) == 2:
+            os.kill(os.getpid(), signal.SIGINT)
+
+    willing = "import time; print('up', flush=True); time.sleep(60)"
+    with pytest.raises(KeyboardInterrupt):
+        pool.run([python(stubborn, "a", tmp_path), python(willing, "b", tmp_path)], lambda running, code: None, look)
+    assert [process.returncode for process in seen] == [-signal.SIGKILL, -signal.SIGTERM]
+
+
+def test_a_process_whose_parent_is_gone_stops():
+    """Its pipe ends; without a parent that dies, since the end of the pipe is all that it goes by."""
+    code = (
+        "import threading, time\n"
+        "from fl_lightning.study.worker import leave_with_parent\n"
+        "threading.Thread(target=leave_with_parent, args=[0], daemon=True).start()\n"
+        "print('up', flush=True)\n"
+        "time.sleep(60)"
+    )
+    with subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        assert process.stdout.readline() == b"up\n"
+        assert process.poll() is None
+        process.stdin.close()
+        assert process.wait(10) == -signal.SIGTERM
+
+
+def test_a_study_waits_for_the_cells_of_a_sweep_that_was_killed_and_for_no_other_sweep(tmp_path, monkeypatch):
+    with lock.only_one(tmp_path) as held:
+        with pytest.raises(InputError, match="another process is running this study"), lock.only_one(tmp_path):
+            pass
+        orphan = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE, pass_fds=held)
+    monkeypatch.setattr(lock, "PATIENCE", 0.3)
+    with pytest.raises(InputError, match="do not end"), lock.only_one(tmp_path):
+        pass
+    monkeypatch.setattr(lock, "PATIENCE", 30.0)
+    threading.Timer(0.3, lambda: orphan.communicate(b"\n")).start()
+    with lock.only_one(tmp_path):
+        assert orphan.wait(10) == 0
+
+
+def test_gpus_are_dealt_in_turn():
+    there = {"CUDA_VISIBLE_DEVICES": "1,3"}
+    assert [slot["CUDA_VISIBLE_DEVICES"] for slot in places(3, "auto", there)] == ["1", "3", "1"]
+    assert places(2, "1", there) == [{"CUDA_VISIBLE_DEVICES": "3"}] * 2
+    assert places(2, "auto", {"CUDA_VISIBLE_DEVICES": ""}) == [{}, {}]
+    for wrong in ("2", "-1", "x", ""):
+        with pytest.raises(InputError, match="numbers of GPUs"):
+            places(1, wrong, there)
+
+
+def test_on_a_terminal_the_runs_at_work_are_a_live_table(tmp_path):
+    (tmp_path / "metrics.csv").write_text("round,test/accuracy,time/round\n1,0.25,2.0\n2,,3.0\n")
+    console = Console(force_terminal=True, width=100, record=True)
+    display = Display(lambda: "1 of 2 cells finished", lambda job: (tmp_path, 60), console)
+    running = jobs.Running(Job("FedAvg-seed0", ["fit"], tmp_path / "log"), None, 0)
+    display.shown = -1e9
+    with display:
+        display.look([running])
+        assert display.live.is_started
+        console.print(display.table([running]))
+    text = console.export_text()
+    for shown in ("1 of 2 cells finished", "FedAvg-seed0", "2/60", "0.250", "3.00"):
+        assert shown in text
+
+
+def test_in_mlflow_the_runs_of_a_study_are_under_one_that_is_made_once(tmp_path, monkeypatch, caplog):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    folder = tmp_path / "runs" / "small"
+    folder.mkdir(parents=True)
+    (folder / "study.yaml").write_text("study: small\n")
+    first = begin_study("small", folder, {"cells": "2"})
+    end_study(first, folder, "KILLED", files=["study.yaml"])
+    assert begin_study("small", folder, {"cells": "3"}) == first  # continued
+    assert begin_study("small", tmp_path / "other" / "small", {"cells": "3"}) != first
+    tracking = Tracking(True, experiment="small", run_name="A-seed0", run_dir=folder / "A-seed0")
+    tracking.start({}, {"label": "A", "noise": "on", "mlflow.parentRunId": first})
+    tracking.finish("FINISHED", {})
+    with closing(sqlite3.connect("mlflow.db")) as database:
+        found = dict(database.execute("select key, value from tags where run_uuid = ?", [tracking.run_id]).fetchall())
+        parent = dict(database.execute("select key, value from tags where run_uuid = ?", [first]).fetchall())
+        (status,) = database.execute("select status from runs where run_uuid = ?", [first]).fetchone()
+    assert found["mlflow.parentRunId"] == first
+    assert (found["label"], found["noise"]) == ("A", "on")
+    assert (parent["mlflow.runName"], parent["cells"], status) == ("small", "3", "RUNNING")
+    assert list(Path("mlartifacts").rglob("study.yaml"))
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{folder / 'study.yaml'}")  # not a data base
+    assert begin_study("small", folder, {}) is None
+    assert "--logger false" in caplog.text

@@ -1,0 +1,169 @@
+"""A search for settings: by validation, resumable, and one run at the end."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import optuna
+import pytest
+import yaml
+
+from fl_lightning.__main__ import main
+from fl_lightning.errors import InputError
+from fl_lightning.study import tune as module
+from fl_lightning.study.jobs import Job, Running
+from fl_lightning.study.search import Search
+from fl_lightning.study.tune import Tune, open_search
+
+CONFIGS = Path(__file__).parent.parent / "configs"
+SEARCH = """
+study: small
+config: {configs}/fedavg.yaml
+settings: {{trainer.max_rounds: 5}}
+final: {{trainer.max_rounds: 7}}
+space:
+  model.optimizer.init_args.lr: {{low: 1.0e-3, high: 1.0e-1, log: true}}
+  trainer.local_epochs: {{low: 1, high: 4}}
+  model.average: [WeightedMean, CoordinateMedian]
+trials: 8
+"""
+
+
+class Runs:
+    """Stands in for the pool: a run's validation accuracy is a function of its settings, and a session can be killed at any job."""
+
+    def __init__(self, folder: Path, lives: int = 1000) -> None:
+        self.slots, self.running, self.folder, self.lives = [{}], [], folder, lives
+        self.jobs: list[Job] = []
+
+    def run(self, jobs, ended, look=lambda running: None):
+        waiting = list(jobs)
+        while waiting:
+            job = waiting.pop(0)
+            if self.lives == 0:
+                raise SystemExit(143)
+            self.lives -= 1
+            self.jobs.append(job)
+            flags = dict(word.removeprefix("--").split("=", 1) for word in job.args if "=" in word)
+            run = self.folder.parent / flags["trainer.experiment"] / job.name
+            run.mkdir(parents=True)
+            good = 1 - abs(float(flags["model.optimizer.init_args.lr"]) - 0.03) - 0.01 * int(flags["trainer.local_epochs"])
+            good -= 0.1 * (flags["model.average"] == "CoordinateMedian")
+            lines = [f"{round},{good * round / 5}\n" for round in range(1, 6)]
+            (run / "metrics.csv").write_text("round,val/accuracy\n" + "".join(lines))
+            (run / "metadata.json").write_text(json.dumps({"final/best_val_accuracy": good}))
+            process = Process()
+            look([Running(job, process, 0)])
+            following = ended(Running(job, process, 0), 143 if process.stopped else 0)
+            waiting += [following] if following else []
+
+
+class Process:
+    stopped = False
+
+    def terminate(self):
+        self.stopped = True
+
+
+def search_in(folder: Path, text: str = SEARCH) -> Search:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "search.yaml").write_text(text.format(configs=CONFIGS))
+    return Search.read(folder / "search.yaml")
+
+
+def session(folder: Path, lives: int = 1000, text: str = SEARCH) -> tuple[Tune, Runs]:
+    search = search_in(folder, text)
+    trials = folder / search.name
+    trials.mkdir(exist_ok=True)
+    runs = Runs(trials, lives)
+    return Tune(search, trials, runs, False, {}, 5), runs  # type: ignore[arg-type]
+
+
+def tried(folder: Path) -> list[tuple]:
+    study = optuna.load_study(study_name="small-tune", storage=f"sqlite:///{folder / 'small-tune' / 'optuna.db'}")
+    return [(trial.number, trial.params, trial.value, trial.state.name) for trial in study.trials]
+
+
+def test_a_search_that_was_killed_is_the_one_that_was_not(tmp_path):
+    """Killed three times, each time with a trial at work, which is run again with the settings that it had."""
+    whole, runs = session(tmp_path / "whole")
+    whole.run()
+    names = [job.name for job in runs.jobs]
+    assert names == [*(f"trial-{n:04d}" for n in range(8)), "tuned-seed0"]
+    for lives in (2, 0, 3):
+        with pytest.raises(SystemExit):
+            session(tmp_path / "killed", lives)[0].run()
+    last, runs = session(tmp_path / "killed")
+    last.run()
+    assert [job.name for job in runs.jobs] == names[5:]
+    assert tried(tmp_path / "killed") == tried(tmp_path / "whole")
+    again, runs = session(tmp_path / "killed")
+    (tmp_path / "killed" / "small" / "tuned-seed0" / "metrics.csv").unlink()
+    for file in ("metadata.json", ""):
+        path = tmp_path / "killed" / "small" / "tuned-seed0" / file
+        path.unlink() if file else path.rmdir()
+    again.run()
+    assert [job.name for job in runs.jobs] == ["tuned-seed0"]  # no trial is repeated
+
+
+def test_the_best_trial_becomes_one_run_of_the_study_with_settings_of_its_own(tmp_path):
+    tune, runs = session(tmp_path)
+    tune.run()
+    best = max(tried(tmp_path), key=lambda trial: trial[2])
+    final = runs.jobs[-1].args
+    assert {f"--{key}={value}" for key, value in best[1].items()} <= set(final)
+    assert {"--trainer.experiment=small", "--trainer.run_name=tuned-seed0", "--trainer.max_rounds=7"} <= set(final)
+    assert {"--trainer.experiment=small-tune", "--trainer.max_rounds=5"} <= set(runs.jobs[0].args)
+    tags = json.loads(next(word for word in final if word.startswith("--trainer.tags=")).split("=", 1)[1])
+    assert tags == {"study": "small", "label": "tuned", "tuned_by": "small-tune", "trial": str(best[0])}
+    assert yaml.safe_load((tmp_path / "small-tune" / "best.yaml").read_text())["settings"] == best[1]
+    trial = json.loads(next(word for word in runs.jobs[3].args if word.startswith("--trainer.tags=")).split("=", 1)[1])
+    assert trial == {"study": "small-tune", "label": "trial", "trial": "3"}
+    assert all(0.001 <= params["model.optimizer.init_args.lr"] <= 0.1 for _, params, _, _ in tried(tmp_path))
+    assert {params["trainer.local_epochs"] for _, params, _, _ in tried(tmp_path)} <= {1, 2, 3, 4}
+
+
+def test_a_trial_below_the_median_is_ended_and_a_failed_one_does_not_stop_the_search(tmp_path, monkeypatch):
+    tune, runs = session(tmp_path, text=SEARCH + "prune: true\n")
+    fail = module.metric_of
+    monkeypatch.setattr(module, "metric_of", lambda run, metric: None if run.name == "trial-0002" else fail(run, metric))
+    tune.run()
+    states = [state for *_, state in tried(tmp_path)]
+    assert len(states) == 8
+    assert states[2] == "FAIL"
+    assert "PRUNED" in states[5:]  # not before there is a median to be below
+    assert runs.jobs[-1].name == "tuned-seed0"
+
+
+def test_a_search_is_not_continued_as_another(tmp_path):
+    session(tmp_path)[0].run()
+    with pytest.raises(InputError, match="made with other space; give the search another study"):
+        open_search(search_in(tmp_path, SEARCH.replace("high: 4", "high: 5")), tmp_path / "small-tune")
+    open_search(search_in(tmp_path, SEARCH.replace("trials: 8", "trials: 9")), tmp_path / "small-tune")  # more of the same
+
+
+def test_no_trial_no_run(tmp_path, monkeypatch):
+    monkeypatch.setattr(module, "metric_of", lambda run, metric: None)
+    tune, runs = session(tmp_path)
+    with pytest.raises(SystemExit, match="1"):
+        tune.run()
+    assert [job.name for job in runs.jobs][-1] == "trial-0007"
+
+
+def test_from_the_command_line(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    text = (
+        SEARCH.replace("trials: 8", "trials: 1")
+        .replace("max_rounds: 5", "max_rounds: 2, data.num_clients: 4")
+        .replace("max_rounds: 7", "max_rounds: 2")
+    )
+    search_in(tmp_path, text.replace("CoordinateMedian", "CoordinateMedina"))
+    assert main(["tune", "--config", "search.yaml"]) == 2
+    assert "CoordinateMedina" in capsys.readouterr().err
+    assert not Path("runs").exists()
+    search_in(tmp_path, text)
+    assert main(["tune", "--config", "search.yaml", "--logger", "false"]) == 0
+    for run in ("runs/small-tune/trial-0000", "runs/small/tuned-seed0"):
+        assert json.loads(Path(run, "metadata.json").read_text())["status"] == "finished"
