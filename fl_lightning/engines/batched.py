@@ -45,7 +45,6 @@ class Row:
     tensors: dict[str, Tensor]
     inside: dict[str, Any]
     batches: list[Any]
-    key: Any
 
 
 class BatchedEngine(Engine):
@@ -86,33 +85,39 @@ class BatchedEngine(Engine):
         precision = self.fabric.strategy.precision
         if isinstance(precision, MixedPrecision) and precision.scaler is not None:
             raise CannotStackError("each client has a loss scale of its own in 16-mixed")
+        before = dict(vars(self.method))
         rows = [self._ready(order) for order in orders]
+        names = sorted(
+            {name for row in rows for name, value in row.inside.items() if before.get(name) is not value} - {*REGISTERED}
+        )
         kinds: dict[Any, list[Row]] = defaultdict(list)
         for row in rows:
-            kinds[row.key].append(row)
+            kinds[self._kind(row, names)].append(row)
+            row.inside = {name: row.inside[name] for name in (*REGISTERED, *names)}
         results: dict[int, ClientResult] = {}
         for kind in kinds.values():
             results |= {row.order.client.id: result for row, result in zip(kind, self._train_stack(kind), strict=True)}
         return [results[order.client.id] for order in orders]
 
     def _ready(self, order: Order) -> Row:
-        method, client, before = self.method, order.client, dict(vars(self.method))
+        method, client = self.method, order.client
         method.receive(Payload.from_bytes(order.message), client)
         method.train()
         batches = list(method.local_batches(self.data, client, epochs=order.epochs, labels=order.labels, steps=order.steps))
-        inside = {name: value for name, value in vars(method).items() if before.get(name) is not value}
-        for name, value in inside.items():
-            if not _is_plain(value):
+        inside = vars(method) | {name: dict(vars(method)[name]) for name in REGISTERED}
+        return Row(order, {name: tensor.detach().clone() for name, tensor in _tensors(method).items()}, inside, batches)
+
+    def _kind(self, row: Row, names: Sequence[str]) -> Any:
+        """What the clients of a stack agree on: submodules, shapes, and the plain values that ``receive`` sets."""
+        for name in names:
+            if not _is_plain(row.inside[name]):
                 raise CannotStackError(
-                    f"{type(method).__name__}.receive sets {name!r}, which is neither a parameter, a buffer nor a plain value; "
+                    f"{type(self.method).__name__}.receive sets {name!r}, which is neither a parameter, a buffer nor a plain value; "
                     "register it as a buffer"
                 )
-        inside |= {name: dict(vars(method)[name]) for name in REGISTERED}
-        tensors = {name: tensor.detach().clone() for name, tensor in _tensors(method).items()}
-        shapes = tuple((name, tensor.shape) for name, tensor in tensors.items())
-        modules = tuple(id(module) for module in method._modules.values())
-        plain = tuple(repr(value) for name, value in sorted(inside.items()) if name not in REGISTERED)
-        return Row(order, tensors, inside, batches, (shapes, modules, plain))
+        modules = tuple(map(id, row.inside["_modules"].values()))
+        shapes = tuple((name, tensor.shape) for name, tensor in row.tensors.items())
+        return modules, shapes, tuple(repr(row.inside[name]) for name in names)
 
     def _train_stack(self, rows: Sequence[Row]) -> list[ClientResult]:
         if len(rows) == 1:
@@ -155,7 +160,7 @@ class BatchedEngine(Engine):
         """A hook of the method with these tensors in place of its own; what it returns, and the tensors as it left them."""
         tensors = {f"method.{name}": tensor for name, tensor in {**trained, **others}.items()}
         returned = functional_call(_Caller(self.method), tensors, (hook, *arguments))
-        return returned, {name.removeprefix("method."): tensor for name, tensor in tensors.items()}
+        return returned or {}, {name.removeprefix("method."): tensor for name, tensor in tensors.items()}
 
     def _become(self, row: Row) -> None:
         """The module as ``receive`` and ``local_batches`` left it for this client, but for the values of its tensors."""

@@ -10,11 +10,13 @@ import multiprocessing
 import os
 import signal
 import sys
+import traceback
 import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from mmap import mmap
 from multiprocessing.connection import Connection, wait
+from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
 import numpy as np
@@ -133,7 +135,7 @@ class Worker:
     def take(self, orders: Sequence[Order]) -> list[ClientResult]:
         error, blobs, packed = self._hear()
         if error is not None:
-            raise error
+            raise error from RuntimeError(f"in a worker process:\n{blobs}")
         uploads = _read(self.up, blobs)
         return [
             ClientResult(replace(order.client, state=(kept := _tensors(state))), upload, kept, losses, seen, steps)
@@ -195,7 +197,7 @@ def _serve(engine: Engine, method: Method, pipe: Connection, down: mmap, up: mma
                 (_arrays(result.state), result.losses, result.seen, result.steps) for result in results
             ])  # fmt: skip
         except Exception as error:
-            answer = (_sendable(error), [], [])
+            answer = (_sendable(error), "".join(traceback.format_exception(error)), [])
         sys.stdout.flush()
         pipe.send(answer)
 
@@ -228,14 +230,8 @@ def _tensors(state: dict[str, np.ndarray]) -> dict[str, Tensor]:
 
 def _sendable(error: Exception) -> Exception:
     """The error if it survives the pipe, else one that says the same."""
-    import traceback
-
-    text = "".join(traceback.format_exception(error)).strip()
     try:
-        import multiprocessing.reduction as reduction
-
-        reduction.ForkingPickler.loads(reduction.ForkingPickler.dumps(error))
+        ForkingPickler.loads(ForkingPickler.dumps(error))
     except Exception:
-        error = RuntimeError(f"{type(error).__name__}: {error}")
-    error.__cause__ = RuntimeError(f"in a worker process:\n{text}")
+        return RuntimeError(f"{type(error).__name__}: {error}")
     return error
