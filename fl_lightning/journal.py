@@ -70,6 +70,11 @@ class Journal:
         log.info("%s is finished: %d rounds, nothing to do", self.run.path, done)
         return True
 
+    @property
+    def engine(self) -> str | None:
+        """The engine that the run was begun with; None for a new one."""
+        return None if self.start.run is None else self.run.read_json("metadata.json").get("engine")
+
     def open(self, fed: Federation, command_line: Sequence[str], tags: Mapping[str, str] | None = None) -> None:
         """Create the run, or lock it and take it back to the end of its last whole round.
 

@@ -10,6 +10,7 @@ from hashlib import sha256
 from time import perf_counter
 from typing import TypeVar
 
+import numpy as np
 import torch
 from lightning.fabric import Fabric
 from torch import Tensor
@@ -39,6 +40,7 @@ class Federation:
         local_epochs: passes over its data that a client makes in a round.
         eval_every: rounds between evaluations; the last round is always evaluated.
         states: what clients keep between rounds, by client id.
+        sent: the last broadcast, and its bytes.
     """
 
     fabric: Fabric
@@ -53,6 +55,7 @@ class Federation:
     eval_every: int
     states: dict[int, dict[str, Tensor]] = field(default_factory=dict)
     ledger: Ledger = field(default_factory=Ledger)
+    sent: tuple[Payload, bytes] | None = None
 
 
 def run_round(fed: Federation, round: int) -> RoundRecord:
@@ -80,10 +83,14 @@ def run_round(fed: Federation, round: int) -> RoundRecord:
 def sample_cohort(fed: Federation, round: int) -> list[Assignment]:
     """A uniform sample of the clients that have training data, in order of id."""
     candidates = fed.data.sizes.nonzero()[0]
-    size = max(1, math.floor(fed.participation * len(candidates) + 0.5))
-    ids = rng.stream(fed.seed, "cohort", round).choice(candidates, size, replace=False, shuffle=False)
+    ids = rng.stream(fed.seed, "cohort", round).choice(candidates, cohort_size(fed), replace=False, shuffle=False)
     # copies: what a client keeps counts once it is done, so that an interrupted round leaves no trace in the checkpoint
     return [Assignment(fed.data.client(int(id), dict(fed.states.get(int(id), {})))) for id in sorted(ids)]
+
+
+def cohort_size(fed: Federation) -> int:
+    """Clients that are sampled each round."""
+    return max(1, math.floor(fed.participation * np.count_nonzero(fed.data.sizes) + 0.5))
 
 
 def make_order(fed: Federation, round: int, assignment: Assignment) -> Order:
@@ -91,9 +98,17 @@ def make_order(fed: Federation, round: int, assignment: Assignment) -> Order:
     labels = fed.data.labels(client)
     labels = stress(fed.callbacks, "change_labels", labels, client=client, round=round, context=fed.context)
     steps = max(1, math.ceil(assignment.work * fed.data.num_steps(client, epochs)))
-    message = fed.method.broadcast(client).to_bytes()
+    message = encode_broadcast(fed, client)
     fed.fabric.call("on_client_start", client, message, labels, round, fed.context)
     return Order(client, message, labels, epochs, steps)
+
+
+def encode_broadcast(fed: Federation, client: Client) -> bytes:
+    """What the client is sent; the very bytes that the one before it was sent where it is the same."""
+    payload = fed.method.broadcast(client)
+    if fed.sent is None or not payload.is_surely(fed.sent[0]):
+        fed.sent = payload, payload.to_bytes()
+    return fed.sent[1]
 
 
 def train(fed: Federation, round: int, orders: Sequence[Order]) -> list[ClientResult]:
@@ -189,12 +204,15 @@ def aggregate(fed: Federation, round: int, uploads: dict[int, Payload]) -> None:
 def summarise(
     fed: Federation, round: int, cohort: Sequence[Assignment], results: Sequence[ClientResult], counted: int
 ) -> dict[str, float]:
-    """Counts, bytes, and the mean of each loss term over the examples that were trained on."""
+    """Counts, bytes, and the mean of each loss term over the examples that it was taken of."""
     entries = [entry for entry in fed.ledger.entries[-len(cohort) :] if entry.round == round]
     rejected = sum(entry.status == "rejected" for entry in entries)
-    seen = sum(result.seen for result in results)
     terms = dict.fromkeys(name for result in results for name in result.losses)
-    losses = {f"train/{name}": sum(result.losses.get(name, 0.0) for result in results) / seen for name in terms}
+    losses = {
+        f"train/{name}": sum(result.losses.get(name, 0.0) for result in results)
+        / sum(result.seen.get(name, 0) for result in results)
+        for name in terms
+    }
     return {
         **losses,
         **Ledger.totals(entries),

@@ -32,6 +32,7 @@ def describe(fed: Federation, partition: str, command_line: Sequence[str]) -> di
         "versions": versions(),
         "command_line": redact_arguments(list(command_line)),
         "device": str(fed.fabric.device),
+        "engine": fed.engine.name,
         "processes": fed.fabric.world_size,
         "threads": torch.get_num_threads(),
         "precision": fed.fabric.strategy.precision.precision,

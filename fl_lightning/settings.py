@@ -12,7 +12,7 @@ import yaml
 
 from fl_lightning.errors import InputError
 
-FREE_KEYS = ("trainer.devices", "trainer.strategy", "trainer.num_nodes", "trainer.rank_timeout", "trainer.engine",
+FREE_KEYS = ("trainer.devices", "trainer.strategy", "trainer.num_nodes", "trainer.rank_timeout", "trainer.engine", "trainer.workers",
              "trainer.accelerator", "trainer.logger",
              "trainer.default_root_dir", "trainer.experiment", "trainer.run_name", "trainer.checkpoint_every",
              "trainer.keep_checkpoints", "trainer.allow_changed", "trainer.auto_resume", "trainer.tags", "data.root", "data.init_args.root",

@@ -13,14 +13,14 @@ from lightning.fabric.loggers import Logger
 from fl_lightning import rng, testing
 from fl_lightning.data import FederatedData
 from fl_lightning.disk import is_full
-from fl_lightning.engines import RankedEngine, SequentialEngine, check_optimizer
+from fl_lightning.engines import Engine, EngineName, check_optimizer, make_engine
 from fl_lightning.engines.determinism import deterministic
 from fl_lightning.engines.launch import join, launched_from_outside, make_fabric, one_first, start_others, stop_others
 from fl_lightning.errors import InputError
 from fl_lightning.hooks import Callback
 from fl_lightning.interrupts import Interrupts
 from fl_lightning.journal import Journal
-from fl_lightning.loop import Federation, run_round, weights_hash
+from fl_lightning.loop import Federation, cohort_size, run_round, weights_hash
 from fl_lightning.metadata import dataset_of
 from fl_lightning.methods import Method
 from fl_lightning.progress import Progress
@@ -45,7 +45,10 @@ class FederatedTrainer:
         rank_timeout: seconds that a process waits for the others, who may still be training, before the run is given up; at least 1.
             A process that died is noticed at once.
         precision: of the local training steps and of evaluation: ``32-true``, ``bf16-mixed`` or ``16-mixed``.
-        engine: how clients are executed: ``auto`` or ``sequential``.
+        engine: how clients are executed: ``sequential``, one after another; ``batched``, many at once through ``torch.func``;
+            ``auto`` measures both and stays with its choice when the run is continued.
+        workers: processes that train clients side by side on a CPU, at least 1; ``auto``: as many as torch would use threads. A client
+            trains on one thread in any case, so that their number changes nothing but the time.
         max_rounds: rounds to run, at least 1.
         participation: share of the clients sampled each round, in (0, 1].
         local_epochs: passes that a client makes over its own data in a round, at least 1.
@@ -73,7 +76,8 @@ class FederatedTrainer:
         num_nodes: int = 1,
         rank_timeout: int = 1800,
         precision: Literal["32-true", "bf16-mixed", "16-mixed"] = "32-true",
-        engine: Literal["auto", "sequential"] = "auto",
+        engine: EngineName = "auto",
+        workers: int | Literal["auto"] = "auto",
         max_rounds: int = 100,
         participation: float = 0.2,
         local_epochs: int = 2,
@@ -98,6 +102,7 @@ class FederatedTrainer:
             ("keep_checkpoints", keep_checkpoints, 1),
             ("num_nodes", num_nodes, 1),
             ("rank_timeout", rank_timeout, 1),
+            ("workers", 1 if workers == "auto" else workers, 1),
         ):
             if value < least:
                 raise ValueError(f"--trainer.{name} {value}; at least {least} is needed; write --trainer.{name} {max(least, 1)}")
@@ -114,6 +119,7 @@ class FederatedTrainer:
         self.fabric = make_fabric(
             accelerator, devices, strategy, num_nodes, precision=precision, timeout=rank_timeout, callbacks=self.callbacks
         )
+        self.engine, self.workers = engine, workers
         self.max_rounds = max_rounds
         self.participation = participation
         self.local_epochs = local_epochs
@@ -167,6 +173,7 @@ class FederatedTrainer:
             try:
                 if not outside:
                     start_others(self.fabric, start.name)
+                self._start_engine(fed)
                 with self.interrupts.held():
                     self.journal.open(fed, self.command_line, self.tags)
                 self.journal.track()
@@ -180,6 +187,7 @@ class FederatedTrainer:
                     self._stop(error)
                 raise
             finally:
+                fed.engine.close()
                 self.journal.close()
 
     def test(
@@ -236,11 +244,18 @@ class FederatedTrainer:
             self.fabric.call("on_check", self)
         except (ValueError, OSError) as error:
             raise InputError(str(error)) from error
-        engine = RankedEngine(SequentialEngine(self.fabric, self.method, self.data), self.data)
         return Federation(
-            self.fabric, self.method, self.data, engine, self.callbacks, context=self, seed=self.seed,
+            self.fabric, self.method, self.data, Engine(), self.callbacks, context=self, seed=self.seed,
             participation=self.participation, local_epochs=self.local_epochs, eval_every=self.eval_every,
         )  # fmt: skip
+
+    def _start_engine(self, fed: Federation) -> None:
+        """Before the trackers: workers are forks, and a fork must not find locks that threads of this process hold."""
+        fed.engine = make_engine(
+            self.fabric, self.method, self.data, engine=self.engine, workers=self.workers, before=self.journal.engine,
+            cohort=cohort_size(fed),
+        )  # fmt: skip
+        fed.engine.start()
 
     def _run_round(self, fed: Federation) -> None:
         round = self.progress.done.round + 1

@@ -18,7 +18,7 @@ import torch
 from ranks_program import METHODS, fit
 
 from fl_lightning.client import Client
-from fl_lightning.engines import Order, launch
+from fl_lightning.engines import Engine, Order, launch
 from fl_lightning.engines.base import ClientResult
 from fl_lightning.engines.ranks import RankedEngine, _pack, _unpack, deal, work
 from fl_lightning.trainer import FederatedTrainer
@@ -129,8 +129,8 @@ def test_a_result_survives_the_way_between_processes():
 
 
 def test_one_process_is_the_engine_itself():
-    class Echo:
-        def train(self, orders):
+    class Echo(Engine):
+        def train(self, orders, units=None):
             yield from orders
 
     orders = [order(1), order(2)]

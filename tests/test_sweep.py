@@ -20,9 +20,12 @@ from rich.console import Console
 from fl_lightning.__main__ import main
 from fl_lightning.errors import InputError
 from fl_lightning.study import jobs, lock
+from fl_lightning.study.board import Board, Record
 from fl_lightning.study.display import Display
+from fl_lightning.study.estimate import Cost, Total, find_costs, total
 from fl_lightning.study.jobs import Job, Pool
 from fl_lightning.study.places import places
+from fl_lightning.study.plan import Cell
 from fl_lightning.tracking import Tracking, begin_study, end_study
 
 CONFIGS = Path(__file__).parent.parent / "configs"
@@ -38,7 +41,6 @@ settings:
 seeds: [3]
 methods:
   Long: {{settings: {{trainer.max_rounds: 60}}}}
-  FedAvg: {{config: {configs}/fedavg.yaml}}
   Broken: {{settings: {{data.public_examples: {public}}}}}
 """
 
@@ -102,15 +104,11 @@ def test_killed_and_continued_a_study_is_as_if_never_killed(write, capfd):
     assert f"Long-seed3 continues after round {after}" in said
     assert "Broken-seed3 failed (fit, exit code 2)" in said
     assert "public_examples" in said  # the last lines of its log
-    assert "FedAvg-seed3 finished: accuracy 0." in said
-    assert {label: entry["status"] for label, entry in cells().items()} == {
-        "Long": "finished",
-        "FedAvg": "finished",
-        "Broken": "failed",
-    }
-    assert cells()["FedAvg"] | {"hash": ""} == {"name": "FedAvg-seed3", "label": "FedAvg", "seed": 3, "levels": {}, "hash": "",
-                                                "status": "finished", "run": "FedAvg-seed3", "threads": 1}  # fmt: skip
-    assert json.loads(Path("runs/small/FedAvg-seed3/metadata.json").read_text())["tags"] == {"study": "small", "label": "FedAvg"}
+    assert "Long-seed3 finished: accuracy 0." in said
+    assert {label: entry["status"] for label, entry in cells().items()} == {"Long": "finished", "Broken": "failed"}
+    assert cells()["Long"] | {"hash": ""} == {"name": "Long-seed3", "label": "Long", "seed": 3, "levels": {}, "hash": "",
+                                              "status": "finished", "run": "Long-seed3", "threads": 1}  # fmt: skip
+    assert json.loads(Path("runs/small/Long-seed3/metadata.json").read_text())["tags"] == {"study": "small", "label": "Long"}
     small = [
         "--trainer.max_rounds=60",
         "--trainer.eval_every=30",
@@ -126,7 +124,7 @@ def test_killed_and_continued_a_study_is_as_if_never_killed(write, capfd):
     write(public=5)
     capfd.readouterr()
     assert main(["sweep", "--config", "study.yaml", "--dry_run", "true"]) == 0
-    assert "3 cells, 1 to run" in capfd.readouterr().out
+    assert "2 cells, 1 to run" in capfd.readouterr().out
     logs = {path.name: path.stat().st_size for path in Path("runs/small/logs").iterdir()}
     assert main(["sweep", "--config", "study.yaml", "--logger", "false"]) == 0
     assert "what holds     python -m fl_lightning compare --study small" in capfd.readouterr().err
@@ -249,6 +247,18 @@ def test_a_study_waits_for_the_cells_of_a_sweep_that_was_killed_and_for_no_other
     threading.Timer(0.3, lambda: orphan.communicate(b"\n")).start()
     with lock.only_one(tmp_path):
         assert orphan.wait(10) == 0
+
+
+def test_what_is_left_is_estimated_from_runs_of_the_same_method(tmp_path):
+    """By hand: 98 rounds of 3 s and 8 bytes and a start of 10 s; the first round is a warm-up."""
+    (tmp_path / "metrics.csv").write_text("round,time/round,comm/total_bytes\n1,50,8\n2,3,8\n")
+    begun = Record(Cell("A", 0, {}, []), {"trainer.max_rounds": 100}, "", "interrupted", tmp_path)
+    waiting = Record(Cell("A", 1, {}, []), {"trainer.max_rounds": 100}, "")
+    unknown = Record(Cell("B", 0, {}, []), {"trainer.max_rounds": 100}, "")
+    done = Record(Cell("B", 1, {}, []), {"trainer.max_rounds": 100}, "", "finished")
+    costs = find_costs(Board(None, tmp_path, [begun, waiting, unknown, done]), probe=False)  # type: ignore[arg-type]
+    assert costs["A-seed1"] == Cost(3.0, 8.0, "A-seed0")
+    assert total([begun, waiting, unknown, done], costs) == Total(10 + 98 * 3 + 10 + 100 * 3, 198 * 8, ["B"])
 
 
 def test_gpus_are_dealt_in_turn():

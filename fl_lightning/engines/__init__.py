@@ -1,5 +1,20 @@
 from fl_lightning.engines.base import ClientResult, Engine, Order
+from fl_lightning.engines.batched import BatchedEngine
+from fl_lightning.engines.choice import EngineName, make_engine
+from fl_lightning.engines.optimizers import check_optimizer
+from fl_lightning.engines.pool import PoolEngine
 from fl_lightning.engines.ranks import RankedEngine
-from fl_lightning.engines.sequential import SequentialEngine, check_optimizer
+from fl_lightning.engines.sequential import SequentialEngine
 
-__all__ = ["ClientResult", "Engine", "Order", "RankedEngine", "SequentialEngine", "check_optimizer"]
+__all__ = [
+    "BatchedEngine",
+    "ClientResult",
+    "Engine",
+    "EngineName",
+    "Order",
+    "PoolEngine",
+    "RankedEngine",
+    "SequentialEngine",
+    "check_optimizer",
+    "make_engine",
+]

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any
 
+import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 from fl_lightning.client import Client
+
+Units = list[list[int]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,18 +40,68 @@ class ClientResult:
     Args:
         upload: the upload as bytes.
         state: what the client keeps until it is next sampled.
-        losses: sums over the examples it saw, by term; diagnostics of the simulation, not on the wire.
-        seen: examples seen, an example counting once per epoch.
+        losses: sums over the examples that a term was taken of, by term; diagnostics of the simulation, not on the wire.
+        seen: the number of those examples, by term; an example counts once per epoch.
+        steps: optimiser steps.
     """
 
     client: Client
     upload: bytes
     state: dict[str, Tensor]
     losses: dict[str, float]
-    seen: int
+    seen: dict[str, int]
     steps: int
 
 
-class Engine(Protocol):
-    def train(self, orders: Sequence[Order]) -> Iterator[ClientResult]:
-        """One result for each order, in the order of the orders."""
+class Engine:
+    """:meth:`start` before the first :meth:`train`, :meth:`close` after the last; most engines need neither."""
+
+    name = ""
+
+    def start(self) -> None:
+        """Get ready."""
+
+    def units(self, orders: Sequence[Order]) -> Units:
+        """Positions of the orders that are done together: cut before they are dealt, so that who does what changes no result."""
+        return [[position] for position in range(len(orders))]
+
+    def train(self, orders: Sequence[Order], units: Units | None = None) -> Iterator[ClientResult]:
+        """One result for each order, in the order of the orders; ``units`` of these orders, where they are known already."""
+        raise NotImplementedError
+
+    def close(self) -> None:
+        """Let go of what :meth:`start` took; can be called twice."""
+
+
+class Losses:
+    """Sums over examples of each loss term that training steps return. Stays on the device until :meth:`totals`."""
+
+    def __init__(self) -> None:
+        self.sums: dict[str, Tensor] = {}
+        self.seen: dict[str, int] = {}
+
+    def add(self, outputs: Mapping[str, Tensor], size: int) -> None:
+        for name, value in outputs.items():
+            self.sums[name] = self.sums.get(name, 0.0) + value.detach().double() * size
+            self.seen[name] = self.seen.get(name, 0) + size
+
+    def totals(self) -> dict[str, float]:
+        return dict(zip(self.sums, torch.stack(list(self.sums.values())).tolist(), strict=True)) if self.sums else {}
+
+
+def size_of(batch: Any) -> int:
+    """Examples in a batch: the length of its first tensor."""
+    return len(tree_leaves(batch)[0])
+
+
+@contextmanager
+def one_thread(device: torch.device) -> Iterator[None]:
+    """On a CPU a client trains on one thread, whoever trains it: sums over other numbers of threads are rounded differently."""
+    before = torch.get_num_threads()
+    if device.type == "cpu" and before != 1:
+        torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        if torch.get_num_threads() != before:
+            torch.set_num_threads(before)

@@ -11,29 +11,41 @@ import torch
 from torch import Tensor
 
 from fl_lightning.data import FederatedData
-from fl_lightning.engines.base import ClientResult, Engine, Order
+from fl_lightning.engines.base import ClientResult, Engine, Order, Units
 from fl_lightning.engines.collectives import gather_bytes, gather_tensors, rank, world_size
 from fl_lightning.wire.payload import HEADER
 
 OVERHEAD = 0.25  # of a batch: what a client costs beside its training
 
 
-class RankedEngine:
+class RankedEngine(Engine):
     """Deals the orders of ``engine`` to the ranks and exchanges what they gave: uploads, kept states, losses.
 
     Uploads stay the bytes that the client made, so the server of every rank computes the same next state from the same bytes.
     """
 
     def __init__(self, engine: Engine, data: FederatedData) -> None:
-        self.engine, self.data = engine, data
+        self.engine, self.data, self.name = engine, data, engine.name
 
-    def train(self, orders: Sequence[Order]) -> Iterator[ClientResult]:
+    def start(self) -> None:
+        self.engine.start()
+
+    def close(self) -> None:
+        self.engine.close()
+
+    def units(self, orders: Sequence[Order]) -> Units:
+        return self.engine.units(orders)
+
+    def train(self, orders: Sequence[Order], units: Units | None = None) -> Iterator[ClientResult]:
         if world_size() == 1:
-            yield from self.engine.train(orders)
+            yield from self.engine.train(orders, units)
             return
         require_agreement(orders)
-        share = deal([work(order, self.data.batch_size) for order in orders], world_size())[rank()]
-        results = self.engine.train([orders[index] for index in share])
+        units, works = units or self.units(orders), [work(order, self.data.batch_size) for order in orders]
+        mine = [units[at] for at in deal([sum(works[at] for at in unit) for unit in units], world_size())[rank()]]
+        share = [at for unit in mine for at in unit]
+        place = {at: here for here, at in enumerate(share)}
+        results = self.engine.train([orders[at] for at in share], [[place[at] for at in unit] for unit in mine])
         tensors: dict[str, Tensor] = {}
         for index, result in zip(share, results, strict=True):
             tensors |= {f"{index}/{name}": tensor for name, tensor in _pack(result).items()}

@@ -21,6 +21,7 @@ from fl_lightning import rng
 from fl_lightning.client import Client
 from fl_lightning.data import FederatedData
 from fl_lightning.methods.base import Method, examples_of, shares
+from fl_lightning.methods.losses import kl_divergence
 from fl_lightning.wire import Payload, PayloadError
 
 SUM_TOLERANCE = 1e-3  # of a row of soft labels: float32 sums of many classes
@@ -79,7 +80,8 @@ class FedKD(Method):
         super().build(data)
         self.public_data = data
         self.initial = self.server["weights"]
-        self.received: Tensor | None = None
+        self.received: Tensor | None
+        self.register_buffer("received", None, persistent=False)
         classes = self._outputs(data)
         self.server |= {
             "soft_labels": torch.full((len(data.public), classes), 1 / classes),
@@ -195,4 +197,4 @@ def soft_label_loss(outputs: Tensor, soft_labels: Tensor, temperature: float) ->
         soft_labels: probabilities p ``[B, C]``.
         temperature: T of both.
     """
-    return temperature**2 * F.kl_div(F.log_softmax(outputs / temperature, dim=1), soft_labels, reduction="batchmean")
+    return temperature**2 * kl_divergence(soft_labels, F.log_softmax(outputs / temperature, dim=1))

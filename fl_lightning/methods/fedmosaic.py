@@ -119,7 +119,9 @@ class FedMosaic(Method):
         shape = data.num_classes, data.example_shape
         self.reference = build_network(self.reference_spec, *shape).requires_grad_(False)
         self.reference_weight = last_linear(self.reference)
-        self.gradient = torch.zeros_like(self.reference.get_parameter(self.reference_weight), device="cpu")
+        shape_of_gradient = self.reference.get_parameter(self.reference_weight).shape
+        self.gradient: Tensor
+        self.register_buffer("gradient", torch.zeros(shape_of_gradient), persistent=False)
         classes, features = self.gradient.shape
         self.kept = kept_rows(classes, features, self.sketch_rows, self.stream("sketch_rows"))
         self.families = nn.ModuleList(self._adapt(build_network(spec, *shape)) for spec in self.specs)
@@ -194,7 +196,7 @@ class FedMosaic(Method):
         """A number as gate stays in [0, 1]: beyond, the full gradient of P and Q would point away from the minimum."""
         for layer in adapted_layers(self.network):
             if isinstance(layer.gate, Tensor):
-                layer.gate.clamp_(0, 1)
+                layer.gate.copy_(layer.gate.clamp(0, 1))
 
     def upload(self, client: Client) -> Payload:
         index = self.family(client)

@@ -135,7 +135,7 @@ class FedMPQ(Method):
 
     @torch.no_grad()
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-        self.planes.clamp_(0, PLANE_MAX)
+        self.planes.copy_(self.planes.clamp(0, PLANE_MAX))  # clamp_ cannot be batched
 
     def upload(self, client: Client) -> Payload:
         noise = self.stream("rounding", client) if self.rounding == "stochastic" else None

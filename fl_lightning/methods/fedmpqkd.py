@@ -19,6 +19,7 @@ from torch.nn import functional as F
 from fl_lightning.client import Client
 from fl_lightning.data import FederatedData
 from fl_lightning.methods.fedmpq import FedMPQ
+from fl_lightning.methods.losses import kl_divergence
 from fl_lightning.methods.schedules import CosineSchedule, LinearSchedule, at, ends
 from fl_lightning.quantization.planes import units
 from fl_lightning.wire import Payload
@@ -132,5 +133,5 @@ def distillation(student: Tensor, teacher: Tensor, temperature: float, kl: Liter
     """
     log_student = F.log_softmax(student.float() / temperature, dim=1)  # in bfloat16 the difference of two near logits is noise
     log_teacher = F.log_softmax(teacher.float() / temperature, dim=1)
-    first, second = (log_student, log_teacher) if kl == "forward" else (log_teacher, log_student)
-    return temperature**2 * F.kl_div(first, second, reduction="batchmean", log_target=True)
+    log_p, log_q = (log_teacher, log_student) if kl == "forward" else (log_student, log_teacher)
+    return temperature**2 * kl_divergence(log_p.exp(), log_q, log_p)

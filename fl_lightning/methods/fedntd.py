@@ -17,6 +17,7 @@ from torch.nn import functional as F
 from fl_lightning.client import Client
 from fl_lightning.data import FederatedData
 from fl_lightning.methods.base import Method
+from fl_lightning.methods.losses import kl_divergence
 from fl_lightning.wire import Payload
 
 
@@ -73,7 +74,7 @@ def not_true_distillation(local: Tensor, received: Tensor, target: Tensor, tau: 
     """
     log_local = F.log_softmax(not_true(local, target) / tau, dim=1)
     log_received = F.log_softmax(not_true(received, target) / tau, dim=1)
-    return tau**2 * F.kl_div(log_local, log_received, reduction="batchmean", log_target=True)
+    return tau**2 * kl_divergence(log_received.exp(), log_local, log_received)
 
 
 def not_true(logits: Tensor, target: Tensor) -> Tensor:

@@ -26,7 +26,7 @@ class CodedUpdates(Method, ABC):
         coded = {name for name, parameter in self.network.named_parameters() if self.is_coded(parameter)}
         self.coded = Layout.of(self.network, include=coded.__contains__)
         self.rest = Layout.of(self.network, include=lambda name: name not in coded)
-        self.received = self.server["weights"]
+        self.register_buffer("received", self.server["weights"], persistent=False)
 
     def is_coded(self, parameter: Tensor) -> bool:
         return parameter.requires_grad and parameter.ndim > 1

@@ -18,12 +18,13 @@ from fl_lightning.models.small_cnn import SmallCNN
 __all__ = ["NETWORKS", "ResNet20", "ResidualMLP", "SmallCNN", "build_network"]
 
 NETWORKS = ("small_cnn", "resnet20", "mobilenetv2", "vit_small", "residual_mlp")
+DEEP = 16  # convolutions
 _OURS: dict[str, Callable[[int], nn.Module]] = {"small_cnn": SmallCNN, "resnet20": ResNet20, "residual_mlp": ResidualMLP}
 _TIMM_NAMES = {"mobilenetv2": "mobilenetv2_100", "vit_small": "vit_small_patch16_224"}
 
 
 def build_network(network: str | Callable[[int], nn.Module], num_classes: int, example_shape: tuple[int, ...]) -> nn.Module:
-    """The network with new weights from torch's current generator.
+    """The network with new weights from torch's current generator. Many convolutions have theirs channels last (:func:`lay_out`).
 
     Args:
         network: one of ``NETWORKS``, any other timm name, a class path (``torchvision.models.resnet18``), or a callable that
@@ -34,6 +35,16 @@ def build_network(network: str | Callable[[int], nn.Module], num_classes: int, e
     Raises:
         ValueError: no network of that name, or what was given does not make one.
     """
+    return lay_out(_built(network, num_classes, example_shape))
+
+
+def lay_out(network: nn.Module) -> nn.Module:
+    """A deep convolutional network channels last: up to twice as fast; a shallow one gains nothing and stays as it is."""
+    deep = sum(isinstance(module, nn.Conv2d) for module in network.modules()) >= DEEP
+    return network.to(memory_format=torch.channels_last) if deep else network
+
+
+def _built(network: str | Callable[[int], nn.Module], num_classes: int, example_shape: tuple[int, ...]) -> nn.Module:
     if isinstance(network, nn.Module):
         raise ValueError(f"network={type(network).__name__}(...): already built, clients need new weights; write its class")
     if not isinstance(network, str):

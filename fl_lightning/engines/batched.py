@@ -1,0 +1,227 @@
+"""Many clients at once: their parameters and buffers as stacks ``[K, ...]``, one ``vmap`` of the training step over all of them.
+
+Pays where a step is mostly the cost of starting operations: small networks, many clients. The clients of a stack may have different
+numbers and sizes of batches: each step takes those rows whose batches have one shape, and the others in turn.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import torch
+from lightning.fabric import Fabric
+from lightning.fabric.plugins.precision import MixedPrecision
+from torch import Tensor, nn
+from torch.func import functional_call, vmap
+from torch.utils._pytree import tree_flatten, tree_map
+
+from fl_lightning.data import FederatedData
+from fl_lightning.engines.base import ClientResult, Engine, Losses, Order, Units, one_thread, size_of
+from fl_lightning.engines.sequential import SequentialEngine
+from fl_lightning.engines.stack import CannotStackError, Stack
+from fl_lightning.methods import Method
+from fl_lightning.wire import Payload
+
+log = logging.getLogger("fl_lightning")
+
+MOST = 64
+"""Clients of one stack. Fixed, and stacks are cut before they are dealt to processes, so that their number changes nothing."""
+ROOM = 2**31
+"""Bytes that parameters, gradients and optimiser state of one stack may take."""
+
+REGISTERED = ("_parameters", "_buffers", "_modules")
+
+
+@dataclass
+class Row:
+    """One client, ready to train: what ``receive`` made of the module, and its batches."""
+
+    order: Order
+    tensors: dict[str, Tensor]
+    inside: dict[str, Any]
+    batches: list[Any]
+
+
+class BatchedEngine(Engine):
+    name = "batched"
+
+    def __init__(self, fabric: Fabric, method: Method, data: FederatedData) -> None:
+        self.fabric, self.method, self.data = fabric, method, data
+        self.one_by_one = SequentialEngine(fabric, method, data)
+        self.reason = ""
+
+    def units(self, orders: Sequence[Order]) -> Units:
+        """Stacks of clients with about as many examples."""
+        weights = sum(p.numel() * p.element_size() for p in self.method.parameters())
+        most = max(1, min(MOST, ROOM // max(1, 4 * weights)))
+        count = -(-len(orders) // most)
+        by_size = sorted(range(len(orders)), key=lambda at: (len(orders[at].client.train), at))
+        edges = [round(part * len(orders) / count) for part in range(count + 1)]
+        return [sorted(by_size[a:b]) for a, b in pairwise(edges)]
+
+    def train(self, orders: Sequence[Order], units: Units | None = None) -> Iterator[ClientResult]:
+        results: dict[int, ClientResult] = {}
+        for unit in units or self.units(orders):
+            results |= zip(unit, self.train_unit([orders[at] for at in unit]), strict=True)
+        yield from (results[at] for at in range(len(orders)))
+
+    def train_unit(self, orders: Sequence[Order]) -> list[ClientResult]:
+        """As one stack for each kind of client among them; one by one where that cannot be, which the log says once."""
+        if not self.reason:
+            try:
+                with one_thread(self.fabric.device):
+                    return self._train_stacks(orders)
+            except CannotStackError as reason:
+                self.reason = str(reason)
+                log.warning("clients are trained one by one, not batched: %s", reason)
+        return list(self.one_by_one.train(orders))
+
+    def _train_stacks(self, orders: Sequence[Order]) -> list[ClientResult]:
+        precision = self.fabric.strategy.precision
+        if isinstance(precision, MixedPrecision) and precision.scaler is not None:
+            raise CannotStackError("each client has a loss scale of its own in 16-mixed")
+        before = dict(vars(self.method))
+        rows = [self._ready(order) for order in orders]
+        names = sorted(
+            {name for row in rows for name, value in row.inside.items() if before.get(name) is not value} - {*REGISTERED}
+        )
+        kinds: dict[Any, list[Row]] = defaultdict(list)
+        for row in rows:
+            kinds[self._kind(row, names)].append(row)
+            row.inside = {name: row.inside[name] for name in (*REGISTERED, *names)}
+        results: dict[int, ClientResult] = {}
+        for kind in kinds.values():
+            results |= {row.order.client.id: result for row, result in zip(kind, self._train_stack(kind), strict=True)}
+        return [results[order.client.id] for order in orders]
+
+    def _ready(self, order: Order) -> Row:
+        method, client = self.method, order.client
+        method.receive(Payload.from_bytes(order.message), client)
+        method.train()
+        batches = list(method.local_batches(self.data, client, epochs=order.epochs, labels=order.labels, steps=order.steps))
+        inside = vars(method) | {name: dict(vars(method)[name]) for name in REGISTERED}
+        return Row(order, {name: tensor.detach().clone() for name, tensor in _tensors(method).items()}, inside, batches)
+
+    def _kind(self, row: Row, names: Sequence[str]) -> Any:
+        """What the clients of a stack agree on: submodules, shapes, and the plain values that ``receive`` sets."""
+        for name in names:
+            if not _is_plain(row.inside[name]):
+                raise CannotStackError(
+                    f"{type(self.method).__name__}.receive sets {name!r}, which is neither a parameter, a buffer nor a plain value; "
+                    "register it as a buffer"
+                )
+        modules = tuple(map(id, row.inside["_modules"].values()))
+        shapes = tuple((name, tensor.shape) for name, tensor in row.tensors.items())
+        return modules, shapes, tuple(repr(row.inside[name]) for name in names)
+
+    def _train_stack(self, rows: Sequence[Row]) -> list[ClientResult]:
+        if len(rows) == 1:
+            return [self.one_by_one.train_client(rows[0].order)]
+        self._become(rows[0])
+        self.tied = _has_tied_weights(self.method)
+        stack = Stack(self.method, [row.tensors for row in rows])
+        losses = [Losses() for _ in rows]
+        for step in range(max(len(row.batches) for row in rows)):
+            for where in _alike([row.batches[step : step + 1] for row in rows]):
+                batch = tree_map(lambda *leaves: torch.stack(leaves), *(rows[at].batches[step] for at in where))
+                outputs = self._step(stack, where, batch, step)
+                size = size_of(rows[where[0]].batches[step])
+                for place, at in enumerate(where):
+                    losses[at].add({name: value[place] for name, value in outputs.items()}, size)
+            stack.end_step()
+        return [self._result(row, stack.row(at), losses[at]) for at, row in enumerate(rows)]
+
+    def _step(self, stack: Stack, where: Sequence[int], batch: Any, step: int) -> dict[str, Tensor]:
+        """One local step of the clients at ``where``; ``batch`` is a stack of theirs. Each loss term as ``[len(where)]``."""
+        leaves, others = stack.part(where)
+        try:
+            with self.fabric.autocast():
+                outputs, tensors = vmap(self._call, (0, 0, None, 0, None))(leaves, others, "training_step", batch, step)
+            outputs["loss"].sum().backward()
+        except (RuntimeError, ValueError, NotImplementedError) as error:
+            raise CannotStackError(f"{type(self.method).__name__}.training_step: {str(error).splitlines()[0]}") from error
+        stack.step(where, leaves)
+        tensors = {name: leaves.get(name, tensor).detach() for name, tensor in tensors.items()}
+        outputs = {name: value.detach() for name, value in outputs.items()}
+        if type(self.method).on_train_batch_end is not Method.on_train_batch_end:
+            with torch.no_grad():
+                end = vmap(self._call, (0, None, None, 0, 0, None))
+                _, tensors = end(tensors, {}, "on_train_batch_end", outputs, batch, step)
+        stack.put(where, tensors)
+        return outputs
+
+    def _call(
+        self, trained: Mapping[str, Tensor], others: Mapping[str, Tensor], hook: str, *arguments: Any
+    ) -> tuple[Any, dict[str, Tensor]]:
+        """A hook of the method with these tensors in place of its own; what it returns, and the tensors as it left them."""
+        tensors = {f"method.{name}": tensor for name, tensor in {**trained, **others}.items()}
+        returned = functional_call(_Caller(self.method), tensors, (hook, *arguments), tie_weights=self.tied)
+        return returned or {}, {name.removeprefix("method."): tensor for name, tensor in tensors.items()}
+
+    def _become(self, row: Row) -> None:
+        """The module as ``receive`` and ``local_batches`` left it for this client, but for the values of its tensors."""
+        for name, value in row.inside.items():
+            if name in REGISTERED:
+                vars(self.method)[name].clear()
+                vars(self.method)[name].update(value)
+            else:
+                vars(self.method)[name] = value
+
+    @torch.no_grad()
+    def _result(self, row: Row, tensors: Mapping[str, Tensor], losses: Losses) -> ClientResult:
+        self._become(row)
+        for name, tensor in _tensors(self.method).items():
+            tensor.copy_(tensors[name])
+        client = row.order.client
+        upload = self.method.upload(client).to_bytes()
+        return ClientResult(client, upload, client.state, losses.totals(), losses.seen, len(row.batches))
+
+
+class _Caller(nn.Module):
+    """``functional_call`` calls ``forward``; this one calls any hook."""
+
+    def __init__(self, method: Method) -> None:
+        super().__init__()
+        self.method = method
+
+    def forward(self, hook: str, *arguments: Any) -> Any:
+        return getattr(self.method, hook)(*arguments)
+
+
+def _tensors(method: Method) -> dict[str, Tensor]:
+    return {**dict(method.named_parameters()), **dict(method.named_buffers())}
+
+
+def _has_tied_weights(method: Method) -> bool:
+    """Whether two modules share a parameter. One module under two names is no such case, and ``functional_call`` mistakes it for one.
+
+    Raises:
+        CannotStackError: both occur.
+    """
+    modules = list(method.modules())
+    parameters = [id(p) for module in modules for p in module._parameters.values() if p is not None]
+    tied = len(set(parameters)) < len(parameters)
+    if tied and len(modules) < len(list(method.named_modules(remove_duplicate=False))):
+        raise CannotStackError(f"{type(method).__name__} has tied weights and a module under two names")
+    return tied
+
+
+def _is_plain(value: object) -> bool:
+    if isinstance(value, (list, tuple)):
+        return all(map(_is_plain, value))
+    return value is None or isinstance(value, (bool, int, float, str))
+
+
+def _alike(batches: Sequence[Sequence[Any]]) -> list[list[int]]:
+    """Rows whose batches (of none or one) have the same form; rows without one in no group."""
+    groups: dict[Any, list[int]] = defaultdict(list)
+    for at, batch in enumerate(batches):
+        if batch:
+            leaves, form = tree_flatten(batch[0])
+            groups[str(form), tuple((leaf.shape, leaf.dtype) for leaf in leaves)].append(at)
+    return list(groups.values())

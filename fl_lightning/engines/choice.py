@@ -1,0 +1,110 @@
+"""Which engine runs the clients, on how many workers."""
+
+from __future__ import annotations
+
+import logging
+import sys
+import time
+from typing import Literal
+
+import torch
+from lightning.fabric import Fabric
+
+from fl_lightning.data import FederatedData
+from fl_lightning.engines import collectives
+from fl_lightning.engines.base import Engine, Order
+from fl_lightning.engines.batched import BatchedEngine
+from fl_lightning.engines.pool import PoolEngine
+from fl_lightning.engines.ranks import RankedEngine
+from fl_lightning.engines.sequential import SequentialEngine
+from fl_lightning.methods import Method
+
+log = logging.getLogger("fl_lightning")
+
+EngineName = Literal["auto", "sequential", "batched"]
+CLEARLY = 0.6
+"""Share of the sequential engine's time below which the batched one is taken: the two round differently, so a choice between
+equals must not hang on the noise of a clock."""
+HEAVY = 0.02
+"""Seconds of a local step on a CPU that is bound by arithmetic: nothing is saved by starting fewer operations."""
+MANY = 32
+"""Clients in a cohort from which stacking them is worth a measurement."""
+CLIENTS, STEPS = 16, 2  # of the probe
+
+
+def make_engine(
+    fabric: Fabric, method: Method, data: FederatedData, *,
+    engine: EngineName, workers: int | Literal["auto"], cohort: int, before: str | None,
+) -> Engine:  # fmt: skip
+    """The engine of a run.
+
+    Args:
+        engine: ``auto`` measures both on this method, network and data.
+        workers: processes that train clients side by side on a CPU; ``auto``: as many as torch has threads.
+        cohort: clients of a round.
+        before: what an earlier part of this run chose, which stays.
+    """
+    if engine != "auto":
+        name: str = engine
+    elif before:
+        name = before
+    else:
+        name = collectives.from_rank_zero(_measured(fabric, method, data)) if cohort >= MANY else "sequential"
+    inner: Engine = (BatchedEngine if name == "batched" else SequentialEngine)(fabric, method, data)
+    size = most_workers(fabric) if workers == "auto" else workers
+    if size > 1:
+        inner = PoolEngine(inner, method, data, size)
+    log.info("engine: %s, %s", name, f"{size} worker processes" if size > 1 else "in this process")
+    return RankedEngine(inner, data)
+
+
+def most_workers(fabric: Fabric) -> int:
+    """Forks that pay: one for each thread that torch would use, where training is on a CPU that can fork safely."""
+    if fabric.device.type != "cpu" or not sys.platform.startswith("linux"):
+        return 1
+    if collectives.world_size() > 1:
+        return 1  # the ranks are the workers
+    return max(1, torch.get_num_threads())
+
+
+def _measured(fabric: Fabric, method: Method, data: FederatedData) -> str:
+    if collectives.rank() != 0:
+        return ""
+    sequential, batched = SequentialEngine(fabric, method, data), BatchedEngine(fabric, method, data)
+    round, method.round = method.round, 1
+    try:
+        clients = [data.client(int(id)) for id in data.sizes.nonzero()[0][:CLIENTS]]
+        orders = [
+            Order(client, method.broadcast(client).to_bytes(), data.labels(client), 1, min(STEPS, data.num_steps(client, 1)))
+            for client in clients
+        ]
+        steps = sum(order.steps for order in orders)
+        for _ in range(2):  # the first one warms up
+            one = _seconds(sequential, orders[:1])
+        if fabric.device.type == "cpu" and one > HEAVY * orders[0].steps:
+            return _say("sequential", f"a local step takes {1e3 * one / orders[0].steps:.0f} ms, arithmetic")
+        in_turn = at_once = float("inf")
+        for _ in range(2):
+            in_turn, at_once = min(in_turn, _seconds(sequential, orders)), min(at_once, _seconds(batched, orders))
+            if batched.reason:
+                return "sequential"
+        shown = (
+            f"{steps} local steps of {len(orders)} clients take {1e3 * in_turn:.1f} ms in turn, {1e3 * at_once:.1f} ms at once"
+        )
+        return _say("batched" if at_once < CLEARLY * in_turn else "sequential", shown)
+    finally:
+        method.round = round
+
+
+def _seconds(engine: Engine, orders: list[Order]) -> float:
+    started = time.perf_counter()
+    for _ in engine.train(orders):
+        pass
+    if torch.cuda.is_initialized():
+        torch.cuda.synchronize()
+    return time.perf_counter() - started
+
+
+def _say(name: str, reason: str) -> str:
+    log.info("engine auto: %s (%s)", name, reason)
+    return name

@@ -1,0 +1,48 @@
+"""The clients' local optimisers: checked, fused, and known to be elementwise or not."""
+
+from __future__ import annotations
+
+from torch import optim
+from torch.optim import LBFGS, Optimizer
+
+from fl_lightning.errors import InputError
+from fl_lightning.methods import Method
+
+ELEMENTWISE = (
+    optim.SGD, optim.Adam, optim.AdamW, optim.NAdam, optim.RAdam, optim.Adamax, optim.Adadelta, optim.Adagrad, optim.RMSprop,
+    optim.Rprop, optim.ASGD,
+)  # fmt: skip
+"""A step of these on a stack of parameters is the step of each. Subclasses may do anything and do not count."""
+
+FUSED = (optim.SGD, optim.Adam, optim.AdamW)
+"""One pass over the weights instead of several; 2.5 to 4.6 times as fast on a CPU."""
+LARGE = 100_000  # weights; below, nothing is gained, and the unfused step is torch's default to the last bit
+
+
+def local_optimizer(method: Method) -> Optimizer:
+    """The method's; for a large network fused, where the class can and the user has not said otherwise."""
+    optimizer = method.configure_optimizers()
+    large = sum(p.numel() for group in optimizer.param_groups for p in group["params"]) >= LARGE
+    for group in optimizer.param_groups if large else ():
+        said = any(group.get(name) for name in ("fused", "foreach", "differentiable", "capturable"))
+        if type(optimizer) in FUSED and not said and group.get("fused") is None and group.get("foreach") is None:
+            group["fused"] = all(p.is_floating_point() and p.device.type in ("cpu", "cuda") for p in group["params"])
+    return optimizer
+
+
+def is_elementwise(optimizer: Optimizer) -> bool:
+    return type(optimizer) in ELEMENTWISE
+
+
+def check_optimizer(method: Method) -> None:
+    """A method whose optimiser cannot make a local step is refused.
+
+    Raises:
+        InputError: it cannot be built, or it wants a closure.
+    """
+    try:
+        optimizer = method.configure_optimizers()
+    except (ValueError, TypeError) as error:
+        raise InputError(f"--model.optimizer; it cannot be built ({error}); correct that argument") from error
+    if isinstance(optimizer, LBFGS):
+        raise InputError("--model.optimizer LBFGS; a local step has one gradient and no closure; write --model.optimizer SGD")

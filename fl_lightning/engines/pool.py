@@ -1,0 +1,237 @@
+"""Workers on one machine's CPU: forks of this process, one thread each, that train the clients of a round side by side.
+
+A fork has the data and the module without copying them, so it costs milliseconds, and what it computes is what this process would:
+an order holds all that a client may know. Large messages go through memory that both sides share.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import sys
+import traceback
+import warnings
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from mmap import mmap
+from multiprocessing.connection import Connection, wait
+from multiprocessing.reduction import ForkingPickler
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fl_lightning.data import FederatedData
+from fl_lightning.engines.base import ClientResult, Engine, Order, Units
+from fl_lightning.engines.ranks import work
+from fl_lightning.errors import RankLost
+from fl_lightning.methods import Method
+
+ROOM = 2**26
+"""Bytes of shared memory in each direction, at least; only what is used takes memory. What is larger goes through the pipe."""
+ROUNDS = 4
+"""Portions of a round for each worker: the last ones even out what the first took longer."""
+
+
+class PoolEngine(Engine):
+    """Deals what ``engine`` would do to ``workers`` forks. :meth:`start` before any thread of this process holds a lock.
+
+    Raises (from :meth:`train`):
+        RankLost: a worker died.
+    """
+
+    def __init__(self, engine: Engine, method: Method, data: FederatedData, workers: int) -> None:
+        self.engine, self.method, self.data, self.size = engine, method, data, workers
+        self.name = engine.name
+        self.workers: list[Worker] = []
+
+    def start(self) -> None:
+        for _ in range(self.size):
+            self.workers.append(Worker(self.engine, self.method, self.workers))
+
+    def units(self, orders: Sequence[Order]) -> Units:
+        return self.engine.units(orders)
+
+    def train(self, orders: Sequence[Order], units: Units | None = None) -> Iterator[ClientResult]:
+        waiting = self._portions(orders, units or self.units(orders))
+        done: dict[int, ClientResult] = {}
+        busy: dict[Worker, Units] = {}
+        given = 0
+        try:
+            while given < len(orders):
+                for worker in self.workers:
+                    if waiting and worker not in busy:
+                        busy[worker] = waiting.pop(0)
+                        worker.give(self.method.round, [[orders[at] for at in unit] for unit in busy[worker]])
+                for worker in self._answering(busy):
+                    portion = [at for unit in busy.pop(worker) for at in unit]
+                    done |= zip(portion, worker.take([orders[at] for at in portion]), strict=True)
+                while given in done:
+                    yield done.pop(given)
+                    given += 1
+        finally:
+            if busy:  # someone raised: what they are at is of no use
+                self.close()
+
+    def _portions(self, orders: Sequence[Order], units: Units) -> list[Units]:
+        """Units, the most work first; small ones together."""
+        works = [work(order, self.data.batch_size) for order in orders]
+        effort = {tuple(unit): sum(works[at] for at in unit) for unit in units}
+        least, portions, last = sum(works) / (ROUNDS * self.size), [], 0.0  # type: tuple[float, list[Units], float]
+        for unit in sorted(units, key=lambda unit: (-effort[tuple(unit)], unit)):
+            if not portions or last >= least:
+                portions.append([])
+                last = 0.0
+            portions[-1].append(unit)
+            last += effort[tuple(unit)]
+        return portions
+
+    def _answering(self, busy: dict[Worker, Units]) -> list[Worker]:
+        ready = wait([worker.pipe for worker in busy])
+        return [worker for worker in busy if worker.pipe in ready]
+
+    def close(self) -> None:
+        for worker in self.workers:
+            worker.end()
+        self.workers.clear()
+
+
+class Worker:
+    """A fork of this process, seen from here.
+
+    Args:
+        engine: trains what it is given.
+        others: forks that exist already; this one lets go of their pipes, so that each notices when this process is gone.
+    """
+
+    def __init__(self, engine: Engine, method: Method, others: Sequence[Worker]) -> None:
+        context = multiprocessing.get_context("fork")
+        self.pipe, there = context.Pipe()
+        room = ROOM + 2 * sum(tensor.numel() * tensor.element_size() for tensor in method.server.values())
+        self.down, self.up = mmap(-1, room), mmap(-1, room)
+        self.message = b""
+        pipes = [self.pipe, *(other.pipe for other in others)]
+        arguments = (engine, method, there, self.down, self.up, pipes)
+        self.process = context.Process(target=_serve, args=arguments, daemon=True)
+        with warnings.catch_warnings():
+            # Python 3.12 warns of threads that hold locks; torch's, the only ones by now, are not used by a single-threaded fork
+            warnings.simplefilter("ignore", DeprecationWarning)
+            self.process.start()
+        there.close()
+
+    def give(self, round: int, units: Sequence[Sequence[Order]]) -> None:
+        messages = list({id(order.message): order.message for unit in units for order in unit}.values())
+        index = {id(message): at for at, message in enumerate(messages)}
+        same = len(messages) == 1 and messages[0] is self.message
+        self.message = messages[0] if len(messages) == 1 else b""
+        packed = [
+            [(o.client.id, _arrays(o.client.state), index[id(o.message)], o.labels.numpy(), o.epochs, o.steps) for o in unit]
+            for unit in units
+        ]
+        self._say((round, None if same else _write(self.down, messages), packed))
+
+    def take(self, orders: Sequence[Order]) -> list[ClientResult]:
+        error, blobs, packed = self._hear()
+        if error is not None:
+            raise error from RuntimeError(f"in a worker process:\n{blobs}")
+        uploads = _read(self.up, blobs)
+        return [
+            ClientResult(replace(order.client, state=(kept := _tensors(state))), upload, kept, losses, seen, steps)
+            for order, upload, (state, losses, seen, steps) in zip(orders, uploads, packed, strict=True)
+        ]
+
+    def _say(self, message: Any) -> None:
+        try:
+            self.pipe.send(message)
+        except OSError:
+            raise self._lost() from None
+
+    def _hear(self) -> Any:
+        try:
+            return self.pipe.recv()
+        except (EOFError, OSError):
+            raise self._lost() from None
+
+    def _lost(self) -> RankLost:
+        self.process.join(5)
+        code = self.process.exitcode
+        how = f"was killed by {signal.Signals(-code).name}" if code and code < 0 else f"ended with code {code}"
+        return RankLost(
+            f"worker process {self.process.pid} {how}; a round needs all its workers; continue with --ckpt_path, "
+            "with fewer --trainer.workers if memory ran out"
+        )
+
+    def end(self) -> None:
+        self.process.kill()
+        self.process.join()
+        self.pipe.close()
+
+
+def _serve(engine: Engine, method: Method, pipe: Connection, down: mmap, up: mmap, pipes: Sequence[Connection]) -> None:
+    """A worker's life: ends when the pipe closes. Signals are for the parent, who ends its workers."""
+    torch.set_num_threads(1)
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGCHLD):
+        signal.signal(number, signal.SIG_DFL if number == signal.SIGCHLD else signal.SIG_IGN)
+    for other in pipes:
+        other.close()
+    data: FederatedData = engine.data  # type: ignore[attr-defined]
+    messages: list[bytes] = []
+    answer: tuple[Exception | None, Any, Any]
+    while True:
+        try:
+            method.round, blobs, packed = pipe.recv()
+        except (EOFError, OSError):
+            os._exit(0)
+        messages = messages if blobs is None else _read(down, blobs)
+        try:
+            results: list[ClientResult] = []
+            for unit in packed:
+                orders = [
+                    Order(data.client(id, _tensors(state)), messages[at], torch.from_numpy(labels), epochs, steps)
+                    for id, state, at, labels, epochs, steps in unit
+                ]
+                results += engine.train(orders, [list(range(len(orders)))])
+            answer = (None, _write(up, [result.upload for result in results]), [
+                (_arrays(result.state), result.losses, result.seen, result.steps) for result in results
+            ])  # fmt: skip
+        except Exception as error:
+            answer = (_sendable(error), "".join(traceback.format_exception(error)), [])
+        sys.stdout.flush()
+        pipe.send(answer)
+
+
+def _write(memory: mmap, blobs: Sequence[bytes]) -> list[tuple[int, int] | bytes]:
+    """Where each blob is in the shared memory, or the blob itself where there is no room."""
+    places: list[tuple[int, int] | bytes] = []
+    offset = 0
+    for blob in blobs:
+        if offset + len(blob) > len(memory):
+            places.append(blob)
+            continue
+        memory[offset : offset + len(blob)] = blob
+        places.append((offset, offset + len(blob)))
+        offset += len(blob)
+    return places
+
+
+def _read(memory: mmap, places: Sequence[tuple[int, int] | bytes]) -> list[bytes]:
+    return [place if isinstance(place, bytes) else memory[place[0] : place[1]] for place in places]
+
+
+def _arrays(state: dict[str, Tensor]) -> dict[str, np.ndarray]:
+    return {name: tensor.numpy() for name, tensor in state.items()}
+
+
+def _tensors(state: dict[str, np.ndarray]) -> dict[str, Tensor]:
+    return {name: torch.from_numpy(array) for name, array in state.items()}
+
+
+def _sendable(error: Exception) -> Exception:
+    """The error if it survives the pipe, else one that says the same."""
+    try:
+        ForkingPickler.loads(ForkingPickler.dumps(error))
+    except Exception:
+        return RuntimeError(f"{type(error).__name__}: {error}")
+    return error

@@ -1,0 +1,110 @@
+"""Parameters, buffers and optimiser state of several clients of one kind, each tensor as ``[K, ...]``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fl_lightning.engines.optimizers import is_elementwise, local_optimizer
+from fl_lightning.methods import Method
+
+
+class CannotStackError(Exception):
+    """Clients of this method, network or optimiser cannot be trained as one."""
+
+
+class Stack:
+    """K clients between two local steps.
+
+    In a step some of them take part, in one group or several (:meth:`part`, :meth:`step`, :meth:`put`), and :meth:`end_step` ends it.
+    Whoever takes part in a step took part in all before it, so that what an optimiser counts is the same for all of them.
+
+    Args:
+        method: as it is for the first of them; its local optimiser steps on the stacks.
+        rows: the tensors of each, by name.
+
+    Raises:
+        CannotStackError: the optimiser is not elementwise.
+    """
+
+    def __init__(self, method: Method, rows: Sequence[Mapping[str, Tensor]]) -> None:
+        self.size = len(rows)
+        self.tensors = {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
+        self.optimizer = local_optimizer(method)
+        if not is_elementwise(self.optimizer):
+            raise CannotStackError(f"a step of {type(self.optimizer).__name__} on a stack is not known to be the step of each")
+        names = {id(parameter): name for name, parameter in method.named_parameters()}
+        self.groups = [[names[id(p)] for p in group["params"]] for group in self.optimizer.param_groups]
+        self.trained = {name for name, parameter in method.named_parameters() if parameter.requires_grad}
+        state = {names[id(p)]: state for p, state in self.optimizer.state.items()}  # some have one before the first step
+        self.state = {
+            name: {key: value.expand(self.size, *value.shape).clone() if _is_row(value, rows[0][name]) else value
+                   for key, value in values.items()}
+            for name, values in state.items()
+        }  # fmt: skip
+        self.counts: dict[str, dict[str, Any]] = {}
+
+    def part(self, where: Sequence[int]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        """The rows ``where``: leaves to differentiate by, and all other tensors."""
+        rows = {name: self._take(tensor, where) for name, tensor in self.tensors.items()}
+        leaves = {name: rows.pop(name).detach().requires_grad_() for name in self.tensors if name in self.trained}
+        return leaves, rows
+
+    @torch.no_grad()
+    def step(self, where: Sequence[int], leaves: Mapping[str, Tensor]) -> None:
+        """An optimiser step on ``leaves``, the rows ``where``, by their gradients."""
+        optimizer = self.optimizer
+        optimizer.state.clear()
+        for group, names in zip(optimizer.param_groups, self.groups, strict=True):
+            group["params"] = [leaves[name] for name in names]
+            for name in names:
+                if name in self.state:
+                    optimizer.state[leaves[name]] = {
+                        key: self._take(value, where) if self._is_rows(value, name) else _copy(value)
+                        for key, value in self.state[name].items()
+                    }
+        optimizer.step()
+        for name in (name for names in self.groups for name in names):
+            for key, value in optimizer.state[leaves[name]].items():
+                if isinstance(value, Tensor) and value.shape == leaves[name].shape:
+                    kept = self.counts.setdefault(name, {})
+                    full = self.state.get(name, {}).get(key, kept.get(key))
+                    kept[key] = self._put(torch.empty_like(self.tensors[name]) if full is None else full, where, value)
+                else:
+                    self.counts.setdefault(name, {})[key] = value
+
+    @torch.no_grad()
+    def put(self, where: Sequence[int], tensors: Mapping[str, Tensor]) -> None:
+        """Set the rows ``where``."""
+        for name, tensor in tensors.items():
+            self.tensors[name] = self._put(self.tensors[name], where, tensor)
+
+    def end_step(self) -> None:
+        """Everyone who takes part in this step has."""
+        self.state, self.counts = {**self.state, **self.counts}, {}
+
+    def row(self, at: int) -> dict[str, Tensor]:
+        return {name: tensor[at] for name, tensor in self.tensors.items()}
+
+    def _take(self, tensor: Tensor, where: Sequence[int]) -> Tensor:
+        return tensor if len(where) == self.size else tensor[list(where)]
+
+    def _put(self, full: Tensor, where: Sequence[int], part: Tensor) -> Tensor:
+        if len(where) == self.size:
+            return part
+        full[list(where)] = part
+        return full
+
+    def _is_rows(self, value: object, name: str) -> bool:
+        return isinstance(value, Tensor) and value.shape == self.tensors[name].shape
+
+
+def _is_row(value: object, parameter: Tensor) -> bool:
+    return isinstance(value, Tensor) and value.shape == parameter.shape
+
+
+def _copy(value: Any) -> Any:
+    return value.clone() if isinstance(value, Tensor) else value

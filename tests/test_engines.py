@@ -1,0 +1,227 @@
+"""Who executes a cohort, and how many at once, changes nothing but the time."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import signal
+import time
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from ranks_program import Dropped
+from torch import nn
+from toy import run, sgd
+
+from fl_lightning import methods
+from fl_lightning.conformance.toy import images
+from fl_lightning.engines import BatchedEngine, Order, PoolEngine, SequentialEngine, choice
+from fl_lightning.engines.base import Engine
+from fl_lightning.errors import RankLost
+from fl_lightning.hooks import Meter
+from fl_lightning.methods import FedAvg, Method
+from fl_lightning.models import ResidualMLP, SmallCNN
+
+SMALL = partial(SmallCNN, width=4)
+SETTINGS = {
+    "FedMPQ": {"bits": [2, 4, 4, 2, 4, 4]},
+    "AQFL": {"bits": [3, 4, 4, 3, 4, 4]},
+    "FedMPQKD": {"bits": 3},
+    "FedMosaic": {"networks": [partial(ResidualMLP, width=16), partial(ResidualMLP, width=24)], "reference": SMALL},
+}
+TEN = ("FedAvg", "FedProx", "FedNTD", "QFedAvg", "AQFL", "FedPQ", "FedMPQ", "FedMPQKD", "FedKD", "FedMosaic")
+
+
+def make(name: str, **settings) -> Method:
+    return getattr(methods, name)(
+        **{"network": SMALL, "optimizer": sgd(0.05, momentum=0.9), **SETTINGS.get(name, {}), **settings}
+    )
+
+
+def fit(method: Method, folder, **settings):
+    """Two rounds of six unequal clients, one with a single example; the server's tensors and the run directory."""
+    trainer = run(method, images(), folder, max_rounds=2, **settings)
+    return method.server, trainer.run_dir
+
+
+def same(one: dict, other: dict) -> bool:
+    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+@pytest.mark.parametrize("name", TEN)
+def test_batched_is_sequential_within_rounding(name, tmp_path, caplog):
+    """Codes may fall on the other side of a threshold for a few weights."""
+    expected, _ = fit(make(name), tmp_path, engine="sequential")
+    with caplog.at_level(logging.WARNING, "fl_lightning"):
+        found, folder = fit(make(name), tmp_path, engine="batched")
+    assert "one by one" not in caplog.text
+    assert json.loads((folder / "metadata.json").read_text())["engine"] == "batched"
+    assert expected.keys() == found.keys()
+    for key, value in expected.items():
+        off = (found[key].double() - value.double()).abs() > 2e-5
+        assert off.double().mean() < 2e-3, key
+
+
+@pytest.mark.parametrize("name", TEN)
+def test_workers_change_no_bit(name, tmp_path):
+    network = {} if name == "FedMosaic" else {"network": Dropped}
+    expected, alone = fit(make(name, **network), tmp_path, engine="sequential", workers=1)
+    found, pooled = fit(make(name, **network), tmp_path, engine="sequential", workers=3)
+    assert same(expected, found)
+    assert (alone / "ledger.csv").read_text() == (pooled / "ledger.csv").read_text()
+
+
+def test_workers_change_no_bit_of_stacks(tmp_path, monkeypatch):
+    """Stacks are cut before they are dealt."""
+    monkeypatch.setattr("fl_lightning.engines.batched.MOST", 2)
+    expected, _ = fit(make("FedAvg"), tmp_path, engine="batched", workers=1)
+    assert same(expected, fit(make("FedAvg"), tmp_path, engine="batched", workers=2)[0])
+
+
+@pytest.mark.parametrize(
+    "optimizer",
+    [
+        partial(torch.optim.AdamW, lr=1e-3),
+        partial(torch.optim.Adagrad, lr=1e-2, initial_accumulator_value=0.1),
+        partial(torch.optim.SGD, lr=0.05, momentum=0.9, dampening=0.5, weight_decay=0.01),
+        partial(torch.optim.RMSprop, lr=1e-3, centered=True, momentum=0.5),
+        partial(torch.optim.ASGD, lr=0.05, t0=1),
+    ],
+    ids=lambda optimizer: optimizer.func.__name__,
+)
+@pytest.mark.parametrize("norm", ["group", "batch"])
+def test_optimizers_and_statistics_in_stacks(optimizer, norm, tmp_path):
+    network = partial(SmallCNN, width=4, norm=norm)
+    servers = [fit(FedAvg(network=network, optimizer=optimizer), tmp_path, engine=e)[0] for e in ("sequential", "batched")]
+    torch.testing.assert_close(servers[0]["weights"], servers[1]["weights"], rtol=0, atol=2e-4 if norm == "batch" else 2e-5)
+
+
+class Careless(FedAvg):
+    """Keeps a tensor of the client where no stack can see it."""
+
+    def receive(self, message, client):
+        super().receive(message, client)
+        self.start = message.tensor("weights").clone()
+
+
+@pytest.mark.parametrize(
+    ("method", "reason"),
+    [
+        (lambda: Careless(network=SMALL), "receive sets 'start'"),
+        (lambda: FedAvg(network=Dropped), "random"),
+        (lambda: FedAvg(network=SMALL, optimizer=partial(torch.optim.Adafactor, lr=1e-3)), "Adafactor"),
+    ],
+    ids=["hidden state", "dropout", "not elementwise"],
+)
+def test_what_cannot_be_stacked_is_trained_one_by_one_and_said(method, reason, tmp_path, caplog):
+    expected, _ = fit(method(), tmp_path, engine="sequential")
+    with caplog.at_level(logging.WARNING, "fl_lightning"):
+        found, _ = fit(method(), tmp_path, engine="batched")
+    assert same(expected, found)
+    assert caplog.text.count("one by one") == 1
+    assert reason in caplog.text
+
+
+class Dies(FedAvg):
+    def upload(self, client):
+        if client.id == 3 and os.getpid() != PARENT:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().upload(client)
+
+
+class Raises(FedAvg):
+    def upload(self, client):
+        if client.id == 3:
+            raise ArithmeticError("no upload of client 3")
+        return super().upload(client)
+
+
+PARENT = os.getpid()
+
+
+def test_a_worker_that_dies_is_named_and_the_run_can_go_on(tmp_path):
+    with pytest.raises(RankLost, match="was killed by SIGKILL"):
+        fit(Dies(network=SMALL), tmp_path, workers=2, engine="sequential")
+    (folder,) = (tmp_path / "fl_lightning").iterdir()
+    method = FedAvg(network=SMALL)
+    run(method, images(), tmp_path, max_rounds=2, ckpt_path=str(folder), workers=1)
+    assert same(method.server, fit(FedAvg(network=SMALL), tmp_path / "whole", workers=1)[0])
+
+
+def test_what_a_worker_raises_is_raised_here(tmp_path):
+    with pytest.raises(ArithmeticError, match="no upload of client 3") as caught:
+        fit(Raises(network=SMALL), tmp_path, workers=2, engine="sequential")
+    assert "in a worker process" in str(caught.value.__cause__)
+
+
+class Workers(Meter):
+    """Notes the processes that this one has forked."""
+
+    def on_round_end(self, record, context):
+        self.pids = [int(pid) for pid in Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()]
+
+
+def test_workers_end_with_the_run(tmp_path):
+    workers = Workers()
+    fit(FedAvg(network=SMALL), tmp_path, workers=2, engine="sequential", callbacks=[workers])
+    assert len(workers.pids) >= 2
+    deadline = time.monotonic() + 10
+    while any(os.path.exists(f"/proc/{pid}") for pid in workers.pids) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert not any(os.path.exists(f"/proc/{pid}") for pid in workers.pids)
+
+
+def test_large_messages_go_through_the_pipe(tmp_path, monkeypatch):
+    expected, _ = fit(FedAvg(network=SMALL), tmp_path, workers=1)
+    monkeypatch.setattr("fl_lightning.engines.pool.ROOM", -(2**14))
+    assert same(expected, fit(FedAvg(network=SMALL), tmp_path, workers=2)[0])
+
+
+class Wide(nn.Sequential):
+    def __init__(self, classes: int) -> None:
+        super().__init__(nn.Flatten(), nn.Linear(768, 16), nn.ReLU(), nn.Linear(16, classes))
+
+
+def test_auto_measures_large_cohorts_only_and_a_continued_run_keeps_its_choice(tmp_path, monkeypatch, caplog):
+    measured = []
+    monkeypatch.setattr(choice, "_measured", lambda *_: measured.append(1) or "batched")
+    fit(FedAvg(network=Wide), tmp_path)
+    assert measured == []
+    monkeypatch.setattr(choice, "MANY", 6)
+    _, folder = fit(FedAvg(network=Wide), tmp_path)
+    assert len(measured) == 1
+    monkeypatch.setattr(choice, "_measured", lambda *_: "sequential")
+    with caplog.at_level(logging.INFO, "fl_lightning"):
+        run(FedAvg(network=Wide), images(), tmp_path, max_rounds=3, ckpt_path=str(folder), allow_changed=True)
+    assert "engine: batched" in caplog.text
+
+
+def test_auto_takes_what_is_clearly_faster(tmp_path, monkeypatch, caplog):
+    """The clock is ours: a second a client in turn, and so many for all at once."""
+    for at_once, expected in ((0.5, "batched"), (0.7, "sequential")):
+        times = {SequentialEngine: 1.0, BatchedEngine: at_once}
+        monkeypatch.setattr(choice, "MANY", 2)
+        monkeypatch.setattr(choice, "HEAVY", 10.0)
+        monkeypatch.setattr(choice, "_seconds", lambda engine, orders, times=times: times[type(engine)] * len(orders))
+        with caplog.at_level(logging.INFO, "fl_lightning"):
+            _, folder = fit(FedAvg(network=Wide), tmp_path)
+        assert json.loads((folder / "metadata.json").read_text())["engine"] == expected
+
+
+def test_units_hold_every_order_once():
+    data = images()
+    data.prepare_data()
+    data.setup("fit")
+    data.distribute(0, torch.device("cpu"))
+    method = make("FedAvg")
+    method.build(data)
+    orders = [Order(data.client(id), b"", data.labels(data.client(id)), 1, 1) for id in range(6)] * 30
+    for engine in (BatchedEngine(None, method, data), SequentialEngine(None, method, data)):
+        assert sorted(at for unit in engine.units(orders) for at in unit) == list(range(180))
+    pool = PoolEngine(Engine(), method, data, 2)
+    portions = pool._portions(orders, pool.units(orders))
+    assert sorted(at for units in portions for unit in units for at in unit) == list(range(180))
+    assert 2 <= len(portions) <= 3 * 2 * 4
