@@ -33,7 +33,7 @@ COMMANDS = {
     ),
     "tune": Command("search for the best settings by validation, then run once with them", "fl_lightning.study.tune:tune", True),
     "test": Command("probe a finished run: clean, corrupted and attacked images, clients, calibration, cost; nothing is trained"),
-    "compare": Command("say with statistics what finished runs show: tables, tests, verdicts, figures", "fl_lightning.study.compare:compare"),
+    "compare": Command("what finished runs show: tables, paired tests, verdicts, figures", "fl_lightning.study.compare:compare"),
     "check": Command("run the conformance kit on a method, yours or one of the project's", "fl_lightning.conformance:check"),
 }
 

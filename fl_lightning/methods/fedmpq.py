@@ -84,6 +84,9 @@ class FedMPQ(Method):
         self.codec = LayerCodec(self.network, self.layout, self.quantise_shortcuts)
         self.layers, self.rest = self.codec.names, self.codec.rest
         self.layer_shapes, self.layer_sizes = self.codec.shapes, self.codec.sizes
+        self.layer_formats = [
+            torch.contiguous_format if weight.is_contiguous() else torch.channels_last for weight in self.codec.weights.values()
+        ]
         for weight in self.codec.weights.values():
             weight.requires_grad_(False)
         if self.activation_bits is not None:
@@ -121,7 +124,8 @@ class FedMPQ(Method):
                 n, bits, scale = self.layer_sizes[layer], self.layer_bits[layer], self.scales[layer]
                 if self.plane_lr == "matched":
                     planes = scale_gradient(planes, 1 / gain(bits, scale))
-                weights[self.layers[layer]] = from_planes(planes, scale).view(self.layer_shapes[layer])
+                weight = from_planes(planes, scale).view(self.layer_shapes[layer])
+                weights[self.layers[layer]] = weight.contiguous(memory_format=self.layer_formats[layer])
                 bit_terms.append(n * bits * group_norms(planes))
         return weights, torch.stack(bit_terms).sum() / sum(self.layer_sizes)
 

@@ -1,7 +1,7 @@
 """``tune``: Optuna chooses settings by validation, then one run with the best of them joins the study.
 
-The search is in ``<root>/<study>-tune/optuna.db``. Trial n is drawn from the trials before it by a sampler seeded with (seed, n), and a trial that
-was at work when the search was killed continues from its checkpoint: with ``--jobs 1``, killed or not, the search is the same.
+The search is in ``<root>/<study>-tune/optuna.db``. Trial n is drawn from the trials before it by a sampler seeded with (seed, n). A trial
+that was at work when the search was killed continues from its checkpoint: with ``--jobs 1``, killed or not, the search is the same.
 """
 
 from __future__ import annotations

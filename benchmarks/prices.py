@@ -1,0 +1,68 @@
+"""What quantisation and distillation cost: a client's round of FedAvg, FedMPQ and FedMPQ-KD in turn, on one CPU thread.
+
+python benchmarks/prices.py [--network mobilenetv2] [--examples 256] [--epochs 2] [--repeats 5]
+
+Ratios of the medians of whole client rounds: receive, local training, upload.
+"""
+
+from __future__ import annotations
+
+import argparse
+from functools import partial
+from statistics import median
+from time import perf_counter
+
+import torch
+from lightning.fabric import Fabric
+
+from fl_lightning import methods, rng
+from fl_lightning.data import IID, FederatedImages
+from fl_lightning.engines import Order, SequentialEngine
+
+METHODS = ("FedAvg", "FedMPQ", "FedMPQKD")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--network", default="mobilenetv2")
+    parser.add_argument("--examples", type=int, default=256, help="images of the client")
+    parser.add_argument("--epochs", type=int, default=2, help="local epochs")
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--accelerator", default="cpu")
+    options = parser.parse_args()
+    fabric = Fabric(accelerator=options.accelerator, devices=1)
+    data = FederatedImages(
+        dataset="synthetic", synthetic_classes=100, synthetic_examples=4 * options.examples, num_clients=4,
+        partition=IID(), crop="shrink", flip=True, val_fraction=0.0,
+    )  # fmt: skip
+    data.prepare_data()
+    data.setup("fit")
+    data.distribute(0, fabric.device)
+    rounds = {name: client_round(name, data, fabric, options.network, options.epochs) for name in METHODS}
+    times: dict[str, list[float]] = {name: [] for name in METHODS}
+    for repeat in range(options.repeats + 1):
+        for name, one in rounds.items():
+            started = perf_counter()
+            one()
+            if fabric.device.type == "cuda":
+                torch.cuda.synchronize()
+            if repeat:  # the first warms up
+                times[name].append(perf_counter() - started)
+    middle = {name: median(found) for name, found in times.items()}
+    print(" ".join(f"{name} {1e3 * seconds:.0f} ms" for name, seconds in middle.items()))
+    print(f"quantisation: FedMPQ / FedAvg   {middle['FedMPQ'] / middle['FedAvg']:.2f}")
+    print(f"distillation: FedMPQKD / FedMPQ {middle['FedMPQKD'] / middle['FedMPQ']:.2f}")
+
+
+def client_round(name: str, data: FederatedImages, fabric: Fabric, network: str, epochs: int) -> partial:
+    method = getattr(methods, name)(network=network, optimizer=partial(torch.optim.SGD, lr=0.01, momentum=0.9))
+    with rng.torch_stream(0, "weights"):
+        method.build(data)
+    method.to(fabric.device)
+    method.round, client = 1, data.client(0)
+    order = Order(client, method.broadcast(client).to_bytes(), data.labels(client), epochs, data.num_steps(client, epochs))
+    return partial(lambda engine, order: list(engine.train([order])), SequentialEngine(fabric, method, data), order)
+
+
+if __name__ == "__main__":
+    main()
