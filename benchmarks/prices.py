@@ -18,6 +18,7 @@ from lightning.fabric import Fabric
 from fl_lightning import methods, rng
 from fl_lightning.data import IID, FederatedImages
 from fl_lightning.engines import Order, SequentialEngine
+from fl_lightning.engines.memory import keep_freed_memory
 
 METHODS = ("FedAvg", "FedMPQ", "FedMPQKD")
 
@@ -30,6 +31,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--accelerator", default="cpu")
     options = parser.parse_args()
+    keep_freed_memory()
     fabric = Fabric(accelerator=options.accelerator, devices=1)
     data = FederatedImages(
         dataset="synthetic", synthetic_classes=100, synthetic_examples=4 * options.examples, num_clients=4,

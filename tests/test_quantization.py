@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from fl_lightning import rng
 from fl_lightning.quantization import Quantized, allocate_bits, prune, quantize
-from fl_lightning.quantization.planes import from_planes, gain, group_norms, scale_gradient, to_planes, units
+from fl_lightning.quantization.planes import Layer, gain, reconstruct, to_planes, units
 
 
 def test_allocation_golden(golden):
@@ -35,6 +35,12 @@ def test_allocation_refuses_nonsense():
     for arguments in (([1], [1, 1], [1], 4), ([1], [1], [1], 0.5), ([1], [9], [1], 4), ([1], [4], [1], float("nan"))):
         with pytest.raises(ValueError, match=";"):
             allocate_bits(*arguments)
+
+
+def from_planes(planes, scale, matched=False):
+    """One layer."""
+    weights, _ = reconstruct(planes.flatten(), scale.view(1), [Layer(*planes.shape[1:])], matched)
+    return weights[0]
 
 
 weights = st.integers(0, 1000).map(lambda seed: torch.randn(200, generator=torch.Generator().manual_seed(seed)))
@@ -66,16 +72,58 @@ def test_a_matched_step_on_planes_is_an_sgd_step_on_the_weights(bits):
     w, upstream = torch.tensor([0.7, -0.4, 0.3]), torch.tensor([0.2, -0.1, 0.05])
     planes, scale = to_planes(w, bits)
     planes.requires_grad_()
-    from_planes(scale_gradient(planes, 1 / gain(bits, scale)), scale).backward(upstream)
+    from_planes(planes, scale, matched=True).backward(upstream)
     moved = units(planes.detach() - 0.01 * planes.grad) * scale / (2**bits - 1)
     torch.testing.assert_close(moved, w - 0.01 * upstream, rtol=0, atol=1e-6)
 
 
-def test_group_norms_by_hand():
+def test_the_regulariser_by_hand():
+    """Norms 3 and 4 of a layer of 3 weights at 2 bits, beside a layer of 1 weight at 1 bit whose norm is 2."""
     planes = torch.zeros(2, 2, 3)
     planes[0, 0] = torch.tensor([1.0, 2.0, 2.0])
     planes[1, 1, 0] = 4.0
-    torch.testing.assert_close(group_norms(planes), torch.tensor(7.0), rtol=0, atol=1e-4)
+    flat = torch.cat([planes.flatten(), torch.tensor([0.0, 2.0])])
+    _, penalty = reconstruct(flat, torch.ones(2), [Layer(2, 3), Layer(1, 1)])
+    torch.testing.assert_close(penalty, torch.tensor((3 * 2 * 7.0 + 1 * 1 * 2.0) / 4), rtol=0, atol=1e-4)
+
+
+def by_autograd(flat, scales, layers, matched):
+    """The same in torch's own operations, in the order of the paper's equations."""
+    weights, penalty, at = [], 0.0, 0
+    for (bits, n), scale in zip(layers, scales, strict=True):
+        planes = flat[at : at + 2 * bits * n].view(2, bits, n)
+        at += 2 * bits * n
+        if matched:
+            factor = 1 / gain(bits, scale)
+            planes = planes * factor + (planes - planes * factor).detach()
+        value = torch.einsum("b,bn->n", 2.0 ** torch.arange(bits, dtype=flat.dtype), planes[0] - planes[1])
+        weights.append((value + (value.round() - value).detach()) * scale / (2**bits - 1))
+        penalty = penalty + n * bits * (planes.square().sum(dim=(0, 2)) + 1e-8).sqrt().sum()
+    return weights, penalty / sum(n for _, n in layers)
+
+
+@pytest.mark.parametrize("matched", [False, True])
+@pytest.mark.parametrize("batched", [False, True])
+def test_reconstruction_is_autograds(matched, batched):
+    """In float64, for layers of several sizes and bits; under vmap for three clients at once."""
+    generator = torch.Generator().manual_seed(0)
+    layers = [Layer(1, 5), Layer(4, 7), Layer(8, 3)]
+    flats = 2 * torch.rand(3, sum(layer.length for layer in layers), generator=generator, dtype=torch.float64)
+    scales = torch.rand(3, 3, generator=generator, dtype=torch.float64) + 0.1
+    upstream = torch.randn(3, 15, generator=generator, dtype=torch.float64)
+
+    def loss(function, flat, scales, upstream):
+        weights, penalty = function(flat, scales, layers, matched)
+        return torch.cat(weights) @ upstream + 0.3 * penalty
+
+    expected, found = flats.clone().requires_grad_(), flats.clone().requires_grad_()
+    before = sum(loss(by_autograd, *row) for row in zip(expected, scales, upstream, strict=True))
+    one = lambda *row: loss(reconstruct, *row)  # noqa: E731
+    after = torch.func.vmap(one)(found, scales, upstream) if batched else torch.stack(list(map(one, found, scales, upstream)))
+    torch.testing.assert_close(after.sum(), before)
+    before.backward()
+    after.sum().backward()
+    torch.testing.assert_close(found.grad, expected.grad, rtol=1e-12, atol=1e-12)
 
 
 def test_regulariser_has_the_papers_size():

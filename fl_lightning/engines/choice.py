@@ -14,6 +14,7 @@ from fl_lightning.data import FederatedData
 from fl_lightning.engines import collectives
 from fl_lightning.engines.base import Engine, Order
 from fl_lightning.engines.batched import BatchedEngine
+from fl_lightning.engines.memory import keep_freed_memory
 from fl_lightning.engines.pool import PoolEngine
 from fl_lightning.engines.ranks import RankedEngine
 from fl_lightning.engines.sequential import SequentialEngine
@@ -44,6 +45,8 @@ def make_engine(
         cohort: clients of a round.
         before: what an earlier part of this run chose, which stays.
     """
+    if fabric.device.type == "cpu":
+        keep_freed_memory()
     if engine != "auto":
         name: str = engine
     elif before:

@@ -14,6 +14,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
+from torch.nn.functional import hardtanh_
 
 from fl_lightning.client import Client
 from fl_lightning.data import FederatedData
@@ -23,7 +24,7 @@ from fl_lightning.methods.quantized import LayerCodec, check_budgets, encode_lay
 from fl_lightning.quantization import allocate_bits, average_bits, prune, quantize
 from fl_lightning.quantization.activations import quantize_activations
 from fl_lightning.quantization.allocation import MAX_BITS
-from fl_lightning.quantization.planes import PLANE_MAX, from_planes, gain, group_norms, scale_gradient, to_planes, units
+from fl_lightning.quantization.planes import PLANE_MAX, Layer, reconstruct, to_planes, units
 from fl_lightning.wire import Codes, Payload, PayloadError
 
 
@@ -84,9 +85,8 @@ class FedMPQ(Method):
         self.codec = LayerCodec(self.network, self.layout, self.quantise_shortcuts)
         self.layers, self.rest = self.codec.names, self.codec.rest
         self.layer_shapes, self.layer_sizes = self.codec.shapes, self.codec.sizes
-        self.layer_formats = [
-            torch.contiguous_format if weight.is_contiguous() else torch.channels_last for weight in self.codec.weights.values()
-        ]
+        deep = any(not weight.is_contiguous() for weight in self.codec.weights.values())  # those of 1x1 are contiguous either way
+        self.channels_last = [deep and weight.ndim == 4 for weight in self.codec.weights.values()]
         for weight in self.codec.weights.values():
             weight.requires_grad_(False)
         if self.activation_bits is not None:
@@ -105,29 +105,38 @@ class FedMPQ(Method):
         self.layer_bits = message.codes("bits").values.tolist()
         tensors = self.layout.unpack(weights.to(self.device))
         planes, scales = zip(
-            *(to_planes(tensors[name], n) for name, n in zip(self.layers, self.layer_bits, strict=True)), strict=True
-        )
+            *(to_planes(self._in_memory(layer, tensors[name]), bits)
+              for layer, (name, bits) in enumerate(zip(self.layers, self.layer_bits, strict=True))), strict=True
+        )  # fmt: skip
         self.planes = nn.Parameter(torch.cat([p.flatten() for p in planes]))
         self.scales = torch.stack(scales)
 
-    def layer_planes(self) -> list[Tensor]:
-        """``planes`` as one view ``[2, N_l, n_l]`` per layer."""
-        shapes = [(2, bits, n) for bits, n in zip(self.layer_bits, self.layer_sizes, strict=True)]
-        pieces = self.planes.split([2 * bits * n for _, bits, n in shapes])
-        return [piece.view(shape) for piece, shape in zip(pieces, shapes, strict=True)]
+    def _in_memory(self, layer: int, weight: Tensor) -> Tensor:
+        """The weight, flat, in the order that the network's own has in memory."""
+        return (weight.permute(0, 2, 3, 1) if self.channels_last[layer] else weight).reshape(-1)
+
+    def _as_weight(self, layer: int, flat: Tensor) -> Tensor:
+        """Back again: a view in the layer's shape."""
+        shape = self.layer_shapes[layer]
+        if not self.channels_last[layer]:
+            return flat.view(shape)
+        return flat.view(shape[0], *shape[2:], shape[1]).permute(0, 3, 1, 2)
+
+    def _plane_layers(self) -> list[Layer]:
+        return [Layer(bits, size) for bits, size in zip(self.layer_bits, self.layer_sizes, strict=True)]
+
+    def unrounded(self) -> dict[str, Tensor]:
+        """What the planes hold before rounding, by parameter name."""
+        layers = self._plane_layers()
+        pieces = zip(layers, self.planes.detach().split([layer.length for layer in layers]), self.scales, strict=True)
+        values = [units(layer.view(piece)) * (scale / (2**layer.bits - 1)) for layer, piece, scale in pieces]
+        return {name: self._as_weight(layer, values[layer]) for layer, name in enumerate(self.layers)}
 
     def quantized_weights(self) -> tuple[dict[str, Tensor], Tensor]:
         """W_q of each layer by parameter name, and L_bit."""
-        weights, bit_terms = {}, []
         with torch.autocast(self.planes.device.type, enabled=False):
-            for layer, planes in enumerate(self.layer_planes()):
-                n, bits, scale = self.layer_sizes[layer], self.layer_bits[layer], self.scales[layer]
-                if self.plane_lr == "matched":
-                    planes = scale_gradient(planes, 1 / gain(bits, scale))
-                weight = from_planes(planes, scale).view(self.layer_shapes[layer])
-                weights[self.layers[layer]] = weight.contiguous(memory_format=self.layer_formats[layer])
-                bit_terms.append(n * bits * group_norms(planes))
-        return weights, torch.stack(bit_terms).sum() / sum(self.layer_sizes)
+            weights, penalty = reconstruct(self.planes, self.scales, self._plane_layers(), self.plane_lr == "matched")
+        return {name: self._as_weight(layer, weights[layer]) for layer, name in enumerate(self.layers)}, penalty
 
     def training_step(self, batch: Any, batch_idx: int = 0) -> dict[str, Tensor]:
         """``loss = loss_task + loss_bit``; ``loss_bit`` is lambda_b * L_bit, as it enters."""
@@ -139,14 +148,12 @@ class FedMPQ(Method):
 
     @torch.no_grad()
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-        self.planes.copy_(self.planes.clamp(0, PLANE_MAX))  # clamp_ cannot be batched
+        hardtanh_(self.planes, 0, PLANE_MAX)  # clamp_ has no batching rule
 
     def upload(self, client: Client) -> Payload:
         noise = self.stream("rounding", client) if self.rounding == "stochastic" else None
         layers = []
-        for planes, scale in zip(self.layer_planes(), self.scales, strict=True):
-            bits = planes.shape[1]
-            values = units(planes) * (scale / (2**bits - 1))
+        for values, bits, scale in zip(self.unrounded().values(), self.layer_bits, self.scales, strict=True):
             grown = max(float(scale), float(values.abs().max()))
             layers.append(prune(quantize(values, bits, grown, noise), self.prune_threshold))
         return Payload({"examples": examples_of(client), **encode_layers(layers), "rest": self.rest.read(self.network)})

@@ -21,7 +21,6 @@ from fl_lightning.data import FederatedData
 from fl_lightning.methods.fedmpq import FedMPQ
 from fl_lightning.methods.losses import kl_divergence
 from fl_lightning.methods.schedules import CosineSchedule, LinearSchedule, at, ends
-from fl_lightning.quantization.planes import units
 from fl_lightning.wire import Payload
 
 Value = float | LinearSchedule | CosineSchedule
@@ -117,11 +116,9 @@ class FedMPQKD(FedMPQ):
     @torch.no_grad()
     def _full_precision(self) -> Tensor:
         """The student's weights before rounding, as one vector."""
-        tensors = self.rest.unpack(self.rest.read(self.network))
-        for layer, planes in enumerate(self.layer_planes()):
-            step = self.scales[layer] / (2 ** planes.shape[1] - 1)
-            tensors[self.layers[layer]] = (units(planes) * step).view(self.layer_shapes[layer]).cpu()
-        return self.layout.pack(tensors)
+        return self.layout.pack(
+            self.rest.unpack(self.rest.read(self.network)) | {n: w.cpu() for n, w in self.unrounded().items()}
+        )
 
 
 def distillation(student: Tensor, teacher: Tensor, temperature: float, kl: Literal["forward", "reverse"] = "forward") -> Tensor:

@@ -9,10 +9,12 @@ A layer of n weights at N bits is two stacks of N non-negative planes, ``planes 
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 PLANE_MAX = 2.0
 """Upper bound of a plane's entries; BSQ clamps to [0, 2] after each step."""
@@ -39,44 +41,106 @@ def to_planes(weights: Tensor, bits: int) -> tuple[Tensor, Tensor]:
 
 def units(planes: Tensor) -> Tensor:
     """sum_b 2^b (p_b - n_b), not rounded: ``[2, N, n] -> [n]``."""
-    powers = 2.0 ** torch.arange(planes.shape[1], device=planes.device, dtype=planes.dtype)
-    return powers @ (planes[0] - planes[1])
+    powers = _powers(planes)
+    return powers @ planes[0] - powers @ planes[1]
 
 
-def from_planes(planes: Tensor, scale: Tensor) -> Tensor:
-    """W_q ``[n]`` with a straight-through gradient to the planes."""
-    value = units(planes)
-    rounded = value + (value.round() - value).detach()
-    return rounded * (scale / (2 ** planes.shape[1] - 1))
+class Layer(NamedTuple):
+    """Where a layer is in a flat vector of planes: ``size`` weights at ``bits`` bits, as ``[2, bits, size]``."""
+
+    bits: int
+    size: int
+
+    @property
+    def length(self) -> int:
+        return 2 * self.bits * self.size
+
+    def view(self, piece: Tensor) -> Tensor:
+        return piece.view(2, self.bits, self.size)
 
 
-def group_norms(planes: Tensor) -> Tensor:
-    """sum_b || [p_b ; n_b] ||_2, smoothed at zero: ``[2, N, n] -> []``."""
-    return (planes.square().sum(dim=(0, 2)) + 1e-8).sqrt().sum()
+def reconstruct(flat: Tensor, scales: Tensor, layers: Sequence[Layer], matched: bool = False) -> tuple[list[Tensor], Tensor]:
+    """W_q ``[n_l]`` of each layer, with a straight-through gradient to the planes, and L_bit.
+
+        L_bit = 1 / (sum n_l) sum_l n_l N_l sum_b || [p_b ; n_b] ||_2, smoothed at zero as sqrt(1e-8 + sum of squares)
+
+    Args:
+        flat: the planes of all layers, one after another.
+        scales: s of each layer ``[L]``.
+        matched: the gradient of a layer's planes is divided by :func:`gain`.
+    """
+    *weights, penalty = _Reconstruct.apply(flat, scales, tuple(layers), matched)
+    return weights, penalty
+
+
+class _Reconstruct(torch.autograd.Function):
+    """By hand, because there are up to 16 plane entries for each weight, and each pass over them costs more than the layer itself."""
+
+    @staticmethod
+    def forward(flat: Tensor, scales: Tensor, layers: tuple[Layer, ...], matched: bool) -> tuple[Tensor, ...]:
+        weights, terms = [], []
+        for (bits, size), planes, scale in _each(flat, scales, layers):
+            weights.append(units(planes).round_().mul_(scale / (2**bits - 1)))
+            terms.append(bits * size * _norms(planes).sum())
+        return *weights, torch.stack(terms).sum() / sum(size for _, size in layers)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor, tuple[Layer, ...], bool], output: Any) -> None:
+        flat, scales, ctx.layers, ctx.matched = inputs
+        ctx.save_for_backward(flat, scales)
+        ctx.set_materialize_grads(False)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor, None, None, None]:
+        flat, scales = ctx.saved_tensors
+        *of_weights, of_penalty = gradients
+        out = torch.empty_like(flat)
+        pieces = out.split([layer.length for layer in ctx.layers])
+        total = sum(size for _, size in ctx.layers)
+        each = zip(_each(flat, scales, ctx.layers), pieces, of_weights, strict=True)
+        for (layer, planes, scale), piece, of_weight in each:
+            bits, size = layer
+            factor = 1 / gain(bits, scale) if ctx.matched else torch.ones_like(scale)
+            gradient = layer.view(piece)
+            if of_penalty is None:
+                gradient.zero_()
+            else:
+                share = of_penalty * factor * (bits * size / total) / _norms(planes)
+                torch.mul(planes, share.unsqueeze(1), out=gradient)
+            if of_weight is not None:
+                rise = _powers(planes) * (factor * scale / (2**bits - 1))
+                gradient[0].addr_(rise, of_weight)
+                gradient[1].addr_(rise, of_weight, alpha=-1)
+        return out, None, None, None
+
+    @staticmethod
+    def vmap(info: Any, in_dims: Any, flat: Tensor, scales: Tensor, layers: tuple[Layer, ...], matched: bool) -> Any:
+        """One after another: what is stacked is small."""
+        flat, scales = (
+            tensor.expand(info.batch_size, *tensor.shape) if dim is None else tensor.movedim(dim, 0)
+            for tensor, dim in zip((flat, scales), in_dims, strict=False)
+        )
+        rows = [_Reconstruct.apply(*row, layers, matched) for row in zip(flat, scales, strict=True)]
+        return tuple(torch.stack(column) for column in zip(*rows, strict=True)), (0,) * (len(layers) + 1)
+
+
+def _each(flat: Tensor, scales: Tensor, layers: Sequence[Layer]) -> Iterator[tuple[Layer, Tensor, Tensor]]:
+    for layer, piece, scale in zip(layers, flat.split([layer.length for layer in layers]), scales, strict=True):
+        yield layer, layer.view(piece), scale
+
+
+def _powers(planes: Tensor) -> Tensor:
+    return 2.0 ** torch.arange(planes.shape[1], device=planes.device, dtype=planes.dtype)
+
+
+def _norms(planes: Tensor) -> Tensor:
+    """|| [p_b ; n_b] ||_2 of each bit ``[N]``."""
+    both = torch.linalg.vector_norm(planes, dim=2)
+    return (both.square().sum(dim=0) + 1e-8).sqrt()
 
 
 def gain(bits: int, scale: Tensor) -> Tensor:
     """How far a gradient step on the planes moves W, relative to the same step on W itself: 2 c^2 sum_b 4^b, c = s / (2^N - 1)."""
     step = scale / (2**bits - 1)
     return 2 * step.square() * ((4**bits - 1) // 3)
-
-
-class _ScaleGradient(torch.autograd.Function):
-    generate_vmap_rule = True
-
-    @staticmethod
-    def forward(tensor: Tensor, factor: Tensor) -> Tensor:
-        return tensor.view_as(tensor)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
-        ctx.save_for_backward(inputs[1])
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return gradient * ctx.saved_tensors[0], None
-
-
-def scale_gradient(tensor: Tensor, factor: Tensor) -> Tensor:
-    """The tensor itself, whose gradient is multiplied by ``factor``."""
-    return _ScaleGradient.apply(tensor, factor)
