@@ -9,6 +9,7 @@ import shlex
 from pathlib import Path
 
 import pytest
+import torch
 from cifar_files import write_cifar
 from synthetic_runs import make_study
 
@@ -164,3 +165,18 @@ def test_commands_of_the_readme(command, monkeypatch):
         place = arguments.index("--ckpt_path")
         assert main([*arguments[:place], *arguments[place + 2 :], *limits]) == 0
     assert main([*arguments, *limits]) == 0
+
+
+def test_the_readmes_method_is_the_projects(tmp_path):
+    """The method that the README writes in a dozen lines trains as ours does, one client after another and in a stack."""
+    from fl_lightning import methods
+    from fl_lightning.conformance.toy import images, on_images, run
+
+    (code,) = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    names: dict = {}
+    exec(code, names)
+    ours, theirs, stacked = (on_images(cls(mu=0.5)) for cls in (methods.FedProx, names["FedProx"], names["FedProx"]))
+    for method, engine in ((ours, "sequential"), (theirs, "sequential"), (stacked, "batched")):
+        run(method, images(), tmp_path, max_rounds=2, engine=engine)
+    torch.testing.assert_close(theirs.server["weights"], ours.server["weights"], rtol=0, atol=1e-5)
+    torch.testing.assert_close(stacked.server["weights"], ours.server["weights"], rtol=0, atol=1e-4)
