@@ -25,7 +25,7 @@ from fl_lightning.run_directory import RunDirectory
 from fl_lightning.settings import changed_settings, flatten, settings_hash
 from fl_lightning.snapshot import Checkpoint, restore
 from fl_lightning.tables import numbers
-from fl_lightning.tracking import add_to_run
+from fl_lightning.tracked_runs import add_to_run
 
 log = logging.getLogger("fl_lightning")
 

@@ -12,8 +12,8 @@ LAYERS = [
     {"cli", "__main__", "commands", "cli_errors", "cli_types", "cli_input"},
     {"study", "conformance"},
     {"trainer"},
-    {"journal", "metadata", "progress", "resume", "snapshot", "tracking", "interrupts", "testing"},
-    {"run_directory", "follower", "tables", "checkpoint", "disk", "settings", "redaction"},
+    {"journal", "metadata", "progress", "resume", "snapshot", "tracking", "tracked_runs", "interrupts", "testing"},
+    {"run_directory", "follower", "tables", "checkpoint", "disk", "settings", "redaction", "mlflow_store"},
     {"loop"},
     {"evaluation", "robustness"},
     {"engines"},
@@ -21,7 +21,7 @@ LAYERS = [
     {"client", "data", "models", "wire", "quantization", "metrics", "rng", "errors", "figures"},
 ]
 RANK = {name: rank for rank, layer in enumerate(LAYERS) for name in layer}
-CONFINED = {"jsonargparse": {"cli", "cli_errors", "cli_types"}, "mlflow": {"tracking"}, "optuna": {"study"}}
+CONFINED = {"jsonargparse": {"cli", "cli_errors", "cli_types"}, "mlflow": {"mlflow_store", "tracked_runs"}, "optuna": {"study"}}
 FILES = sorted((ROOT / "fl_lightning").rglob("*.py"))
 
 

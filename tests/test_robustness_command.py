@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from fl_lightning import testing, tracking
+from fl_lightning import mlflow_store, testing
 from fl_lightning.__main__ import main
 from fl_lightning.robustness import PROBES
 
@@ -177,7 +177,7 @@ def test_a_test_that_disagrees_with_training_says_so(caplog, monkeypatch):
 @pytest.mark.filterwarnings("ignore:The ``noload`` loader strategy:DeprecationWarning")
 def test_the_results_join_the_mlflow_record_of_the_run(monkeypatch, caplog):
     mlflow = pytest.importorskip("mlflow")
-    for name in ("MLFLOW_TRACKING_URI", *tracking.ENVIRONMENT):
+    for name in ("MLFLOW_TRACKING_URI", *mlflow_store.ENVIRONMENT):
         monkeypatch.setenv(name, "")
         monkeypatch.delenv(name)
     run = fit("FedAvg", logger="true")

@@ -19,14 +19,14 @@ from rich.console import Console
 
 from fl_lightning.__main__ import main
 from fl_lightning.errors import InputError
-from fl_lightning.study import jobs, lock
+from fl_lightning.study import jobs, lock, page
 from fl_lightning.study.board import Board, Record
 from fl_lightning.study.display import Display
 from fl_lightning.study.estimate import Cost, Total, find_costs, total
-from fl_lightning.study.jobs import Job, Pool
-from fl_lightning.study.places import places
+from fl_lightning.study.jobs import Job, Pool, slots_for
 from fl_lightning.study.plan import Cell
-from fl_lightning.tracking import Tracking, begin_study, end_study
+from fl_lightning.tracked_runs import begin_study, end_study
+from fl_lightning.tracking import Tracking
 
 CONFIGS = Path(__file__).parent.parent / "configs"
 STUDY = """
@@ -263,12 +263,12 @@ def test_what_is_left_is_estimated_from_runs_of_the_same_method(tmp_path):
 
 def test_gpus_are_dealt_in_turn():
     there = {"CUDA_VISIBLE_DEVICES": "1,3"}
-    assert [slot["CUDA_VISIBLE_DEVICES"] for slot in places(3, "auto", there)] == ["1", "3", "1"]
-    assert places(2, "1", there) == [{"CUDA_VISIBLE_DEVICES": "3"}] * 2
-    assert places(2, "auto", {"CUDA_VISIBLE_DEVICES": ""}) == [{}, {}]
+    assert [slot["CUDA_VISIBLE_DEVICES"] for slot in slots_for(3, "auto", there)] == ["1", "3", "1"]
+    assert slots_for(2, "1", there) == [{"CUDA_VISIBLE_DEVICES": "3"}] * 2
+    assert slots_for(2, "auto", {"CUDA_VISIBLE_DEVICES": ""}) == [{}, {}]
     for wrong in ("2", "-1", "x", ""):
         with pytest.raises(InputError, match="numbers of GPUs"):
-            places(1, wrong, there)
+            slots_for(1, wrong, there)
 
 
 def test_on_a_terminal_the_runs_at_work_are_a_live_table(tmp_path):
@@ -292,18 +292,21 @@ def test_in_mlflow_the_runs_of_a_study_are_under_one_that_is_made_once(tmp_path,
     folder = tmp_path / "runs" / "small"
     folder.mkdir(parents=True)
     (folder / "study.yaml").write_text("study: small\n")
-    first = begin_study("small", folder, {"cells": "2"})
-    end_study(first, folder, "KILLED", files=["study.yaml"])
-    assert begin_study("small", folder, {"cells": "3"}) == first  # continued
-    assert begin_study("small", tmp_path / "other" / "small", {"cells": "3"}) != first
+    begun = begin_study("small", folder, {"cells": "2"}, {page.TAG: page.view(["noise"])})
+    end_study(begun, folder, "KILLED", files=["study.yaml"])
+    assert begin_study("small", folder, {"cells": "3"}) == begun  # continued
+    first = begun.run_id
+    assert begin_study("small", tmp_path / "other" / "small", {"cells": "3"}) != begun
     tracking = Tracking(True, experiment="small", run_name="A-seed0", run_dir=folder / "A-seed0")
     tracking.start({}, {"label": "A", "noise": "on", "mlflow.parentRunId": first})
     tracking.finish("FINISHED", {})
     with closing(sqlite3.connect("mlflow.db")) as database:
         found = dict(database.execute("select key, value from tags where run_uuid = ?", [tracking.run_id]).fetchall())
         parent = dict(database.execute("select key, value from tags where run_uuid = ?", [first]).fetchall())
+        (view,) = database.execute("select value from experiment_tags where key = ?", [page.TAG]).fetchone()
         (status,) = database.execute("select status from runs where run_uuid = ?", [first]).fetchone()
     assert found["mlflow.parentRunId"] == first
+    assert "tags.`noise`" in json.loads(view)["selectedColumns"]
     assert (found["label"], found["noise"]) == ("A", "on")
     assert (parent["mlflow.runName"], parent["cells"], status) == ("small", "3", "RUNNING")
     assert list(Path("mlartifacts").rglob("study.yaml"))

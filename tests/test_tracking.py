@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 from lightning.fabric.loggers import CSVLogger, Logger
 
-from fl_lightning import tracking
-from fl_lightning.tracking import Tracking, flatten
+from fl_lightning import mlflow_store, tracking
+from fl_lightning.tracking import Tracking, as_params
 
 mlflow = pytest.importorskip("mlflow")
 pytestmark = pytest.mark.filterwarnings(
@@ -28,7 +28,7 @@ pytestmark = pytest.mark.filterwarnings(
 def workplace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """An empty folder without a configured store; settings made on the way are taken back."""
     monkeypatch.chdir(tmp_path)
-    for name in ("MLFLOW_TRACKING_URI", *tracking.ENVIRONMENT):
+    for name in ("MLFLOW_TRACKING_URI", *mlflow_store.ENVIRONMENT):
         monkeypatch.setenv(name, "")  # so that monkeypatch restores it
         monkeypatch.delenv(name)
     yield
@@ -223,8 +223,8 @@ def test_several_first_writers(tmp_path: Path) -> None:
     assert len({out.strip() for out, _ in outputs} - {"None", ""}) == 2, outputs
 
 
-def test_flatten_keeps_what_it_cannot_nest() -> None:
-    assert flatten({"a": {}, "b": [], "c": [{"d": 1}, 2], "e": ({"f": None},)}) == {
+def test_params_keep_what_it_cannot_nest() -> None:
+    assert as_params({"a": {}, "b": [], "c": [{"d": 1}, 2], "e": ({"f": None},)}) == {
         "a": "{}", "b": "[]", "c.0.d": "1", "c.1": "2", "e.0.f": "null",
     }  # fmt: skip
 

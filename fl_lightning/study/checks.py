@@ -1,4 +1,8 @@
-"""What may stand in a file of this layer: each check returns the value in its final form, or complains in three parts."""
+"""Study files and search files: how they are read, and what may stand in them.
+
+Keys are the text that was written: ``on``, ``0.50`` and ``1`` are names here, and so is the value ``off``. Each check returns a value in
+its final form, or complains in three parts.
+"""
 
 from __future__ import annotations
 
@@ -7,12 +11,62 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from fl_lightning.errors import InputError
 from fl_lightning.run_directory import is_plain_name
 
+TRUE_FALSE = "tag:yaml.org,2002:bool"
 SWEEPS_OWN = ("trainer.experiment", "trainer.run_name", "trainer.auto_resume", "trainer.allow_changed", "trainer.tags",
               "trainer.default_root_dir", "seed_everything", "config", "ckpt_path")  # fmt: skip
 """Settings that every cell gets from the sweep."""
+
+
+class _Loader(yaml.SafeLoader):
+    """Keys are text, each given once; of the words for truth only ``true`` and ``false`` are no text (YAML 1.2)."""
+
+    yaml_implicit_resolvers = {  # noqa: RUF012
+        first: [(tag, pattern) for tag, pattern in resolvers if tag != TRUE_FALSE or first in "tTfF"]
+        for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
+    }
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[str, Any]:  # type: ignore[override]
+        self.flatten_mapping(node)
+        result: dict[str, Any] = {}
+        for key, value in node.value:
+            if not isinstance(key, yaml.ScalarNode):
+                raise yaml.constructor.ConstructorError(None, None, "a key must be text", key.start_mark)
+            if key.value in result:
+                raise yaml.constructor.ConstructorError(None, None, f"{key.value} is given twice", key.start_mark)
+            result[key.value] = self.construct_object(value, deep=True)
+        return result
+
+
+def read_mapping(path: Path, what: str, begin: str) -> dict[str, Any]:
+    """The mapping in a YAML file.
+
+    Args:
+        path: the file.
+        what: what it should be, for the message.
+        begin: how one begins.
+
+    Raises:
+        InputError: there is none, or it is not a mapping.
+    """
+    try:
+        document = yaml.load(path.read_text(encoding="utf-8"), Loader=_Loader)
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or "not a text file"
+        raise InputError(f"{path}; the {what} cannot be read ({reason}); write the path of a YAML file") from None
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark
+        where = f", line {mark.line + 1}" if mark else ""
+        raise InputError(f"{path}{where}; it is not a valid {what}: {error.problem}; mend that line") from None
+    except (yaml.YAMLError, RecursionError) as error:
+        raise InputError(f"{path}; it is not valid YAML: {error}; write 'key: value' lines") from None
+    if not isinstance(document, dict):
+        raise InputError(f"{path}; a {what} is a mapping; begin with '{begin}'")
+    return document
 
 
 class Checks:

@@ -14,7 +14,7 @@ from fl_lightning.redaction import redact
 from fl_lightning.study.labels import label_all
 from fl_lightning.study.plan import Study
 from fl_lightning.study.runs import Found, Results, Run, Uncounted, problem, read_folder, run_metrics
-from fl_lightning.tracking import read_runs
+from fl_lightning.tracked_runs import read_runs
 
 
 def gather(study: str, root: Path, mlflow: str | None = None) -> Results:

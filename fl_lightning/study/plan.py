@@ -27,9 +27,8 @@ from typing import Any
 
 import yaml
 
-from fl_lightning.study.checks import Checks
+from fl_lightning.study.checks import Checks, read_mapping
 from fl_lightning.study.criteria import parse
-from fl_lightning.study.reading import read_mapping
 
 KEYS = ("study", "config", "settings", "seeds", "methods", "overlays", "grid", "test", "metric", "proposed", "degradation",
         "target_accuracy", "criteria", "claimed")  # fmt: skip

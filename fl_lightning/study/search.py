@@ -23,9 +23,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from fl_lightning.study.checks import Checks
+from fl_lightning.study.checks import Checks, read_mapping
 from fl_lightning.study.plan import as_flag
-from fl_lightning.study.reading import read_mapping
 
 KEYS = ("study", "config", "settings", "final", "space", "trials", "metric", "direction", "seed", "prune")
 METRIC = "final/best_val_accuracy"

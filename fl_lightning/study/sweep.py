@@ -9,15 +9,16 @@ from pathlib import Path
 
 from fl_lightning.disk import replace
 from fl_lightning.errors import InputError
+from fl_lightning.mlflow_store import store
+from fl_lightning.study import page
 from fl_lightning.study.board import Board, Record
 from fl_lightning.study.criteria import parse
 from fl_lightning.study.display import ACCURACY, Display, clock
 from fl_lightning.study.estimate import show_plan
-from fl_lightning.study.jobs import Job, Pool, Running, fit_arguments
+from fl_lightning.study.jobs import Job, Pool, Running, fit_arguments, slots_for, threads_per_job
 from fl_lightning.study.lock import only_one
-from fl_lightning.study.places import places, threads_per_job
 from fl_lightning.study.plan import Study, as_flag
-from fl_lightning.tracking import begin_study, end_study
+from fl_lightning.tracked_runs import StudyRun, begin_study, end_study
 
 Resolve = Callable[[list[str]], str]
 
@@ -49,7 +50,7 @@ def sweep(
     study = Study.read(config)
     for criterion in study.criteria:
         parse(criterion, list(study.methods))  # hours before the report finds the mistake
-    slots = places(jobs, devices)
+    slots = slots_for(jobs, devices)
     board = Board.plan(study, Path(root), resolve)
     for record in board.records:
         record.threads = threads_per_job(jobs, record.threads)
@@ -75,7 +76,7 @@ class Sweep:
     board: Board
     pool: Pool
     logger: bool
-    parent: str | None = None
+    parent: StudyRun | None = None
     tested: dict[str, int] = field(default_factory=dict)
 
     def run(self) -> None:
@@ -91,7 +92,9 @@ class Sweep:
                 record.status = "interrupted"  # it is tried again
         board.write()
         if self.logger and any(record.config.get("trainer.logger") is True for record in board.records):
-            self.parent = begin_study(study.name, board.folder, {"cells": str(len(board.records))})
+            self.parent = begin_study(
+                study.name, board.folder, {"cells": str(len(board.records))}, {page.TAG: page.view(list(study.grid))}
+            )
         self.display = Display(self.state, lambda job: (self.found(job.name).run, self.found(job.name).rounds))
         self.display.line(f"{self.state()}; {len(self.pool.slots)} at a time, in {board.folder}")
         done = False
@@ -114,6 +117,9 @@ class Sweep:
                 f"failed: {', '.join(self.failures())}; logs in {board.folder / 'logs'}; the same command tries again"
             )
             sys.exit(1)
+        if self.parent:
+            self.display.line(f"curves         mlflow ui --backend-store-uri {store()}")
+            self.display.line(f"               {page.link(self.parent.experiment_id)}")
         self.display.line(f"what holds     python -m fl_lightning compare --study {study.name} --out reports/{study.name}")
 
     def state(self) -> str:
@@ -141,7 +147,7 @@ class Sweep:
         if record.status != "finished":
             tags = {"study": study.name, "label": cell.method, **cell.levels}
             if self.parent:
-                tags["mlflow.parentRunId"] = self.parent
+                tags["mlflow.parentRunId"] = self.parent.run_id
             args = fit_arguments(
                 cell.args, root=folder.parent, experiment=study.name, name=cell.name, tags=tags, logger=self.logger
             )

@@ -14,10 +14,9 @@ from rich.text import Text
 from fl_lightning.study.columns import CLOCKS, Column, column, headline, p_value, plain, seeds
 from fl_lightning.study.comparison import Comparison, Difference, Levels, name_of
 from fl_lightning.study.criteria import QUANTITIES
-from fl_lightning.study.judgement import Judgement
 from fl_lightning.study.runs import higher_is_better, is_timing
 from fl_lightning.study.statistics import mean_std
-from fl_lightning.study.verdicts import Verdict
+from fl_lightning.study.verdicts import Judgement, Verdict
 from fl_lightning.study.verdicts import verdicts as every_verdict
 
 LATEX = {"\\": r"\textbackslash{}", "%": r"\%", "&": r"\&", "_": r"\_", "#": r"\#", "$": r"\$", "{": r"\{", "}": r"\}",

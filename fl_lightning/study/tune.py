@@ -21,11 +21,10 @@ from fl_lightning.errors import InputError
 from fl_lightning.rng import stream
 from fl_lightning.study.board import read_json, read_metrics
 from fl_lightning.study.display import Display
-from fl_lightning.study.jobs import Job, Pool, Running, fit_arguments
+from fl_lightning.study.jobs import Job, Pool, Running, fit_arguments, slots_for, threads_per_job
 from fl_lightning.study.lock import only_one
-from fl_lightning.study.places import places, threads_per_job
 from fl_lightning.study.search import Range, Search
-from fl_lightning.tracking import begin_study, end_study
+from fl_lightning.tracked_runs import StudyRun, begin_study, end_study
 
 TUNED = "tuned"
 """Name of the final run, and its label."""
@@ -52,7 +51,7 @@ def tune(
     if jobs < 1:
         raise InputError(f"--jobs {jobs}; at least one trial runs at a time; write --jobs 1")
     search = Search.read(config)
-    slots = places(jobs, devices)
+    slots = slots_for(jobs, devices)
     for corner in search.corners():
         try:
             resolve(search.args(corner))
@@ -84,7 +83,7 @@ class Tune:
     logger: bool
     environment: Mapping[str, str]
     rounds: int
-    parent: str | None = None
+    parent: StudyRun | None = None
     at_work: set[int] = field(default_factory=set)
     pruned: set[int] = field(default_factory=set)
 
@@ -145,7 +144,7 @@ class Tune:
         self.at_work.add(trial.number)
         name, args = name_of(trial), self.search.args(trial.params)
         tags = {"study": self.search.name, "label": "trial", "trial": str(trial.number)}
-        return self.fit(args, self.search.name, name, tags | ({"mlflow.parentRunId": self.parent} if self.parent else {}))
+        return self.fit(args, self.search.name, name, tags | ({"mlflow.parentRunId": self.parent.run_id} if self.parent else {}))
 
     def fit(self, args: list[str], experiment: str, name: str, tags: Mapping[str, str]) -> Job:
         root = self.folder.parent
