@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torchmetrics.functional.classification import multiclass_calibration_error
 
+from callbacks.drawing import check_every, draw, require
 from fl_lightning.figures import GREY, RED, SKY, open_frame
 from fl_lightning.hooks import Context, Meter, RoundRecord
 from fl_lightning.metrics import CalibrationBins, brier_score, calibration_bins
@@ -29,11 +30,8 @@ class Calibration(Meter):
     """
 
     def __init__(self, bins: int = 15, every: int = 0) -> None:
-        if bins < 1 or every < 0:
-            raise ValueError(
-                f"Calibration(bins={bins}, every={every}); bins is 1 or more, every 0 or more; write bins: 15, every: 0"
-            )
-        self.bins, self.every = bins, every
+        require(bins >= 1, f"Calibration(bins={bins})", "bins of confidence, 1 or more", "write bins: 15")
+        self.bins, self.every = bins, check_every(self, every)
         self._last: tuple[int, CalibrationBins] | None = None
         self._drawn = 0
 
@@ -69,7 +67,7 @@ class Calibration(Meter):
     def _draw(self, context: Context) -> None:
         assert self._last is not None
         self._drawn, bins = self._last
-        context.log_figure(f"reliability_round_{self._drawn:04d}", reliability_diagram(bins, f"round {self._drawn}"))
+        draw(context, "reliability", lambda: reliability_diagram(bins, f"round {self._drawn}"), self._drawn)
 
 
 def reliability_diagram(bins: CalibrationBins, title: str) -> Figure:

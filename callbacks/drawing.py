@@ -8,10 +8,12 @@ from contextlib import contextmanager
 from copy import deepcopy
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 from lightning.fabric.utilities.rank_zero import rank_zero_only
 from torch import nn
 
 from fl_lightning.hooks import Context
+from fl_lightning.methods import Method
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -63,9 +65,19 @@ def own_copy(context: Context) -> Any:
     return deepcopy(context.method, {id(context.data): context.data})
 
 
-def full_precision(network: nn.Module) -> nn.Module:
-    """A copy whose activations are not quantised, as FedMPQKD's teacher; its weights are to be written."""
-    network = deepcopy(network)
-    for module in network.modules():
-        module._forward_pre_hooks.clear()
-    return network.eval()
+def student_and_teacher(method: Method) -> dict[str, nn.Module]:
+    """What is deployed and, where that is quantised, the same in full precision, by name and in evaluation mode."""
+    teacher = method.full_precision()
+    if teacher is None:
+        return {"deployed in full precision": method.deploy().eval()}
+    return {STUDENT: method.deploy().eval(), TEACHER: teacher.eval()}
+
+
+def evenly_spaced(total: int, most: int) -> np.ndarray:
+    """``most`` of ``total`` clients at most, by their places ``[min(total, most)]``."""
+    return np.unique(np.linspace(0, total - 1, min(total, most)).round().astype(int))
+
+
+def sample(shown: int, total: int) -> str:
+    """How many clients a figure shows, for its title."""
+    return f"{total} clients" if shown == total else f"{shown} of {total} clients (evenly spaced sample)"

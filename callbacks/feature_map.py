@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from copy import deepcopy
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from callbacks.drawing import STUDENT, TEACHER, applies, check_every, draw, full_precision, own_copy, require
+from callbacks.drawing import applies, check_every, draw, own_copy, require, student_and_teacher
 from fl_lightning.figures import COLOURS, MARKERS
 from fl_lightning.hooks import Context, Meter, RoundRecord
 from fl_lightning.rng import stream
@@ -63,19 +62,6 @@ class FeatureMap(Meter):
         target = context.data.test_target[position].cpu().numpy()
         points = embed(np.concatenate(list(features.values())), self.perplexity, stream(context.seed, "t-SNE"))
         return feature_figure(features, np.split(points, len(features)), target, f"round {round}, {len(target)} test images")
-
-
-def student_and_teacher(method: Any) -> dict[str, nn.Module]:
-    """Networks in evaluation mode; one, where what is deployed is in full precision."""
-    student = deepcopy(method.deploy()).eval()
-    teacher = full_precision(method.network)
-    method.layout.write(teacher, method.server["weights"])
-    same = torch.equal(method.layout.read(student), method.layout.read(teacher)) and not _has_hooks(student)
-    return {"deployed in full precision": student} if same else {STUDENT: student, TEACHER: teacher}
-
-
-def _has_hooks(network: nn.Module) -> bool:
-    return any(module._forward_pre_hooks for module in network.modules())
 
 
 @torch.no_grad()

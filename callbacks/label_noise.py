@@ -41,9 +41,8 @@ class LabelNoise(Stressor):
         if among not in ("federation", "cohort"):
             raise ValueError(f"LabelNoise(among={among!r}); it is federation or cohort; write among: federation")
         self.round, self.clients, self.labels, self.among = round, clients, labels, among
-        self._noisy: frozenset[int] | None = (
-            None  # federation: recomputed at will; cohort: known from round ``round`` on, and saved
-        )
+        # federation: recomputed at will; cohort: known from round ``round`` on, and saved
+        self._noisy: frozenset[int] | None = None
 
     def on_check(self, context: Context) -> None:
         if context.data.num_classes < 2:
@@ -96,13 +95,8 @@ class LabelNoise(Stressor):
         """Independent of the order of ``active``; sorted and drawn once, so that 100 000 clients cost milliseconds."""
         count = max(_rounded(self.clients * len(active)), int(self.clients > 0 and len(active) > 0))
         chosen = stream(seed, "label_noise_clients").choice(np.sort(active), size=count, replace=False)
-        log.info(
-            "label noise from round %d: %d of %d clients, %g %% of their labels",
-            self.round,
-            count,
-            len(active),
-            100 * self.labels,
-        )
+        share = 100 * self.labels
+        log.info("label noise from round %d: %d of %d clients, %g %% of their labels", self.round, count, len(active), share)
         return frozenset(chosen.tolist())
 
 

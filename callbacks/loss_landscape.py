@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from callbacks.drawing import STUDENT, TEACHER, applies, check_every, draw, full_precision, own_copy, require
+from callbacks.drawing import applies, check_every, draw, own_copy, require, student_and_teacher
 from fl_lightning.figures import BLUE, RED, legend_outside, new_axes
 from fl_lightning.hooks import Context, Meter, RoundRecord
 from fl_lightning.rng import stream
@@ -79,16 +79,12 @@ class LossLandscape(Meter):
         draws = stream(context.seed, "landscape")
         directions = [filter_normalised(method.layout, method.network, centre, draws) for _ in range(self.dimensions)]
         grid = np.stack(np.meshgrid(*[steps] * self.dimensions), axis=-1)
-        losses: dict[str, np.ndarray] = {name: np.empty(grid.shape[:-1]) for name in (STUDENT, TEACHER)}
-        full = full_precision(method.network)
+        losses: dict[str, np.ndarray] = {}
         for place in np.ndindex(grid.shape[:-1]):
             weights = centre + sum(float(a) * d for a, d in zip(grid[place], directions, strict=True))
             method.server = {**method.server, "weights": weights}
-            losses[STUDENT][place] = loss(method.deploy(), batches)
-            method.layout.write(full, weights)
-            losses[TEACHER][place] = loss(full, batches)
-        if np.array_equal(losses[STUDENT], losses[TEACHER]):
-            losses = {"deployed in full precision": losses[TEACHER]}
+            for name, network in student_and_teacher(method).items():
+                losses.setdefault(name, np.empty(grid.shape[:-1]))[place] = loss(network, batches)
         return losses, len(index)
 
 
@@ -108,8 +104,7 @@ def filter_normalised(layout: Layout, network: nn.Module, weights: Tensor, rng: 
 
 @torch.no_grad()
 def loss(network: nn.Module, batches: list[tuple[Any, Tensor]]) -> float:
-    """Mean cross-entropy in evaluation mode."""
-    network.eval()
+    """Mean cross-entropy, in nats."""
     total = sum(float(F.cross_entropy(network(inputs).double(), target, reduction="sum")) for inputs, target in batches)
     return total / sum(len(target) for _, target in batches)
 

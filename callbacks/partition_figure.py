@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from callbacks.drawing import draw, evenly_spaced, sample
+from fl_lightning.figures import GREY
 from fl_lightning.hooks import Context, Meter
 
 if TYPE_CHECKING:
@@ -18,7 +20,8 @@ class PartitionFigure(Meter):
     """Draws ``figures/partition`` before the first round, from ``data.partition_summary()["classes_per_client"]``."""
 
     def on_setup(self, context: Context) -> None:
-        context.log_figure("partition", partition_figure(np.asarray(context.data.partition_summary()["classes_per_client"])))
+        counts = np.asarray(context.data.partition_summary()["classes_per_client"])
+        draw(context, "partition", lambda: partition_figure(counts))
 
 
 def partition_figure(counts: np.ndarray) -> Figure:
@@ -32,14 +35,14 @@ def partition_figure(counts: np.ndarray) -> Figure:
     from matplotlib.ticker import MaxNLocator
 
     clients, classes = counts.shape
-    shown = np.unique(np.linspace(0, clients - 1, min(clients, SHOWN)).round().astype(int))
+    shown = evenly_spaced(clients, SHOWN)
     counts = counts[shown]
     sizes = counts.sum(axis=1)
     held = (counts > 0).sum(axis=1)[sizes > 0]
     figure = Figure(figsize=(11, 5), layout="constrained")
     top, main = figure.subplots(2, 1, sharex=True, height_ratios=[1, 3])
     x = np.arange(len(shown))
-    top.bar(x, sizes, width=0.85, color="#666666")
+    top.bar(x, sizes, width=0.85, color=GREY)
     top.set(ylabel="examples")
     image = main.imshow(
         np.ma.masked_equal(counts.T, 0), aspect="auto", origin="lower", interpolation="nearest", cmap="viridis_r",
@@ -55,9 +58,8 @@ def partition_figure(counts: np.ndarray) -> Figure:
         marks := [m * 10**e for e in range(7) for m in (1, 2, 5) if m * 10**e <= image.norm.vmax],
         labels=[str(mark) for mark in marks],
     )
-    sample = f"{clients} clients" if len(shown) == clients else f"{len(shown)} of {clients} clients (evenly spaced sample)"
     median = f", median {np.median(sizes):.0f} examples in {np.median(held):.0f} of {classes} classes" if len(held) else ""
-    top.set_title(f"Partition: {sample}{median}")
+    top.set_title(f"Partition: {sample(len(shown), clients)}{median}")
     for axes in (top, main):
         axes.spines[["top", "right"]].set_visible(False)
     return figure

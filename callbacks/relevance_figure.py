@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from callbacks.drawing import check_every, draw, evenly_spaced, sample
 from fl_lightning.hooks import Context, Meter, RoundRecord
 
 if TYPE_CHECKING:
@@ -26,9 +27,7 @@ class RelevanceFigure(Meter):
     """
 
     def __init__(self, every: int = 0) -> None:
-        if every < 0:
-            raise ValueError(f"RelevanceFigure(every={every}); rounds between figures, 0 or more; write every: 0")
-        self.every = every
+        self.every = check_every(self, every)
 
     def on_check(self, context: Context) -> None:
         if not hasattr(context.method, "relevance"):
@@ -43,15 +42,15 @@ class RelevanceFigure(Meter):
         if not math.isnan(correlation):
             record.metrics["relevance/label_correlation"] = correlation
         if self.every and record.round % self.every == 0:
-            self._draw(context, f"relevance_round_{record.round:04d}")
+            self._draw(context, record.round)
 
     def on_fit_end(self, summary: dict[str, float], context: Context) -> None:
-        self._draw(context, "relevance")
+        self._draw(context)
 
-    def _draw(self, context: Context, name: str) -> None:
+    def _draw(self, context: Context, round: int | None = None) -> None:
         ids, relevance = context.method.relevance()
         if len(ids) >= 2:
-            context.log_figure(name, relevance_figure(ids, relevance, context.data.class_counts()[ids]))
+            draw(context, "relevance", lambda: relevance_figure(ids, relevance, context.data.class_counts()[ids]), round)
 
 
 def label_similarity(counts: np.ndarray) -> np.ndarray:
@@ -75,11 +74,9 @@ def similar_next_to_each_other(similarity: np.ndarray) -> np.ndarray:
     from scipy.cluster.hierarchy import leaves_list, linkage, optimal_leaf_ordering
 
     distance = (1 - similarity)[np.triu_indices(len(similarity), 1)].clip(0)
-    return (
-        leaves_list(optimal_leaf_ordering(linkage(distance, "average"), distance))
-        if len(similarity) > 2
-        else np.arange(len(similarity))
-    )
+    if len(similarity) <= 2:
+        return np.arange(len(similarity))
+    return leaves_list(optimal_leaf_ordering(linkage(distance, "average"), distance))
 
 
 def relevance_figure(ids: np.ndarray, relevance: np.ndarray, counts: np.ndarray) -> Figure:
@@ -94,7 +91,7 @@ def relevance_figure(ids: np.ndarray, relevance: np.ndarray, counts: np.ndarray)
     from matplotlib.ticker import MaxNLocator
 
     correlation, total = label_correlation(relevance, counts), len(ids)
-    shown = np.unique(np.linspace(0, total - 1, min(total, SHOWN)).round().astype(int))
+    shown = evenly_spaced(total, SHOWN)
     ids, relevance, counts = ids[shown], relevance[np.ix_(shown, shown)], counts[shown]
     order = similar_next_to_each_other(label_similarity(counts))
     ids, relevance, counts = ids[order], relevance[np.ix_(order, order)], counts[order]
@@ -119,9 +116,8 @@ def relevance_figure(ids: np.ndarray, relevance: np.ndarray, counts: np.ndarray)
         axes.set_yticks(ticks, names, fontsize=8)
     for axes in (left, middle):
         axes.set_xticks(ticks, names, fontsize=8, rotation=90 if len(names) > 10 else 0)
-    known = f"{total} clients" if len(ids) == total else f"{len(ids)} of {total} clients (evenly spaced sample)"
     agreement = (
         "" if math.isnan(correlation) else f"; correlation of relevance and label similarity over all pairs {correlation:.2f}"
     )
-    figure.suptitle(f"{known}, similar labels next to each other{agreement}")
+    figure.suptitle(f"{sample(len(ids), total)}, similar labels next to each other{agreement}")
     return figure

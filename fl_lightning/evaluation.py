@@ -40,7 +40,7 @@ def predict(fabric: Fabric, network: nn.Module, batches: Iterable[tuple[Tensor, 
 
 @torch.no_grad()
 def _forward(fabric: Fabric, network: nn.Module, batches: Iterable[tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
-    with _evaluation_mode(network), fabric.autocast():
+    with evaluation_mode(network), fabric.autocast():
         columns = [(network(inputs).float(), *rest) for inputs, *rest in batches]
     return tuple(torch.cat(column) for column in zip(*columns, strict=True))
 
@@ -60,11 +60,12 @@ def together(pieces: Iterable[tuple[int, tuple[Tensor, ...]]]) -> tuple[Tensor, 
 
 
 @contextmanager
-def _evaluation_mode(network: nn.Module) -> Iterator[None]:
+def evaluation_mode(network: nn.Module) -> Iterator[nn.Module]:
+    """The network in evaluation mode, for the block."""
     was_training = network.training
     network.eval()
     try:
-        yield
+        yield network
     finally:
         network.train(was_training)
 

@@ -122,12 +122,8 @@ class RunDirectory:
         self.write(name, to_json(document))
 
     def read_json(self, name: str) -> dict[str, Any]:
-        """Empty when there is none, or it cannot be read."""
-        try:
-            document = json.loads((self.path / name).read_bytes())
-        except (OSError, ValueError):
-            return {}
-        return document if isinstance(document, dict) else {}
+        """As :func:`read_json`."""
+        return read_json(self.path / name)
 
     def save_figure(self, name: str, figure: Figure) -> list[Path]:
         """As ``figures/<name>.png`` and ``.pdf``."""
@@ -168,6 +164,15 @@ def checkpoint_name(round: int) -> str:
 def is_plain_name(name: str) -> bool:
     """Whether ``name`` names a file or a folder in the folder that it is put in, and nothing else; not a hidden one."""
     return name != "" and Path(name).name == name and not re.search(r"^\.|[\\\x00-\x1f\x7f]", name)
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The mapping in a file; empty when there is none, or it cannot be read."""
+    try:
+        document = json.loads(path.read_bytes())
+    except (OSError, ValueError):
+        return {}
+    return document if isinstance(document, dict) else {}
 
 
 def to_json(document: object) -> str:

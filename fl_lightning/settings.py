@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -41,7 +41,16 @@ def flatten(config: Any, prefix: str = "") -> dict[str, Any]:
 
 def is_free(key: str) -> bool:
     """Whether a setting with this dotted key changes nothing that is computed."""
-    return any(key == free or key.startswith(f"{free}.") for free in FREE_KEYS)
+    return is_under(key, FREE_KEYS)
+
+
+def is_under(key: str, names: Sequence[str]) -> bool:
+    """Whether a dotted key is one of these names, or lies below one.
+
+    >>> is_under("model.alpha", ["model"]), is_under("models", ["model"])
+    (True, False)
+    """
+    return any(key == name or key.startswith(f"{name}.") for name in names)
 
 
 def settings_hash(settings: Mapping[str, Any]) -> str:

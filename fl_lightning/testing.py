@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import logging
 import os
 import platform
@@ -21,11 +20,12 @@ from fl_lightning.loop import Federation, weights_hash
 from fl_lightning.metadata import git_state, now, versions
 from fl_lightning.resume import find_start
 from fl_lightning.robustness import Finding, Subject, chosen, probe
-from fl_lightning.run_directory import RunDirectory
-from fl_lightning.settings import changed_settings, flatten, settings_hash
+from fl_lightning.run_directory import RunDirectory, checkpoint_name
+from fl_lightning.settings import changed_settings, flatten, is_under, settings_hash
 from fl_lightning.snapshot import Checkpoint, restore
 from fl_lightning.tables import numbers
 from fl_lightning.tracked_runs import add_to_run
+from fl_lightning.wire import Ledger
 
 log = logging.getLogger("fl_lightning")
 
@@ -117,7 +117,7 @@ def choose_checkpoint(ckpt_path: str, which: str, experiment: Path) -> Checkpoin
     if which == "best":
         if not start.checkpoint.progress["best_round"]:
             raise InputError("--checkpoint best; no round of this run was validated (data.val_fraction); write --checkpoint last")
-        name = f"round_{start.checkpoint.progress['best_round']:06d}"
+        name = checkpoint_name(start.checkpoint.progress["best_round"])
     return _read(start.run, name)
 
 
@@ -158,20 +158,16 @@ def load(fed: Federation, checkpoint: Checkpoint, settings: Mapping[str, Any], a
 
 def bearing(settings: Mapping[str, Any]) -> dict[str, Any]:
     """The settings that a test rests on, with dotted keys."""
-    return {
-        key: value
-        for key, value in flatten(settings).items()
-        if any(key == name or key.startswith(f"{name}.") for name in BEARING)
-    }
+    return {key: value for key, value in flatten(settings).items() if is_under(key, BEARING)}
 
 
 def _mean_upload(run: RunDirectory, round: int) -> float | None:
     """Bytes of an upload of this round that counted, on average."""
     try:
-        rows = csv.DictReader(run.tables["ledger"].path.read_text().splitlines())
-        sizes = [int(row["upload"]) for row in rows if int(row["round"]) == round and row["status"] == "trained"]
-    except (OSError, KeyError, ValueError):
+        entries = Ledger.from_csv(run.tables["ledger"].path.read_text()).entries
+    except (OSError, ValueError, StopIteration):
         return None
+    sizes = [entry.upload for entry in entries if entry.round == round and entry.status == "trained"]
     return sum(sizes) / len(sizes) if sizes else None
 
 

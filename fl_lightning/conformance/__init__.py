@@ -6,7 +6,6 @@ python -m fl_lightning check --model my_methods.MyMethod --settings '{beta: 0.5}
 
 from fl_lightning.conformance.command import check, find_method
 from fl_lightning.conformance.kit import CHECKS, Outcome, run_checks
-from fl_lightning.conformance.known import KNOWN, subject_of
-from fl_lightning.conformance.subject import Subject
+from fl_lightning.conformance.subject import KNOWN, Subject, subject_of
 
 __all__ = ["CHECKS", "KNOWN", "Outcome", "Subject", "check", "find_method", "run_checks", "subject_of"]

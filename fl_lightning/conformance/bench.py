@@ -193,15 +193,17 @@ def first_batch(method: Method, data: FederatedData) -> Any:
 
 
 def same_server(expected: Mapping[str, Tensor], found: Mapping[str, Tensor], when: str) -> None:
-    """Raises:
-    Violation: they differ.
-    """
+    """The same tensors, bit for bit, or a Violation."""
     same_tensors(expected, found, "the server's state", when)
 
 
 def same_tensors(expected: Mapping[str, Tensor], found: Mapping[str, Tensor], what: str, when: str) -> None:
-    """Raises:
-    Violation: they differ.
+    """The same tensors by name, bit for bit, or a Violation that names the first that differs.
+
+    Args:
+        expected, found: tensors by name.
+        what: whose they are.
+        when: the circumstance that must not matter.
     """
     require(set(expected) == set(found), f"{when} {what} has {sorted(found)} instead of {sorted(expected)}")
     for name, value in expected.items():

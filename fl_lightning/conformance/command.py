@@ -13,7 +13,7 @@ from rich.table import Table
 
 from fl_lightning import methods
 from fl_lightning.conformance.kit import Outcome, run_checks
-from fl_lightning.conformance.known import subject_of
+from fl_lightning.conformance.subject import subject_of
 from fl_lightning.errors import InputError
 from fl_lightning.methods import Method
 

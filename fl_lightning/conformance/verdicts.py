@@ -14,9 +14,7 @@ class NotApplicable(Exception):
 
 
 def require(holds: bool, otherwise: str) -> None:
-    """Raises:
-    Violation: it does not hold.
-    """
+    """Raise :class:`Violation` with ``otherwise`` where a rule does not hold."""
     if not holds:
         raise Violation(otherwise)
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from fl_lightning.errors import InputError
-from fl_lightning.evaluation import client_accuracies, predict_validation, test
+from fl_lightning.evaluation import client_accuracies, evaluation_mode, predict_validation, test
 from fl_lightning.metrics import brier_score, client_spread, expected_calibration_error
 from fl_lightning.rng import stream
 from fl_lightning.robustness.attacks import EPS, STEPS, fgsm, pgd
@@ -20,7 +20,7 @@ from fl_lightning.robustness.cost import float_bytes, flops, latencies, peak_mem
 from fl_lightning.robustness.layers import frost_photographs
 from fl_lightning.robustness.published import PublishedImages
 from fl_lightning.robustness.scaling import BOUNDS, calibration, fit_temperature
-from fl_lightning.robustness.subject import Finding, Forward, Subject, accuracy, evaluated
+from fl_lightning.robustness.subject import Finding, Forward, Subject, accuracy
 
 log = logging.getLogger("fl_lightning")
 
@@ -95,7 +95,7 @@ def _attacked(subject: Subject, name: str, attack: Callable[..., Tensor], detail
     teacher = subject.method.full_precision()
     if teacher is None:
         return Finding(metrics, details=details, skipped=[_not_quantised(subject, f"{name} with the full-precision gradient")])
-    with evaluated(teacher):
+    with evaluation_mode(teacher):
         gradient = subject.from_pixels(teacher)
         logits = subject.answers_to(change=lambda forward, *shown: attack(gradient, *shown))
     metrics |= {
@@ -156,7 +156,7 @@ def calibrated(subject: Subject) -> Finding:
 def cost(subject: Subject) -> Finding:
     """FLOPs of one image, and bytes of the model: in fp32, and as a client sends it."""
     network, inputs = _one(subject)
-    with evaluated(network):
+    with evaluation_mode(network):
         metrics = {"cost/flops": float(flops(network, inputs)), "cost/model_bytes_fp32": float(float_bytes(network))}
     details = {
         "model": "of client 0" if subject.method.personalised else "of the server",

@@ -45,8 +45,10 @@ class PublishedImages:
         return np.array(images[ROWS])
 
     def check_labels(self, target: np.ndarray) -> None:
-        """Raises:
-        InputError: they are not the classes of this test set.
+        """Their rows are the classes of this test set, int64 ``[10000]``.
+
+        Raises:
+            InputError: they are not.
         """
         labels = self._load("labels")[ROWS]
         if not np.array_equal(labels, target):

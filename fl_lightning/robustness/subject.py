@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,7 +12,7 @@ from lightning.fabric import Fabric
 from torch import Tensor, nn
 
 from fl_lightning.data import FederatedData, FederatedImages
-from fl_lightning.evaluation import deal_test_set
+from fl_lightning.evaluation import deal_test_set, evaluation_mode
 from fl_lightning.methods import Method
 
 BATCH = 512  # as in ``evaluation``: the clean test set is answered bit for bit as during training
@@ -68,12 +67,12 @@ class Subject:
     def networks(self) -> Iterator[tuple[nn.Module, Tensor]]:
         """Each network that answers test examples, in evaluation mode, and which ones; a personalised method has one a client."""
         if not self.method.personalised:
-            with evaluated(self.method.deploy()) as network:
+            with evaluation_mode(self.method.deploy()) as network:
                 yield network, torch.arange(len(self.data.test_target), device=self.data.device)
             return
         owner = deal_test_set(self.data)
         for id in np.unique(owner).tolist():
-            with evaluated(self.method.deploy(self.data.client(id, self.states.get(id)))) as network:
+            with evaluation_mode(self.method.deploy(self.data.client(id, self.states.get(id)))) as network:
                 yield network, torch.from_numpy(np.flatnonzero(owner == id)).to(self.data.device)
 
     def answers(self) -> Tensor:
@@ -123,17 +122,6 @@ class Subject:
     def _logits(self, network: nn.Module, inputs: Any) -> Tensor:
         with self.fabric.autocast():
             return network(inputs).float()
-
-
-@contextmanager
-def evaluated(network: nn.Module) -> Iterator[nn.Module]:
-    """The network in evaluation mode, for the block."""
-    was_training = network.training
-    network.eval()
-    try:
-        yield network
-    finally:
-        network.train(was_training)
 
 
 def accuracy(logits: Tensor, target: Tensor) -> float:

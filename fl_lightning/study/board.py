@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -14,9 +13,10 @@ import yaml
 from fl_lightning.disk import replace
 from fl_lightning.errors import InputError
 from fl_lightning.redaction import redact_settings
-from fl_lightning.run_directory import numbered, to_json
+from fl_lightning.run_directory import numbered, read_json, to_json
 from fl_lightning.settings import config_of, flatten, settings_hash
 from fl_lightning.study.plan import Cell, Study
+from fl_lightning.tables import numbers
 
 State = Literal["waiting", "running", "interrupted", "finished", "failed"]
 
@@ -97,7 +97,7 @@ class Board:
                     raise InputError(f"{study.path}, cell {cell.name}: {error}") from error
             config = flatten(resolved[key] | {"seed_everything": cell.seed})
             records.append(Record(cell, config, settings_hash(config)))
-        known = {entry["name"]: entry for entry in read_json(folder / "cells.json")}
+        known = read_cells(folder)
         for record in records:
             record.threads = int(known.get(record.cell.name, {}).get("threads", 0))
             record.find_run(folder)
@@ -127,11 +127,11 @@ class Board:
         replace(self.folder / "cells.json", to_json(entries).encode())
 
 
-def read_json(path: Path) -> Any:
-    """The document; an empty mapping when it cannot be read."""
+def read_cells(folder: Path) -> dict[str, dict[str, Any]]:
+    """What a study's ``cells.json`` says of each cell, by name; empty when it cannot be read."""
     try:
-        return json.loads(path.read_bytes())
-    except (OSError, ValueError):
+        return {entry["name"]: entry for entry in json.loads((folder / "cells.json").read_bytes())}
+    except (OSError, ValueError, TypeError, KeyError):
         return {}
 
 
@@ -140,7 +140,6 @@ def read_metrics(run: Path | None) -> list[dict[str, float]]:
     if run is None:
         return []
     try:
-        with (run / "metrics.csv").open() as file:
-            return [{k: float(v) for k, v in row.items() if k and v} for row in csv.DictReader(file)]
+        return numbers((run / "metrics.csv").read_bytes())
     except (OSError, ValueError):
         return []

@@ -140,7 +140,9 @@ class Checks:
     def one_of(self, name: Any, names: Collection[str], where: str) -> str:
         near = get_close_matches(str(name), names, n=1, cutoff=0.0)
         instead = f"write {near[0]}" if near else "add it"
-        self.require(name in names, f"{where}: {name}", f"one of {', '.join(names) or 'none: there is no grid'}", instead)
+        self.require(
+            name in names, f"{where}: {name}", f"one of {', '.join(names)}" if names else "the study has no grid", instead
+        )
         return str(name)
 
     def configs(self, value: Any, where: str) -> tuple[Path, ...]:

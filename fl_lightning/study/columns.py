@@ -103,7 +103,8 @@ def headline(primary: str, measured: Sequence[str]) -> list[Column]:
 
 
 def p_value(p: float) -> str:
-    """
+    """To three digits.
+
     >>> p_value(0.0412), p_value(0.00001), p_value(float("nan"))
     ('0.041', '< 0.001', '-')
     """
@@ -113,7 +114,8 @@ def p_value(p: float) -> str:
 
 
 def seeds(count: float) -> str:
-    """
+    """How many are needed.
+
     >>> seeds(12), seeds(float("inf")), seeds(float("nan"))
     ('12', '> 10000', '-')
     """

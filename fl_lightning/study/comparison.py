@@ -130,8 +130,8 @@ class Comparison:
         for criterion in self.criteria:
             if criterion.is_p:
                 a, b = criterion.quantities[0].labels
-                known = a not in self.labels or b not in self.labels or a == b or {a, b} in [set(pair) for pair in found]
-                found += [] if known else [(a, b)]
+                if a != b and {a, b} <= set(self.labels) and {a, b} not in [set(pair) for pair in found]:
+                    found.append((a, b))
         return found
 
     def differences(self, metric: str, levels: Levels) -> list[Difference]:

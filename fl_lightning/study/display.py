@@ -77,7 +77,8 @@ class Display:
 
 
 def clock(seconds: float) -> str:
-    """
+    """As hours, minutes and seconds.
+
     >>> clock(3725.4)
     '1:02:05'
     """

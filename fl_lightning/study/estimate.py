@@ -64,7 +64,7 @@ def probed_cost(record: Record) -> Cost | None:
         if subprocess.run(command, capture_output=True, env=environment).returncode:
             return None
         (run,) = Path(folder).glob("*/probe")
-        return Cost.of(Record(record.cell, record.config, record.hash, run=run).metrics(), "a probe of 3 rounds")
+        return Cost.of(Record(record.cell, record.config, record.hash, run=run).metrics(), f"a probe of {PROBE} rounds")
 
 
 @dataclass(frozen=True)
@@ -125,7 +125,7 @@ def show_plan(board: Board, jobs: int, *, probe: bool = False, console: Console 
     about = f"about {clock(rest.seconds / jobs)} (h:mm:ss) with --jobs {jobs} and {rest.bytes / 1e6:.1f} MB over the wire"
     console.print(f"{board.study.name}: {len(board.records)} cells, {left} to run: {about}", markup=False)
     if rest.unknown:
-        hint = "" if probe else "; --probe true runs three rounds of each to find out"
+        hint = "" if probe else f"; --probe true runs {PROBE} rounds of each to find out"
         console.print(f"not counted, since nothing is known of their cost: {', '.join(rest.unknown)}{hint}", markup=False)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import replace
 from difflib import get_close_matches
@@ -11,6 +10,7 @@ from typing import Any
 
 from fl_lightning.errors import InputError
 from fl_lightning.redaction import redact
+from fl_lightning.study.board import read_cells
 from fl_lightning.study.labels import label_all
 from fl_lightning.study.plan import Study
 from fl_lightning.study.runs import Found, Results, Run, Uncounted, problem, read_folder, run_metrics
@@ -75,7 +75,7 @@ def _from_store(entry: Mapping[str, Any]) -> Found:
 
 def assign(plan: Study, found: list[Found], folder: Path) -> Results:
     """Give every cell of the study its run: the one that ``cells.json`` names, or else the latest of its name or tags."""
-    named = {entry["name"]: entry for entry in _cells(folder)}
+    named = read_cells(folder)
     runs, uncounted, used = [], [], set()
     for cell in plan.cells():
         entry = named.get(cell.name, {})
@@ -93,14 +93,6 @@ def assign(plan: Study, found: list[Found], folder: Path) -> Results:
             runs.append(Run(cell.method, cell.seed, cell.levels, chosen, run_metrics(chosen, plan.target_accuracy)))
     uncounted += [Uncounted(one.name, "not a cell of the study") for one in found if one.where not in used]
     return Results(plan, runs, uncounted)
-
-
-def _cells(folder: Path) -> list[dict[str, Any]]:
-    try:
-        document = json.loads((folder / "cells.json").read_bytes())
-        return [entry for entry in document if isinstance(entry["name"], str)]
-    except (OSError, ValueError, TypeError, KeyError):
-        return []
 
 
 def _is_cell(found: Found, name: str, label: str, seed: int, levels: Mapping[str, str]) -> bool:

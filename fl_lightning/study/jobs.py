@@ -18,6 +18,7 @@ from fl_lightning.errors import InputError
 from fl_lightning.interrupts import Interrupts
 
 PROGRAM = (sys.executable, "-m", "fl_lightning.study.worker")
+TAIL = 5  # lines of a log that are shown when its job failed
 POLL, GRACE = 0.2, 90.0  # seconds: between looks; for a process to write its checkpoint once it is told to stop
 
 
@@ -37,13 +38,13 @@ class Job:
     log: Path
     environment: Mapping[str, str] = field(default_factory=dict)
 
-    def tail(self, lines: int = 5) -> list[str]:
+    def tail(self) -> list[str]:
         """The last lines of its log."""
         try:
             text = self.log.read_text(errors="replace")
         except OSError:
             return []
-        return [line.rstrip() for line in text.splitlines() if line.strip(" ^~")][-lines:]
+        return [line.rstrip() for line in text.splitlines() if line.strip(" ^~")][-TAIL:]
 
 
 def fit_arguments(

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Mapping
-from hashlib import sha256
 from itertools import combinations
 from pathlib import Path
 from typing import Any
 
-from fl_lightning.settings import config_of, is_free
+from fl_lightning.settings import config_of, is_free, settings_hash
 from fl_lightning.study.plan import RESERVED, Study, Variation
 from fl_lightning.study.runs import Found, Results, Run, Uncounted, run_metrics
 
@@ -69,7 +67,7 @@ def _labels(found: list[Found]) -> dict[str, str]:
         for where, values in settings.items():
             text = ", ".join(f"{name}={values.get(key, 'not set')}" for name, key in zip(names, keys, strict=True))
             if len(text) > MOST_SHOWN:
-                text = sha256(json.dumps(values, sort_keys=True, default=str).encode()).hexdigest()[:8]
+                text = settings_hash(values)[:8]
             labels[where] = f"{method} {text}".strip()
     return labels
 

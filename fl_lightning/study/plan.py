@@ -19,7 +19,7 @@ Of two settings of one name the later wins: config, method, overlays, grid; then
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import product
 from pathlib import Path
@@ -147,9 +147,7 @@ class Study:
         settings = {**self.common.settings, **method.settings}
         for level in chosen:
             settings |= level.settings
-        args = [part for path in configs for part in ("--config", str(path))]
-        args += [f"--{key}={as_flag(value)}" for key, value in settings.items()]
-        return Cell(label, seed, levels, [*args, f"--seed_everything={seed}"])
+        return Cell(label, seed, levels, as_arguments(configs, settings, seed))
 
     def to_yaml(self) -> str:
         """The study file again, with absolute paths, so that a copy of it can be read anywhere on this machine."""
@@ -170,6 +168,12 @@ class Study:
         }
         given = {key: value for key, value in document.items() if value not in (None, [], {})}
         return yaml.safe_dump(given, sort_keys=False, allow_unicode=True, width=130)
+
+
+def as_arguments(configs: Sequence[Path], settings: Mapping[str, Any], seed: int) -> list[str]:
+    """Arguments of ``fit``."""
+    layered = [part for path in configs for part in ("--config", str(path))]
+    return [*layered, *(f"--{key}={as_flag(value)}" for key, value in settings.items()), f"--seed_everything={seed}"]
 
 
 def as_flag(value: Any) -> str:
@@ -219,7 +223,7 @@ def _study(check: Checks, document: Mapping[str, Any]) -> Study:
             first is name, f"cells {first} and {name}", "their names must differ, in more than case", "rename a method or a level"
         )
     for text in study.criteria:
-        parse(text, list(methods))  # what cannot be judged is refused before anything runs
+        parse(text, list(methods))  # hours before the report finds the mistake
     return study
 
 

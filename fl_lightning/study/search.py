@@ -23,8 +23,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from optuna.distributions import BaseDistribution, CategoricalDistribution, FloatDistribution, IntDistribution
+from optuna.samplers import TPESampler
+
+from fl_lightning.rng import stream
 from fl_lightning.study.checks import Checks, read_mapping
-from fl_lightning.study.plan import as_flag
+from fl_lightning.study.plan import as_arguments
 
 KEYS = ("study", "config", "settings", "final", "space", "trials", "metric", "direction", "seed", "prune")
 METRIC = "final/best_val_accuracy"
@@ -96,8 +100,7 @@ class Search:
     def args(self, chosen: Mapping[str, Any], *, final: bool = False) -> list[str]:
         """Arguments of ``fit`` with these values of the space."""
         settings = {**self.settings, **(self.final if final else {}), **chosen}
-        configs = [part for path in self.configs for part in ("--config", str(path))]
-        return [*configs, *(f"--{key}={as_flag(value)}" for key, value in settings.items()), f"--seed_everything={self.seed}"]
+        return as_arguments(self.configs, settings, self.seed)
 
     def corners(self) -> list[dict[str, Any]]:
         """Each end of each range and each choice at least once, the other settings at their first value."""
@@ -107,6 +110,22 @@ class Search:
         first = {key: allowed[0] for key, allowed in values.items()}
         others = [first | {key: value} for key, allowed in values.items() for value in allowed[1:]]
         return [first, *others]
+
+    def distributions(self) -> dict[str, BaseDistribution]:
+        """The space in Optuna's words."""
+        return {name: _distribution(allowed) for name, allowed in self.space.items()}
+
+    def sampler(self, number: int) -> TPESampler:
+        """Of trial ``number``."""
+        return TPESampler(seed=int(stream(self.seed, "tune", number).integers(2**32)))
+
+
+def _distribution(allowed: Range | list[Any]) -> BaseDistribution:
+    if not isinstance(allowed, Range):
+        return CategoricalDistribution(allowed)
+    if allowed.is_whole:
+        return IntDistribution(int(allowed.low), int(allowed.high), log=allowed.log)
+    return FloatDistribution(allowed.low, allowed.high, log=allowed.log)
 
 
 def _search(check: Checks, document: Mapping[str, Any]) -> Search:

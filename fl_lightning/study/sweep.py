@@ -12,7 +12,6 @@ from fl_lightning.errors import InputError
 from fl_lightning.mlflow_store import store
 from fl_lightning.study import page
 from fl_lightning.study.board import Board, Record
-from fl_lightning.study.criteria import parse
 from fl_lightning.study.display import ACCURACY, Display, clock
 from fl_lightning.study.estimate import show_plan
 from fl_lightning.study.jobs import Job, Pool, Running, fit_arguments, slots_for, threads_per_job
@@ -48,8 +47,6 @@ def sweep(
     if jobs < 1:
         raise InputError(f"--jobs {jobs}; at least one cell runs at a time; write --jobs 1")
     study = Study.read(config)
-    for criterion in study.criteria:
-        parse(criterion, list(study.methods))  # hours before the report finds the mistake
     slots = slots_for(jobs, devices)
     board = Board.plan(study, Path(root), resolve)
     for record in board.records:

@@ -81,10 +81,10 @@ def _at(levels: Levels) -> str:
     return f" at {name_of(levels)}" if levels else ""
 
 
-def results(comparison: Comparison, levels: Levels, best_first: bool = True) -> Table:
-    """Mean and standard deviation of the headline metrics, by method."""
+def results(comparison: Comparison, levels: Levels) -> Table:
+    """Mean and standard deviation of the headline metrics, by method, the best first."""
     columns = headline(comparison.study.metric, [name for name in comparison.metrics if not is_timing(name)])
-    return _means(comparison, levels, columns, f"Results{_at(levels)}, mean ± standard deviation over seeds", best_first)
+    return _means(comparison, levels, columns, f"Results{_at(levels)}, mean ± standard deviation over seeds", best_first=True)
 
 
 def clocks(comparison: Comparison, levels: Levels) -> Table:

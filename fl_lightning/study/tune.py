@@ -18,12 +18,12 @@ from optuna.trial import FrozenTrial, TrialState
 
 from fl_lightning.disk import replace
 from fl_lightning.errors import InputError
-from fl_lightning.rng import stream
-from fl_lightning.study.board import read_json, read_metrics
+from fl_lightning.run_directory import read_json
+from fl_lightning.study.board import read_metrics
 from fl_lightning.study.display import Display
 from fl_lightning.study.jobs import Job, Pool, Running, fit_arguments, slots_for, threads_per_job
 from fl_lightning.study.lock import only_one
-from fl_lightning.study.search import Range, Search
+from fl_lightning.study.search import Search
 from fl_lightning.tracked_runs import StudyRun, begin_study, end_study
 
 TUNED = "tuned"
@@ -136,8 +136,8 @@ class Tune:
                 self.study.tell(trial.number, state=TrialState.FAIL)  # killed while it was drawn: it does not count
         if len(self.trials(*TrialState)) >= self.search.trials:
             return None
-        self.study.sampler = sampler(self.search, len(self.trials(*TrialState)))
-        number = self.study.ask(distributions(self.search)).number
+        self.study.sampler = self.search.sampler(len(self.trials(*TrialState)))
+        number = self.study.ask(self.search.distributions()).number
         return self.job(self.study.get_trials()[number])
 
     def job(self, trial: FrozenTrial) -> Job:
@@ -233,24 +233,6 @@ def open_search(search: Search, folder: Path) -> optuna.Study:
         raise InputError(f"{folder}; its trials were made with other {changed}; give the search another study or --root")
     study.set_user_attr("search", asked)
     return study
-
-
-def distributions(search: Search) -> dict[str, optuna.distributions.BaseDistribution]:
-    """The space in Optuna's words."""
-    found: dict[str, optuna.distributions.BaseDistribution] = {}
-    for name, allowed in search.space.items():
-        if not isinstance(allowed, Range):
-            found[name] = optuna.distributions.CategoricalDistribution(allowed)
-        elif allowed.is_whole:
-            found[name] = optuna.distributions.IntDistribution(int(allowed.low), int(allowed.high), log=allowed.log)
-        else:
-            found[name] = optuna.distributions.FloatDistribution(allowed.low, allowed.high, log=allowed.log)
-    return found
-
-
-def sampler(search: Search, number: int) -> optuna.samplers.BaseSampler:
-    """Of trial ``number``."""
-    return optuna.samplers.TPESampler(seed=int(stream(search.seed, "tune", number).integers(2**32)))
 
 
 def metric_of(run: Path, metric: str) -> float | None:
