@@ -7,6 +7,7 @@ import logging
 import sys
 import time
 from collections import deque
+from datetime import timedelta
 from typing import Any
 
 from lightning.fabric.utilities.rank_zero import rank_zero_only
@@ -151,6 +152,4 @@ class ProgressBar(Meter):
 
 
 def _clock(seconds: float) -> str:
-    minutes, seconds = divmod(int(seconds + 0.5), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02d}:{seconds:02d}" if hours else f"{minutes}:{seconds:02d}"
+    return str(timedelta(seconds=round(seconds)))

@@ -76,11 +76,17 @@ def test(fabric: Fabric, method: Method, data: FederatedData, states: States = N
         logits, target = _predict_dealt(fabric, method, data, states)
     else:
         logits, target = predict(fabric, method.deploy(), data.test_batches())
-    metrics = {
-        "test/accuracy": (logits.argmax(1) == target).double().mean().item(),
-        "test/loss": F.cross_entropy(logits.double(), target).item(),
-    }
-    return metrics, logits.softmax(1), target
+    return {"test/accuracy": accuracy(logits, target), "test/loss": loss(logits, target)}, logits.softmax(1), target
+
+
+def accuracy(logits: Tensor, target: Tensor) -> float:
+    """Share of the examples ``[n, C]`` that are answered rightly, in [0, 1]."""
+    return (logits.argmax(1) == target).double().mean().item()
+
+
+def loss(logits: Tensor, target: Tensor) -> float:
+    """Mean cross-entropy, in nats."""
+    return F.cross_entropy(logits.double(), target).item()
 
 
 def _predict_dealt(fabric: Fabric, method: Method, data: FederatedData, states: States) -> tuple[Tensor, Tensor]:

@@ -13,7 +13,7 @@ from lightning.fabric.loggers import Logger
 from fl_lightning import rng, testing
 from fl_lightning.data import FederatedData
 from fl_lightning.disk import is_full
-from fl_lightning.engines import Engine, EngineName, check_optimizer, make_engine
+from fl_lightning.engines import Engine, EngineName, check_optimizer, check_workers, make_engine
 from fl_lightning.engines.determinism import deterministic
 from fl_lightning.engines.launch import join, launched_from_outside, make_fabric, one_first, start_others, stop_others
 from fl_lightning.errors import InputError
@@ -241,6 +241,7 @@ class FederatedTrainer:
                 self.method.build(self.data)
             self.method.to(self.fabric.device)
             check_optimizer(self.method)
+            check_workers(self.fabric, self.workers)
             self.fabric.call("on_check", self)
         except (ValueError, OSError) as error:
             raise InputError(str(error)) from error

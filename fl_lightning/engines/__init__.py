@@ -1,6 +1,6 @@
 from fl_lightning.engines.base import ClientResult, Engine, Order
 from fl_lightning.engines.batched import BatchedEngine
-from fl_lightning.engines.choice import EngineName, make_engine
+from fl_lightning.engines.choice import EngineName, check_workers, make_engine
 from fl_lightning.engines.optimizers import check_optimizer
 from fl_lightning.engines.pool import PoolEngine
 from fl_lightning.engines.ranks import RankedEngine
@@ -16,5 +16,6 @@ __all__ = [
     "RankedEngine",
     "SequentialEngine",
     "check_optimizer",
+    "check_workers",
     "make_engine",
 ]

@@ -18,6 +18,7 @@ from fl_lightning.engines.memory import keep_freed_memory
 from fl_lightning.engines.pool import PoolEngine
 from fl_lightning.engines.ranks import RankedEngine
 from fl_lightning.engines.sequential import SequentialEngine
+from fl_lightning.errors import InputError
 from fl_lightning.methods import Method
 
 log = logging.getLogger("fl_lightning")
@@ -54,20 +55,31 @@ def make_engine(
     else:
         name = collectives.from_rank_zero(_measured(fabric, method, data)) if cohort >= MANY else "sequential"
     inner: Engine = (BatchedEngine if name == "batched" else SequentialEngine)(fabric, method, data)
-    size = most_workers(fabric) if workers == "auto" else workers
+    size = min(cohort, most_workers(fabric) if workers == "auto" else workers)
     if size > 1:
         inner = PoolEngine(inner, method, data, size)
     log.info("engine: %s, %s", name, f"{size} worker processes" if size > 1 else "in this process")
     return RankedEngine(inner, data)
 
 
+def check_workers(fabric: Fabric, workers: int | Literal["auto"]) -> None:
+    """Raises:
+    InputError: several workers where a process cannot be forked while it trains.
+    """
+    if workers != "auto" and workers > 1 and not _can_fork(fabric):
+        raise InputError(
+            f"--trainer.workers {workers} on {fabric.device} ({sys.platform}); workers are forks that train on a CPU, on Linux; "
+            "leave it out, or write --trainer.devices for more than one process"
+        )
+
+
 def most_workers(fabric: Fabric) -> int:
-    """Forks that pay: one for each thread that torch would use, where training is on a CPU that can fork safely."""
-    if fabric.device.type != "cpu" or not sys.platform.startswith("linux"):
-        return 1
-    if collectives.world_size() > 1:
-        return 1  # the ranks are the workers
-    return max(1, torch.get_num_threads())
+    """Forks that pay: one for each thread that torch would use; with several ranks none, these are the workers."""
+    return torch.get_num_threads() if _can_fork(fabric) and collectives.world_size() == 1 else 1
+
+
+def _can_fork(fabric: Fabric) -> bool:
+    return fabric.device.type == "cpu" and sys.platform.startswith("linux")
 
 
 def _measured(fabric: Fabric, method: Method, data: FederatedData) -> str:

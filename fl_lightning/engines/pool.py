@@ -77,15 +77,14 @@ class PoolEngine(Engine):
 
     def _portions(self, orders: Sequence[Order], units: Units) -> list[Units]:
         """Units, the most work first; small ones together."""
-        works = [work(order, self.data.batch_size) for order in orders]
-        effort = {tuple(unit): sum(works[at] for at in unit) for unit in units}
-        least, portions, last = sum(works) / (ROUNDS * self.size), [], 0.0  # type: tuple[float, list[Units], float]
-        for unit in sorted(units, key=lambda unit: (-effort[tuple(unit)], unit)):
+        efforts = [sum(work(orders[at], self.data.batch_size) for at in unit) for unit in units]
+        least, portions, last = sum(efforts) / (ROUNDS * self.size), [], 0.0  # type: tuple[float, list[Units], float]
+        for effort, unit in sorted(zip(efforts, units, strict=True), key=lambda one: (-one[0], one[1])):
             if not portions or last >= least:
                 portions.append([])
                 last = 0.0
             portions[-1].append(unit)
-            last += effort[tuple(unit)]
+            last += effort
         return portions
 
     def _answering(self, busy: dict[Worker, Units]) -> list[Worker]:
@@ -136,11 +135,11 @@ class Worker:
         error, blobs, packed = self._hear()
         if error is not None:
             raise error from RuntimeError(f"in a worker process:\n{blobs}")
-        uploads = _read(self.up, blobs)
-        return [
-            ClientResult(replace(order.client, state=(kept := _tensors(state))), upload, kept, losses, seen, steps)
-            for order, upload, (state, losses, seen, steps) in zip(orders, uploads, packed, strict=True)
-        ]
+        results = []
+        for order, upload, (arrays, losses, seen, steps) in zip(orders, _read(self.up, blobs), packed, strict=True):
+            state = _tensors(arrays)
+            results.append(ClientResult(replace(order.client, state=state), upload, state, losses, seen, steps))
+        return results
 
     def _say(self, message: Any) -> None:
         try:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from fl_lightning.errors import InputError
-from fl_lightning.evaluation import client_accuracies, evaluation_mode, predict_validation, test
+from fl_lightning.evaluation import accuracy, client_accuracies, evaluation_mode, loss, predict_validation, test
 from fl_lightning.metrics import brier_score, client_spread, expected_calibration_error
 from fl_lightning.rng import stream
 from fl_lightning.robustness.attacks import EPS, STEPS, fgsm, pgd
@@ -20,7 +20,7 @@ from fl_lightning.robustness.cost import float_bytes, flops, latencies, peak_mem
 from fl_lightning.robustness.layers import frost_photographs
 from fl_lightning.robustness.published import PublishedImages
 from fl_lightning.robustness.scaling import BOUNDS, calibration, fit_temperature
-from fl_lightning.robustness.subject import Finding, Forward, Subject, accuracy
+from fl_lightning.robustness.subject import Finding, Forward, Subject
 
 log = logging.getLogger("fl_lightning")
 
@@ -91,7 +91,7 @@ def _attacked(subject: Subject, name: str, attack: Callable[..., Tensor], detail
         return Finding(skipped=[NO_PIXELS.format(name, type(subject.data).__name__)])
     details = {"eps": EPS, "deployed": "gradient of the model that answers", **(details or {})}
     logits = subject.answers_to(change=attack)
-    metrics = {f"{name}/accuracy": accuracy(logits, subject.target), f"{name}/loss": _loss(logits, subject.target)}
+    metrics = {f"{name}/accuracy": accuracy(logits, subject.target), f"{name}/loss": loss(logits, subject.target)}
     teacher = subject.method.full_precision()
     if teacher is None:
         return Finding(metrics, details=details, skipped=[_not_quantised(subject, f"{name} with the full-precision gradient")])
@@ -100,15 +100,11 @@ def _attacked(subject: Subject, name: str, attack: Callable[..., Tensor], detail
         logits = subject.answers_to(change=lambda forward, *shown: attack(gradient, *shown))
     metrics |= {
         f"{name}/full_gradient_accuracy": accuracy(logits, subject.target),
-        f"{name}/full_gradient_loss": _loss(logits, subject.target),
+        f"{name}/full_gradient_loss": loss(logits, subject.target),
     }
     return Finding(
         metrics, details={**details, "full_gradient": "of the server's full-precision weights, shown to the deployed model"}
     )
-
-
-def _loss(logits: Tensor, target: Tensor) -> float:
-    return nn.functional.cross_entropy(logits.double(), target).item()
 
 
 def _not_quantised(subject: Subject, what: str) -> str:

@@ -122,7 +122,3 @@ class Subject:
     def _logits(self, network: nn.Module, inputs: Any) -> Tensor:
         with self.fabric.autocast():
             return network(inputs).float()
-
-
-def accuracy(logits: Tensor, target: Tensor) -> float:
-    return (logits.argmax(1) == target).double().mean().item()

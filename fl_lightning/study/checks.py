@@ -105,12 +105,12 @@ class Checks:
         return dict(value)
 
     def text(self, value: Any, where: str, example: str) -> str:
-        self.require(isinstance(value, str) and value, f"{where}: {value!r}", "it is a text", f"write {where}: {example}")
+        self.require(isinstance(value, str) and value, f"{where}: {value!r}", "it is a string", f"write {where}: {example}")
         return str(value)
 
     def texts(self, value: Any, where: str, example: str) -> list[str]:
         good = isinstance(value, list) and all(isinstance(item, str) for item in value)
-        self.require(good, f"{where}: {value!r}", "it is a list of texts", f"write {where}: [{example}]")
+        self.require(good, f"{where}: {value!r}", "it is a list of strings", f"write {where}: [{example}]")
         return list(value)
 
     def whole(self, value: Any, where: str, least: int) -> int:
@@ -133,7 +133,7 @@ class Checks:
         """Part of the name of a folder."""
         good = isinstance(name, str) and is_plain_name(name) and name == name.strip() and not name.startswith("-")
         self.require(
-            good, f"{where}: {name!r}", "it is part of a folder's name", "write a text without '/', '.' or '-' before it"
+            good, f"{where}: {name!r}", "it is part of a folder's name", "write a string without '/', '.' or '-' before it"
         )
         return str(name)
 

@@ -1,4 +1,7 @@
-"""Commands of this program in processes of their own, a few at a time. Whatever ends the pool ends them too, each with its checkpoint."""
+"""Commands of this program in processes of their own, a few at a time, and the threads and GPUs that each of them has.
+
+Whatever ends the pool ends them too, each with its checkpoint.
+"""
 
 from __future__ import annotations
 
@@ -190,7 +193,7 @@ def threads_per_job(jobs: int, before: int = 0, environment: Mapping[str, str] =
     """``OMP_NUM_THREADS`` where it is set, else what a cell had in earlier sessions, else its share of the cores.
 
     Args:
-        jobs: cells that run at a time.
+        jobs: how many run at a time.
         before: threads that this cell had when it was started first; 0: it was not.
 
     >>> threads_per_job(2, 0, {"OMP_NUM_THREADS": "3"}), threads_per_job(2, 5, {})
@@ -204,15 +207,17 @@ def slots_for(jobs: int, devices: str, environment: Mapping[str, str] = os.envir
     """Environment of each of ``jobs`` slots: GPUs are dealt out in turn.
 
     Args:
-        jobs: cells that run at a time.
+        jobs: how many run at a time.
         devices: ``auto`` for all GPUs that are visible, ``none``, or their numbers.
 
     Raises:
-        InputError: there is no such GPU.
+        InputError: there is no such GPU, or no job.
 
     >>> slots_for(3, "none", {}), slots_for(3, "0,2", {"CUDA_VISIBLE_DEVICES": "4,5,7"})
     ([{}, {}, {}], [{'CUDA_VISIBLE_DEVICES': '4'}, {'CUDA_VISIBLE_DEVICES': '7'}, {'CUDA_VISIBLE_DEVICES': '4'}])
     """
+    if jobs < 1:
+        raise InputError(f"--jobs {jobs}; at least one runs at a time; write --jobs 1")
     if devices == "none":
         return [{} for _ in range(jobs)]
     visible = _visible(environment)

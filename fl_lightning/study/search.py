@@ -160,7 +160,7 @@ def _allowed(check: Checks, value: Any, where: str) -> Range | list[Any]:
     if isinstance(value, list):
         plain = value and all(isinstance(item, (bool, int, float, str, type(None))) for item in value)
         check.require(
-            plain, f"{where}: {value!r}", "choices are numbers, texts, true, false or null", f"write {where}: [0.1, 0.2]"
+            plain, f"{where}: {value!r}", "choices are numbers, strings, true, false or null", f"write {where}: [0.1, 0.2]"
         )
         return value
     example = f"write {where}: {{low: 0.1, high: 1.0}}, or a list of choices"
@@ -169,7 +169,7 @@ def _allowed(check: Checks, value: Any, where: str) -> Range | list[Any]:
     low, high, log = value["low"], value["high"], value.get("log", False)
     numbers = all(isinstance(end, (int, float)) and not isinstance(end, bool) for end in (low, high))
     check.require(
-        numbers, f"{where}: {low!r} to {high!r}", "the ends are numbers (YAML takes 1e-3 for a text: write 1.0e-3)", example
+        numbers, f"{where}: {low!r} to {high!r}", "the ends are numbers (YAML takes 1e-3 for a string: write 1.0e-3)", example
     )
     check.require(low < high, f"{where}: {low} to {high}", "low is less than high", example)
     check.require(isinstance(log, bool), f"{where}.log: {log!r}", "it is true or false", "write log: true")

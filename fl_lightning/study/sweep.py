@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from fl_lightning.disk import replace
-from fl_lightning.errors import InputError
 from fl_lightning.mlflow_store import store
 from fl_lightning.study import page
 from fl_lightning.study.board import Board, Record
@@ -44,8 +43,6 @@ def sweep(
         dry_run: print the cells and an estimate of time and bytes, and create nothing.
         probe: with ``dry_run``: run three rounds of each method that no run tells about, to estimate it.
     """
-    if jobs < 1:
-        raise InputError(f"--jobs {jobs}; at least one cell runs at a time; write --jobs 1")
     study = Study.read(config)
     slots = slots_for(jobs, devices)
     board = Board.plan(study, Path(root), resolve)

@@ -48,8 +48,6 @@ def tune(
         devices: GPUs that trials are dealt to in turn: ``auto`` for all, ``none``, or their numbers, as in ``0,2``.
         logger: false: no MLflow.
     """
-    if jobs < 1:
-        raise InputError(f"--jobs {jobs}; at least one trial runs at a time; write --jobs 1")
     search = Search.read(config)
     slots = slots_for(jobs, devices)
     for corner in search.corners():
