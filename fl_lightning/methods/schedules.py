@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 
 
+@dataclass(frozen=True)
 class LinearSchedule:
     """From ``start`` to ``end`` in equal steps over the first ``rounds`` rounds, then ``end``.
 
@@ -17,13 +19,18 @@ class LinearSchedule:
     [0.0, 0.5, 1.0, 1.0]
     """
 
-    def __init__(self, start: float, end: float, rounds: int) -> None:
-        self.start, self.end, self.rounds = start, end, _at_least_one(rounds)
+    start: float
+    end: float
+    rounds: int
+
+    def __post_init__(self) -> None:
+        _check(self.rounds)
 
     def __call__(self, round: int) -> float:
         return self.start + (self.end - self.start) * _progress(round, self.rounds)
 
 
+@dataclass(frozen=True)
 class CosineSchedule:
     """From ``start`` to ``end`` along half a cosine over the first ``rounds`` rounds, then ``end``.
 
@@ -33,8 +40,12 @@ class CosineSchedule:
         rounds: at least 1.
     """
 
-    def __init__(self, start: float, end: float, rounds: int) -> None:
-        self.start, self.end, self.rounds = start, end, _at_least_one(rounds)
+    start: float
+    end: float
+    rounds: int
+
+    def __post_init__(self) -> None:
+        _check(self.rounds)
 
     def __call__(self, round: int) -> float:
         return self.end + (self.start - self.end) * (1 + math.cos(math.pi * _progress(round, self.rounds))) / 2
@@ -54,7 +65,6 @@ def _progress(round: int, rounds: int) -> float:
     return min(1.0, (round - 1) / (rounds - 1)) if rounds > 1 else 1.0
 
 
-def _at_least_one(rounds: int) -> int:
+def _check(rounds: int) -> None:
     if rounds < 1:
         raise ValueError(f"a schedule over {rounds} rounds; it takes at least 1; write rounds: 10")
-    return rounds
