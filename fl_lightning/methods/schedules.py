@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 
 
-@dataclass(frozen=True)
 class LinearSchedule:
     """From ``start`` to ``end`` in equal steps over the first ``rounds`` rounds, then ``end``.
 
@@ -19,18 +17,16 @@ class LinearSchedule:
     [0.0, 0.5, 1.0, 1.0]
     """
 
-    start: float
-    end: float
-    rounds: int
+    def __init__(self, start: float, end: float, rounds: int) -> None:
+        self.start, self.end, self.rounds = start, end, _at_least_one(rounds)
 
-    def __post_init__(self) -> None:
-        _check(self.rounds)
+    def __repr__(self) -> str:
+        return f"LinearSchedule({self.start}, {self.end}, {self.rounds})"
 
     def __call__(self, round: int) -> float:
         return self.start + (self.end - self.start) * _progress(round, self.rounds)
 
 
-@dataclass(frozen=True)
 class CosineSchedule:
     """From ``start`` to ``end`` along half a cosine over the first ``rounds`` rounds, then ``end``.
 
@@ -40,12 +36,11 @@ class CosineSchedule:
         rounds: at least 1.
     """
 
-    start: float
-    end: float
-    rounds: int
+    def __init__(self, start: float, end: float, rounds: int) -> None:
+        self.start, self.end, self.rounds = start, end, _at_least_one(rounds)
 
-    def __post_init__(self) -> None:
-        _check(self.rounds)
+    def __repr__(self) -> str:
+        return f"CosineSchedule({self.start}, {self.end}, {self.rounds})"
 
     def __call__(self, round: int) -> float:
         return self.end + (self.start - self.end) * (1 + math.cos(math.pi * _progress(round, self.rounds))) / 2
@@ -65,6 +60,7 @@ def _progress(round: int, rounds: int) -> float:
     return min(1.0, (round - 1) / (rounds - 1)) if rounds > 1 else 1.0
 
 
-def _check(rounds: int) -> None:
+def _at_least_one(rounds: int) -> int:
     if rounds < 1:
         raise ValueError(f"a schedule over {rounds} rounds; it takes at least 1; write rounds: 10")
+    return rounds
