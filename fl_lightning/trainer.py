@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import yaml
 from lightning.fabric.loggers import Logger
 
-from fl_lightning import rng, testing
+from fl_lightning import probing, rng
 from fl_lightning.data import FederatedData
 from fl_lightning.disk import is_full
 from fl_lightning.engines import Engine, EngineName, check_optimizer, check_workers, make_engine
@@ -214,7 +214,7 @@ class FederatedTrainer:
             self.method, self.data, self.seed = method, data, seed
             if launched_from_outside(self.fabric):
                 raise InputError("test in several processes; it runs in one; start it without torchrun or srun")
-            return testing.examine(
+            return probing.examine(
                 self._prepare, ckpt_path, self.root / self.experiment, checkpoint=checkpoint, probes=probes, logger=self.logger,
                 settings=redact_settings(self.config), allow_changed=self.allow_changed,
             )  # fmt: skip

@@ -1,3 +1,4 @@
+import logging
 import signal
 from pathlib import Path
 
@@ -28,3 +29,13 @@ def one_thread():
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture(autouse=True)
+def own_log_level():
+    """The commands set the package's log level and handler; the next test starts without."""
+    log = logging.getLogger("fl_lightning")
+    level, handlers = log.level, list(log.handlers)
+    yield
+    log.setLevel(level)
+    log.handlers[:] = handlers

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from fl_lightning import mlflow_store, testing
+from fl_lightning import mlflow_store, probing
 from fl_lightning.__main__ import main
 from fl_lightning.robustness import PROBES
 
@@ -168,7 +168,7 @@ def test_a_run_without_validation_has_no_best_checkpoint(capsys):
 
 def test_a_test_that_disagrees_with_training_says_so(caplog, monkeypatch):
     run = fit("FedAvg")
-    monkeypatch.setattr(testing, "_recorded", lambda checkpoint: {"test/accuracy": 0.123, "test/loss": float("nan")})
+    monkeypatch.setattr(probing, "_recorded", lambda checkpoint: {"test/accuracy": 0.123, "test/loss": float("nan")})
     run_test(run, "--probes", "clean")
     assert "test/accuracy" in caplog.text
     assert "in training 0.123" in caplog.text

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
+from math import isfinite
 from typing import Any
 
 from fl_lightning.study import tabulate
@@ -60,7 +61,9 @@ def _parts(comparison: Comparison, figures: Sequence[str]) -> Iterator[str]:
         "one study agree in everything above; in what follows they do not."
     )
     for levels in comparison.levels:
-        yield tabulate.clocks(comparison, levels).markdown()
+        table = tabulate.clocks(comparison, levels)
+        yield f"### {table.title}"
+        yield table.markdown()
     timing = tabulate.verdicts(comparison, timing=True)
     yield timing.markdown() if timing else ""
     yield from _provenance(comparison)
@@ -134,13 +137,18 @@ def undecided(comparison: Comparison) -> Iterator[str]:
 def _open(open_ones: Sequence[Difference], family: int, levels: Levels) -> str:
     where = f"At {name_of(levels)}, " if levels else ""
     written = column(open_ones[0].metric)
-    needed = [f"{one.a} − {one.b} ({seeds(one.test.seeds_needed)} seeds needed, {one.test.n} there)" for one in open_ones]
+    needed = [f"{one.a} − {one.b}{_needed(one)}" for one in open_ones]
     smallest = [one.test.detectable for one in open_ones]
     range_ = f"{written.number(min(smallest))} to {written.number(max(smallest))}{written.unit}"
     text = (
         f"{len(open_ones)} of {family} differences are inside the noise: {', '.join(needed)}. Found with {POWER:.0%}: {range_}."
     )
     return where + text if where else text
+
+
+def _needed(one: Difference) -> str:
+    found = one.test.seeds_needed
+    return f" ({seeds(found)} seeds needed, {one.test.n} there)" if isfinite(found) else ""
 
 
 def _claims(comparison: Comparison) -> Iterator[str]:
@@ -176,8 +184,14 @@ def _provenance(comparison: Comparison) -> Iterator[str]:
             f"- continued after an interruption: {sum(bool(entry['resumed']) for entry in entries)} of {len(entries)} runs",
         ]
     )
-    lines = [shlex.join(entry["command_line"]) for entry in entries if entry["command_line"]]
-    yield "```\n" + "\n".join(lines) + "\n```" if lines else ""
+    first = {
+        (run.label, *run.levels.values()): entry
+        for run, entry in reversed(list(zip(comparison.results.runs, entries, strict=True)))
+    }
+    lines = [shlex.join(entry["command_line"]) for entry in reversed(first.values()) if entry["command_line"]]
+    if lines:
+        yield "One run of each kind; the others differ in seed and name, and all are in `report.json`:"
+        yield "```\n" + "\n".join(lines) + "\n```"
 
 
 def _counted(entries: Sequence[Mapping[str, Any]], text: Any) -> str:
