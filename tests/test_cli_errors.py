@@ -88,7 +88,7 @@ BAD = [
     # names of classes
     ("fit --config base.yaml --model FedAvgg", "write --model FedAvg"),
     ("fit --config base.yaml --model no.such.Class", "cannot be imported"),
-    ("fit --config base.yaml --model torch.nn.Linear", "it must be AQFL, FedAvg"),
+    ("fit --config base.yaml --model torch.nn.Linear", "write --model AQFL"),
     ("fit --config base.yaml --model.optimizer AdamX", "write --model.optimizer Adam"),
     ("fit --config base.yaml --model.optimizer torch.nn.Linear", "AdamW"),
     ("fit --config base.yaml --data FederatedImage", "write --data FederatedImages"),

@@ -73,8 +73,9 @@ def test_bytes_by_hand_at_other_settings(name, settings):
     assert (outcome.verdict, outcome.detail.split(", ")[-1]) == ("passed", "as by hand formula"), outcome.detail
 
 
-def test_fedavg_by_hand(capsys):
+def test_fedavg_by_hand(capsys, monkeypatch):
     """2 572 weights of convolutions and classifier, 4 biases, 56 of BatchNorm and 56 of its statistics; headers 19, 15 and 14."""
+    monkeypatch.setenv("COLUMNS", "100")
     assert main(["check", "--model", "FedAvg"]) == 0
     shown = capsys.readouterr().out
     up, down = 4 * (2572 + 4 + 56 + 56) + 19 + 15 + 14, 4 * (2572 + 4 + 56 + 56) + 19 + 14
