@@ -19,6 +19,7 @@ from fl_lightning import evaluation, rng
 from fl_lightning.client import Assignment, Client
 from fl_lightning.data import FederatedData
 from fl_lightning.engines import ClientResult, Engine, Order
+from fl_lightning.engines.base import one_thread
 from fl_lightning.hooks import Callback, Context, RoundRecord, stress
 from fl_lightning.methods import Method
 from fl_lightning.metrics import client_spread
@@ -40,7 +41,7 @@ class Federation:
         local_epochs: passes over its data that a client makes in a round.
         eval_every: rounds between evaluations; the last round is always evaluated.
         states: what clients keep between rounds, by client id.
-        sent: the last broadcast, and its bytes.
+        sent: identity, bytes and payload of the last broadcast.
     """
 
     fabric: Fabric
@@ -55,7 +56,7 @@ class Federation:
     eval_every: int
     states: dict[int, dict[str, Tensor]] = field(default_factory=dict)
     ledger: Ledger = field(default_factory=Ledger)
-    sent: tuple[Payload, bytes] | None = None
+    sent: tuple[tuple[object, ...], bytes, Payload] | None = None
 
 
 def run_round(fed: Federation, round: int) -> RoundRecord:
@@ -106,8 +107,9 @@ def make_order(fed: Federation, round: int, assignment: Assignment) -> Order:
 def encode_broadcast(fed: Federation, client: Client) -> bytes:
     """What the client is sent; the very bytes that the one before it was sent where it is the same."""
     payload = fed.method.broadcast(client)
-    if fed.sent is None or not payload.is_surely(fed.sent[0]):
-        fed.sent = payload, payload.to_bytes()
+    identity = payload.identity()
+    if fed.sent is None or identity != fed.sent[0]:
+        fed.sent = identity, payload.to_bytes(), payload
     return fed.sent[1]
 
 
@@ -194,7 +196,8 @@ def check_values(upload: Payload) -> None:
 def aggregate(fed: Federation, round: int, uploads: dict[int, Payload]) -> None:
     """The server's next state; it keeps its old one where the next would not be finite."""
     before = dict(fed.method.server)
-    fed.method.aggregate(uploads)
+    with one_thread(fed.fabric.device):  # a server that trains rounds as its clients do
+        fed.method.aggregate(uploads)
     broken = [name for name, tensor in fed.method.server.items() if not bool(torch.isfinite(tensor).all())]
     if broken:
         fed.method.server = before
@@ -236,5 +239,5 @@ def evaluate(fed: Federation, record: RoundRecord) -> None:
 
 def weights_hash(fed: Federation) -> str:
     """SHA-256 of the server's state as one float64 vector, its tensors in order of name."""
-    weights = torch.cat([fed.method.server[name].reshape(-1).double() for name in sorted(fed.method.server)])
+    weights = torch.cat([torch.empty(0), *(fed.method.server[name].reshape(-1).double() for name in sorted(fed.method.server))])
     return sha256(weights.numpy().tobytes()).hexdigest()

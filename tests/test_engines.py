@@ -7,6 +7,7 @@ import logging
 import os
 import signal
 import time
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -21,9 +22,10 @@ from fl_lightning.conformance.toy import images
 from fl_lightning.engines import BatchedEngine, Order, PoolEngine, SequentialEngine, choice
 from fl_lightning.engines.base import Engine
 from fl_lightning.errors import RankLost
-from fl_lightning.hooks import Meter
+from fl_lightning.hooks import Meter, Stressor
 from fl_lightning.methods import FedAvg, Method
 from fl_lightning.models import ResidualMLP, SmallCNN
+from fl_lightning.wire import Payload
 
 SMALL = partial(SmallCNN, width=4)
 SETTINGS = {
@@ -225,3 +227,87 @@ def test_units_hold_every_order_once():
     portions = pool._portions(orders, pool.units(orders))
     assert sorted(at for units in portions for unit in units for at in unit) == list(range(180))
     assert 2 <= len(portions) <= 3 * 2 * 4
+
+
+class Counts(FedAvg):
+    """Weighs by local steps that it counts itself, as FedNova does."""
+
+    def receive(self, message, client):
+        super().receive(message, client)
+        self.tau = 0
+
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        self.tau += 1
+
+    def upload(self, client):
+        assert self.tau > 0
+        return super().upload(client)
+
+
+class Freezes(FedAvg):
+    """Every other client trains the classifier only."""
+
+    def receive(self, message, client):
+        super().receive(message, client)
+        for name, parameter in self.network.named_parameters():
+            parameter.requires_grad_(client.id % 2 == 0 or name.startswith("classifier"))
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.trainable(), lr=0.05)
+
+
+class Shuffles(FedAvg):
+    """Batches with torch's own noise in them."""
+
+    def local_batches(self, data, client, **work):
+        for inputs, target in super().local_batches(data, client, **work):
+            yield inputs + 0.1 * torch.randn_like(inputs), target
+
+
+@pytest.mark.parametrize("method", [Counts, Freezes, Shuffles])
+def test_a_method_that_does_more_is_the_same_in_stacks(method, tmp_path):
+    servers = [fit(method(network=SMALL), tmp_path, engine=engine)[0] for engine in ("sequential", "batched")]
+    torch.testing.assert_close(servers[0]["weights"], servers[1]["weights"], rtol=0, atol=2e-5)
+
+
+def test_auto_stacks_only_what_says_so_itself():
+    assert choice.is_stackable(FedAvg(network=SMALL))
+    assert not choice.is_stackable(Counts(network=SMALL))
+
+
+class Nobody(Stressor):
+    def change_cohort(self, cohort, *, round, context):
+        return [replace(a, trains=False, returns=False) for a in cohort] if round == 1 else cohort
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_an_empty_round_in_stacks(workers, tmp_path):
+    _, folder = fit(FedAvg(network=SMALL), tmp_path, engine="batched", workers=workers, callbacks=[Nobody()])
+    assert (folder / "ledger.csv").read_text().count("dropped") == 6
+
+
+class Scratch(FedAvg):
+    """Broadcasts from one buffer that it writes to every round."""
+
+    def broadcast(self, client):
+        if not hasattr(self, "out"):
+            self.out = torch.empty_like(self.server["weights"])
+        self.out.copy_(self.server["weights"])
+        return Payload({"weights": self.out})
+
+
+def test_a_buffer_that_is_written_again_is_sent_again(tmp_path):
+    wide = partial(SmallCNN, width=8)
+    assert same(fit(FedAvg(network=wide), tmp_path)[0], fit(Scratch(network=wide), tmp_path)[0])
+
+
+class Keeps(FedAvg):
+    """Keeps what numpy cannot hold."""
+
+    def upload(self, client):
+        client.state["half"] = self.layout.read(self.network).to(torch.bfloat16)
+        return super().upload(client)
+
+
+def test_workers_return_kept_state_of_every_type(tmp_path):
+    assert same(fit(Keeps(network=SMALL), tmp_path, workers=1)[0], fit(Keeps(network=SMALL), tmp_path, workers=2)[0])

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.func import functional_call, vmap
 from torch.utils._pytree import tree_flatten, tree_map
 
+from fl_lightning import rng
 from fl_lightning.data import FederatedData
 from fl_lightning.engines.base import ClientResult, Engine, Losses, Order, Units, one_thread, size_of
 from fl_lightning.engines.sequential import SequentialEngine
@@ -45,6 +46,8 @@ class Row:
     tensors: dict[str, Tensor]
     inside: dict[str, Any]
     batches: list[Any]
+    modes: tuple[bool, ...]
+    trainable: tuple[bool, ...]
 
 
 class BatchedEngine(Engine):
@@ -58,6 +61,8 @@ class BatchedEngine(Engine):
     def units(self, orders: Sequence[Order]) -> Units:
         """Stacks of clients with about as many examples."""
         weights = sum(p.numel() * p.element_size() for p in self.method.parameters())
+        if not orders:
+            return []
         most = max(1, min(MOST, ROOM // max(1, 4 * weights)))
         count = -(-len(orders) // most)
         by_size = sorted(range(len(orders)), key=lambda at: (len(orders[at].client.train), at))
@@ -66,7 +71,7 @@ class BatchedEngine(Engine):
 
     def train(self, orders: Sequence[Order], units: Units | None = None) -> Iterator[ClientResult]:
         results: dict[int, ClientResult] = {}
-        for unit in units or self.units(orders):
+        for unit in self.units(orders) if units is None else units:
             results |= zip(unit, self.train_unit([orders[at] for at in unit]), strict=True)
         yield from (results[at] for at in range(len(orders)))
 
@@ -93,35 +98,45 @@ class BatchedEngine(Engine):
         kinds: dict[Any, list[Row]] = defaultdict(list)
         for row in rows:
             kinds[self._kind(row, names)].append(row)
-            row.inside = {name: row.inside[name] for name in (*REGISTERED, *names)}
-        results: dict[int, ClientResult] = {}
-        for kind in kinds.values():
-            results |= {row.order.client.id: result for row, result in zip(kind, self._train_stack(kind), strict=True)}
+            row.inside = {name: row.inside.get(name) for name in (*REGISTERED, *names)}
+        trained = [
+            self._train_stack(kind) for kind in kinds.values()
+        ]  # all of them before the first upload: it may change client.state
+        results = {result.client.id: result for finish in trained for result in finish()}
         return [results[order.client.id] for order in orders]
 
     def _ready(self, order: Order) -> Row:
         method, client = self.method, order.client
         method.receive(Payload.from_bytes(order.message), client)
         method.train()
-        batches = list(method.local_batches(self.data, client, epochs=order.epochs, labels=order.labels, steps=order.steps))
+        with rng.torch_stream(method.seed, "dropout", method.round, client.id):
+            batches = list(method.local_batches(self.data, client, epochs=order.epochs, labels=order.labels, steps=order.steps))
         inside = vars(method) | {name: dict(vars(method)[name]) for name in REGISTERED}
-        return Row(order, {name: tensor.detach().clone() for name, tensor in _tensors(method).items()}, inside, batches)
+        return Row(
+            order,
+            {name: tensor.detach().clone() for name, tensor in _tensors(method).items()},
+            inside,
+            batches,
+            modes=tuple(module.training for module in method.modules()),
+            trainable=tuple(p.requires_grad for p in method.parameters()),
+        )
 
     def _kind(self, row: Row, names: Sequence[str]) -> Any:
         """What the clients of a stack agree on: submodules, shapes, and the plain values that ``receive`` sets."""
         for name in names:
-            if not _is_plain(row.inside[name]):
+            if not _is_plain(row.inside.get(name)):
                 raise CannotStackError(
                     f"{type(self.method).__name__}.receive sets {name!r}, which is neither a parameter, a buffer nor a plain value; "
                     "register it as a buffer"
                 )
         modules = tuple(map(id, row.inside["_modules"].values()))
         shapes = tuple((name, tensor.shape) for name, tensor in row.tensors.items())
-        return modules, shapes, tuple(repr(row.inside[name]) for name in names)
+        return modules, shapes, row.modes, row.trainable, tuple(repr(row.inside.get(name)) for name in names)
 
-    def _train_stack(self, rows: Sequence[Row]) -> list[ClientResult]:
+    def _train_stack(self, rows: Sequence[Row]) -> Callable[[], list[ClientResult]]:
+        """Trains them; what is returned makes their uploads."""
         if len(rows) == 1:
-            return [self.one_by_one.train_client(rows[0].order)]
+            return lambda: [self.one_by_one.train_client(rows[0].order)]
         self._become(rows[0])
         self.tied = _has_tied_weights(self.method)
         stack = Stack(self.method, [row.tensors for row in rows])
@@ -134,24 +149,30 @@ class BatchedEngine(Engine):
                 for place, at in enumerate(where):
                     losses[at].add({name: value[place] for name, value in outputs.items()}, size)
             stack.end_step()
-        return [self._result(row, stack.row(at), losses[at]) for at, row in enumerate(rows)]
+        return lambda: [self._result(row, stack.row(at), losses[at]) for at, row in enumerate(rows)]
 
     def _step(self, stack: Stack, where: Sequence[int], batch: Any, step: int) -> dict[str, Tensor]:
         """One local step of the clients at ``where``; ``batch`` is a stack of theirs. Each loss term as ``[len(where)]``."""
         leaves, others = stack.part(where)
+        before = dict(vars(self.method))
         try:
             with self.fabric.autocast():
                 outputs, tensors = vmap(self._call, (0, 0, None, 0, None))(leaves, others, "training_step", batch, step)
             outputs["loss"].sum().backward()
-        except (RuntimeError, ValueError, NotImplementedError) as error:
-            raise CannotStackError(f"{type(self.method).__name__}.training_step: {str(error).splitlines()[0]}") from error
-        stack.step(where, leaves)
-        tensors = {name: leaves.get(name, tensor).detach() for name, tensor in tensors.items()}
-        outputs = {name: value.detach() for name, value in outputs.items()}
-        if type(self.method).on_train_batch_end is not Method.on_train_batch_end:
-            with torch.no_grad():
-                end = vmap(self._call, (0, None, None, 0, 0, None))
-                _, tensors = end(tensors, {}, "on_train_batch_end", outputs, batch, step)
+            stack.step(where, leaves)
+            tensors = {name: leaves.get(name, tensor).detach() for name, tensor in tensors.items()}
+            outputs = {name: value.detach() for name, value in outputs.items()}
+            if type(self.method).on_train_batch_end is not Method.on_train_batch_end:
+                with torch.no_grad():
+                    end = vmap(self._call, (0, None, None, 0, 0, None))
+                    _, tensors = end(tensors, {}, "on_train_batch_end", outputs, batch, step)
+        except (RuntimeError, ValueError, TypeError, AttributeError, NotImplementedError) as error:
+            raise CannotStackError(f"{type(self.method).__name__} under vmap: {str(error).splitlines()[0]}") from error
+        for name, value in vars(self.method).items():
+            if name not in REGISTERED and before.get(name) is not value:
+                raise CannotStackError(
+                    f"{type(self.method).__name__} sets {name!r} in a step; it would be one value for all of a stack"
+                )
         stack.put(where, tensors)
         return outputs
 
@@ -171,6 +192,10 @@ class BatchedEngine(Engine):
                 vars(self.method)[name].update(value)
             else:
                 vars(self.method)[name] = value
+        for module, training in zip(self.method.modules(), row.modes, strict=True):
+            module.training = training
+        for parameter, trainable in zip(self.method.parameters(), row.trainable, strict=True):
+            parameter.requires_grad_(trainable)
 
     @torch.no_grad()
     def _result(self, row: Row, tensors: Mapping[str, Tensor], losses: Losses) -> ClientResult:

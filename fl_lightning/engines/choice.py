@@ -53,13 +53,19 @@ def make_engine(
     elif before:
         name = before
     else:
-        name = collectives.from_rank_zero(_measured(fabric, method, data)) if cohort >= MANY else "sequential"
+        worth_it = cohort >= MANY and is_stackable(method)
+        name = collectives.from_rank_zero(_measured(fabric, method, data)) if worth_it else "sequential"
     inner: Engine = (BatchedEngine if name == "batched" else SequentialEngine)(fabric, method, data)
     size = min(cohort, most_workers(fabric) if workers == "auto" else workers)
     if size > 1:
         inner = PoolEngine(inner, method, data, size)
     log.info("engine: %s, %s", name, f"{size} worker processes" if size > 1 else "in this process")
     return RankedEngine(inner, data)
+
+
+def is_stackable(method: Method) -> bool:
+    """Whether the method's own class says so; what a subclass adds may not be, and nobody can tell from outside."""
+    return vars(method).get("stackable", vars(type(method)).get("stackable", False))
 
 
 def check_workers(fabric: Fabric, workers: int | Literal["auto"]) -> None:

@@ -19,8 +19,8 @@ from multiprocessing.connection import Connection, wait
 from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
-import numpy as np
 import torch
+from safetensors.torch import load, save
 from torch import Tensor
 
 from fl_lightning.data import FederatedData
@@ -55,7 +55,7 @@ class PoolEngine(Engine):
         return self.engine.units(orders)
 
     def train(self, orders: Sequence[Order], units: Units | None = None) -> Iterator[ClientResult]:
-        waiting = self._portions(orders, units or self.units(orders))
+        waiting = self._portions(orders, self.units(orders) if units is None else units)
         done: dict[int, ClientResult] = {}
         busy: dict[Worker, Units] = {}
         given = 0
@@ -126,7 +126,7 @@ class Worker:
         same = len(messages) == 1 and messages[0] is self.message
         self.message = messages[0] if len(messages) == 1 else b""
         packed = [
-            [(o.client.id, _arrays(o.client.state), index[id(o.message)], o.labels.numpy(), o.epochs, o.steps) for o in unit]
+            [(o.client.id, _pack(o.client.state), index[id(o.message)], o.labels.numpy(), o.epochs, o.steps) for o in unit]
             for unit in units
         ]
         self._say((round, None if same else _write(self.down, messages), packed))
@@ -136,8 +136,8 @@ class Worker:
         if error is not None:
             raise error from RuntimeError(f"in a worker process:\n{blobs}")
         results = []
-        for order, upload, (arrays, losses, seen, steps) in zip(orders, _read(self.up, blobs), packed, strict=True):
-            state = _tensors(arrays)
+        for order, upload, (kept, losses, seen, steps) in zip(orders, _read(self.up, blobs), packed, strict=True):
+            state = _unpack(kept)
             results.append(ClientResult(replace(order.client, state=state), upload, state, losses, seen, steps))
         return results
 
@@ -188,17 +188,20 @@ def _serve(engine: Engine, method: Method, pipe: Connection, down: mmap, up: mma
             results: list[ClientResult] = []
             for unit in packed:
                 orders = [
-                    Order(data.client(id, _tensors(state)), messages[at], torch.from_numpy(labels), epochs, steps)
+                    Order(data.client(id, _unpack(state)), messages[at], torch.from_numpy(labels), epochs, steps)
                     for id, state, at, labels, epochs, steps in unit
                 ]
                 results += engine.train(orders, [list(range(len(orders)))])
             answer = (None, _write(up, [result.upload for result in results]), [
-                (_arrays(result.state), result.losses, result.seen, result.steps) for result in results
+                (_pack(result.state), result.losses, result.seen, result.steps) for result in results
             ])  # fmt: skip
         except Exception as error:
             answer = (_sendable(error), "".join(traceback.format_exception(error)), [])
         sys.stdout.flush()
-        pipe.send(answer)
+        try:
+            pipe.send(answer)
+        except OSError:  # the parent is gone
+            os._exit(0)
 
 
 def _write(memory: mmap, blobs: Sequence[bytes]) -> list[tuple[int, int] | bytes]:
@@ -219,12 +222,12 @@ def _read(memory: mmap, places: Sequence[tuple[int, int] | bytes]) -> list[bytes
     return [place if isinstance(place, bytes) else memory[place[0] : place[1]] for place in places]
 
 
-def _arrays(state: dict[str, Tensor]) -> dict[str, np.ndarray]:
-    return {name: tensor.numpy() for name, tensor in state.items()}
+def _pack(state: dict[str, Tensor]) -> bytes:
+    return save({name: tensor.detach().contiguous() for name, tensor in state.items()}) if state else b""
 
 
-def _tensors(state: dict[str, np.ndarray]) -> dict[str, Tensor]:
-    return {name: torch.from_numpy(array) for name, array in state.items()}
+def _unpack(packed: bytes) -> dict[str, Tensor]:
+    return load(packed) if packed else {}
 
 
 def _sendable(error: Exception) -> Exception:

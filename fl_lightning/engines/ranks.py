@@ -41,7 +41,7 @@ class RankedEngine(Engine):
             yield from self.engine.train(orders, units)
             return
         require_agreement(orders)
-        units, works = units or self.units(orders), [work(order, self.data.batch_size) for order in orders]
+        units, works = self.units(orders) if units is None else units, [work(order, self.data.batch_size) for order in orders]
         mine = [units[at] for at in deal([sum(works[at] for at in unit) for unit in units], world_size())[rank()]]
         share = [at for unit in mine for at in unit]
         place = {at: here for here, at in enumerate(share)}

@@ -41,7 +41,7 @@ class Stack:
         self.trained = {name for name, parameter in method.named_parameters() if parameter.requires_grad}
         state = {names[id(p)]: state for p, state in self.optimizer.state.items()}  # some have one before the first step
         self.state = {
-            name: {key: value.expand(self.size, *value.shape).clone() if _is_row(value, rows[0][name]) else value
+            name: {key: value.expand(self.size, *value.shape).clone() if _is_row(key, value, rows[0][name]) else value
                    for key, value in values.items()}
             for name, values in state.items()
         }  # fmt: skip
@@ -102,8 +102,8 @@ class Stack:
         return isinstance(value, Tensor) and value.shape == self.tensors[name].shape
 
 
-def _is_row(value: object, parameter: Tensor) -> bool:
-    return isinstance(value, Tensor) and value.shape == parameter.shape
+def _is_row(key: str, value: object, parameter: Tensor) -> bool:
+    return key != "step" and isinstance(value, Tensor) and value.shape == parameter.shape
 
 
 def _copy(value: Any) -> Any:

@@ -34,6 +34,8 @@ class AQFL(Method):
         settings: those of every method.
     """
 
+    stackable = True
+
     def __init__(
         self,
         bits: int | list[int] = 4,

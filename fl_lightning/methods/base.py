@@ -51,6 +51,10 @@ class Method(LightningModule):
     growing: frozenset[str] = frozenset()
     """Tensors of ``server`` with a row for each client heard of; the others keep the shape that ``build`` gave them."""
 
+    stackable: bool = False
+    """Whether many clients can be trained as one stack: ``training_step`` and ``on_train_batch_end`` read parameters, buffers and plain
+    values, and set tensors only. It holds for the class that says so and not for its subclasses."""
+
     seed: int = 0
     round: int = 0
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
+from inspect import signature
 from typing import Any
 
 import torch
@@ -29,6 +30,8 @@ class FedAvg(Method):
         settings: those of every method.
     """
 
+    stackable = True
+
     def __init__(self, module: LightningModule | None = None, **settings: Any) -> None:
         super().__init__(**settings)
         if isinstance(module, Method):
@@ -36,6 +39,8 @@ class FedAvg(Method):
                 f"--model.module {type(module).__name__}; it is a method itself; write --model {type(module).__name__}"
             )
         self.module = module
+        if module is not None:
+            self.stackable = False  # nobody knows what a module keeps
 
     def build(self, data: FederatedData) -> None:
         if self.module is None:
@@ -46,6 +51,12 @@ class FedAvg(Method):
         self.layout = Layout.of(self.network)
         self.server = {"weights": self.layout.read(self.network)}
         self._check_outputs(data)
+        if not self.module.automatic_optimization:
+            raise ValueError(
+                f"--model.module {type(self.module).__name__} with manual optimisation; a client's steps are the engine's; "
+                "set automatic_optimization and return the loss from training_step"
+            )
+        self._takes_index = "batch_idx" in signature(self.module.training_step).parameters
         found = self.module.configure_optimizers()
         if isinstance(found, tuple) or (isinstance(found, dict) and "lr_scheduler" in found):
             log.warning(
@@ -67,8 +78,11 @@ class FedAvg(Method):
     def training_step(self, batch: Any, batch_idx: int = 0) -> dict[str, Tensor]:
         if self.module is None:
             return super().training_step(batch, batch_idx)
-        outputs = self.module.training_step(batch, batch_idx)
+        arguments = (batch, batch_idx) if self._takes_index else (batch,)
+        outputs = self.module.training_step(*arguments)
         loss: Any = outputs["loss"] if isinstance(outputs, Mapping) else outputs
+        if loss is None:
+            raise ValueError(f"{type(self.module).__name__}.training_step returned None; a local step needs a loss; return one")
         return {"loss": loss, "loss_task": loss}
 
     def configure_optimizers(self) -> Optimizer:

@@ -45,6 +45,8 @@ class FedKD(Method):
         settings: those of every method.
     """
 
+    stackable = True
+
     def __init__(
         self,
         temperature: float = 1.0,

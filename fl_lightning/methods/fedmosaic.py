@@ -66,6 +66,8 @@ class FedMosaic(Method):
         settings: those of every method.
     """
 
+    stackable = True
+
     personalised = True
     growing = frozenset({"ids", "adapters", "sketches"})
 

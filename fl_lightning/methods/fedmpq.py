@@ -47,6 +47,8 @@ class FedMPQ(Method):
         settings: those of every method.
     """
 
+    stackable = True
+
     def __init__(
         self,
         bits: float | list[float] = 4,

@@ -40,6 +40,8 @@ class FedMPQKD(FedMPQ):
         settings: those of FedMPQ. The teacher's activations are always in full precision.
     """
 
+    stackable = True
+
     def __init__(
         self,
         alpha: Value = 0.5,

@@ -30,6 +30,8 @@ class FedNTD(Method):
         settings: those of every method.
     """
 
+    stackable = True
+
     def __init__(self, beta: float = 1.0, tau: float = 1.0, **settings: Any) -> None:
         super().__init__(**settings)
         if not 0 <= beta < float("inf"):

@@ -31,6 +31,8 @@ class FedPQ(CodedUpdates):
         settings: those of every method.
     """
 
+    stackable = True
+
     def __init__(self, dim: int = 2, centroids: int = 256, iterations: int = 20, **settings: Any) -> None:
         super().__init__(**settings)
         if dim < 1:

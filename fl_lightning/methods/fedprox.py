@@ -24,6 +24,8 @@ class FedProx(Method):
         settings: those of every method.
     """
 
+    stackable = True
+
     def __init__(self, mu: float = 0.01, **settings: Any) -> None:
         super().__init__(**settings)
         if not 0 <= mu < float("inf"):

@@ -29,6 +29,8 @@ class QFedAvg(CodedUpdates):
         settings: those of every method.
     """
 
+    stackable = True
+
     def __init__(self, bits: int = 4, bucket: int | None = None, **settings: Any) -> None:
         super().__init__(**settings)
         if not 2 <= bits <= 16 and bits != 32:

@@ -38,7 +38,7 @@ def allocate_bits(sizes: Sequence[int], mean_bits: Sequence[int], delta: Sequenc
         )
     bits = list(mean_bits)
     used = sum(n * b for n, b in zip(sizes, bits, strict=True))
-    limit = int(min(Fraction(budget), Fraction(MAX_BITS)) * sum(sizes))
+    limit = int(min(Fraction(str(budget)), Fraction(MAX_BITS)) * sum(sizes))
     ascending = sorted(range(len(sizes)), key=lambda layer: (sizes[layer] * delta[layer], layer))
     descending = sorted(range(len(sizes)), key=lambda layer: (-sizes[layer] * delta[layer], layer))
     for layer in descending:

@@ -78,13 +78,13 @@ def prune(layer: Quantized, threshold: float = 0.02) -> Quantized:
     magnitude, bits, step = layer.magnitude, layer.bits, layer.step
     if not magnitude.numel():
         return layer
+    few = threshold * magnitude.numel()
     while bits > 1:
-        top = magnitude >= 2 ** (bits - 1)
-        if not (share := float(top.float().mean())) < threshold and share > 0:
+        if (set_ := int((magnitude >= 2 ** (bits - 1)).sum())) > 0 and set_ >= few:
             break
         bits -= 1
         magnitude = magnitude.clamp(max=2**bits - 1)
-    while bits > 1 and float((magnitude & 1).float().mean()) <= threshold:
+    while bits > 1 and int((magnitude & 1).sum()) <= few:
         bits -= 1
         magnitude, step = magnitude >> 1, step * 2
     return replace(layer, magnitude=magnitude, negative=layer.negative & (magnitude > 0), scale=step * (2**bits - 1), bits=bits)
