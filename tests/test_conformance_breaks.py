@@ -8,7 +8,7 @@ from breaking import BY_N, OPTIMA, Breaks, failed_checks, padded
 from torch.nn import functional as F
 
 from fl_lightning.methods import AQFL, FedAvg, FedMPQ
-from fl_lightning.wire import Payload
+from fl_lightning.wire import Layout, Payload
 
 BROKEN = Breaks()
 
@@ -50,6 +50,33 @@ class KeepsStaleState(FedAvg):
         super().receive(message, client)
         for name, buffer in self.network.named_buffers():
             buffer.copy_(before[name])
+
+
+@BROKEN.fails("clients read messages only")
+class ReadsTheServer(FedAvg):
+    def receive(self, message, client):
+        self.layout.write(self.network, self.server["weights"])
+
+
+@BROKEN.fails("orders are obeyed")
+class IgnoresLabels(FedAvg):
+    def local_batches(self, data, client, *, labels, **order):
+        return super().local_batches(data, client, labels=data.labels(client), **order)
+
+
+@BROKEN.fails("orders are obeyed")
+class IgnoresSteps(FedAvg):
+    def local_batches(self, data, client, *, epochs, steps, **order):
+        return super().local_batches(data, client, epochs=epochs, steps=data.num_steps(client, epochs), **order)
+
+
+@BROKEN.fails("deployed from the server")
+class LeavesStatistics(FedAvg):
+    def build(self, data):
+        super().build(data)
+        names = dict(self.network.named_parameters())
+        self.layout = Layout.of(self.network, include=names.__contains__)
+        self.server = {"weights": self.layout.read(self.network)}
 
 
 @BROKEN.fails("budget")

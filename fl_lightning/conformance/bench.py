@@ -24,6 +24,7 @@ from fl_lightning.methods import Method
 from fl_lightning.trainer import FederatedTrainer
 from fl_lightning.wire import Ledger, LedgerEntry, Payload
 
+ALONE = {"engine": "sequential", "workers": 1}  # the verdict is the same on every machine
 RARELY = 10**6
 
 
@@ -69,7 +70,7 @@ class Bench:
     def images(self, *callbacks: Callback, method: Method | None = None, ckpt_path: str | None = None, **settings: Any) -> Run:
         """Six clients with images of their own; every client, two rounds, unless told otherwise."""
         method, log = on_images(method or self.subject.make()), Log()
-        settings = {"max_rounds": 2, **settings}
+        settings = {"max_rounds": 2, **ALONE, **settings}
         trainer = run(method, images(), mkdtemp(dir=self.folder), callbacks=[*callbacks, log], ckpt_path=ckpt_path, **settings)
         return Run(method, trainer, log)
 
@@ -113,7 +114,7 @@ class Bench:
         """
         self._require_points()
         method, log = self._on_points(), Log()
-        settings = {"max_rounds": 3, "eval_every": RARELY, "checkpoint_every": 0, **settings}
+        settings = {"max_rounds": 3, "eval_every": RARELY, "checkpoint_every": 0, **ALONE, **settings}
         data = Points(counts, labels, public=5)
         trainer = run(method, data, mkdtemp(dir=self.folder), callbacks=[*callbacks, log], **settings)
         return Run(method, trainer, log)

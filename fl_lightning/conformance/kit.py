@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from fl_lightning.conformance import checks_images, checks_quadratic, checks_state, checks_wire
+from fl_lightning.conformance import checks_images, checks_orders, checks_quadratic, checks_state, checks_wire
 from fl_lightning.conformance.bench import Bench
 from fl_lightning.conformance.subject import Subject
 from fl_lightning.conformance.verdicts import NotApplicable, Violation
@@ -37,6 +37,9 @@ CHECKS: tuple[Check, ...] = (
     checks_wire.server_reads_uploads_only,
     checks_wire.broadcast,
     checks_wire.budget,
+    checks_orders.clients_read_messages_only,
+    checks_orders.orders_are_obeyed,
+    checks_orders.deployed_from_the_server,
     checks_state.no_stale_state,
     checks_state.kept_state_is_used,
     checks_state.nothing_in_place,
