@@ -80,6 +80,7 @@ def _read_config(path: str) -> str:
     try:
         node = yaml.compose(text, Loader=yaml.SafeLoader)
         yaml.safe_load(text)
+        repeated = [] if node is None else list(_repeated_keys(node))
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark
         where = f", line {mark.line + 1}, column {mark.column + 1}" if mark else ""
@@ -87,14 +88,14 @@ def _read_config(path: str) -> str:
         raise InputError(
             f"{given}{where}; it is not valid YAML: {seen}; mend that line ('key: value', indented with spaces)"
         ) from None
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, ValueError) as error:  # ValueError: the 31st of February
         raise InputError(f"{given}; it is not valid YAML: {error}; write 'key: value' lines") from None
     except RecursionError:
-        raise InputError(f"{given}; it is nested too deeply; write a plain mapping of settings") from None
+        raise InputError(f"{given}; it is nested too deeply, or in itself; write a plain mapping of settings") from None
     if not isinstance(node, yaml.MappingNode):
         what = "empty" if node is None else "not a mapping of settings"
         raise InputError(f"{given}; it is {what}; write for example 'trainer: {{max_rounds: 5}}' into it")
-    for key, line in _repeated_keys(node):
+    for key, line in repeated:
         raise InputError(f"{path}, line {line}: {key}; a key may be given once; remove one of the two")
     return text
 

@@ -88,7 +88,14 @@ def everywhere(choose: Callable[[], Start]) -> Start:
 def find_same(experiment: Path, name: str, config: Mapping[str, Any]) -> Start:
     """For ``auto_resume``: the latest run of this name whose configuration is the same in what counts; nothing when there is none."""
     for run in numbered(experiment, name):
-        if (run / "config.yaml").exists() and not changed_settings(config_of(run), flatten(config)):
+        if not (run / "config.yaml").exists():
+            continue
+        try:
+            same = not changed_settings(config_of(run), flatten(config))
+        except InputError as error:
+            log.warning("%s; the run is left alone", error)
+            continue
+        if same:
             return find_start(str(run), experiment)
     return Start()
 

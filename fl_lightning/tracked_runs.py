@@ -11,6 +11,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
+import yaml
 from lightning.fabric.loggers import Logger
 
 from fl_lightning.errors import InputError
@@ -30,6 +31,7 @@ from fl_lightning.mlflow_store import (
     within,
 )
 from fl_lightning.redaction import redact
+from fl_lightning.settings import flatten
 
 log = logging.getLogger("fl_lightning")
 
@@ -132,7 +134,10 @@ def _add(uri: str, run_id: str, metrics: Mapping[str, float], step: int, files: 
 
 
 def read_runs(uri: str, experiment: str) -> list[dict[str, Any]]:
-    """The runs of an experiment, by name: ``name``, ``id``, ``metadata`` as in ``metadata.json``, and ``history``, a row per round.
+    """The runs of an experiment, by name.
+
+    Each has ``name``, ``id``, ``metadata`` as in ``metadata.json``, ``history``, a row per round, ``settings`` with dotted keys, and
+    ``typed``: whether these are from ``config.yaml``, not from the store's parameters, which are all text.
 
     Raises:
         InputError: there is no such store or experiment, or it does not answer.
@@ -166,13 +171,17 @@ def _search(client: Any, experiment_id: str) -> list[Any]:
 
 
 def _read_run(client: Any, run: Any) -> dict[str, Any]:
-    from mlflow.artifacts import load_dict
+    from mlflow.artifacts import load_dict, load_text
 
     tags = dict(run.data.tags)
     git = {"commit": tags.get("commit"), "dirty": tags.get("dirty") == "True"}
     metadata: dict[str, Any] = {**tags, "seed": int(tags.get("seed", -1)), "git": git, "tags": tags}
     with suppress(Exception):  # a run whose artifacts are elsewhere is known by its tags
         metadata = load_dict(f"{run.info.artifact_uri}/metadata.json")
+    settings: dict[str, Any] = dict(run.data.params)
+    typed = False
+    with suppress(Exception):
+        settings, typed = flatten(yaml.safe_load(load_text(f"{run.info.artifact_uri}/config.yaml"))), True
     rows: dict[int, dict[str, float]] = {}
     for name, last in run.data.metrics.items():
         if name.startswith("final/"):
@@ -182,4 +191,5 @@ def _read_run(client: Any, run: Any) -> dict[str, Any]:
             rows.setdefault(point.step, {"round": point.step})[name] = point.value
     metadata["status"] = run.info.status.lower()
     history = [rows[step] for step in sorted(rows)]
-    return {"name": run.info.run_name, "id": run.info.run_id, "metadata": metadata, "history": history}
+    found = {"name": run.info.run_name, "id": run.info.run_id, "metadata": metadata, "history": history}
+    return found | {"settings": settings, "typed": typed}

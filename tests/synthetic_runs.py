@@ -45,6 +45,9 @@ def make_run(
     tested: Mapping[str, float] | None = None,
     config: Mapping[str, Any] | None = None,
     tagged: bool = True,
+    tags: Mapping[str, str] | None = None,
+    chosen: str = "last",
+    tested_round: int | None = None,
     **history: Any,
 ) -> Path:
     """One run; ``history`` goes to :func:`history_of`."""
@@ -69,7 +72,7 @@ def make_run(
         "weights_sha256": f"{seed:064x}",
         "status": status,
         "tracking_run_id": None,
-        "tags": {"study": folder.name, "label": label, **levels} if tagged else {},
+        "tags": {"study": folder.name, "label": label, **levels, **(tags or {})} if tagged else {},
     }
     if status == "finished":
         metadata |= {"finished": "2026-01-01T01:00:00+00:00", **final_summary(rows)}
@@ -80,7 +83,7 @@ def make_run(
         writer.writeheader()
         writer.writerows(rows)
     if tested is not None:
-        (path / "test.json").write_text(to_json({"checkpoint": "last", "round": len(rows), "metrics": tested}))
+        (path / "test.json").write_text(to_json({"chosen": chosen, "round": tested_round or len(rows), "metrics": tested}))
     return path
 
 

@@ -10,17 +10,23 @@ from pathlib import Path
 import numpy as np
 import pytest
 import scipy.stats
+from matplotlib.backends.backend_agg import FigureCanvasAgg
 from synthetic_runs import history_of, make_run, make_study
 
 from fl_lightning.__main__ import main
 from fl_lightning.errors import InputError
+from fl_lightning.settings import config_of, settings_hash
 from fl_lightning.study import compare as command
+from fl_lightning.study import gather as gathering
 from fl_lightning.study import statistics
 from fl_lightning.study.compare import compare
 from fl_lightning.study.comparison import Comparison
 from fl_lightning.study.criteria import parse
+from fl_lightning.study.curves import forest
+from fl_lightning.study.direction import direction
 from fl_lightning.study.document import comparable
-from fl_lightning.study.gather import check_comparable, gather
+from fl_lightning.study.gather import check_comparable, gather, with_metric
+from fl_lightning.study.plan import Study
 from fl_lightning.study.verdicts import verdicts
 
 A, B, C = {0: 0.90, 1: 0.92, 2: 0.94}, {0: 0.89, 1: 0.90, 2: 0.91}, {0: 0.80, 1: 0.83, 2: 0.82}  # A - B = 0.01, 0.02, 0.03
@@ -432,6 +438,157 @@ def test_a_folder_without_a_study_is_labelled_by_what_differs(tmp_path):
     assert Comparison(results).outcome({}).best_proposed == "FedAvg lr=0.1"
 
 
+@pytest.mark.parametrize("broken", ["missing", "nan"])
+def test_a_sweep_that_has_not_reached_the_proposed_method_is_reported(tmp_path, capsys, broken):
+    folder = make_study(tmp_path, {"P": A, "B": B, "C": C}, proposed=["P"], criteria=["accuracy(P) > accuracy(B)"])
+    for path in folder.glob("P-seed*"):
+        if broken == "missing":
+            shutil.rmtree(path)
+        else:
+            text = json.loads((path / "metadata.json").read_text())
+            (path / "metadata.json").write_text(json.dumps(text | {"final/accuracy": float("nan")}))
+    assert main(["compare", "--study", "study", "--root", str(tmp_path), "--out", str(tmp_path / "out")]) == 0
+    assert "no comparison: P has no finished run" in " ".join(capsys.readouterr().out.lower().replace(" p has", " P has").split())
+    report = report_of(tmp_path / "out")
+    assert (report["winner"], report["gap"]) == (None, None)
+    assert report["criteria"][0]["verdict"] == "undecided"
+
+
+def test_when_all_are_proposed_they_are_compared_with_each_other(tmp_path):
+    make_study(tmp_path, {"P": {0: 0.9, 1: 0.91, 2: 0.93}, "Q": {0: 0.5, 1: 0.52, 2: 0.51}}, proposed=["P", "Q"])
+    outcome = comparison_of(tmp_path).outcome({})
+    assert outcome.winner == "P"
+    assert (outcome.gap.a, outcome.gap.b) == ("P", "Q")
+
+
+def test_a_criterion_is_undecided_while_a_whole_level_has_no_run(tmp_path):
+    accuracies = {"A": {ON: A}, "B": {ON: C}}
+    criteria = ["accuracy(A) > 0.5", "p(A, B) < 0.2", "upload(A) <= upload(B)"]
+    make_study(tmp_path, accuracies, criteria=criteria, grid=GRID["grid"])
+    for verdict in verdicts(comparison_of(tmp_path)):
+        assert [one.decision for _, one in verdict.judgements] == ["holds", "undecided"]
+        assert verdict.decision == "undecided"
+
+
+def test_a_run_of_other_settings_is_not_taken_for_a_cell(tmp_path):
+    folder = make_study(tmp_path, {"A": A, "B": B})
+    for path in folder.glob("A-seed*"):
+        shutil.rmtree(path)
+    right = {seed: make_run(folder, "A", seed, 0.9 + seed / 100, config={"model": {"lr": 0.1}}) for seed in (0, 1)}
+    make_run(folder, "A", 1, 0.1, name="A-seed1-2", config={"model": {"lr": 0.5}})
+    make_run(folder, "A", 2, 0.1, config={"model": {"lr": 0.5}})
+    cells = []
+    for seed in range(3):
+        of_a = settings_hash({"seed_everything": seed, "model.lr": 0.1})
+        of_b = settings_hash(config_of(folder / f"B-seed{seed}"))
+        runs = {"A": {0: "A-seed0", 1: "A-seed1-2", 2: None}[seed], "B": f"B-seed{seed}"}
+        for label, hashed in (("A", of_a), ("B", of_b)):
+            cells.append({"name": f"{label}-seed{seed}", "hash": hashed, "status": "waiting", "run": runs[label]})
+    (folder / "cells.json").write_text(json.dumps(cells))
+    results = gather("study", tmp_path)
+    assert [run.name for run in results.runs if run.label == "A"] == [path.name for path in right.values()]
+    reasons = {entry.name: entry.reason for entry in results.uncounted if "other settings" in entry.reason}
+    assert set(reasons) == {"A-seed1-2", "A-seed2"}
+
+
+def test_which_way_a_metric_is_better():
+    higher = ["final/accuracy", "final/auc_accuracy", "corrupted/fog", "corrupted/motion_blur", "corrupted/extra_accuracy",
+              "fgsm/full_gradient_accuracy", "pgd/accuracy", "val/accuracy_worst_decile"]  # fmt: skip
+    lower = ["test/loss", "fgsm/loss", "test/ece", "calibration/nll_scaled", "test/brier", "total/total_bytes",
+             "time/round",
+             "val/accuracy_std", "target/rounds", "target/megabytes", "latency/student_batch1_median", "train/loss",
+             "bits/average"]  # fmt: skip
+    assert {direction(name) for name in higher} == {1}
+    assert {direction(name) for name in lower} == {-1}
+    assert {direction(name) for name in ("calibration/temperature", "clients/trained", "final/best_val_round")} == {None}
+
+
+def test_the_winner_under_corruption_is_the_most_accurate(tmp_path):
+    folder = tmp_path / "study"
+    for label, base in (("good", 0.8), ("bad", 0.2)):
+        for seed in range(3):
+            make_run(folder, label, seed, 0.9, tested={"corrupted/fog": base + seed / 100 * (label == "good")})
+    assert Comparison(with_metric(gather("study", tmp_path), "corrupted/fog")).outcome({}).winner == "good"
+    make_run(folder, "good", 3, 0.9, **{"mine/strange": 1.0})
+    with pytest.raises(InputError, match="whether more of it is better"):
+        with_metric(gather("study", tmp_path), "mine/strange")
+
+
+@pytest.mark.parametrize(
+    ("of_b", "left"),
+    [
+        ({}, {"A", "B"}),
+        ({"chosen": "best", "tested_round": 3}, set()),  # nothing says which of the two was meant
+        ({"tested_round": 3}, {"A"}),  # tested before the run went on
+    ],
+)
+def test_tests_of_different_checkpoints_are_not_put_side_by_side(tmp_path, of_b, left):
+    for seed in range(2):
+        make_run(tmp_path / "study", "A", seed, 0.9, tested={"fgsm/accuracy": 0.5})
+        make_run(tmp_path / "study", "B", seed, 0.9, tested={"fgsm/accuracy": 0.4}, **of_b)
+    results = gather("study", tmp_path)
+    assert {run.label for run in results.runs if "fgsm/accuracy" in run.metrics} == left
+    said = {entry.name for entry in results.uncounted}
+    assert said == {f"test.json of {label}-seed{seed}" for label in {"A", "B"} - left for seed in range(2)}
+    assert len(results.runs) == 4
+
+
+@pytest.mark.parametrize(
+    "criterion", ["drop(A) < 0.1", "rounds(A) < 10", "megabytes(A) < 10", "p(A, A) < 0.05", "p(A, B) < 5", "p(A, B) < 0"]
+)
+def test_criteria_that_cannot_be_judged_are_refused_before_the_runs(tmp_path, criterion):
+    path = tmp_path / "study.yaml"
+    path.write_text(json.dumps({"study": "s", "seeds": [0], "methods": {"A": {}, "B": {}}, "criteria": [criterion]}))
+    with pytest.raises(InputError, match="criterion"):
+        Study.read(path)
+
+
+def test_tags_that_only_some_runs_carry_are_no_axis(tmp_path):
+    for seed in range(2):
+        make_run(tmp_path / "tuned", "A", seed, 0.9, tags={"tuned_by": "tune_kd"})
+        make_run(tmp_path / "tuned", "B", seed, 0.8)
+        make_run(tmp_path / "swept", "A", seed, 0.8, tags={"noise": "on"})
+    results = gather("tuned", tmp_path)
+    assert results.study.grid == {}
+    assert [run.name for run in results.runs] == ["A-seed0", "A-seed1", "B-seed0", "B-seed1"]
+    assert list(gather("swept", tmp_path).study.grid) == ["noise"]
+
+
+def test_one_label_of_different_settings_is_not_one_method(tmp_path, monkeypatch):
+    """Neither in a folder nor in a store, whose parameters are text; and there a test of an earlier round does not count."""
+    entries = []
+    for number, lr in enumerate((0.1, 0.5)):
+        make_run(tmp_path / "two", "A", 0, 0.9, name=f"A{number}", config={"model": {"lr": lr}})
+        metadata = json.loads((tmp_path / f"two/A{number}/metadata.json").read_text())
+        history = [dict(row) for row in history_of(0.9)]
+        history[2 if number else 4]["fgsm/accuracy"] = 0.5
+        settings = {"model.lr": str(lr), "trainer.devices": "1"}
+        entries.append(
+            {
+                "name": f"A{number}",
+                "id": f"{number}",
+                "metadata": metadata,
+                "history": history,
+                "settings": settings,
+                "typed": False,
+            }
+        )
+    assert {run.label for run in gather("two", tmp_path).runs} == {"A lr=0.1", "A lr=0.5"}
+    monkeypatch.setattr(gathering, "read_runs", lambda uri, name: entries)
+    results = gather("two", tmp_path, "sqlite:///any.db")
+    assert [(run.label, "fgsm/accuracy" in run.metrics) for run in results.runs] == [("A lr=0.1", True), ("A lr=0.5", False)]
+    assert [entry.name for entry in results.uncounted] == ["test.json of A1"]
+
+
+@pytest.mark.parametrize("value", [None, "0.9", [1]])
+def test_a_final_accuracy_that_is_no_number_is_listed(tmp_path, value):
+    folder = make_study(tmp_path, {"A": A, "B": B})
+    file = folder / "B-seed1/metadata.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"final/accuracy": value}))
+    results = gather("study", tmp_path)
+    assert [(entry.name, "final/accuracy" in entry.reason) for entry in results.uncounted] == [("B-seed1", True)]
+
+
 # -- the files ------------------------------------------------------------------------------------------------------------------------
 
 
@@ -478,7 +635,10 @@ def test_nothing_is_overwritten_or_lost(tmp_path, monkeypatch, capsys):
     (out / "thesis.tex").rename(tmp_path / "thesis.tex")
     assert main(args) == 0
     (tmp_path / "thesis.tex").rename(out / "thesis.tex")
-    (out / "figures/old.png").write_text("of a method that is gone")
+    (out / "figures/mine.png").write_text("the user's own")
+    (out / "figures/final_by_method-noise=on.png").write_text("of a level that is gone")
+    with (out / "report.md").open("a") as file:
+        file.write("![final_by_method-noise=on](<figures/final_by_method-noise=on.png>)\n")
     assert main(args) == 2
     before = sorted(path.relative_to(out) for path in out.rglob("*"))
     with monkeypatch.context() as patch:
@@ -488,7 +648,7 @@ def test_nothing_is_overwritten_or_lost(tmp_path, monkeypatch, capsys):
     assert sorted(path.relative_to(out) for path in out.rglob("*")) == before
     assert main([*args, "--overwrite", "true"]) == 0
     assert (out / "thesis.tex").read_text() == "mine"
-    assert not (out / "figures/old.png").exists()
+    assert [path.name for path in (out / "figures").iterdir()] == ["mine.png"]
     assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == []
     assert "--out" in capsys.readouterr().err
 
@@ -522,6 +682,46 @@ def test_tables_are_escaped(tmp_path):
     written = (tmp_path / "out/report.md").read_text()
     assert "| A\\|b_c&d | accuracy | 0.9 | 0.92 ± 0.02 |" in written
     assert "- elsewhere: faster" in written
+
+
+def test_brackets_that_latex_would_read_as_an_argument(tmp_path):
+    make_study(tmp_path / "runs", {"[A]": A, "*B": B})
+    compare("study", tmp_path / "out", tmp_path / "runs")
+    text = (tmp_path / "out/tables.tex").read_text()
+    assert "\n{[}A] &" in text
+    assert "\n{*}B &" in text
+
+
+def test_a_link_is_written_through(tmp_path):
+    make_study(tmp_path / "runs", {"A": A, "B": B})
+    (tmp_path / "target").mkdir()
+    link = tmp_path / "out"
+    link.symlink_to(tmp_path / "target", target_is_directory=True)
+    compare("study", link, tmp_path / "runs")
+    compare("study", link, tmp_path / "runs", overwrite=True)
+    assert link.is_symlink()
+    assert (tmp_path / "target/report.json").is_file()
+
+
+def test_figures_of_long_names_and_of_nothing(tmp_path, figures):
+    """Names lie inside the figure, rounds are whole, and what shows no pair is left out and said."""
+    names = ["FedMPQKD with a temperature of four and alpha 0.25", "FedMPQ_with_no_space_in_its_very_long_name_at_all_x"]
+    make_study(tmp_path / "runs", dict(zip(names, (A, B), strict=True)))
+    drawn = forest(comparison_of(tmp_path / "runs"), {})
+    FigureCanvasAgg(drawn).draw()
+    edges = [label.get_window_extent() for label in drawn.axes[0].get_yticklabels()]
+    assert min(edge.x0 for edge in edges) >= 0
+    assert drawn.axes[0].get_window_extent().width > 0.4 * drawn.bbox.width
+    make_study(tmp_path / "runs", {"A": {0: 0.9}, "B": {1: 0.9}}, "unpaired")
+    for seed, label in ((1, "A"), (0, "B")):
+        shutil.rmtree(tmp_path / f"runs/unpaired/{label}-seed{seed}", ignore_errors=True)
+    comparison = comparison_of(tmp_path / "runs", "unpaired")
+    over = dict(command.figures(comparison))
+    assert over["paired_differences"] is None
+    assert all(tick == int(tick) for tick in over["accuracy_over_rounds"].axes[0].get_xticks())
+    compare("unpaired", tmp_path / "out", tmp_path / "runs")
+    assert not list((tmp_path / "out/figures").glob("paired*"))
+    assert "Not drawn" in (tmp_path / "out/report.md").read_text()
 
 
 # -- real runs ------------------------------------------------------------------------------------------------------------------------

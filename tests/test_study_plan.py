@@ -104,13 +104,53 @@ def test_a_copy_says_the_same_from_anywhere(write, tmp_path):
         ("proposed: [B b=1]", "target_accuracy: 90", "share in"),
         ("study: small", "study: [small", "not a valid study file"),
         ("study: small", "? [a]\n: b", "a key must be text"),
+        ("study: small", "study: &a {b: *a}", "found unconstructable recursive node"),
+        ("study: small", "study: small\nclaimed: 2024-02-31", "not valid YAML: day is out of range"),
+        ("  A: {}", "  ..: {}", "methods: '..'.*no '.' or '-' at its beginning.*such as FedMPQ"),
+        ("  A: {}", '  "\\ud800": {}', "folder's name"),
+        ("  A: {}", f"  {'A' * 250}: {{}}", "250 bytes.*at most 200; shorten it"),
+        ("  A: {}", f"  {'A' * 190}: {{}}", "cell: AAAA.*at most 200"),
+        ("trainer.max_rounds: 3", "trainer.max_rounds: 2024-01-01", "settings.trainer.max_rounds: datetime.*in quotes"),
+        ("trainer.max_rounds: 3", "trainer.tag: {a: [2024-01-01]}", "settings.trainer.tag: .*in quotes"),
+        ("seeds: [0, 4]", f"seeds: [0, {2**63}]", "below 2^63"),
+        ("stressed: on", "stressed: off", "stressed and clean are both off.*write stressed: on"),
+        ("proposed: [B b=1]", "metric: final/acuracy", "metric: final/acuracy.*write metric: final/accuracy"),
+        ("proposed: [B b=1]", "metric: acc", "no run has such a metric"),
+        ("proposed: [B b=1]", "test: clean", "test: 'clean'.*write test: true, or test: [clean]"),
+        ("proposed: [B b=1]", "test: []", "names a probe or more.*write test: [clean]"),
+        ("proposed: [B b=1]", "test: [clean, corrupt]", "test: corrupt; one of clean.*write corruptions"),
+        ("proposed: [B b=1]", "test: {probes: 5}", "test.probes: 5; it is a list of strings"),
+        ("proposed: [B b=1]", "test: {checkpoint: bset}", "test.checkpoint: 'bset'; it is last, best or"),
+        ("proposed: [B b=1]", "test: {checkpoint: 3}", "test.checkpoint: 3; it is last, best or"),
     ],
 )
 def test_a_mistake_is_named_with_its_file(write, old, new, said):
     assert old in SMALL
-    with pytest.raises(InputError, match=f"(?s)small.yaml.*{said.replace('[', chr(92) + '[')}") as refused:
+    plain = said.replace("[", r"\[").replace("^", r"\^")
+    with pytest.raises(InputError, match=f"(?s)small.yaml.*{plain}") as refused:
         Study.read(write(SMALL.replace(old, new)))
     assert str(refused.value).count(";") >= 2  # given; rule; instead
+    assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("test", "flags"),
+    [
+        ("true", {}),
+        ("[clean, pgd]", {"probes": "clean,pgd"}),
+        ("{probes: 'clean, pgd', checkpoint: best}", {"probes": "clean,pgd", "checkpoint": "best"}),
+        ("{checkpoint: round_000060}", {"checkpoint": "round_000060"}),
+    ],
+)
+def test_what_a_test_may_be(write, test, flags):
+    assert Study.read(write(SMALL + f"test: {test}\nmetric: corrupted/fog\n")).test == flags
+
+
+@pytest.mark.parametrize("text", ["trainer: &a {b: *a}\n", "trainer: {max_rounds: 2024-02-31}\n"])
+def test_a_configuration_in_itself_or_without_a_value_is_refused(tmp_path, text):
+    (tmp_path / "base.yaml").write_text(text)
+    with pytest.raises(InputError, match=r"^--config .*base.yaml; it is n[^\n]*$"):
+        cli.resolve(["--config", str(tmp_path / "base.yaml")])
 
 
 def test_what_is_no_study_is_refused(tmp_path):
@@ -218,6 +258,7 @@ trials: 5
         ("low: 0, high: 1.5", "low: 0, high: 1.5, log: true", "logarithmic range is above 0"),
         ("low: 0, high: 1.5", "low: 1e-3, high: 1.5", "write 1.0e-3"),
         ("low: 0, high: 1.5", "low: 0", "must be given"),
+        ("low: 0, high: 1.5", "low: 0, high: .inf", "the ends are finite"),
         ("[forward, reverse]", "[]", "choices are"),
         ("model.kl:", "kl:", "settings are dotted"),
     ]:

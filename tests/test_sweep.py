@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import io
 import json
 import os
 import signal
@@ -13,16 +14,19 @@ import threading
 import time
 from contextlib import closing, suppress
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from rich.console import Console
 
 from fl_lightning.__main__ import main
 from fl_lightning.errors import InputError
+from fl_lightning.robustness import PROBES
+from fl_lightning.settings import settings_hash
 from fl_lightning.study import jobs, lock, page
 from fl_lightning.study.board import Board, Record
 from fl_lightning.study.display import Display
-from fl_lightning.study.estimate import Cost, Total, find_costs, total
+from fl_lightning.study.estimate import Cost, Total, find_costs, show_plan, total
 from fl_lightning.study.jobs import Job, Pool, slots_for
 from fl_lightning.study.plan import Cell
 from fl_lightning.tracked_runs import begin_study, end_study
@@ -89,6 +93,8 @@ def cells() -> dict[str, dict]:
     return {entry["label"]: entry for entry in json.loads(Path("runs/small/cells.json").read_text())}
 
 
+@pytest.mark.slow
+@pytest.mark.essential
 def test_killed_and_continued_a_study_is_as_if_never_killed(write, capfd):
     """One cell is at work when the sweep is killed, one fails, and once it is mended only that one runs again."""
     write()
@@ -259,6 +265,53 @@ def test_what_is_left_is_estimated_from_runs_of_the_same_method(tmp_path):
     costs = find_costs(Board(None, tmp_path, [begun, waiting, unknown, done]), probe=False)  # type: ignore[arg-type]
     assert costs["A-seed1"] == Cost(3.0, 8.0, "A-seed0")
     assert total([begun, waiting, unknown, done], costs) == Total(10 + 98 * 3 + 10 + 100 * 3, 198 * 8, ["B"])
+
+
+TESTED = {"chosen": "last", "weights_sha256": "w", "round": 4, "probes": {"clean": {}}, "skipped": {"pgd": ["no images"]}}
+
+
+def test_a_cell_is_tested_as_the_study_now_asks_and_with_its_present_weights(tmp_path):
+    (tmp_path / "metadata.json").write_text(json.dumps({"weights_sha256": "w", "final/best_val_round": 4}))
+    record = Record(Cell("A", 0, {}, []), {}, "", "finished", tmp_path)
+
+    def is_tested(flags, **found):
+        (tmp_path / "test.json").write_text(json.dumps({**TESTED, **found}))
+        return record.is_tested(flags)
+
+    assert is_tested({"probes": "clean,pgd"})
+    assert is_tested({}, probes={name: {} for name in PROBES})
+    assert is_tested({"probes": "clean", "checkpoint": "best"}, chosen="best", weights_sha256="of round 4")
+    assert is_tested({"probes": "clean", "checkpoint": "round_000002"}, chosen="round_000002", round=2, weights_sha256="other")
+    assert not is_tested({})  # all
+    assert not is_tested({"probes": "clean,fgsm"})
+    assert not is_tested({"probes": "clean", "checkpoint": "best"})
+    assert not is_tested({"probes": "clean"}, weights_sha256="of before")
+    assert not is_tested({"probes": "clean", "checkpoint": "best"}, chosen="best", round=3)
+    (tmp_path / "test.json").unlink()
+    assert not record.is_tested({"probes": "clean"})
+
+
+@pytest.mark.parametrize("metrics", [None, "", "round,loss\n1,0.5,7\n"])
+def test_a_run_without_its_metrics_is_not_finished_and_one_that_cannot_be_read_stops_nothing(tmp_path, caplog, metrics):
+    for name, config in (("A-seed0-2", "[not: yaml"), ("A-seed0", "model.alpha: 1\n")):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.yaml").write_text(config)
+    run = tmp_path / "A-seed0"
+    (run / "metadata.json").write_text('{"status": "finished"}')
+    if metrics is not None:
+        (run / "metrics.csv").write_text(metrics)
+    record = Record(Cell("A", 0, {}, []), {"trainer.max_rounds": 1}, settings_hash({"model.alpha": 1}))
+    record.find_run(tmp_path)
+    assert (record.run, record.status) == (run, "failed")
+    assert "A-seed0-2/config.yaml; it cannot be read" in caplog.text
+    plan = Console(record=True, width=300, file=io.StringIO())
+    show_plan(Board(SimpleNamespace(name="small"), tmp_path, [record]), 1, console=plan)  # type: ignore[arg-type]
+    said = plan.export_text()
+    assert "its metrics.csv is missing or cannot be read; put it back, or move the folder away" in said
+    assert "1 to run" in said
+    (run / "metrics.csv").write_text("round,loss\n1,0.5\n")
+    record.find_run(tmp_path)
+    assert (record.status, record.problem) == ("finished", "")
 
 
 def test_gpus_are_dealt_in_turn():

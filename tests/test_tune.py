@@ -46,8 +46,8 @@ class Runs:
             self.lives -= 1
             self.jobs.append(job)
             flags = dict(word.removeprefix("--").split("=", 1) for word in job.args if "=" in word)
-            run = self.folder.parent / flags["trainer.experiment"] / job.name
-            run.mkdir(parents=True)
+            run = new_run(self.folder.parent / flags["trainer.experiment"], job.name)
+            (run / "config.yaml").write_text(resolve(job.args[1:]))
             good = 1 - abs(float(flags["model.optimizer.init_args.lr"]) - 0.03) - 0.01 * int(flags["trainer.local_epochs"])
             good -= 0.1 * (flags["model.average"] == "CoordinateMedian")
             lines = [f"{round},{good * round / 5}\n" for round in range(1, 6)]
@@ -57,6 +57,19 @@ class Runs:
             look([Running(job, process, 0)])
             following = ended(Running(job, process, 0), 143 if process.stopped else 0)
             waiting += [following] if following else []
+
+
+def resolve(args: list[str]) -> str:
+    """Stands in for the parser: the file and the flags as they are."""
+    flags = dict(word.removeprefix("--").split("=", 1) for word in args if "=" in word)
+    return yaml.safe_dump({"file": Path(args[args.index("--config") + 1]).read_text(), **flags})
+
+
+def new_run(folder: Path, name: str) -> Path:
+    """As ``fit`` makes it: beside one that has the name."""
+    run = next(run for n in range(1, 9) if not (run := folder / (name if n == 1 else f"{name}-{n}")).exists())
+    run.mkdir(parents=True)
+    return run
 
 
 class Process:
@@ -77,7 +90,7 @@ def session(folder: Path, lives: int = 1000, text: str = SEARCH) -> tuple[Tune, 
     trials = folder / search.name
     trials.mkdir(exist_ok=True)
     runs = Runs(trials, lives)
-    return Tune(search, trials, runs, False, {}, 5), runs  # type: ignore[arg-type]
+    return Tune(search, trials, runs, False, {}, resolve), runs  # type: ignore[arg-type]
 
 
 def tried(folder: Path) -> list[tuple]:
@@ -100,7 +113,7 @@ def test_a_search_that_was_killed_is_the_one_that_was_not(tmp_path):
     assert tried(tmp_path / "killed") == tried(tmp_path / "whole")
     again, runs = session(tmp_path / "killed")
     (tmp_path / "killed" / "small" / "tuned-seed0" / "metrics.csv").unlink()
-    for file in ("metadata.json", ""):
+    for file in ("metadata.json", "config.yaml", ""):
         path = tmp_path / "killed" / "small" / "tuned-seed0" / file
         path.unlink() if file else path.rmdir()
     again.run()
@@ -138,9 +151,38 @@ def test_a_trial_below_the_median_is_ended_and_a_failed_one_does_not_stop_the_se
 
 def test_a_search_is_not_continued_as_another(tmp_path):
     session(tmp_path)[0].run()
-    with pytest.raises(InputError, match="made with other space; give the search another study"):
-        open_search(search_in(tmp_path, SEARCH.replace("high: 4", "high: 5")), tmp_path / "small-tune")
-    open_search(search_in(tmp_path, SEARCH.replace("trials: 8", "trials: 9")), tmp_path / "small-tune")  # more of the same
+    trials = tmp_path / "small-tune"
+    with pytest.raises(InputError, match=r"another space.*remove that folder.*change 'study: small'"):
+        open_search(search_in(tmp_path, SEARCH.replace("high: 4", "high: 5")), trials, resolve)
+    open_search(search_in(tmp_path, SEARCH.replace("trials: 8", "trials: 9")), trials, resolve)  # more of the same
+
+
+def test_a_search_is_not_continued_when_the_contents_of_its_configuration_have_changed(tmp_path):
+    (tmp_path / "base.yaml").write_text("lr: 1\n")
+    text = SEARCH.replace("{configs}/fedavg.yaml", "base.yaml")
+    session(tmp_path, text=text)[0].run()
+    before = tried(tmp_path)
+    (tmp_path / "base.yaml").write_text("lr: 2\n")
+    with pytest.raises(InputError, match=r"(?s)small-tune; .*another configuration \(file: .*1.* -> .*2.*remove that folder"):
+        session(tmp_path, text=text)[0].run()
+    assert tried(tmp_path) == before
+    (tmp_path / "base.yaml").write_text("lr: 1\n")
+    session(tmp_path, text=text)[0].run()
+
+
+def test_a_trial_is_credited_with_its_own_run_and_not_with_one_that_has_its_name(tmp_path):
+    """Leftovers of an earlier search, better than anything that can be found now."""
+    for run in ("small-tune/trial-0000", "small-tune/trial-0001", "small/tuned-seed0"):
+        left = tmp_path / run
+        left.mkdir(parents=True)
+        (left / "config.yaml").write_text("another: run\n")
+        (left / "metadata.json").write_text(json.dumps({"final/best_val_accuracy": 99.0}))
+    (tmp_path / "small-tune" / "trial-0001" / "config.yaml").write_text("[not: yaml")
+    tune, runs = session(tmp_path)
+    tune.run()
+    assert max(value for _, _, value, _ in tried(tmp_path)) < 1
+    assert tune.run_of(runs.jobs[0]) == tmp_path / "small-tune" / "trial-0000-2"
+    assert tune.run_of(runs.jobs[-1]) == tmp_path / "small" / "tuned-seed0-2"
 
 
 def test_no_trial_no_run(tmp_path, monkeypatch):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import csv
 import json
+import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,10 +15,13 @@ import yaml
 from fl_lightning.disk import replace
 from fl_lightning.errors import InputError
 from fl_lightning.redaction import redact_settings
+from fl_lightning.robustness import PROBES
 from fl_lightning.run_directory import numbered, read_json, to_json
 from fl_lightning.settings import config_of, flatten, settings_hash
 from fl_lightning.study.plan import Cell, Study
 from fl_lightning.tables import numbers
+
+log = logging.getLogger("fl_lightning")
 
 State = Literal["waiting", "running", "interrupted", "finished", "failed"]
 
@@ -32,6 +37,7 @@ class Record:
         status: ``waiting``: never started; ``interrupted``: it continues where it stopped.
         run: folder of its run, once there is one.
         threads: threads of its process; the same in every session, since they change how sums are rounded.
+        problem: what keeps a run that has ended from being counted, and what to do; or empty.
     """
 
     cell: Cell
@@ -40,6 +46,7 @@ class Record:
     status: State = "waiting"
     run: Path | None = None
     threads: int = 0
+    problem: str = ""
 
     @property
     def rounds(self) -> int:
@@ -49,17 +56,28 @@ class Record:
     def find_run(self, folder: Path) -> None:
         """Look for the run of this cell and this configuration, and read how it ended."""
         if self.run is None:
-            candidates = [run for run in numbered(folder, self.cell.name) if (run / "config.yaml").exists()]
-            self.run = next((run for run in candidates if settings_hash(config_of(run)) == self.hash), None)
+            self.run = find_run(folder, self.cell.name, self.hash)
         if self.run is not None:
             status = read_json(self.run / "metadata.json").get("status")
             self.status = status if status in ("finished", "failed") else "interrupted"
+            self.problem = ""
+            if status == "finished" and not self.metrics():
+                self.status = "failed"
+                self.problem = (
+                    f"{self.run}; it is finished, but its metrics.csv is missing or cannot be read; put it back, or move the folder "
+                    "away and the cell is run again"
+                )
 
     def is_tested(self, flags: Mapping[str, Any]) -> bool:
-        """Whether the run has what ``test`` finds with these flags."""
-        found = read_json(self.run / "test.json") if self.run else {}
-        wanted = flags.get("probes", "")
-        return bool(found) and {*wanted.split(",")} - {""} <= {*found.get("probes", {}), *found.get("skipped", {})}
+        """Whether the run, as it is now, has what ``test`` finds with these flags."""
+        if self.run is None:
+            return False
+        found, run = read_json(self.run / "test.json"), read_json(self.run / "metadata.json")
+        which = flags.get("checkpoint", "last")
+        wanted = {*flags["probes"].split(",")} if "probes" in flags else {*PROBES}
+        present = {"last": ("weights_sha256", "weights_sha256"), "best": ("round", "final/best_val_round")}.get(which)
+        same = present is None or found.get(present[0]) == run.get(present[1])
+        return found.get("chosen") == which and same and wanted <= {*found.get("probes", {}), *found.get("skipped", {})}
 
     def metrics(self) -> list[dict[str, float]]:
         """The rounds that its run has recorded so far."""
@@ -92,7 +110,7 @@ class Board:
             key = (cell.method, *cell.levels.values())
             if key not in resolved:
                 try:
-                    resolved[key] = redact_settings(yaml.safe_load(resolve(cell.args)))
+                    resolved[key] = resolved_settings(cell.args, resolve)
                 except InputError as error:
                     raise InputError(f"{study.path}, cell {cell.name}: {error}") from error
             config = flatten(resolved[key] | {"seed_everything": cell.seed})
@@ -127,6 +145,26 @@ class Board:
         replace(self.folder / "cells.json", to_json(entries).encode())
 
 
+def resolved_settings(args: list[str], resolve: Callable[[list[str]], str]) -> dict[str, Any]:
+    """The configuration that ``fit`` makes of these arguments, as it stands in the ``config.yaml`` of a run."""
+    settings: dict[str, Any] = redact_settings(yaml.safe_load(resolve(args)))
+    return settings
+
+
+def find_run(folder: Path, name: str, hash: str) -> Path | None:
+    """The latest run called ``name``, ``name-2`` ... whose settings have this hash: the one that ``fit`` would continue.
+
+    One whose ``config.yaml`` cannot be read is named in a warning.
+    """
+    for run in numbered(folder, name):
+        try:
+            if (run / "config.yaml").exists() and settings_hash(config_of(run)) == hash:
+                return run
+        except (InputError, RecursionError) as error:
+            log.warning("not looked at: %s", " ".join(str(error).split()) or run)
+    return None
+
+
 def read_cells(folder: Path) -> dict[str, dict[str, Any]]:
     """What a study's ``cells.json`` says of each cell, by name; empty when it cannot be read."""
     try:
@@ -136,10 +174,10 @@ def read_cells(folder: Path) -> dict[str, dict[str, Any]]:
 
 
 def read_metrics(run: Path | None) -> list[dict[str, float]]:
-    """The rounds in a run's ``metrics.csv``; empty when there is none. It may be in the middle of being written."""
+    """The rounds in a run's ``metrics.csv``; empty when it cannot be read. It may be in the middle of being written."""
     if run is None:
         return []
     try:
         return numbers((run / "metrics.csv").read_bytes())
-    except (OSError, ValueError):
+    except (OSError, ValueError, TypeError, csv.Error):  # TypeError: a row that is longer than the header
         return []

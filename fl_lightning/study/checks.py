@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from difflib import get_close_matches
+from math import isnan
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,8 @@ TRUE_FALSE = "tag:yaml.org,2002:bool"
 SWEEPS_OWN = ("trainer.experiment", "trainer.run_name", "trainer.auto_resume", "trainer.allow_changed", "trainer.tags",
               "trainer.default_root_dir", "seed_everything", "config", "ckpt_path")  # fmt: skip
 """Settings that every cell gets from the sweep."""
+LONGEST = 200  # bytes of a name: file systems allow 255, and some are for what is added to it
+LARGEST = 2**63 - 1
 
 
 class _Loader(yaml.SafeLoader):
@@ -62,7 +65,7 @@ def read_mapping(path: Path, what: str, begin: str) -> dict[str, Any]:
         mark = error.problem_mark
         where = f", line {mark.line + 1}" if mark else ""
         raise InputError(f"{path}{where}; it is not a valid {what}: {error.problem}; mend that line") from None
-    except (yaml.YAMLError, RecursionError) as error:
+    except (yaml.YAMLError, RecursionError, ValueError) as error:  # ValueError: the 31st of February
         raise InputError(f"{path}; it is not valid YAML: {error}; write 'key: value' lines") from None
     if not isinstance(document, dict):
         raise InputError(f"{path}; a {what} is a mapping; begin with '{begin}'")
@@ -96,12 +99,14 @@ class Checks:
         for key in needed:
             self.require(key in entry, f"no {prefix}{key}", f"{', '.join(needed)} must be given", f"add '{key}:'")
 
-    def mapping(self, value: Any, where: str, *, empty: bool = False) -> dict[str, Any]:
+    def mapping(
+        self, value: Any, where: str, *, empty: bool = False, instead: str = "write 'NAME: {}' lines below it"
+    ) -> dict[str, Any]:
         """``empty``: whether it may have no entry; a bare key is an empty mapping."""
         value = {} if value is None and empty else value
         good = isinstance(value, Mapping) and (value or empty)
         rule = "it is a mapping" if empty else "it is a mapping with at least one entry"
-        self.require(good, f"{where}: {value!r}", rule, "write 'NAME: {}' lines below it")
+        self.require(good, f"{where}: {value!r}", rule, instead)
         return dict(value)
 
     def text(self, value: Any, where: str, example: str) -> str:
@@ -114,13 +119,15 @@ class Checks:
         return list(value)
 
     def whole(self, value: Any, where: str, least: int) -> int:
-        good = isinstance(value, int) and not isinstance(value, bool) and value >= least
-        self.require(good, f"{where}: {value!r}", f"it is an integer, {least} or more", f"write {where}: {max(least, 1)}")
+        good = isinstance(value, int) and not isinstance(value, bool) and least <= value <= LARGEST
+        rule = f"it is an integer, {least} or more, below 2^63"
+        self.require(good, f"{where}: {value!r}", rule, f"write {where}: {max(least, 1)}")
         return int(value)
 
     def seeds(self, seeds: Any) -> list[int]:
-        good = isinstance(seeds, list) and seeds and all(isinstance(s, int) and not isinstance(s, bool) and s >= 0 for s in seeds)
-        self.require(good, f"seeds: {seeds!r}", "it is a list of integers, 0 or more", "write seeds: [0, 1, 2]")
+        listed = seeds if isinstance(seeds, list) else []
+        good = listed and all(isinstance(s, int) and not isinstance(s, bool) and 0 <= s <= LARGEST for s in listed)
+        self.require(good, f"seeds: {seeds!r}", "it is a list of integers, 0 or more, below 2^63", "write seeds: [0, 1, 2]")
         self.require(len(set(seeds)) == len(seeds), f"seeds: {seeds}", "each seed is run once", "remove the repeated one")
         return list(seeds)
 
@@ -131,11 +138,19 @@ class Checks:
 
     def plain(self, name: Any, where: str) -> str:
         """Part of the name of a folder."""
-        good = isinstance(name, str) and is_plain_name(name) and name == name.strip() and not name.startswith("-")
-        self.require(
-            good, f"{where}: {name!r}", "it is part of a folder's name", "write a string without '/', '.' or '-' before it"
-        )
+        good = isinstance(name, str) and is_plain_name(name) and name == name.strip() and name.isprintable()
+        good = good and not name.startswith("-")
+        rule = "it is part of a folder's name: no '/' or '\\', no '.' or '-' at its beginning, no space at its ends"
+        self.require(good, f"{where}: {name!r}", rule, "write a plain name, such as FedMPQ")
+        self.short(name, where)
         return str(name)
+
+    def short(self, name: str, where: str) -> None:
+        """A file system takes it for a folder's name."""
+        size = len(name.encode())
+        self.require(
+            size <= LONGEST, f"{where}: {name[:20]}... ({size} bytes)", f"a folder's name has at most {LONGEST}", "shorten it"
+        )
 
     def one_of(self, name: Any, names: Collection[str], where: str) -> str:
         near = get_close_matches(str(name), names, n=1, cutoff=0.0)
@@ -160,11 +175,22 @@ class Checks:
     def settings(self, value: Any, where: str) -> dict[str, Any]:
         """Dotted settings of ``fit``; whether there are such settings, ``fit`` knows."""
         settings = self.mapping(value, where, empty=True)
-        for key in settings:
+        for key, setting in settings.items():
             self.setting(key, where)
+            instead = "write text in quotes, as in '2024-01-01'"
+            self.require(_is_json(setting), f"{where}.{key}: {setting!r}", "no setting has such a value", instead)
         return settings
 
     def setting(self, key: str, where: str) -> None:
         self.require(key not in SWEEPS_OWN, f"{where}: {key}", "the command sets it", "leave it out")
         dotted = "." in key and not key.startswith((".", "-"))
         self.require(dotted, f"{where}: {key}", "settings are dotted, as flags are", "write for example trainer.max_rounds")
+
+
+def _is_json(value: Any) -> bool:
+    """Whether it can be written as a flag."""
+    if isinstance(value, Mapping):
+        return all(isinstance(key, str) and _is_json(item) for key, item in value.items())
+    if isinstance(value, list):
+        return all(_is_json(item) for item in value)
+    return value is None or isinstance(value, (bool, int, str)) or (isinstance(value, float) and not isnan(value))

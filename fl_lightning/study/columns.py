@@ -91,7 +91,7 @@ def column(metric: str) -> Column:
     for known in (*KNOWN, *CLOCKS):
         if known.metric == metric:
             return known
-    if metric.endswith("accuracy"):
+    if metric.endswith("accuracy") or metric.startswith("corrupted/"):
         return _accuracy(metric, metric)
     return _bytes(metric, metric) if metric.endswith("_bytes") else Column(metric, metric, 1, 4)
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import sys
 from collections.abc import Callable, Iterator
@@ -18,7 +19,7 @@ from rich.console import Console
 from fl_lightning.errors import InputError
 from fl_lightning.study import tabulate
 from fl_lightning.study.comparison import Comparison
-from fl_lightning.study.curves import figures
+from fl_lightning.study.curves import FIGURES, figures
 from fl_lightning.study.document import differences_csv, report, runs_csv
 from fl_lightning.study.gather import check_comparable, gather, with_metric
 from fl_lightning.study.prose import answers, markdown
@@ -55,7 +56,7 @@ def compare(
     check_comparable(results)
     comparison = Comparison(results)
     check_criteria(comparison)
-    write(comparison, out)
+    write(comparison, out.resolve())  # of a link, what it leads to
     show(comparison, out)
 
 
@@ -77,15 +78,18 @@ def check_out(out: Path, overwrite: bool) -> None:
 def write(comparison: Comparison, out: Path) -> None:
     """The report, made aside and put in its place as a whole."""
     with _in_place_of(out) as folder:
-        drawn = []
+        drawn, empty = [], []
         (folder / "figures").mkdir()
         for name, figure in figures(comparison):
+            if figure is None:
+                empty.append(name)
+                continue
             figure.savefig(folder / "figures" / f"{name}.png", dpi=150, metadata={"Software": None})
             figure.savefig(folder / "figures" / f"{name}.pdf", metadata={"Creator": None, "Producer": None, "CreationDate": None})
             drawn.append(name)
         texts = {
             "report.json": json.dumps(report(comparison), indent=1, allow_nan=False, default=str) + "\n",
-            "report.md": markdown(comparison, drawn),
+            "report.md": markdown(comparison, drawn, empty),
             "runs.csv": runs_csv(comparison, timing=False),
             "timings.csv": runs_csv(comparison, timing=True),
             "differences.csv": differences_csv(comparison, timing=False),
@@ -115,9 +119,9 @@ def _in_place_of(out: Path) -> Iterator[Path]:
         ) from error
     try:
         yield aside
-        for entry in sorted(out.iterdir()) if out.is_dir() else []:
-            if entry.name not in OWN:
-                (shutil.copytree if entry.is_dir() else shutil.copy2)(entry, aside / entry.name)
+        if out.is_dir():
+            _keep(out, aside, OWN)
+            _keep(out / "figures", aside / "figures", _own_figures(out))
         if out.is_dir():
             out.rename(old)
         aside.rename(out)
@@ -127,6 +131,27 @@ def _in_place_of(out: Path) -> Iterator[Path]:
         shutil.rmtree(aside, ignore_errors=True)
         raise
     shutil.rmtree(old, ignore_errors=True)
+
+
+def _keep(old: Path, new: Path, own: set[str]) -> None:
+    """Copy what is the user's; a link stays a link."""
+    for entry in sorted(old.iterdir()) if old.is_dir() else []:
+        if entry.name in own or (new / entry.name).exists():
+            continue
+        if entry.is_dir() and not entry.is_symlink():
+            shutil.copytree(entry, new / entry.name, symlinks=True)
+        else:
+            shutil.copy2(entry, new / entry.name, follow_symlinks=False)
+
+
+def _own_figures(out: Path) -> set[str]:
+    """Files of the figures that the report in ``out`` shows, among them those of methods or levels that are gone."""
+    try:
+        text = (out / "report.md").read_text(encoding="utf-8")
+    except (OSError, ValueError):
+        return set()
+    names = [name for name in re.findall(r"!\[[^\]]*\]\(<figures/(.+)\.png>\)", text) if name.startswith(FIGURES)]
+    return {f"{name}.{suffix}" for name in names for suffix in ("png", "pdf")}
 
 
 def show(comparison: Comparison, out: Path) -> None:

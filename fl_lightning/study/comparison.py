@@ -14,7 +14,8 @@ from itertools import combinations, product
 from math import isnan
 
 from fl_lightning.study.criteria import parse
-from fl_lightning.study.runs import Results, Run, finite, higher_is_better
+from fl_lightning.study.direction import higher_is_better
+from fl_lightning.study.runs import Results, Run, finite
 from fl_lightning.study.statistics import PairedTest, mean_std, paired_test, with_holm
 
 Levels = Mapping[str, str]
@@ -86,11 +87,14 @@ class Comparison:
         self._runs = {(run.label, run.seed, tuple(run.levels.items())): run for run in results.runs}
 
     @cached_property
+    def planned_levels(self) -> list[dict[str, str]]:
+        """Every combination of the grid's levels, in the study's order; ``[{}]`` without a grid."""
+        return [dict(zip(self.study.grid, names, strict=True)) for names in product(*self.study.grid.values())]
+
+    @cached_property
     def levels(self) -> list[dict[str, str]]:
-        """Every combination of the grid's levels that has a run, in the study's order; ``[{}]`` without a grid."""
-        grid = self.study.grid
-        every = [dict(zip(grid, names, strict=True)) for names in product(*grid.values())]
-        return [levels for levels in every if any(dict(run.levels) == levels for run in self.results.runs)]
+        """Those that have a run."""
+        return [levels for levels in self.planned_levels if any(dict(run.levels) == levels for run in self.results.runs)]
 
     @cached_property
     def metrics(self) -> list[str]:
@@ -154,20 +158,25 @@ class Comparison:
             label: mean_std(list(found.values()))[0] for label in self.labels if (found := self.values(metric, label, levels))
         }
         ranked = sorted(means, key=lambda label: means[label], reverse=higher_is_better(metric))
-        proposed = [label for label in ranked if label in self.proposed]
-        others = [label for label in ranked if label not in self.proposed]
-        if not proposed:
-            first, second = (others[0] if others else None), (others[1] if len(others) > 1 else None)
-        else:
-            first, second = proposed[0], (others[0] if others else None)
+        if set(self.study.proposed) & set(self.study.methods) < set(self.study.methods) and self.study.proposed:
+            proposed = [label for label in ranked if label in self.proposed]
+            others = [label for label in ranked if label not in self.proposed]
+            first, second = (next(iter(side), None) for side in (proposed, others))
+        else:  # no side to take: the best two
+            first, second, *_ = [*ranked, None, None]
         if first is None or second is None:
-            reason = "only one method has finished runs" if ranked else "no method has finished runs"
-            return Outcome(first, second, None, None, f"no comparison: {reason}")
+            return Outcome(first, second, None, None, f"no comparison: {self._missing(ranked)}")
         tested = self.differences(metric, levels)
         gap = next((one for one in tested if (one.a, one.b) == (first, second)), None) or flipped(
             next(one for one in tested if (one.b, one.a) == (first, second))
         )
         return Outcome(first, second, gap, *self._winner(ranked, tested, gap))
+
+    def _missing(self, ranked: Sequence[str]) -> str:
+        absent = [label for label in self.study.methods if label not in ranked]
+        if not absent:
+            return "there is only one method"
+        return f"{', '.join(absent)} {'have' if len(absent) > 1 else 'has'} no finished run with a number for {self.study.metric}"
 
     def _winner(self, ranked: Sequence[str], tested: Sequence[Difference], gap: Difference) -> tuple[str | None, str]:
         if gap.test.n < 2:
@@ -197,9 +206,13 @@ class Comparison:
 
     @property
     def other_levels(self) -> list[dict[str, str]]:
-        """Combinations of the axes without that of the degradation."""
+        """Combinations of the axes without that of the degradation, as far as they have a run."""
+        return self.without_stressor(self.levels)
+
+    def without_stressor(self, several: Sequence[Levels]) -> list[dict[str, str]]:
+        """The levels of the other axes, each combination once."""
         axis = (self.study.degradation or {}).get("axis")
-        rest = [tuple((name, level) for name, level in levels.items() if name != axis) for levels in self.levels]
+        rest = [tuple((name, level) for name, level in levels.items() if name != axis) for levels in several]
         return [dict(levels) for levels in dict.fromkeys(rest)]
 
     def stressed_and_clean(self, others: Levels) -> tuple[dict[str, str], dict[str, str]]:

@@ -126,7 +126,31 @@ def parse(text: str, labels: Sequence[str]) -> Criterion:
         alone = isinstance(left, ast.Call) and isinstance(right, ast.Constant) and relation in (ast.Lt, ast.LtE)
         if not alone:
             raise wrong("p(...)", "it stands alone on the left, below a number", "write p(A, B) < 0.05")
+        if len(set(quantities[0].labels)) < 2:
+            raise wrong("one method", "p compares two", "write p(A, B) < 0.05")
+        if not (isinstance(right, ast.Constant) and _is_number(right) and 0 < right.value < 1):  # type: ignore[operator]
+            raise wrong(_shown(right), "p is compared with a number between 0 and 1", "write p(A, B) < 0.05")
     return criterion
+
+
+def check_needs(criterion: Criterion, degradation: object, target_accuracy: float | None) -> None:
+    """What a criterion is about is asked for in its study; no run is needed to tell.
+
+    Args:
+        criterion: as parsed.
+        degradation: of the study, or None.
+        target_accuracy: of the study, or None.
+
+    Raises:
+        InputError: it is not.
+    """
+    if criterion.mentions("drop") and not degradation:
+        said = "drop(...); it is of a degradation; add 'degradation: {axis: noise, stressed: on, clean: off}' to the study"
+        raise InputError(f"criterion {criterion.text!r}: {said}")
+    for name in ("rounds", "megabytes"):
+        if criterion.mentions(name) and target_accuracy is None:
+            said = f"{name}(...); it is counted until a target; add 'target_accuracy: 0.9' to the study"
+            raise InputError(f"criterion {criterion.text!r}: {said}")
 
 
 def _quote(text: str, labels: Sequence[str]) -> str:

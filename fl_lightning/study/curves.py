@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from math import isfinite
+from textwrap import wrap
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -18,13 +19,18 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
+LINE = 34  # characters of a name
 WIDE = 8.0  # ratio of megabytes from which on their axis is logarithmic
 Curve = tuple[np.ndarray, np.ndarray]
 """x ``[E]`` and, for every seed, y ``[seeds, E]``."""
 
 
-def figures(comparison: Comparison) -> Iterator[tuple[str, Figure]]:
-    """All figures with their file names."""
+FIGURES = ("accuracy_over_rounds", "accuracy_over_megabytes", "final_by_method", "paired_differences", "degradation_over_rounds")
+"""What the names of their files begin with."""
+
+
+def figures(comparison: Comparison) -> Iterator[tuple[str, Figure | None]]:
+    """All figures with their file names; None for one that there is nothing to draw in."""
     for levels in comparison.levels:
         yield _file("accuracy_over_rounds", levels), _over(comparison, levels, "round", rounds_curve)
         yield _file("accuracy_over_megabytes", levels), _over(comparison, levels, "megabytes up and down", megabytes_curve)
@@ -65,7 +71,7 @@ def megabytes_curve(runs: Sequence[Run]) -> Curve:
     return np.mean([one[rounds - 1] for one in spent], axis=0) if rounds.size else rounds, accuracy
 
 
-def _over(comparison: Comparison, levels: Levels, xlabel: str, curve: Callable[[Sequence[Run]], Curve]) -> Figure:
+def _over(comparison: Comparison, levels: Levels, xlabel: str, curve: Callable[[Sequence[Run]], Curve]) -> Figure | None:
     title = _title("Test accuracy, mean and standard deviation over seeds", levels)
     figure, axes = new_axes(title, xlabel, "test accuracy (%)", (6.8, 4.6))
     ends = []
@@ -75,12 +81,23 @@ def _over(comparison: Comparison, levels: Levels, xlabel: str, curve: Callable[[
             x, y = curve(runs)
             _band(axes, comparison, label, x, y)
             ends += [x[-1]] if x.size else []
+    if not ends:
+        return None
+    if xlabel == "round":
+        _count(axes)
     axes.set_ylim(max(0.0, axes.get_ylim()[0]), min(102.0, axes.get_ylim()[1]))
     if "megabytes" in xlabel and min(ends, default=0) > 0 and max(ends) > WIDE * min(ends):
         axes.set_xscale("log")
         axes.set_xlabel(f"{xlabel} (logarithmic)")
     _legend(figure, comparison)
     return figure
+
+
+def _count(axes: Axes) -> None:
+    """Ticks at whole numbers."""
+    from matplotlib.ticker import MaxNLocator
+
+    axes.xaxis.set_major_locator(MaxNLocator("auto", steps=[1, 2, 5, 10], integer=True))
 
 
 def _legend(figure: Figure, comparison: Comparison) -> None:
@@ -104,17 +121,23 @@ def _band(axes: Axes, comparison: Comparison, label: str, x: np.ndarray, y: np.n
 
 
 def _rows(title: str, xlabel: str, names: Sequence[str]) -> tuple[Figure, Axes]:
-    """A figure with a line per name, the first on top."""
-    figure, axes = new_axes(title, xlabel, "", (6.8, 1.8 + 0.42 * len(names)))
-    axes.set_yticks(range(len(names)), names)
+    """A figure with a line per name, the first on top; long names are wrapped, and it is wider and higher for them."""
+    wrapped = ["\n".join(wrap(name, LINE)) for name in names]
+    lines = [line for name in wrapped for line in name.split("\n")]
+    highest = max(name.count("\n") + 1 for name in wrapped)
+    width = 6.8 + 0.075 * max(0, max(map(len, lines)) - 16)
+    figure, axes = new_axes(title, xlabel, "", (width, 1.8 + max(0.42, 0.17 * highest) * len(names)))
+    axes.set_yticks(range(len(names)), wrapped, fontsize="small" if highest > 1 else None)
     axes.set_ylim(len(names) - 0.4, -0.6)
     return figure, axes
 
 
-def by_method(comparison: Comparison, levels: Levels) -> Figure:
+def by_method(comparison: Comparison, levels: Levels) -> Figure | None:
     """The primary metric of every run, and the mean of every method."""
     written = column(comparison.study.metric)
     labels = [label for label in comparison.labels if comparison.values(comparison.study.metric, label, levels)]
+    if not labels:
+        return None
     figure, axes = _rows(_title("Every seed, and the mean", levels), written.title, labels)
     seeds = comparison.study.seeds
     for row, label in enumerate(labels):
@@ -137,10 +160,12 @@ def by_method(comparison: Comparison, levels: Levels) -> Figure:
     return figure
 
 
-def forest(comparison: Comparison, levels: Levels) -> Figure:
+def forest(comparison: Comparison, levels: Levels) -> Figure | None:
     """Paired differences: every seed, the mean and both intervals."""
     written = column(comparison.study.metric)
     found = [one for one in comparison.differences(comparison.study.metric, levels) if one.seeds]
+    if not found:
+        return None
     names = [f"{one.a} − {one.b}" for one in found]
     xlabel = f"difference in {written.title.replace('(%)', '(percentage points)')}"
     figure, axes = _rows(_title("Differences, paired by seed", levels), xlabel, names)
@@ -168,13 +193,14 @@ def forest(comparison: Comparison, levels: Levels) -> Figure:
     return figure
 
 
-def degradation(comparison: Comparison, others: Levels) -> Figure:
+def degradation(comparison: Comparison, others: Levels) -> Figure | None:
     """Accuracy without the stressor minus accuracy with it, same seed, round by round."""
     entry = comparison.study.degradation or {}
     stressed, clean = comparison.stressed_and_clean(others)
     title = f"Test accuracy lost under {entry['axis']}: {entry['clean']} − {entry['stressed']}, same seed"
     figure, axes = new_axes(_title(title, others), "round", "accuracy lost (percentage points)", (6.8, 4.6))
     axes.axhline(0, color="black", linewidth=0.8)
+    drawn = 0
     for label in comparison.labels:
         with_stress, without = comparison.runs(label, stressed), comparison.runs(label, clean)
         seeds = [seed for seed in without if seed in with_stress]
@@ -183,5 +209,9 @@ def degradation(comparison: Comparison, others: Levels) -> Figure:
             other_x, other_y = rounds_curve([with_stress[seed] for seed in seeds])
             both, here, there = np.intersect1d(x, other_x, return_indices=True)
             _band(axes, comparison, label, both, y[:, here] - other_y[:, there])
+            drawn += both.size
+    if not drawn:
+        return None
+    _count(axes)
     _legend(figure, comparison)
     return figure

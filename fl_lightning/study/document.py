@@ -14,7 +14,8 @@ from math import isfinite
 from typing import Any
 
 from fl_lightning.study.comparison import Comparison, Difference, Levels, name_of
-from fl_lightning.study.runs import Run, higher_is_better, is_timing
+from fl_lightning.study.direction import higher_is_better
+from fl_lightning.study.runs import Run, is_timing
 from fl_lightning.study.statistics import mean_std
 from fl_lightning.study.verdicts import Verdict, verdicts
 

@@ -120,6 +120,9 @@ def show_plan(board: Board, jobs: int, *, probe: bool = False, console: Console 
             figures = [f"{record.rounds * cost.seconds / 60:.1f}", f"{record.rounds * cost.bytes / 1e6:.1f}", cost.source]
         table.add_row(record.cell.name, record.status, f"{len(record.metrics())}/{record.rounds}", *figures)
     console.print(table)
+    for record in board.records:
+        if record.problem:
+            console.print(f"{record.cell.name}: {record.problem}", markup=False)
     rest = total(board.records, costs)
     left = len(board.records) - board.count("finished")
     about = f"about {clock(rest.seconds / jobs)} (h:mm:ss) with --jobs {jobs} and {rest.bytes / 1e6:.1f} MB over the wire"

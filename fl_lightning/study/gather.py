@@ -10,10 +10,14 @@ from typing import Any
 
 from fl_lightning.errors import InputError
 from fl_lightning.redaction import redact
+from fl_lightning.settings import settings_hash
 from fl_lightning.study.board import read_cells
+from fl_lightning.study.direction import higher_is_better
+from fl_lightning.study.found import Found, from_store, read_folder
 from fl_lightning.study.labels import label_all
 from fl_lightning.study.plan import Study
-from fl_lightning.study.runs import Found, Results, Run, Uncounted, problem, read_folder, run_metrics
+from fl_lightning.study.runs import Results, Run, Uncounted, run_metrics
+from fl_lightning.study.tested import with_one_checkpoint
 from fl_lightning.tracked_runs import read_runs
 
 
@@ -31,7 +35,7 @@ def gather(study: str, root: Path, mlflow: str | None = None) -> Results:
     plan, folder = locate(study, root, must_exist=mlflow is None)
     name = plan.name if plan else folder.name
     if mlflow is not None:
-        found = [_from_store(entry) for entry in read_runs(mlflow, name)]
+        found = [from_store(entry) for entry in read_runs(mlflow, name)]
         where = f"the experiment {name} at {redact(mlflow)}"
     else:
         if not folder.is_dir():
@@ -45,7 +49,7 @@ def gather(study: str, root: Path, mlflow: str | None = None) -> Results:
         raise InputError(
             f"--study {study}; no finished run in {where} ({reasons or 'it is empty'}); wait for the sweep, or name --root"
         )
-    return results
+    return with_one_checkpoint(results)
 
 
 def locate(study: str, root: Path, must_exist: bool = True) -> tuple[Study | None, Path]:
@@ -68,21 +72,23 @@ def locate(study: str, root: Path, must_exist: bool = True) -> tuple[Study | Non
     return (Study.read(file, find_configs=False) if file.is_file() else None), folder
 
 
-def _from_store(entry: Mapping[str, Any]) -> Found:
-    metadata, history = entry["metadata"], entry["history"]
-    return Found(entry["name"], entry["id"], metadata, history, {}, problem(metadata, history))
-
-
 def assign(plan: Study, found: list[Found], folder: Path) -> Results:
-    """Give every cell of the study its run: the one that ``cells.json`` names, or else the latest of its name or tags."""
+    """Give every cell of the study its run: the one that ``cells.json`` names, or else the latest of its name or tags.
+
+    Where there is a ``cells.json``, only runs with the cell's own settings count: others are left from an earlier form of the study.
+    """
     named = read_cells(folder)
     runs, uncounted, used = [], [], set()
     for cell in plan.cells():
         entry = named.get(cell.name, {})
         mine = [one for one in found if _is_cell(one, cell.name, cell.method, cell.seed, cell.levels)]
+        used |= {one.where for one in mine}
+        if named:
+            other = [one for one in mine if not _has_settings(one, entry)]
+            uncounted += [Uncounted(one.name, "not counted: made with other settings") for one in other]
+            mine = [one for one in mine if _has_settings(one, entry)]
         exact = [one for one in mine if one.name == entry.get("run")]
         chosen = _latest(exact or mine)
-        used |= {one.where for one in mine}
         uncounted += [Uncounted(one.name, f"{chosen.name} is used") for one in mine if chosen and one is not chosen]
         if chosen is None:
             uncounted.append(Uncounted(cell.name, f"no run; {entry.get('status', 'never started')}"))
@@ -103,6 +109,13 @@ def _is_cell(found: Found, name: str, label: str, seed: int, levels: Mapping[str
     return found.name == name or (found.name.startswith(f"{name}-") and found.name[len(name) + 1 :].isdecimal())
 
 
+def _has_settings(found: Found, entry: Mapping[str, Any]) -> bool:
+    """Whether a run was made with the settings of a cell; MLflow's parameters cannot tell, there the name has to."""
+    if found.settings and found.typed:
+        return settings_hash(found.settings) == entry.get("hash")
+    return bool(found.problem) or (not found.typed and found.name == entry.get("run"))
+
+
 def _latest(found: list[Found]) -> Found | None:
     """The finished one with the highest number; one that is not finished when none is."""
     return max(found, key=lambda one: (not one.problem, len(one.name), one.name), default=None)
@@ -112,7 +125,7 @@ def with_metric(results: Results, metric: str | None) -> Results:
     """The same with another primary metric.
 
     Raises:
-        InputError: no run has it.
+        InputError: no run has it, or whether more of it is better is not known.
     """
     study = results.study if metric is None else replace(results.study, metric=metric)
     known = sorted({name for run in results.runs for name in run.metrics})
@@ -121,6 +134,7 @@ def with_metric(results: Results, metric: str | None) -> Results:
         raise InputError(
             f"metric {study.metric}; no run of {study.name} has it; write --metric {near[0] if near else 'final/accuracy'}"
         )
+    higher_is_better(study.metric)
     return replace(results, study=study)
 
 

@@ -7,9 +7,10 @@ from itertools import combinations
 from pathlib import Path
 from typing import Any
 
-from fl_lightning.settings import config_of, is_free, settings_hash
+from fl_lightning.settings import is_free, settings_hash
+from fl_lightning.study.found import Found
 from fl_lightning.study.plan import RESERVED, Study, Variation
-from fl_lightning.study.runs import Found, Results, Run, Uncounted, run_metrics
+from fl_lightning.study.runs import Results, Run, Uncounted, run_metrics
 
 MOST_SHOWN = 60  # characters of settings in a label
 OWN_TAGS = {*RESERVED, "tuning", "trial"}
@@ -19,10 +20,11 @@ def label_all(name: str, folder: Path, found: list[Found]) -> Results:
     """A folder without a study file: the label of a run is its tag ``label``, or its method and the settings that differ."""
     good = [one for one in found if not one.problem]
     uncounted = [Uncounted(one.name, one.problem) for one in found if one.problem]
-    labels = _labels(good)
+    axes = _axes(good)
+    labels = _labels(good, axes)
     cells: dict[tuple[Any, ...], Found] = {}
     for one in sorted(good, key=lambda one: (len(one.name), one.name)):
-        key = (labels[one.where], one.metadata["seed"], *_levels(one).items())
+        key = (labels[one.where], one.metadata["seed"], *_levels(one, axes).items())
         if key in cells:
             uncounted.append(Uncounted(cells[key].name, f"{one.name} has the same settings and seed, and is used"))
         cells[key] = one
@@ -42,41 +44,58 @@ def label_all(name: str, folder: Path, found: list[Found]) -> Results:
     return Results(plan, runs, uncounted)
 
 
-def _levels(found: Found) -> dict[str, str]:
-    """The tags of a sweep that are not its own: a level of each axis."""
-    tags = found.metadata.get("tags") or {}
-    if "label" not in tags:
-        return {}
-    return {name: str(value) for name, value in tags.items() if name not in OWN_TAGS and not name.startswith("mlflow.")}
+def _axes(found: list[Found]) -> list[str]:
+    """Tags that every run has and that are not its own: a level of each axis. What only some runs carry is a remark."""
+    tagged = [one.metadata.get("tags") or {} for one in found]
+    if not all("label" in tags for tags in tagged):
+        return []
+    names = dict.fromkeys(name for tags in tagged for name in tags if name not in OWN_TAGS and not name.startswith("mlflow."))
+    return [name for name in names if all(name in tags for tags in tagged)]
 
 
-def _labels(found: list[Found]) -> dict[str, str]:
-    by_method: dict[str, list[Found]] = {}
+def _levels(found: Found, axes: Iterable[str]) -> dict[str, str]:
+    return {axis: str(found.metadata["tags"][axis]) for axis in axes}
+
+
+def _labels(found: list[Found], axes: Iterable[str]) -> dict[str, str]:
+    """Of a tag ``label``, that, and the settings in which two runs of it with one seed and the same levels differ."""
+    by_name: dict[str, list[Found]] = {}
     labels = {}
     for one in found:
         tag = (one.metadata.get("tags") or {}).get("label")
-        if tag:
-            labels[one.where] = str(tag)
-        else:
-            by_method.setdefault(str(one.metadata.get("method")), []).append(one)
-    for method, several in by_method.items():
+        by_name.setdefault(str(tag or one.metadata.get("method")), []).append(one)
+    for name, several in by_name.items():
         settings = {one.where: _settings(one) for one in several}
-        keys = sorted({key for one, other in combinations(settings.values(), 2) for key in _differing(one, other)})
-        short = [key.rpartition(".")[2] for key in keys]
-        names = [short[i] if short.count(short[i]) == 1 else key for i, key in enumerate(keys)]
+        keys = sorted(
+            {
+                key
+                for one, other in combinations(several, 2)
+                if _are_told_apart(one, other, axes)
+                for key in _differing(settings[one.where], settings[other.where])
+            }
+        )
         for where, values in settings.items():
-            text = ", ".join(f"{name}={values.get(key, 'not set')}" for name, key in zip(names, keys, strict=True))
-            if len(text) > MOST_SHOWN:
-                text = settings_hash(values)[:8]
-            labels[where] = f"{method} {text}".strip()
+            labels[where] = f"{name} {_shown(keys, values)}".strip()
     return labels
 
 
+def _are_told_apart(one: Found, other: Found, axes: Iterable[str]) -> bool:
+    """By their settings; not by these when a tag tells what they are, and they are of different levels or seeds."""
+    if not all((each.metadata.get("tags") or {}).get("label") for each in (one, other)):
+        return True
+    return one.metadata["seed"] == other.metadata["seed"] and _levels(one, axes) == _levels(other, axes)
+
+
+def _shown(keys: list[str], values: Mapping[str, Any]) -> str:
+    short = [key.rpartition(".")[2] for key in keys]
+    names = [short[i] if short.count(short[i]) == 1 else key for i, key in enumerate(keys)]
+    text = ", ".join(f"{name}={values.get(key, 'not set')}" for name, key in zip(names, keys, strict=True))
+    return text if len(text) <= MOST_SHOWN else settings_hash({key: values.get(key, "not set") for key in keys})[:8]
+
+
 def _settings(found: Found) -> dict[str, Any]:
-    """Those that can change a result, apart from the seed; none of a run that is read from MLflow."""
-    folder = Path(found.where)
-    settings = config_of(folder) if (folder / "config.yaml").is_file() else {}
-    return {key: value for key, value in settings.items() if not is_free(key) and key != "seed_everything"}
+    """Those that can change a result, apart from the seed."""
+    return {key: value for key, value in found.settings.items() if not is_free(key) and key != "seed_everything"}
 
 
 def _differing(one: Mapping[str, Any], other: Mapping[str, Any]) -> Iterable[str]:

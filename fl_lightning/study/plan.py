@@ -19,21 +19,32 @@ Of two settings of one name the later wins: config, method, overlays, grid; then
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from difflib import get_close_matches
 from itertools import product
 from pathlib import Path
 from typing import Any
 
 import yaml
 
+from fl_lightning.robustness import PROBES
 from fl_lightning.study.checks import Checks, read_mapping
-from fl_lightning.study.criteria import parse
+from fl_lightning.study.columns import CLOCKS, KNOWN
+from fl_lightning.study.criteria import check_needs, parse
+from fl_lightning.study.direction import higher_is_better
 
 KEYS = ("study", "config", "settings", "seeds", "methods", "overlays", "grid", "test", "metric", "proposed", "degradation",
         "target_accuracy", "criteria", "claimed")  # fmt: skip
 RESERVED = ("study", "label", "method", "seed", "dataset", "commit", "dirty", "run_dir", "partition_sha256")
 """Tags that a run has anyway: no name for an axis."""
+METRICS = [
+    *(column.metric for column in (*KNOWN, *CLOCKS)),
+    "final/best_val_accuracy",
+    "final/best_val_round",
+    "total/wasted_bytes",
+]
 
 
 @dataclass(frozen=True)
@@ -206,7 +217,7 @@ def _study(check: Checks, document: Mapping[str, Any]) -> Study:
         overlays=check.configs(document.get("overlays"), "overlays"),
         grid=grid,
         test=_test(check, document.get("test", False)),
-        metric=check.text(document.get("metric", "final/accuracy"), "metric", "final/accuracy"),
+        metric=_metric(check, document.get("metric", "final/accuracy")),
         proposed=[
             check.one_of(label, methods, "proposed")
             for label in check.texts(document.get("proposed", []), "proposed", "FedMPQKD")
@@ -218,12 +229,14 @@ def _study(check: Checks, document: Mapping[str, Any]) -> Study:
     )
     seen: dict[str, str] = {}
     for name in (cell.name for cell in study.cells()):
+        check.short(name, "cell")
         first = seen.setdefault(name.lower(), name)  # some file systems do not tell A from a
         check.require(
             first is name, f"cells {first} and {name}", "their names must differ, in more than case", "rename a method or a level"
         )
     for text in study.criteria:
-        parse(text, list(methods))  # hours before the report finds the mistake
+        check_needs(parse(text, list(methods)), study.degradation, study.target_accuracy)  # hours before the report finds it
+    higher_is_better(study.metric)
     return study
 
 
@@ -232,10 +245,33 @@ def _test(check: Checks, value: Any) -> dict[str, Any] | None:
     if isinstance(value, bool):
         return {} if value else None
     if isinstance(value, list):
-        return {"probes": ",".join(check.texts(value, "test", "clean"))}
-    flags = check.mapping(value, "test")
+        return {"probes": _probes(check, value, "test")}
+    near = [value] if isinstance(value, str) and value in PROBES else ["clean", "corruptions"]
+    flags = check.mapping(value, "test", instead=f"write test: true, or test: [{', '.join(near)}]")
     check.keys(flags, ("probes", "checkpoint"), "test.")
-    return {name: ",".join(flag) if isinstance(flag, list) else flag for name, flag in flags.items()}
+    if "probes" in flags:
+        flags["probes"] = _probes(check, flags["probes"], "test.probes")
+    which = flags.get("checkpoint", "last")
+    good = isinstance(which, str) and (which in ("last", "best") or re.fullmatch(r"round_\d{6}", which))
+    check.require(
+        good, f"test.checkpoint: {which!r}", "it is last, best or a name like round_000060", "write test: {checkpoint: best}"
+    )
+    return flags
+
+
+def _probes(check: Checks, value: Any, where: str) -> str:
+    names = check.texts(value.split(",") if isinstance(value, str) else value, where, "clean, corruptions")
+    check.require(names, f"{where}: []", "it names a probe or more", f"leave it out for all, or write {where}: [clean]")
+    return ",".join(check.one_of(name.strip(), PROBES, where) for name in names)
+
+
+def _metric(check: Checks, value: Any) -> str:
+    """Groups that only this program writes are known whole; methods and callbacks may add to the others."""
+    metric = check.text(value, "metric", "final/accuracy")
+    known = metric in METRICS or ("/" in metric and not metric.startswith(("final/", "total/", "target/")))
+    near = get_close_matches(metric, METRICS, n=1) or ["final/accuracy"]
+    check.require(known, f"metric: {metric}", "no run has such a metric", f"write metric: {near[0]}")
+    return metric
 
 
 def _variations(check: Checks, value: Any, where: str) -> dict[str, Variation]:
@@ -260,4 +296,12 @@ def _degradation(check: Checks, value: Any, grid: Mapping[str, Mapping[str, Vari
     entry = check.mapping(value, "degradation")
     check.keys(entry, parts, "degradation.", needed=parts)
     axis = check.one_of(entry["axis"], grid, "degradation.axis")
-    return {"axis": axis} | {part: check.one_of(entry[part], grid[axis], f"degradation.{part}") for part in parts[1:]}
+    levels = {part: check.one_of(entry[part], grid[axis], f"degradation.{part}") for part in parts[1:]}
+    other = next((level for level in grid[axis] if level != levels["clean"]), "another level")
+    check.require(
+        levels["stressed"] != levels["clean"],
+        f"degradation: stressed and clean are both {levels['clean']}",
+        "it is the difference of two levels",
+        f"write stressed: {other}",
+    )
+    return {"axis": axis} | levels

@@ -24,17 +24,18 @@ HOW_TO_READ = (
 )
 
 
-def markdown(comparison: Comparison, figures: Sequence[str]) -> str:
+def markdown(comparison: Comparison, figures: Sequence[str], empty: Sequence[str] = ()) -> str:
     """The report.
 
     Args:
         comparison: what it is about.
         figures: names of the figures in ``figures/``.
+        empty: of those that there is nothing to draw in.
     """
-    return "\n\n".join(part for part in _parts(comparison, figures) if part) + "\n"
+    return "\n\n".join(part for part in _parts(comparison, figures, empty) if part) + "\n"
 
 
-def _parts(comparison: Comparison, figures: Sequence[str]) -> Iterator[str]:
+def _parts(comparison: Comparison, figures: Sequence[str], empty: Sequence[str]) -> Iterator[str]:
     study = comparison.study
     yield f"# {study.name}"
     yield from answers(comparison)
@@ -54,6 +55,8 @@ def _parts(comparison: Comparison, figures: Sequence[str]) -> Iterator[str]:
     yield from _claims(comparison)
     yield "## Figures"
     yield "\n\n".join(f"![{name}](<figures/{name}.png>)" for name in figures)
+    if empty:
+        yield f"Not drawn, since no run, or no pair of runs with one seed, has what they show: {', '.join(empty)}."
     yield from _not_counted(comparison)
     yield "## Time"
     yield (

@@ -1,44 +1,21 @@
-"""A finished run as the report sees it: from its directory, or from MLflow, to one number per metric and one row per round."""
+"""A finished run as the report sees it: one number per metric and one row per round."""
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from math import isfinite, nan
-from pathlib import Path
 from statistics import median
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from fl_lightning.tables import numbers
+from fl_lightning.study.found import Found
 
 if TYPE_CHECKING:
     from fl_lightning.study.plan import Study
 
 WARM_UP = 3
 """Rounds whose seconds do not count: memory is allocated and libraries choose their algorithms."""
-
-
-@dataclass(frozen=True)
-class Found:
-    """What is found of a run, finished or not.
-
-    Args:
-        name: of its folder, or in MLflow.
-        where: the folder, or the run's id in MLflow.
-        metadata: as in ``metadata.json``.
-        history: a row of metrics per round.
-        tested: metrics that ``test`` has measured.
-        problem: why it cannot be counted, or empty.
-    """
-
-    name: str
-    where: str
-    metadata: Mapping[str, Any]
-    history: list[dict[str, float]]
-    tested: Mapping[str, float]
-    problem: str = ""
 
 
 @dataclass(frozen=True)
@@ -104,57 +81,6 @@ class Results:
     uncounted: list[Uncounted]
 
 
-def read_folder(folder: Path) -> list[Found]:
-    """Every run directly in ``folder``, by name; also those that are damaged or still going on."""
-    paths = sorted(path for path in folder.iterdir() if (path / "metadata.json").exists() or (path / "config.yaml").exists())
-    return [read_directory(path) for path in paths if path.is_dir() and not path.name.startswith(".")]
-
-
-def read_directory(path: Path) -> Found:
-    """One run directory."""
-    metadata: dict[str, Any] = {}
-    history: list[dict[str, float]] = []
-    tested: dict[str, float] = {}
-    file = "metadata.json"
-    try:
-        metadata = _mapping(path / file)
-        file = "metrics.csv"
-        history = numbers((path / file).read_bytes()) if (path / file).exists() else []
-        file = "test.json"
-        document = _mapping(path / file) if (path / file).exists() else {}
-        tested = _numbers({**document.get("metrics", {}), **document.get("timings", {})})
-    except (OSError, ValueError, AttributeError, TypeError) as error:
-        reason = getattr(error, "strerror", None) or str(error)
-        return Found(path.name, str(path), metadata, [], {}, f"{file} cannot be read: {reason}")
-    return Found(path.name, str(path), metadata, history, tested, problem(metadata, history))
-
-
-def _mapping(path: Path) -> dict[str, Any]:
-    document = json.loads(path.read_bytes())
-    if not isinstance(document, dict):
-        raise ValueError("it holds no mapping")
-    return document
-
-
-def _numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
-    return {name: float(value) for name, value in metrics.items() if isinstance(value, (int, float))}
-
-
-def problem(metadata: Mapping[str, Any], history: list[dict[str, float]]) -> str:
-    """Why a run cannot be counted; empty when it can."""
-    status = metadata.get("status")
-    rounds = [row.get("round") for row in history]
-    if status != "finished":
-        return f"not finished: {status}, {len(rounds)} rounds done"
-    if not rounds:
-        return "it has no rounds"
-    if rounds != list(range(1, len(rounds) + 1)):
-        return "metrics.csv does not hold every round once"
-    if not isinstance(metadata.get("seed"), int) or not metadata.get("partition_sha256"):
-        return "metadata.json has no seed, or no hash of the partition"
-    return ""
-
-
 def run_metrics(found: Found, target: float | None = None) -> dict[str, float]:
     """One number per metric of a run.
 
@@ -214,11 +140,6 @@ def is_timing(metric: str) -> bool:
 def is_exact(metric: str) -> bool:
     """Whether it is counted, not estimated: one seed is enough to decide on it."""
     return metric.startswith(("total/", "bits/")) or (metric.endswith("_bytes") and not is_timing(metric))
-
-
-def higher_is_better(metric: str) -> bool:
-    """Accuracies, and the area under them."""
-    return "accuracy" in metric and not metric.endswith("_std") and "drop" not in metric
 
 
 def finite(values: Mapping[int, float]) -> dict[int, float]:

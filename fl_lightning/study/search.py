@@ -20,6 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from math import inf
 from pathlib import Path
 from typing import Any, Literal
 
@@ -171,6 +172,8 @@ def _allowed(check: Checks, value: Any, where: str) -> Range | list[Any]:
     check.require(
         numbers, f"{where}: {low!r} to {high!r}", "the ends are numbers (YAML takes 1e-3 for a string: write 1.0e-3)", example
     )
+    finite = low > -inf and high < inf
+    check.require(finite, f"{where}: {low} to {high}", "the ends are finite numbers", example)
     check.require(low < high, f"{where}: {low} to {high}", "low is less than high", example)
     check.require(isinstance(log, bool), f"{where}.log: {log!r}", "it is true or false", "write log: true")
     check.require(not log or low > 0, f"{where}: {low} to {high}", "a logarithmic range is above 0", "raise low")

@@ -82,7 +82,7 @@ class Sweep:
         board, study = self.board, self.board.study
         replace(board.folder / "study.yaml", study.to_yaml().encode())
         for record in board.records:
-            if record.status == "failed":
+            if record.status == "failed" and not record.problem:
                 record.status = "interrupted"  # it is tried again
         board.write()
         if self.logger and any(record.config.get("trainer.logger") is True for record in board.records):
@@ -91,6 +91,7 @@ class Sweep:
             )
         self.display = Display(self.state, lambda job: (self.found(job.name).run, self.found(job.name).rounds))
         self.display.line(f"{self.state()}; {len(self.pool.slots)} at a time, in {board.folder}")
+        self.show_problems()
         done = False
         try:
             with self.display:
@@ -107,14 +108,21 @@ class Sweep:
             if not done:
                 self.display.line("stopped; the same command continues")
         if self.failures():
-            self.display.line(
-                f"failed: {', '.join(self.failures())}; logs in {board.folder / 'logs'}; the same command tries again"
-            )
+            tried = [name for name in self.failures() if not board[name].problem]
+            if tried:
+                self.display.line(f"failed: {', '.join(tried)}; logs in {board.folder / 'logs'}; the same command tries again")
+                self.show_problems()
             sys.exit(1)
         if self.parent:
             self.display.line(f"curves         mlflow ui --backend-store-uri {store()}")
             self.display.line(f"               {page.link(self.parent.experiment_id)}")
         self.display.line(f"what holds     python -m fl_lightning compare --study {study.name} --out reports/{study.name}")
+
+    def show_problems(self) -> None:
+        """What the user must do before some cells can be run."""
+        for record in self.board.records:
+            if record.problem:
+                self.display.line(f"{record.cell.name}: {record.problem}")
 
     def state(self) -> str:
         board = self.board
@@ -134,7 +142,9 @@ class Sweep:
         return record
 
     def next_job(self, record: Record) -> Job | None:
-        """What is left to do for a cell."""
+        """What is left to do for a cell, and can be done."""
+        if record.problem:
+            return None
         cell, study, folder = record.cell, self.board.study, self.board.folder
         log = folder / "logs" / f"{cell.name}.log"
         environment = {"OMP_NUM_THREADS": str(record.threads)}

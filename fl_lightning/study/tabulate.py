@@ -14,7 +14,8 @@ from rich.text import Text
 from fl_lightning.study.columns import CLOCKS, Column, column, headline, p_value, plain, seeds
 from fl_lightning.study.comparison import Comparison, Difference, Levels, name_of
 from fl_lightning.study.criteria import QUANTITIES
-from fl_lightning.study.runs import higher_is_better, is_timing
+from fl_lightning.study.direction import higher_is_better
+from fl_lightning.study.runs import is_timing
 from fl_lightning.study.statistics import mean_std
 from fl_lightning.study.verdicts import Judgement, Verdict
 from fl_lightning.study.verdicts import verdicts as every_verdict
@@ -53,7 +54,13 @@ class Table:
         def escape(cell: str) -> str:
             return "".join(LATEX.get(character, character) for character in cell)
 
-        lines = [" & ".join(escape(cell) for cell in line) + r" \\" for line in [self.header, *self.rows]]
+        def row(line: list[str]) -> str:
+            text = " & ".join(escape(cell) for cell in line)
+            if text.startswith(("[", "*")):  # after \\ these would be its arguments
+                text = f"{{{text[0]}}}{text[1:]}"
+            return rf"{text} \\"
+
+        lines = [row(line) for line in [self.header, *self.rows]]
         columns = "l" * self.texts + "r" * (len(self.header) - self.texts)
         begin, end = [f"% {self.title}", rf"\begin{{tabular}}{{{columns}}}", r"\toprule"], [r"\bottomrule", r"\end{tabular}"]
         return "\n".join([*begin, lines[0], r"\midrule", *lines[1:], *end]) + "\n"

@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import optuna
 import yaml
@@ -19,7 +20,8 @@ from optuna.trial import FrozenTrial, TrialState
 from fl_lightning.disk import replace
 from fl_lightning.errors import InputError
 from fl_lightning.run_directory import read_json
-from fl_lightning.study.board import read_metrics
+from fl_lightning.settings import changed_settings, flatten, is_free, settings_hash
+from fl_lightning.study.board import find_run, read_metrics, resolved_settings
 from fl_lightning.study.display import Display
 from fl_lightning.study.jobs import Job, Pool, Running, fit_arguments, slots_for, threads_per_job
 from fl_lightning.study.lock import only_one
@@ -28,6 +30,8 @@ from fl_lightning.tracked_runs import StudyRun, begin_study, end_study
 
 TUNED = "tuned"
 """Name of the final run, and its label."""
+TRIAL = "trial-"
+SHOWN = 4  # changed settings in a message
 
 
 def tune(
@@ -55,11 +59,10 @@ def tune(
             resolve(search.args(corner))
         except InputError as error:
             raise InputError(f"{search.path}, a trial with {json.dumps(corner)}: {error}") from error
-    rounds = yaml.safe_load(resolve(search.args(search.corners()[0])))["trainer"]["max_rounds"]
     resolve(search.args(search.corners()[0], final=True))
     folder = Path(root) / search.name
     with only_one(folder) as held:
-        Tune(search, folder, Pool(slots, held), logger, {"OMP_NUM_THREADS": str(threads_per_job(jobs))}, rounds).run()
+        Tune(search, folder, Pool(slots, held), logger, {"OMP_NUM_THREADS": str(threads_per_job(jobs))}, resolve).run()
 
 
 @dataclass
@@ -72,7 +75,10 @@ class Tune:
         pool: where they run.
         logger: whether MLflow is used.
         environment: variables of each run.
-        rounds: of each trial.
+        resolve: turns arguments of ``fit`` into the whole configuration.
+        at_work, pruned: numbers of trials.
+        settings: of each run of this session, by its name, with dotted keys.
+        runs: run directories, by name, once they are there.
     """
 
     search: Search
@@ -80,10 +86,12 @@ class Tune:
     pool: Pool
     logger: bool
     environment: Mapping[str, str]
-    rounds: int
+    resolve: Callable[[list[str]], str]
     parent: StudyRun | None = None
     at_work: set[int] = field(default_factory=set)
     pruned: set[int] = field(default_factory=set)
+    settings: dict[str, Mapping[str, Any]] = field(default_factory=dict)
+    runs: dict[str, Path] = field(default_factory=dict)
 
     def run(self) -> None:
         """Until all trials and the final run have ended.
@@ -91,10 +99,10 @@ class Tune:
         Raises:
             SystemExit: 1 when every trial failed, or the final run did.
         """
-        self.study = open_search(self.search, self.folder)
+        self.study = open_search(self.search, self.folder, self.resolve)
         if self.logger:
             self.parent = begin_study(self.search.name, self.folder, {"tunes": self.search.study})
-        self.display = Display(self.state, lambda job: (self.folder / job.name, self.rounds))
+        self.display = Display(self.state, lambda job: (self.run_of(job), int(self.settings[job.name]["trainer.max_rounds"])))
         self.display.line(f"{self.state()}; {len(self.pool.slots)} at a time, in {self.folder}")
         done = good = False
         try:
@@ -146,15 +154,24 @@ class Tune:
 
     def fit(self, args: list[str], experiment: str, name: str, tags: Mapping[str, str]) -> Job:
         root = self.folder.parent
+        self.settings[name] = flatten(resolved_settings(args, self.resolve))
         args = fit_arguments(args, root=root, experiment=experiment, name=name, tags=tags, logger=self.logger)
         return Job(name, args, self.folder / "logs" / f"{name}.log", self.environment)
+
+    def run_of(self, job: Job) -> Path | None:
+        """The run directory of a job, once it is there: an older run with other settings may have its name."""
+        if job.name not in self.runs:
+            folder = self.folder if job.name.startswith(TRIAL) else self.folder.parent / self.search.study
+            if found := find_run(folder, job.name, settings_hash(self.settings[job.name])):
+                self.runs[job.name] = found
+        return self.runs.get(job.name)
 
     def look(self, running: list[Running]) -> None:
         """Tell Optuna the rounds that have ended, and end what it gives up."""
         if self.search.prune:
             for one in running:
                 trial = self.study.get_trials()[number_of(one.job)]
-                if trial.number not in self.pruned and self.gives_up(trial, read_metrics(self.folder / one.job.name)):
+                if trial.number not in self.pruned and self.gives_up(trial, read_metrics(self.run_of(one.job))):
                     self.pruned.add(trial.number)
                     one.process.terminate()
         self.display.look(running)
@@ -174,7 +191,8 @@ class Tune:
         """Tell Optuna the outcome; the next trial."""
         job, number = running.job, number_of(running.job)
         self.at_work.discard(number)
-        value = metric_of(self.folder / job.name, self.search.metric) if code == 0 else None
+        run = self.run_of(job)
+        value = metric_of(run, self.search.metric) if run and code == 0 else None
         if number in self.pruned:
             self.study.tell(number, state=TrialState.PRUNED)
             self.display.line(f"{job.name} pruned; {self.state()}")
@@ -205,16 +223,15 @@ class Tune:
 
         self.pool.run([job], ended, self.display.look)
         if codes == [0]:
-            run = self.folder.parent / self.search.study / job.name
-            self.display.line(f"best of {self.search.trials} trials: {json.dumps(best.params)}; run directory {run}")
+            self.display.line(f"best of {self.search.trials} trials: {json.dumps(best.params)}; run directory {self.run_of(job)}")
         return codes == [0]
 
 
-def open_search(search: Search, folder: Path) -> optuna.Study:
+def open_search(search: Search, folder: Path, resolve: Callable[[list[str]], str]) -> optuna.Study:
     """The search in the folder's data base, begun or continued.
 
     Raises:
-        InputError: it was begun with another space, metric or settings.
+        InputError: it was begun with another space, metric or configuration.
     """
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     study = optuna.create_study(
@@ -224,11 +241,22 @@ def open_search(search: Search, folder: Path) -> optuna.Study:
         load_if_exists=True,
         pruner=optuna.pruners.MedianPruner(n_startup_trials=4) if search.prune else optuna.pruners.NopPruner(),
     )
-    begun = study.user_attrs.get("search")
-    asked = {"args": search.args({}), "space": repr(dict(search.space)), "metric": search.metric, "direction": search.direction}
-    if begun not in (None, asked):
-        changed = ", ".join(key for key in asked if begun.get(key) != asked[key])
-        raise InputError(f"{folder}; its trials were made with other {changed}; give the search another study or --root")
+    settings = flatten(resolved_settings(search.args(search.corners()[0]), resolve))
+    asked: dict[str, Any] = {
+        "space": repr(dict(search.space)),
+        "metric": search.metric,
+        "direction": search.direction,
+        "settings": {key: value for key, value in settings.items() if not is_free(key)},
+    }
+    begun = {**asked, **study.user_attrs.get("search", {})}
+    changed = [f"{key}: {begun[key]} -> {asked[key]}" for key in ("metric", "direction") if begun[key] != asked[key]]
+    changed += ["another space"] if begun["space"] != asked["space"] else changed_settings(begun["settings"], asked["settings"])
+    if changed:
+        more = f" and {len(changed) - SHOWN} more" if len(changed) > SHOWN else ""
+        raise InputError(
+            f"{folder}; its trials were made with another configuration ({', '.join(changed[:SHOWN])}{more}); remove that folder to "
+            f"search anew, or change 'study: {search.study}' in {search.path} to another name"
+        )
     study.set_user_attr("search", asked)
     return study
 
@@ -241,7 +269,7 @@ def metric_of(run: Path, metric: str) -> float | None:
 
 
 def name_of(trial: FrozenTrial) -> str:
-    return f"trial-{trial.number:04d}"
+    return f"{TRIAL}{trial.number:04d}"
 
 
 def number_of(job: Job) -> int:

@@ -15,8 +15,8 @@ from typing import Literal
 
 from fl_lightning.errors import InputError
 from fl_lightning.study.comparison import Comparison, Levels, flipped
-from fl_lightning.study.criteria import OPERATORS, RELATIONS, Criterion, Quantity, arguments_of
-from fl_lightning.study.runs import higher_is_better
+from fl_lightning.study.criteria import OPERATORS, RELATIONS, Criterion, Quantity, arguments_of, check_needs
+from fl_lightning.study.direction import higher_is_better
 from fl_lightning.study.statistics import PairedTest, mean_std, paired_test, t_interval
 
 Decision = Literal["holds", "fails", "undecided"]
@@ -72,15 +72,17 @@ def verdicts(comparison: Comparison) -> list[Verdict]:
 
 
 def _judgements(comparison: Comparison, criterion: Criterion) -> Iterator[tuple[Levels, Judgement]]:
+    """Also at levels without a run: there it is undecided."""
+    planned = comparison.planned_levels
     if criterion.is_p:
-        for levels in comparison.levels:
+        for levels in planned:
             yield levels, _judge_p(comparison, criterion, levels)
     elif criterion.mentions("drop"):
-        for others in comparison.other_levels:
+        for others in comparison.without_stressor(planned):
             stressed, _ = comparison.stressed_and_clean(others)
             yield others, judge(criterion, partial(_values, comparison, levels=stressed, others=others))
     else:
-        for levels in comparison.levels:
+        for levels in planned:
             yield levels, judge(criterion, partial(_values, comparison, levels=levels, others=levels))
 
 
@@ -181,25 +183,14 @@ def _value(node: ast.expr, at: Mapping[tuple[str, tuple[str, ...]], float]) -> f
 
 
 def check_criteria(comparison: Comparison) -> None:
-    """Everything that the criteria mention is there; metrics may still be missing in a study whose runs are to be tested.
+    """The metrics that the criteria mention are there; they may still be missing in a study whose runs are to be tested.
 
     Raises:
-        InputError: it is not.
+        InputError: one is not.
     """
-    study = comparison.study
     for criterion in comparison.criteria:
+        check_needs(criterion, comparison.study.degradation, comparison.study.target_accuracy)
         for quantity in criterion.quantities:
-            problem = ""
-            if quantity.name == "drop" and not study.degradation:
-                problem = (
-                    "drop(...); it is of a degradation; add 'degradation: {axis: noise, stressed: on, clean: off}' to the study"
-                )
-            elif quantity.name in ("rounds", "megabytes") and study.target_accuracy is None:
-                problem = f"{quantity.name}(...); it is counted until a target; add 'target_accuracy: 0.9' to the study"
-            elif quantity.name == "p" and len(set(quantity.labels)) < 2:
-                problem = "one method; p compares two; write p(A, B) < 0.05"
-            elif quantity.name == "metric" and quantity.arguments[0] not in comparison.metrics and not study.test:
+            if quantity.name == "metric" and quantity.arguments[0] not in comparison.metrics and not comparison.study.test:
                 near = get_close_matches(quantity.arguments[0], comparison.metrics, n=1, cutoff=0.0)[0]
-                problem = f"{quantity.arguments[0]}; no run has this metric; write {near}"
-            if problem:
-                raise InputError(f"criterion {criterion.text!r}: {problem}")
+                raise InputError(f"criterion {criterion.text!r}: {quantity.arguments[0]}; no run has this metric; write {near}")
