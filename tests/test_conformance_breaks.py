@@ -6,6 +6,7 @@ import pytest
 import torch
 from breaking import BY_N, OPTIMA, Breaks, failed_checks, padded
 from torch.nn import functional as F
+from torch.optim import SGD
 
 from fl_lightning.methods import AQFL, FedAvg, FedMPQ
 from fl_lightning.wire import Layout, Payload
@@ -68,6 +69,21 @@ class IgnoresLabels(FedAvg):
 class IgnoresSteps(FedAvg):
     def local_batches(self, data, client, *, epochs, steps, **order):
         return super().local_batches(data, client, epochs=epochs, steps=data.num_steps(client, epochs), **order)
+
+
+@BROKEN.fails("only its own examples")
+class TrainsOnValidation(FedAvg):
+    def local_batches(self, data, client, **order):
+        yield from super().local_batches(data, client, **order)
+        yield from (batch[:2] for batch in data.val_batches([client]))
+
+
+@BROKEN.fails("no stale state")
+class KeepsItsOptimizer(FedAvg):
+    def configure_optimizers(self):
+        if not hasattr(self, "optimizer"):
+            self.optimizer = SGD(self.trainable(), lr=0.05, momentum=0.9)
+        return self.optimizer
 
 
 @BROKEN.fails("deployed from the server")

@@ -4,28 +4,32 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import torch
 
-from fl_lightning.conformance.bench import Bench
+from fl_lightning.conformance.bench import Bench, prepared
+from fl_lightning.conformance.toy import images
 from fl_lightning.conformance.verdicts import require
+from fl_lightning.data import FederatedData
 from fl_lightning.engines import Order, SequentialEngine
 
 CLIENT, EPOCHS = 4, 2
 
 
-def _upload(bench: Bench, *, forget: bool = False, **changes: Any) -> bytes:
+def _upload(bench: Bench, *, data: FederatedData | None = None, forget: bool = False, **changes: Any) -> bytes:
     """What the client of a method that never trained sends in round 1.
 
     Args:
+        data: in place of the bench's.
         forget: the server's tensors are others by then.
         changes: of its order.
     """
-    method, run = bench.untrained(), bench.everyone
-    client = bench.data.client(CLIENT)
-    order = {"labels": bench.data.labels(client), "epochs": EPOCHS, "steps": bench.data.num_steps(client, EPOCHS), **changes}
+    method, run, data = bench.untrained(), bench.everyone, data or bench.data
+    client = data.client(CLIENT)
+    order = {"labels": data.labels(client), "epochs": EPOCHS, "steps": data.num_steps(client, EPOCHS), **changes}
     if forget:
         method.server = {name: torch.ones_like(tensor) for name, tensor in method.server.items()}
-    engine = SequentialEngine(run.trainer.fabric, method, bench.data)
+    engine = SequentialEngine(run.trainer.fabric, method, data)
     return engine.train_client(Order(client, run.log.broadcasts[1, CLIENT], **order)).upload
 
 
@@ -41,6 +45,16 @@ def orders_are_obeyed(bench: Bench) -> None:
     changed = (labels + 1) % bench.data.num_classes
     require(_upload(bench, labels=changed) != _upload(bench), "other labels change nothing: noise in them would never arrive")
     require(_upload(bench, steps=1) != _upload(bench), "fewer steps change nothing: a client that is slow would do all its work")
+
+
+def only_its_own_examples(bench: Bench) -> None:
+    """Examples of others, and those held out for validation, do not matter to a client."""
+    data: Any = prepared(images())
+    own = np.union1d(data.client(CLIENT).train, data.public)
+    others = torch.from_numpy(np.setdiff1d(np.arange(len(data.train_target)), own))
+    data.train_images[others] = 255 - data.train_images[others]
+    data.train_target[others] = (data.train_target[others] + 1) % data.num_classes
+    require(_upload(bench, data=data) == _upload(bench), f"client {CLIENT} sends something else when only other examples changed")
 
 
 @torch.no_grad()

@@ -39,6 +39,7 @@ CHECKS: tuple[Check, ...] = (
     checks_wire.budget,
     checks_orders.clients_read_messages_only,
     checks_orders.orders_are_obeyed,
+    checks_orders.only_its_own_examples,
     checks_orders.deployed_from_the_server,
     checks_state.no_stale_state,
     checks_state.kept_state_is_used,
