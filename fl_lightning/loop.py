@@ -196,7 +196,7 @@ def check_values(upload: Payload) -> None:
 def aggregate(fed: Federation, round: int, uploads: dict[int, Payload]) -> None:
     """The server's next state; it keeps its old one where the next would not be finite."""
     before = dict(fed.method.server)
-    with one_thread(fed.fabric.device):  # a server that trains rounds as its clients do
+    with one_thread(fed.method.device):  # a server that trains rounds as its clients do
         fed.method.aggregate(uploads)
     broken = [name for name, tensor in fed.method.server.items() if not bool(torch.isfinite(tensor).all())]
     if broken:
