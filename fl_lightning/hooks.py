@@ -1,7 +1,8 @@
 """The two kinds of callback: a stressor changes a value, a meter observes.
 
-Fabric's ``call`` drops what callbacks return, so stressors have a path of their own (:func:`stress`); meters are ordinary
-Fabric callbacks. Neither keeps hidden randomness: draw from ``fl_lightning.rng.stream(context.seed, purpose, round, client)``.
+Stressors are asked by :func:`stress`, all callbacks are told by :func:`tell`: Fabric's ``call`` drops what callbacks return and reads
+their signatures at every call, which takes longer than the training of a small client. Neither keeps hidden randomness: draw from
+``fl_lightning.rng.stream(context.seed, purpose, round, client)``.
 """
 
 from __future__ import annotations
@@ -124,3 +125,11 @@ def stress(callbacks: Iterable[object], hook: str, value: T, **details: Any) -> 
             if value is None:
                 break
     return value
+
+
+def tell(callbacks: Iterable[object], hook: str, *details: Any) -> None:
+    """Call ``hook`` of every callback that has it, in the order of the configuration."""
+    for callback in callbacks:
+        method = getattr(callback, hook, None)
+        if method is not None:
+            method(*details)

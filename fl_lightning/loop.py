@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from hashlib import sha256
 from time import perf_counter
@@ -20,7 +20,7 @@ from fl_lightning.client import Assignment, Client
 from fl_lightning.data import FederatedData
 from fl_lightning.engines import ClientResult, Engine, Order
 from fl_lightning.engines.base import one_thread
-from fl_lightning.hooks import Callback, Context, RoundRecord, stress
+from fl_lightning.hooks import Callback, Context, RoundRecord, stress, tell
 from fl_lightning.methods import Method
 from fl_lightning.metrics import client_spread
 from fl_lightning.wire import Ledger, LedgerEntry, Payload, PayloadError
@@ -66,11 +66,10 @@ def run_round(fed: Federation, round: int) -> RoundRecord:
     fed.method.round = round
     cohort = sample_cohort(fed, round)
     cohort = stress(fed.callbacks, "change_cohort", cohort, round=round, context=fed.context)
-    fed.fabric.call("on_cohort", cohort, round, fed.context)
+    tell(fed.callbacks, "on_cohort", cohort, round, fed.context)
     orders = [make_order(fed, round, assignment) for assignment in cohort if assignment.trains]
-    results = train(fed, round, orders)
+    uploads, results = collect(fed, round, cohort, zip(orders, train(fed, round, orders), strict=True))
     trained = perf_counter()
-    uploads = collect(fed, round, cohort, orders, results)
     if uploads:
         aggregate(fed, round, uploads)
     record.metrics |= summarise(fed, round, cohort, results, len(uploads))
@@ -100,7 +99,7 @@ def make_order(fed: Federation, round: int, assignment: Assignment) -> Order:
     labels = stress(fed.callbacks, "change_labels", labels, client=client, round=round, context=fed.context)
     steps = max(1, math.ceil(assignment.work * fed.data.num_steps(client, epochs)))
     message = encode_broadcast(fed, client)
-    fed.fabric.call("on_client_start", client, message, labels, round, fed.context)
+    tell(fed.callbacks, "on_client_start", client, message, labels, round, fed.context)
     return Order(client, message, labels, epochs, steps)
 
 
@@ -113,27 +112,30 @@ def encode_broadcast(fed: Federation, client: Client) -> bytes:
     return fed.sent[1]
 
 
-def train(fed: Federation, round: int, orders: Sequence[Order]) -> list[ClientResult]:
-    results = []
+def train(fed: Federation, round: int, orders: Sequence[Order]) -> Iterator[ClientResult]:
+    """As they come, in cohort order."""
     for result in fed.engine.train(orders):
         fed.states[result.client.id] = result.state
-        fed.fabric.call("on_client_end", result.client, round, fed.context)
-        results.append(result)
-    return results
+        tell(fed.callbacks, "on_client_end", result.client, round, fed.context)
+        yield result
 
 
 def collect(
-    fed: Federation, round: int, cohort: Sequence[Assignment], orders: Sequence[Order], results: Sequence[ClientResult]
-) -> dict[int, Payload]:
-    """The uploads that count, decoded, in cohort order; every client of the cohort gets its line in the ledger."""
-    done = iter(zip(orders, results, strict=True))
+    fed: Federation, round: int, cohort: Sequence[Assignment], done: Iterator[tuple[Order, ClientResult]]
+) -> tuple[dict[int, Payload], list[ClientResult]]:
+    """The uploads that count, decoded, in cohort order; every client of the cohort gets its line in the ledger.
+
+    One by one, while workers train those that follow.
+    """
     uploads: dict[int, Payload] = {}
+    results = []
     for assignment in cohort:
         client = assignment.client
         if not assignment.trains:
             fed.ledger.add(LedgerEntry(round, client.id, "dropped"))
             continue
         order, result = next(done)
+        results.append(result)
         status, size = "lost", len(result.upload)
         data = _stress_upload(fed, round, client, "change_bytes", result.upload) if assignment.returns else None
         if data is not None:
@@ -148,7 +150,7 @@ def collect(
                 log.warning("round %d: upload of client %d rejected: %s", round, client.id, error)
         wasted = 0 if status == "trained" else size
         fed.ledger.add(LedgerEntry(round, client.id, status, len(order.message), size, wasted))
-    return uploads
+    return uploads, results
 
 
 def _stress_upload(fed: Federation, round: int, client: Client, hook: str, upload: T) -> T | None:
@@ -180,7 +182,8 @@ def check_values(upload: Payload) -> None:
             continue
         if value.dtype != torch.float32:
             raise PayloadError(f"entry {name!r} is {value.dtype}; values travel as torch.float32 or as codes; convert them")
-        if not bool((value.abs() < EXPLODED).all()):
+        least, most = torch.aminmax(value) if value.numel() else (0.0, 0.0)
+        if not (float(least) > -EXPLODED and float(most) < EXPLODED):  # of NaN nothing is true
             raise PayloadError(
                 f"entry {name!r} holds NaN, infinity or values of {EXPLODED:.1e} and more; uploads are finite; lower the lr"
             )
@@ -232,8 +235,8 @@ def evaluate(fed: Federation, record: RoundRecord) -> None:
     metrics, probs, target = evaluation.test(fed.fabric, fed.method, fed.data, fed.states)
     accuracies = evaluation.validate(fed.fabric, fed.method, fed.data, fed.states)
     record.metrics |= metrics | client_spread(list(accuracies.values()))
-    fed.fabric.call("on_evaluate", probs, target, record, fed.context)
-    fed.fabric.call("on_validate", accuracies, record, fed.context)
+    tell(fed.callbacks, "on_evaluate", probs, target, record, fed.context)
+    tell(fed.callbacks, "on_validate", accuracies, record, fed.context)
     record.metrics["time/evaluate"] = perf_counter() - started
 
 

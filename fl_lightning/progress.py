@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from dataclasses import asdict
 from typing import Any
 
 from fl_lightning.hooks import RoundRecord
@@ -15,8 +14,7 @@ from fl_lightning.run_directory import RunDirectory
 from fl_lightning.snapshot import Snapshot, restore
 from fl_lightning.tables import numbers
 
-CHEAP = 0.05  # seconds; a checkpoint that costs less is written every round
-PATIENCE = 20  # a dearer one waits until the rounds since then took so many times its cost: 5 % of the run
+PATIENCE = 20  # a checkpoint waits until the rounds since the last one took so many times what that cost: 5 % of the run
 
 
 class Progress:
@@ -25,7 +23,7 @@ class Progress:
     Args:
         settings: the configuration, nested, as it may be written.
         partition: hash of who holds which examples.
-        every: rounds between checkpoints; 0: only the last one; None: every round, or where that is dear 5 % of the time.
+        every: rounds between checkpoints; 0: only the last one; None: as often as takes 5 % of the time.
         keep: number of newest checkpoints that are kept, beside the best one.
 
     Attributes:
@@ -67,7 +65,7 @@ class Progress:
         """A round is done: its rows to the tables, then the snapshot that counts on them, then perhaps a checkpoint."""
         row = {"round": record.round, **record.metrics}
         run.tables["metrics"].append([row])
-        run.tables["ledger"].append([asdict(entry) for entry in fed.ledger.entries])
+        run.tables["ledger"].append([entry.row() for entry in fed.ledger.entries])
         fed.ledger.entries.clear()
         self.history.append(row)
         self.done = self.done.after(fed, record, {name: table.mark for name, table in run.tables.items()})
@@ -94,8 +92,8 @@ class Progress:
             self._best.save(run, self.settings, self.partition)
         self._best = None
         self.prune(run)
-        took = time.monotonic() - started
-        self._next = started if took < CHEAP else time.monotonic() + PATIENCE * took
+        ended = time.monotonic()
+        self._next = ended + PATIENCE * (ended - started)
 
     def prune(self, run: RunDirectory) -> None:
         """Remove the checkpoints that are too old."""

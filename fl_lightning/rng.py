@@ -13,12 +13,13 @@ from hashlib import blake2b
 
 import numpy as np
 import torch
+from numpy.random.bit_generator import ISeedSequence
+from numpy.typing import DTypeLike
 
 
-def key(seed: int, purpose: str, round: int = 0, client: int = 0) -> int:
+def key(seed: int, purpose: str, round: int = 0, client: int = 0) -> bytes:
     """128-bit key of one stream."""
-    name = f"{seed}/{purpose}/{round}/{client}".encode()
-    return int.from_bytes(blake2b(name, digest_size=16).digest(), "little")
+    return blake2b(f"{seed}/{purpose}/{round}/{client}".encode(), digest_size=16).digest()
 
 
 def stream(seed: int, purpose: str, round: int = 0, client: int = 0) -> np.random.Generator:
@@ -27,13 +28,32 @@ def stream(seed: int, purpose: str, round: int = 0, client: int = 0) -> np.rando
     >>> int(stream(1, "cohort", round=3).integers(100)) == int(stream(1, "cohort", round=3).integers(100))
     True
     """
-    return np.random.Generator(np.random.Philox(key=key(seed, purpose, round, client)))
+    return np.random.Generator(np.random.Philox(_Key(key(seed, purpose, round, client))))
+
+
+class _Key(ISeedSequence):
+    """The key itself where NumPy expects something that makes one: given a ``key``, Philox asks the system for entropy all the same."""
+
+    def __init__(self, key: bytes) -> None:
+        self.words = np.frombuffer(key, dtype="<u8")
+
+    def generate_state(self, n_words: int, dtype: DTypeLike = np.uint32) -> np.ndarray:
+        return self.words
 
 
 @contextmanager
 def torch_stream(seed: int, purpose: str, round: int = 0, client: int = 0) -> Iterator[None]:
     """Within the block torch's global generators (initial weights, dropout) follow this stream; after it they are as before."""
-    devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
-    with torch.random.fork_rng(devices=devices):
-        torch.manual_seed(key(seed, purpose, round, client) % 2**63)
+    number = int.from_bytes(key(seed, purpose, round, client), "little") % 2**63
+    if torch.cuda.is_initialized():
+        with torch.random.fork_rng(devices=range(torch.cuda.device_count())):
+            torch.manual_seed(number)
+            yield
+        return
+    # torch.manual_seed would leave a note for a CUDA that may start later, with the whole call stack: ten times the cost of the rest
+    before = torch.default_generator.get_state()
+    torch.default_generator.manual_seed(number)
+    try:
         yield
+    finally:
+        torch.default_generator.set_state(before)

@@ -17,7 +17,7 @@ from fl_lightning.engines import Engine, EngineName, check_optimizer, check_work
 from fl_lightning.engines.determinism import deterministic
 from fl_lightning.engines.launch import join, launched_from_outside, make_fabric, one_first, start_others, stop_others
 from fl_lightning.errors import InputError
-from fl_lightning.hooks import Callback
+from fl_lightning.hooks import Callback, tell
 from fl_lightning.interrupts import Interrupts
 from fl_lightning.journal import Journal
 from fl_lightning.loop import Federation, cohort_size, run_round, weights_hash
@@ -53,8 +53,8 @@ class FederatedTrainer:
         participation: share of the clients sampled each round, in (0, 1].
         local_epochs: passes that a client makes over its own data in a round, at least 1.
         eval_every: rounds between evaluations, at least 1; the last round is always evaluated.
-        checkpoint_every: rounds between checkpoints, at least 1; 0 writes only the last one. Default: every round; where writing one
-            takes more than 0.05 s, as often as keeps it to 5 % of the time. Resume is exact whichever it is: rounds are repeated.
+        checkpoint_every: rounds between checkpoints, at least 1; 0 writes only the last one. Default: every round, or
+            where rounds are short as often as takes 5 % of the time. Resume is exact whichever it is: rounds are repeated.
         keep_checkpoints: number of newest checkpoints that are kept, at least 1, beside the best one.
         callbacks: stressors and meters, in this order.
         logger: true for MLflow at ``sqlite:///mlflow.db``, false for none, or any Lightning loggers.
@@ -177,7 +177,7 @@ class FederatedTrainer:
                 with self.interrupts.held():
                     self.journal.open(fed, self.command_line, self.tags)
                 self.journal.track()
-                self.fabric.call("on_setup", self)
+                tell(self.callbacks, "on_setup", self)
                 while self.progress.done.round < self.max_rounds:
                     self._run_round(fed)
                 return self._finish(fed)
@@ -242,7 +242,7 @@ class FederatedTrainer:
             self.method.to(self.fabric.device)
             check_optimizer(self.method)
             check_workers(self.fabric, self.workers)
-            self.fabric.call("on_check", self)
+            tell(self.callbacks, "on_check", self)
         except (ValueError, OSError) as error:
             raise InputError(str(error)) from error
         return Federation(
@@ -260,9 +260,9 @@ class FederatedTrainer:
 
     def _run_round(self, fed: Federation) -> None:
         round = self.progress.done.round + 1
-        self.fabric.call("on_round_start", round, self)
+        tell(self.callbacks, "on_round_start", round, self)
         record = run_round(fed, round)
-        self.fabric.call("on_round_end", record, self)
+        tell(self.callbacks, "on_round_end", record, self)
         with self.interrupts.held():
             self.progress.add(fed, record, self.run)
             self.journal.tracker.log_metrics(record.metrics, step=round)
@@ -271,7 +271,7 @@ class FederatedTrainer:
         summary = self.progress.summary
         with self.interrupts.held():
             self.progress.save(self.run)
-        self.fabric.call("on_fit_end", summary, self)
+        tell(self.callbacks, "on_fit_end", summary, self)
         self.journal.finish(summary, weights_hash(fed))
         return summary
 
@@ -284,7 +284,7 @@ class FederatedTrainer:
             self.journal.note(status="interrupted" if interrupted else "failed")
         except OSError as problem:
             log.error("no checkpoint of round %d could be written (%s)", done, problem)
-        self.fabric.call("on_exception", error, self)
+        tell(self.callbacks, "on_exception", error, self)
         if is_full(error):
             log.error("%s; the run needs room to write; make some", error)
         again = f"after round {self.progress.saved}" if self.progress.saved else "from the start"

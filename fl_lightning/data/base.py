@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
 from typing import Any, Literal
 
@@ -73,6 +73,7 @@ class FederatedData(LightningDataModule, ABC):
         self.batch_size, self.val_fraction = batch_size, val_fraction
         self.public_examples, self.public_dataset = public_examples, public_dataset
         self.public = np.empty(0, np.int64)
+        self._public_moved: tuple[np.ndarray, Tensor] | None = None
         self.seed = 0
         self.device = torch.device("cpu")
         self._shards: list[np.ndarray] = []
@@ -88,6 +89,7 @@ class FederatedData(LightningDataModule, ABC):
     def move(self, device: torch.device) -> None:
         """Put the examples on the device."""
         self.device = device
+        self._public_moved = None
         self.train_target, self.test_target = self.train_target.to(device), self.test_target.to(device)
 
     def distribute(self, seed: int, device: torch.device) -> None:
@@ -127,7 +129,14 @@ class FederatedData(LightningDataModule, ABC):
 
     def public_inputs(self, position: Tensor) -> Any:
         """What the network sees, not augmented, of the public examples at ``position`` int64 ``[B]``, each in [0, len(public))."""
-        return self.inputs("train", self._to_device(self.public)[position])
+        return self.inputs("train", self.public_index[position])
+
+    @property
+    def public_index(self) -> Tensor:
+        """``public`` on the device; moved once."""
+        if self._public_moved is None or self._public_moved[0] is not self.public:
+            self._public_moved = self.public, self._to_device(self.public)
+        return self._public_moved[1]
 
     def public_batches(self, rng: np.random.Generator | None = None, batch_size: int = 512) -> Iterator[tuple[Any, Tensor]]:
         """The public set once: inputs and their positions in it, int64 ``[B]``. Its labels are not to be had.
@@ -185,26 +194,35 @@ class FederatedData(LightningDataModule, ABC):
             return
         rng = stream(self.seed, "batches", round, client.id)
         position = np.concatenate([rng.permutation(n) for _ in range(epochs)])  # in client.train, [E * n]
-        epoch = np.repeat(np.arange(epochs), n)
-        if n == 1 and self.batch_size > 1:
-            position, epoch = position.repeat(2), epoch.repeat(2)
-        position, epoch = position[: sum(sizes)], epoch[: sum(sizes)]
+        twice = n == 1 and self.batch_size > 1
+        position = (position.repeat(2) if twice else position)[: sum(sizes)]
         target = (self.labels(client) if labels is None else labels)[self._to_device(position)].split(sizes)
         index = self._to_device(client.train[position]).split(sizes)
+        draws: Sequence[Tensor | None] = [None] * len(sizes)
         drawn = self.draws(stream(self.seed, "augment", round, client.id), epochs, n)
-        draws = [None] * len(sizes) if drawn is None else self._to_device(drawn[epoch, position]).split(sizes)
+        if drawn is not None:
+            epoch = np.arange(epochs).repeat(2 * n if twice else n)[: sum(sizes)]
+            draws = self._to_device(drawn[epoch, position]).split(sizes)
         for index_B, target_B, draws_B in zip(index, target, draws, strict=True):
             yield self.inputs("train", index_B, draws_B), target_B
 
-    def test_batches(self, batch_size: int = 512) -> Iterator[tuple[Any, Tensor]]:
+    @property
+    def evaluation_batch(self) -> int:
+        """Examples that are evaluated at once: as many as a CPU's cache bears, or as keep a GPU busy."""
+        return 512 if self.device.type == "cpu" else 4096
+
+    def test_batches(self, batch_size: int | None = None) -> Iterator[tuple[Any, Tensor]]:
         """The global test set, in order."""
-        for index in torch.arange(len(self.test_target), device=self.device).split(batch_size):
+        for index in torch.arange(len(self.test_target), device=self.device).split(batch_size or self.evaluation_batch):
             yield self.inputs("test", index), self.test_target[index]
 
-    def val_batches(self, clients: Iterable[Client] | None = None, batch_size: int = 512) -> Iterator[tuple[Any, Tensor, Tensor]]:
+    def val_batches(
+        self, clients: Iterable[Client] | None = None, batch_size: int | None = None
+    ) -> Iterator[tuple[Any, Tensor, Tensor]]:
         """Validation examples of these clients, or of all, with ``owner`` int64 ``[B]``, the client's id; a batch may span clients."""
         index_all, owner_all = self._all_validation if clients is None else self._validation_of(clients)
-        for index, owner in zip(index_all.split(batch_size), owner_all.split(batch_size), strict=True):
+        size = batch_size or self.evaluation_batch
+        for index, owner in zip(index_all.split(size), owner_all.split(size), strict=True):
             if len(index):
                 yield self.inputs("train", index), self.train_target[index], owner
 
@@ -220,7 +238,10 @@ class FederatedData(LightningDataModule, ABC):
         return self._to_device(index), self._to_device(owner)
 
     def _to_device(self, array: np.ndarray) -> Tensor:
-        return torch.from_numpy(array).to(self.device)
+        tensor = torch.from_numpy(array)
+        if self.device.type == "cuda":  # from pinned memory, or the host would wait for all that the device has still to do
+            return tensor.pin_memory().to(self.device, non_blocking=True)
+        return tensor.to(self.device)
 
     def _clients(self) -> Iterator[Client]:
         return (self.client(id) for id in range(self.num_clients))

@@ -208,7 +208,7 @@ class FederatedImages(FederatedData):
         """float32 ``[B, *example_shape]``; as at test: not augmented, normalised with the constants of ``dataset``."""
         if self.public_images is None:
             return super().public_inputs(position)
-        return self.normalise(self.view(self.public_images[self._to_device(self.public)[position]]).float() / 255)
+        return self.normalise(self.view(self.public_images[self.public_index[position]]).float() / 255)
 
 
 def _side(dataset: str, synthetic_size: int) -> int:

@@ -22,10 +22,12 @@ from torch.utils._pytree import tree_flatten, tree_map
 
 from fl_lightning import rng
 from fl_lightning.data import FederatedData
-from fl_lightning.engines.base import ClientResult, Engine, Losses, Order, Units, one_thread, size_of
+from fl_lightning.engines.base import ClientResult, Engine, Order, Units, one_thread, size_of
+from fl_lightning.engines.received import REGISTERED, Received
 from fl_lightning.engines.sequential import SequentialEngine
-from fl_lightning.engines.stack import CannotStackError, Stack
+from fl_lightning.engines.stack import CannotStackError, Stack, StackLosses
 from fl_lightning.methods import Method
+from fl_lightning.models.tensors import tensors_of
 from fl_lightning.wire import Payload
 
 log = logging.getLogger("fl_lightning")
@@ -35,19 +37,14 @@ MOST = 64
 ROOM = 2**31
 """Bytes that parameters, gradients and optimiser state of one stack may take."""
 
-REGISTERED = ("_parameters", "_buffers", "_modules")
-
 
 @dataclass
 class Row:
-    """One client, ready to train: what ``receive`` made of the module, and its batches."""
+    """One client, ready to train: with ``received`` as its module."""
 
     order: Order
-    tensors: dict[str, Tensor]
-    inside: dict[str, Any]
+    received: Received
     batches: list[Any]
-    modes: tuple[bool, ...]
-    trainable: tuple[bool, ...]
 
 
 class BatchedEngine(Engine):
@@ -57,6 +54,7 @@ class BatchedEngine(Engine):
         self.fabric, self.method, self.data = fabric, method, data
         self.one_by_one = SequentialEngine(fabric, method, data)
         self.reason = ""
+        self.names: list[str] = []  # attributes that receive sets
 
     def units(self, orders: Sequence[Order]) -> Units:
         """Stacks of clients with about as many examples."""
@@ -91,65 +89,49 @@ class BatchedEngine(Engine):
         if isinstance(precision, MixedPrecision) and precision.scaler is not None:
             raise CannotStackError("each client has a loss scale of its own in 16-mixed")
         before = dict(vars(self.method))
-        rows = [self._ready(order) for order in orders]
-        names = sorted(
-            {name for row in rows for name, value in row.inside.items() if before.get(name) is not value} - {*REGISTERED}
-        )
+        rows = self._ready(orders)
+        states = {id(row.received): row.received for row in rows}.values()
+        changed = {name for state in states for name, value in state.attributes.items() if before.get(name) is not value}
+        self.names = sorted(changed - {*REGISTERED})
+        kind_of = {id(state): state.kind(self.names, type(self.method).__name__) for state in states}
         kinds: dict[Any, list[Row]] = defaultdict(list)
         for row in rows:
-            kinds[self._kind(row, names)].append(row)
-            row.inside = {name: row.inside.get(name) for name in (*REGISTERED, *names)}
-        trained = [
-            self._train_stack(kind) for kind in kinds.values()
-        ]  # all of them before the first upload: it may change client.state
+            kinds[kind_of[id(row.received)]].append(row)
+        # all of them before the first upload, which may change client.state
+        trained = [self._train_stack(kind) for kind in kinds.values()]
         results = {result.client.id: result for finish in trained for result in finish()}
         return [results[order.client.id] for order in orders]
 
-    def _ready(self, order: Order) -> Row:
-        method, client = self.method, order.client
-        method.receive(Payload.from_bytes(order.message), client)
-        method.train()
-        with rng.torch_stream(method.seed, "dropout", method.round, client.id):
-            batches = list(method.local_batches(self.data, client, epochs=order.epochs, labels=order.labels, steps=order.steps))
-        inside = vars(method) | {name: dict(vars(method)[name]) for name in REGISTERED}
-        return Row(
-            order,
-            {name: tensor.detach().clone() for name, tensor in _tensors(method).items()},
-            inside,
-            batches,
-            modes=tuple(module.training for module in method.modules()),
-            trainable=tuple(p.requires_grad for p in method.parameters()),
-        )
-
-    def _kind(self, row: Row, names: Sequence[str]) -> Any:
-        """What the clients of a stack agree on: submodules, shapes, and the plain values that ``receive`` sets."""
-        for name in names:
-            if not _is_plain(row.inside.get(name)):
-                raise CannotStackError(
-                    f"{type(self.method).__name__}.receive sets {name!r}, which is neither a parameter, a buffer nor a plain value; "
-                    "register it as a buffer"
-                )
-        modules = tuple(map(id, row.inside["_modules"].values()))
-        shapes = tuple((name, tensor.shape) for name, tensor in row.tensors.items())
-        return modules, shapes, row.modes, row.trainable, tuple(repr(row.inside.get(name)) for name in names)
+    def _ready(self, orders: Sequence[Order]) -> list[Row]:
+        method, received = self.method, None
+        if type(method).local_batches is Method.local_batches and len({id(order.message) for order in orders}) == 1:
+            received = Received.by_anyone(method, orders[0].message)
+        rows = []
+        for order in orders:
+            client = order.client
+            if received is None:
+                method.receive(Payload.from_bytes(order.message), client)
+                method.train()
+            with rng.torch_stream(method.seed, "dropout", method.round, client.id):
+                batches = [*method.local_batches(self.data, client, epochs=order.epochs, labels=order.labels, steps=order.steps)]
+            rows.append(Row(order, received or Received.by(method), batches))
+        return rows
 
     def _train_stack(self, rows: Sequence[Row]) -> Callable[[], list[ClientResult]]:
         """Trains them; what is returned makes their uploads."""
         if len(rows) == 1:
             return lambda: [self.one_by_one.train_client(rows[0].order)]
-        self._become(rows[0])
+        rows[0].received.restore(self.method, self.names)
         self.tied = _has_tied_weights(self.method)
-        stack = Stack(self.method, [row.tensors for row in rows])
-        losses = [Losses() for _ in rows]
+        stack = Stack(self.method, [row.received.tensors for row in rows])
+        losses = StackLosses(len(rows))
         for step in range(max(len(row.batches) for row in rows)):
             for where in _alike([row.batches[step : step + 1] for row in rows]):
                 batch = tree_map(lambda *leaves: torch.stack(leaves), *(rows[at].batches[step] for at in where))
                 outputs = self._step(stack, where, batch, step)
-                size = size_of(rows[where[0]].batches[step])
-                for place, at in enumerate(where):
-                    losses[at].add({name: value[place] for name, value in outputs.items()}, size)
+                losses.add(outputs, size_of(rows[where[0]].batches[step]), where)
             stack.end_step()
-        return lambda: [self._result(row, stack.row(at), losses[at]) for at, row in enumerate(rows)]
+        return lambda: [self._result(*one) for one in zip(rows, stack.rows(), losses.totals(), strict=True)]
 
     def _step(self, stack: Stack, where: Sequence[int], batch: Any, step: int) -> dict[str, Tensor]:
         """One local step of the clients at ``where``; ``batch`` is a stack of theirs. Each loss term as ``[len(where)]``."""
@@ -184,27 +166,14 @@ class BatchedEngine(Engine):
         returned = functional_call(_Caller(self.method), tensors, (hook, *arguments), tie_weights=self.tied)
         return returned or {}, {name.removeprefix("method."): tensor for name, tensor in tensors.items()}
 
-    def _become(self, row: Row) -> None:
-        """The module as ``receive`` and ``local_batches`` left it for this client, but for the values of its tensors."""
-        for name, value in row.inside.items():
-            if name in REGISTERED:
-                vars(self.method)[name].clear()
-                vars(self.method)[name].update(value)
-            else:
-                vars(self.method)[name] = value
-        for module, training in zip(self.method.modules(), row.modes, strict=True):
-            module.training = training
-        for parameter, trainable in zip(self.method.parameters(), row.trainable, strict=True):
-            parameter.requires_grad_(trainable)
-
     @torch.no_grad()
-    def _result(self, row: Row, tensors: Mapping[str, Tensor], losses: Losses) -> ClientResult:
-        self._become(row)
-        for name, tensor in _tensors(self.method).items():
+    def _result(self, row: Row, tensors: Mapping[str, Tensor], losses: tuple[dict[str, float], dict[str, int]]) -> ClientResult:
+        row.received.restore(self.method, self.names)
+        for name, tensor in tensors_of(self.method).items():
             tensor.copy_(tensors[name])
         client = row.order.client
         upload = self.method.upload(client).to_bytes()
-        return ClientResult(client, upload, client.state, losses.totals(), losses.seen, len(row.batches))
+        return ClientResult(client, upload, client.state, *losses, len(row.batches))
 
 
 class _Caller(nn.Module):
@@ -216,10 +185,6 @@ class _Caller(nn.Module):
 
     def forward(self, hook: str, *arguments: Any) -> Any:
         return getattr(self.method, hook)(*arguments)
-
-
-def _tensors(method: Method) -> dict[str, Tensor]:
-    return {**dict(method.named_parameters()), **dict(method.named_buffers())}
 
 
 def _has_tied_weights(method: Method) -> bool:
@@ -234,12 +199,6 @@ def _has_tied_weights(method: Method) -> bool:
     if tied and len(modules) < len(list(method.named_modules(remove_duplicate=False))):
         raise CannotStackError(f"{type(method).__name__} has tied weights and a module under two names")
     return tied
-
-
-def _is_plain(value: object) -> bool:
-    if isinstance(value, (list, tuple)):
-        return all(map(_is_plain, value))
-    return value is None or isinstance(value, (bool, int, float, str))
 
 
 def _alike(batches: Sequence[Sequence[Any]]) -> list[list[int]]:

@@ -20,6 +20,7 @@ from fl_lightning.engines.ranks import RankedEngine
 from fl_lightning.engines.sequential import SequentialEngine
 from fl_lightning.errors import InputError
 from fl_lightning.methods import Method
+from fl_lightning.methods.base import is_stackable
 
 log = logging.getLogger("fl_lightning")
 
@@ -61,11 +62,6 @@ def make_engine(
         inner = PoolEngine(inner, method, data, size)
     log.info("engine: %s, %s", name, f"{size} worker processes" if size > 1 else "in this process")
     return RankedEngine(inner, data)
-
-
-def is_stackable(method: Method) -> bool:
-    """Whether the method's own class says so; what a subclass adds may not be, and nobody can tell from outside."""
-    return vars(method).get("stackable", vars(type(method)).get("stackable", False))
 
 
 def check_workers(fabric: Fabric, workers: int | Literal["auto"]) -> None:

@@ -16,14 +16,15 @@ ELEMENTWISE = (
 
 FUSED = (optim.SGD, optim.Adam, optim.AdamW)
 """One pass over the weights instead of several; 2.5 to 4.6 times as fast on a CPU."""
-LARGE = 100_000  # weights; below, nothing is gained, and the unfused step is torch's default to the last bit
+LARGE = 100_000  # weights; below, on a CPU, nothing is gained, and the unfused step is torch's default to the last bit
 
 
 def local_optimizer(method: Method) -> Optimizer:
-    """The method's; for a large network fused, where the class can and the user has not said otherwise."""
+    """The method's; for a large network, or on a GPU, fused, where the class can and the user has not said otherwise."""
     optimizer = method.configure_optimizers()
-    large = sum(p.numel() for group in optimizer.param_groups for p in group["params"]) >= LARGE
-    for group in optimizer.param_groups if large else ():
+    stepped = [p for group in optimizer.param_groups for p in group["params"]]
+    worth_it = sum(p.numel() for p in stepped) >= LARGE or any(p.device.type == "cuda" for p in stepped)
+    for group in optimizer.param_groups if worth_it else ():
         said = any(group.get(name) for name in ("fused", "foreach", "differentiable", "capturable"))
         if type(optimizer) in FUSED and not said and group.get("fused") is None and group.get("foreach") is None:
             group["fused"] = all(p.is_floating_point() and p.device.type in ("cpu", "cuda") for p in group["params"])

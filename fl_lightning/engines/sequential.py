@@ -6,21 +6,27 @@ from collections.abc import Iterator, Sequence
 
 import torch
 from lightning.fabric import Fabric
-from lightning.fabric.plugins.precision import MixedPrecision
 
 from fl_lightning import rng
 from fl_lightning.data import FederatedData
-from fl_lightning.engines.base import ClientResult, Engine, Losses, Order, Units, one_thread, size_of
-from fl_lightning.engines.optimizers import local_optimizer
+from fl_lightning.engines.base import ClientResult, Engine, Order, Units, one_thread
+from fl_lightning.engines.graphs import make_steps
+from fl_lightning.engines.steps import Steps
 from fl_lightning.methods import Method
 from fl_lightning.wire import Payload
 
 
 class SequentialEngine(Engine):
+    """
+    Args:
+        steps: how local steps are taken; default: recorded as CUDA graphs where the device is one, eager elsewhere.
+    """
+
     name = "sequential"
 
-    def __init__(self, fabric: Fabric, method: Method, data: FederatedData) -> None:
+    def __init__(self, fabric: Fabric, method: Method, data: FederatedData, steps: Steps | None = None) -> None:
         self.fabric, self.method, self.data = fabric, method, data
+        self.steps = steps
 
     def train(self, orders: Sequence[Order], units: Units | None = None) -> Iterator[ClientResult]:
         for order in orders:
@@ -29,28 +35,18 @@ class SequentialEngine(Engine):
             yield result
 
     def train_client(self, order: Order) -> ClientResult:
-        method, client = self.method, order.client
+        self.steps = self.steps or make_steps(self.fabric, self.method)
+        method, client, local = self.method, order.client, self.steps
+        local.before()
         method.receive(Payload.from_bytes(order.message), client)
         method.train()
-        optimizer = local_optimizer(method)
-        self._reset_loss_scale()
-        losses, steps = Losses(), 0
+        local.start()
+        steps = 0
         batches = method.local_batches(self.data, client, epochs=order.epochs, labels=order.labels, steps=order.steps)
         with rng.torch_stream(method.seed, "dropout", method.round, client.id):
             for steps, batch in enumerate(batches, start=1):
-                with self.fabric.autocast():
-                    outputs = method.training_step(batch, steps - 1)
-                optimizer.zero_grad()
-                self.fabric.backward(outputs["loss"])
-                self.fabric.strategy.optimizer_step(optimizer)
-                method.on_train_batch_end(outputs, batch, steps - 1)
-                losses.add(outputs, size_of(batch))
+                local.step(batch, steps - 1)
+        local.end()
         with torch.no_grad():
             upload = method.upload(client).to_bytes()
-        return ClientResult(client, upload, client.state, losses.totals(), losses.seen, steps)
-
-    def _reset_loss_scale(self) -> None:
-        """16-mixed: a client's loss scale must not depend on who trained before it."""
-        precision = self.fabric.strategy.precision
-        if isinstance(precision, MixedPrecision) and precision.scaler is not None:
-            precision.scaler = type(precision.scaler)(precision.device)
+        return ClientResult(client, upload, client.state, local.losses.totals(), local.losses.seen, steps)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -86,8 +87,10 @@ class Stack:
         """Everyone who takes part in this step has."""
         self.state, self.counts = {**self.state, **self.counts}, {}
 
-    def row(self, at: int) -> dict[str, Tensor]:
-        return {name: tensor[at] for name, tensor in self.tensors.items()}
+    def rows(self) -> list[dict[str, Tensor]]:
+        """The tensors of each client, by name."""
+        columns = [tensor.unbind() for tensor in self.tensors.values()]
+        return [dict(zip(self.tensors, row, strict=True)) for row in zip(*columns, strict=True)]
 
     def _take(self, tensor: Tensor, where: Sequence[int]) -> Tensor:
         return tensor if len(where) == self.size else tensor[list(where)]
@@ -100,6 +103,31 @@ class Stack:
 
     def _is_rows(self, value: object, name: str) -> bool:
         return isinstance(value, Tensor) and value.shape == self.tensors[name].shape
+
+
+class StackLosses:
+    """Sums over examples of each loss term, for each of ``size`` clients; as :class:`fl_lightning.engines.base.Losses` for one."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.sums: dict[str, Tensor] = {}
+        self.seen: dict[str, np.ndarray] = {}
+
+    def add(self, outputs: Mapping[str, Tensor], size: int, where: Sequence[int]) -> None:
+        """Terms ``[len(where)]``, each a mean over ``size`` examples, of the clients ``where``."""
+        for name, value in outputs.items():
+            if name not in self.sums:
+                self.sums[name] = torch.zeros(self.size, dtype=torch.float64, device=value.device)
+                self.seen[name] = np.zeros(self.size, np.int64)
+            self.sums[name][list(where)] += value.double() * size
+            self.seen[name][list(where)] += size
+
+    def totals(self) -> list[tuple[dict[str, float], dict[str, int]]]:
+        """Of each client: sums, and the numbers of examples that they were taken of, by term."""
+        sums = {name: values.tolist() for name, values in self.sums.items()}
+        seen = {name: values.tolist() for name, values in self.seen.items()}
+        terms = [[name for name in sums if seen[name][at]] for at in range(self.size)]
+        return [({n: sums[n][at] for n in terms[at]}, {n: seen[n][at] for n in terms[at]}) for at in range(self.size)]
 
 
 def _is_row(key: str, value: object, parameter: Tensor) -> bool:

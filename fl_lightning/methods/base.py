@@ -163,6 +163,11 @@ class Method(LightningModule):
         return None
 
 
+def is_stackable(method: Method) -> bool:
+    """Whether the method's own class says so; what a subclass adds may not be, and nobody can tell from outside."""
+    return vars(method).get("stackable", vars(type(method)).get("stackable", False))
+
+
 def examples_of(client: Client) -> Tensor:
     """n_k as it travels."""
     return torch.tensor(len(client.train), dtype=torch.int32)

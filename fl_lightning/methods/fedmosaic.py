@@ -188,7 +188,7 @@ class FedMosaic(Method):
         for number, (inputs, target) in enumerate(super().local_batches(data, client, **work)):
             if number < self.sketch_batches:
                 gradient = gradient_of(self.reference, self.reference_weight, self.task_loss, inputs, target)
-                total += gradient.cpu() * len(target)
+                total += gradient * len(target)
                 seen += len(target)
                 self.gradient = total / seen
             yield inputs, target
@@ -201,8 +201,8 @@ class FedMosaic(Method):
                 layer.gate.copy_(layer.gate.clamp(0, 1))
 
     def upload(self, client: Client) -> Payload:
-        index = self.family(client)
-        ema = update_ema(client.state.get("gradient", torch.zeros_like(self.gradient)), self.gradient, self.ema)
+        index, gradient = self.family(client), self.gradient.cpu()
+        ema = update_ema(client.state.get("gradient", torch.zeros_like(gradient)), gradient, self.ema)
         kept = {"trained": self.layouts[index].read(self.network), "gradient": ema}
         if all(bool(value.isfinite().all()) for value in kept.values()):  # a round that diverged is forgotten
             client.state.update(kept)

@@ -155,10 +155,18 @@ class FedMPQ(Method):
     def upload(self, client: Client) -> Payload:
         noise = self.stream("rounding", client) if self.rounding == "stochastic" else None
         layers = []
-        for values, bits, scale in zip(self.unrounded().values(), self.layer_bits, self.scales, strict=True):
-            grown = max(float(scale), float(values.abs().max()))
+        unrounded, scales = self._on_cpu(self.unrounded()), self.scales.tolist()
+        for values, bits, scale in zip(unrounded.values(), self.layer_bits, scales, strict=True):
+            grown = max(scale, float(values.abs().max()))
             layers.append(prune(quantize(values, bits, grown, noise), self.prune_threshold))
         return Payload({"examples": examples_of(client), **encode_layers(layers), "rest": self.rest.read(self.network)})
+
+    def _on_cpu(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        """All of them in one transfer: a device would be waited for once for each layer."""
+        if self.device.type == "cpu":
+            return tensors
+        pieces = torch.cat([tensor.reshape(-1) for tensor in tensors.values()]).cpu().split(self.layer_sizes)
+        return {name: piece.view(tensor.shape) for (name, tensor), piece in zip(tensors.items(), pieces, strict=True)}
 
     # The server's half
 

@@ -40,7 +40,7 @@ class FedProx(Method):
 
     def receive(self, message: Payload, client: Client) -> None:
         super().receive(message, client)
-        self.received = self.anchored.read(self.network).to(self.device)
+        self.received = self.anchored.pack(self.layout.unpack(message.tensor("weights"))).to(self.device)
 
     def training_step(self, batch: Any, batch_idx: int = 0) -> dict[str, Tensor]:
         """``loss = loss_task + loss_prox``; ``loss_prox`` is mu / 2 * ||w - w_t||^2, as it enters."""

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor, nn
 
+from fl_lightning.models.tensors import tensors_of
 from fl_lightning.wire.payload import PayloadError
 
 
@@ -33,11 +34,11 @@ class Layout:
 
     def read(self, module: nn.Module) -> Tensor:
         """The module's values, float32 ``[size]`` on the CPU; a copy."""
-        return self.pack(_tensors(module))
+        return self.pack(tensors_of(module))
 
     def write(self, module: nn.Module, vector: Tensor) -> None:
         """Set the module's values in place, on its device."""
-        tensors = _tensors(module)
+        tensors = tensors_of(module)
         with torch.no_grad():
             for name, value in self.unpack(vector).items():
                 tensors[name].copy_(value)
@@ -57,10 +58,5 @@ class Layout:
             raise PayloadError(
                 f"values of shape {tuple(vector.shape)}; this model has [{self.size}]; use one network on both sides"
             )
-        return {
-            name: piece.reshape(shape) for piece, (name, shape) in zip(vector.split(self.sizes), self.shapes.items(), strict=True)
-        }
-
-
-def _tensors(module: nn.Module) -> dict[str, Tensor]:
-    return {**dict(module.named_parameters()), **dict(module.named_buffers())}
+        pieces = torch.split_with_sizes(vector, self.sizes)
+        return {name: piece.view(shape) for piece, (name, shape) in zip(pieces, self.shapes.items(), strict=True)}

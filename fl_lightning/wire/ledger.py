@@ -25,6 +25,10 @@ class LedgerEntry:
     upload: int = 0
     wasted: int = 0
 
+    def row(self) -> dict[str, int | str]:
+        """Its values by column."""
+        return {name: getattr(self, name) for name in self.__slots__}
+
 
 class Ledger:
     """An append-only list of entries and its sums."""

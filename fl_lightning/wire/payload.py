@@ -33,6 +33,7 @@ DTYPES = (
     torch.int32,
     torch.int64,
 )
+KINDS = {dtype: kind for kind, dtype in enumerate(DTYPES)}
 CODES = 32
 GLANCE = 4096  # values that are compared rather than encoded again
 
@@ -168,7 +169,8 @@ class _Reader:
             raise PayloadError(f"entry {name!r} has the unknown type {kind}; encode it with this release")
         dtype = DTYPES[kind]
         data = bytearray(self.take(count * dtype.itemsize))
-        return name, (torch.frombuffer(data, dtype=dtype) if count else torch.empty(0, dtype=dtype)).reshape(shape)
+        value = torch.frombuffer(data, dtype=dtype) if count else torch.empty(0, dtype=dtype)
+        return name, value if value.shape == shape else value.reshape(shape)
 
 
 def _checksum(count: int, *body: bytes | memoryview) -> int:
@@ -183,9 +185,9 @@ def _on_cpu(name: str, value: Tensor | Codes) -> Tensor | Codes:
         raise ValueError(f"an entry name of {len(name.encode())} bytes; names have 1 to 255; shorten it")
     if isinstance(value, Codes):
         return Codes(value.values.detach().to("cpu", torch.int32), value.bits)
-    if value.dtype not in DTYPES:
+    if value.dtype not in KINDS:
         raise ValueError(f"entry {name!r} is {value.dtype}; the wire carries {', '.join(map(str, DTYPES))}; convert it first")
-    return value.detach().cpu()
+    return value.detach() if value.device.type == "cpu" else value.detach().cpu()
 
 
 def _encode(name: str, value: Tensor | Codes) -> tuple[bytes, bytes | memoryview]:
@@ -194,9 +196,9 @@ def _encode(name: str, value: Tensor | Codes) -> tuple[bytes, bytes | memoryview
     if isinstance(value, Codes):
         kind, shape, data = CODES + value.bits, value.values.shape, pack(value)
     else:
-        kind, shape = DTYPES.index(value.dtype), value.shape
+        kind, shape = KINDS[value.dtype], value.shape
         if value.numel():
-            data = value.contiguous().flatten().view(torch.uint8).numpy().data
+            data = value.contiguous().view(-1).view(torch.uint8).numpy().data
     encoded = name.encode()
     return struct.pack(f"<B{len(encoded)}sBB{len(shape)}I", len(encoded), encoded, kind, len(shape), *shape), data
 

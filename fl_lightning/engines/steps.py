@@ -1,0 +1,55 @@
+"""The local steps of one client after another, as the sequential engine takes them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from lightning.fabric import Fabric
+from lightning.fabric.plugins.precision import MixedPrecision
+from torch import Tensor
+from torch.optim import Optimizer
+
+from fl_lightning.engines.base import Losses, size_of
+from fl_lightning.engines.optimizers import local_optimizer
+from fl_lightning.methods import Method
+
+
+class Steps:
+    """Eager: every operation of a step is started by itself. For each client :meth:`before`, :meth:`start`, its steps, :meth:`end`."""
+
+    def __init__(self, fabric: Fabric, method: Method) -> None:
+        self.fabric, self.method = fabric, method
+        self.losses = Losses()
+
+    def before(self) -> None:
+        """The client's message has not been received yet."""
+
+    def start(self) -> None:
+        """The module is what the client starts from, in training mode."""
+        self.optimizer = local_optimizer(self.method)
+        self.losses = Losses()
+        self._reset_loss_scale()
+
+    def step(self, batch: Any, index: int) -> None:
+        """Local step number ``index``, counted from 0; its loss terms are added to ``losses``."""
+        self.losses.add(local_step(self.fabric, self.method, self.optimizer, batch, index), size_of(batch))
+
+    def end(self) -> None:
+        """The steps are done; the module's tensors are what they made of them."""
+
+    def _reset_loss_scale(self) -> None:
+        """16-mixed: a client's loss scale must not depend on who trained before it."""
+        precision = self.fabric.strategy.precision
+        if isinstance(precision, MixedPrecision) and precision.scaler is not None:
+            precision.scaler = type(precision.scaler)(precision.device)
+
+
+def local_step(fabric: Fabric, method: Method, optimizer: Optimizer, batch: Any, index: int) -> dict[str, Tensor]:
+    """One local step; its loss terms, cut off from the graph that made them."""
+    with fabric.autocast():
+        outputs = method.training_step(batch, index)
+    optimizer.zero_grad()
+    fabric.backward(outputs["loss"])
+    fabric.strategy.optimizer_step(optimizer)
+    method.on_train_batch_end(outputs, batch, index)
+    return {name: value.detach() for name, value in outputs.items()}
