@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +15,7 @@ from fl_lightning.errors import InputError
 from fl_lightning.follower import Follower
 from fl_lightning.loop import Federation
 from fl_lightning.metadata import continued, describe, now, tags_of
+from fl_lightning.mlflow_store import Status
 from fl_lightning.progress import Progress
 from fl_lightning.resume import Start
 from fl_lightning.run_directory import RunDirectory, to_json
@@ -129,13 +131,27 @@ class Journal:
         self.note()
 
     def track(self) -> None:
-        """Start the trackers. The store's run is noted as soon as it is known: whoever is killed from here on finds it again."""
+        """Start the trackers, without waiting for them."""
         self.tracker.start(params=self.progress.settings, tags=tags_of(self.metadata, self.run.path))
-        if self.tracker.run_id not in (None, self.metadata["tracking_run_id"]):
-            self.note(tracking_run_id=self.tracker.run_id)
         if self.start.run is not None:
             self.tracker.catch_up(self.progress.history)
         self.tracker.log_artifact(self.run.path / "config.yaml")
+
+    def log_round(self, metrics: Mapping[str, float], round: int) -> None:
+        """The round's metrics to the trackers."""
+        self.tracker.log_metrics(metrics, step=round)
+        self._note_tracker()
+
+    def _note_tracker(self) -> None:
+        """The store's run, as soon as it is known. A run that is killed before is found by its directory."""
+        if self.tracker.run_id not in (None, self.metadata["tracking_run_id"]):
+            self.note(tracking_run_id=self.tracker.run_id)
+
+    def stop(self, status: Status) -> None:
+        """Close the trackers of a run that ends early."""
+        self.tracker.finish(status, {})
+        with suppress(OSError):  # a disk that is full has been named already
+            self._note_tracker()
 
     def note(self, **entries: Any) -> None:
         """Write ``metadata.json``, with ``entries`` added."""
@@ -156,6 +172,8 @@ class Journal:
 
         Every step can be done twice: ``finished`` is written last, and a run killed before that does them again.
         """
+        self.tracker.flush()
+        self._note_tracker()
         rejected = int(sum(row["clients/rejected"] for row in self.progress.history))
         end = {"status": "finished", "finished": now(), "weights_sha256": weights, "rejected_uploads": rejected, **summary}
         self.tracker.log_text("metadata.json", to_json(self.metadata | end))

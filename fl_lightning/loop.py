@@ -63,21 +63,26 @@ def run_round(fed: Federation, round: int) -> RoundRecord:
     """Sample, broadcast, train, collect, aggregate, evaluate: Algorithm 1 of McMahan et al. (2017), with stressors in between."""
     started = perf_counter()
     record = RoundRecord(round)
+    with one_thread(fed.method.device):  # as clients: a server that trains rounds as they do, and does not wait for a core of theirs
+        train_round(fed, record)
+    if round % fed.eval_every == 0 or round == fed.context.max_rounds:
+        evaluate(fed, record)
+    record.metrics["time/round"] = perf_counter() - started
+    return record
+
+
+def train_round(fed: Federation, record: RoundRecord) -> None:
+    started, round = perf_counter(), record.round
     fed.method.round = round
     cohort = sample_cohort(fed, round)
     cohort = stress(fed.callbacks, "change_cohort", cohort, round=round, context=fed.context)
     tell(fed.callbacks, "on_cohort", cohort, round, fed.context)
     orders = [make_order(fed, round, assignment) for assignment in cohort if assignment.trains]
     uploads, results = collect(fed, round, cohort, zip(orders, train(fed, round, orders), strict=True))
-    trained = perf_counter()
+    record.metrics["time/train"] = perf_counter() - started
     if uploads:
         aggregate(fed, round, uploads)
     record.metrics |= summarise(fed, round, cohort, results, len(uploads))
-    record.metrics["time/train"] = trained - started
-    if round % fed.eval_every == 0 or round == fed.context.max_rounds:
-        evaluate(fed, record)
-    record.metrics["time/round"] = perf_counter() - started
-    return record
 
 
 def sample_cohort(fed: Federation, round: int) -> list[Assignment]:
@@ -199,8 +204,7 @@ def check_values(upload: Payload) -> None:
 def aggregate(fed: Federation, round: int, uploads: dict[int, Payload]) -> None:
     """The server's next state; it keeps its old one where the next would not be finite."""
     before = dict(fed.method.server)
-    with one_thread(fed.method.device):  # a server that trains rounds as its clients do
-        fed.method.aggregate(uploads)
+    fed.method.aggregate(uploads)
     broken = [name for name, tensor in fed.method.server.items() if not bool(torch.isfinite(tensor).all())]
     if broken:
         fed.method.server = before

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import sqlite3
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from pathlib import Path
 from threading import Thread
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from lightning.fabric.loggers import Logger
 
@@ -20,6 +21,7 @@ SQLITE = "sqlite:///"
 DEFAULT_URI = f"{SQLITE}mlflow.db"
 START_LIMIT, CALL_LIMIT = 60.0, 30.0  # seconds; a new database takes 3-6, a busy one is waited for 20
 KEY_LENGTH, PARAM_LENGTH, TAG_LENGTH, PER_BATCH = 250, 6000, 5000, 100  # what MLflow accepts: characters, and entries per call
+METRICS_PER_CALL = 1000
 ENVIRONMENT = {  # a dead server costs seconds, not minutes; nothing is sent to third parties; whoever sets these is heeded
     "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1",
     "MLFLOW_HTTP_REQUEST_TIMEOUT": "10",
@@ -27,6 +29,15 @@ ENVIRONMENT = {  # a dead server costs seconds, not minutes; nothing is sent to 
     "MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR": "false",
 }
 Status = Literal["FINISHED", "FAILED", "KILLED"]
+_NOT_IN_NAMES = re.compile(r"[^a-zA-Z0-9_/. -]+")
+
+
+class Round(NamedTuple):
+    """What is logged of a round, and when it was (milliseconds since 1970)."""
+
+    step: int
+    metrics: Mapping[str, float]
+    time: int
 
 
 def store() -> str:
@@ -161,6 +172,31 @@ def log_batches(client: Any, run_id: str, **entries: Sequence[Any]) -> None:
             client.log_batch(run_id, **{kind: values[i : i + PER_BATCH]})
 
 
+def takes_many(logger: object) -> bool:
+    """Whether rounds can be logged together: the logger's way to log one is Lightning's own."""
+    return is_mlflow(logger) and getattr(type(logger), "log_metrics", log_rounds).__module__ == "lightning.pytorch.loggers.mlflow"
+
+
+def log_rounds(logger: Any, rounds: Sequence[Round]) -> None:
+    """What ``logger.log_metrics`` would do, for many rounds in a call; a call is one transaction and holds whole rounds.
+
+    A call costs MLflow 5 ms, and 0.05 ms a metric.
+    """
+    from lightning.fabric.utilities.logger import _add_prefix
+    from mlflow.entities import Metric
+
+    client, run_id, batch = logger.experiment, logger.run_id, []
+    for round in rounds:
+        named = _add_prefix(dict(round.metrics), logger._prefix, logger.LOGGER_JOIN_CHAR)
+        row = [Metric(_NOT_IN_NAMES.sub("", key), value, round.time, round.step) for key, value in named.items()]
+        if batch and len(batch) + len(row) > METRICS_PER_CALL:
+            client.log_batch(run_id, metrics=batch, **logger._log_batch_kwargs)
+            batch = []
+        batch += row
+    if batch:
+        client.log_batch(run_id, metrics=batch, **logger._log_batch_kwargs)
+
+
 def is_mlflow(logger: object) -> bool:
     return any(cls.__name__ == "MLFlowLogger" for cls in type(logger).__mro__)  # without importing it
 
@@ -183,6 +219,6 @@ def within(limit: float, function: Callable[[], Any]) -> Any:
     raise outcome.get("error", TimeoutError(f"no answer in {limit:g} s"))
 
 
-def reason(error: Exception) -> str:
+def reason(error: BaseException) -> str:
     """The error in one line."""
     return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0][:200]}"

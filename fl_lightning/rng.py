@@ -7,7 +7,7 @@ Streams are counter based (Philox, Salmon et al., SC 2011), keyed by a hash of t
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from hashlib import blake2b
 
@@ -28,7 +28,17 @@ def stream(seed: int, purpose: str, round: int = 0, client: int = 0) -> np.rando
     >>> int(stream(1, "cohort", round=3).integers(100)) == int(stream(1, "cohort", round=3).integers(100))
     True
     """
-    return np.random.Generator(np.random.Philox(_Key(key(seed, purpose, round, client))))
+    return np.random.Generator(np.random.Philox(_Key(key(seed, purpose, round, client))))  # type: ignore[arg-type]
+
+
+def streams(seed: int, purpose: str, clients: Iterable[int]) -> Iterator[np.random.Generator]:
+    """:func:`stream` of each of many clients, for half the time; each lasts until the next one is taken."""
+    bits = np.random.Philox(_Key(key(seed, purpose)))
+    generator, state = np.random.Generator(bits), bits.state
+    for client in clients:
+        state["state"]["key"] = np.frombuffer(key(seed, purpose, client=client), dtype="<u8")
+        bits.state = state
+        yield generator
 
 
 class _Key(ISeedSequence):

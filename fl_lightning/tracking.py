@@ -1,14 +1,18 @@
-"""Loggers that can fail without the training noticing.
+"""Loggers that the training neither waits for nor fails with.
 
 The default is MLflow in ``sqlite:///mlflow.db`` (or ``MLFLOW_TRACKING_URI``); any Lightning logger can stand in its place.
-Artifacts go where the logger takes them (MLflow). A logger that raises, or does not answer, is reported once and left alone.
+Artifacts go where the logger takes them (MLflow). Each logger has a writer's thread of its own, and MLflow gets the rounds of a second
+in one transaction: rounds that a killed run did not get to give it, it is given when the run is continued.
+A logger that raises, or does not answer, is reported once and left alone.
 """
 
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,24 +23,73 @@ from fl_lightning.mlflow_store import (
     CALL_LIMIT,
     SQLITE,
     START_LIMIT,
+    Round,
     Status,
     default_uri,
     find_run,
     is_mlflow,
     last_steps,
+    log_rounds,
     log_settings,
     open_run,
     prepare,
     reason,
-    within,
+    takes_many,
 )
 from fl_lightning.redaction import redact
+from fl_lightning.writer import Writer
 
 log = logging.getLogger("fl_lightning")
 
+PAUSE = 1.0
+"""Seconds between two transactions: a page that is looked at is no older, and a transaction costs as much as 100 metrics."""
+TOGETHER = 100  # rounds of one write at most
+
+
+class Channel:
+    """One logger and the writer that speaks to it.
+
+    Args:
+        logger: None: the default store, to be opened.
+        name: as people are told.
+        failed: called once, with the channel and the error.
+    """
+
+    def __init__(self, logger: Logger | None, name: str, failed: Callable[[Channel, BaseException], Any]) -> None:
+        self.logger: Any = logger
+        self.name = name
+        self.is_mlflow = logger is None or is_mlflow(logger)
+        self.resumes: str | None = None  # the run of the store that is continued
+        self.logged_until = self.summarised_at = 0
+        self._together = logger is None or takes_many(logger)
+        self.writer: Writer[Round] = Writer(
+            self._write,
+            partial(failed, self),
+            limit=CALL_LIMIT,
+            most=TOGETHER if self._together else 1,
+            pause=PAUSE if self._together else 0.0,
+        )
+
+    def _write(self, rounds: Sequence[Round]) -> None:
+        new = [round for round in rounds if not self.is_mlflow or round.step > self.logged_until]
+        if self._together:
+            log_rounds(self.logger, new)
+            return
+        for round in new:
+            self.logger.log_metrics(dict(round.metrics), round.step)
+
+    def summarise(self, summary: Mapping[str, float], step: int) -> None:
+        if not (self.is_mlflow and self.summarised_at >= step):
+            self.logger.log_metrics(dict(summary), step)
+            self.summarised_at = step
+
+    def finalize(self, status: Status) -> None:
+        self.logger.finalize(status if self.is_mlflow else {"FINISHED": "success", "FAILED": "failed", "KILLED": "aborted"}[status])
+
 
 class Tracking:
-    """The loggers of one run. Nothing here raises on their behalf, and ranks other than 0 track nothing.
+    """The loggers of one run. Nothing here raises on their behalf or waits for them but :meth:`flush` and :meth:`finish`, and ranks
+    other than 0 track nothing.
 
     Args:
         logger: True: MLflow; False: none; or one or more Lightning loggers.
@@ -45,7 +98,7 @@ class Tracking:
         run_dir: where the run's own files are; named when a logger fails.
         run_id: MLflow run to continue: it is set to running, steps that it has are not logged again, and parameters that
             differ from the recorded ones become tags ``changed.<name>``.
-        since: when ``run_dir`` was made (seconds since 1970), to continue a run whose id got lost: the default store is searched for
+        since: when ``run_dir`` was made (seconds since 1970), to continue a run whose id got lost: the store is searched for
             one that was made for this directory after that.
     """
 
@@ -62,14 +115,19 @@ class Tracking:
         given = [] if isinstance(logger, bool) else [logger] if isinstance(logger, Logger) else list(logger)
         active = getattr(rank_zero_only, "rank", 0) == 0
         self.experiment, self.run_name, self.run_dir = experiment, run_name, Path(run_dir)
-        self.loggers: list[Logger] = given if active else []
-        self._wants_default = active and logger is True
+        wanted: list[Logger | None] = [None] if logger is True else [*given]
+        self._channels = [Channel(each, _name(each), self._failed) for each in wanted if active]
         self._resume_id, self._since = run_id, since
-        self._logged_until = self._summarised_at = self._step = 0
+        self._step = 0
+
+    @property
+    def loggers(self) -> list[Logger]:
+        """Those that are open and have not failed."""
+        return [channel.logger for channel in list(self._channels) if channel.logger is not None]
 
     @property
     def run_id(self) -> str | None:
-        """Id of the MLflow run, for resuming; None without MLflow."""
+        """Id of the MLflow run, for resuming; None without MLflow, and until its store is open."""
         return next(
             (getattr(logger, "_run_id", None) for logger in self.loggers if is_mlflow(logger)), None
         )  # run_id would open the store
@@ -84,89 +142,110 @@ class Tracking:
         return f"mlflow ui --backend-store-uri {SQLITE}{path.name if path.parent == Path.cwd() else path}"
 
     def start(self, params: Mapping[str, Any], tags: Mapping[str, Any]) -> None:
-        """Open the stores and record ``params`` (nested; flattened with dots) and ``tags``."""
+        """Open the stores and record ``params`` (nested; flattened with dots) and ``tags``; what was logged before comes after that."""
         flat, marks = as_params(params), {key: str(value) for key, value in tags.items()}
-        if self._wants_default:
-            uri = default_uri()
-            made = self._guarded(f"MLflow at {redact(uri)}", lambda: self._open_default(uri), START_LIMIT)
-            self.loggers += [made] if made is not None else []
-        for logger in list(self.loggers):
-            self._call(logger, self._begin, logger, flat, marks, limit=START_LIMIT)
+        for channel in list(self._channels):
+            begin = partial(self._begin, channel, flat, marks), START_LIMIT
+            if channel.logger is None:
+                channel.writer.start((partial(self._open_default, channel), START_LIMIT), begin)
+            else:
+                channel.writer.start(begin)
 
     def catch_up(self, history: Sequence[Mapping[str, float]]) -> None:
         """Give MLflow the rounds that it lacks: it may have been told less than the run's own files when the run was killed."""
         for row in history:
             self._step = int(row["round"])
-            for logger in list(self.loggers):
-                if is_mlflow(logger) and self._step > self._logged_until:
-                    self._call(logger, logger.log_metrics, {k: v for k, v in row.items() if k != "round"}, self._step)
+            metrics = {key: value for key, value in row.items() if key != "round"}
+            self._put(Round(self._step, metrics, _now()), [channel for channel in self._channels if channel.is_mlflow])
 
     def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
-        """The metrics of round ``step``: one call per logger, which for MLflow is one transaction of a few milliseconds."""
+        """The metrics of round ``step``."""
         self._step = step
-        for logger in list(self.loggers):
-            if not (is_mlflow(logger) and step <= self._logged_until):
-                self._call(logger, logger.log_metrics, dict(metrics), step)
+        self._put(Round(step, dict(metrics), _now()), self._channels)
 
     def log_artifact(self, path: Path | str, folder: str | None = None) -> None:
-        """Copy a file to the loggers that keep files, into ``folder``."""
-        for logger in list(self.loggers):
-            if is_mlflow(logger):
-                self._call(logger, lambda it: it.experiment.log_artifact(it.run_id, str(path), folder), logger)
+        """Copy a file to the loggers that keep files, into ``folder``. It is copied soon, and must still be there then."""
+        for channel in list(self._channels):
+            if channel.is_mlflow:
+                channel.writer.call(partial(_copy, channel, str(path), folder))
 
     def log_text(self, name: str, text: str) -> None:
         """As :meth:`log_artifact`, for a file that is not there yet."""
-        for logger in list(self.loggers):
-            if is_mlflow(logger):
-                self._call(logger, lambda it: it.experiment.log_text(it.run_id, text, name), logger)
+        for channel in list(self._channels):
+            if channel.is_mlflow:
+                channel.writer.call(partial(_copy_text, channel, name, text))
+
+    def flush(self) -> None:
+        """Wait until the loggers have all that they were given."""
+        for channel in list(self._channels):
+            channel.writer.flush()
 
     def finish(self, status: Status, summary: Mapping[str, float]) -> None:
-        """Record ``summary`` at the last step and close the run."""
-        for logger in list(self.loggers):
-            if summary and not (is_mlflow(logger) and self._summarised_at >= self._step):
-                self._call(logger, logger.log_metrics, dict(summary), self._step)
-            ended = status if is_mlflow(logger) else {"FINISHED": "success", "FAILED": "failed", "KILLED": "aborted"}[status]
-            self._call(logger, logger.finalize, ended)
+        """Record ``summary`` at the last step and close the run, once all that was given is written."""
+        channels = list(self._channels)
+        for channel in channels:
+            if summary:
+                channel.writer.call(partial(channel.summarise, dict(summary), self._step))
+            channel.writer.call(partial(channel.finalize, status))
+        for channel in channels:
+            channel.writer.close()
 
-    def _open_default(self, uri: str) -> Logger:
+    def _put(self, round: Round, channels: Sequence[Channel]) -> None:
+        for channel in list(channels):
+            channel.writer.put(round)
+
+    def _open_default(self, channel: Channel) -> None:
+        uri = default_uri()
         tags = {"run_dir": str(self.run_dir.absolute())}
-        if self._since is not None and self._resume_id is None:
-            self._resume_id = find_run(uri, self.experiment, "run_dir", tags["run_dir"], self._since)
-        return open_run(uri, self.experiment, self.run_name, self._resume_id, tags)
+        channel.resumes = self._resume_id or self._find(uri, self.experiment)
+        channel.logger = open_run(uri, self.experiment, self.run_name, channel.resumes, tags)
 
-    def _begin(self, logger: Any, params: dict[str, str], tags: dict[str, str]) -> None:
-        if not is_mlflow(logger):
+    def _find(self, uri: str, experiment: str) -> str | None:
+        """The run whose id got lost."""
+        return None if self._since is None else find_run(uri, experiment, "run_dir", str(self.run_dir.absolute()), self._since)
+
+    def _begin(self, channel: Channel, params: dict[str, str], tags: dict[str, str]) -> None:
+        logger = channel.logger
+        if not channel.is_mlflow:
             with suppress(NotImplementedError):  # Fabric's own CSVLogger has no place for them
                 logger.log_hyperparams(params)
             return
         prepare()
-        logger._run_id = logger._run_id or self._resume_id
+        if logger._run_id is None:
+            logger._run_id = self._resume_id or self._find(logger._tracking_uri, logger._experiment_name)
+            channel.resumes = logger._run_id
         client, run_id = logger.experiment, logger.run_id
         known: dict[str, str] = {}
-        if self._resume_id == run_id:
+        if run_id in (channel.resumes, self._resume_id):
             client.update_run(run_id, status="RUNNING")
             known = client.get_run(run_id).data.params
-            self._logged_until, self._summarised_at = last_steps(client, run_id)
+            channel.logged_until, channel.summarised_at = last_steps(client, run_id)
         log_settings(client, run_id, params, tags, known)
 
-    def _call(self, logger: Logger, function: Callable[..., Any], *args: Any, limit: float | None = None) -> None:
-        uri = getattr(logger, "_tracking_uri", None)
-        name = f"MLflow at {redact(uri)}" if uri else type(logger).__name__
-        failed = object()
-        if self._guarded(name, lambda: function(*args), limit or CALL_LIMIT, otherwise=failed) is failed:
-            self.loggers.remove(logger)
+    def _failed(self, channel: Channel, error: BaseException) -> None:
+        self._channels.remove(channel)
+        log.warning(
+            "%s failed (%s); training goes on without it and every round is in %s; "
+            "make the store reachable and writable, set MLFLOW_TRACKING_URI, or write --trainer.logger false",
+            channel.name, reason(error), self.run_dir / "metrics.csv",
+        )  # fmt: skip
 
-    def _guarded(self, name: str, function: Callable[[], Any], limit: float, otherwise: Any = None) -> Any:
-        """The function's result; ``otherwise``, and a warning, when it raises or takes more than ``limit`` seconds."""
-        try:
-            return within(limit, function)
-        except Exception as error:
-            log.warning(
-                "%s failed (%s); training goes on without it and every round is in %s; "
-                "make the store reachable and writable, set MLFLOW_TRACKING_URI, or write --trainer.logger false",
-                name, reason(error), self.run_dir / "metrics.csv",
-            )  # fmt: skip
-            return otherwise
+
+def _name(logger: Logger | None) -> str:
+    uri = default_uri() if logger is None else getattr(logger, "_tracking_uri", None)
+    return f"MLflow at {redact(uri)}" if uri else type(logger).__name__
+
+
+def _now() -> int:
+    return int(1000 * time.time())
+
+
+def _copy(channel: Channel, path: str, folder: str | None) -> None:
+    channel.logger.experiment.log_artifact(channel.logger.run_id, path, folder)
+
+
+def _copy_text(channel: Channel, name: str, text: str) -> None:
+    channel.logger.experiment.log_text(channel.logger.run_id, text, name)
 
 
 def as_params(tree: Mapping[str, Any], prefix: str = "") -> dict[str, str]:

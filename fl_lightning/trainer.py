@@ -13,7 +13,7 @@ from lightning.fabric.loggers import Logger
 from fl_lightning import probing, rng
 from fl_lightning.data import FederatedData
 from fl_lightning.disk import is_full
-from fl_lightning.engines import Engine, EngineName, check_optimizer, check_workers, make_engine
+from fl_lightning.engines import EngineName, SequentialEngine, check_optimizer, check_workers, make_engine
 from fl_lightning.engines.determinism import deterministic
 from fl_lightning.engines.launch import join, launched_from_outside, make_fabric, one_first, start_others, stop_others
 from fl_lightning.errors import InputError
@@ -176,8 +176,10 @@ class FederatedTrainer:
                 self._start_engine(fed)
                 with self.interrupts.held():
                     self.journal.open(fed, self.command_line, self.tags)
-                self.journal.track()
-                tell(self.callbacks, "on_setup", self)
+                try:
+                    tell(self.callbacks, "on_setup", self)
+                finally:  # not before: opening a store takes seconds, which the callbacks need not share
+                    self.journal.track()
                 while self.progress.done.round < self.max_rounds:
                     self._run_round(fed)
                 return self._finish(fed)
@@ -245,8 +247,9 @@ class FederatedTrainer:
             tell(self.callbacks, "on_check", self)
         except (ValueError, OSError) as error:
             raise InputError(str(error)) from error
+        engine = SequentialEngine(self.fabric, self.method, self.data)  # until the run's own is chosen
         return Federation(
-            self.fabric, self.method, self.data, Engine(), self.callbacks, context=self, seed=self.seed,
+            self.fabric, self.method, self.data, engine, self.callbacks, context=self, seed=self.seed,
             participation=self.participation, local_epochs=self.local_epochs, eval_every=self.eval_every,
         )  # fmt: skip
 
@@ -265,7 +268,7 @@ class FederatedTrainer:
         tell(self.callbacks, "on_round_end", record, self)
         with self.interrupts.held():
             self.progress.add(fed, record, self.run)
-            self.journal.tracker.log_metrics(record.metrics, step=round)
+            self.journal.log_round(record.metrics, round)
 
     def _finish(self, fed: Federation) -> dict[str, float]:
         summary = self.progress.summary
@@ -290,7 +293,7 @@ class FederatedTrainer:
         again = f"after round {self.progress.saved}" if self.progress.saved else "from the start"
         log.error("stopped in round %d; continue %s with --ckpt_path %s", done + 1, again, self.run_dir)
         self.interrupts.release()
-        self.journal.tracker.finish("KILLED" if interrupted else "FAILED", {})
+        self.journal.stop("KILLED" if interrupted else "FAILED")
 
     def log_figure(self, name: str, figure: Figure) -> None:
         """Save ``figures/<name>.png`` and ``.pdf`` and hand them to the loggers."""

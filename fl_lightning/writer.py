@@ -5,26 +5,32 @@ What the owner's thread touches are queues written in C, which a signal in mid-c
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
-from itertools import groupby
+from dataclasses import dataclass
+from functools import partial
 from queue import Empty, SimpleQueue
 from threading import Lock, Thread
 from time import monotonic
 from typing import Any, Generic, TypeVar
 
 T = TypeVar("T")
-Job = tuple[Callable[[], Any], float]
 FULL = 1000
 """Jobs that may wait; an owner who is that far ahead of the store waits for it."""
 POLL = 0.1  # seconds between looks at a writer that one waits for
+
+
+@dataclass(frozen=True)
+class _Call:
+    function: Callable[[], Any]
+    limit: float  # seconds
 
 
 class Writer(Generic[T]):
     """Runs what it is given in a thread of its own; its owner waits only in :meth:`flush`.
 
     The first job that raises, or takes longer than it may, is the last one: ``failed`` is told why, and what comes after is dropped.
-    The thread begins with the first job, so that a process can be forked before that, and does not keep the process alive.
+    The thread begins with :meth:`start`, so that a process can be forked before that, and does not keep the process alive.
 
     Args:
         write: takes rows, oldest first.
@@ -37,7 +43,7 @@ class Writer(Generic[T]):
     def __init__(
         self,
         write: Callable[[Sequence[T]], Any],
-        failed: Callable[[Exception], Any],
+        failed: Callable[[BaseException], Any],
         *,
         limit: float,
         most: int = 1,
@@ -45,10 +51,11 @@ class Writer(Generic[T]):
     ) -> None:
         self._write, self._failed = write, failed
         self._limit, self._most, self._pause = limit, most, pause
-        self._jobs: SimpleQueue[T | Job | None] = SimpleQueue()
+        self._jobs: SimpleQueue[T | _Call | None] = SimpleQueue()
         self._alarm: SimpleQueue[None] = SimpleQueue()  # somebody waits: no pause
         self._thread: Thread | None = None
-        self._deadline: float | None = None  # of the job that is at work
+        self._closed = False
+        self._at_work: tuple[float, float] | None = None  # deadline, and limit, of the job at work
         self._ended = Lock()  # taken once, by the one who ends it
 
     @property
@@ -56,60 +63,97 @@ class Writer(Generic[T]):
         """Whether a job failed; nothing is written any more."""
         return self._ended.locked()
 
+    def start(self, *first: tuple[Callable[[], Any], float]) -> None:
+        """Begin: functions and the seconds that they may take, then what has been given so far."""
+        calls = [_Call(function, limit) for function, limit in first]
+        self._thread = Thread(target=self._work, args=(calls,), name="writer", daemon=True)
+        self._thread.start()
+
     def put(self, row: T) -> None:
         """Write ``row``, sooner or later."""
         self._add(row)
 
-    def call(self, function: Callable[[], Any], limit: float | None = None) -> None:
-        """Call ``function`` after all that came before, in at most ``limit`` seconds."""
-        self._add((function, self._limit if limit is None else limit))
+    def call(self, function: Callable[[], Any]) -> None:
+        """Call ``function`` after all that came before."""
+        self._add(_Call(function, self._limit))
 
     def flush(self) -> None:
         """Wait until all that was given is done, or a job has failed."""
+        if self._thread is None or self._closed:
+            return
         done: SimpleQueue[None] = SimpleQueue()
-        self._give((lambda: done.put(None), self._limit))
+        self._jobs.put(_Call(lambda: done.put(None), self._limit))
         self._alarm.put(None)
         while not self._is_stuck():
             with suppress(Empty):
                 return done.get(timeout=POLL)
 
     def close(self) -> None:
-        """Do what is left and end the thread; the next job begins another one."""
+        """Do what is left and end the thread; what is given after that begins another one."""
         self.flush()
-        if self._thread is not None:
-            self._jobs.put(None)
-            self._thread = None
+        if self._thread is None or self.over or self._closed:
+            return
+        self._closed = True
+        self._jobs.put(None)
+        self._alarm.put(None)
+        self._thread.join()
 
-    def _add(self, job: T | Job) -> None:
+    def _add(self, job: T | _Call) -> None:
         if self._jobs.qsize() >= FULL:
             self.flush()
-        self._give(job)
-
-    def _give(self, job: T | Job) -> None:
         if self._is_stuck():
             return
-        if self._thread is None:
-            self._thread = Thread(target=self._work, name="writer", daemon=True)
-            self._thread.start()
         self._jobs.put(job)
+        if self._closed:
+            self._closed = False
+            self.start()
 
     def _is_stuck(self) -> bool:
-        deadline = self._deadline
-        if deadline is not None and monotonic() > deadline:
-            self._end(TimeoutError("no answer in time"))
+        at_work = self._at_work
+        if at_work is not None and monotonic() > at_work[0]:
+            self._end(TimeoutError(f"no answer in {at_work[1]:g} s"))
         return self.over
 
-    def _end(self, error: Exception) -> None:
+    def _end(self, error: BaseException) -> None:
         if self._ended.acquire(blocking=False):
             self._failed(error)
 
-    def _work(self) -> None:
-        while (first := self._jobs.get()) is not None:
-            jobs = [first, *self._waiting()]
-            for is_call, group in groupby(jobs, key=lambda job: isinstance(job, tuple) and callable(job[0])):
-                ...
+    def _work(self, first: Sequence[_Call]) -> None:
+        jobs: list[T | _Call | None] = [*first]
+        while not self.over:
+            for call in self._calls(jobs):
+                if call is None or not self._done(call):
+                    return
+            if self._pause and not all(isinstance(job, _Call) for job in jobs):
+                with suppress(Empty):
+                    self._alarm.get(timeout=self._pause)
+            jobs = [self._jobs.get()]
+            with suppress(Empty):
+                while True:
+                    jobs.append(self._jobs.get_nowait())
 
-    def _waiting(self) -> Iterator[Any]:
-        with suppress(Empty):
-            while True:
-                yield self._jobs.get_nowait()
+    def _calls(self, jobs: Iterable[T | _Call | None]) -> Iterator[_Call | None]:
+        """The jobs, with rows that come one after another in one call."""
+        rows: list[T] = []
+        for job in jobs:
+            if job is None or isinstance(job, _Call):
+                if rows:
+                    yield _Call(partial(self._write, rows), self._limit)
+                rows = []
+                yield job
+                continue
+            rows.append(job)
+            if len(rows) == self._most:
+                yield _Call(partial(self._write, rows), self._limit)
+                rows = []
+        if rows:
+            yield _Call(partial(self._write, rows), self._limit)
+
+    def _done(self, call: _Call) -> bool:
+        self._at_work = monotonic() + call.limit, call.limit
+        try:
+            call.function()
+        except BaseException as error:  # whatever it is, it must not end in silence
+            self._end(error)
+        self._at_work = None
+        return not self.over

@@ -39,3 +39,15 @@ def own_log_level():
     yield
     log.setLevel(level)
     log.handlers[:] = handlers
+
+
+@pytest.fixture
+def figures():
+    """For tests of ``compare`` that look at its figures."""
+
+
+@pytest.fixture
+def figures_only_where_looked_at(request, monkeypatch):
+    """A figure takes half a second."""
+    if "figures" not in request.fixturenames:
+        monkeypatch.setattr("fl_lightning.study.compare.figures", lambda comparison: [])

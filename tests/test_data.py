@@ -153,7 +153,7 @@ def test_normalisation_and_its_inverse() -> None:
 
 def test_validation_split() -> None:
     data = ready(num_clients=40, partition=Dirichlet(0.1, min_size=0), val_fraction=0.05)
-    for id, shard in enumerate(data._shards):
+    for id, shard in enumerate(data.partition(data.train_target.numpy(), 40, 0)):
         client = data.client(id)
         assert sorted([*client.train, *client.val]) == sorted(shard)
         assert sorted(client.train) == client.train.tolist()

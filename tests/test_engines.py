@@ -20,7 +20,6 @@ from toy import run, sgd
 from fl_lightning import methods
 from fl_lightning.conformance.toy import images
 from fl_lightning.engines import BatchedEngine, Order, PoolEngine, SequentialEngine, choice
-from fl_lightning.engines.base import Engine
 from fl_lightning.errors import RankLost
 from fl_lightning.hooks import Meter, Stressor
 from fl_lightning.methods import FedAvg, Method
@@ -223,7 +222,7 @@ def test_units_hold_every_order_once():
     orders = [Order(data.client(id), b"", data.labels(data.client(id)), 1, 1) for id in range(6)] * 30
     for engine in (BatchedEngine(None, method, data), SequentialEngine(None, method, data)):
         assert sorted(at for unit in engine.units(orders) for at in unit) == list(range(180))
-    pool = PoolEngine(Engine(), method, data, 2)
+    pool = PoolEngine(SequentialEngine(None, method, data), method, data, 2)
     portions = pool._portions(orders, pool.units(orders))
     assert sorted(at for units in portions for unit in units for at in unit) == list(range(180))
     assert 2 <= len(portions) <= 3 * 2 * 4

@@ -13,7 +13,7 @@ LAYERS = [
     {"study", "conformance"},
     {"trainer"},
     {"journal", "metadata", "progress", "resume", "snapshot", "tracking", "tracked_runs", "interrupts", "probing"},
-    {"run_directory", "follower", "tables", "checkpoint", "disk", "settings", "redaction", "mlflow_store"},
+    {"run_directory", "follower", "tables", "checkpoint", "disk", "settings", "redaction", "mlflow_store", "writer"},
     {"loop"},
     {"evaluation", "robustness"},
     {"engines"},

@@ -1,6 +1,9 @@
 """Every round reaches the store once; a store that fails is named once, and training goes on."""
 
+import csv
+import json
 import logging
+import shutil
 import socket
 import sqlite3
 import subprocess
@@ -8,14 +11,18 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import closing
+from contextlib import closing, nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
 from lightning.fabric.loggers import CSVLogger, Logger
+from lightning.pytorch.loggers import MLFlowLogger
 
 from fl_lightning import mlflow_store, tracking
+from fl_lightning.conformance.toy import Points, on_points, run
+from fl_lightning.hooks import Meter
+from fl_lightning.methods import FedAvg
 from fl_lightning.tracking import Tracking, as_params
 
 mlflow = pytest.importorskip("mlflow")
@@ -74,6 +81,7 @@ def test_a_run_and_its_continuation(tmp_path: Path, caplog: pytest.LogCaptureFix
     # Killed after round 3 was logged and before its checkpoint: round 3 comes again.
     second = track(run_id=first.run_id)
     second.start({"model": {"alpha": 0.7}, "max_rounds": 5}, {"resumed": True})
+    second.flush()
     assert client.get_run(first.run_id).info.status == "RUNNING"
     for r in (3, 4, 5):
         second.log_metrics({"test/accuracy": r / 10}, step=r)
@@ -93,11 +101,13 @@ def test_a_run_and_its_continuation(tmp_path: Path, caplog: pytest.LogCaptureFix
 def test_a_round_is_one_transaction(monkeypatch: pytest.MonkeyPatch) -> None:
     tracked = track()
     tracked.start({}, {})
+    tracked.flush()
     calls: list[int] = []
     client = tracked.loggers[0].experiment  # type: ignore[attr-defined]
     original = client.log_batch
     monkeypatch.setattr(client, "log_batch", lambda *a, **k: (calls.append(len(k["metrics"])), original(*a, **k)))
     tracked.log_metrics({f"m{i}": float(i) for i in range(25)}, step=1)
+    tracked.flush()
     assert calls == [25]
 
 
@@ -105,6 +115,7 @@ def test_a_run_that_the_store_forgot_starts_anew(caplog: pytest.LogCaptureFixtur
     tracked = track(run_id="0" * 32)
     tracked.start({"a": 1}, {})
     tracked.log_metrics({"test/accuracy": 0.5}, step=7)
+    tracked.flush()
     assert "has no run 000" in caplog.text
     assert tracked.run_id not in (None, "0" * 32)
     assert steps(tracked.loggers[0].experiment, tracked.run_id or "", "test/accuracy") == [(7, 0.5)]  # type: ignore[attr-defined]
@@ -146,6 +157,7 @@ def test_a_store_that_dies_in_mid_run(tmp_path: Path, caplog: pytest.LogCaptureF
     tracked = track()
     tracked.start({}, {})
     tracked.log_metrics({"test/accuracy": 0.5}, step=1)
+    tracked.flush()
     with closing(sqlite3.connect(tmp_path / "mlflow.db")) as database:
         database.execute("DROP TABLE metrics")
     for r in (2, 3):
@@ -232,5 +244,124 @@ def test_params_keep_what_it_cannot_nest() -> None:
 def test_noise_is_turned_down() -> None:
     track_ = track()
     track_.start({}, {})
+    track_.flush()
     assert not logging.getLogger("mlflow.store.db.utils").isEnabledFor(logging.INFO)
     assert not logging.getLogger("alembic.runtime.migration").isEnabledFor(logging.INFO)
+
+
+@pytest.fixture(scope="module")
+def database(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An empty store; making one takes seconds."""
+    path = tmp_path_factory.mktemp("store") / "mlflow.db"
+    mlflow.MlflowClient(f"sqlite:///{path}").search_experiments()
+    return path
+
+
+class Ending(Meter):
+    """Ends the run when round 7 begins."""
+
+    def __init__(self, error: BaseException | None) -> None:
+        self.error = error
+
+    def on_round_start(self, round: int, context: Any) -> None:
+        if round == 7 and self.error is not None:
+            raise self.error
+
+
+@pytest.mark.parametrize(
+    ("error", "rounds", "status"),
+    [(None, 30, "FINISHED"), (KeyboardInterrupt(), 6, "KILLED"), (SystemExit(143), 6, "KILLED"), (RuntimeError("bug"), 6, "FAILED")],
+)
+def test_however_a_run_ends_the_store_has_all_its_rounds(
+    error: BaseException | None, rounds: int, status: str, tmp_path: Path, database: Path
+) -> None:
+    shutil.copy(database, tmp_path / "mlflow.db")
+    with pytest.raises(type(error)) if error else nullcontext():
+        run(on_points(FedAvg()), Points(), tmp_path, callbacks=[Ending(error)], max_rounds=30, logger=True)
+    (folder,) = (tmp_path / "fl_lightning").glob("[!.]*")
+    with (folder / "metrics.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert len(rows) == rounds
+    metadata = json.loads((folder / "metadata.json").read_text())
+    client = mlflow.MlflowClient(f"sqlite:///{tmp_path}/mlflow.db")
+    found = client.get_run(metadata["tracking_run_id"])
+    assert found.info.status == status
+    for name in rows[0].keys() - {"round"}:
+        assert steps(client, found.info.run_id, name) == [(int(row["round"]), float(row[name])) for row in rows if row[name]], name
+    times = [m.timestamp for m in client.get_metric_history(found.info.run_id, "time/round")]
+    assert times == sorted(times)
+    if error is None:
+        kept = json.loads(Path(client.download_artifacts(found.info.run_id, "metadata.json")).read_text())
+        assert kept == metadata
+
+
+def test_a_store_that_fails_later_keeps_what_it_has_and_the_training_goes_on(
+    tmp_path: Path, database: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    shutil.copy(database, tmp_path / "mlflow.db")
+    monkeypatch.setattr(tracking, "PAUSE", 0.0)
+    original = tracking.log_rounds
+
+    def until_five(logger: Any, rounds: Any) -> None:
+        if any(round.step > 5 for round in rounds):
+            raise OSError("the disk is gone")
+        original(logger, rounds)
+
+    monkeypatch.setattr(tracking, "log_rounds", until_five)
+    monkeypatch.setattr(tracking, "TOGETHER", 1)
+    trainer = run(on_points(FedAvg()), Points(), tmp_path, max_rounds=10, logger=True)
+    assert len((trainer.run_dir / "metrics.csv").read_text().splitlines()) == 11
+    (message,) = [r.getMessage() for r in caplog.records if r.levelname == "WARNING" and r.name == "fl_lightning"]
+    assert "the disk is gone" in message
+    client = mlflow.MlflowClient(f"sqlite:///{tmp_path}/mlflow.db")
+    (found,) = client.search_runs([client.get_experiment_by_name("fl_lightning").experiment_id])
+    assert [step for step, _ in steps(client, found.info.run_id, "comm/total_bytes")] == [1, 2, 3, 4, 5]
+
+    # continued when the store is well again, it is given what it lacks
+    monkeypatch.setattr(tracking, "log_rounds", original)
+    run(on_points(FedAvg()), Points(), tmp_path, max_rounds=12, logger=True, ckpt_path=str(trainer.run_dir))
+    assert [step for step, _ in steps(client, found.info.run_id, "comm/total_bytes")] == list(range(1, 13))
+
+
+def test_rounds_gather_in_few_transactions_as_lightning_would_log_them(
+    tmp_path: Path, database: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shutil.copy(database, tmp_path / "mlflow.db")
+    rounds = [{f"a/m{i}": float(i * r) for i in range(50)} | {"odd (name)": 1.0, "inf": float("inf")} for r in range(1, 101)]
+    tracked = track(logger=MLFlowLogger("exp", "batched", f"sqlite:///{tmp_path}/mlflow.db", prefix="p"))
+    tracked.start({}, {})
+    tracked.flush()
+    client, calls = tracked.loggers[0].experiment, []  # type: ignore[attr-defined]
+    original = client.log_batch
+    monkeypatch.setattr(client, "log_batch", lambda *a, **k: (calls.append(len(k["metrics"])), original(*a, **k)))
+    for step, metrics in enumerate(rounds, 1):
+        tracked.log_metrics(metrics, step)
+    tracked.finish("FINISHED", {})
+    assert sum(calls) == 100 * 52
+    assert len(calls) <= 20
+    assert all(count % 52 == 0 for count in calls), "a round is whole, or not there"
+    reference = MLFlowLogger("exp", "one by one", f"sqlite:///{tmp_path}/mlflow.db", prefix="p")
+    with pytest.warns(RuntimeWarning, match="special characters"):
+        for step in (1, 100):
+            reference.log_metrics(rounds[step - 1], step)
+    names = client.get_run(reference.run_id).data.metrics
+    assert client.get_run(tracked.run_id).data.metrics == names
+    for name in names:
+        assert set(steps(client, reference.run_id, name)) <= set(steps(client, tracked.run_id or "", name))  # type: ignore[arg-type]
+
+
+class Prefixed(MLFlowLogger):
+    """Somebody's own way to log a round is used, round by round."""
+
+    def log_metrics(self, metrics: Any, step: int | None = None) -> None:
+        super().log_metrics({f"mine/{key}": value for key, value in metrics.items()}, step)
+
+
+def test_a_logger_with_a_mind_of_its_own(tmp_path: Path, database: Path) -> None:
+    shutil.copy(database, tmp_path / "mlflow.db")
+    tracked = track(logger=Prefixed("exp", "run", f"sqlite:///{tmp_path}/mlflow.db"))
+    tracked.start({}, {})
+    for r in (1, 2, 3):
+        tracked.log_metrics({"a": r}, r)
+    tracked.finish("FINISHED", {})
+    assert steps(tracked.loggers[0].experiment, tracked.run_id or "", "mine/a") == [(1, 1), (2, 2), (3, 3)]  # type: ignore[attr-defined]

@@ -17,10 +17,13 @@ from lightning import LightningDataModule
 from torch import Tensor
 
 from fl_lightning.client import Client
-from fl_lightning.data.partition import Partition, require
+from fl_lightning.data.holdings import Holdings
+from fl_lightning.data.partition import Partition, deal, require
 from fl_lightning.rng import stream
 
 Split = Literal["train", "test"]
+LISTED, COUNTED = 1000, 10_000
+"""Most clients whose examples, and whose numbers of examples, ``partition.json`` lists."""
 
 
 def batch_sizes(n: int, batch_size: int) -> list[int]:
@@ -76,7 +79,7 @@ class FederatedData(LightningDataModule, ABC):
         self._public_moved: tuple[np.ndarray, Tensor] | None = None
         self.seed = 0
         self.device = torch.device("cpu")
-        self._shards: list[np.ndarray] = []
+        self._holdings = Holdings.of_sizes(np.empty(0, np.int64), np.empty(0, np.int64))
 
     @abstractmethod
     def inputs(self, split: Split, index: Tensor, draws: Tensor | None = None) -> Any:
@@ -85,6 +88,11 @@ class FederatedData(LightningDataModule, ABC):
     def draws(self, rng: np.random.Generator, epochs: int, n: int) -> np.ndarray | None:
         """Augmentation of every example in every epoch, int64 ``[E, n, D]``; None when there is none."""
         return None
+
+    @property
+    def augments(self) -> bool:
+        """Whether an example looks different each time."""
+        return self.draws(stream(self.seed, "augment"), 1, 1) is not None
 
     def move(self, device: torch.device) -> None:
         """Put the examples on the device."""
@@ -97,13 +105,12 @@ class FederatedData(LightningDataModule, ABC):
         self.seed = seed
         label = self.train_target.cpu().numpy()
         self.public = self._draw_public(seed)
-        own = np.arange(len(label)) if self.public_dataset else np.delete(np.arange(len(label)), self.public)
-        for cached in ("sizes", "_all_validation"):  # of another seed
+        own = None if self.public_dataset or not len(self.public) else np.delete(np.arange(len(label)), self.public)
+        for cached in ("sizes", "active", "partition_hash", "_all_validation"):  # of another seed
             self.__dict__.pop(cached, None)
-        self._shards = [self._split(id, own[part]) for id, part in enumerate(self.partition(label[own], self.num_clients, seed))]
-        assert self.public_dataset or not np.isin(np.concatenate(self._shards), self.public).any(), (
-            "a client holds public examples"
-        )
+        holdings = deal(self.partition, label if own is None else label[own], self.num_clients, seed)
+        self._holdings = holdings.of_examples(own).hold_out(self.val_fraction, seed)
+        assert own is None or not np.isin(self._holdings.index, self.public).any(), "a client holds public examples"
         self.move(torch.device(device))
 
     def _draw_public(self, seed: int) -> np.ndarray:
@@ -153,24 +160,19 @@ class FederatedData(LightningDataModule, ABC):
 
     def client(self, id: int, state: dict[str, Tensor] | None = None) -> Client:
         """Client ``id`` with its training and validation indices, and the ``state`` that the caller keeps for it."""
-        assert 0 <= id < len(self._shards), f"client {id} of {len(self._shards)}: distribute() comes first"
-        shard, held_out = self._shards[id], self._held_out(len(self._shards[id]))
-        return Client(id=id, train=shard[held_out:], val=shard[:held_out], state={} if state is None else state)
-
-    def _split(self, id: int, shard: np.ndarray) -> np.ndarray:
-        """Validation examples first, then the training examples, each in order. Once: with 100 000 clients it takes seconds."""
-        held_out = self._held_out(len(shard))
-        if held_out:
-            shard = stream(self.seed, "validation", client=id).permutation(shard)
-        return np.concatenate([np.sort(shard[:held_out]), np.sort(shard[held_out:])])
+        assert 0 <= id < len(self._holdings), f"client {id} of {len(self._holdings)}: distribute() comes first"
+        train, val = self._holdings.client(id)
+        return Client(id=id, train=train, val=val, state={} if state is None else state)
 
     @cached_property
     def sizes(self) -> np.ndarray:
         """Training examples n_k of every client, int64 ``[K]``."""
-        return np.array([len(shard) - self._held_out(len(shard)) for shard in self._shards], dtype=np.int64)
+        return self._holdings.sizes - self._holdings.held_out
 
-    def _held_out(self, n: int) -> int:
-        return min(max(round(self.val_fraction * n), 1), n - 1) if self.val_fraction > 0 and n >= 2 else 0
+    @cached_property
+    def active(self) -> np.ndarray:
+        """Clients that have training examples, sorted ids, int64."""
+        return np.flatnonzero(self.sizes)
 
     def labels(self, client: Client) -> Tensor:
         """Labels of the client's training examples, int64 ``[n]`` on the device, in the order of ``client.train``."""
@@ -228,8 +230,9 @@ class FederatedData(LightningDataModule, ABC):
 
     @cached_property
     def _all_validation(self) -> tuple[Tensor, Tensor]:
-        """Once: with 100 000 clients it takes half a second."""
-        return self._validation_of(self._clients())
+        """Moved once."""
+        index, owner = self._holdings.validation()
+        return self._to_device(index), self._to_device(owner)
 
     def _validation_of(self, clients: Iterable[Client]) -> tuple[Tensor, Tensor]:
         held = [(client.id, client.val) for client in clients]
@@ -243,39 +246,50 @@ class FederatedData(LightningDataModule, ABC):
             return tensor.pin_memory().to(self.device, non_blocking=True)
         return tensor.to(self.device)
 
-    def _clients(self) -> Iterator[Client]:
-        return (self.client(id) for id in range(self.num_clients))
-
     def class_counts(self) -> np.ndarray:
         """Examples (training and validation) of every client and class, int64 ``[K, C]``."""
-        owner = np.repeat(np.arange(self.num_clients), [len(shard) for shard in self._shards])
-        label = self.train_target.cpu().numpy()[np.concatenate(self._shards)]
-        cells = self.num_clients * self.num_classes
-        return np.bincount(owner * self.num_classes + label, minlength=cells).reshape(self.num_clients, -1)
+        return np.concatenate(list(self._class_counts()))
 
-    @property
+    def _class_counts(self) -> Iterator[np.ndarray]:
+        """The same, some clients at a time."""
+        label = self.train_target.cpu().numpy()
+        return (self._holdings.class_counts(label, self.num_classes, clients) for clients in self._holdings.blocks())
+
+    @cached_property
     def partition_hash(self) -> str:
         """SHA-256 over the training and validation indices of every client and their numbers."""
-        digest = hashlib.sha256()
-        for client in self._clients():
-            for part in (client.train, client.val):
-                digest.update(len(part).to_bytes(8, "little") + part.astype("<i8").tobytes())
-        return digest.hexdigest()
+        return self._holdings.sha256()
 
     def partition_summary(self) -> dict[str, Any]:
-        """What ``partition.json`` holds. With more than 1000 clients the indices are left out and the hash stands for them."""
-        summary = {
+        """What ``partition.json`` holds.
+
+        With more than 1000 clients their indices are left out, with more than 10 000 what each holds too: there are then numbers of
+        clients by number of examples and by number of classes, and ``left_out`` says so. The hash stands for all of it.
+        """
+        summary: dict[str, Any] = {
             "seed": self.seed,
             "dataset": self.dataset,
             "num_clients": self.num_clients,
             "method": repr(self.partition),
             "sha256": self.partition_hash,
-            "sizes": [len(shard) for shard in self._shards],
-            "classes_per_client": self.class_counts().tolist(),
         }
+        left_out = ["clients"] * (self.num_clients > LISTED) + ["sizes", "classes_per_client"] * (self.num_clients > COUNTED)
+        if self.num_clients <= COUNTED:
+            summary |= {"sizes": self._holdings.sizes.tolist(), "classes_per_client": self.class_counts().tolist()}
+        else:
+            classes = np.concatenate([np.count_nonzero(counts, axis=1) for counts in self._class_counts()])
+            summary |= {"clients_by_size": _tally(self._holdings.sizes), "clients_by_number_of_classes": _tally(classes)}
+        if left_out:
+            summary["left_out"] = f"{', '.join(left_out)} of {self.num_clients} clients; sha256 stands for them"
         if len(self.public):
             digest = hashlib.sha256(self.public.astype("<i8").tobytes()).hexdigest()
             summary["public"] = {"dataset": self.public_dataset or self.dataset, "size": len(self.public), "sha256": digest}
-        if self.num_clients <= 1000:
-            summary["clients"] = [{"train": c.train.tolist(), "val": c.val.tolist()} for c in self._clients()]
+        if self.num_clients <= LISTED:
+            clients = map(self.client, range(self.num_clients))
+            summary["clients"] = [{"train": c.train.tolist(), "val": c.val.tolist()} for c in clients]
         return summary
+
+
+def _tally(values: np.ndarray) -> dict[str, int]:
+    """How often each value occurs, by value."""
+    return {str(value): int(count) for value, count in zip(*np.unique(values, return_counts=True), strict=True)}

@@ -12,6 +12,7 @@ from abc import ABC, abstractmethod
 import numpy as np
 from numpy.typing import ArrayLike
 
+from fl_lightning.data.holdings import Holdings
 from fl_lightning.rng import stream
 
 MAX_DRAWS = 1000
@@ -34,12 +35,6 @@ def _check_min_size(min_size: int) -> None:
 
 def _check_clients(num_clients: int) -> None:
     require(num_clients >= 1, f"num_clients={num_clients}", "a federation has at least one client", "write 1 or more")
-
-
-def _by_owner(owner: np.ndarray, num_clients: int) -> list[np.ndarray]:
-    """Owner of every example ``[N]`` to sorted indices of every client."""
-    cuts = np.cumsum(np.bincount(owner, minlength=num_clients))[:-1]
-    return np.split(np.argsort(owner, kind="stable").astype(np.int64, copy=False), cuts)
 
 
 def _draw(by_class: list[np.ndarray], num_clients: int, beta: float, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
@@ -81,11 +76,13 @@ def dirichlet_partition(
     >>> [part.tolist() for part in dirichlet_partition([0, 0, 1, 1], num_clients=1)]
     [[0, 1, 2, 3]]
     """
-    beta = float(beta)
+    return _dirichlet(np.asarray(labels), num_clients, float(beta), seed, min_size).parts()
+
+
+def _dirichlet(label: np.ndarray, num_clients: int, beta: float, seed: int, min_size: int) -> Holdings:
     _check_clients(num_clients)
     _check_beta(beta)
     _check_min_size(min_size)
-    label = np.asarray(labels)
     require(
         min_size * num_clients <= len(label),
         f"min_size={min_size} for num_clients={num_clients}",
@@ -93,13 +90,13 @@ def dirichlet_partition(
         f"write min_size {len(label) // num_clients} or less, or fewer clients",
     )
     if math.isinf(beta):
-        return IID()(label, num_clients, seed)
+        return IID().holdings(label, num_clients, seed)
     by_class = [np.flatnonzero(label == value) for value in np.unique(label)]
     fewest = 0
     for attempt in range(MAX_DRAWS):
         owner, held = _draw(by_class, num_clients, beta, stream(seed, "partition", round=attempt))
         if held.min() >= min_size:
-            return _by_owner(owner, num_clients)
+            return Holdings.by_owner(owner, num_clients)
         fewest = max(fewest, int(held.min()))
     raise ValueError(
         f"min_size={min_size} with beta={beta}, num_clients={num_clients}: {MAX_DRAWS} draws left a client with fewer (at best "
@@ -118,7 +115,25 @@ class Partition(ABC):
         return f"{type(self).__name__}({', '.join(f'{name}={value!r}' for name, value in vars(self).items())})"
 
 
-class Dirichlet(Partition):
+class IndexPartition(Partition):
+    """A partition that makes index arrays at once, without an array for each client: subclasses say :meth:`holdings`."""
+
+    @abstractmethod
+    def holdings(self, labels: np.ndarray, num_clients: int, seed: int) -> Holdings:
+        """The examples of each client in order."""
+
+    def __call__(self, labels: np.ndarray, num_clients: int, seed: int) -> list[np.ndarray]:
+        return self.holdings(labels, num_clients, seed).parts()
+
+
+def deal(partition: Partition, labels: np.ndarray, num_clients: int, seed: int) -> Holdings:
+    """What ``partition(labels, num_clients, seed)`` says, as index arrays."""
+    if isinstance(partition, IndexPartition) and type(partition).__call__ is IndexPartition.__call__:
+        return partition.holdings(labels, num_clients, seed)
+    return Holdings.of(partition(labels, num_clients, seed))
+
+
+class Dirichlet(IndexPartition):
     """Label skew: per class, proportions ~ Dirichlet(beta) over the clients.
 
     Args:
@@ -131,21 +146,27 @@ class Dirichlet(Partition):
         _check_beta(self.beta)
         _check_min_size(min_size)
 
-    def __call__(self, labels: np.ndarray, num_clients: int, seed: int) -> list[np.ndarray]:
-        return dirichlet_partition(labels, num_clients, self.beta, seed, self.min_size)
+    def holdings(self, labels: np.ndarray, num_clients: int, seed: int) -> Holdings:
+        return _dirichlet(labels, num_clients, self.beta, seed, self.min_size)
 
 
-class IID(Partition):
+class IID(IndexPartition):
     """Every client draws from the same distribution: the shuffled examples in equal parts (sizes differ by one at most)."""
 
-    def __call__(self, labels: np.ndarray, num_clients: int, seed: int) -> list[np.ndarray]:
+    def holdings(self, labels: np.ndarray, num_clients: int, seed: int) -> Holdings:
         _check_clients(num_clients)
-        owner = np.empty(len(labels), np.int64)
-        owner[stream(seed, "partition").permutation(len(labels))] = np.arange(len(labels)) % num_clients
-        return _by_owner(owner, num_clients)
+        shuffled = stream(seed, "partition").permutation(len(labels))  # dealt like cards, one to each in turn
+        turns, more = divmod(len(labels), num_clients)
+        index, cut = np.empty(len(labels), np.int64), more * (turns + 1)
+        hands = index[:cut].reshape(more, turns + 1), index[cut:].reshape(num_clients - more, turns)
+        whole = shuffled[: turns * num_clients].reshape(turns, num_clients)
+        hands[0][:, :turns], hands[0][:, turns:], hands[1][:] = whole[:, :more].T, shuffled[whole.size :, None], whole[:, more:].T
+        for hand in hands:
+            hand.sort(axis=1)
+        return Holdings.of_sizes(index, np.repeat([turns + 1, turns], [more, num_clients - more]))
 
 
-class Shards(Partition):
+class Shards(IndexPartition):
     """Sort by label, cut into equal shards, deal the same number to every client (McMahan et al., AISTATS 2017).
 
     Args:
@@ -161,7 +182,7 @@ class Shards(Partition):
         )
         self.classes_per_client = classes_per_client
 
-    def __call__(self, labels: np.ndarray, num_clients: int, seed: int) -> list[np.ndarray]:
+    def holdings(self, labels: np.ndarray, num_clients: int, seed: int) -> Holdings:
         _check_clients(num_clients)
         shards, total = num_clients * self.classes_per_client, len(labels)
         require(
@@ -175,4 +196,4 @@ class Shards(Partition):
         by_label = shuffled[np.argsort(np.asarray(labels)[shuffled], kind="stable")]
         owner = np.empty(total, np.int64)
         owner[by_label] = (rng.permutation(shards) // self.classes_per_client)[np.arange(total) * shards // total]
-        return _by_owner(owner, num_clients)
+        return Holdings.by_owner(owner, num_clients)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -53,23 +54,23 @@ class ClientResult:
     steps: int
 
 
-class Engine:
+class Engine(ABC):
     """:meth:`start` before the first :meth:`train`, :meth:`close` after the last; most engines need neither."""
 
     name = ""
 
-    def start(self) -> None:
+    def start(self) -> None:  # noqa: B027
         """Get ready."""
 
     def units(self, orders: Sequence[Order]) -> Units:
         """Positions of the orders that are done together: cut before they are dealt, so that who does what changes no result."""
         return [[position] for position in range(len(orders))]
 
+    @abstractmethod
     def train(self, orders: Sequence[Order], units: Units | None = None) -> Iterator[ClientResult]:
         """One result for each order, in the order of the orders; ``units`` of these orders, where they are known already."""
-        raise NotImplementedError
 
-    def close(self) -> None:
+    def close(self) -> None:  # noqa: B027
         """Let go of what :meth:`start` took; can be called twice."""
 
 

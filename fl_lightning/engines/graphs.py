@@ -1,16 +1,18 @@
 """Local steps recorded once and played again: on CUDA one launch a step instead of hundreds (a *CUDA graph*).
 
-A recording reads and writes fixed memory. So the clients of one kind (:class:`~fl_lightning.engines.kinds.Kind`) share one set of static
-tensors: what ``receive`` put somewhere else is copied in before the steps and out after them, each batch is copied into static inputs, and the
-optimiser's state is set to zero instead of made anew. There is one recording for each kind and form of batch; played are the forward pass
-under autocast, the backward pass, the optimiser's step, ``on_train_batch_end`` and the float64 sums of the loss terms.
+A recording reads and writes fixed memory. So the clients of one kind (:mod:`fl_lightning.engines.kinds`) share one set of static tensors:
+what ``receive`` put somewhere else is copied in before the steps and out after them, each batch is copied into static inputs, and the
+optimiser's state is set to zero instead of made anew. There is one recording for each kind and form of batch: the forward pass under
+autocast, the backward pass, the optimiser's step, ``on_train_batch_end``, and the float64 sums of the loss terms.
 
 A recording is used only after its first play, on a copy of the state, gave what the eager step gave on the same state: bit for bit, or
-within ``TOLERANCE`` where two eager steps already differ. So whether a step is played or not changes no result, and resume stays exact.
-Everything else goes the eager way, and the log says why once: methods that are not ``stackable``, loss scales of 16-mixed, other optimisers
-than those of :func:`starts_at_zero`, steps that draw random numbers (PyTorch documents that replays advance the default generator as eager
-steps do; no card was at hand to try), read the number of the step or round, set Python attributes, or wait for the device; and, silently,
-forms of batches that turn up less than ``AFTER`` times.
+within ``TOLERANCE`` where two eager steps differ already. So where steps repeat themselves it changes no result whether a step is played,
+and resume stays exact. Everything else goes the eager way, and the log says why, once: methods that are not ``stackable``; loss scales of
+16-mixed; optimisers other than those of :func:`starts_at_zero`; steps that draw random numbers (PyTorch documents that replays advance
+the default generator as eager steps do; no card was at hand to see it), read the number of the step or round, set Python attributes, or
+wait for the device. So do, without a word, forms of batches that have turned up fewer than ``AFTER`` times.
+
+Of all this only the capture itself (:class:`~fl_lightning.engines.recorders.CudaGraphs`) has never run: the tests play tapes on a CPU.
 """
 
 from __future__ import annotations

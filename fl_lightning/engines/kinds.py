@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves
 from fl_lightning.engines.attributes import REGISTERED
 from fl_lightning.methods import Method
 
-Place = tuple[dict[str, Tensor | None], str]
+Place = tuple[dict[str, Any], str]
 Saved = list[tuple[Tensor, Tensor]]
 PLAIN = (bool, int, float, str, type(None))
 EVERY_ROUND = ("round",)
@@ -204,9 +204,7 @@ def is_plain(value: object) -> bool:
 
 
 def _at(place: Place) -> Tensor:
-    tensor = place[0][place[1]]
-    assert tensor is not None
-    return tensor
+    return place[0][place[1]]
 
 
 def _copy_of(tensor: Tensor) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Protocol
@@ -78,7 +79,9 @@ def no_synchronisation() -> Iterator[None]:
     """Within the block an operation that waits for the device raises. (In a capture it would leave the generator and the allocator in
     a state that PyTorch does not promise to mend.)"""
     before = torch.cuda.get_sync_debug_mode()
-    torch.cuda.set_sync_debug_mode("error")
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Synchronization debug mode")  # is a prototype, it says
+        torch.cuda.set_sync_debug_mode("error")
     try:
         yield
     finally:

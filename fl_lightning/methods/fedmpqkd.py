@@ -8,6 +8,7 @@ Hinton et al. (2015) for T^2; nothing more is uploaded than by FedMPQ.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from copy import deepcopy
 from typing import Any, Literal
 
@@ -18,6 +19,7 @@ from torch.nn import functional as F
 
 from fl_lightning.client import Client
 from fl_lightning.data import FederatedData
+from fl_lightning.methods import teaching
 from fl_lightning.methods.fedmpq import FedMPQ
 from fl_lightning.methods.losses import kl_divergence
 from fl_lightning.methods.schedules import CosineSchedule, LinearSchedule, at, ends
@@ -91,18 +93,29 @@ class FedMPQKD(FedMPQ):
         self.layout.write(self.teacher, weights)
         self.alpha, self.temperature = at(self.alpha_schedule, self.round), at(self.temperature_schedule, self.round)
 
+    def local_batches(self, data: FederatedData, client: Client, *, epochs: int, labels: Tensor, steps: int) -> Iterator[Any]:
+        """The client's batches, with the frozen teacher's logits as a third element where it is cheaper to have them beforehand."""
+        frozen = self.teacher_mode == "frozen" and self.alpha > 0
+        if not frozen or not teaching.pays(data.device, epochs, data.augments):
+            yield from super().local_batches(data, client, epochs=epochs, labels=labels, steps=steps)
+            return
+        numbers = torch.arange(len(labels), device=labels.device)
+        batches = super().local_batches(data, client, epochs=epochs, labels=numbers, steps=steps)
+        ahead = 1 if data.device.type == "cpu" else teaching.AHEAD
+        yield from teaching.taught(self.teacher, batches, labels, repeats=not data.augments, ahead=ahead)
+
     def training_step(self, batch: Any, batch_idx: int = 0) -> dict[str, Tensor]:
-        """FedMPQ's terms and ``loss_kd`` = alpha * T^2 * KL, as it enters."""
+        """FedMPQ's terms and ``loss_kd`` = alpha * T^2 * KL, as it enters. ``batch``: inputs, target, and the teacher's logits if known."""
         if self.alpha == 0:
             outputs = super().training_step(batch, batch_idx)
             return {**outputs, "loss_kd": torch.zeros_like(outputs["loss"])}
-        inputs, target = batch
+        inputs, target, *known = batch
         weights, bit_norm = self.quantized_weights()
         student = functional_call(self.network, weights, (inputs,))
         task = self.task_loss(student, target)
         bit = self.lambda_b * bit_norm
         with torch.set_grad_enabled(self.teacher_mode == "joint"):
-            teacher = self.teacher(inputs)
+            teacher = known[0] if known else self.teacher(inputs)
         kd = self.alpha * distillation(student, teacher.detach(), self.temperature, self.kl)
         outputs = {"loss": task + bit + kd, "loss_task": task, "loss_bit": bit, "loss_kd": kd}
         if self.teacher_mode == "joint":
@@ -118,9 +131,7 @@ class FedMPQKD(FedMPQ):
     @torch.no_grad()
     def _full_precision(self) -> Tensor:
         """The student's weights before rounding, as one vector."""
-        return self.layout.pack(
-            self.rest.unpack(self.rest.read(self.network)) | {n: w.cpu() for n, w in self.unrounded().items()}
-        )
+        return self.layout.pack(self.rest.unpack(self.rest.read(self.network)) | self._on_cpu(self.unrounded()))
 
 
 def distillation(student: Tensor, teacher: Tensor, temperature: float, kl: Literal["forward", "reverse"] = "forward") -> Tensor:

@@ -1,0 +1,50 @@
+"""The loop that one would write by hand: sequential clients, tensors in memory, torch's defaults; nothing logged, counted or saved."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import nn
+from workload import WORKLOADS, Workload, now, parser, report, weights
+
+
+def main() -> None:
+    options = parser(__doc__).parse_args()
+    work = WORKLOADS[options.workload]
+    model = work.build(options.channels_last)
+    before, steps, marks = weights(model), 0, [now()]
+    inputs, target = work.data()
+    state = {name: value.clone() for name, value in model.state_dict().items()}
+    rng = np.random.default_rng(0)
+    rounds = 1 + (options.rounds or work.rounds)
+    for _ in range(rounds):
+        total = {name: torch.zeros_like(value, dtype=torch.float32) for name, value in state.items()}
+        for client in rng.choice(work.clients, work.cohort, replace=False):
+            model.load_state_dict(state)
+            steps += train(model, work, inputs, target, int(client), rng)
+            for name, value in model.state_dict().items():
+                total[name] += value / work.cohort
+        state = {name: value.to(state[name].dtype) for name, value in total.items()}
+        marks.append(now())
+    model.load_state_dict(state)
+    report(marks, steps=steps, rounds=rounds, moved=weights(model) - before, packages=("timm",))
+
+
+def train(
+    model: nn.Module, work: Workload, inputs: torch.Tensor, target: torch.Tensor, client: int, rng: np.random.Generator
+) -> int:
+    """The client's local epochs; how many steps they had."""
+    optimizer, steps = torch.optim.SGD(model.parameters(), **work.sgd), 0
+    for _ in range(work.epochs):
+        order = torch.from_numpy(rng.permutation(work.examples)) + client * work.examples
+        for index in order.split(work.batch):
+            loss = nn.functional.cross_entropy(model(inputs[index]), target[index])
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            steps += 1
+    return steps
+
+
+if __name__ == "__main__":
+    main()

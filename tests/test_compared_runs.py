@@ -1,0 +1,217 @@
+"""Which runs ``compare`` counts, and what it says of the others."""
+
+from __future__ import annotations
+
+import json
+import shutil
+
+import pytest
+from compared import A, B, C, report_of
+from synthetic_runs import history_of, make_run, make_study
+
+from fl_lightning.__main__ import main
+from fl_lightning.settings import config_of, settings_hash
+from fl_lightning.study import gather as gathering
+from fl_lightning.study.compare import compare
+from fl_lightning.study.comparison import Comparison
+from fl_lightning.study.gather import gather
+
+pytestmark = pytest.mark.usefixtures("figures_only_where_looked_at")
+
+
+@pytest.mark.parametrize(
+    ("differs", "message"),
+    [
+        ({"dataset": "cifar10"}, "data set cifar10"),
+        ({"rounds": 6}, "number of rounds 6"),
+        ({"partition": "f" * 64}, "partition ffff"),
+    ],
+)
+def test_what_cannot_be_compared_is_refused(tmp_path, capsys, differs, message):
+    folder = make_study(tmp_path, {"A": A, "B": B})
+    shutil.rmtree(folder / "B-seed1")
+    make_run(folder, "B", 1, 0.9, **differs)
+    assert main(["compare", "--study", "study", "--root", str(tmp_path), "--out", str(tmp_path / "out")]) == 2
+    assert message in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+def test_cells_that_do_not_count_are_listed_with_their_reason(tmp_path, capsys):
+    folder = make_study(tmp_path / "runs", {"A": {s: 0.9 + 0.01 * s for s in range(6)}, "B": dict.fromkeys(range(6), 0.8)})
+    for seed in range(5):
+        shutil.rmtree(folder / f"B-seed{seed}")
+    make_run(folder, "B", 0, 0.8, status="running")
+    make_run(folder, "B", 1, 0.8)
+    (folder / "B-seed1/metadata.json").write_text("{")
+    make_run(folder, "B", 2, 0.8)
+    (folder / "B-seed2/metrics.csv").write_text("round,test/accuracy\n1,0.5\n3,0.7\n")
+    make_run(folder, "B", 3, 0.8)
+    (folder / "B-seed3/metrics.csv").write_text("round,test/accuracy\n1,oops\n")
+    make_run(folder, "B", 5, 0.7, name="B-seed5-2")  # run again: the later counts
+    make_run(folder, "Z", 0, 0.8)
+    compare("study", tmp_path / "out", tmp_path / "runs")
+    entries = {entry["name"]: entry["reason"] for entry in report_of(tmp_path / "out")["not_counted"]}
+    expected = {
+        "B-seed0": "not finished: running", "B-seed1": "metadata.json cannot be read", "B-seed2": "every round",
+        "B-seed3": "metrics.csv cannot be read", "B-seed4": "never started", "B-seed5": "B-seed5-2 is used", "Z-seed0": "not a cell",
+    }  # fmt: skip
+    assert set(entries) == set(expected)
+    said = capsys.readouterr().out
+    written = (tmp_path / "out/report.md").read_text()
+    for name, reason in expected.items():
+        assert reason in entries[name]
+        assert f"{name}: " in said
+        assert f"- {name}: " in written
+
+
+def test_numbers_that_are_none_are_left_out_and_listed(tmp_path):
+    folder = make_study(tmp_path / "runs", {"A": A, "B": B})
+    shutil.rmtree(folder / "B-seed1")
+    make_run(folder, "B", 1, 0.9, **{"train/loss": float("nan")}, tested={"corrupted/accuracy": float("inf"), "note": "text"})
+    compare("study", tmp_path / "out", tmp_path / "runs")
+    report = report_of(tmp_path / "out")
+    assert {(entry["run"], entry["metric"]) for entry in report["not_numbers"]} == {
+        ("B-seed1", "train/loss"),
+        ("B-seed1", "corrupted/accuracy"),
+    }
+    assert report["levels"][0]["methods"]["B"]["metrics"]["train/loss"]["seeds"] == [0, 2]
+    assert report["gap"]["seeds"] == [0, 1, 2]
+    assert "train/loss of B-seed1 is not a number" in (tmp_path / "out/report.md").read_text()
+
+
+def test_a_target_that_is_never_reached(tmp_path):
+    make_study(
+        tmp_path / "runs", {"A": A, "B": {0: 0.5, 1: 0.9, 2: 0.9}}, target_accuracy=0.8, criteria=["rounds(A) <= rounds(B)"]
+    )
+    compare("study", tmp_path / "out", tmp_path / "runs")
+    assert "2 of 3" in (tmp_path / "out/report.md").read_text()
+    assert report_of(tmp_path / "out")["criteria"][0]["levels"][0]["seeds"] == [1, 2]
+
+
+def test_a_folder_without_a_study_is_labelled_by_what_differs(tmp_path):
+    for seed in range(2):
+        make_run(
+            tmp_path / "mixed",
+            "FedAvg",
+            seed,
+            0.9 + 0.01 * seed,
+            tagged=False,
+            config={"model": {"lr": 0.1}, "trainer": {"devices": 1}},
+        )
+        make_run(
+            tmp_path / "mixed",
+            "FedAvg",
+            seed,
+            0.8,
+            tagged=False,
+            config={"model": {"lr": 0.5}, "trainer": {"devices": 2}},
+            name=f"x{seed}",
+        )
+        make_run(tmp_path / "mixed", "FedProx", seed, 0.7 + 0.02 * seed, tagged=False)
+    make_run(tmp_path / "mixed", "FedProx", 1, 0.7, tagged=False, name="FedProx-seed1-2")
+    results = gather(str(tmp_path / "mixed"), tmp_path)
+    assert {run.label for run in results.runs} == {"FedAvg lr=0.1", "FedAvg lr=0.5", "FedProx"}
+    assert [entry.name for entry in results.uncounted] == ["FedProx-seed1"]
+    assert Comparison(results).outcome({}).best_proposed == "FedAvg lr=0.1"
+
+
+@pytest.mark.parametrize("broken", ["missing", "nan"])
+def test_a_sweep_that_has_not_reached_the_proposed_method_is_reported(tmp_path, capsys, broken):
+    folder = make_study(tmp_path, {"P": A, "B": B, "C": C}, proposed=["P"], criteria=["accuracy(P) > accuracy(B)"])
+    for path in folder.glob("P-seed*"):
+        if broken == "missing":
+            shutil.rmtree(path)
+        else:
+            text = json.loads((path / "metadata.json").read_text())
+            (path / "metadata.json").write_text(json.dumps(text | {"final/accuracy": float("nan")}))
+    assert main(["compare", "--study", "study", "--root", str(tmp_path), "--out", str(tmp_path / "out")]) == 0
+    assert "no comparison: P has no finished run" in " ".join(capsys.readouterr().out.lower().replace(" p has", " P has").split())
+    report = report_of(tmp_path / "out")
+    assert (report["winner"], report["gap"]) == (None, None)
+    assert report["criteria"][0]["verdict"] == "undecided"
+
+
+def test_a_run_of_other_settings_is_not_taken_for_a_cell(tmp_path):
+    folder = make_study(tmp_path, {"A": A, "B": B})
+    for path in folder.glob("A-seed*"):
+        shutil.rmtree(path)
+    right = {seed: make_run(folder, "A", seed, 0.9 + seed / 100, config={"model": {"lr": 0.1}}) for seed in (0, 1)}
+    make_run(folder, "A", 1, 0.1, name="A-seed1-2", config={"model": {"lr": 0.5}})
+    make_run(folder, "A", 2, 0.1, config={"model": {"lr": 0.5}})
+    cells = []
+    for seed in range(3):
+        of_a = settings_hash({"seed_everything": seed, "model.lr": 0.1})
+        of_b = settings_hash(config_of(folder / f"B-seed{seed}"))
+        runs = {"A": {0: "A-seed0", 1: "A-seed1-2", 2: None}[seed], "B": f"B-seed{seed}"}
+        for label, hashed in (("A", of_a), ("B", of_b)):
+            cells.append({"name": f"{label}-seed{seed}", "hash": hashed, "status": "waiting", "run": runs[label]})
+    (folder / "cells.json").write_text(json.dumps(cells))
+    results = gather("study", tmp_path)
+    assert [run.name for run in results.runs if run.label == "A"] == [path.name for path in right.values()]
+    reasons = {entry.name: entry.reason for entry in results.uncounted if "other settings" in entry.reason}
+    assert set(reasons) == {"A-seed1-2", "A-seed2"}
+
+
+@pytest.mark.parametrize(
+    ("of_b", "left"),
+    [
+        ({}, {"A", "B"}),
+        ({"chosen": "best", "tested_round": 3}, set()),  # nothing says which of the two was meant
+        ({"tested_round": 3}, {"A"}),  # tested before the run went on
+    ],
+)
+def test_tests_of_different_checkpoints_are_not_put_side_by_side(tmp_path, of_b, left):
+    for seed in range(2):
+        make_run(tmp_path / "study", "A", seed, 0.9, tested={"fgsm/accuracy": 0.5})
+        make_run(tmp_path / "study", "B", seed, 0.9, tested={"fgsm/accuracy": 0.4}, **of_b)
+    results = gather("study", tmp_path)
+    assert {run.label for run in results.runs if "fgsm/accuracy" in run.metrics} == left
+    said = {entry.name for entry in results.uncounted}
+    assert said == {f"test.json of {label}-seed{seed}" for label in {"A", "B"} - left for seed in range(2)}
+    assert len(results.runs) == 4
+
+
+def test_tags_that_only_some_runs_carry_are_no_axis(tmp_path):
+    for seed in range(2):
+        make_run(tmp_path / "tuned", "A", seed, 0.9, tags={"tuned_by": "tune_kd"})
+        make_run(tmp_path / "tuned", "B", seed, 0.8)
+        make_run(tmp_path / "swept", "A", seed, 0.8, tags={"noise": "on"})
+    results = gather("tuned", tmp_path)
+    assert results.study.grid == {}
+    assert [run.name for run in results.runs] == ["A-seed0", "A-seed1", "B-seed0", "B-seed1"]
+    assert list(gather("swept", tmp_path).study.grid) == ["noise"]
+
+
+def test_one_label_of_different_settings_is_not_one_method(tmp_path, monkeypatch):
+    """Neither in a folder nor in a store, whose parameters are text; and there a test of an earlier round does not count."""
+    entries = []
+    for number, lr in enumerate((0.1, 0.5)):
+        make_run(tmp_path / "two", "A", 0, 0.9, name=f"A{number}", config={"model": {"lr": lr}})
+        metadata = json.loads((tmp_path / f"two/A{number}/metadata.json").read_text())
+        history = [dict(row) for row in history_of(0.9)]
+        history[2 if number else 4]["fgsm/accuracy"] = 0.5
+        settings = {"model.lr": str(lr), "trainer.devices": "1"}
+        entries.append(
+            {
+                "name": f"A{number}",
+                "id": f"{number}",
+                "metadata": metadata,
+                "history": history,
+                "settings": settings,
+                "typed": False,
+            }
+        )
+    assert {run.label for run in gather("two", tmp_path).runs} == {"A lr=0.1", "A lr=0.5"}
+    monkeypatch.setattr(gathering, "read_runs", lambda uri, name: entries)
+    results = gather("two", tmp_path, "sqlite:///any.db")
+    assert [(run.label, "fgsm/accuracy" in run.metrics) for run in results.runs] == [("A lr=0.1", True), ("A lr=0.5", False)]
+    assert [entry.name for entry in results.uncounted] == ["test.json of A1"]
+
+
+@pytest.mark.parametrize("value", [None, "0.9", [1]])
+def test_a_final_accuracy_that_is_no_number_is_listed(tmp_path, value):
+    folder = make_study(tmp_path, {"A": A, "B": B})
+    file = folder / "B-seed1/metadata.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"final/accuracy": value}))
+    results = gather("study", tmp_path)
+    assert [(entry.name, "final/accuracy" in entry.reason) for entry in results.uncounted] == [("B-seed1", True)]
