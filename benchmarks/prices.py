@@ -1,6 +1,6 @@
 """What quantisation and distillation cost: a client's round of FedAvg, FedMPQ and FedMPQ-KD in turn, on one CPU thread.
 
-python benchmarks/prices.py [--network mobilenetv2] [--examples 256] [--epochs 2] [--repeats 5]
+python benchmarks/prices.py [--network mobilenetv2] [--examples 256] [--epochs 2] [--repeats 5] [--no-augment]
 
 Ratios of the medians of whole client rounds: receive, local training, upload.
 """
@@ -29,13 +29,14 @@ def main() -> None:
     parser.add_argument("--examples", type=int, default=256, help="images of the client")
     parser.add_argument("--epochs", type=int, default=2, help="local epochs")
     parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--augment", action=argparse.BooleanOptionalAction, default=True, help="crop and flip the images")
     parser.add_argument("--accelerator", default="cpu")
     options = parser.parse_args()
     keep_freed_memory()
     fabric = Fabric(accelerator=options.accelerator, devices=1)
     data = FederatedImages(
         dataset="synthetic", synthetic_classes=100, synthetic_examples=4 * options.examples, num_clients=4,
-        partition=IID(), crop="shrink", flip=True, val_fraction=0.0,
+        partition=IID(), crop="shrink" if options.augment else "none", flip=options.augment, val_fraction=0.0,
     )  # fmt: skip
     data.prepare_data()
     data.setup("fit")

@@ -56,6 +56,23 @@ def run(command: list[str], *, folder: Path, environment: dict[str, str], timeou
     return Done(code, stdout, stderr, peak or None)
 
 
+def cores_in_use(seconds: float = 0.5) -> float | None:
+    """Cores that the whole machine keeps busy during the next ``seconds``; None: not known on this system."""
+    before, started = busy(), time.monotonic()
+    time.sleep(seconds)
+    after = busy()
+    return None if before is None or after is None else (after - before) / (time.monotonic() - started)
+
+
+def busy() -> float | None:
+    """Seconds of all cores since the start that were not idle."""
+    try:
+        ticks = [int(part) for part in (PROC / "stat").read_text().splitlines()[0].split()[1:9]]
+    except OSError:
+        return None
+    return (sum(ticks) - ticks[3] - ticks[4]) / os.sysconf("SC_CLK_TCK")  # less idle and waiting for a disk
+
+
 def descendants(root: int) -> set[int]:
     """``root`` and everything that it started, directly or not."""
     children = defaultdict(list)

@@ -5,7 +5,9 @@ python benchmarks/workloads.py [W1 W2 W3 W4] [--repeats 3] [--engines auto seque
 
 Each measurement is a process of its own and gives the mean seconds of a round after the first; the figure is the median of the
 repeats, the ratio that of the medians. Ours runs with MLflow, the byte ledger and checkpoints on; the plain loop has none of them.
-Nobody evaluates in between. ``peers/README.md`` says how a peer's environment is made and what was chosen for it.
+Nobody evaluates in between. ``others`` is the most cores that other work kept busy right before a run: where it is not 0.0, a program
+of more threads than free cores may wait many times as long as it computes. ``peers/README.md`` says how a peer's environment is made
+and what was chosen for it.
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from processes import run
+from processes import cores_in_use, run
 from workload import WORKLOADS
 
 HERE = Path(__file__).resolve().parent
@@ -41,7 +43,7 @@ def main(arguments: list[str] | None = None) -> None:
     options = parse(arguments)
     who = contenders(options)
     document: Result = {"machine": machine(), "repeats": options.repeats, "channels_last": options.channels_last, "rows": []}
-    print(f"{'':10}{'who':24}{'ms a round':>12}{'ratio':>8}{'start s':>9}{'peak MiB':>10}")
+    print(f"{'':10}{'who':24}{'ms a round':>12}{'ratio':>8}{'start s':>10}{'peak MiB':>10}{'others':>10}")
     for name in options.workloads:
         rows = summarise(name, measure_all(name, who, options))
         for row in rows:
@@ -108,7 +110,7 @@ def measure(name: str, command: tuple[str, ...], rounds: int) -> Result:
         return {"error": f"there is no interpreter at {python}"}
     rest = [str(HERE / part) if part.endswith(".py") else part for part in rest]
     paths = [str(HERE), str(HERE.parent)]  # a peer's environment has no fl_lightning, and needs its networks
-    load, launched = os.getloadavg()[0], time.time()
+    others, launched = cores_in_use(), time.time()
     with tempfile.TemporaryDirectory() as folder:
         done = run(
             [os.path.abspath(found), *rest, name, "--rounds", str(rounds or WORKLOADS[name].rounds)],
@@ -122,11 +124,11 @@ def measure(name: str, command: tuple[str, ...], rounds: int) -> Result:
     if result["steps_a_round"] != WORKLOADS[name].steps:
         return result | {"error": f"{result['steps_a_round']} local steps a round instead of {WORKLOADS[name].steps}"}
     start = result.pop("first_round_ended") - launched - result["seconds"]
-    return result | {"start_seconds": start, "peak_mib": done.peak_mib, "load": load}
+    return result | {"start_seconds": start, "peak_mib": done.peak_mib, "others": others}
 
 
 def summarise(name: str, runs: dict[str, list[Result]]) -> list[Result]:
-    """One row for each contender: medians, the largest peak, and all that the runs said."""
+    """One row for each contender: medians, the largest peak and disturbance, and all that the runs said."""
     rows = []
     for label, found in runs.items():
         row: Result = {"workload": name, "who": label, "runs": found}
@@ -135,8 +137,7 @@ def summarise(name: str, runs: dict[str, list[Result]]) -> list[Result]:
             row["error"] = failed[0]
         elif found:
             row |= {key: median(run[key] for run in found) for key in ("seconds", "start_seconds")}
-            peaks = [run["peak_mib"] for run in found if run["peak_mib"] is not None]
-            row["peak_mib"] = max(peaks, default=None)
+            row |= {key: max((run[key] for run in found if run[key] is not None), default=None) for key in ("peak_mib", "others")}
             row["engine"] = "/".join(sorted({run["engine"] for run in found if "engine" in run})) or None
         rows.append(row)
     base = rows[0].get("seconds")
@@ -150,8 +151,9 @@ def line(row: Result) -> str:
     head = f"{row['workload']:10}{label:24}"
     if "error" in row:
         return f"{head}failed: {row['error'][:160]}"
-    ratio, peak = (f"{row[key]:{form}}" if row[key] is not None else "-" for key, form in (("ratio", ".2f"), ("peak_mib", ".0f")))
-    return f"{head}{1e3 * row['seconds']:12.1f}{ratio:>8}{row['start_seconds']:9.1f}{peak:>10}"
+    forms = {"ratio": ".2f", "start_seconds": ".1f", "peak_mib": ".0f", "others": ".1f"}
+    ratio, *rest = ("-" if row[key] is None else f"{row[key]:{form}}" for key, form in forms.items())
+    return f"{head}{1e3 * row['seconds']:12.1f}{ratio:>8}" + "".join(f"{cell:>10}" for cell in rest)
 
 
 def choice(rows: list[Result]) -> str:

@@ -17,10 +17,10 @@ SHOWN = 200  # clients; more columns than that cannot be told apart on a page
 
 
 class PartitionFigure(Meter):
-    """Draws ``figures/partition`` before the first round, from ``data.partition_summary()["classes_per_client"]``."""
+    """Draws ``figures/partition`` before the first round, from ``data.class_counts()``."""
 
     def on_setup(self, context: Context) -> None:
-        counts = np.asarray(context.data.partition_summary()["classes_per_client"])
+        counts = context.data.class_counts()
         draw(context, "partition", lambda: partition_figure(counts))
 
 

@@ -123,7 +123,7 @@ def validate(fabric: Fabric, method: Method, data: FederatedData, states: States
 def predict_validation(fabric: Fabric, method: Method, data: FederatedData, states: States = NONE) -> tuple[Tensor, ...]:
     """Logits ``[n, C]``, targets ``[n]`` and owners ``[n]`` of all clients' validation examples, on the CPU; ``()`` when there are none."""
     if method.personalised:
-        held = (id for id in range(data.num_clients) if len(data.client(id).val))
+        held = data.validating.tolist()
         return together(
             (number, _validate_own(fabric, method, data, data.client(id, states.get(id)))) for number, id in share(held)
         )

@@ -10,7 +10,6 @@ from hashlib import sha256
 from time import perf_counter
 from typing import TypeVar
 
-import numpy as np
 import torch
 from lightning.fabric import Fabric
 from torch import Tensor
@@ -87,15 +86,14 @@ def train_round(fed: Federation, record: RoundRecord) -> None:
 
 def sample_cohort(fed: Federation, round: int) -> list[Assignment]:
     """A uniform sample of the clients that have training data, in order of id."""
-    candidates = fed.data.sizes.nonzero()[0]
-    ids = rng.stream(fed.seed, "cohort", round).choice(candidates, cohort_size(fed), replace=False, shuffle=False)
+    ids = rng.stream(fed.seed, "cohort", round).choice(fed.data.active, cohort_size(fed), replace=False, shuffle=False)
     # copies: what a client keeps counts once it is done, so that an interrupted round leaves no trace in the checkpoint
     return [Assignment(fed.data.client(int(id), dict(fed.states.get(int(id), {})))) for id in sorted(ids)]
 
 
 def cohort_size(fed: Federation) -> int:
     """Clients that are sampled each round."""
-    return max(1, math.floor(fed.participation * np.count_nonzero(fed.data.sizes) + 0.5))
+    return max(1, math.floor(fed.participation * len(fed.data.active) + 0.5))
 
 
 def make_order(fed: Federation, round: int, assignment: Assignment) -> Order:
@@ -120,7 +118,10 @@ def encode_broadcast(fed: Federation, client: Client) -> bytes:
 def train(fed: Federation, round: int, orders: Sequence[Order]) -> Iterator[ClientResult]:
     """As they come, in cohort order."""
     for result in fed.engine.train(orders):
-        fed.states[result.client.id] = result.state
+        if result.state:
+            fed.states[result.client.id] = result.state
+        else:  # a million clients that keep nothing leave nothing to go through each round
+            fed.states.pop(result.client.id, None)
         tell(fed.callbacks, "on_client_end", result.client, round, fed.context)
         yield result
 

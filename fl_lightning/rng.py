@@ -33,8 +33,8 @@ def stream(seed: int, purpose: str, round: int = 0, client: int = 0) -> np.rando
 
 def streams(seed: int, purpose: str, clients: Iterable[int]) -> Iterator[np.random.Generator]:
     """:func:`stream` of each of many clients, for half the time; each lasts until the next one is taken."""
-    bits = np.random.Philox(_Key(key(seed, purpose)))
-    generator, state = np.random.Generator(bits), bits.state
+    generator = stream(seed, purpose)
+    bits, state = generator.bit_generator, generator.bit_generator.state
     for client in clients:
         state["state"]["key"] = np.frombuffer(key(seed, purpose, client=client), dtype="<u8")
         bits.state = state

@@ -13,7 +13,7 @@ from torch import nn
 
 from fl_lightning import methods, rng
 from fl_lightning.conformance.toy import images
-from fl_lightning.engines import Order, SequentialEngine, graphs
+from fl_lightning.engines import Order, SequentialEngine, graphs, kinds
 from fl_lightning.engines.graphs import RecordedSteps
 from fl_lightning.engines.recorders import Rerun
 from fl_lightning.engines.steps import Steps
@@ -134,9 +134,9 @@ def test_tensors_that_are_replaced_and_kept():
     assert len({float(result.state["mean_loss"]) for result in found[0]}) == 12
 
 
-@pytest.mark.parametrize("kinds", [1, 2])
-def test_more_kinds_than_are_kept(kinds, monkeypatch):
-    monkeypatch.setattr(graphs, "KINDS", kinds)
+@pytest.mark.parametrize("kept", [1, 2])
+def test_more_kinds_than_are_kept(kept, monkeypatch):
+    monkeypatch.setattr(graphs, "KINDS", kept)
     name, recorder = "AQFL", Tapes()
     assert_same(rounds(make(name)), rounds(make(name), recorder))
     assert recorder.recorded > 0
@@ -282,3 +282,18 @@ def test_where_steps_do_not_repeat_themselves_they_are_compared_within_rounding(
     assert not graphs.near(one, one + 4e-4)
     assert not graphs.same(one, one + 1e-6)
     assert graphs.same(one, one.clone())
+
+
+def test_numbers_on_the_host_are_part_of_the_kind(monkeypatch):
+    """A card would keep the first client's."""
+    method = make("FedAvg")
+    rounds(method, count=1)
+    method.register_buffer("factor", torch.tensor(1.0))
+    optimizer = method.configure_optimizers()
+    one = kinds.client_form(method, optimizer)
+    method.factor = torch.tensor(2.0)
+    assert kinds.client_form(method, optimizer) == one
+    monkeypatch.setattr(type(method), "device", torch.device("cuda"))
+    two = kinds.client_form(method, optimizer)
+    method.factor = torch.tensor(3.0)
+    assert kinds.client_form(method, optimizer) != two

@@ -71,6 +71,7 @@ def test_everybody_holds_what_a_loop_over_clients_gives_them(
     assert data.partition_hash == digest
     assert data.sizes.tolist() == [len(train) for train, _ in expected]
     assert data.active.tolist() == [id for id, (train, _) in enumerate(expected) if len(train)]
+    assert data.validating.tolist() == [id for id, (_, val) in enumerate(expected) if len(val)]
     label = data.train_target.numpy()
     counts = [np.bincount(label[np.concatenate(both)], minlength=10).tolist() for both in expected]
     assert data.class_counts().tolist() == counts

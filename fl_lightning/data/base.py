@@ -174,6 +174,11 @@ class FederatedData(LightningDataModule, ABC):
         """Clients that have training examples, sorted ids, int64."""
         return np.flatnonzero(self.sizes)
 
+    @property
+    def validating(self) -> np.ndarray:
+        """Clients that have validation examples, sorted ids, int64."""
+        return np.flatnonzero(self._holdings.held_out)
+
     def labels(self, client: Client) -> Tensor:
         """Labels of the client's training examples, int64 ``[n]`` on the device, in the order of ``client.train``."""
         return self.train_target[self._to_device(client.train)]

@@ -75,9 +75,10 @@ class Holdings:
         n = self.sizes
         held_out = np.clip(np.rint(fraction * n), 1, np.maximum(n - 1, 1)).astype(np.int64) * (n >= 2) * (fraction > 0)
         chosen = np.zeros(len(self.index), bool)
-        position, drawn = np.arange(n.max(initial=0)), held_out.nonzero()[0].tolist()
-        for id, rng in zip(drawn, streams(seed, "validation", drawn), strict=True):
-            chosen[self.starts[id] + rng.permutation(position[: n[id]])[: held_out[id]]] = True
+        position, drawn = np.arange(n.max(initial=0)), held_out.nonzero()[0]
+        places = zip(*(array[drawn].tolist() for array in (self.starts, n, held_out)), strict=True)
+        for (start, size, first), rng in zip(places, streams(seed, "validation", drawn.tolist()), strict=True):
+            chosen[start + rng.permutation(position[:size])[:first]] = True
         index = np.concatenate([self._in_order(block, chosen) for block in self.blocks()])
         return Holdings(index, self.starts, held_out)
 
@@ -114,7 +115,7 @@ class Holdings:
             line[begins], line[begins + 1 + n - held] = n - held, held
             line[_ranges(begins + 1, n - held)] = self.index[_ranges(starts + held, n - held)]
             line[_ranges(begins + 2 + n - held, held)] = self.index[_ranges(starts, held)]
-            digest.update(line)
+            digest.update(line.data)
         return digest.hexdigest()
 
 

@@ -90,7 +90,7 @@ def _measured(fabric: Fabric, method: Method, data: FederatedData) -> str:
     sequential, batched = SequentialEngine(fabric, method, data), BatchedEngine(fabric, method, data)
     round, method.round = method.round, 1
     try:
-        clients = [data.client(int(id)) for id in data.sizes.nonzero()[0][:CLIENTS]]
+        clients = [data.client(int(id)) for id in data.active[:CLIENTS]]
         orders = [
             Order(client, method.broadcast(client).to_bytes(), data.labels(client), 1, min(STEPS, data.num_steps(client, 1)))
             for client in clients

@@ -170,13 +170,15 @@ class RecordedSteps(Steps):
             kind.restore(saved)
 
     def _tried(self, kind: Kind, batch: Any, index: int, attributes: Attributes, saved: Saved) -> Recording:
-        generators = _generators(self.fabric.device)
+        generators, elsewhere = _generators(self.fabric.device), kind.elsewhere()
         names = self._work(kind, batch, index)
         expected = kind.save()
         if changed := attributes.changed():
             raise RefusedError(f"a step sets {changed!r}, which is neither a parameter nor a buffer")
         if not all(map(torch.equal, generators, _generators(self.fabric.device))):
             raise RefusedError("a step draws random numbers")
+        if elsewhere != kind.elsewhere():
+            raise RefusedError("a step writes a tensor that is not on the device")
         if len(expected) != len(saved):
             raise RefusedError("a step makes state that the steps before it did not have")
         if any(value.device != self.fabric.device for value in kind.sums.values()):

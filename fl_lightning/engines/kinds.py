@@ -137,6 +137,11 @@ class Kind:
 
     # States: what a step may change
 
+    def elsewhere(self) -> list[tuple[int, int]]:
+        """Which tensors of the module are not on the device, and how often they were written to: a replay would not."""
+        tensors = map(_at, places(self.method))
+        return [(id(tensor), tensor._version) for tensor in tensors if tensor.device != self.device]
+
     def _tensors(self) -> list[Tensor]:
         static = {id(tensor): tensor for _, tensor in self.places}
         return [*static.values(), *self._optimizer_state(), *self.sums.values()]
@@ -183,10 +188,15 @@ def client_form(method: Method, optimizer: Optimizer) -> Any:
     )
     return (
         tuple((id(module), module.training) for module in method.modules()),
-        tuple((first[id(t)], t.shape, t.dtype, t.stride(), t.device, t.requires_grad) for t in tensors),
+        tuple((first[id(t)], t.shape, t.dtype, t.stride(), t.device, t.requires_grad, _baked_in(t, method)) for t in tensors),
         tuple((name, repr(value)) for name, value in vars(method).items() if name not in EVERY_ROUND and is_plain(value)),
         (type(optimizer), groups),
     )
+
+
+def _baked_in(tensor: Tensor, method: Method) -> float | None:
+    """The value of a number on the host that a recording on a device would keep for ever."""
+    return tensor.item() if tensor.ndim == 0 and tensor.device.type == "cpu" and method.device.type != "cpu" else None
 
 
 def strange_value(method: Method, before: Mapping[str, Any]) -> str:

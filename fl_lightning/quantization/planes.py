@@ -41,8 +41,7 @@ def to_planes(weights: Tensor, bits: int) -> tuple[Tensor, Tensor]:
 
 def units(planes: Tensor) -> Tensor:
     """sum_b 2^b (p_b - n_b), not rounded: ``[2, N, n] -> [n]``."""
-    powers = _powers(planes)
-    return powers @ planes[0] - powers @ planes[1]
+    return _signed_powers(planes) @ planes.flatten(0, 1)
 
 
 class Layer(NamedTuple):
@@ -69,7 +68,7 @@ def reconstruct(flat: Tensor, scales: Tensor, layers: Sequence[Layer], matched: 
         scales: s of each layer ``[L]``.
         matched: the gradient of a layer's planes is divided by :func:`gain`.
     """
-    *weights, penalty = _Reconstruct.apply(flat, scales, tuple(layers), matched)
+    *weights, penalty, _ = _Reconstruct.apply(flat, scales, tuple(layers), matched)
     return weights, penalty
 
 
@@ -78,40 +77,42 @@ class _Reconstruct(torch.autograd.Function):
 
     @staticmethod
     def forward(flat: Tensor, scales: Tensor, layers: tuple[Layer, ...], matched: bool) -> tuple[Tensor, ...]:
-        weights, terms = [], []
-        for (bits, size), planes, scale in _each(flat, scales, layers):
+        weights, norms = [], []
+        for (bits, _), planes, scale in _each(flat, scales, layers):
             weights.append(units(planes).round_().mul_(scale / (2**bits - 1)))
-            terms.append(bits * size * _norms(planes).sum())
-        return *weights, torch.stack(terms).sum() / sum(size for _, size in layers)
+            norms.append(_norms(planes))
+        terms = torch.stack([bits * size * norm.sum() for (bits, size), norm in zip(layers, norms, strict=True)])
+        return *weights, terms.sum() / sum(size for _, size in layers), torch.cat(norms)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor, tuple[Layer, ...], bool], output: Any) -> None:
         flat, scales, ctx.layers, ctx.matched = inputs
-        ctx.save_for_backward(flat, scales)
+        ctx.save_for_backward(flat, scales, output[-1])
+        ctx.mark_non_differentiable(output[-1])
         ctx.set_materialize_grads(False)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor, None, None, None]:
-        flat, scales = ctx.saved_tensors
-        *of_weights, of_penalty = gradients
+        flat, scales, all_norms = ctx.saved_tensors
+        *of_weights, of_penalty, _ = gradients
         out = torch.empty_like(flat)
         pieces = out.split([layer.length for layer in ctx.layers])
         total = sum(size for _, size in ctx.layers)
-        each = zip(_each(flat, scales, ctx.layers), pieces, of_weights, strict=True)
-        for (layer, planes, scale), piece, of_weight in each:
+        norms = all_norms.split([layer.bits for layer in ctx.layers])
+        each = zip(_each(flat, scales, ctx.layers), pieces, norms, of_weights, strict=True)
+        for (layer, planes, scale), piece, norm, of_weight in each:
             bits, size = layer
             factor = 1 / gain(bits, scale) if ctx.matched else torch.ones_like(scale)
             gradient = layer.view(piece)
             if of_penalty is None:
                 gradient.zero_()
             else:
-                share = of_penalty * factor * (bits * size / total) / _norms(planes)
+                share = of_penalty * factor * (bits * size / total) / norm
                 torch.mul(planes, share.unsqueeze(1), out=gradient)
             if of_weight is not None:
-                rise = _powers(planes) * (factor * scale / (2**bits - 1))
-                gradient[0].addr_(rise, of_weight)
-                gradient[1].addr_(rise, of_weight, alpha=-1)
+                rise = _signed_powers(planes) * (factor * scale / (2**bits - 1))
+                gradient.flatten(0, 1).addr_(rise, of_weight)
         return out, None, None, None
 
     @staticmethod
@@ -122,7 +123,7 @@ class _Reconstruct(torch.autograd.Function):
             for tensor, dim in zip((flat, scales), in_dims, strict=False)
         )
         rows = [_Reconstruct.apply(*row, layers, matched) for row in zip(flat, scales, strict=True)]
-        return tuple(torch.stack(column) for column in zip(*rows, strict=True)), (0,) * (len(layers) + 1)
+        return tuple(torch.stack(column) for column in zip(*rows, strict=True)), (0,) * (len(layers) + 2)
 
 
 def _each(flat: Tensor, scales: Tensor, layers: Sequence[Layer]) -> Iterator[tuple[Layer, Tensor, Tensor]]:
@@ -130,8 +131,10 @@ def _each(flat: Tensor, scales: Tensor, layers: Sequence[Layer]) -> Iterator[tup
         yield layer, layer.view(piece), scale
 
 
-def _powers(planes: Tensor) -> Tensor:
-    return 2.0 ** torch.arange(planes.shape[1], device=planes.device, dtype=planes.dtype)
+def _signed_powers(planes: Tensor) -> Tensor:
+    """2^b of the planes of positive weights, -2^b of the others: ``[2 N]``; one pass over both is twice as fast as one over each."""
+    powers = 2.0 ** torch.arange(planes.shape[1], device=planes.device, dtype=planes.dtype)
+    return torch.cat([powers, -powers])
 
 
 def _norms(planes: Tensor) -> Tensor:
