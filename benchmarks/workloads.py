@@ -73,6 +73,10 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     options.workloads = options.workloads or list(WORKLOADS)
     if unknown := [name for name in options.workloads if name not in WORKLOADS]:
         parser.error(f"workload {unknown[0]!r}; one of {', '.join(WORKLOADS)}; write e.g. W1")
+    if options.repeats < 1 or options.rounds < 0:
+        parser.error(
+            f"--repeats {options.repeats} --rounds {options.rounds}; at least 1 and 0; write --repeats 3 and leave --rounds out"
+        )
     given = [peer.partition("=") for peer in options.peers]
     for name, equals, python in given:
         if name not in PEERS or not equals or not python:

@@ -185,9 +185,10 @@ def log_rounds(logger: Any, rounds: Sequence[Round]) -> None:
     from lightning.fabric.utilities.logger import _add_prefix
     from mlflow.entities import Metric
 
-    client, run_id, batch = logger.experiment, logger.run_id, []
+    client, run_id = logger.experiment, logger.run_id
+    batch: list[Metric] = []
     for round in rounds:
-        named = _add_prefix(dict(round.metrics), logger._prefix, logger.LOGGER_JOIN_CHAR)
+        named: Mapping[str, Any] = _add_prefix(dict(round.metrics), logger._prefix, logger.LOGGER_JOIN_CHAR)
         row = [Metric(_NOT_IN_NAMES.sub("", key), value, round.time, round.step) for key, value in named.items()]
         if batch and len(batch) + len(row) > METRICS_PER_CALL:
             client.log_batch(run_id, metrics=batch, **logger._log_batch_kwargs)

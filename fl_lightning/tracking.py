@@ -1,8 +1,8 @@
 """Loggers that the training neither waits for nor fails with.
 
 The default is MLflow in ``sqlite:///mlflow.db`` (or ``MLFLOW_TRACKING_URI``); any Lightning logger can stand in its place.
-Artifacts go where the logger takes them (MLflow). Each logger has a writer's thread of its own, and MLflow gets the rounds of a second
-in one transaction: rounds that a killed run did not get to give it, it is given when the run is continued.
+Artifacts go where the logger takes them (MLflow). Each logger has a writer's thread of its own, and MLflow gets the rounds of two
+seconds in one transaction; those that a killed run did not get to give it, it is given when the run is continued.
 A logger that raises, or does not answer, is reported once and left alone.
 """
 
@@ -41,8 +41,8 @@ from fl_lightning.writer import Writer
 
 log = logging.getLogger("fl_lightning")
 
-PAUSE = 1.0
-"""Seconds between two transactions: a page that is looked at is no older, and a transaction costs as much as 100 metrics."""
+PAUSE = 2.0
+"""Seconds between two transactions: a page that is looked at is no older, and a transaction costs as much as 100 metrics do."""
 TOGETHER = 100  # rounds of one write at most
 
 
@@ -84,7 +84,9 @@ class Channel:
             self.summarised_at = step
 
     def finalize(self, status: Status) -> None:
-        self.logger.finalize(status if self.is_mlflow else {"FINISHED": "success", "FAILED": "failed", "KILLED": "aborted"}[status])
+        self.logger.finalize(
+            status if self.is_mlflow else {"FINISHED": "success", "FAILED": "failed", "KILLED": "aborted"}[status]
+        )
 
 
 class Tracking:
@@ -142,7 +144,7 @@ class Tracking:
         return f"mlflow ui --backend-store-uri {SQLITE}{path.name if path.parent == Path.cwd() else path}"
 
     def start(self, params: Mapping[str, Any], tags: Mapping[str, Any]) -> None:
-        """Open the stores and record ``params`` (nested; flattened with dots) and ``tags``; what was logged before comes after that."""
+        """Open the stores, record ``params`` (nested; flattened with dots) and ``tags``, then what has been logged already."""
         flat, marks = as_params(params), {key: str(value) for key, value in tags.items()}
         for channel in list(self._channels):
             begin = partial(self._begin, channel, flat, marks), START_LIMIT

@@ -86,7 +86,8 @@ class Writer(Generic[T]):
         self._alarm.put(None)
         while not self._is_stuck():
             with suppress(Empty):
-                return done.get(timeout=POLL)
+                done.get(timeout=POLL)
+                return
 
     def close(self) -> None:
         """Do what is left and end the thread; what is given after that begins another one."""

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import ast
+import gc
 import os
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,7 +16,7 @@ import pytest
 import yaml
 
 from fl_lightning import commands
-from fl_lightning.__main__ import main
+from fl_lightning.__main__ import main, no_collections
 from fl_lightning.errors import InputError
 from fl_lightning.trainer import FederatedTrainer
 
@@ -292,6 +295,29 @@ def python(*args: str, cwd: Path | None = None) -> subprocess.CompletedProcess[s
     return subprocess.run(
         [sys.executable, *args], capture_output=True, text=True, cwd=cwd, env={**os.environ, "PYTHONPATH": paths}
     )
+
+
+def test_the_commands_import_only_what_every_command_needs() -> None:
+    """torchvision, scipy and matplotlib come with Lightning; what a run may never need comes when it does."""
+    seen = "import sys, fl_lightning.cli, callbacks; print({name.partition('.')[0] for name in sys.modules})"
+    done = python("-c", seen)
+    assert done.returncode == 0, done.stderr
+    imported = set(ast.literal_eval(done.stdout))
+    assert "torch" in imported
+    assert imported.isdisjoint({"mlflow", "sklearn", "timm", "optuna", "pandas", "sqlalchemy", "alembic", "tensorboard"})
+
+
+def test_imports_are_made_without_collections_and_the_rest_with_them() -> None:
+    assert gc.isenabled()
+    with suppress(ImportError), no_collections():
+        assert not gc.isenabled()
+        raise ImportError("no such module")
+    assert gc.isenabled()
+    assert gc.get_freeze_count() == 0
+    circle: list[Any] = [[]]
+    circle.append(circle)
+    del circle
+    assert gc.collect() > 0
 
 
 @pytest.mark.parametrize(

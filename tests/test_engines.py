@@ -202,7 +202,7 @@ def test_auto_measures_large_cohorts_only_and_a_continued_run_keeps_its_choice(t
 
 def test_auto_takes_what_is_clearly_faster(tmp_path, monkeypatch, caplog):
     """The clock is ours: a second a client in turn, and so many for all at once."""
-    for at_once, expected in ((0.5, "batched"), (0.7, "sequential")):
+    for at_once, expected in ((0.5, "batched"), (0.8, "sequential")):
         times = {SequentialEngine: 1.0, BatchedEngine: at_once}
         monkeypatch.setattr(choice, "MANY", 2)
         monkeypatch.setattr(choice, "HEAVY", 10.0)

@@ -30,6 +30,7 @@ def processes(monkeypatch):
     ("flags", "said"),
     [
         (["W5"], "workload 'W5'; one of W1, W2, W3, W4"),
+        (["W1", "--repeats", "0"], "--repeats 0 --rounds 0; at least 1 and 0"),
         (["W1", "--peers", "fedlab=python"], "--peers fedlab=python; NAME=PYTHON with a name of flower,"),
         (["W1", "--peers", "pfl"], "--peers pfl; NAME=PYTHON"),
         (["W1", "--peers", "pfl="], "--peers pfl=; NAME=PYTHON"),

@@ -13,7 +13,7 @@ from lightning.fabric import Fabric
 from fl_lightning.data import FederatedData
 from fl_lightning.engines import collectives
 from fl_lightning.engines.base import Engine, Order
-from fl_lightning.engines.batched import BatchedEngine
+from fl_lightning.engines.batched import MOST, BatchedEngine
 from fl_lightning.engines.memory import keep_freed_memory
 from fl_lightning.engines.pool import PoolEngine
 from fl_lightning.engines.ranks import RankedEngine
@@ -25,14 +25,16 @@ from fl_lightning.methods.base import is_stackable
 log = logging.getLogger("fl_lightning")
 
 EngineName = Literal["auto", "sequential", "batched"]
-CLEARLY = 0.6
+CLEARLY = 0.75
 """Share of the sequential engine's time below which the batched one is taken: the two round differently, so a choice between
 equals must not hang on the noise of a clock."""
-HEAVY = 0.02
+HEAVY = 0.005
 """Seconds of a local step on a CPU that is bound by arithmetic: nothing is saved by starting fewer operations."""
 MANY = 32
 """Clients in a cohort from which stacking them is worth a measurement."""
-CLIENTS, STEPS = 16, 2  # of the probe
+STEPS = 2  # of each client of the probe
+BRIEF = 0.3  # seconds that the probe's clients take in turn, at most, if that is at least FEWEST of them
+FEWEST = 16
 
 
 def make_engine(
@@ -90,18 +92,19 @@ def _measured(fabric: Fabric, method: Method, data: FederatedData) -> str:
     sequential, batched = SequentialEngine(fabric, method, data), BatchedEngine(fabric, method, data)
     round, method.round = method.round, 1
     try:
-        clients = [data.client(int(id)) for id in data.active[:CLIENTS]]
+        clients = [data.client(int(id)) for id in data.active[:MOST]]
         orders = [
             Order(client, method.broadcast(client).to_bytes(), data.labels(client), 1, min(STEPS, data.num_steps(client, 1)))
             for client in clients
         ]
-        steps = sum(order.steps for order in orders)
         for _ in range(2):  # the first one warms up
             one = _seconds(sequential, orders[:1])
         if fabric.device.type == "cpu" and one > HEAVY * orders[0].steps:
             return _say("sequential", f"a local step takes {1e3 * one / orders[0].steps:.0f} ms, arithmetic")
+        orders = orders[: max(FEWEST, int(BRIEF / one))]
+        steps = sum(order.steps for order in orders)
         in_turn = at_once = float("inf")
-        for _ in range(2):
+        for _ in range(3):
             in_turn, at_once = min(in_turn, _seconds(sequential, orders)), min(at_once, _seconds(batched, orders))
             if batched.reason:
                 return "sequential"
