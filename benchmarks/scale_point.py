@@ -1,4 +1,4 @@
-"""One point of ``scale.py``: a whole run, everything on that a run has by default (MLflow, byte ledger, checkpoints), nobody evaluates in between.
+"""One point of ``scale.py``: a whole run with all that it has by default (MLflow, byte ledger, checkpoints); nobody evaluates in between.
 
 Every client holds 20 examples of its own in the index arrays and the labels; their inputs are taken, by turns, from a table of 65 536, so
 that what grows with the population is what the project keeps of it and not the examples. The phases are measured from here: the
@@ -8,6 +8,7 @@ functions of the round are wrapped, nothing is added to the package.
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import logging
 import os
@@ -16,6 +17,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from functools import partial, wraps
+from itertools import pairwise
 from statistics import median
 from typing import Any
 
@@ -113,7 +115,7 @@ class Watch(Meter):
 
 
 def held(pid: int) -> float:
-    """MiB that a process holds beside the programs and libraries that it runs; a page that k processes share counts 1/k in each."""
+    """MiB that a process holds beside the files that it maps; a page that k processes share counts 1/k in each."""
     found = 0
     with suppress(OSError):
         for line in (PROC / str(pid) / "smaps_rollup").read_text().splitlines():
@@ -135,18 +137,18 @@ def main() -> None:
     for name, (owner, function) in PHASES.items():
         setattr(owner, function, phases.timed(name, getattr(owner, function)))
     watch = Watch(phases)
-    data = Vectors(
-        dataset="vectors", num_clients=options.population, partition=IID(), batch_size=EXAMPLES, val_fraction=0.0
-    )
+    data = Vectors(dataset="vectors", num_clients=options.population, partition=IID(), batch_size=EXAMPLES, val_fraction=0.0)
     trainer = FederatedTrainer(
         accelerator="cpu", max_rounds=WARM + options.rounds + 1, participation=options.cohort / options.population, local_epochs=1,
         eval_every=10**6, callbacks=[watch], engine=options.engine, workers=options.workers, deterministic=False,
     )  # fmt: skip
+    importlib.import_module("mlflow")  # which a run imports beside its first rounds
+    libraries = held(os.getpid())
     begun, started = time.time(), time.perf_counter()
     trainer.fit(FedAvg(network=OneHidden, optimizer=partial(torch.optim.SGD, lr=0.1)), data)
     timed = watch.marks[WARM:]
     total = timed[-1] - timed[0]
-    took = [later - earlier for earlier, later in zip(timed, timed[1:], strict=False)]
+    took = [later - earlier for earlier, later in pairwise(timed)]
     shares = {name: watch.shares.get(name, 0.0) / total for name in PHASES}
     print("\n" + json.dumps({
         "population": options.population, "cohort": options.cohort, "workers": options.workers, "rounds": options.rounds,
@@ -154,7 +156,7 @@ def main() -> None:
         "seconds": total / options.rounds, "median_seconds": median(took),
         "start_seconds": (begun - options.launched if options.launched else 0.0) + watch.marks[0] - started,
         "shares": shares | {"rest": 1 - sum(shares.values())},
-        "memory_mib": watch.processes,
+        "memory_mib": sum(watch.processes) - libraries, "libraries_mib": libraries,
         "labels_mib": data.train_target.nbytes / 2**20,
         "upload_bytes": trainer.progress.history[-1]["comm/upload_bytes"] / options.cohort,
         "partition_json_bytes": (trainer.run_dir / "partition.json").stat().st_size,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import sys
 
 import numpy as np
 import pytest
@@ -110,6 +111,18 @@ def test_a_second_seed_leaves_nothing_of_the_first() -> None:
         other.active.tolist(),
         *map(torch.Tensor.sum, other._all_validation),
     )
+
+
+def test_a_client_more_is_no_object_more() -> None:
+    def kept(num_clients: int) -> int:
+        before = sys.getallocatedblocks()
+        data = ready(num_clients=num_clients, partition=IID(), synthetic_examples=60_000, synthetic_size=2, val_fraction=0.1)
+        assert len(data.partition_hash) + len(data.sizes) + len(data.active) + len(list(data.val_batches())) > num_clients
+        assert len(data.client(num_clients - 1).train)
+        return sys.getallocatedblocks() - before
+
+    kept(10)
+    assert abs(kept(20_000) - kept(10)) < 1000
 
 
 def test_the_summary_of_many_clients_is_small_and_says_what_is_missing() -> None:

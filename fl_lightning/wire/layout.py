@@ -39,9 +39,11 @@ class Layout:
     def write(self, module: nn.Module, vector: Tensor) -> None:
         """Set the module's values in place, on its device."""
         tensors = tensors_of(module)
+        own = [tensors[name] for name in self.shapes]
+        values = self.unpack(vector.to(own[0].device) if own else vector)
         with torch.no_grad():
-            for name, value in self.unpack(vector).items():
-                tensors[name].copy_(value)
+            for tensor, value in zip(own, values.values(), strict=True):
+                tensor.copy_(value)
 
     def pack(self, tensors: Mapping[str, Tensor]) -> Tensor:
         """One contiguous float32 vector on the CPU; a copy."""
