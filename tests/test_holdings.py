@@ -5,6 +5,8 @@ from __future__ import annotations
 import hashlib
 import json
 import sys
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,6 +14,7 @@ import torch
 from torch import Tensor
 from toy import ready
 
+from fl_lightning import loop
 from fl_lightning.data import IID, Dirichlet, FederatedData, Partition, Shards, holdings
 from fl_lightning.data.partition import deal
 from fl_lightning.rng import stream, streams
@@ -123,6 +126,14 @@ def test_a_client_more_is_no_object_more() -> None:
 
     kept(10)
     assert abs(kept(20_000) - kept(10)) < 1000
+
+
+def test_clients_that_keep_nothing_leave_nothing_behind() -> None:
+    results = [SimpleNamespace(client=SimpleNamespace(id=id), state=state) for id, state in ((1, {}), (2, {}), (3, {"kept": 1}))]
+    engine = SimpleNamespace(train=lambda orders: iter(results))
+    fed: Any = SimpleNamespace(engine=engine, states={2: {"kept": 0}}, callbacks=[], context=None)
+    assert list(loop.train(fed, 1, [])) == results
+    assert fed.states == {3: {"kept": 1}}
 
 
 def test_the_summary_of_many_clients_is_small_and_says_what_is_missing() -> None:
