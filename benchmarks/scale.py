@@ -28,8 +28,8 @@ HERE = Path(__file__).resolve().parent
 COHORTS, POPULATION = (10, 20, 50, 100, 200, 500, 1000), 100_000
 POPULATIONS, COHORT = (1000, 10_000, 100_000, 1_000_000), 100
 QUICK_COHORTS, QUICK_POPULATIONS = (10, 100, 1000), (1000, 1_000_000)
-WORK = 4000
-"""Client rounds that are timed at a point, within 8 and 100 rounds."""
+WORK, FEWEST, MOST = 10_000, 8, 300
+"""Client rounds that are timed at a point, in so many rounds at least and at most."""
 TIMEOUT = 180  # seconds of one point
 Point = dict[str, Any]
 
@@ -71,7 +71,7 @@ def measure(options: argparse.Namespace) -> list[Point]:
 def one(population: int, cohort: int, workers: int, engine: str) -> Point:
     """One run in a folder of its own; whatever goes wrong is ``error``."""
     settings = {"population": population, "cohort": cohort, "workers": workers}
-    flags = settings | {"engine": engine, "rounds": max(8, min(100, WORK // cohort)), "launched": time.time()}
+    flags = settings | {"engine": engine, "rounds": max(FEWEST, min(MOST, WORK // cohort)), "launched": time.time()}
     command = [sys.executable, str(HERE / "scale_point.py"), *(f"--{name}={value}" for name, value in flags.items())]
     load = os.getloadavg()[0]
     with tempfile.TemporaryDirectory() as folder:

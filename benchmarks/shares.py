@@ -21,6 +21,8 @@ from functools import partial, wraps
 from pathlib import Path
 from typing import Any
 
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # as the command sets it, before torch is imported
+
 import torch
 from workload import WORKLOADS
 from workload_ours import Tensors

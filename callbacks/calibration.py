@@ -62,7 +62,9 @@ class Calibration(Meter):
     def _ece(self, probs: Tensor, target: Tensor) -> float:
         """Kept just below 1: torchmetrics gives exactly 1 a bin of its own, and takes values above it for logits."""
         below_one = probs.float().clamp(0, 1 - 2**-24)
-        return float(multiclass_calibration_error(below_one, target, num_classes=probs.shape[1], n_bins=self.bins))
+        return float(
+            multiclass_calibration_error(below_one, target, num_classes=probs.shape[1], n_bins=self.bins, validate_args=False)
+        )
 
     def _draw(self, context: Context) -> None:
         assert self._last is not None

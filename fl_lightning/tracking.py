@@ -1,7 +1,7 @@
 """Loggers that the training neither waits for nor fails with.
 
 The default is MLflow in ``sqlite:///mlflow.db`` (or ``MLFLOW_TRACKING_URI``); any Lightning logger can stand in its place.
-Artifacts go where the logger takes them (MLflow). Each logger has a writer's thread of its own, and MLflow gets the rounds of two
+Artifacts go where the logger takes them (MLflow). Each logger has a writer's thread of its own, and MLflow gets the rounds of three
 seconds in one transaction; those that a killed run did not get to give it, it is given when the run is continued.
 A logger that raises, or does not answer, is reported once and left alone.
 """
@@ -41,7 +41,7 @@ from fl_lightning.writer import Writer
 
 log = logging.getLogger("fl_lightning")
 
-PAUSE = 2.0
+PAUSE = 3.0
 """Seconds between two transactions: a page that is looked at is no older, and a transaction costs as much as 100 metrics do."""
 TOGETHER = 100  # rounds of one write at most
 
