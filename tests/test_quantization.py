@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fl_lightning import rng
-from fl_lightning.quantization import Quantized, allocate_bits, prune, quantize
+from fl_lightning.quantization import Quantized, allocate_bits, dequantize_codes, prune, quantize
 from fl_lightning.quantization.planes import Layer, gain, reconstruct, to_planes, units
 
 
@@ -150,6 +150,7 @@ def test_codes_round_trip_and_nearest_error(w, bits):
     layer = quantize(w, bits)
     back = Quantized.from_codes(layer.codes(), layer.scale, bits)
     assert torch.equal(back.dequantize(), layer.dequantize())
+    assert torch.equal(dequantize_codes(layer.codes(), layer.scale, bits), layer.dequantize())
     assert (layer.dequantize() - w).abs().max() <= layer.step / 2 * 1.0001
 
 

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from fl_lightning.quantization import Quantized, quantize
+from fl_lightning.quantization import Quantized, dequantize_codes, quantize
 from fl_lightning.quantization.allocation import MAX_BITS
 from fl_lightning.wire import Codes, Layout, Payload, PayloadError
 
@@ -64,7 +64,7 @@ class LayerCodec:
                 raise PayloadError(
                     f"codes of {sender} for {name} of the wrong size; {shape.numel()} of {bits[layer] + 1} bits; encode them again"
                 )
-            tensors[name] = Quantized.from_codes(codes.values.flatten(), scales[layer], bits[layer]).dequantize().view(shape)
+            tensors[name] = dequantize_codes(codes.values, scales[layer], bits[layer]).view(shape)
         return self.layout.pack(tensors)
 
     def full_precision(self, network: nn.Module, vector: Tensor) -> nn.Module:

@@ -1,4 +1,4 @@
 from fl_lightning.quantization.allocation import allocate_bits, average_bits
-from fl_lightning.quantization.uniform import Quantized, prune, quantize
+from fl_lightning.quantization.uniform import Quantized, dequantize_codes, prune, quantize
 
-__all__ = ["Quantized", "allocate_bits", "average_bits", "prune", "quantize"]
+__all__ = ["Quantized", "allocate_bits", "average_bits", "dequantize_codes", "prune", "quantize"]

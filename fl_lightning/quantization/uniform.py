@@ -43,6 +43,12 @@ class Quantized:
         return cls(codes & (2**bits - 1), (codes >> bits).bool(), scale, bits)
 
 
+def dequantize_codes(codes: Tensor, scale: float, bits: int) -> Tensor:
+    """float32 ``[n]`` of codes of ``bits + 1`` bits, any shape: looked up in a table of what each code stands for."""
+    every = torch.arange(2 ** (bits + 1), dtype=torch.int32)
+    return Quantized.from_codes(every, scale, bits).dequantize().index_select(0, codes.flatten())
+
+
 def quantize(values: Tensor, bits: int, scale: float | None = None, noise: np.random.Generator | None = None) -> Quantized:
     """Put ``values`` (any shape) on the grid of ``bits`` magnitude bits.
 
