@@ -52,9 +52,9 @@ def _speed(axes: Axes, row: Sequence[dict[str, Any]], vary: str) -> None:
         hollow = [p for p in points if p["engine"] == "sequential"]
         place = [p[vary] for p in hollow], [1 / p["seconds"] for p in hollow]
         axes.plot(*place, **{**_style(at), "linestyle": "none"}, markerfacecolor="white", zorder=3)
-    axes.plot(
-        [], [], **{**_style(0), "linestyle": "none", "color": GREY}, markerfacecolor="white", label="one client after another"
-    )
+    if any(p["engine"] == "sequential" for p in row):
+        marker = {**_style(0), "linestyle": "none", "color": GREY, "markerfacecolor": "white"}
+        axes.plot([], [], **marker, label="one client after another")
     speeds = [1 / p["seconds"] for p in row]
     axes.set(xscale="log", yscale="log", xlabel=f"{vary} (clients)", ylabel="rounds per second")
     axes.set_ylim(min(speeds) / 2, max(max(speeds), 10 * min(speeds)) * 2)  # small differences stay small

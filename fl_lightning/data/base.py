@@ -19,11 +19,10 @@ from torch import Tensor
 from fl_lightning.client import Client
 from fl_lightning.data.holdings import Holdings
 from fl_lightning.data.partition import Partition, deal, require
+from fl_lightning.data.summary import summarise
 from fl_lightning.rng import stream
 
 Split = Literal["train", "test"]
-LISTED, COUNTED = 1000, 10_000
-"""Most clients whose examples, and whose numbers of examples, ``partition.json`` lists."""
 
 
 def batch_sizes(n: int, batch_size: int) -> list[int]:
@@ -253,12 +252,7 @@ class FederatedData(LightningDataModule, ABC):
 
     def class_counts(self) -> np.ndarray:
         """Examples (training and validation) of every client and class, int64 ``[K, C]``."""
-        return np.concatenate(list(self._class_counts()))
-
-    def _class_counts(self) -> Iterator[np.ndarray]:
-        """The same, some clients at a time."""
-        label = self.train_target.cpu().numpy()
-        return (self._holdings.class_counts(label, self.num_classes, clients) for clients in self._holdings.blocks())
+        return np.concatenate(list(self._holdings.class_counts(self.train_target.cpu().numpy(), self.num_classes)))
 
     @cached_property
     def partition_hash(self) -> str:
@@ -266,35 +260,16 @@ class FederatedData(LightningDataModule, ABC):
         return self._holdings.sha256()
 
     def partition_summary(self) -> dict[str, Any]:
-        """What ``partition.json`` holds.
-
-        With more than 1000 clients their indices are left out, with more than 10 000 what each holds too: there are then numbers of
-        clients by number of examples and by number of classes, and ``left_out`` says so. The hash stands for all of it.
-        """
-        summary: dict[str, Any] = {
+        """What ``partition.json`` holds; of many clients less of each, see :mod:`fl_lightning.data.summary`."""
+        summary = {
             "seed": self.seed,
             "dataset": self.dataset,
             "num_clients": self.num_clients,
             "method": repr(self.partition),
             "sha256": self.partition_hash,
+            **summarise(self._holdings, self.train_target.cpu().numpy(), self.num_classes),
         }
-        left_out = ["clients"] * (self.num_clients > LISTED) + ["sizes", "classes_per_client"] * (self.num_clients > COUNTED)
-        if self.num_clients <= COUNTED:
-            summary |= {"sizes": self._holdings.sizes.tolist(), "classes_per_client": self.class_counts().tolist()}
-        else:
-            classes = np.concatenate([np.count_nonzero(counts, axis=1) for counts in self._class_counts()])
-            summary |= {"clients_by_size": _tally(self._holdings.sizes), "clients_by_number_of_classes": _tally(classes)}
-        if left_out:
-            summary["left_out"] = f"{', '.join(left_out)} of {self.num_clients} clients; sha256 stands for them"
         if len(self.public):
             digest = hashlib.sha256(self.public.astype("<i8").tobytes()).hexdigest()
             summary["public"] = {"dataset": self.public_dataset or self.dataset, "size": len(self.public), "sha256": digest}
-        if self.num_clients <= LISTED:
-            clients = map(self.client, range(self.num_clients))
-            summary["clients"] = [{"train": c.train.tolist(), "val": c.val.tolist()} for c in clients]
         return summary
-
-
-def _tally(values: np.ndarray) -> dict[str, int]:
-    """How often each value occurs, by value."""
-    return {str(value): int(count) for value, count in zip(*np.unique(values, return_counts=True), strict=True)}

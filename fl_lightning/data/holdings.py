@@ -99,11 +99,12 @@ class Holdings:
         """Validation examples of all clients and the client of each, int64 ``[sum h]``."""
         return self.index[_ranges(self.starts[:-1], self.held_out)], np.repeat(np.arange(len(self)), self.held_out)
 
-    def class_counts(self, label: np.ndarray, num_classes: int, clients: slice) -> np.ndarray:
-        """Examples (training and validation) of each of ``clients`` and class, int64 ``[K, C]``; ``label`` ``[N]`` of every example."""
-        n, held = self.sizes[clients], self.index[self.starts[clients.start] : self.starts[clients.stop]]
-        cell = np.repeat(np.arange(len(n)), n) * num_classes + label[held]
-        return np.bincount(cell, minlength=len(n) * num_classes).reshape(len(n), num_classes)
+    def class_counts(self, label: np.ndarray, num_classes: int) -> Iterator[np.ndarray]:
+        """Examples (training and validation) of each client and class, int64 ``[., C]``, some clients at a time; ``label`` ``[N]``."""
+        for block in self.blocks():
+            n, held = self.sizes[block], self.index[self.starts[block.start] : self.starts[block.stop]]
+            cell = np.repeat(np.arange(len(n)), n) * num_classes + label[held]
+            yield np.bincount(cell, minlength=len(n) * num_classes).reshape(len(n), num_classes)
 
     def sha256(self) -> str:
         """Over the training examples of each client and their number, then its validation examples and theirs, as ``<i8``."""
