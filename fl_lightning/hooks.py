@@ -99,7 +99,7 @@ class Meter(Callback):
         """One client of the cohort is about to train: the broadcast that it gets, and the ``labels`` int64 ``[n_k]`` that it trains on."""
 
     def on_client_end(self, client: Client, round: int, context: Context) -> None:
-        """One client of the cohort has been trained."""
+        """One client of the cohort has been trained; its upload is next, others may still be trained."""
 
     def on_evaluate(self, probs: Tensor, target: Tensor, record: RoundRecord, context: Context) -> None:
         """The global test set: ``probs`` float32 ``[n, C]`` (softmax output), ``target`` int64 ``[n]``."""

@@ -189,7 +189,8 @@ def log_rounds(logger: Any, rounds: Sequence[Round]) -> None:
     batch: list[Metric] = []
     for round in rounds:
         named: Mapping[str, Any] = _add_prefix(dict(round.metrics), logger._prefix, logger.LOGGER_JOIN_CHAR)
-        row = [Metric(_NOT_IN_NAMES.sub("", key), value, round.time, round.step) for key, value in named.items()]
+        numbers = {key: value for key, value in named.items() if not isinstance(value, str)}  # which Lightning skips as well
+        row = [Metric(_NOT_IN_NAMES.sub("", key), value, round.time, round.step) for key, value in numbers.items()]
         if batch and len(batch) + len(row) > METRICS_PER_CALL:
             client.log_batch(run_id, metrics=batch, **logger._log_batch_kwargs)
             batch = []

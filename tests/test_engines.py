@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
@@ -272,7 +273,29 @@ class Perturbs(FedAvg):
             self.network.classifier.bias += torch.from_numpy(self.stream("start", client).normal(size=4).astype("float32"))
 
 
-@pytest.mark.parametrize("method", [Counts, Freezes, Shuffles, Perturbs])
+class Personal(FedAvg):
+    """A bias that stays with the client, looked for in a way that hides every error."""
+
+    def receive(self, message, client):
+        super().receive(message, client)
+        with contextlib.suppress(Exception), torch.no_grad():
+            self.network.classifier.bias.copy_(client.state["bias"])
+
+    def upload(self, client):
+        client.state["bias"] = self.network.classifier.bias.detach() + 1
+        return super().upload(client)
+
+
+class Prints(FedAvg):
+    """Starts from a number that it reads off the client's description."""
+
+    def receive(self, message, client):
+        super().receive(message, client)
+        with torch.no_grad():
+            self.network.classifier.bias += len(str(client)) % 7
+
+
+@pytest.mark.parametrize("method", [Counts, Freezes, Shuffles, Perturbs, Personal, Prints])
 def test_a_method_that_does_more_is_the_same_in_stacks(method, tmp_path):
     servers = [fit(method(network=SMALL), tmp_path, engine=engine)[0] for engine in ("sequential", "batched")]
     torch.testing.assert_close(servers[0]["weights"], servers[1]["weights"], rtol=0, atol=2e-5)

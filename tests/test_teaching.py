@@ -114,3 +114,28 @@ def test_transfers_in_one_piece(monkeypatch):
     found = method._on_cpu(expected)
     assert expected.keys() == found.keys()
     assert all(torch.equal(expected[name], found[name]) for name in expected)
+
+
+class Pairs(FedMPQKD):
+    """Reads a batch as the data yield it."""
+
+    def training_step(self, batch, batch_idx=0):
+        inputs, target = batch
+        return super().training_step((inputs, target), batch_idx)
+
+
+def test_a_subclass_that_reads_pairs_is_given_pairs(tmp_path, monkeypatch):
+    monkeypatch.setattr(teaching, "taught", lambda *_, **__: pytest.fail("a triple"))
+    run(Pairs(network=NORMED, bits=3, optimizer=sgd(0.05)), images(), tmp_path, max_rounds=1, local_epochs=2, workers=1)
+
+
+def test_the_teacher_is_as_precise_beforehand_as_within_a_step(tmp_path, monkeypatch):
+    """In bf16-mixed, where a teacher outside autocast would give other logits by a hundredth."""
+    weights = []
+    for beforehand in (True, False):
+        if not beforehand:
+            monkeypatch.setattr(teaching, "pays", lambda *_: False)
+        method = FedMPQKD(network=partial(SmallCNN, width=4), bits=3, optimizer=sgd(0.05))
+        run(method, images(), tmp_path / str(beforehand), max_rounds=1, local_epochs=2, workers=1, precision="bf16-mixed")
+        weights.append(method.server["weights"])
+    assert (weights[0] - weights[1]).abs().max() < 1e-3

@@ -13,6 +13,8 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from fl_lightning.client import Client
+from fl_lightning.data import FederatedData
+from fl_lightning.methods import Method
 
 Units = list[list[int]]
 
@@ -88,6 +90,11 @@ class Losses:
 
     def totals(self) -> dict[str, float]:
         return dict(zip(self.sums, torch.stack(list(self.sums.values())).tolist(), strict=True)) if self.sums else {}
+
+
+def local_batches(method: Method, data: FederatedData, order: Order) -> Iterator[Any]:
+    """The batches of an order, as the method wants them."""
+    return iter(method.local_batches(data, order.client, epochs=order.epochs, labels=order.labels, steps=order.steps))
 
 
 def size_of(batch: Any) -> int:

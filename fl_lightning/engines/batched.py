@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_flatten, tree_map
 
 from fl_lightning import rng
 from fl_lightning.data import FederatedData
-from fl_lightning.engines.base import ClientResult, Engine, Order, Units, one_thread, size_of
+from fl_lightning.engines.base import ClientResult, Engine, Order, Units, local_batches, one_thread, size_of
 from fl_lightning.engines.received import REGISTERED, Received
 from fl_lightning.engines.sequential import SequentialEngine
 from fl_lightning.engines.stack import CannotStackError, Stack, StackLosses
@@ -104,16 +104,18 @@ class BatchedEngine(Engine):
 
     def _ready(self, orders: Sequence[Order]) -> list[Row]:
         method, received = self.method, None
-        if type(method).local_batches is Method.local_batches and len({id(order.message) for order in orders}) == 1:
-            received = Received.by_anyone(method, orders[0].message)
+        # other batches may go on from what was received
+        plain = getattr(method.local_batches, "__func__", None) is Method.local_batches
+        if plain and len({id(order.message) for order in orders}) == 1:
+            received = Received.by_anyone(method, orders[0].message, orders[0].client)
         rows = []
         for order in orders:
             client = order.client
             if received is None:
                 method.receive(Payload.from_bytes(order.message), client)
                 method.train()
-            with rng.torch_stream(method.seed, "dropout", method.round, client.id):
-                batches = [*method.local_batches(self.data, client, epochs=order.epochs, labels=order.labels, steps=order.steps)]
+            with rng.torch_stream(method.seed, "dropout", method.round, client.id), self.fabric.autocast():
+                batches = list(local_batches(method, self.data, order))
             rows.append(Row(order, received or Received.by(method), batches))
         return rows
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 from torch import Tensor
 
@@ -44,11 +45,12 @@ class Received:
         )
 
     @classmethod
-    def by_anyone(cls, method: Method, message: bytes) -> Received | None:
-        """What every client makes of this message; None where ``receive`` looks at the client."""
-        try:
-            method.receive(Payload.from_bytes(message), cast(Client, _Anyone()))
-        except _LooksCloserError:
+    def by_anyone(cls, method: Method, message: bytes, client: Client) -> Received | None:
+        """What every client makes of this message; None where ``receive`` looks at the client, or keeps it."""
+        watched = _Watched(client.id, client.train, client.val, client.state)
+        holders = sys.getrefcount(watched)
+        method.receive(Payload.from_bytes(message), watched)
+        if object.__getattribute__(watched, "looked_at") or sys.getrefcount(watched) > holders:
             return None
         method.train()
         return cls.by(method)
@@ -83,15 +85,14 @@ class Received:
                 tensor.requires_grad_(trainable)
 
 
-class _LooksCloserError(Exception):
-    pass
+class _Watched(Client):
+    """A client like any other that notices when somebody looks at it."""
 
+    looked_at = False
 
-class _Anyone:
-    """Stands for a client; it does not matter which until somebody looks."""
-
-    def __getattr__(self, name: str) -> Any:
-        raise _LooksCloserError(name)
+    def __getattribute__(self, name: str) -> Any:
+        object.__setattr__(self, "looked_at", True)
+        return object.__getattribute__(self, name)
 
 
 def _is_plain(value: object) -> bool:

@@ -9,7 +9,7 @@ from lightning.fabric import Fabric
 
 from fl_lightning import rng
 from fl_lightning.data import FederatedData
-from fl_lightning.engines.base import ClientResult, Engine, Order, Units, one_thread
+from fl_lightning.engines.base import ClientResult, Engine, Order, Units, local_batches, one_thread
 from fl_lightning.engines.graphs import make_steps
 from fl_lightning.engines.steps import Steps
 from fl_lightning.methods import Method
@@ -41,11 +41,15 @@ class SequentialEngine(Engine):
         method.receive(Payload.from_bytes(order.message), client)
         method.train()
         local.start()
-        steps = 0
-        batches = method.local_batches(self.data, client, epochs=order.epochs, labels=order.labels, steps=order.steps)
+        steps, batches = 0, local_batches(method, self.data, order)
         with rng.torch_stream(method.seed, "dropout", method.round, client.id):
-            for steps, batch in enumerate(batches, start=1):
-                local.step(batch, steps - 1)
+            while True:
+                with self.fabric.autocast():  # what a method computes for its batches, like its steps
+                    batch = next(batches, None)
+                if batch is None:
+                    break
+                local.step(batch, steps)
+                steps += 1
         local.end()
         with torch.no_grad():
             upload = method.upload(client).to_bytes()

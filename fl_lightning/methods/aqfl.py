@@ -98,7 +98,7 @@ class AQFL(Method):
             )
 
     def decode(self, upload: Payload) -> Tensor:
-        return upload.once(self.codec, lambda: self.codec.decode(upload, sender="a client"))
+        return self.codec.decode(upload, sender="a client")
 
     def server_metrics(self) -> dict[str, float]:
         return {"bits/average": sum(self.budgets) / len(self.budgets)}

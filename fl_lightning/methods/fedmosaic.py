@@ -187,7 +187,8 @@ class FedMosaic(Method):
         total, seen = torch.zeros_like(self.gradient), 0
         for number, (inputs, target) in enumerate(super().local_batches(data, client, **work)):
             if number < self.sketch_batches:
-                gradient = gradient_of(self.reference, self.reference_weight, self.task_loss, inputs, target)
+                with torch.autocast(self.device.type, enabled=False):
+                    gradient = gradient_of(self.reference, self.reference_weight, self.task_loss, inputs, target)
                 total += gradient * len(target)
                 seen += len(target)
                 self.gradient = total / seen

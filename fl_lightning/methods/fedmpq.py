@@ -186,7 +186,7 @@ class FedMPQ(Method):
             raise PayloadError(f"bits {sent} where {given} were dealt out; a client prunes and never adds; send no more")
 
     def decode(self, upload: Payload) -> Tensor:
-        return upload.once(self.codec, lambda: self.codec.decode(upload, sender="a client"))
+        return self.codec.decode(upload, sender="a client")
 
     def aggregate(self, uploads: Mapping[int, Payload]) -> None:
         """W_{t+1} from the de-quantised uploads; b_l and Delta_l weighted by n_k * budget_k."""

@@ -96,13 +96,19 @@ class FedMPQKD(FedMPQ):
     def local_batches(self, data: FederatedData, client: Client, *, epochs: int, labels: Tensor, steps: int) -> Iterator[Any]:
         """The client's batches, with the frozen teacher's logits as a third element where it is cheaper to have them beforehand."""
         frozen = self.teacher_mode == "frozen" and self.alpha > 0
-        if not frozen or not teaching.pays(data.device, epochs, data.augments):
+        if not frozen or not self._reads_logits or not teaching.pays(data.device, epochs, data.augments):
             yield from super().local_batches(data, client, epochs=epochs, labels=labels, steps=steps)
             return
         numbers = torch.arange(len(labels), device=labels.device)
         batches = super().local_batches(data, client, epochs=epochs, labels=numbers, steps=steps)
         ahead = 1 if data.device.type == "cpu" else teaching.AHEAD
         yield from teaching.taught(self.teacher, batches, labels, repeats=not data.augments, ahead=ahead)
+
+    @property
+    def _reads_logits(self) -> bool:
+        """Whether all that reads a batch is ours; a subclass expects pairs."""
+        readers = ("local_batches", "training_step", "on_train_batch_end")
+        return all(getattr(getattr(self, name), "__func__", None) is getattr(FedMPQKD, name) for name in readers)
 
     def training_step(self, batch: Any, batch_idx: int = 0) -> dict[str, Tensor]:
         """FedMPQ's terms and ``loss_kd`` = alpha * T^2 * KL, as it enters. ``batch``: inputs, target, and the teacher's logits if known."""

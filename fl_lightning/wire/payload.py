@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import struct
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 
 import torch
 from torch import Tensor
@@ -53,7 +53,6 @@ class Payload(Mapping[str, "Tensor | Codes"]):
 
     def __init__(self, entries: Mapping[str, Tensor | Codes]) -> None:
         self._entries = {name: _on_cpu(name, value) for name, value in entries.items()}
-        self._read: dict[object, Tensor] = {}
 
     def __getitem__(self, name: str) -> Tensor | Codes:
         return self._entries[name]
@@ -90,12 +89,6 @@ class Payload(Mapping[str, "Tensor | Codes"]):
         if name not in self:
             raise PayloadError(f"a payload with {sorted(self)}; it needs an entry {name!r}; check who encoded it")
         return self[name]
-
-    def once(self, reader: object, read: Callable[[], Tensor]) -> Tensor:
-        """What ``reader`` makes of these entries, and of nothing else, by ``read()``: an upload is checked, then averaged, decoded once."""
-        if reader not in self._read:
-            self._read[reader] = read()
-        return self._read[reader]
 
     @property
     def nbytes(self) -> int:
