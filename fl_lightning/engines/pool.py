@@ -17,6 +17,7 @@ from dataclasses import replace
 from mmap import mmap
 from multiprocessing.connection import Connection, wait
 from multiprocessing.reduction import ForkingPickler
+from time import monotonic
 from typing import Any
 
 import torch
@@ -31,8 +32,7 @@ from fl_lightning.methods import Method
 
 ROOM = 2**26
 """Bytes of shared memory in each direction, at least; only what is used takes memory. What is larger goes through the pipe."""
-ROUNDS = 4
-"""Portions of a round for each worker: the last ones even out what the first took longer."""
+GLANCE = 0.002  # seconds between looks at who has finished, while there are results to hand on
 
 
 class PoolEngine(Engine):
@@ -58,37 +58,43 @@ class PoolEngine(Engine):
         waiting = self._portions(orders, self.units(orders) if units is None else units)
         done: dict[int, ClientResult] = {}
         busy: dict[Worker, Units] = {}
-        given = 0
+        given, looked = 0, 0.0
         try:
             while given < len(orders):
-                for worker in self.workers:
-                    if waiting and worker not in busy:
-                        busy[worker] = waiting.pop(0)
-                        worker.give(self.method.round, [[orders[at] for at in unit] for unit in busy[worker]])
-                for worker in self._answering(busy):
-                    portion = [at for unit in busy.pop(worker) for at in unit]
-                    done |= zip(portion, worker.take([orders[at] for at in portion]), strict=True)
-                while given in done:
+                if given not in done or monotonic() - looked > GLANCE:  # who asks for results may take long with each
+                    for worker in self._answering(busy, wait_for_it=given not in done):
+                        portion = [at for unit in busy.pop(worker) for at in unit]
+                        done |= zip(portion, worker.take([orders[at] for at in portion]), strict=True)
+                    self._hand_out(waiting, orders, busy)
+                    looked = monotonic()
+                if given in done:
                     yield done.pop(given)
                     given += 1
         finally:
             if busy:  # someone raised: what they are at is of no use
                 self.close()
 
+    def _hand_out(self, waiting: list[Units], orders: Sequence[Order], busy: dict[Worker, Units]) -> None:
+        for worker in self.workers:
+            if waiting and worker not in busy:
+                busy[worker] = waiting.pop(0)
+                worker.give(self.method.round, [[orders[at] for at in unit] for unit in busy[worker]])
+
     def _portions(self, orders: Sequence[Order], units: Units) -> list[Units]:
-        """Units, the most work first; small ones together."""
-        efforts = [sum(work(orders[at], self.data.batch_size) for at in unit) for unit in units]
-        least, portions, last = sum(efforts) / (ROUNDS * self.size), [], 0.0  # type: tuple[float, list[Units], float]
-        for effort, unit in sorted(zip(efforts, units, strict=True), key=lambda one: (-one[0], one[1])):
-            if not portions or last >= least:
+        """The most work first, in portions that shrink with what is left (guided self-scheduling, Polychronopoulos & Kuck, 1987)."""
+        efforts = {id(unit): sum(work(orders[at], self.data.batch_size) for at in unit) for unit in units}
+        left, portions, room = sum(efforts.values()), [], 0.0  # type: tuple[float, list[Units], float]
+        for unit in sorted(units, key=lambda unit: (-efforts[id(unit)], unit)):
+            if room <= 0:
                 portions.append([])
-                last = 0.0
+                room = left / (2 * self.size)
             portions[-1].append(unit)
-            last += effort
+            room -= efforts[id(unit)]
+            left -= efforts[id(unit)]
         return portions
 
-    def _answering(self, busy: dict[Worker, Units]) -> list[Worker]:
-        ready = wait([worker.pipe for worker in busy])
+    def _answering(self, busy: dict[Worker, Units], wait_for_it: bool) -> list[Worker]:
+        ready = wait([worker.pipe for worker in busy], None if wait_for_it and busy else 0)
         return [worker for worker in busy if worker.pipe in ready]
 
     def close(self) -> None:

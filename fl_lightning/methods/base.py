@@ -131,7 +131,7 @@ class Method(LightningModule):
                 and ``examples`` that are not one positive integer.)
         """
         upload.tensor("examples")
-        self.layout.unpack(self.decode(upload))
+        self.layout.check(self.decode(upload))
 
     def decode(self, upload: Payload) -> Tensor:
         """What this client's weights are after its round, as one vector of ``layout``; the server still has those that it broadcast.

@@ -50,15 +50,21 @@ class Layout:
         flat = [tensors[name].detach().reshape(-1) for name in self.shapes]
         return torch.cat(flat).to("cpu", torch.float32) if flat else torch.empty(0)
 
+    def check(self, vector: Tensor) -> None:
+        """Raises:
+        PayloadError: the vector is not ``[size]``.
+        """
+        if vector.shape != (self.size,):
+            raise PayloadError(
+                f"values of shape {tuple(vector.shape)}; this model has [{self.size}]; use one network on both sides"
+            )
+
     def unpack(self, vector: Tensor) -> dict[str, Tensor]:
         """Views into ``vector`` (``[size]``), by name.
 
         Raises:
             PayloadError: the vector has another shape.
         """
-        if vector.shape != (self.size,):
-            raise PayloadError(
-                f"values of shape {tuple(vector.shape)}; this model has [{self.size}]; use one network on both sides"
-            )
+        self.check(vector)
         pieces = torch.split_with_sizes(vector, self.sizes)
         return {name: piece.view(shape) for piece, (name, shape) in zip(pieces, self.shapes.items(), strict=True)}
