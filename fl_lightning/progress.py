@@ -14,7 +14,7 @@ from fl_lightning.run_directory import RunDirectory
 from fl_lightning.snapshot import Snapshot, restore
 from fl_lightning.tables import numbers
 
-PATIENCE = 20  # a checkpoint waits until the rounds since the last one took so many times what that cost: 5 % of the run
+PATIENCE = 50  # a checkpoint waits until the rounds since the last one took so many times what that cost: 2 % of the run
 
 
 class Progress:
@@ -23,7 +23,7 @@ class Progress:
     Args:
         settings: the configuration, nested, as it may be written.
         partition: hash of who holds which examples.
-        every: rounds between checkpoints; 0: only the last one; None: as often as takes 5 % of the time.
+        every: rounds between checkpoints; 0: only the last one; None: as often as takes 2 % of the time.
         keep: number of newest checkpoints that are kept, beside the best one.
 
     Attributes:

@@ -54,7 +54,7 @@ class FederatedTrainer:
         local_epochs: passes that a client makes over its own data in a round, at least 1.
         eval_every: rounds between evaluations, at least 1; the last round is always evaluated.
         checkpoint_every: rounds between checkpoints, at least 1; 0 writes only the last one. Default: every round, or
-            where rounds are short as often as takes 5 % of the time. Resume is exact whichever it is: rounds are repeated.
+            where rounds are short as often as takes 2 % of the time. Resume is exact whichever it is: rounds are repeated.
         keep_checkpoints: number of newest checkpoints that are kept, at least 1, beside the best one.
         callbacks: stressors and meters, in this order.
         logger: true for MLflow at ``sqlite:///mlflow.db``, false for none, or any Lightning loggers.

@@ -94,6 +94,9 @@ def main() -> None:
         processes = int(os.environ.get("WORLD_SIZE", "1"))
         moved = weights(model) - before
         report(marks.clock, steps=int(steps), rounds=rounds, moved=moved, packages=("timm", "pfl"), processes=processes)
+    if torch.distributed.is_initialized():  # whoever leaves first would make the other one abort
+        torch.distributed.barrier()
+        torch.distributed.destroy_process_group()
 
 
 if __name__ == "__main__":

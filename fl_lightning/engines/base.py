@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_leaves
 from fl_lightning.client import Client
 from fl_lightning.data import FederatedData
 from fl_lightning.methods import Method
+from fl_lightning.wire import Payload
 
 Units = list[list[int]]
 
@@ -74,6 +75,19 @@ class Engine(ABC):
 
     def close(self) -> None:  # noqa: B027
         """Let go of what :meth:`start` took; can be called twice."""
+
+
+class Inbox:
+    """Decodes broadcasts. All clients of a round may get the same bytes; their checksum is computed for the first one."""
+
+    def __init__(self) -> None:
+        self._last = b""
+
+    def decode(self, message: bytes) -> Payload:
+        """A payload of its own, whose tensors its reader may keep or change."""
+        payload = Payload.from_bytes(message, verified=message is self._last)
+        self._last = message
+        return payload
 
 
 class Losses:

@@ -22,13 +22,12 @@ from torch.utils._pytree import tree_flatten, tree_map
 
 from fl_lightning import rng
 from fl_lightning.data import FederatedData
-from fl_lightning.engines.base import ClientResult, Engine, Order, Units, local_batches, one_thread, size_of
+from fl_lightning.engines.base import ClientResult, Engine, Inbox, Order, Units, local_batches, one_thread, size_of
 from fl_lightning.engines.received import REGISTERED, Received
 from fl_lightning.engines.sequential import SequentialEngine
 from fl_lightning.engines.stack import CannotStackError, Stack, StackLosses
 from fl_lightning.methods import Method
 from fl_lightning.models.tensors import tensors_of
-from fl_lightning.wire import Payload
 
 log = logging.getLogger("fl_lightning")
 
@@ -54,6 +53,7 @@ class BatchedEngine(Engine):
         self.fabric, self.method, self.data = fabric, method, data
         self.one_by_one = SequentialEngine(fabric, method, data)
         self.reason = ""
+        self.inbox = Inbox()
         self.names: list[str] = []  # attributes that receive sets
 
     def units(self, orders: Sequence[Order]) -> Units:
@@ -107,12 +107,12 @@ class BatchedEngine(Engine):
         # other batches may go on from what was received
         plain = getattr(method.local_batches, "__func__", None) is Method.local_batches
         if plain and len({id(order.message) for order in orders}) == 1:
-            received = Received.by_anyone(method, orders[0].message, orders[0].client)
+            received = Received.by_anyone(method, self.inbox.decode(orders[0].message), orders[0].client)
         rows = []
         for order in orders:
             client = order.client
             if received is None:
-                method.receive(Payload.from_bytes(order.message), client)
+                method.receive(self.inbox.decode(order.message), client)
                 method.train()
             with rng.torch_stream(method.seed, "dropout", method.round, client.id), self.fabric.autocast():
                 batches = list(local_batches(method, self.data, order))

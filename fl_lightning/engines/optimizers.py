@@ -26,7 +26,8 @@ def local_optimizer(method: Method) -> Optimizer:
     worth_it = sum(p.numel() for p in stepped) >= LARGE or any(p.device.type == "cuda" for p in stepped)
     for group in optimizer.param_groups if worth_it else ():
         said = any(group.get(name) for name in ("fused", "foreach", "differentiable", "capturable"))
-        if type(optimizer) in FUSED and not said and group.get("fused") is None and group.get("foreach") is None:
+        one_pass = type(optimizer) is optim.SGD and group["momentum"] == 0 and group["weight_decay"] == 0
+        if type(optimizer) in FUSED and not one_pass and not said and group.get("fused") is None and group.get("foreach") is None:
             group["fused"] = all(p.is_floating_point() and p.device.type in ("cpu", "cuda") for p in group["params"])
     return optimizer
 

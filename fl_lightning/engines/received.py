@@ -45,11 +45,11 @@ class Received:
         )
 
     @classmethod
-    def by_anyone(cls, method: Method, message: bytes, client: Client) -> Received | None:
+    def by_anyone(cls, method: Method, message: Payload, client: Client) -> Received | None:
         """What every client makes of this message; None where ``receive`` looks at the client, or keeps it."""
         watched = _Watched(client.id, client.train, client.val, client.state)
         holders = sys.getrefcount(watched)
-        method.receive(Payload.from_bytes(message), watched)
+        method.receive(message, watched)
         if object.__getattribute__(watched, "looked_at") or sys.getrefcount(watched) > holders:
             return None
         method.train()

@@ -9,11 +9,10 @@ from lightning.fabric import Fabric
 
 from fl_lightning import rng
 from fl_lightning.data import FederatedData
-from fl_lightning.engines.base import ClientResult, Engine, Order, Units, local_batches, one_thread
+from fl_lightning.engines.base import ClientResult, Engine, Inbox, Order, Units, local_batches, one_thread
 from fl_lightning.engines.graphs import make_steps
 from fl_lightning.engines.steps import Steps
 from fl_lightning.methods import Method
-from fl_lightning.wire import Payload
 
 
 class SequentialEngine(Engine):
@@ -27,6 +26,7 @@ class SequentialEngine(Engine):
     def __init__(self, fabric: Fabric, method: Method, data: FederatedData, steps: Steps | None = None) -> None:
         self.fabric, self.method, self.data = fabric, method, data
         self.steps = steps
+        self.inbox = Inbox()
 
     def train(self, orders: Sequence[Order], units: Units | None = None) -> Iterator[ClientResult]:
         for order in orders:
@@ -38,7 +38,7 @@ class SequentialEngine(Engine):
         self.steps = self.steps or make_steps(self.fabric, self.method)
         method, client, local = self.method, order.client, self.steps
         local.before()
-        method.receive(Payload.from_bytes(order.message), client)
+        method.receive(self.inbox.decode(order.message), client)
         method.train()
         local.start()
         steps, batches = 0, local_batches(method, self.data, order)
