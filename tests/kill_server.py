@@ -25,6 +25,7 @@ from fl_lightning import disk
 from fl_lightning.data import Dirichlet, FederatedImages
 from fl_lightning.hooks import Stressor
 from fl_lightning.methods import FedAvg
+from fl_lightning.mlflow_store import prepare
 from fl_lightning.models import SmallCNN
 from fl_lightning.trainer import FederatedTrainer
 
@@ -132,7 +133,7 @@ def child(request: dict) -> int:
 
 def serve() -> None:
     torch.set_num_threads(1)
-    import mlflow  # noqa: F401
+    prepare()  # before mlflow is imported: threads that it would start could hold a lock that a fork never gets
     from lightning.pytorch.loggers import MLFlowLogger  # noqa: F401
 
     print("ready", flush=True)  # noqa: T201

@@ -63,6 +63,7 @@ def store(server, tmp_path_factory) -> tuple[Path, dict, float]:
     """A folder with an MLflow database, made once since that takes seconds; the outcome of a run that was never killed."""
     folder = tmp_path_factory.mktemp("mlflow") / "a"
     assert server.run(folder, mlflow=True, settings={"max_rounds": 1, "experiment": "other"})[0] == 0
+    assert (folder / "mlflow.db").exists(), (folder / "log.txt").read_text()
     template = folder.with_name("template")
     template.mkdir()
     shutil.copy(folder / "mlflow.db", template)
