@@ -1,4 +1,5 @@
 import logging
+import os
 import signal
 from pathlib import Path
 
@@ -29,6 +30,16 @@ def one_thread():
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture(autouse=True)
+def own_tracking_store():
+    """``mlflow.set_tracking_uri`` writes to the environment, where the next test's processes would find it."""
+    before = os.environ.get("MLFLOW_TRACKING_URI")
+    yield
+    os.environ.pop("MLFLOW_TRACKING_URI", None)
+    if before is not None:
+        os.environ["MLFLOW_TRACKING_URI"] = before
 
 
 @pytest.fixture(autouse=True)
