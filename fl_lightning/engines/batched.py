@@ -22,8 +22,9 @@ from torch.utils._pytree import tree_flatten, tree_map
 
 from fl_lightning import rng
 from fl_lightning.data import FederatedData
+from fl_lightning.engines.attributes import REGISTERED
 from fl_lightning.engines.base import ClientResult, Engine, Inbox, Order, Units, local_batches, one_thread, size_of
-from fl_lightning.engines.received import REGISTERED, Received
+from fl_lightning.engines.received import Received
 from fl_lightning.engines.sequential import SequentialEngine
 from fl_lightning.engines.stack import CannotStackError, Stack, StackLosses
 from fl_lightning.methods import Method

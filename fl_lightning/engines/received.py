@@ -10,12 +10,12 @@ from typing import Any
 from torch import Tensor
 
 from fl_lightning.client import Client
+from fl_lightning.engines.attributes import REGISTERED
+from fl_lightning.engines.kinds import is_plain
 from fl_lightning.engines.stack import CannotStackError
 from fl_lightning.methods import Method
 from fl_lightning.models.tensors import modules_of, tensors_of
 from fl_lightning.wire import Payload
-
-REGISTERED = ("_parameters", "_buffers", "_modules")
 
 
 @dataclass
@@ -62,7 +62,7 @@ class Received:
             CannotStackError: one of them is something else.
         """
         for name in names:
-            if not _is_plain(self.attributes.get(name)):
+            if not is_plain(self.attributes.get(name)):
                 raise CannotStackError(
                     f"{owner}.receive sets {name!r}, which is neither a parameter, a buffer nor a plain value; register it as a buffer"
                 )
@@ -93,9 +93,3 @@ class _Watched(Client):
     def __getattribute__(self, name: str) -> Any:
         object.__setattr__(self, "looked_at", True)
         return object.__getattribute__(self, name)
-
-
-def _is_plain(value: object) -> bool:
-    if isinstance(value, (list, tuple)):
-        return all(map(_is_plain, value))
-    return value is None or isinstance(value, (bool, int, float, str))
