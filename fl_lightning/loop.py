@@ -62,9 +62,8 @@ def run_round(fed: Federation, round: int) -> RoundRecord:
     """Sample, broadcast, train, collect, aggregate, evaluate: Algorithm 1 of McMahan et al. (2017), with stressors in between."""
     started = perf_counter()
     record = RoundRecord(round)
-    with one_thread(
-        fed.method.device
-    ):  # as clients: a server that trains rounds as they do, and does not wait for a core of theirs
+    # a server that trains rounds as its clients do, and does not wait for a core of theirs
+    with one_thread(fed.method.device):
         train_round(fed, record)
     if round % fed.eval_every == 0 or round == fed.context.max_rounds:
         evaluate(fed, record)

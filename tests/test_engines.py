@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 from ranks_program import Dropped
+from ten import SETTINGS, SMALL, TEN
 from torch import nn
 from toy import run, sgd
 
@@ -24,17 +25,8 @@ from fl_lightning.engines import BatchedEngine, Order, PoolEngine, SequentialEng
 from fl_lightning.errors import RankLost
 from fl_lightning.hooks import Meter, Stressor
 from fl_lightning.methods import FedAvg, Method
-from fl_lightning.models import ResidualMLP, SmallCNN
+from fl_lightning.models import SmallCNN
 from fl_lightning.wire import Payload
-
-SMALL = partial(SmallCNN, width=4)
-SETTINGS = {
-    "FedMPQ": {"bits": [2, 4, 4, 2, 4, 4]},
-    "AQFL": {"bits": [3, 4, 4, 3, 4, 4]},
-    "FedMPQKD": {"bits": 3},
-    "FedMosaic": {"networks": [partial(ResidualMLP, width=16), partial(ResidualMLP, width=24)], "reference": SMALL},
-}
-TEN = ("FedAvg", "FedProx", "FedNTD", "QFedAvg", "AQFL", "FedPQ", "FedMPQ", "FedMPQKD", "FedKD", "FedMosaic")
 
 
 def make(name: str, **settings) -> Method:

@@ -9,6 +9,7 @@ import pytest
 import torch
 from lightning.fabric import Fabric
 from tape import Tapes
+from ten import SETTINGS, TEN
 from torch import nn
 
 from fl_lightning import methods, rng
@@ -19,17 +20,9 @@ from fl_lightning.engines.recorders import Rerun
 from fl_lightning.engines.steps import Steps
 from fl_lightning.loop import Payload
 from fl_lightning.methods import FedAvg, Method
-from fl_lightning.models import ResidualMLP, SmallCNN
+from fl_lightning.models import SmallCNN
 
-SMALL = partial(SmallCNN, width=4)
 NORMED = partial(SmallCNN, width=4, norm="batch")
-SETTINGS = {
-    "FedMPQ": {"bits": [2, 4, 4, 2, 4, 4]},
-    "AQFL": {"bits": [3, 4, 4, 3, 4, 4]},
-    "FedMPQKD": {"bits": 3},
-    "FedMosaic": {"networks": [partial(ResidualMLP, width=16), partial(ResidualMLP, width=24)], "reference": SMALL},
-}
-TEN = ("FedAvg", "FedProx", "FedNTD", "QFedAvg", "AQFL", "FedPQ", "FedMPQ", "FedMPQKD", "FedKD", "FedMosaic")
 MOMENTUM = partial(torch.optim.SGD, lr=0.05, momentum=0.9)
 OPTIMIZERS = {
     "SGD": partial(torch.optim.SGD, lr=0.05),
