@@ -39,7 +39,7 @@ WARM = 3
 """Rounds before those that are timed: the first checkpoint and the first rows of the tables are among them."""
 PHASES = {
     "sampling": (loop, "sample_cohort"),
-    "orders": (loop, "make_order"),
+    "orders": (loop, "make_orders"),
     "training": (loop, "train"),
     "collecting": (loop, "collect"),
     "aggregation": (loop, "aggregate"),

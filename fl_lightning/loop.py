@@ -77,7 +77,7 @@ def train_round(fed: Federation, record: RoundRecord) -> None:
     cohort = sample_cohort(fed, round)
     cohort = stress(fed.callbacks, "change_cohort", cohort, round=round, context=fed.context)
     tell(fed.callbacks, "on_cohort", cohort, round, fed.context)
-    orders = [make_order(fed, round, assignment) for assignment in cohort if assignment.trains]
+    orders = make_orders(fed, round, [assignment for assignment in cohort if assignment.trains])
     uploads, results = collect(fed, round, cohort, zip(orders, train(fed, round, orders), strict=True))
     record.metrics["time/train"] = perf_counter() - started
     if uploads:
@@ -97,14 +97,17 @@ def cohort_size(fed: Federation) -> int:
     return max(1, math.floor(fed.participation * len(fed.data.active) + 0.5))
 
 
-def make_order(fed: Federation, round: int, assignment: Assignment) -> Order:
-    client, epochs = assignment.client, fed.local_epochs
-    labels = fed.data.labels(client)
-    labels = stress(fed.callbacks, "change_labels", labels, client=client, round=round, context=fed.context)
-    steps = max(1, math.ceil(assignment.work * fed.data.num_steps(client, epochs)))
-    message = encode_broadcast(fed, client)
-    tell(fed.callbacks, "on_client_start", client, message, labels, round, fed.context)
-    return Order(client, message, labels, epochs, steps)
+def make_orders(fed: Federation, round: int, assignments: Sequence[Assignment]) -> list[Order]:
+    orders, epochs = [], fed.local_epochs
+    own = fed.data.labels_of([assignment.client for assignment in assignments])
+    for assignment, labels in zip(assignments, own, strict=True):
+        client = assignment.client
+        labels = stress(fed.callbacks, "change_labels", labels, client=client, round=round, context=fed.context)
+        steps = max(1, math.ceil(assignment.work * fed.data.num_steps(client, epochs)))
+        message = encode_broadcast(fed, client)
+        tell(fed.callbacks, "on_client_start", client, message, labels, round, fed.context)
+        orders.append(Order(client, message, labels, epochs, steps))
+    return orders
 
 
 def encode_broadcast(fed: Federation, client: Client) -> bytes:
@@ -147,7 +150,8 @@ def collect(
         data = _stress_upload(fed, round, client, "change_bytes", result.upload) if assignment.returns else None
         if data is not None:
             try:
-                size, upload = len(data), _stress_upload(fed, round, client, "change_upload", Payload.from_bytes(data))
+                decoded = Payload.from_bytes(data, verified=result.intact and data is result.upload)
+                size, upload = len(data), _stress_upload(fed, round, client, "change_upload", decoded)
                 if upload is not None:
                     size = upload.nbytes
                     check_upload(fed, upload, client, uploads)

@@ -15,7 +15,7 @@ from toy import ready
 
 from fl_lightning.client import Client
 from fl_lightning.data import IID, Dirichlet, FederatedImages, Shards
-from fl_lightning.data.base import batch_sizes
+from fl_lightning.data.batches import batch_sizes
 from fl_lightning.rng import stream
 
 CPU = torch.device("cpu")
@@ -85,6 +85,30 @@ def test_steps_cut_and_labels_replace() -> None:
     other = 9 - data.labels(client)
     for x, y in data.train_batches(client, round=2, epochs=1, labels=other):
         assert y.tolist() == (9 - data.train_target[read_index(x)]).tolist()
+
+
+@pytest.mark.parametrize("augmented", [False, True])
+def test_batches_side_by_side_are_those_of_each_client(augmented: bool) -> None:
+    """Of clients with 1 to 100 examples, some of which stop early, or make fewer epochs."""
+    data = ready(partition=Dirichlet(0.3), batch_size=7, crop="pad" if augmented else "none", flip=augmented)
+    single = Client(77, np.array([5]), np.empty(0, np.int64))
+    clients = [*(data.client(int(id)) for id in data.active), single]
+    assert all(map(torch.equal, data.labels_of(clients), map(data.labels, clients)))
+    labels = [9 - own for own in data.labels_of(clients)]
+    epochs = [2 + at % 2 for at in range(len(clients))]
+    steps = [1 + data.num_steps(client, 3) // (1 + at % 3) for at, client in enumerate(clients)]
+    seen: list[list[tuple[Tensor, Tensor]]] = [[] for _ in clients]
+    groups = 0
+    for step in data.stacked_batches(clients, round=3, epochs=epochs, labels=labels, steps=steps):
+        groups = max(groups, len(step))
+        for where, (x, y) in step:
+            for at, batch in zip(where, zip(x, y, strict=True), strict=True):
+                seen[at].append(batch)
+    assert groups > 1
+    for at, client in enumerate(clients):
+        alone = list(data.train_batches(client, round=3, epochs=epochs[at], labels=labels[at], steps=steps[at]))
+        assert len(alone) == len(seen[at])
+        assert all(torch.equal(a, b) for one, other in zip(alone, seen[at], strict=True) for a, b in zip(one, other, strict=True))
 
 
 def test_global_seeds_change_nothing_and_rounds_and_clients_do() -> None:

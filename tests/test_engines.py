@@ -75,6 +75,16 @@ def test_workers_change_no_bit_of_stacks(tmp_path, monkeypatch):
     assert same(expected, fit(make("FedAvg"), tmp_path, engine="batched", workers=2)[0])
 
 
+@pytest.mark.parametrize("norm", ["group", "batch"])
+def test_uploads_of_a_stack_are_those_of_each(norm, tmp_path, monkeypatch):
+    settings = {"network": partial(SmallCNN, width=4, norm=norm)}
+    expected, one = fit(make("FedAvg", **settings), tmp_path, engine="batched")
+    monkeypatch.setattr(Method, "uploads", lambda *_: None)
+    found, other = fit(make("FedAvg", **settings), tmp_path, engine="batched")
+    assert same(expected, found)
+    assert (one / "ledger.csv").read_text() == (other / "ledger.csv").read_text()
+
+
 @pytest.mark.parametrize(
     "optimizer",
     [

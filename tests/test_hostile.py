@@ -18,6 +18,7 @@ from toy import sgd
 
 from fl_lightning import rng
 from fl_lightning.client import Assignment, Client
+from fl_lightning.engines import SequentialEngine
 from fl_lightning.hooks import Stressor
 from fl_lightning.loop import EXPLODED, aggregate, check_upload, check_values
 from fl_lightning.wire import Codes, Payload, PayloadError
@@ -94,6 +95,20 @@ def test_every_attack_is_rejected_counted_logged_and_wasted(name, tmp_path, capl
         assert (metrics["clients/rejected"], metrics["clients/trained"], metrics["clients/dropped"]) == ("1", "2", "0")
         assert metrics["comm/wasted_bytes"] == ledger[0]["wasted"] == ledger[0]["upload"]
         assert all(bool(torch.isfinite(tensor).all()) for tensor in trainer.method.server.values()), attack
+
+
+@pytest.mark.parametrize("intact", [True, False])
+def test_damage_on_the_way_of_an_engine_is_found(intact, tmp_path, monkeypatch):
+    """Unless the engine says that there was no way."""
+    honest = SequentialEngine.train_client
+
+    def damaged(engine, order):
+        result = honest(engine, order)
+        return replace(result, upload=result.upload[:-1] + bytes([result.upload[-1] ^ 1]), intact=intact)
+
+    monkeypatch.setattr(SequentialEngine, "train_client", damaged)
+    trainer = fit("FedAvg", tmp_path, max_rounds=1, engine="sequential", workers=1)
+    assert {row["status"] for row in rows(trainer, "ledger.csv")} == {"trained" if intact else "rejected"}
 
 
 def test_a_client_counts_once(tmp_path, caplog):

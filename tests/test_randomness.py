@@ -15,7 +15,7 @@ from toy import run, sgd
 from fl_lightning import rng
 from fl_lightning.engines import SequentialEngine
 from fl_lightning.hooks import Meter
-from fl_lightning.loop import Federation, make_order, sample_cohort
+from fl_lightning.loop import Federation, make_orders, sample_cohort
 from fl_lightning.methods import FedAvg
 from fl_lightning.trainer import FederatedTrainer
 
@@ -78,7 +78,7 @@ def federation(name: str) -> Federation:
 
 def train(fed: Federation, round: int, pick=lambda orders: orders):
     fed.method.round = round
-    orders = pick([make_order(fed, round, assignment) for assignment in sample_cohort(fed, round)])
+    orders = pick(make_orders(fed, round, sample_cohort(fed, round)))
     return {result.client.id: result for result in fed.engine.train(orders)}
 
 

@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fl_lightning.wire import Codes, Ledger, LedgerEntry, Payload, PayloadError
+from fl_lightning.wire import Codes, Ledger, LedgerEntry, Payload, PayloadError, encode_rows
 from fl_lightning.wire.payload import DTYPES, HEADER, _checksum
 
 shapes = st.lists(st.integers(0, 5), max_size=3).map(tuple)
@@ -47,6 +47,18 @@ def test_round_trip_and_size(contents):
             assert received.dtype == sent.dtype
             assert received.shape == sent.shape
             assert raw(received) == raw(sent)
+
+
+stacks = st.dictionaries(
+    st.text(min_size=1, max_size=8), entries().filter(lambda entry: not isinstance(entry, Codes)), min_size=1
+)
+
+
+@given(stacks, st.integers(1, 3))
+def test_rows_are_the_payloads_of_each(contents, count):
+    rows = [{name: tensor + at for name, tensor in contents.items()} for at in range(count)]
+    stacked = {name: torch.stack([row[name] for row in rows]) for name in contents}
+    assert encode_rows(stacked) == [Payload(row).to_bytes() for row in rows]
 
 
 @given(payloads, st.data())

@@ -15,29 +15,16 @@ import numpy as np
 import torch
 from lightning import LightningDataModule
 from torch import Tensor
+from torch.utils._pytree import tree_map
 
 from fl_lightning.client import Client
+from fl_lightning.data.batches import Draws, Pass, batch_sizes, draw_pass, side_by_side
 from fl_lightning.data.holdings import Holdings
 from fl_lightning.data.partition import Partition, deal, require
 from fl_lightning.data.summary import summarise
 from fl_lightning.rng import stream
 
 Split = Literal["train", "test"]
-
-
-def batch_sizes(n: int, batch_size: int) -> list[int]:
-    """Sizes of the batches of one epoch over ``n`` examples.
-
-    BatchNorm cannot normalise one value, so no batch has a single example: a lone last one joins the batch before it, and the
-    only example of a client is taken twice. A batch size of 1 is taken at its word.
-
-    >>> batch_sizes(9, 4), batch_sizes(10, 4), batch_sizes(1, 4), batch_sizes(0, 4)
-    ([4, 5], [4, 4, 2], [2], [])
-    """
-    sizes = [batch_size] * (n // batch_size) + ([n % batch_size] if n % batch_size else [])
-    if batch_size > 1 and sizes and sizes[-1] == 1:
-        sizes[-2:] = [sum(sizes[-2:])] if len(sizes) > 1 else [2]
-    return sizes
 
 
 class FederatedData(LightningDataModule, ABC):
@@ -182,6 +169,13 @@ class FederatedData(LightningDataModule, ABC):
         """Labels of the client's training examples, int64 ``[n]`` on the device, in the order of ``client.train``."""
         return self.train_target[self._to_device(client.train)]
 
+    def labels_of(self, clients: Sequence[Client]) -> tuple[Tensor, ...]:
+        """:meth:`labels` of each, gathered at once."""
+        if not clients:
+            return ()
+        index = self._to_device(np.concatenate([client.train for client in clients]))
+        return self.train_target[index].split([len(client.train) for client in clients])
+
     def num_steps(self, client: Client, epochs: int) -> int:
         """Local steps of ``epochs`` epochs."""
         return epochs * len(batch_sizes(len(client.train), self.batch_size))
@@ -191,26 +185,51 @@ class FederatedData(LightningDataModule, ABC):
     ) -> Iterator[tuple[Any, Tensor]]:
         """The client's batches of one round: a new order in every epoch; at most ``steps`` of them.
 
-        ``labels`` int64 ``[n]`` in the order of ``client.train`` replace its own. Order and augmentation are a function of
-        (seed, round, client) alone, and the first epochs are the same however many follow.
+        ``labels`` int64 ``[n]`` in the order of ``client.train`` replace its own.
         """
-        n = len(client.train)
-        sizes = (batch_sizes(n, self.batch_size) * epochs)[:steps]
-        if not sizes:
+        one = self._pass(client, epochs, steps, round, self.draws)
+        if not one.sizes:
             return
-        rng = stream(self.seed, "batches", round, client.id)
-        position = np.concatenate([rng.permutation(n) for _ in range(epochs)])  # in client.train, [E * n]
-        twice = n == 1 and self.batch_size > 1
-        position = (position.repeat(2) if twice else position)[: sum(sizes)]
-        target = (self.labels(client) if labels is None else labels)[self._to_device(position)].split(sizes)
-        index = self._to_device(client.train[position]).split(sizes)
-        draws: Sequence[Tensor | None] = [None] * len(sizes)
-        drawn = self.draws(stream(self.seed, "augment", round, client.id), epochs, n)
-        if drawn is not None:
-            epoch = np.arange(epochs).repeat(2 * n if twice else n)[: sum(sizes)]
-            draws = self._to_device(drawn[epoch, position]).split(sizes)
+        target = (self.labels(client) if labels is None else labels)[self._to_device(one.position)].split(one.sizes)
+        index = self._to_device(client.train[one.position]).split(one.sizes)
+        draws: Sequence[Tensor | None] = [None] * len(one.sizes)
+        if one.draws is not None:
+            draws = self._to_device(one.draws).split(one.sizes)
         for index_B, target_B, draws_B in zip(index, target, draws, strict=True):
             yield self.inputs("train", index_B, draws_B), target_B
+
+    def stacked_batches(
+        self, clients: Sequence[Client], *, round: int, epochs: Sequence[int], labels: Sequence[Tensor], steps: Sequence[int]
+    ) -> Iterator[list[tuple[list[int], tuple[Any, Tensor]]]]:
+        """:meth:`train_batches` of many clients side by side, gathered at once.
+
+        Each step as groups of clients whose batches have the same size: their positions in ``clients``, and inputs and target
+        ``[K, B, ...]`` in this order.
+        """
+        draws_of = self.draws if self.augments else None
+        passes = [self._pass(*one, round, draws_of) for one in zip(clients, epochs, steps, strict=True)]
+        index = self._to_device(np.concatenate([c.train[one.position] for c, one in zip(clients, passes, strict=True)]))
+        first = np.cumsum([0, *map(len, labels)])
+        position = np.concatenate([begin + one.position for begin, one in zip(first, passes, strict=False)])
+        target = torch.cat(list(labels))[self._to_device(position)]
+        drawn = [one.draws for one in passes if one.draws is not None]
+        draws = self._to_device(np.concatenate(drawn)) if drawn else None
+        for groups in side_by_side(passes):
+            step = []
+            for where, place in groups:
+                place_KB = self._to_device(place)
+                flat = place_KB.reshape(-1)
+                inputs = self.inputs("train", index[flat], None if draws is None else draws[flat])
+                step.append(
+                    (where, (tree_map(lambda leaf, shape=place.shape: leaf.unflatten(0, shape), inputs), target[place_KB]))
+                )
+            yield step
+
+    def _pass(self, client: Client, epochs: int, steps: int | None, round: int, draws: Draws | None) -> Pass:
+        return draw_pass(
+            len(client.train), self.batch_size, seed=self.seed, round=round, client=client.id, epochs=epochs, steps=steps,
+            draws=draws,
+        )  # fmt: skip
 
     @property
     def evaluation_batch(self) -> int:

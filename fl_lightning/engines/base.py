@@ -47,6 +47,7 @@ class ClientResult:
         losses: sums over the examples that a term was taken of, by term; diagnostics of the simulation, not on the wire.
         seen: the number of those examples, by term; an example counts once per epoch.
         steps: optimiser steps.
+        intact: the upload has not left this machine's memory since it was made, so nobody need look at its checksum.
     """
 
     client: Client
@@ -55,6 +56,7 @@ class ClientResult:
     losses: dict[str, float]
     seen: dict[str, int]
     steps: int
+    intact: bool = False
 
 
 class Engine(ABC):

@@ -18,12 +18,12 @@ from lightning.fabric import Fabric
 from lightning.fabric.plugins.precision import MixedPrecision
 from torch import Tensor, nn
 from torch.func import functional_call, vmap
-from torch.utils._pytree import tree_flatten, tree_map
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map
 
 from fl_lightning import rng
 from fl_lightning.data import FederatedData
 from fl_lightning.engines.attributes import REGISTERED
-from fl_lightning.engines.base import ClientResult, Engine, Inbox, Order, Units, local_batches, one_thread, size_of
+from fl_lightning.engines.base import ClientResult, Engine, Inbox, Order, Units, local_batches, one_thread
 from fl_lightning.engines.received import Received
 from fl_lightning.engines.sequential import SequentialEngine
 from fl_lightning.engines.stack import CannotStackError, Stack, StackLosses
@@ -40,11 +40,11 @@ ROOM = 2**31
 
 @dataclass
 class Row:
-    """One client, ready to train: with ``received`` as its module."""
+    """One client, ready to train: with ``received`` as its module. ``batches``: None for those of the data module as it is."""
 
     order: Order
     received: Received
-    batches: list[Any]
+    batches: list[Any] | None
 
 
 class BatchedEngine(Engine):
@@ -107,16 +107,20 @@ class BatchedEngine(Engine):
         method, received = self.method, None
         # other batches may go on from what was received
         plain = getattr(method.local_batches, "__func__", None) is Method.local_batches
+        gathered = plain and type(self.data).train_batches is FederatedData.train_batches
         if plain and len({id(order.message) for order in orders}) == 1:
             received = Received.by_anyone(method, self.inbox.decode(orders[0].message), orders[0].client)
+        if received is not None and gathered:
+            return [Row(order, received, None) for order in orders]
         rows = []
         for order in orders:
-            client = order.client
+            client, batches = order.client, None
             if received is None:
                 method.receive(self.inbox.decode(order.message), client)
                 method.train()
-            with rng.torch_stream(method.seed, "dropout", method.round, client.id), self.fabric.autocast():
-                batches = list(local_batches(method, self.data, order))
+            if not gathered:
+                with rng.torch_stream(method.seed, "dropout", method.round, client.id), self.fabric.autocast():
+                    batches = list(local_batches(method, self.data, order))
             rows.append(Row(order, received or Received.by(method), batches))
         return rows
 
@@ -127,14 +131,27 @@ class BatchedEngine(Engine):
         rows[0].received.restore(self.method, self.names)
         self.tied = _has_tied_weights(self.method)
         stack = Stack(self.method, [row.received.tensors for row in rows])
-        losses = StackLosses(len(rows))
-        for step in range(max(len(row.batches) for row in rows)):
-            for where in _alike([row.batches[step : step + 1] for row in rows]):
-                batch = tree_map(lambda *leaves: torch.stack(leaves), *(rows[at].batches[step] for at in where))
-                outputs = self._step(stack, where, batch, step)
-                losses.add(outputs, size_of(rows[where[0]].batches[step]), where)
+        losses, steps = StackLosses(len(rows)), [0] * len(rows)
+        for number, groups in enumerate(self._batches(rows)):
+            for where, batch in groups:
+                outputs = self._step(stack, where, batch, number)
+                losses.add(outputs, tree_leaves(batch)[0].shape[1], where)
+                for at in where:
+                    steps[at] += 1
             stack.end_step()
-        return lambda: [self._result(*one) for one in zip(rows, stack.rows(), losses.totals(), strict=True)]
+        return lambda: self._results(rows, stack, losses, steps)
+
+    def _batches(self, rows: Sequence[Row]) -> Iterator[list[tuple[list[int], Any]]]:
+        """For each step, groups of rows whose batches have one form, and these as a stack."""
+        if rows[0].batches is not None:
+            yield from _stacked([row.batches or [] for row in rows])
+            return
+        orders = [row.order for row in rows]
+        with self.fabric.autocast():
+            yield from self.data.stacked_batches(
+                [order.client for order in orders], round=self.method.round, epochs=[order.epochs for order in orders],
+                labels=[order.labels for order in orders], steps=[order.steps for order in orders],
+            )  # fmt: skip
 
     def _step(self, stack: Stack, where: Sequence[int], batch: Any, step: int) -> dict[str, Tensor]:
         """One local step of the clients at ``where``; ``batch`` is a stack of theirs. Each loss term as ``[len(where)]``."""
@@ -170,13 +187,22 @@ class BatchedEngine(Engine):
         return returned or {}, {name.removeprefix("method."): tensor for name, tensor in tensors.items()}
 
     @torch.no_grad()
-    def _result(self, row: Row, tensors: Mapping[str, Tensor], losses: tuple[dict[str, float], dict[str, int]]) -> ClientResult:
+    def _results(self, rows: Sequence[Row], stack: Stack, losses: StackLosses, steps: Sequence[int]) -> list[ClientResult]:
+        clients = [row.order.client for row in rows]
+        rows[0].received.restore(self.method, self.names)
+        uploads = self.method.uploads(clients, stack.tensors)
+        if uploads is None:
+            uploads = [self._upload(*one) for one in zip(rows, stack.rows(), strict=True)]
+        return [
+            ClientResult(client, upload, client.state, *loss, count, intact=True)
+            for client, upload, loss, count in zip(clients, uploads, losses.totals(), steps, strict=True)
+        ]
+
+    def _upload(self, row: Row, tensors: Mapping[str, Tensor]) -> bytes:
         row.received.restore(self.method, self.names)
         for name, tensor in tensors_of(self.method).items():
             tensor.copy_(tensors[name])
-        client = row.order.client
-        upload = self.method.upload(client).to_bytes()
-        return ClientResult(client, upload, client.state, *losses, len(row.batches))
+        return self.method.upload(row.order.client).to_bytes()
 
 
 class _Caller(nn.Module):
@@ -204,11 +230,14 @@ def _has_tied_weights(method: Method) -> bool:
     return tied
 
 
-def _alike(batches: Sequence[Sequence[Any]]) -> list[list[int]]:
-    """Rows whose batches (of none or one) have the same form; rows without one in no group."""
-    groups: dict[Any, list[int]] = defaultdict(list)
-    for at, batch in enumerate(batches):
-        if batch:
-            leaves, form = tree_flatten(batch[0])
-            groups[str(form), tuple((leaf.shape, leaf.dtype) for leaf in leaves)].append(at)
-    return list(groups.values())
+def _stacked(rows: Sequence[Sequence[Any]]) -> Iterator[list[tuple[list[int], Any]]]:
+    """For each step, who has a batch of one form, and these as one."""
+    for step in range(max(map(len, rows))):
+        groups: dict[Any, list[int]] = defaultdict(list)
+        for at, batches in enumerate(rows):
+            if step < len(batches):
+                leaves, form = tree_flatten(batches[step])
+                groups[str(form), tuple((leaf.shape, leaf.dtype) for leaf in leaves)].append(at)
+        yield [
+            (where, tree_map(lambda *leaves: torch.stack(leaves), *(rows[at][step] for at in where))) for where in groups.values()
+        ]

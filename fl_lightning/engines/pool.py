@@ -13,7 +13,6 @@ import sys
 import traceback
 import warnings
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from mmap import mmap
 from multiprocessing.connection import Connection, wait
 from multiprocessing.reduction import ForkingPickler
@@ -24,6 +23,7 @@ import torch
 from safetensors.torch import load, save
 from torch import Tensor
 
+from fl_lightning.client import Client
 from fl_lightning.data import FederatedData
 from fl_lightning.engines.base import ClientResult, Engine, Order, Units
 from fl_lightning.engines.ranks import work
@@ -144,7 +144,8 @@ class Worker:
         results = []
         for order, upload, (kept, losses, seen, steps) in zip(orders, _read(self.up, blobs), packed, strict=True):
             state = _unpack(kept)
-            results.append(ClientResult(replace(order.client, state=state), upload, state, losses, seen, steps))
+            client = Client(order.client.id, order.client.train, order.client.val, state)
+            results.append(ClientResult(client, upload, state, losses, seen, steps, intact=True))
         return results
 
     def _say(self, message: Any) -> None:

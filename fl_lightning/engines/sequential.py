@@ -53,4 +53,4 @@ class SequentialEngine(Engine):
         local.end()
         with torch.no_grad():
             upload = method.upload(client).to_bytes()
-        return ClientResult(client, upload, client.state, local.losses.totals(), local.losses.seen, steps)
+        return ClientResult(client, upload, client.state, local.losses.totals(), local.losses.seen, steps, intact=True)

@@ -2,5 +2,6 @@ from fl_lightning.wire.codes import Codes
 from fl_lightning.wire.layout import Layout
 from fl_lightning.wire.ledger import Ledger, LedgerEntry
 from fl_lightning.wire.payload import Payload, PayloadError
+from fl_lightning.wire.rows import encode_rows
 
-__all__ = ["Codes", "Layout", "Ledger", "LedgerEntry", "Payload", "PayloadError"]
+__all__ = ["Codes", "Layout", "Ledger", "LedgerEntry", "Payload", "PayloadError", "encode_rows"]

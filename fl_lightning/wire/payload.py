@@ -11,9 +11,10 @@ the model, so methods send few, long entries (all fp32 values as one vector) and
 
 from __future__ import annotations
 
+import math
 import struct
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import ItemsView, Iterator, Mapping
 
 import torch
 from torch import Tensor
@@ -63,6 +64,12 @@ class Payload(Mapping[str, "Tensor | Codes"]):
     def __len__(self) -> int:
         return len(self._entries)
 
+    def __contains__(self, name: object) -> bool:
+        return name in self._entries
+
+    def items(self) -> ItemsView[str, Tensor | Codes]:
+        return self._entries.items()
+
     def tensor(self, name: str) -> Tensor:
         """The entry ``name``, which must be there and a tensor.
 
@@ -97,7 +104,7 @@ class Payload(Mapping[str, "Tensor | Codes"]):
 
     def to_bytes(self) -> bytes:
         """The bytes on the wire."""
-        parts = [part for name, value in self._entries.items() for part in _encode(name, value)]
+        parts = [part for name, value in self._entries.items() for part in (entry_head(name, value), _data(value))]
         length = sum(len(part) for part in parts)
         return b"".join([HEADER.pack(MAGIC, VERSION, len(self), length, _checksum(len(self), *parts)), *parts])
 
@@ -111,7 +118,7 @@ class Payload(Mapping[str, "Tensor | Codes"]):
         """Decode.
 
         Args:
-            verified: the checksum of these very bytes has been found right before.
+            verified: the checksum of these very bytes has been found right before, or nothing can have happened to them.
 
         Raises:
             PayloadError: not a payload, another version, truncated, or damaged (CRC-32).
@@ -128,7 +135,7 @@ class Payload(Mapping[str, "Tensor | Codes"]):
         body = memoryview(data)[HEADER.size :]
         if len(body) != length or not (verified or _checksum(count, body) == checksum):
             raise PayloadError(f"a payload of {len(body)} bytes that announced {length}, or damaged (CRC-32); send it again")
-        reader, entries = _Reader(body), {}
+        reader, entries = _Reader(body), {}  # type: _Reader, dict[str, Tensor | Codes]
         try:
             for _ in range(count):
                 name, value = reader.entry()
@@ -139,7 +146,9 @@ class Payload(Mapping[str, "Tensor | Codes"]):
             raise PayloadError(f"a payload whose entries cannot be read ({error}); encode it again") from error
         if reader.offset != length:
             raise PayloadError(f"a payload with {length - reader.offset} bytes after its last entry; encode it again")
-        return cls(entries)
+        decoded = cls.__new__(cls)
+        decoded._entries = entries
+        return decoded
 
 
 class _Reader:
@@ -157,12 +166,10 @@ class _Reader:
         (length,) = self.take(1)
         if not length:
             raise PayloadError("an entry without a name; names have 1 to 255 bytes; encode it again")
-        name = bytes(self.take(length)).decode()
+        name = str(self.take(length), "utf-8")
         kind, ndim = self.take(2)
         shape = struct.unpack(f"<{ndim}I", self.take(4 * ndim))
-        count = 1
-        for size in shape:
-            count *= size
+        count = math.prod(shape)
         if kind > CODES:
             bits = kind - CODES
             if bits > 16:
@@ -173,11 +180,16 @@ class _Reader:
         dtype = DTYPES[kind]
         data = bytearray(self.take(count * dtype.itemsize))
         value = torch.frombuffer(data, dtype=dtype) if count else torch.empty(0, dtype=dtype)
-        return name, value if value.shape == shape else value.reshape(shape)
+        return name, value if ndim == 1 else value.reshape(shape)
+
+
+def checksum_of_header(count: int) -> int:
+    """Where the checksum of a payload of ``count`` entries starts."""
+    return zlib.crc32(struct.pack("<BH", VERSION, count))
 
 
 def _checksum(count: int, *body: bytes | memoryview) -> int:
-    checksum = zlib.crc32(struct.pack("<BH", VERSION, count))
+    checksum = checksum_of_header(count)
     for part in body:
         checksum = zlib.crc32(part, checksum)
     return checksum
@@ -193,24 +205,24 @@ def _on_cpu(name: str, value: Tensor | Codes) -> Tensor | Codes:
     return value.detach() if value.device.type == "cpu" else value.detach().cpu()
 
 
-def _encode(name: str, value: Tensor | Codes) -> tuple[bytes, bytes | memoryview]:
-    """What an entry says of itself, and its data."""
-    data: bytes | memoryview = b""
-    if isinstance(value, Codes):
-        kind, shape, data = CODES + value.bits, value.values.shape, pack(value)
-    else:
-        kind, shape = KINDS[value.dtype], value.shape
-        if value.numel():
-            data = value.contiguous().view(-1).view(torch.uint8).numpy().data
+def entry_head(name: str, value: Tensor | Codes) -> bytes:
+    """What an entry says of itself."""
+    kind, shape = (CODES + value.bits, value.values.shape) if isinstance(value, Codes) else (KINDS[value.dtype], value.shape)
     encoded = name.encode()
-    return struct.pack(f"<B{len(encoded)}sBB{len(shape)}I", len(encoded), encoded, kind, len(shape), *shape), data
+    return struct.pack(f"<B{len(encoded)}sBB{len(shape)}I", len(encoded), encoded, kind, len(shape), *shape)
+
+
+def _data(value: Tensor | Codes) -> bytes | memoryview:
+    if isinstance(value, Codes):
+        return pack(value)
+    return value.contiguous().view(-1).view(torch.uint8).numpy().data if value.numel() else b""
 
 
 def _identity(value: Tensor | Codes) -> tuple[object, ...]:
     if isinstance(value, Codes):
         return (value.bits, *_identity(value.values))
     if value.numel() <= GLANCE:
-        return value.dtype, value.shape, bytes(_encode("x", value)[1])
+        return value.dtype, value.shape, bytes(_data(value))
     return value.dtype, value.shape, value.stride(), value.data_ptr(), value._version
 
 

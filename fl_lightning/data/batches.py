@@ -1,0 +1,79 @@
+"""In which order a client sees its examples in a round, and in batches of which sizes; for one client, or for many side by side.
+
+``n`` examples of a client, ``S`` examples of its round, ``B`` batch, ``K`` clients, ``D`` augmentation numbers.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from fl_lightning.rng import stream
+
+Draws = Callable[[np.random.Generator, int, int], "np.ndarray | None"]
+
+
+def batch_sizes(n: int, batch_size: int) -> list[int]:
+    """Sizes of the batches of one epoch over ``n`` examples.
+
+    BatchNorm cannot normalise one value, so no batch has a single example: a lone last one joins the batch before it, and the
+    only example of a client is taken twice. A batch size of 1 is taken at its word.
+
+    >>> batch_sizes(9, 4), batch_sizes(10, 4), batch_sizes(1, 4), batch_sizes(0, 4)
+    ([4, 5], [4, 4, 2], [2], [])
+    """
+    sizes = [batch_size] * (n // batch_size) + ([n % batch_size] if n % batch_size else [])
+    if batch_size > 1 and sizes and sizes[-1] == 1:
+        sizes[-2:] = [sum(sizes[-2:])] if len(sizes) > 1 else [2]
+    return sizes
+
+
+@dataclass(frozen=True, slots=True)
+class Pass:
+    """A client's examples in the order of its round.
+
+    Args:
+        position: in ``client.train``, int64 ``[S]``.
+        sizes: of its batches; they add up to S.
+        draws: augmentation of each, int64 ``[S, D]``; None when there is none.
+    """
+
+    position: np.ndarray
+    sizes: list[int]
+    draws: np.ndarray | None
+
+
+def draw_pass(
+    n: int, batch_size: int, *, seed: int, round: int, client: int, epochs: int, steps: int | None, draws: Draws | None
+) -> Pass:
+    """A new order in every epoch, at most ``steps`` batches. ``draws`` (rng, epochs, n) augments; None: nobody does.
+
+    Order and augmentation are a function of (seed, round, client) alone, and the first epochs are the same however many follow.
+    """
+    sizes = (batch_sizes(n, batch_size) * epochs)[:steps]
+    rng = stream(seed, "batches", round, client)
+    position = np.concatenate([np.empty(0, np.int64), *(rng.permutation(n) for _ in range(epochs))])
+    twice = n == 1 and batch_size > 1
+    position = (position.repeat(2) if twice else position)[: sum(sizes)]
+    drawn = draws(stream(seed, "augment", round, client), epochs, n) if draws else None
+    if drawn is not None:
+        epoch = np.arange(epochs).repeat(2 * n if twice else n)[: sum(sizes)]
+        drawn = drawn[epoch, position]
+    return Pass(position, sizes, drawn)
+
+
+def side_by_side(passes: Sequence[Pass]) -> Iterator[list[tuple[list[int], np.ndarray]]]:
+    """For each step, the clients that still have a batch, grouped by its size: who they are, and which of all passes' examples, one
+    pass after another, are theirs, int64 ``[K, B]``."""
+    start = np.concatenate([[0], np.cumsum([len(one.position) for one in passes])])[:-1]
+    for step in range(max((len(one.sizes) for one in passes), default=0)):
+        groups: dict[int, list[int]] = defaultdict(list)
+        for at, one in enumerate(passes):
+            if step < len(one.sizes):
+                groups[one.sizes[step]].append(at)
+        yield [(where, start[where][:, None] + np.arange(size)) for size, where in groups.items()]
+        for size, where in groups.items():
+            start[where] += size
