@@ -132,7 +132,10 @@ class Worker:
         same = len(messages) == 1 and messages[0] is self.message
         self.message = messages[0] if len(messages) == 1 else b""
         packed = [
-            [(o.client.id, _pack(o.client.state), index[id(o.message)], o.labels.numpy(), o.epochs, o.steps) for o in unit]
+            (
+                [(o.client.id, _pack(o.client.state), index[id(o.message)], len(o.labels), o.epochs, o.steps) for o in unit],
+                torch.cat([o.labels for o in unit]).numpy(),
+            )
             for unit in units
         ]
         self._say((round, None if same else _write(self.down, messages), packed))
@@ -193,10 +196,11 @@ def _serve(engine: Engine, method: Method, pipe: Connection, down: mmap, up: mma
         messages = messages if blobs is None else _read(down, blobs)
         try:
             results: list[ClientResult] = []
-            for unit in packed:
+            for unit, labels in packed:
+                each = torch.from_numpy(labels).split([length for *_, length, _, _ in unit])
                 orders = [
-                    Order(data.client(id, _unpack(state)), messages[at], torch.from_numpy(labels), epochs, steps)
-                    for id, state, at, labels, epochs, steps in unit
+                    Order(data.client(id, _unpack(state)), messages[at], own, epochs, steps)
+                    for (id, state, at, _, epochs, steps), own in zip(unit, each, strict=True)
                 ]
                 results += engine.train(orders, [list(range(len(orders)))])
             answer = (None, _write(up, [result.upload for result in results]), [
