@@ -54,7 +54,7 @@ def together(pieces: Iterable[tuple[int, tuple[Tensor, ...]]]) -> tuple[Tensor, 
     """The pieces of all ranks: column by column, concatenated in the order of their numbers, on the CPU. ``()`` when there are none."""
     mine = {f"{number}/{column}": tensor for number, columns in pieces for column, tensor in enumerate(columns)}
     columns: dict[int, list[Tensor]] = {}
-    for name, tensor in sorted(collectives.gather_tensors(mine).items(), key=lambda item: int(item[0].split("/")[0])):
+    for name, tensor in sorted(collectives.gather_parts(mine).items(), key=lambda item: int(item[0].split("/")[0])):
         columns.setdefault(int(name.split("/")[1]), []).append(tensor)
     return tuple(torch.cat(columns[column]).cpu() for column in sorted(columns))
 

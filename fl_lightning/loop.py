@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from hashlib import sha256
 from time import perf_counter
 from typing import TypeVar
@@ -145,7 +145,7 @@ def collect(
             fed.ledger.add(LedgerEntry(round, client.id, "dropped"))
             continue
         order, result = next(done)
-        results.append(result)
+        results.append(replace(result, upload=b""))  # the bytes are held once, decoded
         status, size = "lost", len(result.upload)
         data = _stress_upload(fed, round, client, "change_bytes", result.upload) if assignment.returns else None
         if data is not None:

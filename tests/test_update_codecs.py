@@ -37,6 +37,23 @@ def test_the_norm_decides_the_noise():
     assert relative(buckets - values) < 0.8 * relative(coded - values)
 
 
+@pytest.mark.parametrize("bits", range(2, 17))
+@pytest.mark.parametrize("bucket", [None, 1, 4, 512])
+@pytest.mark.parametrize("size", [0, 1, 511, 512, 1027])
+def test_qsgd_decodes_to_the_last_bit_as_its_formula_says(bits, bucket, size):
+    """norm / s * sign * level in float32, for every code; minus zero, an infinite norm and none included."""
+    generator = torch.Generator().manual_seed(bits)
+    codes = torch.randint(0, 2**bits, (size,), generator=generator, dtype=torch.int32)
+    norms = torch.rand(qsgd.num_buckets(size, bucket), generator=generator) * 3
+    norms[-1] = [0.0, float("inf"), 0.7][size % 3]
+    s = np.float32(2 ** (bits - 1) - 1)
+    level = (codes.numpy() % 2 ** (bits - 1)).astype(np.float32)
+    signed = np.where(codes.numpy() >= 2 ** (bits - 1), -level, level)
+    with np.errstate(invalid="ignore"):
+        expected = signed * (norms.numpy() / s)[np.arange(size) // (bucket or max(size, 1))]
+    assert qsgd.decode(codes, norms, bits, bucket).numpy().tobytes() == expected.tobytes()
+
+
 @pytest.mark.parametrize("bucket", [None, 1, 4])
 @pytest.mark.parametrize("values", [[], [0.0, 0.0, 0.0], [1e-45, -1e-45], [3e38, -3e38], [-1.0]])
 def test_qsgd_of_zeros_of_nothing_and_of_extremes(values, bucket):

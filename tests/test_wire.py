@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fl_lightning.wire import Codes, Ledger, LedgerEntry, Payload, PayloadError, encode_rows
+from fl_lightning.wire.codes import pack, unpack
 from fl_lightning.wire.payload import DTYPES, HEADER, _checksum
 
 shapes = st.lists(st.integers(0, 5), max_size=3).map(tuple)
@@ -92,6 +93,16 @@ def test_codes_are_packed_without_padding():
     assert Payload({"w": codes}).nbytes == HEADER.size + (3 + 1 + 4) + 625  # 1000 weights of 5 bits
     with pytest.raises(ValueError, match="4 bits cannot hold it"):
         Payload({"w": Codes(torch.tensor([16]), bits=4)}).to_bytes()
+
+
+@pytest.mark.parametrize("bits", range(1, 17))
+@pytest.mark.parametrize("count", [0, 1, 7, 8, 1003])
+def test_codes_are_the_bits_of_one_long_number(bits, count):
+    values = torch.randint(0, 2**bits, (count,), generator=torch.Generator().manual_seed(count), dtype=torch.int32)
+    number = sum(int(value) << at * bits for at, value in enumerate(values))
+    data = pack(Codes(values, bits))
+    assert data == number.to_bytes((count * bits + 7) // 8, "little")
+    assert torch.equal(unpack(data, count, bits), values)
 
 
 def test_missing_entries_are_named():

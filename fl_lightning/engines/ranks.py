@@ -6,13 +6,13 @@ import json
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from hashlib import blake2b
+from typing import Any
 
-import torch
 from torch import Tensor
 
 from fl_lightning.data import FederatedData
 from fl_lightning.engines.base import ClientResult, Engine, Order, Units
-from fl_lightning.engines.collectives import gather_bytes, gather_tensors, rank, world_size
+from fl_lightning.engines.collectives import gather_bytes, gather_parts, rank, world_size
 from fl_lightning.wire.payload import HEADER
 
 OVERHEAD = 0.25  # of a batch: what a client costs beside its training
@@ -46,13 +46,13 @@ class RankedEngine(Engine):
         share = [at for unit in mine for at in unit]
         place = {at: here for here, at in enumerate(share)}
         results = self.engine.train([orders[at] for at in share], [[place[at] for at in unit] for unit in mine])
-        tensors: dict[str, Tensor] = {}
+        parts: dict[str, bytes | Tensor] = {}
         for index, result in zip(share, results, strict=True):
-            tensors |= {f"{index}/{name}": tensor for name, tensor in _pack(result).items()}
-        everything: list[dict[str, Tensor]] = [{} for _ in orders]
-        for key, tensor in gather_tensors(tensors).items():
+            parts |= {f"{index}/{name}": part for name, part in _pack(result).items()}
+        everything: list[dict[str, bytes | Tensor]] = [{} for _ in orders]
+        for key, part in gather_parts(parts).items():
             at, name = key.split("/", 1)
-            everything[int(at)][name] = tensor
+            everything[int(at)][name] = part
         for order, packed in zip(orders, everything, strict=True):
             yield _unpack(packed, order)
 
@@ -96,17 +96,13 @@ def require_agreement(orders: Sequence[Order]) -> None:
         )
 
 
-def _pack(result: ClientResult) -> dict[str, Tensor]:
+def _pack(result: ClientResult) -> dict[str, bytes | Tensor]:
     report = json.dumps({"losses": result.losses, "seen": result.seen, "steps": result.steps})
     kept = {f"state/{name}": tensor for name, tensor in result.state.items()}
-    return {"upload": _bytes(result.upload), "report": _bytes(report.encode()), **kept}
+    return {"upload": result.upload, "report": report.encode(), **kept}
 
 
-def _unpack(packed: dict[str, Tensor], order: Order) -> ClientResult:
-    report = json.loads(packed["report"].numpy().tobytes())
+def _unpack(packed: dict[str, Any], order: Order) -> ClientResult:
+    report = json.loads(packed["report"])
     state = {name.removeprefix("state/"): tensor for name, tensor in packed.items() if name.startswith("state/")}
-    return ClientResult(replace(order.client, state=state), packed["upload"].numpy().tobytes(), state, **report)
-
-
-def _bytes(data: bytes) -> Tensor:
-    return torch.frombuffer(bytearray(data), dtype=torch.uint8)
+    return ClientResult(replace(order.client, state=state), packed["upload"], state, **report)

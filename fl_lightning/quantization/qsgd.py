@@ -8,6 +8,8 @@ signal's energy instead of 21 times. ``[n]`` values, ``[m]`` buckets.
 
 from __future__ import annotations
 
+from functools import cache
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -43,9 +45,17 @@ def encode(values: Tensor, bits: int, noise: np.random.Generator, bucket: int | 
 
 def decode(codes: Tensor, norms: Tensor, bits: int, bucket: int | None = None) -> Tensor:
     """float32 ``[n]``."""
-    level = (codes & levels(bits)).to(torch.float32)
-    signed = torch.where((codes >> (bits - 1)).bool(), -level, level)
-    return (_rows(signed, bucket) * (norms / levels(bits)).unsqueeze(1)).flatten()[: codes.numel()]
+    scales = norms / levels(bits)
+    if bucket is None and codes.numel():
+        return (_signed_levels(bits) * scales).index_select(0, codes)
+    return (_rows(_signed_levels(bits).index_select(0, codes), bucket) * scales.unsqueeze(1)).flatten()[: codes.numel()]
+
+
+@cache
+def _signed_levels(bits: int) -> Tensor:
+    """float32 ``[2**bits]``, not to be written to: what each code stands for; to work it out takes five passes over the values."""
+    level = torch.arange(2 ** (bits - 1), dtype=torch.float32)
+    return torch.cat([level, -level])
 
 
 def _rows(flat: Tensor, bucket: int | None) -> Tensor:

@@ -1,0 +1,79 @@
+"""The ranks of test_collectives.py: processes that check for themselves, or say how they failed."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from datetime import timedelta
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from fl_lightning.client import Client
+from fl_lightning.engines import Order, collectives, ranks
+
+
+def serve(rank: int, size: int, port: int, what: str, folder: Path) -> None:
+    """Rank ``rank`` of ``size``; what it raises is written to ``folder``."""
+    collectives.PATIENCE, collectives.FRAME = 0.0, 1000
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    dist.init_process_group("gloo", rank=rank, world_size=size, timeout=timedelta(seconds=60 if what != "silent" else 3))
+    try:
+        globals()[what](rank, size)
+    except RuntimeError as error:
+        (folder / f"rank{rank}").write_text(f"{type(error).__name__}: {error}")
+
+
+def parts(rank: int, seed: int) -> dict[str, bytes | Tensor]:
+    """Of every form, around the length of a frame; rank 1 has nothing to give."""
+    random, generator = np.random.default_rng([rank, seed]), torch.Generator().manual_seed(10 * rank + seed)
+    given: dict[str, bytes | Tensor] = {str(n): random.bytes(n) for n in (0, 1, 998, 1, 1000, 1001, 0, 5000)}
+    for dtype in (torch.float32, torch.float64, torch.bfloat16, torch.uint8, torch.int64, torch.bool):
+        given[str(dtype)] = (torch.randn(7, 30, generator=generator) * 50).abs().to(dtype).T  # not contiguous
+    given |= {"scalar": torch.tensor(float("nan")), "empty": torch.empty(0, 4), "large": torch.randn(3000, generator=generator)}
+    given |= {f"{at}": torch.tensor([at + seed]) for at in range(300)}
+    return {f"{rank}/{name}": part for name, part in given.items()} if rank != 1 else {}
+
+
+def exchange(rank: int, size: int) -> None:
+    found = [collectives.gather_parts(parts(rank, seed)) for seed in range(2)]
+    for seed in range(2):  # the first are as they were: no views of a buffer that others went through
+        expected = {name: part for source in range(size) for name, part in parts(source, seed).items()}
+        assert found[seed].keys() == expected.keys()
+        for name, part in expected.items():
+            other = found[seed][name]
+            assert type(other) is type(part), name
+            if isinstance(part, Tensor) and isinstance(other, Tensor):
+                assert (other.dtype, other.shape) == (part.dtype, part.shape), name
+                part, other = (tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes() for tensor in (part, other))
+            assert other == part, name
+    given = [b"", bytes(5000), b"x", b"yy"][:size]
+    assert collectives.gather_bytes(given[rank]) == given
+    assert collectives.gather_parts({}) == {}
+    assert collectives.from_rank_zero(f"from {rank}, \u00e4") == "from 0, \u00e4"
+    collectives.barrier()
+
+
+def silent(rank: int, size: int) -> None:
+    time.sleep(8) if rank == 1 else collectives.gather_bytes(b"here")
+
+
+def killed(rank: int, size: int) -> None:
+    """After all have heard how much there is to come, with the half of it sent."""
+    raw = collectives._raw
+
+    def die(part):
+        return os.kill(os.getpid(), signal.SIGKILL) if part is last else raw(part)
+
+    last = b"last"
+    if rank == 1:
+        collectives._raw = die
+    collectives.gather_parts({f"{rank}/first": bytes(5000), f"{rank}/last": last})
+
+
+def disagree(rank: int, size: int) -> None:
+    ranks.require_agreement([Order(Client(7, np.arange(3), np.arange(0)), b"message", torch.tensor([0, 1, rank]), 1, 1)])

@@ -1,0 +1,51 @@
+"""What ranks give arrives as it was, or they say who did not answer."""
+
+from __future__ import annotations
+
+import multiprocessing
+import signal
+import socket
+
+import pytest
+from collectives_program import serve
+
+from fl_lightning.engines.collectives import FRAME, _frames
+
+
+def run(what: str, size: int, folder) -> tuple[list[int | None], list[str]]:
+    """Exit codes of the ranks, and what they raised."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    context = multiprocessing.get_context("spawn")
+    processes = [context.Process(target=serve, args=(rank, size, port, what, folder)) for rank in range(size)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(120)
+    raised = [folder / f"rank{rank}" for rank in range(size)]
+    return [process.exitcode for process in processes], [path.read_text() if path.exists() else "" for path in raised]
+
+
+def test_what_ranks_give_arrives_as_it_was(tmp_path):
+    assert run("exchange", 3, tmp_path) == ([0, 0, 0], ["", "", ""])
+
+
+@pytest.mark.parametrize("what", ["silent", "killed"])
+def test_a_rank_that_does_not_answer_leaves_nobody_waiting(tmp_path, what):
+    codes, (zero, _, two) = run(what, 3, tmp_path)
+    assert what != "killed" or codes[1] == -signal.SIGKILL
+    for message in (zero, two):
+        assert message.startswith("RankLost: no answer while rank ")
+        assert "a run needs all its processes" in message
+
+
+def test_ranks_that_disagree_all_say_so(tmp_path):
+    _, messages = run("disagree", 2, tmp_path)
+    assert all(message.startswith("RuntimeError: ranks [1] have other orders for this round than rank 0") for message in messages)
+
+
+def test_frames_hold_whole_parts():
+    assert _frames([]) == []
+    assert _frames([0, 1, FRAME - 1, 1, 3 * FRAME, 0, 1]) == [[0, 1, 2], [3, 4], [5, 6]]
+    assert [part for frame in _frames([FRAME // 3] * 100) for part in frame] == list(range(100))
