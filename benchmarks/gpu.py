@@ -1,17 +1,18 @@
-"""What one GPU makes of it: rounds of experiment 2, its whole suite, small steps, and the prices of quantisation and distillation.
+"""What one GPU makes of it: rounds of experiment 2, its whole suite, small steps, the prices of quantisation and distillation, seats.
 
-python benchmarks/gpu.py [round suite steps prices] [--seconds 300] [--repeats 5] [--out gpu.json]
+python benchmarks/gpu.py [round suite steps prices seats] [--seconds 300] [--repeats 5] [--out gpu.json]
 python benchmarks/gpu.py --device cpu --small --seconds 20          # the same code on a toy, to see that it runs
 
 No figures of it exist yet: no GPU was at hand when it was written. All times are of whole rounds (orders, training, uploads decoded and
-checked, aggregation), synchronised with the device; contenders take turns, A B A B, after ``WARM`` rounds each; the figure is the median.
-Each part stops repeating after ``--seconds``. Recordings (CUDA graphs) are played steps of ``fl_lightning.engines.graphs``; what could
-not be recorded is in the log.
+checked, aggregation), synchronised with the device; contenders take turns, A B A B, after ``turns.WARM`` rounds each; the figure is the
+median. Each part stops repeating after ``--seconds``. Recordings (CUDA graphs) are played steps of ``fl_lightning.engines.graphs``; what
+could not be recorded is in the log.
 
   round   20 of 100 clients, E = 2, MobileNet-V2, FedMPQ-KD, synthetic images of CIFAR-100's shape; target: 1/8 of eager, sequential
   suite   5 methods x 3 seeds x 100 rounds from measured rounds, each with its evaluation; target: 30 minutes
   steps   1000 clients x 50 images, cohort 50, batch 10, CNN of two convolutions; target: 5000 SGD steps a second
   prices  FedMPQ-KD / FedMPQ (target 1.08) and FedMPQ / FedAvg, with the steps recorded and without
+  seats   the round, and the cohort of steps, with 1, 2, 4 and 8 clients at once (--trainer.workers), each on a stream; ratio: to 1
 """
 
 from __future__ import annotations
@@ -19,14 +20,11 @@ from __future__ import annotations
 import argparse
 import json
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass, field
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
-from statistics import median
-from time import perf_counter
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
@@ -35,81 +33,35 @@ import numpy as np
 import torch
 from lightning.fabric import Fabric
 from torch import Tensor
+from turns import compete
 from workload import TwoConvolutions
 
 from fl_lightning import methods, models, rng
 from fl_lightning.data import Dirichlet, FederatedData, FederatedImages, Partition
-from fl_lightning.engines import BatchedEngine, SequentialEngine
+from fl_lightning.engines import BatchedEngine, SeatsEngine, SequentialEngine
 from fl_lightning.engines.determinism import deterministic
 from fl_lightning.engines.graphs import RecordedSteps
 from fl_lightning.engines.recorders import CudaGraphs, Rerun
 from fl_lightning.engines.steps import Steps
-from fl_lightning.loop import Federation, run_round
+from fl_lightning.loop import Federation
 from fl_lightning.methods import Method
 
-WARM = 2
-"""Rounds before the first that counts: libraries choose their kernels in them, and what turns up often is recorded."""
 SUITE = ("FedAvg", "QFedAvg", "FedKD", "FedMPQ", "FedMPQKD")
 SEEDS, ROUNDS = 3, 100
+SEATS = (1, 2, 4, 8)
 TARGETS = {"round": 1 / 8, "suite": 30.0, "steps": 5000.0, "prices": 1.08}
-
-
-@dataclass
-class Contender:
-    """A federation that takes its turn; seconds and peak bytes of the rounds that count."""
-
-    federation: Federation
-    done: int = 0
-    seconds: list[float] = field(default_factory=list)
-    steps: list[int] = field(default_factory=list)
-    peak: int = 0
-
-    def turn(self, counts: bool) -> None:
-        device = self.federation.fabric.device
-        self.done += 1
-        before = _start(device)
-        started = perf_counter()
-        record = run_round(self.federation, self.done)
-        _wait(device)
-        if counts:
-            self.seconds.append(perf_counter() - started)
-            self.steps.append(sum(_steps(self.federation, self.done)))
-            self.peak = max(self.peak, _peak(device) - before)
-        assert record.metrics["clients/trained"] > 0
-
-    def result(self) -> dict[str, float]:
-        middle = median(self.seconds)
-        return {
-            "seconds": middle, "rounds": len(self.seconds), "steps_per_second": sum(self.steps) / sum(self.seconds),
-            "peak_mib": self.peak / 2**20,
-        }  # fmt: skip
-
-
-def compete(contenders: Mapping[str, Callable[[], Federation]], options: argparse.Namespace) -> dict[str, dict[str, float]]:
-    """In turn, until ``--repeats`` rounds of each are timed or the time is up; at least one of each."""
-    started, found = perf_counter(), {}
-    for name, make in contenders.items():
-        found[name] = Contender(make())
-        for _ in range(WARM):
-            found[name].turn(counts=False)
-    for repeat in range(options.repeats):
-        if repeat and perf_counter() - started > options.seconds:
-            print(f"  stopped after {repeat} of {options.repeats} repeats: {options.seconds} s are up")
-            break
-        for contender in found.values():
-            contender.turn(counts=True)
-    return {name: contender.result() for name, contender in found.items()}
 
 
 def federation(
     method: Callable[[], Method], data: FederatedData, options: argparse.Namespace, *, how: str = "recorded", precision: str = "32-true",
-    participation: float = 0.2, epochs: int = 2, evaluate: bool = False, contiguous: bool = False,
+    participation: float = 0.2, epochs: int = 2, evaluate: bool = False, contiguous: bool = False, seats: int = 1,
 ) -> Federation:  # fmt: skip
     """Ready for its first round.
 
     Args:
         how: ``eager``, ``recorded`` or ``batched``.
         contiguous: the network's memory in torch's default order, not channels last.
+        seats: clients at once; not for ``batched``.
     """
     fabric = Fabric(accelerator=options.device, devices=1, precision=precision)
     with ExitStack() as stack:
@@ -121,14 +73,20 @@ def federation(
     built.to(fabric.device)
     if how == "batched":
         engine: Any = BatchedEngine(fabric, built, data)
-    elif how == "eager":
-        engine = SequentialEngine(fabric, built, data, Steps(fabric, built))
     else:
-        recorder = CudaGraphs(fabric.device) if fabric.device.type == "cuda" else Rerun()
-        engine = SequentialEngine(fabric, built, data, RecordedSteps(fabric, built, recorder))
+        make_steps = Steps if how == "eager" else recorded
+        if seats > 1:
+            engine = SeatsEngine(fabric, built, data, seats, make_steps=make_steps)
+        else:
+            engine = SequentialEngine(fabric, built, data, make_steps(fabric, built))
+    engine.start()
     context: Any = SimpleNamespace(max_rounds=-1)
     every = 1 if evaluate else 10**9
     return Federation(fabric, built, data, engine, (), context, 0, participation, epochs, every)
+
+
+def recorded(fabric: Fabric, method: Method) -> Steps:
+    return RecordedSteps(fabric, method, CudaGraphs(fabric.device) if fabric.device.type == "cuda" else Rerun())
 
 
 def part_round(options: argparse.Namespace) -> dict[str, Any]:
@@ -158,14 +116,7 @@ def part_suite(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def part_steps(options: argparse.Namespace) -> dict[str, Any]:
-    clients, cohort = (20, 5) if options.small else (1000, 50)
-    data = Shards(clients, 50, batch_size=10)
-    data.setup()
-    data.distribute(0, torch.device(options.device))
-    sgd = partial(torch.optim.SGD, lr=0.1)
-    make = partial(
-        federation, partial(methods.FedAvg, network=TwoConvolutions, optimizer=sgd), data, options, participation=cohort / clients, epochs=1
-    )  # fmt: skip
+    make = small_steps(options)
     ways = {
         "eager": {"how": "eager"},
         "recorded": {},
@@ -173,6 +124,28 @@ def part_steps(options: argparse.Namespace) -> dict[str, Any]:
         "batched": {"how": "batched"},
     }
     return compete({name: partial(make, **settings) for name, settings in ways.items()}, options)
+
+
+def small_steps(options: argparse.Namespace) -> Callable[..., Federation]:
+    clients, cohort = (20, 5) if options.small else (1000, 50)
+    data = Shards(clients, 50, batch_size=10)
+    data.setup()
+    data.distribute(0, torch.device(options.device))
+    built = partial(methods.FedAvg, network=TwoConvolutions, optimizer=partial(torch.optim.SGD, lr=0.1))
+    return partial(federation, built, data, options, participation=cohort / clients, epochs=1)
+
+
+def part_seats(options: argparse.Namespace) -> dict[str, Any]:
+    """Eager steps too: what cannot be recorded is bound by the one thread that asks for it, and should gain nothing."""
+    whole = partial(federation, method("FedMPQKD", options), images(options), options)
+    found: dict[str, Any] = {}
+    numbers = SEATS[:2] if options.small else SEATS
+    for name, make in (("round", whole), ("steps", small_steps(options))):
+        for how in ("recorded", "eager"):
+            some = compete({f"{name}, {how}, {n} seats": partial(make, how=how, seats=n) for n in numbers}, options)
+            one = next(iter(some.values()))["seconds"]
+            found |= {contender: {**result, "ratio": result["seconds"] / one} for contender, result in some.items()}
+    return found
 
 
 def part_prices(options: argparse.Namespace) -> dict[str, Any]:
@@ -236,30 +209,7 @@ class Shards(FederatedData):
         return self.train_inputs[index]
 
 
-def _steps(fed: Federation, round: int) -> list[int]:
-    """Local steps of the clients of a round."""
-    ids = [entry.client for entry in fed.ledger.entries if entry.round == round]
-    return [fed.data.num_steps(fed.data.client(id), fed.local_epochs) for id in ids]
-
-
-def _start(device: torch.device) -> int:
-    _wait(device)
-    if device.type != "cuda":
-        return 0
-    torch.cuda.reset_peak_memory_stats(device)
-    return torch.cuda.memory_allocated(device)
-
-
-def _wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-
-
-def _peak(device: torch.device) -> int:
-    return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0
-
-
-PARTS = {"round": part_round, "suite": part_suite, "steps": part_steps, "prices": part_prices}
+PARTS = {"round": part_round, "suite": part_suite, "steps": part_steps, "prices": part_prices, "seats": part_seats}
 
 
 def main() -> None:

@@ -47,8 +47,9 @@ class FederatedTrainer:
         precision: of the local training steps and of evaluation: ``32-true``, ``bf16-mixed`` or ``16-mixed``.
         engine: how clients are executed: ``sequential``, one after another; ``batched``, many at once through ``torch.func``;
             ``auto`` measures both and stays with its choice when the run is continued.
-        workers: processes that train clients side by side on a CPU, at least 1; ``auto``: as many as torch would use threads. A client
-            trains on one thread in any case, so that their number changes nothing but the time.
+        workers: what trains clients side by side, at least 1: processes on a CPU, where a client trains on one thread in any case;
+            streams on CUDA, at most 8, each with a copy of the model. Their number changes nothing but the time and the memory.
+            ``auto``: on a CPU as many as torch would use threads; on CUDA 1, until a card has been measured.
         max_rounds: rounds to run, at least 1.
         participation: share of the clients sampled each round, in (0, 1].
         local_epochs: passes that a client makes over its own data in a round, at least 1.
@@ -243,7 +244,7 @@ class FederatedTrainer:
                 self.method.build(self.data)
             self.method.to(self.fabric.device)
             check_optimizer(self.method)
-            check_workers(self.fabric, self.workers)
+            check_workers(self.fabric, self.workers, self.engine)
             tell(self.callbacks, "on_check", self)
         except (ValueError, OSError) as error:
             raise InputError(str(error)) from error

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from streams import Card
 from test_graphs import TEN, make
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -54,6 +55,7 @@ def test_batches_and_steps_stay_on_the_device(name, monkeypatch):
     labels = data.labels(client)
     method.receive(Payload.from_bytes(method.broadcast(client).to_bytes()), client)
     method.train()
+    Card(monkeypatch)  # streams in name
     monkeypatch.setattr(Tensor, "pin_memory", lambda tensor: tensor)
     monkeypatch.setattr(fedmosaic, "gradient_of", lambda *_: torch.zeros_like(method.gradient, device=CUDA))
     with FakeTensorMode(allow_non_fake_inputs=True):

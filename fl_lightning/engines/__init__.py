@@ -4,6 +4,7 @@ from fl_lightning.engines.choice import EngineName, check_workers, make_engine
 from fl_lightning.engines.optimizers import check_optimizer
 from fl_lightning.engines.pool import PoolEngine
 from fl_lightning.engines.ranks import RankedEngine
+from fl_lightning.engines.seats import SeatsEngine
 from fl_lightning.engines.sequential import SequentialEngine
 
 __all__ = [
@@ -14,6 +15,7 @@ __all__ = [
     "Order",
     "PoolEngine",
     "RankedEngine",
+    "SeatsEngine",
     "SequentialEngine",
     "check_optimizer",
     "check_workers",

@@ -17,6 +17,8 @@ from fl_lightning.engines.batched import MOST, BatchedEngine
 from fl_lightning.engines.memory import keep_freed_memory
 from fl_lightning.engines.pool import PoolEngine
 from fl_lightning.engines.ranks import RankedEngine
+from fl_lightning.engines.seats import MOST as MOST_SEATS
+from fl_lightning.engines.seats import SeatsEngine
 from fl_lightning.engines.sequential import SequentialEngine
 from fl_lightning.errors import InputError
 from fl_lightning.methods import Method
@@ -44,46 +46,76 @@ def make_engine(
     """The engine of a run.
 
     Args:
-        engine: ``auto`` measures both on this method, network and data.
-        workers: processes that train clients side by side on a CPU; ``auto``: as many as torch has threads.
+        engine: ``auto`` measures both on this method, network and data; with several workers on CUDA it is ``sequential``.
+        workers: what trains clients side by side: processes on a CPU, seats (streams) on CUDA. ``auto``: :func:`most_workers`.
         cohort: clients of a round.
         before: what an earlier part of this run chose, which stays.
     """
     if fabric.device.type == "cpu":
         keep_freed_memory()
+    size = min(cohort, most_workers(fabric) if workers == "auto" else workers)
     if engine != "auto":
         name: str = engine
     elif before:
         name = before
     else:
-        worth_it = cohort >= MANY and is_stackable(method)
+        worth_it = cohort >= MANY and is_stackable(method) and not (size > 1 and _has_streams(fabric))
         name = collectives.from_rank_zero(_measured(fabric, method, data)) if worth_it else "sequential"
-    inner: Engine = (BatchedEngine if name == "batched" else SequentialEngine)(fabric, method, data)
-    size = min(cohort, most_workers(fabric) if workers == "auto" else workers)
-    if size > 1:
-        inner = PoolEngine(inner, method, data, size)
-    log.info("engine: %s, %s", name, f"{size} worker processes" if size > 1 else "in this process")
+    inner, where = _engine(name, fabric, method, data, size)
+    log.info("engine: %s, %s", name, where)
     return RankedEngine(inner, data)
 
 
-def check_workers(fabric: Fabric, workers: int | Literal["auto"]) -> None:
+def _engine(name: str, fabric: Fabric, method: Method, data: FederatedData, size: int) -> tuple[Engine, str]:
+    """The engine of one rank, and in words where it trains."""
+    if _has_streams(fabric) and size > 1 and name == "sequential":
+        return SeatsEngine(fabric, method, data, size), f"{size} seats on {fabric.device}"
+    inner = (BatchedEngine if name == "batched" else SequentialEngine)(fabric, method, data)
+    if size == 1:
+        return inner, "in this process"
+    if _has_streams(fabric):  # auto chose it in an earlier part of this run, and another engine would round differently
+        return inner, f"in this process; {size} workers on {fabric.device} train no stacks"
+    return PoolEngine(inner, method, data, size), f"{size} worker processes"
+
+
+def check_workers(fabric: Fabric, workers: int | Literal["auto"], engine: EngineName) -> None:
     """Raises:
-    InputError: several workers where a process cannot be forked while it trains.
+    InputError: several workers where a process cannot be forked while it trains and a device has no streams, or more than it has,
+        or streams for the stacks of the batched engine.
     """
-    if workers != "auto" and workers > 1 and not _can_fork(fabric):
+    if workers == "auto" or workers == 1 or _can_fork(fabric):
+        return
+    given = f"--trainer.workers {workers} on {fabric.device} ({sys.platform})"
+    if not _has_streams(fabric):
         raise InputError(
-            f"--trainer.workers {workers} on {fabric.device} ({sys.platform}); workers are forks that train on a CPU, on Linux; "
+            f"{given}; workers are forks that train on a CPU, on Linux, or streams on CUDA; "
             "leave it out, or write --trainer.devices for more than one process"
+        )
+    if workers > MOST_SEATS:
+        raise InputError(
+            f"{given}; workers on CUDA are streams, at most {MOST_SEATS}, each with a copy of the model; write 2 to {MOST_SEATS}"
+        )
+    if engine == "batched":
+        raise InputError(
+            f"{given} with --trainer.engine batched; a stack has many clients on the device by itself; "
+            "leave one of the two out, or write --trainer.engine sequential"
         )
 
 
 def most_workers(fabric: Fabric) -> int:
-    """Forks that pay: one for each thread that torch would use; with several ranks none, these are the workers."""
+    """Forks that pay: one for each thread that torch would use; with several ranks none, these are the workers.
+
+    On CUDA one until a card has been measured: ``python benchmarks/gpu.py seats``.
+    """
     return torch.get_num_threads() if _can_fork(fabric) and collectives.world_size() == 1 else 1
 
 
 def _can_fork(fabric: Fabric) -> bool:
     return fabric.device.type == "cpu" and sys.platform.startswith("linux")
+
+
+def _has_streams(fabric: Fabric) -> bool:
+    return fabric.device.type == "cuda"
 
 
 def _measured(fabric: Fabric, method: Method, data: FederatedData) -> str:

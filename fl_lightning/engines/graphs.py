@@ -43,7 +43,8 @@ log = logging.getLogger("fl_lightning")
 AFTER = 4
 """Eager steps of a kind and form before it is recorded, which takes about as long as twice as many."""
 KINDS = 8
-"""Kinds whose recordings are kept: their memory is that of the activations of a step for each form of batch."""
+"""Kinds whose recordings are kept: their memory is that of the activations of a step for each form of batch. One more, and all go:
+a CUDA graph must not outlive others of its recorder (:class:`~fl_lightning.engines.recorders.CudaGraphs`)."""
 TOLERANCE = 1e-4
 """Relative to the largest value of a tensor; where an eager step does not repeat itself bit for bit."""
 
@@ -95,9 +96,11 @@ class RecordedSteps(Steps):
         form = client_form(self.method, self.optimizer)
         if form not in self.kinds:
             if len(self.kinds) == KINDS:
-                _, gone = self.kinds.popitem(last=False)
-                if not gone.recordings and not gone.refused:
+                oldest = next(iter(self.kinds.values()))
+                if not oldest.recordings and not oldest.refused:
                     self._say(f"clients are of more than {KINDS} kinds (shapes, modes, plain values that receive sets)")
+                self.kinds.clear()
+                self.recorder.forget()
             self.kinds[form] = Kind(self.method, self.fabric.device, self.optimizer, self.resident)
         self.kinds.move_to_end(form)
         if self.kinds[form].refused:
@@ -159,6 +162,7 @@ class RecordedSteps(Steps):
 
     def _record(self, kind: Kind, form: Any, batch: Any, index: int) -> None:
         """Record this step and see whether it then does what the step does. Nothing has happened afterwards."""
+        wait_for(self.fabric.device)  # what is restored may be read beside these steps: a teacher is at the next batches
         attributes, saved = Attributes(self.method), kind.save()
         try:
             with torch.random.fork_rng(devices=_devices(self.fabric.device)):
@@ -248,6 +252,12 @@ def _unreadable(method: Method) -> Iterator[None]:
         del vars(method)["round"]
         if round is not None:
             method.round = round
+
+
+def wait_for(device: torch.device) -> None:
+    """Until nothing is under way on any of its streams."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
 
 
 def _devices(device: torch.device) -> list[int]:

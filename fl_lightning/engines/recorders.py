@@ -27,15 +27,24 @@ class Recorder(Protocol):
             pool: of an earlier recording that is still there and never plays at the same time.
         """
 
+    def forget(self) -> None:
+        """None of its recordings will be played again."""
+
 
 class CudaGraphs:
     """``torch.cuda.CUDAGraph``: all kernels of ``work`` with one launch.
 
     Untested on a card so far; whoever uses it compares the first replay with the work itself (:mod:`fl_lightning.engines.graphs`).
+
+    A graph's matrix products write to cuBLAS's workspace of the stream that captured them. So graphs that may play at the same time
+    need recorders of their own, each with a stream, where torch's default is one for all. And a graph that dies frees that workspace
+    under the others of its stream (pytorch issue 193402): the graphs of a recorder live until all of them are forgotten.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
+        self.side: torch.cuda.Stream | None = None
+        self.graphs: list[torch.cuda.CUDAGraph] = []
 
     def refuses(self, optimizer: Optimizer) -> str:
         for group in optimizer.param_groups:
@@ -49,7 +58,8 @@ class CudaGraphs:
 
     def record(self, work: Callable[[], None], pool: Any = None) -> tuple[Callable[[], None], Any]:
         """As PyTorch's notes on CUDA graphs demand: warm-up on a side stream, then one capture."""
-        current, side = torch.cuda.current_stream(self.device), torch.cuda.Stream(self.device)
+        self.side = self.side or torch.cuda.Stream(self.device)
+        current, side = torch.cuda.current_stream(self.device), self.side
         torch.cuda.synchronize(self.device)
         side.wait_stream(current)
         with torch.cuda.stream(side), no_synchronisation():
@@ -57,9 +67,15 @@ class CudaGraphs:
                 work()
         current.wait_stream(side)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=pool):
+        with torch.cuda.graph(graph, pool=pool, stream=side):
             work()
+        self.graphs.append(graph)
         return graph.replay, graph.pool()
+
+    def forget(self) -> None:
+        for graph in self.graphs:
+            graph.reset()  # now, and not when the last one who knows it lets go
+        self.graphs.clear()
 
 
 class Rerun:
@@ -72,6 +88,8 @@ class Rerun:
         for _ in range(WARM_UPS):
             work()
         return work, pool
+
+    def forget(self) -> None: ...
 
 
 @contextmanager

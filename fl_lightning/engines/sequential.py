@@ -3,16 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 import torch
 from lightning.fabric import Fabric
 
 from fl_lightning import rng
+from fl_lightning.client import Client
 from fl_lightning.data import FederatedData
-from fl_lightning.engines.base import ClientResult, Engine, Inbox, Order, Units, local_batches, one_thread
+from fl_lightning.engines.base import ClientResult, Engine, Inbox, Losses, Order, Units, local_batches, one_thread
 from fl_lightning.engines.graphs import make_steps
 from fl_lightning.engines.steps import Steps
 from fl_lightning.methods import Method
+
+
+@dataclass(frozen=True, slots=True)
+class Begun:
+    """A client whose steps have been asked for: its losses so far, on the device, and how many steps."""
+
+    client: Client
+    losses: Losses
+    steps: int
 
 
 class SequentialEngine(Engine):
@@ -35,6 +46,10 @@ class SequentialEngine(Engine):
             yield result
 
     def train_client(self, order: Order) -> ClientResult:
+        return self.end(self.begin(order))
+
+    def begin(self, order: Order) -> Begun:
+        """Ask for all local steps. A device may still be at them afterwards; the module is taken until :meth:`end`."""
         self.steps = self.steps or make_steps(self.fabric, self.method)
         method, client, local = self.method, order.client, self.steps
         local.before()
@@ -51,6 +66,11 @@ class SequentialEngine(Engine):
                 local.step(batch, steps)
                 steps += 1
         local.end()
+        return Begun(client, local.losses, steps)
+
+    def end(self, begun: Begun) -> ClientResult:
+        """Read what the steps of the client begun last made of it."""
+        client, losses = begun.client, begun.losses
         with torch.no_grad():
-            upload = method.upload(client).to_bytes()
-        return ClientResult(client, upload, client.state, local.losses.totals(), local.losses.seen, steps, intact=True)
+            upload = self.method.upload(client).to_bytes()
+        return ClientResult(client, upload, client.state, losses.totals(), losses.seen, begun.steps, intact=True)

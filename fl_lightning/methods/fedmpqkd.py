@@ -8,7 +8,7 @@ Hinton et al. (2015) for T^2; nothing more is uploaded than by FedMPQ.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from copy import deepcopy
 from typing import Any, Literal
 
@@ -73,6 +73,7 @@ class FedMPQKD(FedMPQ):
         self.teacher = deepcopy(self.network).requires_grad_(self.teacher_mode == "joint")
         for module in self.teacher.modules():
             module._forward_pre_hooks.clear()  # activations stay full precision
+        self.beside = teaching.Beside()
         self.alpha = self.temperature = 0.0
 
     def train(self, mode: bool = True) -> FedMPQKD:
@@ -102,7 +103,7 @@ class FedMPQKD(FedMPQ):
         numbers = torch.arange(len(labels), device=labels.device)
         batches = super().local_batches(data, client, epochs=epochs, labels=numbers, steps=steps)
         ahead = 1 if data.device.type == "cpu" else teaching.AHEAD
-        yield from teaching.taught(self.teacher, batches, labels, repeats=not data.augments, ahead=ahead)
+        yield from teaching.taught(self.teacher, batches, labels, repeats=not data.augments, ahead=ahead, beside=self.beside)
 
     @property
     def _reads_logits(self) -> bool:
@@ -116,18 +117,26 @@ class FedMPQKD(FedMPQ):
             outputs = super().training_step(batch, batch_idx)
             return {**outputs, "loss_kd": torch.zeros_like(outputs["loss"])}
         inputs, target, *known = batch
+        teacher, join = self._asked(inputs, target.device) if not known else (known[0], None)
         weights, bit_norm = self.quantized_weights()
         student = functional_call(self.network, weights, (inputs,))
         task = self.task_loss(student, target)
         bit = self.lambda_b * bit_norm
-        with torch.set_grad_enabled(self.teacher_mode == "joint"):
-            teacher = known[0] if known else self.teacher(inputs)
+        if join:
+            join()
         kd = self.alpha * distillation(student, teacher.detach(), self.temperature, self.kl)
         outputs = {"loss": task + bit + kd, "loss_task": task, "loss_bit": bit, "loss_kd": kd}
         if self.teacher_mode == "joint":
             outputs["loss_teacher"] = self.task_loss(teacher, target)
             outputs["loss"] = outputs["loss"] + outputs["loss_teacher"]
         return outputs
+
+    def _asked(self, inputs: Any, device: torch.device) -> tuple[Tensor, Callable[[], None] | None]:
+        """The teacher's logits, and what waits for them where it is beside the student."""
+        if self.teacher_mode == "joint":  # trained: its backward pass would have to come back to the other stream too
+            return self.teacher(inputs), None
+        with torch.no_grad(), self.beside.fork(device) as join:
+            return self.teacher(inputs), join
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         super().on_train_batch_end(outputs, batch, batch_idx)
