@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from hashlib import sha256
 from time import perf_counter
 from typing import TypeVar
@@ -26,6 +26,8 @@ from fl_lightning.wire import Ledger, LedgerEntry, Payload, PayloadError
 
 log = logging.getLogger("fl_lightning")
 T = TypeVar("T")
+Losses = tuple[dict[str, float], dict[str, int]]
+"""A client's sums of each loss term, and the numbers of examples that they were taken of."""
 
 EXPLODED = 2.0**20
 """No weight, statistic or step of a network that trains is as large; one such value, averaged once, would end it for everybody."""
@@ -78,11 +80,11 @@ def train_round(fed: Federation, record: RoundRecord) -> None:
     cohort = stress(fed.callbacks, "change_cohort", cohort, round=round, context=fed.context)
     tell(fed.callbacks, "on_cohort", cohort, round, fed.context)
     orders = make_orders(fed, round, [assignment for assignment in cohort if assignment.trains])
-    uploads, results = collect(fed, round, cohort, zip(orders, train(fed, round, orders), strict=True))
+    uploads, losses = collect(fed, round, cohort, zip(orders, train(fed, round, orders), strict=True))
     record.metrics["time/train"] = perf_counter() - started
     if uploads:
         aggregate(fed, round, uploads)
-    record.metrics |= summarise(fed, round, cohort, results, len(uploads))
+    record.metrics |= summarise(fed, round, cohort, losses, len(uploads))
 
 
 def sample_cohort(fed: Federation, round: int) -> list[Assignment]:
@@ -132,20 +134,20 @@ def train(fed: Federation, round: int, orders: Sequence[Order]) -> Iterator[Clie
 
 def collect(
     fed: Federation, round: int, cohort: Sequence[Assignment], done: Iterator[tuple[Order, ClientResult]]
-) -> tuple[dict[int, Payload], list[ClientResult]]:
-    """The uploads that count, decoded, in cohort order; every client of the cohort gets its line in the ledger.
+) -> tuple[dict[int, Payload], list[Losses]]:
+    """The uploads that count, decoded, in cohort order, and everybody's losses; each client of the cohort gets its line in the ledger.
 
     One by one, while workers train those that follow.
     """
     uploads: dict[int, Payload] = {}
-    results = []
+    losses: list[Losses] = []
     for assignment in cohort:
         client = assignment.client
         if not assignment.trains:
             fed.ledger.add(LedgerEntry(round, client.id, "dropped"))
             continue
         order, result = next(done)
-        results.append(replace(result, upload=b""))  # the bytes are held once, decoded
+        losses.append((result.losses, result.seen))  # and not the bytes, which are held once, decoded
         status, size = "lost", len(result.upload)
         data = _stress_upload(fed, round, client, "change_bytes", result.upload) if assignment.returns else None
         if data is not None:
@@ -161,7 +163,7 @@ def collect(
                 log.warning("round %d: upload of client %d rejected: %s", round, client.id, error)
         wasted = 0 if status == "trained" else size
         fed.ledger.add(LedgerEntry(round, client.id, status, len(order.message), size, wasted))
-    return uploads, results
+    return uploads, losses
 
 
 def _stress_upload(fed: Federation, round: int, client: Client, hook: str, upload: T) -> T | None:
@@ -211,26 +213,32 @@ def aggregate(fed: Federation, round: int, uploads: dict[int, Payload]) -> None:
     """The server's next state; it keeps its old one where the next would not be finite."""
     before = dict(fed.method.server)
     fed.method.aggregate(uploads)
-    broken = [name for name, tensor in fed.method.server.items() if not bool(torch.isfinite(tensor).all())]
+    broken = [name for name, tensor in fed.method.server.items() if not is_finite(tensor)]
     if broken:
         fed.method.server = before
         log.warning("round %d: the server's next %s would not be finite; it keeps its last state", round, ", ".join(broken))
 
 
+def is_finite(tensor: Tensor) -> bool:
+    """Whether all values are; a tenth of the time of ``torch.isfinite(tensor).all()``."""
+    if not (tensor.is_floating_point() and tensor.numel()):
+        return True
+    return all(math.isfinite(value) for value in torch.stack(torch.aminmax(tensor)).tolist())
+
+
 def summarise(
-    fed: Federation, round: int, cohort: Sequence[Assignment], results: Sequence[ClientResult], counted: int
+    fed: Federation, round: int, cohort: Sequence[Assignment], losses: Sequence[Losses], counted: int
 ) -> dict[str, float]:
     """Counts, bytes, and the mean of each loss term over the examples that it was taken of."""
     entries = [entry for entry in fed.ledger.entries[-len(cohort) :] if entry.round == round]
     rejected = sum(entry.status == "rejected" for entry in entries)
-    terms = dict.fromkeys(name for result in results for name in result.losses)
-    losses = {
-        f"train/{name}": sum(result.losses.get(name, 0.0) for result in results)
-        / sum(result.seen.get(name, 0) for result in results)
+    terms = dict.fromkeys(name for sums, _ in losses for name in sums)
+    means = {
+        f"train/{name}": sum(sums.get(name, 0.0) for sums, _ in losses) / sum(seen.get(name, 0) for _, seen in losses)
         for name in terms
     }
     return {
-        **losses,
+        **means,
         **Ledger.totals(entries),
         "clients/sampled": len(cohort),
         "clients/dropped": len(cohort) - counted - rejected,
