@@ -131,7 +131,8 @@ def instrument(shares: Shares, trainer: Any, method: Any) -> None:
             shares.wrap(f"callback {type(callback).__name__}", callback, hook)
     for function in (hooks.tell, hooks.stress):
         shares.wrap_everywhere("callbacks, calling them", function)
-    shares.wrap("encode", method, "upload")
+    for name in ("upload", "uploads"):  # where they are defined: one that is set on an instance is not the default any more
+        shares.wrap("encode", next(owner for owner in type(method).__mro__ if name in vars(owner)), name)
     shares.wrap("encode", loop, "encode_broadcast")
     shares.wrap("encode", Payload, "to_bytes")
     shares.wrap("decode", method, "receive")
