@@ -54,6 +54,7 @@ PHASES = {
 class Vectors(FederatedData):
     """Noise of the true shape, since only the time matters."""
 
+    examplewise = True
     num_classes, example_shape = CLASSES, (FEATURES,)
 
     def setup(self, stage: str | None = None) -> None:

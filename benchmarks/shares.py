@@ -29,6 +29,7 @@ from workload_ours import Tensors
 
 from fl_lightning import hooks, loop
 from fl_lightning.cli import FederatedCLI
+from fl_lightning.engines import batched
 from fl_lightning.journal import Journal
 from fl_lightning.methods import FedAvg
 from fl_lightning.progress import Progress
@@ -131,8 +132,9 @@ def instrument(shares: Shares, trainer: Any, method: Any) -> None:
             shares.wrap(f"callback {type(callback).__name__}", callback, hook)
     for function in (hooks.tell, hooks.stress):
         shares.wrap_everywhere("callbacks, calling them", function)
-    for name in ("upload", "uploads"):  # where they are defined: one that is set on an instance is not the default any more
-        shares.wrap("encode", next(owner for owner in type(method).__mro__ if name in vars(owner)), name)
+    # where it is defined: one that is set on an instance is not the default any more, and the default is done for a stack at once
+    shares.wrap("encode", next(owner for owner in type(method).__mro__ if "upload" in vars(owner)), "upload")
+    shares.wrap("encode", batched, "default_uploads")
     shares.wrap("encode", loop, "encode_broadcast")
     shares.wrap("encode", Payload, "to_bytes")
     shares.wrap("decode", method, "receive")

@@ -26,6 +26,8 @@ class EqualShards(Partition):
 class Tensors(FederatedData):
     """The workload's tensors."""
 
+    examplewise = True
+
     def __init__(self, work: Workload) -> None:
         super().__init__(
             dataset="workload", num_clients=work.clients, partition=EqualShards(), batch_size=work.batch, val_fraction=0.0

@@ -105,6 +105,11 @@ def make_orders(fed: Federation, round: int, assignments: Sequence[Assignment]) 
     for assignment, labels in zip(assignments, own, strict=True):
         client = assignment.client
         labels = stress(fed.callbacks, "change_labels", labels, client=client, round=round, context=fed.context)
+        if len(labels) != len(client.train):
+            raise ValueError(
+                f"change_labels of a stressor gave {len(labels)} labels for client {client.id}; each of its {len(client.train)} "
+                "training examples has one; return a new tensor as long as the one given"
+            )
         steps = max(1, math.ceil(assignment.work * fed.data.num_steps(client, epochs)))
         message = encode_broadcast(fed, client)
         tell(fed.callbacks, "on_client_start", client, message, labels, round, fed.context)
@@ -152,7 +157,7 @@ def collect(
         data = _stress_upload(fed, round, client, "change_bytes", result.upload) if assignment.returns else None
         if data is not None:
             try:
-                decoded = Payload.from_bytes(data, verified=result.intact and data is result.upload)
+                decoded = Payload.from_bytes(data, verified=data is result.intact)
                 size, upload = len(data), _stress_upload(fed, round, client, "change_upload", decoded)
                 if upload is not None:
                     size = upload.nbytes
@@ -221,6 +226,7 @@ def aggregate(fed: Federation, round: int, uploads: dict[int, Payload]) -> None:
 
 def is_finite(tensor: Tensor) -> bool:
     """Whether all values are; a tenth of the time of ``torch.isfinite(tensor).all()``."""
+    tensor = torch.view_as_real(tensor) if tensor.is_complex() else tensor
     if not (tensor.is_floating_point() and tensor.numel()):
         return True
     return all(math.isfinite(value) for value in torch.stack(torch.aminmax(tensor)).tolist())

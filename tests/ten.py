@@ -1,9 +1,15 @@
-"""The ten methods, small: what a test needs to build each of them on the toy images."""
+"""The ten methods, small: what a test needs to build and run each of them on the toy images."""
 
 from __future__ import annotations
 
 from functools import partial
 
+import torch
+from toy import run, sgd
+
+from fl_lightning import methods
+from fl_lightning.conformance.toy import images
+from fl_lightning.methods import Method
 from fl_lightning.models import ResidualMLP, SmallCNN
 
 SMALL = partial(SmallCNN, width=4)
@@ -14,3 +20,19 @@ SETTINGS = {
     "FedMosaic": {"networks": [partial(ResidualMLP, width=16), partial(ResidualMLP, width=24)], "reference": SMALL},
 }
 TEN = ("FedAvg", "FedProx", "FedNTD", "QFedAvg", "AQFL", "FedPQ", "FedMPQ", "FedMPQKD", "FedKD", "FedMosaic")
+
+
+def make(name: str, **settings) -> Method:
+    return getattr(methods, name)(
+        **{"network": SMALL, "optimizer": sgd(0.05, momentum=0.9), **SETTINGS.get(name, {}), **settings}
+    )
+
+
+def fit(method: Method, folder, **settings):
+    """Two rounds of six unequal clients, one with a single example; the server's tensors and the run directory."""
+    trainer = run(method, images(), folder, max_rounds=2, **settings)
+    return method.server, trainer.run_dir
+
+
+def same(one: dict, other: dict) -> bool:
+    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)

@@ -15,34 +15,17 @@ from pathlib import Path
 import pytest
 import torch
 from ranks_program import Dropped
-from ten import SETTINGS, SMALL, TEN
+from ten import SMALL, TEN, fit, make, same
 from torch import nn
-from toy import run, sgd
+from toy import run
 
-from fl_lightning import methods
 from fl_lightning.conformance.toy import images
 from fl_lightning.engines import BatchedEngine, Order, PoolEngine, SequentialEngine, choice
 from fl_lightning.errors import RankLost
 from fl_lightning.hooks import Meter, Stressor
-from fl_lightning.methods import FedAvg, Method
+from fl_lightning.methods import FedAvg
 from fl_lightning.models import SmallCNN
 from fl_lightning.wire import Payload
-
-
-def make(name: str, **settings) -> Method:
-    return getattr(methods, name)(
-        **{"network": SMALL, "optimizer": sgd(0.05, momentum=0.9), **SETTINGS.get(name, {}), **settings}
-    )
-
-
-def fit(method: Method, folder, **settings):
-    """Two rounds of six unequal clients, one with a single example; the server's tensors and the run directory."""
-    trainer = run(method, images(), folder, max_rounds=2, **settings)
-    return method.server, trainer.run_dir
-
-
-def same(one: dict, other: dict) -> bool:
-    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
 
 
 @pytest.mark.parametrize("name", TEN)
@@ -73,16 +56,6 @@ def test_workers_change_no_bit_of_stacks(tmp_path, monkeypatch):
     monkeypatch.setattr("fl_lightning.engines.batched.MOST", 2)
     expected, _ = fit(make("FedAvg"), tmp_path, engine="batched", workers=1)
     assert same(expected, fit(make("FedAvg"), tmp_path, engine="batched", workers=2)[0])
-
-
-@pytest.mark.parametrize("norm", ["group", "batch"])
-def test_uploads_of_a_stack_are_those_of_each(norm, tmp_path, monkeypatch):
-    settings = {"network": partial(SmallCNN, width=4, norm=norm)}
-    expected, one = fit(make("FedAvg", **settings), tmp_path, engine="batched")
-    monkeypatch.setattr(Method, "uploads", lambda *_: None)
-    found, other = fit(make("FedAvg", **settings), tmp_path, engine="batched")
-    assert same(expected, found)
-    assert (one / "ledger.csv").read_text() == (other / "ledger.csv").read_text()
 
 
 @pytest.mark.parametrize(

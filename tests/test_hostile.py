@@ -97,18 +97,19 @@ def test_every_attack_is_rejected_counted_logged_and_wasted(name, tmp_path, capl
         assert all(bool(torch.isfinite(tensor).all()) for tensor in trainer.method.server.values()), attack
 
 
-@pytest.mark.parametrize("intact", [True, False])
-def test_damage_on_the_way_of_an_engine_is_found(intact, tmp_path, monkeypatch):
-    """Unless the engine says that there was no way."""
+@pytest.mark.parametrize("says", [True, False])
+def test_damage_on_the_way_of_an_engine_is_found(says, tmp_path, monkeypatch):
+    """Unless the engine says of these very bytes that there was no way."""
     honest = SequentialEngine.train_client
 
     def damaged(engine, order):
         result = honest(engine, order)
-        return replace(result, upload=result.upload[:-1] + bytes([result.upload[-1] ^ 1]), intact=intact)
+        upload = result.upload[:-1] + bytes([result.upload[-1] ^ 1])
+        return replace(result, upload=upload, **({"intact": upload} if says else {}))
 
     monkeypatch.setattr(SequentialEngine, "train_client", damaged)
     trainer = fit("FedAvg", tmp_path, max_rounds=1, engine="sequential", workers=1)
-    assert {row["status"] for row in rows(trainer, "ledger.csv")} == {"trained" if intact else "rejected"}
+    assert {row["status"] for row in rows(trainer, "ledger.csv")} == {"trained" if says else "rejected"}
 
 
 def test_a_client_counts_once(tmp_path, caplog):

@@ -44,6 +44,10 @@ class FederatedData(LightningDataModule, ABC):
         public_dataset: data set that they are drawn from; null: the training examples, and no client then holds them.
     """
 
+    examplewise: bool = False
+    """Whether ``inputs`` makes each example by itself, from its arguments alone, and ``draws`` augments all clients or none, so that the
+    batches of many clients may be made at once. It holds for the class that says so and not for its subclasses."""
+
     num_classes: int
     example_shape: tuple[int, ...]
     train_target: Tensor
@@ -171,8 +175,8 @@ class FederatedData(LightningDataModule, ABC):
 
     def labels_of(self, clients: Sequence[Client]) -> tuple[Tensor, ...]:
         """:meth:`labels` of each, gathered at once."""
-        if not clients:
-            return ()
+        if not clients or getattr(self.labels, "__func__", None) is not FederatedData.labels:
+            return tuple(map(self.labels, clients))
         index = self._to_device(np.concatenate([client.train for client in clients]))
         return self.train_target[index].split([len(client.train) for client in clients])
 
@@ -201,7 +205,7 @@ class FederatedData(LightningDataModule, ABC):
     def stacked_batches(
         self, clients: Sequence[Client], *, round: int, epochs: Sequence[int], labels: Sequence[Tensor], steps: Sequence[int]
     ) -> Iterator[list[tuple[list[int], tuple[Any, Tensor]]]]:
-        """:meth:`train_batches` of many clients side by side, gathered at once.
+        """:meth:`train_batches` of many clients side by side, gathered at once, of a data module for which :meth:`can_stack` holds.
 
         Each step as groups of clients whose batches have the same size: their positions in ``clients``, and inputs and target
         ``[K, B, ...]`` in this order.
@@ -224,6 +228,13 @@ class FederatedData(LightningDataModule, ABC):
                     (where, (tree_map(lambda leaf, shape=place.shape: leaf.unflatten(0, shape), inputs), target[place_KB]))
                 )
             yield step
+
+    def can_stack(self, clients: Sequence[Client], labels: Sequence[Tensor]) -> bool:
+        """Whether :meth:`stacked_batches` gives what :meth:`train_batches` gives."""
+        examplewise = vars(type(self)).get("examplewise", False)
+        own = getattr(self.train_batches, "__func__", None) is FederatedData.train_batches
+        whole = all(len(given) == len(client.train) for given, client in zip(labels, clients, strict=True))
+        return examplewise and own and whole and len({(given.dtype, given.shape[1:]) for given in labels}) == 1
 
     def _pass(self, client: Client, epochs: int, steps: int | None, round: int, draws: Draws | None) -> Pass:
         return draw_pass(

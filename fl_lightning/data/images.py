@@ -53,6 +53,8 @@ class FederatedImages(FederatedData):
     train_std: tuple[float, ...]
     public_images: Tensor | None
 
+    examplewise = True
+
     def __init__(
         self,
         dataset: str = "digits",

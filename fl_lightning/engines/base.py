@@ -47,7 +47,8 @@ class ClientResult:
         losses: sums over the examples that a term was taken of, by term; diagnostics of the simulation, not on the wire.
         seen: the number of those examples, by term; an example counts once per epoch.
         steps: optimiser steps.
-        intact: the upload has not left this machine's memory since it was made, so nobody need look at its checksum.
+        intact: the upload as it was made, if it has not left this machine's memory since: nobody need look at the checksum of that very
+            object.
     """
 
     client: Client
@@ -56,7 +57,7 @@ class ClientResult:
     losses: dict[str, float]
     seen: dict[str, int]
     steps: int
-    intact: bool = False
+    intact: bytes | None = None
 
 
 class Engine(ABC):

@@ -27,6 +27,7 @@ from fl_lightning.engines.base import ClientResult, Engine, Inbox, Order, Units,
 from fl_lightning.engines.received import Received
 from fl_lightning.engines.sequential import SequentialEngine
 from fl_lightning.engines.stack import CannotStackError, Stack, StackLosses
+from fl_lightning.engines.uploads import default_uploads
 from fl_lightning.methods import Method
 from fl_lightning.models.tensors import tensors_of
 
@@ -107,7 +108,7 @@ class BatchedEngine(Engine):
         method, received = self.method, None
         # other batches may go on from what was received
         plain = getattr(method.local_batches, "__func__", None) is Method.local_batches
-        gathered = plain and type(self.data).train_batches is FederatedData.train_batches
+        gathered = plain and self.data.can_stack([order.client for order in orders], [order.labels for order in orders])
         if plain and len({id(order.message) for order in orders}) == 1:
             received = Received.by_anyone(method, self.inbox.decode(orders[0].message), orders[0].client)
         if received is not None and gathered:
@@ -147,11 +148,16 @@ class BatchedEngine(Engine):
             yield from _stacked([row.batches or [] for row in rows])
             return
         orders = [row.order for row in rows]
-        with self.fabric.autocast():
-            yield from self.data.stacked_batches(
-                [order.client for order in orders], round=self.method.round, epochs=[order.epochs for order in orders],
-                labels=[order.labels for order in orders], steps=[order.steps for order in orders],
-            )  # fmt: skip
+        steps = self.data.stacked_batches(
+            [order.client for order in orders], round=self.method.round, epochs=[order.epochs for order in orders],
+            labels=[order.labels for order in orders], steps=[order.steps for order in orders],
+        )  # fmt: skip
+        while True:
+            with self.fabric.autocast():  # for the batches alone: a step enters it by itself
+                groups = next(steps, None)
+            if groups is None:
+                return
+            yield groups
 
     def _step(self, stack: Stack, where: Sequence[int], batch: Any, step: int) -> dict[str, Tensor]:
         """One local step of the clients at ``where``; ``batch`` is a stack of theirs. Each loss term as ``[len(where)]``."""
@@ -190,11 +196,11 @@ class BatchedEngine(Engine):
     def _results(self, rows: Sequence[Row], stack: Stack, losses: StackLosses, steps: Sequence[int]) -> list[ClientResult]:
         clients = [row.order.client for row in rows]
         rows[0].received.restore(self.method, self.names)
-        uploads = self.method.uploads(clients, stack.tensors)
+        uploads = default_uploads(self.method, clients, stack.tensors)
         if uploads is None:
             uploads = [self._upload(*one) for one in zip(rows, stack.rows(), strict=True)]
         return [
-            ClientResult(client, upload, client.state, *loss, count, intact=True)
+            ClientResult(client, upload, client.state, *loss, count, intact=upload)
             for client, upload, loss, count in zip(clients, uploads, losses.totals(), steps, strict=True)
         ]
 

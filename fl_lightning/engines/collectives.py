@@ -58,7 +58,8 @@ def gather_parts(parts: Mapping[str, Part]) -> dict[str, Part]:
     if world_size() == 1:
         return dict(parts)
     mine: dict[str, bytes | Tensor] = {
-        name: part.detach().cpu() if isinstance(part, Tensor) else part for name, part in parts.items()
+        name: part.detach().cpu().resolve_conj().resolve_neg() if isinstance(part, Tensor) else part
+        for name, part in parts.items()
     }
     header = json.dumps([(name, *_form(part)) for name, part in mine.items()]).encode()
     forms = [json.loads(header) for header in gather_bytes(header)]

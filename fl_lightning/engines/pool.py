@@ -13,17 +13,18 @@ import sys
 import traceback
 import warnings
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from mmap import mmap
 from multiprocessing.connection import Connection, wait
 from multiprocessing.reduction import ForkingPickler
 from time import monotonic
 from typing import Any
 
+import numpy as np
 import torch
 from safetensors.torch import load, save
 from torch import Tensor
 
-from fl_lightning.client import Client
 from fl_lightning.data import FederatedData
 from fl_lightning.engines.base import ClientResult, Engine, Order, Units
 from fl_lightning.engines.ranks import work
@@ -134,7 +135,7 @@ class Worker:
         packed = [
             (
                 [(o.client.id, _pack(o.client.state), index[id(o.message)], len(o.labels), o.epochs, o.steps) for o in unit],
-                torch.cat([o.labels for o in unit]).numpy(),
+                _joined([o.labels for o in unit]),
             )
             for unit in units
         ]
@@ -147,8 +148,8 @@ class Worker:
         results = []
         for order, upload, (kept, losses, seen, steps) in zip(orders, _read(self.up, blobs), packed, strict=True):
             state = _unpack(kept)
-            client = Client(order.client.id, order.client.train, order.client.val, state)
-            results.append(ClientResult(client, upload, state, losses, seen, steps, intact=True))
+            client = replace(order.client, state=state)
+            results.append(ClientResult(client, upload, state, losses, seen, steps, intact=upload))
         return results
 
     def _say(self, message: Any) -> None:
@@ -197,7 +198,7 @@ def _serve(engine: Engine, method: Method, pipe: Connection, down: mmap, up: mma
         try:
             results: list[ClientResult] = []
             for unit, labels in packed:
-                each = torch.from_numpy(labels).split([length for *_, length, _, _ in unit])
+                each = _parted(labels, [length for *_, length, _, _ in unit])
                 orders = [
                     Order(data.client(id, _unpack(state)), messages[at], own, epochs, steps)
                     for (id, state, at, _, epochs, steps), own in zip(unit, each, strict=True)
@@ -213,6 +214,17 @@ def _serve(engine: Engine, method: Method, pipe: Connection, down: mmap, up: mma
             pipe.send(answer)
         except OSError:  # the parent is gone
             os._exit(0)
+
+
+def _joined(labels: Sequence[Tensor]) -> list[np.ndarray]:
+    """One array instead of many, where they are of one kind."""
+    kinds = {(each.dtype, each.shape[1:]) for each in labels}
+    return [each.numpy() for each in ([torch.cat(list(labels))] if len(kinds) == 1 else labels)]
+
+
+def _parted(arrays: Sequence[np.ndarray], lengths: Sequence[int]) -> Sequence[Tensor]:
+    tensors = [torch.from_numpy(array) for array in arrays]
+    return tensors[0].split(list(lengths)) if len(tensors) == 1 else tensors
 
 
 def _write(memory: mmap, blobs: Sequence[bytes]) -> list[tuple[int, int] | bytes]:

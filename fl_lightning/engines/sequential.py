@@ -73,4 +73,4 @@ class SequentialEngine(Engine):
         client, losses = begun.client, begun.losses
         with torch.no_grad():
             upload = self.method.upload(client).to_bytes()
-        return ClientResult(client, upload, client.state, losses.totals(), losses.seen, begun.steps, intact=True)
+        return ClientResult(client, upload, client.state, losses.totals(), losses.seen, begun.steps, intact=upload)

@@ -108,15 +108,20 @@ WEIGHTED_MEAN = WeightedMean()
 
 def weighted_mean(vectors: Sequence[Tensor], shares: Sequence[float]) -> Tensor:
     """Sum of p_k v_k, added up in float64 in the order given, so that the result does not depend on who computed what; float32."""
-    mean = torch.empty(vectors[0].shape, dtype=torch.float32)
-    assert all(vector.shape == mean.shape for vector in vectors)
+    shape = vectors[0].shape
+    if any(vector.shape != shape for vector in vectors):
+        raise ValueError(
+            f"vectors of shapes {sorted({tuple(v.shape) for v in vectors})}; a mean is taken of one shape; pad or split them"
+        )
+    flat = [vector.reshape(-1) for vector in vectors]
+    mean = torch.empty(shape.numel(), dtype=torch.float32)
     for begin in range(0, len(mean), BLOCK):
         block = slice(begin, begin + BLOCK)
         total = torch.zeros(len(mean[block]), dtype=torch.float64)
-        for vector, share in zip(vectors, shares, strict=True):
+        for vector, share in zip(flat, shares, strict=True):
             total.add_(vector[block], alpha=share)
         mean[block] = total
-    return mean
+    return mean.view(shape)
 
 
 def _chunks(vectors: Sequence[Tensor]) -> Iterator[Tensor]:

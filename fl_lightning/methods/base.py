@@ -13,7 +13,7 @@ Tensors in ``server`` and in ``client.state`` are replaced, never written into: 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -28,8 +28,7 @@ from fl_lightning.client import Client
 from fl_lightning.data import FederatedData
 from fl_lightning.methods.averaging import WEIGHTED_MEAN, Average
 from fl_lightning.models import build_network
-from fl_lightning.models.tensors import tensors_of
-from fl_lightning.wire import Layout, Payload, encode_rows
+from fl_lightning.wire import Layout, Payload
 
 OptimizerCallable = Callable[[Iterable], Optimizer]
 NetworkCallable = Callable[[int], nn.Module]
@@ -117,19 +116,6 @@ class Method(LightningModule):
     def upload(self, client: Client) -> Payload:
         """What the client sends. ``examples`` is its weight n_k."""
         return Payload({"examples": examples_of(client), "weights": self.layout.read(self.network)})
-
-    def uploads(self, clients: Sequence[Client], tensors: Mapping[str, Tensor]) -> list[bytes] | None:
-        """:meth:`upload` of many clients at once, as bytes; None where it is not the default.
-
-        Args:
-            tensors: ``[K, ...]``, in place of the values of the module's parameters and buffers, by name.
-        """
-        if getattr(self.upload, "__func__", None) is not Method.upload:
-            return None
-        names = {id(tensor): name for name, tensor in tensors_of(self).items()}
-        mine = {name: tensors[names[id(tensor)]] for name, tensor in tensors_of(self.network).items()}
-        examples = torch.tensor([len(client.train) for client in clients], dtype=torch.int32)
-        return encode_rows({"examples": examples, "weights": self.layout.pack_rows(mine)})
 
     # The server's half; it sees decoded payloads and nothing else of a client
 

@@ -50,12 +50,10 @@ class Layout:
         flat = [tensors[name].detach().reshape(-1) for name in self.shapes]
         return torch.cat(flat).to("cpu", torch.float32) if flat else torch.empty(0)
 
-    def pack_rows(self, tensors: Mapping[str, Tensor]) -> Tensor:
-        """:meth:`pack` of many modules at once: tensors ``[K, *shape]`` as ``[K, size]``."""
-        flat = [
-            tensors[name].detach().flatten(1) if shape else tensors[name].detach()[:, None] for name, shape in self.shapes.items()
-        ]
-        return torch.cat(flat, dim=1).to("cpu", torch.float32)
+    def pack_rows(self, tensors: Mapping[str, Tensor], count: int) -> Tensor:
+        """:meth:`pack` of ``count`` modules at once: tensors ``[count, *shape]`` as ``[count, size]``."""
+        flat = [tensors[name].detach().reshape(count, -1) for name in self.shapes]
+        return torch.cat(flat, dim=1).to("cpu", torch.float32) if flat else torch.empty(count, 0)
 
     def check(self, vector: Tensor) -> None:
         """Raises:

@@ -1,0 +1,103 @@
+"""What is gathered and sent for many clients at once is what each of them would have had: data, labels, uploads of any form."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+import torch
+from ten import SMALL, fit, make, same
+from torch import nn
+from toy import run, sgd
+
+from fl_lightning.conformance.toy import images
+from fl_lightning.data import FederatedImages
+from fl_lightning.hooks import Stressor
+from fl_lightning.methods import FedAvg
+from fl_lightning.models import SmallCNN
+
+
+class Noisy(FederatedImages):
+    """Draws from torch's generators, which ``inputs`` may as long as nobody says that it is examplewise."""
+
+    def inputs(self, split, index, draws=None):
+        images = super().inputs(split, index, draws)
+        return images + 0.3 * torch.randn_like(images) if split == "train" else images
+
+
+class Standardised(FederatedImages):
+    def inputs(self, split, index, draws=None):
+        images = super().inputs(split, index, draws)
+        return (images - images.mean()) / images.std()
+
+    def labels(self, client):
+        return (super().labels(client) + client.id) % 4
+
+
+@pytest.mark.parametrize("kind", [FederatedImages, Noisy, Standardised])
+def test_data_of_any_kind_are_the_same_in_stacks(kind, tmp_path):
+    def data():
+        made = images()
+        made.__class__ = kind
+        return made
+
+    one = run(make("FedAvg"), data(), tmp_path, max_rounds=2, engine="sequential", workers=1).method.server
+    other = run(make("FedAvg"), data(), tmp_path, max_rounds=2, engine="batched", workers=2).method.server
+    assert torch.allclose(one["weights"], other["weights"], rtol=0, atol=2e-5)
+    if kind is not FederatedImages:
+        plain = run(make("FedAvg"), images(), tmp_path, max_rounds=2, engine="batched").method.server
+        assert not torch.allclose(plain["weights"], other["weights"], rtol=0, atol=1e-3)
+
+
+def test_no_autocast_around_what_a_step_leaves_outside(tmp_path):
+    class Looks(FedAvg):
+        stackable, seen = True, []
+
+        def on_train_batch_end(self, outputs, batch, batch_idx):
+            self.seen.append(torch.is_autocast_enabled("cpu"))
+
+    fit(Looks(network=SMALL, optimizer=sgd(0.05)), tmp_path, engine="batched", workers=1, precision="bf16-mixed")
+    assert Looks.seen
+    assert not any(Looks.seen)
+
+
+class Relabels(Stressor):
+    def __init__(self, change) -> None:
+        self.change = change
+
+    def change_labels(self, labels, *, client, round, context):
+        return self.change(labels) if client.id == 1 else labels
+
+
+@pytest.mark.parametrize("engine", ["sequential", "batched"])
+def test_labels_of_another_length_are_refused_and_of_another_form_kept_apart(engine, tmp_path):
+    with pytest.raises(ValueError, match="labels for client 1; each of its"):
+        fit(make("FedAvg"), tmp_path, engine=engine, callbacks=[Relabels(lambda labels: labels[:-1])])
+    soft = Relabels(lambda labels: nn.functional.one_hot(labels, 4).float())
+    softened, _ = fit(make("FedAvg"), tmp_path, engine=engine, workers=2, callbacks=[soft])
+    hard, _ = fit(make("FedAvg"), tmp_path, engine="sequential", workers=1)
+    assert torch.allclose(softened["weights"], hard["weights"], rtol=0, atol=2e-5)
+
+
+def test_a_layout_that_reads_otherwise_is_read_client_by_client(tmp_path):
+    class Halves(FedAvg):
+        stackable = True
+
+        def build(self, data):
+            super().build(data)
+            self.layout.read = lambda module, read=self.layout.read: 0.5 * read(module)
+
+    one, other = (
+        fit(Halves(network=SMALL, optimizer=sgd(0.05)), tmp_path, engine=engine)[0] for engine in ("sequential", "batched")
+    )
+    assert torch.allclose(one["weights"], other["weights"], rtol=0, atol=2e-5)
+
+
+@pytest.mark.parametrize("norm", ["group", "batch"])
+def test_uploads_of_a_stack_are_those_of_each(norm, tmp_path, monkeypatch):
+    settings = {"network": partial(SmallCNN, width=4, norm=norm)}
+    expected, one = fit(make("FedAvg", **settings), tmp_path, engine="batched")
+    monkeypatch.setattr("fl_lightning.engines.batched.default_uploads", lambda *_: None)
+    found, other = fit(make("FedAvg", **settings), tmp_path, engine="batched")
+    assert same(expected, found)
+    assert (one / "ledger.csv").read_text() == (other / "ledger.csv").read_text()
