@@ -19,15 +19,15 @@ from fl_lightning.errors import InputError
 from fl_lightning.methods import FedAvg
 
 
-@pytest.mark.parametrize("recorder", RECORDERS)
 @pytest.mark.parametrize("name", TEN)
-def test_three_seats_are_one(name, recorder):
+def test_three_seats_are_one(name):
     expected = Federation(make(name, **network(name)), SequentialEngine).rounds()
-    seated = Federation(make(name, **network(name)), SeatsEngine, RECORDERS[recorder])
-    assert_same(expected, seated.rounds())
-    assert len(seated.engine.seats) == 3
-    if recorder == "tapes":
-        assert all(tapes.played > tapes.recorded > 0 for tapes in seated.recorders)
+    for recorder, record in RECORDERS.items():
+        seated = Federation(make(name, **network(name)), SeatsEngine, record)
+        assert_same(expected, seated.rounds())
+        assert len(seated.engine.seats) == 3
+        if recorder == "tapes":
+            assert all(tapes.played > tapes.recorded > 0 for tapes in seated.recorders)
 
 
 @pytest.mark.parametrize("recorder", RECORDERS)
