@@ -11,11 +11,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from fl_lightning.models.layout import lay_out
 from fl_lightning.models.residual_mlp import ResidualMLP
 from fl_lightning.models.resnet import ResNet20
 from fl_lightning.models.small_cnn import SmallCNN
 
-__all__ = ["NETWORKS", "ResNet20", "ResidualMLP", "SmallCNN", "build_network"]
+__all__ = ["NETWORKS", "ResNet20", "ResidualMLP", "SmallCNN", "build_network", "lay_out"]
 
 NETWORKS = ("small_cnn", "resnet20", "mobilenetv2", "vit_small", "residual_mlp")
 _OURS: dict[str, Callable[[int], nn.Module]] = {"small_cnn": SmallCNN, "resnet20": ResNet20, "residual_mlp": ResidualMLP}
@@ -35,12 +36,6 @@ def build_network(network: str | Callable[[int], nn.Module], num_classes: int, e
         ValueError: no network of that name, or what was given does not make one.
     """
     return lay_out(_built(network, num_classes, example_shape))
-
-
-def lay_out(network: nn.Module) -> nn.Module:
-    """A convolutional network channels last: 5 to 12 % faster where it is small and batches are, up to twice as fast where it is deep."""
-    convolves = any(isinstance(module, nn.Conv2d) for module in network.modules())
-    return network.to(memory_format=torch.channels_last) if convolves else network
 
 
 def _built(network: str | Callable[[int], nn.Module], num_classes: int, example_shape: tuple[int, ...]) -> nn.Module:

@@ -7,6 +7,8 @@ from typing import Literal
 from torch import Tensor, nn
 from torch.nn.functional import avg_pool2d
 
+from fl_lightning.models.layout import gradient_channels_last
+
 Norm = Literal["group", "batch", "none"]
 GRID = 4  # side of the grid of features that the linear layer sees
 
@@ -47,4 +49,4 @@ class SmallCNN(nn.Module):
         stride = (height // GRID, width // GRID)
         # a kernel that covers what the stride leaves over gives exactly 4x4 whatever the size
         kernel = (height - (GRID - 1) * stride[0], width - (GRID - 1) * stride[1])
-        return self.classifier(avg_pool2d(maps, kernel, stride).flatten(1))
+        return self.classifier(gradient_channels_last(avg_pool2d(maps, kernel, stride)).flatten(1))
