@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,6 +34,11 @@ class Order:
     labels: Tensor
     epochs: int
     steps: int
+
+    def received(self) -> Payload:
+        """The message in tensors of their own, which a reader may keep or change. It has not left this machine's memory and is not
+        checked."""
+        return Payload.from_bytes(self.message, verified=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,19 +84,6 @@ class Engine(ABC):
         """Let go of what :meth:`start` took; can be called twice."""
 
 
-class Inbox:
-    """Decodes broadcasts. All clients of a round may get the same bytes; their checksum is computed for the first one."""
-
-    def __init__(self) -> None:
-        self._last = b""
-
-    def decode(self, message: bytes) -> Payload:
-        """A payload of its own, whose tensors its reader may keep or change."""
-        payload = Payload.from_bytes(message, verified=message is self._last)
-        self._last = message
-        return payload
-
-
 class Losses:
     """Sums over examples of each loss term that training steps return. Stays on the device until :meth:`totals`."""
 
@@ -117,16 +108,3 @@ def local_batches(method: Method, data: FederatedData, order: Order) -> Iterator
 def size_of(batch: Any) -> int:
     """Examples in a batch: the length of its first tensor."""
     return len(tree_leaves(batch)[0])
-
-
-@contextmanager
-def one_thread(device: torch.device) -> Iterator[None]:
-    """On a CPU a client trains on one thread, whoever trains it: sums over other numbers of threads are rounded differently."""
-    before = torch.get_num_threads()
-    if device.type == "cpu" and before != 1:
-        torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        if torch.get_num_threads() != before:
-            torch.set_num_threads(before)

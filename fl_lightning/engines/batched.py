@@ -23,13 +23,14 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map
 from fl_lightning import rng
 from fl_lightning.data import FederatedData
 from fl_lightning.engines.attributes import REGISTERED
-from fl_lightning.engines.base import ClientResult, Engine, Inbox, Order, Units, local_batches, one_thread
+from fl_lightning.engines.base import ClientResult, Engine, Order, Units, local_batches
 from fl_lightning.engines.received import Received
 from fl_lightning.engines.sequential import SequentialEngine
 from fl_lightning.engines.stack import CannotStackError, Stack, StackLosses
 from fl_lightning.engines.uploads import default_uploads
 from fl_lightning.methods import Method
 from fl_lightning.models.tensors import tensors_of
+from fl_lightning.threads import one_thread
 
 log = logging.getLogger("fl_lightning")
 
@@ -55,7 +56,6 @@ class BatchedEngine(Engine):
         self.fabric, self.method, self.data = fabric, method, data
         self.one_by_one = SequentialEngine(fabric, method, data)
         self.reason = ""
-        self.inbox = Inbox()
         self.names: list[str] = []  # attributes that receive sets
 
     def units(self, orders: Sequence[Order]) -> Units:
@@ -110,14 +110,14 @@ class BatchedEngine(Engine):
         plain = getattr(method.local_batches, "__func__", None) is Method.local_batches
         gathered = plain and self.data.can_stack([order.client for order in orders], [order.labels for order in orders])
         if plain and len({id(order.message) for order in orders}) == 1:
-            received = Received.by_anyone(method, self.inbox.decode(orders[0].message), orders[0].client)
+            received = Received.by_anyone(method, orders[0].received(), orders[0].client)
         if received is not None and gathered:
             return [Row(order, received, None) for order in orders]
         rows = []
         for order in orders:
             client, batches = order.client, None
             if received is None:
-                method.receive(self.inbox.decode(order.message), client)
+                method.receive(order.received(), client)
                 method.train()
             if not gathered:
                 with rng.torch_stream(method.seed, "dropout", method.round, client.id), self.fabric.autocast():

@@ -11,10 +11,11 @@ from lightning.fabric import Fabric
 from fl_lightning import rng
 from fl_lightning.client import Client
 from fl_lightning.data import FederatedData
-from fl_lightning.engines.base import ClientResult, Engine, Inbox, Losses, Order, Units, local_batches, one_thread
+from fl_lightning.engines.base import ClientResult, Engine, Losses, Order, Units, local_batches
 from fl_lightning.engines.graphs import make_steps
 from fl_lightning.engines.steps import Steps
 from fl_lightning.methods import Method
+from fl_lightning.threads import one_thread
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +38,6 @@ class SequentialEngine(Engine):
     def __init__(self, fabric: Fabric, method: Method, data: FederatedData, steps: Steps | None = None) -> None:
         self.fabric, self.method, self.data = fabric, method, data
         self.steps = steps
-        self.inbox = Inbox()
 
     def train(self, orders: Sequence[Order], units: Units | None = None) -> Iterator[ClientResult]:
         for order in orders:
@@ -53,7 +53,7 @@ class SequentialEngine(Engine):
         self.steps = self.steps or make_steps(self.fabric, self.method)
         method, client, local = self.method, order.client, self.steps
         local.before()
-        method.receive(self.inbox.decode(order.message), client)
+        method.receive(order.received(), client)
         method.train()
         local.start()
         steps, batches = 0, local_batches(method, self.data, order)
