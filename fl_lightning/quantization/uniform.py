@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from functools import cache
 
 import numpy as np
 import torch
@@ -45,8 +46,14 @@ class Quantized:
 
 def dequantize_codes(codes: Tensor, scale: float, bits: int) -> Tensor:
     """float32 ``[n]`` of codes of ``bits + 1`` bits, any shape: looked up in a table of what each code stands for."""
+    return (_steps(bits) * (scale / (2**bits - 1))).index_select(0, codes.flatten())
+
+
+@cache
+def _steps(bits: int) -> Tensor:
+    """How many steps each code of ``bits + 1`` bits stands for: float32 ``[2^(bits + 1)]``."""
     every = torch.arange(2 ** (bits + 1), dtype=torch.int32)
-    return Quantized.from_codes(every, scale, bits).dequantize().index_select(0, codes.flatten())
+    return Quantized.from_codes(every, scale=2**bits - 1, bits=bits).dequantize()
 
 
 def quantize(values: Tensor, bits: int, scale: float | None = None, noise: np.random.Generator | None = None) -> Quantized:

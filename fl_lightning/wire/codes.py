@@ -68,6 +68,9 @@ def unpack(data: bytes | memoryview, count: int, bits: int) -> Tensor:
         return torch.from_numpy(raw.view(f"<u{bits // 8}").astype(np.int32))
     if bits in (1, 2, 4):
         return torch.from_numpy(_codes_of_bytes(bits).take(raw, axis=0, mode="clip").reshape(-1)[:count])
+    if bits < 8:
+        pairs = (_words(raw, bits) >> np.arange(0, 8, 2) * bits) & (4**bits - 1)
+        return torch.from_numpy(_codes_of_pairs(bits).take(pairs, axis=0, mode="clip").reshape(-1)[:count])
     packed = np.zeros((-(-count // 8), bits), dtype=np.uint8)
     packed.reshape(-1)[: raw.size] = raw
     groups = np.empty((len(packed), 8), dtype=np.int32)
@@ -77,6 +80,22 @@ def unpack(data: bytes | memoryview, count: int, bits: int) -> Tensor:
             word |= packed[:, byte + offset].astype(np.int32) << 8 * offset
         groups[:, position] = (word >> shift) & (2**bits - 1)
     return torch.from_numpy(groups.reshape(-1)[:count])
+
+
+def _words(raw: np.ndarray, bits: int) -> np.ndarray:
+    """int64 ``[G, 1]``: eight codes in each, the last one filled up with zeros."""
+    whole, left = divmod(raw.size, bits)
+    words = np.zeros((whole + (left > 0), 8), dtype=np.uint8)
+    words[:whole, :bits] = raw[: raw.size - left].reshape(whole, bits)
+    words[whole:, :left] = raw[raw.size - left :]
+    return words.view("<i8")
+
+
+@cache
+def _codes_of_pairs(bits: int) -> np.ndarray:
+    """int32 ``[4**bits, 2]``: the two codes in each number of ``2 * bits`` bits."""
+    pairs = np.arange(4**bits)
+    return np.stack([pairs & 2**bits - 1, pairs >> bits], axis=1).astype(np.int32)
 
 
 @cache
