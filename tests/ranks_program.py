@@ -5,16 +5,15 @@ from __future__ import annotations
 import os
 import signal
 import sys
-from functools import partial
 from pathlib import Path
 
 from lightning.fabric.utilities.rank_zero import rank_zero_only
+from ten import TEN, make
 from torch import nn
 from toy import run, sgd
 
 from fl_lightning.data import IID, FederatedImages
 from fl_lightning.hooks import Meter
-from fl_lightning.methods import FedAvg, FedKD, FedMosaic, FedMPQ, FedMPQKD, QFedAvg
 from fl_lightning.models import SmallCNN
 
 
@@ -33,20 +32,11 @@ def digits(**settings) -> FederatedImages:
     return FederatedImages(dataset="digits", num_clients=6, partition=IID(), batch_size=32, val_fraction=0.1, **settings)
 
 
-METHODS = {
-    "FedAvg": (partial(FedAvg, network=Dropped), {}),
-    "QFedAvg": (partial(QFedAvg, network=Dropped), {}),
-    "FedMPQ": (partial(FedMPQ, network=Dropped), {}),
-    "FedMPQKD": (partial(FedMPQKD, network=Dropped), {}),
-    "FedKD": (partial(FedKD, network=Dropped), {"public_examples": 100}),
-    "FedMosaic": (partial(FedMosaic, reference=partial(SmallCNN, width=4)), {}),
-}
-
-
 def fit(name: str, root: Path, **settings):
-    method, of_data = METHODS[name]
+    method = make(name, optimizer=sgd(0.05), **({} if name == "FedMosaic" else {"network": Dropped}))
+    data = digits(public_examples=100 if name == "FedKD" else 0)
     settings = {"max_rounds": 2, "participation": 0.5, "local_epochs": 1, "experiment": name, "run_name": "run", **settings}
-    return run(method(optimizer=sgd(0.05)), digits(**of_data), root, **settings)
+    return run(method, data, root, **settings)
 
 
 class Dies(Meter):
@@ -69,7 +59,7 @@ class Dies(Meter):
 if __name__ == "__main__":
     folder, what = Path(sys.argv[1]), sys.argv[2]
     if what == "all":
-        for method in METHODS:
+        for method in TEN:
             fit(method, folder, devices=2, strategy="ddp", rank_timeout=120)
     elif what == "torchrun":
         fit("FedMPQKD", folder)

@@ -15,7 +15,8 @@ import numpy as np
 import pytest
 import ranks_program
 import torch
-from ranks_program import METHODS, fit
+from ranks_program import fit
+from ten import TEN
 
 from fl_lightning.client import Client
 from fl_lightning.engines import Engine, Order, launch
@@ -48,13 +49,13 @@ def is_alive(pid: int) -> bool:
 
 
 def test_two_processes_are_one(tmp_path):
-    """Every method, kept client state included; only rank 0 leaves anything."""
+    """Each of the ten methods, kept client state included; only rank 0 leaves anything."""
     program = start(tmp_path / "two", "all")
-    for name in METHODS:
+    for name in TEN:
         fit(name, tmp_path / "one")
     _, errors = program.communicate(timeout=240)
     assert program.returncode == 0, errors
-    for name in METHODS:
+    for name in TEN:
         assert [run.name for run in (tmp_path / "two" / name).iterdir()] == ["run"]
         two, one = tmp_path / "two" / name / "run", tmp_path / "one" / name / "run"
         assert result(two) == result(one), name
