@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 from functools import partial
 from typing import Any
+
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # as the command sets it, before torch is imported
 
 import numpy as np
 import torch

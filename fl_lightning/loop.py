@@ -18,10 +18,10 @@ from fl_lightning import evaluation, rng
 from fl_lightning.client import Assignment, Client
 from fl_lightning.data import FederatedData
 from fl_lightning.engines import ClientResult, Engine, Order
+from fl_lightning.engines.base import one_thread
 from fl_lightning.hooks import Callback, Context, RoundRecord, stress, tell
 from fl_lightning.methods import Method
 from fl_lightning.metrics import client_spread
-from fl_lightning.threads import one_thread
 from fl_lightning.wire import Ledger, LedgerEntry, Payload, PayloadError
 
 log = logging.getLogger("fl_lightning")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -108,3 +109,16 @@ def local_batches(method: Method, data: FederatedData, order: Order) -> Iterator
 def size_of(batch: Any) -> int:
     """Examples in a batch: the length of its first tensor."""
     return len(tree_leaves(batch)[0])
+
+
+@contextmanager
+def one_thread(device: torch.device) -> Iterator[None]:
+    """On a CPU a client trains on one thread, whoever trains it: sums over other numbers of threads are rounded differently."""
+    before = torch.get_num_threads()
+    if device.type == "cpu" and before != 1:
+        torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        if torch.get_num_threads() != before:
+            torch.set_num_threads(before)

@@ -23,14 +23,13 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map
 from fl_lightning import rng
 from fl_lightning.data import FederatedData
 from fl_lightning.engines.attributes import REGISTERED
-from fl_lightning.engines.base import ClientResult, Engine, Order, Units, local_batches
+from fl_lightning.engines.base import ClientResult, Engine, Order, Units, local_batches, one_thread
 from fl_lightning.engines.received import Received
 from fl_lightning.engines.sequential import SequentialEngine
 from fl_lightning.engines.stack import CannotStackError, Stack, StackLosses
 from fl_lightning.engines.uploads import default_uploads
 from fl_lightning.methods import Method
 from fl_lightning.models.tensors import tensors_of
-from fl_lightning.threads import one_thread
 
 log = logging.getLogger("fl_lightning")
 

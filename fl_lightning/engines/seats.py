@@ -22,12 +22,11 @@ import torch
 from lightning.fabric import Fabric
 
 from fl_lightning.data import FederatedData
-from fl_lightning.engines.base import ClientResult, Engine, Order, Units
+from fl_lightning.engines.base import ClientResult, Engine, Order, Units, one_thread
 from fl_lightning.engines.graphs import make_steps
 from fl_lightning.engines.sequential import Begun, SequentialEngine
 from fl_lightning.engines.steps import Steps
 from fl_lightning.methods import Method
-from fl_lightning.threads import one_thread
 
 MOST = 8
 """Seats. torch has 32 streams for a device and then deals out the first again; a seat has up to three (its own, one to record on, the

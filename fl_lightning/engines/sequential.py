@@ -11,11 +11,10 @@ from lightning.fabric import Fabric
 from fl_lightning import rng
 from fl_lightning.client import Client
 from fl_lightning.data import FederatedData
-from fl_lightning.engines.base import ClientResult, Engine, Losses, Order, Units, local_batches
+from fl_lightning.engines.base import ClientResult, Engine, Losses, Order, Units, local_batches, one_thread
 from fl_lightning.engines.graphs import make_steps
 from fl_lightning.engines.steps import Steps
 from fl_lightning.methods import Method
-from fl_lightning.threads import one_thread
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,8 +13,6 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from fl_lightning.threads import all_threads
-
 CHUNK = 2**22
 """Values that the order statistics hold at once, in float64: 32 MB, however many clients and weights there are."""
 
@@ -117,13 +115,12 @@ def weighted_mean(vectors: Sequence[Tensor], shares: Sequence[float]) -> Tensor:
         )
     flat = [vector.reshape(-1) for vector in vectors]
     mean = torch.empty(shape.numel(), dtype=torch.float32)
-    with all_threads():
-        for begin in range(0, len(mean), BLOCK):
-            block = slice(begin, begin + BLOCK)
-            total = torch.zeros(len(mean[block]), dtype=torch.float64)
-            for vector, share in zip(flat, shares, strict=True):
-                total.add_(vector[block], alpha=share)
-            mean[block] = total
+    for begin in range(0, len(mean), BLOCK):
+        block = slice(begin, begin + BLOCK)
+        total = torch.zeros(len(mean[block]), dtype=torch.float64)
+        for vector, share in zip(flat, shares, strict=True):
+            total.add_(vector[block], alpha=share)
+        mean[block] = total
     return mean.view(shape)
 
 
