@@ -106,11 +106,14 @@ class FedMPQ(Method):
         self.layout.write(self.network, weights)
         self.layer_bits = message.codes("bits").values.tolist()
         tensors = self.layout.unpack(weights.to(self.device))
-        planes, scales = zip(
-            *(to_planes(self._in_memory(layer, tensors[name]), bits)
-              for layer, (name, bits) in enumerate(zip(self.layers, self.layer_bits, strict=True))), strict=True
-        )  # fmt: skip
-        self.planes = nn.Parameter(torch.cat([p.flatten() for p in planes]))
+        layers = self._plane_layers()
+        planes = torch.empty(sum(layer.length for layer in layers), device=self.device)
+        pieces = planes.split([layer.length for layer in layers])
+        scales = [
+            to_planes(self._in_memory(at, tensors[name]), layer.bits, out=layer.view(piece))[1]
+            for at, (name, layer, piece) in enumerate(zip(self.layers, layers, pieces, strict=True))
+        ]
+        self.planes = nn.Parameter(planes)
         self.scales = torch.stack(scales)
 
     def _in_memory(self, layer: int, weight: Tensor) -> Tensor:

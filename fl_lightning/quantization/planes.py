@@ -20,8 +20,8 @@ PLANE_MAX = 2.0
 """Upper bound of a plane's entries; BSQ clamps to [0, 2] after each step."""
 
 
-def to_planes(weights: Tensor, bits: int) -> tuple[Tensor, Tensor]:
-    """Planes that hold ``weights`` exactly, and their scale ``s = max |W|`` (0-dim).
+def to_planes(weights: Tensor, bits: int, out: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Planes that hold ``weights`` exactly, and their scale ``s = max |W|`` (0-dim); ``out`` is where the planes are to be.
 
     A layer of zeros (a head that starts so) gets s = 1 / sqrt(n), or it could never leave zero.
 
@@ -29,14 +29,17 @@ def to_planes(weights: Tensor, bits: int) -> tuple[Tensor, Tensor]:
     (Rounding it away at the start of every round would lose any update smaller than half a step.)
     """
     flat = weights.detach().reshape(-1).to(torch.float32)
-    scale = flat.abs().max()
+    planes = flat.new_empty(2, bits, flat.numel()) if out is None else out
+    size = flat.abs()
+    scale = size.max()
     scale = torch.where(scale > 0, scale, flat.numel() ** -0.5)
-    units = flat.abs() * ((2**bits - 1) / scale)
+    units = size.mul_((2**bits - 1) / scale)
     digits = units.floor().clamp_(max=2**bits - 1)
-    shifts = torch.arange(bits, device=flat.device).unsqueeze(1)
-    planes = ((digits.to(torch.int32) >> shifts) & 1).to(torch.float32)
-    planes[0] += units - digits
-    return torch.stack([planes * (flat > 0), planes * (flat < 0)]), scale
+    signs = torch.stack([flat > 0, flat < 0]).to(torch.uint8)  # a quarter of the memory, and memory is what it costs
+    shifts = torch.arange(bits, dtype=torch.uint8, device=flat.device).unsqueeze(1)
+    planes.copy_(((signs * digits.to(torch.uint8)).unsqueeze(1) >> shifts).bitwise_and_(1))
+    planes[:, 0] += signs * units.sub_(digits)
+    return planes, scale
 
 
 def units(planes: Tensor) -> Tensor:
