@@ -14,6 +14,7 @@ import traceback
 import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from itertools import cycle
 from mmap import mmap
 from multiprocessing.connection import Connection, wait
 from multiprocessing.reduction import ForkingPickler
@@ -61,12 +62,14 @@ class PoolEngine(Engine):
         busy: dict[Worker, Units] = {}
         given, looked = 0, 0.0
         try:
+            self._hand_out(waiting, orders, busy)
             while given < len(orders):
                 if given not in done or monotonic() - looked > GLANCE:  # who asks for results may take long with each
                     for worker in self._answering(busy, wait_for_it=given not in done):
                         portion = [at for unit in busy.pop(worker) for at in unit]
-                        done |= zip(portion, worker.take([orders[at] for at in portion]), strict=True)
-                    self._hand_out(waiting, orders, busy)
+                        answer = worker.hear()
+                        self._hand_out(waiting, orders, busy)  # it goes on while its results are read
+                        done |= zip(portion, worker.take(answer, [orders[at] for at in portion]), strict=True)
                     looked = monotonic()
                 if given in done:
                     yield done.pop(given)
@@ -116,10 +119,10 @@ class Worker:
         context = multiprocessing.get_context("fork")
         self.pipe, there = context.Pipe()
         room = ROOM + 2 * sum(tensor.numel() * tensor.element_size() for tensor in method.server.values())
-        self.down, self.up = mmap(-1, room), mmap(-1, room)
+        self.down, self.ups = mmap(-1, room), cycle([mmap(-1, room), mmap(-1, room)])
         self.message = b""
         pipes = [self.pipe, *(other.pipe for other in others)]
-        arguments = (engine, method, there, self.down, self.up, pipes)
+        arguments = (engine, method, there, self.down, self.ups, pipes)
         self.process = context.Process(target=_serve, args=arguments, daemon=True)
         with warnings.catch_warnings():
             # Python 3.12 warns of threads that hold locks; torch's, the only ones by now, are not used by a single-threaded fork
@@ -141,12 +144,13 @@ class Worker:
         ]
         self._say((round, None if same else _write(self.down, messages), packed))
 
-    def take(self, orders: Sequence[Order]) -> list[ClientResult]:
-        error, blobs, packed = self._hear()
+    def take(self, answer: Any, orders: Sequence[Order]) -> list[ClientResult]:
+        """The results in an answer, before the next but one is asked for: two memories for them take turns."""
+        error, blobs, packed = answer
         if error is not None:
             raise error from RuntimeError(f"in a worker process:\n{blobs}")
         results = []
-        for order, upload, (kept, losses, seen, steps) in zip(orders, _read(self.up, blobs), packed, strict=True):
+        for order, upload, (kept, losses, seen, steps) in zip(orders, _read(next(self.ups), blobs), packed, strict=True):
             state = _unpack(kept)
             client = replace(order.client, state=state)
             results.append(ClientResult(client, upload, state, losses, seen, steps, intact=upload))
@@ -158,7 +162,8 @@ class Worker:
         except OSError:
             raise self._lost() from None
 
-    def _hear(self) -> Any:
+    def hear(self) -> Any:
+        """What it answers to what it was given last, once it does."""
         try:
             return self.pipe.recv()
         except (EOFError, OSError):
@@ -179,7 +184,9 @@ class Worker:
         self.pipe.close()
 
 
-def _serve(engine: Engine, method: Method, pipe: Connection, down: mmap, up: mmap, pipes: Sequence[Connection]) -> None:
+def _serve(
+    engine: Engine, method: Method, pipe: Connection, down: mmap, ups: Iterator[mmap], pipes: Sequence[Connection]
+) -> None:
     """A worker's life: ends when the pipe closes. Signals are for the parent, who ends its workers."""
     torch.set_num_threads(1)
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGCHLD):
@@ -204,7 +211,7 @@ def _serve(engine: Engine, method: Method, pipe: Connection, down: mmap, up: mma
                     for (id, state, at, _, epochs, steps), own in zip(unit, each, strict=True)
                 ]
                 results += engine.train(orders, [list(range(len(orders)))])
-            answer = (None, _write(up, [result.upload for result in results]), [
+            answer = (None, _write(next(ups), [result.upload for result in results]), [
                 (_pack(result.state), result.losses, result.seen, result.steps) for result in results
             ])  # fmt: skip
         except Exception as error:
