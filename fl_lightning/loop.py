@@ -160,7 +160,7 @@ def collect(
                 decoded = Payload.from_bytes(data, verified=data is result.intact)
                 size, upload = len(data), _stress_upload(fed, round, client, "change_upload", decoded)
                 if upload is not None:
-                    size = upload.nbytes
+                    size = size if upload is decoded else upload.nbytes
                     check_upload(fed, upload, client, uploads)
                     uploads[client.id], status = upload, "trained"
             except PayloadError as error:
