@@ -14,6 +14,7 @@ from toy import run, sgd
 
 from fl_lightning.data import IID, FederatedImages
 from fl_lightning.hooks import Meter
+from fl_lightning.methods import Method
 from fl_lightning.models import SmallCNN
 
 
@@ -28,15 +29,20 @@ class Dropped(nn.Module):
         return self.body(self.dropout(images))
 
 
-def digits(**settings) -> FederatedImages:
-    return FederatedImages(dataset="digits", num_clients=6, partition=IID(), batch_size=32, val_fraction=0.1, **settings)
+def method_of(name: str) -> Method:
+    return make(name, optimizer=sgd(0.05), **({} if name == "FedMosaic" else {"network": Dropped}))
 
 
-def fit(name: str, root: Path, **settings):
-    method = make(name, optimizer=sgd(0.05), **({} if name == "FedMosaic" else {"network": Dropped}))
-    data = digits(public_examples=100 if name == "FedKD" else 0)
+def data_of(name: str) -> FederatedImages:
+    return FederatedImages(
+        dataset="digits", num_clients=6, partition=IID(), batch_size=32, val_fraction=0.1,
+        public_examples=100 if name == "FedKD" else 0,
+    )  # fmt: skip
+
+
+def fit(name: str, root: Path, method: Method | None = None, **settings):
     settings = {"max_rounds": 2, "participation": 0.5, "local_epochs": 1, "experiment": name, "run_name": "run", **settings}
-    return run(method, data, root, **settings)
+    return run(method or method_of(name), data_of(name), root, **settings)
 
 
 class Dies(Meter):

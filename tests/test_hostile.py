@@ -13,7 +13,8 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from ranks_program import METHODS, digits, fit
+from ranks_program import Dropped, data_of, fit, method_of
+from ten import TEN
 from toy import sgd
 
 from fl_lightning import rng
@@ -24,7 +25,7 @@ from fl_lightning.loop import EXPLODED, aggregate, check_upload, check_values
 from fl_lightning.wire import Codes, Payload, PayloadError
 from fl_lightning.wire.payload import HEADER, MAGIC, VERSION, _checksum
 
-by_method = pytest.mark.parametrize("name", METHODS)
+by_method = pytest.mark.parametrize("name", TEN)
 
 
 def rows(trainer, name: str) -> list[dict[str, str]]:
@@ -160,11 +161,7 @@ def test_a_server_that_would_not_stay_finite_keeps_its_state(tmp_path, caplog):
             if self.round == 2:
                 self.server["weights"] = self.server["weights"] * float("inf")
 
-    METHODS["Broken"] = (Broken, {})
-    try:
-        trainer = fit("Broken", tmp_path, max_rounds=2)
-    finally:
-        del METHODS["Broken"]
+    trainer = fit("FedAvg", tmp_path, Broken(network=Dropped, optimizer=sgd(0.05)), max_rounds=2)
     assert "round 2: the server's next weights would not be finite" in caplog.text
     assert torch.isfinite(trainer.method.server["weights"]).all()
 
@@ -201,8 +198,8 @@ def test_any_bytes_are_a_payload_or_refused(count, body):
 def built():
     """Methods, and an upload of each."""
     made = {}
-    for name, (method_type, of_data) in METHODS.items():
-        method, data = method_type(optimizer=sgd()), digits(**of_data)
+    for name in TEN:
+        method, data = method_of(name), data_of(name)
         data.setup()
         data.distribute(0, torch.device("cpu"))
         with rng.torch_stream(0, "weights"):

@@ -8,7 +8,8 @@ import random
 import numpy as np
 import pytest
 import torch
-from ranks_program import METHODS, digits, fit
+from ranks_program import data_of, fit, method_of
+from ten import TEN
 from torch import nn
 from toy import run, sgd
 
@@ -19,7 +20,7 @@ from fl_lightning.loop import Federation, make_orders, sample_cohort
 from fl_lightning.methods import FedAvg
 from fl_lightning.trainer import FederatedTrainer
 
-by_method = pytest.mark.parametrize("name", METHODS)
+by_method = pytest.mark.parametrize("name", TEN)
 
 
 class Poison(Meter):
@@ -65,8 +66,7 @@ def test_global_seeds_change_nothing(name, tmp_path):
 
 def federation(name: str) -> Federation:
     """After no round, with a cohort of three."""
-    method_type, of_data = METHODS[name]
-    method, data = method_type(optimizer=sgd(0.05)), digits(**of_data)
+    method, data = method_of(name), data_of(name)
     trainer = FederatedTrainer(accelerator="cpu", logger=False)
     data.setup()
     data.distribute(0, torch.device("cpu"))
@@ -127,7 +127,7 @@ class Unpooled(nn.Module):
 @pytest.mark.parametrize("deterministic", [True, False])
 def test_operations_without_a_deterministic_form_are_named_once(deterministic, tmp_path, caplog):
     caplog.set_level(logging.WARNING, "fl_lightning")
-    run(FedAvg(network=Unpooled, optimizer=sgd(0.01)), digits(), tmp_path, max_rounds=2, deterministic=deterministic)
+    run(FedAvg(network=Unpooled, optimizer=sgd(0.01)), data_of("FedAvg"), tmp_path, max_rounds=2, deterministic=deterministic)
     named = [record.message for record in caplog.records if "no deterministic form" in record.message]
     assert len(named) == deterministic
     assert all("max_unpool" in message for message in named)

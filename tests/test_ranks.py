@@ -136,7 +136,7 @@ def test_one_process_is_the_engine_itself():
             yield from orders
 
     orders = [order(1), order(2)]
-    assert list(RankedEngine(Echo(), ranks_program.digits()).train(orders)) == orders
+    assert list(RankedEngine(Echo(), ranks_program.data_of("FedAvg")).train(orders)) == orders
 
 
 @pytest.mark.parametrize(
