@@ -1,4 +1,4 @@
-"""The federations of test_ranks.py: imported there, and run as a program by each rank."""
+"""The ten methods on digits, with dropout: what several test files fit, and the program that each rank of test_ranks.py runs."""
 
 from __future__ import annotations
 
