@@ -160,7 +160,8 @@ def collect(
                 decoded = Payload.from_bytes(data, verified=data is result.intact)
                 size, upload = len(data), _stress_upload(fed, round, client, "change_upload", decoded)
                 if upload is not None:
-                    size = size if upload is decoded else upload.nbytes
+                    if upload is not decoded:
+                        size = upload.nbytes
                     check_upload(fed, upload, client, uploads)
                     uploads[client.id], status = upload, "trained"
             except PayloadError as error:

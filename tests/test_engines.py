@@ -20,7 +20,7 @@ from torch import nn
 from toy import run
 
 from fl_lightning.conformance.toy import images
-from fl_lightning.engines import BatchedEngine, Order, PoolEngine, SequentialEngine, choice
+from fl_lightning.engines import BatchedEngine, Order, PoolEngine, SequentialEngine, choice, pool
 from fl_lightning.errors import RankLost
 from fl_lightning.hooks import Meter, Stressor
 from fl_lightning.methods import FedAvg
@@ -49,6 +49,24 @@ def test_workers_change_no_bit(name, tmp_path):
     found, pooled = fit(make(name, **network), tmp_path, engine="sequential", workers=3)
     assert same(expected, found)
     assert (alone / "ledger.csv").read_text() == (pooled / "ledger.csv").read_text()
+
+
+def test_a_worker_that_is_ahead_overwrites_nothing(tmp_path, monkeypatch):
+    """It has long trained its next clients when its results are read."""
+    here, read = os.getpid(), pool._read
+
+    def slowly(*arguments):
+        time.sleep(0.1 if os.getpid() == here else 0)
+        return read(*arguments)
+
+    monkeypatch.setattr(pool, "_read", slowly)
+    expected, _ = fit(make("FedAvg"), tmp_path, engine="sequential", workers=1)
+    assert same(expected, fit(make("FedAvg"), tmp_path, engine="sequential", workers=2)[0])
+
+
+def test_a_pool_without_workers_says_so():
+    with pytest.raises(RuntimeError, match="call start"):
+        list(PoolEngine(SequentialEngine(None, None, None), None, None, 2).train([], []))
 
 
 def test_workers_change_no_bit_of_stacks(tmp_path, monkeypatch):

@@ -152,6 +152,13 @@ def test_a_round_without_any_upload(name, fate, tmp_path):
     assert [row["clients/trained"] for row in rows(trainer, "metrics.csv")] == ["0", "0"]
 
 
+def test_the_ledger_has_the_size_of_what_arrived(tmp_path):
+    trainer = fit("FedAvg", tmp_path, max_rounds=1, callbacks=[Entries(lambda sent: {"examples": sent["examples"]})])
+    (row,) = [row for row in rows(trainer, "ledger.csv") if row["status"] == "rejected"]
+    arrived = Payload({"examples": torch.tensor(1, dtype=torch.int32)}).nbytes
+    assert int(row["upload"]) == int(row["wasted"]) == arrived
+
+
 def test_a_server_that_would_not_stay_finite_keeps_its_state(tmp_path, caplog):
     from fl_lightning.methods import FedAvg
 

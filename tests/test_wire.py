@@ -105,6 +105,14 @@ def test_codes_are_the_bits_of_one_long_number(bits, count):
     assert torch.equal(unpack(data, count, bits), values)
 
 
+@pytest.mark.parametrize("bits", [1, 3, 4, 5, 8, 12, 16])
+def test_codes_of_another_length_are_refused(bits):
+    data = pack(Codes(torch.ones(9, dtype=torch.int32), bits))
+    for wrong in (data[:-1], data + b"\0"):
+        with pytest.raises(ValueError, match="9 codes"):
+            unpack(wrong, 9, bits)
+
+
 def test_missing_entries_are_named():
     payload = Payload({"w": torch.ones(1), "c": Codes(torch.ones(1, dtype=torch.int32), 1)})
     with pytest.raises(PayloadError, match="'v'"):

@@ -14,12 +14,11 @@ import traceback
 import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from itertools import cycle
 from mmap import mmap
 from multiprocessing.connection import Connection, wait
 from multiprocessing.reduction import ForkingPickler
 from time import monotonic
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -33,7 +32,7 @@ from fl_lightning.errors import RankLost
 from fl_lightning.methods import Method
 
 ROOM = 2**26
-"""Bytes of shared memory in each direction, at least; only what is used takes memory. What is larger goes through the pipe."""
+"""Bytes of each of a worker's shared memories (one down, two up), at least; only what is used is taken. What is larger is piped."""
 GLANCE = 0.002  # seconds between looks at who has finished, while there are results to hand on
 
 
@@ -61,6 +60,8 @@ class PoolEngine(Engine):
         done: dict[int, ClientResult] = {}
         busy: dict[Worker, Units] = {}
         given, looked = 0, 0.0
+        if not self.workers:
+            raise RuntimeError("the worker processes have ended, or were never started; a round needs them; call start()")
         try:
             self._hand_out(waiting, orders, busy)
             while given < len(orders):
@@ -119,7 +120,7 @@ class Worker:
         context = multiprocessing.get_context("fork")
         self.pipe, there = context.Pipe()
         room = ROOM + 2 * sum(tensor.numel() * tensor.element_size() for tensor in method.server.values())
-        self.down, self.ups = mmap(-1, room), cycle([mmap(-1, room), mmap(-1, room)])
+        self.down, self.ups = mmap(-1, room), (mmap(-1, room), mmap(-1, room))
         self.message = b""
         pipes = [self.pipe, *(other.pipe for other in others)]
         arguments = (engine, method, there, self.down, self.ups, pipes)
@@ -144,13 +145,11 @@ class Worker:
         ]
         self._say((round, None if same else _write(self.down, messages), packed))
 
-    def take(self, answer: Any, orders: Sequence[Order]) -> list[ClientResult]:
-        """The results in an answer, before the next but one is asked for: two memories for them take turns."""
-        error, blobs, packed = answer
-        if error is not None:
-            raise error from RuntimeError(f"in a worker process:\n{blobs}")
+    def take(self, answer: Answer, orders: Sequence[Order]) -> list[ClientResult]:
+        """The results in an answer. Its memory is written to again in the portion after the next: read it before that is given."""
         results = []
-        for order, upload, (kept, losses, seen, steps) in zip(orders, _read(next(self.ups), blobs), packed, strict=True):
+        uploads = _read(self.ups[answer.memory], answer.places)
+        for order, upload, (kept, losses, seen, steps) in zip(orders, uploads, answer.kept, strict=True):
             state = _unpack(kept)
             client = replace(order.client, state=state)
             results.append(ClientResult(client, upload, state, losses, seen, steps, intact=upload))
@@ -162,12 +161,21 @@ class Worker:
         except OSError:
             raise self._lost() from None
 
-    def hear(self) -> Any:
-        """What it answers to what it was given last, once it does."""
+    def hear(self) -> Answer:
+        """What it answers to what it was given last, once it does.
+
+        Raises:
+            RankLost: it died.
+            Exception: what its clients' work raised.
+        """
         try:
-            return self.pipe.recv()
+            answer = self.pipe.recv()
         except (EOFError, OSError):
             raise self._lost() from None
+        if isinstance(answer, Answer):
+            return answer
+        error, where = answer
+        raise error from RuntimeError(f"in a worker process:\n{where}")
 
     def _lost(self) -> RankLost:
         self.process.join(5)
@@ -184,8 +192,22 @@ class Worker:
         self.pipe.close()
 
 
+class Answer(NamedTuple):
+    """What a portion gave.
+
+    Args:
+        memory: which of the two memories for uploads it lies in.
+        places: of each upload there.
+        kept: of each client: its state, loss sums, examples seen, steps.
+    """
+
+    memory: int
+    places: list[tuple[int, int] | bytes]
+    kept: list[tuple[bytes, dict[str, float], dict[str, int], int]]
+
+
 def _serve(
-    engine: Engine, method: Method, pipe: Connection, down: mmap, ups: Iterator[mmap], pipes: Sequence[Connection]
+    engine: Engine, method: Method, pipe: Connection, down: mmap, ups: Sequence[mmap], pipes: Sequence[Connection]
 ) -> None:
     """A worker's life: ends when the pipe closes. Signals are for the parent, who ends its workers."""
     torch.set_num_threads(1)
@@ -195,7 +217,8 @@ def _serve(
         other.close()
     data: FederatedData = engine.data  # type: ignore[attr-defined]
     messages: list[bytes] = []
-    answer: tuple[Exception | None, Any, Any]
+    memory = 0
+    answer: Answer | tuple[Exception, str]
     while True:
         try:
             method.round, blobs, packed = pipe.recv()
@@ -211,11 +234,11 @@ def _serve(
                     for (id, state, at, _, epochs, steps), own in zip(unit, each, strict=True)
                 ]
                 results += engine.train(orders, [list(range(len(orders)))])
-            answer = (None, _write(next(ups), [result.upload for result in results]), [
-                (_pack(result.state), result.losses, result.seen, result.steps) for result in results
-            ])  # fmt: skip
+            kept = [(_pack(result.state), result.losses, result.seen, result.steps) for result in results]
+            memory = 1 - memory
+            answer = Answer(memory, _write(ups[memory], [result.upload for result in results]), kept)
         except Exception as error:
-            answer = (_sendable(error), "".join(traceback.format_exception(error)), [])
+            answer = _sendable(error), "".join(traceback.format_exception(error))
         sys.stdout.flush()
         try:
             pipe.send(answer)

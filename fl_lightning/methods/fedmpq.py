@@ -107,7 +107,7 @@ class FedMPQ(Method):
         self.layer_bits = message.codes("bits").values.tolist()
         tensors = self.layout.unpack(weights.to(self.device))
         layers = self._plane_layers()
-        planes = torch.empty(sum(layer.length for layer in layers), device=self.device)
+        planes = torch.empty(sum(layer.length for layer in layers), dtype=torch.float32, device=self.device)
         pieces = planes.split([layer.length for layer in layers])
         scales = [
             to_planes(self._in_memory(at, tensors[name]), layer.bits, out=layer.view(piece))[1]

@@ -21,7 +21,12 @@ PLANE_MAX = 2.0
 
 
 def to_planes(weights: Tensor, bits: int, out: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Planes that hold ``weights`` exactly, and their scale ``s = max |W|`` (0-dim); ``out`` is where the planes are to be.
+    """Planes ``[2, N, n]`` that hold ``weights`` exactly, and their scale ``s = max |W|`` (0-dim).
+
+    Args:
+        weights: n values of any shape.
+        bits: N, 1 to 8.
+        out: where the planes are to be, float32 ``[2, N, n]``; default: in new memory.
 
     A layer of zeros (a head that starts so) gets s = 1 / sqrt(n), or it could never leave zero.
 
@@ -30,15 +35,15 @@ def to_planes(weights: Tensor, bits: int, out: Tensor | None = None) -> tuple[Te
     """
     flat = weights.detach().reshape(-1).to(torch.float32)
     planes = flat.new_empty(2, bits, flat.numel()) if out is None else out
-    size = flat.abs()
-    scale = size.max()
+    magnitudes = flat.abs()
+    scale = magnitudes.max()
     scale = torch.where(scale > 0, scale, flat.numel() ** -0.5)
-    units = size.mul_((2**bits - 1) / scale)
+    units = magnitudes.mul_((2**bits - 1) / scale)
     digits = units.floor().clamp_(max=2**bits - 1)
-    signs = torch.stack([flat > 0, flat < 0]).to(torch.uint8)  # a quarter of the memory, and memory is what it costs
+    sides = torch.stack([flat > 0, flat < 0]).to(torch.uint8)  # bytes: what takes time here is memory
     shifts = torch.arange(bits, dtype=torch.uint8, device=flat.device).unsqueeze(1)
-    planes.copy_(((signs * digits.to(torch.uint8)).unsqueeze(1) >> shifts).bitwise_and_(1))
-    planes[:, 0] += signs * units.sub_(digits)
+    planes.copy_(((sides * digits.to(torch.uint8)).unsqueeze(1) >> shifts).bitwise_and_(1))
+    planes[:, 0] += sides * units.sub_(digits)
     return planes, scale
 
 

@@ -52,8 +52,8 @@ def dequantize_codes(codes: Tensor, scale: float, bits: int) -> Tensor:
 @cache
 def _steps(bits: int) -> Tensor:
     """How many steps each code of ``bits + 1`` bits stands for: float32 ``[2^(bits + 1)]``."""
-    every = torch.arange(2 ** (bits + 1), dtype=torch.int32)
-    return Quantized.from_codes(every, scale=2**bits - 1, bits=bits).dequantize()
+    steps = torch.arange(2**bits, dtype=torch.int32, device="cpu")
+    return torch.cat([steps, -steps]).to(torch.float32)
 
 
 def quantize(values: Tensor, bits: int, scale: float | None = None, noise: np.random.Generator | None = None) -> Quantized:

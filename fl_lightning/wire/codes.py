@@ -62,8 +62,14 @@ def _places(bits: int) -> list[tuple[int, int, int]]:
 
 
 def unpack(data: bytes | memoryview, count: int, bits: int) -> Tensor:
-    """Inverse of :func:`pack`: int32 ``[count]``."""
+    """Inverse of :func:`pack`: int32 ``[count]``.
+
+    Raises:
+        ValueError: more or fewer bytes than ``count`` codes take.
+    """
     raw = np.frombuffer(data, dtype=np.uint8)
+    if raw.size != packed_nbytes(count, bits):
+        raise ValueError(f"{raw.size} bytes for {count} codes of {bits} bits; they take {packed_nbytes(count, bits)}; pass those")
     if bits in (8, 16):
         return torch.from_numpy(raw.view(f"<u{bits // 8}").astype(np.int32))
     if bits in (1, 2, 4):
