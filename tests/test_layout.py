@@ -21,7 +21,7 @@ POOLS = {
 
 
 def with_pool(pool: nn.Module) -> nn.Module:
-    network = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), pool, nn.Flatten(), nn.LazyLinear(5))
+    network = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), deepcopy(pool), nn.Flatten(), nn.LazyLinear(5))
     network(torch.zeros(1, 3, 30, 30))
     return network
 

@@ -145,22 +145,6 @@ class Worker:
         ]
         self._say((round, None if same else _write(self.down, messages), packed))
 
-    def take(self, answer: Answer, orders: Sequence[Order]) -> list[ClientResult]:
-        """The results in an answer. Its memory is written to again in the portion after the next: read it before that is given."""
-        results = []
-        uploads = _read(self.ups[answer.memory], answer.places)
-        for order, upload, (kept, losses, seen, steps) in zip(orders, uploads, answer.kept, strict=True):
-            state = _unpack(kept)
-            client = replace(order.client, state=state)
-            results.append(ClientResult(client, upload, state, losses, seen, steps, intact=upload))
-        return results
-
-    def _say(self, message: Any) -> None:
-        try:
-            self.pipe.send(message)
-        except OSError:
-            raise self._lost() from None
-
     def hear(self) -> Answer:
         """What it answers to what it was given last, once it does.
 
@@ -176,6 +160,22 @@ class Worker:
             return answer
         error, where = answer
         raise error from RuntimeError(f"in a worker process:\n{where}")
+
+    def take(self, answer: Answer, orders: Sequence[Order]) -> list[ClientResult]:
+        """The results in an answer. Its memory is written to again in the portion after the next: read it before that is given."""
+        results = []
+        uploads = _read(self.ups[answer.memory], answer.places)
+        for order, upload, (kept, losses, seen, steps) in zip(orders, uploads, answer.kept, strict=True):
+            state = _unpack(kept)
+            client = replace(order.client, state=state)
+            results.append(ClientResult(client, upload, state, losses, seen, steps, intact=upload))
+        return results
+
+    def _say(self, message: Any) -> None:
+        try:
+            self.pipe.send(message)
+        except OSError:
+            raise self._lost() from None
 
     def _lost(self) -> RankLost:
         self.process.join(5)

@@ -24,7 +24,7 @@ from fl_lightning.methods.quantized import LayerCodec, check_budgets, encode_lay
 from fl_lightning.quantization import allocate_bits, average_bits, prune, quantize
 from fl_lightning.quantization.activations import quantize_activations
 from fl_lightning.quantization.allocation import MAX_BITS
-from fl_lightning.quantization.planes import PLANE_MAX, Layer, reconstruct, to_planes, units
+from fl_lightning.quantization.planes import PLANE_MAX, Layer, reconstruct, to_planes, units, views
 from fl_lightning.wire import Codes, Payload, PayloadError
 
 
@@ -108,10 +108,9 @@ class FedMPQ(Method):
         tensors = self.layout.unpack(weights.to(self.device))
         layers = self._plane_layers()
         planes = torch.empty(sum(layer.length for layer in layers), dtype=torch.float32, device=self.device)
-        pieces = planes.split([layer.length for layer in layers])
         scales = [
-            to_planes(self._in_memory(at, tensors[name]), layer.bits, out=layer.view(piece))[1]
-            for at, (name, layer, piece) in enumerate(zip(self.layers, layers, pieces, strict=True))
+            to_planes(self._in_memory(at, tensors[name]), self.layer_bits[at], out=own)[1]
+            for at, (name, own) in enumerate(zip(self.layers, views(planes, layers), strict=True))
         ]
         self.planes = nn.Parameter(planes)
         self.scales = torch.stack(scales)
@@ -133,8 +132,8 @@ class FedMPQ(Method):
     def unrounded(self) -> dict[str, Tensor]:
         """What the planes hold before rounding, by parameter name."""
         layers = self._plane_layers()
-        pieces = zip(layers, self.planes.detach().split([layer.length for layer in layers]), self.scales, strict=True)
-        values = [units(layer.view(piece)) * (scale / (2**layer.bits - 1)) for layer, piece, scale in pieces]
+        each = zip(layers, views(self.planes.detach(), layers), self.scales, strict=True)
+        values = [units(planes) * (scale / (2**layer.bits - 1)) for layer, planes, scale in each]
         return {name: self._as_weight(layer, values[layer]) for layer, name in enumerate(self.layers)}
 
     def quantized_weights(self) -> tuple[dict[str, Tensor], Tensor]:

@@ -9,7 +9,7 @@ A layer of n weights at N bits is two stacks of N non-negative planes, ``planes 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -53,7 +53,7 @@ def units(planes: Tensor) -> Tensor:
 
 
 class Layer(NamedTuple):
-    """Where a layer is in a flat vector of planes: ``size`` weights at ``bits`` bits, as ``[2, bits, size]``."""
+    """What a layer takes of a flat vector of planes: ``size`` weights at ``bits`` bits, as ``[2, bits, size]``."""
 
     bits: int
     size: int
@@ -62,8 +62,11 @@ class Layer(NamedTuple):
     def length(self) -> int:
         return 2 * self.bits * self.size
 
-    def view(self, piece: Tensor) -> Tensor:
-        return piece.view(2, self.bits, self.size)
+
+def views(flat: Tensor, layers: Sequence[Layer]) -> list[Tensor]:
+    """The planes of each layer, ``[2, N, n]``, in those of all, ``flat``."""
+    pieces = flat.split([layer.length for layer in layers])
+    return [piece.view(2, layer.bits, layer.size) for layer, piece in zip(layers, pieces, strict=True)]
 
 
 def reconstruct(flat: Tensor, scales: Tensor, layers: Sequence[Layer], matched: bool = False) -> tuple[list[Tensor], Tensor]:
@@ -86,7 +89,7 @@ class _Reconstruct(torch.autograd.Function):
     @staticmethod
     def forward(flat: Tensor, scales: Tensor, layers: tuple[Layer, ...], matched: bool) -> tuple[Tensor, ...]:
         weights, norms = [], []
-        for (bits, _), planes, scale in _each(flat, scales, layers):
+        for (bits, _), planes, scale in zip(layers, views(flat, layers), scales, strict=True):
             weights.append(units(planes).round_().mul_(scale / (2**bits - 1)))
             norms.append(_norms(planes))
         terms = torch.stack([bits * size * norm.sum() for (bits, size), norm in zip(layers, norms, strict=True)])
@@ -105,14 +108,11 @@ class _Reconstruct(torch.autograd.Function):
         flat, scales, all_norms = ctx.saved_tensors
         *of_weights, of_penalty, _ = gradients
         out = torch.empty_like(flat)
-        pieces = out.split([layer.length for layer in ctx.layers])
         total = sum(size for _, size in ctx.layers)
         norms = all_norms.split([layer.bits for layer in ctx.layers])
-        each = zip(_each(flat, scales, ctx.layers), pieces, norms, of_weights, strict=True)
-        for (layer, planes, scale), piece, norm, of_weight in each:
-            bits, size = layer
+        each = zip(ctx.layers, views(flat, ctx.layers), scales, views(out, ctx.layers), norms, of_weights, strict=True)
+        for (bits, size), planes, scale, gradient, norm, of_weight in each:
             factor = 1 / gain(bits, scale) if ctx.matched else torch.ones_like(scale)
-            gradient = layer.view(piece)
             if of_penalty is None:
                 gradient.zero_()
             else:
@@ -132,11 +132,6 @@ class _Reconstruct(torch.autograd.Function):
         )
         rows = [_Reconstruct.apply(*row, layers, matched) for row in zip(flat, scales, strict=True)]
         return tuple(torch.stack(column) for column in zip(*rows, strict=True)), (0,) * (len(layers) + 2)
-
-
-def _each(flat: Tensor, scales: Tensor, layers: Sequence[Layer]) -> Iterator[tuple[Layer, Tensor, Tensor]]:
-    for layer, piece, scale in zip(layers, flat.split([layer.length for layer in layers]), scales, strict=True):
-        yield layer, layer.view(piece), scale
 
 
 def _signed_powers(planes: Tensor) -> Tensor:
