@@ -32,13 +32,15 @@ class ByzantineClients(Stressor):
       and scales the weights themselves.
     - codebooks (FedPQ) and every other float entry, such as soft labels, are treated as u itself; ``noise`` also draws indices anew.
 
-    ``examples`` and bit-widths stay honest.
+    Bit-widths stay honest, and so does ``examples`` unless ``claimed_examples`` says otherwise.
 
     Args:
         clients: share of the clients with training data that attack, in [0, 1]; rounded, but at least one when positive.
         attack: ``sign_flip``, ``noise`` or ``scale``.
         strength: how many times the honest update it is, above 0.
         round: first round of the attack, counted from 1.
+        claimed_examples: the number of examples n_k that attackers claim, 1 to 2**63 - 1: their weight in every average. The server
+            refuses a claim above what the client enrolled with. None: their true n_k.
     """
 
     def __init__(
@@ -47,6 +49,7 @@ class ByzantineClients(Stressor):
         attack: Literal["sign_flip", "noise", "scale"] = "sign_flip",
         strength: float = 10.0,
         round: int = 1,
+        claimed_examples: int | None = None,
     ) -> None:
         if not 0 <= clients <= 1:
             raise ValueError(f"ByzantineClients(clients={clients}); a share lies in [0, 1]; for 20 % write clients: 0.2")
@@ -58,7 +61,12 @@ class ByzantineClients(Stressor):
             raise ValueError(
                 f"ByzantineClients(round={round}); rounds are counted from 1; for an attack from the start write round: 1"
             )
+        if claimed_examples is not None and not 1 <= claimed_examples < 2**63:
+            raise ValueError(
+                f"ByzantineClients(claimed_examples={claimed_examples}); it lies in 1 to 2**63 - 1; write claimed_examples: 1000000"
+            )
         self.clients, self.attack, self.strength, self.round = clients, attack, strength, round
+        self.claimed_examples = claimed_examples
         self._attackers: frozenset[int] | None = None  # recomputed at will
 
     def on_check(self, context: Context) -> None:
@@ -89,6 +97,8 @@ class ByzantineClients(Stressor):
         return self._attackers
 
     def _attacked(self, name: str, value: Tensor | Codes, method: Any, draws: np.random.Generator) -> Tensor | Codes:
+        if name == "examples" and self.claimed_examples is not None:
+            return torch.tensor(self.claimed_examples)
         if name in METADATA:
             return value
         if isinstance(value, Codes):

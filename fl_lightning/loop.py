@@ -21,6 +21,7 @@ from fl_lightning.engines import ClientResult, Engine, Order
 from fl_lightning.engines.base import one_thread
 from fl_lightning.hooks import Callback, Context, RoundRecord, stress, tell
 from fl_lightning.methods import Method
+from fl_lightning.methods.base import declared_limits
 from fl_lightning.metrics import client_spread
 from fl_lightning.wire import Ledger, LedgerEntry, Payload, PayloadError
 
@@ -31,6 +32,9 @@ Losses = tuple[dict[str, float], dict[str, int]]
 
 EXPLODED = 2.0**20
 """No weight, statistic or step of a network that trains is as large; one such value, averaged once, would end it for everybody."""
+
+MAX_UNDECLARED_VALUES = 2**28
+"""Values of an upload of a method that does not declare what its uploads hold: 1 GiB once they are decoded."""
 
 
 @dataclass
@@ -157,7 +161,10 @@ def collect(
         data = _stress_upload(fed, round, client, "change_bytes", result.upload) if assignment.returns else None
         if data is not None:
             try:
-                decoded = Payload.from_bytes(data, verified=data is result.intact)
+                limits = declared_limits(fed.method, client)
+                decoded = Payload.from_bytes(
+                    data, verified=data is result.intact, limits=limits, max_values=MAX_UNDECLARED_VALUES if limits is None else None
+                )
                 size, upload = len(data), _stress_upload(fed, round, client, "change_upload", decoded)
                 if upload is not None:
                     if upload is not decoded:
@@ -177,25 +184,25 @@ def _stress_upload(fed: Federation, round: int, client: Client, hook: str, uploa
 
 
 def check_upload(fed: Federation, upload: Payload, client: Client, counted: Collection[int]) -> None:
-    """What no server may average, whatever the method.
+    """Refuse what no server may average, whatever the method.
 
     Raises:
-        PayloadError: a second upload of one client, no examples, values that are not finite or whose squares would not be, or
-            whatever the method refuses.
+        PayloadError: a second upload of one client, entries that the method does not know, no examples or more than the client has,
+            values that are not finite or whose squares would not be, or whatever the method refuses. Any other exception is a bug of
+            the method's ``check`` or ``decode`` and ends the run.
     """
     if client.id in counted:
         raise PayloadError("it is the second one of this round; a client counts once; send one")
+    limits = declared_limits(fed.method, client)
+    if limits is not None:
+        upload.require_within(limits)
     check_values(upload)
-    try:
-        fed.method.check(upload, client)
-    except PayloadError:
-        raise
-    except Exception as error:  # a forged entry of a form that nobody thought of is one client's fault, not the server's end
-        raise PayloadError(f"{type(error).__name__} while it was read ({error}); encode it as the method does") from error
+    check_examples(upload, client)
+    fed.method.check(upload, client)
 
 
 def check_values(upload: Payload) -> None:
-    """``examples`` is one positive integer, all other values are finite float32 of sane size."""
+    """Refuse entries that are not finite float32 values of sane size; ``examples`` is checked by :func:`check_examples`."""
     for name, value in upload.items():
         if name == "examples" or not isinstance(value, Tensor):
             continue
@@ -206,12 +213,23 @@ def check_values(upload: Payload) -> None:
             raise PayloadError(
                 f"entry {name!r} holds NaN, infinity or values of {EXPLODED:.1e} and more; uploads are finite; lower the lr"
             )
+
+
+def check_examples(upload: Payload, client: Client) -> None:
+    """Refuse an ``examples`` that is not one integer from 1 to n_k, the number of training examples that the client enrolled with.
+
+    ``examples`` is the client's weight in every average: without the bound a single client could claim 2**62 and be the average.
+    """
     if "examples" not in upload:
         return
     examples = upload.tensor("examples")
     if examples.ndim or examples.is_floating_point() or int(examples) < 1:
         raise PayloadError(
             f"examples {examples.tolist()}; the number of examples is one integer, 1 or more; send nothing without data"
+        )
+    if int(examples) > len(client.train):
+        raise PayloadError(
+            f"examples {int(examples)}; the client enrolled with {len(client.train)} training examples; it can claim no more"
         )
 
 

@@ -21,9 +21,11 @@ from fl_lightning import rng
 from fl_lightning.client import Assignment, Client
 from fl_lightning.engines import SequentialEngine
 from fl_lightning.hooks import Stressor
-from fl_lightning.loop import EXPLODED, aggregate, check_upload, check_values
+from fl_lightning.loop import EXPLODED, aggregate, check_examples, check_upload, check_values
+from fl_lightning.methods import FedAvg
+from fl_lightning.methods.base import declared_limits
 from fl_lightning.wire import Codes, Payload, PayloadError
-from fl_lightning.wire.payload import HEADER, MAGIC, VERSION, _checksum
+from fl_lightning.wire.payload import HEADER, MAGIC, VERSION, _checksum, entry_head
 
 by_method = pytest.mark.parametrize("name", TEN)
 
@@ -186,7 +188,7 @@ def test_limits():
         torch.tensor([], dtype=torch.int32),
     ):
         with pytest.raises(PayloadError, match="examples"):
-            check_values(Payload({"examples": examples}))
+            check_examples(Payload({"examples": examples}), Client(0, np.arange(5), np.arange(0)))
 
 
 def signed(count: int, body: bytes) -> bytes:
@@ -199,6 +201,53 @@ def test_any_bytes_are_a_payload_or_refused(count, body):
     for data in (body, signed(count, body)):
         with suppress(PayloadError):
             Payload.from_bytes(data)
+
+
+def test_what_is_too_large_is_refused_before_memory_is_taken_for_it(monkeypatch):
+    """32 MB of 1-bit codes are a gigabyte of integers."""
+    monkeypatch.setattr("fl_lightning.wire.payload.unpack", lambda *arguments: pytest.fail("it was decoded"))
+    bomb = entry_head("weights", Codes(torch.empty(2**28, dtype=torch.int8, device="meta"), 1)) + bytes(2**25)
+    unknown = entry_head("more", Codes(torch.empty(8, dtype=torch.int8, device="meta"), 1)) + bytes(1)
+    limits = {"examples": 1, "weights": 1000}
+    for body, allowed, rule in (
+        (bomb, {"limits": limits}, "1000 at most"),
+        (bomb, {"max_values": 2**20}, "1048576 are left"),
+        (unknown, {"limits": limits}, "hold examples, weights"),
+    ):
+        with pytest.raises(PayloadError, match=rule):
+            Payload.from_bytes(signed(1, body), **allowed)
+
+
+@by_method
+def test_entries_that_a_method_does_not_know_and_entries_that_are_too_long_are_refused(name, built):
+    method, client, sent = built(name)
+    limits = declared_limits(method, client)
+    honest = Payload.from_bytes(sent, limits=limits)
+    honest.require_within(limits)
+    assert set(limits) == set(honest)
+    for entry, value in honest.items():
+        values = value.values if isinstance(value, Codes) else value
+        longer = torch.cat([values.flatten(), values.new_zeros(limits[entry] - values.numel() + 1)])
+        forged = {**honest, entry: Codes(longer, value.bits) if isinstance(value, Codes) else longer}
+        with pytest.raises(PayloadError, match=f"entry '{entry}' of"):
+            Payload.from_bytes(Payload(forged).to_bytes(), limits=limits)
+    assert not averaged_or_refused(method, client, Payload({**honest, "more": torch.zeros(1)}))
+
+
+def test_a_subclass_that_sends_something_else_declares_it_or_is_bound_by_the_total_alone(built):
+    class More(FedAvg):
+        def upload(self, client):
+            return Payload({**super().upload(client), "more": torch.zeros(1)})
+
+    class Declared(More):
+        def upload_limits(self, client):
+            return {**super().upload_limits(client), "more": 1}
+
+    _, client, _ = built("FedAvg")
+    assert declared_limits(More(), client) is None
+    declared = Declared()
+    declared.layout = built("FedAvg")[0].layout
+    assert set(declared_limits(declared, client)) == {"examples", "weights", "more"}
 
 
 @pytest.fixture(scope="module")

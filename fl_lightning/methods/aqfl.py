@@ -8,6 +8,7 @@ and send codes of N + 1 bits, rounded so that their mean is W; the server averag
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, Literal
 
 import numpy as np
@@ -82,6 +83,9 @@ class AQFL(Method):
     def upload(self, client: Client) -> Payload:
         coded = self._encode(self.layout.read(self.network), self.bits, self.stream("rounding", client))
         return Payload({"examples": examples_of(client), **coded})
+
+    def upload_limits(self, client: Client) -> Mapping[str, int]:
+        return {"examples": 1, **self.codec.limits()}
 
     # The server's half
 

@@ -106,6 +106,29 @@ class NormClipping(Average):
 WEIGHTED_MEAN = WeightedMean()
 
 
+def capped(shares: Sequence[float], largest: float) -> list[float]:
+    """Shares that add up to 1, none above ``largest``: what is cut off goes to the others in proportion to theirs.
+
+    Where even equal shares are above ``largest``, the shares are equal. Shares that are all within the bound stay as they are.
+
+    >>> capped([0.8, 0.1, 0.1], 0.5)
+    [0.5, 0.25, 0.25]
+    """
+    count = len(shares)
+    if max(shares) <= largest:
+        return list(shares)
+    if largest * count <= 1:
+        return [1 / count] * count
+    bounded: set[int] = set()
+    result = list(shares)
+    while over := {k for k, share in enumerate(result) if k not in bounded and share > largest}:
+        bounded |= over
+        left = 1 - largest * len(bounded)
+        free = sum(share for k, share in enumerate(shares) if k not in bounded)
+        result = [largest if k in bounded else share * left / free for k, share in enumerate(shares)]
+    return result
+
+
 def weighted_mean(vectors: Sequence[Tensor], shares: Sequence[float]) -> Tensor:
     """Sum of p_k v_k, added up in float64 in the order given, so that the result does not depend on who computed what; float32."""
     shape = vectors[0].shape

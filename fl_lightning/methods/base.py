@@ -26,7 +26,7 @@ from torch.optim import SGD, Optimizer
 from fl_lightning import rng
 from fl_lightning.client import Client
 from fl_lightning.data import FederatedData
-from fl_lightning.methods.averaging import WEIGHTED_MEAN, Average
+from fl_lightning.methods.averaging import WEIGHTED_MEAN, Average, capped
 from fl_lightning.models import build_network
 from fl_lightning.wire import Layout, Payload
 
@@ -43,6 +43,8 @@ class Method(LightningModule):
         optimizer: the clients' local optimiser, built anew for each client and round. Default: SGD, lr 0.05, momentum 0.9.
         average: how the server averages its clients' weights: ``WeightedMean``, or one that survives hostile clients:
             ``CoordinateMedian``, ``TrimmedMean``, ``NormClipping``.
+        max_share: largest share p_k = n_k / sum n that one client may have in a round, in (0, 1]; what is cut off goes to the others in
+            proportion. Where the cohort is too small for the bound, all clients weigh the same. 1: no bound.
     """
 
     personalised: bool = False
@@ -63,11 +65,15 @@ class Method(LightningModule):
         network: NetworkCallable | str = "small_cnn",
         optimizer: OptimizerCallable | None = None,
         average: Average = WEIGHTED_MEAN,
+        max_share: float = 1.0,
     ) -> None:
         super().__init__()
+        if not 0 < max_share <= 1:
+            raise ValueError(f"--model.max_share {max_share}; a share lies in (0, 1]; write --model.max_share 0.1, or 1 for no bound")
         self.network_spec = network
         self.optimizer_spec = optimizer
         self.average = average
+        self.max_share = max_share
         self.server: dict[str, Tensor] = {}
 
     # Both halves
@@ -117,6 +123,14 @@ class Method(LightningModule):
         """What the client sends. ``examples`` is its weight n_k."""
         return Payload({"examples": examples_of(client), "weights": self.layout.read(self.network)})
 
+    def upload_limits(self, client: Client) -> Mapping[str, int]:
+        """The entries that this client's upload may hold, and the largest number of values of each.
+
+        The server refuses more, and entries of other names, before it takes memory for them. It holds for the ``upload`` of the same
+        class: a subclass that sends something else and does not override this is bound by ``loop.MAX_UNDECLARED_VALUES`` alone.
+        """
+        return {"examples": 1, "weights": self.layout.size}
+
     # The server's half; it sees decoded payloads and nothing else of a client
 
     def broadcast(self, client: Client) -> Payload:
@@ -144,7 +158,12 @@ class Method(LightningModule):
     def aggregate(self, uploads: Mapping[int, Payload]) -> None:
         """Make the next server state from what came back: client id -> payload, in cohort order, never empty."""
         vectors = [self.decode(upload) for upload in uploads.values()]
-        self.server["weights"] = self.average(vectors, shares(uploads.values()), self.server["weights"])
+        self.server["weights"] = self.average(vectors, self.shares(uploads.values()), self.server["weights"])
+
+    def shares(self, uploads: Iterable[Payload]) -> list[float]:
+        """p_k = n_k / sum n_k over the clients that returned, none above ``max_share``."""
+        examples = [int(upload.tensor("examples")) for upload in uploads]
+        return capped([n / sum(examples) for n in examples], self.max_share)
 
     def server_metrics(self) -> dict[str, float]:
         """What the server knows of its own state, logged once a round."""
@@ -173,7 +192,11 @@ def examples_of(client: Client) -> Tensor:
     return torch.tensor(len(client.train), dtype=torch.int32)
 
 
-def shares(uploads: Iterable[Payload]) -> list[float]:
-    """n_k / sum n_k over the clients that returned."""
-    examples = [int(upload.tensor("examples")) for upload in uploads]
-    return [n / sum(examples) for n in examples]
+def declared_limits(method: Method, client: Client) -> Mapping[str, int] | None:
+    """``upload_limits`` if it belongs to the ``upload`` in use; None where a subclass sends something else and does not say what."""
+    for cls in type(method).__mro__:
+        if "upload_limits" in vars(cls):
+            return method.upload_limits(client)
+        if "upload" in vars(cls):
+            return None
+    return None

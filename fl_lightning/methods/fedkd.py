@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_map
 from fl_lightning import rng
 from fl_lightning.client import Client
 from fl_lightning.data import FederatedData
-from fl_lightning.methods.base import Method, examples_of, shares
+from fl_lightning.methods.base import Method, examples_of
 from fl_lightning.methods.losses import kl_divergence
 from fl_lightning.wire import Payload, PayloadError
 
@@ -141,6 +141,10 @@ class FedKD(Method):
         outputs = [self.network(inputs).float() for inputs, _ in self.public_data.public_batches()]
         return torch.softmax(torch.cat(outputs) / self.temperature, dim=1).cpu()
 
+    def upload_limits(self, client: Client) -> Mapping[str, int]:
+        weights = super().upload_limits(client)
+        return {**(weights if self.average_weights else {"examples": 1}), "soft_labels": self.server["soft_labels"].numel()}
+
     # The server's half
 
     def broadcast(self, client: Client) -> Payload:
@@ -168,8 +172,8 @@ class FedKD(Method):
     def aggregate(self, uploads: Mapping[int, Payload]) -> None:
         sent = [upload.tensor("soft_labels") for upload in uploads.values()]
         start = self.server["soft_labels"]
-        mean = self.average([p.flatten() for p in sent], shares(uploads.values()), start.flatten()).view_as(start)
-        mean = mean / mean.sum(dim=1, keepdim=True)  # a median of probabilities need not add up to one
+        mean = self.average([p.flatten() for p in sent], self.shares(uploads.values()), start.flatten()).view_as(start)
+        mean = normalised(mean)
         self.server["soft_labels"] = mean if self.sharpen is None else torch.softmax(mean / self.sharpen, dim=1)
         self.server["aggregated"] = torch.ones_like(self.server["aggregated"])
         if self.average_weights:
@@ -189,6 +193,16 @@ class FedKD(Method):
                 self.training_step(batch)["loss"].backward()
                 optimizer.step()
         return self.layout.read(self.network)
+
+
+def normalised(rows: Tensor) -> Tensor:
+    """Rows ``[P, C]`` of values of 0 or more, each scaled to a sum of 1.
+
+    A median of probabilities need not add up to 1. It is zero for every class where confident clients disagree; such a row becomes
+    uniform, since the clients as a whole say nothing about that example.
+    """
+    total = rows.sum(dim=1, keepdim=True)
+    return torch.where(total > 0, rows / total.clamp_min(torch.finfo(rows.dtype).tiny), 1 / rows.shape[1])
 
 
 def soft_label_loss(outputs: Tensor, soft_labels: Tensor, temperature: float) -> Tensor:

@@ -104,6 +104,10 @@ class FedMosaic(Method):
         ):
             if not valid:
                 raise ValueError(f"--model.{name} {value}; {rule}; write --model.{name} {example}")
+        if self.max_share != 1:
+            raise ValueError(
+                f"--model.max_share {self.max_share}; FedMosaic mixes by relevance and weighs nobody by its examples; leave it out"
+            )
         if not isinstance(self.average, WeightedMean):
             raise ValueError(
                 f"--model.average {type(self.average).__name__}; FedMosaic mixes by relevance and averages no weights; leave it out, "
@@ -209,6 +213,9 @@ class FedMosaic(Method):
             client.state.update(kept)
         noise = torch.from_numpy(self.stream("sketch_noise", client).normal(0, self.sigma, tuple(ema.shape))).to(ema)
         return Payload({"adapters": read_adapters(adapted_layers(self.network)), "sketch": sketch(ema, noise, self.kept)})
+
+    def upload_limits(self, client: Client) -> Mapping[str, int]:
+        return {"adapters": self.server["adapters"].shape[1:].numel(), "sketch": len(self.kept)}
 
     # The server's half
 

@@ -19,7 +19,7 @@ from torch.nn.functional import hardtanh_
 from fl_lightning.client import Client
 from fl_lightning.data import FederatedData
 from fl_lightning.methods.averaging import weighted_mean
-from fl_lightning.methods.base import Method, examples_of, shares
+from fl_lightning.methods.base import Method, examples_of
 from fl_lightning.methods.quantized import LayerCodec, check_budgets, encode_layers
 from fl_lightning.quantization import allocate_bits, average_bits, prune, quantize
 from fl_lightning.quantization.activations import quantize_activations
@@ -163,6 +163,9 @@ class FedMPQ(Method):
             layers.append(prune(quantize(values, bits, grown, noise), self.prune_threshold))
         return Payload({"examples": examples_of(client), **encode_layers(layers), "rest": self.rest.read(self.network)})
 
+    def upload_limits(self, client: Client) -> Mapping[str, int]:
+        return {"examples": 1, **self.codec.limits()}
+
     def _on_cpu(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         """All of them in one transfer: a device would be waited for once for each layer."""
         if self.device.type == "cpu":
@@ -192,7 +195,7 @@ class FedMPQ(Method):
 
     def aggregate(self, uploads: Mapping[int, Payload]) -> None:
         """W_{t+1} from the de-quantised uploads; b_l and Delta_l weighted by n_k * budget_k."""
-        weights = shares(uploads.values())
+        weights = self.shares(uploads.values())
         budgets = [self.budgets[id % len(self.budgets)] for id in uploads]
         by_budget = [w * b for w, b in zip(weights, budgets, strict=True)]
         by_budget = [w / sum(by_budget) for w in by_budget]

@@ -63,6 +63,11 @@ class FedPQ(CodedUpdates):
             entries[f"c{tensor}"] = torch.from_numpy(codebook)
         return entries
 
+    def code_limits(self) -> dict[str, int]:
+        indices = {f"i{tensor}": -(-size // self.dim) for tensor, size in enumerate(self.coded.sizes)}
+        codebooks = {f"c{tensor}": self._num_centroids(size) * self.dim for tensor, size in enumerate(self.coded.sizes)}
+        return indices | codebooks
+
     def decode_updates(self, upload: Payload) -> list[Tensor]:
         updates = []
         for tensor, (name, size) in enumerate(zip(self.coded.shapes, self.coded.sizes, strict=True)):

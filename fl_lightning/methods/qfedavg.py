@@ -7,7 +7,7 @@ Q draws the level above or below so that its mean is the update: see :mod:`fl_li
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -56,11 +56,21 @@ class QFedAvg(CodedUpdates):
         codes, norms = zip(*coded, strict=True)
         return {"codes": Codes(torch.cat(codes), self.bits), "norms": torch.cat(norms)}
 
+    def code_limits(self) -> dict[str, int]:
+        return {"codes": self.coded.size, "norms": sum(self._buckets())} if self.coded.sizes else {}
+
+    def upload_limits(self, client: Client) -> Mapping[str, int]:
+        return Method.upload_limits(self, client) if self.bits == 32 else super().upload_limits(client)
+
+    def _buckets(self) -> list[int]:
+        """Norms of each coded tensor."""
+        return [qsgd.num_buckets(size, self.bucket) for size in self.coded.sizes]
+
     def decode_updates(self, upload: Payload) -> list[Tensor]:
         if not self.coded.sizes:
             return []
         codes, norms = upload.codes("codes"), upload.tensor("norms")
-        buckets = [qsgd.num_buckets(size, self.bucket) for size in self.coded.sizes]
+        buckets = self._buckets()
         if (
             codes.bits != self.bits
             or codes.values.numel() != self.coded.size

@@ -67,6 +67,12 @@ class LayerCodec:
             tensors[name] = dequantize_codes(codes.values, scales[layer], bits[layer]).view(shape)
         return self.layout.pack(tensors)
 
+    def limits(self) -> dict[str, int]:
+        """Largest number of values of each entry of an encoded vector."""
+        layers = len(self.names)
+        each = {f"w{layer}": size for layer, size in enumerate(self.sizes)}
+        return {"bits": layers, "scales": layers, "rest": self.rest.size, **each}
+
     def full_precision(self, network: nn.Module, vector: Tensor) -> nn.Module:
         """A copy of ``network`` with these weights as they are, and activations that nobody quantises."""
         copy = deepcopy(network)

@@ -8,7 +8,7 @@ Coded are the trainable tensors of two and more dimensions. Biases, normalisatio
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from torch import Tensor
 
@@ -53,6 +53,13 @@ class CodedUpdates(Method, ABC):
         return Payload(
             {"examples": examples_of(client), **self.encode_updates(updates, client), "rest": self.rest.read(self.network)}
         )
+
+    @abstractmethod
+    def code_limits(self) -> dict[str, int]:
+        """Largest number of values of each entry that ``encode_updates`` makes."""
+
+    def upload_limits(self, client: Client) -> Mapping[str, int]:
+        return {"examples": 1, **self.code_limits(), "rest": self.rest.size}
 
     def decode(self, upload: Payload) -> Tensor:
         ended = self.layout.unpack(self.server["weights"])

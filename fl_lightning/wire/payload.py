@@ -113,15 +113,26 @@ class Payload(Mapping[str, "Tensor | Codes"]):
         they are the same tensors, not written to since."""
         return tuple((name, *_identity(value)) for name, value in self.items())
 
+    def require_within(self, limits: Mapping[str, int]) -> None:
+        """Raises:
+        PayloadError: an entry that ``limits`` does not name, or with more values than it allows.
+        """
+        for name, value in self._entries.items():
+            _require_allowed(name, (value.values if isinstance(value, Codes) else value).numel(), limits)
+
     @classmethod
-    def from_bytes(cls, data: bytes, *, verified: bool = False) -> Payload:
-        """Decode.
+    def from_bytes(
+        cls, data: bytes, *, verified: bool = False, limits: Mapping[str, int] | None = None, max_values: int | None = None
+    ) -> Payload:
+        """Decode. What ``limits`` and ``max_values`` forbid is refused before memory is taken for it.
 
         Args:
             verified: the checksum of these very bytes has been found right before, or nothing can have happened to them.
+            limits: the entries that may occur, and the largest number of values of each. None: any.
+            max_values: largest number of values of all entries together. None: any.
 
         Raises:
-            PayloadError: not a payload, another version, truncated, or damaged (CRC-32).
+            PayloadError: not a payload, another version, truncated, damaged (CRC-32), or beyond the limits.
         """
         if len(data) < HEADER.size or data[:4] != MAGIC:
             raise PayloadError(
@@ -135,7 +146,7 @@ class Payload(Mapping[str, "Tensor | Codes"]):
         body = memoryview(data)[HEADER.size :]
         if len(body) != length or not (verified or _checksum(count, body) == checksum):
             raise PayloadError(f"a payload of {len(body)} bytes that announced {length}, or damaged (CRC-32); send it again")
-        reader, entries = _Reader(body), {}  # type: _Reader, dict[str, Tensor | Codes]
+        reader, entries = _Reader(body, limits, max_values), {}  # type: _Reader, dict[str, Tensor | Codes]
         try:
             for _ in range(count):
                 name, value = reader.entry()
@@ -152,8 +163,9 @@ class Payload(Mapping[str, "Tensor | Codes"]):
 
 
 class _Reader:
-    def __init__(self, body: memoryview) -> None:
-        self.body, self.offset = body, 0
+    def __init__(self, body: memoryview, limits: Mapping[str, int] | None, max_values: int | None) -> None:
+        self.body, self.offset, self.limits = body, 0, limits
+        self.left = 8 * len(body) if max_values is None else max_values  # the shortest codes have one bit
 
     def take(self, count: int) -> memoryview:
         taken = self.body[self.offset : self.offset + count]
@@ -170,6 +182,11 @@ class _Reader:
         kind, ndim = self.take(2)
         shape = struct.unpack(f"<{ndim}I", self.take(4 * ndim))
         count = math.prod(shape)
+        if self.limits is not None:
+            _require_allowed(name, count, self.limits)
+        if count > self.left:
+            raise PayloadError(f"entry {name!r} of {count} values where {self.left} are left to this upload; send fewer")
+        self.left -= count
         if kind > CODES:
             bits = kind - CODES
             if bits > 16:
@@ -181,6 +198,13 @@ class _Reader:
         data = bytearray(self.take(count * dtype.itemsize))
         value = torch.frombuffer(data, dtype=dtype) if count else torch.empty(0, dtype=dtype)
         return name, value if ndim == 1 else value.reshape(shape)
+
+
+def _require_allowed(name: str, count: int, limits: Mapping[str, int]) -> None:
+    if name not in limits:
+        raise PayloadError(f"an entry {name!r}; this method's uploads hold {', '.join(limits)}; send these")
+    if count > limits[name]:
+        raise PayloadError(f"entry {name!r} of {count} values; this method's has {limits[name]} at most; send no more")
 
 
 def checksum_of_header(count: int) -> int:

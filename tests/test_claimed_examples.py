@@ -1,0 +1,96 @@
+"""``examples`` is a client's weight in every average: nobody may claim more of it than the server can know."""
+
+from __future__ import annotations
+
+import csv
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from ranks_program import fit, method_of
+from ten import TEN
+
+from callbacks import ByzantineClients
+from fl_lightning.client import Client
+from fl_lightning.loop import check_examples
+from fl_lightning.methods.averaging import CoordinateMedian, NormClipping, TrimmedMean, WeightedMean, capped
+from fl_lightning.wire import Payload, PayloadError
+
+HUGE = 2**62
+
+
+def statuses(trainer) -> dict[int, set[str]]:
+    found: dict[int, set[str]] = {}
+    with (trainer.run_dir / "ledger.csv").open() as file:
+        for row in csv.DictReader(file):
+            found.setdefault(int(row["client"]), set()).add(row["status"])
+    return found
+
+
+@pytest.mark.parametrize("name", [name for name in TEN if name != "FedMosaic"])  # which weighs nobody by n_k
+def test_a_client_that_claims_more_than_it_enrolled_with_is_refused_by_every_method(name, tmp_path):
+    liars = ByzantineClients(clients=1 / 6, attack="sign_flip", strength=1.0, claimed_examples=HUGE)
+    trainer = fit(name, tmp_path, max_rounds=1, participation=1.0, callbacks=[liars])
+    (liar,) = liars.attackers(trainer)
+    assert statuses(trainer) == {id: {"rejected" if id == liar else "trained"} for id in range(6)}
+
+
+@pytest.mark.parametrize("average", [WeightedMean(), NormClipping(1.0), TrimmedMean(0.1), CoordinateMedian()], ids=lambda a: type(a).__name__)
+def test_a_lie_about_n_k_moves_no_average(average, tmp_path):
+    """One of six sends x - u: with its true n_k, and with a claim of 2**62 that used to be the average."""
+    weights = {}
+    for claim in (None, HUGE):
+        attack = ByzantineClients(clients=1 / 6, attack="sign_flip", strength=1.0, claimed_examples=claim)
+        method = method_of("FedAvg")
+        method.average = average
+        trainer = fit("FedAvg", tmp_path / str(claim), method, max_rounds=3, participation=1.0, callbacks=[attack])
+        weights[claim] = trainer.method.server["weights"]
+    honest = fit("FedAvg", tmp_path / "honest", max_rounds=3, participation=1.0).method.server["weights"]
+    true, lying = ((weights[claim] - honest).norm() for claim in (None, HUGE))
+    assert lying < 1.5 * true
+
+
+def test_the_claim_is_bounded_by_the_training_examples_of_that_client():
+    client = Client(3, np.arange(5), np.arange(2))
+    check_examples(Payload({"examples": torch.tensor(5)}), client)
+    check_examples(Payload({"examples": torch.tensor(1)}), client)  # less is no gain
+    check_examples(Payload({"weights": torch.ones(2)}), client)
+    for claimed in (6, 2**31 - 1, HUGE, 2**63 - 1):
+        with pytest.raises(PayloadError, match="enrolled with 5 training examples"):
+            check_examples(Payload({"examples": torch.tensor(claimed)}), client)
+
+
+@given(st.lists(st.integers(1, 10**6), min_size=1, max_size=12), st.floats(0.01, 1.0))
+def test_capped_shares(examples, largest):
+    shares = [n / sum(examples) for n in examples]
+    found = capped(shares, largest)
+    assert sum(found) == pytest.approx(1)
+    assert max(found) <= max(largest, 1 / len(shares)) + 1e-12
+    assert all((a <= b) == (x <= y) or abs(x - y) < 1e-12 for a, x in zip(shares, found, strict=True) for b, y in zip(shares, found, strict=True))
+    if max(shares) <= largest:
+        assert found == shares
+
+
+def test_a_largest_share_bounds_what_a_large_client_weighs(tmp_path):
+    """Without the bound the first client has 20 / 24 of the weight, with it one half."""
+    from toy import Points, Quadratic, point_network, run, sgd
+
+    from fl_lightning.methods import FedAvg
+
+    found = {}
+    for largest in (1.0, 0.5):
+        method = type("Toy", (Quadratic, FedAvg), {})(network=point_network, optimizer=sgd(1.0), max_share=largest)
+        run(method, Points((20, 2, 2)), tmp_path / str(largest), max_rounds=1, local_epochs=1, participation=1.0, engine="sequential")
+        found[largest] = method.server["weights"]
+    from toy import CENTRES
+
+    torch.testing.assert_close(found[1.0], (20 * CENTRES[0] + 2 * CENTRES[1] + 2 * CENTRES[2]) / 24)
+    torch.testing.assert_close(found[0.5], CENTRES[0] / 2 + CENTRES[1] / 4 + CENTRES[2] / 4)
+
+
+@pytest.mark.parametrize("claim", [0, -1, 2**63])
+def test_a_claim_that_cannot_be_sent(claim):
+    with pytest.raises(ValueError, match=r"claimed_examples=.*; it lies in .*; write claimed_examples: "):
+        ByzantineClients(claimed_examples=claim)
