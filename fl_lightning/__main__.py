@@ -6,16 +6,20 @@ import gc
 import os
 import sys
 import time
+import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
-from errno import EDQUOT, ENOSPC
+from errno import EDQUOT, ENOSPC, EROFS
 
 from fl_lightning.commands import answer_quickly
-from fl_lightning.errors import InputError, RankLost
+from fl_lightning.errors import InputError, RunStopped
+
+TRACEBACK = "FL_LIGHTNING_TRACEBACK"
+"""Environment variable: 1 prints the traceback of whatever ends a command."""
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run one command and return the exit code; an error that is not the user's passes through, with its traceback."""
+    """Run one command and return the exit code. A bug passes through with its traceback, unless the run's ``run.log`` has it."""
     argv = sys.argv[1:] if argv is None else argv
     try:
         code = answer_quickly(argv)
@@ -27,23 +31,32 @@ def main(argv: list[str] | None = None) -> int:
 
             run(argv[0], argv[1:])
     except InputError as error:
-        _let_rank_zero_speak()
-        sys.stderr.write(f"fl_lightning: error: {' '.join(str(error).split())}\n")
-        return 2
-    except RankLost as error:
-        _let_rank_zero_speak()
-        sys.stderr.write(f"fl_lightning: error: {error}\n")
-        return 1
+        return _one_line(error, str(error), code=2)
+    except RunStopped as error:
+        return _one_line(error, str(error), code=1)
     except OSError as error:
-        if error.errno not in (ENOSPC, EDQUOT):
+        if error.errno not in (ENOSPC, EDQUOT, EROFS):
             raise
-        sys.stderr.write(f"fl_lightning: error: {error}; a run needs room to write; make some and continue with --ckpt_path\n")
-        return 1
+        return _one_line(error, f"{error}; a run needs room to write; make some and continue with --ckpt_path", code=1)
     except KeyboardInterrupt:
         return 130
     except SystemExit as stop:  # --help and --print_config: 0; after SIGTERM: 143
         return stop.code if isinstance(stop.code, int) else int(stop.code is not None)
+    except Exception as error:
+        if not hasattr(error, "run_log"):
+            raise
+        where = f"its traceback is in {error.run_log}; {TRACEBACK}=1 prints it here"
+        return _one_line(error, f"{type(error).__name__}: {error}; {where}", code=1)
     return code or 0
+
+
+def _one_line(error: Exception, message: str, *, code: int) -> int:
+    """Write the message as one line, and the traceback where the user asks for it; return the exit code."""
+    _let_rank_zero_speak()
+    if os.environ.get(TRACEBACK, "") not in ("", "0"):
+        traceback.print_exception(error)
+    sys.stderr.write(f"fl_lightning: error: {' '.join(message.split())}\n")
+    return code
 
 
 @contextmanager

@@ -5,10 +5,23 @@ from __future__ import annotations
 import os
 from errno import EDQUOT, EFBIG, ENOSPC, EROFS
 from pathlib import Path
+from typing import IO, Any
+
+_NO_FOLLOW = getattr(os, "O_NOFOLLOW", 0)  # not on Windows
+
+
+def open_own(path: Path, mode: str) -> IO[Any]:
+    """Open a file for writing, in one of ``open``'s modes, and never through a symbolic link: what that points to is not ours.
+
+    Raises:
+        OSError: the path is a symbolic link (ELOOP), or cannot be opened.
+    """
+    text = {} if "b" in mode else {"encoding": "utf-8"}
+    return open(path, mode, opener=lambda name, flags: os.open(name, flags | _NO_FOLLOW, 0o666), **text)  # type: ignore[call-overload]
 
 
 def write_synced(path: Path, data: bytes) -> None:
-    with path.open("wb") as file:
+    with open_own(path, "wb") as file:
         file.write(data)
         file.flush()
         os.fsync(file.fileno())

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 T = TypeVar("T")
+MAY_LOSE = ("change_bytes", "change_upload")  # of these hooks None means that the upload is lost
 
 
 class Context(Protocol):
@@ -118,11 +119,18 @@ class Meter(Callback):
 
 
 def stress(callbacks: Iterable[object], hook: str, value: T, **details: Any) -> T:
-    """Pass ``value`` through ``hook`` of every stressor, in the order of the configuration."""
+    """Pass ``value`` through ``hook`` of every stressor, in the order of the configuration.
+
+    Raises:
+        TypeError: a hook that may not lose its value returned None, as one without a ``return`` does.
+    """
     for callback in callbacks:
         if isinstance(callback, Stressor):
             value = getattr(callback, hook)(value, **details)
             if value is None:
+                if hook not in MAY_LOSE:
+                    name = type(callback).__name__
+                    raise TypeError(f"{name}.{hook} returned None; a stressor returns the value to use instead; return it")
                 break
     return value
 

@@ -15,12 +15,13 @@ class Interrupts:
 
     Python calls handlers between its own instructions, so the operation at work is finished first. Signals after the first are
     dropped until :meth:`release`: whoever presses Ctrl-C twice does not interrupt the checkpoint that the first one asked for. A signal
-    that the process ignores (nohup) stays ignored.
+    that the process ignores (nohup) stays ignored. What a handler raises inside a destructor or a callback of ``os.fork`` Python prints
+    and drops; :meth:`check` raises it again.
     """
 
     def __init__(self) -> None:
-        self._held = False
-        self._pending = 0
+        self._held = self._ignored = False
+        self._received = 0
         self._before: dict[int, Any] = {}
 
     def __enter__(self) -> Interrupts:
@@ -37,16 +38,25 @@ class Interrupts:
         for number, handler in self._before.items():
             signal.signal(number, handler)
         self._before.clear()
-        self.release()
+        try:
+            if kind is None:
+                self.check()
+        finally:
+            self.release()
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
-        if self._held:
-            self._pending = number
+        if self._received or self._ignored:
             return
-        self._held = True
-        if number == signal.SIGTERM:
-            sys.exit(128 + number)
-        raise KeyboardInterrupt
+        self._received = number
+        if not self._held:
+            self.check()
+
+    def check(self) -> None:
+        """Raise what the first signal asked for, if there was one: what it raised at the time may have been lost."""
+        if self._received == signal.SIGTERM:
+            sys.exit(128 + signal.SIGTERM)
+        if self._received:
+            raise KeyboardInterrupt
 
     @contextmanager
     def held(self) -> Iterator[None]:
@@ -54,17 +64,15 @@ class Interrupts:
         self._held = True
         try:
             yield
-        except BaseException:
-            self._pending = 0  # the run stops for another reason
-            raise
-        self._held = False
-        if self._pending:
-            number, self._pending = self._pending, 0
-            self._receive(number, None)
+        finally:
+            self._held = False
+        self.check()
 
     def ignore(self) -> None:
         """From here on signals are dropped, until :meth:`release`."""
-        self._held = True
+        self._ignored = True
 
     def release(self) -> None:
-        self._held, self._pending = False, 0
+        """Signals are raised again, and those of before are forgotten."""
+        self._held = self._ignored = False
+        self._received = 0

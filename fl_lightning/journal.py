@@ -19,6 +19,7 @@ from fl_lightning.mlflow_store import Status
 from fl_lightning.progress import Progress
 from fl_lightning.resume import Start
 from fl_lightning.run_directory import RunDirectory, to_json
+from fl_lightning.run_log import RunLog
 from fl_lightning.settings import changed_settings, config_of, flatten
 from fl_lightning.tracking import Tracking
 
@@ -77,11 +78,12 @@ class Journal:
         """The engine that the run was begun with; None for a new one."""
         return None if self.start.run is None else self.run.read_json("metadata.json").get("engine")
 
-    def open(self, fed: Federation, command_line: Sequence[str], tags: Mapping[str, str] | None = None) -> None:
+    def open(self, fed: Federation, command_line: Sequence[str], tags: Mapping[str, str], log_file: RunLog) -> None:
         """Create the run, or lock it and take it back to the end of its last whole round.
 
         Args:
             tags: what the user wants to find the run by.
+            log_file: what goes to ``run.log`` from here on.
 
         Raises:
             InputError: the folder cannot be written, or another process is at the run.
@@ -96,6 +98,7 @@ class Journal:
             else:
                 self._reopen()
             collectives.from_rank_zero(str(self.run.path))
+            log_file.write_to(self.run.path)
         self.tracker = Tracking(
             self.logger,
             experiment=self.experiment,

@@ -163,7 +163,10 @@ def collect(
             try:
                 limits = declared_limits(fed.method, client)
                 decoded = Payload.from_bytes(
-                    data, verified=data is result.intact, limits=limits, max_values=MAX_UNDECLARED_VALUES if limits is None else None
+                    data,
+                    verified=data is result.intact,
+                    limits=limits,
+                    max_values=MAX_UNDECLARED_VALUES if limits is None else None,
                 )
                 size, upload = len(data), _stress_upload(fed, round, client, "change_upload", decoded)
                 if upload is not None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -12,11 +13,10 @@ from lightning.fabric.loggers import Logger
 
 from fl_lightning import probing, rng
 from fl_lightning.data import FederatedData
-from fl_lightning.disk import is_full
 from fl_lightning.engines import EngineName, SequentialEngine, check_optimizer, check_workers, make_engine
 from fl_lightning.engines.determinism import deterministic
 from fl_lightning.engines.launch import join, launched_from_outside, make_fabric, one_first, start_others, stop_others
-from fl_lightning.errors import InputError
+from fl_lightning.errors import InputError, RunStopped
 from fl_lightning.hooks import Callback, tell
 from fl_lightning.interrupts import Interrupts
 from fl_lightning.journal import Journal
@@ -27,6 +27,8 @@ from fl_lightning.progress import Progress
 from fl_lightning.redaction import redact_settings
 from fl_lightning.resume import Start, everywhere, find_same, find_start
 from fl_lightning.run_directory import RunDirectory, is_plain_name
+from fl_lightning.run_log import RunLog
+from fl_lightning.user_code import is_from_user_code
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -135,7 +137,9 @@ class FederatedTrainer:
         self.auto_resume = auto_resume
         self.allow_changed = allow_changed
         self.tags = dict(tags or {})
+        self.rank_timeout = rank_timeout
         self.interrupts = Interrupts()
+        self.log_file = RunLog()
         self.config: dict[str, Any] = {}
         self.config_text = ""
         self.command_line: Sequence[str] = ()
@@ -156,8 +160,9 @@ class FederatedTrainer:
 
         Raises:
             InputError: the data, the checkpoint or the output folder cannot be used; nothing has been created then.
+            RunStopped: a process was lost, the run directory cannot be written any more, or no upload ever counted.
         """
-        with deterministic(self.deterministic), self.interrupts:
+        with deterministic(self.deterministic), self.interrupts, self.log_file:
             self.method, self.data, self.seed = method, data, seed
             outside = launched_from_outside(self.fabric)
             if outside:
@@ -174,9 +179,10 @@ class FederatedTrainer:
             try:
                 if not outside:
                     start_others(self.fabric, start.name)
-                self._start_engine(fed)
+                with self.interrupts.held():  # Python drops what a signal handler raises while a worker is forked
+                    self._start_engine(fed)
                 with self.interrupts.held():
-                    self.journal.open(fed, self.command_line, self.tags)
+                    self.journal.open(fed, self.command_line, self.tags, self.log_file)
                 try:
                     tell(self.callbacks, "on_setup", self)
                 finally:  # not before: opening a store takes seconds, which the callbacks need not share
@@ -236,17 +242,14 @@ class FederatedTrainer:
     def _prepare(self) -> Federation:
         """Everything that can refuse its input comes before the first thing that is created."""
         try:
-            one_first(self.fabric, self.data.prepare_data)
-            self.data.setup("fit")
-            self.data.distribute(self.seed, self.fabric.device)
-            self.method.seed = self.seed
-            with rng.torch_stream(self.seed, "weights"):
-                self.method.build(self.data)
-            self.method.to(self.fabric.device)
-            check_optimizer(self.method)
-            check_workers(self.fabric, self.workers, self.engine)
-            tell(self.callbacks, "on_check", self)
+            self._build()
         except (ValueError, OSError) as error:
+            if isinstance(error, ValueError) and is_from_user_code(error):
+                raise
+            raise InputError(str(error)) from error
+        try:
+            tell(self.callbacks, "on_check", self)
+        except ValueError as error:
             raise InputError(str(error)) from error
         engine = SequentialEngine(self.fabric, self.method, self.data)  # until the run's own is chosen
         return Federation(
@@ -254,34 +257,77 @@ class FederatedTrainer:
             participation=self.participation, local_epochs=self.local_epochs, eval_every=self.eval_every,
         )  # fmt: skip
 
+    def _build(self) -> None:
+        """Prepare the data, deal them out and build the network."""
+        one_first(self.fabric, self.data.prepare_data)
+        self.data.setup("fit")
+        self.data.distribute(self.seed, self.fabric.device)
+        self.method.seed = self.seed
+        with rng.torch_stream(self.seed, "weights"):
+            self.method.build(self.data)
+        self.method.to(self.fabric.device)
+        check_optimizer(self.method)
+        check_workers(self.fabric, self.workers, self.engine)
+
     def _start_engine(self, fed: Federation) -> None:
         """Before the trackers: workers are forks, and a fork must not find locks that threads of this process hold."""
         fed.engine = make_engine(
             self.fabric, self.method, self.data, engine=self.engine, workers=self.workers, before=self.journal.engine,
-            cohort=cohort_size(fed),
+            cohort=cohort_size(fed), timeout=self.rank_timeout,
         )  # fmt: skip
         fed.engine.start()
 
     def _run_round(self, fed: Federation) -> None:
+        self.interrupts.check()
         round = self.progress.done.round + 1
         tell(self.callbacks, "on_round_start", round, self)
         record = run_round(fed, round)
         tell(self.callbacks, "on_round_end", record, self)
-        with self.interrupts.held():
+        with self.interrupts.held(), self._writing():
             self.progress.add(fed, record, self.run)
             self.journal.log_round(record.metrics, round)
 
     def _finish(self, fed: Federation) -> dict[str, float]:
         summary = self.progress.summary
-        with self.interrupts.held():
+        with self.interrupts.held(), self._writing():
             self.progress.save(self.run)
+        self._require_counted()
         tell(self.callbacks, "on_fit_end", summary, self)
         self.journal.finish(summary, weights_hash(fed))
         return summary
 
+    @contextmanager
+    def _writing(self) -> Iterator[None]:
+        """Raises:
+        RunStopped: the run directory cannot be written any more.
+        """
+        try:
+            yield
+        except OSError as error:
+            raise RunStopped(
+                f"{self.run_dir} cannot be written any more ({error}); a run needs its directory and room in it; "
+                f"put that right, then continue with --ckpt_path {self.run_dir}"
+            ) from error
+
+    def _require_counted(self) -> None:
+        """Raises:
+        RunStopped: no upload of the whole run was ever averaged, so that nothing was learned.
+        """
+        history = self.progress.history
+        if not any(row["clients/trained"] for row in history):
+            rejected, dropped = (int(sum(row[f"clients/{what}"] for row in history)) for what in ("rejected", "dropped"))
+            raise RunStopped(
+                f"no upload of {len(history)} rounds was ever counted ({rejected} rejected, {dropped} dropped), so nothing was "
+                f"learned; {self.log_file.path} says why uploads were rejected; mend the cause and start the run anew"
+            )
+
     def _stop(self, error: BaseException) -> None:
         """The run ends early: keep what is done, say how to continue."""
         self.interrupts.ignore()
+        if not isinstance(error, (KeyboardInterrupt, SystemExit)):
+            self.log_file.add_traceback(error)
+            if self.log_file.path is not None:
+                error.run_log = self.log_file.path  # type: ignore[attr-defined]
         interrupted, done = isinstance(error, (KeyboardInterrupt, SystemExit)), self.progress.done.round
         try:
             self.progress.save(self.run)
@@ -289,12 +335,14 @@ class FederatedTrainer:
         except OSError as problem:
             log.error("no checkpoint of round %d could be written (%s)", done, problem)
         tell(self.callbacks, "on_exception", error, self)
-        if is_full(error):
-            log.error("%s; the run needs room to write; make some", error)
-        again = f"after round {self.progress.saved}" if self.progress.saved else "from the start"
-        log.error("stopped in round %d; continue %s with --ckpt_path %s", done + 1, again, self.run_dir)
+        if min(done, self.progress.saved) < self.max_rounds:
+            self._log_how_to_continue(done)
         self.interrupts.release()
         self.journal.stop("KILLED" if interrupted else "FAILED")
+
+    def _log_how_to_continue(self, done: int) -> None:
+        again = f"after round {self.progress.saved}" if self.progress.saved else "from the start"
+        log.error("stopped in round %d; continue %s with --ckpt_path %s", min(done + 1, self.max_rounds), again, self.run_dir)
 
     def log_figure(self, name: str, figure: Figure) -> None:
         """Save ``figures/<name>.png`` and ``.pdf`` and hand them to the loggers."""

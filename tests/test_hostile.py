@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import csv
+import json
 import struct
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -20,6 +21,7 @@ from toy import sgd
 from fl_lightning import rng
 from fl_lightning.client import Assignment, Client
 from fl_lightning.engines import SequentialEngine
+from fl_lightning.errors import RunStopped
 from fl_lightning.hooks import Stressor
 from fl_lightning.loop import EXPLODED, aggregate, check_examples, check_upload, check_values
 from fl_lightning.methods import FedAvg
@@ -111,8 +113,10 @@ def test_damage_on_the_way_of_an_engine_is_found(says, tmp_path, monkeypatch):
         return replace(result, upload=upload, **({"intact": upload} if says else {}))
 
     monkeypatch.setattr(SequentialEngine, "train_client", damaged)
-    trainer = fit("FedAvg", tmp_path, max_rounds=1, engine="sequential", workers=1)
-    assert {row["status"] for row in rows(trainer, "ledger.csv")} == {"trained" if says else "rejected"}
+    with nullcontext() if says else pytest.raises(RunStopped, match="3 rejected"):
+        fit("FedAvg", tmp_path, max_rounds=1, engine="sequential", workers=1)
+    run = SimpleNamespace(run_dir=tmp_path / "FedAvg" / "run")
+    assert {row["status"] for row in rows(run, "ledger.csv")} == {"trained" if says else "rejected"}
 
 
 def test_a_client_counts_once(tmp_path, caplog):
@@ -149,9 +153,12 @@ def test_a_round_without_any_upload(name, fate, tmp_path):
         def change_cohort(self, cohort, *, round, context):
             return [replace(assignment, **fate) for assignment in cohort]
 
-    trainer = fit(name, tmp_path, max_rounds=2, callbacks=[Nobody()])
-    assert {row["status"] for row in rows(trainer, "ledger.csv")} == {"dropped" if "trains" in fate else "lost"}
-    assert [row["clients/trained"] for row in rows(trainer, "metrics.csv")] == ["0", "0"]
+    with pytest.raises(RunStopped, match="no upload of 2 rounds was ever counted"):
+        fit(name, tmp_path, max_rounds=2, callbacks=[Nobody()])
+    run = SimpleNamespace(run_dir=tmp_path / name / "run")
+    assert {row["status"] for row in rows(run, "ledger.csv")} == {"dropped" if "trains" in fate else "lost"}
+    assert [row["clients/trained"] for row in rows(run, "metrics.csv")] == ["0", "0"]
+    assert json.loads((run.run_dir / "metadata.json").read_text())["status"] == "failed"
 
 
 def test_the_ledger_has_the_size_of_what_arrived(tmp_path):

@@ -13,12 +13,12 @@ LAYERS = [
     {"study", "conformance"},
     {"trainer"},
     {"journal", "metadata", "progress", "resume", "snapshot", "tracking", "tracked_runs", "interrupts", "probing"},
-    {"run_directory", "follower", "tables", "checkpoint", "disk", "settings", "redaction", "mlflow_store", "writer"},
+    {"run_directory", "follower", "tables", "checkpoint", "disk", "settings", "redaction", "mlflow_store", "writer", "run_log"},
     {"loop"},
     {"evaluation", "robustness"},
     {"engines"},
     {"methods", "hooks"},
-    {"client", "data", "models", "wire", "quantization", "metrics", "rng", "errors", "figures"},
+    {"client", "data", "models", "wire", "quantization", "metrics", "rng", "errors", "user_code", "figures"},
 ]
 RANK = {name: rank for rank, layer in enumerate(LAYERS) for name in layer}
 CONFINED = {"jsonargparse": {"cli", "cli_errors", "cli_types"}, "mlflow": {"mlflow_store", "tracked_runs"}, "optuna": {"study"}}

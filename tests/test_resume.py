@@ -19,7 +19,7 @@ from toy import sgd
 from callbacks import LabelNoise, StragglerDropout
 from fl_lightning import checkpoint, disk
 from fl_lightning.data import Dirichlet, FederatedImages
-from fl_lightning.errors import InputError
+from fl_lightning.errors import InputError, RunStopped
 from fl_lightning.models import SmallCNN
 from fl_lightning.trainer import FederatedTrainer
 
@@ -217,7 +217,7 @@ def test_a_full_disk_stops_the_run_and_loses_nothing(fails, wanted, tmp_path, mo
         write(path, data)
 
     monkeypatch.setattr(disk, "write_synced", full)
-    with pytest.raises(OSError, match="No space"):
+    with pytest.raises(RunStopped, match="No space"):
         fit(tmp_path, checkpoint_every=1 + fails % 2 * 2)
     monkeypatch.setattr(disk, "write_synced", write)
     assert "stopped in round" in caplog.text

@@ -19,7 +19,7 @@ ROOT = Path(__file__).parent.parent
 KD = str(ROOT / "configs" / "kd_default.yaml")
 STUDIES = [path for path in sorted((ROOT / "configs").glob("*.yaml")) if re.search("^(study|tune):", path.read_text(), re.M)]
 CONFIGS = [path for path in sorted((ROOT / "configs").glob("*.yaml")) if path not in STUDIES]
-RUN_FILES = {"config.yaml", "metadata.json", "metrics.csv", "ledger.csv", "partition.json", "checkpoints", "figures"}
+RUN_FILES = {"config.yaml", "metadata.json", "metrics.csv", "ledger.csv", "partition.json", "run.log", "checkpoints", "figures"}
 METRICS = {
     *("test/accuracy", "test/loss", "test/ece", "test/brier", "val/accuracy", "val/accuracy_std", "val/accuracy_worst_decile"),
     *(

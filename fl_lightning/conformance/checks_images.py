@@ -106,9 +106,9 @@ def finite(bench: Bench) -> None:
 
 
 def empty_round(bench: Bench) -> None:
-    """All clients dropped: the server is as before."""
-    run = bench.images(Only())
-    same_server(run.log.servers[0], run.method.server, "after an empty round")
+    """All clients of the first round dropped: the server is as before."""
+    run = bench.images(Only(round=1))
+    same_server(run.log.servers[0], run.log.servers[1], "after an empty round")
 
 
 def diverged_client(bench: Bench) -> None:

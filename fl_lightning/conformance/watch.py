@@ -53,12 +53,14 @@ class Log(Stressor, Meter):
 
 
 class Only(Stressor):
-    """Everyone else drops before training."""
+    """Everyone else drops before training, in one ``round`` or in all."""
 
-    def __init__(self, *clients: int) -> None:
-        self.clients = clients
+    def __init__(self, *clients: int, round: int | None = None) -> None:
+        self.clients, self.round = clients, round
 
     def change_cohort(self, cohort: list[Assignment], *, round: int, context: Context) -> list[Assignment]:
+        if self.round not in (None, round):
+            return cohort
         return [a if a.client.id in self.clients else replace(a, trains=False, returns=False) for a in cohort]
 
 

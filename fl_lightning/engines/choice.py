@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import sys
 import time
 from typing import Literal
@@ -41,7 +42,7 @@ FEWEST = 16
 
 def make_engine(
     fabric: Fabric, method: Method, data: FederatedData, *,
-    engine: EngineName, workers: int | Literal["auto"], cohort: int, before: str | None,
+    engine: EngineName, workers: int | Literal["auto"], cohort: int, before: str | None, timeout: float = math.inf,
 ) -> Engine:  # fmt: skip
     """The engine of a run.
 
@@ -50,6 +51,7 @@ def make_engine(
         workers: what trains clients side by side: processes on a CPU, seats (streams) on CUDA. ``auto``: :func:`most_workers`.
         cohort: clients of a round.
         before: what an earlier part of this run chose, which stays.
+        timeout: seconds after which worker processes that do not answer are given up.
     """
     if fabric.device.type == "cpu":
         keep_freed_memory()
@@ -61,12 +63,12 @@ def make_engine(
     else:
         worth_it = cohort >= MANY and is_stackable(method) and not (size > 1 and _has_streams(fabric))
         name = collectives.from_rank_zero(_measured(fabric, method, data)) if worth_it else "sequential"
-    inner, where = _engine(name, fabric, method, data, size)
+    inner, where = _engine(name, fabric, method, data, size, timeout)
     log.info("engine: %s, %s", name, where)
     return RankedEngine(inner, data)
 
 
-def _engine(name: str, fabric: Fabric, method: Method, data: FederatedData, size: int) -> tuple[Engine, str]:
+def _engine(name: str, fabric: Fabric, method: Method, data: FederatedData, size: int, timeout: float) -> tuple[Engine, str]:
     """The engine of one rank, and in words where it trains."""
     if _has_streams(fabric) and size > 1 and name == "sequential":
         return SeatsEngine(fabric, method, data, size), f"{size} seats on {fabric.device}"
@@ -75,7 +77,7 @@ def _engine(name: str, fabric: Fabric, method: Method, data: FederatedData, size
         return inner, "in this process"
     if _has_streams(fabric):  # auto chose it in an earlier part of this run, and another engine would round differently
         return inner, f"in this process; {size} workers on {fabric.device} train no stacks"
-    return PoolEngine(inner, method, data, size), f"{size} worker processes"
+    return PoolEngine(inner, method, data, size, timeout), f"{size} worker processes"
 
 
 def check_workers(fabric: Fabric, workers: int | Literal["auto"], engine: EngineName) -> None:

@@ -6,6 +6,8 @@ an order holds all that a client may know. Large messages go through memory that
 
 from __future__ import annotations
 
+import ctypes
+import math
 import multiprocessing
 import os
 import signal
@@ -13,10 +15,12 @@ import sys
 import traceback
 import warnings
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from mmap import mmap
 from multiprocessing.connection import Connection, wait
 from multiprocessing.reduction import ForkingPickler
+from pathlib import Path
 from time import monotonic
 from typing import Any, NamedTuple
 
@@ -33,18 +37,23 @@ from fl_lightning.methods import Method
 
 ROOM = 2**26
 """Bytes of each of a worker's shared memories (one down, two up), at least; only what is used is taken. What is larger is piped."""
+LOOK = 1.0  # seconds of one wait for an answer, so that a pause of the whole program counts as one of them
+PR_SET_PDEATHSIG = 1  # of <sys/prctl.h>
 GLANCE = 0.002  # seconds between looks at who has finished, while there are results to hand on
 
 
 class PoolEngine(Engine):
     """Deals what ``engine`` would do to ``workers`` forks. :meth:`start` before any thread of this process holds a lock.
 
+    Args:
+        timeout: seconds without any answer after which the workers at work are given up.
+
     Raises (from :meth:`train`):
-        RankLost: a worker died.
+        RankLost: a worker died, or none of those at work has answered for ``timeout`` seconds.
     """
 
-    def __init__(self, engine: Engine, method: Method, data: FederatedData, workers: int) -> None:
-        self.engine, self.method, self.data, self.size = engine, method, data, workers
+    def __init__(self, engine: Engine, method: Method, data: FederatedData, workers: int, timeout: float = math.inf) -> None:
+        self.engine, self.method, self.data, self.size, self.timeout = engine, method, data, workers, timeout
         self.name = engine.name
         self.workers: list[Worker] = []
 
@@ -99,7 +108,22 @@ class PoolEngine(Engine):
         return portions
 
     def _answering(self, busy: dict[Worker, Units], wait_for_it: bool) -> list[Worker]:
-        ready = wait([worker.pipe for worker in busy], None if wait_for_it and busy else 0)
+        """The workers that have an answer; at least one of them if ``wait_for_it``.
+
+        Raises:
+            RankLost: none had for ``timeout`` seconds. Time in which this process was stopped itself does not count.
+        """
+        pipes, waited = [worker.pipe for worker in busy], 0.0
+        ready = wait(pipes, 0)
+        while wait_for_it and busy and not ready:
+            if waited >= self.timeout:
+                raise RankLost(
+                    f"{', '.join(worker.state() for worker in busy)}: no answer for {waited:.0f} seconds; a round needs all its "
+                    "workers; continue with --ckpt_path, with a longer --trainer.rank_timeout if they were still training"
+                )
+            pause = min(LOOK, self.timeout - waited)
+            ready = wait(pipes, pause)
+            waited += pause
         return [worker for worker in busy if worker.pipe in ready]
 
     def close(self) -> None:
@@ -123,7 +147,7 @@ class Worker:
         self.down, self.ups = mmap(-1, room), (mmap(-1, room), mmap(-1, room))
         self.message = b""
         pipes = [self.pipe, *(other.pipe for other in others)]
-        arguments = (engine, method, there, self.down, self.ups, pipes)
+        arguments = (engine, method, there, self.down, self.ups, pipes, os.getpid())
         self.process = context.Process(target=_serve, args=arguments, daemon=True)
         with warnings.catch_warnings():
             # Python 3.12 warns of threads that hold locks; torch's, the only ones by now, are not used by a single-threaded fork
@@ -171,6 +195,14 @@ class Worker:
             results.append(ClientResult(client, upload, state, losses, seen, steps, intact=upload))
         return results
 
+    def state(self) -> str:
+        """The process in words: its id, and whether somebody has stopped it."""
+        with suppress(OSError):
+            fields = Path(f"/proc/{self.process.pid}/stat").read_text().rpartition(")")[2].split()
+            if fields[0] in "Tt":
+                return f"worker process {self.process.pid} is stopped (kill -CONT {self.process.pid} lets it go on)"
+        return f"worker process {self.process.pid}"
+
     def _say(self, message: Any) -> None:
         try:
             self.pipe.send(message)
@@ -207,9 +239,10 @@ class Answer(NamedTuple):
 
 
 def _serve(
-    engine: Engine, method: Method, pipe: Connection, down: mmap, ups: Sequence[mmap], pipes: Sequence[Connection]
+    engine: Engine, method: Method, pipe: Connection, down: mmap, ups: Sequence[mmap], pipes: Sequence[Connection], parent: int
 ) -> None:
-    """A worker's life: ends when the pipe closes. Signals are for the parent, who ends its workers."""
+    """Answer portions until the pipe closes. Signals are for the parent, who ends its workers, and who takes them with it."""
+    end_with(parent)
     torch.set_num_threads(1)
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGCHLD):
         signal.signal(number, signal.SIG_DFL if number == signal.SIGCHLD else signal.SIG_IGN)
@@ -244,6 +277,13 @@ def _serve(
             pipe.send(answer)
         except OSError:  # the parent is gone
             os._exit(0)
+
+
+def end_with(parent: int) -> None:
+    """Have Linux kill this process as soon as its parent is gone, however that came about and whatever this one is at."""
+    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:  # it was gone before the call
+        os._exit(1)
 
 
 def _joined(labels: Sequence[Tensor]) -> list[np.ndarray]:

@@ -69,7 +69,9 @@ class Method(LightningModule):
     ) -> None:
         super().__init__()
         if not 0 < max_share <= 1:
-            raise ValueError(f"--model.max_share {max_share}; a share lies in (0, 1]; write --model.max_share 0.1, or 1 for no bound")
+            raise ValueError(
+                f"--model.max_share {max_share}; a share lies in (0, 1]; write --model.max_share 0.1, or 1 for no bound"
+            )
         self.network_spec = network
         self.optimizer_spec = optimizer
         self.average = average
