@@ -35,7 +35,7 @@ def save_checkpoint(folder: Path, tensors: Tensors, documents: Mapping[str, obje
     files[MANIFEST] = json.dumps({name: sha256(data).hexdigest() for name, data in files.items()}, indent=1).encode()
     aside = folder.with_name(f".{folder.name}.writing")
     shutil.rmtree(aside, ignore_errors=True)
-    aside.mkdir(parents=True)
+    aside.mkdir()
     try:
         for name, data in files.items():
             disk.write_synced(aside / name, data)

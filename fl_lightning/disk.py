@@ -31,6 +31,7 @@ def replace(path: Path, data: bytes) -> None:
     """Put ``data`` in the place of a file, at once or not at all."""
     aside = path.with_name(f".{path.name}.writing")
     try:
+        aside.unlink(missing_ok=True)  # of a process that was killed, or a link that somebody put there
         write_synced(aside, data)
         aside.replace(path)
     except OSError:

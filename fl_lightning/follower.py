@@ -19,7 +19,7 @@ class Follower(RunDirectory):
 
     def __init__(self, path: Path) -> None:
         super().__init__(path)
-        self.tables = {name: _Unwritten(table.path) for name, table in self.tables.items()}
+        self.tables = {name: _Unwritten(*table.paths) for name, table in self.tables.items()}
 
     def lock(self) -> None:
         pass

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -96,7 +97,7 @@ class Journal:
             if self.start.run is None:
                 self.run = self._create(fed)
             else:
-                self._reopen()
+                self._reopen(fed)
             collectives.from_rank_zero(str(self.run.path))
             log_file.write_to(self.run.path)
         self.tracker = Tracking(
@@ -116,22 +117,30 @@ class Journal:
             "metadata.json": to_json(self.metadata),
         }
         try:
-            return RunDirectory.create(self.root, self.experiment, self.name, files)
+            return RunDirectory.create(self.root, self.experiment, self.name, files, only=self.start.free)
         except OSError as error:
             raise InputError(
                 f"--trainer.default_root_dir {self.root}; no run can be created there ({error}); name a folder you may write to"
             ) from error
 
-    def _reopen(self) -> None:
+    def _reopen(self, fed: Federation) -> None:
         done, changed = self.progress.done, self.progress.changed
         self.run.lock()
         log.info("continuing %s after round %d", self.run.path, done.round)
         self.metadata = continued(self.run.read_json("metadata.json"), self.metadata, done.round)
         self.run.rewind(done.round, done.tables, changed=changed)
+        self._restore_partition(fed)
         self.progress.prune(self.run)  # a kill may have come in between
         if changed or changed_settings(config_of(self.run.path), flatten(self.progress.settings)):
             self.run.write("config.yaml", self.config)
         self.note()
+
+    def _restore_partition(self, fed: Federation) -> None:
+        """Write ``partition.json`` anew where it does not say what the partition is: that follows from the data and the seed."""
+        text = to_json(fed.data.partition_summary())
+        if self.run.read_json("partition.json") != json.loads(text):
+            log.warning("%s does not describe this run's partition; it is written anew", self.run.path / "partition.json")
+            self.run.write("partition.json", text)
 
     def track(self) -> None:
         """Start the trackers, without waiting for them."""

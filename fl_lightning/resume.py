@@ -11,11 +11,13 @@ from typing import Any
 from fl_lightning.checkpoint import CheckpointError, checkpoints_in
 from fl_lightning.engines import collectives
 from fl_lightning.errors import InputError
-from fl_lightning.run_directory import numbered
+from fl_lightning.run_directory import free_name, numbered
 from fl_lightning.settings import changed_settings, config_of, flatten
 from fl_lightning.snapshot import Checkpoint
 
 log = logging.getLogger("fl_lightning")
+
+RUN_NAME = "trainer.run_name"
 
 
 @dataclass(frozen=True)
@@ -25,10 +27,13 @@ class Start:
     Args:
         run: the run directory to continue in; None: a new one.
         checkpoint: where to continue; None: from the first round, since the run was stopped before its first checkpoint.
+        free: the name that a new run was to get when ``auto_resume`` found none to continue. If it is taken by the time the run is
+            created, another process has started the same run. Empty: any name will do.
     """
 
     run: Path | None = None
     checkpoint: Checkpoint | None = None
+    free: str = ""
 
     @property
     def name(self) -> str:
@@ -86,18 +91,25 @@ def everywhere(choose: Callable[[], Start]) -> Start:
 
 
 def find_same(experiment: Path, name: str, config: Mapping[str, Any]) -> Start:
-    """For ``auto_resume``: the latest run of this name whose configuration is the same in what counts; nothing when there is none."""
+    """For ``auto_resume``: the latest run of this name whose configuration is the same in what counts; nothing when there is none.
+
+    A directory ``exp-2`` is the second run of the name ``exp`` if that is the name it was started with, and another run if somebody
+    called it ``exp-2``.
+    """
+    asked = flatten(config)
+    free = free_name(experiment, name)
     for run in numbered(experiment, name):
         if not (run / "config.yaml").exists():
             continue
         try:
-            same = not changed_settings(config_of(run), flatten(config))
+            before = config_of(run)
+            same = before.get(RUN_NAME) == asked.get(RUN_NAME) and not changed_settings(before, asked)
         except InputError as error:
             log.warning("%s; the run is left alone", error)
             continue
         if same:
             return find_start(str(run), experiment)
-    return Start()
+    return Start(free=free)
 
 
 def check_same(start: Start, config: Mapping[str, Any], partition: str, allow_changed: bool) -> bool:

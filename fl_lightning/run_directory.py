@@ -26,14 +26,20 @@ class RunDirectory:
         self.path = path
         self.checkpoints = path / "checkpoints"
         self.figures = path / "figures"
-        self.tables = {"metrics": Table(path / "metrics.csv"), "ledger": Table(path / "ledger.csv")}
+        self.tables = {name: Table(path / f"{name}.csv", self.checkpoints / f"{name}.csv") for name in ("metrics", "ledger")}
         self._lock: int | None = None
 
     @classmethod
-    def create(cls, root: Path, experiment: str, name: str, files: Mapping[str, str]) -> RunDirectory:
+    def create(cls, root: Path, experiment: str, name: str, files: Mapping[str, str], *, only: str = "") -> RunDirectory:
         """A new directory with these files in it, made aside and renamed: a run that can be seen has its configuration.
 
         A name that exists gets a number: nothing is overwritten. Of two processes that want the same name, one gets it.
+
+        Args:
+            only: the one name, number included, that will do; empty: any.
+
+        Raises:
+            InputError: another process has taken ``only``.
         """
         folder = root / experiment
         aside = folder / f".{name}.{os.getpid()}.creating"
@@ -43,8 +49,8 @@ class RunDirectory:
                 (aside / part).mkdir(parents=True)
             for file, text in files.items():
                 replace(aside / file, text.encode())
-            run = cls(_claim(aside, folder, name))
-        except OSError:
+            run = cls(_claim(aside, folder, name, only))
+        except (OSError, InputError):
             shutil.rmtree(aside, ignore_errors=True)
             raise
         run.lock()
@@ -143,18 +149,29 @@ class RunDirectory:
         return self.figures / name
 
 
-def _claim(aside: Path, folder: Path, name: str) -> Path:
+def _claim(aside: Path, folder: Path, name: str, only: str) -> Path:
     """Give ``aside`` the first free name."""
-    number, path = 1, folder / name
     while True:
-        if not os.path.lexists(path):
-            try:
-                return aside.rename(path)
-            except OSError:  # another process was faster, and its directory is not empty
-                if not os.path.lexists(path):
-                    raise
+        path = folder / free_name(folder, name)
+        if only and path.name != only:
+            raise InputError(
+                f"--trainer.auto_resume; another process has just started {folder / only}; one run is one process; wait for it, or "
+                "write another --trainer.run_name"
+            )
+        try:
+            return aside.rename(path)
+        except OSError:  # another process was faster, and its directory is not empty
+            if not os.path.lexists(path):
+                raise
+
+
+def free_name(folder: Path, name: str) -> str:
+    """``name`` if there is no such file in ``folder``, else the first of ``name-2``, ``name-3`` ... that is free."""
+    number, free = 1, name
+    while os.path.lexists(folder / free):
         number += 1
-        path = folder / f"{name}-{number}"
+        free = f"{name}-{number}"
+    return free
 
 
 def checkpoint_name(round: int) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,7 +16,7 @@ from fl_lightning.checkpoint import CheckpointError, load_checkpoint
 from fl_lightning.errors import InputError
 from fl_lightning.hooks import RoundRecord
 from fl_lightning.loop import Federation
-from fl_lightning.run_directory import RunDirectory
+from fl_lightning.run_directory import RunDirectory, checkpoint_name
 from fl_lightning.settings import flatten
 from fl_lightning.tables import Mark
 
@@ -91,10 +92,57 @@ class Checkpoint:
         progress = documents.get("progress")
         if not isinstance(progress, dict) or progress.get("format") != FORMAT or not {"server", "clients"} <= tensors.keys():
             raise CheckpointError(f"{path} is foreign or of another release; this one reads format {FORMAT}; name another")
+        if problem := _problem(progress, tensors["clients"], path.name):
+            raise CheckpointError(f"{path / 'progress.json'} has {problem}; it was not written by this program; name another")
         run = RunDirectory(path.parent.parent)
-        for name, mark in progress["tables"].items():
-            run.tables[name].until(mark)
+        for name, table in run.tables.items():
+            table.until(progress["tables"][name])
         return cls(path, tensors, progress)
+
+
+def _problem(progress: Mapping[str, Any], clients: Mapping[str, Tensor], folder: str) -> str:
+    """What is odd about a checkpoint's ``progress``; empty if nothing is."""
+
+    def is_count(value: object) -> bool:
+        return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+
+    def is_mark(mark: object) -> bool:
+        return (
+            isinstance(mark, dict)
+            and is_count(mark.get("rows"))
+            and is_count(mark.get("bytes"))
+            and isinstance(mark.get("sha256"), str)
+            and _is_list(mark.get("columns"), str)
+        )
+
+    def is_callback(entry: object) -> bool:
+        return _is_list(entry, str) and len(entry) == 2 and _is_json(entry[1])  # type: ignore[arg-type, index]
+
+    tables = progress.get("tables")
+    rules = {
+        "round": is_count(progress.get("round")) and folder == checkpoint_name(progress["round"]),
+        "best_round": is_count(progress.get("best_round")),
+        "best_accuracy": isinstance(progress.get("best_accuracy"), (int, float)),
+        "partition": isinstance(progress.get("partition"), str),
+        "config": isinstance(progress.get("config"), dict),
+        "tables": isinstance(tables, dict) and all(is_mark(tables.get(name)) for name in ("metrics", "ledger")),
+        "callbacks": isinstance(progress.get("callbacks"), list) and all(map(is_callback, progress["callbacks"])),
+        "on_device": _is_list(progress.get("on_device"), str),
+        "clients": all(re.fullmatch(r"\d{1,18}/.+", name) for name in clients),
+    }
+    return ", ".join(f"an odd {name!r}" for name, holds in rules.items() if not holds)
+
+
+def _is_list(value: object, kind: type) -> bool:
+    return isinstance(value, list) and all(isinstance(item, kind) for item in value)
+
+
+def _is_json(text: str) -> bool:
+    try:
+        json.loads(text)
+    except ValueError:
+        return False
+    return True
 
 
 def restore(fed: Federation, checkpoint: Checkpoint) -> Snapshot:

@@ -6,6 +6,7 @@ import errno
 import json
 import re
 import subprocess
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ from fl_lightning import disk
 from fl_lightning.checkpoint import CheckpointError, checkpoints_in, load_checkpoint, save_checkpoint
 from fl_lightning.redaction import redact, redact_arguments, redact_settings
 from fl_lightning.run_directory import RunDirectory, is_plain_name
+from fl_lightning.run_log import RunLog
 from fl_lightning.tables import Table, numbers
 
 ROOT = Path(__file__).parent.parent
@@ -102,6 +104,7 @@ def small_disk(tmp_path):
 
 
 def test_a_disk_that_is_really_full(small_disk):
+    (small_disk / "checkpoints").mkdir()
     run = RunDirectory(small_disk)
     run.tables["ledger"].append([{"round": 1}])
     number = 0
@@ -120,7 +123,7 @@ def test_a_disk_that_is_really_full(small_disk):
 
 
 def test_a_table_grows_and_goes_back(tmp_path):
-    table = Table(tmp_path / "metrics.csv")
+    table = Table(tmp_path / "metrics.csv", tmp_path / "copy.csv")
     table.append([{"round": 1, "a": 0.1}])
     first = table.mark
     table.append([{"round": 2, "a": float("nan")}])
@@ -128,19 +131,68 @@ def test_a_table_grows_and_goes_back(tmp_path):
     table.append([{"round": 3, "b": 7}])
     assert table.path.read_text() == "round,a,b\n1,0.1,\n2,nan,\n3,,7\n"
     assert numbers(table.path.read_bytes())[2] == {"round": 3, "b": 7}
-    again = Table(table.path)
+    again = Table(*table.paths)
     again.rewind(second)
     assert table.path.read_text() == text == "round,a\n1,0.1\n2,nan\n"
     table.path.write_text(text + "3,half a li")
-    again = Table(table.path)
+    again = Table(*table.paths)
     again.rewind(first)
     again.append([{"round": 2, "a": float("nan")}])
     assert (again.mark, table.path.read_text()) == (second, text)
     table.path.write_text(text.replace("0.1", "0.2"))
-    with pytest.raises(CheckpointError, match="has been changed"):
+    assert again.until(second).decode() == text  # of the copy
+    again.rewind(second)
+    assert [path.read_text() for path in table.paths] == [text, text]
+    for path in table.paths:
+        path.write_text(text.replace("0.1", "0.2"))
+    with pytest.raises(CheckpointError, match="both have been changed"):
         again.until(first)
     again.rewind(None)
-    assert not table.path.exists()
+    assert not any(path.exists() for path in table.paths)
+
+
+@pytest.mark.parametrize("what", ["flipped", "shortened", "removed", "header only"])
+@pytest.mark.parametrize("which", [0, 1])
+def test_one_damaged_copy_of_a_table_is_restored_from_the_other(what, which, tmp_path):
+    table = Table(tmp_path / "metrics.csv", tmp_path / "copy.csv")
+    table.append([{"round": n, "a": n / 7} for n in range(50)])
+    mark, data = table.mark, table.path.read_bytes()
+    damaged = {"flipped": data[:99] + bytes([data[99] ^ 1]) + data[100:], "shortened": data[:-30], "header only": b"round,a\n"}
+    if what == "removed":
+        table.paths[which].unlink()
+    else:
+        table.paths[which].write_bytes(damaged[what])
+    again = Table(*table.paths)
+    again.rewind(mark)
+    assert [path.read_bytes() for path in table.paths] == [data, data]
+
+
+def test_a_table_that_somebody_shortens_gets_no_hole(tmp_path):
+    table = Table(tmp_path / "metrics.csv", tmp_path / "copy.csv")
+    table.append([{"round": n} for n in range(50)])
+    table.path.write_text("round\n0\n")
+    with pytest.raises(OSError, match=r"metrics.csv is shorter than what was written to it"):
+        table.append([{"round": 50}])
+    assert b"\0" not in table.path.read_bytes().rstrip(b"\0")
+
+
+@pytest.mark.parametrize("link", ["metrics.csv", ".metadata.json.writing", "run.log"])
+def test_nothing_is_written_through_a_symbolic_link(link, tmp_path):
+    (tmp_path / "run" / "checkpoints").mkdir(parents=True)
+    run, target = RunDirectory(tmp_path / "run"), tmp_path / "target"
+    run.tables["metrics"].append([{"round": 1}])
+    run.write("metadata.json", "{}")
+    (run.path / link).unlink(missing_ok=True)
+    target.write_text("precious")
+    (run.path / link).symlink_to(target)
+    write = {
+        "metrics.csv": lambda: run.tables["metrics"].append([{"round": 2}]),
+        ".metadata.json.writing": lambda: run.write("metadata.json", "{}"),
+        "run.log": lambda: RunLog().write_to(run.path),
+    }[link]
+    with suppress(OSError):
+        write()
+    assert target.read_text() == "precious"
 
 
 def test_two_that_want_one_name_get_two(tmp_path):

@@ -80,7 +80,7 @@ def test_interrupted_and_continued_is_exact(until, settings, wanted, tmp_path):
 def test_the_best_and_the_last_are_kept(wanted, tmp_path):
     run = fit(tmp_path, checkpoint_every=0, keep_checkpoints=1).run
     best = wanted["best"][0]
-    assert {path.name for path in run.checkpoints.iterdir()} == {f"round_{best:06d}", "round_000005"}
+    assert {path.name for path in run.checkpoints.glob("round_*")} == {f"round_{best:06d}", "round_000005"}
 
 
 @pytest.mark.parametrize("damage", ["truncated", "flipped", "foreign", "records changed"])
@@ -98,7 +98,8 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_used(damage, wanted, t
         checkpoint.save_checkpoint(newest, {"server": {}}, {"progress": {"format": 99}})
     else:
         lines = (run.path / "ledger.csv").read_text().splitlines(keepends=True)
-        (run.path / "ledger.csv").write_text("".join(lines[:-1]) + "3,0,trained,1,1,1\n")
+        for path in run.tables["ledger"].paths:
+            path.write_text("".join(lines[:-1]) + "3,0,trained,1,1,1\n")
     fit(tmp_path, ckpt_path=str(run.path))
     (refused,) = [record.message for record in caplog.records if "checkpoint refused" in record.message]
     assert str(run.path / "ledger.csv" if damage == "records changed" else newest) in refused
@@ -107,9 +108,37 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_used(damage, wanted, t
     assert differences(found, {key: value for key, value in wanted.items() if key != "files"}) == []
 
 
+@pytest.mark.parametrize("file", ["metrics.csv", "ledger.csv"])
+@pytest.mark.parametrize("damage", ["flipped", "removed"])
+def test_damaged_records_are_restored(file, damage, wanted, tmp_path, caplog):
+    """A checkpoint whose weights are whole is worth more than one bit of a table."""
+    run = fit(tmp_path, until=3).run
+    data = bytearray((run.path / file).read_bytes())
+    data[len(data) // 3] ^= 1
+    (run.path / file).write_bytes(data)
+    if damage == "removed":
+        (run.path / file).unlink()
+    fit(tmp_path, ckpt_path=str(run.path))
+    assert differences(outcome(tmp_path), wanted) == []
+    assert ("is restored from" in caplog.text) == (damage == "flipped")
+
+
+@pytest.mark.parametrize("damage", ["not JSON", "another", "removed"])
+def test_a_damaged_partition_file_is_written_anew(damage, wanted, tmp_path, caplog):
+    run = fit(tmp_path, until=3).run
+    file = run.path / "partition.json"
+    if damage == "removed":
+        file.unlink()
+    else:
+        file.write_text("{" if damage == "not JSON" else file.read_text().replace('"num_clients": 12', '"num_clients": 13'))
+    fit(tmp_path, ckpt_path=str(run.path))
+    assert differences(outcome(tmp_path), wanted) == []
+    assert "partition.json" in caplog.text
+
+
 def test_no_whole_checkpoint_is_refused(tmp_path):
     run = fit(tmp_path, until=3).run
-    for folder in run.checkpoints.iterdir():
+    for folder in run.checkpoints.glob("round_*"):
         (folder / "manifest.json").unlink()
     with pytest.raises(InputError, match=r"none of its \d checkpoints can be used"):
         fit(tmp_path, ckpt_path="last")
