@@ -11,11 +11,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from errno import EDQUOT, ENOSPC, EROFS
 
-from fl_lightning.commands import answer_quickly
+from fl_lightning.commands import TRACEBACK, answer_quickly
 from fl_lightning.errors import InputError, RunStopped
-
-TRACEBACK = "FL_LIGHTNING_TRACEBACK"
-"""Environment variable: 1 prints the traceback of whatever ends a command."""
 
 
 def main(argv: list[str] | None = None) -> int:

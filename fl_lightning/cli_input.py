@@ -11,6 +11,7 @@ from typing import Any
 
 import yaml
 
+from fl_lightning.commands import TRACEBACK
 from fl_lightning.errors import InputError
 
 ENV_PREFIX = "FL_LIGHTNING_"
@@ -149,7 +150,7 @@ def check_environment(settings: Iterable[str]) -> None:
     """Refuse variables with our prefix that set nothing, so that a typo is not silently ignored."""
     valid = {ENV_PREFIX + name.replace(".", "__").upper() for name in settings}
     for name in sorted(os.environ):
-        if not name.startswith(ENV_PREFIX) or name in valid:
+        if not name.startswith(ENV_PREFIX) or name in valid or name == TRACEBACK:
             continue
         group, _, setting = name.removeprefix(ENV_PREFIX).partition("__")
         if setting and group in ("MODEL", "DATA"):

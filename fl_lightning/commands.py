@@ -10,6 +10,10 @@ from importlib.metadata import PackageNotFoundError, version
 from fl_lightning.errors import InputError
 
 
+TRACEBACK = "FL_LIGHTNING_TRACEBACK"
+"""Environment variable: 1 prints the traceback of whatever ends a command."""
+
+
 @dataclass(frozen=True)
 class Command:
     """One command of the program.
@@ -58,6 +62,7 @@ options of a command:
 
 environment: FL_LIGHTNING_TRAINER__MAX_ROUNDS=5, FL_LIGHTNING_DATA='{{num_clients: 10}}', FL_LIGHTNING_CONFIG=FILE ...
   A configuration file beats the environment, a flag beats both (in the order in which they are written).
+  FL_LIGHTNING_TRACEBACK=1 prints the traceback of whatever ends a command.
 
 exit codes: 0 done, 2 bad input, 130 interrupted, 1 anything else
   --version            print the version and stop

@@ -21,6 +21,7 @@ from fl_lightning import checkpoint, disk
 from fl_lightning.data import Dirichlet, FederatedImages
 from fl_lightning.errors import InputError, RunStopped
 from fl_lightning.models import SmallCNN
+from fl_lightning.resume import find_start
 from fl_lightning.trainer import FederatedTrainer
 
 
@@ -190,11 +191,73 @@ def test_auto_resume_continues_this_run_or_starts_it(wanted, tmp_path):
     assert [r["after_round"] for r in status[1]["resumed"]] == [2]
 
 
+def named(name: str | None) -> dict:
+    return {"run_name": name, "auto_resume": True, "config": {"model": {"alpha": 1.0}, "trainer": {"run_name": name}}}
+
+
+def test_auto_resume_keeps_apart_the_second_run_of_a_name_and_a_run_of_that_name(wanted, tmp_path, caplog):
+    """``exp`` is killed, and ``exp-2`` is somebody's own name for a run that is done."""
+    fit(tmp_path, until=2, **named("exp"))
+    fit(tmp_path, **named("exp-2"))
+    fit(tmp_path, **named("exp"))
+    runs = sorted((tmp_path / "runs" / "fl_lightning").iterdir())
+    assert [run.name for run in runs] == ["exp", "exp-2"]
+    found = [json.loads((run / "metadata.json").read_text()) for run in runs]
+    assert [(each["status"], each["weights_sha256"]) for each in found] == [("finished", wanted["weights_sha256"])] * 2
+    assert "nothing to do" not in caplog.text
+
+
+def test_two_starts_at_once_are_one_run(tmp_path):
+    """The second one starts while the first one, which found no run either, is still preparing its data."""
+
+    class Overtaken(Fading):
+        def on_check(self, context):
+            fit(tmp_path, **named("exp"))
+
+    data = FederatedImages(dataset="digits", num_clients=12, batch_size=64)
+    late = FederatedTrainer(
+        accelerator="cpu", callbacks=[Overtaken()], default_root_dir=str(tmp_path / "runs"), logger=False, max_rounds=1,
+        run_name="exp", auto_resume=True,
+    )  # fmt: skip
+    late.config = named("exp")["config"]
+    with pytest.raises(InputError, match="another process has just started"):
+        late.fit(Remembering(network=lambda classes: SmallCNN(classes, width=4), optimizer=sgd(0.05)), data, seed=3)
+    assert [path.name for path in (tmp_path / "runs" / "fl_lightning").iterdir()] == ["exp"]
+
+
+ODD = {
+    "round": [-1, "3", None, 4, True],
+    "best_round": ["x", -1],
+    "best_accuracy": [None, "high"],
+    "tables": [None, {}, {"metrics": {"rows": 3}}, {"metrics": 1, "ledger": 2}],
+    "callbacks": [None, [["a"]], [["a", "{"]], "abc"],
+    "on_device": [None, [1]],
+    "config": [None, [1]],
+    "partition": [None, 7],
+}
+
+
+def test_odd_progress_is_refused_and_the_checkpoint_before_it_used(wanted, tmp_path, caplog):
+    """With a manifest that fits: made by hand, or by another program."""
+    run = fit(tmp_path, until=3).run
+    newest = run.checkpoints / "round_000003"
+    tensors, documents = checkpoint.load_checkpoint(newest)
+    cases = [(name, value) for name, values in ODD.items() for value in values]
+    for name, value in cases:
+        checkpoint.save_checkpoint(newest, tensors, {"progress": {**documents["progress"], name: value}})
+        found = find_start(str(run.path), run.path.parent)
+        assert found.checkpoint.path.name == "round_000002", (name, value)
+        assert f"an odd '{name}'" in caplog.messages[-1]
+    odd = {**tensors, "clients": {"../x": torch.zeros(1)}}
+    checkpoint.save_checkpoint(newest, odd, documents)
+    assert find_start(str(run.path), run.path.parent).checkpoint.path.name == "round_000002"
+
+
 def test_last_is_the_run_that_was_written_last_even_without_a_checkpoint(tmp_path, caplog):
     """Killed before its first checkpoint, it starts anew in its own directory."""
     fit(tmp_path, run_name="old")
     new = fit(tmp_path, run_name="new", until=0).run
-    assert not list(new.checkpoints.iterdir())
+    assert not list(new.checkpoints.glob("round_*"))
     assert "continue from the start with --ckpt_path" in caplog.text
     fit(tmp_path, run_name="new", ckpt_path="last")
     assert json.loads((new.path / "metadata.json").read_text())["status"] == "finished"
