@@ -9,7 +9,6 @@ from importlib.metadata import PackageNotFoundError, version
 
 from fl_lightning.errors import InputError
 
-
 TRACEBACK = "FL_LIGHTNING_TRACEBACK"
 """Environment variable: 1 prints the traceback of whatever ends a command."""
 

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 from torch import Tensor
 
 from fl_lightning.client import Assignment, Client
+from fl_lightning.recorded import Recorded
 from fl_lightning.wire import Payload
 
 if TYPE_CHECKING:
@@ -51,7 +52,7 @@ class RoundRecord:
     metrics: dict[str, float] = field(default_factory=dict)
 
 
-class Callback:
+class Callback(Recorded):
     """What stressors and meters share. Keep hidden state out: what must survive a resume goes through ``state_dict``."""
 
     def on_check(self, context: Context) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,13 +11,15 @@ from typing import Any
 from fl_lightning.checkpoint import CheckpointError, checkpoints_in
 from fl_lightning.engines import collectives
 from fl_lightning.errors import InputError
+from fl_lightning.recorded import not_recorded
 from fl_lightning.run_directory import free_name, numbered
-from fl_lightning.settings import changed_settings, config_of, flatten
+from fl_lightning.settings import changed_settings, config_of, flatten, is_free
 from fl_lightning.snapshot import Checkpoint
 
 log = logging.getLogger("fl_lightning")
 
 RUN_NAME = "trainer.run_name"
+MAX_SHOWN = 8  # changed settings in an error
 
 
 @dataclass(frozen=True)
@@ -122,14 +124,25 @@ def check_same(start: Start, config: Mapping[str, Any], partition: str, allow_ch
     saved: Mapping[str, Any] = (
         start.checkpoint.progress if start.checkpoint else {"config": config_of(start.run), "partition": partition}
     )
-    changed = changed_settings(saved["config"], flatten(config))
+    settings = flatten(config)
+    changed = changed_settings(saved["config"], settings)
+    if not saved["config"]:
+        changed = ["its settings, which were not recorded"]
+    elif unknown := sorted({key for key in not_recorded({**saved["config"], **settings}) if not is_free(key)}):
+        changed = [f"{key}, which cannot be recorded ({settings.get(key, 'not set')})" for key in unknown] + changed
     if saved["partition"] != partition and not changed:
         changed = [f"the clients' examples: {saved['partition'][:12]} -> {partition[:12]} (hash of the partition)"]
     if changed and not allow_changed:
         raise InputError(
-            f"--ckpt_path {start.run}; it was written with another configuration ({', '.join(changed)}); "
+            f"--ckpt_path {start.run}; it was written with another configuration ({_shown(changed)}); "
             "give the same one, or --trainer.allow_changed true"
         )
     if changed:
         log.warning("resuming with a changed configuration: %s", ", ".join(changed))
     return bool(changed)
+
+
+def _shown(changed: Sequence[str]) -> str:
+    """The first of many changes, and how many there are."""
+    more = len(changed) - MAX_SHOWN
+    return ", ".join([*changed[:MAX_SHOWN], *([f"and {more} more"] if more > 0 else [])])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from fnmatch import fnmatchcase
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,13 @@ FREE_KEYS = ("trainer.devices", "trainer.strategy", "trainer.num_nodes", "traine
              "trainer.keep_checkpoints", "trainer.allow_changed", "trainer.auto_resume", "trainer.tags", "data.root", "data.init_args.root",
              "data.download", "data.init_args.download", "ckpt_path", "config")  # fmt: skip
 """Settings that may differ on resume: they do not change what is computed."""
+
+
+NEUTRAL = {
+    "model.init_args.max_share": 1.0,
+    "trainer.callbacks.*.init_args.claimed_examples": None,
+}
+"""Settings that are younger than version 0.1.0, by pattern, and the value with which a run is what it was without them."""
 
 
 def config_of(run: Path) -> dict[str, Any]:
@@ -44,6 +52,11 @@ def is_free(key: str) -> bool:
     return is_under(key, FREE_KEYS)
 
 
+def _counts(key: str, value: Any) -> bool:
+    """Whether a setting can change a result, and is more than a younger release's name for what was always so."""
+    return not is_free(key) and not any(fnmatchcase(key, pattern) and value == neutral for pattern, neutral in NEUTRAL.items())
+
+
 def is_under(key: str, names: Sequence[str]) -> bool:
     """Whether a dotted key is one of these names, or lies below one.
 
@@ -59,13 +72,14 @@ def settings_hash(settings: Mapping[str, Any]) -> str:
     Args:
         settings: with dotted keys, as :func:`config_of` and :func:`flatten` give them.
     """
-    counting = {key: value for key, value in settings.items() if not is_free(key)}
+    counting = {key: value for key, value in settings.items() if _counts(key, value)}
     return sha256(json.dumps(counting, sort_keys=True).encode()).hexdigest()
 
 
 def changed_settings(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:
     """``key: before -> after`` for each setting that differs and can change a result."""
-    keys = [key for key in {**before, **after} if not is_free(key)]
+    before, after = ({key: value for key, value in each.items() if _counts(key, value)} for each in (before, after))
+    keys = list({**before, **after})
 
     def shown(settings: Mapping[str, Any], key: str) -> str:
         return json.dumps(settings[key]) if key in settings else "not set"  # as text: NaN equals itself

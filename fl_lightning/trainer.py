@@ -24,6 +24,7 @@ from fl_lightning.loop import Federation, cohort_size, run_round, weights_hash
 from fl_lightning.metadata import dataset_of
 from fl_lightning.methods import Method
 from fl_lightning.progress import Progress
+from fl_lightning.recorded import Recorded, settings_of_run
 from fl_lightning.redaction import redact_settings
 from fl_lightning.resume import Start, everywhere, find_same, find_start
 from fl_lightning.run_directory import RunDirectory, is_plain_name
@@ -36,7 +37,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("fl_lightning")
 
 
-class FederatedTrainer:
+class FederatedTrainer(Recorded):
     """Runs a method over a federation, round by round.
 
     Args:
@@ -167,7 +168,7 @@ class FederatedTrainer:
             outside = launched_from_outside(self.fabric)
             if outside:
                 join(self.fabric)
-            settings = redact_settings(self.config)
+            settings = self._settings()
             config = self.config_text if settings == self.config else yaml.safe_dump(settings, sort_keys=False)
             start = everywhere(lambda: self._choose_start(ckpt_path, settings))
             fed = self._prepare()
@@ -225,7 +226,7 @@ class FederatedTrainer:
                 raise InputError("test in several processes; it runs in one; start it without torchrun or srun")
             return probing.examine(
                 self._prepare, ckpt_path, self.root / self.experiment, checkpoint=checkpoint, probes=probes, logger=self.logger,
-                settings=redact_settings(self.config), allow_changed=self.allow_changed,
+                settings=self._settings(), allow_changed=self.allow_changed,
             )  # fmt: skip
 
     def _choose_start(self, ckpt_path: str | None, settings: dict[str, Any]) -> Start:
@@ -234,6 +235,10 @@ class FederatedTrainer:
         if self.auto_resume:
             return find_same(self.root / self.experiment, self._name, settings)
         return Start()
+
+    def _settings(self) -> dict[str, Any]:
+        """The configuration as it may be written: of the command line, or else of the constructors of trainer, method and data."""
+        return redact_settings(self.config or settings_of_run(self, self.method, self.data, self.seed))
 
     @property
     def _name(self) -> str:

@@ -142,7 +142,7 @@ def test_a_worker_that_dies_is_named_and_the_run_can_go_on(tmp_path):
         fit(Dies(network=SMALL), tmp_path, workers=2, engine="sequential")
     (folder,) = (tmp_path / "fl_lightning").iterdir()
     method = FedAvg(network=SMALL)
-    run(method, images(), tmp_path, max_rounds=2, ckpt_path=str(folder), workers=1)
+    run(method, images(), tmp_path, max_rounds=2, ckpt_path=str(folder), workers=1, allow_changed=True)
     assert same(method.server, fit(FedAvg(network=SMALL), tmp_path / "whole", workers=1)[0])
 
 

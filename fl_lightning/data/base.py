@@ -22,12 +22,13 @@ from fl_lightning.data.batches import Draws, Pass, batch_sizes, draw_pass, side_
 from fl_lightning.data.holdings import Holdings
 from fl_lightning.data.partition import Partition, deal, require
 from fl_lightning.data.summary import summarise
+from fl_lightning.recorded import Recorded
 from fl_lightning.rng import stream
 
 Split = Literal["train", "test"]
 
 
-class FederatedData(LightningDataModule, ABC):
+class FederatedData(Recorded, LightningDataModule, ABC):
     """A data set dealt to clients: ``prepare_data()``, ``setup()``, ``distribute(seed, device)``, then batches.
 
     A batch is a pair of inputs (a tensor; a dictionary of tensors where a network takes several) and int64 target ``[B]``.

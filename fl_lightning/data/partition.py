@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from fl_lightning.data.holdings import Holdings
+from fl_lightning.recorded import Recorded
 from fl_lightning.rng import stream
 
 MAX_DRAWS = 1000
@@ -104,7 +105,7 @@ def _dirichlet(label: np.ndarray, num_clients: int, beta: float, seed: int, min_
     )
 
 
-class Partition(ABC):
+class Partition(Recorded, ABC):
     """How examples are dealt to clients; subclasses say how. A pure function of its arguments."""
 
     @abstractmethod

@@ -13,6 +13,8 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
+from fl_lightning.recorded import Recorded
+
 CHUNK = 2**22
 """Values that the order statistics hold at once, in float64: 32 MB, however many clients and weights there are."""
 
@@ -20,7 +22,7 @@ BLOCK = 2**16
 """Values that the mean adds up at once: half a megabyte in float64, which stays in a core's cache from client to client."""
 
 
-class Average(ABC):
+class Average(Recorded, ABC):
     """K vectors into one."""
 
     @abstractmethod

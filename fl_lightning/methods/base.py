@@ -28,13 +28,14 @@ from fl_lightning.client import Client
 from fl_lightning.data import FederatedData
 from fl_lightning.methods.averaging import WEIGHTED_MEAN, Average, capped
 from fl_lightning.models import build_network
+from fl_lightning.recorded import Recorded
 from fl_lightning.wire import Layout, Payload
 
 OptimizerCallable = Callable[[Iterable], Optimizer]
 NetworkCallable = Callable[[int], nn.Module]
 
 
-class Method(LightningModule):
+class Method(Recorded, LightningModule):
     """Base of all methods; what is not overridden is FedAvg.
 
     Args:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import math
 
+from fl_lightning.recorded import Recorded
 
-class LinearSchedule:
+
+class LinearSchedule(Recorded):
     """From ``start`` to ``end`` in equal steps over the first ``rounds`` rounds, then ``end``.
 
     Args:
@@ -27,7 +29,7 @@ class LinearSchedule:
         return self.start + (self.end - self.start) * _progress(round, self.rounds)
 
 
-class CosineSchedule:
+class CosineSchedule(Recorded):
     """From ``start`` to ``end`` along half a cosine over the first ``rounds`` rounds, then ``end``.
 
     Args:

@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from fl_lightning.settings import config_of
+from fl_lightning.recorded import not_recorded
+from fl_lightning.settings import config_of, is_free
 from fl_lightning.tables import numbers
 
 PROBED = ("corrupted/", "fgsm/", "pgd/", "calibration/", "cost/", "latency/", "memory/")
@@ -64,10 +65,11 @@ def read_directory(path: Path) -> Found:
         tested = _numbers({**document.get("metrics", {}), **document.get("timings", {})})
         file = "config.yaml"
         settings = config_of(path) if (path / file).exists() else {}
+        unknown = _not_recorded(settings) if (path / file).exists() else ""
     except (OSError, ValueError, AttributeError, TypeError) as error:
         reason = getattr(error, "strerror", None) or str(error)
         return Found(path.name, str(path), metadata, [], {}, f"{file} cannot be read: {reason}")
-    wrong, checkpoint = problem(metadata, history), str(document.get("chosen", "last"))
+    wrong, checkpoint = problem(metadata, history) or unknown, str(document.get("chosen", "last"))
     return Found(path.name, str(path), metadata, history, tested, wrong, settings, True, checkpoint, document.get("round"))
 
 
@@ -105,6 +107,14 @@ def _mapping(path: Path) -> dict[str, Any]:
 
 def _numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
     return {name: float(value) for name, value in metrics.items() if is_number(value)}
+
+
+def _not_recorded(settings: Mapping[str, Any]) -> str:
+    """Why runs with these settings cannot be told apart from others; empty where they can."""
+    if not settings:
+        return "its settings were not recorded: config.yaml is empty"
+    unknown = [key for key in not_recorded(settings) if not is_free(key)]
+    return f"{unknown[0]} cannot be recorded ({settings[unknown[0]]})" if unknown else ""
 
 
 def is_number(value: Any) -> bool:

@@ -1,0 +1,155 @@
+"""Runs made from Python: their settings are recorded, compared on resume and told apart in a comparison."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import numpy as np
+import pytest
+import torch
+import yaml
+from lightning.pytorch import LightningModule
+from ranks_program import data_of
+from torch import nn
+from torch.optim import SGD, Adam
+from toy import run
+
+from callbacks import LabelNoise
+from fl_lightning.data import Dirichlet
+from fl_lightning.errors import InputError
+from fl_lightning.hooks import Stressor
+from fl_lightning.methods import CosineSchedule, FedAvg, FedMPQKD, FedProx, TrimmedMean
+from fl_lightning.models import SmallCNN
+from fl_lightning.recorded import NOT_RECORDED, describe, not_recorded
+from fl_lightning.settings import config_of
+from fl_lightning.study.gather import gather
+
+SMALL = partial(SmallCNN, width=4)
+
+
+def optimizer(lr: float = 0.05):
+    return lambda parameters: SGD(parameters, lr=lr)
+
+
+def fit(root, mu: float = 0.1, seed: int = 0, *, make=FedProx, **settings):
+    arguments = {"mu": mu} if make is FedProx else {}
+    method = make(network=settings.pop("network", SMALL), optimizer=settings.pop("optimizer", optimizer()), **arguments)
+    return run(method, data_of("FedAvg"), root, seed=seed, max_rounds=settings.pop("max_rounds", 1), local_epochs=1, **settings)
+
+
+def test_the_configuration_of_a_run_from_python_has_every_setting(tmp_path):
+    trainer = fit(tmp_path, callbacks=[LabelNoise(round=3)], participation=0.5)
+    config = yaml.safe_load((trainer.run_dir / "config.yaml").read_text())
+    assert config["seed_everything"] == 0
+    assert config["trainer"] | {"max_rounds": 1, "participation": 0.5, "local_epochs": 1} == config["trainer"]
+    (callback,) = config["trainer"]["callbacks"]
+    assert (callback["class_path"], callback["init_args"]["round"]) == ("callbacks.label_noise.LabelNoise", 3)
+    model = config["model"]
+    assert model["class_path"] == "fl_lightning.methods.fedprox.FedProx"
+    assert model["init_args"]["mu"] == 0.1
+    assert model["init_args"]["average"]["class_path"].endswith("WeightedMean")
+    assert model["init_args"]["network"] == {"class_path": "fl_lightning.models.small_cnn.SmallCNN", "init_args": {"width": 4}}
+    assert config["data"]["init_args"]["batch_size"] == 32
+    assert not_recorded(config_of(trainer.run_dir)) == []
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"mu": 0.9}, "model.init_args.mu: 0.1 -> 0.9"),
+        ({"optimizer": optimizer(0.01)}, "model.init_args.optimizer"),
+        ({"optimizer": Adam}, "model.init_args.optimizer"),
+        ({"network": partial(SmallCNN, width=8)}, "model.init_args.network.init_args.width: 4 -> 8"),
+        ({"callbacks": [LabelNoise(round=1)]}, "trainer.callbacks"),
+        ({"participation": 0.5}, "trainer.participation"),
+        ({"seed": 1}, "seed_everything"),
+        ({"make": FedAvg}, "model.class_path"),
+    ],
+)
+def test_a_run_is_not_continued_with_other_arguments(changes, named, tmp_path):
+    trainer = fit(tmp_path)
+    with pytest.raises(InputError, match="written with another configuration") as refused:
+        fit(tmp_path, ckpt_path=str(trainer.run_dir), max_rounds=2, **changes)
+    assert named in str(refused.value)
+
+
+def test_a_run_is_continued_with_the_same_arguments_made_anew(tmp_path):
+    trainer = fit(tmp_path, max_rounds=2)
+    fit(tmp_path, ckpt_path=str(trainer.run_dir), max_rounds=2)
+
+
+def test_compare_tells_runs_from_python_apart(tmp_path):
+    for mu in (0.0, 0.5, 50.0):
+        for seed in (0, 1):
+            fit(tmp_path, mu, seed, experiment="mu")
+    results = gather(str(tmp_path / "mu"), tmp_path)
+    assert {(one.label, one.seed) for one in results.runs} == {
+        (f"FedProx mu={mu}", seed) for mu in (0.0, 0.5, 50.0) for seed in (0, 1)
+    }
+    assert results.uncounted == []
+
+
+class Odd(Stressor):
+    def __init__(self, source: object) -> None:
+        self.source = source
+
+
+def test_what_cannot_be_recorded_is_refused_by_name(tmp_path):
+    odd = {"callbacks": [Odd(object())], "experiment": "odd"}
+    trainer = fit(tmp_path, **odd)
+    fit(tmp_path, 0.5, experiment="odd")
+    with pytest.raises(InputError, match=r"trainer.callbacks.0.init_args.source, which cannot be recorded"):
+        fit(tmp_path, ckpt_path=str(trainer.run_dir), **odd)
+    results = gather(str(tmp_path / "odd"), tmp_path)
+    assert [one.label for one in results.runs] == ["FedProx"]
+    (left,) = results.uncounted
+    assert "trainer.callbacks.0.init_args.source cannot be recorded" in left.reason
+
+
+def test_a_run_of_an_earlier_release_without_settings_is_not_counted(tmp_path):
+    trainer = fit(tmp_path, experiment="old")
+    fit(tmp_path, 0.5, experiment="old")
+    (trainer.run_dir / "config.yaml").write_text("")
+    results = gather(str(tmp_path / "old"), tmp_path)
+    assert [entry.reason for entry in results.uncounted] == ["its settings were not recorded: config.yaml is empty"]
+
+
+class Lit(LightningModule):
+    def __init__(self, lr: float = 0.1, keep: bool = True) -> None:
+        super().__init__()
+        if keep:
+            self.save_hyperparameters()
+
+
+def test_a_lightning_module_is_described_by_its_hyperparameters():
+    assert describe(Lit(0.5)) == {"class_path": "test_recorded.Lit", "init_args": {"lr": 0.5, "keep": True}}
+    assert describe(Lit(0.5, keep=False)).startswith(NOT_RECORDED)
+
+
+def test_descriptions():
+    x, y = 1, 2
+
+    def one(value):
+        return value + x
+
+    def other(value):
+        return value + y
+
+    assert describe(one) == describe(one) != describe(other)
+    assert describe(lambda p: SGD(p, lr=0.1)) != describe(lambda p: SGD(p, lr=0.2))
+    assert describe(SGD) == "torch.optim.sgd.SGD"
+    assert describe(torch.optim.SGD) == describe(SGD)
+    assert describe(np.arange(3)) == describe(np.arange(3)) != describe(np.arange(4))
+    assert describe(torch.zeros(2, 2))["shape"] == [2, 2]
+    assert describe([np.float64(0.5), (1, None)]) == [0.5, [1, None]]
+    assert describe(Dirichlet(beta=0.5)) == {
+        "class_path": "fl_lightning.data.partition.Dirichlet",
+        "init_args": {"beta": 0.5, "min_size": 1},
+    }
+    assert describe(TrimmedMean())["init_args"] == {"trim": 0.1}
+    assert describe(CosineSchedule(0, 1, rounds=3))["init_args"] == {"start": 0, "end": 1, "rounds": 3}
+    assert describe(nn.Linear(1, 1)).startswith(NOT_RECORDED)
+    method = FedMPQKD(alpha=0.3, bits=3)
+    assert method.__class__.__init__.__name__ == "__init__"
+    settings = describe(method)["init_args"]
+    assert (settings["alpha"], settings["bits"], settings["max_share"], settings["network"]) == (0.3, 3, 1.0, "small_cnn")
