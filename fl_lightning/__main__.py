@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from errno import EDQUOT, ENOSPC
+from typing import Any
 
 from fl_lightning.commands import answer_quickly
 from fl_lightning.errors import InputError, RankLost
@@ -28,16 +29,18 @@ def main(argv: list[str] | None = None) -> int:
             run(argv[0], argv[1:])
     except InputError as error:
         _let_rank_zero_speak()
-        sys.stderr.write(f"fl_lightning: error: {' '.join(str(error).split())}\n")
+        sys.stderr.write(f"fl_lightning: error: {' '.join(_shown(error).split())}\n")
         return 2
     except RankLost as error:
         _let_rank_zero_speak()
-        sys.stderr.write(f"fl_lightning: error: {error}\n")
+        sys.stderr.write(f"fl_lightning: error: {_shown(error)}\n")
         return 1
     except OSError as error:
         if error.errno not in (ENOSPC, EDQUOT):
             raise
-        sys.stderr.write(f"fl_lightning: error: {error}; a run needs room to write; make some and continue with --ckpt_path\n")
+        sys.stderr.write(
+            f"fl_lightning: error: {_shown(error)}; a run needs room to write; make some and continue with --ckpt_path\n"
+        )
         return 1
     except KeyboardInterrupt:
         return 130
@@ -64,5 +67,18 @@ def _let_rank_zero_speak() -> None:
         time.sleep(10)
 
 
+def _shown(error: BaseException) -> str:
+    from fl_lightning.redaction import redact
+
+    return redact(str(error))
+
+
+def _show_exception(*error: Any) -> None:
+    from fl_lightning.redaction import show_exception
+
+    show_exception(*error)
+
+
 if __name__ == "__main__":
+    sys.excepthook = _show_exception
     sys.exit(main())
