@@ -99,9 +99,12 @@ def find_run(uri: str, experiment: str, tag: str, value: str, since: float = 0.0
     with _database(uri):
         client = connect(uri)
         found = client.get_experiment_by_name(experiment)
-        if found is None or "'" in value:
+        quote = '"' if "'" in value else "'"
+        if found is None or quote in value:
             return None
-        runs = client.search_runs([found.experiment_id], f"tags.{tag} = '{value}'", order_by=["attributes.start_time DESC"])
+        runs = client.search_runs(
+            [found.experiment_id], f"tags.{tag} = {quote}{value}{quote}", order_by=["attributes.start_time DESC"]
+        )
         return next((run.info.run_id for run in runs if run.info.start_time >= 1000 * (since - 1)), None)
 
 

@@ -274,7 +274,7 @@ class Tracking:
     def _begin(self, channel: Channel, params: dict[str, str], tags: dict[str, str]) -> None:
         logger = channel.logger
         if not channel.is_mlflow:
-            if self._resumes and begins_anew(logger) and "purge_step" not in getattr(logger, "_kwargs", {"purge_step": 0}):
+            if self._resumes and hasattr(logger, "_kwargs") and begins_anew(logger) and logger._kwargs.get("purge_step") is None:
                 logger._kwargs["purge_step"] = 0  # TensorBoard then shows nothing that a file of an earlier start holds
             with suppress(NotImplementedError):  # Fabric's own CSVLogger has no place for them
                 logger.log_hyperparams(params)
