@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -165,8 +166,10 @@ def files_with_secrets(folder: Path) -> list[Path]:
 
 
 @pytest.mark.parametrize("uri", ["http://bob:pa55w0rd@127.0.0.1:9/x", "sqlite:///mlflow.db"], ids=["dead server", "database"])
-def test_a_run(uri: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
-    pytest.importorskip("mlflow")
+def test_a_run(
+    uri: str, tmp_path: Path, database: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    shutil.copy(database, tmp_path / "mlflow.db")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("MLFLOW_TRACKING_URI", uri)
     monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")

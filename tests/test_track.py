@@ -26,14 +26,6 @@ from fl_lightning.run_directory import RunDirectory
 mlflow = pytest.importorskip("mlflow")
 
 
-@pytest.fixture(scope="module")
-def database(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """An empty store; making one takes seconds."""
-    path = tmp_path_factory.mktemp("store") / "mlflow.db"
-    mlflow.MlflowClient(f"sqlite:///{path}").search_experiments()
-    return path
-
-
 @pytest.fixture(autouse=True)
 def workplace(tmp_path: Path, database: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.chdir(tmp_path)

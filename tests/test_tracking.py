@@ -44,14 +44,6 @@ def workplace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]
     mlflow.set_tracking_uri(None)
 
 
-@pytest.fixture(scope="module")
-def database(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """An empty store; making one takes seconds."""
-    path = tmp_path_factory.mktemp("store") / "mlflow.db"
-    mlflow.MlflowClient(f"sqlite:///{path}").search_experiments()
-    return path
-
-
 def track(**changes: Any) -> Tracking:
     return Tracking(**({"logger": True, "experiment": "exp", "run_name": "run 1", "run_dir": Path("runs")} | changes))
 
@@ -286,6 +278,27 @@ def test_one_failing_logger_leaves_the_others(
     assert len(rows) == 1 + 4
     assert tracked.run_id is None
     unwilling.gate.set()
+
+
+def test_a_csv_file_whose_disk_was_full_has_every_round_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(writer, "FIRST_RETRY", 0.05)
+    logger = CSVLogger(tmp_path, name="csv", version=0, flush_logs_every_n_steps=1)
+    original, answers = logger.experiment.save, iter(["", "full", "full"])
+
+    def save() -> None:
+        if next(answers, None):
+            raise OSError("no space left on device")
+        original()
+
+    monkeypatch.setattr(logger.experiment, "save", save)
+    tracked = track(logger=logger)
+    tracked.start({}, {})
+    for r in (1, 2, 3, 4):
+        tracked.log_metrics({"a": r}, step=r)
+        time.sleep(0.1)
+    assert tracked.finish("FINISHED", {}) == {}
+    with (tmp_path / "csv" / "version_0" / "metrics.csv").open() as file:
+        assert [row["step"] for row in csv.DictReader(file)] == ["1", "2", "3", "4"]
 
 
 def test_no_logger_and_other_ranks_track_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
