@@ -97,6 +97,7 @@ class Journal:
             else:
                 self._reopen()
             collectives.from_rank_zero(str(self.run.path))
+        started = milliseconds(self.metadata["started"])
         self.tracker = Tracking(
             self.logger,
             experiment=self.experiment,
@@ -104,8 +105,8 @@ class Journal:
             run_dir=self.run.path,
             run_id=self.metadata["tracking_run_id"],
             resumes=self.start.run is not None,
-            since=self.run.created,
-            started=milliseconds(self.metadata["started"]),
+            since=min(self.run.created, started / 1000),
+            started=started,
         )
         self.is_open = True
 
@@ -154,7 +155,8 @@ class Journal:
         """Close the trackers of a run that ends early."""
         stopped = now()
         missing = self.tracker.finish(status, {}, milliseconds(stopped))
-        with suppress(OSError):  # a disk that is full has been named already
+        with suppress(OSError):  # a disk that is full has been named already, and so has a directory that is gone
+            (self.run.path / "metadata.json").stat()
             self.note(stopped=stopped, **self._tracked(missing))
 
     def _tracked(self, missing: Mapping[str, int]) -> dict[str, Any]:

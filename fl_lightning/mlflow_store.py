@@ -77,6 +77,8 @@ def prepare() -> None:
         os.environ.setdefault(name, value)
     import mlflow  # noqa: F401  (sets up its logging, which is turned down next)
 
+    if logging.lastResort is not None:  # which shows the warnings of libraries that have no handler
+        logging.lastResort.addFilter(REDACTING)
     for name in ("alembic", "mlflow"):
         logging.getLogger(name).setLevel(logging.WARNING)
         for handler in logging.getLogger(name).handlers:
