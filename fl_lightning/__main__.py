@@ -6,10 +6,10 @@ import gc
 import os
 import sys
 import time
-import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from errno import EDQUOT, ENOSPC, EROFS
+from typing import Any
 
 from fl_lightning.commands import TRACEBACK, answer_quickly
 from fl_lightning.errors import InputError, RunStopped
@@ -48,11 +48,13 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _one_line(error: Exception, message: str, *, code: int) -> int:
-    """Write the message as one line, and the traceback where the user asks for it; return the exit code."""
+    """Write the message as one line, and the traceback where the user asks for it, both without secrets; return the exit code."""
+    from fl_lightning.redaction import redact, show_exception
+
     _let_rank_zero_speak()
     if os.environ.get(TRACEBACK, "") not in ("", "0"):
-        traceback.print_exception(error)
-    sys.stderr.write(f"fl_lightning: error: {' '.join(message.split())}\n")
+        show_exception(type(error), error, error.__traceback__)
+    sys.stderr.write(f"fl_lightning: error: {' '.join(redact(message).split())}\n")
     return code
 
 
@@ -74,5 +76,12 @@ def _let_rank_zero_speak() -> None:
         time.sleep(10)
 
 
+def _show_exception(*error: Any) -> None:
+    from fl_lightning.redaction import show_exception
+
+    show_exception(*error)
+
+
 if __name__ == "__main__":
+    sys.excepthook = _show_exception
     sys.exit(main())

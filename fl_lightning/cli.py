@@ -188,7 +188,11 @@ def _run_function(command: str, function: Any, args: list[str]) -> None:
     handed = {"resolve": resolve} if COMMANDS[command].resolves else {}
     if "config" not in inspect.signature(function).parameters:
         parser.add_argument("--config", action=ActionConfigFile, help="YAML with arguments of this command")
-    names = parser.add_function_arguments(function, skip=set(handed))
+    words = COMMANDS[command].words
+    names = parser.add_function_arguments(function, skip={*handed, *([words] if words else [])})
+    if words:
+        parser.add_argument(words, nargs="*", type=str, metavar=words.upper().removesuffix("S"), help="one or more")
+        names.append(words)
     config = parse(parser, Given(args, read_configs(args)))
     with input_problems():
         values = parser.instantiate(config)

@@ -21,22 +21,29 @@ class Command:
         help: one line for ``--help``.
         function: ``module:function`` to run with the arguments of its own signature; None: the trainer's method of the
             command's name, with trainer, model and data from the configuration.
+        words: name of the argument of ``function`` that takes the words of the command line that are no flags.
         resolves: whether ``function`` is handed ``resolve``, which turns arguments of ``fit`` into the whole configuration.
     """
 
     help: str
     function: str | None = None
+    words: str | None = None
     resolves: bool = False
 
 
 COMMANDS = {
     "fit": Command("train a federation; every round goes to MLflow and to the run directory"),
     "sweep": Command(
-        "run every cell of a study, in parallel; killed or not, the next start continues", "fl_lightning.study.sweep:sweep", True
+        "run every cell of a study, in parallel; killed or not, the next start continues",
+        "fl_lightning.study.sweep:sweep",
+        resolves=True,
     ),
-    "tune": Command("search for the best settings by validation, then run once with them", "fl_lightning.study.tune:tune", True),
+    "tune": Command(
+        "search for the best settings by validation, then run once with them", "fl_lightning.study.tune:tune", resolves=True
+    ),
     "test": Command("probe a finished run: clean, corrupted and attacked images, clients, calibration, cost; nothing is trained"),
     "compare": Command("what finished runs show: tables, paired tests, verdicts, figures", "fl_lightning.study.compare:compare"),
+    "track": Command("bring runs that were not tracked, or not wholly, into MLflow", "fl_lightning.track:track", "run_dirs"),
     "check": Command("run the conformance kit on a method, yours or one of the project's", "fl_lightning.conformance:check"),
 }
 

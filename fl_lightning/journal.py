@@ -15,9 +15,10 @@ from fl_lightning.engines import collectives
 from fl_lightning.errors import InputError
 from fl_lightning.follower import Follower
 from fl_lightning.loop import Federation
-from fl_lightning.metadata import continued, describe, now, tags_of
+from fl_lightning.metadata import continued, describe, milliseconds, now, round_times, tags_of
 from fl_lightning.mlflow_store import Status
 from fl_lightning.progress import Progress
+from fl_lightning.redaction import redact_settings
 from fl_lightning.resume import Start
 from fl_lightning.run_directory import RunDirectory, to_json
 from fl_lightning.run_log import RunLog
@@ -90,7 +91,7 @@ class Journal:
             InputError: the folder cannot be written, or another process is at the run.
         """
         collectives.barrier()  # all have read what rank 0 is about to change
-        self.metadata = {**describe(fed, self.progress.partition, command_line), "tags": dict(tags or {})}
+        self.metadata = {**describe(fed, self.progress.partition, command_line), "tags": redact_settings(tags or {})}
         if not fed.fabric.is_global_zero:
             self.run = Follower(Path(collectives.from_rank_zero("")))
         else:
@@ -100,13 +101,16 @@ class Journal:
                 self._reopen(fed)
             collectives.from_rank_zero(str(self.run.path))
             log_file.write_to(self.run.path)
+        started = milliseconds(self.metadata["started"])
         self.tracker = Tracking(
             self.logger,
             experiment=self.experiment,
             run_name=self.run.path.name,
             run_dir=self.run.path,
             run_id=self.metadata["tracking_run_id"],
-            since=self.run.created if self.start.run else None,
+            resumes=self.start.run is not None,
+            since=min(self.run.created, started / 1000),
+            started=started,
         )
         self.is_open = True
 
@@ -146,7 +150,7 @@ class Journal:
         """Start the trackers, without waiting for them."""
         self.tracker.start(params=self.progress.settings, tags=tags_of(self.metadata, self.run.path))
         if self.start.run is not None:
-            self.tracker.catch_up(self.progress.history)
+            self.tracker.catch_up(self.progress.history, round_times(self.metadata, self.progress.history))
         self.tracker.log_artifact(self.run.path / "config.yaml")
 
     def log_round(self, metrics: Mapping[str, float], round: int) -> None:
@@ -161,9 +165,16 @@ class Journal:
 
     def stop(self, status: Status) -> None:
         """Close the trackers of a run that ends early."""
-        self.tracker.finish(status, {})
-        with suppress(OSError):  # a disk that is full has been named already
-            self._note_tracker()
+        stopped = now()
+        missing = self.tracker.finish(status, {}, milliseconds(stopped))
+        with suppress(OSError):  # a disk that is full has been named already, and so has a directory that is gone
+            (self.run.path / "metadata.json").stat()
+            self.note(stopped=stopped, **self._tracked(missing))
+
+    def _tracked(self, missing: Mapping[str, int]) -> dict[str, Any]:
+        """What is noted of the trackers at the end."""
+        found = {"tracking_run_id": self.tracker.run_id or self.metadata["tracking_run_id"]}
+        return found | ({"untracked_rounds": dict(missing)} if missing else {})
 
     def note(self, **entries: Any) -> None:
         """Write ``metadata.json``, with ``entries`` added."""
@@ -184,15 +195,14 @@ class Journal:
 
         Every step can be done twice: ``finished`` is written last, and a run killed before that does them again.
         """
-        self.tracker.flush()
-        self._note_tracker()
         rejected = int(sum(row["clients/rejected"] for row in self.progress.history))
-        end = {"status": "finished", "finished": now(), "weights_sha256": weights, "rejected_uploads": rejected, **summary}
-        self.tracker.log_text("metadata.json", to_json(self.metadata | end))
+        finished = now()
+        end = {"status": "finished", "finished": finished, "weights_sha256": weights, "rejected_uploads": rejected, **summary}
+        self.tracker.log_text("metadata.json", lambda: to_json(self.metadata | end | self._tracked({})))
         for name in ("metrics.csv", "ledger.csv", "partition.json"):
             self.tracker.log_artifact(self.run.path / name)
-        self.tracker.finish("FINISHED", summary)
-        self.note(**end)
+        missing = self.tracker.finish("FINISHED", summary, milliseconds(finished))
+        self.note(**end, **self._tracked(missing))
         log.info("%s", self._closing(summary, rejected))
 
     def _closing(self, summary: Mapping[str, float], rejected: int) -> str:

@@ -81,7 +81,25 @@ def dataset_of(data: FederatedData) -> str:
 
 
 def now() -> str:
-    return datetime.now(timezone.utc).isoformat(timespec="seconds")
+    return datetime.now(timezone.utc).isoformat(timespec="milliseconds")
+
+
+def milliseconds(time: str) -> int:
+    """Milliseconds since 1970 of what :func:`now` gave."""
+    return round(1000 * datetime.fromisoformat(time).timestamp())
+
+
+def round_times(metadata: Mapping[str, Any], history: Sequence[Mapping[str, float]]) -> list[int]:
+    """When each round ended, in milliseconds since 1970, as far as it is known: when its session began, and the seconds of its rounds."""
+    sessions: dict[int, int] = {}
+    for session in metadata.get("resumed", []):
+        sessions = {after: at for after, at in sessions.items() if after < session["after_round"]}
+        sessions[session["after_round"]] = milliseconds(session["at"])
+    clock, times = float(milliseconds(metadata["started"])), []
+    for row in history:
+        clock = max(clock, sessions.get(int(row["round"]) - 1, 0)) + 1000 * row.get("time/round", 0.0)
+        times.append(round(clock))
+    return times
 
 
 def versions() -> dict[str, str]:

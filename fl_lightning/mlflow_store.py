@@ -7,13 +7,19 @@ import os
 import re
 import sqlite3
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from bisect import bisect_left
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
+from functools import partial
 from pathlib import Path
 from threading import Thread
+from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
 
 from lightning.fabric.loggers import Logger
+
+from fl_lightning.redaction import REDACTING, redact
+from fl_lightning.writer import POLL, AwakeTimer
 
 log = logging.getLogger("fl_lightning")
 
@@ -27,6 +33,7 @@ ENVIRONMENT = {  # a dead server costs seconds, not minutes; nothing is sent to 
     "MLFLOW_HTTP_REQUEST_TIMEOUT": "10",
     "MLFLOW_DISABLE_TELEMETRY": "true",
     "MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR": "false",
+    "MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT": "true",  # it prints the server's address with the password in it
 }
 Status = Literal["FINISHED", "FAILED", "KILLED"]
 _NOT_IN_NAMES = re.compile(r"[^a-zA-Z0-9_/. -]+")
@@ -70,8 +77,12 @@ def prepare() -> None:
         os.environ.setdefault(name, value)
     import mlflow  # noqa: F401  (sets up its logging, which is turned down next)
 
+    if logging.lastResort is not None:  # which shows the warnings of libraries that have no handler
+        logging.lastResort.addFilter(REDACTING)
     for name in ("alembic", "mlflow"):
         logging.getLogger(name).setLevel(logging.WARNING)
+        for handler in logging.getLogger(name).handlers:
+            handler.addFilter(REDACTING)
     logging.getLogger("lightning.pytorch.loggers.mlflow").setLevel(logging.ERROR)  # announces every new experiment
 
 
@@ -90,14 +101,23 @@ def find_run(uri: str, experiment: str, tag: str, value: str, since: float = 0.0
     with _database(uri):
         client = connect(uri)
         found = client.get_experiment_by_name(experiment)
-        if found is None or "'" in value:
+        quote = '"' if "'" in value else "'"
+        if found is None or quote in value:
             return None
-        runs = client.search_runs([found.experiment_id], f"tags.{tag} = '{value}'", order_by=["attributes.start_time DESC"])
+        runs = client.search_runs(
+            [found.experiment_id], f"tags.{tag} = {quote}{value}{quote}", order_by=["attributes.start_time DESC"]
+        )
         return next((run.info.run_id for run in runs if run.info.start_time >= 1000 * (since - 1)), None)
 
 
-def open_run(uri: str, experiment: str, run_name: str, run_id: str | None, tags: Mapping[str, str]) -> Logger:
-    """Lightning's MLflow logger with its run created, or found by ``run_id``; one process at a time creates the database."""
+def open_run(
+    uri: str, experiment: str, run_name: str, run_id: str | None, tags: Mapping[str, str], started: int | None = None
+) -> Logger:
+    """Lightning's MLflow logger with its run created, or found by ``run_id``; one process at a time creates the database.
+
+    Args:
+        started: when a new run began, in milliseconds since 1970; None: now.
+    """
     with _database(uri) as local:
         prepare()
         from lightning.pytorch.loggers import MLFlowLogger
@@ -105,14 +125,25 @@ def open_run(uri: str, experiment: str, run_name: str, run_id: str | None, tags:
         place = Path("mlartifacts").resolve().as_uri() if local else None
         logger = MLFlowLogger(experiment, run_name, uri, tags=dict(tags), run_id=run_id, artifact_location=place)
         try:
-            logger.run_id  # noqa: B018  (creates the experiment and the run, or finds the run)
+            make_run(logger, started)
         except Exception as error:
             if run_id is None or getattr(error, "error_code", "") != "RESOURCE_DOES_NOT_EXIST":
                 raise
             log.warning("MLflow at %s has no run %s to continue; the rounds from here on go to a new run", uri, run_id)
             logger = MLFlowLogger(experiment, run_name, uri, tags=dict(tags), artifact_location=place)
-            logger.run_id  # noqa: B018
+            make_run(logger, started)
         return logger
+
+
+def make_run(logger: Any, started: int | None) -> str:
+    """Id of the logger's run. Creates it, and its experiment, where it has none: the run then begins at ``started``."""
+    client = logger._mlflow_client
+    if logger._run_id is None and started is not None:
+        client.create_run = partial(client.create_run, start_time=started)  # Lightning's call has no place for it
+    try:
+        return str(logger.run_id)
+    finally:
+        vars(client).pop("create_run", None)
 
 
 @contextmanager
@@ -126,13 +157,13 @@ def _database(uri: str) -> Iterator[bool]:
     path = _file(uri)
     path.parent.mkdir(parents=True, exist_ok=True)
     with open(path.with_name(f".{path.name}.lock"), "w") as lock:
-        deadline = time.monotonic() + START_LIMIT - 5
+        waited = AwakeTimer()
         while True:
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 break
             except BlockingIOError:
-                if time.monotonic() > deadline:
+                if waited.seconds() > START_LIMIT - 5:
                     raise TimeoutError(f"another process holds {lock.name}") from None
                 time.sleep(0.05)
         with closing(sqlite3.connect(path, timeout=20)) as database:
@@ -140,13 +171,22 @@ def _database(uri: str) -> Iterator[bool]:
         yield True
 
 
-def last_steps(client: Any, run_id: str) -> tuple[int, int]:
-    """Last round in the store, and the one at which ``final/*`` stands; each is one transaction, there as a whole or not at all."""
-    rounds, summary = [0], [0]
-    for name in client.get_run(run_id).data.metrics:
-        steps = summary if name.startswith("final/") else rounds
-        steps += [metric.step for metric in client.get_metric_history(run_id, name)]
-    return max(rounds), max(summary)
+def logged_steps(client: Any, run_id: str) -> dict[str, dict[int, int]]:
+    """For each metric that the store has of the run: its steps, and the time of each (milliseconds since 1970)."""
+    names = client.get_run(run_id).data.metrics
+    return {name: {metric.step: metric.timestamp for metric in client.get_metric_history(run_id, name)} for name in names}
+
+
+def between(rounds: Sequence[Round], known: Mapping[str, Mapping[int, int]]) -> list[Round]:
+    """Rounds whose times are not known exactly, moved to where they lie between those of ``known``: time goes up with the step."""
+    times = {step: time for name, steps in known.items() if "final/" not in name for step, time in steps.items()}
+    steps = sorted(times)
+    moved = []
+    for round in rounds:
+        at = bisect_left(steps, round.step)
+        time = max(round.time, times[steps[at - 1]]) if at else round.time
+        moved.append(round._replace(time=min(time, times[steps[at]]) if at < len(steps) else time))
+    return moved
 
 
 def log_settings(client: Any, run_id: str, params: Mapping[str, str], tags: Mapping[str, str], known: Mapping[str, str]) -> None:
@@ -177,10 +217,13 @@ def takes_many(logger: object) -> bool:
     return is_mlflow(logger) and getattr(type(logger), "log_metrics", log_rounds).__module__ == "lightning.pytorch.loggers.mlflow"
 
 
-def log_rounds(logger: Any, rounds: Sequence[Round]) -> None:
+def log_rounds(logger: Any, rounds: Sequence[Round], known: Mapping[str, Container[int]] = MappingProxyType({})) -> None:
     """What ``logger.log_metrics`` would do, for many rounds in a call; a call is one transaction and holds whole rounds.
 
     A call costs MLflow 5 ms, and 0.05 ms a metric.
+
+    Args:
+        known: what is not logged again, as :func:`logged_steps` gives it.
     """
     from lightning.fabric.utilities.logger import _add_prefix
     from mlflow.entities import Metric
@@ -191,6 +234,7 @@ def log_rounds(logger: Any, rounds: Sequence[Round]) -> None:
         named: Mapping[str, Any] = _add_prefix(dict(round.metrics), logger._prefix, logger.LOGGER_JOIN_CHAR)
         numbers = {key: value for key, value in named.items() if not isinstance(value, str)}  # which Lightning skips as well
         row = [Metric(_NOT_IN_NAMES.sub("", key), value, round.time, round.step) for key, value in numbers.items()]
+        row = [metric for metric in row if round.step not in known.get(metric.key, ())]
         if batch and len(batch) + len(row) > METRICS_PER_CALL:
             client.log_batch(run_id, metrics=batch, **logger._log_batch_kwargs)
             batch = []
@@ -204,7 +248,7 @@ def is_mlflow(logger: object) -> bool:
 
 
 def within(limit: float, function: Callable[[], Any]) -> Any:
-    """The function's result; raises what it raises, or TimeoutError after ``limit`` seconds."""
+    """The function's result; raises what it raises, or TimeoutError after ``limit`` seconds in which this process ran."""
     outcome: dict[str, Any] = {}
 
     def work() -> None:
@@ -215,12 +259,14 @@ def within(limit: float, function: Callable[[], Any]) -> Any:
 
     thread = Thread(target=work, name="tracking", daemon=True)  # one that never answers does not keep the process alive
     thread.start()
-    thread.join(limit)
+    waited = AwakeTimer()
+    while thread.is_alive() and waited.seconds() < limit:
+        thread.join(POLL)
     if "result" in outcome:
         return outcome["result"]
     raise outcome.get("error", TimeoutError(f"no answer in {limit:g} s"))
 
 
 def reason(error: BaseException) -> str:
-    """The error in one line."""
-    return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0][:200]}"
+    """The error in one line, without secrets: hidden before it is cut, since half an address is not known as one."""
+    return f"{type(error).__name__}: {redact(str(error)).strip().partition(chr(10))[0][:200]}"

@@ -1,42 +1,162 @@
-"""What is written about a run must not hold passwords."""
+"""Passwords, tokens and keys are hidden in all that is written and printed about a run.
+
+One rule, :func:`is_secret`, says which names are of secrets: of settings, of flags, of ``name=value`` and ``"name": "value"`` in a text.
+Text goes through :func:`redact`, settings through :func:`redact_settings`, a command line through :func:`redact_arguments`, and every
+message of the project's logger through :data:`REDACTING`, whatever handler shows it.
+"""
 
 from __future__ import annotations
 
+import json
+import logging
 import re
-from collections.abc import Mapping
+import sys
+import traceback
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from types import TracebackType
 from typing import Any
 
+HIDDEN = "***"
 # up to the last @: a password may hold slashes and further @
-_URL = re.compile(r"(?<=://)(?:[^/\s@:'\"]*:[^\s'\"]*|[^/\s@'\"]+)(?=@)")
-_NAME = r"(?:password|passwd|pwd|secret|token|auth|bearer|sig|signature|api_?key|access_?key|credentials?)"
-_HEADER = re.compile(r"(?i)(authorization\s*[=:]\s*)(?:\w+\s+)?[^\s'\",}]+")
-_NAMED = re.compile(rf"(?i)\b((?:[\w.-]*[._-])?{_NAME}(?:\s*[=:]\s*))(?!null\b|none\b|\*\*\*)('[^']*'|\"[^\"]*\"|[^\s,}}]+)")
-_FLAG = re.compile(rf"(?i)^--?(?:[\w.-]*[._-])?{_NAME}$")
+_URL = re.compile(r"(?<=://)(?:[^/\s@:'\"]*:[^\s\"]*|[^/\s@'\"]+)(?=@)")
+_CAMEL = re.compile(r"(?<=[a-z0-9])(?=[A-Z])")
+_SECRET = re.compile(
+    r"(?:password|passwd|passphrase|passcode|secret|credential|authorization)s?$"
+    r"|(?:^|_)(?:pwd|pass|cookie|auth|bearer|sig|signature)$"
+    r"|(?:api|access|private|secret|account|signing|encryption)_?keys?(?:_?id)?$"
+    r"|(?:^|_|auth|access|refresh|session|security|bearer)tokens?$"
+)
+_ORDINARY = re.compile(  # names that end like a secret's and are none: those of a vocabulary, and numbers of tokens
+    r"(?:^|_)(?:pad|eos|bos|unk|sep|cls|mask|sos|start|end|stop|special|new|next|first|last|max|min|num|image)_tokens?$|(?:^|_)tokens$"
+)
+_MAY_BE_NUMBERS = re.compile(r"(?:tokens?|sig|signature|auth|pass)$")
+_NAMED = re.compile(r"(?<![\w.-])((?:(?i:api|access|secret|private) )?[\w.-]*\w)\\*[\"']?\]?\s*(?:=>|[=:])\s*")
+_FLAG = re.compile(r"(?<!\S)(--?[\w.-]*\w)\s+(?!-)")
+_VALUE = re.compile(
+    r"\"(?:\\.|[^\"\\])*(?:\"|$)|'(?:\\.|''|[^'\\])*(?:'|$)|(\\+)([\"']).*?(?:\1\2|$)"  # quoted, or cut off within the quotes
+    r"|(?i:(?:bearer|basic|digest|token|negotiate)\s+)?[^\s,;&}\"']+"
+)
+_BRACKET = re.compile(r"[{}\[\]]")
+_QUOTE = re.compile(r"\\*[\"']")
+_BEARER = re.compile(r"(?i)\b(bearer\s+)[\w.~+/=-]{8,}")
+_PLAIN = re.compile(r"(?i)(?:null|none|true|false|~|\*\*\*)?$")
+_NUMBER = re.compile(r"[-+]?[\d.]+(?:[eE][-+]?\d+)?$")
+
+
+def is_secret(name: str) -> bool:
+    """Whether a value of this name must not be shown; of a dotted name any part may say so.
+
+    >>> [is_secret(name) for name in ("trainer.logger.token", "AWS_SECRET_ACCESS_KEY", "clientSecret", "sslpassword")]
+    [True, True, True, True]
+    >>> [is_secret(name) for name in ("monkey", "keep_checkpoints", "tokens_per_batch", "author", "keys", "pad_token")]
+    [False, False, False, False, False, False]
+    """
+    parts = [_CAMEL.sub("_", part).lower().replace("-", "_").replace(" ", "_") for part in name.lstrip("-").split(".")]
+    return any(_SECRET.search(part) is not None and _ORDINARY.search(part) is None for part in parts)
 
 
 def redact(text: str) -> str:
-    """Without the ``user:password`` of addresses and the values of settings named like a secret.
+    """A text without the ``user:password`` of addresses and the values of what is named like a secret.
 
     >>> redact("--uri=http://me:pw@host:5000/x --trainer.logger.token=abc")
     '--uri=http://***@host:5000/x --trainer.logger.token=***'
     """
-    return _NAMED.sub(r"\1***", _HEADER.sub(r"\1***", _URL.sub("***", text)))
+    text = _BEARER.sub(rf"\1{HIDDEN}", _URL.sub(HIDDEN, text))
+    return _hide_named(_FLAG, _hide_named(_NAMED, text))
 
 
-def redact_arguments(arguments: list[str]) -> list[str]:
-    """A command line; ``--token VALUE`` in two words too."""
-    return [
-        "***" if before and _FLAG.match(before) else redact(word)
-        for before, word in zip(["", *arguments], arguments, strict=False)
-    ]
+def _hide_named(names: re.Pattern[str], text: str) -> str:
+    """Hide the value after each secret's name that ``names`` finds."""
+    parts, at, done = [], 0, 0
+    while (found := names.search(text, at)) is not None:
+        at = found.end()
+        if not is_secret(found[1]) or not _tells(found[1], value := _value(text, at)):
+            continue
+        quote = _QUOTE.match(value)
+        parts += [text[done:at], f"{quote[0]}{HIDDEN}{quote[0]}" if quote else HIDDEN]
+        at = done = at + len(value)
+    return "".join([*parts, text[done:]])
 
 
-def redact_settings(settings: Any, name: str = "") -> Any:
-    """Nested settings."""
+def _value(text: str, at: int) -> str:
+    """The value that begins at ``at``: a word, a quoted text, or all between brackets that match."""
+    depth = 0
+    for bracket in _BRACKET.finditer(text, at) if text[at : at + 1] in ("{", "[") else ():
+        depth += 1 if bracket[0] in "{[" else -1
+        if not depth:
+            return text[at : bracket.end()]
+    if depth:
+        return text[at:]
+    value = _VALUE.match(text, at)
+    return value[0] if value else ""
+
+
+def _tells(name: str, value: str) -> bool:
+    """Whether the value of a secret's name tells anything."""
+    bare = value.strip("\\\"'")
+    return not (_PLAIN.match(bare) or (_NUMBER.match(bare) and _MAY_BE_NUMBERS.search(name.lower())))
+
+
+def redact_arguments(arguments: Sequence[str]) -> list[str]:
+    """A command line, as a list of words; ``--token VALUE`` in two words too, and JSON within a word.
+
+    >>> redact_arguments(["--x.password", "a b", "--tags", '{"api_key": {"deep": "s"}, "note": "n"}', "--y.token=a,b"])
+    ['--x.password', '***', '--tags', '{"api_key": {"deep": "***"}, "note": "n"}', '--y.token=***']
+    """
+    return [_redact_word(word, before) for before, word in zip(["", *arguments], arguments, strict=False)]
+
+
+def _redact_word(word: str, before: str) -> str:
+    if before.startswith("-") and "=" not in before and is_secret(before) and not word.startswith("--"):
+        return HIDDEN if _tells(before, word) else word
+    name, equals, value = word.partition("=") if word.startswith("-") else ("", "", word)
+    if equals and is_secret(name):
+        return f"{name}={HIDDEN}" if _tells(name, value) else word
+    if value.lstrip()[:1] in ("{", "["):
+        with suppress(ValueError, RecursionError):
+            document = json.loads(value)
+            hidden = redact_settings(document)
+            return word if hidden == document else f"{name}{equals}{json.dumps(hidden)}"
+    return redact(word)
+
+
+def redact_settings(settings: Any, name: str = "", *, secret: bool = False) -> Any:
+    """Nested settings, of the same form.
+
+    Args:
+        settings: mappings, lists, texts and numbers.
+        name: what they are called.
+        secret: whether they lie below a secret's name; then texts and numbers are hidden whatever they are called.
+    """
+    secret = secret or is_secret(name)
     if isinstance(settings, Mapping):
-        return {key: redact_settings(value, str(key)) for key, value in settings.items()}
-    if isinstance(settings, list):
-        return [redact_settings(value, name) for value in settings]
-    if isinstance(settings, str):
-        return "***" if _FLAG.match(f"--{name}") else redact(settings)
-    return settings
+        return {
+            redact(key) if isinstance(key, str) else key: redact_settings(value, str(key), secret=secret)
+            for key, value in settings.items()
+        }
+    if isinstance(settings, (list, tuple)):
+        return [redact_settings(value, name, secret=secret) for value in settings]
+    if secret and not isinstance(settings, bool) and isinstance(settings, (str, int, float)):
+        return HIDDEN if _tells(name, str(settings)) else settings
+    return redact(settings) if isinstance(settings, str) else settings
+
+
+class Redacting(logging.Filter):
+    """Hides the secrets in a record's message and traceback before any handler sees them. For a logger, or a handler."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        with suppress(TypeError, ValueError):  # arguments that do not fit the message: logging says so itself
+            record.msg, record.args = redact(record.getMessage()), ()
+        if record.exc_info:
+            record.exc_text = redact(record.exc_text or logging.Formatter().formatException(record.exc_info))
+        return True
+
+
+REDACTING = Redacting()
+logging.getLogger("fl_lightning").addFilter(REDACTING)
+
+
+def show_exception(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    """For ``sys.excepthook``: the traceback that Python prints, without secrets."""
+    sys.stderr.write(redact("".join(traceback.format_exception(kind, error, trace))))

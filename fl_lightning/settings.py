@@ -12,6 +12,7 @@ from typing import Any
 import yaml
 
 from fl_lightning.errors import InputError
+from fl_lightning.redaction import redact_settings
 
 FREE_KEYS = ("trainer.devices", "trainer.strategy", "trainer.num_nodes", "trainer.rank_timeout", "trainer.engine", "trainer.workers",
              "trainer.accelerator", "trainer.logger",
@@ -72,13 +73,13 @@ def settings_hash(settings: Mapping[str, Any]) -> str:
     Args:
         settings: with dotted keys, as :func:`config_of` and :func:`flatten` give them.
     """
-    counting = {key: value for key, value in settings.items() if _counts(key, value)}
+    counting = {key: value for key, value in redact_settings(settings).items() if _counts(key, value)}
     return sha256(json.dumps(counting, sort_keys=True).encode()).hexdigest()
 
 
 def changed_settings(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:
-    """``key: before -> after`` for each setting that differs and can change a result."""
-    before, after = ({key: value for key, value in each.items() if _counts(key, value)} for each in (before, after))
+    """``key: before -> after`` for each setting that differs and can change a result; secrets do not count, since no run holds them."""
+    before, after = ({k: v for k, v in redact_settings(each).items() if _counts(k, v)} for each in (before, after))
     keys = list({**before, **after})
 
     def shown(settings: Mapping[str, Any], key: str) -> str:

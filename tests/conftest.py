@@ -52,6 +52,15 @@ def own_log_level():
     log.handlers[:] = handlers
 
 
+@pytest.fixture(scope="session")
+def database(tmp_path_factory) -> Path:
+    """An empty MLflow store; making one takes seconds."""
+    mlflow = pytest.importorskip("mlflow")
+    path = tmp_path_factory.mktemp("store") / "mlflow.db"
+    mlflow.MlflowClient(f"sqlite:///{path}").search_experiments()
+    return path
+
+
 @pytest.fixture
 def figures():
     """For tests of ``compare`` that look at its figures."""

@@ -157,7 +157,7 @@ def test_commands_of_the_readme(command, monkeypatch):
         limits = ["--dry_run", "true"]  # test_sweep.py runs one
     elif arguments[0] == "tune":
         pytest.skip("test_tune.py runs one, test_study_plan.py checks this one")
-    elif arguments[0] == "test":
+    elif arguments[0] in ("test", "track"):
         assert main(["fit", "--config", "configs/kd_default.yaml", "--trainer.max_rounds", "2", "--trainer.logger", "false"]) == 0
     elif arguments[0] == "compare":
         make_study(Path("runs"), {"FedMPQKD": {0: 0.9, 1: 0.92}, "FedMPQ": {0: 0.8, 1: 0.81}}, name=Path(arguments[2]).stem)

@@ -1,28 +1,25 @@
-"""Every round reaches the store once; a store that fails is named once, and training goes on."""
+"""Every round reaches the store once, with the time, the status and the files of its run."""
 
 import csv
 import json
 import logging
 import shutil
-import socket
-import sqlite3
 import subprocess
 import sys
-import threading
-import time
 import warnings
 from collections.abc import Iterator
-from contextlib import closing, nullcontext
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
-from lightning.fabric.loggers import CSVLogger, Logger
+from lightning.fabric.loggers import CSVLogger
 from lightning.pytorch.loggers import MLFlowLogger
 
 from fl_lightning import mlflow_store, tracking
 from fl_lightning.conformance.toy import Points, on_points, run
 from fl_lightning.hooks import Meter
+from fl_lightning.metadata import milliseconds
 from fl_lightning.methods import FedAvg
 from fl_lightning.tracking import Tracking, as_params
 
@@ -41,14 +38,6 @@ def workplace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]
         monkeypatch.delenv(name)
     yield
     mlflow.set_tracking_uri(None)
-
-
-@pytest.fixture(scope="module")
-def database(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """An empty store; making one takes seconds."""
-    path = tmp_path_factory.mktemp("store") / "mlflow.db"
-    mlflow.MlflowClient(f"sqlite:///{path}").search_experiments()
-    return path
 
 
 def track(**changes: Any) -> Tracking:
@@ -132,92 +121,6 @@ def test_a_run_that_the_store_forgot_starts_anew(tmp_path: Path, database: Path,
     assert steps(tracked.loggers[0].experiment, tracked.run_id or "", "test/accuracy") == [(7, 0.5)]  # type: ignore[attr-defined]
 
 
-def unused_port() -> int:
-    with socket.socket() as server:
-        server.bind(("127.0.0.1", 0))
-        return server.getsockname()[1]
-
-
-@pytest.mark.parametrize("store", ["closed port", "parent is a file", "damaged"])
-def test_a_dead_store_warns_once_and_costs_seconds(
-    store: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    (tmp_path / "file").write_text("not a folder")
-    (tmp_path / "damaged.db").write_bytes(b"not a database" * 100)
-    uri = {
-        "closed port": f"http://127.0.0.1:{unused_port()}",
-        "parent is a file": f"sqlite:///{tmp_path}/file/mlflow.db",
-        "damaged": f"sqlite:///{tmp_path}/damaged.db",
-    }[store]
-    monkeypatch.setenv("MLFLOW_TRACKING_URI", uri)
-    started = time.monotonic()
-    tracked = track()
-    tracked.start({"a": 1}, {"b": 2})
-    for r in (1, 2):
-        tracked.log_metrics({"test/accuracy": 0.5}, step=r)
-    tracked.log_artifact(tmp_path / "file")
-    tracked.finish("FINISHED", {"final/accuracy": 0.5})
-    assert time.monotonic() - started < 15
-    (message,) = [record.getMessage() for record in caplog.records if record.name == "fl_lightning"]
-    assert uri in message
-    assert "runs/metrics.csv" in message
-    assert tracked.run_id is None
-
-
-def test_a_store_that_dies_in_mid_run(tmp_path: Path, database: Path, caplog: pytest.LogCaptureFixture) -> None:
-    shutil.copy(database, tmp_path / "mlflow.db")
-    tracked = track()
-    tracked.start({}, {})
-    tracked.log_metrics({"test/accuracy": 0.5}, step=1)
-    tracked.flush()
-    with closing(sqlite3.connect(tmp_path / "mlflow.db")) as database:
-        database.execute("DROP TABLE metrics")
-    for r in (2, 3):
-        tracked.log_metrics({"test/accuracy": 0.5}, step=r)
-    tracked.finish("FINISHED", {})
-    assert len([record for record in caplog.records if record.name == "fl_lightning"]) == 1
-
-
-class Unwilling(Logger):
-    """Fails, or hangs, from round 2 on."""
-
-    def __init__(self, hangs: bool = False) -> None:
-        self.hangs, self.seen = hangs, []  # type: ignore[var-annotated]
-
-    name = version = "unwilling"  # type: ignore[assignment]
-
-    def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
-        self.seen.append(step)
-        if step == 2 and self.hangs:
-            threading.Event().wait(60)
-        if step == 2:
-            raise OSError("disk quota exceeded\nand a long story")
-
-    def log_hyperparams(self, params: Any, *args: Any, **kwargs: Any) -> None:
-        self.params = params
-
-
-@pytest.mark.parametrize("hangs", [False, True])
-def test_one_failing_logger_leaves_the_others(
-    hangs: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr(tracking, "CALL_LIMIT", 0.3)
-    unwilling, good = Unwilling(hangs), CSVLogger(tmp_path, name="csv", version=0)
-    tracked = track(logger=[unwilling, good])
-    tracked.start({"a": {"b": 1}}, {})
-    for r in (1, 2, 3):
-        tracked.log_metrics({"test/accuracy": r / 10}, step=r)
-    tracked.log_artifact(tmp_path / "absent")  # nobody takes files here
-    tracked.finish("FINISHED", {"final/accuracy": 0.3})
-    assert unwilling.seen == [1, 2]
-    assert unwilling.params == {"a.b": "1"}
-    (message,) = [record.getMessage() for record in caplog.records if record.name == "fl_lightning"]
-    assert ("no answer" if hangs else "Unwilling failed (OSError: disk quota exceeded)") in message
-    rows = (tmp_path / "csv" / "version_0" / "metrics.csv").read_text().splitlines()
-    assert len(rows) == 1 + 4
-    assert tracked.run_id is None
-
-
 def test_no_logger_and_other_ranks_track_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tracking.rank_zero_only, "rank", 1, raising=False)
     for tracked in (track(), track(logger=False), track(logger=CSVLogger(tmp_path))):
@@ -295,6 +198,9 @@ def test_however_a_run_ends_the_store_has_all_its_rounds(
     client = mlflow.MlflowClient(f"sqlite:///{tmp_path}/mlflow.db")
     found = client.get_run(metadata["tracking_run_id"])
     assert found.info.status == status
+    assert metadata["status"] == {"FINISHED": "finished", "KILLED": "interrupted", "FAILED": "failed"}[status]
+    assert found.info.start_time == milliseconds(metadata["started"])
+    assert found.info.end_time == milliseconds(metadata["finished" if error is None else "stopped"])
     for name in rows[0].keys() - {"round"}:
         assert steps(client, found.info.run_id, name) == [(int(row["round"]), float(row[name])) for row in rows if row[name]], (
             name
@@ -304,34 +210,6 @@ def test_however_a_run_ends_the_store_has_all_its_rounds(
     if error is None:
         kept = json.loads(Path(client.download_artifacts(found.info.run_id, "metadata.json")).read_text())
         assert kept == metadata
-
-
-def test_a_store_that_fails_later_keeps_what_it_has_and_the_training_goes_on(
-    tmp_path: Path, database: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    shutil.copy(database, tmp_path / "mlflow.db")
-    monkeypatch.setattr(tracking, "PAUSE", 0.0)
-    original = tracking.log_rounds
-
-    def until_five(logger: Any, rounds: Any) -> None:
-        if any(round.step > 5 for round in rounds):
-            raise OSError("the disk is gone")
-        original(logger, rounds)
-
-    monkeypatch.setattr(tracking, "log_rounds", until_five)
-    monkeypatch.setattr(tracking, "TOGETHER", 1)
-    trainer = run(on_points(FedAvg()), Points(), tmp_path, max_rounds=10, logger=True)
-    assert len((trainer.run_dir / "metrics.csv").read_text().splitlines()) == 11
-    (message,) = [r.getMessage() for r in caplog.records if r.levelname == "WARNING" and r.name == "fl_lightning"]
-    assert "the disk is gone" in message
-    client = mlflow.MlflowClient(f"sqlite:///{tmp_path}/mlflow.db")
-    (found,) = client.search_runs([client.get_experiment_by_name("fl_lightning").experiment_id])
-    assert [step for step, _ in steps(client, found.info.run_id, "comm/total_bytes")] == [1, 2, 3, 4, 5]
-
-    # continued when the store is well again, it is given what it lacks
-    monkeypatch.setattr(tracking, "log_rounds", original)
-    run(on_points(FedAvg()), Points(), tmp_path, max_rounds=12, logger=True, ckpt_path=str(trainer.run_dir))
-    assert [step for step, _ in steps(client, found.info.run_id, "comm/total_bytes")] == list(range(1, 13))
 
 
 def test_rounds_gather_in_few_transactions_as_lightning_would_log_them(

@@ -1,31 +1,55 @@
-"""A writer keeps the order, gathers rows, loses nothing, and is left alone once it fails. No clock is read: gates open and close."""
+"""A writer keeps the order, gathers rows, loses nothing, and tries again what failed. Clocks are set by hand; gates open and close."""
 
 from __future__ import annotations
 
+import os
+import signal
+import subprocess
+import sys
 import threading
+import time
 from itertools import chain
 
 import pytest
 
 from fl_lightning import writer as module
-from fl_lightning.writer import Writer
+from fl_lightning.writer import AwakeTimer, Writer
+
+
+@pytest.fixture(autouse=True)
+def short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "FIRST_RETRY", 0.01)
+    monkeypatch.setattr(module, "LAST_RETRY", 0.02)
+    monkeypatch.setattr(module, "RETRY_AT_END", 0.01)
+
+
+def wait_for(condition) -> None:
+    deadline = time.monotonic() + 20
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.002)
 
 
 class Recorder:
     """What is written, in the calls it came in; ``gate`` holds the first write back."""
 
-    def __init__(self, *, most: int = 100, pause: float = 0.0, fails_at: int | None = None, limit: float = 20.0) -> None:
+    def __init__(self, *, most: int = 100, pause: float = 0.0, limit: float = 20.0) -> None:
         self.calls: list[list[int | str]] = []
         self.errors: list[str] = []
         self.gate = threading.Event()
-        self.fails_at = fails_at
+        self.fails: set[int] = set()  # rows that are refused
         self.writer: Writer[int] = Writer(
-            self.write, lambda error: self.errors.append(str(error)), limit=limit, most=most, pause=pause
+            self.write,
+            lambda error: self.errors.append(str(error)),
+            lambda: self.errors.append("works again"),
+            limit=limit,
+            most=most,
+            pause=pause,
         )
 
     def write(self, rows) -> None:
         assert self.gate.wait(20)
-        if self.fails_at in rows:
+        if self.fails & {*rows}:
             raise OSError("disk quota exceeded")
         self.calls.append(list(rows))
 
@@ -74,31 +98,155 @@ def test_who_waits_ends_the_pause():
     assert it.calls[-1] == [20]
 
 
-def test_the_first_failure_is_the_last():
-    it = Recorder(most=1, fails_at=2)
+def test_what_failed_is_tried_again_in_its_order():
+    it = Recorder(most=1)
     it.gate.set()
+    it.fails = {2}
     it.writer.start()
     for row in range(6):
         it.writer.put(row)
-    it.mark("figure")
-    it.writer.flush()
+    it.mark("end")
+    assert not it.writer.flush()
+    assert (it.calls, it.errors, it.writer.waiting) == ([[0], [1]], ["disk quota exceeded"], 4)
+    it.fails = set()
     it.writer.put(6)
-    it.writer.close()
-    assert (it.calls, it.errors) == ([[0], [1]], ["disk quota exceeded"])
-    assert it.writer.over
+    assert it.writer.close()
+    assert it.calls == [[0], [1], [2], [3], [4], [5], ["end"], [6]]
+    assert it.errors == ["disk quota exceeded", "works again"]
+    assert it.writer.waiting == 0
 
 
-def test_one_that_hangs_is_left_behind():
+def test_the_opening_is_tried_again_too():
+    it, tries = Recorder(), []
+
+    def open_store():
+        tries.append(1)
+        if len(tries) < 4:
+            raise ConnectionError("refused")
+
+    it.gate.set()
+    it.writer.start((open_store, 1.0))
+    it.writer.put(1)
+    wait_for(lambda: it.calls == [[1]])
+    assert it.errors == ["refused", "works again"]
+
+
+def test_an_optional_call_holds_up_nothing_and_gets_another_chance():
+    it, missing = Recorder(), [True]
+
+    def copy():
+        if missing:
+            raise FileNotFoundError("gone")
+        it.calls.append(["copied"])
+
+    it.gate.set()
+    it.writer.start()
+    it.writer.call(copy, optional=True)
+    it.writer.put(1)
+    assert it.writer.flush()
+    assert (it.calls, it.errors, it.writer.put_aside) == ([[1]], [], 1)
+    missing.clear()
+    assert it.writer.close()
+    assert (it.calls, it.writer.put_aside) == ([[1], ["copied"]], 0)
+
+
+def test_who_waits_for_a_dead_store_waits_for_one_more_try(monkeypatch: pytest.MonkeyPatch):
+    """Not for the pause between the tries, and not for all that was given to be tried one by one."""
+    monkeypatch.setattr(module, "FIRST_RETRY", 1000.0)
+    monkeypatch.setattr(module, "LAST_RETRY", 1000.0)
+    monkeypatch.setattr(module, "RETRY_AT_END", 0.4)
+    tries: list[int] = []
+
+    def write(rows) -> None:
+        tries.append(len(rows))
+        raise OSError("dead")
+
+    errors: list[BaseException] = []
+    writer: Writer[int] = Writer(write, errors.append, limit=20.0, most=1)
+    writer.start()
+    for row in range(50):
+        writer.put(row)
+    wait_for(lambda: len(tries) == 1)
+    assert not writer.flush()
+    assert len(tries) == 2
+    assert not writer.close()
+    assert len(tries) <= 4
+    assert len(errors) == 1
+    assert writer.waiting == 50
+    writer.put(50)
+    assert len(tries) <= 4, "after the end nothing is tried any more"
+
+
+def test_a_slow_call_is_named_and_loses_nothing():
     it = Recorder(limit=0.2)
     it.writer.start()
     it.writer.put(0)
-    it.writer.flush()
+    assert not it.writer.flush()
+    it.writer.put(1)  # the owner goes on
     assert it.errors == ["no answer in 0.2 s"]
-    it.gate.set()  # it answers after all: too late for what comes next
+    it.gate.set()  # it answers after all
+    assert it.writer.close()
+    assert list(chain(*it.calls)) == [0, 1]
+    assert it.errors == ["no answer in 0.2 s", "works again"]
+
+
+def test_one_that_never_answers_keeps_nobody():
+    it = Recorder(limit=0.2)
+    it.writer.start()
+    it.writer.put(0)
     it.writer.put(1)
-    it.writer.close()
-    assert [1] not in it.calls
-    assert len(it.errors) == 1
+    assert not it.writer.close()
+    it.writer.put(2)
+    assert not it.writer.close() or it.calls == []
+    assert it.errors == ["no answer in 0.2 s"]
+    it.gate.set()
+
+
+def test_a_pause_of_the_process_is_not_the_stores(monkeypatch: pytest.MonkeyPatch):
+    now = [0.0]
+    monkeypatch.setattr(module, "monotonic", lambda: now[0])
+    timer = AwakeTimer(step=1.0)
+    for _ in range(5):
+        now[0] += 0.5
+        timer.seconds()
+    now[0] += 3600
+    assert timer.seconds() == 3.5
+    it = Recorder(limit=30.0)
+    it.writer.start()
+    for row in range(4):
+        it.writer.put(row)
+        wait_for(lambda: it.writer._at_work)
+        now[0] += 65  # Ctrl-Z while the first call is at work
+    assert it.errors == []
+    for row in range(4, 12):  # it really is slow: the owner sees time pass
+        it.writer.put(row)
+        now[0] += 4
+    assert it.errors == ["no answer in 30 s"]
+    it.gate.set()
+    wait_for(lambda: it.writer.waiting == 0)
+    assert it.writer.close()
+    assert list(chain(*it.calls)) == list(range(12))
+
+
+STOPPED = """
+import sys, time
+from fl_lightning.writer import Writer
+writer = Writer(lambda rows: time.sleep(1.5), lambda error: print("failed", error), limit=1.8)
+writer.start()
+writer.put(1)
+print("at work", flush=True)
+print(writer.close(), writer.waiting, flush=True)
+"""
+
+
+def test_a_process_that_is_stopped_while_a_call_is_at_work():
+    process = subprocess.Popen([sys.executable, "-c", STOPPED], stdout=subprocess.PIPE, text=True)
+    assert process.stdout
+    assert process.stdout.readline() == "at work\n"
+    os.kill(process.pid, signal.SIGSTOP)
+    time.sleep(2.5)
+    os.kill(process.pid, signal.SIGCONT)
+    assert process.communicate(timeout=60)[0] == "True 0\n"
 
 
 def test_an_owner_who_is_far_ahead_waits(monkeypatch: pytest.MonkeyPatch):

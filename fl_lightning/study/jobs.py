@@ -19,6 +19,7 @@ from pathlib import Path
 
 from fl_lightning.errors import InputError
 from fl_lightning.interrupts import Interrupts
+from fl_lightning.redaction import redact_arguments
 
 PROGRAM = (sys.executable, "-m", "fl_lightning.study.worker")
 TAIL = 5  # lines of a log that are shown when its job failed
@@ -144,7 +145,7 @@ class Pool:
     def _start(self, job: Job, slot: int) -> Running:
         job.log.parent.mkdir(parents=True, exist_ok=True)
         with job.log.open("ab") as log:
-            log.write(f"$ python -m fl_lightning {shlex.join(job.args)}\n".encode())
+            log.write(f"$ python -m fl_lightning {shlex.join(redact_arguments(job.args))}\n".encode())
             log.flush()
             process = subprocess.Popen(
                 [*self.program, *job.args], stdin=subprocess.PIPE, stdout=log, stderr=subprocess.STDOUT,

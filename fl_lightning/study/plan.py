@@ -29,6 +29,7 @@ from typing import Any
 
 import yaml
 
+from fl_lightning.redaction import redact_settings
 from fl_lightning.robustness import PROBES
 from fl_lightning.study.checks import Checks, read_mapping
 from fl_lightning.study.columns import CLOCKS, KNOWN
@@ -178,7 +179,7 @@ class Study:
             "claimed": self.claimed,
         }
         given = {key: value for key, value in document.items() if value not in (None, [], {})}
-        return yaml.safe_dump(given, sort_keys=False, allow_unicode=True, width=130)
+        return yaml.safe_dump(redact_settings(given), sort_keys=False, allow_unicode=True, width=130)
 
 
 def as_arguments(configs: Sequence[Path], settings: Mapping[str, Any], seed: int) -> list[str]:

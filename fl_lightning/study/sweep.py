@@ -9,6 +9,7 @@ from pathlib import Path
 
 from fl_lightning.disk import replace
 from fl_lightning.mlflow_store import store
+from fl_lightning.redaction import redact
 from fl_lightning.study import page
 from fl_lightning.study.board import Board, Record
 from fl_lightning.study.display import ACCURACY, Display, clock
@@ -114,7 +115,7 @@ class Sweep:
                 self.show_problems()
             sys.exit(1)
         if self.parent:
-            self.display.line(f"curves         mlflow ui --backend-store-uri {store()}")
+            self.display.line(f"curves         mlflow ui --backend-store-uri {redact(store())}")
             self.display.line(f"               {page.link(self.parent.experiment_id)}")
         self.display.line(f"what holds     python -m fl_lightning compare --study {study.name} --out reports/{study.name}")
 
