@@ -15,9 +15,13 @@ from fl_lightning.errors import InputError
 FREE_KEYS = ("trainer.devices", "trainer.strategy", "trainer.num_nodes", "trainer.rank_timeout", "trainer.engine", "trainer.workers",
              "trainer.accelerator", "trainer.logger",
              "trainer.default_root_dir", "trainer.experiment", "trainer.run_name", "trainer.checkpoint_every",
-             "trainer.keep_checkpoints", "trainer.allow_changed", "trainer.auto_resume", "trainer.tags", "data.root", "data.init_args.root",
+             "trainer.keep_checkpoints", "trainer.allow_changed", "trainer.auto_resume", "trainer.tags", "trainer.fast_dev_run", "data.root", "data.init_args.root",
              "data.download", "data.init_args.download", "ckpt_path", "config")  # fmt: skip
 """Settings that may differ on resume: they do not change what is computed."""
+
+NEUTRAL = {"trainer.gradient_clip_val": None, "trainer.gradient_clip_algorithm": "norm", "model.init_args.scheduler": None,
+           "model.init_args.module": None}  # fmt: skip
+"""Settings that came later: a run whose configuration does not have them is the same run as one with these values."""
 
 
 def config_of(run: Path) -> dict[str, Any]:
@@ -53,21 +57,33 @@ def is_under(key: str, names: Sequence[str]) -> bool:
     return any(key == name or key.startswith(f"{name}.") for name in names)
 
 
+def counting(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings that can change a result; those that came later only where they say something else than before."""
+    return {
+        key: value
+        for key, value in settings.items()
+        if not is_free(key) and not (key in NEUTRAL and value == NEUTRAL[key])
+    }
+
+
 def settings_hash(settings: Mapping[str, Any]) -> str:
     """SHA-256 of the settings that count: equal if and only if :func:`changed_settings` finds nothing.
 
     Args:
         settings: with dotted keys, as :func:`config_of` and :func:`flatten` give them.
     """
-    counting = {key: value for key, value in settings.items() if not is_free(key)}
-    return sha256(json.dumps(counting, sort_keys=True).encode()).hexdigest()
+    return sha256(json.dumps(counting(settings), sort_keys=True).encode()).hexdigest()
 
 
 def changed_settings(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:
     """``key: before -> after`` for each setting that differs and can change a result."""
-    keys = [key for key in {**before, **after} if not is_free(key)]
+    before, after = counting(before), counting(after)
 
     def shown(settings: Mapping[str, Any], key: str) -> str:
         return json.dumps(settings[key]) if key in settings else "not set"  # as text: NaN equals itself
 
-    return [f"{key}: {shown(before, key)} -> {shown(after, key)}" for key in keys if shown(before, key) != shown(after, key)]
+    return [
+        f"{key}: {shown(before, key)} -> {shown(after, key)}"
+        for key in {**before, **after}
+        if shown(before, key) != shown(after, key)
+    ]

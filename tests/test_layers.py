@@ -12,7 +12,7 @@ LAYERS = [
     {"cli", "__main__", "commands", "cli_errors", "cli_types", "cli_input"},
     {"study", "conformance"},
     {"trainer"},
-    {"journal", "metadata", "progress", "resume", "snapshot", "tracking", "tracked_runs", "interrupts", "probing"},
+    {"journal", "metadata", "progress", "resume", "snapshot", "tracking", "tracked_runs", "interrupts", "probing", "trial"},
     {"run_directory", "follower", "tables", "checkpoint", "disk", "settings", "redaction", "mlflow_store", "writer"},
     {"loop"},
     {"evaluation", "robustness"},
