@@ -1,0 +1,64 @@
+"""SCAFFOLD (Karimireddy et al., ICML 2020, Algorithm 1 with option II), as a user of the library would write it."""
+
+from functools import partial
+
+import torch
+from torch.optim import SGD
+
+from fl_lightning.methods import Method
+from fl_lightning.wire import Layout, Payload
+
+
+class Scaffold(Method):
+    """Local steps along g - c_i + c, so that clients do not drift; for local optimisers without momentum.
+
+    python -m fl_lightning fit --config configs/fedavg.yaml --model scaffold.Scaffold --model.optimizer.momentum 0
+    """
+
+    uniform_clients = True
+    control_variates = True
+    scales_with_federation = True
+
+    def __init__(self, **settings):
+        super().__init__(**{**settings, "optimizer": settings.get("optimizer") or partial(SGD, lr=0.05)})
+
+    def build(self, data):
+        super().build(data)
+        if any(group.get("momentum") for group in self.configure_optimizers().param_groups):
+            raise ValueError("--model Scaffold with momentum; (x - y) / (K lr) is then no mean gradient; write --model.optimizer.momentum 0")
+        names = {name for name, parameter in self.network.named_parameters() if parameter.requires_grad}
+        self.trained = Layout.of(self.network, include=names.__contains__)
+        self.num_clients = data.num_clients
+        self.server["c"] = torch.zeros(self.trained.size)
+        self.register_buffer("correction", torch.zeros(self.trained.size))
+
+    def broadcast(self, client):
+        return Payload({"weights": self.server["weights"], "c": self.server["c"]})
+
+    def receive(self, message, client):
+        super().receive(message, client)
+        self.c, self.start = message.tensor("c"), self.trained.read(self.network)
+        self.c_i = client.state.get("c_i", torch.zeros_like(self.c))
+        self.correction = (self.c - self.c_i).to(self.device)
+
+    def training_step(self, batch, batch_idx=0):
+        outputs = super().training_step(batch, batch_idx)
+        parameters = dict(self.network.named_parameters())
+        pull = sum((parameters[name] * part).sum() for name, part in self.trained.unpack(self.correction).items())
+        return {**outputs, "loss": outputs["loss"] + pull}
+
+    def upload(self, client):
+        new = self.c_i - self.c + (self.start - self.trained.read(self.network)) / (self.local_steps * self.local_lr)
+        if new.isfinite().all():
+            client.state["c_i"] = new
+        return Payload({**super().upload(client), "change": new - self.c_i})
+
+    def aggregate(self, uploads):
+        weights = [upload.tensor("weights") for upload in uploads.values()]
+        self.server["weights"] = self.average(weights, [1 / len(weights)] * len(weights), self.server["weights"])
+        changes = torch.stack([upload.tensor("change") for upload in uploads.values()])
+        self.server["c"] = self.server["c"] + changes.sum(0) / self.num_clients
+
+    def check(self, upload, client):
+        super().check(upload, client)
+        self.trained.check(upload.tensor("change"))
