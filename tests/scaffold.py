@@ -15,6 +15,7 @@ class Scaffold(Method):
     python -m fl_lightning fit --config configs/fedavg.yaml --model scaffold.Scaffold --model.optimizer.momentum 0
     """
 
+    stackable = True
     uniform_clients = True
     control_variates = True
     scales_with_federation = True
@@ -25,19 +26,20 @@ class Scaffold(Method):
     def build(self, data):
         super().build(data)
         if any(group.get("momentum") for group in self.configure_optimizers().param_groups):
-            raise ValueError("--model Scaffold with momentum; (x - y) / (K lr) is then no mean gradient; write --model.optimizer.momentum 0")
+            raise ValueError("--model Scaffold; (x - y) / (K lr) is no mean gradient with momentum; write --model.optimizer.momentum 0")
         names = {name for name, parameter in self.network.named_parameters() if parameter.requires_grad}
         self.trained = Layout.of(self.network, include=names.__contains__)
         self.num_clients = data.num_clients
         self.server["c"] = torch.zeros(self.trained.size)
-        self.register_buffer("correction", torch.zeros(self.trained.size))
+        for name in ("start", "c", "c_i", "correction"):
+            self.register_buffer(name, self.server["c"], persistent=False)
 
     def broadcast(self, client):
         return Payload({"weights": self.server["weights"], "c": self.server["c"]})
 
     def receive(self, message, client):
         super().receive(message, client)
-        self.c, self.start = message.tensor("c"), self.trained.read(self.network)
+        self.start, self.c = self.trained.read(self.network), message.tensor("c")
         self.c_i = client.state.get("c_i", torch.zeros_like(self.c))
         self.correction = (self.c - self.c_i).to(self.device)
 
@@ -53,12 +55,12 @@ class Scaffold(Method):
             client.state["c_i"] = new
         return Payload({**super().upload(client), "change": new - self.c_i})
 
+    def check(self, upload, client):
+        super().check(upload, client)
+        self.trained.check(upload.tensor("change"))
+
     def aggregate(self, uploads):
         weights = [upload.tensor("weights") for upload in uploads.values()]
         self.server["weights"] = self.average(weights, [1 / len(weights)] * len(weights), self.server["weights"])
         changes = torch.stack([upload.tensor("change") for upload in uploads.values()])
         self.server["c"] = self.server["c"] + changes.sum(0) / self.num_clients
-
-    def check(self, upload, client):
-        super().check(upload, client)
-        self.trained.check(upload.tensor("change"))
