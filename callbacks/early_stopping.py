@@ -67,7 +67,8 @@ class EarlyStopping(Meter):
         if self._waited < self.patience:
             return ""
         best = "never finite" if self._best is None else f"best {self._best:.4g} in round {self._best_round}"
-        return f"{self.monitor} did not improve in {self._waited} evaluated rounds, {best}"
+        rounds = f"{self._waited} evaluated round{'s'[: self._waited > 1]}"
+        return f"{self.monitor} did not improve in {rounds}, {best}"
 
     def state_dict(self) -> dict[str, Any]:
         return {"best": self._best, "best_round": self._best_round, "waited": self._waited}

@@ -181,7 +181,14 @@ class Journal:
         rejected = int(sum(row["clients/rejected"] for row in self.progress.history))
         self.metadata.pop("stopped_early", None)
         early = {"stopped_early": stopped_early} if stopped_early else {}
-        end = {"status": "finished", "finished": now(), "weights_sha256": weights, "rejected_uploads": rejected, **early, **summary}
+        end = {
+            "status": "finished",
+            "finished": now(),
+            "weights_sha256": weights,
+            "rejected_uploads": rejected,
+            **early,
+            **summary,
+        }
         self.tracker.log_text("metadata.json", to_json(self.metadata | end))
         for name in ("metrics.csv", "ledger.csv", "partition.json"):
             self.tracker.log_artifact(self.run.path / name)

@@ -15,7 +15,8 @@ from fl_lightning.errors import InputError
 FREE_KEYS = ("trainer.devices", "trainer.strategy", "trainer.num_nodes", "trainer.rank_timeout", "trainer.engine", "trainer.workers",
              "trainer.accelerator", "trainer.logger",
              "trainer.default_root_dir", "trainer.experiment", "trainer.run_name", "trainer.checkpoint_every",
-             "trainer.keep_checkpoints", "trainer.allow_changed", "trainer.auto_resume", "trainer.tags", "trainer.fast_dev_run", "data.root", "data.init_args.root",
+             "trainer.keep_checkpoints", "trainer.allow_changed", "trainer.auto_resume", "trainer.tags",
+             "trainer.fast_dev_run", "data.root", "data.init_args.root",
              "data.download", "data.init_args.download", "ckpt_path", "config")  # fmt: skip
 """Settings that may differ on resume: they do not change what is computed."""
 
@@ -59,11 +60,7 @@ def is_under(key: str, names: Sequence[str]) -> bool:
 
 def counting(settings: Mapping[str, Any]) -> dict[str, Any]:
     """The settings that can change a result; those that came later only where they say something else than before."""
-    return {
-        key: value
-        for key, value in settings.items()
-        if not is_free(key) and not (key in NEUTRAL and value == NEUTRAL[key])
-    }
+    return {key: value for key, value in settings.items() if not is_free(key) and not (key in NEUTRAL and value == NEUTRAL[key])}
 
 
 def settings_hash(settings: Mapping[str, Any]) -> str:

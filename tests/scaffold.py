@@ -26,7 +26,9 @@ class Scaffold(Method):
     def build(self, data):
         super().build(data)
         if any(group.get("momentum") for group in self.configure_optimizers().param_groups):
-            raise ValueError("--model Scaffold; (x - y) / (K lr) is no mean gradient with momentum; write --model.optimizer.momentum 0")
+            raise ValueError(
+                "--model Scaffold; (x - y) / (K lr) is no mean gradient with momentum; write --model.optimizer.momentum 0"
+            )
         names = {name for name, parameter in self.network.named_parameters() if parameter.requires_grad}
         self.trained = Layout.of(self.network, include=names.__contains__)
         self.num_clients = data.num_clients

@@ -134,7 +134,14 @@ def test_what_counts_as_an_improvement(settings, values, stops_after):
 
 @pytest.mark.parametrize(
     "settings",
-    [{"monitor": "test/accuracy"}, {"monitor": "val/acc"}, {"patience": 0}, {"mode": "up"}, {"min_delta": -0.1}, {"min_delta": float("nan")}],
+    [
+        {"monitor": "test/accuracy"},
+        {"monitor": "val/acc"},
+        {"patience": 0},
+        {"mode": "up"},
+        {"min_delta": -0.1},
+        {"min_delta": float("nan")},
+    ],
 )
 def test_settings_are_checked(settings):
     with pytest.raises(ValueError, match=r"EarlyStopping\(.*; .*; .*write"):
@@ -197,8 +204,22 @@ def test_trying_out_runs_everything_and_leaves_nothing(given, rounds, tmp_path, 
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     seen = []
     monkeypatch.setattr(EarlyStopping, "on_round_end", lambda self, record, context: seen.append(record.metrics))
-    stopping = ["--trainer.callbacks+=EarlyStopping", "--trainer.callbacks+=StragglerDropout", "--trainer.callbacks.probability", "1"]
-    flags = [*SMALL[:-2], *stopping, "--trainer.participation", "1", "--trainer.max_rounds", "50", "--trainer.fast_dev_run", given]
+    stopping = [
+        "--trainer.callbacks+=EarlyStopping",
+        "--trainer.callbacks+=StragglerDropout",
+        "--trainer.callbacks.probability",
+        "1",
+    ]
+    flags = [
+        *SMALL[:-2],
+        *stopping,
+        "--trainer.participation",
+        "1",
+        "--trainer.max_rounds",
+        "50",
+        "--trainer.fast_dev_run",
+        given,
+    ]
     assert main(flags) == 0
     assert "everything ran" in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []

@@ -13,11 +13,11 @@ from lightning.fabric import Fabric
 from lightning.fabric.plugins.precision import MixedPrecision
 from scaffold import Scaffold
 from ten import SMALL, fit, make, same
-from toy import CENTRES, Points, Quadratic, point_network, run, sgd
 from torch import nn
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 from torch.optim import SGD
 from torch.optim import lr_scheduler as schedules
+from toy import CENTRES, Points, Quadratic, point_network, run, sgd
 
 from callbacks import StragglerDropout
 from fl_lightning.__main__ import main
@@ -54,7 +54,6 @@ def by_hand(start, rounds, lr, clip=lambda parameters: None, counts=(3, 1), step
             ended.append(w.detach())
         x = sum(n / sum(counts) * w for n, w in zip(counts, ended, strict=True))
     return x
-
 
 
 @pytest.mark.parametrize("engine", ["sequential", "batched"])
@@ -173,7 +172,9 @@ def test_control_variates_are_the_same_in_every_engine(changes, tmp_path, caplog
 
 
 def test_the_local_work_is_known_in_upload_and_nowhere_else(tmp_path):
-    method = on_points(optimizer=lambda parameters: SGD([{"params": list(parameters), "lr": 0.1}, {"params": [], "lr": 0.2}], lr=0.1))
+    method = on_points(
+        optimizer=lambda parameters: SGD([{"params": list(parameters), "lr": 0.1}, {"params": [], "lr": 0.2}], lr=0.1)
+    )
     with pytest.raises(RuntimeError, match="known while upload runs"):
         method.local_steps  # noqa: B018
     seen = []
@@ -226,7 +227,12 @@ def test_runs_from_before_these_settings_are_still_the_same_runs():
     from fl_lightning.settings import changed_settings, settings_hash
 
     before = {"trainer.max_rounds": 3, "model.init_args.network": "small_cnn"}
-    after = {**before, "trainer.gradient_clip_val": None, "trainer.gradient_clip_algorithm": "norm", "model.init_args.scheduler": None}
+    after = {
+        **before,
+        "trainer.gradient_clip_val": None,
+        "trainer.gradient_clip_algorithm": "norm",
+        "model.init_args.scheduler": None,
+    }
     assert changed_settings(before, after) == []
     assert settings_hash(before) == settings_hash(after)
     assert changed_settings(before, {**after, "trainer.gradient_clip_val": 1.0}) == ["trainer.gradient_clip_val: not set -> 1.0"]

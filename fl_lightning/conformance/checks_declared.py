@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from functools import partial
+from typing import Any
 
 from torch.optim.lr_scheduler import ExponentialLR
 
@@ -41,7 +42,7 @@ def control_variates(bench: Bench) -> str:
         raise NotApplicable("it declares no control variates")
     bench.require_known()
     answers, slow = Answers(), Slow(SLOW, WORK)
-    settings = {"max_rounds": ROUNDS, "participation": 2 / 6, "local_epochs": EPOCHS, "batch_size": BATCH}
+    settings: dict[str, Any] = {"max_rounds": ROUNDS, "participation": 2 / 6, "local_epochs": EPOCHS, "batch_size": BATCH}
     run = bench.points(COUNTS, slow, answers, scheduler=partial(ExponentialLR, gamma=DECAY), **settings)
     planned = {k: EPOCHS * n // BATCH for k, n in enumerate(COUNTS)}
     made = {k: math.ceil(steps * (WORK if k in SLOW else 1)) for k, steps in planned.items()}

@@ -48,7 +48,9 @@ def weights_by_examples(bench: Bench) -> str:
         raise NotApplicable("it declares that its step scales with the federation: 3 clients are not one of 3 examples")
     three = bench.points((1, 1, 1, 1, 1, 1), Only(0, 1, 2, 3), labels=(0, 0, 0, 1, 4, 5))
     if _difference(one.answers(), three.answers()) > bench.subject.noise >= _difference(one.answers(), _of_one_example(bench)):
-        alike = "clients count alike, whatever their examples: weigh them by n_k, or declare uniform_clients = True if that is meant"
+        alike = (
+            "clients count alike, whatever their examples: weigh them by n_k, or declare uniform_clients = True if that is meant"
+        )
         _require_same(bench, one.answers(), three.answers(), alike)
     _require_same(bench, one.answers(), three.answers())
     return ""

@@ -102,7 +102,10 @@ def _slips() -> Iterator[tuple[str, Callable[..., list[Tensor]]]]:
         "c moves by the mean change of the clients that returned: it is |S|/N of that, the sum divided by N",
         partial(path, divisor=lambda N, S: S),
     )
-    yield "c_i is not there in the client's next round: keep it in client.state and read it in receive", partial(path, keeps=False)
+    yield (
+        "c_i is not there in the client's next round: keep it in client.state and read it in receive",
+        partial(path, keeps=False),
+    )
     factors: list[tuple[str, Factor]] = [
         ("(x - y_i) / eta_l: divide by K too, which is local_steps", lambda r, k: r.made[k]),
         ("(x - y_i) / K: divide by eta_l too, which is local_lr", lambda r, k: r.lr),

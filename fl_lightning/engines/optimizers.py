@@ -21,7 +21,10 @@ LARGE = 100_000  # weights; below, on a CPU, nothing is gained, and the unfused 
 
 
 def local_optimizer(method: Method) -> Optimizer:
-    """The method's, at the learning rate of this round; for a large network, or on a GPU, fused, where the class can and the user has not said otherwise."""
+    """The method's, at the learning rate of this round.
+
+    For a large network, or on a GPU, it is fused, where the class can and the user has not said otherwise.
+    """
     optimizer = round_optimizer(method)
     stepped = [p for group in optimizer.param_groups for p in group["params"]]
     worth_it = sum(p.numel() for p in stepped) >= LARGE or any(p.device.type == "cuda" for p in stepped)

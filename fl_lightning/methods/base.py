@@ -116,7 +116,7 @@ class Method(LightningModule):
         if self.module is None:
             self.network = build_network(self.network_spec, data.num_classes, data.example_shape)
         else:
-            self.network = adopt(self.module, data)
+            self.network = adopt(self, self.module, data)
         self.layout = Layout.of(self.network)
         self.server = {"weights": self.layout.read(self.network)}
 

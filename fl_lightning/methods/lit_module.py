@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from copy import deepcopy
 from inspect import signature
@@ -18,6 +19,8 @@ from fl_lightning.errors import InputError
 
 if TYPE_CHECKING:
     from fl_lightning.methods.base import Method
+
+log = logging.getLogger("fl_lightning")
 
 
 def check_module(method: Method, module: LightningModule) -> None:
@@ -47,8 +50,8 @@ def check_module(method: Method, module: LightningModule) -> None:
         )
 
 
-def adopt(module: LightningModule, data: FederatedData) -> LightningModule:
-    """Make the module fit to be a network: its logits and one training step of a copy of it are tried out.
+def adopt(method: Method, module: LightningModule, data: FederatedData) -> LightningModule:
+    """Make the module fit to be the method's network: its logits and one training step of a copy of it are tried out.
 
     Raises:
         ValueError: its ``forward`` gives no logits, its ``training_step`` no loss, or it uses ``self.trainer``.
@@ -67,6 +70,11 @@ def adopt(module: LightningModule, data: FederatedData) -> LightningModule:
     client = data.client(int(data.active[0]))
     batch = next(iter(data.train_batches(client, round=1, epochs=1, steps=1)))
     module_loss(deepcopy(module).train(), tree_map(lambda tensor: tensor.cpu(), batch), 0)
+    if method.optimizer_spec is not None:
+        used, unused = f"{name}.configure_optimizers", "--model.optimizer"
+        if not method.module_optimizes:
+            used, unused = unused, used
+        log.info("the local optimiser is that of %s; %s is not used", used, unused)
     return module
 
 

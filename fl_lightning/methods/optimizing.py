@@ -22,7 +22,9 @@ from fl_lightning.errors import InputError
 if TYPE_CHECKING:
     from fl_lightning.methods.base import Method
 
-MOST_KEPT = 64  # values of groups, by round and what they began with; there is more than one where clients have different optimisers
+MOST_KEPT = (
+    64  # values of groups, by round and what they began with; there is more than one where clients have different optimisers
+)
 
 
 def round_optimizer(method: Method) -> Optimizer:
