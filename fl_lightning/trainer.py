@@ -190,6 +190,7 @@ class FederatedTrainer:
             fed = self._prepare()
             self.progress = Progress(settings, data.partition_hash, every=self.checkpoint_every, keep=self.keep_checkpoints)
             self.progress.restore(fed, start, self.allow_changed)
+            method.round = self.progress.done.round
             self.journal = Journal(start, self.progress, config, self.root, self.experiment, self._name, logger=self.logger)
             if self.journal.is_finished(self.max_rounds, self._stop_reason):
                 return self.progress.summary

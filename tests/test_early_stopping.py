@@ -99,6 +99,7 @@ def test_what_was_seen_survives_a_resume(interrupted, tmp_path):
     assert rounds_of(folder) == interrupted
     rest, _ = fit(tmp_path, *values, ckpt_path=str(folder))
     assert torch.equal(whole.server["weights"], rest.server["weights"])
+    assert rest.round == 4  # figures of the end name it
     assert (rounds_of(folder), metadata_of(folder)["status"]) == (4, "finished")
     assert "stopped_early" in metadata_of(folder)
 

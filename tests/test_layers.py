@@ -11,8 +11,8 @@ ROOT = Path(__file__).parent.parent
 LAYERS = [
     {"cli", "__main__", "commands", "cli_errors", "cli_types", "cli_input"},
     {"study", "conformance"},
-    {"trainer"},
-    {"journal", "metadata", "progress", "resume", "snapshot", "tracking", "tracked_runs", "interrupts", "probing", "trial"},
+    {"trainer", "trial"},
+    {"journal", "metadata", "progress", "resume", "snapshot", "tracking", "tracked_runs", "interrupts", "probing"},
     {"run_directory", "follower", "tables", "checkpoint", "disk", "settings", "redaction", "mlflow_store", "writer"},
     {"loop"},
     {"evaluation", "robustness"},
