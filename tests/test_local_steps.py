@@ -89,6 +89,18 @@ def test_every_client_is_clipped_by_itself_in_every_engine(name, algorithm, tmp_
     assert off.double().mean() < 2e-3
 
 
+@pytest.mark.parametrize("still", ["clipped", "scheduled"])
+def test_the_servers_student_steps_as_clients_do(still, tmp_path):
+    """FedKD's: clipped to nothing, or at a learning rate of nothing, it stays where it began."""
+    nothing = partial(schedules.LambdaLR, lr_lambda=lambda epoch: 0.0)
+    method = make("FedKD", scheduler=nothing if still == "scheduled" else None)
+    fit(method, tmp_path, gradient_clip_val=1e-12 if still == "clipped" else None)
+    weights = {name for name, _ in method.network.named_parameters()}
+    began, ended = (method.layout.unpack(vector) for vector in (method.initial, method.server["weights"]))
+    for name in weights:
+        torch.testing.assert_close(ended[name], began[name], rtol=0, atol=1e-8)
+
+
 def test_what_is_not_reached_or_not_set_changes_no_bit(tmp_path):
     plain, _ = fit(make("FedMPQ"), tmp_path)
     assert same(plain, fit(make("FedMPQ"), tmp_path, gradient_clip_val=None)[0])

@@ -16,7 +16,7 @@ from toy import ready, run, sgd
 
 from fl_lightning import methods, rng
 from fl_lightning.__main__ import main
-from fl_lightning.methods import FedAvg, FedMPQ
+from fl_lightning.methods import FedAvg, FedMPQ, Method
 
 PLAIN = """
 import torch
@@ -232,6 +232,18 @@ def test_what_cannot_work_is_said_before_anything_is_made(make, says, tmp_path):
         run(make(), ready(), tmp_path / "runs", max_rounds=1)
     assert str(caught.value).count(";") >= 2
     assert not (tmp_path / "runs").exists()
+
+
+class OwnStep(Method):
+    def training_step(self, batch, batch_idx=0):
+        inputs, target = batch
+        loss = self.task_loss(self.network(inputs), target)
+        return {"loss": loss, "loss_task": loss}
+
+
+def test_a_method_that_never_asks_it_does_not_ignore_it_in_silence(tmp_path):
+    with pytest.raises(TypeError, match="OwnStep, whose training_step never asks Lit for a loss"):
+        run(OwnStep(module=Lit()), ready(), tmp_path, max_rounds=1, workers=1)
 
 
 @pytest.mark.parametrize("flags", [["--model.network", "small_cnn"], ["--model.network=resnet20"]])

@@ -10,6 +10,7 @@ from torch.optim import Optimizer
 
 from fl_lightning.client import Client
 from fl_lightning.methods import Method
+from fl_lightning.methods.lit_module import require_asked
 from fl_lightning.methods.local_work import LocalWork
 from fl_lightning.models.tensors import tensors_of
 from fl_lightning.wire import Layout, Payload, encode_rows
@@ -18,6 +19,8 @@ from fl_lightning.wire import Layout, Payload, encode_rows
 @torch.no_grad()
 def upload_of(method: Method, client: Client, steps: int, optimizer: Optimizer) -> Payload:
     """What the client sends after ``steps`` local steps of ``optimizer``, which ``upload`` may ask for."""
+    if steps:
+        require_asked(method)
     method.local_work = LocalWork.of(steps, optimizer)
     try:
         return method.upload(client)

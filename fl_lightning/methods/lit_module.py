@@ -69,6 +69,7 @@ def adopt(method: Method, module: LightningModule, data: FederatedData) -> Light
         )
     client = data.client(int(data.active[0]))
     batch = next(iter(data.train_batches(client, round=1, epochs=1, steps=1)))
+    module.gave_loss = False  # type: ignore[assignment]
     module_loss(deepcopy(module).train(), tree_map(lambda tensor: tensor.cpu(), batch), 0)
     if method.optimizer_spec is not None:
         used, unused = f"{name}.configure_optimizers", "--model.optimizer"
@@ -87,6 +88,7 @@ def module_loss(module: Any, batch: Any, batch_idx: int, weights: Mapping[str, T
     Raises:
         ValueError: there is none.
     """
+    module.gave_loss = True
     if module._trainer is None:  # a copy has lost it
         module.trainer = NoTrainer(type(module).__name__)
     if weights is None:
@@ -99,6 +101,20 @@ def module_loss(module: Any, batch: Any, batch_idx: int, weights: Mapping[str, T
             f"{type(module).__name__}.training_step returned {type(loss).__name__} as loss; a local step needs a loss; return one"
         )
     return loss
+
+
+def require_asked(method: Method) -> None:
+    """Refuse a method that has trained without its module's loss.
+
+    Raises:
+        TypeError: its ``training_step`` never asked the module.
+    """
+    if method.module is not None and not getattr(method.module, "gave_loss", False):
+        name, mine = type(method.module).__name__, type(method).__name__
+        raise TypeError(
+            f"--model.module {name} with --model {mine}, whose training_step never asks {name} for a loss; it would be ignored; call "
+            f"super().training_step there, or set {mine}.module_refused to the reason"
+        )
 
 
 class _Stepper(nn.Module):
