@@ -20,11 +20,9 @@ class Scaffold(Method):
     control_variates = True
     scales_with_federation = True
 
-    def __init__(self, **settings):
-        super().__init__(**{**settings, "optimizer": settings.get("optimizer") or partial(SGD, lr=0.05)})
-
     def build(self, data):
         super().build(data)
+        self.optimizer_spec = self.optimizer_spec or partial(SGD, lr=0.05)
         if any(group.get("momentum") for group in self.configure_optimizers().param_groups):
             raise ValueError(
                 "--model Scaffold; (x - y) / (K lr) is no mean gradient with momentum; write --model.optimizer.momentum 0"

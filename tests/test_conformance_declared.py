@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 from scaffold import Scaffold
 from torch.optim import SGD
 
+from fl_lightning.__main__ import main
 from fl_lightning.conformance import CHECKS, run_checks, subject_of
 from fl_lightning.conformance.scaffold import Round, path
 from fl_lightning.conformance.toy import CENTRES
@@ -42,6 +45,26 @@ def test_a_strangers_method_passes(method):
     passed = {o.check for o in outcomes if o.verdict == "passed"}
     assert {"known optimum", "agreement", "partial participation", "weights by examples", "federation size"} <= passed
     assert ("control variates" in passed) == (method is Scaffold)
+
+
+def test_it_trains_from_the_command_line(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    config = str(Path(__file__).parent.parent / "configs" / "fedavg.yaml")
+    command = [
+        "fit",
+        "--config",
+        config,
+        "--model",
+        "scaffold.Scaffold",
+        "--trainer.logger",
+        "false",
+        "--trainer.fast_dev_run",
+        "2",
+    ]
+    assert main([*command, "--model.optimizer.momentum", "0"]) == 0
+    capsys.readouterr()
+    assert main(command) == 2
+    assert "write --model.optimizer.momentum 0" in capsys.readouterr().err
 
 
 class WrongSign(Scaffold):
