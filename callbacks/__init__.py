@@ -6,6 +6,7 @@ from callbacks.byzantine_clients import ByzantineClients
 from callbacks.calibration import Calibration
 from callbacks.client_accuracy_figure import ClientAccuracyFigure
 from callbacks.confusion_matrix import ConfusionMatrix
+from callbacks.early_stopping import EarlyStopping
 from callbacks.feature_map import FeatureMap
 from callbacks.gradient_norms import GradientNorms
 from callbacks.label_noise import LabelNoise
@@ -22,6 +23,7 @@ __all__ = [
     "Calibration",
     "ClientAccuracyFigure",
     "ConfusionMatrix",
+    "EarlyStopping",
     "FeatureMap",
     "GradientNorms",
     "LabelNoise",

@@ -50,7 +50,7 @@ class FeatureMap(Meter):
 
     def on_fit_end(self, summary: dict[str, float], context: Context) -> None:
         if self._applies:
-            draw(context, "feature_map", lambda: self._figure(context, context.max_rounds))
+            draw(context, "feature_map", lambda: self._figure(context, context.method.round))
 
     def _figure(self, context: Context, round: int) -> Figure:
         total = len(context.data.test_target)

@@ -61,7 +61,7 @@ class LossLandscape(Meter):
 
     def on_fit_end(self, summary: dict[str, float], context: Context) -> None:
         if self._applies:
-            draw(context, "loss_landscape", lambda: self._figure(context, context.max_rounds))
+            draw(context, "loss_landscape", lambda: self._figure(context, context.method.round))
 
     def _figure(self, context: Context, round: int) -> Figure:
         steps = np.linspace(-self.span, self.span, self.points)

@@ -116,6 +116,10 @@ class FederatedCLI(LightningCLI):
             if not isinstance(self.config[group], Namespace):
                 shown = f"{group}: {self.config[group]}{given.in_file(group)}"
                 raise InputError(f"{shown}; {group} is a group of settings; leave it out or write --{group}.NAME VALUE")
+        if any(arg.split("=")[0].startswith("--model.network") for arg in self.args) and self.config.get(
+            "model.init_args.module"
+        ):
+            raise InputError("--model.network beside --model.module; the module is the network; leave one of them out")
         for path, action in nulls(self.config, settings_of(parser)):
             raise InputError(null_refused(path, action, given))
         self.config_text = self._resolved_text()

@@ -61,6 +61,11 @@ class Callback(Recorded):
     def on_setup(self, context: Context) -> None:
         """Before the first round, or the first after a resume: the run directory is there."""
 
+    def stop_reason(self) -> str:
+        """Why the run is to end after the rounds that are done; empty: it goes on. It follows from arguments and ``state_dict`` alone,
+        so that a run that is continued comes to the same end."""
+        return ""
+
     def state_dict(self) -> dict[str, Any]:
         """What must survive a resume, as JSON. Nothing, for a callback that is a pure function of its streams."""
         return {}
@@ -117,6 +122,11 @@ class Meter(Callback):
 
     def on_exception(self, error: BaseException, context: Context) -> None:
         """The run ends early. What was done is on disk, if that could be written."""
+
+
+def stop_reason(callbacks: Iterable[object]) -> str:
+    """Why a callback wants the run to end after the rounds that are done; empty when none does."""
+    return "; ".join(filter(None, (callback.stop_reason() for callback in callbacks if isinstance(callback, Callback))))
 
 
 def stress(callbacks: Iterable[object], hook: str, value: T, **details: Any) -> T:

@@ -67,12 +67,15 @@ class Journal:
         if start.run is not None:
             self.run = RunDirectory(start.run)
 
-    def is_finished(self, max_rounds: int) -> bool:
+    def is_finished(self, max_rounds: int, stopped_early: str) -> bool:
         """The run that is to be continued has nothing left to do: say so and leave it alone."""
         done = self.progress.done.round
-        if self.start.run is None or done < max_rounds or self.run.read_json("metadata.json").get("status") != "finished":
+        if self.start.run is None or self.run.read_json("metadata.json").get("status") != "finished":
             return False
-        log.info("%s is finished: %d rounds, nothing to do", self.run.path, done)
+        if done < max_rounds and not stopped_early:
+            return False
+        why = "" if done >= max_rounds else f" (stopped early: {stopped_early})"
+        log.info("%s is finished: %d rounds%s, nothing to do", self.run.path, done, why)
         return True
 
     @property
@@ -190,22 +193,32 @@ class Journal:
         self.run.write(f"figures/{path.name}", text)
         self.tracker.log_artifact(path, "figures")
 
-    def finish(self, summary: Mapping[str, float], weights: str) -> None:
-        """The run is complete; ``weights`` is the hash of its final ones.
+    def finish(self, summary: Mapping[str, float], weights: str, *, stopped_early: str = "", kept: bool = True) -> None:
+        """The run is complete; ``weights`` is the hash of its final ones, ``stopped_early`` why it made fewer rounds than it was to,
+        ``kept`` whether its directory stays.
 
         Every step can be done twice: ``finished`` is written last, and a run killed before that does them again.
         """
         rejected = int(sum(row["clients/rejected"] for row in self.progress.history))
         finished = now()
-        end = {"status": "finished", "finished": finished, "weights_sha256": weights, "rejected_uploads": rejected, **summary}
+        self.metadata.pop("stopped_early", None)
+        end = {
+            "status": "finished",
+            "finished": finished,
+            "weights_sha256": weights,
+            "rejected_uploads": rejected,
+            **({"stopped_early": stopped_early} if stopped_early else {}),
+            **summary,
+        }
         self.tracker.log_text("metadata.json", lambda: to_json(self.metadata | end | self._tracked({})))
         for name in ("metrics.csv", "ledger.csv", "partition.json"):
             self.tracker.log_artifact(self.run.path / name)
         missing = self.tracker.finish("FINISHED", summary, milliseconds(finished))
         self.note(**end, **self._tracked(missing))
-        log.info("%s", self._closing(summary, rejected))
+        if kept:
+            log.info("%s", self._closing(summary, rejected, stopped_early))
 
-    def _closing(self, summary: Mapping[str, float], rejected: int) -> str:
+    def _closing(self, summary: Mapping[str, float], rejected: int, stopped_early: str) -> str:
         megabytes = sum(row["comm/total_bytes"] for row in self.progress.history) / 1e6
         lines = [
             f"finished: {self.progress.done.round} rounds, {megabytes:.1f} MB over the wire",
@@ -214,6 +227,8 @@ class Journal:
         ]
         if rejected:
             lines.insert(1, f"  uploads rejected          {rejected}, see ledger.csv")
+        if stopped_early:
+            lines.insert(1, f"  stopped early             {stopped_early}")
         if self.tracker.hint:
             lines.append(f"compare runs   {self.tracker.hint}")
         return "\n".join(lines)

@@ -17,16 +17,22 @@ from fl_lightning.redaction import redact_settings
 FREE_KEYS = ("trainer.devices", "trainer.strategy", "trainer.num_nodes", "trainer.rank_timeout", "trainer.engine", "trainer.workers",
              "trainer.accelerator", "trainer.logger",
              "trainer.default_root_dir", "trainer.experiment", "trainer.run_name", "trainer.checkpoint_every",
-             "trainer.keep_checkpoints", "trainer.allow_changed", "trainer.auto_resume", "trainer.tags", "data.root", "data.init_args.root",
+             "trainer.keep_checkpoints", "trainer.allow_changed", "trainer.auto_resume", "trainer.tags",
+             "trainer.fast_dev_run", "data.root", "data.init_args.root",
              "data.download", "data.init_args.download", "ckpt_path", "config")  # fmt: skip
 """Settings that may differ on resume: they do not change what is computed."""
 
-
 NEUTRAL = {
-    "model.init_args.max_share": 1.0,
+    "trainer.gradient_clip_val": None,
+    "trainer.gradient_clip_algorithm": "norm",
     "trainer.callbacks.*.init_args.claimed_examples": None,
+    "model.init_args.scheduler": None,
+    "model.init_args.max_share": 1.0,
+    "model.init_args.module": None,
 }
-"""Settings that are younger than version 0.1.0, by pattern, and the value with which a run is what it was without them."""
+"""Settings that came after version 0.1.0, by pattern: a run whose configuration does not have them is the same as one with these values."""
+SINCE_THE_START = {"model.init_args.module": "fl_lightning.methods.FedAvg"}
+"""Settings that one method has always had, so that they are part of its runs' hashes, and others came to have."""
 
 
 def config_of(run: Path) -> dict[str, Any]:
@@ -53,11 +59,6 @@ def is_free(key: str) -> bool:
     return is_under(key, FREE_KEYS)
 
 
-def _counts(key: str, value: Any) -> bool:
-    """Whether a setting can change a result, and is more than a younger release's name for what was always so."""
-    return not is_free(key) and not any(fnmatchcase(key, pattern) and value == neutral for pattern, neutral in NEUTRAL.items())
-
-
 def is_under(key: str, names: Sequence[str]) -> bool:
     """Whether a dotted key is one of these names, or lies below one.
 
@@ -67,22 +68,34 @@ def is_under(key: str, names: Sequence[str]) -> bool:
     return any(key == name or key.startswith(f"{name}.") for name in names)
 
 
+def counting(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings that can change a result, without secrets; those that came later only where they say something else than before."""
+    always = {key for key, cls in SINCE_THE_START.items() if settings.get("model.class_path") == cls}
+
+    def is_neutral(key: str, value: Any) -> bool:
+        return key not in always and any(fnmatchcase(key, name) and value == neutral for name, neutral in NEUTRAL.items())
+
+    return {key: value for key, value in redact_settings(settings).items() if not is_free(key) and not is_neutral(key, value)}
+
+
 def settings_hash(settings: Mapping[str, Any]) -> str:
     """SHA-256 of the settings that count: equal if and only if :func:`changed_settings` finds nothing.
 
     Args:
         settings: with dotted keys, as :func:`config_of` and :func:`flatten` give them.
     """
-    counting = {key: value for key, value in redact_settings(settings).items() if _counts(key, value)}
-    return sha256(json.dumps(counting, sort_keys=True).encode()).hexdigest()
+    return sha256(json.dumps(counting(settings), sort_keys=True).encode()).hexdigest()
 
 
 def changed_settings(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:
     """``key: before -> after`` for each setting that differs and can change a result; secrets do not count, since no run holds them."""
-    before, after = ({k: v for k, v in redact_settings(each).items() if _counts(k, v)} for each in (before, after))
-    keys = list({**before, **after})
+    before, after = counting(before), counting(after)
 
     def shown(settings: Mapping[str, Any], key: str) -> str:
         return json.dumps(settings[key]) if key in settings else "not set"  # as text: NaN equals itself
 
-    return [f"{key}: {shown(before, key)} -> {shown(after, key)}" for key in keys if shown(before, key) != shown(after, key)]
+    return [
+        f"{key}: {shown(before, key)} -> {shown(after, key)}"
+        for key in {**before, **after}
+        if shown(before, key) != shown(after, key)
+    ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,7 +18,7 @@ from fl_lightning.engines import EngineName, SequentialEngine, check_optimizer, 
 from fl_lightning.engines.determinism import deterministic
 from fl_lightning.engines.launch import join, launched_from_outside, make_fabric, one_first, start_others, stop_others
 from fl_lightning.errors import InputError, RunStopped
-from fl_lightning.hooks import Callback, tell
+from fl_lightning.hooks import Callback, stop_reason, tell
 from fl_lightning.interrupts import Interrupts
 from fl_lightning.journal import Journal
 from fl_lightning.loop import Federation, cohort_size, run_round, weights_hash
@@ -29,6 +30,7 @@ from fl_lightning.redaction import redact_settings
 from fl_lightning.resume import Start, everywhere, find_same, find_start
 from fl_lightning.run_directory import RunDirectory, is_plain_name
 from fl_lightning.run_log import RunLog
+from fl_lightning.trial import tried_out
 from fl_lightning.user_code import is_from_user_code
 
 if TYPE_CHECKING:
@@ -53,6 +55,8 @@ class FederatedTrainer(Recorded):
         workers: what trains clients side by side, at least 1: processes on a CPU, where a client trains on one thread in any case;
             streams on CUDA, at most 8, each with a copy of the model. Their number changes nothing but the time and the memory.
             ``auto``: on a CPU as many as torch would use threads; on CUDA 1, until a card has been measured.
+        gradient_clip_val: above 0; what the gradient of each local step is clipped to, by the client itself. Default: it is not clipped.
+        gradient_clip_algorithm: ``norm``: the L2 norm over all parameters is clipped; ``value``: each value by itself.
         max_rounds: rounds to run, at least 1.
         participation: share of the clients sampled each round, in (0, 1].
         local_epochs: passes that a client makes over its own data in a round, at least 1.
@@ -64,10 +68,12 @@ class FederatedTrainer(Recorded):
         logger: true for MLflow at ``sqlite:///mlflow.db``, false for none, or any Lightning loggers.
         default_root_dir: folder of all runs.
         experiment: folder of this run's experiment, and its name in MLflow.
-        run_name: name of the run; default: method, data set and seed. A name that exists gets a number.
+        run_name: name of the run; default: method, its module if it has one, data set and seed. A name that exists gets a number.
         deterministic: use deterministic algorithms and name in the log those that have no such form.
         auto_resume: continue the latest run of the same experiment, name and configuration if there is one, else start it.
         allow_changed: resume although the configuration differs from the checkpoint's.
+        fast_dev_run: true or a number of rounds: try everything out, in 1 or so many rounds of at most two clients with one local step
+            each, without trackers, and leave nothing behind.
         tags: names and values that the trackers show beside the run, and that are kept in ``metadata.json``; they change nothing.
     """
 
@@ -82,6 +88,8 @@ class FederatedTrainer(Recorded):
         precision: Literal["32-true", "bf16-mixed", "16-mixed"] = "32-true",
         engine: EngineName = "auto",
         workers: int | Literal["auto"] = "auto",
+        gradient_clip_val: float | None = None,
+        gradient_clip_algorithm: Literal["norm", "value"] = "norm",
         max_rounds: int = 100,
         participation: float = 0.2,
         local_epochs: int = 2,
@@ -96,6 +104,7 @@ class FederatedTrainer(Recorded):
         deterministic: bool = True,
         auto_resume: bool = False,
         allow_changed: bool = False,
+        fast_dev_run: int | bool = False,
         tags: dict[str, str] | None = None,
     ) -> None:
         for name, value, least in (
@@ -107,12 +116,23 @@ class FederatedTrainer(Recorded):
             ("num_nodes", num_nodes, 1),
             ("rank_timeout", rank_timeout, 1),
             ("workers", 1 if workers == "auto" else workers, 1),
+            ("fast_dev_run", fast_dev_run, 0),
         ):
             if value < least:
                 raise ValueError(f"--trainer.{name} {value}; at least {least} is needed; write --trainer.{name} {max(least, 1)}")
         if not 0 < participation <= 1:
             raise ValueError(
                 f"--trainer.participation {participation}; it is a share of the clients, in (0, 1]; write --trainer.participation 0.2"
+            )
+        if gradient_clip_val is not None and not 0 < gradient_clip_val < math.inf:
+            raise ValueError(
+                f"--trainer.gradient_clip_val {gradient_clip_val}; it is above 0 and finite, or null: nothing is clipped; "
+                "write --trainer.gradient_clip_val 1.0"
+            )
+        if gradient_clip_algorithm not in ("norm", "value"):
+            raise ValueError(
+                f"--trainer.gradient_clip_algorithm {gradient_clip_algorithm}; it is norm or value; write "
+                "--trainer.gradient_clip_algorithm norm"
             )
         for name, text in (("experiment", experiment), ("run_name", run_name or "x")):
             if not is_plain_name(text):
@@ -124,6 +144,7 @@ class FederatedTrainer(Recorded):
             accelerator, devices, strategy, num_nodes, precision=precision, timeout=rank_timeout, callbacks=self.callbacks
         )
         self.engine, self.workers = engine, workers
+        self.gradient_clip_val, self.gradient_clip_algorithm = gradient_clip_val, gradient_clip_algorithm
         self.max_rounds = max_rounds
         self.participation = participation
         self.local_epochs = local_epochs
@@ -139,6 +160,7 @@ class FederatedTrainer(Recorded):
         self.allow_changed = allow_changed
         self.tags = dict(tags or {})
         self.rank_timeout = rank_timeout
+        self.fast_dev_run = int(fast_dev_run)
         self.interrupts = Interrupts()
         self.log_file = RunLog()
         self.config: dict[str, Any] = {}
@@ -163,7 +185,7 @@ class FederatedTrainer(Recorded):
             InputError: the data, the checkpoint or the output folder cannot be used; nothing has been created then.
             RunStopped: a process was lost, the run directory cannot be written any more, or no upload ever counted.
         """
-        with deterministic(self.deterministic), self.interrupts, self.log_file:
+        with deterministic(self.deterministic), self.interrupts, self.log_file, tried_out(self, ckpt_path):
             self.method, self.data, self.seed = method, data, seed
             outside = launched_from_outside(self.fabric)
             if outside:
@@ -174,8 +196,9 @@ class FederatedTrainer(Recorded):
             fed = self._prepare()
             self.progress = Progress(settings, data.partition_hash, every=self.checkpoint_every, keep=self.keep_checkpoints)
             self.progress.restore(fed, start, self.allow_changed)
+            method.round = self.progress.done.round
             self.journal = Journal(start, self.progress, config, self.root, self.experiment, self._name, logger=self.logger)
-            if self.journal.is_finished(self.max_rounds):
+            if self.journal.is_finished(self.max_rounds, self._stop_reason):
                 return self.progress.summary
             try:
                 if not outside:
@@ -188,7 +211,7 @@ class FederatedTrainer(Recorded):
                     tell(self.callbacks, "on_setup", self)
                 finally:  # not before: opening a store takes seconds, which the callbacks need not share
                     self.journal.track()
-                while self.progress.done.round < self.max_rounds:
+                while self.progress.done.round < self.max_rounds and not self._stop_reason:
                     self._run_round(fed)
                 return self._finish(fed)
             except BaseException as error:
@@ -242,7 +265,13 @@ class FederatedTrainer(Recorded):
 
     @property
     def _name(self) -> str:
-        return self.run_name or f"{type(self.method).__name__}-{dataset_of(self.data)}-seed{self.seed}"
+        module = [] if self.method.module is None else [type(self.method.module).__name__]
+        return self.run_name or "-".join([type(self.method).__name__, *module, dataset_of(self.data), f"seed{self.seed}"])
+
+    @property
+    def _stop_reason(self) -> str:
+        """Why the run ends after the rounds that are done; empty: it goes on."""
+        return "" if self.fast_dev_run else stop_reason(self.callbacks)
 
     def _prepare(self) -> Federation:
         """Everything that can refuse its input comes before the first thing that is created."""
@@ -268,10 +297,12 @@ class FederatedTrainer(Recorded):
         self.data.setup("fit")
         self.data.distribute(self.seed, self.fabric.device)
         self.method.seed = self.seed
+        self.method.gradient_clip_val = self.gradient_clip_val
+        self.method.gradient_clip_algorithm = self.gradient_clip_algorithm
         with rng.torch_stream(self.seed, "weights"):
             self.method.build(self.data)
         self.method.to(self.fabric.device)
-        check_optimizer(self.method)
+        check_optimizer(self.method, self.max_rounds)
         check_workers(self.fabric, self.workers, self.engine)
 
     def _start_engine(self, fed: Federation) -> None:
@@ -298,7 +329,9 @@ class FederatedTrainer(Recorded):
             self.progress.save(self.run)
         self._require_counted()
         tell(self.callbacks, "on_fit_end", summary, self)
-        self.journal.finish(summary, weights_hash(fed))
+        early = self.progress.done.round < self.max_rounds
+        reason = self._stop_reason if early else ""
+        self.journal.finish(summary, weights_hash(fed), stopped_early=reason, kept=not self.fast_dev_run)
         return summary
 
     @contextmanager
@@ -331,7 +364,7 @@ class FederatedTrainer(Recorded):
         self.interrupts.ignore()
         if not isinstance(error, (KeyboardInterrupt, SystemExit)):
             self.log_file.add_traceback(error)
-            if self.log_file.path is not None:
+            if self.log_file.path is not None and not self.fast_dev_run:
                 error.run_log = self.log_file.path  # type: ignore[attr-defined]
         interrupted, done = isinstance(error, (KeyboardInterrupt, SystemExit)), self.progress.done.round
         try:
@@ -340,7 +373,9 @@ class FederatedTrainer(Recorded):
         except OSError as problem:
             log.error("no checkpoint of round %d could be written (%s)", done, problem)
         tell(self.callbacks, "on_exception", error, self)
-        if min(done, self.progress.saved) < self.max_rounds:
+        if self.fast_dev_run:
+            log.error("fast_dev_run: stopped in round %d; nothing was kept", done + 1)
+        elif min(done, self.progress.saved) < self.max_rounds:
             self._log_how_to_continue(done)
         self.interrupts.release()
         self.journal.stop("KILLED" if interrupted else "FAILED")

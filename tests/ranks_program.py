@@ -5,11 +5,13 @@ from __future__ import annotations
 import os
 import signal
 import sys
+from functools import partial
 from pathlib import Path
 
 from lightning.fabric.utilities.rank_zero import rank_zero_only
 from ten import TEN, make
 from torch import nn
+from torch.optim.lr_scheduler import ExponentialLR
 from toy import run, sgd
 
 from fl_lightning.data import IID, FederatedImages
@@ -30,6 +32,8 @@ class Dropped(nn.Module):
 
 
 def method_of(name: str) -> Method:
+    if name == "clipped":
+        return make("FedAvg", optimizer=sgd(0.05), scheduler=partial(ExponentialLR, gamma=0.5))
     return make(name, optimizer=sgd(0.05), **({} if name == "FedMosaic" else {"network": Dropped}))
 
 
@@ -41,7 +45,16 @@ def data_of(name: str) -> FederatedImages:
 
 
 def fit(name: str, root: Path, method: Method | None = None, **settings):
-    settings = {"max_rounds": 2, "participation": 0.5, "local_epochs": 1, "experiment": name, "run_name": "run", **settings}
+    clip = {"gradient_clip_val": 0.1} if name == "clipped" else {}
+    settings = {
+        "max_rounds": 2,
+        **clip,
+        "participation": 0.5,
+        "local_epochs": 1,
+        "experiment": name,
+        "run_name": "run",
+        **settings,
+    }
     return run(method or method_of(name), data_of(name), root, **settings)
 
 
@@ -65,7 +78,7 @@ class Dies(Meter):
 if __name__ == "__main__":
     folder, what = Path(sys.argv[1]), sys.argv[2]
     if what == "all":
-        for method in TEN:
+        for method in (*TEN, "clipped"):
             fit(method, folder, devices=2, strategy="ddp", rank_timeout=120)
     elif what == "torchrun":
         fit("FedMPQKD", folder)

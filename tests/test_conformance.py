@@ -29,6 +29,7 @@ def test_every_method_conforms(name):
         check for check, those in (("budget", BUDGETS), ("neutral", NEUTRAL), ("kept state is used", KEEPS)) if name not in those
     }
     expected |= {"partial participation", "weights by examples"} if name == "FedMosaic" else set()
+    expected |= {"control variates"}
     assert {o.check for o in outcomes if o.verdict == "not applicable"} == expected
     assert "as by hand formula" in next(o.detail for o in outcomes if o.check == "bytes on the wire")
 

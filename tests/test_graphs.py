@@ -8,9 +8,12 @@ from functools import partial
 import pytest
 import torch
 from lightning.fabric import Fabric
+from scaffold import Scaffold
 from tape import Tapes
 from ten import SETTINGS, TEN
 from torch import nn
+from torch.optim.lr_scheduler import ExponentialLR
+from toy import sgd
 
 from fl_lightning import methods, rng
 from fl_lightning.conformance.toy import images
@@ -91,6 +94,23 @@ def test_zeros_are_a_fresh_state_of_every_optimiser(name, optimizer):
         on_host = isinstance(recorder, Tapes) and optimizer in ("AdamW", "amsgrad")
         assert bool(found[2].said) == on_host
     assert on_host or recorder.played > recorder.recorded > 0
+
+
+@pytest.mark.parametrize("algorithm", ["norm", "value"])
+def test_played_steps_are_clipped_at_the_learning_rate_of_their_round(algorithm):
+    """A recording holds both for ever, so another learning rate is another kind of client."""
+
+    def scaffold():
+        method = Scaffold(network=NORMED, optimizer=sgd(0.05), scheduler=partial(ExponentialLR, gamma=0.5))
+        method.gradient_clip_val, method.gradient_clip_algorithm = 0.1, algorithm
+        return method
+
+    recorder = Tapes()
+    expected, found = rounds(scaffold()), rounds(scaffold(), recorder)
+    assert_same(expected, found)
+    assert not found[2].said
+    assert recorder.played > recorder.recorded > 0
+    assert len(found[2].kinds) == 2
 
 
 class Remembers(FedAvg):

@@ -11,7 +11,7 @@ ROOT = Path(__file__).parent.parent
 LAYERS = [
     {"cli", "__main__", "commands", "cli_errors", "cli_types", "cli_input"},
     {"study", "conformance"},
-    {"trainer"},
+    {"trainer", "trial"},
     {"journal", "metadata", "progress", "resume", "snapshot", "tracking", "track", "tracked_runs", "interrupts", "probing"},
     {"run_directory", "follower", "tables", "checkpoint", "disk", "settings", "redaction", "mlflow_store", "writer", "run_log"},
     {"loop"},

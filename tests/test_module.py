@@ -1,19 +1,22 @@
-"""A LightningModule that knows nothing of us trains as a FedAvg client."""
+"""A LightningModule that knows nothing of us trains as the client of any method whose objective is the task loss and other terms."""
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 import torch
 from lightning.pytorch import LightningModule
 from torch import nn
 from torch.nn import functional as F
+from torch.optim import lr_scheduler as schedules
 from toy import ready, run, sgd
 
-from fl_lightning import rng
+from fl_lightning import methods, rng
 from fl_lightning.__main__ import main
-from fl_lightning.methods import FedAvg, FedMPQ
+from fl_lightning.methods import FedAvg, FedMPQ, Method
 
 PLAIN = """
 import torch
@@ -73,7 +76,7 @@ def test_it_is_fedavg_of_the_same_network(tmp_path):
     assert torch.equal(wrapped.server["weights"], plain.server["weights"])
 
 
-def test_from_the_command_line(tmp_path, monkeypatch, caplog):
+def test_from_the_command_line(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
     Path("plain_lit.py").write_text(PLAIN)
@@ -94,12 +97,162 @@ def test_from_the_command_line(tmp_path, monkeypatch, caplog):
         assert main(["fit", "--config", config, *flags]) == 0
         newest = max(Path("runs/fedavg").iterdir(), key=lambda path: path.stat().st_mtime_ns)
         hashes.append((newest / "metadata.json").read_text().split('"weights_sha256": "')[1][:64])
-    assert "learning-rate scheduler is left out" in caplog.text
+        assert newest.name.removesuffix("-2") == "FedAvg-LitClassifier-digits-seed0"
     assert hashes[0] == hashes[1]  # its initial weights follow from the seed too
 
 
-def test_what_cannot_work_is_said(tmp_path):
-    with pytest.raises(ValueError, match=r"makes \(2, 7\) of two examples; logits \[2, 10\]"):
-        run(FedAvg(module=Lit(7)), ready(), tmp_path, max_rounds=1)
-    with pytest.raises(ValueError, match="write --model FedMPQ"):
-        FedAvg(module=FedMPQ())
+ADDITIVE = {
+    "FedProx": {"mu": 0.1},
+    "FedNTD": {},
+    "QFedAvg": {},
+    "FedPQ": {},
+    "AQFL": {},
+    "FedMPQ": {},
+    "FedMPQKD": {},
+    "FedMPQKD joint": {"teacher": "joint"},
+    "FedKD": {"distill_epochs": 1},
+}
+
+
+@pytest.mark.parametrize("name", ADDITIVE)
+def test_it_is_every_additive_method_of_the_same_network(name, tmp_path):
+    """The module's loss takes the place of the task loss; the other terms, and what travels, stay."""
+    make = partial(getattr(methods, name.split()[0]), optimizer=sgd(0.05), **ADDITIVE[name])
+    wrapped, plain = make(module=seeded(Lit)), make(network=lambda classes: seeded(Lit).net)
+    for method in (wrapped, plain):
+        run(method, ready(public_examples=20), tmp_path, max_rounds=2, participation=0.4)
+    for key, value in plain.server.items():
+        off = (wrapped.server[key].double() - value.double()).abs() > 1e-5  # codes may fall on the other side of a threshold
+        assert off.double().mean() < 2e-3, key
+    other = make(module=seeded(Twice))
+    run(other, ready(public_examples=20), tmp_path, max_rounds=2, participation=0.4)
+    assert float((other.server["weights"] - plain.server["weights"]).abs().max()) > 1e-3
+
+
+class Twice(Lit):
+    """Another objective than the plain task loss."""
+
+    def training_step(self, batch, batch_idx):
+        return 2 * super().training_step(batch, batch_idx)["loss"]
+
+
+class Scheduled(Lit):
+    settings: ClassVar[dict] = {}
+    make = partial(schedules.StepLR, step_size=1, gamma=0.5)
+
+    def configure_optimizers(self):
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.05)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": self.make(optimizer), **self.settings}}
+
+
+class EveryOther(Scheduled):
+    settings: ClassVar[dict] = {"interval": "epoch", "frequency": 2}
+
+
+class AsLists(Lit):
+    def configure_optimizers(self):
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.05)
+        return [optimizer], [schedules.StepLR(optimizer, step_size=1, gamma=0.5)]
+
+
+@pytest.mark.parametrize(("lit", "every"), [(Scheduled, 1), (EveryOther, 2), (AsLists, 1)])
+def test_its_schedule_goes_by_rounds(lit, every, tmp_path):
+    wrapped = FedAvg(module=seeded(lit))
+    falling = partial(schedules.LambdaLR, lr_lambda=lambda epoch: 0.5 ** (epoch // every))
+    plain = FedAvg(network=lambda classes: seeded(Lit).net, optimizer=sgd(0.05), scheduler=falling)
+    constant = FedAvg(network=lambda classes: seeded(Lit).net, optimizer=sgd(0.05))
+    for method in (wrapped, plain, constant):
+        run(method, ready(), tmp_path, max_rounds=4, participation=0.5)
+    assert torch.equal(wrapped.server["weights"], plain.server["weights"])
+    assert not torch.equal(wrapped.server["weights"], constant.server["weights"])
+
+
+class ByBatch(Scheduled):
+    settings: ClassVar[dict] = {"interval": "step"}
+
+
+class Plateau(Scheduled):
+    make = schedules.ReduceLROnPlateau
+    settings: ClassVar[dict] = {"monitor": "val_loss"}
+
+
+class TwoOptimizers(Lit):
+    def configure_optimizers(self):
+        return [torch.optim.SGD(self.parameters(), lr=0.05)] * 2
+
+
+class AsksTheTrainer(Lit):
+    def training_step(self, batch, batch_idx):
+        return super().training_step(batch, batch_idx)["loss"] / self.trainer.num_training_batches
+
+
+class AsksTheEpoch(Lit):
+    def training_step(self, batch, batch_idx):
+        return super().training_step(batch, batch_idx)["loss"] * (1 if self.current_epoch else 2)
+
+
+class CountsSteps(Lit):
+    def configure_optimizers(self):
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.05)
+        return [optimizer], [schedules.OneCycleLR(optimizer, 0.1, self.trainer.estimated_stepping_batches)]
+
+
+class Lossless(Lit):
+    def training_step(self, batch, batch_idx):
+        return None
+
+
+class Manual(Lit):
+    def __init__(self):
+        super().__init__()
+        self.automatic_optimization = False
+
+
+@pytest.mark.parametrize(
+    ("make", "says"),
+    [
+        (lambda: FedAvg(module=Lit(7)), r"makes \(2, 7\) of two examples; logits \[2, 10\]"),
+        (lambda: FedAvg(module=FedMPQ()), "write --model FedMPQ"),
+        (lambda: FedAvg(module=Manual()), "manual optimisation"),
+        (lambda: FedAvg(module=Lossless()), "returned NoneType as loss"),
+        (lambda: FedAvg(module=ByBatch()), "steps its scheduler by 'step'"),
+        (lambda: FedAvg(module=Plateau()), "ReduceLROnPlateau; .* not from a metric"),
+        (lambda: FedAvg(module=TwoOptimizers()), "TwoOptimizers returns 2 of them; a client has one local optimiser"),
+        (lambda: FedAvg(module=Scheduled(), scheduler=Scheduled.make), "one schedule; leave one of them out"),
+        (lambda: FedAvg(module=AsksTheTrainer()), "AsksTheTrainer asks for self.trainer.num_training_batches"),
+        (lambda: FedAvg(module=AsksTheEpoch()), "AsksTheEpoch asks for self.trainer.current_epoch"),
+        (lambda: FedAvg(module=CountsSteps()), "CountsSteps asks for self.trainer.estimated_stepping_batches"),
+        (lambda: FedAvg(module=Lit(), network="resnet20"), "--model.network resnet20 beside --model.module Lit"),
+        (lambda: FedMPQ(module=Lit()), "FedMPQ and no optimizer"),
+        (lambda: methods.FedMosaic(module=Lit()), "FedMosaic; it cuts the networks of its clients into blocks"),
+    ],
+)
+def test_what_cannot_work_is_said_before_anything_is_made(make, says, tmp_path):
+    with pytest.raises(ValueError, match=says) as caught:
+        run(make(), ready(), tmp_path / "runs", max_rounds=1)
+    assert str(caught.value).count(";") >= 2
+    assert not (tmp_path / "runs").exists()
+
+
+class OwnStep(Method):
+    def training_step(self, batch, batch_idx=0):
+        inputs, target = batch
+        loss = self.task_loss(self.network(inputs), target)
+        return {"loss": loss, "loss_task": loss}
+
+
+def test_a_method_that_never_asks_it_does_not_ignore_it_in_silence(tmp_path):
+    with pytest.raises(TypeError, match="OwnStep, whose training_step never asks Lit for a loss"):
+        run(OwnStep(module=Lit()), ready(), tmp_path, max_rounds=1, workers=1)
+
+
+@pytest.mark.parametrize("flags", [["--model.network", "small_cnn"], ["--model.network=resnet20"]])
+def test_a_network_beside_it_is_one_line(flags, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    Path("plain_lit.py").write_text(PLAIN)
+    assert main(["fit", "--model", "FedAvg", "--model.module", "plain_lit.LitClassifier", *flags]) == 2
+    error = capsys.readouterr().err
+    assert "--model.module" in error
+    assert error.count("\n") == 1
+    assert [path.name for path in tmp_path.iterdir() if path.name != "__pycache__"] == ["plain_lit.py"]

@@ -49,13 +49,13 @@ def is_alive(pid: int) -> bool:
 
 
 def test_two_processes_are_one(tmp_path):
-    """Each of the ten methods, kept client state included; only rank 0 leaves anything."""
+    """Each of the ten methods, kept client state included, and clipped steps at a falling lr; only rank 0 leaves anything."""
     program = start(tmp_path / "two", "all")
-    for name in TEN:
+    for name in (*TEN, "clipped"):
         fit(name, tmp_path / "one")
     _, errors = program.communicate(timeout=240)
     assert program.returncode == 0, errors
-    for name in TEN:
+    for name in (*TEN, "clipped"):
         assert [run.name for run in (tmp_path / "two" / name).iterdir()] == ["run"]
         two, one = tmp_path / "two" / name / "run", tmp_path / "one" / name / "run"
         assert result(two) == result(one), name

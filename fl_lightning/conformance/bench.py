@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim.lr_scheduler import LRScheduler
 
 from fl_lightning import rng
 from fl_lightning.conformance.expectations import Averages, Walk
@@ -19,6 +20,8 @@ from fl_lightning.conformance.toy import CENTRES, Points, Quadratic, images, on_
 from fl_lightning.conformance.verdicts import NotApplicable, require
 from fl_lightning.conformance.watch import Intact, Log, same
 from fl_lightning.data import FederatedData
+from fl_lightning.engines.optimizers import local_optimizer
+from fl_lightning.engines.uploads import upload_of
 from fl_lightning.hooks import Callback
 from fl_lightning.methods import Method
 from fl_lightning.trainer import FederatedTrainer
@@ -105,6 +108,8 @@ class Bench:
         counts: tuple[int, ...],
         *callbacks: Callback,
         labels: tuple[int, ...] | None = None,
+        batch_size: int = 64,
+        scheduler: Callable[[Any], LRScheduler] | None = None,
         **settings: Any,
     ) -> Run:
         """Clients with ``counts`` examples at the centres ``labels``; all of them, three rounds of two steps, unless told otherwise.
@@ -114,8 +119,9 @@ class Bench:
         """
         self._require_points()
         method, log = self._on_points(), Log()
+        method.scheduler_spec = scheduler
         settings = {"max_rounds": 3, "eval_every": RARELY, "checkpoint_every": 0, **ALONE, **settings}
-        data = Points(counts, labels, public=5)
+        data = Points(counts, labels, public=5, batch_size=batch_size)
         trainer = run(method, data, mkdtemp(dir=self.folder), callbacks=[*callbacks, log], **settings)
         return Run(method, trainer, log)
 
@@ -125,18 +131,24 @@ class Bench:
         Raises:
             NotApplicable: nothing is known of it.
         """
+        self.require_known()
+        done = self.points(counts, local_epochs=local_epochs, **settings)
+        start = self.start_on_points(done.trainer.data)
+        epochs, noise = local_epochs, self.subject.noise
+        return Walk(done.method, start, done.answers(), counts, done.log.cohorts, epochs, noise)
+
+    def require_known(self) -> None:
+        """Raises:
+        NotApplicable: it does not run on the quadratic, or where it goes there is not known.
+        """
         self._require_points()
         if self._unknown:
             raise NotApplicable(self._unknown)
-        done = self.points(counts, local_epochs=local_epochs, **settings)
-        start = self._start_on_points(done.trainer.data)
-        epochs, noise = local_epochs, self.subject.noise
-        return Walk(done.method, start, done.answers(), counts, done.log.cohorts, epochs, noise)
 
     def _on_points(self) -> Method:
         return on_points(self.subject.make(**self.subject.on_points))
 
-    def _start_on_points(self, data: FederatedData) -> Sequence[Tensor]:
+    def start_on_points(self, data: FederatedData) -> Sequence[Tensor]:
         method = self._on_points()
         built(method, data)
         clients = [data.client(id) for id in range(data.num_clients)] if method.personalised else [None]
@@ -166,7 +178,7 @@ class Bench:
             return ""
         try:
             with torch.no_grad():
-                weights = method.decode(method.upload(data.client(0)))
+                weights = method.decode(upload_of(method, data.client(0), 1, local_optimizer(method)))
         except Exception:
             return "its uploads do not decode to weights, so where it goes is not known"
         averaged = weights.shape == (CENTRES.shape[1],) and not method.personalised

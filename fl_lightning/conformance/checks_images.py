@@ -14,6 +14,8 @@ from fl_lightning.conformance.bench import Bench, Run, first_batch, same_server,
 from fl_lightning.conformance.toy import on_images
 from fl_lightning.conformance.verdicts import NotApplicable, Violation, require
 from fl_lightning.conformance.watch import Only
+from fl_lightning.engines.optimizers import local_optimizer
+from fl_lightning.engines.uploads import upload_of
 from fl_lightning.methods import FedAvg, Method
 from fl_lightning.wire import Payload
 
@@ -37,7 +39,7 @@ def contract(bench: Bench) -> None:
         one = isinstance(value, Tensor) and value.ndim == 0
         require(one, f"training_step gives {name!r} as {form(value)}; each term is a tensor of one number; sum or average it")
     require(outputs["loss"].requires_grad, "the loss of training_step has no gradient; do not detach it")
-    upload = _attempt("its upload fails", lambda: torch.no_grad()(method.upload)(client))
+    upload = _attempt("its upload fails", lambda: upload_of(method, client, 1, local_optimizer(method)))
     require(isinstance(upload, Payload), f"upload gives {form(upload)}; a Payload travels")
 
 

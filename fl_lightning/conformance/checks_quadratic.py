@@ -35,13 +35,30 @@ def learning(bench: Bench) -> None:
     require(losses[-1] < losses[0], f"it goes from {losses[0]:.4g} in round 1 to {losses[-1]:.4g} in round 10")
 
 
-def weights_by_examples(bench: Bench) -> None:
+def weights_by_examples(bench: Bench) -> str:
     """A client of 3 examples counts as 3 clients of one."""
-    one = bench.points((3, 1, 5, 2), Only(0, 1), labels=(0, 1, 4, 5))
+    one = bench.points((3, 1, 5, 2, 1, 1), Only(0, 1), labels=(0, 1, 4, 5, 2, 3))
     if one.method.personalised:
         raise NotApplicable("it is personalised: what a client is sent need not go by n_k")
+    by_n = "it declares uniform_clients, and a client of 3 examples counts for more than one of 1: take that back, or weigh them alike"
+    if one.method.uniform_clients:
+        _require_same(bench, one.answers(), _of_one_example(bench), by_n)
+        return "declared: every client counts once"
+    if one.method.scales_with_federation:
+        raise NotApplicable("it declares that its step scales with the federation: 3 clients are not one of 3 examples")
     three = bench.points((1, 1, 1, 1, 1, 1), Only(0, 1, 2, 3), labels=(0, 0, 0, 1, 4, 5))
+    if _difference(one.answers(), three.answers()) > bench.subject.noise >= _difference(one.answers(), _of_one_example(bench)):
+        alike = (
+            "clients count alike, whatever their examples: weigh them by n_k, or declare uniform_clients = True if that is meant"
+        )
+        _require_same(bench, one.answers(), three.answers(), alike)
     _require_same(bench, one.answers(), three.answers())
+    return ""
+
+
+def _of_one_example(bench: Bench) -> list[Tensor]:
+    """What the two clients come to with one example each."""
+    return bench.points((1, 1, 1, 1, 1, 1), Only(0, 1), labels=(0, 1, 4, 5, 2, 3)).answers()
 
 
 def copies(bench: Bench) -> None:
@@ -58,6 +75,11 @@ def permutation(bench: Bench) -> None:
     _require_same(bench, expected, second.answers())
 
 
-def _require_same(bench: Bench, expected: list[Tensor], found: list[Tensor]) -> None:
-    difference = float((torch.stack(expected) - torch.stack(found)).abs().max())
-    require(difference <= bench.subject.noise, f"the answers of the deployed model differ by {difference:.3g}")
+def _require_same(bench: Bench, expected: list[Tensor], found: list[Tensor], reason: str = "") -> None:
+    difference = _difference(expected, found)
+    seen = f"the answers of the deployed model differ by {difference:.3g}"
+    require(difference <= bench.subject.noise, f"{reason} ({seen})" if reason else seen)
+
+
+def _difference(expected: list[Tensor], found: list[Tensor]) -> float:
+    return float((torch.stack(expected) - torch.stack(found)).abs().max())

@@ -23,7 +23,7 @@ class Walk:
     """A method's run on the quadratic.
 
     Args:
-        settings: attributes of the method, read by name.
+        method: its settings and what it declares, read by name.
         start, end: answers of the deployed model before and after, float32 ``[6]``; of a personalised method one for each client.
         counts: examples of each client.
         cohorts: clients of each round.
@@ -31,13 +31,18 @@ class Walk:
         noise: largest deviation that rounding may cause.
     """
 
-    settings: Any
+    method: Any
     start: Sequence[Tensor]
     end: Sequence[Tensor]
     counts: Sequence[int]
     cohorts: Sequence[Sequence[int]]
     epochs: int
     noise: float
+
+    @property
+    def weights(self) -> Sequence[int]:
+        """What each client counts for: its examples, or 1 where the method declares that clients count alike."""
+        return [1] * len(self.counts) if self.method.uniform_clients else self.counts
 
 
 class Expectation(ABC):
@@ -59,7 +64,9 @@ class Expectation(ABC):
 
 
 class Averages(Expectation):
-    """The mean of the clients' weights, n_k each: the known optimum is where nothing pulls.
+    """The mean of the clients' weights, n_k each or alike, as declared: the known optimum is where nothing pulls.
+
+    Of a method that declares that its server step scales with the federation, one step need only be a share of that pull.
 
     Args:
         least_step: least local step relative to SGD's of the same lr, in (0, 1]; the known bias of a two-client optimum follows from it.
@@ -70,13 +77,30 @@ class Averages(Expectation):
 
     def settled(self, walk: Walk) -> None:
         (end,) = walk.end
-        low, high = pull(end, walk.counts, range(len(walk.counts)), self.least_step)
-        require(bool((low <= walk.noise).all() and (high >= -walk.noise).all()), f"it ends at {show(end)}")
+        if self._rests(end, walk, walk.weights):
+            return
+        others = walk.counts if walk.method.uniform_clients else [1] * len(walk.counts)
+        hint = ""
+        if self._rests(end, walk, others):
+            hint = (
+                "; there clients weigh n_k, and it declares uniform_clients: take that back, or weigh them alike"
+                if walk.method.uniform_clients
+                else "; there clients count alike: weigh them by n_k, or declare uniform_clients = True if that is meant"
+            )
+        require(False, f"it ends at {show(end)}{hint}")
+
+    def _rests(self, end: Tensor, walk: Walk, weights: Sequence[int]) -> bool:
+        low, high = pull(end, weights, range(len(walk.counts)), self.least_step)
+        return bool((low <= walk.noise).all() and (high >= -walk.noise).all())
 
     def stepped(self, walk: Walk) -> None:
         (start,), (end,) = walk.start, walk.end
-        low, high = pull(start, walk.counts, walk.cohorts[0], self.least_step)
+        low, high = pull(start, walk.weights, walk.cohorts[0], self.least_step)
         moved = end - start
+        if walk.method.scales_with_federation:
+            share = float(moved @ high / (high @ high)) / LR
+            require(0 < share <= 1 + walk.noise, f"a step of lr {LR} moved it by {share:.3g} of the clients' mean step")
+            low, high = share * low, share * high
         inside = (moved >= LR * low - walk.noise).all() and (moved <= LR * high + walk.noise).all()
         require(bool(inside), f"a step of lr {LR} moved it by {show(moved)}, outside [{show(LR * low)}, {show(LR * high)}]")
 
@@ -95,23 +119,23 @@ class SoftLabels(Expectation):
     stepped = settled
 
     def walk(self, walk: Walk) -> Tensor:
-        if walk.settings.average_weights:
+        if walk.method.average_weights:
             raise NotApplicable("weights travel too, and where that leads is not known")
-        T, student = walk.settings.temperature, walk.start[0].double()
+        T, student = walk.method.temperature, walk.start[0].double()
         own: dict[int, Tensor] = {}
         p: Tensor | None = None
         for cohort in walk.cohorts:
             for k in cohort:
                 w = own.get(k, walk.start[0].double())
                 if p is not None:
-                    w = self._towards(p, w, T, walk.settings.distill_epochs)
+                    w = self._towards(p, w, T, walk.method.distill_epochs)
                 for _ in range(walk.epochs):
                     w = w + LR * (CENTRES[k] - w)
                 own[k] = w
-            total = sum(walk.counts[k] for k in cohort)
-            p = torch.stack([walk.counts[k] / total * torch.softmax(own[k] / T, 0) for k in cohort]).sum(0)
-            p = sharpened(p, walk.settings.sharpen)
-            student = self._towards(p, student, T, walk.settings.server_epochs)
+            total = sum(walk.weights[k] for k in cohort)
+            p = torch.stack([walk.weights[k] / total * torch.softmax(own[k] / T, 0) for k in cohort]).sum(0)
+            p = sharpened(p, walk.method.sharpen)
+            student = self._towards(p, student, T, walk.method.server_epochs)
         return student
 
     @staticmethod

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from fl_lightning.conformance import checks_images, checks_orders, checks_quadratic, checks_state, checks_wire
+from fl_lightning.conformance import checks_declared, checks_images, checks_orders, checks_quadratic, checks_state, checks_wire
 from fl_lightning.conformance.bench import Bench
 from fl_lightning.conformance.subject import Subject
 from fl_lightning.conformance.verdicts import NotApplicable, Violation
@@ -25,6 +25,8 @@ CHECKS: tuple[Check, ...] = (
     checks_quadratic.partial_participation,
     checks_quadratic.learning,
     checks_quadratic.weights_by_examples,
+    checks_declared.federation_size,
+    checks_declared.control_variates,
     checks_quadratic.copies,
     checks_quadratic.permutation,
     checks_images.neutral,

@@ -10,6 +10,7 @@ from typing import Any
 from fl_lightning.conformance import formulas
 from fl_lightning.conformance.expectations import Averages, Expectation, OwnOptimum, SoftLabels
 from fl_lightning.conformance.references import Sent, mean_by_relevance, mean_of_soft_labels, mean_of_weights
+from fl_lightning.conformance.scaffold import ControlVariates
 from fl_lightning.conformance.toy import point_network
 from fl_lightning.methods import Method
 from fl_lightning.wire import Payload
@@ -84,6 +85,8 @@ def subject_of(
 ) -> Subject:
     """The method with what is known of it, or with what is given."""
     known = dict(KNOWN.get(method.__name__, {})) if method.__module__.startswith("fl_lightning.") else {}
+    if method.control_variates:
+        known.setdefault("expects", ControlVariates())
     subject = Subject(partial(method, **{**known.pop("settings", {}), **(settings or {})}), **known)
     if neutral is not None:
         subject = replace(subject, neutral=neutral)

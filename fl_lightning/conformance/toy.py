@@ -50,14 +50,21 @@ class Points(FederatedData):
         counts: examples of each client.
         labels: the client's row in ``CENTRES``; null: its own number.
         public: public examples.
+        batch_size: examples of a local step.
     """
 
     example_shape = (1,)
     num_classes = len(CENTRES)
 
-    def __init__(self, counts: tuple[int, ...] = (3, 1), labels: tuple[int, ...] | None = None, public: int = 0) -> None:
+    def __init__(
+        self,
+        counts: tuple[int, ...] = (3, 1),
+        labels: tuple[int, ...] | None = None,
+        public: int = 0,
+        batch_size: int = 64,
+    ) -> None:
         parts = Sizes(*counts[:-1])
-        super().__init__(dataset="points", num_clients=len(counts), partition=parts, batch_size=64, val_fraction=0.0)
+        super().__init__(dataset="points", num_clients=len(counts), partition=parts, batch_size=batch_size, val_fraction=0.0)
         self.counts, self.client_labels = counts, labels or tuple(range(len(counts)))
         self.public_size = public
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import replace
 
 import numpy as np
@@ -62,6 +63,27 @@ class Only(Stressor):
         if self.round not in (None, round):
             return cohort
         return [a if a.client.id in self.clients else replace(a, trains=False, returns=False) for a in cohort]
+
+
+class Slow(Stressor):
+    """These clients do a share of their local steps."""
+
+    def __init__(self, clients: Collection[int], work: float) -> None:
+        self.clients, self.work = clients, work
+
+    def change_cohort(self, cohort: list[Assignment], *, round: int, context: Context) -> list[Assignment]:
+        return [replace(a, work=self.work) if a.client.id in self.clients else a for a in cohort]
+
+
+class Answers(Meter):
+    """Notes what the deployed model of points answers after each round, float32 ``[6]``."""
+
+    def __init__(self) -> None:
+        self.seen: list[Tensor] = []
+
+    @torch.no_grad()
+    def on_round_end(self, record: RoundRecord, context: Context) -> None:
+        self.seen.append(context.method.deploy(None).eval()(torch.ones(1, 1))[0].clone())
 
 
 class Halves(Stressor):

@@ -18,6 +18,7 @@ from lightning.fabric import Fabric
 from lightning.fabric.plugins.precision import MixedPrecision
 from torch import Tensor, nn
 from torch.func import functional_call, vmap
+from torch.optim import Optimizer
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map
 
 from fl_lightning import rng
@@ -27,7 +28,7 @@ from fl_lightning.engines.base import ClientResult, Engine, Order, Units, local_
 from fl_lightning.engines.received import Received
 from fl_lightning.engines.sequential import SequentialEngine
 from fl_lightning.engines.stack import CannotStackError, Stack, StackLosses
-from fl_lightning.engines.uploads import default_uploads
+from fl_lightning.engines.uploads import default_uploads, upload_of
 from fl_lightning.methods import Method
 from fl_lightning.models.tensors import tensors_of
 
@@ -197,17 +198,20 @@ class BatchedEngine(Engine):
         rows[0].received.restore(self.method, self.names)
         uploads = default_uploads(self.method, clients, stack.tensors)
         if uploads is None:
-            uploads = [self._upload(*one) for one in zip(rows, stack.rows(), strict=True)]
+            uploads = [
+                self._upload(row, tensors, count, stack.optimizer)
+                for row, tensors, count in zip(rows, stack.rows(), steps, strict=True)
+            ]
         return [
             ClientResult(client, upload, client.state, *loss, count, intact=upload)
             for client, upload, loss, count in zip(clients, uploads, losses.totals(), steps, strict=True)
         ]
 
-    def _upload(self, row: Row, tensors: Mapping[str, Tensor]) -> bytes:
+    def _upload(self, row: Row, tensors: Mapping[str, Tensor], steps: int, optimizer: Optimizer) -> bytes:
         row.received.restore(self.method, self.names)
         for name, tensor in tensors_of(self.method).items():
             tensor.copy_(tensors[name])
-        return self.method.upload(row.order.client).to_bytes()
+        return upload_of(self.method, row.order.client, steps, optimizer).to_bytes()
 
 
 class _Caller(nn.Module):

@@ -7,6 +7,7 @@ from torch.optim import LBFGS, Optimizer
 
 from fl_lightning.errors import InputError
 from fl_lightning.methods import Method
+from fl_lightning.methods.optimizing import check_schedule, round_optimizer
 
 ELEMENTWISE = (
     optim.SGD, optim.Adam, optim.AdamW, optim.NAdam, optim.RAdam, optim.Adamax, optim.Adadelta, optim.Adagrad, optim.RMSprop,
@@ -20,8 +21,11 @@ LARGE = 100_000  # weights; below, on a CPU, nothing is gained, and the unfused 
 
 
 def local_optimizer(method: Method) -> Optimizer:
-    """The method's; for a large network, or on a GPU, fused, where the class can and the user has not said otherwise."""
-    optimizer = method.configure_optimizers()
+    """The method's, at the learning rate of this round.
+
+    For a large network, or on a GPU, it is fused, where the class can and the user has not said otherwise.
+    """
+    optimizer = round_optimizer(method)
     stepped = [p for group in optimizer.param_groups for p in group["params"]]
     worth_it = sum(p.numel() for p in stepped) >= LARGE or any(p.device.type == "cuda" for p in stepped)
     for group in optimizer.param_groups if worth_it else ():
@@ -36,14 +40,17 @@ def is_elementwise(optimizer: Optimizer) -> bool:
     return type(optimizer) in ELEMENTWISE
 
 
-def check_optimizer(method: Method) -> None:
-    """A method whose optimiser cannot make a local step is refused.
+def check_optimizer(method: Method, rounds: int = 1) -> None:
+    """A method whose optimiser cannot make a local step, or whose schedule cannot be played over so many rounds, is refused.
 
     Raises:
-        InputError: it cannot be built, or it wants a closure.
+        InputError: it cannot be built, it wants a closure, or the schedule ends too early.
     """
     try:
-        optimizer = method.configure_optimizers()
+        optimizer = round_optimizer(method)
+        check_schedule(method, rounds)
+    except InputError:
+        raise
     except (ValueError, TypeError) as error:
         raise InputError(f"--model.optimizer; it cannot be built ({error}); correct that argument") from error
     if isinstance(optimizer, LBFGS):

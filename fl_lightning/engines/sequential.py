@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-import torch
 from lightning.fabric import Fabric
+from torch.optim import Optimizer
 
 from fl_lightning import rng
 from fl_lightning.client import Client
@@ -14,16 +14,18 @@ from fl_lightning.data import FederatedData
 from fl_lightning.engines.base import ClientResult, Engine, Losses, Order, Units, local_batches, one_thread
 from fl_lightning.engines.graphs import make_steps
 from fl_lightning.engines.steps import Steps
+from fl_lightning.engines.uploads import upload_of
 from fl_lightning.methods import Method
 
 
 @dataclass(frozen=True, slots=True)
 class Begun:
-    """A client whose steps have been asked for: its losses so far, on the device, and how many steps."""
+    """A client whose steps have been asked for: its losses so far, on the device, how many steps and with which optimiser."""
 
     client: Client
     losses: Losses
     steps: int
+    optimizer: Optimizer
 
 
 class SequentialEngine(Engine):
@@ -65,11 +67,10 @@ class SequentialEngine(Engine):
                 local.step(batch, steps)
                 steps += 1
         local.end()
-        return Begun(client, local.losses, steps)
+        return Begun(client, local.losses, steps, local.optimizer)
 
     def end(self, begun: Begun) -> ClientResult:
         """Read what the steps of the client begun last made of it."""
         client, losses = begun.client, begun.losses
-        with torch.no_grad():
-            upload = self.method.upload(client).to_bytes()
+        upload = upload_of(self.method, client, begun.steps, begun.optimizer).to_bytes()
         return ClientResult(client, upload, client.state, losses.totals(), losses.seen, begun.steps, intact=upload)

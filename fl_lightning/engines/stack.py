@@ -35,6 +35,7 @@ class Stack:
         self.size = len(rows)
         self.tensors = {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
         self.optimizer = local_optimizer(method)
+        self.clip = method.gradient_clip_val, method.gradient_clip_algorithm
         if not is_elementwise(self.optimizer):
             raise CannotStackError(f"a step of {type(self.optimizer).__name__} on a stack is not known to be the step of each")
         names = {id(parameter): name for name, parameter in method.named_parameters()}
@@ -56,8 +57,9 @@ class Stack:
 
     @torch.no_grad()
     def step(self, where: Sequence[int], leaves: Mapping[str, Tensor]) -> None:
-        """An optimiser step on ``leaves``, the rows ``where``, by their gradients."""
+        """An optimiser step on ``leaves``, the rows ``where``, by their gradients, each row's clipped by itself."""
         optimizer = self.optimizer
+        clip_rows([leaves[name].grad for names in self.groups for name in names], *self.clip)
         optimizer.state.clear()
         for group, names in zip(optimizer.param_groups, self.groups, strict=True):
             group["params"] = [leaves[name] for name in names]
@@ -128,6 +130,27 @@ class StackLosses:
         seen = {name: values.tolist() for name, values in self.seen.items()}
         terms = [[name for name in sums if seen[name][at]] for at in range(self.size)]
         return [({n: sums[n][at] for n in terms[at]}, {n: seen[n][at] for n in terms[at]}) for at in range(self.size)]
+
+
+def clip_rows(gradients: Sequence[Tensor | None], value: float | None, algorithm: str) -> None:
+    """Clip, in place, what each client would clip by itself, as ``torch.nn.utils`` does.
+
+    Args:
+        gradients: of all parameters that are stepped on, each ``[K, ...]``; None where there is none.
+        value: largest L2 norm of a client's gradient over all of them, or largest absolute value; None: nothing is clipped.
+        algorithm: ``norm`` or ``value``.
+    """
+    found = [gradient for gradient in gradients if gradient is not None]
+    if value is None or not found:
+        return
+    if algorithm == "value":
+        for gradient in found:
+            gradient.clamp_(-value, value)
+        return
+    norms = torch.stack([torch.linalg.vector_norm(gradient.flatten(1), dim=1) for gradient in found])
+    factor = (value / (torch.linalg.vector_norm(norms, dim=0) + 1e-6)).clamp(max=1.0)
+    for gradient in found:
+        gradient.mul_(factor.view(-1, *[1] * (gradient.ndim - 1)))
 
 
 def _is_row(key: str, value: object, parameter: Tensor) -> bool:

@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 from fl_lightning.engines.base import Losses, size_of
 from fl_lightning.engines.optimizers import local_optimizer
 from fl_lightning.methods import Method
+from fl_lightning.methods.optimizing import clip_gradients
 
 
 class Steps:
@@ -50,6 +51,9 @@ def local_step(fabric: Fabric, method: Method, optimizer: Optimizer, batch: Any,
         outputs = method.training_step(batch, index)
     optimizer.zero_grad()
     fabric.backward(outputs["loss"])
+    if method.gradient_clip_val is not None:
+        fabric.strategy.precision.unscale_gradients(optimizer)
+        clip_gradients(optimizer, method.gradient_clip_val, method.gradient_clip_algorithm)
     fabric.strategy.optimizer_step(optimizer)
     method.on_train_batch_end(outputs, batch, index)
     return {name: value.detach() for name, value in outputs.items()}

@@ -1,4 +1,4 @@
-"""The uploads of a stack of clients as a whole, where a method leaves it at the default."""
+"""The upload of a client; those of a stack of clients as a whole, where a method leaves it at the default."""
 
 from __future__ import annotations
 
@@ -6,11 +6,26 @@ from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 from fl_lightning.client import Client
 from fl_lightning.methods import Method
+from fl_lightning.methods.lit_module import require_asked
+from fl_lightning.methods.local_work import LocalWork
 from fl_lightning.models.tensors import tensors_of
-from fl_lightning.wire import Layout, encode_rows
+from fl_lightning.wire import Layout, Payload, encode_rows
+
+
+@torch.no_grad()
+def upload_of(method: Method, client: Client, steps: int, optimizer: Optimizer) -> Payload:
+    """What the client sends after ``steps`` local steps of ``optimizer``, which ``upload`` may ask for."""
+    if steps:
+        require_asked(method)
+    method.local_work = LocalWork.of(steps, optimizer)
+    try:
+        return method.upload(client)
+    finally:
+        del method.local_work
 
 
 def default_uploads(method: Method, clients: Sequence[Client], tensors: Mapping[str, Tensor]) -> list[bytes] | None:

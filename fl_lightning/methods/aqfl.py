@@ -18,6 +18,7 @@ from torch.func import functional_call
 from fl_lightning.client import Client
 from fl_lightning.data import FederatedData
 from fl_lightning.methods.base import Method, examples_of
+from fl_lightning.methods.lit_module import module_loss
 from fl_lightning.methods.quantized import LayerCodec, check_budgets
 from fl_lightning.quantization.activations import fake_quantize, quantize_activations
 from fl_lightning.quantization.allocation import MAX_BITS
@@ -77,7 +78,10 @@ class AQFL(Method):
         inputs, target = batch
         parameters = dict(self.network.named_parameters())
         weights = {name: fake_quantize(parameters[name], self.bits) for name in self.codec.names}
-        loss = self.task_loss(functional_call(self.network, weights, (inputs,)), target)
+        if self.module is not None:
+            loss = module_loss(self.module, batch, batch_idx, weights)
+        else:
+            loss = self.task_loss(functional_call(self.network, weights, (inputs,)), target)
         return {"loss": loss, "loss_task": loss}
 
     def upload(self, client: Client) -> Payload:

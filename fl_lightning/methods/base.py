@@ -14,7 +14,7 @@ Tensors in ``server`` and in ``client.state`` are replaced, never written into: 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -22,16 +22,20 @@ from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim import SGD, Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 
 from fl_lightning import rng
 from fl_lightning.client import Client
 from fl_lightning.data import FederatedData
 from fl_lightning.methods.averaging import WEIGHTED_MEAN, Average, capped
+from fl_lightning.methods.lit_module import adopt, check_module, module_loss
+from fl_lightning.methods.local_work import LocalWork
 from fl_lightning.models import build_network
 from fl_lightning.recorded import Recorded
 from fl_lightning.wire import Layout, Payload
 
 OptimizerCallable = Callable[[Iterable], Optimizer]
+SchedulerCallable = Callable[[Optimizer], LRScheduler]
 NetworkCallable = Callable[[int], nn.Module]
 
 
@@ -46,6 +50,12 @@ class Method(Recorded, LightningModule):
             ``CoordinateMedian``, ``TrimmedMean``, ``NormClipping``.
         max_share: largest share p_k = n_k / sum n that one client may have in a round, in (0, 1]; what is cut off goes to the others in
             proportion. Where the cohort is too small for the bound, all clients weigh the same. 1: no bound.
+        scheduler: a schedule of the local learning rate over rounds, one of ``torch.optim.lr_scheduler`` that needs no metric: it
+            steps once a round, and round 1 has the optimiser's own lr as the scheduler starts it. Default: the lr stays.
+        module: a LightningModule that knows nothing of federations: its ``training_step`` is the task loss, its ``forward`` gives
+            the logits that are evaluated, its ``configure_optimizers`` the local optimiser and perhaps a schedule, which steps once
+            a round; what it logs is dropped. It takes the place of ``network`` and, but where clients train other tensors than its
+            parameters (FedMPQ, FedMPQKD), of ``optimizer``.
     """
 
     personalised: bool = False
@@ -58,8 +68,26 @@ class Method(Recorded, LightningModule):
     """Whether many clients can be trained as one stack: ``training_step`` and ``on_train_batch_end`` read parameters, buffers and plain
     values, and set tensors only. It holds for the class that says so and not for its subclasses."""
 
+    uniform_clients: bool = False
+    """Declares to ``check`` that every client that returned counts once in the average, whatever its n_k."""
+
+    control_variates: bool = False
+    """Declares to ``check`` that clients and server keep the control variates of SCAFFOLD's option II, which steer local steps."""
+
+    scales_with_federation: bool = False
+    """Declares to ``check`` that the server's step depends on how many clients the federation has, not on those that returned alone."""
+
+    module_refused: str = ""
+    """Why no LightningModule can be the network; empty when one can."""
+
+    module_optimizes: bool = True
+    """Whether a module's ``configure_optimizers`` is the local optimiser; False where clients train other tensors than its parameters."""
+
     seed: int = 0
     round: int = 0
+    gradient_clip_val: float | None = None
+    """The trainer's: what each local step's gradient is clipped to; None: it is not clipped."""
+    gradient_clip_algorithm: Literal["norm", "value"] = "norm"
 
     def __init__(
         self,
@@ -67,6 +95,8 @@ class Method(Recorded, LightningModule):
         optimizer: OptimizerCallable | None = None,
         average: Average = WEIGHTED_MEAN,
         max_share: float = 1.0,
+        scheduler: SchedulerCallable | None = None,
+        module: LightningModule | None = None,
     ) -> None:
         super().__init__()
         if not 0 < max_share <= 1:
@@ -77,13 +107,25 @@ class Method(Recorded, LightningModule):
         self.optimizer_spec = optimizer
         self.average = average
         self.max_share = max_share
+        self.scheduler_spec = scheduler
+        self.scheduled_groups: dict[Any, list[dict[str, Any]]] = {}  # by round and what the optimiser began with
         self.server: dict[str, Tensor] = {}
+        self.module = module
+        if module is not None:
+            if isinstance(module, Method):
+                name = type(module).__name__
+                raise ValueError(f"--model.module {name}; it is a method itself; write --model {name}")
+            check_module(self, module)
+            self.stackable = False  # nobody knows what a module keeps
 
     # Both halves
 
     def build(self, data: FederatedData) -> None:
         """Make the network for this data and the server's first state. Initial weights come from torch's generators as they stand."""
-        self.network = build_network(self.network_spec, data.num_classes, data.example_shape)
+        if self.module is None:
+            self.network = build_network(self.network_spec, data.num_classes, data.example_shape)
+        else:
+            self.network = adopt(self, self.module, data)
         self.layout = Layout.of(self.network)
         self.server = {"weights": self.layout.read(self.network)}
 
@@ -103,15 +145,22 @@ class Method(Recorded, LightningModule):
 
     def training_step(self, batch: Any, batch_idx: int = 0) -> dict[str, Tensor]:
         """The local objective: ``loss``, and each term by its metric name (``loss_task``, ...)."""
-        inputs, target = batch
-        loss = self.task_loss(self.network(inputs), target)
+        if self.module is not None:
+            loss = module_loss(self.module, batch, batch_idx)
+        else:
+            inputs, target = batch
+            loss = self.task_loss(self.network(inputs), target)
         return {"loss": loss, "loss_task": loss}
 
     def task_loss(self, outputs: Tensor, target: Tensor) -> Tensor:
         """L_task of outputs ``[B, C]`` and target int64 ``[B]``, mean over the batch."""
         return F.cross_entropy(outputs, target)
 
-    def configure_optimizers(self) -> Optimizer:
+    def configure_optimizers(self) -> Any:
+        """The local optimiser at its own learning rate; as in Lightning, an optimiser of one's own may come with a scheduler, which
+        steps once a round."""
+        if self.module is not None and self.module_optimizes:
+            return self.module.configure_optimizers()
         trainable = self.trainable()
         return self.optimizer_spec(trainable) if self.optimizer_spec else SGD(trainable, lr=0.05, momentum=0.9)
 
@@ -123,7 +172,7 @@ class Method(Recorded, LightningModule):
         """After each optimiser step: projections, teacher refreshes."""
 
     def upload(self, client: Client) -> Payload:
-        """What the client sends. ``examples`` is its weight n_k."""
+        """What the client sends. ``examples`` is its weight n_k. ``local_steps`` and ``local_lr`` say what its round was."""
         return Payload({"examples": examples_of(client), "weights": self.layout.read(self.network)})
 
     def upload_limits(self, client: Client) -> Mapping[str, int]:
@@ -133,6 +182,33 @@ class Method(Recorded, LightningModule):
         class: a subclass that sends something else and does not override this is bound by ``loop.MAX_UNDECLARED_VALUES`` alone.
         """
         return {"examples": 1, "weights": self.layout.size}
+
+    local_work: LocalWork | None = None
+    """What the client did in its round: set by the engine while ``upload`` runs, and only then."""
+
+    @property
+    def local_steps(self) -> int:
+        """K, the optimiser steps that this client made in this round, fewer for a straggler. To be read in ``upload``.
+
+        Raises:
+            RuntimeError: it is read elsewhere.
+        """
+        return self._local_work("local_steps").steps
+
+    @property
+    def local_lr(self) -> float:
+        """eta_l, the learning rate of those steps in this round, as the schedule has it. To be read in ``upload``.
+
+        Raises:
+            RuntimeError: it is read elsewhere.
+            ValueError: groups of parameters have different learning rates.
+        """
+        return self._local_work("local_lr").lr
+
+    def _local_work(self, name: str) -> LocalWork:
+        if self.local_work is None:
+            raise RuntimeError(f"{type(self).__name__}.{name} is known while upload runs, when the steps are done; read it there")
+        return self.local_work
 
     # The server's half; it sees decoded payloads and nothing else of a client
 

@@ -22,6 +22,7 @@ from fl_lightning.client import Client
 from fl_lightning.data import FederatedData
 from fl_lightning.methods.base import Method, examples_of
 from fl_lightning.methods.losses import kl_divergence
+from fl_lightning.methods.optimizing import clip_gradients, round_optimizer
 from fl_lightning.wire import Payload, PayloadError
 
 SUM_TOLERANCE = 1e-3  # of a row of soft labels: float32 sums of many classes
@@ -32,7 +33,7 @@ class FedKD(Method):
 
     Every client keeps its own weights between rounds and starts, when it is first sampled, from the initial weights, which follow from the
     seed on both sides: the simulation holds one fp32 copy of the weights for each client that was ever sampled. The server's student is
-    trained in fp32 whatever ``trainer.precision``, with the clients' optimiser, built anew each round.
+    trained in fp32 whatever ``trainer.precision``, with the clients' optimiser, schedule and clipping, built anew each round.
 
     Args:
         temperature: T that softens every soft label, above 0.
@@ -186,11 +187,13 @@ class FedKD(Method):
         self.layout.write(self.network, weights)
         self.train()
         soft_labels = self.server["soft_labels"].to(self.device)
-        optimizer = self.configure_optimizers()
+        optimizer = round_optimizer(self)
         with rng.torch_stream(self.seed, "dropout", self.round, -1):
             for batch in self._public_batches(self.public_data, soft_labels, self.server_epochs):
                 optimizer.zero_grad()
                 self.training_step(batch)["loss"].backward()
+                if self.gradient_clip_val is not None:
+                    clip_gradients(optimizer, self.gradient_clip_val, self.gradient_clip_algorithm)
                 optimizer.step()
         return self.layout.read(self.network)
 

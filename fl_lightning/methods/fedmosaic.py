@@ -67,6 +67,7 @@ class FedMosaic(Method):
     """
 
     stackable = True
+    module_refused = "it cuts the networks of its clients into blocks with adapters, which a module does not have"
 
     personalised = True
     growing = frozenset({"ids", "adapters", "sketches"})

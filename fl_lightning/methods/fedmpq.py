@@ -20,6 +20,7 @@ from fl_lightning.client import Client
 from fl_lightning.data import FederatedData
 from fl_lightning.methods.averaging import weighted_mean
 from fl_lightning.methods.base import Method, examples_of
+from fl_lightning.methods.lit_module import module_loss
 from fl_lightning.methods.quantized import LayerCodec, check_budgets, encode_layers
 from fl_lightning.quantization import allocate_bits, average_bits, prune, quantize
 from fl_lightning.quantization.activations import quantize_activations
@@ -48,6 +49,7 @@ class FedMPQ(Method):
     """
 
     stackable = True
+    module_optimizes = False  # it would step on weights that are made of the planes
 
     def __init__(
         self,
@@ -146,7 +148,10 @@ class FedMPQ(Method):
         """``loss = loss_task + loss_bit``; ``loss_bit`` is lambda_b * L_bit, as it enters."""
         inputs, target = batch
         weights, bit_norm = self.quantized_weights()
-        task = self.task_loss(functional_call(self.network, weights, (inputs,)), target)
+        if self.module is not None:
+            task = module_loss(self.module, batch, batch_idx, weights)
+        else:
+            task = self.task_loss(functional_call(self.network, weights, (inputs,)), target)
         bit = self.lambda_b * bit_norm
         return {"loss": task + bit, "loss_task": task, "loss_bit": bit}
 

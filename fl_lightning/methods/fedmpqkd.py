@@ -21,6 +21,7 @@ from fl_lightning.client import Client
 from fl_lightning.data import FederatedData
 from fl_lightning.methods import teaching
 from fl_lightning.methods.fedmpq import FedMPQ
+from fl_lightning.methods.lit_module import module_loss
 from fl_lightning.methods.losses import kl_divergence
 from fl_lightning.methods.schedules import CosineSchedule, LinearSchedule, at, ends
 from fl_lightning.wire import Payload
@@ -121,13 +122,17 @@ class FedMPQKD(FedMPQ):
         weights, bit_norm = self.quantized_weights()
         student = functional_call(self.network, weights, (inputs,))
         task = self.task_loss(student, target)
+        if self.module is not None:
+            task = module_loss(self.module, (inputs, target), batch_idx, weights)
         bit = self.lambda_b * bit_norm
         if join:
             join()
         kd = self.alpha * distillation(student, teacher.detach(), self.temperature, self.kl)
         outputs = {"loss": task + bit + kd, "loss_task": task, "loss_bit": bit, "loss_kd": kd}
         if self.teacher_mode == "joint":
-            outputs["loss_teacher"] = self.task_loss(teacher, target)
+            outputs["loss_teacher"] = (
+                self.task_loss(teacher, target) if self.module is None else module_loss(self.teacher, (inputs, target), batch_idx)
+            )
             outputs["loss"] = outputs["loss"] + outputs["loss_teacher"]
         return outputs
 

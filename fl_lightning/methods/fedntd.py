@@ -17,6 +17,7 @@ from torch.nn import functional as F
 from fl_lightning.client import Client
 from fl_lightning.data import FederatedData
 from fl_lightning.methods.base import Method
+from fl_lightning.methods.lit_module import module_loss
 from fl_lightning.methods.losses import kl_divergence
 from fl_lightning.wire import Payload
 
@@ -55,14 +56,14 @@ class FedNTD(Method):
         self.layout.write(self.teacher, message.tensor("weights"))
 
     def training_step(self, batch: Any, batch_idx: int = 0) -> dict[str, Tensor]:
-        """``loss = loss_task + loss_ntd``; ``loss_ntd`` is beta * tau^2 * KL, as it enters."""
+        """``loss = loss_task + loss_ntd``; ``loss_ntd`` is beta * tau^2 * KL, as it enters. A module's logits are those of its forward."""
         if self.beta == 0:
             return super().training_step(batch, batch_idx)
         inputs, target = batch
         local = self.network(inputs)
         with torch.no_grad():
             received = self.teacher(inputs)
-        task = self.task_loss(local, target)
+        task = self.task_loss(local, target) if self.module is None else module_loss(self.module, batch, batch_idx)
         ntd = self.beta * not_true_distillation(local, received, target, self.tau)
         return {"loss": task + ntd, "loss_task": task, "loss_ntd": ntd}
 

@@ -19,6 +19,7 @@ from fl_lightning.run_directory import is_plain_name
 
 TRUE_FALSE = "tag:yaml.org,2002:bool"
 SWEEPS_OWN = ("trainer.experiment", "trainer.run_name", "trainer.auto_resume", "trainer.allow_changed", "trainer.tags",
+              "trainer.fast_dev_run",
               "trainer.default_root_dir", "seed_everything", "config", "ckpt_path")  # fmt: skip
 """Settings that every cell gets from the sweep."""
 LONGEST = 200  # bytes of a name: file systems allow 255, and some are for what is added to it

@@ -74,7 +74,7 @@ def _level(comparison: Comparison, levels: Levels) -> dict[str, Any]:
     return {
         "levels": dict(levels),
         "dataset": runs[0].dataset,
-        "rounds": runs[0].rounds,
+        "rounds": runs[0].asked_rounds,
         "partition_sha256": {
             str(seed): next((run.partition for run in runs if run.seed == seed), None) for seed in comparison.study.seeds
         },

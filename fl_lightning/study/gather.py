@@ -155,7 +155,9 @@ def check_comparable(results: Results) -> None:
         groups.setdefault(tuple(levels.items()), []).append(run)
     for runs in groups.values():
         _require_one(runs, "data set", lambda run: run.dataset, "a study has one data set; give each its own study")
-        _require_one(runs, "number of rounds", lambda run: str(run.rounds), "run them again with the same --trainer.max_rounds")
+        _require_one(
+            runs, "number of rounds", lambda run: str(run.asked_rounds), "run them again with the same --trainer.max_rounds"
+        )
         for seed in sorted({run.seed for run in runs}):
             same_seed = [run for run in runs if run.seed == seed]
             hint = "give all methods the same data.* settings (FedKD's public set is taken from the training set: set it for all)"

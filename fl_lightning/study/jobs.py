@@ -67,6 +67,7 @@ def fit_arguments(
         "experiment": experiment,
         "run_name": name,
         "auto_resume": "true",
+        "fast_dev_run": "false",
         "tags": json.dumps(dict(tags)),
     }
     return [

@@ -45,6 +45,12 @@ class Run:
         return int(self.found.history[-1]["round"])
 
     @property
+    def asked_rounds(self) -> int:
+        """The rounds that it was to make: more than ``rounds`` where early stopping ended it."""
+        early = self.found.metadata.get("stopped_early")
+        return int(self.found.settings.get("trainer.max_rounds", self.rounds)) if early else self.rounds
+
+    @property
     def dataset(self) -> str:
         return str(self.found.metadata.get("dataset"))
 

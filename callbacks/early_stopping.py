@@ -1,0 +1,77 @@
+"""Early stopping: a run ends when its validation has not improved for a while."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, Literal
+
+from fl_lightning.hooks import Context, Meter, RoundRecord
+from fl_lightning.metrics import client_spread
+
+MONITORS = (*client_spread([0.0]), "train/loss")
+"""Metrics of every round that is evaluated. The test set is not among them: it must not choose when a run ends."""
+
+
+class EarlyStopping(Meter):
+    """Ends the run, as finished, after ``patience`` evaluated rounds in a row without an improvement.
+
+    Args:
+        monitor: ``val/accuracy``, ``val/accuracy_std``, ``val/accuracy_worst_decile`` or ``train/loss``.
+        patience: evaluated rounds without an improvement after which the run ends, at least 1.
+        mode: whether more of the monitor is better (``max``) or less (``min``).
+        min_delta: what a value has to be better by than the best one to count as an improvement, 0 or more.
+    """
+
+    def __init__(
+        self,
+        monitor: str = "val/accuracy",
+        patience: int = 10,
+        mode: Literal["max", "min"] = "max",
+        min_delta: float = 0.0,
+    ) -> None:
+        if monitor not in MONITORS:
+            raise ValueError(
+                f"EarlyStopping(monitor={monitor!r}); it is one of {', '.join(MONITORS)}; write monitor: {MONITORS[0]}"
+            )
+        if patience < 1:
+            raise ValueError(f"EarlyStopping(patience={patience}); at least 1 evaluated round is needed; write patience: 10")
+        if mode not in ("max", "min"):
+            raise ValueError(f"EarlyStopping(mode={mode!r}); it is max or min; for an accuracy write mode: max")
+        if not 0 <= min_delta < math.inf:
+            raise ValueError(f"EarlyStopping(min_delta={min_delta}); it is 0 or more, and finite; write min_delta: 0.001")
+        self.monitor, self.patience, self.mode, self.min_delta = monitor, patience, mode, min_delta
+        self._evaluated = 0  # the last round that was
+        self._best: float | None = None
+        self._best_round = self._waited = 0
+
+    def on_check(self, context: Context) -> None:
+        if self.monitor.startswith("val/") and not len(context.data.validating):
+            raise ValueError(
+                f"EarlyStopping(monitor={self.monitor!r}) where no client has validation examples; there is nothing to monitor; "
+                "write --data.val_fraction 0.1"
+            )
+
+    def on_validate(self, accuracies: dict[int, float], record: RoundRecord, context: Context) -> None:
+        self._evaluated = record.round
+
+    def on_round_end(self, record: RoundRecord, context: Context) -> None:
+        if self._evaluated != record.round or self.monitor not in record.metrics:
+            return
+        value, sign = record.metrics[self.monitor], 1 if self.mode == "max" else -1
+        if math.isfinite(value) and (self._best is None or sign * (value - self._best) > self.min_delta):
+            self._best, self._best_round, self._waited = value, record.round, 0
+        else:
+            self._waited += 1
+
+    def stop_reason(self) -> str:
+        if self._waited < self.patience:
+            return ""
+        best = "never finite" if self._best is None else f"best {self._best:.4g} in round {self._best_round}"
+        rounds = f"{self._waited} evaluated round{'s'[: self._waited > 1]}"
+        return f"{self.monitor} did not improve in {rounds}, {best}"
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"best": self._best, "best_round": self._best_round, "waited": self._waited}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._best, self._best_round, self._waited = state["best"], state["best_round"], state["waited"]

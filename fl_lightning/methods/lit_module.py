@@ -1,0 +1,152 @@
+"""A LightningModule that knows nothing of federations, as a method's network and task loss."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from copy import deepcopy
+from inspect import signature
+from typing import TYPE_CHECKING, Any
+
+import torch
+from lightning.pytorch import LightningModule
+from torch import Tensor, nn
+from torch.func import functional_call
+from torch.utils._pytree import tree_map
+
+from fl_lightning.data import FederatedData
+from fl_lightning.errors import InputError
+
+if TYPE_CHECKING:
+    from fl_lightning.methods.base import Method
+
+log = logging.getLogger("fl_lightning")
+
+
+def check_module(method: Method, module: LightningModule) -> None:
+    """Refuse what cannot be a module of this method, or what would be ignored beside one.
+
+    Raises:
+        ValueError: in three parts.
+    """
+    name, mine = type(module).__name__, type(method).__name__
+    if method.module_refused:
+        raise ValueError(
+            f"--model.module {name} with --model {mine}; {method.module_refused}; leave module out, or write --model FedAvg"
+        )
+    if method.network_spec != "small_cnn":
+        raise ValueError(
+            f"--model.network {method.network_spec} beside --model.module {name}; the module is the network; leave one of them out"
+        )
+    if not method.module_optimizes and method.optimizer_spec is None:
+        raise ValueError(
+            f"--model.module {name} with --model {mine} and no optimizer; its clients train other tensors than the module's parameters, "
+            f"so {name}.configure_optimizers cannot be used; write --model.optimizer SGD --model.optimizer.lr 0.05"
+        )
+    if not module.automatic_optimization:
+        raise ValueError(
+            f"--model.module {name} with manual optimisation; a client's steps are the engine's; "
+            "set automatic_optimization and return the loss from training_step"
+        )
+
+
+def adopt(method: Method, module: LightningModule, data: FederatedData) -> LightningModule:
+    """Make the module fit to be the method's network: its logits and one training step of a copy of it are tried out.
+
+    Raises:
+        ValueError: its ``forward`` gives no logits, its ``training_step`` no loss, or it uses ``self.trainer``.
+    """
+    module.log = module.log_dict = _logs_nothing  # type: ignore[method-assign, assignment]
+    module.trainer = NoTrainer(type(module).__name__)  # type: ignore[assignment]
+    name = type(module).__name__
+    with torch.no_grad():
+        outputs = module.eval()(torch.zeros(2, *data.example_shape))
+    if not isinstance(outputs, Tensor) or outputs.shape != (2, data.num_classes):
+        shape = tuple(outputs.shape) if isinstance(outputs, Tensor) else type(outputs).__name__
+        raise ValueError(
+            f"--model.module {name}, whose forward makes {shape} of two examples; logits [2, {data.num_classes}] are evaluated; "
+            "make its forward return them"
+        )
+    client = data.client(int(data.active[0]))
+    batch = next(iter(data.train_batches(client, round=1, epochs=1, steps=1)))
+    module.gave_loss = False  # type: ignore[assignment]
+    module_loss(deepcopy(module).train(), tree_map(lambda tensor: tensor.cpu(), batch), 0)
+    if method.optimizer_spec is not None:
+        used, unused = f"{name}.configure_optimizers", "--model.optimizer"
+        if not method.module_optimizes:
+            used, unused = unused, used
+        log.info("the local optimiser is that of %s; %s is not used", used, unused)
+    return module
+
+
+def module_loss(module: Any, batch: Any, batch_idx: int, weights: Mapping[str, Tensor] | None = None) -> Tensor:
+    """The loss of the module's ``training_step``.
+
+    Args:
+        weights: by parameter name, what is computed with in place of the module's own.
+
+    Raises:
+        ValueError: there is none.
+    """
+    module.gave_loss = True
+    if module._trainer is None:  # a copy has lost it
+        module.trainer = NoTrainer(type(module).__name__)
+    if weights is None:
+        outputs = _Stepper.step(module, batch, batch_idx)
+    else:
+        outputs = functional_call(_Stepper(module), {f"module.{name}": w for name, w in weights.items()}, (batch, batch_idx))
+    loss: Any = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
+    if not isinstance(loss, Tensor):
+        raise ValueError(
+            f"{type(module).__name__}.training_step returned {type(loss).__name__} as loss; a local step needs a loss; return one"
+        )
+    return loss
+
+
+def require_asked(method: Method) -> None:
+    """Refuse a method that has trained without its module's loss.
+
+    Raises:
+        TypeError: its ``training_step`` never asked the module.
+    """
+    if method.module is not None and not getattr(method.module, "gave_loss", False):
+        name, mine = type(method.module).__name__, type(method).__name__
+        raise TypeError(
+            f"--model.module {name} with --model {mine}, whose training_step never asks {name} for a loss; it would be ignored; call "
+            f"super().training_step there, or set {mine}.module_refused to the reason"
+        )
+
+
+class _Stepper(nn.Module):
+    """``functional_call`` calls ``forward``; this one calls ``training_step``."""
+
+    def __init__(self, module: LightningModule) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, batch: Any, batch_idx: int) -> Any:
+        return self.step(self.module, batch, batch_idx)
+
+    @staticmethod
+    def step(module: Any, batch: Any, batch_idx: int) -> Any:
+        takes_index = "batch_idx" in signature(module.training_step).parameters
+        return module.training_step(*((batch, batch_idx) if takes_index else (batch,)))
+
+
+class NoTrainer:
+    """Stands where a module of the user's looks for its ``lightning.Trainer``: whatever it asks is answered with one line."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __getattr__(self, attribute: str) -> Any:
+        if attribute.startswith("__"):
+            raise AttributeError(attribute)
+        raise InputError(
+            f"--model.module {self._name} asks for self.trainer.{attribute}; its steps are taken by FederatedTrainer and it has no "
+            f"lightning.Trainer; do without it in {self._name}, or write a Method, which knows self.round and self.seed"
+        )
+
+
+def _logs_nothing(*args: Any, **settings: Any) -> None:
+    """In place of ``LightningModule.log``, which needs a ``lightning.Trainer``."""

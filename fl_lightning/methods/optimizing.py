@@ -1,0 +1,162 @@
+"""The local optimiser of a round: what ``configure_optimizers`` returns, at the learning rate that a schedule gives this round.
+
+A client's optimiser lives for one round, so a schedule cannot be carried along. It is played anew instead: a fresh scheduler steps
+round - 1 times. The learning rate is therefore a function of the round alone, the same after a resume and in every process.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Iterable, Mapping
+from copy import deepcopy
+from typing import TYPE_CHECKING, Any, Literal
+
+from torch import nn
+from torch.nn.utils import clip_grad_norm_, clip_grad_value_
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+
+from fl_lightning.errors import InputError
+
+if TYPE_CHECKING:
+    from fl_lightning.methods.base import Method
+
+MOST_KEPT = (
+    64  # values of groups, by round and what they began with; there is more than one where clients have different optimisers
+)
+
+
+def round_optimizer(method: Method) -> Optimizer:
+    """A fresh local optimiser with the learning rates of ``method.round``.
+
+    Raises:
+        InputError: ``configure_optimizers`` returns something else than one optimiser, or its schedule cannot go by rounds.
+    """
+    optimizer, scheduler, every = unpack(method.configure_optimizers(), _name(method))
+    if scheduler is not None and method.scheduler_spec is not None:
+        raise InputError(
+            f"--model.scheduler beside the {type(scheduler).__name__} of {_name(method)}.configure_optimizers; a learning rate has one "
+            "schedule; leave one of them out"
+        )
+    if scheduler is None and method.scheduler_spec is None:
+        return optimizer
+    key = method.round, repr(_values(optimizer))
+    if key not in method.scheduled_groups:
+        if len(method.scheduled_groups) >= MOST_KEPT:
+            method.scheduled_groups.clear()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch: the optimiser should step first; this one has not yet
+            if scheduler is None:
+                assert method.scheduler_spec is not None
+                scheduler = _steps_by_rounds(method.scheduler_spec(optimizer), "--model.scheduler")
+            for _ in range((max(1, method.round) - 1) // every):
+                scheduler.step()
+        method.scheduled_groups[key] = _values(optimizer)
+    for group, values in zip(optimizer.param_groups, deepcopy(method.scheduled_groups[key]), strict=True):
+        group.update(values)
+    return optimizer
+
+
+def check_schedule(method: Method, rounds: int) -> None:
+    """Play the schedule once through, so that it is refused now and not in mid-run.
+
+    Raises:
+        InputError: it ends before the run does, or gives a learning rate that is negative or not finite.
+    """
+    before, round = method.round, 1
+    try:
+        for round in range(1, rounds + 1):
+            method.round = round
+            optimizer = round_optimizer(method)
+            if not method.scheduled_groups:
+                return
+            lrs = [float(group["lr"]) for group in optimizer.param_groups if "lr" in group]
+            if not all(math.isfinite(lr) and lr >= 0 for lr in lrs):
+                raise InputError(
+                    f"the learning-rate schedule gives {lrs} in round {round}; a learning rate is finite, 0 or more; change the schedule"
+                )
+    except InputError:
+        raise
+    except (ValueError, TypeError, ArithmeticError, KeyError) as error:
+        if round == 1 and method.scheduler_spec is None:
+            raise
+        raise InputError(
+            f"--model.scheduler; it cannot be played to round {round} of {rounds} ({error}); correct that argument"
+        ) from error
+    finally:
+        method.round = before
+        method.scheduled_groups.clear()
+
+
+def unpack(found: Any, name: str) -> tuple[Optimizer, LRScheduler | None, int]:
+    """The optimiser, its scheduler and the rounds between two of the scheduler's steps, from any form that Lightning knows.
+
+    Args:
+        found: what ``configure_optimizers`` returned.
+        name: of the class that did.
+
+    Raises:
+        InputError: it is not one optimiser, or there is a schedule that cannot go by rounds.
+    """
+    schedulers: Any = []
+    if isinstance(found, (tuple, list)) and len(found) == 2 and all(isinstance(part, (tuple, list)) for part in found):
+        found, schedulers = found
+    if isinstance(found, (tuple, list)) and len(found) == 1:
+        found = found[0]
+    if isinstance(found, Mapping):
+        schedulers = [found["lr_scheduler"]] if found.get("lr_scheduler") is not None else []
+        found = found.get("optimizer")
+    if not isinstance(found, Optimizer):
+        raise InputError(
+            f"configure_optimizers of {name} returns {_form(found)}; a client has one local optimiser; return one, with at most one "
+            "scheduler"
+        )
+    if not schedulers:
+        return found, None, 1
+    where = f"configure_optimizers of {name}"
+    if len(schedulers) > 1:
+        raise InputError(f"{where} returns {len(schedulers)} schedulers; a local optimiser has one schedule; return one")
+    scheduler, every = schedulers[0], 1
+    if isinstance(scheduler, Mapping):
+        settings, scheduler = scheduler, scheduler.get("scheduler")
+        if settings.get("interval", "epoch") != "epoch":
+            raise InputError(
+                f"{where} steps its scheduler by {settings['interval']!r}; a client's optimiser lives for one round, so a schedule goes by "
+                "rounds; write interval: 'epoch', which is a round here"
+            )
+        every = settings.get("frequency", 1)
+        if not isinstance(every, int) or every < 1:
+            raise InputError(f"{where} has a scheduler of frequency {every!r}; it is a number of rounds, at least 1; write 1")
+    return found, _steps_by_rounds(scheduler, where), every
+
+
+def _steps_by_rounds(scheduler: Any, where: str) -> LRScheduler:
+    if isinstance(scheduler, ReduceLROnPlateau) or not isinstance(scheduler, LRScheduler):
+        raise InputError(
+            f"{where}: {type(scheduler).__name__}; the learning rate of a round follows from its number, so that a resume is exact, and "
+            "not from a metric; write one of torch.optim.lr_scheduler, such as CosineAnnealingLR or StepLR"
+        )
+    return scheduler
+
+
+def clip_gradients(optimizer: Optimizer, value: float, algorithm: Literal["norm", "value"]) -> None:
+    """Clip the gradient of what ``optimizer`` steps on: its L2 norm over all parameters, or each of its values, to ``value``."""
+    parameters: Iterable[nn.Parameter] = [p for group in optimizer.param_groups for p in group["params"]]
+    if algorithm == "value":
+        clip_grad_value_(parameters, value)
+    else:
+        clip_grad_norm_(parameters, value)
+
+
+def _values(optimizer: Optimizer) -> list[dict[str, Any]]:
+    """Everything in its groups but the parameters."""
+    return [deepcopy({name: value for name, value in group.items() if name != "params"}) for group in optimizer.param_groups]
+
+
+def _name(method: Method) -> str:
+    return type(method.module if method.module is not None and method.module_optimizes else method).__name__
+
+
+def _form(found: Any) -> str:
+    return f"{len(found)} of them" if isinstance(found, (tuple, list)) else type(found).__name__

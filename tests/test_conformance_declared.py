@@ -1,0 +1,247 @@
+"""What a method declares of itself is checked, not taken on trust: SCAFFOLD and FedNova pass, wrong ones are told what is wrong."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from scaffold import Scaffold
+from torch.optim import SGD
+
+from fl_lightning.__main__ import main
+from fl_lightning.conformance import CHECKS, run_checks, subject_of
+from fl_lightning.conformance.scaffold import Round, path
+from fl_lightning.conformance.toy import CENTRES
+from fl_lightning.methods import FedAvg, Method
+from fl_lightning.wire import Payload
+
+
+def failures(method, *names):
+    checks = [check for check in CHECKS if not names or check.__name__.replace("_", " ") in names]
+    return {o.check: o.detail for o in run_checks(subject_of(method), checks) if o.verdict == "failed"}
+
+
+class FedNova(Method):
+    """Normalised averaging (Wang et al., NeurIPS 2020), for plain SGD: x + tau_eff sum_k p_k (y_k - x) / tau_k."""
+
+    def upload(self, client):
+        return Payload({**super().upload(client), "steps": torch.tensor([float(self.local_steps)])})
+
+    def aggregate(self, uploads):
+        start = self.server["weights"]
+        sent = list(uploads.values())
+        total = sum(int(u.tensor("examples")) for u in sent)
+        shares = [int(u.tensor("examples")) / total for u in sent]
+        steps = [float(u.tensor("steps")) for u in sent]
+        mean = sum(p * (u.tensor("weights") - start) / tau for p, tau, u in zip(shares, steps, sent, strict=True))
+        self.server["weights"] = start + sum(p * tau for p, tau in zip(shares, steps, strict=True)) * mean
+
+
+@pytest.mark.parametrize("method", [Scaffold, FedNova])
+def test_a_strangers_method_passes(method):
+    outcomes = list(run_checks(subject_of(method)))
+    assert [(o.check, o.detail) for o in outcomes if o.verdict == "failed"] == []
+    passed = {o.check for o in outcomes if o.verdict == "passed"}
+    assert {"known optimum", "agreement", "partial participation", "weights by examples", "federation size"} <= passed
+    assert ("control variates" in passed) == (method is Scaffold)
+
+
+def test_it_trains_from_the_command_line(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    config = str(Path(__file__).parent.parent / "configs" / "fedavg.yaml")
+    command = [
+        "fit",
+        "--config",
+        config,
+        "--model",
+        "scaffold.Scaffold",
+        "--trainer.logger",
+        "false",
+        "--trainer.fast_dev_run",
+        "2",
+    ]
+    assert main([*command, "--model.optimizer.momentum", "0"]) == 0
+    capsys.readouterr()
+    assert main(command) == 2
+    assert "write --model.optimizer.momentum 0" in capsys.readouterr().err
+
+
+class WrongSign(Scaffold):
+    def receive(self, message, client):
+        super().receive(message, client)
+        self.correction = -self.correction
+
+
+class SumOfChanges(Scaffold):
+    def build(self, data):
+        super().build(data)
+        self.num_clients = 1
+
+
+class MeanOfThoseThatReturned(Scaffold):
+    def aggregate(self, uploads):
+        self.num_clients = len(uploads)
+        super().aggregate(uploads)
+
+
+class Forgets(Scaffold):
+    def upload(self, client):
+        sent = super().upload(client)
+        client.state.clear()
+        return sent
+
+
+class ReadsNothingKept(Scaffold):
+    def receive(self, message, client):
+        kept = dict(client.state)
+        client.state.clear()
+        super().receive(message, client)
+        client.state.update(kept)
+
+
+class Scaled(Scaffold):
+    """K eta_l off by a factor."""
+
+    factor = 2.0
+
+    @property
+    def local_steps(self):
+        return super().local_steps / self.factor
+
+
+class ForgetsTheLearningRate(Scaffold):
+    local_lr = 1.0
+
+
+class ForgetsTheSteps(Scaffold):
+    local_steps = 1
+
+
+class PlannedSteps(Scaffold):
+    def local_batches(self, data, client, *, epochs, steps, **order):
+        self.planned = data.num_steps(client, epochs)
+        return super().local_batches(data, client, epochs=epochs, steps=steps, **order)
+
+    @property
+    def local_steps(self):
+        return self.planned
+
+
+class BaseLearningRate(Scaffold):
+    @property
+    def local_lr(self):
+        return self.configure_optimizers().param_groups[0]["lr"]
+
+
+@pytest.mark.parametrize(
+    ("wrong", "says"),
+    [
+        (WrongSign, "the correction has the wrong sign"),
+        (SumOfChanges, "the sum of the clients' changes: divide it by N"),
+        (MeanOfThoseThatReturned, "|S|/N"),
+        (Forgets, "c_i stays with the client, in client.state"),
+        (ReadsNothingKept, "keep it in client.state and read it in receive"),
+        (Scaled, "c_i+ takes 2 (x - y_i) / (K eta_l)"),
+        (ForgetsTheLearningRate, "divide by eta_l too, which is local_lr"),
+        (ForgetsTheSteps, "divide by K too, which is local_steps"),
+        (PlannedSteps, "a straggler makes fewer"),
+        (BaseLearningRate, "that of this round is local_lr"),
+    ],
+)
+def test_a_wrong_scaffold_is_told_what_is_wrong(wrong, says):
+    assert says in failures(wrong, "control variates")["control variates"]
+
+
+class Uniform(FedAvg):
+    def aggregate(self, uploads):
+        self.server["weights"] = torch.stack([upload.tensor("weights") for upload in uploads.values()]).mean(0)
+
+
+class DeclaredUniform(Uniform):
+    uniform_clients = True
+
+
+class Slower(FedAvg):
+    """A step of |S| / N of the mean's."""
+
+    def build(self, data):
+        super().build(data)
+        self.num_clients = data.num_clients
+
+    def aggregate(self, uploads):
+        start = self.server["weights"]
+        super().aggregate(uploads)
+        self.server["weights"] = start + len(uploads) / self.num_clients * (self.server["weights"] - start)
+
+
+class DeclaredSlower(Slower):
+    scales_with_federation = True
+
+
+@pytest.mark.parametrize("declared", [DeclaredUniform, DeclaredSlower])
+def test_what_is_declared_and_true_is_no_failure(declared):
+    assert failures(declared, "known optimum", "partial participation", "weights by examples", "federation size", "copies") == {}
+
+
+class NotUniform(FedAvg):
+    uniform_clients = True
+
+
+class NotScaled(FedAvg):
+    scales_with_federation = True
+
+
+class NoVariates(FedAvg):
+    control_variates = True
+
+
+class WrongWay(DeclaredSlower):
+    def aggregate(self, uploads):
+        start = self.server["weights"]
+        super().aggregate(uploads)
+        self.server["weights"] = 2 * start - self.server["weights"]
+
+
+@pytest.mark.parametrize(
+    ("wrong", "check", "says"),
+    [
+        (Uniform, "weights by examples", "declare uniform_clients = True if that is meant"),
+        (Uniform, "known optimum", "declare uniform_clients = True if that is meant"),
+        (NotUniform, "weights by examples", "it declares uniform_clients"),
+        (NotUniform, "known optimum", "it declares uniform_clients"),
+        (Slower, "federation size", "declare scales_with_federation = True if that is meant"),
+        (NotScaled, "federation size", "it declares scales_with_federation"),
+        (WrongWay, "partial participation", "of the clients' mean step"),
+        (NoVariates, "control variates", "its clients keep nothing"),
+    ],
+)
+def test_what_is_not_so_or_not_declared(wrong, check, says):
+    assert says in failures(wrong, check)[check]
+
+
+def test_the_reference_is_a_plain_torch_loop_and_ends_where_nothing_drifts():
+    """Clients make 1, 2 and 5 steps: averaging ends elsewhere, and so does another sign, which a golden number would not notice."""
+    steps, lr, clients = {0: 1, 1: 2, 2: 5}, 0.05, 3
+    rounds = [Round(steps, steps, lr)] * 400
+    found = path(torch.zeros(6), rounds, [1.0] * clients)
+    torch.testing.assert_close(found[-1], CENTRES[:clients].double().mean(0), rtol=0, atol=1e-9)
+    averaging = path(torch.zeros(6), rounds, [1.0] * clients, sign=0.0)
+    assert float((averaging[-1] - CENTRES[:clients].double().mean(0)).abs().max()) > 0.3
+    assert not path(torch.zeros(6), rounds, [1.0] * clients, sign=-1.0)[-1].abs().max() < 1e6
+
+    x, c, own = torch.zeros(6, dtype=torch.float64), torch.zeros(6, dtype=torch.float64), torch.zeros(3, 6, dtype=torch.float64)
+    for expected in found[:5]:
+        ended, new = [], own.clone()
+        for k, count in steps.items():
+            y = torch.nn.Parameter(x.clone())
+            optimizer = SGD([y], lr=lr)
+            for _ in range(count):
+                optimizer.zero_grad()
+                ((y - CENTRES[k]).square().sum() / 2).backward()
+                y.grad += c - own[k]
+                optimizer.step()
+            ended.append(y.detach())
+            new[k] = own[k] - c + (x - y.detach()) / (count * lr)
+        x, c, own = torch.stack(ended).mean(0), c + (new - own).mean(0), new
+        torch.testing.assert_close(x, expected, rtol=0, atol=1e-12)
