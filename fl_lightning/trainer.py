@@ -31,7 +31,7 @@ from fl_lightning.resume import Start, everywhere, find_same, find_start
 from fl_lightning.run_directory import RunDirectory, is_plain_name
 from fl_lightning.run_log import RunLog
 from fl_lightning.trial import tried_out
-from fl_lightning.user_code import is_from_user_code
+from fl_lightning.user_code import is_bug_of_user
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -278,7 +278,7 @@ class FederatedTrainer(Recorded):
         try:
             self._build()
         except (ValueError, OSError) as error:
-            if isinstance(error, ValueError) and is_from_user_code(error):
+            if isinstance(error, ValueError) and is_bug_of_user(error):
                 raise
             raise InputError(str(error)) from error
         try:

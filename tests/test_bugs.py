@@ -16,7 +16,7 @@ from fl_lightning.__main__ import main
 from fl_lightning.errors import InputError, RunStopped
 from fl_lightning.hooks import Stressor
 from fl_lightning.methods import FedAvg
-from fl_lightning.user_code import is_from_user_code
+from fl_lightning.user_code import is_bug_of_user
 from fl_lightning.wire import PayloadError
 
 QUICK = ["--trainer.max_rounds", "2", "--trainer.logger", "false", "--data.num_clients", "6", "--trainer.workers", "1"]
@@ -33,6 +33,10 @@ class Fussy(FedAvg):
     def build(self, data):
         super().build(data)
         self.scale = float("three")
+
+class Choosy(FedAvg):
+    def build(self, data):
+        raise ValueError("--model.scale three; it is a number; write --model.scale 3")
 
 class Picky(FedAvg):
     def check(self, upload, client):
@@ -85,7 +89,13 @@ def test_a_value_error_of_somebodys_code_before_there_is_a_run_keeps_its_traceba
     with pytest.raises(ValueError, match="could not convert string to float") as caught:
         command("Fussy")
     assert not isinstance(caught.value, InputError)
-    assert is_from_user_code(caught.value)
+    assert is_bug_of_user(caught.value)
+    assert not (project / "runs").exists()
+
+
+def test_what_somebodys_code_refuses_with_raise_is_bad_input(project, capsys):
+    assert command("Choosy") == 2
+    assert capsys.readouterr().err.splitlines()[-1].endswith("--model.scale three; it is a number; write --model.scale 3")
     assert not (project / "runs").exists()
 
 

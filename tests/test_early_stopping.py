@@ -97,7 +97,7 @@ def test_what_was_seen_survives_a_resume(interrupted, tmp_path):
         fit(tmp_path, *values, more=[Pull(interrupted)], checkpoint_every=1, run_name="pulled")
     folder = tmp_path / "fl_lightning" / "pulled"
     assert rounds_of(folder) == interrupted
-    rest, _ = fit(tmp_path, *values, ckpt_path=str(folder))
+    rest, _ = fit(tmp_path, *values, ckpt_path=str(folder), allow_changed=True)  # without the interruption
     assert torch.equal(whole.server["weights"], rest.server["weights"])
     assert rest.round == 4  # figures of the end name it
     assert (rounds_of(folder), metadata_of(folder)["status"]) == (4, "finished")
@@ -107,7 +107,7 @@ def test_what_was_seen_survives_a_resume(interrupted, tmp_path):
 def test_more_patience_continues_a_run_that_was_stopped(tmp_path):
     values = 0.1, 0.3, 0.2, 0.3, 0.5, 0.4
     _, folder = fit(tmp_path, *values, rounds=6)
-    fit(tmp_path, *values, rounds=6, stopping=EarlyStopping(patience=3), ckpt_path=str(folder))
+    fit(tmp_path, *values, rounds=6, stopping=EarlyStopping(patience=3), ckpt_path=str(folder), allow_changed=True)
     assert (rounds_of(folder), metadata_of(folder)["status"]) == (6, "finished")
     assert "stopped_early" not in metadata_of(folder)
 
