@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 import lightning.fabric.loggers
 import lightning.pytorch.loggers
 import yaml
-from jsonargparse import ActionConfigFile, ArgumentParser, Namespace
+from jsonargparse import ActionConfigFile, ArgumentParser, Namespace, get_loader, set_loader
 from jsonargparse.typing import NonNegativeInt
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
@@ -32,6 +32,7 @@ from fl_lightning.cli_input import ENV_PREFIX, check_environment, dropped_names,
 from fl_lightning.cli_types import concrete, settings_of
 from fl_lightning.commands import COMMANDS
 from fl_lightning.data import FederatedData, FederatedImages
+from fl_lightning.documents import check_size
 from fl_lightning.errors import InputError
 from fl_lightning.methods import Method
 from fl_lightning.trainer import FederatedTrainer
@@ -209,8 +210,31 @@ def parse(parser: ArgumentParser, given: Given, flags: Iterable[str] = ()) -> Na
     """``parser.parse_args`` whose complaints are :class:`InputError`, in three parts and with the nearest valid name."""
     try:
         return with_names(lambda: parser.parse_args(given.args))
+    except _TooLarge as error:
+        check_size(error.document, given.source_of(error.document))
+        raise
     except INPUT_PROBLEMS as error:
         raise InputError(explain(str(error), parser, given, flags)) from error
+
+
+class _TooLarge(Exception):
+    """A YAML text that :func:`check_size` refuses. Not a ValueError: jsonargparse would go on with the next type of a union."""
+
+    def __init__(self, document: str) -> None:
+        super().__init__()
+        self.document = document
+
+
+def _loaded(document: str, load: Callable[[str], Any] = get_loader("yaml")) -> Any:
+    """What a flag, a variable of the environment, or a file that is given in place of a value says in YAML."""
+    try:
+        check_size(document, "")
+    except InputError:
+        raise _TooLarge(document) from None
+    return load(document)
+
+
+set_loader("yaml", _loaded, exceptions=(yaml.YAMLError,))
 
 
 def with_names(function: Callable[[], T]) -> T:

@@ -6,11 +6,14 @@ comes from the type of the setting, and the suggestion is the nearest valid name
 
 from __future__ import annotations
 
+import os
 import re
 from argparse import Action
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import groupby
+from pathlib import Path
 from types import NoneType
 from typing import Any
 
@@ -67,12 +70,29 @@ class Given:
                 value = rest if equals else following
         return value
 
+    def source_of(self, document: str) -> str:
+        """``--flag VALUE``, shortened, of the value that is this YAML text or names a file with it; else the text's beginning."""
+        for arg, following in zip(self.args, [*self.args[1:], ""], strict=True):
+            name, equals, rest = arg.partition("=")
+            value = rest if equals else following
+            with suppress(OSError, ValueError):  # a value that is no path
+                if value == document or Path(value).read_text() == document:
+                    return f"{name} {_shortened(value)}"
+        variable = next(
+            (f"environment variable {name}={value}" for name, value in os.environ.items() if value == document), document
+        )
+        return _shortened(variable)
+
     def in_file(self, path: str) -> str:
         """``" (FILE, line N)"`` of the last file that has the setting, else nothing."""
         for file, text in reversed(list(self.texts.items())):
             if line := line_of(path, text):
                 return f" ({file}, line {line})"
         return ""
+
+
+def _shortened(value: str) -> str:
+    return value if len(value) <= 60 else f"{value[:60]}..."
 
 
 def explain(message: str, parser: ArgumentParser, given: Given, flags: Iterable[str] = ()) -> str:
@@ -140,7 +160,7 @@ def _bad_value(keys: list[str], owners: list[str], message: str, settings: Mappi
     hint = hint_of(action)
     flagged = given.flag_value(path)
     value = flagged if flagged is not None else _value(message)
-    short = value if len(value) <= 60 else f"{value[:60]}..."
+    short = _shortened(value)
     shown = f"--{path} {short or repr(short)}" if flagged is not None else f"{path}: {short}{given.in_file(path)}"
     if action is not None and action.metavar == "CONFIG":  # a group, such as trainer
         inner = next(name for name in settings if name.startswith(f"{path}."))

@@ -11,6 +11,7 @@ from typing import Any
 
 import yaml
 
+from fl_lightning.documents import read_document
 from fl_lightning.errors import InputError
 
 ENV_PREFIX = "FL_LIGHTNING_"
@@ -69,7 +70,9 @@ def _read_config(path: str) -> str:
     if Path(path).is_dir():
         raise InputError(f"{given}; it is a directory and must be a YAML file; write --config {_yaml_near(Path(path) / 'x')}")
     try:
-        text = Path(path).read_text(encoding="utf-8")
+        text = read_document(Path(path), given)
+    except InputError:
+        raise
     except FileNotFoundError:
         raise InputError(f"{given}; there is no such file; write --config {_yaml_near(Path(path))}") from None
     except UnicodeDecodeError:

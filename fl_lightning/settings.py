@@ -10,6 +10,7 @@ from typing import Any
 
 import yaml
 
+from fl_lightning.documents import read_document
 from fl_lightning.errors import InputError
 
 FREE_KEYS = ("trainer.devices", "trainer.strategy", "trainer.num_nodes", "trainer.rank_timeout", "trainer.engine", "trainer.workers",
@@ -23,7 +24,10 @@ FREE_KEYS = ("trainer.devices", "trainer.strategy", "trainer.num_nodes", "traine
 def config_of(run: Path) -> dict[str, Any]:
     """The configuration that a run began with, with dotted keys."""
     try:
-        return flatten(yaml.safe_load((run / "config.yaml").read_text()) or {})
+        path = run / "config.yaml"
+        return flatten(yaml.safe_load(read_document(path, str(path))) or {})
+    except InputError:
+        raise
     except (OSError, ValueError, yaml.YAMLError) as error:
         raise InputError(f"{run / 'config.yaml'}; it cannot be read ({error}); mend it, or start a new run") from None
 

@@ -207,8 +207,8 @@ def test_what_a_constructor_refuses(here: Path, capsys: pytest.CaptureFixture[st
 
 
 def test_an_unreadable_file(here: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    def denied(self: Path, **_: object) -> str:
+    def denied(self: Path, *_: object) -> str:
         raise PermissionError(13, "Permission denied", str(self))
 
-    monkeypatch.setattr(Path, "read_text", denied)
+    monkeypatch.setattr(Path, "open", denied)
     assert "it cannot be read (Permission denied)" in refuse("fit --config base.yaml", capsys)

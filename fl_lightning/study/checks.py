@@ -14,6 +14,7 @@ from typing import Any
 
 import yaml
 
+from fl_lightning.documents import read_document
 from fl_lightning.errors import InputError
 from fl_lightning.run_directory import is_plain_name
 
@@ -54,10 +55,12 @@ def read_mapping(path: Path, what: str, begin: str) -> dict[str, Any]:
         begin: how one begins.
 
     Raises:
-        InputError: there is none, or it is not a mapping.
+        InputError: there is none, it is not a mapping, or it is too large.
     """
     try:
-        document = yaml.load(path.read_text(encoding="utf-8"), Loader=_Loader)
+        document = yaml.load(read_document(path, str(path)), Loader=_Loader)
+    except InputError:
+        raise
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or "not a text file"
         raise InputError(f"{path}; the {what} cannot be read ({reason}); write the path of a YAML file") from None
