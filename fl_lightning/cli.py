@@ -35,6 +35,7 @@ from fl_lightning.data import FederatedData, FederatedImages
 from fl_lightning.documents import check_size
 from fl_lightning.errors import InputError
 from fl_lightning.methods import Method
+from fl_lightning.packaged import find_config, with_found_configs
 from fl_lightning.trainer import FederatedTrainer
 
 T = TypeVar("T")
@@ -66,8 +67,8 @@ class FederatedCLI(LightningCLI):
     """
 
     def __init__(self, command: str, args: list[str]) -> None:
-        self.command = command
-        self.args = args
+        self.command, self.typed = command, args
+        self.args = args = with_found_configs(args)
         super().__init__(
             model_class=Method,
             datamodule_class=FederatedData,
@@ -151,7 +152,7 @@ class FederatedCLI(LightningCLI):
         trainer: Any = self.trainer
         trainer.config_text = self.config_text
         trainer.config = yaml.safe_load(self.config_text)
-        trainer.command_line = ["python", "-m", "fl_lightning", self.command, *self.args]
+        trainer.command_line = ["python", "-m", "fl_lightning", self.command, *self.typed]
         arguments = {name: self.config_init[name] for name in self.command_arguments}
         _log_to_stderr()
         getattr(trainer, self.command)(self.model, self.datamodule, seed=self.config["seed_everything"], **arguments)
@@ -175,6 +176,8 @@ def _log_to_stderr() -> None:
 def run(command: str, args: list[str]) -> None:
     """Run one command of :data:`fl_lightning.commands.COMMANDS`."""
     _import_short_names()
+    if config := find_config(os.environ.get(f"{ENV_PREFIX}CONFIG", "")):
+        os.environ[f"{ENV_PREFIX}CONFIG"] = str(config)
     function = COMMANDS[command].function
     if function is None:
         FederatedCLI(command, with_config_of_run(args) if command == "test" else args).start()
@@ -185,6 +188,7 @@ def run(command: str, args: list[str]) -> None:
 
 def _run_function(command: str, function: Any, args: list[str]) -> None:
     """A command without trainer, model and data: its flags are the arguments of ``function``."""
+    args = with_found_configs(args)
     parser = ArgumentParser(prog=f"python -m fl_lightning {command}", allow_abbrev=False, exit_on_error=False)
     handed = {"resolve": resolve} if COMMANDS[command].resolves else {}
     if "config" not in inspect.signature(function).parameters:

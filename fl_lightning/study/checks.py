@@ -16,6 +16,7 @@ import yaml
 
 from fl_lightning.documents import read_document
 from fl_lightning.errors import InputError
+from fl_lightning.packaged import find_config
 from fl_lightning.run_directory import is_plain_name
 
 TRUE_FALSE = "tag:yaml.org,2002:bool"
@@ -168,11 +169,12 @@ class Checks:
         folder, paths = self.path.parent, []
         for name in value if isinstance(value, list) else [] if value is None else [value]:
             self.require(isinstance(name, str), f"{where}: {name!r}", "it is a path or a list of paths", "write kd_default.yaml")
-            if self.find_configs and not (folder / name).is_file():
+            found = find_config(name, folder)
+            if self.find_configs and found is None:
                 files = [str(file.relative_to(folder)) for file in folder.glob("*.yaml")]
                 near = get_close_matches(name, files, n=1) or ["the path of a YAML file, relative to the file that names it"]
                 raise self.error(f"{where}: {name}", f"there is no such file in {folder}", f"write {near[0]}")
-            paths.append(folder / name)
+            paths.append(found or folder / name)
         return tuple(paths)
 
     def settings(self, value: Any, where: str) -> dict[str, Any]:
