@@ -27,6 +27,7 @@ from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from fl_lightning import rng
+from fl_lightning.callbacks_module import import_callbacks
 from fl_lightning.cli_errors import Given, condense, explain, null_refused, nulls
 from fl_lightning.cli_input import ENV_PREFIX, check_environment, dropped_names, read_configs, with_config_of_run
 from fl_lightning.cli_types import concrete, settings_of
@@ -229,13 +230,16 @@ class _TooLarge(Exception):
         self.document = document
 
 
-def _loaded(document: str, load: Callable[[str], Any] = get_loader("yaml")) -> Any:
+_load_yaml = get_loader("yaml")
+
+
+def _loaded(document: str) -> Any:
     """What a flag, a variable of the environment, or a file that is given in place of a value says in YAML."""
     try:
         check_size(document, "")
     except InputError:
         raise _TooLarge(document) from None
-    return load(document)
+    return _load_yaml(document)
 
 
 set_loader("yaml", _loaded, exceptions=(yaml.YAMLError,))
@@ -280,4 +284,4 @@ def _import_short_names() -> None:
     """Stressors and meters are known by their class name, and classes of the working directory can be imported."""
     if os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())
-    import_module("callbacks")
+    import_callbacks()

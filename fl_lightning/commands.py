@@ -74,8 +74,7 @@ def help_text() -> str:
 
 
 def version_text() -> str:
-    return f"fl_lightning {__version__}
-"
+    return f"fl_lightning {__version__}\n"
 
 
 def answer_quickly(argv: list[str]) -> int | None:

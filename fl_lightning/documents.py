@@ -61,7 +61,7 @@ def check_size(text: str, given: str) -> None:
             elif isinstance(event, yaml.AliasEvent):
                 if any(event.anchor == anchor for anchor, _ in open_):
                     raise InputError(f"{given}, where '{event.anchor}' contains itself; {_RULE}")
-                anchor, size = None, sizes.get(event.anchor, 1)
+                anchor, size = None, sizes.get(event.anchor or "", 1)
             elif isinstance(event, yaml.ScalarEvent):
                 anchor, size = event.anchor, 1
             else:

@@ -60,7 +60,9 @@ def configs(args: Sequence[str]) -> None:
         InputError: there is more than one argument, or the folder cannot be written.
     """
     if {"-h", "--help"} & {*args}:
-        sys.stdout.write("usage: python -m fl_lightning configs [FOLDER]\n\nLists the configurations, or copies them to FOLDER.\n")
+        sys.stdout.write(
+            "usage: python -m fl_lightning configs [FOLDER]\n\nLists the configurations, or copies them to FOLDER.\n"
+        )
         return
     if len(args) > 1 or any(arg.startswith("-") for arg in args):
         raise InputError(f"configs {' '.join(args)}; it takes a folder to copy to, or nothing; write configs FOLDER")
