@@ -21,16 +21,15 @@ from typing import Any, TypeVar
 import lightning.fabric.loggers
 import lightning.pytorch.loggers
 import yaml
-from jsonargparse import ActionConfigFile, ArgumentParser, Namespace, get_loader, set_loader
-from jsonargparse.typing import NonNegativeInt
+from jsonargparse import ActionConfigFile, ArgumentParser, Namespace, get_loader, set_loader, set_parsing_settings
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from fl_lightning import rng
 from fl_lightning.callbacks_module import import_callbacks
 from fl_lightning.cli_errors import Given, condense, explain, null_refused, nulls
-from fl_lightning.cli_input import ENV_PREFIX, check_environment, dropped_names, read_configs, with_config_of_run
-from fl_lightning.cli_types import concrete, settings_of
+from fl_lightning.cli_input import ENV_PREFIX, check_encoding, check_environment, dropped_names, read_configs, with_config_of_run
+from fl_lightning.cli_types import Seed, concrete, settings_of
 from fl_lightning.commands import COMMANDS
 from fl_lightning.data import FederatedData, FederatedImages
 from fl_lightning.documents import check_size
@@ -91,7 +90,7 @@ class FederatedCLI(LightningCLI):
 
     def add_default_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         parser.add_argument(
-            "--seed_everything", type=NonNegativeInt, default=0, help="seed of every random stream of the run, >= 0"
+            "--seed_everything", type=Seed, default=0, help="seed of every random stream of the run, >= 0 and below 2^63"
         )
 
     def add_core_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
@@ -176,6 +175,7 @@ def _log_to_stderr() -> None:
 
 def run(command: str, args: list[str]) -> None:
     """Run one command of :data:`fl_lightning.commands.COMMANDS`."""
+    check_encoding(args)
     _import_short_names()
     if config := find_config(os.environ.get(f"{ENV_PREFIX}CONFIG", "")):
         os.environ[f"{ENV_PREFIX}CONFIG"] = str(config)
@@ -230,6 +230,10 @@ class _TooLarge(Exception):
         self.document = document
 
 
+# A class path in a value may not name what runs commands, opens files or loads pickles: jsonargparse would call it.
+set_parsing_settings(
+    import_path_denylist=[f"torch.{name}" for name in ("load", "save", "hub", "serialization", "jit", "package")]
+)
 _load_yaml = get_loader("yaml")
 
 

@@ -46,6 +46,7 @@ REASONS = (
     (re.compile(r"is abstract"), "it {}"),
     (re.compile(r"Multiple subclasses with name [^.]+"), "there are {}"),
 )
+UNTYPED = re.compile(r"Parameter '(?P<name>\w+)' from '(?P<owner>[^']+)' does not specify a type")
 FROM_DATA = {"num_classes", "image_size"}
 
 
@@ -104,6 +105,9 @@ def explain(message: str, parser: ArgumentParser, given: Given, flags: Iterable[
     settings = {**dict.fromkeys(flags), **settings_of(parser)}
     if found := UNKNOWN_FLAG.search(message):
         return _unknown_flag(found[1], settings)
+    if found := UNTYPED.search(message):
+        owner = found["owner"].removesuffix(".__init__")
+        return f"parameter {found['name']} of {owner} has no type; a setting needs one; write {found['name']}: int, or what it is"
     keys = [key for key, _ in groupby(KEY.findall(message)) if key != "config"]
     owners = OWNER.findall(message)
     if found := REQUIRED.search(message):

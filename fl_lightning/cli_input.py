@@ -34,6 +34,21 @@ def read_configs(args: list[str]) -> dict[str, str]:
     return {path: _read_config(path) for path in paths}
 
 
+def check_encoding(args: Iterable[str]) -> None:
+    """Refuse arguments and variables that are not UTF-8: they could not be kept in the configuration of a run.
+
+    Raises:
+        InputError: one is not; it is shown with its odd bytes as ``\\x..``.
+    """
+    variables = (f"{name}={value}" for name, value in os.environ.items() if name.startswith(ENV_PREFIX))
+    for given in (*args, *variables):
+        try:
+            given.encode()
+        except UnicodeEncodeError:
+            shown = os.fsencode(given).decode(errors="backslashreplace")
+            raise InputError(f"{shown}; it is not UTF-8, and a configuration is; write it in UTF-8") from None
+
+
 def with_config_of_run(args: list[str]) -> list[str]:
     """Arguments that name a run but no configuration, with that of the run in front of them.
 

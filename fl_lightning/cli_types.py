@@ -12,7 +12,9 @@ from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin
 
 from jsonargparse import ArgumentParser
-from jsonargparse.typing import NonNegativeInt
+from jsonargparse.typing import restricted_number_type
+
+Seed = restricted_number_type("Seed", int, [(">=", 0), ("<", 2**63)], docstring="An int >= 0 and below 2^63")
 
 WORDS: dict[Any, str] = {
     int: "an int",
@@ -20,9 +22,9 @@ WORDS: dict[Any, str] = {
     bool: "true or false",
     str: "text",
     NoneType: "null",
-    NonNegativeInt: "an int >= 0",
+    Seed: "an int >= 0 and below 2^63",
 }
-EXAMPLES: dict[Any, str] = {int: "1", float: "0.5", bool: "true", NonNegativeInt: "0", Path: "FOLDER"}
+EXAMPLES: dict[Any, str] = {int: "1", float: "0.5", bool: "true", Seed: "0", Path: "FOLDER"}
 MANY = 20  # more classes than this are not listed
 
 

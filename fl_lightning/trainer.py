@@ -26,7 +26,7 @@ from fl_lightning.methods import Method
 from fl_lightning.progress import Progress
 from fl_lightning.redaction import redact_settings
 from fl_lightning.resume import Start, everywhere, find_same, find_start
-from fl_lightning.run_directory import RunDirectory, is_plain_name
+from fl_lightning.run_directory import RunDirectory, check_name
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -112,10 +112,7 @@ class FederatedTrainer:
                 f"--trainer.participation {participation}; it is a share of the clients, in (0, 1]; write --trainer.participation 0.2"
             )
         for name, text in (("experiment", experiment), ("run_name", run_name or "x")):
-            if not is_plain_name(text):
-                raise ValueError(
-                    f"--trainer.{name} {text!r}; it names one folder inside default_root_dir; write a name without '/'"
-                )
+            check_name(text, f"--trainer.{name} {text!r}")
         self.callbacks = callbacks or []
         self.fabric = make_fabric(
             accelerator, devices, strategy, num_nodes, precision=precision, timeout=rank_timeout, callbacks=self.callbacks
@@ -243,6 +240,7 @@ class FederatedTrainer:
             with rng.torch_stream(self.seed, "weights"):
                 self.method.build(self.data)
             self.method.to(self.fabric.device)
+            check_name(self._name, f"the run's name {self._name!r}")
             check_optimizer(self.method)
             check_workers(self.fabric, self.workers, self.engine)
             tell(self.callbacks, "on_check", self)

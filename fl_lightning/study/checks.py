@@ -17,13 +17,12 @@ import yaml
 from fl_lightning.documents import read_document
 from fl_lightning.errors import InputError
 from fl_lightning.packaged import find_config
-from fl_lightning.run_directory import is_plain_name
+from fl_lightning.run_directory import LONGEST_NAME, is_plain_name
 
 TRUE_FALSE = "tag:yaml.org,2002:bool"
 SWEEPS_OWN = ("trainer.experiment", "trainer.run_name", "trainer.auto_resume", "trainer.allow_changed", "trainer.tags",
               "trainer.default_root_dir", "seed_everything", "config", "ckpt_path")  # fmt: skip
 """Settings that every cell gets from the sweep."""
-LONGEST = 200  # bytes of a name: file systems allow 255, and some are for what is added to it
 LARGEST = 2**63 - 1
 
 
@@ -151,9 +150,12 @@ class Checks:
 
     def short(self, name: str, where: str) -> None:
         """A file system takes it for a folder's name."""
-        size = len(name.encode())
+        size = len(name.encode(errors="replace"))
         self.require(
-            size <= LONGEST, f"{where}: {name[:20]}... ({size} bytes)", f"a folder's name has at most {LONGEST}", "shorten it"
+            size <= LONGEST_NAME,
+            f"{where}: {name[:20]}... ({size} bytes)",
+            f"a folder's name has at most {LONGEST_NAME}",
+            "shorten it",
         )
 
     def one_of(self, name: Any, names: Collection[str], where: str) -> str:
