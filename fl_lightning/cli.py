@@ -28,7 +28,15 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from fl_lightning import rng
 from fl_lightning.callbacks_module import import_callbacks
 from fl_lightning.cli_errors import Given, condense, explain, null_refused, nulls
-from fl_lightning.cli_input import ENV_PREFIX, check_encoding, check_environment, dropped_names, read_configs, with_config_of_run
+from fl_lightning.cli_input import (
+    ENV_PREFIX,
+    check_encoding,
+    check_environment,
+    check_kind,
+    dropped_names,
+    read_configs,
+    with_config_of_run,
+)
 from fl_lightning.cli_types import Seed, concrete, settings_of
 from fl_lightning.commands import COMMANDS
 from fl_lightning.data import FederatedData, FederatedImages
@@ -113,6 +121,7 @@ class FederatedCLI(LightningCLI):
     def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
         check_environment(settings_of(parser))
         given = Given(self.args, read_configs(self.args))
+        check_kind(given.texts)
         self.config = parse(parser, given, flags=_settings_of_classes())
         for group in ("trainer", "model", "data"):
             if not isinstance(self.config[group], Namespace):

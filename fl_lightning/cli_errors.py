@@ -17,10 +17,23 @@ from pathlib import Path
 from types import NoneType
 from typing import Any
 
+import yaml
 from jsonargparse import ArgumentParser, Namespace
 
-from fl_lightning.cli_input import line_of
-from fl_lightning.cli_types import choices, describe, example_of, hint_of, import_class, is_list, members, nearest, settings_of
+from fl_lightning.cli_input import beside_class_path, line_of, variable_of
+from fl_lightning.cli_types import (
+    SLIPS,
+    choices,
+    describe,
+    example_of,
+    hint_of,
+    import_class,
+    is_list,
+    meant,
+    members,
+    nearest,
+    settings_of,
+)
 
 KEY = re.compile(r'Parser key "([^"]+)"')
 OWNER = re.compile(r"class_path[ =]'([^']+)'")
@@ -84,6 +97,24 @@ class Given:
         )
         return _shortened(variable)
 
+    def variable(self, path: str, value: str) -> str | None:
+        """The environment variable that gives this setting this value, by itself or for the group that it is in."""
+        parts = path.split(".")
+        for length in range(len(parts), 0, -1):
+            name = variable_of(".".join(parts[:length]))
+            if name in os.environ and (os.environ[name] == value or (length < len(parts) and value in os.environ[name])):
+                return name if length == len(parts) or not self.in_file(path) else None
+        return None
+
+    @staticmethod
+    def is_whole(variable: str, path: str) -> bool:
+        """Whether the variable holds the setting and not a group of settings."""
+        return variable == variable_of(path)
+
+    def beside_class_path(self) -> tuple[str, str] | None:
+        """Dotted path of the first class of the files that has a key beside ``class_path`` and ``init_args``, and that key."""
+        return next((found for text in self.texts.values() for found in beside_class_path(yaml.safe_load(text))), None)
+
     def in_file(self, path: str) -> str:
         """``" (FILE, line N)"`` of the last file that has the setting, else nothing."""
         for file, text in reversed(list(self.texts.items())):
@@ -136,7 +167,7 @@ def _unknown_flag(token: str, settings: Mapping[str, Any]) -> str:
     flag = token.partition("=")[0]
     if not flag.startswith("-"):
         return f"{token}; settings are given as --name value; write --config {token} if it is a configuration file"
-    near = nearest(flag.lstrip("-").rstrip("+"), settings)
+    near = meant(flag.lstrip("-").rstrip("+"), settings)
     return f"{flag}; there is no such flag; " + (f"write --{near}" if near else "see --help for all of them")
 
 
@@ -147,10 +178,16 @@ def _unknown_key(keys: list[str], name: str, owners: list[str], settings: Mappin
     shown = f"--{path} {given.flag_value(path)}" if flagged else f"{path}{given.in_file(path)}"
     if leaf in FROM_DATA and path.startswith("model"):
         return f"{shown}; {leaf} comes from the data; leave it out and choose the data with --data.dataset"
+    if leaf == "class_path" and (found := given.beside_class_path()):
+        group, extra = found
+        where = given.in_file(f"{group}.{extra}")
+        return f"{group}.{extra}{where}; beside class_path stands init_args alone; write {extra} under init_args"
     owner = import_class(owners[-1]) if owners and keys else None
     valid = settings_of(owner) if owner else settings
-    near = nearest(name, valid)
+    near = nearest(name, valid) if owner else meant(name, valid)
     rule = f"{owner.__name__} has no setting {leaf}" if owner else "there is no such setting"
+    if near is None and (slip := SLIPS.get(path) or SLIPS.get(leaf)) is not None:
+        near, owner = slip, None
     if near is None:
         names = [option for option in valid if not owner or "." not in option]
         return f"{shown}; {rule}; write one of {', '.join(sorted(names)[:20])}"
@@ -165,19 +202,30 @@ def _bad_value(keys: list[str], owners: list[str], message: str, settings: Mappi
     flagged = given.flag_value(path)
     value = flagged if flagged is not None else _value(message)
     short = _shortened(value)
+    variable = given.variable(path, value) if flagged is None else None
     shown = f"--{path} {short or repr(short)}" if flagged is not None else f"{path}: {short}{given.in_file(path)}"
+    if variable:
+        shown = f"environment variable {variable}={_shortened(os.environ[variable])}"
     if action is not None and action.metavar == "CONFIG":  # a group, such as trainer
         inner = next(name for name in settings if name.startswith(f"{path}."))
         return f"{shown}; {path} is a group of settings; write --{inner} {example_of(settings[inner])}"
     reason = next((words.format(found[0]) for pattern, words in REASONS if (found := pattern.search(message))), "")
     near = nearest(value.rpartition(".")[2], choices(hint))
     instead = near or example_of(action)
-    if flagged is None:
+    if near is None and is_list(hint) and _names_a_class(value):
+        instead = f"--{path}+=NAME with one of these names, or with the import path of a class of yours"
+    elif variable:
+        instead = f"{variable}={instead}" if given.is_whole(variable, path) else f"{path.rpartition('.')[2]}: {instead} in it"
+    elif flagged is None:
         instead = f"{path}: [{instead}]" if is_list(hint) else f"{path}: {instead}"
     else:
         instead = f"--{path}+={instead}" if is_list(hint) else f"--{path} {instead}"
     rule = f"it must be {describe(hint)}" if hint is not None else "it is not a valid value"
     return f"{shown}; {reason + ', and ' if reason else ''}{rule}; write {instead}"
+
+
+def _names_a_class(value: str) -> bool:
+    return value.replace(".", "_").isidentifier()
 
 
 def nulls(config: Namespace, settings: Mapping[str, Action], path: str = "") -> Iterator[tuple[str, Action]]:

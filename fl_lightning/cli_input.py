@@ -163,9 +163,47 @@ def _line_in(path: list[str], node: yaml.Node) -> int | None:
     return next((line for line in lines if line is not None), None)
 
 
+def variable_of(path: str) -> str:
+    """The environment variable of a dotted setting.
+
+    >>> variable_of("trainer.max_rounds")
+    'FL_LIGHTNING_TRAINER__MAX_ROUNDS'
+    """
+    return ENV_PREFIX + path.replace(".", "__").upper()
+
+
+def beside_class_path(node: Any, path: str = "") -> Iterator[tuple[str, str]]:
+    """Dotted path of each class of a configuration that has a key beside ``class_path`` and ``init_args``, and that key."""
+    if isinstance(node, list):
+        for item in node:
+            yield from beside_class_path(item, path)
+    if not isinstance(node, Mapping):
+        return
+    if "class_path" in node:
+        yield from ((path, str(key)) for key in node if key not in ("class_path", "init_args", "dict_kwargs"))
+    for key, value in node.items():
+        yield from beside_class_path(value, path if key == "init_args" else f"{path}.{key}".lstrip("."))
+
+
+def check_kind(texts: Mapping[str, str]) -> None:
+    """Refuse files of ``sweep`` and of ``tune`` where a configuration of ``fit`` is due.
+
+    Raises:
+        InputError: one is such a file.
+    """
+    for path, text in texts.items():
+        keys = {*yaml.safe_load(text)}
+        for key, what, command in (("methods", "a study", "sweep"), ("space", "a search", "tune")):
+            if {"study", key} <= keys:
+                raise InputError(
+                    f"--config {path}; it is {what}, and fit runs one configuration; write python -m fl_lightning {command} "
+                    f"--config {path}"
+                )
+
+
 def check_environment(settings: Iterable[str]) -> None:
     """Refuse variables with our prefix that set nothing, so that a typo is not silently ignored."""
-    valid = {ENV_PREFIX + name.replace(".", "__").upper() for name in settings}
+    valid = {variable_of(name) for name in settings}
     for name in sorted(os.environ):
         if not name.startswith(ENV_PREFIX) or name in valid:
             continue

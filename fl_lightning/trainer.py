@@ -221,7 +221,7 @@ class FederatedTrainer:
 
     def _choose_start(self, ckpt_path: str | None, settings: dict[str, Any]) -> Start:
         if ckpt_path:
-            return find_start(ckpt_path, self.root / self.experiment)
+            return find_start(ckpt_path, self.root / self.experiment, self.run_name)
         if self.auto_resume:
             return find_same(self.root / self.experiment, self._name, settings)
         return Start()

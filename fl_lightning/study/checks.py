@@ -72,6 +72,17 @@ def read_mapping(path: Path, what: str, begin: str) -> dict[str, Any]:
         raise InputError(f"{path}; it is not valid YAML: {error}; write 'key: value' lines") from None
     if not isinstance(document, dict):
         raise InputError(f"{path}; a {what} is a mapping; begin with '{begin}'")
+    other = (
+        "fit"
+        if {"model", "trainer"} & {*document}
+        else "tune"
+        if "space" in document
+        else "sweep"
+        if "methods" in document
+        else ""
+    )
+    if other and other != {"study file": "sweep", "search file": "tune"}[what]:
+        raise InputError(f"{path}; it is no {what}, but one for {other}; write python -m fl_lightning {other} --config {path}")
     return document
 
 
