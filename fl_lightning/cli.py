@@ -28,6 +28,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from fl_lightning import rng
 from fl_lightning.callbacks_module import import_callbacks
 from fl_lightning.cli_errors import Given, condense, explain, null_refused, nulls
+from fl_lightning.cli_help import class_help
 from fl_lightning.cli_input import (
     ENV_PREFIX,
     check_encoding,
@@ -119,6 +120,9 @@ class FederatedCLI(LightningCLI):
         self.command_arguments = parser.add_method_arguments(FederatedTrainer, self.command, skip={"method", "data", "seed"})
 
     def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
+        if text := class_help(self.args, settings_of(parser)):
+            sys.stdout.write(text)
+            raise SystemExit(0)
         check_environment(settings_of(parser))
         given = Given(self.args, read_configs(self.args))
         check_kind(given.texts)

@@ -228,6 +228,26 @@ def test_global_seeds_are_left_alone(runs: list[SimpleNamespace], monkeypatch: p
     assert "PL_GLOBAL_SEED" not in os.environ
 
 
+def test_help_of_a_class_is_one_screen(runs: list[SimpleNamespace], capsys: pytest.CaptureFixture[str]) -> None:
+    for flag, words in (
+        ("--model.help FedAvg", "--model.average"),
+        ("--trainer.callbacks.help=LabelNoise", "--trainer.callbacks.round"),
+    ):
+        assert main(["fit", *flag.split()]) == 0
+        text = capsys.readouterr().out
+        assert words in text
+        assert text.count("\n") <= 24
+        assert max(map(len, text.splitlines())) <= 120
+        assert "torch.nn" not in text
+        assert "object at 0x" not in text
+    assert main(["fit", "--model.help", "FedMPQKD"]) == 0
+    assert capsys.readouterr().out.count("\n") <= 70
+    assert main(["fit", "--model.help"]) == 0
+    assert "FedProx" in capsys.readouterr().out
+    assert main(["fit", "--model.help", "FedAvgg"]) == 2
+    assert "write --model.help FedAvg\n" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("flag", ["--help", "--model.help=FedAvg"])
 def test_help_of_a_command(runs: list[SimpleNamespace], capsys: pytest.CaptureFixture[str], flag: str) -> None:
     assert main(["fit", flag]) == 0

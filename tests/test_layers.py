@@ -9,7 +9,7 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 LAYERS = [
-    {"cli", "__main__", "commands", "cli_errors", "cli_types", "cli_input", "callbacks_module"},
+    {"cli", "__main__", "commands", "cli_errors", "cli_types", "cli_input", "cli_help", "callbacks_module"},
     {"study", "conformance"},
     {"trainer"},
     {"journal", "metadata", "progress", "resume", "snapshot", "tracking", "tracked_runs", "interrupts", "probing"},
