@@ -78,7 +78,7 @@ class Given:
     def flag_value(self, path: str) -> str | None:
         """The value of the last ``--path VALUE`` or ``--path=VALUE`` of the command line."""
         value = None
-        for arg, following in zip(self.args, [*self.args[1:], ""], strict=True):
+        for arg, following in zip(self.args, [*self.args[1:], ""], strict=False):
             name, equals, rest = arg.partition("=")
             if name.rstrip("+").replace(".init_args", "").removesuffix(".class_path") == f"--{path}":
                 value = rest if equals else following
@@ -86,7 +86,7 @@ class Given:
 
     def source_of(self, document: str) -> str:
         """``--flag VALUE``, shortened, of the value that is this YAML text or names a file with it; else the text's beginning."""
-        for arg, following in zip(self.args, [*self.args[1:], ""], strict=True):
+        for arg, following in zip(self.args, [*self.args[1:], ""], strict=False):
             name, equals, rest = arg.partition("=")
             value = rest if equals else following
             with suppress(OSError, ValueError):  # a value that is no path

@@ -22,7 +22,7 @@ def class_help(args: list[str], settings: Mapping[str, Any]) -> str | None:
     Raises:
         InputError: there is no such class.
     """
-    for arg, following in zip(args, [*args[1:], ""], strict=True):
+    for arg, following in zip(args, [*args[1:], ""], strict=False):
         flag, equals, name = arg.partition("=")
         path = flag.removeprefix("--").removesuffix(".help")
         if not flag.endswith(".help") or path not in settings:
