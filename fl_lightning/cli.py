@@ -9,6 +9,7 @@ from __future__ import annotations
 import inspect
 import logging
 import os
+import re
 import sys
 import warnings
 from argparse import ArgumentError
@@ -167,8 +168,8 @@ class FederatedCLI(LightningCLI):
         trainer.config = yaml.safe_load(self.config_text)
         trainer.command_line = ["python", "-m", "fl_lightning", self.command, *self.typed]
         arguments = {name: self.config_init[name] for name in self.command_arguments}
-        _log_to_stderr()
-        getattr(trainer, self.command)(self.model, self.datamodule, seed=self.config["seed_everything"], **arguments)
+        with _log_to_stderr():
+            getattr(trainer, self.command)(self.model, self.datamodule, seed=self.config["seed_everything"], **arguments)
 
 
 class _Stderr(logging.StreamHandler):
@@ -179,11 +180,35 @@ class _Stderr(logging.StreamHandler):
         super().emit(record)
 
 
-def _log_to_stderr() -> None:
-    log = logging.getLogger("fl_lightning")
+class _FirstRejection(logging.Filter):
+    """Lets through what the log says of the first rejected upload, and counts the others."""
+
+    count = 0
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        if not re.search(r"upload of client .* rejected", str(record.msg)):
+            return True
+        self.count += 1
+        return self.count == 1
+
+
+@contextmanager
+def _log_to_stderr() -> Iterator[None]:
+    """Show the log, and of all rejected uploads the first; the run's summary has their number."""
+    log, rejections = logging.getLogger("fl_lightning"), _FirstRejection()
     log.setLevel(logging.INFO)
-    if not any(isinstance(handler, _Stderr) for handler in log.handlers):
-        log.addHandler(_Stderr())
+    handler = next((handler for handler in log.handlers if isinstance(handler, _Stderr)), None)
+    if handler is None:
+        log.addHandler(handler := _Stderr())
+    handler.addFilter(rejections)
+    try:
+        yield
+    except BaseException:
+        if rejections.count > 1:  # a run that ends well says so in its summary
+            log.warning("%d uploads were rejected until then; run.log has the reason of each", rejections.count)
+        raise
+    finally:
+        handler.removeFilter(rejections)
 
 
 def run(command: str, args: list[str]) -> None:

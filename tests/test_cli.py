@@ -355,6 +355,28 @@ def test_quick_answers_import_nothing_heavy(flags: list[str], code: int, stream:
         assert all(name in text for name in commands.COMMANDS)
 
 
+def test_rejected_uploads_are_one_line_and_their_number(here: Path, capfd: pytest.CaptureFixture[str], caplog: Any) -> None:
+    (here / "hostile.py").write_text(
+        "from fl_lightning.hooks import Stressor\n"
+        "class Cut(Stressor):\n"
+        "    def change_bytes(self, upload, *, client, round, context):\n"
+        "        return upload if client.id == 0 else upload[:-5]\n"
+    )
+    data = "--data.dataset synthetic --data.synthetic_size 16 --data.synthetic_examples 40 --data.synthetic_test_examples 10"
+    line = (
+        f"fit --model FedAvg {data} --data.num_clients 5 --trainer.participation 1 --trainer.max_rounds 3 --trainer.logger false"
+    )
+    assert main([*line.split(), "--trainer.workers", "1", "--trainer.callbacks+=hostile.Cut"]) == 0
+    sys.modules.pop("hostile")
+    said = [text for text in capfd.readouterr().err.splitlines() if "rejected" in text]
+    assert len(said) == 2
+    assert said[0].startswith("round 1: upload of client")
+    assert said[1].split()[:3] == ["uploads", "rejected", "12,"]
+    assert (
+        len([record for record in caplog.records if "upload of client" in record.getMessage()]) == 12
+    )  # what other handlers get
+
+
 def test_the_program_from_any_directory(here: Path) -> None:
     done = python("-m", "fl_lightning", "fit", "--config", "base.yaml", "--model.network", "resnet20", "--print_config", cwd=here)
     assert (done.returncode, done.stderr) == (0, "")

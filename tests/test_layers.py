@@ -18,7 +18,8 @@ LAYERS = [
     {"evaluation", "robustness"},
     {"engines"},
     {"methods", "hooks"},
-    {"client", "data", "models", "wire", "quantization", "metrics", "rng", "errors", "documents", "packaged", "terminal", "figures"},
+    {"client", "data", "models", "wire", "quantization", "metrics", "rng", "errors", "figures"}
+    | {"documents", "packaged", "terminal"},
 ]
 RANK = {name: rank for rank, layer in enumerate(LAYERS) for name in layer}
 CONFINED = {"jsonargparse": {"cli", "cli_errors", "cli_types"}, "mlflow": {"mlflow_store", "tracked_runs"}, "optuna": {"study"}}

@@ -46,7 +46,7 @@ def test_a_narrower_terminal_leaves_no_row_behind() -> None:
 
 
 def test_there_is_room_for_what_a_terminal_echoes() -> None:
-    console, screen, live = display(20, 60)
+    _, _, live = display(20, 60)
     live.refresh()
     assert max(live.widths) == 17
     live.stop()
