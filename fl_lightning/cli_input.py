@@ -13,6 +13,7 @@ import yaml
 
 from fl_lightning.documents import read_document
 from fl_lightning.errors import InputError
+from fl_lightning.packaged import configs_folder
 
 ENV_PREFIX = "FL_LIGHTNING_"
 
@@ -120,8 +121,10 @@ def _read_config(path: str) -> str:
 
 def _yaml_near(path: Path) -> str:
     """The YAML file that was probably meant."""
-    files = [*path.parent.glob("*.y*ml"), *Path("configs").glob("*.y*ml")]
-    names = {file.name: str(file) for file in files if file != path}
+    folder = configs_folder()
+    names = {file.name: f"configs/{file.relative_to(folder)}" for file in folder.rglob("*.yaml")}  # found from anywhere
+    files = [*Path("configs").glob("*.y*ml"), *path.parent.glob("*.y*ml")]
+    names |= {file.name: str(file) for file in files if file != path}
     near = [match for name in (path.name, f"{path.stem}.yaml") for match in get_close_matches(name, names, n=1, cutoff=0.7)]
     return names[near[0]] if near else "configs/kd_default.yaml"
 

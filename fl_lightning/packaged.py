@@ -69,9 +69,8 @@ def configs(args: Sequence[str]) -> None:
     source = configs_folder()
     names = sorted(path.relative_to(source) for path in source.rglob("*.yaml"))
     if not args:
-        for name in names:
-            about = (source / name).read_text(encoding="utf-8").partition("\n")[0].lstrip("# ")
-            sys.stdout.write(f"{name.with_suffix('').as_posix():<30} {about}\n")
+        about = {name: (source / name).read_text(encoding="utf-8").partition("\n")[0].lstrip("# ") for name in names}
+        sys.stdout.write("".join(f"{name.with_suffix('').as_posix():<30} {text}\n" for name, text in about.items()))
         return
     target = Path(args[0])
     kept = []

@@ -68,6 +68,12 @@ def test_fit_takes_it(here: Path, how: str, capsys: pytest.CaptureFixture[str], 
     assert yaml.safe_load(capsys.readouterr().out)["trainer"]["experiment"] == "kd_default"
 
 
+def test_a_slip_of_its_name_is_hinted(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["fit", "--config", "fedmpqkd_default"]) == 2
+    assert main(["fit", "--config", "noise_onn.yaml"]) == 2
+    assert "write --config configs/overlays/noise_on.yaml" in capsys.readouterr().err
+
+
 def test_a_study_of_the_users_refers_to_it(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (here / "small.yaml").write_text(STUDY)
     assert main(["sweep", "--config", "small", "--dry_run", "true"]) == 0
