@@ -48,6 +48,10 @@ class Method(LightningModule):
     personalised: bool = False
     """True when each client has a model of its own to evaluate."""
 
+    logits: bool = True
+    """Whether the network gives one logit for each class of the data, ``[B, num_classes]``. A method whose ``task_loss`` takes outputs of
+    another width says False."""
+
     growing: frozenset[str] = frozenset()
     """Tensors of ``server`` with a row for each client heard of; the others keep the shape that ``build`` gave them."""
 
@@ -74,7 +78,7 @@ class Method(LightningModule):
 
     def build(self, data: FederatedData) -> None:
         """Make the network for this data and the server's first state. Initial weights come from torch's generators as they stand."""
-        self.network = build_network(self.network_spec, data.num_classes, data.example_shape)
+        self.network = build_network(self.network_spec, data.num_classes, data.example_shape, logits=self.logits)
         self.layout = Layout.of(self.network)
         self.server = {"weights": self.layout.read(self.network)}
 

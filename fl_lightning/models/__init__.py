@@ -25,7 +25,9 @@ _OURS: dict[str, Callable[[int], nn.Module]] = {"small_cnn": SmallCNN, "resnet20
 _TIMM_NAMES = {"mobilenetv2": "mobilenetv2_100", "vit_small": "vit_small_patch16_224"}
 
 
-def build_network(network: str | Callable[[int], nn.Module], num_classes: int, example_shape: tuple[int, ...]) -> nn.Module:
+def build_network(
+    network: str | Callable[[int], nn.Module], num_classes: int, example_shape: tuple[int, ...], *, logits: bool = True
+) -> nn.Module:
     """The network with new weights from torch's current generator. Convolutions have theirs channels last (:func:`lay_out`).
 
     Args:
@@ -33,6 +35,7 @@ def build_network(network: str | Callable[[int], nn.Module], num_classes: int, e
             takes the number of classes, as ``num_classes`` or as its first argument.
         num_classes: number of logits.
         example_shape: ``(3, H, W)``, what the data module yields.
+        logits: whether the network has to give ``[B, num_classes]``; if not, ``[B, any]``.
 
     Raises:
         ValueError: no network of that name, what was given does not make one, or what it makes gives no logits ``[B, num_classes]``
@@ -45,7 +48,7 @@ def build_network(network: str | Callable[[int], nn.Module], num_classes: int, e
     if network in _OURS and (len(example_shape) != 3 or example_shape[0] != 3):
         raise ValueError(_not_images(f"network={network!r}", example_shape))
     made = _built(network, num_classes, example_shape)
-    _check_outputs(made, network, num_classes, example_shape)
+    _check_outputs(made, network, num_classes, example_shape, logits)
     return lay_out(made)
 
 
@@ -122,7 +125,7 @@ def _check_maker(make: Any, given: object) -> None:
         )
 
 
-def _check_outputs(made: nn.Module, given: object, num_classes: int, example_shape: tuple[int, ...]) -> None:
+def _check_outputs(made: nn.Module, given: object, num_classes: int, example_shape: tuple[int, ...], logits: bool) -> None:
     """Refuse a network that does not map two examples ``[2, *example_shape]`` to logits ``[2, num_classes]``."""
     was_training = made.training
     try:
@@ -136,7 +139,8 @@ def _check_outputs(made: nn.Module, given: object, num_classes: int, example_sha
         ) from error
     finally:
         made.train(was_training)
-    if not isinstance(outputs, torch.Tensor) or tuple(outputs.shape) != (2, num_classes):
+    good = isinstance(outputs, torch.Tensor) and outputs.ndim == 2 and len(outputs) == 2
+    if not good or (logits and outputs.shape[1] != num_classes):
         found = tuple(outputs.shape) if isinstance(outputs, torch.Tensor) else type(outputs).__name__
         raise ValueError(
             f"network={_shown(given)}: makes {found} of two examples; logits [2, {num_classes}] are needed; mend its forward or its sizes"
