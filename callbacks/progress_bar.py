@@ -12,13 +12,13 @@ from typing import Any
 
 from lightning.fabric.utilities.rank_zero import rank_zero_only
 from rich.console import Console, RenderableType
-from rich.live import Live
 from rich.progress_bar import ProgressBar as Bar
 from rich.table import Table
 from rich.text import Text
 
 from fl_lightning.client import Assignment, Client
 from fl_lightning.hooks import Context, Meter, RoundRecord
+from fl_lightning.terminal import ResizableLive
 
 log = logging.getLogger("fl_lightning")
 
@@ -36,7 +36,7 @@ class ProgressBar(Meter):
         if refresh_per_second <= 0:
             raise ValueError(f"ProgressBar(refresh_per_second={refresh_per_second}); it is positive; write refresh_per_second: 4")
         self.refresh_per_second = refresh_per_second
-        self._live: Live | None = None
+        self._live: ResizableLive | None = None
         self._redirected: list[tuple[logging.StreamHandler, Any]] = []
         self._durations: deque[float] = deque(maxlen=20)  # seconds; the last rounds say most about the next ones
         self._round = self._finished = self._max_rounds = self._clients = self._expected = 0
@@ -130,7 +130,8 @@ class ProgressBar(Meter):
         console = Console(stderr=True)
         if not console.is_terminal or console.is_dumb_terminal:
             return
-        self._live = Live(self, console=console, refresh_per_second=self.refresh_per_second)
+        self._live = ResizableLive(self, console=console, refresh_per_second=self.refresh_per_second)
+        self._live.max_width = 80  # of most terminals, so that few resizings break a line at all
         terminal = sys.stderr
         self._live.start()
         atexit.register(self._stop)  # whatever happens, the cursor comes back

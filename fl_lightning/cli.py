@@ -9,6 +9,7 @@ from __future__ import annotations
 import inspect
 import logging
 import os
+import re
 import sys
 import warnings
 from argparse import ArgumentError
@@ -21,19 +22,30 @@ from typing import Any, TypeVar
 import lightning.fabric.loggers
 import lightning.pytorch.loggers
 import yaml
-from jsonargparse import ActionConfigFile, ArgumentParser, Namespace
-from jsonargparse.typing import NonNegativeInt
+from jsonargparse import ActionConfigFile, ArgumentParser, Namespace, get_loader, set_loader, set_parsing_settings
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from fl_lightning import rng
+from fl_lightning.callbacks_module import import_callbacks
 from fl_lightning.cli_errors import Given, condense, explain, null_refused, nulls
-from fl_lightning.cli_input import ENV_PREFIX, check_environment, dropped_names, read_configs, with_config_of_run
-from fl_lightning.cli_types import concrete, settings_of
+from fl_lightning.cli_help import class_help
+from fl_lightning.cli_input import (
+    ENV_PREFIX,
+    check_encoding,
+    check_environment,
+    check_kind,
+    dropped_names,
+    read_configs,
+    with_config_of_run,
+)
+from fl_lightning.cli_types import Seed, concrete, settings_of
 from fl_lightning.commands import COMMANDS
 from fl_lightning.data import FederatedData, FederatedImages
+from fl_lightning.documents import check_size
 from fl_lightning.errors import InputError
 from fl_lightning.methods import Method
+from fl_lightning.packaged import find_config, with_found_configs
 from fl_lightning.trainer import FederatedTrainer
 
 T = TypeVar("T")
@@ -65,8 +77,8 @@ class FederatedCLI(LightningCLI):
     """
 
     def __init__(self, command: str, args: list[str]) -> None:
-        self.command = command
-        self.args = args
+        self.command, self.typed = command, args
+        self.args = args = with_found_configs(args)
         super().__init__(
             model_class=Method,
             datamodule_class=FederatedData,
@@ -88,7 +100,7 @@ class FederatedCLI(LightningCLI):
 
     def add_default_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         parser.add_argument(
-            "--seed_everything", type=NonNegativeInt, default=0, help="seed of every random stream of the run, >= 0"
+            "--seed_everything", type=Seed, default=0, help="seed of every random stream of the run, >= 0 and below 2^63"
         )
 
     def add_core_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
@@ -109,8 +121,12 @@ class FederatedCLI(LightningCLI):
         self.command_arguments = parser.add_method_arguments(FederatedTrainer, self.command, skip={"method", "data", "seed"})
 
     def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
+        if text := class_help(self.args, settings_of(parser)):
+            sys.stdout.write(text)
+            raise SystemExit(0)
         check_environment(settings_of(parser))
         given = Given(self.args, read_configs(self.args))
+        check_kind(given.texts)
         self.config = parse(parser, given, flags=_settings_of_classes())
         for group in ("trainer", "model", "data"):
             if not isinstance(self.config[group], Namespace):
@@ -154,10 +170,10 @@ class FederatedCLI(LightningCLI):
         trainer: Any = self.trainer
         trainer.config_text = self.config_text
         trainer.config = yaml.safe_load(self.config_text)
-        trainer.command_line = ["python", "-m", "fl_lightning", self.command, *self.args]
+        trainer.command_line = ["python", "-m", "fl_lightning", self.command, *self.typed]
         arguments = {name: self.config_init[name] for name in self.command_arguments}
-        _log_to_stderr()
-        getattr(trainer, self.command)(self.model, self.datamodule, seed=self.config["seed_everything"], **arguments)
+        with _log_to_stderr():
+            getattr(trainer, self.command)(self.model, self.datamodule, seed=self.config["seed_everything"], **arguments)
 
 
 class _Stderr(logging.StreamHandler):
@@ -168,16 +184,43 @@ class _Stderr(logging.StreamHandler):
         super().emit(record)
 
 
-def _log_to_stderr() -> None:
-    log = logging.getLogger("fl_lightning")
+class _FirstRejection(logging.Filter):
+    """Lets through what the log says of the first rejected upload, and counts the others."""
+
+    count = 0
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        if not re.search(r"upload of client .* rejected", str(record.msg)):
+            return True
+        self.count += 1
+        return self.count == 1
+
+
+@contextmanager
+def _log_to_stderr() -> Iterator[None]:
+    """Show the log, and of all rejected uploads the first; the run's summary has their number."""
+    log, rejections = logging.getLogger("fl_lightning"), _FirstRejection()
     log.setLevel(logging.INFO)
-    if not any(isinstance(handler, _Stderr) for handler in log.handlers):
-        log.addHandler(_Stderr())
+    handler = next((handler for handler in log.handlers if isinstance(handler, _Stderr)), None)
+    if handler is None:
+        log.addHandler(handler := _Stderr())
+    handler.addFilter(rejections)
+    try:
+        yield
+    except BaseException:
+        if rejections.count > 1:  # a run that ends well says so in its summary
+            log.warning("%d uploads were rejected until then; run.log has the reason of each", rejections.count)
+        raise
+    finally:
+        handler.removeFilter(rejections)
 
 
 def run(command: str, args: list[str]) -> None:
     """Run one command of :data:`fl_lightning.commands.COMMANDS`."""
+    check_encoding(args)
     _import_short_names()
+    if config := find_config(os.environ.get(f"{ENV_PREFIX}CONFIG", "")):
+        os.environ[f"{ENV_PREFIX}CONFIG"] = str(config)
     function = COMMANDS[command].function
     if function is None:
         FederatedCLI(command, with_config_of_run(args) if command == "test" else args).start()
@@ -188,6 +231,7 @@ def run(command: str, args: list[str]) -> None:
 
 def _run_function(command: str, function: Any, args: list[str]) -> None:
     """A command without trainer, model and data: its flags are the arguments of ``function``."""
+    args = with_found_configs(args)
     parser = ArgumentParser(prog=f"python -m fl_lightning {command}", allow_abbrev=False, exit_on_error=False)
     handed = {"resolve": resolve} if COMMANDS[command].resolves else {}
     if "config" not in inspect.signature(function).parameters:
@@ -217,8 +261,38 @@ def parse(parser: ArgumentParser, given: Given, flags: Iterable[str] = ()) -> Na
     """``parser.parse_args`` whose complaints are :class:`InputError`, in three parts and with the nearest valid name."""
     try:
         return with_names(lambda: parser.parse_args(given.args))
+    except _TooLarge as error:
+        check_size(error.document, given.source_of(error.document))
+        raise
     except INPUT_PROBLEMS as error:
         raise InputError(explain(str(error), parser, given, flags)) from error
+
+
+class _TooLarge(Exception):
+    """A YAML text that :func:`check_size` refuses. Not a ValueError: jsonargparse would go on with the next type of a union."""
+
+    def __init__(self, document: str) -> None:
+        super().__init__()
+        self.document = document
+
+
+# A class path in a value may not name what runs commands, opens files or loads pickles: jsonargparse would call it.
+set_parsing_settings(
+    import_path_denylist=[f"torch.{name}" for name in ("load", "save", "hub", "serialization", "jit", "package")]
+)
+_load_yaml = get_loader("yaml")
+
+
+def _loaded(document: str) -> Any:
+    """What a flag, a variable of the environment, or a file that is given in place of a value says in YAML."""
+    try:
+        check_size(document, "")
+    except InputError:
+        raise _TooLarge(document) from None
+    return _load_yaml(document)
+
+
+set_loader("yaml", _loaded, exceptions=(yaml.YAMLError,))
 
 
 def with_names(function: Callable[[], T]) -> T:
@@ -260,4 +334,4 @@ def _import_short_names() -> None:
     """Stressors and meters are known by their class name, and classes of the working directory can be imported."""
     if os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())
-    import_module("callbacks")
+    import_callbacks()

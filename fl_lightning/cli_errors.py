@@ -6,18 +6,34 @@ comes from the type of the setting, and the suggestion is the nearest valid name
 
 from __future__ import annotations
 
+import os
 import re
 from argparse import Action
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import groupby
+from pathlib import Path
 from types import NoneType
 from typing import Any
 
+import yaml
 from jsonargparse import ArgumentParser, Namespace
 
-from fl_lightning.cli_input import line_of
-from fl_lightning.cli_types import choices, describe, example_of, hint_of, import_class, is_list, members, nearest, settings_of
+from fl_lightning.cli_input import beside_class_path, line_of, variable_of
+from fl_lightning.cli_types import (
+    SLIPS,
+    choices,
+    describe,
+    example_of,
+    hint_of,
+    import_class,
+    is_list,
+    meant,
+    members,
+    nearest,
+    settings_of,
+)
 
 KEY = re.compile(r'Parser key "([^"]+)"')
 OWNER = re.compile(r"class_path[ =]'([^']+)'")
@@ -43,6 +59,7 @@ REASONS = (
     (re.compile(r"is abstract"), "it {}"),
     (re.compile(r"Multiple subclasses with name [^.]+"), "there are {}"),
 )
+UNTYPED = re.compile(r"Parameter '(?P<name>\w+)' from '(?P<owner>[^']+)' does not specify a type")
 FROM_DATA = {"num_classes", "image_size"}
 
 
@@ -61,11 +78,42 @@ class Given:
     def flag_value(self, path: str) -> str | None:
         """The value of the last ``--path VALUE`` or ``--path=VALUE`` of the command line."""
         value = None
-        for arg, following in zip(self.args, [*self.args[1:], ""], strict=True):
+        for arg, following in zip(self.args, [*self.args[1:], ""], strict=False):
             name, equals, rest = arg.partition("=")
             if name.rstrip("+").replace(".init_args", "").removesuffix(".class_path") == f"--{path}":
                 value = rest if equals else following
         return value
+
+    def source_of(self, document: str) -> str:
+        """``--flag VALUE``, shortened, of the value that is this YAML text or names a file with it; else the text's beginning."""
+        for arg, following in zip(self.args, [*self.args[1:], ""], strict=False):
+            name, equals, rest = arg.partition("=")
+            value = rest if equals else following
+            with suppress(OSError, ValueError):  # a value that is no path
+                if value == document or Path(value).read_text() == document:
+                    return f"{name} {_shortened(value)}"
+        variable = next(
+            (f"environment variable {name}={value}" for name, value in os.environ.items() if value == document), document
+        )
+        return _shortened(variable)
+
+    def variable(self, path: str, value: str) -> str | None:
+        """The environment variable that gives this setting this value, by itself or for the group that it is in."""
+        parts = path.split(".")
+        for length in range(len(parts), 0, -1):
+            name = variable_of(".".join(parts[:length]))
+            if name in os.environ and (os.environ[name] == value or (length < len(parts) and value in os.environ[name])):
+                return name if length == len(parts) or not self.in_file(path) else None
+        return None
+
+    @staticmethod
+    def is_whole(variable: str, path: str) -> bool:
+        """Whether the variable holds the setting and not a group of settings."""
+        return variable == variable_of(path)
+
+    def beside_class_path(self) -> tuple[str, str] | None:
+        """Dotted path of the first class of the files that has a key beside ``class_path`` and ``init_args``, and that key."""
+        return next((found for text in self.texts.values() for found in beside_class_path(yaml.safe_load(text))), None)
 
     def in_file(self, path: str) -> str:
         """``" (FILE, line N)"`` of the last file that has the setting, else nothing."""
@@ -73,6 +121,10 @@ class Given:
             if line := line_of(path, text):
                 return f" ({file}, line {line})"
         return ""
+
+
+def _shortened(value: str) -> str:
+    return value if len(value) <= 60 else f"{value[:60]}..."
 
 
 def explain(message: str, parser: ArgumentParser, given: Given, flags: Iterable[str] = ()) -> str:
@@ -84,6 +136,9 @@ def explain(message: str, parser: ArgumentParser, given: Given, flags: Iterable[
     settings = {**dict.fromkeys(flags), **settings_of(parser)}
     if found := UNKNOWN_FLAG.search(message):
         return _unknown_flag(found[1], settings)
+    if found := UNTYPED.search(message):
+        owner = found["owner"].removesuffix(".__init__")
+        return f"parameter {found['name']} of {owner} has no type; a setting needs one; write {found['name']}: int, or what it is"
     keys = [key for key, _ in groupby(KEY.findall(message)) if key != "config"]
     owners = OWNER.findall(message)
     if found := REQUIRED.search(message):
@@ -112,7 +167,7 @@ def _unknown_flag(token: str, settings: Mapping[str, Any]) -> str:
     flag = token.partition("=")[0]
     if not flag.startswith("-"):
         return f"{token}; settings are given as --name value; write --config {token} if it is a configuration file"
-    near = nearest(flag.lstrip("-").rstrip("+"), settings)
+    near = meant(flag.lstrip("-").rstrip("+"), settings)
     return f"{flag}; there is no such flag; " + (f"write --{near}" if near else "see --help for all of them")
 
 
@@ -123,10 +178,16 @@ def _unknown_key(keys: list[str], name: str, owners: list[str], settings: Mappin
     shown = f"--{path} {given.flag_value(path)}" if flagged else f"{path}{given.in_file(path)}"
     if leaf in FROM_DATA and path.startswith("model"):
         return f"{shown}; {leaf} comes from the data; leave it out and choose the data with --data.dataset"
+    if leaf == "class_path" and (found := given.beside_class_path()):
+        group, extra = found
+        where = given.in_file(f"{group}.{extra}")
+        return f"{group}.{extra}{where}; beside class_path stands init_args alone; write {extra} under init_args"
     owner = import_class(owners[-1]) if owners and keys else None
     valid = settings_of(owner) if owner else settings
-    near = nearest(name, valid)
+    near = nearest(name, valid) if owner else meant(name, valid)
     rule = f"{owner.__name__} has no setting {leaf}" if owner else "there is no such setting"
+    if near is None and (slip := SLIPS.get(path) or SLIPS.get(leaf)) is not None:
+        near, owner = slip, None
     if near is None:
         names = [option for option in valid if not owner or "." not in option]
         return f"{shown}; {rule}; write one of {', '.join(sorted(names)[:20])}"
@@ -140,20 +201,31 @@ def _bad_value(keys: list[str], owners: list[str], message: str, settings: Mappi
     hint = hint_of(action)
     flagged = given.flag_value(path)
     value = flagged if flagged is not None else _value(message)
-    short = value if len(value) <= 60 else f"{value[:60]}..."
+    short = _shortened(value)
+    variable = given.variable(path, value) if flagged is None else None
     shown = f"--{path} {short or repr(short)}" if flagged is not None else f"{path}: {short}{given.in_file(path)}"
+    if variable:
+        shown = f"environment variable {variable}={_shortened(os.environ[variable])}"
     if action is not None and action.metavar == "CONFIG":  # a group, such as trainer
         inner = next(name for name in settings if name.startswith(f"{path}."))
         return f"{shown}; {path} is a group of settings; write --{inner} {example_of(settings[inner])}"
     reason = next((words.format(found[0]) for pattern, words in REASONS if (found := pattern.search(message))), "")
     near = nearest(value.rpartition(".")[2], choices(hint))
     instead = near or example_of(action)
-    if flagged is None:
+    if near is None and is_list(hint) and _names_a_class(value):
+        instead = f"--{path}+=NAME with one of these names, or with the import path of a class of yours"
+    elif variable:
+        instead = f"{variable}={instead}" if given.is_whole(variable, path) else f"{path.rpartition('.')[2]}: {instead} in it"
+    elif flagged is None:
         instead = f"{path}: [{instead}]" if is_list(hint) else f"{path}: {instead}"
     else:
         instead = f"--{path}+={instead}" if is_list(hint) else f"--{path} {instead}"
     rule = f"it must be {describe(hint)}" if hint is not None else "it is not a valid value"
     return f"{shown}; {reason + ', and ' if reason else ''}{rule}; write {instead}"
+
+
+def _names_a_class(value: str) -> bool:
+    return value.replace(".", "_").isidentifier()
 
 
 def nulls(config: Namespace, settings: Mapping[str, Action], path: str = "") -> Iterator[tuple[str, Action]]:

@@ -12,7 +12,9 @@ from typing import Any
 import yaml
 
 from fl_lightning.commands import TRACEBACK
+from fl_lightning.documents import read_document
 from fl_lightning.errors import InputError
+from fl_lightning.packaged import configs_folder
 
 ENV_PREFIX = "FL_LIGHTNING_"
 
@@ -32,6 +34,21 @@ def read_configs(args: list[str]) -> dict[str, str]:
     from_environment = os.environ.get(f"{ENV_PREFIX}CONFIG")
     paths = [from_environment, *given] if from_environment else given
     return {path: _read_config(path) for path in paths}
+
+
+def check_encoding(args: Iterable[str]) -> None:
+    """Refuse arguments and variables that are not UTF-8: they could not be kept in the configuration of a run.
+
+    Raises:
+        InputError: one is not; it is shown with its odd bytes as ``\\x..``.
+    """
+    variables = (f"{name}={value}" for name, value in os.environ.items() if name.startswith(ENV_PREFIX))
+    for given in (*args, *variables):
+        try:
+            given.encode()
+        except UnicodeEncodeError:
+            shown = os.fsencode(given).decode(errors="backslashreplace")
+            raise InputError(f"{shown}; it is not UTF-8, and a configuration is; write it in UTF-8") from None
 
 
 def with_config_of_run(args: list[str]) -> list[str]:
@@ -70,7 +87,9 @@ def _read_config(path: str) -> str:
     if Path(path).is_dir():
         raise InputError(f"{given}; it is a directory and must be a YAML file; write --config {_yaml_near(Path(path) / 'x')}")
     try:
-        text = Path(path).read_text(encoding="utf-8")
+        text = read_document(Path(path), given)
+    except InputError:
+        raise
     except FileNotFoundError:
         raise InputError(f"{given}; there is no such file; write --config {_yaml_near(Path(path))}") from None
     except UnicodeDecodeError:
@@ -103,8 +122,10 @@ def _read_config(path: str) -> str:
 
 def _yaml_near(path: Path) -> str:
     """The YAML file that was probably meant."""
-    files = [*path.parent.glob("*.y*ml"), *Path("configs").glob("*.y*ml")]
-    names = {file.name: str(file) for file in files if file != path}
+    folder = configs_folder()
+    names = {file.name: f"configs/{file.relative_to(folder)}" for file in folder.rglob("*.yaml")}  # found from anywhere
+    files = [*Path("configs").glob("*.y*ml"), *path.parent.glob("*.y*ml")]
+    names |= {file.name: str(file) for file in files if file != path}
     near = [match for name in (path.name, f"{path.stem}.yaml") for match in get_close_matches(name, names, n=1, cutoff=0.7)]
     return names[near[0]] if near else "configs/kd_default.yaml"
 
@@ -146,9 +167,47 @@ def _line_in(path: list[str], node: yaml.Node) -> int | None:
     return next((line for line in lines if line is not None), None)
 
 
+def variable_of(path: str) -> str:
+    """The environment variable of a dotted setting.
+
+    >>> variable_of("trainer.max_rounds")
+    'FL_LIGHTNING_TRAINER__MAX_ROUNDS'
+    """
+    return ENV_PREFIX + path.replace(".", "__").upper()
+
+
+def beside_class_path(node: Any, path: str = "") -> Iterator[tuple[str, str]]:
+    """Dotted path of each class of a configuration that has a key beside ``class_path`` and ``init_args``, and that key."""
+    if isinstance(node, list):
+        for item in node:
+            yield from beside_class_path(item, path)
+    if not isinstance(node, Mapping):
+        return
+    if "class_path" in node:
+        yield from ((path, str(key)) for key in node if key not in ("class_path", "init_args", "dict_kwargs"))
+    for key, value in node.items():
+        yield from beside_class_path(value, path if key == "init_args" else f"{path}.{key}".lstrip("."))
+
+
+def check_kind(texts: Mapping[str, str]) -> None:
+    """Refuse files of ``sweep`` and of ``tune`` where a configuration of ``fit`` is due.
+
+    Raises:
+        InputError: one is such a file.
+    """
+    for path, text in texts.items():
+        keys = {*yaml.safe_load(text)}
+        for key, what, command in (("methods", "a study", "sweep"), ("space", "a search", "tune")):
+            if {"study", key} <= keys:
+                raise InputError(
+                    f"--config {path}; it is {what}, and fit runs one configuration; write python -m fl_lightning {command} "
+                    f"--config {path}"
+                )
+
+
 def check_environment(settings: Iterable[str]) -> None:
     """Refuse variables with our prefix that set nothing, so that a typo is not silently ignored."""
-    valid = {ENV_PREFIX + name.replace(".", "__").upper() for name in settings}
+    valid = {variable_of(name) for name in settings}
     for name in sorted(os.environ):
         if not name.startswith(ENV_PREFIX) or name in valid or name == TRACEBACK:
             continue

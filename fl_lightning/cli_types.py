@@ -12,7 +12,9 @@ from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin
 
 from jsonargparse import ArgumentParser
-from jsonargparse.typing import NonNegativeInt
+from jsonargparse.typing import restricted_number_type
+
+Seed = restricted_number_type("Seed", int, [(">=", 0), ("<", 2**63)], docstring="An int >= 0 and below 2^63")
 
 WORDS: dict[Any, str] = {
     int: "an int",
@@ -20,9 +22,9 @@ WORDS: dict[Any, str] = {
     bool: "true or false",
     str: "text",
     NoneType: "null",
-    NonNegativeInt: "an int >= 0",
+    Seed: "an int >= 0 and below 2^63",
 }
-EXAMPLES: dict[Any, str] = {int: "1", float: "0.5", bool: "true", NonNegativeInt: "0", Path: "FOLDER"}
+EXAMPLES: dict[Any, str] = {int: "1", float: "0.5", bool: "true", Seed: "0", Path: "FOLDER"}
 MANY = 20  # more classes than this are not listed
 
 
@@ -56,12 +58,68 @@ def nearest(name: str, valid: Iterable[str]) -> str | None:
     'trainer.max_rounds'
     """
     valid = list(valid)
+    leaf = name.rpartition(".")[2].lower()
     lowered = {option.lower(): option for option in valid}
-    if near := get_close_matches(name.lower(), lowered, n=1, cutoff=0.75):
-        return lowered[near[0]]
     leaves = {option.rpartition(".")[2].lower(): option for option in reversed(valid)}
-    near = get_close_matches(name.rpartition(".")[2].lower(), leaves, n=1)
-    return leaves[near[0]] if near else None
+    for written, options in ((name.lower(), lowered), (leaf, leaves)):
+        if near := get_close_matches(written, options, n=5, cutoff=0.75):
+            swapped = [option for option in near if sorted(option) == sorted(written)]  # two letters in each other's place
+            return options[(swapped or near)[0]]
+    return None
+
+
+SLIPS = {
+    "seed": "seed_everything",
+    "random_seed": "seed_everything",
+    "random_state": "seed_everything",
+    "lr": "model.optimizer.lr",
+    "learning_rate": "model.optimizer.lr",
+    "momentum": "model.optimizer.momentum",
+    "weight_decay": "model.optimizer.weight_decay",
+    "batch": "data.batch_size",
+    "data.alpha": "data.partition.beta",
+    "dirichlet_alpha": "data.partition.beta",
+    "clients": "data.num_clients",
+    "n_clients": "data.num_clients",
+    "num_users": "data.num_clients",
+    "method": "model",
+    "algorithm": "model",
+    "rounds": "trainer.max_rounds",
+    "num_rounds": "trainer.max_rounds",
+    "n_rounds": "trainer.max_rounds",
+    "fraction": "trainer.participation",
+    "client_fraction": "trainer.participation",
+    "gpu": "trainer.devices",
+    "gpus": "trainer.devices",
+    "num_gpus": "trainer.devices",
+    "device": "trainer.accelerator",
+    "num_workers": "trainer.workers",
+    "name": "trainer.run_name",
+    "output": "trainer.default_root_dir",
+    "output_dir": "trainer.default_root_dir",
+    "save_dir": "trainer.default_root_dir",
+    "resume": "ckpt_path",
+    "resume_from_checkpoint": "ckpt_path",
+    "checkpoint": "ckpt_path",
+}
+"""What other programs call a setting, by its whole name or by the last part of it, and what it is called here."""
+EPOCHS = ("epochs", "max_epochs", "num_epochs", "n_epochs", "max_epoch")
+
+
+def meant(name: str, valid: Iterable[str]) -> str | None:
+    """The setting that ``name`` probably means, and what to know about it: one that ends alike, a known slip, or the nearest.
+
+    >>> meant("trainer.gpus", ["trainer.tags"]), meant("batch_size", ["data.batch_size", "data"])
+    ('trainer.devices', 'data.batch_size')
+    """
+    valid = list(valid)
+    leaf = name.rpartition(".")[2]
+    if leaf in EPOCHS:
+        return "trainer.max_rounds for rounds of the federation, --trainer.local_epochs for a client's passes over its data"
+    alike = [option for option in valid if option.rpartition(".")[2] == leaf]
+    if alike:
+        return alike[0]
+    return SLIPS.get(name) or SLIPS.get(leaf) or nearest(name, valid)
 
 
 def members(hint: Any) -> Iterator[Any]:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from difflib import get_close_matches
-from importlib.metadata import PackageNotFoundError, version
 
+from fl_lightning import __version__
 from fl_lightning.errors import InputError
+from fl_lightning.packaged import configs
 
 TRACEBACK = "FL_LIGHTNING_TRACEBACK"
 """Environment variable: 1 prints the traceback of whatever ends a command."""
@@ -23,12 +25,14 @@ class Command:
             command's name, with trainer, model and data from the configuration.
         words: name of the argument of ``function`` that takes the words of the command line that are no flags.
         resolves: whether ``function`` is handed ``resolve``, which turns arguments of ``fit`` into the whole configuration.
+        quick: what answers with the arguments as they are and needs no torch, in place of ``function``.
     """
 
     help: str
     function: str | None = None
     words: str | None = None
     resolves: bool = False
+    quick: Callable[[list[str]], None] | None = None
 
 
 COMMANDS = {
@@ -45,6 +49,7 @@ COMMANDS = {
     "compare": Command("what finished runs show: tables, paired tests, verdicts, figures", "fl_lightning.study.compare:compare"),
     "track": Command("bring runs that were not tracked, or not wholly, into MLflow", "fl_lightning.track:track", "run_dirs"),
     "check": Command("run the conformance kit on a method, yours or one of the project's", "fl_lightning.conformance:check"),
+    "configs": Command("list the configurations that come with the program; configs FOLDER copies them there", quick=configs),
 }
 
 _HELP = """\
@@ -60,7 +65,7 @@ try it (no network needed):
   mlflow ui --backend-store-uri sqlite:///mlflow.db
 
 options of a command:
-  --config FILE        YAML; give it again to layer another file on top
+  --config FILE        YAML; give it again to layer another file on top; kd_default and others come with the program
   --trainer.max_rounds 5, --model FedAvg, --model.alpha 1.0, --data.num_clients 10 ...   override one setting
   --trainer.callbacks+=LabelNoise --trainer.callbacks.round 3   append a callback and set its argument
   --print_config       print the resolved configuration and stop
@@ -80,10 +85,7 @@ def help_text() -> str:
 
 
 def version_text() -> str:
-    try:
-        return f"fl_lightning {version('fl_lightning')}\n"
-    except PackageNotFoundError:
-        return "fl_lightning, not installed (run from its sources)\n"
+    return f"fl_lightning {__version__}\n"
 
 
 def answer_quickly(argv: list[str]) -> int | None:
@@ -106,4 +108,7 @@ def answer_quickly(argv: list[str]) -> int | None:
         raise InputError(
             f"{argv[0]}; the first argument must be a command: {', '.join(COMMANDS)}; write python -m fl_lightning {near[0]} ..."
         )
+    if quick := COMMANDS[argv[0]].quick:
+        quick(argv[1:])
+        return 0
     return None

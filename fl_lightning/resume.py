@@ -43,16 +43,18 @@ class Start:
         return str(self.checkpoint.path if self.checkpoint else self.run or "")
 
 
-def find_start(ckpt_path: str, experiment: Path) -> Start:
+def find_start(ckpt_path: str, experiment: Path, run_name: str | None = None) -> Start:
     """Read the checkpoint that ``--ckpt_path`` means; a damaged one is named in a warning and the one before it is used.
 
     Args:
         ckpt_path: a checkpoint, a run directory, or ``last``: the run of this experiment that was written last.
+        experiment: the folder of the experiment.
+        run_name: the name that ``last`` has to have, a number after it or not; None: any.
 
     Raises:
         InputError: there is none, or none is whole.
     """
-    path = _last_run(experiment) if ckpt_path == "last" else Path(ckpt_path).absolute()
+    path = _last_run(experiment, run_name) if ckpt_path == "last" else Path(ckpt_path).absolute()
     if path.name.startswith("round_") and path.parent.name == "checkpoints":
         run, candidates = path.parent.parent, [c for c in checkpoints_in(path.parent) if c.name <= path.name]
         if not path.exists():
@@ -73,16 +75,27 @@ def find_start(ckpt_path: str, experiment: Path) -> Start:
     )
 
 
-def _last_run(experiment: Path) -> Path:
+def _last_run(experiment: Path, name: str | None) -> Path:
     runs = [path.parent for path in experiment.glob("*/config.yaml") if not path.parent.name.startswith(".")]
+    if name is not None:
+        runs = [path for path in numbered(experiment, name) if path in runs and (path.name == name or _asked_name(path) == name)]
     if not runs:
-        raise InputError(f"--ckpt_path last; there is no run under {experiment}; leave --ckpt_path out to start one")
+        called = f"called {name} " if name else ""
+        raise InputError(f"--ckpt_path last; there is no run {called}under {experiment}; leave --ckpt_path out to start one")
 
     def written(run: Path) -> int:
         marks = [run / "metadata.json", run / "config.yaml", *checkpoints_in(run / "checkpoints")[:1]]
         return max(path.stat().st_mtime_ns for path in marks if path.exists())
 
     return max(runs, key=written).absolute()
+
+
+def _asked_name(run: Path) -> str | None:
+    """The ``run_name`` that a run was started with: ``exp-2`` is the second run of ``exp``, or one that somebody called so."""
+    try:
+        return config_of(run).get(RUN_NAME)
+    except InputError:
+        return None
 
 
 def everywhere(choose: Callable[[], Start]) -> Start:
@@ -93,11 +106,7 @@ def everywhere(choose: Callable[[], Start]) -> Start:
 
 
 def find_same(experiment: Path, name: str, config: Mapping[str, Any]) -> Start:
-    """For ``auto_resume``: the latest run of this name whose configuration is the same in what counts; nothing when there is none.
-
-    A directory ``exp-2`` is the second run of the name ``exp`` if that is the name it was started with, and another run if somebody
-    called it ``exp-2``.
-    """
+    """For ``auto_resume``: the latest run of this name whose configuration is the same in what counts; nothing when there is none."""
     asked = flatten(config)
     free = free_name(experiment, name)
     for run in numbered(experiment, name):

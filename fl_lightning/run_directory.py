@@ -19,6 +19,9 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
+LONGEST_NAME = 200  # bytes; file systems allow 255, and a name gets a number, or ".PID.creating" while its folder is made
+
+
 class RunDirectory:
     """``<root>/<experiment>/<name>/``."""
 
@@ -178,8 +181,26 @@ def checkpoint_name(round: int) -> str:
     return f"round_{round:06d}"
 
 
+def check_name(name: str, given: str) -> None:
+    """Refuse what cannot name a run or an experiment.
+
+    Args:
+        name: the name.
+        given: how the user gave it, for the message.
+
+    Raises:
+        ValueError: it is no plain name, no UTF-8, or longer than ``LONGEST_NAME``.
+    """
+    if not is_plain_name(name):
+        raise ValueError(f"{given}; it names one folder inside default_root_dir; write a name without '/', in UTF-8")
+    if (size := len(name.encode())) > LONGEST_NAME:
+        raise ValueError(f"{given[:60]}... ({size} bytes); a name has at most {LONGEST_NAME} bytes; write a shorter one")
+
+
 def is_plain_name(name: str) -> bool:
-    """Whether ``name`` names a file or a folder in the folder that it is put in, and nothing else; not a hidden one."""
+    """Whether ``name`` is UTF-8 that names a file or a folder in the folder that it is put in, and nothing else; not a hidden one."""
+    if any("\ud800" <= character <= "\udfff" for character in name):  # what Python makes of other bytes
+        return False
     return name != "" and Path(name).name == name and not re.search(r"^\.|[\\\x00-\x1f\x7f]", name)
 
 

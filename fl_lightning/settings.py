@@ -11,6 +11,7 @@ from typing import Any
 
 import yaml
 
+from fl_lightning.documents import read_document
 from fl_lightning.errors import InputError
 from fl_lightning.redaction import redact_settings
 
@@ -38,7 +39,10 @@ SINCE_THE_START = {"model.init_args.module": "fl_lightning.methods.FedAvg"}
 def config_of(run: Path) -> dict[str, Any]:
     """The configuration that a run began with, with dotted keys."""
     try:
-        return flatten(yaml.safe_load((run / "config.yaml").read_text()) or {})
+        path = run / "config.yaml"
+        return flatten(yaml.safe_load(read_document(path, str(path))) or {})
+    except InputError:
+        raise
     except (OSError, ValueError, yaml.YAMLError) as error:
         raise InputError(f"{run / 'config.yaml'}; it cannot be read ({error}); mend it, or start a new run") from None
 

@@ -28,7 +28,7 @@ from fl_lightning.progress import Progress
 from fl_lightning.recorded import Recorded, settings_of_run
 from fl_lightning.redaction import redact_settings
 from fl_lightning.resume import Start, everywhere, find_same, find_start
-from fl_lightning.run_directory import RunDirectory, is_plain_name
+from fl_lightning.run_directory import RunDirectory, check_name
 from fl_lightning.run_log import RunLog
 from fl_lightning.trial import tried_out
 from fl_lightning.user_code import is_bug_of_user
@@ -135,10 +135,7 @@ class FederatedTrainer(Recorded):
                 "--trainer.gradient_clip_algorithm norm"
             )
         for name, text in (("experiment", experiment), ("run_name", run_name or "x")):
-            if not is_plain_name(text):
-                raise ValueError(
-                    f"--trainer.{name} {text!r}; it names one folder inside default_root_dir; write a name without '/'"
-                )
+            check_name(text, f"--trainer.{name} {text!r}")
         self.callbacks = callbacks or []
         self.fabric = make_fabric(
             accelerator, devices, strategy, num_nodes, precision=precision, timeout=rank_timeout, callbacks=self.callbacks
@@ -254,7 +251,7 @@ class FederatedTrainer(Recorded):
 
     def _choose_start(self, ckpt_path: str | None, settings: dict[str, Any]) -> Start:
         if ckpt_path:
-            return find_start(ckpt_path, self.root / self.experiment)
+            return find_start(ckpt_path, self.root / self.experiment, self.run_name)
         if self.auto_resume:
             return find_same(self.root / self.experiment, self._name, settings)
         return Start()
@@ -302,6 +299,7 @@ class FederatedTrainer(Recorded):
         with rng.torch_stream(self.seed, "weights"):
             self.method.build(self.data)
         self.method.to(self.fabric.device)
+        check_name(self._name, f"the run's name {self._name!r}")
         check_optimizer(self.method, self.max_rounds)
         check_workers(self.fabric, self.workers, self.engine)
 

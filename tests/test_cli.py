@@ -228,6 +228,26 @@ def test_global_seeds_are_left_alone(runs: list[SimpleNamespace], monkeypatch: p
     assert "PL_GLOBAL_SEED" not in os.environ
 
 
+def test_help_of_a_class_is_one_screen(runs: list[SimpleNamespace], capsys: pytest.CaptureFixture[str]) -> None:
+    for flag, words in (
+        ("--model.help FedAvg", "--model.average"),
+        ("--trainer.callbacks.help=LabelNoise", "--trainer.callbacks.round"),
+    ):
+        assert main(["fit", *flag.split()]) == 0
+        text = capsys.readouterr().out
+        assert words in text
+        assert text.count("\n") <= 24
+        assert max(map(len, text.splitlines())) <= 120
+        assert "torch.nn" not in text
+        assert "object at 0x" not in text
+    assert main(["fit", "--model.help", "FedMPQKD"]) == 0
+    assert capsys.readouterr().out.count("\n") <= 70
+    assert main(["fit", "--model.help"]) == 0
+    assert "FedProx" in capsys.readouterr().out
+    assert main(["fit", "--model.help", "FedAvgg"]) == 2
+    assert "write --model.help FedAvg\n" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("flag", ["--help", "--model.help=FedAvg"])
 def test_help_of_a_command(runs: list[SimpleNamespace], capsys: pytest.CaptureFixture[str], flag: str) -> None:
     assert main(["fit", flag]) == 0
@@ -333,6 +353,28 @@ def test_quick_answers_import_nothing_heavy(flags: list[str], code: int, stream:
         assert "python -m fl_lightning fit --config configs/kd_default.yaml" in text
         assert "mlflow ui --backend-store-uri sqlite:///mlflow.db" in text
         assert all(name in text for name in commands.COMMANDS)
+
+
+def test_rejected_uploads_are_one_line_and_their_number(here: Path, capfd: pytest.CaptureFixture[str], caplog: Any) -> None:
+    (here / "hostile.py").write_text(
+        "from fl_lightning.hooks import Stressor\n"
+        "class Cut(Stressor):\n"
+        "    def change_bytes(self, upload, *, client, round, context):\n"
+        "        return upload if client.id == 0 else upload[:-5]\n"
+    )
+    data = "--data.dataset synthetic --data.synthetic_size 16 --data.synthetic_examples 40 --data.synthetic_test_examples 10"
+    line = (
+        f"fit --model FedAvg {data} --data.num_clients 5 --trainer.participation 1 --trainer.max_rounds 3 --trainer.logger false"
+    )
+    assert main([*line.split(), "--trainer.workers", "1", "--trainer.callbacks+=hostile.Cut"]) == 0
+    sys.modules.pop("hostile")
+    said = [text for text in capfd.readouterr().err.splitlines() if "rejected" in text]
+    assert len(said) == 2
+    assert said[0].startswith("round 1: upload of client")
+    assert said[1].split()[:3] == ["uploads", "rejected", "12,"]
+    assert (
+        len([record for record in caplog.records if "upload of client" in record.getMessage()]) == 12
+    )  # what other handlers get
 
 
 def test_the_program_from_any_directory(here: Path) -> None:

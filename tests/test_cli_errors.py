@@ -46,6 +46,11 @@ data:
     "object.yaml": "model: !!python/object/apply:os.getcwd []\n",
     "callback.yaml": "model: FedAvg\ntrainer:\n  callbacks:\n    - class_path: LabelNois\n",
     "callback_key.yaml": "model: FedAvg\ntrainer:\n  callbacks:\n    - class_path: LabelNoise\n      init_args: {rond: 3}\n",
+    "study.yaml": "study: s\nconfig: base.yaml\nseeds: [0]\nmethods: {FedAvg: {}}\n",
+    "search.yaml": "study: s\nconfig: base.yaml\nspace: {model.alpha: [0, 1]}\ntrials: 2\n",
+    "epochs.yaml": "model: FedAvg\ntrainer:\n  max_epochs: 5\n",
+    "beside.yaml": "model:\n  class_path: FedAvg\n  network: resnet20\n",
+    "callback_beside.yaml": "model: FedAvg\ntrainer:\n  callbacks:\n    - class_path: LabelNoise\n      round: 3\n",
     "no_list.yaml": "model: FedAvg\ntrainer:\n  callbacks: LabelNoise\n",
 }
 
@@ -97,6 +102,39 @@ BAD = [
     ("fit --config base.yaml --trainer.callbacks LabelNoise", "write --trainer.callbacks+=LabelNoise"),
     ("fit --config base.yaml --trainer.logger CSVLoger", "write --trainer.logger CSVLogger"),
     ("fit --config base.yaml --trainer.logger CSVLogger", "write --trainer.logger.save_dir"),
+    # what other programs call it
+    ("fit --config base.yaml --trainer.max_epochs 5", "write --trainer.max_rounds for rounds"),
+    ("fit --config base.yaml --trainer.max_epochs 5", "--trainer.local_epochs for a client's passes"),
+    ("fit --config epochs.yaml", "trainer.max_epochs (epochs.yaml, line 3); there is no such setting; write trainer.max_rounds"),
+    ("fit --config base.yaml --epochs 5", "write --trainer.max_rounds"),
+    ("fit --config base.yaml --rounds 5", "write --trainer.max_rounds"),
+    ("fit --config base.yaml --seed 1", "write --seed_everything"),
+    ("fit --config base.yaml --trainer.seed 1", "write --seed_everything"),
+    ("fit --config base.yaml --lr 0.1", "write --model.optimizer.lr"),
+    ("fit --config base.yaml --model.lr 0.1", "write --model.optimizer.lr 0.1"),
+    ("fit --config base.yaml --optimizer.lr 0.1", "write --model.optimizer.lr"),
+    ("fit --config base.yaml --batch_size 8", "write --data.batch_size"),
+    ("fit --config base.yaml --alpha 0.1", "write --model.alpha"),
+    ("fit --config base.yaml --data.alpha 0.1", "write --data.partition.beta 0.1"),
+    ("fit --config base.yaml --dataset digits", "write --data.dataset"),
+    ("fit --config base.yaml --gpus 1", "write --trainer.devices"),
+    ("fit --config base.yaml --trainer.gpus 1", "write --trainer.devices"),
+    ("fit --config base.yaml --zzz 1", "see --help"),
+    ("fit --config base.yaml --model.optimizer Adma", "write --model.optimizer Adam\n"),
+    ("fit --config base.yaml --trainer.callbacks+=NoSuchThing", "write --trainer.callbacks+=NAME"),
+    (
+        "fit --config study.yaml",
+        "it is a study, and fit runs one configuration; write python -m fl_lightning sweep --config study.yaml",
+    ),
+    ("fit --config search.yaml", "write python -m fl_lightning tune --config search.yaml"),
+    ("sweep --config base.yaml", "write python -m fl_lightning fit --config base.yaml"),
+    ("sweep --config search.yaml", "write python -m fl_lightning tune --config search.yaml"),
+    ("tune --config study.yaml", "write python -m fl_lightning sweep --config study.yaml"),
+    (
+        "fit --config beside.yaml",
+        "model.network (beside.yaml, line 3); beside class_path stands init_args alone; write network under",
+    ),
+    ("fit --config callback_beside.yaml", "trainer.callbacks.round (callback_beside.yaml, line 5)"),
     # files
     ("fit --config bas.yaml", "there is no such file; write --config base.yaml"),
     ("fit --config base.yml", "write --config base.yaml"),
@@ -180,7 +218,16 @@ def test_a_refusal_has_three_parts(line: str, fragment: str, capsys: pytest.Capt
         ("FL_LIGHTNING_TRAINER__MAX_ROUND", "3", "write FL_LIGHTNING_TRAINER__MAX_ROUNDS"),
         ("FL_LIGHTNING_SEED_EVERYTHIN", "3", "write FL_LIGHTNING_SEED_EVERYTHING"),
         ("FL_LIGHTNING_DATA__NUM_CLIENTS", "3", "write FL_LIGHTNING_DATA='{num_clients: 3}'"),
-        ("FL_LIGHTNING_TRAINER__MAX_ROUNDS", "three", "must be an int"),
+        (
+            "FL_LIGHTNING_TRAINER__MAX_ROUNDS",
+            "three",
+            "environment variable FL_LIGHTNING_TRAINER__MAX_ROUNDS=three; it must be an int; write FL_LIGHTNING_TRAINER__MAX_ROUNDS=100",
+        ),
+        (
+            "FL_LIGHTNING_DATA",
+            "{num_clients: ten}",
+            "environment variable FL_LIGHTNING_DATA={num_clients: ten}; it must be an int",
+        ),
         ("FL_LIGHTNING_CONFIG", "bas.yaml", "there is no such file"),
     ],
 )
@@ -188,6 +235,7 @@ def test_bad_environment(
     name: str, value: str, fragment: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(name, value)
+    Path("base.yaml").write_text(FILES["base.yaml"] + "trainer:\n  max_rounds: 7\n")  # beaten by nothing, and not to blame
     assert fragment in refuse("fit --config base.yaml", capsys)
 
 
@@ -207,8 +255,8 @@ def test_what_a_constructor_refuses(here: Path, capsys: pytest.CaptureFixture[st
 
 
 def test_an_unreadable_file(here: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    def denied(self: Path, **_: object) -> str:
+    def denied(self: Path, *_: object) -> str:
         raise PermissionError(13, "Permission denied", str(self))
 
-    monkeypatch.setattr(Path, "read_text", denied)
+    monkeypatch.setattr(Path, "open", denied)
     assert "it cannot be read (Permission denied)" in refuse("fit --config base.yaml", capsys)

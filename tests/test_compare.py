@@ -261,6 +261,29 @@ def test_a_link_is_written_through(tmp_path):
     assert (tmp_path / "target/report.json").is_file()
 
 
+def test_a_method_far_from_all_others_does_not_squeeze_their_differences(tmp_path, figures):
+    close = {name: {seed: value + 0.002 * place for seed, value in A.items()} for place, name in enumerate("BDE")}
+    make_study(tmp_path / "runs", {"A": A, **close}, "close", proposed=["A"])
+    assert len(forest(comparison_of(tmp_path / "runs", "close"), {}).axes) == 1
+    make_study(tmp_path / "runs", {"A": A, **close, "F": {seed: value - 0.4 for seed, value in A.items()}}, proposed=["A"])
+    drawn = forest(comparison_of(tmp_path / "runs"), {})
+    FigureCanvasAgg(drawn).draw()
+    near, whole = drawn.axes
+    assert near.get_xlim()[1] < 3 < 40 < whole.get_xlim()[1]
+    assert "40" in "".join(text.get_text() for text in near.texts)
+    assert near.get_window_extent().width > 0.25 * drawn.bbox.width
+
+
+def test_curves_that_lie_on_each_other_are_told_apart(tmp_path, figures):
+    make_study(tmp_path / "runs", dict.fromkeys("ABCD", A))
+    axes = dict(command.figures(comparison_of(tmp_path / "runs")))["accuracy_over_rounds"].axes[0]
+    marked = [line for line in axes.lines if line.get_linestyle() == "None" and len(line.get_xdata())]
+    places = [tuple(line.get_xdata()) for line in marked]
+    assert len(places) == 4
+    assert len({x for place in places for x in place}) == sum(map(len, places))
+    assert len({line.get_marker() for line in marked}) == 4
+
+
 def test_figures_of_long_names_and_of_nothing(tmp_path, figures):
     """Names lie inside the figure, rounds are whole, and what shows no pair is left out and said."""
     names = ["FedMPQKD with a temperature of four and alpha 0.25", "FedMPQ_with_no_space_in_its_very_long_name_at_all_x"]

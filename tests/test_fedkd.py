@@ -184,6 +184,7 @@ def test_rounded_and_certain_probabilities_count(change, tmp_path):
 def test_bytes_of_the_published_case_are_40_million(tmp_path):
     """|P| = 50 000, C = 100: 2 |P| C 4 bytes, two entries (3 + 11 + 8) and headers, and n_k (3 + 8 + 4) on the way up."""
     method = FedKD(network=lambda classes: nn.Linear(1, 100, bias=False), optimizer=sgd())
+    method.logits = False
     data = PublicPoints((3,), size=50_000)
     data.setup()
     data.distribute(0, torch.device("cpu"))

@@ -87,7 +87,10 @@ def test_blocks_pair_by_depth():
         ({"rank": 13}, r"--model.rank 13 .* 24 inputs and 12 outputs; .*; write --model.rank 12"),
         ({"num_blocks": 9}, r"--model.num_blocks 9 .*; .*; write"),
         ({"networks": ["small_cnn"]}, r"--model.num_blocks 3 for SmallCNN.*; write --model.num_blocks 1"),
-        ({"reference": lambda classes: nn.Flatten()}, r"--model.reference Flatten; .*; write"),
+        (
+            {"reference": lambda classes: nn.Sequential(nn.Flatten(), nn.AdaptiveAvgPool1d(classes))},
+            r"--model.reference Sequential; .*; write",
+        ),
     ],
 )
 def test_networks_that_do_not_fit(settings, message):

@@ -9,7 +9,7 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 LAYERS = [
-    {"cli", "__main__", "commands", "cli_errors", "cli_types", "cli_input"},
+    {"cli", "__main__", "commands", "cli_errors", "cli_types", "cli_input", "cli_help", "callbacks_module"},
     {"study", "conformance"},
     {"trainer", "trial"},
     {"journal", "metadata", "progress", "resume", "snapshot", "tracking", "track", "tracked_runs", "interrupts", "probing"},
@@ -18,7 +18,8 @@ LAYERS = [
     {"evaluation", "robustness"},
     {"engines"},
     {"methods", "hooks"},
-    {"client", "data", "models", "wire", "quantization", "metrics", "rng", "errors", "user_code", "recorded", "figures"},
+    {"client", "data", "models", "wire", "quantization", "metrics", "rng", "errors", "user_code", "recorded", "figures"}
+    | {"documents", "packaged", "terminal"},
 ]
 RANK = {name: rank for rank, layer in enumerate(LAYERS) for name in layer}
 CONFINED = {"jsonargparse": {"cli", "cli_errors", "cli_types"}, "mlflow": {"mlflow_store", "tracked_runs"}, "optuna": {"study"}}

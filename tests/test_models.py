@@ -107,5 +107,5 @@ def test_torchvision_makers_get_the_number_of_classes_and_no_weights():
 
 
 def test_a_network_without_logits_is_refused():
-    with pytest.raises(ValueError, match=r"makes \(1, 3, 32, 32\) of one example; logits \[1, C\]"):
+    with pytest.raises(ValueError, match=r"makes \(2, 3, 32, 32\) of two examples; logits \[2, 7\]"):
         build_network(lambda num_classes: nn.Identity(), 7, (3, 32, 32))

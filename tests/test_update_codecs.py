@@ -101,6 +101,7 @@ def wide_network(num_classes: int) -> nn.Module:
 class Blocks:
     """Client k's centre is the k-th row of three, each of which repeats one pair of values for 16 weights."""
 
+    logits = False
     centres = torch.tensor([[1.0, 2.0, -1.0, 0.5, 0.0, 3.0, 1.0, 1.0], [0.0, -2.0, 4.0, 4.0, 1.0, 1.0, 2.0, -3.0]]).view(2, 4, 2)
 
     def task_loss(self, outputs, target):

@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_map
 from fl_lightning.client import Client
 from fl_lightning.data.batches import Draws, Pass, batch_sizes, draw_pass, side_by_side
 from fl_lightning.data.holdings import Holdings
-from fl_lightning.data.partition import Partition, deal, require
+from fl_lightning.data.partition import Partition, check_memory, deal, require
 from fl_lightning.data.summary import summarise
 from fl_lightning.recorded import Recorded
 from fl_lightning.rng import stream
@@ -58,6 +58,7 @@ class FederatedData(Recorded, LightningDataModule, ABC):
                  public_examples: int = 0, public_dataset: str | None = None) -> None:  # fmt: skip
         super().__init__()
         require(num_clients >= 1, f"num_clients={num_clients}", "a federation has at least one client", "write 1 or more")
+        check_memory(f"num_clients={num_clients}", 8 * num_clients)
         require(batch_size >= 1, f"batch_size={batch_size}", "a batch has at least one example", "write e.g. 64")
         require(0 <= val_fraction < 1, f"val_fraction={val_fraction}", "a share in [0, 1)", "write e.g. 0.05, or 0 for none")
         self.dataset, self.num_clients, self.partition = dataset, num_clients, partition

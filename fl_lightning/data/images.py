@@ -16,7 +16,7 @@ from torch.nn.functional import pad
 from fl_lightning.data.base import FederatedData, Split
 from fl_lightning.data.cifar import Cifar
 from fl_lightning.data.local import Arrays, digits, synthetic
-from fl_lightning.data.partition import Dirichlet, Partition, require
+from fl_lightning.data.partition import Dirichlet, Partition, check_memory, require
 
 DATASETS = {"cifar10": 10, "cifar100": 100, "digits": 10, "synthetic": 0}  # number of classes
 Crop = Literal["none", "pad", "shrink"]
@@ -87,6 +87,11 @@ class FederatedImages(FederatedData):
             ("crop_padding", crop_padding, 0),
         ):
             require(value >= least, f"{name}={value}", f"at least {least}", f"write {least} or more")
+        if "synthetic" in (dataset, public_dataset):
+            examples = synthetic_examples + synthetic_test_examples
+            size = f"{examples} synthetic images of {synthetic_size}x{synthetic_size} pixels in {synthetic_classes} classes"
+            # bytes of the pixels and labels, and of the float32 patterns of the classes
+            check_memory(size, examples * (3 * synthetic_size**2 + 8) + synthetic_classes * 3 * 4 * 4 * 4)
         self.side = _side(dataset, synthetic_size)
         require(
             crop != "shrink" or 1 <= crop_size <= self.side,
@@ -114,6 +119,9 @@ class FederatedImages(FederatedData):
                 f"the network sees {seen}x{seen}",
                 f"write crop shrink and a crop_size of {min(side, self.side)} or less",
             )
+        if crop == "pad":
+            padded = self.side + 2 * crop_padding
+            check_memory(f"crop_padding={crop_padding} around an image", 3 * padded**2)
         super().__init__(
             dataset=dataset,
             num_clients=num_clients,

@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import math
+import os
 from abc import ABC, abstractmethod
 
 import numpy as np
@@ -23,6 +24,20 @@ def require(ok: bool, given: str, rule: str, instead: str) -> None:
     """Refuse bad input in three parts: what was given, the rule, what to write instead."""
     if not ok:
         raise ValueError(f"{given}: {rule}; {instead}")
+
+
+def check_memory(given: str, size: int) -> None:
+    """Refuse what cannot fit into this machine's memory.
+
+    Args:
+        given: what was asked for.
+        size: its size in bytes; at least that much will be used.
+
+    Raises:
+        ValueError: the machine has less memory than that.
+    """
+    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    require(size <= memory, given, f"they take {size:,} bytes and this machine has {memory:,}", "write fewer or smaller ones")
 
 
 def _check_beta(beta: float) -> None:

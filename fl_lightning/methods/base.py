@@ -61,6 +61,10 @@ class Method(Recorded, LightningModule):
     personalised: bool = False
     """True when each client has a model of its own to evaluate."""
 
+    logits: bool = True
+    """Whether the network gives one logit for each class of the data, ``[B, num_classes]``. A method whose ``task_loss`` takes outputs of
+    another width says False."""
+
     growing: frozenset[str] = frozenset()
     """Tensors of ``server`` with a row for each client heard of; the others keep the shape that ``build`` gave them."""
 
@@ -123,7 +127,7 @@ class Method(Recorded, LightningModule):
     def build(self, data: FederatedData) -> None:
         """Make the network for this data and the server's first state. Initial weights come from torch's generators as they stand."""
         if self.module is None:
-            self.network = build_network(self.network_spec, data.num_classes, data.example_shape)
+            self.network = build_network(self.network_spec, data.num_classes, data.example_shape, logits=self.logits)
         else:
             self.network = adopt(self, self.module, data)
         self.layout = Layout.of(self.network)

@@ -14,15 +14,16 @@ from typing import Any
 
 import yaml
 
+from fl_lightning.documents import read_document
 from fl_lightning.errors import InputError
-from fl_lightning.run_directory import is_plain_name
+from fl_lightning.packaged import find_config
+from fl_lightning.run_directory import LONGEST_NAME, is_plain_name
 
 TRUE_FALSE = "tag:yaml.org,2002:bool"
 SWEEPS_OWN = ("trainer.experiment", "trainer.run_name", "trainer.auto_resume", "trainer.allow_changed", "trainer.tags",
               "trainer.fast_dev_run",
               "trainer.default_root_dir", "seed_everything", "config", "ckpt_path")  # fmt: skip
 """Settings that every cell gets from the sweep."""
-LONGEST = 200  # bytes of a name: file systems allow 255, and some are for what is added to it
 LARGEST = 2**63 - 1
 
 
@@ -55,10 +56,12 @@ def read_mapping(path: Path, what: str, begin: str) -> dict[str, Any]:
         begin: how one begins.
 
     Raises:
-        InputError: there is none, or it is not a mapping.
+        InputError: there is none, it is not a mapping, or it is too large.
     """
     try:
-        document = yaml.load(path.read_text(encoding="utf-8"), Loader=_Loader)
+        document = yaml.load(read_document(path, str(path)), Loader=_Loader)
+    except InputError:
+        raise
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or "not a text file"
         raise InputError(f"{path}; the {what} cannot be read ({reason}); write the path of a YAML file") from None
@@ -70,6 +73,17 @@ def read_mapping(path: Path, what: str, begin: str) -> dict[str, Any]:
         raise InputError(f"{path}; it is not valid YAML: {error}; write 'key: value' lines") from None
     if not isinstance(document, dict):
         raise InputError(f"{path}; a {what} is a mapping; begin with '{begin}'")
+    other = (
+        "fit"
+        if {"model", "trainer"} & {*document}
+        else "tune"
+        if "space" in document
+        else "sweep"
+        if "methods" in document
+        else ""
+    )
+    if other and other != {"study file": "sweep", "search file": "tune"}[what]:
+        raise InputError(f"{path}; it is no {what}, but one for {other}; write python -m fl_lightning {other} --config {path}")
     return document
 
 
@@ -148,9 +162,12 @@ class Checks:
 
     def short(self, name: str, where: str) -> None:
         """A file system takes it for a folder's name."""
-        size = len(name.encode())
+        size = len(name.encode(errors="replace"))
         self.require(
-            size <= LONGEST, f"{where}: {name[:20]}... ({size} bytes)", f"a folder's name has at most {LONGEST}", "shorten it"
+            size <= LONGEST_NAME,
+            f"{where}: {name[:20]}... ({size} bytes)",
+            f"a folder's name has at most {LONGEST_NAME}",
+            "shorten it",
         )
 
     def one_of(self, name: Any, names: Collection[str], where: str) -> str:
@@ -166,11 +183,12 @@ class Checks:
         folder, paths = self.path.parent, []
         for name in value if isinstance(value, list) else [] if value is None else [value]:
             self.require(isinstance(name, str), f"{where}: {name!r}", "it is a path or a list of paths", "write kd_default.yaml")
-            if self.find_configs and not (folder / name).is_file():
+            found = find_config(name, folder)
+            if self.find_configs and found is None:
                 files = [str(file.relative_to(folder)) for file in folder.glob("*.yaml")]
                 near = get_close_matches(name, files, n=1) or ["the path of a YAML file, relative to the file that names it"]
                 raise self.error(f"{where}: {name}", f"there is no such file in {folder}", f"write {near[0]}")
-            paths.append(folder / name)
+            paths.append(found or folder / name)
         return tuple(paths)
 
     def settings(self, value: Any, where: str) -> dict[str, Any]:

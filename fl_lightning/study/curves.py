@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from itertools import pairwise
 from math import isfinite
 from textwrap import wrap
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from fl_lightning.figures import COLOURS, GREY, LINE_STYLES, MARKERS, legend_outside, new_axes
+from fl_lightning.figures import COLOURS, GREY, LINE_STYLES, MARKERS, legend_outside, new_axes, open_frame
 from fl_lightning.study.columns import column
-from fl_lightning.study.comparison import Comparison, Levels, name_of
+from fl_lightning.study.comparison import Comparison, Difference, Levels, name_of
 from fl_lightning.study.runs import Run
 from fl_lightning.study.statistics import mean_std
 
@@ -20,6 +21,8 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 LINE = 34  # characters of a name
+MARKED = 8  # markers of a curve
+OUTLYING = 5.0  # times what the others reach: from there on a row of differences is an outlier
 WIDE = 8.0  # ratio of megabytes from which on their axis is logarithmic
 Curve = tuple[np.ndarray, np.ndarray]
 """x ``[E]`` and, for every seed, y ``[seeds, E]``."""
@@ -110,11 +113,24 @@ def _band(axes: Axes, comparison: Comparison, label: str, x: np.ndarray, y: np.n
     """Mean and standard deviation of ``y`` ``[seeds, E]``."""
     if not x.size:
         return
-    colour, style, _ = _look(comparison, label)
+    colour, style, marker = _look(comparison, label)
     mean = y.mean(axis=0)
     count = f"{len(y)} seed{'s' * (len(y) > 1)}"
     width = 2.2 if label in comparison.proposed else 1.4
-    axes.plot(x, mean, color=colour, linestyle=style, linewidth=width, label=f"{label} ({count})")
+    axes.plot(x, mean, color=colour, linestyle=style, linewidth=width)
+    # curves that lie on top of each other: the markers of each, above all lines, stand where no other has one
+    place, methods = list(comparison.study.methods).index(label), len(comparison.study.methods)
+    step = max(methods, len(x) // MARKED)
+    some = slice(place * step // methods % len(x), None, step)
+    look: dict[str, Any] = {
+        "color": colour,
+        "marker": marker,
+        "markersize": 6,
+        "markeredgecolor": "white",
+        "markeredgewidth": 0.6,
+    }
+    axes.plot(x[some], mean[some], linestyle="none", zorder=3, **look)
+    axes.plot([], [], linestyle=style, linewidth=width, label=f"{label} ({count})", **look)
     if len(y) > 1:
         spread = y.std(axis=0, ddof=1)
         axes.fill_between(x, mean - spread, mean + spread, color=colour, alpha=0.12, linewidth=0)
@@ -161,36 +177,82 @@ def by_method(comparison: Comparison, levels: Levels) -> Figure | None:
 
 
 def forest(comparison: Comparison, levels: Levels) -> Figure | None:
-    """Paired differences: every seed, the mean and both intervals."""
+    """Paired differences: every seed, the mean and both intervals; where one is far from all others, those in a panel of their own."""
     written = column(comparison.study.metric)
     found = [one for one in comparison.differences(comparison.study.metric, levels) if one.seeds]
     if not found:
         return None
     names = [f"{one.a} − {one.b}" for one in found]
     xlabel = f"difference in {written.title.replace('(%)', '(percentage points)')}"
-    figure, axes = _rows(_title("Differences, paired by seed", levels), xlabel, names)
-    axes.axvline(0, color="black", linewidth=0.8)
-    for row, one in enumerate(found):
-        test, first = one.test, row == 0
-        if isfinite(test.low):
-            bounds = [test.low * written.scale, test.high * written.scale]
-            axes.plot(bounds, [row, row], color=COLOURS[0], linewidth=1.4, label="95 % t interval" if first else None)
-        if isfinite(test.bootstrap_low):
-            bounds = [test.bootstrap_low * written.scale, test.bootstrap_high * written.scale]
-            axes.plot(
-                bounds,
-                [row, row],
-                color=COLOURS[5],
-                linewidth=5,
-                solid_capstyle="butt",
-                label="95 % bootstrap" if first else None,
-            )
-        x = np.array(test.differences) * written.scale
-        heights = row + 0.2 + 0.16 * np.arange(len(x)) / len(x)  # equal ones are all seen
-        axes.plot(x, heights, "o", color=GREY, markersize=3.5, label="one seed" if first else None)
-        axes.plot(test.mean * written.scale, row, "D", color=COLOURS[3], markersize=6, label="mean" if first else None)
+    figure, whole = _rows(_title("Differences, paired by seed", levels), xlabel, names)
+    _differences(whole, found, written.scale)
+    near = without_outliers([_reach(one) * written.scale for one in found])
+    if near is not None:
+        figure.set_figwidth(figure.get_figwidth() + 2.8)
+        title, ticks = whole.get_title(), [label.get_text() for label in whole.get_yticklabels()]
+        whole.remove()
+        closer, whole = figure.subplots(1, 2, sharey=True)
+        open_frame(closer, whole)
+        figure.suptitle(title)
+        closer.set_yticks(range(len(names)), ticks)
+        closer.set_ylim(len(names) - 0.4, -0.6)
+        for axes in (whole, closer):
+            _differences(axes, found, written.scale, labelled=axes is closer)
+            axes.set_xlabel(xlabel, fontsize="small")
+        closer.set_xlim(-near, near)
+        closer.set_title("near zero", fontsize="medium")
+        whole.set_title("all", fontsize="medium")
+        for row, one in enumerate(found):
+            mean = one.test.mean * written.scale
+            if abs(mean) > near:
+                side = 1 if mean > 0 else -1
+                words: dict[str, Any] = {
+                    "ha": "right" if side > 0 else "left",
+                    "va": "center",
+                    "color": COLOURS[3],
+                    "fontsize": "small",
+                }
+                closer.text(side * near, row, f"{mean:.3g} →" if side > 0 else f"← {mean:.3g}", **words)
     legend_outside(figure)
     return figure
+
+
+def without_outliers(reaches: Sequence[float]) -> float | None:
+    """How far an axis has to reach for all rows but those far outside, which are fewer than half; None where there are none.
+
+    >>> without_outliers([1.0, 2.0, 1.5, 40.0]), without_outliers([1.0, 2.0, 4.0])
+    (2.2, None)
+    """
+    ordered = sorted(reaches)
+    for count, (inner, outer) in enumerate(pairwise(ordered), start=1):
+        if count > len(ordered) / 2 and 0 < OUTLYING * inner < outer:
+            return 1.1 * inner
+    return None
+
+
+def _reach(one: Difference) -> float:
+    """The largest distance from zero of what is drawn of a pair."""
+    test = one.test
+    ends = [*test.differences, test.mean, test.low, test.high, test.bootstrap_low, test.bootstrap_high]
+    return max(abs(end) for end in ends if isfinite(end))
+
+
+def _differences(axes: Axes, found: Sequence[Difference], scale: float, *, labelled: bool = True) -> None:
+    """A row for each pair."""
+    axes.axvline(0, color="black", linewidth=0.8)
+    for row, one in enumerate(found):
+        test, first = one.test, row == 0 and labelled
+        if isfinite(test.low):
+            bounds = [test.low * scale, test.high * scale]
+            axes.plot(bounds, [row, row], color=COLOURS[0], linewidth=1.4, label="95 % t interval" if first else None)
+        if isfinite(test.bootstrap_low):
+            bounds = [test.bootstrap_low * scale, test.bootstrap_high * scale]
+            label = "95 % bootstrap" if first else None
+            axes.plot(bounds, [row, row], color=COLOURS[5], linewidth=5, solid_capstyle="butt", label=label)
+        x = np.array(test.differences) * scale
+        heights = row + 0.2 + 0.16 * np.arange(len(x)) / len(x)  # equal ones are all seen
+        axes.plot(x, heights, "o", color=GREY, markersize=3.5, label="one seed" if first else None)
+        axes.plot(test.mean * scale, row, "D", color=COLOURS[3], markersize=6, label="mean" if first else None)
 
 
 def degradation(comparison: Comparison, others: Levels) -> Figure | None:

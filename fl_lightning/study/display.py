@@ -9,11 +9,11 @@ from pathlib import Path
 from types import TracebackType
 
 from rich.console import Console
-from rich.live import Live
 from rich.table import Table
 
 from fl_lightning.study.board import read_metrics
 from fl_lightning.study.jobs import Job, Running
+from fl_lightning.terminal import ResizableLive
 
 REFRESH = 1.0  # seconds
 ACCURACY = "test/accuracy"
@@ -34,7 +34,7 @@ class Display:
     ) -> None:
         self.state, self.find = state, find
         self.console = console or Console(stderr=True, highlight=False, soft_wrap=True)
-        self.live = Live(console=self.console, auto_refresh=False, transient=True) if self.console.is_terminal else None
+        self.live = ResizableLive(console=self.console, auto_refresh=False, transient=True) if self.console.is_terminal else None
         self.begun = self.shown = time.monotonic()
 
     def __enter__(self) -> Display:

@@ -126,6 +126,8 @@ def show_plan(board: Board, jobs: int, *, probe: bool = False, console: Console 
     rest = total(board.records, costs)
     left = len(board.records) - board.count("finished")
     about = f"about {clock(rest.seconds / jobs)} (h:mm:ss) with --jobs {jobs} and {rest.bytes / 1e6:.1f} MB over the wire"
+    if rest.unknown:  # what is known of the others is a lower bound, and of nothing it is no bound
+        about = f"more than {about.removeprefix('about ')}" if rest.seconds else "time and bytes unknown"
     console.print(f"{board.study.name}: {len(board.records)} cells, {left} to run: {about}", markup=False)
     if rest.unknown:
         hint = "" if probe else f"; --probe true runs {PROBE} rounds of each to find out"

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from fl_lightning.errors import InputError
+from fl_lightning.packaged import find_config
 from fl_lightning.redaction import redact
 from fl_lightning.settings import settings_hash
 from fl_lightning.study.board import read_cells
@@ -56,6 +57,7 @@ def locate(study: str, root: Path, must_exist: bool = True) -> tuple[Study | Non
     """The study, if there is a file of it, and the folder of its runs."""
     path = Path(study)
     if path.suffix in (".yaml", ".yml") or path.is_file():
+        path = find_config(path) or path
         plan = Study.read(path, find_configs=False)
         return plan, root / plan.name
     folder = next((folder for folder in (root / study, path) if folder.is_dir()), None)

@@ -1,0 +1,52 @@
+"""A live display that survives what users do to a terminal: change its width, press Ctrl-C."""
+
+from __future__ import annotations
+
+from rich.console import Console, ConsoleOptions, ConsoleRenderable, RenderableType, RenderResult
+from rich.control import Control
+from rich.live import Live
+from rich.segment import ControlType, Segment
+
+ECHO = 3  # columns that stay free, so that the "^C" that a terminal writes behind the display begins no new row
+
+
+class ResizableLive(Live):
+    """``rich.live.Live``, which also removes the rows that a narrower terminal has made of its lines.
+
+    A terminal that is made narrower breaks each line of the display into several rows, and rich would then move up by as many rows as
+    there were lines, and leave the others behind.
+    """
+
+    max_width = 500  # columns
+    widths: tuple[int, ...] = ()
+    """Columns of the lines on the screen."""
+
+    def get_renderable(self) -> RenderableType:
+        return _Measured(super().get_renderable(), self)
+
+    def process_renderables(self, renderables: list[ConsoleRenderable]) -> list[ConsoleRenderable]:
+        broken = sum(max(width - 1, 0) // self.console.width for width in self.widths)
+        processed = super().process_renderables(renderables)
+        if broken and self.console.is_interactive:
+            processed.insert(0, Control(*((ControlType.ERASE_IN_LINE, 2), (ControlType.CURSOR_UP, 1)) * broken))
+        return processed
+
+
+class _Measured:
+    def __init__(self, renderable: RenderableType, live: ResizableLive) -> None:
+        self.renderable, self.live = renderable, live
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        narrower = options.update_width(max(min(options.max_width, self.live.max_width) - ECHO, 1))
+        lines = [_without_blanks(line) for line in console.render_lines(self.renderable, narrower, pad=False)]
+        self.live.widths = tuple(Segment.get_line_length(line) for line in lines)
+        for line in lines:
+            yield from line
+            yield Segment.line()
+
+
+def _without_blanks(line: list[Segment]) -> list[Segment]:
+    """Without the spaces at its end: terminals disagree whether they break onto another row."""
+    while line and not line[-1].text.strip():
+        line = line[:-1]
+    return [*line[:-1], Segment(line[-1].text.rstrip(), line[-1].style)] if line else []

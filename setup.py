@@ -1,0 +1,9 @@
+"""What pyproject.toml cannot say: all packages, found, and one more whose folder lies elsewhere (``configs/``)."""
+
+from setuptools import find_packages, setup
+
+setup(
+    packages=[*find_packages(include=["fl_lightning*", "callbacks*"]), "fl_lightning.configs"],
+    package_dir={"fl_lightning.configs": "configs"},
+    package_data={"fl_lightning.configs": ["**/*.yaml"]},
+)

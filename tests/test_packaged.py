@@ -1,0 +1,150 @@
+"""Configurations found by name from any folder, the wheel that carries them, and what it says of itself."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+import fl_lightning
+from fl_lightning.__main__ import main
+from fl_lightning.packaged import configs_folder, find_config
+
+ROOT = Path(__file__).parents[1]
+STUDY = """\
+study: small
+config: configs/fedavg.yaml
+settings:
+  trainer.max_rounds: 1
+  trainer.workers: 1
+  data.num_clients: 4
+seeds: [0, 1]
+methods: {FedAvg: {}, FedProx: {config: fedprox}}
+overlays: overlays/noise_off
+"""
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    for name in [name for name in os.environ if name.startswith("FL_LIGHTNING_")]:
+        monkeypatch.delenv(name)
+    return tmp_path
+
+
+@pytest.mark.parametrize("name", ["kd_default", "kd_default.yaml", "configs/kd_default.yaml", "configs/kd_default"])
+def test_a_bare_name_finds_what_comes_with_the_project(here: Path, name: str) -> None:
+    assert find_config(name) == ROOT / "configs" / "kd_default.yaml"
+    assert find_config(name.replace("kd_default", "overlays/noise_on")) == ROOT / "configs" / "overlays" / "noise_on.yaml"
+
+
+@pytest.mark.parametrize("name", ["", ".", "..", "../pyproject", "/etc/hostname.yaml", "nothing", "overlays", "a\0b", "x" * 5000])
+def test_other_names_find_nothing(here: Path, name: str) -> None:
+    assert find_config(name) is None
+
+
+def test_a_file_of_the_users_wins(here: Path) -> None:
+    (here / "configs").mkdir()
+    (here / "configs" / "fedavg.yaml").write_text("model: FedAvg")
+    assert find_config("fedavg") == find_config("configs/fedavg.yaml") == Path("configs/fedavg.yaml")
+    (here / "fedavg.yaml").write_text("model: FedAvg")
+    assert find_config("fedavg") == Path("fedavg.yaml")
+    assert find_config("fedavg", here / "configs") == here / "configs" / "fedavg.yaml"
+
+
+@pytest.mark.parametrize("how", ["--config kd_default", "--config=kd_default", "-c kd_default", "environment"])
+def test_fit_takes_it(here: Path, how: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FL_LIGHTNING_CONFIG", "kd_default" if how == "environment" else "")
+    if how != "environment":
+        monkeypatch.delenv("FL_LIGHTNING_CONFIG")
+    args = [] if how == "environment" else how.split()
+    assert main(["fit", *args, "--config", "overlays/noise_off.yaml", "--print_config"]) == 0
+    assert yaml.safe_load(capsys.readouterr().out)["trainer"]["experiment"] == "kd_default"
+
+
+def test_a_slip_of_its_name_is_hinted(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["fit", "--config", "fedmpqkd_default"]) == 2
+    assert main(["fit", "--config", "noise_onn.yaml"]) == 2
+    assert "write --config configs/overlays/noise_on.yaml" in capsys.readouterr().err
+
+
+def test_a_study_of_the_users_refers_to_it(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (here / "small.yaml").write_text(STUDY)
+    assert main(["sweep", "--config", "small", "--dry_run", "true"]) == 0
+    said = capsys.readouterr().out
+    assert "4 cells, 4 to run: time and bytes unknown" in said
+    assert "0:00:00" not in said
+    assert main(["compare", "--study", "configs/exp2_embedded.yaml", "--out", "reports"]) == 2
+    assert "runs/exp2_embedded, which does not exist" in capsys.readouterr().err
+
+
+def test_configs_lists_and_copies_and_overwrites_nothing(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    names = {str(path.relative_to(ROOT / "configs")) for path in (ROOT / "configs").rglob("*.yaml")}
+    assert main(["configs"]) == 0
+    assert {line.split()[0] + ".yaml" for line in capsys.readouterr().out.splitlines()} == names
+    (here / "mine").mkdir()
+    (here / "mine" / "fedavg.yaml").write_text("mine")
+    assert main(["configs", "mine"]) == 0
+    line = capsys.readouterr().out
+    assert line.count("\n") == 1
+    assert "fedavg.yaml" in line
+    assert (here / "mine" / "fedavg.yaml").read_text() == "mine"
+    assert {str(path.relative_to(here / "mine")) for path in (here / "mine").rglob("*.yaml")} == names
+    (here / "mine" / "fedavg.yaml").unlink()
+    assert main(["configs", "mine"]) == 0
+    assert "differ" not in capsys.readouterr().out
+    for args in (["a", "b"], ["mine/fedavg.yaml"], ["--all"], ["a\0b"]):
+        assert main(["configs", *args]) == 2
+        assert capsys.readouterr().err.count("\n") == 1
+
+
+def test_the_version_is_in_one_place(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out == f"fl_lightning {fl_lightning.__version__}\n"
+    assert fl_lightning.__version__ not in (ROOT / "pyproject.toml").read_text()
+
+
+@pytest.mark.slow
+def test_a_wheel_works_in_an_empty_folder(tmp_path: Path) -> None:
+    """Built from a copy, installed without its dependencies, started in a folder that is no repository."""
+    source, site, empty = tmp_path / "source", tmp_path / "site", tmp_path / "empty"
+    empty.mkdir()
+    leave = shutil.ignore_patterns("__pycache__", "*.egg-info", "build")
+    for name in ("fl_lightning", "callbacks", "configs"):
+        shutil.copytree(ROOT / name, source / name, ignore=leave)
+    for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, source)
+    pip = [sys.executable, "-m", "pip", "-q", "--disable-pip-version-check"]
+    offline = ["--no-deps", "--no-build-isolation", "--no-index"]
+    subprocess.run([*pip, "wheel", str(source), *offline, "-w", str(tmp_path)], check=True)
+    (wheel,) = tmp_path.glob("*.whl")
+    subprocess.run([*pip, "install", str(wheel), "--no-deps", "--no-index", "--target", str(site)], check=True)
+    environment = {**os.environ, "PYTHONPATH": str(site), "OMP_NUM_THREADS": "1"}
+    environment.pop("MLFLOW_TRACKING_URI", None)
+
+    def run(*args: str) -> str:
+        done = subprocess.run(args, cwd=empty, env=environment, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        return done.stdout + done.stderr
+
+    program = [sys.executable, "-m", "fl_lightning"]
+    where = run(sys.executable, "-c", "import fl_lightning.packaged as p; print(p.configs_folder())")
+    assert Path(where.strip()) == site / "fl_lightning" / "configs"
+    assert len(run(*program, "configs").splitlines()) == len([*configs_folder().rglob("*.yaml")])
+    script = run(
+        str(site / "bin" / "fl-lightning"), "fit", "--config", "kd_default", "--trainer.max_rounds=1", "--trainer.logger=false"
+    )
+    assert "run directory" in script or "runs/kd_default" in script
+    (empty / "small.yaml").write_text(STUDY)
+    run(*program, "sweep", "--config", "small.yaml", "--logger", "false")
+    assert "36 cells" in run(*program, "sweep", "--config", "exp2_embedded", "--dry_run", "true")
+    run(*program, "compare", "--study", "small.yaml", "--out", "report")
+    assert (empty / "report" / "report.md").is_file()
+    metadata = (site / f"fl_lightning-{fl_lightning.__version__}.dist-info" / "METADATA").read_text()
+    assert "License-Expression: Apache-2.0" in metadata
