@@ -13,6 +13,7 @@ from typing import Any, Literal, Union, get_args, get_origin
 
 from jsonargparse import ArgumentParser
 from jsonargparse.typing import restricted_number_type
+from lightning.pytorch import LightningModule
 
 Seed = restricted_number_type("Seed", int, [(">=", 0), ("<", 2**63)], docstring="An int >= 0 and below 2^63")
 
@@ -23,9 +24,17 @@ WORDS: dict[Any, str] = {
     str: "text",
     NoneType: "null",
     Seed: "an int >= 0 and below 2^63",
+    LightningModule: "the import path of a LightningModule",
 }
-EXAMPLES: dict[Any, str] = {int: "1", float: "0.5", bool: "true", Seed: "0", Path: "FOLDER"}
-MANY = 20  # more classes than this are not listed
+EXAMPLES: dict[Any, str] = {
+    int: "1",
+    float: "0.5",
+    bool: "true",
+    Seed: "0",
+    Path: "FOLDER",
+    LightningModule: "my_package.LitClassifier",
+}
+MANY = 15  # more classes than this are not listed
 
 
 def settings_of(target: ArgumentParser | Callable[..., Any]) -> dict[str, Action]:

@@ -325,8 +325,8 @@ class FederatedTrainer(Recorded):
         summary = self.progress.summary
         with self.interrupts.held(), self._writing():
             self.progress.save(self.run)
-        self._require_counted()
         tell(self.callbacks, "on_fit_end", summary, self)
+        self._require_counted()
         early = self.progress.done.round < self.max_rounds
         reason = self._stop_reason if early else ""
         self.journal.finish(summary, weights_hash(fed), stopped_early=reason, kept=not self.fast_dev_run)

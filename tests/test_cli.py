@@ -236,7 +236,7 @@ def test_help_of_a_class_is_one_screen(runs: list[SimpleNamespace], capsys: pyte
         assert main(["fit", *flag.split()]) == 0
         text = capsys.readouterr().out
         assert words in text
-        assert text.count("\n") <= 24
+        assert text.count("\n") <= 32
         assert max(map(len, text.splitlines())) <= 120
         assert "torch.nn" not in text
         assert "object at 0x" not in text

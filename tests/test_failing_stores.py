@@ -226,6 +226,6 @@ def test_a_store_that_fails_later_keeps_what_it_has_and_the_training_goes_on(
 
     # continued when the store is well again, it is given what it lacks
     monkeypatch.setattr(tracking, "log_rounds", original)
-    run(on_points(FedAvg()), Points(), tmp_path, max_rounds=12, logger=True, ckpt_path=str(trainer.run_dir))
+    run(on_points(FedAvg()), Points(), tmp_path, max_rounds=12, logger=True, ckpt_path=str(trainer.run_dir), allow_changed=True)
     assert [step for step, _ in steps(client, found.info.run_id, "comm/total_bytes")] == list(range(1, 13))
     assert "untracked_rounds" not in json.loads((trainer.run_dir / "metadata.json").read_text())

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
-from toy import CENTRES, Points, Quadratic, point_network, run, sgd
+from toy import CENTRES, Points, Quadratic, point_network, run, run_for_nothing, sgd
 
 from fl_lightning import rng
 from fl_lightning.data import IID, Dirichlet, FederatedImages
@@ -130,7 +130,7 @@ def test_an_empty_round_leaves_p_and_a_first_one_leaves_nothing(tmp_path):
             return upload if where["round"] == 2 else None
 
     nobody, late, once = quadratic(), quadratic(), quadratic()
-    trainer = run(nobody, PublicPoints(), tmp_path, max_rounds=2, callbacks=[Watch(None)])
+    trainer = run_for_nothing(nobody, PublicPoints(), tmp_path, max_rounds=2, callbacks=[Watch(None)])
     assert not nobody.server["aggregated"]
     torch.testing.assert_close(nobody.server["weights"], start_of())
     assert {row[3] for row in rows(trainer)} == {str(HEADER)}
@@ -169,7 +169,7 @@ def test_a_client_that_diverges_is_rejected_and_comes_back(tmp_path, caplog):
 )
 def test_soft_labels_that_are_no_probabilities_are_rejected(change, tmp_path, caplog):
     method = quadratic()
-    trainer = run(method, PublicPoints(), tmp_path, max_rounds=1, callbacks=[Watch(change)])
+    trainer = run_for_nothing(method, PublicPoints(), tmp_path, max_rounds=1, callbacks=[Watch(change)])
     assert [row[2] for row in rows(trainer)] == ["rejected", "rejected"]
     assert "upload of client 0 rejected: " in caplog.text
     assert not method.server["aggregated"]

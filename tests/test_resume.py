@@ -320,9 +320,11 @@ def test_a_full_disk_stops_the_run_and_loses_nothing(fails, wanted, tmp_path, mo
 def test_last_is_the_last_run_of_the_name_that_is_given(tmp_path):
     for age, name in enumerate(["other", "mine-2", "mine"]):
         (tmp_path / name).mkdir()
-        (tmp_path / name / "config.yaml").write_text("")
+        (tmp_path / name / "config.yaml").write_text("trainer: {run_name: mine}")
         os.utime(tmp_path / name / "config.yaml", ns=(10**18 - age * 10**9,) * 2)
     assert find_start("last", tmp_path).run == tmp_path / "other"
     assert find_start("last", tmp_path, "mine").run == tmp_path / "mine-2"
+    (tmp_path / "mine-2" / "config.yaml").write_text("trainer: {run_name: mine-2}")  # a run that somebody called so
+    assert find_start("last", tmp_path, "mine").run == tmp_path / "mine"
     with pytest.raises(InputError, match="no run called theirs"):
         find_start("last", tmp_path, "theirs")

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 from functools import partial
+from pathlib import Path
 
+import pytest
 import torch
 from torch import Tensor, nn
 
 from fl_lightning.conformance import toy
-from fl_lightning.conformance.toy import run, sgd
-from fl_lightning.data import FederatedImages
+from fl_lightning.conformance.toy import run, sgd, trainer_in
+from fl_lightning.data import FederatedData, FederatedImages
+from fl_lightning.errors import RunStopped
+from fl_lightning.methods import Method
+from fl_lightning.trainer import FederatedTrainer
 
-__all__ = ["CENTRES", "Points", "Quadratic", "point_network", "pull", "ready", "run", "sgd"]
+__all__ = ["CENTRES", "Points", "Quadratic", "point_network", "pull", "ready", "run", "run_for_nothing", "sgd"]
 
 CENTRES = toy.CENTRES[:, :3]
 pull = partial(toy.pull, centres=CENTRES)
@@ -47,3 +52,11 @@ def ready(seed: int = 0, **arguments: object) -> FederatedImages:
     data.setup()
     data.distribute(seed, torch.device("cpu"))
     return data
+
+
+def run_for_nothing(method: Method, data: FederatedData, folder: Path, **settings: object) -> FederatedTrainer:
+    """Fit where no upload ever counts, which is an error; the trainer."""
+    trainer = trainer_in(folder, **settings)
+    with pytest.raises(RunStopped, match="was ever counted"):
+        trainer.fit(method, data)
+    return trainer

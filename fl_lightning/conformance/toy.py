@@ -147,11 +147,16 @@ def sgd(lr: float = 0.1, **settings: Any) -> Callable[[Any], SGD]:
     return partial(SGD, lr=lr, **settings)
 
 
+def trainer_in(folder: Path | str, **settings: Any) -> FederatedTrainer:
+    """A trainer without a tracking store whose runs are in ``folder``; every client takes part."""
+    settings = {"participation": 1.0, "local_epochs": 2, "logger": False, "accelerator": "cpu", **settings}
+    return FederatedTrainer(default_root_dir=str(folder), **settings)
+
+
 def run(
     method: Method, data: FederatedData, folder: Path | str, *, seed: int = 0, ckpt_path: str | None = None, **settings: Any
 ) -> FederatedTrainer:
     """Fit, without a tracking store, and return the trainer."""
-    settings = {"participation": 1.0, "local_epochs": 2, "logger": False, "accelerator": "cpu", **settings}
-    trainer = FederatedTrainer(default_root_dir=str(folder), **settings)
+    trainer = trainer_in(folder, **settings)
     trainer.fit(method, data, seed=seed, ckpt_path=ckpt_path)
     return trainer

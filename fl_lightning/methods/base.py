@@ -48,14 +48,12 @@ class Method(Recorded, LightningModule):
         optimizer: the clients' local optimiser, built anew for each client and round. Default: SGD, lr 0.05, momentum 0.9.
         average: how the server averages its clients' weights: ``WeightedMean``, or one that survives hostile clients:
             ``CoordinateMedian``, ``TrimmedMean``, ``NormClipping``.
-        max_share: largest share p_k = n_k / sum n that one client may have in a round, in (0, 1]; what is cut off goes to the others in
-            proportion. Where the cohort is too small for the bound, all clients weigh the same. 1: no bound.
-        scheduler: a schedule of the local learning rate over rounds, one of ``torch.optim.lr_scheduler`` that needs no metric: it
-            steps once a round, and round 1 has the optimiser's own lr as the scheduler starts it. Default: the lr stays.
-        module: a LightningModule that knows nothing of federations: its ``training_step`` is the task loss, its ``forward`` gives
-            the logits that are evaluated, its ``configure_optimizers`` the local optimiser and perhaps a schedule, which steps once
-            a round; what it logs is dropped. It takes the place of ``network`` and, but where clients train other tensors than its
-            parameters (FedMPQ, FedMPQKD), of ``optimizer``.
+        max_share: largest share p_k = n_k / sum n of one client in a round, in (0, 1]; what is cut off goes to the others in proportion.
+            In a cohort too small for the bound all weigh the same. 1: no bound.
+        scheduler: a schedule of the local learning rate, of ``torch.optim.lr_scheduler``, without a metric: it steps once a round.
+        module: a LightningModule of yours: its ``training_step`` is the task loss, ``forward`` gives the logits that are evaluated,
+            ``configure_optimizers`` the local optimiser and perhaps a schedule over rounds; what it logs is dropped. It replaces
+            ``network`` and, except for FedMPQ and FedMPQKD, ``optimizer``.
     """
 
     personalised: bool = False
