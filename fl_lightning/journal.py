@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lightning.fabric.loggers import Logger
 
 from fl_lightning.engines import collectives
-from fl_lightning.errors import InputError
+from fl_lightning.errors import InputError, RunStopped
 from fl_lightning.follower import Follower
 from fl_lightning.loop import Federation
 from fl_lightning.metadata import continued, describe, milliseconds, now, round_times, tags_of
@@ -148,6 +148,19 @@ class Journal:
         if self.run.read_json("partition.json") != json.loads(text):
             log.warning("%s does not describe this run's partition; it is written anew", self.run.path / "partition.json")
             self.run.write("partition.json", text)
+
+    @contextmanager
+    def writing(self) -> Iterator[None]:
+        """Raises:
+        RunStopped: the run directory cannot be written any more.
+        """
+        try:
+            yield
+        except OSError as error:
+            raise RunStopped(
+                f"{self.run.path} cannot be written any more ({error}); a run needs its directory and room in it; "
+                f"put that right, then continue with --ckpt_path {self.run.path}"
+            ) from error
 
     def track(self) -> None:
         """Start the trackers, without waiting for them."""

@@ -6,6 +6,7 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
+from fl_lightning.errors import RunStopped
 from fl_lightning.hooks import RoundRecord
 from fl_lightning.loop import Federation
 from fl_lightning.metrics import final_summary
@@ -73,6 +74,18 @@ class Progress:
             self._best = self.done
         if self._is_due():
             self.save(run)
+
+    def require_counted(self) -> None:
+        """Raises:
+        RunStopped: no upload of the whole run was ever averaged, so that nothing was learned.
+        """
+        if any(row["clients/trained"] for row in self.history):
+            return
+        rejected, dropped = (int(sum(row[f"clients/{what}"] for row in self.history)) for what in ("rejected", "dropped"))
+        raise RunStopped(
+            f"no upload of {len(self.history)} rounds was ever counted ({rejected} rejected, {dropped} dropped), so nothing was "
+            "learned; run.log in the run directory says why uploads were rejected; mend the cause and start the run anew"
+        )
 
     def _is_due(self) -> bool:
         if self.every is None:

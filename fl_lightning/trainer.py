@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -17,7 +16,7 @@ from fl_lightning.data import FederatedData
 from fl_lightning.engines import EngineName, SequentialEngine, check_optimizer, check_workers, make_engine
 from fl_lightning.engines.determinism import deterministic
 from fl_lightning.engines.launch import join, launched_from_outside, make_fabric, one_first, start_others, stop_others
-from fl_lightning.errors import InputError, RunStopped
+from fl_lightning.errors import InputError
 from fl_lightning.hooks import Callback, stop_reason, tell
 from fl_lightning.interrupts import Interrupts
 from fl_lightning.journal import Journal
@@ -317,45 +316,21 @@ class FederatedTrainer(Recorded):
         tell(self.callbacks, "on_round_start", round, self)
         record = run_round(fed, round)
         tell(self.callbacks, "on_round_end", record, self)
-        with self.interrupts.held(), self._writing():
+        with self.interrupts.held(), self.journal.writing():
             self.progress.add(fed, record, self.run)
             self.journal.log_round(record.metrics, round)
 
     def _finish(self, fed: Federation) -> dict[str, float]:
         summary = self.progress.summary
-        with self.interrupts.held(), self._writing():
+        with self.interrupts.held(), self.journal.writing():
             self.progress.save(self.run)
         tell(self.callbacks, "on_fit_end", summary, self)
-        self._require_counted()
+        self.progress.require_counted()
         early = self.progress.done.round < self.max_rounds
         reason = self._stop_reason if early else ""
-        self.journal.finish(summary, weights_hash(fed), stopped_early=reason, kept=not self.fast_dev_run)
+        with self.journal.writing():
+            self.journal.finish(summary, weights_hash(fed), stopped_early=reason, kept=not self.fast_dev_run)
         return summary
-
-    @contextmanager
-    def _writing(self) -> Iterator[None]:
-        """Raises:
-        RunStopped: the run directory cannot be written any more.
-        """
-        try:
-            yield
-        except OSError as error:
-            raise RunStopped(
-                f"{self.run_dir} cannot be written any more ({error}); a run needs its directory and room in it; "
-                f"put that right, then continue with --ckpt_path {self.run_dir}"
-            ) from error
-
-    def _require_counted(self) -> None:
-        """Raises:
-        RunStopped: no upload of the whole run was ever averaged, so that nothing was learned.
-        """
-        history = self.progress.history
-        if not any(row["clients/trained"] for row in history):
-            rejected, dropped = (int(sum(row[f"clients/{what}"] for row in history)) for what in ("rejected", "dropped"))
-            raise RunStopped(
-                f"no upload of {len(history)} rounds was ever counted ({rejected} rejected, {dropped} dropped), so nothing was "
-                f"learned; {self.log_file.path} says why uploads were rejected; mend the cause and start the run anew"
-            )
 
     def _stop(self, error: BaseException) -> None:
         """The run ends early: keep what is done, say how to continue."""
@@ -374,13 +349,10 @@ class FederatedTrainer(Recorded):
         if self.fast_dev_run:
             log.error("fast_dev_run: stopped in round %d; nothing was kept", done + 1)
         elif min(done, self.progress.saved) < self.max_rounds:
-            self._log_how_to_continue(done)
+            again = f"after round {self.progress.saved}" if self.progress.saved else "from the start"
+            log.error("stopped in round %d; continue %s with --ckpt_path %s", min(done + 1, self.max_rounds), again, self.run_dir)
         self.interrupts.release()
         self.journal.stop("KILLED" if interrupted else "FAILED")
-
-    def _log_how_to_continue(self, done: int) -> None:
-        again = f"after round {self.progress.saved}" if self.progress.saved else "from the start"
-        log.error("stopped in round %d; continue %s with --ckpt_path %s", min(done + 1, self.max_rounds), again, self.run_dir)
 
     def log_figure(self, name: str, figure: Figure) -> None:
         """Save ``figures/<name>.png`` and ``.pdf`` and hand them to the loggers."""

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import yaml
 from cifar_files import write_cifar
 from synthetic_runs import make_study
 
@@ -167,12 +168,27 @@ def test_commands_of_the_readme(command, monkeypatch):
     assert main([*arguments, *limits]) == 0
 
 
+def python_of_the_readme() -> list[str]:
+    return re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+
+
+def test_the_script_of_the_readme_leaves_a_run_that_says_what_it_was_made_of(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path}/mlflow.db")
+    _, code = python_of_the_readme()
+    exec(code, {"__name__": "script"})
+    (folder,) = (tmp_path / "runs" / "from_python").iterdir()
+    config = yaml.safe_load((folder / "config.yaml").read_text())
+    assert (config["model"]["init_args"]["mu"], config["seed_everything"]) == (0.1, 1)
+    assert (folder / "run.log").exists()
+
+
 def test_the_readmes_method_is_the_projects(tmp_path):
     """The method that the README writes in a dozen lines trains as ours does, one client after another and in a stack."""
     from fl_lightning import methods
     from fl_lightning.conformance.toy import images, on_images, run
 
-    (code,) = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    code, _ = python_of_the_readme()
     names: dict = {}
     exec(code, names)
     ours, theirs, stacked = (on_images(cls(mu=0.5)) for cls in (methods.FedProx, names["FedProx"], names["FedProx"]))
