@@ -18,6 +18,7 @@ from typing import Any, Literal, NamedTuple
 
 from lightning.fabric.loggers import Logger
 
+from fl_lightning.disk import open_own
 from fl_lightning.redaction import REDACTING, redact
 from fl_lightning.writer import POLL, AwakeTimer
 
@@ -156,7 +157,7 @@ def _database(uri: str) -> Iterator[bool]:
 
     path = _file(uri)
     path.parent.mkdir(parents=True, exist_ok=True)
-    with open(path.with_name(f".{path.name}.lock"), "w") as lock:
+    with open_own(path.with_name(f".{path.name}.lock"), "a") as lock:
         waited = AwakeTimer()
         while True:
             try:

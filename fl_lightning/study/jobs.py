@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from fl_lightning.disk import open_own
 from fl_lightning.errors import InputError
 from fl_lightning.interrupts import Interrupts
 from fl_lightning.redaction import redact_arguments
@@ -145,7 +146,7 @@ class Pool:
 
     def _start(self, job: Job, slot: int) -> Running:
         job.log.parent.mkdir(parents=True, exist_ok=True)
-        with job.log.open("ab") as log:
+        with open_own(job.log, "ab") as log:
             log.write(f"$ python -m fl_lightning {shlex.join(redact_arguments(job.args))}\n".encode())
             log.flush()
             process = subprocess.Popen(
