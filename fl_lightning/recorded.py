@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 NOT_RECORDED = "not recorded: "
+MAX_ITEMS = 1000  # of a list that is written out; of a longer one the hash, or a configuration would be too large to be read back
 
 _ARGUMENTS: WeakKeyDictionary[Any, dict[str, Any]] = WeakKeyDictionary()
 """Beside the objects and not in them: attributes of methods and partitions are compared, printed and copied."""
@@ -98,7 +99,10 @@ def describe(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {str(key): describe(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return [describe(item) for item in value]
+        items = [describe(item) for item in value]
+        if len(items) > MAX_ITEMS:
+            return {"sha256": sha256(repr(items).encode()).hexdigest(), "length": len(items)}
+        return items
     if isinstance(value, (np.ndarray, Tensor)):
         return _described_array(value)
     if isinstance(value, (torch.device, torch.dtype)):

@@ -141,6 +141,8 @@ def test_descriptions():
     assert describe(torch.optim.SGD) == describe(SGD)
     assert describe(np.arange(3)) == describe(np.arange(3)) != describe(np.arange(4))
     assert describe(torch.zeros(2, 2))["shape"] == [2, 2]
+    assert describe(list(range(2000))) == describe(tuple(range(2000))) != describe(list(range(1, 2001)))
+    assert describe(list(range(2000)))["length"] == 2000
     assert describe([np.float64(0.5), (1, None)]) == [0.5, [1, None]]
     assert describe(Dirichlet(beta=0.5)) == {
         "class_path": "fl_lightning.data.partition.Dirichlet",
