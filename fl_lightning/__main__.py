@@ -32,6 +32,8 @@ def main(argv: list[str] | None = None) -> int:
     except RunStopped as error:
         return _one_line(error, str(error), code=1)
     except OSError as error:
+        if hasattr(error, "run_log"):
+            return _bug(error)
         if error.errno not in (ENOSPC, EDQUOT, EROFS):
             raise
         return _one_line(error, f"{error}; a run needs room to write; make some and continue with --ckpt_path", code=1)
@@ -42,9 +44,14 @@ def main(argv: list[str] | None = None) -> int:
     except Exception as error:
         if not hasattr(error, "run_log"):
             raise
-        where = f"its traceback is in {error.run_log}; {TRACEBACK}=1 prints it here"
-        return _one_line(error, f"{type(error).__name__}: {error}; {where}", code=1)
+        return _bug(error)
     return code or 0
+
+
+def _bug(error: Exception) -> int:
+    """One line about an error whose traceback is in the log of the run."""
+    where = f"its traceback is in {error.run_log}; {TRACEBACK}=1 prints it here"  # type: ignore[attr-defined]
+    return _one_line(error, f"{type(error).__name__}: {error}; {where}", code=1)
 
 
 def _one_line(error: Exception, message: str, *, code: int) -> int:

@@ -34,7 +34,7 @@ def save_checkpoint(folder: Path, tensors: Tensors, documents: Mapping[str, obje
     files |= {f"{name}.json": json.dumps(document).encode() for name, document in documents.items()}
     files[MANIFEST] = json.dumps({name: sha256(data).hexdigest() for name, data in files.items()}, indent=1).encode()
     aside = folder.with_name(f".{folder.name}.writing")
-    shutil.rmtree(aside, ignore_errors=True)
+    disk.remove(aside)
     aside.mkdir()
     try:
         for name, data in files.items():
@@ -59,7 +59,7 @@ def load_checkpoint(folder: Path) -> tuple[dict[str, dict[str, Tensor]], dict[st
         if not isinstance(manifest, dict) or any(Path(name).name != name for name in manifest):
             raise ValueError(f"{MANIFEST} is not a table of file names and hashes")
         files = {name: (folder / name).read_bytes() for name in manifest}
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(
             f"{folder} cannot be read ({error}); a checkpoint is a folder with {MANIFEST}; name another"
         ) from None
@@ -71,7 +71,7 @@ def load_checkpoint(folder: Path) -> tuple[dict[str, dict[str, Tensor]], dict[st
     try:
         tensors = {Path(n).stem: load_tensors(data) for n, data in files.items() if n.endswith(".safetensors")}
         return tensors, {Path(n).stem: json.loads(data) for n, data in files.items() if n.endswith(".json")}
-    except (ValueError, safetensors.SafetensorError) as error:
+    except (ValueError, RecursionError, safetensors.SafetensorError) as error:
         raise CheckpointError(f"{folder} holds a file in another format ({error}); use an earlier checkpoint") from None
 
 
@@ -84,7 +84,7 @@ def remove_checkpoint(folder: Path) -> None:
     """Take its name away first: no instant shows half a checkpoint."""
     if folder.exists():
         aside = folder.with_name(f".{folder.name}.removing")
-        shutil.rmtree(aside, ignore_errors=True)
+        disk.remove(aside)
         folder.rename(aside)
         shutil.rmtree(aside, ignore_errors=True)
 

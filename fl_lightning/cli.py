@@ -47,6 +47,7 @@ from fl_lightning.errors import InputError
 from fl_lightning.methods import Method
 from fl_lightning.packaged import find_config, with_found_configs
 from fl_lightning.trainer import FederatedTrainer
+from fl_lightning.user_code import first_cause, is_bug_of_user
 
 T = TypeVar("T")
 # Fabric and Lightning have loggers of the same names: a short name means Lightning's, which know MLflow too.
@@ -327,6 +328,8 @@ def input_problems(*more: type[Exception]) -> Iterator[None]:
     except OSError as error:
         raise InputError(f"{error.filename or 'configuration'}; {error.strerror or error}") from error
     except problems as error:
+        if is_bug_of_user(cause := first_cause(error)):
+            raise cause from None
         raise InputError(condense(str(error))) from error
 
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import os
+import shutil
 from errno import EDQUOT, EFBIG, ENOSPC, EROFS
 from pathlib import Path
 from typing import IO, Any
 
-_NO_FOLLOW = getattr(os, "O_NOFOLLOW", 0)  # not on Windows
+NO_FOLLOW = getattr(os, "O_NOFOLLOW", 0)  # not on Windows
 
 
 def open_own(path: Path, mode: str) -> IO[Any]:
@@ -17,7 +18,7 @@ def open_own(path: Path, mode: str) -> IO[Any]:
         OSError: the path is a symbolic link (ELOOP), or cannot be opened.
     """
     text = {} if "b" in mode else {"encoding": "utf-8"}
-    return open(path, mode, opener=lambda name, flags: os.open(name, flags | _NO_FOLLOW, 0o666), **text)  # type: ignore[call-overload]
+    return open(path, mode, opener=lambda name, flags: os.open(name, flags | NO_FOLLOW, 0o666), **text)  # type: ignore[call-overload]
 
 
 def write_synced(path: Path, data: bytes) -> None:
@@ -38,6 +39,13 @@ def replace(path: Path, data: bytes) -> None:
         aside.unlink(missing_ok=True)
         raise
     sync_folder(path.parent)
+
+
+def remove(path: Path) -> None:
+    """Remove a folder with all that is in it, or a link or file that has its name, if there is one."""
+    if path.is_symlink() or path.is_file():
+        path.unlink()
+    shutil.rmtree(path, ignore_errors=True)
 
 
 def sync_folder(folder: Path) -> None:

@@ -51,6 +51,11 @@ class Interrupts:
         if not self._held:
             self.check()
 
+    @property
+    def received(self) -> bool:
+        """Whether a signal has come that ends the run."""
+        return self._received != 0
+
     def check(self) -> None:
         """Raise what the first signal asked for, if there was one: what it raised at the time may have been lost."""
         if self._received == signal.SIGTERM:

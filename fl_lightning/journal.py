@@ -15,7 +15,7 @@ from fl_lightning.engines import collectives
 from fl_lightning.errors import InputError, RunStopped
 from fl_lightning.follower import Follower
 from fl_lightning.loop import Federation
-from fl_lightning.metadata import continued, describe, milliseconds, now, round_times, tags_of
+from fl_lightning.metadata import continued, describe, is_tracked_elsewhere, milliseconds, now, round_times, tags_of
 from fl_lightning.mlflow_store import Status
 from fl_lightning.progress import Progress
 from fl_lightning.redaction import redact_settings
@@ -135,6 +135,9 @@ class Journal:
         self.run.lock()
         log.info("continuing %s after round %d", self.run.path, done.round)
         self.metadata = continued(self.run.read_json("metadata.json"), self.metadata, done.round)
+        if is_tracked_elsewhere(self.metadata, self.run.path):
+            log.info("%s is a copy of %s: it gets a record of its own", self.run.path, self.metadata["tracking_run_dir"])
+            self.metadata |= {"tracking_run_id": None, "tracking_run_dir": None}
         self.run.rewind(done.round, done.tables, changed=changed)
         self._restore_partition(fed)
         self.progress.prune(self.run)  # a kill may have come in between
@@ -177,7 +180,7 @@ class Journal:
     def _note_tracker(self) -> None:
         """The store's run, as soon as it is known. A run that is killed before is found by its directory."""
         if self.tracker.run_id not in (None, self.metadata["tracking_run_id"]):
-            self.note(tracking_run_id=self.tracker.run_id)
+            self.note(tracking_run_id=self.tracker.run_id, tracking_run_dir=str(self.run.path.absolute()))
 
     def stop(self, status: Status) -> None:
         """Close the trackers of a run that ends early."""

@@ -33,8 +33,9 @@ Losses = tuple[dict[str, float], dict[str, int]]
 EXPLODED = 2.0**20
 """No weight, statistic or step of a network that trains is as large; one such value, averaged once, would end it for everybody."""
 
-MAX_UNDECLARED_VALUES = 2**28
-"""Values of an upload of a method that does not declare what its uploads hold: 1 GiB once they are decoded."""
+UNDECLARED_FACTOR, UNDECLARED_LEAST = 8, 2**22
+"""An upload of a method that does not declare what its uploads hold has at most so many times the values of the server's state, or so
+many values: 16 MiB once they are decoded."""
 
 
 @dataclass
@@ -162,12 +163,8 @@ def collect(
         if data is not None:
             try:
                 limits = declared_limits(fed.method, client)
-                decoded = Payload.from_bytes(
-                    data,
-                    verified=data is result.intact,
-                    limits=limits,
-                    max_values=MAX_UNDECLARED_VALUES if limits is None else None,
-                )
+                most = max_undeclared(fed.method) if limits is None else None
+                decoded = Payload.from_bytes(data, verified=data is result.intact, limits=limits, max_values=most)
                 size, upload = len(data), _stress_upload(fed, round, client, "change_upload", decoded)
                 if upload is not None:
                     if upload is not decoded:
@@ -180,6 +177,11 @@ def collect(
         wasted = 0 if status == "trained" else size
         fed.ledger.add(LedgerEntry(round, client.id, status, len(order.message), size, wasted))
     return uploads, losses
+
+
+def max_undeclared(method: Method) -> int:
+    """Largest number of values of an upload of a method that declares no ``upload_limits`` for it."""
+    return max(UNDECLARED_LEAST, UNDECLARED_FACTOR * sum(tensor.numel() for tensor in method.server.values()))
 
 
 def _stress_upload(fed: Federation, round: int, client: Client, hook: str, upload: T) -> T | None:

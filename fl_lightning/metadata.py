@@ -16,6 +16,7 @@ import torch
 from fl_lightning.data import FederatedData
 from fl_lightning.loop import Federation
 from fl_lightning.redaction import redact_arguments
+from fl_lightning.run_directory import read_json
 
 log = logging.getLogger("fl_lightning")
 
@@ -54,12 +55,30 @@ def continued(before: Mapping[str, Any], here: Mapping[str, Any], round: int) ->
     for name in ("device", "threads", "versions"):  # ranks are not among them: they change nothing
         if name in before and before[name] != here[name]:
             log.warning("%s: %s -> %s; from here on sums may be rounded differently", name, before[name], here[name])
+    resumed = before.get("resumed")
     return {
         **here,
-        "started": before.get("started", here["started"]),
+        "started": before["started"] if is_time(before.get("started")) else here["started"],
         "tracking_run_id": before.get("tracking_run_id"),
-        "resumed": [*before.get("resumed", []), {"after_round": round, "at": now()}],
+        "tracking_run_dir": before.get("tracking_run_dir"),
+        "resumed": [*(resumed if isinstance(resumed, list) else []), {"after_round": round, "at": now()}],
     }
+
+
+def is_time(value: object) -> bool:
+    """Whether a value is a time as :func:`now` gives it."""
+    try:
+        return isinstance(value, str) and bool(milliseconds(value))
+    except ValueError:
+        return False
+
+
+def is_tracked_elsewhere(metadata: Mapping[str, Any], run: Path) -> bool:
+    """Whether this directory is a copy of one that is still there: the run of the tracking store belongs to that one."""
+    original = metadata.get("tracking_run_dir")
+    if not isinstance(original, str) or Path(original) == run.absolute():
+        return False
+    return read_json(Path(original) / "metadata.json").get("tracking_run_id") == metadata.get("tracking_run_id")
 
 
 def tags_of(metadata: Mapping[str, Any], run_dir: Path) -> dict[str, str]:

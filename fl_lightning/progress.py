@@ -64,6 +64,11 @@ class Progress:
 
     def add(self, fed: Federation, record: RoundRecord, run: RunDirectory) -> None:
         """A round is done: its rows to the tables, then the snapshot that counts on them, then perhaps a checkpoint."""
+        odd = {name: value for name, value in record.metrics.items() if not isinstance(value, (int, float))}
+        if odd:
+            raise TypeError(
+                f"metrics {odd} of round {record.round}; a metric of a method or a meter is a number; return int or float"
+            )
         row = {"round": record.round, **record.metrics}
         run.tables["metrics"].append([row])
         run.tables["ledger"].append([entry.row() for entry in fed.ledger.entries])

@@ -22,9 +22,10 @@ HIDDEN = "***"
 _URL = re.compile(r"(?<=://)(?:[^/\s@:'\"]*:[^\s\"]*|[^/\s@'\"]+)(?=@)")
 _CAMEL = re.compile(r"(?<=[a-z0-9])(?=[A-Z])")
 _SECRET = re.compile(
-    r"(?:password|passwd|passphrase|passcode|secret|credential|authorization)s?$"
-    r"|(?:^|_)(?:pwd|pass|cookie|auth|bearer|sig|signature)$"
-    r"|(?:api|access|private|secret|account|signing|encryption)_?keys?(?:_?id)?$"
+    r"(?:password|passwd|passphrase|passcode|secret|credential|authorization)s?\d*(?:$|_(?!file$|path$|dir$|length$|policy$))"
+    r"|(?:^|_)(?:pwd|pw|pass|pat|jwt|cookie|auth|bearer|sig|signature)$"
+    r"|(?:api|access|private|secret|account|signing|encryption|master|ssh|license|subscription)_?keys?(?:$|_(?!file$|path$|dir$))"
+    r"|(?:^|_)token_(?:prod|dev|test|staging|live|read|write|admin)$"
     r"|(?:^|_|auth|access|refresh|session|security|bearer)tokens?$"
 )
 _ORDINARY = re.compile(  # names that end like a secret's and are none: those of a vocabulary, and numbers of tokens
@@ -37,7 +38,7 @@ _VALUE = re.compile(
     r"\"(?:\\.|[^\"\\])*(?:\"|$)|'(?:\\.|''|[^'\\])*(?:'|$)|(\\+)([\"']).*?(?:\1\2|$)"  # quoted, or cut off within the quotes
     r"|(?i:(?:bearer|basic|digest|token|negotiate)\s+)?[^\s,;&}\"']+"
 )
-_BRACKET = re.compile(r"[{}\[\]]")
+_BRACKET = re.compile(r"[{}\[\]()]")
 _QUOTE = re.compile(r"\\*[\"']")
 _BEARER = re.compile(r"(?i)\b(bearer\s+)[\w.~+/=-]{8,}")
 _PLAIN = re.compile(r"(?i)(?:null|none|true|false|~|\*\*\*)?$")
@@ -82,8 +83,8 @@ def _hide_named(names: re.Pattern[str], text: str) -> str:
 def _value(text: str, at: int) -> str:
     """The value that begins at ``at``: a word, a quoted text, or all between brackets that match."""
     depth = 0
-    for bracket in _BRACKET.finditer(text, at) if text[at : at + 1] in ("{", "[") else ():
-        depth += 1 if bracket[0] in "{[" else -1
+    for bracket in _BRACKET.finditer(text, at) if text[at : at + 1] in ("{", "[", "(") else ():
+        depth += 1 if bracket[0] in "{[(" else -1
         if not depth:
             return text[at : bracket.end()]
     if depth:

@@ -7,6 +7,7 @@ import os
 import re
 import shutil
 from collections.abc import Mapping
+from io import BytesIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -138,7 +139,9 @@ class RunDirectory:
         """As ``figures/<name>.png`` and ``.pdf``."""
         paths = [self.figure(f"{name}.{suffix}") for suffix in ("png", "pdf")]
         for path in paths:
-            figure.savefig(path, dpi=150)
+            data = BytesIO()
+            figure.savefig(data, dpi=150, format=path.suffix[1:])
+            replace(path, data.getvalue())
         return paths
 
     def figure(self, name: str) -> Path:
@@ -208,7 +211,7 @@ def read_json(path: Path) -> dict[str, Any]:
     """The mapping in a file; empty when there is none, or it cannot be read."""
     try:
         document = json.loads(path.read_bytes())
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return {}
     return document if isinstance(document, dict) else {}
 

@@ -140,7 +140,7 @@ def _is_list(value: object, kind: type) -> bool:
 def _is_json(text: str) -> bool:
     try:
         json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         return False
     return True
 

@@ -49,6 +49,8 @@ class Table:
         Raises:
             OSError: it cannot be written, or somebody else has shortened it.
         """
+        if not rows:
+            return
         columns = list(dict.fromkeys([*self._columns, *(name for row in rows for name in row)]))
         if columns != self._columns:
             before = self._intact(self.mark).decode()

@@ -9,13 +9,15 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
 import yaml
 
+from fl_lightning.documents import read_document
 from fl_lightning.errors import InputError
-from fl_lightning.metadata import milliseconds, round_times, tags_of
+from fl_lightning.metadata import is_time, is_tracked_elsewhere, milliseconds, round_times, tags_of
 from fl_lightning.mlflow_store import (
     Round,
     Status,
@@ -67,12 +69,18 @@ class StoredRun:
         if not (run.path / "config.yaml").is_file():
             raise InputError(f"{path}; it is not a run directory, which holds config.yaml; write runs/EXPERIMENT/NAME")
         metadata = run.read_json("metadata.json")
+        if not is_time(metadata.get("started")):  # an older release, or damage
+            metadata["started"] = datetime.fromtimestamp(run.created, timezone.utc).isoformat(timespec="milliseconds")
         try:
-            config = yaml.safe_load((run.path / "config.yaml").read_text()) or {}
+            config = yaml.safe_load(read_document(run.path / "config.yaml", str(run.path / "config.yaml"))) or {}
+            if not isinstance(config, dict):
+                raise ValueError("config.yaml holds no mapping")
             metrics = run.path / "metrics.csv"
             history = numbers(metrics.read_bytes()) if metrics.exists() else []
             tags_of(metadata, run.path)
             rounds = cls._rounds(metadata, history, [read_json(file) for file in sorted(run.path.glob("test*.json"))])
+        except InputError:
+            raise
         except (OSError, ValueError, TypeError, KeyError, AttributeError, csv.Error, yaml.YAMLError) as error:
             shown = " ".join(f"{type(error).__name__}: {error}".split())
             raise InputError(
@@ -110,7 +118,7 @@ class StoredRun:
     @property
     def files(self) -> list[tuple[Path, str]]:
         """What is kept beside it in the store, and the folder there."""
-        figures = sorted(path for path in self.run.figures.glob("*") if path.is_file())
+        figures = sorted(path for path in self.run.figures.glob("*") if path.is_file() and not path.is_symlink())
         return [(path, "") for name in FILES for path in sorted(self.run.path.glob(name))] + [
             (path, "figures") for path in figures
         ]
@@ -180,7 +188,7 @@ def find(stored: StoredRun, uri: str) -> str | None:
     if is_missing(uri):
         return None
     noted, path = stored.metadata.get("tracking_run_id"), stored.run.path
-    if noted and has_run(connect(uri), noted):
+    if noted and not is_tracked_elsewhere(stored.metadata, path) and has_run(connect(uri), noted):
         return str(noted)
     return find_run(uri, path.parent.name, "run_dir", str(path), milliseconds(stored.metadata["started"]) / 1000)
 
@@ -198,7 +206,8 @@ def has_run(client: Any, run_id: str) -> bool:
 def note(stored: StoredRun, uri: str, run_id: str) -> None:
     """Note in ``metadata.json`` the id of a run that had none, and that no rounds are missing; the file's time stays the run's."""
     before = to_json(stored.metadata)
-    stored.metadata["tracking_run_id"] = stored.metadata.get("tracking_run_id") or run_id
+    if not stored.metadata.get("tracking_run_id") or is_tracked_elsewhere(stored.metadata, stored.run.path):
+        stored.metadata |= {"tracking_run_id": run_id, "tracking_run_dir": str(stored.run.path)}
     lacking = stored.metadata.pop("untracked_rounds", {})
     left = {name: rounds for name, rounds in lacking.items() if absolute(name.removeprefix("MLflow at ")) != redact(uri)}
     if left:

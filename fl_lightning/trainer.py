@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import signal
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -201,7 +202,7 @@ class FederatedTrainer(Recorded):
                     start_others(self.fabric, start.name)
                 with self.interrupts.held():  # Python drops what a signal handler raises while a worker is forked
                     self._start_engine(fed)
-                with self.interrupts.held():
+                with self.interrupts.held(), self.journal.writing():
                     self.journal.open(fed, self.command_line, self.tags, self.log_file)
                 try:
                     tell(self.callbacks, "on_setup", self)
@@ -212,9 +213,11 @@ class FederatedTrainer(Recorded):
                 return self._finish(fed)
             except BaseException as error:
                 stop_others()
+                if isinstance(error, SystemExit) and not self._is_interrupt(error):
+                    error = _left(error)
                 if self.journal.is_open:
                     self._stop(error)
-                raise
+                raise error
             finally:
                 fed.engine.close()
                 self.journal.close()
@@ -280,6 +283,8 @@ class FederatedTrainer(Recorded):
         try:
             tell(self.callbacks, "on_check", self)
         except ValueError as error:
+            if is_bug_of_user(error):
+                raise
             raise InputError(str(error)) from error
         engine = SequentialEngine(self.fabric, self.method, self.data)  # until the run's own is chosen
         return Federation(
@@ -335,17 +340,20 @@ class FederatedTrainer(Recorded):
     def _stop(self, error: BaseException) -> None:
         """The run ends early: keep what is done, say how to continue."""
         self.interrupts.ignore()
-        if not isinstance(error, (KeyboardInterrupt, SystemExit)):
+        interrupted, done = self._is_interrupt(error), self.progress.done.round
+        if not interrupted:
             self.log_file.add_traceback(error)
             if self.log_file.path is not None and not self.fast_dev_run:
                 error.run_log = self.log_file.path  # type: ignore[attr-defined]
-        interrupted, done = isinstance(error, (KeyboardInterrupt, SystemExit)), self.progress.done.round
         try:
             self.progress.save(self.run)
             self.journal.note(status="interrupted" if interrupted else "failed")
         except OSError as problem:
             log.error("no checkpoint of round %d could be written (%s)", done, problem)
-        tell(self.callbacks, "on_exception", error, self)
+        try:
+            tell(self.callbacks, "on_exception", error, self)
+        except Exception as second:  # it must not hide the first one, nor keep the trackers from being closed
+            log.exception("on_exception of a callback failed (%s: %s)", type(second).__name__, second)
         if self.fast_dev_run:
             log.error("fast_dev_run: stopped in round %d; nothing was kept", done + 1)
         elif min(done, self.progress.saved) < self.max_rounds:
@@ -354,6 +362,11 @@ class FederatedTrainer(Recorded):
         self.interrupts.release()
         self.journal.stop("KILLED" if interrupted else "FAILED")
 
+    def _is_interrupt(self, error: BaseException) -> bool:
+        """Whether somebody wants the run to end, by a signal or in the way that one does, and no code is wrong."""
+        asked = isinstance(error, SystemExit) and error.code == 128 + signal.SIGTERM
+        return self.interrupts.received or isinstance(error, KeyboardInterrupt) or asked
+
     def log_figure(self, name: str, figure: Figure) -> None:
         """Save ``figures/<name>.png`` and ``.pdf`` and hand them to the loggers."""
         self.journal.log_figure(name, figure)
@@ -361,3 +374,10 @@ class FederatedTrainer(Recorded):
     def log_text(self, name: str, text: str) -> None:
         """Save ``figures/<name>`` and hand it to the loggers."""
         self.journal.log_text(name, text)
+
+
+def _left(error: SystemExit) -> RuntimeError:
+    """In place of a ``sys.exit`` of somebody's code, whose code 0 would say that the run is done."""
+    found = RuntimeError(f"code of this run called sys.exit({error.code!r}) in mid-run; raise an exception")
+    found.__cause__ = error
+    return found

@@ -27,6 +27,13 @@ def is_bug_of_user(error: BaseException) -> bool:
     return not (_is_users(called[-1]) and _is_raised_by_its_last_frame(error))
 
 
+def first_cause(error: BaseException) -> BaseException:
+    """The exception that ``error`` came from, or ``error`` itself."""
+    while (cause := error.__cause__ or (None if error.__suppress_context__ else error.__context__)) is not None:
+        error = cause
+    return error
+
+
 def _is_users(file: Path) -> bool:
     return file.suffix == ".py" and not _is_in(file, _OURS) and not _is_in(file, _LIBRARIES)
 

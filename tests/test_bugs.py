@@ -14,7 +14,7 @@ from toy import run, sgd
 from fl_lightning import disk
 from fl_lightning.__main__ import main
 from fl_lightning.errors import InputError, RunStopped
-from fl_lightning.hooks import Stressor
+from fl_lightning.hooks import Meter, Stressor
 from fl_lightning.methods import FedAvg
 from fl_lightning.user_code import is_bug_of_user
 from fl_lightning.wire import PayloadError
@@ -33,6 +33,23 @@ class Fussy(FedAvg):
     def build(self, data):
         super().build(data)
         self.scale = float("three")
+
+class Leaves(FedAvg):
+    def training_step(self, batch, batch_idx=0):
+        raise SystemExit(0)
+
+class Reads(FedAvg):
+    def aggregate(self, uploads):
+        open("/nowhere/at/all")
+
+class Says(FedAvg):
+    def server_metrics(self):
+        return {"mood": "good"}
+
+class Clumsy(FedAvg):
+    def __init__(self, **settings):
+        super().__init__(**settings)
+        self.scale = int("three")
 
 class Choosy(FedAvg):
     def build(self, data):
@@ -61,7 +78,15 @@ def command(name: str) -> int:
     return main(["fit", "--config", str(config), "--model", f"own_methods.{name}", *QUICK])
 
 
-@pytest.mark.parametrize(("name", "error"), [("Typo", "AttributeError"), ("Silent", "ValueError: a local step went wrong")])
+@pytest.mark.parametrize(
+    ("name", "error"),
+    [
+        ("Typo", "AttributeError"),
+        ("Silent", "ValueError: a local step went wrong"),
+        ("Leaves", "RuntimeError: code of this run called sys.exit(0)"),
+        ("Reads", "FileNotFoundError"),
+    ],
+)
 def test_a_bug_ends_the_run_and_its_traceback_is_in_the_log_of_the_run(name, error, project, capsys):
     assert command(name) == 1
     (folder,) = (project / "runs" / "fedavg").iterdir()
@@ -91,6 +116,38 @@ def test_a_value_error_of_somebodys_code_before_there_is_a_run_keeps_its_traceba
     assert not isinstance(caught.value, InputError)
     assert is_bug_of_user(caught.value)
     assert not (project / "runs").exists()
+
+
+def test_a_bug_in_somebodys_constructor_keeps_its_traceback(project):
+    with pytest.raises(ValueError, match="invalid literal for int") as caught:
+        command("Clumsy")
+    assert not isinstance(caught.value, InputError)
+
+
+def test_a_metric_is_a_number(project, capsys):
+    assert command("Says") == 1
+    assert (
+        "TypeError: metrics {'mood': 'good'} of round 1; a metric of a method or a meter is a number" in capsys.readouterr().err
+    )
+
+
+def test_a_bug_in_on_exception_does_not_hide_the_first_one(tmp_path, caplog):
+    class Worse(Meter):
+        def on_exception(self, error, context):
+            raise KeyError("second")
+
+    stressor = type("First", (Stressor,), {"change_labels": lambda self, value, **details: 1 / 0})()
+    with pytest.raises(ZeroDivisionError):
+        fit("FedAvg", tmp_path, callbacks=[stressor, Worse()])
+    assert "second" in caplog.text
+
+
+def test_a_round_without_a_cohort_is_no_fault_of_the_disk(tmp_path):
+    nobody = type(
+        "Nobody", (Stressor,), {"change_cohort": lambda self, value, *, round, **details: value if round == 2 else []}
+    )()
+    trainer = fit("FedAvg", tmp_path, callbacks=[nobody])
+    assert [row["clients/sampled"] for row in trainer.progress.history] == [0, 3]
 
 
 def test_what_somebodys_code_refuses_with_raise_is_bad_input(project, capsys):

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from matplotlib.figure import Figure
 
 from fl_lightning import disk
 from fl_lightning.checkpoint import CheckpointError, checkpoints_in, load_checkpoint, save_checkpoint
@@ -176,9 +177,13 @@ def test_a_table_that_somebody_shortens_gets_no_hole(tmp_path):
     assert b"\0" not in table.path.read_bytes().rstrip(b"\0")
 
 
-@pytest.mark.parametrize("link", ["metrics.csv", ".metadata.json.writing", "run.log"])
+LINKS = ["metrics.csv", ".metadata.json.writing", "run.log", "figures/a.png", "checkpoints/.round_000001.writing"]
+
+
+@pytest.mark.parametrize("link", LINKS)
 def test_nothing_is_written_through_a_symbolic_link(link, tmp_path):
     (tmp_path / "run" / "checkpoints").mkdir(parents=True)
+    (tmp_path / "run" / "figures").mkdir()
     run, target = RunDirectory(tmp_path / "run"), tmp_path / "target"
     run.tables["metrics"].append([{"round": 1}])
     run.write("metadata.json", "{}")
@@ -189,6 +194,8 @@ def test_nothing_is_written_through_a_symbolic_link(link, tmp_path):
         "metrics.csv": lambda: run.tables["metrics"].append([{"round": 2}]),
         ".metadata.json.writing": lambda: run.write("metadata.json", "{}"),
         "run.log": lambda: RunLog().write_to(run.path),
+        "figures/a.png": lambda: run.save_figure("a", Figure()),
+        "checkpoints/.round_000001.writing": lambda: run.save_checkpoint(1, {"server": {}}, {}),
     }[link]
     with suppress(OSError):
         write()

@@ -23,7 +23,7 @@ from fl_lightning.client import Assignment, Client
 from fl_lightning.engines import SequentialEngine
 from fl_lightning.errors import RunStopped
 from fl_lightning.hooks import Stressor
-from fl_lightning.loop import EXPLODED, aggregate, check_examples, check_upload, check_values
+from fl_lightning.loop import EXPLODED, aggregate, check_examples, check_upload, check_values, max_undeclared
 from fl_lightning.methods import FedAvg
 from fl_lightning.methods.base import declared_limits
 from fl_lightning.wire import Codes, Payload, PayloadError
@@ -251,8 +251,9 @@ def test_a_subclass_that_sends_something_else_declares_it_or_is_bound_by_the_tot
         def upload_limits(self, client):
             return {**super().upload_limits(client), "more": 1}
 
-    _, client, _ = built("FedAvg")
+    method, client, _ = built("FedAvg")
     assert declared_limits(More(), client) is None
+    assert max_undeclared(method) == 2**22 > 8 * method.layout.size  # 16 MiB
     declared = Declared()
     declared.layout = built("FedAvg")[0].layout
     assert set(declared_limits(declared, client)) == {"examples", "weights", "more"}
@@ -328,6 +329,18 @@ def test_a_valid_payload_of_another_form_is_refused(name, built):
         forged += [{"examples": upload["examples"], "weights": method.server["weights"]}]
     for entries in forged:
         assert not averaged_or_refused(method, client, Payload(entries)), {k: getattr(v, "shape", v) for k, v in entries.items()}
+
+
+@pytest.mark.parametrize("name", ["FedMPQ", "AQFL"])
+def test_the_smallest_scales_are_no_end_of_the_run(name, tmp_path):
+    """Scales of 1e-45 from everybody: the weights become zero, and can be quantised again."""
+
+    class Tiny(Stressor):
+        def change_upload(self, upload, *, client, round, context):
+            return Payload({**upload, "scales": torch.full_like(upload.tensor("scales"), 1e-45)}) if round == 1 else upload
+
+    trainer = fit(name, tmp_path, callbacks=[Tiny()])
+    assert all(bool(torch.isfinite(tensor).all()) for tensor in trainer.method.server.values())
 
 
 def test_a_hook_loses_an_upload(tmp_path):

@@ -45,6 +45,11 @@ HIDDEN = [
     "AccountName=me;AccountKey=§==;EndpointSuffix=x",
     "$ fit --x.password § --y 3 --x.token='§ §' --x.api_key=§",
     "note: the token: §",
+    "{'db_password_prod': '§', 'password2': '§', 'secret_value': '§', 'hf_token_write': '§', 'token_prod': '§'}",
+    "api_key_prod=§ private_key_pem=§ passwordHash=§ master_key=§ ssh_key=§ license_key=§ Ocp-Apim-Subscription-Key: §",
+    "jwt=§ pw=§ github_pat: §",
+    "password=('§')",
+    "auth=('user', '§')",
 ]
 SHOWN = [
     "monkey=3 monkeys: 4",
@@ -58,7 +63,8 @@ SHOWN = [
     "token: 5",
     "token: null use_auth_token: true password: none",
     "http://127.0.0.1:5000/x sqlite:///mlflow.db git@github.com:a/b",
-    "tokenizer=bert bypass=x compass: y secretary: Ann password_file=f",
+    "tokenizer=bert bypass=x compass: y secretary: Ann password_file=f path=p",
+    "secret_file: f private_key_path: p password_policy=strict",
     "round 3: upload of client 4 rejected: bad",
 ]
 

@@ -137,6 +137,34 @@ def test_a_damaged_partition_file_is_written_anew(damage, wanted, tmp_path, capl
     assert "partition.json" in caplog.text
 
 
+DEEP = "[" * 200_000
+
+
+@pytest.mark.parametrize(
+    ("file", "text"),
+    [
+        ("metadata.json", DEEP),
+        ("partition.json", DEEP),
+        ("metadata.json", '{"started": "yesterday", "resumed": "x", "tracking_run_dir": 5}'),
+        ("metadata.json", '{"started": 5}'),
+        ("checkpoints/round_000003/manifest.json", DEEP),
+    ],
+)
+def test_odd_files_of_a_run_do_not_keep_it_from_going_on(file, text, wanted, tmp_path):
+    run = fit(tmp_path, until=3).run
+    (run.path / file).write_text(text)
+    fit(tmp_path, ckpt_path=str(run.path))
+    assert differences({**outcome(tmp_path), "files": 0}, {**wanted, "files": 0}) == []
+
+
+def test_a_log_that_is_a_folder_is_one_line(tmp_path):
+    run = fit(tmp_path, until=3).run
+    (run.path / "run.log").unlink()
+    (run.path / "run.log").mkdir()
+    with pytest.raises(RunStopped, match=r"cannot be written any more .*run.log"):
+        fit(tmp_path, ckpt_path=str(run.path))
+
+
 def test_no_whole_checkpoint_is_refused(tmp_path):
     run = fit(tmp_path, until=3).run
     for folder in run.checkpoints.glob("round_*"):

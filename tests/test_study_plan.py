@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,7 @@ from fl_lightning.errors import InputError
 from fl_lightning.settings import FREE_KEYS, changed_settings, settings_hash
 from fl_lightning.study.board import Board
 from fl_lightning.study.criteria import parse
-from fl_lightning.study.plan import Study, as_flag
+from fl_lightning.study.plan import Study, Variation, as_flag
 from fl_lightning.study.search import Range, Search
 
 CONFIGS = Path(__file__).parent.parent / "configs"
@@ -62,6 +63,14 @@ def test_every_combination_is_a_cell_whose_later_settings_win(write, tmp_path):
     assert cell.args[-3:] == ["--trainer.max_rounds=3", "--model.alpha=null", "--seed_everything=4"]
     assert cell.levels == {"noise": "off", "lr": "0.10"}
     assert study.degradation == {"axis": "noise", "stressed": "on", "clean": "off"}
+
+
+def test_a_grid_that_nobody_could_run_is_refused_at_once(write):
+    study = replace(Study.read(write(SMALL)), grid={f"axis {n}": dict.fromkeys("abcd", Variation()) for n in range(20)})
+    with pytest.raises(
+        InputError, match=r"\d{12,} cells of 2 methods, 2 seeds and a grid of 20 axes; a study has at most 10000;"
+    ):
+        study.cells()
 
 
 def test_a_copy_says_the_same_from_anywhere(write, tmp_path):

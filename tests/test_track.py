@@ -235,3 +235,36 @@ def test_bad_input(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypat
     (whole / "metrics.csv").write_bytes(b"round,a\n1\0,x\n")
     assert main(["track", str(whole)]) == 2
     assert not os.path.lexists(tmp_path / "mlflow.db")
+
+
+def test_a_copy_of_a_run_gets_a_record_of_its_own(tmp_path: Path) -> None:
+    """Whether it is tracked or continued; a run that was moved keeps its record."""
+    original = fit(tmp_path / "e", logger=True, experiment="one")
+    copy = original.with_name("copy")
+    shutil.copytree(original, copy)
+    assert main(["track", str(copy)]) == 0
+    ids = [json.loads((path / "metadata.json").read_text())["tracking_run_id"] for path in (original, copy)]
+    assert ids[0] != ids[1]
+    moved = original.with_name("moved")
+    original.rename(moved)
+    assert main(["track", str(moved)]) == 0
+    assert json.loads((moved / "metadata.json").read_text())["tracking_run_id"] == ids[0]
+
+
+def test_a_configuration_that_is_a_bomb_is_refused_by_track(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run_dir = fit(tmp_path / "e")
+    levels = [f"l{n}: &l{n} [{', '.join([f'*l{n - 1}'] * 9)}]" for n in range(1, 10)]
+    (run_dir / "config.yaml").write_text("l0: &l0 [x]\n" + "\n".join(levels))
+    assert main(["track", str(run_dir)]) == 2
+    assert "values, its aliases written out" in capsys.readouterr().err
+    (run_dir / "config.yaml").write_text("[1, 2]")
+    assert main(["track", str(run_dir)]) == 2
+    assert "config.yaml holds no mapping" in capsys.readouterr().err
+
+
+def test_a_run_of_an_older_release_can_be_tracked(tmp_path: Path) -> None:
+    run_dir = fit(tmp_path / "e")
+    metadata = json.loads((run_dir / "metadata.json").read_text())
+    del metadata["started"]
+    (run_dir / "metadata.json").write_text(json.dumps(metadata))
+    assert main(["track", str(run_dir)]) == 0

@@ -49,7 +49,7 @@ class Method(Recorded, LightningModule):
         average: how the server averages its clients' weights: ``WeightedMean``, or one that survives hostile clients:
             ``CoordinateMedian``, ``TrimmedMean``, ``NormClipping``.
         max_share: largest share p_k = n_k / sum n of one client in a round, in (0, 1]; what is cut off goes to the others in proportion.
-            In a cohort too small for the bound all weigh the same. 1: no bound.
+            In a cohort too small for the bound all weigh the same. ``TrimmedMean`` renormalises over those it keeps. 1: no bound.
         scheduler: a schedule of the local learning rate, of ``torch.optim.lr_scheduler``, without a metric: it steps once a round.
         module: a LightningModule of yours: its ``training_step`` is the task loss, ``forward`` gives the logits that are evaluated,
             ``configure_optimizers`` the local optimiser and perhaps a schedule over rounds; what it logs is dropped. It replaces
@@ -181,7 +181,7 @@ class Method(Recorded, LightningModule):
         """The entries that this client's upload may hold, and the largest number of values of each.
 
         The server refuses more, and entries of other names, before it takes memory for them. It holds for the ``upload`` of the same
-        class: a subclass that sends something else and does not override this is bound by ``loop.MAX_UNDECLARED_VALUES`` alone.
+        class: a subclass that sends something else and does not override this is bound by ``loop.max_undeclared`` alone.
         """
         return {"examples": 1, "weights": self.layout.size}
 

@@ -44,6 +44,10 @@ class Quantized:
         return cls(codes & (2**bits - 1), (codes >> bits).bool(), scale, bits)
 
 
+SMALLEST_SCALE = 1e-30
+"""A layer whose largest weight is smaller is one of zeros; steps of a smaller scale would not be finite in float32."""
+
+
 def dequantize_codes(codes: Tensor, scale: float, bits: int) -> Tensor:
     """float32 ``[n]`` of codes of ``bits + 1`` bits, any shape: looked up in a table of what each code stands for."""
     return (_steps(bits) * (scale / (2**bits - 1))).index_select(0, codes.flatten())
@@ -63,6 +67,7 @@ def quantize(values: Tensor, bits: int, scale: float | None = None, noise: np.ra
         scale: s; default ``max |values|``. Values beyond it saturate.
         noise: rounds to a neighbour with the probability that makes the result unbiased; without it, to the nearest.
 
+    A scale below ``SMALLEST_SCALE`` counts as 0: all magnitudes are zero.
     NaN or infinity in ``values`` becomes the scale, so that whoever reads it sees it; the magnitudes are zero then.
     """
     flat = values.detach().reshape(-1).to("cpu", torch.float32)
@@ -71,7 +76,7 @@ def quantize(values: Tensor, bits: int, scale: float | None = None, noise: np.ra
     scale = np.float32(largest if scale is None else scale).item()
     if not math.isfinite(largest):
         scale = largest
-    if scale == 0.0 or not math.isfinite(scale):
+    if abs(scale) < SMALLEST_SCALE or not math.isfinite(scale):
         return Quantized(torch.zeros(flat.numel(), dtype=torch.int32), torch.zeros(flat.numel(), dtype=torch.bool), scale, bits)
     units = flat.abs() * (top / scale)
     if noise is None:

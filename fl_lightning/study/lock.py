@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from fl_lightning.disk import NO_FOLLOW
 from fl_lightning.errors import InputError
 
 log = logging.getLogger("fl_lightning")
@@ -29,7 +30,7 @@ def only_one(folder: Path) -> Iterator[list[int]]:
     except ImportError:  # a platform without locks
         yield []
         return
-    sweep, cells = (os.open(folder / name, os.O_RDWR | os.O_CREAT, 0o644) for name in (".sweep.lock", ".cells.lock"))
+    sweep, cells = (os.open(folder / name, os.O_RDWR | os.O_CREAT | NO_FOLLOW, 0o644) for name in (".sweep.lock", ".cells.lock"))
     try:
         try:
             fcntl.flock(sweep, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -19,6 +19,7 @@ Of two settings of one name the later wins: config, method, overlays, grid; then
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -29,6 +30,7 @@ from typing import Any
 
 import yaml
 
+from fl_lightning.errors import InputError
 from fl_lightning.redaction import redact_settings
 from fl_lightning.robustness import PROBES
 from fl_lightning.study.checks import Checks, read_mapping
@@ -46,6 +48,8 @@ METRICS = [
     "final/best_val_round",
     "total/wasted_bytes",
 ]
+
+MAX_CELLS = 10_000  # runs of one study
 
 
 @dataclass(frozen=True)
@@ -145,6 +149,12 @@ class Study:
     def cells(self) -> list[Cell]:
         """Every run, seed by seed, so that a sweep that is stopped early has whole comparisons."""
         axes = list(self.grid)
+        count = len(self.seeds) * len(self.methods) * math.prod(map(len, self.grid.values()))
+        if count > MAX_CELLS:
+            raise InputError(
+                f"{self.path}; {count} cells of {len(self.methods)} methods, {len(self.seeds)} seeds and a grid of {len(axes)} axes; "
+                f"a study has at most {MAX_CELLS}; leave axes or levels out"
+            )
         return [
             self._cell(label, seed, dict(zip(axes, levels, strict=True)))
             for seed in self.seeds

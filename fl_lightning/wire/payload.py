@@ -185,7 +185,9 @@ class _Reader:
         if self.limits is not None:
             _require_allowed(name, count, self.limits)
         if count > self.left:
-            raise PayloadError(f"entry {name!r} of {count} values where {self.left} are left to this upload; send fewer")
+            raise PayloadError(
+                f"entry {name!r} of {count} values where {self.left} are left to this upload; send fewer, or declare them in upload_limits"
+            )
         self.left -= count
         if kind > CODES:
             bits = kind - CODES
