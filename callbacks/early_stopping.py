@@ -18,7 +18,7 @@ class EarlyStopping(Meter):
     Args:
         monitor: ``val/accuracy``, ``val/accuracy_std``, ``val/accuracy_worst_decile`` or ``train/loss``.
         patience: evaluated rounds without an improvement after which the run ends, at least 1.
-        mode: whether more of the monitor is better (``max``) or less (``min``).
+        mode: whether more of the monitor is better (``max``) or less (``min``); null: less of a loss or a spread, more of an accuracy.
         min_delta: what a value has to be better by than the best one to count as an improvement, 0 or more.
     """
 
@@ -26,7 +26,7 @@ class EarlyStopping(Meter):
         self,
         monitor: str = "val/accuracy",
         patience: int = 10,
-        mode: Literal["max", "min"] = "max",
+        mode: Literal["max", "min"] | None = None,
         min_delta: float = 0.0,
     ) -> None:
         if monitor not in MONITORS:
@@ -35,16 +35,21 @@ class EarlyStopping(Meter):
             )
         if patience < 1:
             raise ValueError(f"EarlyStopping(patience={patience}); at least 1 evaluated round is needed; write patience: 10")
-        if mode not in ("max", "min"):
+        if mode not in ("max", "min", None):
             raise ValueError(f"EarlyStopping(mode={mode!r}); it is max or min; for an accuracy write mode: max")
         if not 0 <= min_delta < math.inf:
             raise ValueError(f"EarlyStopping(min_delta={min_delta}); it is 0 or more, and finite; write min_delta: 0.001")
-        self.monitor, self.patience, self.mode, self.min_delta = monitor, patience, mode, min_delta
+        self.monitor, self.patience, self.min_delta = monitor, patience, min_delta
+        self.mode = mode or ("min" if monitor.endswith(("loss", "_std")) else "max")
+        self._forget()
+
+    def _forget(self) -> None:
         self._evaluated = 0  # the last round that was
         self._best: float | None = None
         self._best_round = self._waited = 0
 
     def on_check(self, context: Context) -> None:
+        self._forget()  # what another run of the same trainer has shown
         if self.monitor.startswith("val/") and not len(context.data.validating):
             raise ValueError(
                 f"EarlyStopping(monitor={self.monitor!r}) where no client has validation examples; there is nothing to monitor; "

@@ -75,6 +75,8 @@ class ProgressBar(Meter):
         self._stop()
 
     def on_exception(self, error: BaseException, context: Context) -> None:
+        if self._live is not None:
+            self._live.transient = True  # the round that it shows will not be finished
         self._stop()
 
     def state_dict(self) -> dict[str, Any]:

@@ -159,7 +159,9 @@ def choices(hint: Any) -> list[str]:
     for member in members(hint):
         if get_origin(member) is Literal:
             names.update(dict.fromkeys(map(str, get_args(member))))
-        elif (cls := _class_of(member)) is not None:
+        elif (
+            cls := _class_of(member)
+        ) is not None and cls is not LightningModule:  # all that are known are methods, which are none
             subclasses = {c.__name__ for c in concrete(cls) if c is not cls}
             names.update(dict.fromkeys(sorted(subclasses) or [cls.__name__]))
     return list(names)

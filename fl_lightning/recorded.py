@@ -14,7 +14,7 @@ from functools import partial, wraps
 from hashlib import sha256
 from importlib import import_module
 from pathlib import Path
-from types import BuiltinFunctionType, CodeType, FunctionType
+from types import BuiltinFunctionType, CodeType, FunctionType, ModuleType
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -27,6 +27,9 @@ MAX_ITEMS = 1000  # of a list that is written out; of a longer one the hash, or 
 
 _ARGUMENTS: WeakKeyDictionary[Any, dict[str, Any]] = WeakKeyDictionary()
 """Beside the objects and not in them: attributes of methods and partitions are compared, printed and copied."""
+
+
+_IN_WORK: set[int] = set()  # functions whose hash is being computed
 
 
 class Recorded:
@@ -98,6 +101,8 @@ def describe(value: Any) -> Any:
         return value.item()
     if isinstance(value, Mapping):
         return {str(key): describe(item) for key, item in value.items()}
+    if isinstance(value, (set, frozenset)):
+        return sorted((describe(item) for item in value), key=repr)
     if isinstance(value, (list, tuple)):
         items = [describe(item) for item in value]
         if len(items) > MAX_ITEMS:
@@ -112,12 +117,14 @@ def describe(value: Any) -> Any:
     if isinstance(value, (type, FunctionType, BuiltinFunctionType)):
         return _described_callable(value)
     if isinstance(value, Recorded):
-        return {"class_path": import_path(type(value)), "init_args": arguments_of(value)}
+        kind = _described_callable(type(value))
+        made_in_function = {} if isinstance(kind, str) else {"code_sha256": kind["code_sha256"]}
+        return {"class_path": import_path(type(value)), **made_in_function, "init_args": arguments_of(value)}
     if is_dataclass(value):
         attributes = {field.name: describe(getattr(value, field.name)) for field in fields(value)}
         return {"class_path": import_path(type(value)), "init_args": attributes}
     if hyperparameters := getattr(value, "hparams", None):  # of a LightningModule that calls save_hyperparameters
-        return {"class_path": import_path(type(value)), "init_args": describe(hyperparameters)}
+        return {"class_path": import_path(type(value)), "init_args": _ignored(value, hyperparameters) | describe(hyperparameters)}
     return f"{NOT_RECORDED}{import_path(type(value))}"
 
 
@@ -130,13 +137,22 @@ def import_path(named: Any) -> str:
     return f"{named.__module__}.{named.__qualname__}"
 
 
+def _ignored(module: Any, hyperparameters: Mapping[str, Any]) -> dict[str, str]:
+    """The arguments that ``save_hyperparameters(ignore=...)`` left out."""
+    names = [p.name for p in _parameters(type(module)) if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)]
+    return {name: f"{NOT_RECORDED}an argument that save_hyperparameters ignores" for name in names if name not in hyperparameters}
+
+
 def _described_callable(value: Any) -> Any:
     path = import_path(value)
-    if "<" not in path and _imported(path) is value:
-        return path
+    importable = "<" not in path and _imported(path) is value
     if isinstance(value, FunctionType):
-        return {"function": path, "code_sha256": _hash_of_function(value).hexdigest()}
-    return path  # a class made in a function: its name is all there is
+        if importable and not _globals_of(value):
+            return path
+        return {"function": path, "code_sha256": _hash_of_function(value)}
+    if importable or isinstance(value, BuiltinFunctionType):
+        return path
+    return {"class": path, "code_sha256": _hash_of_class(value)}  # made in a function
 
 
 def _imported(path: str) -> Any:
@@ -147,13 +163,55 @@ def _imported(path: str) -> Any:
         return None
 
 
-def _hash_of_function(function: FunctionType) -> Any:
-    """SHA-256 of a function's code, its default values and what it closes over; not of the global names that it uses."""
+def _hash_of_function(function: FunctionType) -> str:
+    """SHA-256 of a function's code, its default values, what it closes over and the values of the global names that it uses."""
+    if id(function) in _IN_WORK:  # it refers to itself
+        return function.__qualname__
     digest = sha256()
     _add_code(digest, function.__code__)
-    closure = [cell.cell_contents for cell in function.__closure__ or ()]
-    digest.update(repr(describe([function.__defaults__, function.__kwdefaults__, closure])).encode())
-    return digest
+    cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
+    closure = [_content(cell) for name, cell in cells if name != "__class__"]
+    _IN_WORK.add(id(function))
+    try:
+        known = describe([function.__defaults__, function.__kwdefaults__, closure, _globals_of(function)])
+    finally:
+        _IN_WORK.remove(id(function))
+    digest.update(repr(known).encode())
+    return digest.hexdigest()
+
+
+def _content(cell: Any) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:  # a function that is being defined
+        return None
+
+
+def _globals_of(function: FunctionType) -> dict[str, Any]:
+    """The global values that a function uses, by name, but for modules, classes and functions, which have names of their own."""
+    found = {name: function.__globals__[name] for name in sorted(_names(function.__code__)) if name in function.__globals__}
+    return {
+        name: value
+        for name, value in found.items()
+        if not isinstance(value, (ModuleType, type, FunctionType, BuiltinFunctionType))
+    }
+
+
+def _names(code: CodeType) -> set[str]:
+    nested = [_names(constant) for constant in code.co_consts if isinstance(constant, CodeType)]
+    return {*code.co_names}.union(*nested)
+
+
+def _hash_of_class(cls: type) -> str:
+    """SHA-256 of what a class defines: its functions and its plain attributes."""
+    digest = sha256()
+    for name, value in sorted(vars(cls).items()):
+        function = inspect.unwrap(getattr(value, "__func__", getattr(value, "fget", value)) or value)
+        if isinstance(function, FunctionType):
+            digest.update(f"{name}={_hash_of_function(function)}".encode())
+        elif not name.startswith("__") and isinstance(value, (bool, int, float, str, tuple, frozenset)):
+            digest.update(f"{name}={describe(value)!r}".encode())
+    return digest.hexdigest()
 
 
 def _add_code(digest: Any, code: CodeType) -> None:
@@ -162,8 +220,8 @@ def _add_code(digest: Any, code: CodeType) -> None:
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
             _add_code(digest, constant)
-        else:
-            digest.update(repr(constant).encode())
+        else:  # a frozenset has another order in every process
+            digest.update(repr(describe(constant) if isinstance(constant, frozenset) else constant).encode())
 
 
 def _described_array(array: np.ndarray | Tensor) -> dict[str, Any]:

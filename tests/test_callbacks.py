@@ -280,6 +280,8 @@ def test_the_terminal_is_given_back_after_an_exception(monkeypatch: pytest.Monke
     bar.on_exception(KeyboardInterrupt(), context)
     assert sys.stderr is terminal
     assert handler.stream is terminal
-    assert terminal.getvalue().rstrip().endswith("\x1b[?25h")  # cursor shown
+    after = terminal.getvalue().rpartition("\x1b[?25l")[2]
+    assert "\x1b[?25h" in after  # cursor shown
+    assert "left" not in after.rpartition("\x1b[?25h")[2]  # and no line of a round that will not be finished
     assert "a line above the display\n" in terminal.getvalue()
     assert "accuracy 1.0 %" in terminal.getvalue()

@@ -1,4 +1,4 @@
-"""Random damage to kd_default.yaml: two rounds or exit code 2, never a traceback."""
+"""Random damage to kd_default.yaml: two rounds, exit code 2, or a run in which all diverge, never a traceback."""
 
 from __future__ import annotations
 
@@ -49,8 +49,8 @@ def check(config: dict, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> N
     path.write_text(yaml.safe_dump(config))
     code = main(["fit", "--config", str(path), *LIMITS])
     lines = [line for line in capsys.readouterr().err.splitlines() if "error" in line]
-    assert code in (0, 2)
-    assert len(lines) == (code == 2)
+    assert code in (0, 2) or (code == 1 and "was ever counted" in lines[-1])  # a training that diverges for everybody
+    assert len(lines) == (code != 0)
 
 
 @settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])

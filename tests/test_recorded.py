@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from functools import partial
 
 import numpy as np
@@ -124,6 +127,66 @@ class Lit(LightningModule):
 def test_a_lightning_module_is_described_by_its_hyperparameters():
     assert describe(Lit(0.5)) == {"class_path": "test_recorded.Lit", "init_args": {"lr": 0.5, "keep": True}}
     assert describe(Lit(0.5, keep=False)).startswith(NOT_RECORDED)
+
+
+RATE = 0.1
+
+
+def by_global(parameters):
+    return SGD(parameters, lr=RATE)
+
+
+def test_the_global_values_that_a_function_uses_are_part_of_it(monkeypatch):
+    made = [eval("lambda p: SGD(p, lr=lr)", {"SGD": SGD, "lr": lr}) for lr in (0.05, 0.5)]  # as a loop in a script makes them
+    assert describe(made[0]) != describe(made[1])
+    before = describe(by_global)
+    monkeypatch.setitem(by_global.__globals__, "RATE", 0.2)
+    assert describe(by_global) != before
+    assert describe(optimizer) == "test_recorded.optimizer"  # reads no value
+
+
+def test_classes_made_in_a_function_are_told_apart():
+    def make(k):
+        class Scaled(FedAvg):
+            factor = k
+
+            def task_loss(self, outputs, target):
+                return k * super().task_loss(outputs, target)
+
+        return Scaled()
+
+    assert describe(make(1)) == describe(make(1)) != describe(make(2))
+
+
+def test_functions_that_refer_to_each_other():
+    def even(n):
+        return n == 0 or odd(n - 1)
+
+    def odd(n):
+        return n != 0 and even(n - 1)
+
+    assert describe(even) == describe(even) != describe(odd)
+
+
+class Ignoring(LightningModule):
+    def __init__(self, net: nn.Module, lr: float = 0.1) -> None:
+        super().__init__()
+        self.save_hyperparameters(ignore=["net"])
+        self.net = net
+
+
+def test_what_save_hyperparameters_ignores_is_not_recorded():
+    arguments = describe(Ignoring(nn.ReLU()))["init_args"]
+    assert arguments["net"].startswith(NOT_RECORDED)
+    assert arguments["lr"] == 0.1
+
+
+def test_a_set_in_a_function_has_one_description_in_all_processes():
+    program = "from fl_lightning.recorded import describe; print(describe(lambda p: p in {'a', 'b', 'c', 'dd'})['code_sha256'])"
+    run_with = [{**os.environ, "PYTHONHASHSEED": seed, "PYTHONPATH": os.pathsep.join(sys.path)} for seed in ("1", "2")]
+    found = {subprocess.run([sys.executable, "-c", program], env=env, capture_output=True, text=True).stdout for env in run_with}
+    assert len(found) == 1
+    assert found != {""}
 
 
 def test_descriptions():

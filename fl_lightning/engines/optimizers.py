@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from torch import optim
 from torch.optim import LBFGS, Optimizer
 
@@ -53,5 +55,8 @@ def check_optimizer(method: Method, rounds: int = 1) -> None:
         raise
     except (ValueError, TypeError) as error:
         raise InputError(f"--model.optimizer; it cannot be built ({error}); correct that argument") from error
+    rates = [group["lr"] for group in optimizer.param_groups if "lr" in group]
+    if not all(math.isfinite(rate) for rate in rates):
+        raise InputError(f"--model.optimizer.lr {rates[0]}; a learning rate is finite; write --model.optimizer.lr 0.05")
     if isinstance(optimizer, LBFGS):
         raise InputError("--model.optimizer LBFGS; a local step has one gradient and no closure; write --model.optimizer SGD")

@@ -14,6 +14,7 @@ Tensors in ``server`` and in ``client.state`` are replaced, never written into: 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from copy import deepcopy
 from typing import Any, Literal
 
 import numpy as np
@@ -112,7 +113,8 @@ class Method(Recorded, LightningModule):
         self.scheduler_spec = scheduler
         self.scheduled_groups: dict[Any, list[dict[str, Any]]] = {}  # by round and what the optimiser began with
         self.server: dict[str, Tensor] = {}
-        self.module = module
+        self.module = deepcopy(module)  # the user's own stays as it is, for another method or another run
+        self.module_start = {} if module is None else {name: tensor.clone() for name, tensor in module.state_dict().items()}
         if module is not None:
             if isinstance(module, Method):
                 name = type(module).__name__
@@ -127,6 +129,7 @@ class Method(Recorded, LightningModule):
         if self.module is None:
             self.network = build_network(self.network_spec, data.num_classes, data.example_shape, logits=self.logits)
         else:
+            self.module.load_state_dict(self.module_start)
             self.network = adopt(self, self.module, data)
         self.layout = Layout.of(self.network)
         self.server = {"weights": self.layout.read(self.network)}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping
 from copy import deepcopy
-from inspect import signature
+from inspect import Parameter, signature
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -129,7 +129,8 @@ class _Stepper(nn.Module):
 
     @staticmethod
     def step(module: Any, batch: Any, batch_idx: int) -> Any:
-        takes_index = "batch_idx" in signature(module.training_step).parameters
+        parameters = list(signature(module.training_step).parameters.values())
+        takes_index = len(parameters) > 1 and parameters[1].kind is not Parameter.KEYWORD_ONLY  # whatever its name is
         return module.training_step(*((batch, batch_idx) if takes_index else (batch,)))
 
 

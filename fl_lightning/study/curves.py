@@ -218,14 +218,16 @@ def forest(comparison: Comparison, levels: Levels) -> Figure | None:
 
 
 def without_outliers(reaches: Sequence[float]) -> float | None:
-    """How far an axis has to reach for all rows but those far outside, which are fewer than half; None where there are none.
+    """How far an axis has to reach for all rows but those far outside; None where there are none.
 
-    >>> without_outliers([1.0, 2.0, 1.5, 40.0]), without_outliers([1.0, 2.0, 4.0])
-    (2.2, None)
+    With few methods most pairs are far outside where a single method failed, since every other one is compared with it.
+
+    >>> without_outliers([1.0, 2.0, 1.5, 40.0]), without_outliers([0.5, 40.0, 41.0]), without_outliers([1.0, 2.0, 4.0])
+    (2.2, 0.55, None)
     """
     ordered = sorted(reaches)
     for count, (inner, outer) in enumerate(pairwise(ordered), start=1):
-        if count > len(ordered) / 2 and 0 < OUTLYING * inner < outer:
+        if 3 * count >= len(ordered) and 0 < OUTLYING * inner < outer:
             return 1.1 * inner
     return None
 
