@@ -89,7 +89,7 @@ def test_what_makes_no_network_is_refused_before_it_is_called(name: str, capfd: 
     assert name in refused(["--model.network", name], capfd)
 
 
-@pytest.mark.parametrize("rate", ["nan", ".inf"])
+@pytest.mark.parametrize("rate", [".nan", ".inf"])
 def test_a_learning_rate_is_finite(rate: str, capfd: pytest.CaptureFixture[str]) -> None:
     assert "a learning rate is finite" in refused(["--model.optimizer", "SGD", "--model.optimizer.lr", rate], capfd)
 

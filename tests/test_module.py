@@ -256,3 +256,29 @@ def test_a_network_beside_it_is_one_line(flags, tmp_path, monkeypatch, capsys):
     assert "--model.module" in error
     assert error.count("\n") == 1
     assert [path.name for path in tmp_path.iterdir() if path.name != "__pycache__"] == ["plain_lit.py"]
+
+
+@pytest.mark.parametrize("hook", ["optimizer_step", "on_train_batch_end", "configure_gradient_clipping"])
+def test_a_hook_that_would_not_be_called_is_refused_by_name(hook):
+    module = type("Hooked", (Lit,), {hook: lambda self, *arguments, **settings: None})()
+    with pytest.raises(ValueError, match=f"Hooked, which overrides {hook};.*; leave it out"):
+        FedAvg(module=module)
+
+
+def test_the_index_of_a_batch_may_have_any_name(tmp_path):
+    class Other(Lit):
+        def training_step(self, batch, i):
+            return super().training_step(batch, i)
+
+    weights = [run(FedAvg(module=seeded(cls)), ready(), tmp_path, max_rounds=1).method.server["weights"] for cls in (Lit, Other)]
+    assert torch.equal(*weights)
+
+
+def test_a_method_trains_a_copy_of_its_module_from_where_it_was(tmp_path):
+    """Twice the same run, another method after it, and the user's module is as it was."""
+    module = Lit()
+    before = {name: tensor.clone() for name, tensor in module.state_dict().items()}
+    method = FedAvg(module=module)
+    first, second = (run(method, ready(), tmp_path, max_rounds=2).method.server["weights"] for _ in range(2))
+    assert torch.equal(first, second)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in module.state_dict().items())

@@ -23,6 +23,21 @@ if TYPE_CHECKING:
 log = logging.getLogger("fl_lightning")
 
 
+STEP_HOOKS = (
+    "backward",
+    "configure_gradient_clipping",
+    "lr_scheduler_step",
+    "on_after_backward",
+    "on_before_backward",
+    "on_before_optimizer_step",
+    "on_train_batch_end",
+    "on_train_batch_start",
+    "optimizer_step",
+    "optimizer_zero_grad",
+)
+"""What a LightningModule may override to change a training step, and the engines do not call."""
+
+
 def check_module(method: Method, module: LightningModule) -> None:
     """Refuse what cannot be a module of this method, or what would be ignored beside one.
 
@@ -42,6 +57,12 @@ def check_module(method: Method, module: LightningModule) -> None:
         raise ValueError(
             f"--model.module {name} with --model {mine} and no optimizer; its clients train other tensors than the module's parameters, "
             f"so {name}.configure_optimizers cannot be used; write --model.optimizer SGD --model.optimizer.lr 0.05"
+        )
+    ignored = [hook for hook in STEP_HOOKS if getattr(type(module), hook) is not getattr(LightningModule, hook)]
+    if ignored:
+        raise ValueError(
+            f"--model.module {name}, which overrides {', '.join(ignored)}; a client's steps are the engine's, which calls no such hook; "
+            "leave it out, or do it in training_step or configure_optimizers"
         )
     if not module.automatic_optimization:
         raise ValueError(
