@@ -192,7 +192,8 @@ class Journal:
 
     def _tracked(self, missing: Mapping[str, int]) -> dict[str, Any]:
         """What is noted of the trackers at the end."""
-        found = {"tracking_run_id": self.tracker.run_id or self.metadata["tracking_run_id"]}
+        run_id = self.tracker.run_id or self.metadata["tracking_run_id"]
+        found = {"tracking_run_id": run_id, "tracking_run_dir": str(self.run.path.absolute()) if run_id else None}
         return found | ({"untracked_rounds": dict(missing)} if missing else {})
 
     def note(self, **entries: Any) -> None:

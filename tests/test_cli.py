@@ -228,7 +228,10 @@ def test_global_seeds_are_left_alone(runs: list[SimpleNamespace], monkeypatch: p
     assert "PL_GLOBAL_SEED" not in os.environ
 
 
-def test_help_of_a_class_is_one_screen(runs: list[SimpleNamespace], capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_of_a_class_is_one_screen(
+    runs: list[SimpleNamespace], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "100")
     for flag, words in (
         ("--model.help FedAvg", "--model.average"),
         ("--trainer.callbacks.help=LabelNoise", "--trainer.callbacks.round"),

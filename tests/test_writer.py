@@ -231,7 +231,7 @@ def test_a_pause_of_the_process_is_not_the_stores(monkeypatch: pytest.MonkeyPatc
 STOPPED = """
 import sys, time
 from fl_lightning.writer import Writer
-writer = Writer(lambda rows: time.sleep(1.5), lambda error: print("failed", error), limit=1.8)
+writer = Writer(lambda rows: time.sleep(1.0), lambda error: print("failed", error), limit=3.0)
 writer.start()
 writer.put(1)
 print("at work", flush=True)
@@ -244,7 +244,7 @@ def test_a_process_that_is_stopped_while_a_call_is_at_work():
     assert process.stdout
     assert process.stdout.readline() == "at work\n"
     os.kill(process.pid, signal.SIGSTOP)
-    time.sleep(2.5)
+    time.sleep(4.0)
     os.kill(process.pid, signal.SIGCONT)
     assert process.communicate(timeout=60)[0] == "True 0\n"
 
