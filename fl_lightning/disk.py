@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import shutil
-from errno import EDQUOT, EFBIG, ENOSPC, EROFS
 from pathlib import Path
 from typing import IO, Any
 
@@ -54,8 +53,3 @@ def sync_folder(folder: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-
-
-def is_full(error: BaseException) -> bool:
-    """Whether ``error`` says that no more can be written: no room, a quota, a limit, a disk that is read-only."""
-    return isinstance(error, OSError) and error.errno in (ENOSPC, EDQUOT, EROFS, EFBIG)
