@@ -26,6 +26,8 @@ def serve(rank: int, size: int, port: int, what: str, folder: Path) -> None:
         globals()[what](rank, size)
     except RuntimeError as error:
         (folder / f"rank{rank}").write_text(f"{type(error).__name__}: {error}")
+    else:  # as launch._leave does: gloo's threads may outlive the interpreter, and end the process with SIGABRT
+        dist.destroy_process_group()
 
 
 def parts(rank: int, seed: int) -> dict[str, bytes | Tensor]:

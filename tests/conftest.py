@@ -1,6 +1,7 @@
 import logging
 import os
 import signal
+import sys
 from pathlib import Path
 
 import hypothesis
@@ -71,3 +72,13 @@ def figures_only_where_looked_at(request, monkeypatch):
     """A figure takes half a second."""
     if "figures" not in request.fixturenames:
         monkeypatch.setattr("fl_lightning.study.compare.figures", lambda comparison: [])
+
+
+@pytest.fixture
+def bare_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty working directory, with no settings in the environment; what a command adds to ``sys.path`` is taken back."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    for name in [name for name in os.environ if name.startswith("FL_LIGHTNING_")]:
+        monkeypatch.delenv(name)
+    return tmp_path

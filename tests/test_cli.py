@@ -40,14 +40,10 @@ data:
 
 
 @pytest.fixture
-def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def here(bare_directory: Path) -> Path:
     """A working directory with ``base.yaml``, and no settings in the environment."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", list(sys.path))
-    for name in [name for name in os.environ if name.startswith("FL_LIGHTNING_")]:
-        monkeypatch.delenv(name)
-    (tmp_path / "base.yaml").write_text(BASE)
-    return tmp_path
+    (bare_directory / "base.yaml").write_text(BASE)
+    return bare_directory
 
 
 @pytest.fixture

@@ -30,12 +30,8 @@ overlays: overlays/noise_off
 
 
 @pytest.fixture
-def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", list(sys.path))
-    for name in [name for name in os.environ if name.startswith("FL_LIGHTNING_")]:
-        monkeypatch.delenv(name)
-    return tmp_path
+def here(bare_directory: Path) -> Path:
+    return bare_directory
 
 
 @pytest.mark.parametrize("name", ["kd_default", "kd_default.yaml", "configs/kd_default.yaml", "configs/kd_default"])
