@@ -5,7 +5,7 @@ python benchmarks/gpu.py --device cpu --small --seconds 20          # the same c
 
 No figures of it exist yet: no GPU was at hand when it was written. All times are of whole rounds (orders, training, uploads decoded and
 checked, aggregation), synchronised with the device; contenders take turns, A B A B, after ``turns.WARM`` rounds each; the figure is the
-median. Each part stops repeating after ``--seconds``. Recordings (CUDA graphs) are played steps of ``fl_lightning.engines.graphs``; what
+median. Each part stops repeating after ``--seconds``. Recordings (CUDA graphs) are played steps of ``fl_lightning.engines.cuda.graphs``; what
 could not be recorded is in the log.
 
   round   20 of 100 clients, E = 2, MobileNet-V2, FedMPQ-KD, synthetic images of CIFAR-100's shape; target: 1/8 of eager, sequential
@@ -39,9 +39,9 @@ from workload import TwoConvolutions
 from fl_lightning import methods, models, rng
 from fl_lightning.data import Dirichlet, FederatedData, FederatedImages, Partition
 from fl_lightning.engines import BatchedEngine, SeatsEngine, SequentialEngine
+from fl_lightning.engines.cuda.graphs import RecordedSteps
+from fl_lightning.engines.cuda.recorders import CudaGraphs, Rerun
 from fl_lightning.engines.determinism import deterministic
-from fl_lightning.engines.graphs import RecordedSteps
-from fl_lightning.engines.recorders import CudaGraphs, Rerun
 from fl_lightning.engines.steps import Steps
 from fl_lightning.loop import Federation
 from fl_lightning.methods import Method

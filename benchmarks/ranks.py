@@ -29,8 +29,8 @@ import torch
 import torch.distributed as dist
 
 from fl_lightning.client import Client
+from fl_lightning.distributed.collectives import barrier, gather_bytes
 from fl_lightning.engines.base import ClientResult, Engine, Order, Units
-from fl_lightning.engines.collectives import barrier, gather_bytes
 from fl_lightning.engines.ranks import RankedEngine
 
 NOBODY = np.empty(0, np.int64)

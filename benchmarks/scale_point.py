@@ -29,9 +29,9 @@ from workload import OneHidden
 from fl_lightning import loop
 from fl_lightning.data import IID, FederatedData
 from fl_lightning.hooks import Context, Meter
-from fl_lightning.journal import Journal
 from fl_lightning.methods import FedAvg
-from fl_lightning.progress import Progress
+from fl_lightning.run.journal import Journal
+from fl_lightning.run.progress import Progress
 from fl_lightning.trainer import FederatedTrainer
 
 EXAMPLES, FEATURES, CLASSES, DISTINCT = 20, 64, 10, 2**16

@@ -28,12 +28,12 @@ from workload import WORKLOADS
 from workload_ours import Tensors
 
 from fl_lightning import hooks, loop
-from fl_lightning.cli import FederatedCLI
-from fl_lightning.engines import batched
-from fl_lightning.journal import Journal
+from fl_lightning.cli.parser import FederatedCLI
+from fl_lightning.engines.stacked import batched
 from fl_lightning.methods import FedAvg
-from fl_lightning.progress import Progress
-from fl_lightning.tracking import Channel
+from fl_lightning.run.journal import Journal
+from fl_lightning.run.progress import Progress
+from fl_lightning.tracking.loggers import Channel
 from fl_lightning.trainer import FederatedTrainer
 from fl_lightning.wire import Payload
 

@@ -21,8 +21,16 @@ ENGINES = {
     "sequential": ["--trainer.engine", "sequential", "--trainer.workers", "1"],
     "batched": ["--trainer.engine", "batched", "--trainer.workers", "1"],
     "2 workers": ["--trainer.engine", "sequential", "--trainer.workers", "2"],
-    "2 ranks": ["--trainer.engine", "sequential", "--trainer.workers", "1", "--trainer.devices", "2"]
-    + ["--trainer.strategy", "ddp"],
+    "2 ranks": [
+        "--trainer.engine",
+        "sequential",
+        "--trainer.workers",
+        "1",
+        "--trainer.devices",
+        "2",
+        "--trainer.strategy",
+        "ddp",
+    ],
 }
 
 

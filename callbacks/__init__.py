@@ -1,20 +1,42 @@
 """Stressors make life harder, meters measure. One file each; in YAML: ``class_path: callbacks.LabelNoise``."""
 
-from callbacks.accuracy_bytes_figure import AccuracyBytesFigure
-from callbacks.bit_width_figure import BitWidthFigure
-from callbacks.byzantine_clients import ByzantineClients
-from callbacks.calibration import Calibration
-from callbacks.client_accuracy_figure import ClientAccuracyFigure
-from callbacks.confusion_matrix import ConfusionMatrix
-from callbacks.early_stopping import EarlyStopping
-from callbacks.feature_map import FeatureMap
-from callbacks.gradient_norms import GradientNorms
-from callbacks.label_noise import LabelNoise
-from callbacks.loss_landscape import LossLandscape
-from callbacks.partition_figure import PartitionFigure
-from callbacks.progress_bar import ProgressBar
-from callbacks.relevance_figure import RelevanceFigure
-from callbacks.straggler_dropout import StragglerDropout
+import sys
+
+from callbacks.figures.accuracy_bytes_figure import AccuracyBytesFigure
+from callbacks.figures.bit_width_figure import BitWidthFigure
+from callbacks.figures.client_accuracy_figure import ClientAccuracyFigure
+from callbacks.figures.confusion_matrix import ConfusionMatrix
+from callbacks.figures.feature_map import FeatureMap
+from callbacks.figures.loss_landscape import LossLandscape
+from callbacks.figures.partition_figure import PartitionFigure
+from callbacks.figures.relevance_figure import RelevanceFigure
+from callbacks.meters.calibration import Calibration
+from callbacks.meters.early_stopping import EarlyStopping
+from callbacks.meters.gradient_norms import GradientNorms
+from callbacks.meters.progress_bar import ProgressBar
+from callbacks.stressors.byzantine_clients import ByzantineClients
+from callbacks.stressors.label_noise import LabelNoise
+from callbacks.stressors.straggler_dropout import StragglerDropout
+
+for _old, _room in {
+    "accuracy_bytes_figure": "figures",
+    "bit_width_figure": "figures",
+    "byzantine_clients": "stressors",
+    "calibration": "meters",
+    "client_accuracy_figure": "figures",
+    "confusion_matrix": "figures",
+    "drawing": "figures",
+    "early_stopping": "meters",
+    "feature_map": "figures",
+    "gradient_norms": "meters",
+    "label_noise": "stressors",
+    "loss_landscape": "figures",
+    "partition_figure": "figures",
+    "progress_bar": "meters",
+    "relevance_figure": "figures",
+    "straggler_dropout": "stressors",
+}.items():  # where the modules lay in version 0.1.0: class paths of saved configurations and imports of that time
+    sys.modules[f"{__name__}.{_old}"] = globals()[_old] = sys.modules[f"{__name__}.{_room}.{_old}"]
 
 __all__ = [
     "AccuracyBytesFigure",

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from errno import EDQUOT, ENOSPC, EROFS
 from typing import Any
 
-from fl_lightning.commands import TRACEBACK, answer_quickly
+from fl_lightning.cli.commands import TRACEBACK, answer_quickly
 from fl_lightning.errors import InputError, RunStopped
 
 
@@ -24,7 +24,7 @@ def main(argv: list[str] | None = None) -> int:
             # threads that wait must not spin: on a busy machine that costs many times what it saves
             os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
             with no_collections():
-                from fl_lightning.cli import run
+                from fl_lightning.cli.parser import run
 
             run(argv[0], argv[1:])
     except InputError as error:
@@ -56,7 +56,7 @@ def _bug(error: Exception) -> int:
 
 def _one_line(error: Exception, message: str, *, code: int) -> int:
     """Write the message as one line, and the traceback where the user asks for it, both without secrets; return the exit code."""
-    from fl_lightning.redaction import redact, show_exception
+    from fl_lightning.support.redaction import redact, show_exception
 
     _let_rank_zero_speak()
     if os.environ.get(TRACEBACK, "") not in ("", "0"):
@@ -84,7 +84,7 @@ def _let_rank_zero_speak() -> None:
 
 
 def _show_exception(*error: Any) -> None:
-    from fl_lightning.redaction import show_exception
+    from fl_lightning.support.redaction import show_exception
 
     show_exception(*error)
 

@@ -21,7 +21,7 @@ from torch.nn import functional as F
 
 from fl_lightning.client import Client
 from fl_lightning.data import FederatedData
-from fl_lightning.engines import collectives
+from fl_lightning.distributed import collectives
 from fl_lightning.methods import Method
 from fl_lightning.rng import stream
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 from torch import Tensor
 
 from fl_lightning.client import Assignment, Client
-from fl_lightning.recorded import Recorded
+from fl_lightning.support.recorded import Recorded
 from fl_lightning.wire import Payload
 
 if TYPE_CHECKING:

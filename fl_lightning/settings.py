@@ -11,9 +11,9 @@ from typing import Any
 
 import yaml
 
-from fl_lightning.documents import read_document
 from fl_lightning.errors import InputError
-from fl_lightning.redaction import redact_settings
+from fl_lightning.support.documents import read_document
+from fl_lightning.support.redaction import redact_settings
 
 FREE_KEYS = ("trainer.devices", "trainer.strategy", "trainer.num_nodes", "trainer.rank_timeout", "trainer.engine", "trainer.workers",
              "trainer.accelerator", "trainer.logger",

@@ -12,26 +12,27 @@ from typing import TYPE_CHECKING, Any, Literal
 import yaml
 from lightning.fabric.loggers import Logger
 
-from fl_lightning import probing, rng
+from fl_lightning import rng
 from fl_lightning.data import FederatedData
+from fl_lightning.distributed.launch import join, launched_from_outside, make_fabric, one_first, start_others, stop_others
 from fl_lightning.engines import EngineName, SequentialEngine, check_optimizer, check_workers, make_engine
 from fl_lightning.engines.determinism import deterministic
-from fl_lightning.engines.launch import join, launched_from_outside, make_fabric, one_first, start_others, stop_others
 from fl_lightning.errors import InputError
 from fl_lightning.hooks import Callback, stop_reason, tell
-from fl_lightning.interrupts import Interrupts
-from fl_lightning.journal import Journal
 from fl_lightning.loop import Federation, cohort_size, run_round, weights_hash
-from fl_lightning.metadata import dataset_of
 from fl_lightning.methods import Method
-from fl_lightning.progress import Progress
-from fl_lightning.recorded import Recorded, settings_of_run
-from fl_lightning.redaction import redact_settings
-from fl_lightning.resume import Start, everywhere, find_same, find_start
-from fl_lightning.run_directory import RunDirectory, check_name
-from fl_lightning.run_log import RunLog
-from fl_lightning.trial import tried_out
-from fl_lightning.user_code import is_bug_of_user
+from fl_lightning.probing import command as probing
+from fl_lightning.run.directory import RunDirectory, check_name
+from fl_lightning.run.interrupts import Interrupts
+from fl_lightning.run.journal import Journal
+from fl_lightning.run.log import RunLog
+from fl_lightning.run.metadata import dataset_of
+from fl_lightning.run.progress import Progress
+from fl_lightning.run.resume import Start, everywhere, find_same, find_start
+from fl_lightning.run.trial import tried_out
+from fl_lightning.support.recorded import Recorded, settings_of_run
+from fl_lightning.support.redaction import redact_settings
+from fl_lightning.support.user_code import is_bug_of_user
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -14,7 +14,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fl_lightning.client import Client
-from fl_lightning.engines import Order, collectives, ranks
+from fl_lightning.distributed import collectives
+from fl_lightning.engines import Order, ranks
 
 
 def serve(rank: int, size: int, port: int, what: str, folder: Path) -> None:

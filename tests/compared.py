@@ -8,9 +8,9 @@ from pathlib import Path
 
 from synthetic_runs import make_study
 
-from fl_lightning.study.comparison import Comparison
-from fl_lightning.study.gather import check_comparable, gather
-from fl_lightning.study.verdicts import verdicts
+from fl_lightning.study.report.comparison import Comparison
+from fl_lightning.study.report.verdicts import verdicts
+from fl_lightning.study.results.gather import check_comparable, gather
 
 A, B, C = {0: 0.90, 1: 0.92, 2: 0.94}, {0: 0.89, 1: 0.90, 2: 0.91}, {0: 0.80, 1: 0.83, 2: 0.82}  # A - B = 0.01, 0.02, 0.03
 

@@ -71,7 +71,7 @@ def figures():
 def figures_only_where_looked_at(request, monkeypatch):
     """A figure takes half a second."""
     if "figures" not in request.fixturenames:
-        monkeypatch.setattr("fl_lightning.study.compare.figures", lambda comparison: [])
+        monkeypatch.setattr("fl_lightning.study.report.compare.figures", lambda comparison: [])
 
 
 @pytest.fixture

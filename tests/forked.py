@@ -39,7 +39,7 @@ def child(request: dict) -> int:
 def serve() -> None:
     import torch
 
-    import fl_lightning.cli  # noqa: F401
+    import fl_lightning.cli.parser  # noqa: F401
 
     torch.set_num_threads(1)
     assert "callbacks" not in sys.modules

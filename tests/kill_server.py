@@ -21,12 +21,12 @@ import torch
 from toy import sgd
 
 from callbacks import Calibration, LabelNoise, StragglerDropout
-from fl_lightning import disk
 from fl_lightning.data import Dirichlet, FederatedImages
 from fl_lightning.hooks import Stressor
 from fl_lightning.methods import FedAvg
-from fl_lightning.mlflow_store import prepare
 from fl_lightning.models import SmallCNN
+from fl_lightning.support import disk
+from fl_lightning.tracking.mlflow_store import prepare
 from fl_lightning.trainer import FederatedTrainer
 
 count, interrupt, write_synced = 0, 0, disk.write_synced

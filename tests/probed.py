@@ -7,7 +7,7 @@ from typing import Any
 
 from fl_lightning.conformance import toy
 from fl_lightning.methods import Method
-from fl_lightning.robustness import Subject
+from fl_lightning.probing import Subject
 
 
 def subject_of(method: Method, folder: Path, **data: Any) -> Subject:

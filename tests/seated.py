@@ -9,9 +9,10 @@ from test_graphs import NORMED
 
 from fl_lightning import rng
 from fl_lightning.conformance.toy import images
-from fl_lightning.engines import Order, SeatsEngine, SequentialEngine, seats
-from fl_lightning.engines.graphs import RecordedSteps
-from fl_lightning.engines.recorders import Rerun
+from fl_lightning.engines import Order, SeatsEngine, SequentialEngine
+from fl_lightning.engines.cuda import seats
+from fl_lightning.engines.cuda.graphs import RecordedSteps
+from fl_lightning.engines.cuda.recorders import Rerun
 from fl_lightning.engines.steps import Steps
 from fl_lightning.loop import Payload
 

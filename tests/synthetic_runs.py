@@ -11,7 +11,7 @@ from typing import Any
 import yaml
 
 from fl_lightning.metrics import final_summary
-from fl_lightning.run_directory import to_json
+from fl_lightning.run.directory import to_json
 
 Level = tuple[tuple[str, str], ...]
 

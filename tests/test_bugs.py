@@ -11,12 +11,12 @@ import pytest
 from ranks_program import Dropped, data_of, fit
 from toy import run, sgd
 
-from fl_lightning import disk
 from fl_lightning.__main__ import main
 from fl_lightning.errors import InputError, RunStopped
 from fl_lightning.hooks import Meter, Stressor
 from fl_lightning.methods import FedAvg
-from fl_lightning.user_code import is_bug_of_user
+from fl_lightning.support import disk
+from fl_lightning.support.user_code import is_bug_of_user
 from fl_lightning.wire import PayloadError
 
 QUICK = ["--trainer.max_rounds", "2", "--trainer.logger", "false", "--data.num_clients", "6", "--trainer.workers", "1"]
@@ -201,7 +201,7 @@ def test_a_disk_that_becomes_read_only_ends_the_run_with_one_line(tmp_path, monk
         raise OSError(errno.EROFS, "Read-only file system", str(path))
 
     def spoil(folder):
-        for module in ("fl_lightning.disk", "fl_lightning.tables"):
+        for module in ("fl_lightning.support.disk", "fl_lightning.run.tables"):
             monkeypatch.setattr(f"{module}.open_own", refuse)
 
     with pytest.raises(RunStopped, match=r"cannot be written any more .*Read-only"):

@@ -17,7 +17,7 @@ import torch
 from matplotlib.figure import Figure
 
 from callbacks import Calibration, LabelNoise, PartitionFigure, ProgressBar, StragglerDropout
-from callbacks.partition_figure import partition_figure
+from callbacks.figures.partition_figure import partition_figure
 from fl_lightning.client import Assignment, Client
 from fl_lightning.hooks import RoundRecord
 from fl_lightning.metrics import brier_score, expected_calibration_error

@@ -88,6 +88,9 @@ LAYOUTS: dict[str, dict[str, str]] = {
                                           "callbacks/mine.py": MINE},
     "files of the same names": {"callbacks/__init__.py": "from .calibration import MyThing\nfrom . import drawing\nassert drawing.here\n",
                                 "callbacks/calibration.py": MINE, "callbacks/drawing.py": "here = True\n"},
+    "rooms and files of the same names": {
+        "callbacks/__init__.py": "from .meters.calibration import MyThing\nfrom .figures import drawing\nassert drawing.here\n",
+        "callbacks/meters/__init__.py": "", "callbacks/meters/calibration.py": MINE, "callbacks/figures/drawing.py": "here = True\n"},
 }  # fmt: skip
 
 
@@ -146,15 +149,15 @@ def test_what_had_been_imported_stays_itself(here: Path, start: Callable[..., Do
     script = """
 import callbacks, callbacks.mine
 before = callbacks.MyThing
-from fl_lightning.callbacks_module import import_callbacks
+from fl_lightning.cli.callbacks_module import import_callbacks
 joined = import_callbacks()
 assert import_callbacks() is joined
 from callbacks import LabelNoise, MyThing
 from callbacks.mine import MyThing as again
 assert before is MyThing is again
-assert (LabelNoise.__module__, LabelNoise.__qualname__) == ("callbacks.label_noise", "LabelNoise")
-import callbacks.label_noise
-assert callbacks.label_noise.LabelNoise is LabelNoise
+assert (LabelNoise.__module__, LabelNoise.__qualname__) == ("callbacks.stressors.label_noise", "LabelNoise")
+import callbacks.label_noise, callbacks.stressors.label_noise
+assert callbacks.stressors.label_noise.LabelNoise is callbacks.label_noise.LabelNoise is LabelNoise
 """
     done = start(script=script)
     assert done.code == 0, done.err
@@ -180,8 +183,12 @@ def test_one_that_cannot_be_imported_breaks_nothing(here: Path, start: Callable[
 def test_a_clone_around_an_installed_program_is_no_users_module(here: Path, start: Callable[..., Done]) -> None:
     lay_out(
         here,
-        {"callbacks/__init__.py": "raise SystemExit(9)", "fl_lightning/callbacks_module.py": "", "fl_lightning/__init__.py": ""},
+        {
+            "callbacks/__init__.py": "raise SystemExit(9)",
+            "fl_lightning/cli/callbacks_module.py": "",
+            "fl_lightning/__init__.py": "",
+        },
     )
-    script = "import fl_lightning.callbacks_module as m; print(m.import_callbacks().__path__)"
+    script = "import fl_lightning.cli.callbacks_module as m; print(m.import_callbacks().__path__)"
     done = start(script=script)
     assert (done.code, done.out.strip()) == (0, str([str(ROOT / "callbacks")])), done.err

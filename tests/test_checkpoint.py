@@ -13,12 +13,12 @@ import pytest
 import torch
 from matplotlib.figure import Figure
 
-from fl_lightning import disk
-from fl_lightning.checkpoint import CheckpointError, checkpoints_in, load_checkpoint, save_checkpoint
-from fl_lightning.redaction import redact, redact_arguments, redact_settings
-from fl_lightning.run_directory import RunDirectory, is_plain_name
-from fl_lightning.run_log import RunLog
-from fl_lightning.tables import Table, numbers
+from fl_lightning.run.checkpoint import CheckpointError, checkpoints_in, load_checkpoint, save_checkpoint
+from fl_lightning.run.directory import RunDirectory, is_plain_name
+from fl_lightning.run.log import RunLog
+from fl_lightning.run.tables import Table, numbers
+from fl_lightning.support import disk
+from fl_lightning.support.redaction import redact, redact_arguments, redact_settings
 
 ROOT = Path(__file__).parent.parent
 TENSORS = {"server": {"weights": torch.arange(6.0).reshape(2, 3), "bits": torch.tensor([1, 2], dtype=torch.int8)}, "clients": {}}

@@ -9,7 +9,7 @@ import socket
 import pytest
 from collectives_program import serve
 
-from fl_lightning.engines.collectives import FRAME, _frames
+from fl_lightning.distributed.collectives import FRAME, _frames
 
 
 def run(what: str, size: int, folder) -> tuple[list[int | None], list[str]]:

@@ -15,13 +15,13 @@ from synthetic_runs import history_of, make_run, make_study
 
 from fl_lightning.__main__ import main
 from fl_lightning.errors import InputError
-from fl_lightning.study import compare as command
 from fl_lightning.study import statistics
-from fl_lightning.study.compare import compare
-from fl_lightning.study.comparison import Comparison
-from fl_lightning.study.curves import forest
-from fl_lightning.study.document import comparable
-from fl_lightning.study.gather import gather, with_metric
+from fl_lightning.study.report import compare as command
+from fl_lightning.study.report.compare import compare
+from fl_lightning.study.report.comparison import Comparison
+from fl_lightning.study.report.document import comparable
+from fl_lightning.study.report.figures import forest
+from fl_lightning.study.results.gather import gather, with_metric
 
 pytestmark = pytest.mark.usefixtures("figures_only_where_looked_at")
 

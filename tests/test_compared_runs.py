@@ -11,10 +11,10 @@ from synthetic_runs import history_of, make_run, make_study
 
 from fl_lightning.__main__ import main
 from fl_lightning.settings import config_of, settings_hash
-from fl_lightning.study import gather as gathering
-from fl_lightning.study.compare import compare
-from fl_lightning.study.comparison import Comparison
-from fl_lightning.study.gather import gather
+from fl_lightning.study.report.compare import compare
+from fl_lightning.study.report.comparison import Comparison
+from fl_lightning.study.results import gather as gathering
+from fl_lightning.study.results.gather import gather
 
 pytestmark = pytest.mark.usefixtures("figures_only_where_looked_at")
 

@@ -12,8 +12,8 @@ import torch
 from test_resume import fit
 
 from fl_lightning.errors import InputError
-from fl_lightning.resume import find_start
-from fl_lightning.snapshot import Checkpoint
+from fl_lightning.run.resume import find_start
+from fl_lightning.run.snapshot import Checkpoint
 
 DAMAGES = 200
 

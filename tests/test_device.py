@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves
 
 from fl_lightning import rng
 from fl_lightning.conformance.toy import images
-from fl_lightning.engines.kinds import places
+from fl_lightning.engines.cuda.kinds import places
 from fl_lightning.methods import fedmosaic
 from fl_lightning.wire import Payload
 

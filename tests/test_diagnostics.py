@@ -28,14 +28,14 @@ from callbacks import (
     GradientNorms,
     LossLandscape,
 )
-from callbacks.accuracy_bytes_figure import accuracy_bytes_figure
-from callbacks.bit_width_figure import bit_width_figure, layer_bits
-from callbacks.client_accuracy_figure import client_accuracy_figure
-from callbacks.confusion_matrix import as_csv, confusion_counts, confusion_figure
-from callbacks.drawing import student_and_teacher
-from callbacks.feature_map import embed, feature_figure, penultimate
-from callbacks.gradient_norms import gradient_figure
-from callbacks.loss_landscape import contour_figure, curve_figure, filter_normalised
+from callbacks.figures.accuracy_bytes_figure import accuracy_bytes_figure
+from callbacks.figures.bit_width_figure import bit_width_figure, layer_bits
+from callbacks.figures.client_accuracy_figure import client_accuracy_figure
+from callbacks.figures.confusion_matrix import as_csv, confusion_counts, confusion_figure
+from callbacks.figures.drawing import student_and_teacher
+from callbacks.figures.feature_map import embed, feature_figure, penultimate
+from callbacks.figures.loss_landscape import contour_figure, curve_figure, filter_normalised
+from callbacks.meters.gradient_norms import gradient_figure
 from fl_lightning.conformance.toy import CENTRES, Points, images, on_images, on_points, run, sgd
 from fl_lightning.hooks import RoundRecord, Stressor
 from fl_lightning.loop import weights_hash

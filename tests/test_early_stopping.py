@@ -17,8 +17,8 @@ from callbacks import EarlyStopping
 from fl_lightning.__main__ import main
 from fl_lightning.errors import InputError
 from fl_lightning.hooks import Meter, RoundRecord
-from fl_lightning.study.gather import check_comparable, gather
-from fl_lightning.tables import numbers
+from fl_lightning.run.tables import numbers
+from fl_lightning.study.results.gather import check_comparable, gather
 
 CONFIG = str(Path(__file__).parent.parent / "configs" / "fedavg.yaml")
 SMALL = ["fit", "--config", CONFIG, "--data.num_clients", "6", "--trainer.callbacks", "[]", "--trainer.logger", "false"]

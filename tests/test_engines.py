@@ -71,7 +71,7 @@ def test_a_pool_without_workers_says_so():
 
 def test_workers_change_no_bit_of_stacks(tmp_path, monkeypatch):
     """Stacks are cut before they are dealt."""
-    monkeypatch.setattr("fl_lightning.engines.batched.MOST", 2)
+    monkeypatch.setattr("fl_lightning.engines.stacked.batched.MOST", 2)
     expected, _ = fit(make("FedAvg"), tmp_path, engine="batched", workers=1)
     assert same(expected, fit(make("FedAvg"), tmp_path, engine="batched", workers=2)[0])
 

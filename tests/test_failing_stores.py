@@ -16,9 +16,10 @@ import pytest
 from lightning.fabric.loggers import CSVLogger, Logger
 from test_tracking import steps, track, workplace  # noqa: F401
 
-from fl_lightning import tracking, writer
 from fl_lightning.conformance.toy import Points, on_points, run
 from fl_lightning.methods import FedAvg
+from fl_lightning.tracking import loggers as tracking
+from fl_lightning.tracking import writer
 
 mlflow = pytest.importorskip("mlflow")
 

@@ -10,7 +10,7 @@ from torch import nn
 from toy import run
 
 from callbacks import RelevanceFigure
-from callbacks.relevance_figure import label_correlation, label_similarity, similar_next_to_each_other
+from callbacks.figures.relevance_figure import label_correlation, label_similarity, similar_next_to_each_other
 from fl_lightning.methods import FedMosaic
 from fl_lightning.methods.relevance import cosine, kept_rows, mix, relevance_weights
 from fl_lightning.models import build_network

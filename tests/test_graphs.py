@@ -17,9 +17,10 @@ from toy import sgd
 
 from fl_lightning import methods, rng
 from fl_lightning.conformance.toy import images
-from fl_lightning.engines import Order, SequentialEngine, graphs, kinds
-from fl_lightning.engines.graphs import RecordedSteps
-from fl_lightning.engines.recorders import Rerun
+from fl_lightning.engines import Order, SequentialEngine
+from fl_lightning.engines.cuda import graphs, kinds
+from fl_lightning.engines.cuda.graphs import RecordedSteps
+from fl_lightning.engines.cuda.recorders import Rerun
 from fl_lightning.engines.steps import Steps
 from fl_lightning.loop import Payload
 from fl_lightning.methods import FedAvg, Method

@@ -1,36 +1,49 @@
-"""Imports go down only (DESIGN.md, section 3), and heavy libraries stay where they belong."""
+"""Imports go down only, in circles nowhere, and heavy libraries stay where they belong (``docs/design.md``, "The rooms")."""
 
 from __future__ import annotations
 
 import ast
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).parent.parent
 LAYERS = [
-    {"cli", "__main__", "commands", "cli_errors", "cli_types", "cli_input", "cli_help", "callbacks_module"},
-    {"study", "conformance"},
-    {"trainer", "trial"},
-    {"journal", "metadata", "progress", "resume", "snapshot", "tracking", "track", "tracked_runs", "interrupts", "probing"},
-    {"run_directory", "follower", "tables", "checkpoint", "disk", "settings", "redaction", "mlflow_store", "writer", "run_log"},
+    {"__main__"},
+    {"cli"},
+    {"conformance", "study"},
+    {"trainer"},
+    {"probing"},
+    {"run"},
+    {"tracking"},
     {"loop"},
-    {"evaluation", "robustness"},
+    {"evaluation"},
     {"engines"},
-    {"methods", "hooks"},
-    {"client", "data", "models", "wire", "quantization", "metrics", "rng", "errors", "user_code", "recorded", "figures"}
-    | {"documents", "packaged", "terminal"},
+    {"methods"},
+    {"hooks", "data"},
+    {"client", "distributed", "wire"},
+    {"models", "quantization", "metrics"},
+    {"settings"},
+    {"rng", "figures", "support"},
+    {"errors"},
 ]
-RANK = {name: rank for rank, layer in enumerate(LAYERS) for name in layer}
-CONFINED = {"jsonargparse": {"cli", "cli_errors", "cli_types"}, "mlflow": {"mlflow_store", "tracked_runs"}, "optuna": {"study"}}
+"""The rooms and loose files of the package, the uppermost first: a file imports from its own room and from those below its layer."""
+ROOMS_OF_STUDY = [{"execute", "report"}, {"results"}, {"spec"}, {"metric_names"}, {"statistics"}]
+CONFINED = {"jsonargparse": {"cli"}, "mlflow": {"tracking"}, "optuna": {"study"}}
 FILES = sorted((ROOT / "fl_lightning").rglob("*.py"))
+MOST_LOOSE_FILES = 11
 
 
-def room(path: Path) -> str:
-    return path.relative_to(ROOT / "fl_lightning").parts[0].removesuffix(".py")
+def module_of(path: Path) -> str:
+    return ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+
+
+MODULES = {module_of(path): path for path in FILES}
 
 
 def imports(path: Path) -> set[str]:
+    """All modules and names that a file imports, those for type checkers and those inside functions too."""
     found = set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
@@ -40,25 +53,48 @@ def imports(path: Path) -> set[str]:
     return found
 
 
+def room(module: str, depth: int = 1) -> str:
+    return [*module.split("."), "__init__"][depth]
+
+
+def goes_down(here: str, there: str, layers: list[set[str]]) -> bool:
+    rank = {name: number for number, layer in enumerate(layers) for name in layer}
+    assert here in rank, f"{here} has no layer"
+    return there not in rank or here == there or rank[there] > rank[here]
+
+
 @pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(ROOT)))
 def test_imports_go_down_only(path):
-    here = room(path)
-    if here == "__init__":
-        return
-    assert here in RANK, f"{here} has no layer"
+    module = module_of(path)
+    here = room(module)
     for name in imports(path):
         top = name.split(".")[0]
-        assert top != "callbacks", "the engine room never imports callbacks"
+        assert top != "callbacks", "the package never imports callbacks"
         assert here in CONFINED.get(top, {here}), f"{name} is not for {here}"
-        if top == "fl_lightning" and len(name.split(".")) > 1:
-            target = name.split(".")[1]
-            if target in RANK and target != here:
-                assert RANK[target] >= RANK[here], f"{here} imports {target}, which is above it"
+        if name.startswith("fl_lightning.") and here != "__init__":
+            assert goes_down(here, room(name), LAYERS), f"{here} imports {name}, which is not below it"
+        if here == "study" and name.startswith("fl_lightning.study.") and path.name != "__init__.py":
+            assert goes_down(room(module, 2), room(name, 2), ROOMS_OF_STUDY), f"{module} imports {name}"
+
+
+def test_no_circles_between_files():
+    graph = {
+        module: {name for name in imports(path) if name in MODULES and not f"{module}.".startswith(f"{name}.")}
+        for module, path in MODULES.items()
+    }
+    graph["fl_lightning"] = set()  # its public names are imported where they are asked for
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as error:
+        pytest.fail(f"files import each other in a circle: {' -> '.join(error.args[1])}")
+
+
+def test_few_loose_files():
+    assert len([path for path in FILES if path.parent == ROOT / "fl_lightning"]) <= MOST_LOOSE_FILES
 
 
 def test_no_pickle():
     for path in [*FILES, *sorted((ROOT / "callbacks").rglob("*.py"))]:
         assert "torch.load" not in path.read_text(), path
-        assert path.name == "cifar.py" or not any(n.split(".")[0] in {"pickle", "dill", "cloudpickle"} for n in imports(path)), (
-            path
-        )
+        uses_pickle = any(name.split(".")[0] in {"pickle", "dill", "cloudpickle"} for name in imports(path))
+        assert not uses_pickle or path.name == "cifar.py", path

@@ -22,7 +22,7 @@ from toy import CENTRES, Points, Quadratic, point_network, run, sgd
 from callbacks import StragglerDropout
 from fl_lightning.__main__ import main
 from fl_lightning.conformance.toy import images
-from fl_lightning.engines.stack import clip_rows
+from fl_lightning.engines.stacked.stack import clip_rows
 from fl_lightning.engines.steps import local_step
 from fl_lightning.errors import InputError
 from fl_lightning.methods import FedAvg

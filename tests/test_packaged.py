@@ -13,7 +13,7 @@ import yaml
 
 import fl_lightning
 from fl_lightning.__main__ import main
-from fl_lightning.packaged import configs_folder, find_config
+from fl_lightning.support.packaged import configs_folder, find_config
 
 ROOT = Path(__file__).parents[1]
 STUDY = """\
@@ -130,7 +130,7 @@ def test_a_wheel_works_in_an_empty_folder(tmp_path: Path) -> None:
         return done.stdout + done.stderr
 
     program = [sys.executable, "-m", "fl_lightning"]
-    where = run(sys.executable, "-c", "import fl_lightning.packaged as p; print(p.configs_folder())")
+    where = run(sys.executable, "-c", "import fl_lightning.support.packaged as p; print(p.configs_folder())")
     assert Path(where.strip()) == site / "fl_lightning" / "configs"
     assert len(run(*program, "configs").splitlines()) == len([*configs_folder().rglob("*.yaml")])
     script = run(

@@ -16,7 +16,7 @@ from ranks_program import fit
 from fl_lightning.engines.pool import PoolEngine
 from fl_lightning.errors import RankLost
 from fl_lightning.hooks import Stressor
-from fl_lightning.interrupts import Interrupts
+from fl_lightning.run.interrupts import Interrupts
 
 HERE = Path(__file__).parent
 ENVIRONMENT = {**os.environ, "PYTHONPATH": os.pathsep.join([str(HERE), str(HERE.parent), os.environ.get("PYTHONPATH", "")])}

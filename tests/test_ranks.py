@@ -19,7 +19,8 @@ from ranks_program import fit
 from ten import TEN
 
 from fl_lightning.client import Client
-from fl_lightning.engines import Engine, Order, launch
+from fl_lightning.distributed import launch
+from fl_lightning.engines import Engine, Order
 from fl_lightning.engines.base import ClientResult
 from fl_lightning.engines.ranks import RankedEngine, _pack, _unpack, deal, work
 from fl_lightning.trainer import FederatedTrainer

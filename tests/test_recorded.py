@@ -23,9 +23,9 @@ from fl_lightning.errors import InputError
 from fl_lightning.hooks import Stressor
 from fl_lightning.methods import CosineSchedule, FedAvg, FedMPQKD, FedProx, TrimmedMean
 from fl_lightning.models import SmallCNN
-from fl_lightning.recorded import NOT_RECORDED, describe, not_recorded
 from fl_lightning.settings import config_of
-from fl_lightning.study.gather import gather
+from fl_lightning.study.results.gather import gather
+from fl_lightning.support.recorded import NOT_RECORDED, describe, not_recorded
 
 SMALL = partial(SmallCNN, width=4)
 
@@ -182,7 +182,9 @@ def test_what_save_hyperparameters_ignores_is_not_recorded():
 
 
 def test_a_set_in_a_function_has_one_description_in_all_processes():
-    program = "from fl_lightning.recorded import describe; print(describe(lambda p: p in {'a', 'b', 'c', 'dd'})['code_sha256'])"
+    program = (
+        "from fl_lightning.support.recorded import describe; print(describe(lambda p: p in {'a', 'b', 'c', 'dd'})['code_sha256'])"
+    )
     run_with = [{**os.environ, "PYTHONHASHSEED": seed, "PYTHONPATH": os.pathsep.join(sys.path)} for seed in ("1", "2")]
     found = {subprocess.run([sys.executable, "-c", program], env=env, capture_output=True, text=True).stdout for env in run_with}
     assert len(found) == 1

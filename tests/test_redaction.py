@@ -13,10 +13,10 @@ import pytest
 import yaml
 
 from fl_lightning.__main__ import main
-from fl_lightning.mlflow_store import reason
-from fl_lightning.redaction import redact, redact_arguments, redact_settings
 from fl_lightning.settings import changed_settings, flatten, settings_hash
-from fl_lightning.study.jobs import Job, Pool
+from fl_lightning.study.execute.jobs import Job, Pool
+from fl_lightning.support.redaction import redact, redact_arguments, redact_settings
+from fl_lightning.tracking.mlflow_store import reason
 
 HIDDEN = [
     "http://bob:§@h:1/x",

@@ -17,11 +17,12 @@ from test_kill import differences, outcome
 from toy import sgd
 
 from callbacks import LabelNoise, StragglerDropout
-from fl_lightning import checkpoint, disk
 from fl_lightning.data import Dirichlet, FederatedImages
 from fl_lightning.errors import InputError, RunStopped
 from fl_lightning.models import SmallCNN
-from fl_lightning.resume import find_start
+from fl_lightning.run import checkpoint
+from fl_lightning.run.resume import find_start
+from fl_lightning.support import disk
 from fl_lightning.trainer import FederatedTrainer
 
 

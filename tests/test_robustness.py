@@ -15,15 +15,15 @@ from torch.nn import functional as F
 from fl_lightning import evaluation
 from fl_lightning.errors import InputError
 from fl_lightning.methods import FedAvg, FedMosaic, FedMPQ
+from fl_lightning.probing import PROBES, chosen, probes
+from fl_lightning.probing.attacks import EPS, fgsm, pgd
+from fl_lightning.probing.corruptions import recipes
+from fl_lightning.probing.corruptions.layers import FROST_FILES, clipped_zoom, frost_photographs, motion_blur, plasma
+from fl_lightning.probing.corruptions.published import PublishedImages
+from fl_lightning.probing.corruptions.recipes import EXTRA, STANDARD, corrupt
+from fl_lightning.probing.cost import float_bytes, flops, latencies
+from fl_lightning.probing.scaling import BOUNDS, calibration, fit_temperature
 from fl_lightning.rng import stream
-from fl_lightning.robustness import PROBES, chosen, probes
-from fl_lightning.robustness import corruptions as recipes
-from fl_lightning.robustness.attacks import EPS, fgsm, pgd
-from fl_lightning.robustness.corruptions import EXTRA, STANDARD, corrupt
-from fl_lightning.robustness.cost import float_bytes, flops, latencies
-from fl_lightning.robustness.layers import FROST_FILES, clipped_zoom, frost_photographs, motion_blur, plasma
-from fl_lightning.robustness.published import PublishedImages
-from fl_lightning.robustness.scaling import BOUNDS, calibration, fit_temperature
 
 ALL = (*STANDARD, *EXTRA)
 

@@ -9,9 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from fl_lightning import mlflow_store, probing
 from fl_lightning.__main__ import main
-from fl_lightning.robustness import PROBES
+from fl_lightning.probing import PROBES
+from fl_lightning.probing import command as probing
+from fl_lightning.tracking import mlflow_store
 
 ROOT = Path(__file__).parent.parent
 SMALL = [

@@ -97,7 +97,7 @@ def test_a_layout_that_reads_otherwise_is_read_client_by_client(tmp_path):
 def test_uploads_of_a_stack_are_those_of_each(norm, tmp_path, monkeypatch):
     settings = {"network": partial(SmallCNN, width=4, norm=norm)}
     expected, one = fit(make("FedAvg", **settings), tmp_path, engine="batched")
-    monkeypatch.setattr("fl_lightning.engines.batched.default_uploads", lambda *_: None)
+    monkeypatch.setattr("fl_lightning.engines.stacked.batched.default_uploads", lambda *_: None)
     found, other = fit(make("FedAvg", **settings), tmp_path, engine="batched")
     assert same(expected, found)
     assert (one / "ledger.csv").read_text() == (other / "ledger.csv").read_text()

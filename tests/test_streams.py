@@ -11,8 +11,9 @@ from seated import RECORDERS, Federation, OneModule, network
 from streams import Card
 from test_graphs import TEN, assert_same, make
 
-from fl_lightning.engines import SeatsEngine, SequentialEngine, graphs, recorders, seats
-from fl_lightning.engines.recorders import CudaGraphs
+from fl_lightning.engines import SeatsEngine, SequentialEngine
+from fl_lightning.engines.cuda import graphs, recorders, seats
+from fl_lightning.engines.cuda.recorders import CudaGraphs
 from fl_lightning.methods import FedAvg, teaching
 
 

@@ -10,14 +10,14 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fl_lightning import cli
 from fl_lightning.__main__ import main
+from fl_lightning.cli import parser as cli
 from fl_lightning.errors import InputError
 from fl_lightning.settings import FREE_KEYS, changed_settings, settings_hash
-from fl_lightning.study.board import Board
-from fl_lightning.study.criteria import parse
-from fl_lightning.study.plan import Study, Variation, as_flag
-from fl_lightning.study.search import Range, Search
+from fl_lightning.study.execute.board import Board
+from fl_lightning.study.spec.criteria import parse
+from fl_lightning.study.spec.plan import Study, Variation, as_flag
+from fl_lightning.study.spec.search import Range, Search
 
 CONFIGS = Path(__file__).parent.parent / "configs"
 STUDIES = sorted(path for path in CONFIGS.rglob("*.yaml") if "\nstudy:" in (text := path.read_text()) and "\nmethods:" in text)

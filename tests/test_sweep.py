@@ -21,16 +21,17 @@ from rich.console import Console
 
 from fl_lightning.__main__ import main
 from fl_lightning.errors import InputError
-from fl_lightning.robustness import PROBES
+from fl_lightning.probing import PROBES
 from fl_lightning.settings import settings_hash
-from fl_lightning.study import jobs, lock, page
-from fl_lightning.study.board import Board, Record
-from fl_lightning.study.display import Display
-from fl_lightning.study.estimate import Cost, Total, find_costs, show_plan, total
-from fl_lightning.study.jobs import Job, Pool, slots_for
-from fl_lightning.study.plan import Cell
-from fl_lightning.tracked_runs import begin_study, end_study
-from fl_lightning.tracking import Tracking
+from fl_lightning.study.execute import jobs, lock
+from fl_lightning.study.execute import mlflow_page as page
+from fl_lightning.study.execute.board import Board, Record
+from fl_lightning.study.execute.display import Display
+from fl_lightning.study.execute.estimate import Cost, Total, find_costs, show_plan, total
+from fl_lightning.study.execute.jobs import Job, Pool, slots_for
+from fl_lightning.study.spec.plan import Cell
+from fl_lightning.tracking.loggers import Tracking
+from fl_lightning.tracking.runs import begin_study, end_study
 
 CONFIGS = Path(__file__).parent.parent / "configs"
 STUDY = """
@@ -229,7 +230,7 @@ def test_a_process_whose_parent_is_gone_stops():
     """Its pipe ends; without a parent that dies, since the end of the pipe is all that it goes by."""
     code = (
         "import threading, time\n"
-        "from fl_lightning.study.worker import leave_with_parent\n"
+        "from fl_lightning.study.execute.worker import leave_with_parent\n"
         "threading.Thread(target=leave_with_parent, args=[0], daemon=True).start()\n"
         "print('up', flush=True)\n"
         "time.sleep(60)"

@@ -8,7 +8,7 @@ from rich.console import Console
 from rich.text import Text
 
 from callbacks import ProgressBar
-from fl_lightning.terminal import ResizableLive
+from fl_lightning.support.terminal import ResizableLive
 
 
 def display(width: int, *lines: int) -> tuple[Console, StringIO, ResizableLive]:
@@ -56,7 +56,7 @@ def test_the_progress_bar_is_not_wider_than_a_small_terminal(monkeypatch) -> Non
     bar = ProgressBar()
     screen = StringIO()
     console = Console(file=screen, force_terminal=True, width=200, height=30, color_system=None)
-    monkeypatch.setattr("callbacks.progress_bar.Console", lambda stderr: console)
+    monkeypatch.setattr("callbacks.meters.progress_bar.Console", lambda stderr: console)
     bar._max_rounds = bar._expected = 100
     bar._start()
     assert bar._live is not None

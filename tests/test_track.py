@@ -15,13 +15,14 @@ from typing import Any
 import pytest
 from test_tracking import Ending
 
-from fl_lightning import mlflow_store, tracking
 from fl_lightning.__main__ import main
 from fl_lightning.conformance.toy import Points, on_points, run
-from fl_lightning.metadata import milliseconds, round_times
 from fl_lightning.methods import FedAvg
-from fl_lightning.mlflow_store import Round, between
-from fl_lightning.run_directory import RunDirectory
+from fl_lightning.run.directory import RunDirectory
+from fl_lightning.run.metadata import milliseconds, round_times
+from fl_lightning.tracking import loggers as tracking
+from fl_lightning.tracking import mlflow_store
+from fl_lightning.tracking.mlflow_store import Round, between
 
 mlflow = pytest.importorskip("mlflow")
 

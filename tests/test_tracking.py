@@ -16,12 +16,13 @@ import pytest
 from lightning.fabric.loggers import CSVLogger
 from lightning.pytorch.loggers import MLFlowLogger
 
-from fl_lightning import mlflow_store, tracking
 from fl_lightning.conformance.toy import Points, on_points, run
 from fl_lightning.hooks import Meter
-from fl_lightning.metadata import milliseconds
 from fl_lightning.methods import FedAvg
-from fl_lightning.tracking import Tracking, as_params
+from fl_lightning.run.metadata import milliseconds
+from fl_lightning.tracking import loggers as tracking
+from fl_lightning.tracking import mlflow_store
+from fl_lightning.tracking.loggers import Tracking, as_params
 
 mlflow = pytest.importorskip("mlflow")
 pytestmark = pytest.mark.filterwarnings(
@@ -134,7 +135,7 @@ def test_no_logger_and_other_ranks_track_nothing(tmp_path: Path, monkeypatch: py
 def test_several_first_writers(tmp_path: Path) -> None:
     """The schema migration of a fresh database does not survive company; the lock keeps it alone."""
     script = (
-        "from pathlib import Path; from fl_lightning.tracking import Tracking\n"
+        "from pathlib import Path; from fl_lightning.tracking.loggers import Tracking\n"
         "t = Tracking(True, experiment='e', run_name='r', run_dir=Path('runs'))\n"
         "t.start({}, {}); t.log_metrics({'a': 1.0}, 1); t.finish('FINISHED', {}); print(t.run_id)"
     )

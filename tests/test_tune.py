@@ -11,10 +11,10 @@ import yaml
 
 from fl_lightning.__main__ import main
 from fl_lightning.errors import InputError
-from fl_lightning.study import tune as module
-from fl_lightning.study.jobs import Job, Running
-from fl_lightning.study.search import Search
-from fl_lightning.study.tune import Tune, open_search
+from fl_lightning.study.execute import tune as module
+from fl_lightning.study.execute.jobs import Job, Running
+from fl_lightning.study.execute.tune import Tune, open_search
+from fl_lightning.study.spec.search import Search
 
 CONFIGS = Path(__file__).parent.parent / "configs"
 SEARCH = """

@@ -12,8 +12,8 @@ from itertools import chain
 
 import pytest
 
-from fl_lightning import writer as module
-from fl_lightning.writer import AwakeTimer, Writer
+from fl_lightning.tracking import writer as module
+from fl_lightning.tracking.writer import AwakeTimer, Writer
 
 
 @pytest.fixture(autouse=True)
@@ -230,7 +230,7 @@ def test_a_pause_of_the_process_is_not_the_stores(monkeypatch: pytest.MonkeyPatc
 
 STOPPED = """
 import sys, time
-from fl_lightning.writer import Writer
+from fl_lightning.tracking.writer import Writer
 writer = Writer(lambda rows: time.sleep(1.0), lambda error: print("failed", error), limit=3.0)
 writer.start()
 writer.put(1)

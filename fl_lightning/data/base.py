@@ -22,8 +22,8 @@ from fl_lightning.data.batches import Draws, Pass, batch_sizes, draw_pass, side_
 from fl_lightning.data.holdings import Holdings
 from fl_lightning.data.partition import Partition, check_memory, deal, require
 from fl_lightning.data.summary import summarise
-from fl_lightning.recorded import Recorded
 from fl_lightning.rng import stream
+from fl_lightning.support.recorded import Recorded
 
 Split = Literal["train", "test"]
 

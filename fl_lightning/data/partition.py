@@ -14,8 +14,8 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from fl_lightning.data.holdings import Holdings
-from fl_lightning.recorded import Recorded
 from fl_lightning.rng import stream
+from fl_lightning.support.recorded import Recorded
 
 MAX_DRAWS = 1000
 

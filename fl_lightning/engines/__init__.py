@@ -1,11 +1,11 @@
 from fl_lightning.engines.base import ClientResult, Engine, Order
-from fl_lightning.engines.batched import BatchedEngine
 from fl_lightning.engines.choice import EngineName, check_workers, make_engine
+from fl_lightning.engines.cuda.seats import SeatsEngine
 from fl_lightning.engines.optimizers import check_optimizer
 from fl_lightning.engines.pool import PoolEngine
 from fl_lightning.engines.ranks import RankedEngine
-from fl_lightning.engines.seats import SeatsEngine
 from fl_lightning.engines.sequential import SequentialEngine
+from fl_lightning.engines.stacked.batched import BatchedEngine
 
 __all__ = [
     "BatchedEngine",

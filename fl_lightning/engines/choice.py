@@ -12,15 +12,15 @@ import torch
 from lightning.fabric import Fabric
 
 from fl_lightning.data import FederatedData
-from fl_lightning.engines import collectives
+from fl_lightning.distributed import collectives
 from fl_lightning.engines.base import Engine, Order
-from fl_lightning.engines.batched import MOST, BatchedEngine
+from fl_lightning.engines.cuda.seats import MOST as MOST_SEATS
+from fl_lightning.engines.cuda.seats import SeatsEngine
 from fl_lightning.engines.memory import keep_freed_memory
 from fl_lightning.engines.pool import PoolEngine
 from fl_lightning.engines.ranks import RankedEngine
-from fl_lightning.engines.seats import MOST as MOST_SEATS
-from fl_lightning.engines.seats import SeatsEngine
 from fl_lightning.engines.sequential import SequentialEngine
+from fl_lightning.engines.stacked.batched import MOST, BatchedEngine
 from fl_lightning.errors import InputError
 from fl_lightning.methods import Method
 from fl_lightning.methods.base import is_stackable

@@ -11,8 +11,8 @@ from typing import Any
 from torch import Tensor
 
 from fl_lightning.data import FederatedData
+from fl_lightning.distributed.collectives import gather_bytes, gather_parts, rank, world_size
 from fl_lightning.engines.base import ClientResult, Engine, Order, Units
-from fl_lightning.engines.collectives import gather_bytes, gather_parts, rank, world_size
 from fl_lightning.wire.payload import HEADER
 
 OVERHEAD = 0.25  # of a batch: what a client costs beside its training

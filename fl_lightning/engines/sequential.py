@@ -12,7 +12,7 @@ from fl_lightning import rng
 from fl_lightning.client import Client
 from fl_lightning.data import FederatedData
 from fl_lightning.engines.base import ClientResult, Engine, Losses, Order, Units, local_batches, one_thread
-from fl_lightning.engines.graphs import make_steps
+from fl_lightning.engines.cuda.graphs import make_steps
 from fl_lightning.engines.steps import Steps
 from fl_lightning.engines.uploads import upload_of
 from fl_lightning.methods import Method

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from fl_lightning.recorded import Recorded
+from fl_lightning.support.recorded import Recorded
 
 CHUNK = 2**22
 """Values that the order statistics hold at once, in float64: 32 MB, however many clients and weights there are."""

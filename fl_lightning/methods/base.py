@@ -32,7 +32,7 @@ from fl_lightning.methods.averaging import WEIGHTED_MEAN, Average, capped
 from fl_lightning.methods.lit_module import adopt, check_module, module_loss
 from fl_lightning.methods.local_work import LocalWork
 from fl_lightning.models import build_network
-from fl_lightning.recorded import Recorded
+from fl_lightning.support.recorded import Recorded
 from fl_lightning.wire import Layout, Payload
 
 OptimizerCallable = Callable[[Iterable], Optimizer]

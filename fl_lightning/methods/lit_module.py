@@ -6,7 +6,7 @@ import logging
 from collections.abc import Mapping
 from copy import deepcopy
 from inspect import Parameter, signature
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from lightning.pytorch import LightningModule
@@ -16,9 +16,6 @@ from torch.utils._pytree import tree_map
 
 from fl_lightning.data import FederatedData
 from fl_lightning.errors import InputError
-
-if TYPE_CHECKING:
-    from fl_lightning.methods.base import Method
 
 log = logging.getLogger("fl_lightning")
 
@@ -38,7 +35,17 @@ STEP_HOOKS = (
 """What a LightningModule may override to change a training step, and the engines do not call."""
 
 
-def check_module(method: Method, module: LightningModule) -> None:
+class Host(Protocol):
+    """What is read of the method that a module is part of."""
+
+    module: LightningModule | None
+    module_refused: str
+    module_optimizes: bool
+    network_spec: Any
+    optimizer_spec: Any
+
+
+def check_module(method: Host, module: LightningModule) -> None:
     """Refuse what cannot be a module of this method, or what would be ignored beside one.
 
     Raises:
@@ -71,7 +78,7 @@ def check_module(method: Method, module: LightningModule) -> None:
         )
 
 
-def adopt(method: Method, module: LightningModule, data: FederatedData) -> LightningModule:
+def adopt(method: Host, module: LightningModule, data: FederatedData) -> LightningModule:
     """Make the module fit to be the method's network: its logits and one training step of a copy of it are tried out.
 
     Raises:
@@ -124,7 +131,7 @@ def module_loss(module: Any, batch: Any, batch_idx: int, weights: Mapping[str, T
     return loss
 
 
-def require_asked(method: Method) -> None:
+def require_asked(method: Host) -> None:
     """Refuse a method that has trained without its module's loss.
 
     Raises:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from fl_lightning.recorded import Recorded
+from fl_lightning.support.recorded import Recorded
 
 
 class LinearSchedule(Recorded):

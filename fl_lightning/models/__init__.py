@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from fl_lightning.models.layout import lay_out
+from fl_lightning.models.channels_last import lay_out
 from fl_lightning.models.residual_mlp import ResidualMLP
 from fl_lightning.models.resnet import ResNet20
 from fl_lightning.models.small_cnn import SmallCNN

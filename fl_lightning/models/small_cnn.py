@@ -7,7 +7,7 @@ from typing import Literal
 from torch import Tensor, nn
 from torch.nn.functional import avg_pool2d
 
-from fl_lightning.models.layout import gradient_channels_last
+from fl_lightning.models.channels_last import gradient_channels_last
 
 Norm = Literal["group", "batch", "none"]
 GRID = 4  # side of the grid of features that the linear layer sees

@@ -1,0 +1,98 @@
+"""Which class is taken for which, on the global test set."""
+
+from __future__ import annotations
+
+import csv
+import io
+import logging
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from callbacks.figures.drawing import check_every, draw, never_fatal
+from fl_lightning.figures import new_axes
+from fl_lightning.hooks import Context, Meter, RoundRecord
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+log = logging.getLogger("fl_lightning")
+WRITTEN = 20  # classes; the numbers in more cells than that cannot be read
+
+
+class ConfusionMatrix(Meter):
+    """Draws ``figures/confusion_matrix``, its rows normalised, and leaves the counts in ``figures/confusion_matrix.csv``.
+
+    Args:
+        every: rounds between figures (``figures/confusion_matrix_round_0010``); 0: only at the end.
+    """
+
+    def __init__(self, every: int = 0) -> None:
+        self.every = check_every(self, every)
+        self._round = 0
+        self._counts = np.zeros((0, 0), np.int64)
+
+    def on_evaluate(self, probs: Tensor, target: Tensor, record: RoundRecord, context: Context) -> None:
+        if not torch.isfinite(probs).all():
+            log.warning("round %d: the model's probabilities are not finite; the confusion matrix leaves it out", record.round)
+            return
+        self._round, self._counts = record.round, confusion_counts(probs, target)
+        if self.every and record.round % self.every == 0:
+            draw(context, "confusion_matrix", self._figure, record.round)
+
+    def on_fit_end(self, summary: dict[str, float], context: Context) -> None:
+        if self._round:
+            with never_fatal("figures/confusion_matrix.csv"):
+                context.log_text("confusion_matrix.csv", as_csv(self._counts))
+        draw(context, "confusion_matrix", self._figure)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"round": self._round, "counts": self._counts.tolist()} if self._round else {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        if state:
+            self._round, self._counts = state["round"], np.array(state["counts"], np.int64)
+
+    def _figure(self) -> Figure:
+        if not self._round:
+            raise ValueError("no round had finite probabilities")
+        return confusion_figure(self._counts, f"Confusion matrix, round {self._round}")
+
+
+def confusion_counts(probs: Tensor, target: Tensor) -> np.ndarray:
+    """Examples of each true class (row) that are taken for each class (column), int64 ``[C, C]``."""
+    C = probs.shape[1]
+    return torch.bincount(target * C + probs.argmax(1), minlength=C * C).view(C, C).cpu().numpy()
+
+
+def as_csv(counts: np.ndarray) -> str:
+    """A line per true class, a column per predicted one."""
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow(["true class", *range(len(counts))])
+    writer.writerows([label, *row] for label, row in enumerate(counts.tolist()))
+    return text.getvalue()
+
+
+def confusion_figure(counts: np.ndarray, title: str) -> Figure:
+    """True classes down, predicted ones across, colour = share of the row; a class without examples is left blank."""
+    from matplotlib.colors import PowerNorm
+    from matplotlib.ticker import MaxNLocator
+
+    C, total = len(counts), counts.sum(axis=1, keepdims=True)
+    percent = np.ma.masked_where(np.broadcast_to(total == 0, counts.shape), 100 * counts / np.maximum(total, 1))
+    accuracy = 100 * np.trace(counts) / max(counts.sum(), 1)
+    figure, axes = new_axes(f"{title}: {accuracy:.1f} % correct", "predicted class", "true class", size=(6.6, 5.6))
+    axes.grid(False)
+    scale = "" if C <= WRITTEN else ", square-root scale"  # without numbers, what is rare must be seen
+    norm = PowerNorm(1 if C <= WRITTEN else 0.5, vmin=0, vmax=100)
+    image = axes.imshow(percent, cmap="Blues", norm=norm, interpolation="nearest")
+    figure.colorbar(image, ax=axes, label=f"share of the true class's examples (%{scale})", pad=0.02)
+    for locator in (axes.xaxis, axes.yaxis):
+        locator.set_major_locator(MaxNLocator(min(C, WRITTEN), integer=True))
+    for row, column in np.argwhere(counts) if C <= WRITTEN else ():
+        share = percent[row, column]
+        axes.text(column, row, f"{share:.0f}", ha="center", va="center", fontsize=8, color="white" if share > 50 else "black")
+    return figure

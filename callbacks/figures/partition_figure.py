@@ -1,0 +1,65 @@
+"""A picture of the partition: which client holds how many examples of which class."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from callbacks.figures.drawing import draw, evenly_spaced, sample
+from fl_lightning.figures import GREY
+from fl_lightning.hooks import Context, Meter
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+SHOWN = 200  # clients; more columns than that cannot be told apart on a page
+
+
+class PartitionFigure(Meter):
+    """Draws ``figures/partition`` before the first round, from ``data.class_counts()``."""
+
+    def on_setup(self, context: Context) -> None:
+        counts = context.data.class_counts()
+        draw(context, "partition", lambda: partition_figure(counts))
+
+
+def partition_figure(counts: np.ndarray) -> Figure:
+    """Clients across, classes up, colour = examples; above, the size of each client.
+
+    Args:
+        counts: examples per client and class ``[K, C]``. Of more than 200 clients, 200 evenly spaced ones are shown.
+    """
+    from matplotlib.colors import LogNorm
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import MaxNLocator
+
+    clients, classes = counts.shape
+    shown = evenly_spaced(clients, SHOWN)
+    counts = counts[shown]
+    sizes = counts.sum(axis=1)
+    held = (counts > 0).sum(axis=1)[sizes > 0]
+    figure = Figure(figsize=(11, 5), layout="constrained")
+    top, main = figure.subplots(2, 1, sharex=True, height_ratios=[1, 3])
+    x = np.arange(len(shown))
+    top.bar(x, sizes, width=0.85, color=GREY)
+    top.set(ylabel="examples")
+    image = main.imshow(
+        np.ma.masked_equal(counts.T, 0), aspect="auto", origin="lower", interpolation="nearest", cmap="viridis_r",
+        norm=LogNorm(vmin=1, vmax=max(int(counts.max(initial=1)), 2)),
+    )  # fmt: skip
+    main.yaxis.set_major_locator(MaxNLocator(min(classes, 10), integer=True))
+    ticks = x[:: max(1, -(-len(x) // 20))]
+    main.set_xticks(ticks, [str(shown[i]) for i in ticks])
+    main.set(xlabel="client", ylabel="class", xlim=(-0.6, len(shown) - 0.4))
+    bar = figure.colorbar(image, ax=main, label="examples of the class (log scale)", pad=0.01)
+    bar.minorticks_off()
+    bar.set_ticks(
+        marks := [m * 10**e for e in range(7) for m in (1, 2, 5) if m * 10**e <= image.norm.vmax],
+        labels=[str(mark) for mark in marks],
+    )
+    median = f", median {np.median(sizes):.0f} examples in {np.median(held):.0f} of {classes} classes" if len(held) else ""
+    top.set_title(f"Partition: {sample(len(shown), clients)}{median}")
+    for axes in (top, main):
+        axes.spines[["top", "right"]].set_visible(False)
+    return figure

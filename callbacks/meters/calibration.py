@@ -1,0 +1,94 @@
+"""Calibration on the global test set: numbers each evaluated round, a reliability diagram when asked for and at the end."""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torchmetrics.functional.classification import multiclass_calibration_error
+
+from callbacks.figures.drawing import check_every, draw, require
+from fl_lightning.figures import GREY, RED, SKY, open_frame
+from fl_lightning.hooks import Context, Meter, RoundRecord
+from fl_lightning.metrics import CalibrationBins, brier_score, calibration_bins
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+log = logging.getLogger("fl_lightning")
+
+
+class Calibration(Meter):
+    """Adds ``test/ece`` (in [0, 1]) and ``test/brier`` (in [0, 2]) to each evaluated round; both are NaN where probabilities are.
+
+    Args:
+        bins: equal-width bins of confidence, at least 1.
+        every: rounds between reliability diagrams (``figures/reliability_round_0060``); 0: only the last.
+    """
+
+    def __init__(self, bins: int = 15, every: int = 0) -> None:
+        require(bins >= 1, f"Calibration(bins={bins})", "bins of confidence, 1 or more", "write bins: 15")
+        self.bins, self.every = bins, check_every(self, every)
+        self._last: tuple[int, CalibrationBins] | None = None
+        self._drawn = 0
+
+    def on_evaluate(self, probs: Tensor, target: Tensor, record: RoundRecord, context: Context) -> None:
+        if not torch.isfinite(probs).all():
+            record.metrics |= {"test/ece": float("nan"), "test/brier": float("nan")}
+            log.warning("round %d: the model's probabilities are not finite; ECE and Brier are NaN", record.round)
+            return
+        record.metrics["test/ece"] = self._ece(probs, target)
+        record.metrics["test/brier"] = brier_score(probs, target)
+        self._last = record.round, calibration_bins(probs, target, self.bins)
+        if self.every and record.round % self.every == 0:
+            self._draw(context)
+
+    def on_fit_end(self, summary: dict[str, float], context: Context) -> None:
+        if self._last and self._last[0] != self._drawn:
+            self._draw(context)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The last bins: a run that was killed between its last evaluation and its end still draws its diagram."""
+        if self._last is None:
+            return {}
+        return {"round": self._last[0], "bins": [values.tolist() for values in self._last[1]]}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._last = (state["round"], CalibrationBins(*map(np.array, state["bins"]))) if state else None
+
+    def _ece(self, probs: Tensor, target: Tensor) -> float:
+        """Kept just below 1: torchmetrics gives exactly 1 a bin of its own, and takes values above it for logits."""
+        below_one = probs.float().clamp(0, 1 - 2**-24)
+        return float(
+            multiclass_calibration_error(below_one, target, num_classes=probs.shape[1], n_bins=self.bins, validate_args=False)
+        )
+
+    def _draw(self, context: Context) -> None:
+        assert self._last is not None
+        self._drawn, bins = self._last
+        draw(context, "reliability", lambda: reliability_diagram(bins, f"round {self._drawn}"), self._drawn)
+
+
+def reliability_diagram(bins: CalibrationBins, title: str) -> Figure:
+    """Accuracy and mean confidence per bin with the gap between them; below, how many examples each bin holds."""
+    from matplotlib.figure import Figure
+
+    M = len(bins.counts)
+    width, centre, full = 1 / M, (np.arange(M) + 0.5) / M, bins.counts > 0
+    figure = Figure(figsize=(5, 6), layout="constrained")
+    top, bottom = figure.subplots(2, 1, sharex=True, height_ratios=[3, 1])
+    top.plot([0, 1], [0, 1], color=GREY, linestyle="--", linewidth=1, label="perfect calibration")
+    top.bar(centre[full], bins.accuracy[full], width, color=SKY, edgecolor="white", label="accuracy")
+    low, high = np.minimum(bins.accuracy, bins.confidence), np.maximum(bins.accuracy, bins.confidence)
+    gap = {"color": "none", "edgecolor": RED, "hatch": "////", "linewidth": 1.0}
+    top.bar(centre[full], (high - low)[full], 0.86 * width, bottom=low[full], label="gap to mean confidence", **gap)
+    top.plot(bins.confidence[full], bins.confidence[full], "o", color=RED, markersize=3.5)
+    top.set(xlim=(0, 1), ylim=(0, 1), ylabel="share of correct predictions", title=f"Reliability, {title}: ECE {bins.error:.3f}")
+    figure.legend(loc="outside upper center", ncols=3, frameon=False, fontsize="small")
+    bottom.bar(centre, bins.counts, width, color=GREY, edgecolor="white")
+    bottom.set(xlabel=f"confidence (largest probability), {M} bins", ylabel="examples")
+    open_frame(top, bottom)
+    return figure

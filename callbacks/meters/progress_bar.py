@@ -1,0 +1,158 @@
+"""Live progress on a terminal; a plain line now and then in a log file."""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import sys
+import time
+from collections import deque
+from datetime import timedelta
+from typing import Any
+
+from lightning.fabric.utilities.rank_zero import rank_zero_only
+from rich.console import Console, RenderableType
+from rich.progress_bar import ProgressBar as Bar
+from rich.table import Table
+from rich.text import Text
+
+from fl_lightning.client import Assignment, Client
+from fl_lightning.hooks import Context, Meter, RoundRecord
+from fl_lightning.support.terminal import ResizableLive
+
+log = logging.getLogger("fl_lightning")
+
+
+class ProgressBar(Meter):
+    """Two lines that redraw themselves where stderr is a terminal; elsewhere about ten log lines a run.
+
+    The log lines go to the logger ``fl_lightning`` at level INFO.
+
+    Args:
+        refresh_per_second: redraws per second of the live display.
+    """
+
+    def __init__(self, refresh_per_second: float = 4) -> None:
+        if refresh_per_second <= 0:
+            raise ValueError(f"ProgressBar(refresh_per_second={refresh_per_second}); it is positive; write refresh_per_second: 4")
+        self.refresh_per_second = refresh_per_second
+        self._live: ResizableLive | None = None
+        self._redirected: list[tuple[logging.StreamHandler, Any]] = []
+        self._durations: deque[float] = deque(maxlen=20)  # seconds; the last rounds say most about the next ones
+        self._round = self._finished = self._max_rounds = self._clients = self._expected = 0
+        self._started = self._mark = time.monotonic()  # seconds: the start of the run, the end of the last round
+        self._metrics: dict[str, float] = {}
+        self._bytes, self._best = 0.0, 0.0
+
+    def on_setup(self, context: Context) -> None:
+        self._started = self._mark = time.monotonic()
+        self._durations.clear()
+
+    def on_round_start(self, round: int, context: Context) -> None:
+        self._round, self._finished, self._max_rounds, self._clients = round, round - 1, context.max_rounds, 0
+        if self._live is None and getattr(rank_zero_only, "rank", 0) == 0:
+            self._start()
+
+    def on_cohort(self, cohort: list[Assignment], round: int, context: Context) -> None:
+        self._expected = sum(assignment.trains for assignment in cohort)
+
+    def on_client_end(self, client: Client, round: int, context: Context) -> None:
+        self._clients += 1
+
+    def on_round_end(self, record: RoundRecord, context: Context) -> None:
+        now, self._finished = time.monotonic(), record.round
+        self._durations.append(now - self._mark)
+        self._mark = now
+        self._metrics |= record.metrics
+        self._bytes += record.metrics.get("comm/total_bytes", 0)
+        accuracy = record.metrics.get("test/accuracy")
+        if accuracy is not None and accuracy > self._best:
+            self._best = accuracy
+        if self._live is None and getattr(rank_zero_only, "rank", 0) == 0 and self._is_milestone(record.round):
+            log.info("round %d/%d  %s  %s", record.round, self._max_rounds, self._numbers(), self._times())
+
+    def on_fit_end(self, summary: dict[str, float], context: Context) -> None:
+        self._stop()
+
+    def on_exception(self, error: BaseException, context: Context) -> None:
+        if self._live is not None:
+            self._live.transient = True  # the round that it shows will not be finished
+        self._stop()
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"bytes": self._bytes, "best": self._best}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._bytes, self._best = state["bytes"], state["best"]
+
+    def __rich__(self) -> RenderableType:
+        lines = Table.grid(padding=(0, 1), expand=True)
+        for ratio in (None, 3, None, 1, None):
+            lines.add_column(ratio=ratio, no_wrap=True)
+        started = min(self._clients / self._expected, 1) if self._expected and self._finished < self._round else 0
+        lines.add_row(
+            Text(f"round {self._round:>{len(str(self._max_rounds))}}/{self._max_rounds}", style="bold"),
+            Bar(total=self._max_rounds, completed=self._finished + started, complete_style="cyan", finished_style="green"),
+            Text(f"client {self._clients:>{len(str(self._expected))}}/{self._expected or '?'}"),
+            Bar(total=self._expected or 1, completed=self._clients, complete_style="blue", finished_style="blue"),
+            Text(self._times(), style="dim"),
+        )
+        both = Table.grid(expand=True)
+        both.add_column(no_wrap=True, overflow="ellipsis")
+        both.add_row(lines)
+        both.add_row(Text(self._numbers(), overflow="ellipsis"))
+        return both
+
+    def _numbers(self) -> str:
+        m, parts = self._metrics, []
+        if "test/accuracy" in m:
+            parts.append(f"accuracy {100 * m['test/accuracy']:.1f} %, best {100 * self._best:.1f} %")
+        if "train/loss" in m:
+            parts.append(f"loss {m['train/loss']:.4g}")
+        if "clients/trained" in m:
+            rejected = f", {m['clients/rejected']:.0f} rejected" if m.get("clients/rejected") else ""
+            parts.append(f"{m['clients/trained']:.0f} trained, {m.get('clients/dropped', 0):.0f} dropped{rejected}")
+        if "comm/total_bytes" in m:
+            parts.append(f"{self._bytes / 1e6:.1f} MB")
+        return "  ".join(parts) or "first round"
+
+    def _times(self) -> str:
+        now = time.monotonic()
+        elapsed = f"{_clock(now - self._started)} elapsed"
+        if not self._durations:
+            return elapsed
+        left = sum(self._durations) / len(self._durations) * (self._max_rounds - self._finished) - (now - self._mark)
+        return f"{elapsed}, {_clock(max(left, 0))} left" if self._finished < self._max_rounds else elapsed
+
+    def _is_milestone(self, round: int) -> bool:
+        tenth = max(1, self._max_rounds // 10)
+        return round % tenth == 0 or round in (1, self._max_rounds)
+
+    def _start(self) -> None:
+        console = Console(stderr=True)
+        if not console.is_terminal or console.is_dumb_terminal:
+            return
+        self._live = ResizableLive(self, console=console, refresh_per_second=self.refresh_per_second)
+        self._live.max_width = 80  # of most terminals, so that few resizings break a line at all
+        terminal = sys.stderr
+        self._live.start()
+        atexit.register(self._stop)  # whatever happens, the cursor comes back
+        for logger in [logging.getLogger(), *logging.root.manager.loggerDict.values()]:
+            for handler in getattr(logger, "handlers", ()):
+                if isinstance(handler, logging.StreamHandler) and handler.stream is terminal:
+                    self._redirected.append((handler, terminal))
+                    handler.setStream(sys.stderr)  # rich's, which writes above the display instead of through it
+
+    def _stop(self) -> None:
+        if self._live is None:
+            return
+        for handler, stream in self._redirected:
+            handler.setStream(stream)
+        self._redirected.clear()
+        self._live.stop()
+        self._live = None
+        atexit.unregister(self._stop)
+
+
+def _clock(seconds: float) -> str:
+    return str(timedelta(seconds=round(seconds)))

@@ -1,0 +1,1 @@
+"""Callbacks that make life harder."""

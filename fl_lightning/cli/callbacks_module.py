@@ -1,0 +1,121 @@
+"""The module ``callbacks`` that names in YAML refer to: the project's own, joined by a module of that name in the user's project.
+
+The project's package lies beside this one and is called ``callbacks``, and so may a folder or a file of the user's. Both are then
+imported as one module: a name that only one of them has is that one's, a name that both have is the user's, and the log says so.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from collections.abc import Mapping
+from importlib import import_module
+from importlib.machinery import ModuleSpec, PathFinder
+from importlib.util import module_from_spec, spec_from_file_location
+from inspect import isclass, isfunction
+from pathlib import Path
+from pkgutil import iter_modules
+from types import ModuleType
+from typing import Any
+
+log = logging.getLogger("fl_lightning")
+NAME = "callbacks"
+OURS = Path(__file__).resolve().parents[2] / NAME
+
+
+def import_callbacks() -> ModuleType:
+    """Import ``callbacks``, with the names of the user's module or package of that name if there is one on ``sys.path``.
+
+    A module of the user's that cannot be imported is named in a warning, and the project's own names are there all the same.
+    """
+    loaded = sys.modules.get(NAME)
+    if loaded is not None and OURS in _folders(loaded.__spec__):
+        return loaded
+    theirs = _find_theirs() if loaded is None else loaded.__spec__
+    held = {name: sys.modules.pop(name) for name in list(sys.modules) if name == NAME or name.startswith(f"{NAME}.")}
+    spec = spec_from_file_location(NAME, OURS / "__init__.py", submodule_search_locations=[str(OURS)])
+    assert spec is not None
+    assert spec.loader is not None
+    sys.modules[NAME] = ours = module_from_spec(spec)
+    spec.loader.exec_module(ours)
+    return ours if theirs is None else _join(ours, theirs, held)
+
+
+def _find_theirs() -> ModuleSpec | None:
+    """The first module or package of that name on the path that is not of this project; the working directory comes first."""
+    for entry in dict.fromkeys([os.getcwd(), *sys.path]):
+        spec = PathFinder.find_spec(NAME, [entry or os.getcwd()])
+        copy = Path(entry, *__name__.split(".")).with_suffix(".py")  # of this project: an installed one started in a clone, say
+        if spec is not None and OURS not in _folders(spec) and not copy.is_file():
+            return spec
+    return None
+
+
+def _names_of_old(module: ModuleType) -> set[str]:
+    """The submodules of ``module`` that are imported by another name than their own: where they lay in an earlier version."""
+    parts = {name.rpartition(".")[2]: part for name, part in sys.modules.items() if name.rpartition(".")[0] == module.__name__}
+    return {name for name, part in parts.items() if part.__name__ != f"{module.__name__}.{name}"}
+
+
+def _folders(spec: ModuleSpec | None) -> list[Path]:
+    return [Path(folder).resolve() for folder in (spec and spec.submodule_search_locations) or ()]
+
+
+class _Joined(ModuleType):
+    """Two modules of one name; what neither had when they were joined is asked of the user's, which may make names on demand."""
+
+    _theirs: ModuleType | None = None
+    _problem = ""
+
+    def __getattr__(self, name: str) -> Any:
+        if self._theirs is not None and not name.startswith("__"):
+            return getattr(self._theirs, name)
+        raise AttributeError(f"module '{self.__name__}' has no attribute '{name}'{self._problem}")
+
+
+def _join(ours: ModuleType, theirs: ModuleSpec, held: Mapping[str, ModuleType], name: str = NAME) -> ModuleType:
+    """One module, in place of both, and the same for submodules that both have. What runs in ``ours`` keeps its own names.
+
+    Args:
+        ours: the project's module.
+        theirs: the user's, whose code runs here unless ``held`` has it.
+        held: what has been imported of the user's by now.
+        name: what both are imported as.
+    """
+    joined = _Joined(name, ours.__doc__)
+    vars(joined).update(vars(ours))
+    sys.modules[name] = joined  # what the user's code imports while it runs
+    parent, _, leaf = name.rpartition(".")
+    if parent:
+        setattr(sys.modules[parent], leaf, joined)
+    folders = list(theirs.submodule_search_locations or ())
+    if folders and hasattr(ours, "__path__"):
+        own = {module.name for module in iter_modules(ours.__path__)} | _names_of_old(ours)
+        both = [module.name for module in iter_modules(folders) if module.name in own]
+        parts = {f"{name}.{part}": import_module(f"{name}.{part}") for part in both}
+        joined.__path__ = [*ours.__path__, *folders]
+        sys.modules.update({part: module for part, module in held.items() if part not in sys.modules})
+        for called, part in parts.items():
+            spec = PathFinder.find_spec(called, folders)
+            assert spec is not None
+            _join(part, spec, held, called)
+    if theirs.loader is None or theirs.origin is None:  # a folder without an __init__.py
+        return joined
+    try:
+        module = held.get(name) or module_from_spec(theirs)
+        if name not in held:
+            theirs.loader.exec_module(module)
+    except Exception as error:
+        joined._problem = f" ({theirs.origin} cannot be imported: {type(error).__name__}: {error})"
+        log.warning("the project's own %s alone are known%s", name, joined._problem)
+        return joined
+    joined._theirs = module
+    for key, value in vars(module).items():
+        own_value = vars(ours).get(key, value)
+        if key.startswith("__") or (isinstance(value, ModuleType) and value.__name__.startswith(NAME)):
+            continue
+        if own_value is not value and (isclass(own_value) or isfunction(own_value)) and own_value.__module__.startswith(NAME):
+            log.warning("%s.%s is yours, of %s, and not the project's", name, key, theirs.origin)
+        setattr(joined, key, value)
+    return joined

@@ -1,0 +1,262 @@
+"""What the user gave, looked at before and after parsing: configuration files, environment variables, unused settings."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from fl_lightning.cli.commands import TRACEBACK
+from fl_lightning.errors import InputError
+from fl_lightning.support.documents import read_document
+from fl_lightning.support.packaged import configs_folder
+
+ENV_PREFIX = "FL_LIGHTNING_"
+
+
+def read_configs(args: list[str]) -> dict[str, str]:
+    """Path and text of every configuration file of this call, in their order.
+
+    Raises:
+        InputError: a file that is missing, unreadable, empty, not YAML, not a mapping, or says a key twice.
+    """
+    finder = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+    finder.add_argument("-c", "--config", action="append", default=[])
+    try:
+        given = finder.parse_known_args(args)[0].config
+    except argparse.ArgumentError:  # --config without a value: the real parser says so
+        given = []
+    from_environment = os.environ.get(f"{ENV_PREFIX}CONFIG")
+    paths = [from_environment, *given] if from_environment else given
+    return {path: _read_config(path) for path in paths}
+
+
+def check_encoding(args: Iterable[str]) -> None:
+    """Refuse arguments and variables that are not UTF-8: they could not be kept in the configuration of a run.
+
+    Raises:
+        InputError: one is not; it is shown with its odd bytes as ``\\x..``.
+    """
+    variables = (f"{name}={value}" for name, value in os.environ.items() if name.startswith(ENV_PREFIX))
+    for given in (*args, *variables):
+        try:
+            given.encode()
+        except UnicodeEncodeError:
+            shown = os.fsencode(given).decode(errors="backslashreplace")
+            raise InputError(f"{shown}; it is not UTF-8, and a configuration is; write it in UTF-8") from None
+
+
+def with_config_of_run(args: list[str]) -> list[str]:
+    """Arguments that name a run but no configuration, with that of the run in front of them.
+
+    Raises:
+        InputError: there is no run, or none that has a configuration.
+    """
+    finder = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+    for name in ("--config", "--ckpt_path", "--model"):
+        finder.add_argument(name)
+    finder.add_argument("-c", dest="config")
+    try:
+        given = finder.parse_known_args(args)[0]
+    except argparse.ArgumentError:  # a flag without a value: the real parser says so
+        return args
+    if given.config or given.model or f"{ENV_PREFIX}CONFIG" in os.environ or {"-h", "--help"} & {*args}:
+        return args
+    if not given.ckpt_path or given.ckpt_path == "last":
+        raise InputError(
+            f"test {f'--ckpt_path {given.ckpt_path}' if given.ckpt_path else 'without --ckpt_path'} and without --config; it needs "
+            "to know the run; write --ckpt_path and the run's directory"
+        )
+    path = Path(given.ckpt_path)
+    run = path.parent.parent if path.parent.name == "checkpoints" else path
+    if not (run / "config.yaml").is_file():
+        raise InputError(
+            f"--ckpt_path {given.ckpt_path}; it is neither a run directory nor a checkpoint in one; write the directory that holds "
+            "config.yaml"
+        )
+    return ["--config", str(run / "config.yaml"), *args]
+
+
+def _read_config(path: str) -> str:
+    given = f"--config {path}"
+    if Path(path).is_dir():
+        raise InputError(f"{given}; it is a directory and must be a YAML file; write --config {_yaml_near(Path(path) / 'x')}")
+    try:
+        text = read_document(Path(path), given)
+    except InputError:
+        raise
+    except FileNotFoundError:
+        raise InputError(f"{given}; there is no such file; write --config {_yaml_near(Path(path))}") from None
+    except UnicodeDecodeError:
+        raise InputError(f"{given}; it is not a text file and must be YAML; write --config {_yaml_near(Path(path))}") from None
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise InputError(f"{given}; it cannot be read ({reason}); write the path of a YAML file that can") from None
+    try:
+        node = yaml.compose(text, Loader=yaml.SafeLoader)
+        yaml.safe_load(text)
+        repeated = [] if node is None else list(_repeated_keys(node))
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark
+        where = f", line {mark.line + 1}, column {mark.column + 1}" if mark else ""
+        seen = " ".join(part for part in (error.context, error.problem) if part)
+        raise InputError(
+            f"{given}{where}; it is not valid YAML: {seen}; mend that line ('key: value', indented with spaces)"
+        ) from None
+    except (yaml.YAMLError, ValueError) as error:  # ValueError: the 31st of February
+        raise InputError(f"{given}; it is not valid YAML: {error}; write 'key: value' lines") from None
+    except RecursionError:
+        raise InputError(f"{given}; it is nested too deeply, or in itself; write a plain mapping of settings") from None
+    if not isinstance(node, yaml.MappingNode):
+        what = "empty" if node is None else "not a mapping of settings"
+        raise InputError(f"{given}; it is {what}; write for example 'trainer: {{max_rounds: 5}}' into it")
+    for key, line in repeated:
+        raise InputError(f"{path}, line {line}: {key}; a key may be given once; remove one of the two")
+    return text
+
+
+def _yaml_near(path: Path) -> str:
+    """The YAML file that was probably meant."""
+    folder = configs_folder()
+    names = {file.name: f"configs/{file.relative_to(folder)}" for file in folder.rglob("*.yaml")}  # found from anywhere
+    files = [*Path("configs").glob("*.y*ml"), *path.parent.glob("*.y*ml")]
+    names |= {file.name: str(file) for file in files if file != path}
+    near = [match for name in (path.name, f"{path.stem}.yaml") for match in get_close_matches(name, names, n=1, cutoff=0.7)]
+    return names[near[0]] if near else "configs/kd_default.yaml"
+
+
+def _repeated_keys(node: yaml.Node) -> Iterator[tuple[str, int]]:
+    if isinstance(node, yaml.MappingNode):
+        seen: set[str] = set()
+        for key, value in node.value:
+            if isinstance(key, yaml.ScalarNode) and key.value != "<<":
+                if key.value in seen:
+                    yield key.value, key.start_mark.line + 1
+                seen.add(key.value)
+            yield from _repeated_keys(value)
+    elif isinstance(node, yaml.SequenceNode):
+        for value in node.value:
+            yield from _repeated_keys(value)
+
+
+def line_of(path: str, text: str) -> int | None:
+    """Line, counted from 1, of a dotted setting in a YAML text; the levels ``init_args`` and of lists need no naming.
+
+    >>> line_of("trainer.callbacks.round", "trainer:\\n  callbacks:\\n  - init_args:\\n      round: 3")
+    4
+    """
+    node = yaml.compose(text, Loader=yaml.SafeLoader)
+    return None if node is None else _line_in(path.split("."), node)
+
+
+def _line_in(path: list[str], node: yaml.Node) -> int | None:
+    lines: list[int | None] = []
+    if isinstance(node, yaml.SequenceNode):
+        lines = [_line_in(path, item) for item in node.value]
+    elif isinstance(node, yaml.MappingNode):
+        for key, value in node.value:
+            if key.value == "init_args" != path[0]:
+                lines.append(_line_in(path, value))
+            elif isinstance(key.value, str) and key.value.rstrip("+") == path[0]:
+                lines.append(_line_in(path[1:], value) if path[1:] else key.start_mark.line + 1)
+    return next((line for line in lines if line is not None), None)
+
+
+def variable_of(path: str) -> str:
+    """The environment variable of a dotted setting.
+
+    >>> variable_of("trainer.max_rounds")
+    'FL_LIGHTNING_TRAINER__MAX_ROUNDS'
+    """
+    return ENV_PREFIX + path.replace(".", "__").upper()
+
+
+def beside_class_path(node: Any, path: str = "") -> Iterator[tuple[str, str]]:
+    """Dotted path of each class of a configuration that has a key beside ``class_path`` and ``init_args``, and that key."""
+    if isinstance(node, list):
+        for item in node:
+            yield from beside_class_path(item, path)
+    if not isinstance(node, Mapping):
+        return
+    if "class_path" in node:
+        yield from ((path, str(key)) for key in node if key not in ("class_path", "init_args", "dict_kwargs"))
+    for key, value in node.items():
+        yield from beside_class_path(value, path if key == "init_args" else f"{path}.{key}".lstrip("."))
+
+
+def check_kind(texts: Mapping[str, str]) -> None:
+    """Refuse files of ``sweep`` and of ``tune`` where a configuration of ``fit`` is due.
+
+    Raises:
+        InputError: one is such a file.
+    """
+    for path, text in texts.items():
+        keys = {*yaml.safe_load(text)}
+        for key, what, command in (("methods", "a study", "sweep"), ("space", "a search", "tune")):
+            if {"study", key} <= keys:
+                raise InputError(
+                    f"--config {path}; it is {what}, and fit runs one configuration; write python -m fl_lightning {command} "
+                    f"--config {path}"
+                )
+
+
+def check_environment(settings: Iterable[str]) -> None:
+    """Refuse variables with our prefix that set nothing, so that a typo is not silently ignored."""
+    valid = {variable_of(name) for name in settings}
+    for name in sorted(os.environ):
+        if not name.startswith(ENV_PREFIX) or name in valid or name == TRACEBACK:
+            continue
+        group, _, setting = name.removeprefix(ENV_PREFIX).partition("__")
+        if setting and group in ("MODEL", "DATA"):
+            instead = f"write {ENV_PREFIX}{group}='{{{setting.lower()}: {os.environ[name]}}}'"
+            raise InputError(f"environment variable {name}; settings of {group.lower()} are given together; {instead}")
+        near = get_close_matches(name, valid, n=1)
+        instead = f"write {near[0]}" if near else f"unset {name}"
+        raise InputError(f"environment variable {name}; there is no such setting; {instead}")
+
+
+def dropped_names(args: list[str], texts: Iterable[str], config: Mapping[str, Any]) -> list[str]:
+    """Settings that were given but are not in the resolved ``config``: their class was replaced by one that has no such argument.
+
+    >>> dropped_names([], ["model: {class_path: A, init_args: {alpha: 1}}"], {"model": {"class_path": "B", "init_args": {}}})
+    ['model.alpha']
+    """
+    final = _plain(config)
+    dropped: dict[str, None] = {}
+    for text in texts:
+        dropped.update(dict.fromkeys(_missing(_plain(yaml.safe_load(text)), final)))
+    for arg in args:
+        path = arg.removeprefix("--").partition("=")[0]
+        if arg.startswith(("--model.", "--data.")) and not path.endswith((".help", "+")):
+            nested: Any = True
+            for name in reversed([part for part in path.split(".") if part not in ("init_args", "class_path")]):
+                nested = {name: nested}
+            dropped.update(dict.fromkeys(_missing(nested, final)))
+    return list(dropped)
+
+
+def _plain(node: Any) -> Any:
+    """Without the levels ``class_path`` and ``init_args``, which may be left out."""
+    if not isinstance(node, Mapping):
+        return node
+    plain = {key: _plain(value) for key, value in node.items() if key not in ("class_path", "init_args", "dict_kwargs")}
+    for level in ("init_args", "dict_kwargs"):
+        inner = _plain(node.get(level))
+        plain.update(inner if isinstance(inner, dict) else {})
+    return plain
+
+
+def _missing(given: Any, final: Any, path: str = "") -> Iterator[str]:
+    if not isinstance(given, Mapping) or not isinstance(final, Mapping):
+        return
+    for key, value in given.items():
+        name = f"{path}.{key}" if path else str(key)
+        if key in final:
+            yield from _missing(value, final[key], name)
+        elif path.split(".")[0] in ("model", "data"):
+            yield name

@@ -1,0 +1,79 @@
+"""``--model.help FedAvg``: the settings of one class, on one screen."""
+
+from __future__ import annotations
+
+import inspect
+import shutil
+import textwrap
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from fl_lightning.cli.types import concrete, describe, hint_of, import_class, members, nearest, settings_of
+from fl_lightning.errors import InputError
+
+
+def class_help(args: list[str], settings: Mapping[str, Any]) -> str | None:
+    """The text for the first ``--SETTING.help`` of a command line; None where there is none that is answered here.
+
+    Args:
+        args: the command line after the command.
+        settings: the parser's settings, by dotted name.
+
+    Raises:
+        InputError: there is no such class.
+    """
+    for arg, following in zip(args, [*args[1:], ""], strict=False):
+        flag, equals, name = arg.partition("=")
+        path = flag.removeprefix("--").removesuffix(".help")
+        if not flag.endswith(".help") or path not in settings:
+            continue
+        name = name if equals else "" if following.startswith("-") else following
+        known = {cls.__name__: cls for member in _classes(hint_of(settings[path])) for cls in concrete(member)}
+        cls = known.get(name) or import_class(name)
+        if cls is not None:
+            return "\n".join(_of_class(path, cls)) + "\n"
+        if name:
+            near = nearest(name, known) or next(iter(sorted(known)), "")
+            raise InputError(f"{flag} {name}; it is one of {', '.join(sorted(known))}, or an import path; write {flag} {near}")
+        return "\n".join(_of_choices(path, known)) + "\n"
+    return None
+
+
+def _classes(hint: Any) -> Iterator[type]:
+    for member in members(hint):
+        if inspect.isclass(member) and not getattr(member, "__args__", ()) and member.__module__ != "builtins":
+            yield member
+        else:
+            yield from (cls for part in getattr(member, "__args__", ()) for cls in _classes(part))
+
+
+def _of_class(path: str, cls: type) -> Iterator[str]:
+    width = min(shutil.get_terminal_size((100, 24)).columns, 120)
+    yield f"--{path} {cls.__name__}"
+    yield from textwrap.wrap(_first_paragraph(cls), width)
+    for name, action in settings_of(cls).items():
+        if "." in name:
+            continue
+        default = "" if action.default == "==SUPPRESS==" or action.required else f"; default {_shown(action.default)}"
+        rule = describe(hint_of(action)) if hint_of(action) is not None else "any"
+        yield from textwrap.wrap(f"--{path}.{name}  {rule}{default}", width, initial_indent="  ", subsequent_indent="      ")
+        text = " ".join((action.help or "").replace("%%", "%").split()) if isinstance(action.help, str) else ""
+        yield from textwrap.wrap(text, width, initial_indent="      ", subsequent_indent="      ")
+
+
+def _of_choices(path: str, known: Mapping[str, type]) -> Iterator[str]:
+    for name, cls in sorted(known.items()):
+        yield f"{name:<24} {_first_paragraph(cls)}"[:160]
+    yield f"--{path}.help NAME shows the settings of one of them."
+
+
+def _first_paragraph(cls: type) -> str:
+    return " ".join((inspect.getdoc(cls) or "").partition("\n\n")[0].split())
+
+
+def _shown(default: Any) -> str:
+    if isinstance(default, bool | None):
+        return {True: "true", False: "false", None: "null"}[default]
+    if isinstance(default, int | float | str | list | tuple | dict):
+        return str(default)
+    return getattr(default, "__qualname__", type(default).__name__)

@@ -1,0 +1,260 @@
+"""jsonargparse's complaints, rewritten as one line in three parts: what was given; the rule; what to write instead.
+
+jsonargparse reports nested problems as indented text. What is needed of it (keys, class, value) is picked out here, the rule
+comes from the type of the setting, and the suggestion is the nearest valid name.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from argparse import Action
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from itertools import groupby
+from pathlib import Path
+from types import NoneType
+from typing import Any
+
+import yaml
+from jsonargparse import ArgumentParser, Namespace
+
+from fl_lightning.cli.configs import beside_class_path, line_of, variable_of
+from fl_lightning.cli.types import (
+    SLIPS,
+    choices,
+    describe,
+    example_of,
+    hint_of,
+    import_class,
+    is_list,
+    meant,
+    members,
+    nearest,
+    settings_of,
+)
+
+KEY = re.compile(r'Parser key "([^"]+)"')
+OWNER = re.compile(r"class_path[ =]'([^']+)'")
+COMPLAINT = re.compile(
+    r"^ *- (?:Problem with given class_path '[^']+':)?\s*(.+?)(?=\n *- |\n *Given value|\Z)", re.MULTILINE | re.DOTALL
+)
+UNKNOWN_KEY = re.compile(
+    r"Option '(?P<key>[^']+)' is not accepted|Group '(?P<group>[^']+)' does not accept option '(?P<option>[^']+)'"
+)
+UNKNOWN_FLAG = re.compile(r"unrecognized arguments: (\S+)")
+NO_VALUE = re.compile(r"argument (?:-c/)?(--\S+): expected")
+REQUIRED = re.compile(r"arguments are required: (\S+)")
+VALUES = (
+    re.compile(r"NestedArg\(key='[^']*', val='?([^')]*)"),
+    re.compile(r"dot import path string: (\S+)"),
+    re.compile(r"Import path (\S+) does not|class, but (\S+) is|Problem with given class_path '([^']+)':\s+(?:No module|module)"),
+    re.compile(r"(?:Got|Given) value: (.+?)(?:\. Got value.*)?$", re.MULTILINE),
+    re.compile(r"base 10: '(.*)'|: (\S+) does not conform|: (\S+) not a number"),
+    re.compile(r"Unable to load config '([^']*)'"),
+)
+REASONS = (
+    (re.compile(r"No module named '[^']+'|module '[^']+' has no attribute '[^']+'"), "it cannot be imported ({})"),
+    (re.compile(r"is abstract"), "it {}"),
+    (re.compile(r"Multiple subclasses with name [^.]+"), "there are {}"),
+)
+UNTYPED = re.compile(r"Parameter '(?P<name>\w+)' from '(?P<owner>[^']+)' does not specify a type")
+FROM_DATA = {"num_classes", "image_size"}
+
+
+@dataclass(frozen=True)
+class Given:
+    """What the user gave on this call.
+
+    Args:
+        args: the command line after the command.
+        texts: path and text of the configuration files.
+    """
+
+    args: list[str]
+    texts: Mapping[str, str]
+
+    def flag_value(self, path: str) -> str | None:
+        """The value of the last ``--path VALUE`` or ``--path=VALUE`` of the command line."""
+        value = None
+        for arg, following in zip(self.args, [*self.args[1:], ""], strict=False):
+            name, equals, rest = arg.partition("=")
+            if name.rstrip("+").replace(".init_args", "").removesuffix(".class_path") == f"--{path}":
+                value = rest if equals else following
+        return value
+
+    def source_of(self, document: str) -> str:
+        """``--flag VALUE``, shortened, of the value that is this YAML text or names a file with it; else the text's beginning."""
+        for arg, following in zip(self.args, [*self.args[1:], ""], strict=False):
+            name, equals, rest = arg.partition("=")
+            value = rest if equals else following
+            with suppress(OSError, ValueError):  # a value that is no path
+                if value == document or Path(value).read_text() == document:
+                    return f"{name} {_shortened(value)}"
+        variable = next(
+            (f"environment variable {name}={value}" for name, value in os.environ.items() if value == document), document
+        )
+        return _shortened(variable)
+
+    def variable(self, path: str, value: str) -> str | None:
+        """The environment variable that gives this setting this value, by itself or for the group that it is in."""
+        parts = path.split(".")
+        for length in range(len(parts), 0, -1):
+            name = variable_of(".".join(parts[:length]))
+            if name in os.environ and (os.environ[name] == value or (length < len(parts) and value in os.environ[name])):
+                return name if length == len(parts) or not self.in_file(path) else None
+        return None
+
+    @staticmethod
+    def is_whole(variable: str, path: str) -> bool:
+        """Whether the variable holds the setting and not a group of settings."""
+        return variable == variable_of(path)
+
+    def beside_class_path(self) -> tuple[str, str] | None:
+        """Dotted path of the first class of the files that has a key beside ``class_path`` and ``init_args``, and that key."""
+        return next((found for text in self.texts.values() for found in beside_class_path(yaml.safe_load(text))), None)
+
+    def in_file(self, path: str) -> str:
+        """``" (FILE, line N)"`` of the last file that has the setting, else nothing."""
+        for file, text in reversed(list(self.texts.items())):
+            if line := line_of(path, text):
+                return f" ({file}, line {line})"
+        return ""
+
+
+def _shortened(value: str) -> str:
+    return value if len(value) <= 60 else f"{value[:60]}..."
+
+
+def explain(message: str, parser: ArgumentParser, given: Given, flags: Iterable[str] = ()) -> str:
+    """The one line for jsonargparse's ``message``.
+
+    Args:
+        flags: settings that exist beside the parser's own: those of the classes that may be named.
+    """
+    settings = {**dict.fromkeys(flags), **settings_of(parser)}
+    if found := UNKNOWN_FLAG.search(message):
+        return _unknown_flag(found[1], settings)
+    if found := UNTYPED.search(message):
+        owner = found["owner"].removesuffix(".__init__")
+        return f"parameter {found['name']} of {owner} has no type; a setting needs one; write {found['name']}: int, or what it is"
+    keys = [key for key, _ in groupby(KEY.findall(message)) if key != "config"]
+    owners = OWNER.findall(message)
+    if found := REQUIRED.search(message):
+        path = ".".join([*keys, found[1]])
+        action = _action_of(found[1], owners) or settings.get(path)
+        example = " or --config configs/kd_default.yaml" if path == "model" else ""
+        return f"no {path} given; it is required; write --{path} {example_of(action)}{example}"
+    if found := NO_VALUE.search(message):
+        example = "FILE" if found[1] == "--config" else example_of(settings.get(found[1].lstrip("-").rstrip("+")))
+        return f"{found[1]} without a value; it needs one; write {found[1]} {example}"
+    if found := UNKNOWN_KEY.search(message):
+        name = found["key"] or f"{found['group']}.{found['option']}"
+        return _unknown_key(keys, name, owners, settings, given)
+    if keys:
+        return _bad_value(keys, owners, message, settings, given)
+    return f"{' '.join(message.split())[:300]}; see {parser.prog} --help"
+
+
+def condense(message: str) -> str:
+    """What a constructor said, without jsonargparse's frame around it: the first complaint that is not about another type."""
+    complaints = COMPLAINT.findall(message) if "Union subtypes" in message else []
+    return next((text for text in complaints if not text.startswith("Expected a ")), message)
+
+
+def _unknown_flag(token: str, settings: Mapping[str, Any]) -> str:
+    flag = token.partition("=")[0]
+    if not flag.startswith("-"):
+        return f"{token}; settings are given as --name value; write --config {token} if it is a configuration file"
+    near = meant(flag.lstrip("-").rstrip("+"), settings)
+    return f"{flag}; there is no such flag; " + (f"write --{near}" if near else "see --help for all of them")
+
+
+def _unknown_key(keys: list[str], name: str, owners: list[str], settings: Mapping[str, Any], given: Given) -> str:
+    path = ".".join([*keys, name])
+    leaf = name.rpartition(".")[2]
+    flagged = given.flag_value(path) is not None
+    shown = f"--{path} {given.flag_value(path)}" if flagged else f"{path}{given.in_file(path)}"
+    if leaf in FROM_DATA and path.startswith("model"):
+        return f"{shown}; {leaf} comes from the data; leave it out and choose the data with --data.dataset"
+    if leaf == "class_path" and (found := given.beside_class_path()):
+        group, extra = found
+        where = given.in_file(f"{group}.{extra}")
+        return f"{group}.{extra}{where}; beside class_path stands init_args alone; write {extra} under init_args"
+    owner = import_class(owners[-1]) if owners and keys else None
+    valid = settings_of(owner) if owner else settings
+    near = nearest(name, valid) if owner else meant(name, valid)
+    rule = f"{owner.__name__} has no setting {leaf}" if owner else "there is no such setting"
+    if near is None and (slip := SLIPS.get(path) or SLIPS.get(leaf)) is not None:
+        near, owner = slip, None
+    if near is None:
+        names = [option for option in valid if not owner or "." not in option]
+        return f"{shown}; {rule}; write one of {', '.join(sorted(names)[:20])}"
+    near = ".".join([*keys, near]) if owner else near
+    return f"{shown}; {rule}; write " + (f"--{near} {given.flag_value(path)}".strip() if flagged else near)
+
+
+def _bad_value(keys: list[str], owners: list[str], message: str, settings: Mapping[str, Any], given: Given) -> str:
+    path = ".".join(keys)
+    action = _action_of(keys[-1], owners) if len(keys) > 1 else settings.get(path)
+    hint = hint_of(action)
+    flagged = given.flag_value(path)
+    value = flagged if flagged is not None else _value(message)
+    short = _shortened(value)
+    variable = given.variable(path, value) if flagged is None else None
+    shown = f"--{path} {short or repr(short)}" if flagged is not None else f"{path}: {short}{given.in_file(path)}"
+    if variable:
+        shown = f"environment variable {variable}={_shortened(os.environ[variable])}"
+    if action is not None and action.metavar == "CONFIG":  # a group, such as trainer
+        inner = next(name for name in settings if name.startswith(f"{path}."))
+        return f"{shown}; {path} is a group of settings; write --{inner} {example_of(settings[inner])}"
+    reason = next((words.format(found[0]) for pattern, words in REASONS if (found := pattern.search(message))), "")
+    near = nearest(value.rpartition(".")[2], choices(hint))
+    instead = near or example_of(action)
+    if near is None and is_list(hint) and _names_a_class(value):
+        instead = f"--{path}+=NAME with one of these names, or with the import path of a class of yours"
+    elif variable:
+        instead = f"{variable}={instead}" if given.is_whole(variable, path) else f"{path.rpartition('.')[2]}: {instead} in it"
+    elif flagged is None:
+        instead = f"{path}: [{instead}]" if is_list(hint) else f"{path}: {instead}"
+    else:
+        instead = f"--{path}+={instead}" if is_list(hint) else f"--{path} {instead}"
+    rule = f"it must be {describe(hint)}" if hint is not None else "it is not a valid value"
+    return f"{shown}; {reason + ', and ' if reason else ''}{rule}; write {instead}"
+
+
+def _names_a_class(value: str) -> bool:
+    return value.replace(".", "_").isidentifier()
+
+
+def nulls(config: Namespace, settings: Mapping[str, Action], path: str = "") -> Iterator[tuple[str, Action]]:
+    """Path and action of every setting that is null though its type does not allow it; jsonargparse lets those pass."""
+    for name, action in settings.items():
+        value = config.get(name)
+        hint = hint_of(action)
+        if value is None and hint not in (None, Any) and action.default is not None and NoneType not in members(hint):
+            yield f"{path}{name}", action
+        for spec in value if isinstance(value, list) else [value]:
+            if isinstance(spec, Namespace) and "init_args" in spec and (cls := import_class(spec.class_path)) is not None:
+                yield from nulls(spec.init_args, settings_of(cls), f"{path}{name}.")
+
+
+def null_refused(path: str, action: Action, given: Given) -> str:
+    hint = hint_of(action)
+    return f"{path}: null{given.in_file(path)}; it must be {describe(hint)}; write {path}: {example_of(action)}"
+
+
+def _action_of(name: str, owners: list[str]) -> Action | None:
+    """The argument ``name`` of the innermost class that has it."""
+    for owner in map(import_class, reversed(owners)):
+        if owner is not None and name in (actions := settings_of(owner)):
+            return actions[name]
+    return None
+
+
+def _value(message: str) -> str:
+    for pattern in VALUES:
+        if found := pattern.search(message):
+            return next(group for group in found.groups() if group is not None)
+    return ""

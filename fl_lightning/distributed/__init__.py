@@ -1,0 +1,1 @@
+"""Several processes of one run: how they start, and what they exchange."""

@@ -1,0 +1,1 @@
+"""CUDA graphs, seats and side streams. No card has run them yet: opt in with ``--trainer.cuda_graphs true``."""

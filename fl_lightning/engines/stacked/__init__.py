@@ -1,0 +1,1 @@
+"""Many clients in one call: their tensors are stacked, and ``torch.func.vmap`` runs the step."""

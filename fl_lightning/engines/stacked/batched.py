@@ -1,0 +1,252 @@
+"""Many clients at once: their parameters and buffers as stacks ``[K, ...]``, one ``vmap`` of the training step over all of them.
+
+Pays where a step is mostly the cost of starting operations: small networks, many clients. The clients of a stack may have different
+numbers and sizes of batches: each step takes those rows whose batches have one shape, and the others in turn.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import torch
+from lightning.fabric import Fabric
+from lightning.fabric.plugins.precision import MixedPrecision
+from torch import Tensor, nn
+from torch.func import functional_call, vmap
+from torch.optim import Optimizer
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map
+
+from fl_lightning import rng
+from fl_lightning.data import FederatedData
+from fl_lightning.engines.attributes import REGISTERED
+from fl_lightning.engines.base import ClientResult, Engine, Order, Units, local_batches, one_thread
+from fl_lightning.engines.sequential import SequentialEngine
+from fl_lightning.engines.stacked.stack import CannotStackError, Stack, StackLosses
+from fl_lightning.engines.stacked.start_state import Received
+from fl_lightning.engines.uploads import default_uploads, upload_of
+from fl_lightning.methods import Method
+from fl_lightning.models.tensors import tensors_of
+
+log = logging.getLogger("fl_lightning")
+
+MOST = 64
+"""Clients of one stack. Fixed, and stacks are cut before they are dealt to processes, so that their number changes nothing."""
+ROOM = 2**31
+"""Bytes that parameters, gradients and optimiser state of one stack may take."""
+
+
+@dataclass
+class Row:
+    """One client, ready to train: with ``received`` as its module. ``batches``: None for those of the data module as it is."""
+
+    order: Order
+    received: Received
+    batches: list[Any] | None
+
+
+class BatchedEngine(Engine):
+    name = "batched"
+
+    def __init__(self, fabric: Fabric, method: Method, data: FederatedData) -> None:
+        self.fabric, self.method, self.data = fabric, method, data
+        self.one_by_one = SequentialEngine(fabric, method, data)
+        self.reason = ""
+        self.names: list[str] = []  # attributes that receive sets
+
+    def units(self, orders: Sequence[Order]) -> Units:
+        """Stacks of clients with about as many examples."""
+        weights = sum(p.numel() * p.element_size() for p in self.method.parameters())
+        if not orders:
+            return []
+        most = max(1, min(MOST, ROOM // max(1, 4 * weights)))
+        count = -(-len(orders) // most)
+        by_size = sorted(range(len(orders)), key=lambda at: (len(orders[at].client.train), at))
+        edges = [round(part * len(orders) / count) for part in range(count + 1)]
+        return [sorted(by_size[a:b]) for a, b in pairwise(edges)]
+
+    def train(self, orders: Sequence[Order], units: Units | None = None) -> Iterator[ClientResult]:
+        results: dict[int, ClientResult] = {}
+        for unit in self.units(orders) if units is None else units:
+            results |= zip(unit, self.train_unit([orders[at] for at in unit]), strict=True)
+        yield from (results[at] for at in range(len(orders)))
+
+    def train_unit(self, orders: Sequence[Order]) -> list[ClientResult]:
+        """As one stack for each kind of client among them; one by one where that cannot be, which the log says once."""
+        if not self.reason:
+            try:
+                with one_thread(self.fabric.device):
+                    return self._train_stacks(orders)
+            except CannotStackError as reason:
+                self.reason = str(reason)
+                log.warning("clients are trained one by one, not batched: %s", reason)
+        return list(self.one_by_one.train(orders))
+
+    def _train_stacks(self, orders: Sequence[Order]) -> list[ClientResult]:
+        precision = self.fabric.strategy.precision
+        if isinstance(precision, MixedPrecision) and precision.scaler is not None:
+            raise CannotStackError("each client has a loss scale of its own in 16-mixed")
+        before = dict(vars(self.method))
+        rows = self._ready(orders)
+        states = {id(row.received): row.received for row in rows}.values()
+        changed = {name for state in states for name, value in state.attributes.items() if before.get(name) is not value}
+        self.names = sorted(changed - {*REGISTERED})
+        kind_of = {id(state): state.kind(self.names, type(self.method).__name__) for state in states}
+        kinds: dict[Any, list[Row]] = defaultdict(list)
+        for row in rows:
+            kinds[kind_of[id(row.received)]].append(row)
+        # all of them before the first upload, which may change client.state
+        trained = [self._train_stack(kind) for kind in kinds.values()]
+        results = {result.client.id: result for finish in trained for result in finish()}
+        return [results[order.client.id] for order in orders]
+
+    def _ready(self, orders: Sequence[Order]) -> list[Row]:
+        method, received = self.method, None
+        # other batches may go on from what was received
+        plain = getattr(method.local_batches, "__func__", None) is Method.local_batches
+        gathered = plain and self.data.can_stack([order.client for order in orders], [order.labels for order in orders])
+        if plain and len({id(order.message) for order in orders}) == 1:
+            received = Received.by_anyone(method, orders[0].received(), orders[0].client)
+        if received is not None and gathered:
+            return [Row(order, received, None) for order in orders]
+        rows = []
+        for order in orders:
+            client, batches = order.client, None
+            if received is None:
+                method.receive(order.received(), client)
+                method.train()
+            if not gathered:
+                with rng.torch_stream(method.seed, "dropout", method.round, client.id), self.fabric.autocast():
+                    batches = list(local_batches(method, self.data, order))
+            rows.append(Row(order, received or Received.by(method), batches))
+        return rows
+
+    def _train_stack(self, rows: Sequence[Row]) -> Callable[[], list[ClientResult]]:
+        """Trains them; what is returned makes their uploads."""
+        if len(rows) == 1:
+            return lambda: [self.one_by_one.train_client(rows[0].order)]
+        rows[0].received.restore(self.method, self.names)
+        self.tied = _has_tied_weights(self.method)
+        stack = Stack(self.method, [row.received.tensors for row in rows])
+        losses, steps = StackLosses(len(rows)), [0] * len(rows)
+        for number, groups in enumerate(self._batches(rows)):
+            for where, batch in groups:
+                outputs = self._step(stack, where, batch, number)
+                losses.add(outputs, tree_leaves(batch)[0].shape[1], where)
+                for at in where:
+                    steps[at] += 1
+            stack.end_step()
+        return lambda: self._results(rows, stack, losses, steps)
+
+    def _batches(self, rows: Sequence[Row]) -> Iterator[list[tuple[list[int], Any]]]:
+        """For each step, groups of rows whose batches have one form, and these as a stack."""
+        if rows[0].batches is not None:
+            yield from _stacked([row.batches or [] for row in rows])
+            return
+        orders = [row.order for row in rows]
+        steps = self.data.stacked_batches(
+            [order.client for order in orders], round=self.method.round, epochs=[order.epochs for order in orders],
+            labels=[order.labels for order in orders], steps=[order.steps for order in orders],
+        )  # fmt: skip
+        while True:
+            with self.fabric.autocast():  # for the batches alone: a step enters it by itself
+                groups = next(steps, None)
+            if groups is None:
+                return
+            yield groups
+
+    def _step(self, stack: Stack, where: Sequence[int], batch: Any, step: int) -> dict[str, Tensor]:
+        """One local step of the clients at ``where``; ``batch`` is a stack of theirs. Each loss term as ``[len(where)]``."""
+        leaves, others = stack.part(where)
+        before = dict(vars(self.method))
+        try:
+            with self.fabric.autocast():
+                outputs, tensors = vmap(self._call, (0, 0, None, 0, None))(leaves, others, "training_step", batch, step)
+            outputs["loss"].sum().backward()
+            stack.step(where, leaves)
+            tensors = {name: leaves.get(name, tensor).detach() for name, tensor in tensors.items()}
+            outputs = {name: value.detach() for name, value in outputs.items()}
+            if type(self.method).on_train_batch_end is not Method.on_train_batch_end:
+                with torch.no_grad():
+                    end = vmap(self._call, (0, None, None, 0, 0, None))
+                    _, tensors = end(tensors, {}, "on_train_batch_end", outputs, batch, step)
+        except (RuntimeError, ValueError, TypeError, AttributeError, NotImplementedError) as error:
+            raise CannotStackError(f"{type(self.method).__name__} under vmap: {str(error).splitlines()[0]}") from error
+        for name, value in vars(self.method).items():
+            if name not in REGISTERED and before.get(name) is not value:
+                raise CannotStackError(
+                    f"{type(self.method).__name__} sets {name!r} in a step; it would be one value for all of a stack"
+                )
+        stack.put(where, tensors)
+        return outputs
+
+    def _call(
+        self, trained: Mapping[str, Tensor], others: Mapping[str, Tensor], hook: str, *arguments: Any
+    ) -> tuple[Any, dict[str, Tensor]]:
+        """A hook of the method with these tensors in place of its own; what it returns, and the tensors as it left them."""
+        tensors = {f"method.{name}": tensor for name, tensor in {**trained, **others}.items()}
+        returned = functional_call(_Caller(self.method), tensors, (hook, *arguments), tie_weights=self.tied)
+        return returned or {}, {name.removeprefix("method."): tensor for name, tensor in tensors.items()}
+
+    @torch.no_grad()
+    def _results(self, rows: Sequence[Row], stack: Stack, losses: StackLosses, steps: Sequence[int]) -> list[ClientResult]:
+        clients = [row.order.client for row in rows]
+        rows[0].received.restore(self.method, self.names)
+        uploads = default_uploads(self.method, clients, stack.tensors)
+        if uploads is None:
+            uploads = [
+                self._upload(row, tensors, count, stack.optimizer)
+                for row, tensors, count in zip(rows, stack.rows(), steps, strict=True)
+            ]
+        return [
+            ClientResult(client, upload, client.state, *loss, count, intact=upload)
+            for client, upload, loss, count in zip(clients, uploads, losses.totals(), steps, strict=True)
+        ]
+
+    def _upload(self, row: Row, tensors: Mapping[str, Tensor], steps: int, optimizer: Optimizer) -> bytes:
+        row.received.restore(self.method, self.names)
+        for name, tensor in tensors_of(self.method).items():
+            tensor.copy_(tensors[name])
+        return upload_of(self.method, row.order.client, steps, optimizer).to_bytes()
+
+
+class _Caller(nn.Module):
+    """``functional_call`` calls ``forward``; this one calls any hook."""
+
+    def __init__(self, method: Method) -> None:
+        super().__init__()
+        self.method = method
+
+    def forward(self, hook: str, *arguments: Any) -> Any:
+        return getattr(self.method, hook)(*arguments)
+
+
+def _has_tied_weights(method: Method) -> bool:
+    """Whether two modules share a parameter. One module under two names is no such case, and ``functional_call`` mistakes it for one.
+
+    Raises:
+        CannotStackError: both occur.
+    """
+    modules = list(method.modules())
+    parameters = [id(p) for module in modules for p in module._parameters.values() if p is not None]
+    tied = len(set(parameters)) < len(parameters)
+    if tied and len(modules) < len(list(method.named_modules(remove_duplicate=False))):
+        raise CannotStackError(f"{type(method).__name__} has tied weights and a module under two names")
+    return tied
+
+
+def _stacked(rows: Sequence[Sequence[Any]]) -> Iterator[list[tuple[list[int], Any]]]:
+    """For each step, who has a batch of one form, and these as one."""
+    for step in range(max(map(len, rows))):
+        groups: dict[Any, list[int]] = defaultdict(list)
+        for at, batches in enumerate(rows):
+            if step < len(batches):
+                leaves, form = tree_flatten(batches[step])
+                groups[str(form), tuple((leaf.shape, leaf.dtype) for leaf in leaves)].append(at)
+        yield [
+            (where, tree_map(lambda *leaves: torch.stack(leaves), *(rows[at][step] for at in where))) for where in groups.values()
+        ]

@@ -1,0 +1,94 @@
+"""What ``Method.receive`` makes of the resident module: the state in which a client's training starts."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from fl_lightning.client import Client
+from fl_lightning.engines.attributes import REGISTERED, is_plain
+from fl_lightning.engines.stacked.stack import CannotStackError
+from fl_lightning.methods import Method
+from fl_lightning.models.tensors import modules_of, tensors_of
+from fl_lightning.wire import Payload
+
+
+@dataclass
+class Received:
+    """A module as it stands.
+
+    Args:
+        tensors: values of its parameters and buffers, by name.
+        attributes: of the module itself, by name.
+        modes: which of its modules are in training mode.
+        trainable: which of its tensors are trained.
+    """
+
+    tensors: dict[str, Tensor]
+    attributes: dict[str, Any]
+    modes: tuple[bool, ...]
+    trainable: tuple[bool, ...]
+
+    @classmethod
+    def by(cls, method: Method) -> Received:
+        tensors = tensors_of(method)
+        return cls(
+            {name: tensor.detach().clone() for name, tensor in tensors.items()},
+            vars(method) | {name: dict(vars(method)[name]) for name in REGISTERED},
+            modes=tuple(module.training for module in modules_of(method)),
+            trainable=tuple(tensor.requires_grad for tensor in tensors.values()),
+        )
+
+    @classmethod
+    def by_anyone(cls, method: Method, message: Payload, client: Client) -> Received | None:
+        """What every client makes of this message; None where ``receive`` looks at the client, or keeps it."""
+        watched = _Watched(client.id, client.train, client.val, client.state)
+        holders = sys.getrefcount(watched)
+        method.receive(message, watched)
+        if object.__getattribute__(watched, "looked_at") or sys.getrefcount(watched) > holders:
+            return None
+        method.train()
+        return cls.by(method)
+
+    def kind(self, names: Sequence[str], owner: str) -> Any:
+        """What the clients of a stack agree on: submodules, shapes, and the plain values ``names`` that ``receive`` sets.
+
+        Raises:
+            CannotStackError: one of them is something else.
+        """
+        for name in names:
+            if not is_plain(self.attributes.get(name)):
+                raise CannotStackError(
+                    f"{owner}.receive sets {name!r}, which is neither a parameter, a buffer nor a plain value; register it as a buffer"
+                )
+        modules = tuple(map(id, self.attributes["_modules"].values()))
+        shapes = tuple((name, tensor.shape) for name, tensor in self.tensors.items())
+        return modules, shapes, self.modes, self.trainable, tuple(repr(self.attributes.get(name)) for name in names)
+
+    def restore(self, method: Method, names: Sequence[str]) -> None:
+        """Make the module stand so again, with the attributes ``names``, but for the values of its tensors."""
+        for name in REGISTERED:
+            vars(method)[name].clear()
+            vars(method)[name].update(self.attributes[name])
+        for name in names:
+            vars(method)[name] = self.attributes.get(name)
+        for module, training in zip(modules_of(method), self.modes, strict=True):
+            if module.training != training:
+                module.training = training
+        for tensor, trainable in zip(tensors_of(method).values(), self.trainable, strict=True):
+            if tensor.requires_grad != trainable:
+                tensor.requires_grad_(trainable)
+
+
+class _Watched(Client):
+    """A client like any other that notices when somebody looks at it."""
+
+    looked_at = False
+
+    def __getattribute__(self, name: str) -> Any:
+        object.__setattr__(self, "looked_at", True)
+        return object.__getattribute__(self, name)

@@ -1,0 +1,1 @@
+"""Images corrupted by the published recipes of CIFAR-C."""

@@ -1,0 +1,66 @@
+"""CIFAR-10-C and CIFAR-100-C as published: one ``.npy`` per corruption, five severities of 10 000 images after each other."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+
+from fl_lightning.errors import InputError
+from fl_lightning.probing.corruptions.recipes import EXTRA, SEVERITY, STANDARD
+
+FOLDERS = {"cifar10": "CIFAR-10-C", "cifar100": "CIFAR-100-C"}
+ROWS = slice(10_000 * (SEVERITY - 1), 10_000 * SEVERITY)
+
+
+class PublishedImages:
+    """The arrays of a data set under ``root``. Nothing is read before :meth:`read`.
+
+    Args:
+        dataset: name of the data set.
+        root: the folder that holds the published folder.
+    """
+
+    def __init__(self, dataset: str, root: str) -> None:
+        self.folder = Path(root) / FOLDERS.get(dataset, "none")
+        names = (*STANDARD, *EXTRA, "labels")
+        self.missing = [f"{name}.npy" for name in names if dataset not in FOLDERS or not (self.folder / f"{name}.npy").is_file()]
+        self.known = dataset in FOLDERS
+
+    @property
+    def why_not(self) -> str | None:
+        """Why they are not used; None when they are."""
+        if not self.known:
+            return "the data set has no published corrupted images"
+        return f"{self.folder} lacks {len(self.missing)} of 20 files, first {self.missing[0]}" if self.missing else None
+
+    def read(self, name: str) -> np.ndarray:
+        """Severity 3 of one corruption, uint8 RGB ``[10000, 32, 32, 3]``."""
+        images = self._load(name)
+        if images.shape != (50_000, 32, 32, 3) or images.dtype != np.uint8:
+            raise InputError(
+                f"{self.folder / name}.npy; it holds {images.dtype} {list(images.shape)}, published are uint8 [50000, 32, 32, 3]; "
+                "fetch it again, or move the folder away"
+            )
+        return np.array(images[ROWS])
+
+    def check_labels(self, target: np.ndarray) -> None:
+        """Their rows are the classes of this test set, int64 ``[10000]``.
+
+        Raises:
+            InputError: they are not.
+        """
+        labels = self._load("labels")[ROWS]
+        if not np.array_equal(labels, target):
+            raise InputError(
+                f"{self.folder / 'labels.npy'}; its rows {ROWS.start} to {ROWS.stop} are not the labels of the test set; fetch it "
+                "again, or move the folder away"
+            )
+
+    def _load(self, name: str) -> np.ndarray:
+        try:
+            return np.load(self.folder / f"{name}.npy", mmap_mode="r", allow_pickle=False)
+        except (OSError, ValueError, EOFError) as error:
+            raise InputError(
+                f"{self.folder / name}.npy; it cannot be read ({error}); fetch it again, or move the folder away"
+            ) from None

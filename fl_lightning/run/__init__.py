@@ -1,0 +1,1 @@
+"""A run on disk: its directory, tables, checkpoints, log, and how it is continued."""

@@ -1,0 +1,103 @@
+"""Checkpoints: a folder of safetensors and JSON with a manifest of hashes. Nothing in it can run code.
+
+A checkpoint is written aside, synced and renamed, so a folder with its final name is complete; a folder whose files do not match its
+manifest is refused by name. Names that begin with a dot are work in progress or on its way out, and are never read.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Mapping
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+import safetensors
+from safetensors.torch import load as load_tensors
+from safetensors.torch import save as save_tensors
+from torch import Tensor
+
+from fl_lightning.support import disk
+
+MANIFEST = "manifest.json"
+Tensors = Mapping[str, Mapping[str, Tensor]]
+
+
+class CheckpointError(ValueError):
+    """The folder is not a checkpoint, or it is damaged."""
+
+
+def save_checkpoint(folder: Path, tensors: Tensors, documents: Mapping[str, object]) -> None:
+    """Write ``<name>.safetensors`` for each group of tensors and ``<name>.json`` for each document, or nothing at all."""
+    files = {f"{name}.safetensors": save_tensors(_separate(group)) for name, group in tensors.items()}
+    files |= {f"{name}.json": json.dumps(document).encode() for name, document in documents.items()}
+    files[MANIFEST] = json.dumps({name: sha256(data).hexdigest() for name, data in files.items()}, indent=1).encode()
+    aside = folder.with_name(f".{folder.name}.writing")
+    disk.remove(aside)
+    aside.mkdir()
+    try:
+        for name, data in files.items():
+            disk.write_synced(aside / name, data)
+        disk.sync_folder(aside)
+        remove_checkpoint(folder)
+        aside.rename(folder)
+        disk.sync_folder(folder.parent)
+    except OSError:
+        shutil.rmtree(aside, ignore_errors=True)
+        raise
+
+
+def load_checkpoint(folder: Path) -> tuple[dict[str, dict[str, Tensor]], dict[str, Any]]:
+    """Read back what :func:`save_checkpoint` wrote: tensors and documents, by name.
+
+    Raises:
+        CheckpointError: a file is missing, foreign, or does not match the manifest.
+    """
+    try:
+        manifest = json.loads((folder / MANIFEST).read_bytes())
+        if not isinstance(manifest, dict) or any(Path(name).name != name for name in manifest):
+            raise ValueError(f"{MANIFEST} is not a table of file names and hashes")
+        files = {name: (folder / name).read_bytes() for name in manifest}
+    except (OSError, ValueError, RecursionError) as error:
+        raise CheckpointError(
+            f"{folder} cannot be read ({error}); a checkpoint is a folder with {MANIFEST}; name another"
+        ) from None
+    for name, data in files.items():
+        if sha256(data).hexdigest() != manifest[name]:
+            raise CheckpointError(
+                f"{folder / name} does not match its SHA-256 in {MANIFEST}; it is damaged; use an earlier checkpoint"
+            )
+    try:
+        tensors = {Path(n).stem: load_tensors(data) for n, data in files.items() if n.endswith(".safetensors")}
+        return tensors, {Path(n).stem: json.loads(data) for n, data in files.items() if n.endswith(".json")}
+    except (ValueError, RecursionError, safetensors.SafetensorError) as error:
+        raise CheckpointError(f"{folder} holds a file in another format ({error}); use an earlier checkpoint") from None
+
+
+def checkpoints_in(folder: Path) -> list[Path]:
+    """The complete checkpoints ``round_*`` of a run, newest first."""
+    return sorted((path for path in folder.glob("round_*") if path.is_dir()), reverse=True)
+
+
+def remove_checkpoint(folder: Path) -> None:
+    """Take its name away first: no instant shows half a checkpoint."""
+    if folder.exists():
+        aside = folder.with_name(f".{folder.name}.removing")
+        disk.remove(aside)
+        folder.rename(aside)
+        shutil.rmtree(aside, ignore_errors=True)
+
+
+def _separate(group: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Contiguous tensors of which no two share memory; safetensors takes no others."""
+    seen: set[int] = set()
+    tensors = {}
+    for name, tensor in group.items():
+        tensor = tensor.detach().contiguous()
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() in seen or storage.nbytes() != tensor.numel() * tensor.element_size():
+            tensor = tensor.clone()
+        seen.add(tensor.untyped_storage().data_ptr())
+        tensors[name] = tensor
+    return tensors

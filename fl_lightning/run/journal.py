@@ -1,0 +1,256 @@
+"""Where a run is written while it goes on: its directory, ``metadata.json`` and the trackers."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from lightning.fabric.loggers import Logger
+
+from fl_lightning.distributed import collectives
+from fl_lightning.errors import InputError, RunStopped
+from fl_lightning.loop import Federation
+from fl_lightning.run.directory import RunDirectory, to_json
+from fl_lightning.run.follower import Follower
+from fl_lightning.run.log import RunLog
+from fl_lightning.run.metadata import continued, describe, is_tracked_elsewhere, milliseconds, now, round_times, tags_of
+from fl_lightning.run.progress import Progress
+from fl_lightning.run.resume import Start
+from fl_lightning.settings import changed_settings, config_of, flatten
+from fl_lightning.support.redaction import redact_settings
+from fl_lightning.tracking.loggers import Tracking
+from fl_lightning.tracking.mlflow_store import Status
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+log = logging.getLogger("fl_lightning")
+
+
+class Journal:
+    """Begun or continued by :meth:`open`; :meth:`finish` says that the run is complete. Ranks other than 0 go along and write nothing.
+
+    Args:
+        start: the run that is continued, or none.
+        progress: how far it is.
+        config: text of ``config.yaml``.
+        root, experiment, name: a new run goes to ``<root>/<experiment>/<name>``.
+        logger: true for MLflow, false for none, or any Lightning loggers.
+
+    Attributes:
+        run: its directory; of a new run, from :meth:`open` on.
+        metadata: what ``metadata.json`` holds.
+    """
+
+    run: RunDirectory
+    metadata: dict[str, Any]
+    tracker: Tracking
+
+    def __init__(
+        self,
+        start: Start,
+        progress: Progress,
+        config: str,
+        root: Path,
+        experiment: str,
+        name: str,
+        *,
+        logger: bool | Logger | list[Logger],
+    ) -> None:
+        self.start, self.progress, self.config = start, progress, config
+        self.root, self.experiment, self.name, self.logger = root, experiment, name, logger
+        self.is_open = False
+        if start.run is not None:
+            self.run = RunDirectory(start.run)
+
+    def is_finished(self, max_rounds: int, stopped_early: str) -> bool:
+        """The run that is to be continued has nothing left to do: say so and leave it alone."""
+        done = self.progress.done.round
+        if self.start.run is None or self.run.read_json("metadata.json").get("status") != "finished":
+            return False
+        if done < max_rounds and not stopped_early:
+            return False
+        why = "" if done >= max_rounds else f" (stopped early: {stopped_early})"
+        log.info("%s is finished: %d rounds%s, nothing to do", self.run.path, done, why)
+        return True
+
+    @property
+    def engine(self) -> str | None:
+        """The engine that the run was begun with; None for a new one."""
+        return None if self.start.run is None else self.run.read_json("metadata.json").get("engine")
+
+    def open(self, fed: Federation, command_line: Sequence[str], tags: Mapping[str, str], log_file: RunLog) -> None:
+        """Create the run, or lock it and take it back to the end of its last whole round.
+
+        Args:
+            tags: what the user wants to find the run by.
+            log_file: what goes to ``run.log`` from here on.
+
+        Raises:
+            InputError: the folder cannot be written, or another process is at the run.
+        """
+        collectives.barrier()  # all have read what rank 0 is about to change
+        self.metadata = {**describe(fed, self.progress.partition, command_line), "tags": redact_settings(tags or {})}
+        if not fed.fabric.is_global_zero:
+            self.run = Follower(Path(collectives.from_rank_zero("")))
+        else:
+            if self.start.run is None:
+                self.run = self._create(fed)
+            else:
+                self._reopen(fed)
+            collectives.from_rank_zero(str(self.run.path))
+            log_file.write_to(self.run.path)
+        started = milliseconds(self.metadata["started"])
+        self.tracker = Tracking(
+            self.logger,
+            experiment=self.experiment,
+            run_name=self.run.path.name,
+            run_dir=self.run.path,
+            run_id=self.metadata["tracking_run_id"],
+            resumes=self.start.run is not None,
+            since=min(self.run.created, started / 1000),
+            started=started,
+        )
+        self.is_open = True
+
+    def _create(self, fed: Federation) -> RunDirectory:
+        files = {
+            "config.yaml": self.config,
+            "partition.json": to_json(fed.data.partition_summary()),
+            "metadata.json": to_json(self.metadata),
+        }
+        try:
+            return RunDirectory.create(self.root, self.experiment, self.name, files, only=self.start.free)
+        except OSError as error:
+            raise InputError(
+                f"--trainer.default_root_dir {self.root}; no run can be created there ({error}); name a folder you may write to"
+            ) from error
+
+    def _reopen(self, fed: Federation) -> None:
+        done, changed = self.progress.done, self.progress.changed
+        self.run.lock()
+        log.info("continuing %s after round %d", self.run.path, done.round)
+        self.metadata = continued(self.run.read_json("metadata.json"), self.metadata, done.round)
+        if is_tracked_elsewhere(self.metadata, self.run.path):
+            log.info("%s is a copy of %s: it gets a record of its own", self.run.path, self.metadata["tracking_run_dir"])
+            self.metadata |= {"tracking_run_id": None, "tracking_run_dir": None}
+        self.run.rewind(done.round, done.tables, changed=changed)
+        self._restore_partition(fed)
+        self.progress.prune(self.run)  # a kill may have come in between
+        if changed or changed_settings(config_of(self.run.path), flatten(self.progress.settings)):
+            self.run.write("config.yaml", self.config)
+        self.note()
+
+    def _restore_partition(self, fed: Federation) -> None:
+        """Write ``partition.json`` anew where it does not say what the partition is: that follows from the data and the seed."""
+        text = to_json(fed.data.partition_summary())
+        if self.run.read_json("partition.json") != json.loads(text):
+            log.warning("%s does not describe this run's partition; it is written anew", self.run.path / "partition.json")
+            self.run.write("partition.json", text)
+
+    @contextmanager
+    def writing(self) -> Iterator[None]:
+        """Raises:
+        RunStopped: the run directory cannot be written any more.
+        """
+        try:
+            yield
+        except OSError as error:
+            raise RunStopped(
+                f"{self.run.path} cannot be written any more ({error}); a run needs its directory and room in it; "
+                f"put that right, then continue with --ckpt_path {self.run.path}"
+            ) from error
+
+    def track(self) -> None:
+        """Start the trackers, without waiting for them."""
+        self.tracker.start(params=self.progress.settings, tags=tags_of(self.metadata, self.run.path))
+        if self.start.run is not None:
+            self.tracker.catch_up(self.progress.history, round_times(self.metadata, self.progress.history))
+        self.tracker.log_artifact(self.run.path / "config.yaml")
+
+    def log_round(self, metrics: Mapping[str, float], round: int) -> None:
+        """The round's metrics to the trackers."""
+        self.tracker.log_metrics(metrics, step=round)
+        self._note_tracker()
+
+    def _note_tracker(self) -> None:
+        """The store's run, as soon as it is known. A run that is killed before is found by its directory."""
+        if self.tracker.run_id not in (None, self.metadata["tracking_run_id"]):
+            self.note(tracking_run_id=self.tracker.run_id, tracking_run_dir=str(self.run.path.absolute()))
+
+    def stop(self, status: Status) -> None:
+        """Close the trackers of a run that ends early."""
+        stopped = now()
+        missing = self.tracker.finish(status, {}, milliseconds(stopped))
+        with suppress(OSError):  # a disk that is full has been named already, and so has a directory that is gone
+            (self.run.path / "metadata.json").stat()
+            self.note(stopped=stopped, **self._tracked(missing))
+
+    def _tracked(self, missing: Mapping[str, int]) -> dict[str, Any]:
+        """What is noted of the trackers at the end."""
+        run_id = self.tracker.run_id or self.metadata["tracking_run_id"]
+        found = {"tracking_run_id": run_id, "tracking_run_dir": str(self.run.path.absolute()) if run_id else None}
+        return found | ({"untracked_rounds": dict(missing)} if missing else {})
+
+    def note(self, **entries: Any) -> None:
+        """Write ``metadata.json``, with ``entries`` added."""
+        self.metadata |= entries
+        self.run.write_json("metadata.json", self.metadata)
+
+    def log_figure(self, name: str, figure: Figure) -> None:
+        for path in self.run.save_figure(name, figure):
+            self.tracker.log_artifact(path, "figures")
+
+    def log_text(self, name: str, text: str) -> None:
+        path = self.run.figure(name)
+        self.run.write(f"figures/{path.name}", text)
+        self.tracker.log_artifact(path, "figures")
+
+    def finish(self, summary: Mapping[str, float], weights: str, *, stopped_early: str = "", kept: bool = True) -> None:
+        """The run is complete; ``weights`` is the hash of its final ones, ``stopped_early`` why it made fewer rounds than it was to,
+        ``kept`` whether its directory stays.
+
+        Every step can be done twice: ``finished`` is written last, and a run killed before that does them again.
+        """
+        rejected = int(sum(row["clients/rejected"] for row in self.progress.history))
+        finished = now()
+        self.metadata.pop("stopped_early", None)
+        end = {
+            "status": "finished",
+            "finished": finished,
+            "weights_sha256": weights,
+            "rejected_uploads": rejected,
+            **({"stopped_early": stopped_early} if stopped_early else {}),
+            **summary,
+        }
+        self.tracker.log_text("metadata.json", lambda: to_json(self.metadata | end | self._tracked({})))
+        for name in ("metrics.csv", "ledger.csv", "partition.json"):
+            self.tracker.log_artifact(self.run.path / name)
+        missing = self.tracker.finish("FINISHED", summary, milliseconds(finished))
+        self.note(**end, **self._tracked(missing))
+        if kept:
+            log.info("%s", self._closing(summary, rejected, stopped_early))
+
+    def _closing(self, summary: Mapping[str, float], rejected: int, stopped_early: str) -> str:
+        megabytes = sum(row["comm/total_bytes"] for row in self.progress.history) / 1e6
+        lines = [
+            f"finished: {self.progress.done.round} rounds, {megabytes:.1f} MB over the wire",
+            *(f"  {name:<26}{value:.4g}" for name, value in summary.items()),
+            f"run directory  {self.run.path}",
+        ]
+        if rejected:
+            lines.insert(1, f"  uploads rejected          {rejected}, see ledger.csv")
+        if stopped_early:
+            lines.insert(1, f"  stopped early             {stopped_early}")
+        if self.tracker.hint:
+            lines.append(f"compare runs   {self.tracker.hint}")
+        return "\n".join(lines)
+
+    def close(self) -> None:
+        """Let another process continue the run."""
+        if self.is_open or self.start.run is not None:
+            self.run.unlock()

@@ -1,0 +1,83 @@
+"""``run.log``: what the project logged during a run, and the traceback of the error that ended it."""
+
+from __future__ import annotations
+
+import logging
+import sys
+import time
+from logging.handlers import MemoryHandler
+from pathlib import Path
+from types import TracebackType
+
+from fl_lightning.support.disk import open_own
+from fl_lightning.support.redaction import redact
+
+log = logging.getLogger("fl_lightning")
+
+NAME = "run.log"
+MAX_BUFFERED = 10_000  # records before the run has a directory
+
+
+class RunLog:
+    """While entered, keeps the records of the logger ``fl_lightning``; from :meth:`write_to` on they are in the run's ``run.log``."""
+
+    def __init__(self) -> None:
+        self.path: Path | None = None
+        self._handler: logging.Handler = logging.NullHandler()
+
+    def __enter__(self) -> RunLog:
+        self.path = None
+        self._use(MemoryHandler(MAX_BUFFERED, flushLevel=sys.maxsize, flushOnClose=False))
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._use(logging.NullHandler())
+
+    def write_to(self, run: Path) -> None:
+        """Append to ``run.log`` in this run directory from here on, beginning with the records kept so far.
+
+        Raises:
+            OSError: it cannot be opened, or is a symbolic link.
+        """
+        before, handler = self._handler, _FileHandler(run / NAME)
+        if isinstance(before, MemoryHandler):
+            before.setTarget(handler)
+            before.flush()
+        self.path = run / NAME
+        self._use(handler)
+
+    def add_traceback(self, error: BaseException) -> None:
+        """Write the traceback of ``error`` to the file, and nowhere else."""
+        record = log.makeRecord(
+            log.name, logging.ERROR, "", 0, "the run ended with", (), (type(error), error, error.__traceback__)
+        )
+        self._handler.handle(record)
+
+    def _use(self, handler: logging.Handler) -> None:
+        log.removeHandler(self._handler)
+        self._handler.close()
+        self._handler = handler
+        log.addHandler(handler)
+
+
+class _FileHandler(logging.StreamHandler):
+    """Appends lines with UTC times and without secrets; a disk that takes no more does not end the run from here."""
+
+    def __init__(self, path: Path) -> None:
+        self.file = open_own(path, "a")
+        super().__init__(self.file)
+        formatter = _Redacting("%(asctime)s %(levelname)s %(message)s", "%Y-%m-%dT%H:%M:%SZ")
+        formatter.converter = time.gmtime
+        self.setFormatter(formatter)
+
+    def close(self) -> None:
+        super().close()
+        self.file.close()
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        pass
+
+
+class _Redacting(logging.Formatter):
+    def format(self, record: logging.LogRecord) -> str:
+        return redact(super().format(record))

@@ -1,0 +1,143 @@
+"""What ``metadata.json`` says of a run: what it computes, with what, when, and how it ended. Nothing of the environment."""
+
+from __future__ import annotations
+
+import logging
+import platform
+import subprocess
+from collections.abc import Mapping, Sequence
+from datetime import datetime, timezone
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fl_lightning.data import FederatedData
+from fl_lightning.loop import Federation
+from fl_lightning.run.directory import read_json
+from fl_lightning.support.redaction import redact_arguments
+
+log = logging.getLogger("fl_lightning")
+
+PACKAGES = ("fl_lightning", "torch", "torchvision", "timm", "lightning", "torchmetrics", "jsonargparse", "mlflow", "numpy")
+
+
+def describe(fed: Federation, partition: str, command_line: Sequence[str]) -> dict[str, Any]:
+    """A run that begins here and now; ``partition`` is the hash of who holds which examples."""
+    return {
+        "seed": fed.seed,
+        "method": type(fed.method).__name__,
+        "dataset": dataset_of(fed.data),
+        "git": git_state(),
+        "versions": versions(),
+        "command_line": redact_arguments(list(command_line)),
+        "device": str(fed.fabric.device),
+        "engine": fed.engine.name,
+        "processes": fed.fabric.world_size,
+        "threads": torch.get_num_threads(),
+        "precision": fed.fabric.strategy.precision.precision,
+        "started": now(),
+        "partition_sha256": partition,
+        "weights_sha256": None,
+        "status": "running",
+        "tracking_run_id": None,
+    }
+
+
+def continued(before: Mapping[str, Any], here: Mapping[str, Any], round: int) -> dict[str, Any]:
+    """The metadata of a run that goes on after ``round``; what may round sums differently from here on is in a warning.
+
+    Args:
+        before: what its file says.
+        here: what :func:`describe` says.
+    """
+    for name in ("device", "threads", "versions"):  # ranks are not among them: they change nothing
+        if name in before and before[name] != here[name]:
+            log.warning("%s: %s -> %s; from here on sums may be rounded differently", name, before[name], here[name])
+    resumed = before.get("resumed")
+    return {
+        **here,
+        "started": before["started"] if is_time(before.get("started")) else here["started"],
+        "tracking_run_id": before.get("tracking_run_id"),
+        "tracking_run_dir": before.get("tracking_run_dir"),
+        "resumed": [*(resumed if isinstance(resumed, list) else []), {"after_round": round, "at": now()}],
+    }
+
+
+def is_time(value: object) -> bool:
+    """Whether a value is a time as :func:`now` gives it."""
+    try:
+        return isinstance(value, str) and bool(milliseconds(value))
+    except ValueError:
+        return False
+
+
+def is_tracked_elsewhere(metadata: Mapping[str, Any], run: Path) -> bool:
+    """Whether this directory is a copy of one that is still there: the run of the tracking store belongs to that one."""
+    original = metadata.get("tracking_run_dir")
+    if not isinstance(original, str) or Path(original) == run.absolute():
+        return False
+    return read_json(Path(original) / "metadata.json").get("tracking_run_id") == metadata.get("tracking_run_id")
+
+
+def tags_of(metadata: Mapping[str, Any], run_dir: Path) -> dict[str, str]:
+    """What the trackers are told, to find the run by; the user's own tags beside the project's, which they cannot replace."""
+    return {
+        **metadata.get("tags", {}),
+        "method": metadata["method"],
+        "dataset": metadata["dataset"],
+        "seed": str(metadata["seed"]),
+        "commit": str(metadata["git"]["commit"]),
+        "dirty": str(metadata["git"]["dirty"]),
+        "run_dir": str(run_dir.absolute()),
+        "partition_sha256": metadata["partition_sha256"],
+    }
+
+
+def dataset_of(data: FederatedData) -> str:
+    return getattr(data, "dataset", type(data).__name__)
+
+
+def now() -> str:
+    return datetime.now(timezone.utc).isoformat(timespec="milliseconds")
+
+
+def milliseconds(time: str) -> int:
+    """Milliseconds since 1970 of what :func:`now` gave."""
+    return round(1000 * datetime.fromisoformat(time).timestamp())
+
+
+def round_times(metadata: Mapping[str, Any], history: Sequence[Mapping[str, float]]) -> list[int]:
+    """When each round ended, in milliseconds since 1970, as far as it is known: when its session began, and the seconds of its rounds."""
+    sessions: dict[int, int] = {}
+    for session in metadata.get("resumed", []):
+        sessions = {after: at for after, at in sessions.items() if after < session["after_round"]}
+        sessions[session["after_round"]] = milliseconds(session["at"])
+    clock, times = float(milliseconds(metadata["started"])), []
+    for row in history:
+        clock = max(clock, sessions.get(int(row["round"]) - 1, 0)) + 1000 * row.get("time/round", 0.0)
+        times.append(round(clock))
+    return times
+
+
+def versions() -> dict[str, str]:
+    """Of Python and of the packages that can change a result."""
+    found = {"python": platform.python_version()}
+    for package in PACKAGES:
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            continue
+    return found
+
+
+def git_state() -> dict[str, object]:
+    """Commit of the project's checkout and whether it has uncommitted changes; both None outside a checkout."""
+    command = ["git", "-C", str(Path(__file__).parent)]
+    try:
+        commit = subprocess.run([*command, "rev-parse", "HEAD"], capture_output=True, text=True, timeout=10, check=True)
+        status = subprocess.run([*command, "status", "--porcelain"], capture_output=True, text=True, timeout=10, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return {"commit": None, "dirty": None}
+    return {"commit": commit.stdout.strip(), "dirty": bool(status.stdout.strip())}

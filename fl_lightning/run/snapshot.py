@@ -1,0 +1,191 @@
+"""A run at the end of a round: as it is kept, as a checkpoint holds it, and back."""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from fl_lightning.errors import InputError
+from fl_lightning.hooks import RoundRecord
+from fl_lightning.loop import Federation
+from fl_lightning.run.checkpoint import CheckpointError, load_checkpoint
+from fl_lightning.run.directory import RunDirectory, checkpoint_name
+from fl_lightning.run.tables import Mark
+from fl_lightning.settings import flatten
+from fl_lightning.support.recorded import import_path
+
+log = logging.getLogger("fl_lightning")
+
+FORMAT = 2
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """A run at the end of ``round``: an interrupted round leaves no trace. Made anew each round, so that it is never half of two.
+
+    Args:
+        server, states: server tensors, and kept client tensors by client id. Shared, not copied: methods replace them.
+        callbacks: class and state (JSON) of each callback.
+        tables: where ``metrics.csv`` and ``ledger.csv`` stood.
+        best_round: the first round with the highest validation accuracy, 0 before any.
+    """
+
+    round: int = 0
+    server: Mapping[str, Tensor] = field(default_factory=dict)
+    states: Mapping[int, Mapping[str, Tensor]] = field(default_factory=dict)
+    callbacks: tuple[tuple[str, str], ...] = ()
+    tables: Mapping[str, Mark] = field(default_factory=dict)
+    best_round: int = 0
+    best_accuracy: float = float("-inf")
+
+    def after(self, fed: Federation, record: RoundRecord, tables: Mapping[str, Mark]) -> Snapshot:
+        """The next one, when a round is done and its rows are in the tables."""
+        accuracy = record.metrics.get("val/accuracy", float("-inf"))
+        better = accuracy > self.best_accuracy
+        return Snapshot(
+            round=record.round,
+            server=dict(fed.method.server),
+            states={id: dict(state) for id, state in fed.states.items() if state},
+            callbacks=tuple((import_path(type(callback)), json.dumps(callback.state_dict())) for callback in fed.callbacks),
+            tables=tables,
+            best_round=record.round if better else self.best_round,
+            best_accuracy=accuracy if better else self.best_accuracy,
+        )
+
+    def save(self, run: RunDirectory, config: Mapping[str, Any], partition: str) -> None:
+        """Write it as a checkpoint; ``partition`` is the hash of who holds which examples."""
+        clients = {f"{id}/{name}": tensor for id, state in self.states.items() for name, tensor in state.items()}
+        progress = {
+            "format": FORMAT,
+            "round": self.round,
+            "callbacks": self.callbacks,
+            "tables": self.tables,
+            "best_round": self.best_round,
+            "best_accuracy": self.best_accuracy,
+            "partition": partition,
+            "on_device": [name for name, tensor in clients.items() if tensor.device.type != "cpu"],
+            "config": flatten(config),
+        }
+        run.save_checkpoint(self.round, {"server": self.server, "clients": clients}, {"progress": progress})
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A checkpoint that has been read and found whole, and whose run still has the rows of its rounds."""
+
+    path: Path
+    tensors: dict[str, dict[str, Tensor]]
+    progress: dict[str, Any]
+
+    @classmethod
+    def read(cls, path: Path) -> Checkpoint:
+        """Raises:
+        CheckpointError: it is not whole, of another format, or its run's files do not hold its rounds any more.
+        """
+        tensors, documents = load_checkpoint(path)
+        progress = documents.get("progress")
+        if not isinstance(progress, dict) or progress.get("format") != FORMAT or not {"server", "clients"} <= tensors.keys():
+            raise CheckpointError(f"{path} is foreign or of another release; this one reads format {FORMAT}; name another")
+        if problem := _problem(progress, tensors["clients"], path.name):
+            raise CheckpointError(f"{path / 'progress.json'} has {problem}; it was not written by this program; name another")
+        run = RunDirectory(path.parent.parent)
+        for name, table in run.tables.items():
+            table.until(progress["tables"][name])
+        return cls(path, tensors, progress)
+
+
+def _problem(progress: Mapping[str, Any], clients: Mapping[str, Tensor], folder: str) -> str:
+    """What is odd about a checkpoint's ``progress``; empty if nothing is."""
+
+    def is_count(value: object) -> bool:
+        return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+
+    def is_mark(mark: object) -> bool:
+        return (
+            isinstance(mark, dict)
+            and is_count(mark.get("rows"))
+            and is_count(mark.get("bytes"))
+            and isinstance(mark.get("sha256"), str)
+            and _is_list(mark.get("columns"), str)
+        )
+
+    def is_callback(entry: object) -> bool:
+        return _is_list(entry, str) and len(entry) == 2 and _is_json(entry[1])  # type: ignore[arg-type, index]
+
+    tables = progress.get("tables")
+    rules = {
+        "round": is_count(progress.get("round")) and folder == checkpoint_name(progress["round"]),
+        "best_round": is_count(progress.get("best_round")),
+        "best_accuracy": isinstance(progress.get("best_accuracy"), (int, float)),
+        "partition": isinstance(progress.get("partition"), str),
+        "config": isinstance(progress.get("config"), dict),
+        "tables": isinstance(tables, dict) and all(is_mark(tables.get(name)) for name in ("metrics", "ledger")),
+        "callbacks": isinstance(progress.get("callbacks"), list) and all(map(is_callback, progress["callbacks"])),
+        "on_device": _is_list(progress.get("on_device"), str),
+        "clients": all(re.fullmatch(r"\d{1,18}/.+", name) for name in clients),
+    }
+    return ", ".join(f"an odd {name!r}" for name, holds in rules.items() if not holds)
+
+
+def _is_list(value: object, kind: type) -> bool:
+    return isinstance(value, list) and all(isinstance(item, kind) for item in value)
+
+
+def _is_json(text: str) -> bool:
+    try:
+        json.loads(text)
+    except (ValueError, RecursionError):
+        return False
+    return True
+
+
+def restore(fed: Federation, checkpoint: Checkpoint) -> Snapshot:
+    """Bring the federation to where the checkpoint was written.
+
+    Raises:
+        InputError: its tensors are not this method's and network's.
+    """
+    saved, server = checkpoint.progress, checkpoint.tensors["server"]
+    for name, tensor in fed.method.server.items():
+        fixed = slice(int(name in fed.method.growing), None)
+        if name not in server or server[name].shape[fixed] != tensor.shape[fixed] or server[name].dtype != tensor.dtype:
+            there = f"{tuple(server[name].shape)} {server[name].dtype}" if name in server else "missing"
+            raise InputError(
+                f"--ckpt_path {checkpoint.path}; its server tensor {name!r} is {there} and this method's is "
+                f"{tuple(tensor.shape)} {tensor.dtype}; use the method and network that wrote it"
+            )
+    fed.method.server = dict(server)
+    fed.states = {}
+    on_device = set(saved["on_device"])
+    for name, tensor in checkpoint.tensors["clients"].items():
+        id, key = name.split("/", 1)
+        fed.states.setdefault(int(id), {})[key] = tensor.to(fed.fabric.device) if name in on_device else tensor
+    _restore_callbacks(fed, saved["callbacks"])
+    return Snapshot(
+        round=saved["round"],
+        server=dict(fed.method.server),
+        states={id: dict(state) for id, state in fed.states.items()},
+        callbacks=tuple((name, state) for name, state in saved["callbacks"]),
+        tables=saved["tables"],
+        best_round=saved["best_round"],
+        best_accuracy=saved["best_accuracy"],
+    )
+
+
+def _restore_callbacks(fed: Federation, saved: list[list[str]]) -> None:
+    """By class, and among those of one class by order: a changed list of callbacks keeps what it has in common with the old one."""
+    left = [(name, json.loads(state)) for name, state in saved]
+    for callback in fed.callbacks:
+        match = next((entry for entry in left if entry[0] == import_path(type(callback))), None)
+        if match is None:
+            log.warning("%s joins the run; it has no state of the rounds before", import_path(type(callback)))
+            continue
+        left.remove(match)
+        callback.load_state_dict(match[1])

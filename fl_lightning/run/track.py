@@ -1,0 +1,233 @@
+"""The ``track`` command: a run on disk, however it ended and whatever a store has of it, becomes a run in an MLflow store."""
+
+from __future__ import annotations
+
+import csv
+import os
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from fl_lightning.errors import InputError
+from fl_lightning.run.directory import RunDirectory, read_json, to_json
+from fl_lightning.run.metadata import is_time, is_tracked_elsewhere, milliseconds, round_times, tags_of
+from fl_lightning.run.tables import numbers
+from fl_lightning.support.documents import read_document
+from fl_lightning.support.redaction import redact, redact_settings
+from fl_lightning.tracking.loggers import as_params
+from fl_lightning.tracking.mlflow_store import (
+    Round,
+    Status,
+    absolute,
+    between,
+    connect,
+    default_uri,
+    find_run,
+    is_missing,
+    log_rounds,
+    log_settings,
+    logged_steps,
+    open_run,
+    reason,
+)
+
+FILES = ("config.yaml", "metadata.json", "metrics.csv", "ledger.csv", "partition.json", "test*.json")
+STATUS: Mapping[str, Status] = {"finished": "FINISHED", "failed": "FAILED"}  # of any other run: KILLED
+
+
+@dataclass
+class StoredRun:
+    """A run directory, read.
+
+    Args:
+        run: the directory.
+        metadata: of ``metadata.json``.
+        config: of ``config.yaml``.
+        rounds: metrics by round, those of the end and of tests among them.
+    """
+
+    run: RunDirectory
+    metadata: dict[str, Any]
+    config: dict[str, Any]
+    rounds: list[Round]
+
+    @classmethod
+    def read(cls, path: str) -> StoredRun:
+        """Read what is needed, and create nothing.
+
+        Raises:
+            InputError: it is not a run directory, or a file in it cannot be read.
+        """
+        run = RunDirectory(Path(os.path.abspath(path)))
+        if not (run.path / "config.yaml").is_file():
+            raise InputError(f"{path}; it is not a run directory, which holds config.yaml; write runs/EXPERIMENT/NAME")
+        metadata = run.read_json("metadata.json")
+        if not is_time(metadata.get("started")):  # an older release, or damage
+            metadata["started"] = datetime.fromtimestamp(run.created, timezone.utc).isoformat(timespec="milliseconds")
+        try:
+            config = yaml.safe_load(read_document(run.path / "config.yaml", str(run.path / "config.yaml"))) or {}
+            if not isinstance(config, dict):
+                raise ValueError("config.yaml holds no mapping")
+            metrics = run.path / "metrics.csv"
+            history = numbers(metrics.read_bytes()) if metrics.exists() else []
+            tags_of(metadata, run.path)
+            rounds = cls._rounds(metadata, history, [read_json(file) for file in sorted(run.path.glob("test*.json"))])
+        except InputError:
+            raise
+        except (OSError, ValueError, TypeError, KeyError, AttributeError, csv.Error, yaml.YAMLError) as error:
+            shown = " ".join(f"{type(error).__name__}: {error}".split())
+            raise InputError(
+                f"{path}; its config.yaml, metadata.json or metrics.csv cannot be read ({shown}); put it back"
+            ) from error
+        return cls(run, metadata, config, rounds)
+
+    @staticmethod
+    def _rounds(
+        metadata: Mapping[str, Any], history: Sequence[Mapping[str, float]], tests: Sequence[Mapping[str, Any]]
+    ) -> list[Round]:
+        last = int(history[-1]["round"]) if history else 0
+        later: dict[int, dict[str, float]] = {last: {key: metadata[key] for key in metadata if key.startswith("final/")}}
+        for test in tests:
+            found = {**test.get("metrics", {}), **test.get("timings", {})}
+            later[int(test["round"])] = {**found, **later.get(int(test["round"]), {})}
+        return [
+            Round(step := int(row["round"]), {**later.get(step, {}), **{k: v for k, v in row.items() if k != "round"}}, time)
+            for row, time in zip(history, round_times(metadata, history), strict=True)
+        ]
+
+    @property
+    def status(self) -> Status:
+        return STATUS.get(self.metadata.get("status", ""), "KILLED")
+
+    @property
+    def ended(self) -> int:
+        """Milliseconds since 1970; of a run that was killed, when it last wrote a round."""
+        noted = self.metadata.get("finished" if self.status == "FINISHED" else "stopped")
+        if noted:
+            return milliseconds(noted)
+        metrics = self.run.path / "metrics.csv"
+        return round(1000 * (metrics if metrics.exists() else self.run.path / "config.yaml").stat().st_mtime)
+
+    @property
+    def files(self) -> list[tuple[Path, str]]:
+        """What is kept beside it in the store, and the folder there."""
+        figures = sorted(path for path in self.run.figures.glob("*") if path.is_file() and not path.is_symlink())
+        return [(path, "") for name in FILES for path in sorted(self.run.path.glob(name))] + [
+            (path, "figures") for path in figures
+        ]
+
+
+def track(run_dirs: list[str], uri: str | None = None) -> None:
+    """Bring runs into an MLflow store: parameters, tags, metrics, files, status and times, as far as the store lacks them.
+
+    Args:
+        run_dirs: run directories; a run that is at work is refused.
+        uri: address of the store; default: MLFLOW_TRACKING_URI, or sqlite:///mlflow.db.
+
+    Raises:
+        InputError: a directory holds no run, or the store does not take it.
+    """
+    if not run_dirs:
+        raise InputError(
+            "track without a run; run directories are needed; write python -m fl_lightning track runs/EXPERIMENT/NAME"
+        )
+    address = absolute(uri) if uri else default_uri()
+    stored = [StoredRun.read(path) for path in run_dirs]
+    for one in stored:
+        one.run.lock()
+        try:
+            missing, run_id = bring(one, address)
+        except InputError:
+            raise
+        except Exception as error:
+            raise InputError(
+                f"--uri {redact(address)}; MLflow there does not take {one.run.path} ({reason(error)}); "
+                "make it reachable and writable, or name another one"
+            ) from error
+        finally:
+            one.run.unlock()
+        sys.stdout.write(
+            f"{one.run.path}: {missing} of {len(one.rounds)} rounds were missing; run {run_id} at {redact(address)}\n"
+        )
+
+
+def bring(stored: StoredRun, uri: str) -> tuple[int, str]:
+    """Give the store what it lacks of a run, and note in ``metadata.json`` that it has it.
+
+    Returns:
+        How many rounds were missing, and the id of the run in the store.
+    """
+    run, metadata = stored.run, stored.metadata
+    tags, begun = {"run_dir": str(run.path)}, milliseconds(metadata["started"])
+    logger: Any = open_run(uri, run.path.parent.name, run.path.name, find(stored, uri), tags, begun)
+    client, run_id = logger.experiment, logger.run_id
+    tags = {key: str(value) for key, value in redact_settings(tags_of(metadata, run.path)).items()}
+    if "mlflow.parentRunId" in tags and not has_run(client, tags["mlflow.parentRunId"]):
+        del tags["mlflow.parentRunId"]  # the study's own run is in another store
+    log_settings(client, run_id, as_params(redact_settings(stored.config)), tags, client.get_run(run_id).data.params)
+    known = logged_steps(client, run_id)
+    seen = {step for name, steps in known.items() if "final/" not in name for step in steps}
+    log_rounds(logger, between(stored.rounds, known), known)
+    note(stored, uri, run_id)
+    copy_files(client, run_id, stored.files)
+    info = client.get_run(run_id).info
+    if (info.status, info.end_time) != (stored.status, stored.ended):
+        client.set_terminated(run_id, stored.status, stored.ended)
+    return sum(round.step not in seen for round in stored.rounds), run_id
+
+
+def find(stored: StoredRun, uri: str) -> str | None:
+    """Id of the run in the store, if it has it: under the id that is noted, or made for this directory."""
+    if is_missing(uri):
+        return None
+    noted, path = stored.metadata.get("tracking_run_id"), stored.run.path
+    if noted and not is_tracked_elsewhere(stored.metadata, path) and has_run(connect(uri), noted):
+        return str(noted)
+    return find_run(uri, path.parent.name, "run_dir", str(path), milliseconds(stored.metadata["started"]) / 1000)
+
+
+def has_run(client: Any, run_id: str) -> bool:
+    """Whether the store has a run of this id that is not deleted."""
+    try:
+        return bool(client.get_run(run_id).info.lifecycle_stage == "active")
+    except Exception as error:
+        if getattr(error, "error_code", "") in ("RESOURCE_DOES_NOT_EXIST", "INVALID_PARAMETER_VALUE"):
+            return False
+        raise
+
+
+def note(stored: StoredRun, uri: str, run_id: str) -> None:
+    """Note in ``metadata.json`` the id of a run that had none, and that no rounds are missing; the file's time stays the run's."""
+    before = to_json(stored.metadata)
+    if not stored.metadata.get("tracking_run_id") or is_tracked_elsewhere(stored.metadata, stored.run.path):
+        stored.metadata |= {"tracking_run_id": run_id, "tracking_run_dir": str(stored.run.path)}
+    lacking = stored.metadata.pop("untracked_rounds", {})
+    left = {name: rounds for name, rounds in lacking.items() if absolute(name.removeprefix("MLflow at ")) != redact(uri)}
+    if left:
+        stored.metadata["untracked_rounds"] = left
+    path = stored.run.path / "metadata.json"
+    if to_json(stored.metadata) != before:
+        with suppress(OSError):  # a run that may only be read
+            time = path.stat().st_mtime_ns
+            stored.run.write_json("metadata.json", stored.metadata)
+            os.utime(path, ns=(time, time))
+
+
+def copy_files(client: Any, run_id: str, files: Sequence[tuple[Path, str]]) -> None:
+    """Copy the files that the store lacks, or has otherwise."""
+    sizes = {entry.path: entry.file_size for folder in ("", "figures") for entry in client.list_artifacts(run_id, folder or None)}
+    with tempfile.TemporaryDirectory() as aside:
+        for path, folder in files:
+            name = f"{folder}/{path.name}" if folder else path.name
+            if sizes.get(name) == path.stat().st_size:
+                there = Path(client.download_artifacts(run_id, name, aside))
+                if there.read_bytes() == path.read_bytes():
+                    continue
+            client.log_artifact(run_id, str(path), folder or None)

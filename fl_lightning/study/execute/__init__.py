@@ -1,0 +1,1 @@
+"""A study carried out: cells, processes, displays."""

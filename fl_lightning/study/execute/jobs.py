@@ -1,0 +1,244 @@
+"""Commands of this program in processes of their own, a few at a time, and the threads and GPUs that each of them has.
+
+Whatever ends the pool ends them too, each with its checkpoint.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from fl_lightning.errors import InputError
+from fl_lightning.run.interrupts import Interrupts
+from fl_lightning.support.disk import open_own
+from fl_lightning.support.redaction import redact_arguments
+
+PROGRAM = (sys.executable, "-m", "fl_lightning.study.execute.worker")
+TAIL = 5  # lines of a log that are shown when its job failed
+POLL, GRACE = 0.2, 90.0  # seconds: between looks; for a process to write its checkpoint once it is told to stop
+
+
+@dataclass(frozen=True)
+class Job:
+    """One command.
+
+    Args:
+        name: of the cell that it is for.
+        args: the command line after ``python -m fl_lightning``.
+        log: file that its output is appended to.
+        environment: variables that it has beside those of this process.
+    """
+
+    name: str
+    args: list[str]
+    log: Path
+    environment: Mapping[str, str] = field(default_factory=dict)
+
+    def tail(self) -> list[str]:
+        """The last lines of its log."""
+        try:
+            text = self.log.read_text(errors="replace")
+        except OSError:
+            return []
+        return [line.rstrip() for line in text.splitlines() if line.strip(" ^~")][-TAIL:]
+
+
+def fit_arguments(
+    args: Sequence[str], *, root: Path, experiment: str, name: str, tags: Mapping[str, str], logger: bool
+) -> list[str]:
+    """``fit`` with these arguments in a folder and under a name of its own, continued if it is there.
+
+    Args:
+        args: arguments of ``fit``.
+        root, experiment, name: the run goes to ``<root>/<experiment>/<name>``.
+        tags: of the run.
+        logger: false: no MLflow.
+    """
+    own = {
+        "default_root_dir": root,
+        "experiment": experiment,
+        "run_name": name,
+        "auto_resume": "true",
+        "fast_dev_run": "false",
+        "tags": json.dumps(dict(tags)),
+    }
+    return [
+        "fit",
+        *args,
+        *(f"--trainer.{key}={value}" for key, value in own.items()),
+        *([] if logger else ["--trainer.logger=false"]),
+    ]
+
+
+@dataclass
+class Running:
+    """A job at work.
+
+    Args:
+        job: which.
+        process: its process, the leader of a session of its own: Ctrl-C in the terminal reaches the pool alone.
+        slot: which of the pool's slots it has.
+        since: ``time.monotonic()`` of its start.
+    """
+
+    job: Job
+    process: subprocess.Popen[bytes]
+    slot: int
+    since: float = field(default_factory=time.monotonic)
+
+
+class Pool:
+    """Runs jobs, as many at a time as there are slots.
+
+    Args:
+        slots: the environment variables of each.
+        held: file descriptors that every process keeps open.
+        program: what is started with the arguments of each job.
+    """
+
+    def __init__(self, slots: Sequence[Mapping[str, str]], held: Sequence[int] = (), program: Sequence[str] = PROGRAM) -> None:
+        self.slots, self.held, self.program = slots, held, program
+        self.running: list[Running] = []
+
+    def run(
+        self,
+        jobs: Iterable[Job],
+        ended: Callable[[Running, int], Job | None],
+        look: Callable[[list[Running]], None] = lambda running: None,
+    ) -> None:
+        """Until all have ended.
+
+        Args:
+            jobs: in the order in which they start.
+            ended: is told of every job that ended by itself, with its exit code, and may return one that goes next.
+            look: is called at every look with the jobs that are at work.
+
+        Raises:
+            KeyboardInterrupt, SystemExit: Ctrl-C or SIGTERM, after the jobs have stopped.
+        """
+        waiting = deque(jobs)
+        with Interrupts() as interrupts:
+            try:
+                while waiting or self.running:
+                    with interrupts.held():
+                        self._fill(waiting)
+                    look(self.running)
+                    time.sleep(POLL)
+                    self._collect(waiting, ended)
+            finally:
+                interrupts.ignore()
+                self.stop()
+                interrupts.release()
+
+    def _fill(self, waiting: deque[Job]) -> None:
+        free = [slot for slot in range(len(self.slots)) if slot not in {running.slot for running in self.running}]
+        for slot in free[: len(waiting)]:
+            self.running.append(self._start(waiting.popleft(), slot))
+
+    def _start(self, job: Job, slot: int) -> Running:
+        job.log.parent.mkdir(parents=True, exist_ok=True)
+        with open_own(job.log, "ab") as log:
+            log.write(f"$ python -m fl_lightning {shlex.join(redact_arguments(job.args))}\n".encode())
+            log.flush()
+            process = subprocess.Popen(
+                [*self.program, *job.args], stdin=subprocess.PIPE, stdout=log, stderr=subprocess.STDOUT,
+                env={**os.environ, **self.slots[slot], **job.environment}, start_new_session=True, pass_fds=self.held,
+            )  # fmt: skip
+        return Running(job, process, slot)
+
+    def _collect(self, waiting: deque[Job], ended: Callable[[Running, int], Job | None]) -> None:
+        for running in list(self.running):
+            code = running.process.poll()
+            if code is not None:
+                self.running.remove(running)
+                _close(running)
+                following = ended(running, code)
+                waiting.extendleft([following] if following else [])
+
+    def stop(self) -> None:
+        """End what still runs: a run writes its checkpoint first."""
+        for running in self.running:
+            running.process.terminate()
+        deadline = time.monotonic() + GRACE
+        for running in self.running:
+            try:
+                running.process.wait(max(0.0, deadline - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                os.killpg(running.process.pid, signal.SIGKILL)
+                running.process.wait()
+            _close(running)
+        self.running.clear()
+
+
+def _close(running: Running) -> None:
+    assert running.process.stdin is not None
+    running.process.stdin.close()
+
+
+def cores() -> int:
+    """Cores that this process may use."""
+    try:
+        return len(os.sched_getaffinity(0))
+    except AttributeError:  # not Linux
+        return os.cpu_count() or 1
+
+
+def threads_per_job(jobs: int, before: int = 0, environment: Mapping[str, str] = os.environ) -> int:
+    """``OMP_NUM_THREADS`` where it is set, else what a cell had in earlier sessions, else its share of the cores.
+
+    Args:
+        jobs: how many run at a time.
+        before: threads that this cell had when it was started first; 0: it was not.
+
+    >>> threads_per_job(2, 0, {"OMP_NUM_THREADS": "3"}), threads_per_job(2, 5, {})
+    (3, 5)
+    """
+    given = environment.get("OMP_NUM_THREADS", "")
+    return int(given) if given.isdigit() and int(given) else before or max(1, cores() // jobs)
+
+
+def slots_for(jobs: int, devices: str, environment: Mapping[str, str] = os.environ) -> list[dict[str, str]]:
+    """Environment of each of ``jobs`` slots: GPUs are dealt out in turn.
+
+    Args:
+        jobs: how many run at a time.
+        devices: ``auto`` for all GPUs that are visible, ``none``, or their numbers.
+
+    Raises:
+        InputError: there is no such GPU, or no job.
+
+    >>> slots_for(3, "none", {}), slots_for(3, "0,2", {"CUDA_VISIBLE_DEVICES": "4,5,7"})
+    ([{}, {}, {}], [{'CUDA_VISIBLE_DEVICES': '4'}, {'CUDA_VISIBLE_DEVICES': '7'}, {'CUDA_VISIBLE_DEVICES': '4'}])
+    """
+    if jobs < 1:
+        raise InputError(f"--jobs {jobs}; at least one runs at a time; write --jobs 1")
+    if devices == "none":
+        return [{} for _ in range(jobs)]
+    visible = _visible(environment)
+    if devices == "auto":
+        chosen = visible
+    else:
+        numbers = [number.strip() for number in devices.split(",")]
+        if not all(number.isdigit() and int(number) < len(visible) for number in numbers):
+            there = f"0 to {len(visible) - 1}" if visible else "none here"
+            raise InputError(f"--devices {devices}; it is auto, none, or numbers of GPUs ({there}); write --devices auto")
+        chosen = [visible[int(number)] for number in numbers]
+    return [{"CUDA_VISIBLE_DEVICES": chosen[slot % len(chosen)]} if chosen else {} for slot in range(jobs)]
+
+
+def _visible(environment: Mapping[str, str]) -> list[str]:
+    """GPUs, by the names that ``CUDA_VISIBLE_DEVICES`` has for them."""
+    if "CUDA_VISIBLE_DEVICES" in environment:
+        return [name.strip() for name in environment["CUDA_VISIBLE_DEVICES"].split(",") if name.strip()]
+    import torch
+
+    return [str(number) for number in range(torch.cuda.device_count())]

@@ -1,0 +1,188 @@
+"""What a metric's name says: its title, unit and digits in tables and figures, which direction is better, whether it is a timing."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import inf, isfinite
+
+from fl_lightning.errors import InputError
+from fl_lightning.study.statistics import mean_std
+
+
+@dataclass(frozen=True)
+class Column:
+    """A metric in a table.
+
+    Args:
+        metric: its name.
+        title: heading, with the unit.
+        scale: what values are multiplied by.
+        digits: after the point.
+        unit: of a difference.
+    """
+
+    metric: str
+    title: str
+    scale: float = 1.0
+    digits: int = 3
+    unit: str = ""
+
+    def number(self, value: float, sign: bool = False) -> str:
+        if not isfinite(value):
+            return "-"
+        text = f"{value * self.scale:{'+' if sign else ''}.{self.digits}f}"
+        return text.replace("-", "−") if sign else text
+
+    def mean(self, values: Sequence[float]) -> str:
+        """Mean and standard deviation over seeds.
+
+        >>> Column("a", "a").mean([1.0, 2.0]), Column("a", "a").mean([1.0]), Column("a", "a").mean([])
+        ('1.500 ± 0.707', '1.000', '-')
+        """
+        mean, std = mean_std(values)
+        return self.number(mean) + (f" ± {self.number(std)}" if isfinite(std) else "")
+
+
+def _accuracy(metric: str, title: str) -> Column:
+    return Column(metric, f"{title} (%)", 100, 2, " points")
+
+
+def _bytes(metric: str, title: str, digits: int = 3) -> Column:
+    return Column(metric, f"{title} (MB)", 1e-6, digits, " MB")
+
+
+KNOWN = [
+    _accuracy("final/accuracy", "accuracy"),
+    _accuracy("final/last5_accuracy", "last five rounds"),
+    _accuracy("final/best_val_test_accuracy", "best-validation round"),
+    Column("final/auc_accuracy", "AUC (% x rounds)", 1, 0),
+    Column("test/ece", "ECE (%)", 100, 2, " points"),
+    Column("test/loss", "test loss (nats)"),
+    Column("test/brier", "Brier score"),
+    _accuracy("val/accuracy_std", "std over clients"),
+    _accuracy("val/accuracy_worst_decile", "worst decile of clients"),
+    _accuracy("corrupted/accuracy", "corrupted"),
+    _accuracy("fgsm/accuracy", "FGSM"),
+    _accuracy("pgd/accuracy", "PGD"),
+    Column("bits/average", "bits per weight", 1, 2),
+    _bytes("total/total_bytes", "up and down, all rounds", 1),
+    _bytes("total/upload_bytes", "up, all rounds", 1),
+    _bytes("total/download_bytes", "down, all rounds", 1),
+    Column("client/upload_bytes", "up per client and round (kB)", 1e-3, 1, " kB"),
+    Column("client/download_bytes", "down per client and round (kB)", 1e-3, 1, " kB"),
+    Column("target/rounds", "rounds to target", 1, 1),
+    Column("target/megabytes", "MB to target", 1, 2),
+]
+CLOCKS = [Column("time/round", "round (s)"), Column("time/train", "training (s)"), Column("time/total", "all rounds (s)", 1, 1)]
+HEADLINE = (
+    "final/accuracy", "final/last5_accuracy", "final/best_val_test_accuracy", "final/auc_accuracy", "test/ece", "val/accuracy_std",
+    "corrupted/accuracy", "fgsm/accuracy", "pgd/accuracy", "client/upload_bytes", "client/download_bytes",
+    "total/total_bytes",
+)  # fmt: skip
+"""Of the table of results, as far as they were measured; the primary metric comes first."""
+
+
+LOWER = {"loss", "ece", "brier", "nll", "bytes", "megabytes", "std", "rounds", "seconds", "drop", "flops", "bits"}
+HIGHER = {"accuracy", "accuracies"}
+LOWER_FAMILIES = {"train", "time", "latency", "memory"}
+"""``train/*``: losses, unless the name says accuracy."""
+HIGHER_FAMILIES = {"corrupted"}
+"""``corrupted/fog``: the accuracy under it."""
+
+
+def column(metric: str) -> Column:
+    """How ``metric`` is written.
+
+    >>> column("corrupted/fog/accuracy").title, column("new/thing").title
+    ('corrupted/fog/accuracy (%)', 'new/thing')
+    """
+    for known in (*KNOWN, *CLOCKS):
+        if known.metric == metric:
+            return known
+    if metric.endswith("accuracy") or metric.startswith("corrupted/"):
+        return _accuracy(metric, metric)
+    return _bytes(metric, metric) if metric.endswith("_bytes") else Column(metric, metric, 1, 4)
+
+
+def headline(primary: str, measured: Sequence[str]) -> list[Column]:
+    """Columns of the table of results."""
+    names = dict.fromkeys([primary, *HEADLINE])
+    return [column(name) for name in names if name in measured]
+
+
+def p_value(p: float) -> str:
+    """To three digits.
+
+    >>> p_value(0.0412), p_value(0.00001), p_value(float("nan"))
+    ('0.041', '< 0.001', '-')
+    """
+    if not isfinite(p):
+        return "-"
+    return "< 0.001" if p < 0.001 else f"{p:.3f}"
+
+
+def seeds(count: float) -> str:
+    """How many are needed.
+
+    >>> seeds(12), seeds(float("inf")), seeds(float("nan"))
+    ('12', '> 10000', '-')
+    """
+    return "> 10000" if count == inf else f"{count:.0f}" if isfinite(count) else "-"
+
+
+def plain(value: float) -> str:
+    """A number without a unit, to four digits.
+
+    >>> plain(12345678.0), plain(0.95123), plain(float("nan"))
+    ('12345678', '0.9512', '-')
+    """
+    if not isfinite(value):
+        return "-"
+    return f"{value:.0f}" if abs(value) >= 1000 else f"{value:.4g}"
+
+
+def direction(metric: str) -> int | None:
+    """1: higher is better; -1: lower is; None: not known.
+
+    >>> direction("corrupted/fog"), direction("fgsm/full_gradient_accuracy"), direction("fgsm/loss"), direction("clients/trained")
+    (1, 1, -1, None)
+    """
+    words = set(re.split(r"[/_]", metric))
+    family = metric.partition("/")[0]
+    if words & LOWER:
+        return -1
+    if words & HIGHER:
+        return 1
+    return -1 if family in LOWER_FAMILIES else 1 if family in HIGHER_FAMILIES else None
+
+
+def higher_is_better(metric: str) -> bool:
+    """:func:`direction` of a metric that something is ranked by.
+
+    Raises:
+        InputError: it is not known of this one.
+    """
+    found = direction(metric)
+    if found is None:
+        higher, lower = (
+            f"in names with {', '.join(sorted(words))} and in {', '.join(f'{family}/*' for family in sorted(families))}"
+            for words, families in ((HIGHER, HIGHER_FAMILIES), (LOWER, LOWER_FAMILIES))
+        )
+        raise InputError(
+            f"metric {metric}; whether more of it is better is not known, so that nothing can be ranked by it or tested in p(...); "
+            f"higher is better {higher}, lower {lower}; "
+            "write --metric final/accuracy, or give it such a name"
+        )
+    return found > 0
+
+
+def is_timing(metric: str) -> bool:
+    """Whether it belongs to the machine: it differs between two runs that are the same."""
+    return metric.startswith(("time/", "latency/", "memory/"))
+
+
+def is_exact(metric: str) -> bool:
+    """Whether it is counted, not estimated: one seed is enough to decide on it."""
+    return metric.startswith(("total/", "bits/")) or (metric.endswith("_bytes") and not is_timing(metric))

@@ -1,0 +1,1 @@
+"""What a study says: comparisons, verdicts, tables, figures and documents."""

@@ -1,0 +1,178 @@
+"""``compare``: from finished runs to tables, tests, verdicts and figures.
+
+python -m fl_lightning compare --study exp2_embedded --out reports/exp2
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from rich.console import Console
+
+from fl_lightning.errors import InputError
+from fl_lightning.study.report import tables as tabulate
+from fl_lightning.study.report.comparison import Comparison
+from fl_lightning.study.report.document import differences_csv, report, runs_csv
+from fl_lightning.study.report.figures import FIGURES, figures
+from fl_lightning.study.report.markdown import answers, markdown
+from fl_lightning.study.report.verdicts import check_criteria
+from fl_lightning.study.results.gather import check_comparable, gather, with_metric
+
+OWN = {"report.md", "report.json", "runs.csv", "differences.csv", "timings.csv", "timing_differences.csv", "tables.tex", "timings.tex",
+       "figures"}  # fmt: skip
+"""What a report consists of; anything else in its folder is the user's, and stays."""
+
+
+def compare(
+    study: str,
+    out: Path,
+    root: Path = Path("runs"),
+    mlflow: str | None = None,
+    metric: str | None = None,
+    overwrite: bool = False,
+) -> None:
+    """Compare the finished runs of a study and write a report.
+
+    Args:
+        study: name of a study, its YAML file, or any folder of runs.
+        out: folder of the report; a new one.
+        root: folder that the studies' folders are in, ``trainer.default_root_dir`` of the runs.
+        mlflow: read the runs from this MLflow store instead, such as ``sqlite:///mlflow.db``.
+        metric: primary metric instead of the study's, such as ``final/auc_accuracy``.
+        overwrite: replace the report that is in ``out``; other files in there stay.
+
+    Raises:
+        InputError: there is nothing to compare, the runs cannot be compared, or ``out`` holds something.
+    """
+    check_out(out, overwrite)
+    results = with_metric(gather(study, root, mlflow), metric)
+    check_comparable(results)
+    comparison = Comparison(results)
+    check_criteria(comparison)
+    write(comparison, out.resolve())  # of a link, what it leads to
+    show(comparison, out)
+
+
+def check_out(out: Path, overwrite: bool) -> None:
+    """Nothing is written over by accident.
+
+    Raises:
+        InputError: there is something in the folder.
+    """
+    if out.exists() and not out.is_dir():
+        raise InputError(f"--out {out}; it is a file; name a folder")
+    if out.is_dir() and any(out.iterdir()):
+        if not overwrite:
+            raise InputError(f"--out {out}; it is not empty and nothing is overwritten; name another, or add --overwrite true")
+        if not (out / "report.json").is_file():
+            raise InputError(f"--out {out}; only a report is overwritten and there is no report.json in it; name another folder")
+
+
+def write(comparison: Comparison, out: Path) -> None:
+    """The report, made aside and put in its place as a whole."""
+    with _in_place_of(out) as folder:
+        drawn, empty = [], []
+        (folder / "figures").mkdir()
+        for name, figure in figures(comparison):
+            if figure is None:
+                empty.append(name)
+                continue
+            figure.savefig(folder / "figures" / f"{name}.png", dpi=150, metadata={"Software": None})
+            figure.savefig(folder / "figures" / f"{name}.pdf", metadata={"Creator": None, "Producer": None, "CreationDate": None})
+            drawn.append(name)
+        texts = {
+            "report.json": json.dumps(report(comparison), indent=1, allow_nan=False, default=str) + "\n",
+            "report.md": markdown(comparison, drawn, empty),
+            "runs.csv": runs_csv(comparison, timing=False),
+            "timings.csv": runs_csv(comparison, timing=True),
+            "differences.csv": differences_csv(comparison, timing=False),
+            "timing_differences.csv": differences_csv(comparison, timing=True),
+            "tables.tex": _latex(comparison, tabulate.results, tabulate.differences),
+            "timings.tex": _latex(comparison, tabulate.clocks),
+        }
+        for name, text in texts.items():
+            (folder / name).write_text(text, encoding="utf-8")
+
+
+def _latex(comparison: Comparison, *tables: Callable[..., tabulate.Table]) -> str:
+    return "\n".join(table(comparison, levels).latex() for table in tables for levels in comparison.levels)
+
+
+@contextmanager
+def _in_place_of(out: Path) -> Iterator[Path]:
+    """A new folder that takes the place of ``out``, with what in ``out`` is not of a report."""
+    aside, old = (out.parent / f".{out.name}.{os.getpid()}.{what}" for what in ("writing", "old"))
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        shutil.rmtree(aside, ignore_errors=True)
+        aside.mkdir()
+    except OSError as error:
+        raise InputError(
+            f"--out {out}; no report can be written there ({error.strerror}); name a folder you may write to"
+        ) from error
+    try:
+        yield aside
+        if out.is_dir():
+            _keep(out, aside, OWN)
+            _keep(out / "figures", aside / "figures", _own_figures(out))
+        if out.is_dir():
+            out.rename(old)
+        aside.rename(out)
+    except BaseException:
+        if old.exists() and not out.exists():
+            old.rename(out)
+        shutil.rmtree(aside, ignore_errors=True)
+        raise
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def _keep(old: Path, new: Path, own: set[str]) -> None:
+    """Copy what is the user's; a link stays a link."""
+    for entry in sorted(old.iterdir()) if old.is_dir() else []:
+        if entry.name in own or (new / entry.name).exists():
+            continue
+        if entry.is_dir() and not entry.is_symlink():
+            shutil.copytree(entry, new / entry.name, symlinks=True)
+        else:
+            shutil.copy2(entry, new / entry.name, follow_symlinks=False)
+
+
+def _own_figures(out: Path) -> set[str]:
+    """Files of the figures that the report in ``out`` shows, among them those of methods or levels that are gone."""
+    try:
+        text = (out / "report.md").read_text(encoding="utf-8")
+    except (OSError, ValueError):
+        return set()
+    names = [name for name in re.findall(r"!\[[^\]]*\]\(<figures/(.+)\.png>\)", text) if name.startswith(FIGURES)]
+    return {f"{name}.{suffix}" for name in names for suffix in ("png", "pdf")}
+
+
+def show(comparison: Comparison, out: Path) -> None:
+    """The most important of it in the terminal; the columns that are left out are in the report."""
+    console = Console(file=sys.stdout, width=None if sys.stdout.isatty() else 120)
+    for levels in comparison.levels:
+        table = tabulate.results(comparison, levels)
+        console.print(table.without(*table.header[8:]).rich())
+        if comparison.pairs:
+            table = tabulate.differences(comparison, levels)
+            console.print(table.without("bootstrap", "p (t)", "p (Wilcoxon)", "g_z").rich())
+    drops = tabulate.degradation(comparison)
+    for found in (drops, *(tabulate.verdicts(comparison, timing) for timing in (False, True))):
+        if found is not None:
+            console.print(found.without("left", "right", "because", "bootstrap").rich())
+    for line in closing(comparison, out):
+        console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+
+def closing(comparison: Comparison, out: Path) -> Iterator[str]:
+    """What is said last."""
+    yield from (answer.replace("**", "") for answer in answers(comparison))
+    yield from (f"not counted: {entry.name}: {entry.reason}" for entry in comparison.results.uncounted)
+    yield f"report: {out / 'report.md'}"

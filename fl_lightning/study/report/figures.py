@@ -1,0 +1,281 @@
+"""The figures of a report. A curve is the mean over seeds; its band is one standard deviation to either side, where there are two seeds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from itertools import pairwise
+from math import isfinite
+from textwrap import wrap
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from fl_lightning.figures import COLOURS, GREY, LINE_STYLES, MARKERS, legend_outside, new_axes, open_frame
+from fl_lightning.study.metric_names import column
+from fl_lightning.study.report.comparison import Comparison, Difference, Levels, name_of
+from fl_lightning.study.results.runs import Run
+from fl_lightning.study.statistics import mean_std
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+LINE = 34  # characters of a name
+MARKED = 8  # markers of a curve
+OUTLYING = 5.0  # times what the others reach: from there on a row of differences is an outlier
+WIDE = 8.0  # ratio of megabytes from which on their axis is logarithmic
+Curve = tuple[np.ndarray, np.ndarray]
+"""x ``[E]`` and, for every seed, y ``[seeds, E]``."""
+
+
+FIGURES = ("accuracy_over_rounds", "accuracy_over_megabytes", "final_by_method", "paired_differences", "degradation_over_rounds")
+"""What the names of their files begin with."""
+
+
+def figures(comparison: Comparison) -> Iterator[tuple[str, Figure | None]]:
+    """All figures with their file names; None for one that there is nothing to draw in."""
+    for levels in comparison.levels:
+        yield _file("accuracy_over_rounds", levels), _over(comparison, levels, "round", rounds_curve)
+        yield _file("accuracy_over_megabytes", levels), _over(comparison, levels, "megabytes up and down", megabytes_curve)
+        yield _file("final_by_method", levels), by_method(comparison, levels)
+        if comparison.pairs:
+            yield _file("paired_differences", levels), forest(comparison, levels)
+    for others in comparison.other_levels if comparison.study.degradation else []:
+        yield _file("degradation_over_rounds", others), degradation(comparison, others)
+
+
+def _file(name: str, levels: Levels) -> str:
+    return f"{name}-{name_of(levels)}" if levels else name
+
+
+def _title(text: str, levels: Levels) -> str:
+    return f"{text}\n{name_of(levels)}" if levels else text
+
+
+def _look(comparison: Comparison, label: str) -> tuple[str, object, str]:
+    """Colour, line style and marker of a method: the same in every figure of a study."""
+    order = [*COLOURS[:6], COLOURS[7], COLOURS[6]]  # yellow is pale on white: last
+    place = list(comparison.study.methods).index(label)
+    style = LINE_STYLES[(place + place // len(order)) % len(LINE_STYLES)]
+    return order[place % len(order)], style, MARKERS[place % len(MARKERS)]
+
+
+def rounds_curve(runs: Sequence[Run]) -> Curve:
+    """Test accuracy in percent over the rounds in which every seed was evaluated."""
+    found = [{row["round"]: 100 * row["test/accuracy"] for row in run.found.history if "test/accuracy" in row} for run in runs]
+    rounds = sorted(set.intersection(*(set(one) for one in found)))
+    return np.array(rounds), np.array([[one[r] for r in rounds] for one in found])
+
+
+def megabytes_curve(runs: Sequence[Run]) -> Curve:
+    """The same over the megabytes that had been on the wire by then, mean over seeds."""
+    rounds, accuracy = rounds_curve(runs)
+    spent = [np.cumsum([row.get("comm/total_bytes", 0) for row in run.found.history]) / 1e6 for run in runs]
+    return np.mean([one[rounds - 1] for one in spent], axis=0) if rounds.size else rounds, accuracy
+
+
+def _over(comparison: Comparison, levels: Levels, xlabel: str, curve: Callable[[Sequence[Run]], Curve]) -> Figure | None:
+    title = _title("Test accuracy, mean and standard deviation over seeds", levels)
+    figure, axes = new_axes(title, xlabel, "test accuracy (%)", (6.8, 4.6))
+    ends = []
+    for label in comparison.labels:
+        runs = list(comparison.runs(label, levels).values())
+        if runs:
+            x, y = curve(runs)
+            _band(axes, comparison, label, x, y)
+            ends += [x[-1]] if x.size else []
+    if not ends:
+        return None
+    if xlabel == "round":
+        _count(axes)
+    axes.set_ylim(max(0.0, axes.get_ylim()[0]), min(102.0, axes.get_ylim()[1]))
+    if "megabytes" in xlabel and min(ends, default=0) > 0 and max(ends) > WIDE * min(ends):
+        axes.set_xscale("log")
+        axes.set_xlabel(f"{xlabel} (logarithmic)")
+    _legend(figure, comparison)
+    return figure
+
+
+def _count(axes: Axes) -> None:
+    """Ticks at whole numbers."""
+    from matplotlib.ticker import MaxNLocator
+
+    axes.xaxis.set_major_locator(MaxNLocator("auto", steps=[1, 2, 5, 10], integer=True))
+
+
+def _legend(figure: Figure, comparison: Comparison) -> None:
+    """As many columns as the longest label leaves room for."""
+    longest = max(len(label) for label in comparison.labels) + len(" (3 seeds)")
+    legend_outside(figure, max(1, min(4, 92 // (longest + 6))))
+
+
+def _band(axes: Axes, comparison: Comparison, label: str, x: np.ndarray, y: np.ndarray) -> None:
+    """Mean and standard deviation of ``y`` ``[seeds, E]``."""
+    if not x.size:
+        return
+    colour, style, marker = _look(comparison, label)
+    mean = y.mean(axis=0)
+    count = f"{len(y)} seed{'s' * (len(y) > 1)}"
+    width = 2.2 if label in comparison.proposed else 1.4
+    axes.plot(x, mean, color=colour, linestyle=style, linewidth=width)
+    # curves that lie on top of each other: the markers of each, above all lines, stand where no other has one
+    place, methods = list(comparison.study.methods).index(label), len(comparison.study.methods)
+    step = max(methods, len(x) // MARKED)
+    some = slice(place * step // methods % len(x), None, step)
+    look: dict[str, Any] = {
+        "color": colour,
+        "marker": marker,
+        "markersize": 6,
+        "markeredgecolor": "white",
+        "markeredgewidth": 0.6,
+    }
+    axes.plot(x[some], mean[some], linestyle="none", zorder=3, **look)
+    axes.plot([], [], linestyle=style, linewidth=width, label=f"{label} ({count})", **look)
+    if len(y) > 1:
+        spread = y.std(axis=0, ddof=1)
+        axes.fill_between(x, mean - spread, mean + spread, color=colour, alpha=0.12, linewidth=0)
+
+
+def _rows(title: str, xlabel: str, names: Sequence[str]) -> tuple[Figure, Axes]:
+    """A figure with a line per name, the first on top; long names are wrapped, and it is wider and higher for them."""
+    wrapped = ["\n".join(wrap(name, LINE)) for name in names]
+    lines = [line for name in wrapped for line in name.split("\n")]
+    highest = max(name.count("\n") + 1 for name in wrapped)
+    width = 6.8 + 0.075 * max(0, max(map(len, lines)) - 16)
+    figure, axes = new_axes(title, xlabel, "", (width, 1.8 + max(0.42, 0.17 * highest) * len(names)))
+    axes.set_yticks(range(len(names)), wrapped, fontsize="small" if highest > 1 else None)
+    axes.set_ylim(len(names) - 0.4, -0.6)
+    return figure, axes
+
+
+def by_method(comparison: Comparison, levels: Levels) -> Figure | None:
+    """The primary metric of every run, and the mean of every method."""
+    written = column(comparison.study.metric)
+    labels = [label for label in comparison.labels if comparison.values(comparison.study.metric, label, levels)]
+    if not labels:
+        return None
+    figure, axes = _rows(_title("Every seed, and the mean", levels), written.title, labels)
+    seeds = comparison.study.seeds
+    for row, label in enumerate(labels):
+        values = comparison.values(comparison.study.metric, label, levels)
+        mean = mean_std(list(values.values()))[0] * written.scale
+        colour = _look(comparison, label)[0]
+        axes.plot([mean, mean], [row - 0.32, row + 0.32], color=colour, linewidth=2.5)
+        for seed, value in values.items():
+            place = seeds.index(seed)
+            height = row + 0.5 * ((place + 0.5) / len(seeds) - 0.5)
+            marker = MARKERS[place % len(MARKERS)]
+            axes.plot(
+                value * written.scale, height, marker, color=colour, markersize=5.5, markeredgecolor="white", markeredgewidth=0.5
+            )
+    axes.plot([], [], "|", color=GREY, markersize=12, markeredgewidth=2.5, label="mean")
+    if len(seeds) <= len(MARKERS):
+        for place, seed in enumerate(seeds):
+            axes.plot([], [], MARKERS[place], color=GREY, markersize=5.5, label=f"seed {seed}")
+    legend_outside(figure)
+    return figure
+
+
+def forest(comparison: Comparison, levels: Levels) -> Figure | None:
+    """Paired differences: every seed, the mean and both intervals; where one is far from all others, those in a panel of their own."""
+    written = column(comparison.study.metric)
+    found = [one for one in comparison.differences(comparison.study.metric, levels) if one.seeds]
+    if not found:
+        return None
+    names = [f"{one.a} − {one.b}" for one in found]
+    xlabel = f"difference in {written.title.replace('(%)', '(percentage points)')}"
+    figure, whole = _rows(_title("Differences, paired by seed", levels), xlabel, names)
+    _differences(whole, found, written.scale)
+    near = without_outliers([_reach(one) * written.scale for one in found])
+    if near is not None:
+        figure.set_figwidth(figure.get_figwidth() + 2.8)
+        title, ticks = whole.get_title(), [label.get_text() for label in whole.get_yticklabels()]
+        whole.remove()
+        closer, whole = figure.subplots(1, 2, sharey=True)
+        open_frame(closer, whole)
+        figure.suptitle(title)
+        closer.set_yticks(range(len(names)), ticks)
+        closer.set_ylim(len(names) - 0.4, -0.6)
+        for axes in (whole, closer):
+            _differences(axes, found, written.scale, labelled=axes is closer)
+            axes.set_xlabel(xlabel, fontsize="small")
+        closer.set_xlim(-near, near)
+        closer.set_title("near zero", fontsize="medium")
+        whole.set_title("all", fontsize="medium")
+        for row, one in enumerate(found):
+            mean = one.test.mean * written.scale
+            if abs(mean) > near:
+                side = 1 if mean > 0 else -1
+                words: dict[str, Any] = {
+                    "ha": "right" if side > 0 else "left",
+                    "va": "center",
+                    "color": COLOURS[3],
+                    "fontsize": "small",
+                }
+                closer.text(side * near, row, f"{mean:.3g} →" if side > 0 else f"← {mean:.3g}", **words)
+    legend_outside(figure)
+    return figure
+
+
+def without_outliers(reaches: Sequence[float]) -> float | None:
+    """How far an axis has to reach for all rows but those far outside; None where there are none.
+
+    With few methods most pairs are far outside where a single method failed, since every other one is compared with it.
+
+    >>> without_outliers([1.0, 2.0, 1.5, 40.0]), without_outliers([0.5, 40.0, 41.0]), without_outliers([1.0, 2.0, 4.0])
+    (2.2, 0.55, None)
+    """
+    ordered = sorted(reaches)
+    for count, (inner, outer) in enumerate(pairwise(ordered), start=1):
+        if 3 * count >= len(ordered) and 0 < OUTLYING * inner < outer:
+            return 1.1 * inner
+    return None
+
+
+def _reach(one: Difference) -> float:
+    """The largest distance from zero of what is drawn of a pair."""
+    test = one.test
+    ends = [*test.differences, test.mean, test.low, test.high, test.bootstrap_low, test.bootstrap_high]
+    return max(abs(end) for end in ends if isfinite(end))
+
+
+def _differences(axes: Axes, found: Sequence[Difference], scale: float, *, labelled: bool = True) -> None:
+    """A row for each pair."""
+    axes.axvline(0, color="black", linewidth=0.8)
+    for row, one in enumerate(found):
+        test, first = one.test, row == 0 and labelled
+        if isfinite(test.low):
+            bounds = [test.low * scale, test.high * scale]
+            axes.plot(bounds, [row, row], color=COLOURS[0], linewidth=1.4, label="95 % t interval" if first else None)
+        if isfinite(test.bootstrap_low):
+            bounds = [test.bootstrap_low * scale, test.bootstrap_high * scale]
+            label = "95 % bootstrap" if first else None
+            axes.plot(bounds, [row, row], color=COLOURS[5], linewidth=5, solid_capstyle="butt", label=label)
+        x = np.array(test.differences) * scale
+        heights = row + 0.2 + 0.16 * np.arange(len(x)) / len(x)  # equal ones are all seen
+        axes.plot(x, heights, "o", color=GREY, markersize=3.5, label="one seed" if first else None)
+        axes.plot(test.mean * scale, row, "D", color=COLOURS[3], markersize=6, label="mean" if first else None)
+
+
+def degradation(comparison: Comparison, others: Levels) -> Figure | None:
+    """Accuracy without the stressor minus accuracy with it, same seed, round by round."""
+    entry = comparison.study.degradation or {}
+    stressed, clean = comparison.stressed_and_clean(others)
+    title = f"Test accuracy lost under {entry['axis']}: {entry['clean']} − {entry['stressed']}, same seed"
+    figure, axes = new_axes(_title(title, others), "round", "accuracy lost (percentage points)", (6.8, 4.6))
+    axes.axhline(0, color="black", linewidth=0.8)
+    drawn = 0
+    for label in comparison.labels:
+        with_stress, without = comparison.runs(label, stressed), comparison.runs(label, clean)
+        seeds = [seed for seed in without if seed in with_stress]
+        if seeds:
+            x, y = rounds_curve([without[seed] for seed in seeds])
+            other_x, other_y = rounds_curve([with_stress[seed] for seed in seeds])
+            both, here, there = np.intersect1d(x, other_x, return_indices=True)
+            _band(axes, comparison, label, both, y[:, here] - other_y[:, there])
+            drawn += both.size
+    if not drawn:
+        return None
+    _count(axes)
+    _legend(figure, comparison)
+    return figure

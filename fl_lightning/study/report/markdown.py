@@ -1,0 +1,211 @@
+"""``report.md``: tables, verdicts, and in sentences what they do not say."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Iterator, Mapping, Sequence
+from math import isfinite
+from typing import Any
+
+from fl_lightning.study.metric_names import column, seeds
+from fl_lightning.study.report import tables as tabulate
+from fl_lightning.study.report.comparison import Comparison, Difference, Levels, name_of
+from fl_lightning.study.report.document import provenance
+from fl_lightning.study.report.verdicts import verdicts
+from fl_lightning.study.statistics import POWER
+
+HOW_TO_READ = (
+    "Differences are paired by seed: both methods met the same partition, cohorts, drop-outs and noise. The 95 % t interval decides; the "
+    "bootstrap (BCa) beside it is too narrow below about ten seeds. p (Holm) is the t-test's, corrected for all rows of its table; "
+    "Wilcoxon's cannot be below 2^(1 − n) with n seeds. g_z is the mean in standard deviations of the differences, corrected for small "
+    f"samples; detectable: the true difference that so many seeds find with {POWER:.0%} probability at the strictest step of the "
+    "correction; seeds needed: to find an effect of g_z so. A criterion holds when its whole interval satisfies it and fails when none of "
+    "it does; it is computed in raw units (accuracies in [0, 1], bytes, seconds) and is not corrected for the other criteria."
+)
+
+
+def markdown(comparison: Comparison, figures: Sequence[str], empty: Sequence[str] = ()) -> str:
+    """The report.
+
+    Args:
+        comparison: what it is about.
+        figures: names of the figures in ``figures/``.
+        empty: of those that there is nothing to draw in.
+    """
+    return "\n\n".join(part for part in _parts(comparison, figures, empty) if part) + "\n"
+
+
+def _parts(comparison: Comparison, figures: Sequence[str], empty: Sequence[str]) -> Iterator[str]:
+    study = comparison.study
+    yield f"# {study.name}"
+    yield from answers(comparison)
+    for levels in comparison.levels:
+        yield _section(tabulate.results(comparison, levels))
+    yield f"Primary metric: `{study.metric}`. {_setup(comparison)}"
+    yield _section(tabulate.verdicts(comparison, timing=False))
+    for levels in comparison.levels:
+        if comparison.pairs:
+            yield _section(tabulate.differences(comparison, levels))
+    yield HOW_TO_READ
+    yield _section(tabulate.degradation(comparison))
+    for levels in comparison.levels:
+        yield _section(tabulate.target(comparison, levels))
+    yield "## What is not decided"
+    yield "\n".join(f"- {line}" for line in undecided(comparison))
+    yield from _claims(comparison)
+    yield "## Figures"
+    yield "\n\n".join(f"![{name}](<figures/{name}.png>)" for name in figures)
+    if empty:
+        yield f"Not drawn, since no run, or no pair of runs with one seed, has what they show: {', '.join(empty)}."
+    yield from _not_counted(comparison)
+    yield "## Time"
+    yield (
+        "Measured by a clock, on whatever else the machine was doing: median seconds of a round after the first three. Two sweeps of "
+        "one study agree in everything above; in what follows they do not."
+    )
+    for levels in comparison.levels:
+        table = tabulate.clocks(comparison, levels)
+        yield f"### {table.title}"
+        yield table.markdown()
+    timing = tabulate.verdicts(comparison, timing=True)
+    yield timing.markdown() if timing else ""
+    yield from _provenance(comparison)
+
+
+def _section(table: tabulate.Table | None) -> str:
+    return f"## {table.title}\n\n{table.markdown()}" if table else ""
+
+
+def answers(comparison: Comparison) -> Iterator[str]:
+    """The answer in a few sentences, level by level."""
+    for levels in comparison.levels:
+        outcome = comparison.outcome(levels)
+        where = f"At {name_of(levels)}: " if levels else ""
+        said = f"**{where}{'winner: ' + outcome.winner if outcome.winner else 'no winner'}.** {_sentence(outcome.reason)}"
+        yield f"{said} {_gap(outcome.gap)}".strip()
+    counted = [verdict.decision for verdict in verdicts(comparison) if not verdict.criterion.is_timing]
+    if counted:
+        tally = ", ".join(f"{counted.count(decision)} {decision}" for decision in ("holds", "fails", "undecided"))
+        yield f"Criteria that no clock decides: {tally}."
+
+
+def _sentence(text: str) -> str:
+    return text[0].upper() + text[1:] + "."
+
+
+def _gap(gap: Difference | None) -> str:
+    if gap is None or not gap.seeds:
+        return ""
+    written, test = column(gap.metric), gap.test
+    size = f"{gap.a} − {gap.b}: {written.number(test.mean, sign=True)}{written.unit}"
+    bounds = tabulate.interval(written, test.low, test.high)
+    return f"{size}, 95 % interval {bounds}, {test.n} seed{'s' * (test.n > 1)}." if bounds != "-" else f"{size}, no interval."
+
+
+def _setup(comparison: Comparison) -> str:
+    runs = comparison.results.runs
+    datasets, rounds = sorted({run.dataset for run in runs}), sorted({run.rounds for run in runs})
+    used = ", ".join(str(seed) for seed in comparison.study.seeds)
+    partitions = len({run.partition for run in runs})
+    return (
+        f"{len(runs)} finished runs; data set {', '.join(datasets)}; {', '.join(map(str, rounds))} rounds; seeds {used}; "
+        f"{partitions} partition{'s' * (partitions > 1)}, the same for every method of a seed."
+    )
+
+
+def undecided(comparison: Comparison) -> Iterator[str]:
+    """What these runs cannot tell."""
+    study = comparison.study
+    for verdict in verdicts(comparison):
+        if verdict.decision == "undecided" and not verdict.criterion.is_timing:
+            because = "; ".join(
+                dict.fromkeys(judgement.reason for _, judgement in verdict.judgements if judgement.decision == "undecided")
+            )
+            yield f"`{verdict.criterion.text}`: {because}."
+    for levels in comparison.levels:
+        tests = comparison.differences(study.metric, levels)
+        open_ones = [one for one in tests if one.winner is None]
+        if open_ones:
+            yield _open(open_ones, len(tests), levels)
+    few = max((len(comparison.runs(label, levels)) for levels in comparison.levels for label in comparison.labels), default=0)
+    if few < 3:
+        yield f"With {few} seed{'s' * (few > 1)} the spread between seeds is hardly known; at least three are needed."
+    untested = comparison.baselines if comparison.proposed else []
+    if len(untested) > 1:
+        yield "Baselines are not tested against each other."
+    datasets = ", ".join(sorted({run.dataset for run in comparison.results.runs}))
+    yield f"Everything is about {datasets} and the settings of this study; how it carries over to other data and networks is not shown."
+
+
+def _open(open_ones: Sequence[Difference], family: int, levels: Levels) -> str:
+    where = f"At {name_of(levels)}, " if levels else ""
+    written = column(open_ones[0].metric)
+    needed = [f"{one.a} − {one.b}{_needed(one)}" for one in open_ones]
+    smallest = [one.test.detectable for one in open_ones]
+    range_ = f"{written.number(min(smallest))} to {written.number(max(smallest))}{written.unit}"
+    text = (
+        f"{len(open_ones)} of {family} differences are inside the noise: {', '.join(needed)}. Found with {POWER:.0%}: {range_}."
+    )
+    return where + text if where else text
+
+
+def _needed(one: Difference) -> str:
+    found = one.test.seeds_needed
+    return f" ({seeds(found)} seeds needed, {one.test.n} there)" if isfinite(found) else ""
+
+
+def _claims(comparison: Comparison) -> Iterator[str]:
+    table, texts = tabulate.claims(comparison)
+    if table or texts:
+        yield "## What was claimed"
+        yield "Figures from elsewhere, beside those of this study; they are claims, not targets, and their setting may be another."
+        yield table.markdown() if table else ""
+        yield "\n".join(f"- {text}" for text in texts)
+
+
+def _not_counted(comparison: Comparison) -> Iterator[str]:
+    yield "## Not counted"
+    lines = [f"- {entry.name}: {entry.reason}" for entry in comparison.results.uncounted]
+    lines += [f"- {metric} of {run.name} is not a number, and in no mean" for run, metric in comparison.not_numbers()]
+    for levels in comparison.levels:
+        for one in comparison.differences(comparison.study.metric, levels):
+            if one.unpaired:
+                text = f"seed {', '.join(map(str, one.unpaired))}: only one of the two has a value, and no pair"
+                lines.append(f"- {one.a} − {one.b}{' at ' + name_of(levels) if levels else ''}: {text}")
+    yield "\n".join(lines) or "Every cell is finished and counted."
+
+
+def _provenance(comparison: Comparison) -> Iterator[str]:
+    entries = provenance(comparison)["runs"]
+    yield "## Where it comes from"
+    yield "\n".join(
+        [
+            f"- commit: {_counted(entries, _commit)}",
+            f"- device: {_counted(entries, _device)}",
+            f"- versions: {_counted(entries, lambda entry: ', '.join(f'{k} {v}' for k, v in (entry['versions'] or {}).items()))}",
+            f"- from {min(str(entry['started']) for entry in entries)} to {max(str(entry['finished']) for entry in entries)}",
+            f"- continued after an interruption: {sum(bool(entry['resumed']) for entry in entries)} of {len(entries)} runs",
+        ]
+    )
+    first = {
+        (run.label, *run.levels.values()): entry
+        for run, entry in reversed(list(zip(comparison.results.runs, entries, strict=True)))
+    }
+    lines = [shlex.join(entry["command_line"]) for entry in reversed(first.values()) if entry["command_line"]]
+    if lines:
+        yield "One run of each kind; the others differ in seed and name, and all are in `report.json`:"
+        yield "```\n" + "\n".join(lines) + "\n```"
+
+
+def _counted(entries: Sequence[Mapping[str, Any]], text: Any) -> str:
+    every = [text(entry) for entry in entries]
+    return "; ".join(f"{one} ({every.count(one)} runs)" for one in dict.fromkeys(every))
+
+
+def _commit(entry: Mapping[str, Any]) -> str:
+    git = entry["git"] or {}
+    return f"{git.get('commit') or 'unknown'}{' with uncommitted changes' if git.get('dirty') else ''}"
+
+
+def _device(entry: Mapping[str, Any]) -> str:
+    return f"{entry['device']}, {entry['processes']} process of {entry['threads']} threads, {entry['precision']}"

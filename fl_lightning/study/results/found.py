@@ -1,0 +1,177 @@
+"""What is found of a run, in its directory or in MLflow, finished or not."""
+
+from __future__ import annotations
+
+import csv
+import json
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from fl_lightning.errors import InputError
+from fl_lightning.run.directory import numbered
+from fl_lightning.run.tables import numbers
+from fl_lightning.settings import config_of, is_free, settings_hash
+from fl_lightning.support.recorded import not_recorded
+
+log = logging.getLogger("fl_lightning")
+
+PROBED = ("corrupted/", "fgsm/", "pgd/", "calibration/", "cost/", "latency/", "memory/")
+"""Metrics that ``test`` alone measures."""
+
+
+@dataclass(frozen=True)
+class Found:
+    """What is found of a run, finished or not.
+
+    Args:
+        name: of its folder, or in MLflow.
+        where: the folder, or the run's id in MLflow.
+        metadata: as in ``metadata.json``.
+        history: a row of metrics per round.
+        tested: metrics that ``test`` has measured.
+        problem: why it cannot be counted, or empty.
+        settings: its configuration, with dotted keys.
+        typed: whether the settings are as in ``config.yaml``; in MLflow's parameters all are text, and have no hash.
+        checkpoint: which one ``test`` was told to take: ``last``, ``best`` or a name.
+        tested_round: the round of that checkpoint.
+    """
+
+    name: str
+    where: str
+    metadata: Mapping[str, Any]
+    history: list[dict[str, float]]
+    tested: Mapping[str, float]
+    problem: str = ""
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    typed: bool = True
+    checkpoint: str = "last"
+    tested_round: Any = None
+
+
+def read_folder(folder: Path) -> list[Found]:
+    """Every run directly in ``folder``, by name; also those that are damaged or still going on."""
+    paths = sorted(path for path in folder.iterdir() if (path / "metadata.json").exists() or (path / "config.yaml").exists())
+    return [read_directory(path) for path in paths if path.is_dir() and not path.name.startswith(".")]
+
+
+def read_directory(path: Path) -> Found:
+    """One run directory."""
+    metadata: dict[str, Any] = {}
+    history: list[dict[str, float]] = []
+    file = "metadata.json"
+    try:
+        metadata = _mapping(path / file)
+        file = "metrics.csv"
+        history = numbers((path / file).read_bytes()) if (path / file).exists() else []
+        file = "test.json"
+        document = _mapping(path / file) if (path / file).exists() else {}
+        tested = _numbers({**document.get("metrics", {}), **document.get("timings", {})})
+        file = "config.yaml"
+        settings = config_of(path) if (path / file).exists() else {}
+        unknown = _not_recorded(settings) if (path / file).exists() else ""
+    except (OSError, ValueError, AttributeError, TypeError) as error:
+        reason = getattr(error, "strerror", None) or str(error)
+        return Found(path.name, str(path), metadata, [], {}, f"{file} cannot be read: {reason}")
+    wrong, checkpoint = problem(metadata, history) or unknown, str(document.get("chosen", "last"))
+    return Found(path.name, str(path), metadata, history, tested, wrong, settings, True, checkpoint, document.get("round"))
+
+
+def from_store(entry: Mapping[str, Any]) -> Found:
+    """One of :func:`fl_lightning.tracking.runs.read_runs`; what ``test`` measured is among its metrics, at its checkpoint's round."""
+    metadata, history = entry["metadata"], entry["history"]
+    points: dict[str, list[tuple[Any, float]]] = {}
+    for row in history:
+        for name, value in row.items():
+            if name.startswith(PROBED) or name in ("test/ece", "test/brier"):
+                points.setdefault(name, []).append((row["round"], value))
+    probed = {name: found[-1] for name, found in points.items() if len(found) == 1 or name.startswith(PROBED)}
+    rounds = {round for round, _ in probed.values()}
+    last = history[-1]["round"] if history else None
+    return Found(
+        entry["name"],
+        entry["id"],
+        metadata,
+        [{name: value for name, value in row.items() if name not in probed} for row in history],
+        {name: value for name, (_, value) in probed.items()},
+        problem(metadata, history),
+        entry["settings"],
+        entry["typed"],
+        "last",
+        last if rounds <= {last} else min(rounds - {last}),
+    )
+
+
+def _mapping(path: Path) -> dict[str, Any]:
+    document = json.loads(path.read_bytes())
+    if not isinstance(document, dict):
+        raise ValueError("it holds no mapping")
+    return document
+
+
+def _numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
+    return {name: float(value) for name, value in metrics.items() if is_number(value)}
+
+
+def _not_recorded(settings: Mapping[str, Any]) -> str:
+    """Why runs with these settings cannot be told apart from others; empty where they can."""
+    if not settings:
+        return "its settings were not recorded: config.yaml is empty"
+    unknown = [key for key in not_recorded(settings) if not is_free(key)]
+    return f"{unknown[0]} cannot be recorded ({settings[unknown[0]]})" if unknown else ""
+
+
+def is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def problem(metadata: Mapping[str, Any], history: list[dict[str, float]]) -> str:
+    """Why a run cannot be counted; empty when it can."""
+    status = metadata.get("status")
+    rounds = [row.get("round") for row in history]
+    if status != "finished":
+        return f"not finished: {status}, {len(rounds)} rounds done"
+    if not rounds:
+        return "it has no rounds"
+    if rounds != list(range(1, len(rounds) + 1)):
+        return "metrics.csv does not hold every round once"
+    if not isinstance(metadata.get("seed"), int) or not metadata.get("partition_sha256"):
+        return "metadata.json has no seed, or no hash of the partition"
+    if not isinstance(metadata.get("tags") or {}, Mapping):
+        return "metadata.json has tags that are no mapping"
+    texts = [name for name, value in metadata.items() if name.startswith("final/") and not is_number(value)]
+    return f"metadata.json has no number as {texts[0]}" if texts else ""
+
+
+def find_run(folder: Path, name: str, hash: str) -> Path | None:
+    """The latest run called ``name``, ``name-2`` ... whose settings have this hash: the one that ``fit`` would continue.
+
+    One whose ``config.yaml`` cannot be read is named in a warning.
+    """
+    for run in numbered(folder, name):
+        try:
+            if (run / "config.yaml").exists() and settings_hash(config_of(run)) == hash:
+                return run
+        except (InputError, RecursionError) as error:
+            log.warning("not looked at: %s", " ".join(str(error).split()) or run)
+    return None
+
+
+def read_cells(folder: Path) -> dict[str, dict[str, Any]]:
+    """What a study's ``cells.json`` says of each cell, by name; empty when it cannot be read."""
+    try:
+        return {entry["name"]: entry for entry in json.loads((folder / "cells.json").read_bytes())}
+    except (OSError, ValueError, TypeError, KeyError):
+        return {}
+
+
+def read_metrics(run: Path | None) -> list[dict[str, float]]:
+    """The rounds in a run's ``metrics.csv``; empty when it cannot be read. It may be in the middle of being written."""
+    if run is None:
+        return []
+    try:
+        return numbers((run / "metrics.csv").read_bytes())
+    except (OSError, ValueError, TypeError, csv.Error):  # TypeError: a row that is longer than the header
+        return []

@@ -1,0 +1,1 @@
+"""The ground floor: what any room may use and what knows no other room."""

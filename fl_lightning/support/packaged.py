@@ -1,0 +1,91 @@
+"""The configurations that come with the project: found by name from any folder, listed, and copied out by ``configs``."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from fl_lightning.errors import InputError
+
+
+def configs_folder() -> Path:
+    """Where they are: inside the package in a wheel, beside it in the repository."""
+    package = Path(__file__).resolve().parents[1]
+    inside = package / "configs"
+    return inside if inside.is_dir() else package.parent / "configs"
+
+
+def find_config(name: str | Path, folder: Path | None = None) -> Path | None:
+    """The file that a configuration's name means: a file of the user's if there is one, else one that comes with the project.
+
+    Args:
+        name: a path, or a name such as ``kd_default``, ``overlays/noise_on`` or ``configs/fedavg.yaml``.
+        folder: what a relative path is relative to; default: the working directory.
+    """
+    given = Path(name)
+    names = [given] if given.suffix in (".yaml", ".yml") else [given, Path(f"{given}.yaml")]
+    own = folder or Path()
+    candidates = [own / each for each in names] + [own / "configs" / each for each in names]
+    if not given.is_absolute() and ".." not in given.parts:
+        inside = [each.relative_to("configs") if each.parts[:1] == ("configs",) else each for each in names]
+        candidates += [configs_folder() / each for each in inside if each.suffix]
+    try:
+        return next((path for path in candidates if path.is_file()), None)
+    except (OSError, ValueError):  # too long for a name, or a NUL in it
+        return None
+
+
+def with_found_configs(args: Sequence[str]) -> list[str]:
+    """A command line whose ``--config`` and ``-c`` name files."""
+    found = list(args)
+    for position, arg in enumerate(args):
+        flag, equals, name = arg.partition("=")
+        if flag not in ("--config", "-c"):
+            continue
+        if equals:
+            found[position] = f"{flag}={find_config(name) or name}"
+        elif position + 1 < len(args):
+            found[position + 1] = str(find_config(args[position + 1]) or args[position + 1])
+    return found
+
+
+def configs(args: Sequence[str]) -> None:
+    """List the configurations, or copy them into a folder; a file there that differs stays as it is.
+
+    Args:
+        args: nothing, or the folder.
+
+    Raises:
+        InputError: there is more than one argument, or the folder cannot be written.
+    """
+    if {"-h", "--help"} & {*args}:
+        sys.stdout.write(
+            "usage: python -m fl_lightning configs [FOLDER]\n\nLists the configurations, or copies them to FOLDER.\n"
+        )
+        return
+    if len(args) > 1 or any(arg.startswith("-") for arg in args):
+        raise InputError(f"configs {' '.join(args)}; it takes a folder to copy to, or nothing; write configs FOLDER")
+    source = configs_folder()
+    names = sorted(path.relative_to(source) for path in source.rglob("*.yaml"))
+    if not args:
+        about = {name: (source / name).read_text(encoding="utf-8").partition("\n")[0].lstrip("# ") for name in names}
+        sys.stdout.write("".join(f"{name.with_suffix('').as_posix():<30} {text}\n" for name, text in about.items()))
+        return
+    target = Path(args[0])
+    kept = []
+    try:
+        for name in names:
+            text, copy = (source / name).read_bytes(), target / name
+            if copy.exists():
+                if copy.read_bytes() != text:
+                    kept.append(str(name))
+                continue
+            copy.parent.mkdir(parents=True, exist_ok=True)
+            with copy.open("xb") as file:
+                file.write(text)
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise InputError(f"configs {target}; it cannot be written ({reason}); write the name of a new folder") from None
+    left = f"; {len(kept)} differ there and stay as they are: {', '.join(kept)}" if kept else ""
+    sys.stdout.write(f"{len(names) - len(kept)} of {len(names)} configurations are in {target}{left}\n")

@@ -1,0 +1,243 @@
+"""What a run made from Python was made of: constructors' arguments, in the form that ``config.yaml`` has from the command line.
+
+``FedProx(mu=0.1, optimizer=lambda p: SGD(p, lr=0.1))`` becomes a class path and its arguments; of a function without a name that can be
+imported, such as that lambda, its code is hashed with the values that it closes over. So two runs are told apart by whatever their
+constructors were given. A value of a kind that cannot be described becomes a text that begins with ``NOT_RECORDED``.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import fields, is_dataclass
+from functools import partial, wraps
+from hashlib import sha256
+from importlib import import_module
+from pathlib import Path
+from types import BuiltinFunctionType, CodeType, FunctionType, ModuleType
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import numpy as np
+import torch
+from torch import Tensor
+
+NOT_RECORDED = "not recorded: "
+MAX_ITEMS = 1000  # of a list that is written out; of a longer one the hash, or a configuration would be too large to be read back
+
+_ARGUMENTS: WeakKeyDictionary[Any, dict[str, Any]] = WeakKeyDictionary()
+"""Beside the objects and not in them: attributes of methods and partitions are compared, printed and copied."""
+
+
+_IN_WORK: set[int] = set()  # functions whose hash is being computed
+
+
+class Recorded:
+    """Base of classes whose constructor's arguments are remembered, those of subclasses too."""
+
+    def __init_subclass__(cls, **settings: Any) -> None:
+        super().__init_subclass__(**settings)
+        if "__init__" in vars(cls):
+            cls.__init__ = _recording(cls.__init__)  # type: ignore[method-assign]
+
+
+def _recording(constructor: Callable[..., None]) -> Callable[..., None]:
+    signature = inspect.signature(constructor)
+
+    @wraps(constructor)
+    def record(self: Any, *arguments: Any, **named: Any) -> None:
+        if self not in _ARGUMENTS:  # the subclass's constructor is the first that is called
+            _ARGUMENTS[self] = {}
+            bound = signature.bind(self, *arguments, **named)  # a TypeError where they do not fit
+            _ARGUMENTS[self] = dict(list(bound.arguments.items())[1:])
+        constructor(self, *arguments, **named)
+
+    return record
+
+
+def settings_of_run(trainer: Recorded, method: Recorded, data: Recorded, seed: int) -> dict[str, Any]:
+    """The whole configuration of a run, nested as in ``config.yaml``."""
+    return {
+        "seed_everything": seed,
+        "trainer": arguments_of(trainer),
+        "model": describe(method),
+        "data": describe(data),
+    }
+
+
+def arguments_of(made: Recorded) -> dict[str, Any]:
+    """The arguments of an object's constructor, described, with the defaults of those that were not given."""
+    given = dict(_ARGUMENTS.get(made, {}))
+    described = {}
+    for parameter in _parameters(type(made)):
+        if parameter.kind is parameter.VAR_KEYWORD:
+            given |= given.pop(parameter.name, {})
+        elif parameter.kind is parameter.VAR_POSITIONAL:
+            described[parameter.name] = describe(given.pop(parameter.name, ()))
+        elif parameter.name not in described:
+            value = given.pop(parameter.name, parameter.default)
+            described[parameter.name] = None if value is parameter.empty else describe(value)
+    return described | {name: describe(value) for name, value in given.items()}
+
+
+def _parameters(cls: type) -> Iterator[inspect.Parameter]:
+    """The parameters of a constructor; where it takes ``**settings``, those of the next class's too."""
+    for base in cls.__mro__:
+        if "__init__" not in vars(base) or base is object:
+            continue
+        _, *own = inspect.signature(base.__init__).parameters.values()  # type: ignore[misc]
+        yield from own
+        if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in own):
+            return
+
+
+def describe(value: Any) -> Any:
+    """A value as plain YAML: numbers, texts, lists, mappings, class paths with their arguments, hashes of arrays and of code."""
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    if isinstance(value, Path):
+        return str(value)
+    if isinstance(value, np.generic):
+        return value.item()
+    if isinstance(value, Mapping):
+        return {str(key): describe(item) for key, item in value.items()}
+    if isinstance(value, (set, frozenset)):
+        return sorted((describe(item) for item in value), key=repr)
+    if isinstance(value, (list, tuple)):
+        items = [describe(item) for item in value]
+        if len(items) > MAX_ITEMS:
+            return {"sha256": sha256(repr(items).encode()).hexdigest(), "length": len(items)}
+        return items
+    if isinstance(value, (np.ndarray, Tensor)):
+        return _described_array(value)
+    if isinstance(value, (torch.device, torch.dtype)):
+        return str(value)
+    if isinstance(value, partial):
+        return {"class_path": describe(value.func), "init_args": describe({**dict(enumerate(value.args)), **value.keywords})}
+    if isinstance(value, (type, FunctionType, BuiltinFunctionType)):
+        return _described_callable(value)
+    if isinstance(value, Recorded):
+        kind = _described_callable(type(value))
+        made_in_function = {} if isinstance(kind, str) else {"code_sha256": kind["code_sha256"]}
+        return {"class_path": import_path(type(value)), **made_in_function, "init_args": arguments_of(value)}
+    if is_dataclass(value):
+        attributes = {field.name: describe(getattr(value, field.name)) for field in fields(value)}
+        return {"class_path": import_path(type(value)), "init_args": attributes}
+    if hyperparameters := getattr(value, "hparams", None):  # of a LightningModule that calls save_hyperparameters
+        return {"class_path": import_path(type(value)), "init_args": _ignored(value, hyperparameters) | describe(hyperparameters)}
+    return f"{NOT_RECORDED}{import_path(type(value))}"
+
+
+def not_recorded(settings: Mapping[str, Any]) -> list[str]:
+    """The settings, with dotted keys, whose values could not be described."""
+    return [key for key, value in settings.items() if isinstance(value, str) and value.startswith(NOT_RECORDED)]
+
+
+ROOMS_OF_CALLBACKS = ("callbacks.stressors.", "callbacks.meters.", "callbacks.figures.")
+
+
+def import_path(named: Any) -> str:
+    """The class path by which runs, their hashes and their checkpoints know a class or a function.
+
+    It is the path that can be imported. That of a callback leaves out the room it lies in, as it did in version 0.1.0, whose runs are
+    continued and counted.
+    """
+    path = f"{named.__module__}.{named.__qualname__}"
+    for room in ROOMS_OF_CALLBACKS:
+        if path.startswith(room):
+            return f"callbacks.{path.removeprefix(room)}"
+    return path
+
+
+def _ignored(module: Any, hyperparameters: Mapping[str, Any]) -> dict[str, str]:
+    """The arguments that ``save_hyperparameters(ignore=...)`` left out."""
+    names = [p.name for p in _parameters(type(module)) if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)]
+    return {name: f"{NOT_RECORDED}an argument that save_hyperparameters ignores" for name in names if name not in hyperparameters}
+
+
+def _described_callable(value: Any) -> Any:
+    path = import_path(value)
+    importable = "<" not in path and _imported(path) is value
+    if isinstance(value, FunctionType):
+        if importable and not _globals_of(value):
+            return path
+        return {"function": path, "code_sha256": _hash_of_function(value)}
+    if importable or isinstance(value, BuiltinFunctionType):
+        return path
+    return {"class": path, "code_sha256": _hash_of_class(value)}  # made in a function
+
+
+def _imported(path: str) -> Any:
+    module, _, name = path.rpartition(".")
+    try:
+        return getattr(import_module(module), name, None)
+    except (ImportError, ValueError):
+        return None
+
+
+def _hash_of_function(function: FunctionType) -> str:
+    """SHA-256 of a function's code, its default values, what it closes over and the values of the global names that it uses."""
+    if id(function) in _IN_WORK:  # it refers to itself
+        return function.__qualname__
+    digest = sha256()
+    _add_code(digest, function.__code__)
+    cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
+    closure = [_content(cell) for name, cell in cells if name != "__class__"]
+    _IN_WORK.add(id(function))
+    try:
+        known = describe([function.__defaults__, function.__kwdefaults__, closure, _globals_of(function)])
+    finally:
+        _IN_WORK.remove(id(function))
+    digest.update(repr(known).encode())
+    return digest.hexdigest()
+
+
+def _content(cell: Any) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:  # a function that is being defined
+        return None
+
+
+def _globals_of(function: FunctionType) -> dict[str, Any]:
+    """The global values that a function uses, by name, but for modules, classes and functions, which have names of their own."""
+    found = {name: function.__globals__[name] for name in sorted(_names(function.__code__)) if name in function.__globals__}
+    return {
+        name: value
+        for name, value in found.items()
+        if not isinstance(value, (ModuleType, type, FunctionType, BuiltinFunctionType))
+    }
+
+
+def _names(code: CodeType) -> set[str]:
+    nested = [_names(constant) for constant in code.co_consts if isinstance(constant, CodeType)]
+    return {*code.co_names}.union(*nested)
+
+
+def _hash_of_class(cls: type) -> str:
+    """SHA-256 of what a class defines: its functions and its plain attributes."""
+    digest = sha256()
+    for name, value in sorted(vars(cls).items()):
+        function = inspect.unwrap(getattr(value, "__func__", getattr(value, "fget", value)) or value)
+        if isinstance(function, FunctionType):
+            digest.update(f"{name}={_hash_of_function(function)}".encode())
+        elif not name.startswith("__") and isinstance(value, (bool, int, float, str, tuple, frozenset)):
+            digest.update(f"{name}={describe(value)!r}".encode())
+    return digest.hexdigest()
+
+
+def _add_code(digest: Any, code: CodeType) -> None:
+    digest.update(code.co_code)
+    digest.update(repr(code.co_names).encode())
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            _add_code(digest, constant)
+        else:  # a frozenset has another order in every process
+            digest.update(repr(describe(constant) if isinstance(constant, frozenset) else constant).encode())
+
+
+def _described_array(array: np.ndarray | Tensor) -> dict[str, Any]:
+    values = (
+        array.detach().cpu().contiguous().view(torch.uint8).numpy() if isinstance(array, Tensor) else np.ascontiguousarray(array)
+    )
+    return {"sha256": sha256(values.tobytes()).hexdigest(), "shape": list(array.shape), "dtype": str(array.dtype)}

@@ -1,0 +1,344 @@
+"""Loggers that the training neither waits for nor fails with.
+
+The default is MLflow in ``sqlite:///mlflow.db`` (or ``MLFLOW_TRACKING_URI``); any Lightning logger can stand in its place.
+Artifacts go where the logger takes them (MLflow). Each logger has a writer's thread of its own, and MLflow gets the rounds of three
+seconds in one transaction. A logger that raises, or does not answer, is reported once and tried again: it gets what it lacks as soon as it
+works, at the end of the run, or when the run is continued; what it lacks even then, ``python -m fl_lightning track`` brings in.
+"""
+
+from __future__ import annotations
+
+import logging
+import shlex
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from lightning.fabric.loggers import Logger
+from lightning.fabric.utilities.rank_zero import rank_zero_only
+
+from fl_lightning.support.redaction import redact, redact_settings
+from fl_lightning.tracking.mlflow_store import (
+    CALL_LIMIT,
+    SQLITE,
+    START_LIMIT,
+    Round,
+    Status,
+    between,
+    default_uri,
+    find_run,
+    is_mlflow,
+    log_rounds,
+    log_settings,
+    logged_steps,
+    make_run,
+    open_run,
+    prepare,
+    reason,
+    takes_many,
+)
+from fl_lightning.tracking.writer import Writer
+
+log = logging.getLogger("fl_lightning")
+
+PAUSE = 3.0
+"""Seconds between two transactions: a page that is looked at is no older, and a transaction costs as much as 100 metrics do."""
+TOGETHER = 100  # rounds of one write at most
+
+
+class Channel:
+    """One logger and the writer that speaks to it.
+
+    Args:
+        logger: None: the default store, to be opened.
+        name: as people are told.
+        failed: called with the channel and the error when trouble begins.
+        recovered: called with the channel when it is over.
+    """
+
+    def __init__(
+        self,
+        logger: Logger | None,
+        name: str,
+        failed: Callable[[Channel, BaseException], Any],
+        recovered: Callable[[Channel], Any],
+    ) -> None:
+        self.logger: Any = logger
+        self.name = name
+        self.is_mlflow = logger is None or is_mlflow(logger)
+        self.resumes: str | None = None  # the run of the store that is continued
+        self.known: dict[str, dict[int, int]] = {}  # what the store had when it was last asked
+        self.tries = 0  # to open it
+        self._unsure = False  # a call raised, and may have been done nevertheless
+        self._together = logger is None or takes_many(logger)
+        self.writer: Writer[Round] = Writer(
+            self._write,
+            partial(failed, self),
+            partial(recovered, self),
+            limit=CALL_LIMIT,
+            most=TOGETHER if self._together else 1,
+            pause=PAUSE if self._together else 0.0,
+        )
+
+    def _write(self, rounds: Sequence[Round]) -> None:
+        if self._unsure and self.is_mlflow:
+            self.known = logged_steps(self.logger.experiment, self.logger.run_id)
+        before, self._unsure = self._unsure, True
+        if self._together:
+            log_rounds(self.logger, between(rounds, self.known), self.known)
+        else:
+            for round in rounds:
+                self._log(round, again=before)
+        self._unsure = False
+
+    def _log(self, round: Round, *, again: bool) -> None:
+        """One round, the logger's own way."""
+        if any(round.step in steps for name, steps in self.known.items() if "final/" not in name):
+            return
+        held = getattr(getattr(self.logger, "_experiment", None), "metrics", None)  # of a CSVLogger whose disk was full
+        if again and isinstance(held, list) and held and held[-1].get("step") == round.step:
+            self.logger.save()
+            return
+        self.logger.log_metrics(dict(round.metrics), round.step)
+
+    def summarise(self, summary: Mapping[str, float], step: int) -> None:
+        if self._together:
+            self._write([Round(step, summary, _now())])
+        elif not any(step in steps for name, steps in self.known.items() if "final/" in name):
+            self.logger.log_metrics(dict(summary), step)
+
+    def finalize(self, status: Status, ended: int) -> None:
+        self.logger.finalize(
+            status if self.is_mlflow else {"FINISHED": "success", "FAILED": "failed", "KILLED": "aborted"}[status]
+        )
+        if self.is_mlflow:  # which says that the run ended now, not when it did
+            self.logger.experiment.set_terminated(self.logger.run_id, status, ended)
+
+
+class Tracking:
+    """The loggers of one run. Nothing here raises on their behalf or waits for them but :meth:`flush` and :meth:`finish`, and ranks
+    other than 0 track nothing.
+
+    Args:
+        logger: True: MLflow; False: none; or one or more Lightning loggers.
+        experiment: name of the MLflow experiment.
+        run_name: name of the run in it.
+        run_dir: where the run's own files are; named when a logger fails.
+        run_id: MLflow run to continue: it is set to running, steps that it has are not logged again, and parameters that
+            differ from the recorded ones become tags ``changed.<name>``.
+        resumes: whether the run has been tracked before. Where its id got lost the store is searched for one that was made for
+            this directory.
+        since: when ``run_dir`` was made (seconds since 1970): runs of an earlier directory of that name are others.
+        started: when the run began (milliseconds since 1970); None: now.
+    """
+
+    def __init__(
+        self,
+        logger: Logger | Sequence[Logger] | bool = True,
+        *,
+        experiment: str,
+        run_name: str,
+        run_dir: Path,
+        run_id: str | None = None,
+        resumes: bool = False,
+        since: float = 0.0,
+        started: int | None = None,
+    ) -> None:
+        given = [] if isinstance(logger, bool) else [logger] if isinstance(logger, Logger) else list(logger)
+        active = getattr(rank_zero_only, "rank", 0) == 0
+        self.experiment, self.run_name, self.run_dir = experiment, run_name, Path(run_dir)
+        wanted: list[Logger | None] = [None] if logger is True else [*given]
+        self._channels = [Channel(each, _name(each), self._failed, self._recovered) for each in wanted if active]
+        self._resume_id, self._resumes, self._since = run_id, resumes, since
+        self._started = _now() if started is None else started
+        self._step = 0
+
+    @property
+    def loggers(self) -> list[Logger]:
+        """Those that are open."""
+        return [channel.logger for channel in self._channels if channel.logger is not None]
+
+    @property
+    def run_id(self) -> str | None:
+        """Id of the MLflow run, for resuming; None without MLflow, and until its store is open."""
+        return next(
+            (getattr(logger, "_run_id", None) for logger in self.loggers if is_mlflow(logger)), None
+        )  # run_id would open the store
+
+    @property
+    def hint(self) -> str | None:
+        """The command that shows the run, when the store is a local database."""
+        uri = next((str(getattr(logger, "_tracking_uri", "")) for logger in self.loggers if is_mlflow(logger)), "")
+        if not uri.startswith(SQLITE):
+            return None
+        path = Path(uri.removeprefix(SQLITE))
+        return f"mlflow ui --backend-store-uri {SQLITE}{path.name if path.parent == Path.cwd() else path}"
+
+    def start(self, params: Mapping[str, Any], tags: Mapping[str, Any]) -> None:
+        """Open the stores, record ``params`` (nested; flattened with dots) and ``tags``, then what has been logged already."""
+        flat = as_params(redact_settings(params))
+        marks = {key: str(value) for key, value in redact_settings(tags).items()}
+        for channel in self._channels:
+            begin = partial(self._begin, channel, flat, marks), START_LIMIT
+            if channel.logger is None:
+                channel.writer.start((partial(self._open_default, channel), START_LIMIT), begin)
+            else:
+                channel.writer.start(begin)
+
+    def catch_up(self, history: Sequence[Mapping[str, float]], times: Sequence[int]) -> None:
+        """Give the rounds before this start to loggers that may lack them: MLflow, and those whose log begins anew.
+
+        Args:
+            history: a row of metrics per round.
+            times: when each round was (milliseconds since 1970).
+        """
+        channels = [channel for channel in self._channels if channel.is_mlflow or begins_anew(channel.logger)]
+        for row, ended in zip(history, times, strict=True):
+            self._step = int(row["round"])
+            metrics = {key: value for key, value in row.items() if key != "round"}
+            for channel in channels:
+                channel.writer.put(Round(self._step, metrics, ended))
+
+    def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
+        """The metrics of round ``step``."""
+        self._step = step
+        round = Round(step, dict(metrics), _now())
+        for channel in self._channels:
+            channel.writer.put(round)
+
+    def log_artifact(self, path: Path | str, folder: str | None = None) -> None:
+        """Copy a file to the loggers that keep files, into ``folder``. It is copied soon, and must still be there then."""
+        for channel in self._channels:
+            if channel.is_mlflow:
+                channel.writer.call(partial(_copy, channel, str(path), folder), optional=True)
+
+    def log_text(self, name: str, text: Callable[[], str]) -> None:
+        """As :meth:`log_artifact`, for a file that is not there yet; ``text`` is called when its turn comes, once the run has its id."""
+        for channel in self._channels:
+            if channel.is_mlflow:
+                channel.writer.call(partial(_copy_text, channel, name, text), optional=True)
+
+    def flush(self) -> None:
+        """Wait until the loggers have all that they were given, or cannot take it."""
+        for channel in self._channels:
+            channel.writer.flush()
+
+    def finish(self, status: Status, summary: Mapping[str, float], ended: int | None = None) -> dict[str, int]:
+        """Record ``summary`` at the last step and close the run, once all that was given is written.
+
+        Args:
+            status: how the run ended.
+            summary: the ``final/*`` metrics; empty where it did not end well.
+            ended: when (milliseconds since 1970); None: now.
+
+        Returns:
+            The rounds that a logger is not known to have, by the logger's name; loggers that lack none are left out.
+        """
+        ended = _now() if ended is None else ended
+        for channel in self._channels:
+            if summary:
+                channel.writer.call(partial(channel.summarise, dict(summary), self._step))
+            channel.writer.call(partial(channel.finalize, status, ended))
+        for channel in self._channels:
+            if not channel.writer.close() or channel.writer.put_aside:
+                self._tell_missing(channel)
+        return {channel.name: channel.writer.waiting for channel in self._channels if channel.writer.waiting}
+
+    def _tell_missing(self, channel: Channel) -> None:
+        rounds, files = channel.writer.waiting, channel.writer.put_aside
+        missing = f"{rounds} rounds" if rounds else f"{files} files" if files else "how the run ended"
+        again = "they are in metrics.csv"
+        if channel.is_mlflow:
+            uri = getattr(channel.logger, "_tracking_uri", None)
+            flag = "" if uri in (None, default_uri()) else f" --uri {redact(uri)}"
+            again = f"to bring it in: python -m fl_lightning track {shlex.quote(str(self.run_dir))}{flag}"
+        error = channel.writer.error
+        log.warning("%s lacks %s (%s); %s", channel.name, missing, reason(error) if error else "no answer", again)
+
+    def _open_default(self, channel: Channel) -> None:
+        uri = default_uri()
+        tags = {"run_dir": str(self.run_dir.absolute())}
+        channel.resumes = self._resume_id or self._find(channel, uri, self.experiment)
+        channel.logger = open_run(uri, self.experiment, self.run_name, channel.resumes, tags, self._started)
+
+    def _find(self, channel: Channel, uri: str, experiment: str) -> str | None:
+        """The run whose id got lost, by a kill or since the store's answer did not arrive."""
+        channel.tries += 1
+        if not self._resumes and channel.tries == 1:
+            return None
+        return find_run(uri, experiment, "run_dir", str(self.run_dir.absolute()), self._since)
+
+    def _begin(self, channel: Channel, params: dict[str, str], tags: dict[str, str]) -> None:
+        logger = channel.logger
+        if not channel.is_mlflow:
+            if self._resumes and hasattr(logger, "_kwargs") and begins_anew(logger) and logger._kwargs.get("purge_step") is None:
+                logger._kwargs["purge_step"] = 0  # TensorBoard then shows nothing that a file of an earlier start holds
+            with suppress(NotImplementedError):  # Fabric's own CSVLogger has no place for them
+                logger.log_hyperparams(params)
+            return
+        prepare()
+        if logger._run_id is None:
+            logger._run_id = self._resume_id or self._find(channel, logger._tracking_uri, logger._experiment_name)
+            channel.resumes = logger._run_id
+            logger.tags = {**redact_settings(logger.tags or {}), "run_dir": str(self.run_dir.absolute())}
+        run_id = make_run(logger, self._started)
+        client = logger.experiment
+        known: dict[str, str] = {}
+        if run_id in (channel.resumes, self._resume_id):
+            client.update_run(run_id, status="RUNNING")
+            known = client.get_run(run_id).data.params
+            channel.known = logged_steps(client, run_id)
+        log_settings(client, run_id, params, tags, known)
+
+    def _failed(self, channel: Channel, error: BaseException) -> None:
+        log.warning(
+            "%s failed (%s); training goes on, every round is in %s, and it is tried again; "
+            "make the store reachable and writable, set MLFLOW_TRACKING_URI, or write --trainer.logger false",
+            channel.name, reason(error), self.run_dir / "metrics.csv",
+        )  # fmt: skip
+
+    def _recovered(self, channel: Channel) -> None:
+        log.info("%s works again and gets the rounds that it lacks", channel.name)
+
+
+def _name(logger: Logger | None) -> str:
+    uri = default_uri() if logger is None else getattr(logger, "_tracking_uri", None)
+    return f"MLflow at {redact(uri)}" if uri else type(logger).__name__
+
+
+def _now() -> int:
+    return int(1000 * time.time())
+
+
+def _copy(channel: Channel, path: str, folder: str | None) -> None:
+    channel.logger.experiment.log_artifact(channel.logger.run_id, path, folder)
+
+
+def _copy_text(channel: Channel, name: str, text: Callable[[], str]) -> None:
+    channel.logger.experiment.log_text(channel.logger.run_id, text(), name)
+
+
+def begins_anew(logger: Any) -> bool:
+    """Whether what the logger wrote before this start is gone, elsewhere, or can be made not to count: CSVLogger, TensorBoardLogger."""
+    return any(cls.__name__ in ("CSVLogger", "TensorBoardLogger") for cls in type(logger).__mro__)
+
+
+def as_params(tree: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
+    """Nested settings as people read them: strings with dotted names; a list is numbered only where it holds settings itself.
+
+    >>> as_params({"data": {"root": None, "crop": [28, 28]}, "callbacks": [{"class_path": "A"}]})
+    {'data.root': 'null', 'data.crop': '[28, 28]', 'callbacks.0.class_path': 'A'}
+    """
+    flat: dict[str, str] = {}
+    for key, value in tree.items():
+        name = f"{prefix}{key}"
+        if isinstance(value, (list, tuple)) and any(isinstance(item, Mapping) for item in value):
+            value = dict(enumerate(value))
+        if isinstance(value, Mapping) and value:
+            flat |= as_params(value, f"{name}.")
+        else:
+            flat[name] = "null" if value is None else str(value)
+    return flat
