@@ -92,13 +92,11 @@ def _join(ours: ModuleType, theirs: ModuleSpec, held: Mapping[str, ModuleType], 
     folders = list(theirs.submodule_search_locations or ())
     if folders and hasattr(ours, "__path__"):
         own = {module.name for module in iter_modules(ours.__path__)} | _names_of_old(ours)
-        both = [module.name for module in iter_modules(folders) if module.name in own]
-        parts = {f"{name}.{part}": import_module(f"{name}.{part}") for part in both}
+        specs = {f"{name}.{part}": PathFinder.find_spec(f"{name}.{part}", folders) for part in sorted(own)}
+        both = {called: (import_module(called), spec) for called, spec in specs.items() if spec is not None}
         joined.__path__ = [*ours.__path__, *folders]
         sys.modules.update({part: module for part, module in held.items() if part not in sys.modules})
-        for called, part in parts.items():
-            spec = PathFinder.find_spec(called, folders)
-            assert spec is not None
+        for called, (part, spec) in both.items():
             _join(part, spec, held, called)
     if theirs.loader is None or theirs.origin is None:  # a folder without an __init__.py
         return joined
