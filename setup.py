@@ -1,4 +1,5 @@
-"""What pyproject.toml cannot say: all packages, found, and one more whose folder lies elsewhere (``configs/``)."""
+"""What pyproject.toml cannot say: all packages, found, and one more whose folder lies elsewhere
+(``configs/``)."""
 
 from setuptools import find_packages, setup
 

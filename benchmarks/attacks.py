@@ -1,10 +1,12 @@
-"""What one hostile client of ten does to each average: with its true number of examples, and with a lie about it.
+"""What one hostile client of ten does to each average: with its true number of examples, and with a lie about
+it.
 
     python benchmarks/attacks.py --seeds 3
 
-Digits, ten clients (Dirichlet 0.5), all of them in every round, FedAvg, 12 rounds of 2 epochs. The attacker sends x - u in place of x + u,
-u its honest update; ``claims 2**62`` is its ``examples``, which the server refuses, as it knows what the client enrolled with. Prints a
-Markdown table: final test accuracy, mean over the seeds (lowest to highest).
+Digits, ten clients (Dirichlet 0.5), all of them in every round, FedAvg, 12 rounds of 2 epochs. The attacker
+sends x - u in place of x + u, u its honest update; ``claims 2**62`` is its ``examples``, which the server
+refuses, as it knows what the client enrolled with. Prints a Markdown table: final test accuracy, mean over
+the seeds (lowest to highest).
 """
 
 from __future__ import annotations
@@ -32,9 +34,13 @@ AVERAGES = (WeightedMean(), NormClipping(1.0), TrimmedMean(0.1), CoordinateMedia
 
 def accuracy(average: Average, attack: dict | None, seed: int, rounds: int) -> tuple[float, int]:
     """Final test accuracy, and the uploads that the server refused."""
-    data = FederatedImages(dataset="digits", num_clients=10, partition=Dirichlet(beta=0.5, min_size=10), batch_size=32)
+    data = FederatedImages(
+        dataset="digits", num_clients=10, partition=Dirichlet(beta=0.5, min_size=10), batch_size=32
+    )
     method = FedAvg(optimizer=partial(SGD, lr=0.05, momentum=0.9), average=average)
-    attackers = [] if attack is None else [ByzantineClients(clients=0.1, attack="sign_flip", strength=1.0, **attack)]
+    attackers = (
+        [] if attack is None else [ByzantineClients(clients=0.1, attack="sign_flip", strength=1.0, **attack)]
+    )
     with tempfile.TemporaryDirectory() as folder:
         trainer = FederatedTrainer(
             max_rounds=rounds, participation=1.0, local_epochs=2, logger=False, default_root_dir=folder, callbacks=attackers,
@@ -45,7 +51,9 @@ def accuracy(average: Average, attack: dict | None, seed: int, rounds: int) -> t
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--rounds", type=int, default=12)
     given = parser.parse_args()

@@ -1,12 +1,14 @@
-"""What one GPU makes of it: rounds of experiment 2, its whole suite, small steps, the prices of quantisation and distillation, seats.
+"""What one GPU makes of it: rounds of experiment 2, its whole suite, small steps, the prices of quantisation
+and distillation, seats.
 
 python benchmarks/gpu.py [round suite steps prices seats] [--seconds 300] [--repeats 5] [--out gpu.json]
 python benchmarks/gpu.py --device cpu --small --seconds 20          # the same code on a toy, to see that it runs
 
-No figures of it exist yet: no GPU was at hand when it was written. All times are of whole rounds (orders, training, uploads decoded and
-checked, aggregation), synchronised with the device; contenders take turns, A B A B, after ``turns.WARM`` rounds each; the figure is the
-median. Each part stops repeating after ``--seconds``. Recordings (CUDA graphs) are played steps of ``fl_lightning.engines.cuda.graphs``; what
-could not be recorded is in the log.
+No figures of it exist yet: no GPU was at hand when it was written. All times are of whole rounds (orders,
+training, uploads decoded and checked, aggregation), synchronised with the device; contenders take turns, A B
+A B, after ``turns.WARM`` rounds each; the figure is the median. Each part stops repeating after
+``--seconds``. Recordings (CUDA graphs) are played steps of ``fl_lightning.engines.cuda.graphs``; what could
+not be recorded is in the log.
 
   round   20 of 100 clients, E = 2, MobileNet-V2, FedMPQ-KD, synthetic images of CIFAR-100's shape; target: 1/8 of eager, sequential
   suite   5 methods x 3 seeds x 100 rounds from measured rounds, each with its evaluation; target: 30 minutes
@@ -86,7 +88,9 @@ def federation(
 
 
 def recorded(fabric: Fabric, method: Method) -> Steps:
-    return RecordedSteps(fabric, method, CudaGraphs(fabric.device) if fabric.device.type == "cuda" else Rerun())
+    return RecordedSteps(
+        fabric, method, CudaGraphs(fabric.device) if fabric.device.type == "cuda" else Rerun()
+    )
 
 
 def part_round(options: argparse.Namespace) -> dict[str, Any]:
@@ -109,7 +113,8 @@ def part_round(options: argparse.Namespace) -> dict[str, Any]:
 def part_suite(options: argparse.Namespace) -> dict[str, Any]:
     data = images(options, public_examples=50 if options.small else 5000)
     found: dict[str, Any] = compete(
-        {name: partial(federation, method(name, options), data, options, evaluate=True) for name in SUITE}, options
+        {name: partial(federation, method(name, options), data, options, evaluate=True) for name in SUITE},
+        options,
     )
     seconds = sum(result["seconds"] for result in found.values()) * SEEDS * ROUNDS
     return {**found, f"{len(SUITE)} methods x {SEEDS} seeds x {ROUNDS} rounds": {"minutes": seconds / 60}}
@@ -136,15 +141,20 @@ def small_steps(options: argparse.Namespace) -> Callable[..., Federation]:
 
 
 def part_seats(options: argparse.Namespace) -> dict[str, Any]:
-    """Eager steps too: what cannot be recorded is bound by the one thread that asks for it, and should gain nothing."""
+    """Eager steps too: what cannot be recorded is bound by the one thread that asks for it, and should gain
+    nothing."""
     whole = partial(federation, method("FedMPQKD", options), images(options), options)
     found: dict[str, Any] = {}
     numbers = SEATS[:2] if options.small else SEATS
     for name, make in (("round", whole), ("steps", small_steps(options))):
         for how in ("recorded", "eager"):
-            some = compete({f"{name}, {how}, {n} seats": partial(make, how=how, seats=n) for n in numbers}, options)
+            some = compete(
+                {f"{name}, {how}, {n} seats": partial(make, how=how, seats=n) for n in numbers}, options
+            )
             one = next(iter(some.values()))["seconds"]
-            found |= {contender: {**result, "ratio": result["seconds"] / one} for contender, result in some.items()}
+            found |= {
+                contender: {**result, "ratio": result["seconds"] / one} for contender, result in some.items()
+            }
     return found
 
 
@@ -177,7 +187,9 @@ def images(options: argparse.Namespace, **settings: Any) -> FederatedImages:
 def method(name: str, options: argparse.Namespace) -> Callable[[], Method]:
     network = "small_cnn" if options.small else "mobilenetv2"
     return partial(
-        getattr(methods, name), network=network, optimizer=partial(torch.optim.AdamW, lr=3e-4, weight_decay=0.01, fused=True)
+        getattr(methods, name),
+        network=network,
+        optimizer=partial(torch.optim.AdamW, lr=3e-4, weight_decay=0.01, fused=True),
     )
 
 
@@ -192,7 +204,13 @@ class Shards(FederatedData):
     num_classes, example_shape = 10, (3, 32, 32)
 
     def __init__(self, clients: int, examples: int, batch_size: int) -> None:
-        super().__init__(dataset="noise", num_clients=clients, partition=EqualShards(), batch_size=batch_size, val_fraction=0.0)
+        super().__init__(
+            dataset="noise",
+            num_clients=clients,
+            partition=EqualShards(),
+            batch_size=batch_size,
+            val_fraction=0.0,
+        )
         self.size = clients * examples
 
     def setup(self, stage: str | None = None) -> None:
@@ -209,14 +227,24 @@ class Shards(FederatedData):
         return self.train_inputs[index]
 
 
-PARTS = {"round": part_round, "suite": part_suite, "steps": part_steps, "prices": part_prices, "seats": part_seats}
+PARTS = {
+    "round": part_round,
+    "suite": part_suite,
+    "steps": part_steps,
+    "prices": part_prices,
+    "seats": part_seats,
+}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("parts", nargs="*", default=list(PARTS), help=" ".join(PARTS))
     parser.add_argument("--device", default="cuda", help="cuda or cpu")
-    parser.add_argument("--seconds", type=float, default=300.0, help="after which a part starts no further repeat")
+    parser.add_argument(
+        "--seconds", type=float, default=300.0, help="after which a part starts no further repeat"
+    )
     parser.add_argument("--repeats", type=int, default=5, help="timed rounds of each contender")
     parser.add_argument("--small", action="store_true", help="a toy federation: the figures mean nothing")
     parser.add_argument("--out", default="gpu.json", help="file of the figures")
@@ -235,7 +263,10 @@ def main() -> None:
             print(f"{part} on {name}", flush=True)
             report[part] = PARTS[part](options)
             for who, figures in report[part].items():
-                print(f"  {who:40}" + "  ".join(f"{key} {value:.4g}" for key, value in figures.items()), flush=True)
+                print(
+                    f"  {who:40}" + "  ".join(f"{key} {value:.4g}" for key, value in figures.items()),
+                    flush=True,
+                )
             Path(options.out).write_text(json.dumps(report, indent=1) + "\n")
 
 

@@ -1,4 +1,5 @@
-"""Bytes of a client-round for the README's table: what the payloads of each method's configuration weigh against FedAvg's.
+"""Bytes of a client-round for the README's table: what the payloads of each method's configuration weigh
+against FedAvg's.
 
 python benchmarks/method_bytes.py
 """
@@ -29,7 +30,8 @@ FEW = {"max_rounds": str(ROUNDS), "participation": "0.05", "callbacks": "[]", "l
 
 
 def method_bytes(config: str, folder: Path) -> tuple[float, float]:
-    """Mean upload and download of a client in the second round with this configuration, from the run's ledger."""
+    """Mean upload and download of a client in the second round with this configuration, from the run's
+    ledger."""
     path = Path(__file__).parent.parent / "configs" / f"{config}.yaml"
     settings = {**FEW, "default_root_dir": str(folder), "experiment": config}
     flags = [word for name, value in settings.items() for word in (f"--trainer.{name}", value)]
@@ -47,7 +49,10 @@ def relative_bytes() -> dict[str, tuple[str, str]]:
     with TemporaryDirectory() as folder:
         measured = {name: method_bytes(config, Path(folder)) for name, config in CONFIGS.items()}
     up, down = measured["FedAvg"]
-    return {name: (f"{own_up / up:.2f}", f"{own_down / down:.2f}") for name, (own_up, own_down) in measured.items()}
+    return {
+        name: (f"{own_up / up:.2f}", f"{own_down / down:.2f}")
+        for name, (own_up, own_down) in measured.items()
+    }
 
 
 if __name__ == "__main__":

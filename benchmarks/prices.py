@@ -1,9 +1,10 @@
-"""What quantisation and distillation cost: a client's round of FedAvg, FedMPQ and FedMPQ-KD in turn, on one CPU thread.
+"""What quantisation and distillation cost: a client's round of FedAvg, FedMPQ and FedMPQ-KD in turn, on one
+CPU thread.
 
 python benchmarks/prices.py [--network mobilenetv2] [--examples 256] [--epochs 2] [--repeats 5] [--no-augment]
 
-Ratios of the medians of whole client rounds: receive, local training, upload. Without augmentation the teacher's logits are computed in
-the first epoch and looked up in the others.
+Ratios of the medians of whole client rounds: receive, local training, upload. Without augmentation the
+teacher's logits are computed in the first epoch and looked up in the others.
 """
 
 from __future__ import annotations
@@ -29,12 +30,16 @@ IN_STEPS = "FedMPQKD, teacher in every step"
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--network", default="mobilenetv2")
     parser.add_argument("--examples", type=int, default=256, help="images of the client")
     parser.add_argument("--epochs", type=int, default=2, help="local epochs")
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--augment", action=argparse.BooleanOptionalAction, default=True, help="crop and flip the images")
+    parser.add_argument(
+        "--augment", action=argparse.BooleanOptionalAction, default=True, help="crop and flip the images"
+    )
     parser.add_argument("--accelerator", default="cpu")
     options = parser.parse_args()
     keep_freed_memory()
@@ -50,7 +55,9 @@ def main() -> None:
         name: client_round(name, data, fabric, options.network, options.epochs) for name in METHODS
     }
     rounds[IN_STEPS] = partial(in_steps, rounds["FedMPQKD"])
-    clock = perf_counter if fabric.device.type == "cuda" else process_time  # of one thread, whatever else the machine does
+    clock = (
+        perf_counter if fabric.device.type == "cuda" else process_time
+    )  # of one thread, whatever else the machine does
     times: dict[str, list[float]] = {name: [] for name in rounds}
     for repeat in range(options.repeats + 1):
         for name, one in rounds.items():
@@ -74,13 +81,23 @@ def in_steps(one: Callable[[], object]) -> None:
 
 
 def client_round(name: str, data: FederatedImages, fabric: Fabric, network: str, epochs: int) -> partial:
-    method = getattr(methods, name)(network=network, optimizer=partial(torch.optim.SGD, lr=0.01, momentum=0.9))
+    method = getattr(methods, name)(
+        network=network, optimizer=partial(torch.optim.SGD, lr=0.01, momentum=0.9)
+    )
     with rng.torch_stream(0, "weights"):
         method.build(data)
     method.to(fabric.device)
     method.round, client = 1, data.client(0)
-    order = Order(client, method.broadcast(client).to_bytes(), data.labels(client), epochs, data.num_steps(client, epochs))
-    return partial(lambda engine, order: list(engine.train([order])), SequentialEngine(fabric, method, data), order)
+    order = Order(
+        client,
+        method.broadcast(client).to_bytes(),
+        data.labels(client),
+        epochs,
+        data.num_steps(client, epochs),
+    )
+    return partial(
+        lambda engine, order: list(engine.train([order])), SequentialEngine(fabric, method, data), order
+    )
 
 
 if __name__ == "__main__":

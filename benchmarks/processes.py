@@ -1,4 +1,5 @@
-"""A program in a process of its own: what it printed, and the most memory that it and all its descendants held."""
+"""A program in a process of its own: what it printed, and the most memory that it and all its descendants
+held."""
 
 from __future__ import annotations
 
@@ -20,8 +21,8 @@ SHARE = 0.01
 class Done:
     """Args:
     code: exit code; None: it did not end in time.
-    peak_mib: largest sum over its processes seen at one time, where a page that k of them share counts 1/k in each; None: not
-        known on this system.
+    peak_mib: largest sum over its processes seen at one time, where a page that k of them share counts 1/k in
+        each; None: not known on this system.
     """
 
     code: int | None
@@ -31,10 +32,13 @@ class Done:
 
 
 def run(command: list[str], *, folder: Path, environment: dict[str, str], timeout: float) -> Done:
-    """Run to the end, or until ``timeout`` seconds have passed; then it is killed with everything that it started."""
+    """Run to the end, or until ``timeout`` seconds have passed; then it is killed with everything that it
+    started."""
     files = folder / "stdout", folder / "stderr"
     with files[0].open("w") as out, files[1].open("w") as err:
-        process = subprocess.Popen(command, cwd=folder, env=environment, stdout=out, stderr=err, start_new_session=True)
+        process = subprocess.Popen(
+            command, cwd=folder, env=environment, stdout=out, stderr=err, start_new_session=True
+        )
         family, peak, end = {process.pid}, 0.0, time.monotonic() + timeout
         try:
             while process.poll() is None and time.monotonic() < end:

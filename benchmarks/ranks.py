@@ -2,11 +2,12 @@
 
 python benchmarks/ranks.py [--ranks 2 4] [--bytes 16 38488 1048576 9437184] [--clients 20] [--seconds 2]
 
-For each number of ranks and bytes: the wire alone (every rank broadcasts so many bytes in turn, from and to memory that is there); one
-``gather_bytes`` in which every rank gives so many bytes; then a round without training: ``RankedEngine`` gets so many uploads of that
-size from its engine, dealt to the ranks, and hands all of them on, held together as a round holds them. Medians, on rank 0; MB/s count
-what all ranks gave. Peak: the most memory that rank 0 held meanwhile, beyond its own share of the uploads, over the size of all.
-The last line fits the gathers by seconds = latency + bytes that a rank hears / bandwidth.
+For each number of ranks and bytes: the wire alone (every rank broadcasts so many bytes in turn, from and to
+memory that is there); one ``gather_bytes`` in which every rank gives so many bytes; then a round without
+training: ``RankedEngine`` gets so many uploads of that size from its engine, dealt to the ranks, and hands
+all of them on, held together as a round holds them. Medians, on rank 0; MB/s count what all ranks gave. Peak:
+the most memory that rank 0 held meanwhile, beyond its own share of the uploads, over the size of all. The
+last line fits the gathers by seconds = latency + bytes that a rank hears / bandwidth.
 """
 
 from __future__ import annotations
@@ -37,9 +38,13 @@ NOBODY = np.empty(0, np.int64)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
-    parser.add_argument("--bytes", type=int, nargs="+", default=[16, 38488, 1_048_576, 9_437_184], help="of one upload")
+    parser.add_argument(
+        "--bytes", type=int, nargs="+", default=[16, 38488, 1_048_576, 9_437_184], help="of one upload"
+    )
     parser.add_argument("--clients", type=int, default=20, help="uploads of a round")
     parser.add_argument("--seconds", type=float, default=2.0, help="for each measurement")
     options = parser.parse_args()
@@ -58,7 +63,8 @@ def main() -> None:
 
 
 class Trained(Engine):
-    """An engine whose clients have done their work before: uploads of ``size`` bytes, each with bytes of its own."""
+    """An engine whose clients have done their work before: uploads of ``size`` bytes, each with bytes of its
+    own."""
 
     def __init__(self, size: int, ids: Sequence[int]) -> None:
         self.uploads = {id: bytes([id % 256]) * size for id in ids}
@@ -71,25 +77,41 @@ class Trained(Engine):
 def serve(rank: int, ranks: int, options: Any) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", rank=rank, world_size=ranks)
-    orders = [Order(Client(id, np.arange(10), NOBODY), b"", torch.zeros(10), 1, 1) for id in range(options.clients)]
+    orders = [
+        Order(Client(id, np.arange(10), NOBODY), b"", torch.zeros(10), 1, 1) for id in range(options.clients)
+    ]
     heard, took = [], []
     for size in options.bytes:
         data, memory = bytes(size), torch.zeros(ranks, size, dtype=torch.uint8)
-        wire = timed(lambda memory=memory: [dist.broadcast(slot, at) for at, slot in enumerate(memory)], options.seconds)
+        wire = timed(
+            lambda memory=memory: [dist.broadcast(slot, at) for at, slot in enumerate(memory)],
+            options.seconds,
+        )
         seconds = timed(lambda data=data: gather_bytes(data), options.seconds)
-        engine = RankedEngine(Trained(size, range(rank, options.clients, ranks)), SimpleNamespace(batch_size=10))
+        engine = RankedEngine(
+            Trained(size, range(rank, options.clients, ranks)), SimpleNamespace(batch_size=10)
+        )
         held = peak(lambda engine=engine: list(engine.train(orders)))
         whole = timed(lambda engine=engine: list(engine.train(orders)), options.seconds)
         heard.append(size * (ranks - 1))
         took.append(seconds)
         if rank == 0:
-            rates = [1e-6 * size * count / per for count, per in ((ranks, wire), (ranks, seconds), (options.clients, whole))]
-            print(f"{ranks} ranks, {size} bytes: wire {1e3 * wire:.2f} ms, {rates[0]:.0f} MB/s; gather of one each "
-                  f"{1e3 * seconds:.2f} ms, {rates[1]:.0f} MB/s; of {options.clients} uploads {1e3 * whole:.2f} ms, "
-                  f"{rates[2]:.0f} MB/s; peak {held / (size * options.clients):.2f}", flush=True)  # fmt: skip
+            rates = [
+                1e-6 * size * count / per
+                for count, per in ((ranks, wire), (ranks, seconds), (options.clients, whole))
+            ]
+            print((
+                f"{ranks} ranks, {size} bytes: wire {1e3 * wire:.2f} ms, {rates[0]:.0f} MB/s; gather "
+                f"of one each {1e3 * seconds:.2f} ms, {rates[1]:.0f} MB/s; of {options.clients} "
+                f"uploads {1e3 * whole:.2f} ms, {rates[2]:.0f} MB/s; peak "
+                f"{held / (size * options.clients):.2f}"
+            ), flush=True)  # fmt: skip
     if rank == 0 and len(heard) > 1:
         per_byte = np.polyfit(heard, took, 1, w=1 / np.array(took))[0]
-        print(f"{ranks} ranks: latency {1e3 * took[0]:.2f} ms a gather, bandwidth {1e-6 / per_byte:.0f} MB/s heard by a rank")
+        print(
+            f"{ranks} ranks: latency {1e3 * took[0]:.2f} ms a gather, bandwidth "
+            f"{1e-6 / per_byte:.0f} MB/s heard by a rank"
+        )
     dist.destroy_process_group()
 
 

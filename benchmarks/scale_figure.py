@@ -1,4 +1,5 @@
-"""The figure of ``scale.py``: rounds a second, memory and shares of the time, above against the cohort, below against the population."""
+"""The figure of ``scale.py``: rounds a second, memory and shares of the time, above against the cohort, below
+against the population."""
 
 from __future__ import annotations
 
@@ -29,13 +30,18 @@ def draw(points: Sequence[dict[str, Any]]) -> Figure:
         _memory(axes[1], row, vary)
         _shares(axes[2], row, vary)
         of = f"{fixed} {held:,}".replace(",", " ")
-        for one, title in zip(axes, ("Rounds a second", "Memory held", "Where the time goes, one process"), strict=True):
+        for one, title in zip(
+            axes, ("Rounds a second", "Memory held", "Where the time goes, one process"), strict=True
+        ):
             one.set_title(f"{title} ({of})", fontsize="medium")
     return figure
 
 
 def _by_workers(row: Sequence[dict[str, Any]]) -> dict[int, list[dict[str, Any]]]:
-    return {workers: [p for p in row if p["workers"] == workers] for workers in sorted({p["workers"] for p in row})}
+    return {
+        workers: [p for p in row if p["workers"] == workers]
+        for workers in sorted({p["workers"] for p in row})
+    }
 
 
 def _style(at: int) -> dict[str, Any]:
@@ -48,7 +54,9 @@ def _name(workers: int) -> str:
 
 def _speed(axes: Axes, row: Sequence[dict[str, Any]], vary: str) -> None:
     for at, (workers, points) in enumerate(_by_workers(row).items()):
-        axes.plot([p[vary] for p in points], [1 / p["seconds"] for p in points], label=_name(workers), **_style(at))
+        axes.plot(
+            [p[vary] for p in points], [1 / p["seconds"] for p in points], label=_name(workers), **_style(at)
+        )
         hollow = [p for p in points if p["engine"] == "sequential"]
         place = [p[vary] for p in hollow], [1 / p["seconds"] for p in hollow]
         axes.plot(*place, **{**_style(at), "linestyle": "none"}, markerfacecolor="white", zorder=3)
@@ -65,12 +73,23 @@ def _speed(axes: Axes, row: Sequence[dict[str, Any]], vary: str) -> None:
 
 def _memory(axes: Axes, row: Sequence[dict[str, Any]], vary: str) -> None:
     for at, (workers, points) in enumerate(_by_workers(row).items()):
-        axes.plot([p[vary] for p in points], [p["memory_mib"] for p in points], label=_name(workers), **_style(at))
+        axes.plot(
+            [p[vary] for p in points], [p["memory_mib"] for p in points], label=_name(workers), **_style(at)
+        )
     if vary == "population":
         own = {p[vary]: 2 * p["labels_mib"] for p in row}
-        axes.plot(*zip(*own.items(), strict=True), label="labels and indices of all examples", color=GREY, linestyle=":")
+        axes.plot(
+            *zip(*own.items(), strict=True),
+            label="labels and indices of all examples",
+            color=GREY,
+            linestyle=":",
+        )
     axes.set(
-        xscale="log", yscale="log", xlabel=f"{vary} (clients)", ylabel="all processes, without libraries (MiB)", ylim=(10, 2000)
+        xscale="log",
+        yscale="log",
+        xlabel=f"{vary} (clients)",
+        ylabel="all processes, without libraries (MiB)",
+        ylim=(10, 2000),
     )
     _plain_ticks(axes)
     open_frame(axes)
@@ -82,8 +101,20 @@ def _shares(axes: Axes, row: Sequence[dict[str, Any]], vary: str) -> None:
     place, bottom = range(len(points)), [0.0] * len(points)
     for name, colour in zip((*SHOWN, "rest"), (*COLOURS[: len(SHOWN)], GREY), strict=True):
         rest = [1 - sum(p["shares"][other] for other in SHOWN) for p in points]
-        height = [100 * (p["shares"][name] if name != "rest" else left) for p, left in zip(points, rest, strict=True)]
-        axes.bar(place, height, bottom=bottom, width=0.7, color=colour, label=name, edgecolor="white", linewidth=0.5)
+        height = [
+            100 * (p["shares"][name] if name != "rest" else left)
+            for p, left in zip(points, rest, strict=True)
+        ]
+        axes.bar(
+            place,
+            height,
+            bottom=bottom,
+            width=0.7,
+            color=colour,
+            label=name,
+            edgecolor="white",
+            linewidth=0.5,
+        )
         bottom = [low + high for low, high in zip(bottom, height, strict=True)]
     axes.set_xticks(place, [f"{p[vary]:,}".replace(",", " ") for p in points])
     axes.set(xlabel=f"{vary} (clients)", ylabel="share of a round (%)", ylim=(0, 100))

@@ -1,8 +1,10 @@
-"""One point of ``scale.py``: a whole run with all that it has by default (MLflow, byte ledger, checkpoints); nobody evaluates in between.
+"""One point of ``scale.py``: a whole run with all that it has by default (MLflow, byte ledger, checkpoints);
+nobody evaluates in between.
 
-Every client holds 20 examples of its own in the index arrays and the labels; their inputs are taken, by turns, from a table of 65 536, so
-that what grows with the population is what the project keeps of it and not the examples. The phases are measured from here: the
-functions of the round are wrapped, nothing is added to the package.
+Every client holds 20 examples of its own in the index arrays and the labels; their inputs are taken, by
+turns, from a table of 65 536, so that what grows with the population is what the project keeps of it and not
+the examples. The phases are measured from here: the functions of the round are wrapped, nothing is added to
+the package.
 """
 
 from __future__ import annotations
@@ -36,7 +38,8 @@ from fl_lightning.trainer import FederatedTrainer
 
 EXAMPLES, FEATURES, CLASSES, DISTINCT = 20, 64, 10, 2**16
 WARM = 3
-"""Rounds before those that are timed: the first checkpoint and the first rows of the tables are among them."""
+"""Rounds before those that are timed: the first checkpoint and the first rows of the tables are among
+them."""
 PHASES = {
     "sampling": (loop, "sample_cohort"),
     "orders": (loop, "make_orders"),
@@ -101,7 +104,8 @@ class Clock:
 
 
 class Watch(Meter):
-    """The clock at the start of every round; memory before the last one, whose start is the end of those that are timed."""
+    """The clock at the start of every round; memory before the last one, whose start is the end of those that
+    are timed."""
 
     def __init__(self, phases: Clock) -> None:
         self.phases, self.marks, self.shares = phases, [], {}  # type: tuple[Clock, list[float], dict[str, float]]
@@ -116,7 +120,8 @@ class Watch(Meter):
 
 
 def held(pid: int) -> float:
-    """MiB that a process holds beside the files that it maps; a page that k processes share counts 1/k in each."""
+    """MiB that a process holds beside the files that it maps; a page that k processes share counts 1/k in
+    each."""
     found = 0
     with suppress(OSError):
         for line in (PROC / str(pid) / "smaps_rollup").read_text().splitlines():
@@ -125,20 +130,30 @@ def held(pid: int) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--population", type=int, default=1000)
     parser.add_argument("--cohort", type=int, default=100)
     parser.add_argument("--workers", type=int, default=1)
     parser.add_argument("--rounds", type=int, default=20, help="that are timed")
     parser.add_argument("--engine", default="auto")
-    parser.add_argument("--launched", type=float, default=0.0, help="seconds since 1970; the start is counted from there")
+    parser.add_argument(
+        "--launched", type=float, default=0.0, help="seconds since 1970; the start is counted from there"
+    )
     options = parser.parse_args()
     logging.getLogger("fl_lightning").setLevel(logging.WARNING)
     phases = Clock()
     for name, (owner, function) in PHASES.items():
         setattr(owner, function, phases.timed(name, getattr(owner, function)))
     watch = Watch(phases)
-    data = Vectors(dataset="vectors", num_clients=options.population, partition=IID(), batch_size=EXAMPLES, val_fraction=0.0)
+    data = Vectors(
+        dataset="vectors",
+        num_clients=options.population,
+        partition=IID(),
+        batch_size=EXAMPLES,
+        val_fraction=0.0,
+    )
     trainer = FederatedTrainer(
         accelerator="cpu", max_rounds=WARM + options.rounds + 1, participation=options.cohort / options.population, local_epochs=1,
         eval_every=10**6, callbacks=[watch], engine=options.engine, workers=options.workers, deterministic=False,

@@ -1,11 +1,13 @@
-"""Where the time of a round goes, in percent of it: wire, callbacks, MLflow, checkpoints, evaluation, training.
+"""Where the time of a round goes, in percent of it: wire, callbacks, MLflow, checkpoints, evaluation,
+training.
 
 python benchmarks/shares.py [CONFIG.yaml | W1 ... W4] [--rounds 20] [--workers 1] [--trainer.eval_every 5 ...]
 
-The run is one of the project's configurations (default: kd_default) or workloads, tracked in an mlflow.db of its own; the first three
-rounds, in which the store is opened, are left out. Functions are wrapped from here; a share is its own time, without that of other
-shares inside it. With one worker, the clients' half of the wire is in this process and counted; with more it is in theirs.
-What the writer's thread does is CPU time of that thread: it shares the interpreter with the rounds.
+The run is one of the project's configurations (default: kd_default) or workloads, tracked in an mlflow.db of
+its own; the first three rounds, in which the store is opened, are left out. Functions are wrapped from here;
+a share is its own time, without that of other shares inside it. With one worker, the clients' half of the
+wire is in this process and counted; with more it is in theirs. What the writer's thread does is CPU time of
+that thread: it shares the interpreter with the rounds.
 """
 
 from __future__ import annotations
@@ -90,7 +92,9 @@ class Shares:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("run", nargs="?", default=str(ROOT / "configs" / "kd_default.yaml"))
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--workers", type=int, default=1)
@@ -108,10 +112,13 @@ def main() -> None:
     report(shares.measured, options.rounds)
 
 
-def configured(config: str, rounds: int, workers: int, flags: list[str]) -> tuple[Any, Any, Callable[[], Any]]:
+def configured(
+    config: str, rounds: int, workers: int, flags: list[str]
+) -> tuple[Any, Any, Callable[[], Any]]:
     __import__("callbacks")
     cli = FederatedCLI(
-        "fit", ["--config", config, "--trainer.max_rounds", str(rounds), "--trainer.workers", str(workers), *flags]
+        "fit",
+        ["--config", config, "--trainer.max_rounds", str(rounds), "--trainer.workers", str(workers), *flags],
     )
     return cli.trainer, cli.model, cli.start
 
@@ -132,7 +139,8 @@ def instrument(shares: Shares, trainer: Any, method: Any) -> None:
             shares.wrap(f"callback {type(callback).__name__}", callback, hook)
     for function in (hooks.tell, hooks.stress):
         shares.wrap_everywhere("callbacks, calling them", function)
-    # where it is defined: one that is set on an instance is not the default any more, and the default is done for a stack at once
+    # where it is defined: one that is set on an instance is not the default any more, and the default is done
+    # for a stack at once
     shares.wrap("encode", next(owner for owner in type(method).__mro__ if "upload" in vars(owner)), "upload")
     shares.wrap("encode", batched, "default_uploads")
     shares.wrap("encode", loop, "encode_broadcast")
@@ -169,7 +177,9 @@ def report(seconds: dict[str, float], rounds: int) -> None:
     print(f"a round: {1e3 * whole / rounds:.1f} ms, mean of {rounds}")
     sums = {
         "encode + decode + check + aggregate": sum(seconds.get(name, 0.0) for name in WIRE),
-        "MLflow + callbacks": sum(value for name, value in seconds.items() if name.startswith(("MLflow", "callback"))),
+        "MLflow + callbacks": sum(
+            value for name, value in seconds.items() if name.startswith(("MLflow", "callback"))
+        ),
     }
     for name, value in [*sorted(seconds.items(), key=lambda item: -item[1]), *sums.items()]:
         print(f"{name:<40}{1e3 * value / rounds:10.3f} ms{100 * value / whole:8.2f} %")

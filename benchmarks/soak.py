@@ -3,8 +3,9 @@
     python benchmarks/soak.py --rounds 1000                                    # small federation, 50 of 100 clients a round
     python benchmarks/soak.py --clients 100000 --cohort 50 --rounds 200        # 50 of 100 000
 
-Prints start-up seconds, then resident memory (MiB) and milliseconds per round at the start and at the end of the run, and the slope of
-memory by least squares over its second half. All times are the processor's: other programs disturb it least.
+Prints start-up seconds, then resident memory (MiB) and milliseconds per round at the start and at the end of
+the run, and the slope of memory by least squares over its second half. All times are the processor's: other
+programs disturb it least.
 """
 
 from __future__ import annotations
@@ -45,7 +46,9 @@ class Vectors(FederatedData):
         generator = torch.Generator().manual_seed(0)
         self.examples = torch.randn(5 * self.num_clients, WIDTH, generator=generator)
         self.test_examples = torch.randn(500, WIDTH, generator=generator)
-        self.train_target, self.test_target = (x[:, 0].gt(0).long() for x in (self.examples, self.test_examples))
+        self.train_target, self.test_target = (
+            x[:, 0].gt(0).long() for x in (self.examples, self.test_examples)
+        )
 
     def inputs(self, split: str, index: Tensor, draws: Tensor | None = None) -> Tensor:
         return (self.examples if split == "train" else self.test_examples)[index]
@@ -67,7 +70,9 @@ class Watch(Meter):
 def soak(clients: int, cohort: int, rounds: int, eval_every: int, val_fraction: float, logger: bool) -> str:
     torch.set_num_threads(1)
     watch, started = Watch(), time.process_time()
-    data = Vectors(dataset="vectors", num_clients=clients, partition=Evenly(), batch_size=8, val_fraction=val_fraction)
+    data = Vectors(
+        dataset="vectors", num_clients=clients, partition=Evenly(), batch_size=8, val_fraction=val_fraction
+    )
     method = FedAvg(network=lambda classes: nn.Linear(WIDTH, classes), optimizer=partial(SGD, lr=0.1))
     with TemporaryDirectory() as folder:
         trainer = FederatedTrainer(
@@ -75,7 +80,9 @@ def soak(clients: int, cohort: int, rounds: int, eval_every: int, val_fraction: 
             callbacks=[watch], logger=logger, default_root_dir=folder,
         )  # fmt: skip
         trainer.fit(method, data)
-        checkpoint = sum(file.stat().st_size for file in trainer.run.checkpoints.glob(f"round_{rounds:06d}/*"))
+        checkpoint = sum(
+            file.stat().st_size for file in trainer.run.checkpoints.glob(f"round_{rounds:06d}/*")
+        )
     milliseconds, tenth = 1000 * np.diff(watch.clock), max(1, rounds // 10)
     half = np.arange(rounds // 2, rounds)
     slope = np.polyfit(half, np.array(watch.memory)[half], 1)[0] * 1000
@@ -88,7 +95,9 @@ def soak(clients: int, cohort: int, rounds: int, eval_every: int, val_fraction: 
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--clients", type=int, default=100)
     parser.add_argument("--cohort", type=int, default=50)
     parser.add_argument("--rounds", type=int, default=1000)
@@ -96,4 +105,6 @@ if __name__ == "__main__":
     parser.add_argument("--val_fraction", type=float, default=0.2)
     parser.add_argument("--mlflow", action="store_true", help="track in ./mlflow.db")
     given = parser.parse_args()
-    sys.stdout.write(soak(given.clients, given.cohort, given.rounds, given.eval_every, given.val_fraction, given.mlflow))
+    sys.stdout.write(
+        soak(given.clients, given.cohort, given.rounds, given.eval_every, given.val_fraction, given.mlflow)
+    )

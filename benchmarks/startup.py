@@ -2,8 +2,9 @@
 
 python benchmarks/startup.py [--repeats 3] [--config configs/kd_default.yaml]
 
-``--help``, ``fit --help``, and ``fit``: until the first round is in metrics.csv, and until the command ends after two rounds; without a
-tracking store, with one that has to be made, and with one that is there. Median and range; each ``fit`` in a folder of its own.
+``--help``, ``fit --help``, and ``fit``: until the first round is in metrics.csv, and until the command ends
+after two rounds; without a tracking store, with one that has to be made, and with one that is there. Median
+and range; each ``fit`` in a folder of its own.
 """
 
 from __future__ import annotations
@@ -23,7 +24,9 @@ LOOK = 0.01  # seconds between looks at metrics.csv
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--config", type=Path, default=ROOT / "configs" / "kd_default.yaml")
     options = parser.parse_args()
@@ -31,7 +34,10 @@ def main() -> None:
     print(f"{'seconds':<34}{'first round':>24}{'end':>24}")
     for label, arguments in (("--help", ["--help"]), ("fit --help", ["fit", "--help"])):
         report(label, [run(arguments, Path.cwd()) for _ in range(options.repeats)])
-    report("fit, no tracking store", [in_new_folder([*fit, "--trainer.logger", "false"]) for _ in range(options.repeats)])
+    report(
+        "fit, no tracking store",
+        [in_new_folder([*fit, "--trainer.logger", "false"]) for _ in range(options.repeats)],
+    )
     report("fit, new mlflow.db", [in_new_folder(fit) for _ in range(options.repeats)])
     with tempfile.TemporaryDirectory() as folder:
         run(fit, Path(folder))
@@ -53,7 +59,9 @@ def run(arguments: Sequence[str], folder: Path) -> tuple[float | None, float]:
         stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
     )  # fmt: skip
     while process.poll() is None:
-        if first is None and any(lines(path) > 1 for path in set(folder.glob("runs/*/*/metrics.csv")) - before):
+        if first is None and any(
+            lines(path) > 1 for path in set(folder.glob("runs/*/*/metrics.csv")) - before
+        ):
             first = time.monotonic() - started
         time.sleep(LOOK)
     if process.returncode:

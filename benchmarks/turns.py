@@ -13,7 +13,8 @@ import torch
 from fl_lightning.loop import Federation, run_round
 
 WARM = 2
-"""Rounds before the first that counts: libraries choose their kernels in them, and what turns up often is recorded."""
+"""Rounds before the first that counts: libraries choose their kernels in them, and what turns up often is
+recorded."""
 
 
 @dataclass
@@ -47,7 +48,9 @@ class Contender:
         }  # fmt: skip
 
 
-def compete(contenders: Mapping[str, Callable[[], Federation]], options: argparse.Namespace) -> dict[str, dict[str, float]]:
+def compete(
+    contenders: Mapping[str, Callable[[], Federation]], options: argparse.Namespace
+) -> dict[str, dict[str, float]]:
     """In turn, until ``--repeats`` rounds of each are timed or the time is up; at least one of each."""
     started, found = perf_counter(), {}
     for name, make in contenders.items():

@@ -1,10 +1,12 @@
-"""Print the final weights' hash of every shipped method on every engine: run it before and after a change that must compute the same.
+"""Print the final weights' hash of every shipped method on every engine: run it before and after a change
+that must compute the same.
 
     python benchmarks/weights.py > before.txt
     ... change the code ...
     python benchmarks/weights.py > after.txt && diff before.txt after.txt
 
-The hashes depend on the machine and on the libraries, so both runs belong on one machine. Ten minutes on two cores.
+The hashes depend on the machine and on the libraries, so both runs belong on one machine. Ten minutes on two
+cores.
 """
 
 from __future__ import annotations
@@ -16,7 +18,18 @@ import sys
 import tempfile
 from pathlib import Path
 
-CONFIGS = ["fedavg", "fedprox", "fedntd", "qfedavg", "aqfl", "fedpq", "fedmpq", "kd_default", "fedkd", "fedmosaic_digits"]
+CONFIGS = [
+    "fedavg",
+    "fedprox",
+    "fedntd",
+    "qfedavg",
+    "aqfl",
+    "fedpq",
+    "fedmpq",
+    "kd_default",
+    "fedkd",
+    "fedmosaic_digits",
+]
 ENGINES = {
     "sequential": ["--trainer.engine", "sequential", "--trainer.workers", "1"],
     "batched": ["--trainer.engine", "batched", "--trainer.workers", "1"],
@@ -37,7 +50,16 @@ ENGINES = {
 def weights_hash(config: str, engine: str, rounds: int) -> str:
     """Return the SHA-256 of the server's weights after ``rounds`` rounds, or the last line of the error."""
     with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, "-m", "fl_lightning", "fit", "--config", config, "--trainer.max_rounds", str(rounds)]
+        command = [
+            sys.executable,
+            "-m",
+            "fl_lightning",
+            "fit",
+            "--config",
+            config,
+            "--trainer.max_rounds",
+            str(rounds),
+        ]
         command += ["--trainer.default_root_dir", folder, "--trainer.logger", "false", *ENGINES[engine]]
         done = subprocess.run(command, capture_output=True, text=True, timeout=600)
         found = list(Path(folder).rglob("metadata.json"))
@@ -47,7 +69,9 @@ def weights_hash(config: str, engine: str, rounds: int) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--configs", nargs="+", default=CONFIGS)
     parser.add_argument("--engines", nargs="+", default=list(ENGINES), choices=list(ENGINES))

@@ -1,4 +1,5 @@
-"""What the wire costs a client: encode and decode of a MobileNet-V2 upload against that client's training, on one CPU thread.
+"""What the wire costs a client: encode and decode of a MobileNet-V2 upload against that client's training, on
+one CPU thread.
 
 python benchmarks/wire.py [--examples 500] [--epochs 2]
 """
@@ -33,7 +34,10 @@ def main() -> None:
     data.setup("fit")
     data.distribute(0, torch.device("cpu"))
     steps = data.num_steps(data.client(0), arguments.epochs)
-    print(f"{'method':10}{'bytes up':>12}{'train s':>10}{'encode s':>10}{'decode s':>10}{'share %':>9}   {steps} steps")
+    print(
+        f"{'method':10}{'bytes up':>12}{'train s':>10}{'encode s':>10}{'decode s':>10}{'share %':>9} "
+        f"  {steps} steps"
+    )
     for name in METHODS:
         measure(name, data, steps)
 

@@ -1,4 +1,5 @@
-"""What the public workloads are, and what every contender says of its run. Peers import it: it needs torch, numpy and timm alone.
+"""What the public workloads are, and what every contender says of its run. Peers import it: it needs torch,
+numpy and timm alone.
 
 The networks are this project's (``fl_lightning.models`` imports nothing heavier than torch) and timm's.
 """
@@ -78,13 +79,17 @@ class Workload:
         return self.cohort * self.epochs * -(-self.examples // self.batch)
 
     def data(self) -> tuple[Tensor, Tensor]:
-        """Inputs and targets of all clients, one client after another: noise of the true shape, since only the time matters."""
+        """Inputs and targets of all clients, one client after another: noise of the true shape, since only
+        the time matters."""
         generator = torch.Generator().manual_seed(0)
         size = self.clients * self.examples
-        return torch.randn(size, *self.shape, generator=generator), torch.randint(self.classes, (size,), generator=generator)
+        return torch.randn(size, *self.shape, generator=generator), torch.randint(
+            self.classes, (size,), generator=generator
+        )
 
     def build(self, channels_last: bool) -> nn.Module:
-        """The network with weights from seed 0, as torch lays them out, or a deep one channels last as this project does."""
+        """The network with weights from seed 0, as torch lays them out, or a deep one channels last as this
+        project does."""
         torch.manual_seed(0)
         network = self.network(self.classes)
         if channels_last:
@@ -104,10 +109,19 @@ WORKLOADS = {
 
 def parser(description: str | None) -> argparse.ArgumentParser:
     """The flags that every contender has."""
-    made = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    made = argparse.ArgumentParser(
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     made.add_argument("workload", choices=WORKLOADS)
-    made.add_argument("--rounds", type=int, default=0, help="rounds that are timed, at least 1; 0: the workload's own number")
-    made.add_argument("--channels_last", action="store_true", help="deep networks channels last, as this project has them")
+    made.add_argument(
+        "--rounds",
+        type=int,
+        default=0,
+        help="rounds that are timed, at least 1; 0: the workload's own number",
+    )
+    made.add_argument(
+        "--channels_last", action="store_true", help="deep networks channels last, as this project has them"
+    )
     return made
 
 
@@ -116,13 +130,17 @@ def weights(network: nn.Module) -> Tensor:
     return torch.cat([parameter.detach().flatten().clone() for parameter in network.parameters()])
 
 
-def report(marks: Sequence[float], *, steps: int, rounds: int, moved: Tensor, packages: Iterable[str], **more: Any) -> None:
+def report(
+    marks: Sequence[float], *, steps: int, rounds: int, moved: Tensor, packages: Iterable[str], **more: Any
+) -> None:
     """Print the one JSON line that the runner reads.
 
     Args:
-        marks: :data:`now` at the start of the first round, at its end, and at the end of every round that is timed.
+        marks: :data:`now` at the start of the first round, at its end, and at the end of every round that is
+            timed.
         steps: local steps of all rounds, counted where they are made.
-        rounds: rounds that these were, one more than there are marks of where one is begun only to end the one before it.
+        rounds: rounds that these were, one more than there are marks of where one is begun only to end the
+            one before it.
         moved: what the rounds added to the weights, as one vector.
         packages: those whose versions matter.
     """

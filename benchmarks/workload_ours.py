@@ -1,4 +1,5 @@
-"""A workload with fl_lightning, everything on that a run has by default: MLflow, byte ledger, checkpoints. No evaluation in between."""
+"""A workload with fl_lightning, everything on that a run has by default: MLflow, byte ledger, checkpoints. No
+evaluation in between."""
 
 from __future__ import annotations
 
@@ -33,7 +34,11 @@ class Tensors(FederatedData):
 
     def __init__(self, work: Workload) -> None:
         super().__init__(
-            dataset="workload", num_clients=work.clients, partition=EqualShards(), batch_size=work.batch, val_fraction=0.0
+            dataset="workload",
+            num_clients=work.clients,
+            partition=EqualShards(),
+            batch_size=work.batch,
+            val_fraction=0.0,
         )
         self.work, self.num_classes, self.example_shape = work, work.classes, work.shape
 
@@ -46,7 +51,8 @@ class Tensors(FederatedData):
 
 
 class Marks(Meter):
-    """The clock at the start of every round, the weights before the first one, the steps of those who trained."""
+    """The clock at the start of every round, the weights before the first one, the steps of those who
+    trained."""
 
     def __init__(self) -> None:
         self.clock: list[float] = []

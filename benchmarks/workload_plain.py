@@ -1,4 +1,5 @@
-"""The loop that one would write by hand: sequential clients, tensors in memory, torch's defaults; nothing logged, counted or saved."""
+"""The loop that one would write by hand: sequential clients, tensors in memory, torch's defaults; nothing
+logged, counted or saved."""
 
 from __future__ import annotations
 
@@ -31,7 +32,12 @@ def main() -> None:
 
 
 def train(
-    model: nn.Module, work: Workload, inputs: torch.Tensor, target: torch.Tensor, client: int, rng: np.random.Generator
+    model: nn.Module,
+    work: Workload,
+    inputs: torch.Tensor,
+    target: torch.Tensor,
+    client: int,
+    rng: np.random.Generator,
 ) -> int:
     """The client's local epochs; how many steps they had."""
     optimizer, steps = torch.optim.SGD(model.parameters(), **work.sgd), 0

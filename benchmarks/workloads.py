@@ -1,13 +1,14 @@
 """Public workloads: fl_lightning, a plain loop and other simulators in turn, A B A B.
 
-python benchmarks/workloads.py [W1 W2 W3 W4] [--repeats 3] [--engines auto sequential batched] [--peers flower=PYTHON pfl2=PYTHON]
-                               [--out FILE]
+python benchmarks/workloads.py [W1 W2 W3 W4] [--repeats 3] [--engines auto sequential batched]
+        [--peers flower=PYTHON pfl2=PYTHON] [--out FILE]
 
-Each measurement is a process of its own and gives the mean seconds of a round after the first; the figure is the median of the
-repeats, the ratio that of the medians. Ours runs with MLflow, the byte ledger and checkpoints on; the plain loop has none of them.
-Nobody evaluates in between. ``others`` is the most cores that other work kept busy right before a run: where it is not 0.0, a program
-of more threads than free cores may wait many times as long as it computes. ``peers/README.md`` says how a peer's environment is made
-and what was chosen for it.
+Each measurement is a process of its own and gives the mean seconds of a round after the first; the figure is
+the median of the repeats, the ratio that of the medians. Ours runs with MLflow, the byte ledger and
+checkpoints on; the plain loop has none of them. Nobody evaluates in between. ``others`` is the most cores
+that other work kept busy right before a run: where it is not 0.0, a program of more threads than free cores
+may wait many times as long as it computes. ``peers/README.md`` says how a peer's environment is made and what
+was chosen for it.
 """
 
 from __future__ import annotations
@@ -42,7 +43,12 @@ Result = dict[str, Any]
 def main(arguments: list[str] | None = None) -> None:
     options = parse(arguments)
     who = contenders(options)
-    document: Result = {"machine": machine(), "repeats": options.repeats, "channels_last": options.channels_last, "rows": []}
+    document: Result = {
+        "machine": machine(),
+        "repeats": options.repeats,
+        "channels_last": options.channels_last,
+        "rows": [],
+    }
     print(f"{'':10}{'who':24}{'ms a round':>12}{'ratio':>8}{'start s':>10}{'peak MiB':>10}{'others':>10}")
     for name in options.workloads:
         rows = summarise(name, measure_all(name, who, options))
@@ -58,16 +64,28 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("workloads", nargs="*", help="W1 W2 W3 W4; none: all")
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--rounds", type=int, default=0, help="rounds that are timed; 0: the workload's own number")
-    parser.add_argument("--engines", nargs="*", default=["auto"], choices=ENGINES, help="ours; none: ours is left out")
+    parser.add_argument(
+        "--rounds", type=int, default=0, help="rounds that are timed; 0: the workload's own number"
+    )
+    parser.add_argument(
+        "--engines", nargs="*", default=["auto"], choices=ENGINES, help="ours; none: ours is left out"
+    )
     parser.add_argument("--workers", default="auto", help="processes of ours")
     parser.add_argument(
-        "--peers", nargs="+", default=[], metavar="NAME=PYTHON", help=f"{', '.join(PEERS)}, each with an interpreter"
+        "--peers",
+        nargs="+",
+        default=[],
+        metavar="NAME=PYTHON",
+        help=f"{', '.join(PEERS)}, each with an interpreter",
     )
-    parser.add_argument("--channels_last", action="store_true", help="deep networks channels last for plain and peers too")
+    parser.add_argument(
+        "--channels_last", action="store_true", help="deep networks channels last for plain and peers too"
+    )
     parser.add_argument("--out", type=Path, metavar="FILE", help="everything measured, as JSON")
     options = parser.parse_args(arguments)
     options.workloads = options.workloads or list(WORKLOADS)
@@ -75,13 +93,15 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
         parser.error(f"workload {unknown[0]!r}; one of {', '.join(WORKLOADS)}; write e.g. W1")
     if options.repeats < 1 or options.rounds < 0:
         parser.error(
-            f"--repeats {options.repeats} --rounds {options.rounds}; at least 1 and 0; write --repeats 3 and leave --rounds out"
+            f"--repeats {options.repeats} --rounds {options.rounds}; at least 1 and 0; write "
+            "--repeats 3 and leave --rounds out"
         )
     given = [peer.partition("=") for peer in options.peers]
     for name, equals, python in given:
         if name not in PEERS or not equals or not python:
             parser.error(
-                f"--peers {name}{equals}{python}; NAME=PYTHON with a name of {', '.join(PEERS)}; write pfl=pfl/bin/python"
+                f"--peers {name}{equals}{python}; NAME=PYTHON with a name of {', '.join(PEERS)}; "
+                "write pfl=pfl/bin/python"
             )
     options.peers = {name: python for name, _, python in given}
     return options
@@ -96,7 +116,9 @@ def contenders(options: argparse.Namespace) -> dict[str, tuple[str, ...]]:
     return found | {peer: (python, *PEERS[peer], *layout) for peer, python in options.peers.items()}
 
 
-def measure_all(name: str, who: dict[str, tuple[str, ...]], options: argparse.Namespace) -> dict[str, list[Result]]:
+def measure_all(
+    name: str, who: dict[str, tuple[str, ...]], options: argparse.Namespace
+) -> dict[str, list[Result]]:
     """Every contender in turn; one that failed is not tried again."""
     runs: dict[str, list[Result]] = {label: [] for label in who}
     for _ in range(options.repeats):
@@ -126,7 +148,9 @@ def measure(name: str, command: tuple[str, ...], rounds: int) -> Result:
         return {"error": why, "exit_code": done.code, "stderr": said[-40:]}
     result: Result = json.loads([text for text in done.stdout.splitlines() if text.startswith("{")][-1])
     if result["steps_a_round"] != WORKLOADS[name].steps:
-        return result | {"error": f"{result['steps_a_round']} local steps a round instead of {WORKLOADS[name].steps}"}
+        return result | {
+            "error": f"{result['steps_a_round']} local steps a round instead of {WORKLOADS[name].steps}"
+        }
     start = result.pop("first_round_ended") - launched - result["seconds"]
     return result | {"start_seconds": start, "peak_mib": done.peak_mib, "others": others}
 
@@ -141,7 +165,10 @@ def summarise(name: str, runs: dict[str, list[Result]]) -> list[Result]:
             row["error"] = failed[0]
         elif found:
             row |= {key: median(run[key] for run in found) for key in ("seconds", "start_seconds")}
-            row |= {key: max((run[key] for run in found if run[key] is not None), default=None) for key in ("peak_mib", "others")}
+            row |= {
+                key: max((run[key] for run in found if run[key] is not None), default=None)
+                for key in ("peak_mib", "others")
+            }
             row["engine"] = "/".join(sorted({run["engine"] for run in found if "engine" in run})) or None
         rows.append(row)
     base = rows[0].get("seconds")
@@ -169,7 +196,9 @@ def choice(rows: list[Result]) -> str:
     faster = min(("sequential", "batched"), key=lambda engine: by[engine]["seconds"])
     if chosen == faster:
         return f"{'':10}auto chose {chosen}, the faster engine"
-    times = " or ".join(f"{engine} {1e3 * by[engine]['seconds']:.1f} ms" for engine in ("sequential", "batched"))
+    times = " or ".join(
+        f"{engine} {1e3 * by[engine]['seconds']:.1f} ms" for engine in ("sequential", "batched")
+    )
     return f"{'':10}auto chose {chosen} of {times}"
 
 
@@ -189,7 +218,10 @@ def processor() -> str:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
         return platform.processor()
-    return next((text.partition(":")[2].strip() for text in lines if text.startswith("model name")), platform.machine())
+    return next(
+        (text.partition(":")[2].strip() for text in lines if text.startswith("model name")),
+        platform.machine(),
+    )
 
 
 if __name__ == "__main__":

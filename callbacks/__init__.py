@@ -1,4 +1,5 @@
-"""Stressors make life harder, meters measure. One file each; in YAML: ``class_path: callbacks.LabelNoise``."""
+"""Stressors make life harder, meters measure. One file each; in YAML: ``class_path:
+callbacks.LabelNoise``."""
 
 import sys
 
@@ -35,7 +36,8 @@ for _old, _room in {
     "progress_bar": "meters",
     "relevance_figure": "figures",
     "straggler_dropout": "stressors",
-}.items():  # where the modules lay in version 0.1.0: class paths of saved configurations and imports of that time
+    # where the modules lay in version 0.1.0: class paths of saved configurations and imports of that time
+}.items():
     sys.modules[f"{__name__}.{_old}"] = globals()[_old] = sys.modules[f"{__name__}.{_room}.{_old}"]
 
 __all__ = [

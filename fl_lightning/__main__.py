@@ -1,4 +1,5 @@
-"""``python -m fl_lightning``: exit codes and the one line for bad input. Torch is imported only when a command runs."""
+"""``python -m fl_lightning``: exit codes and the one line for bad input. Torch is imported only when a
+command runs."""
 
 from __future__ import annotations
 
@@ -16,7 +17,8 @@ from fl_lightning.errors import InputError, RunStopped
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run one command and return the exit code. A bug passes through with its traceback, unless the run's ``run.log`` has it."""
+    """Run one command and return the exit code. A bug passes through with its traceback, unless the run's
+    ``run.log`` has it."""
     argv = sys.argv[1:] if argv is None else argv
     try:
         code = answer_quickly(argv)
@@ -36,7 +38,9 @@ def main(argv: list[str] | None = None) -> int:
             return _bug(error)
         if error.errno not in (ENOSPC, EDQUOT, EROFS):
             raise
-        return _one_line(error, f"{error}; a run needs room to write; make some and continue with --ckpt_path", code=1)
+        return _one_line(
+            error, f"{error}; a run needs room to write; make some and continue with --ckpt_path", code=1
+        )
     except KeyboardInterrupt:
         return 130
     except SystemExit as stop:  # --help and --print_config: 0; after SIGTERM: 143
@@ -55,7 +59,8 @@ def _bug(error: Exception) -> int:
 
 
 def _one_line(error: Exception, message: str, *, code: int) -> int:
-    """Write the message as one line, and the traceback where the user asks for it, both without secrets; return the exit code."""
+    """Write the message as one line, and the traceback where the user asks for it, both without secrets;
+    return the exit code."""
     from fl_lightning.support.redaction import redact, show_exception
 
     _let_rank_zero_speak()
@@ -67,7 +72,8 @@ def _one_line(error: Exception, message: str, *, code: int) -> int:
 
 @contextmanager
 def no_collections() -> Iterator[None]:
-    """Imports make 700 000 objects that stay: looking among them for garbage, again and again, would take a quarter of their time."""
+    """Imports make 700 000 objects that stay: looking among them for garbage, again and again, would take a
+    quarter of their time."""
     gc.disable()
     try:
         yield
@@ -78,7 +84,8 @@ def no_collections() -> Iterator[None]:
 
 
 def _let_rank_zero_speak() -> None:
-    """All processes of a run find the same fault; rank 0 says it, and its end is that of the others. Alone with it, this one says it."""
+    """All processes of a run find the same fault; rank 0 says it, and its end is that of the others. Alone
+    with it, this one says it."""
     if int(os.environ.get("RANK") or os.environ.get("LOCAL_RANK") or os.environ.get("SLURM_PROCID") or 0):
         time.sleep(10)
 

@@ -14,9 +14,11 @@ class Client:
 
     Args:
         id: 0 .. num_clients - 1.
-        train: indices of its training examples in the data module's training set, int64 ``[n_k]``; may be empty.
+        train: indices of its training examples in the data module's training set, int64 ``[n_k]``; may be
+            empty.
         val: indices of its validation examples in the same set, disjoint from ``train``; may be empty.
-        state: tensors that the method keeps on this client between rounds; never on the wire, saved in checkpoints.
+        state: tensors that the method keeps on this client between rounds; never on the wire, saved in
+            checkpoints.
     """
 
     id: int

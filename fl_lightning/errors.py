@@ -1,15 +1,55 @@
-"""Exceptions that end a run with one line."""
+"""Exceptions that end a run, or refuse an upload, with one line in three parts."""
+
+from __future__ import annotations
+
+from typing import TypeVar
+
+T = TypeVar("T", bound="ThreePartError")
 
 
-class InputError(ValueError):
-    """Bad input, found anywhere: the command line prints the message as one line and exits with 2.
+class ThreePartError(Exception):
+    """What was given; the rule that it breaks; what to write or do instead.
 
-    The message has three parts, separated by semicolons: what was given; the rule; what to write instead.
+    Args:
+        given: what was given, or what happened.
+        rule: what would have been right.
+        instead: what to write or do.
     """
 
+    def __init__(self, given: str, rule: str, instead: str) -> None:
+        super().__init__(given, rule, instead)
+        self.given, self.rule, self.instead = given, rule, instead
 
-class RunStopped(RuntimeError):
-    """The run cannot go on, though neither code nor input is wrong: the command line prints the message and exits with 1."""
+    def __str__(self) -> str:
+        return "; ".join(filter(None, (self.given, self.rule, self.instead)))
+
+    @classmethod
+    def from_text(cls: type[T], text: str) -> T:
+        """Return the error whose message is ``text``, of as many of the three parts as it has."""
+        return cls(*[*text.split("; ", 2), "", ""][:3])
+
+    def within(self: T, place: str) -> T:
+        """Return the same error, which also says where it was found, such as the cell of a study."""
+        return type(self)(f"{place}: {self.given}", self.rule, self.instead)
+
+
+class InputError(ThreePartError, ValueError):
+    """Bad input, found anywhere: the command line prints the message as one line and exits with 2."""
+
+
+def require(valid: object, given: str, rule: str, instead: str) -> None:
+    """Refuse bad input.
+
+    Raises:
+        InputError: ``valid`` is false.
+    """
+    if not valid:
+        raise InputError(given, rule, instead)
+
+
+class RunStopped(ThreePartError, RuntimeError):
+    """The run cannot go on, though neither code nor input is wrong: the command line prints the message and
+    exits with 1."""
 
 
 class RankLost(RunStopped):

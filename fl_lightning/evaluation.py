@@ -1,8 +1,8 @@
 """Evaluation of what a method deploys: the global test set, and each client's validation examples.
 
-Of a personalised method every client's own model is evaluated. The global test set is then dealt to the clients, each class in
-proportion to the training examples of it that they hold: one pass over the test set whatever their number, and ``test/accuracy``
-is the accuracy where the examples would turn up.
+Of a personalised method every client's own model is evaluated. The global test set is then dealt to the
+clients, each class in proportion to the training examples of it that they hold: one pass over the test set
+whatever their number, and ``test/accuracy`` is the accuracy where the examples would turn up.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ NONE: States = MappingProxyType({})
 
 
 def predict(fabric: Fabric, network: nn.Module, batches: Iterable[tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
-    """Logits float32 ``[n, C]`` in evaluation mode, then whatever followed the inputs in each batch, concatenated; on the CPU.
+    """Logits float32 ``[n, C]`` in evaluation mode, then whatever followed the inputs in each batch,
+    concatenated; on the CPU.
 
     The batches are dealt to the ranks; every rank gets all of them back.
     """
@@ -51,10 +52,15 @@ def share(items: Iterable[T]) -> Iterator[tuple[int, T]]:
 
 
 def together(pieces: Iterable[tuple[int, tuple[Tensor, ...]]]) -> tuple[Tensor, ...]:
-    """The pieces of all ranks: column by column, concatenated in the order of their numbers, on the CPU. ``()`` when there are none."""
-    mine = {f"{number}/{column}": tensor for number, columns in pieces for column, tensor in enumerate(columns)}
+    """The pieces of all ranks: column by column, concatenated in the order of their numbers, on the CPU.
+    ``()`` when there are none."""
+    mine = {
+        f"{number}/{column}": tensor for number, columns in pieces for column, tensor in enumerate(columns)
+    }
     columns: dict[int, list[Tensor]] = {}
-    for name, tensor in sorted(collectives.gather_parts(mine).items(), key=lambda item: int(item[0].split("/")[0])):
+    for name, tensor in sorted(
+        collectives.gather_parts(mine).items(), key=lambda item: int(item[0].split("/")[0])
+    ):
         columns.setdefault(int(name.split("/")[1]), []).append(tensor)
     return tuple(torch.cat(columns[column]).cpu() for column in sorted(columns))
 
@@ -70,13 +76,23 @@ def evaluation_mode(network: nn.Module) -> Iterator[nn.Module]:
         network.train(was_training)
 
 
-def test(fabric: Fabric, method: Method, data: FederatedData, states: States = NONE) -> tuple[dict[str, float], Tensor, Tensor]:  # noqa: PT028
-    """The global test set: metrics, probabilities ``[n, C]`` and targets ``[n]``. ``states``: what clients keep, by id."""
+def on_test_set(
+    fabric: Fabric, method: Method, data: FederatedData, states: States = NONE
+) -> tuple[dict[str, float], Tensor, Tensor]:
+    """Evaluate the global model, or each client's own: metrics, probabilities ``[n, C]`` and targets ``[n]``.
+
+    Args:
+        states: what clients keep, by id.
+    """
     if method.personalised:
         logits, target = _predict_dealt(fabric, method, data, states)
     else:
         logits, target = predict(fabric, method.deploy(), data.test_batches())
-    return {"test/accuracy": accuracy(logits, target), "test/loss": loss(logits, target)}, logits.softmax(1), target
+    return (
+        {"test/accuracy": accuracy(logits, target), "test/loss": loss(logits, target)},
+        logits.softmax(1),
+        target,
+    )
 
 
 def accuracy(logits: Tensor, target: Tensor) -> float:
@@ -89,7 +105,9 @@ def loss(logits: Tensor, target: Tensor) -> float:
     return F.cross_entropy(logits.double(), target).item()
 
 
-def _predict_dealt(fabric: Fabric, method: Method, data: FederatedData, states: States) -> tuple[Tensor, Tensor]:
+def _predict_dealt(
+    fabric: Fabric, method: Method, data: FederatedData, states: States
+) -> tuple[Tensor, Tensor]:
     """Each test example answered by the client that it is dealt to; in the order of the test set."""
     owner = deal_test_set(data)
     order, answers = np.argsort(owner, kind="stable"), []
@@ -104,13 +122,16 @@ def _predict_dealt(fabric: Fabric, method: Method, data: FederatedData, states: 
 
 
 def deal_test_set(data: FederatedData) -> np.ndarray:
-    """The client that each test example is dealt to, int64 ``[n]``: drawn in proportion to the examples of its class that clients
-    hold, evenly where nobody holds any; the same in every round and for every method."""
+    """The client that each test example is dealt to, int64 ``[n]``: drawn in proportion to the examples of
+    its class that clients hold, evenly where nobody holds any; the same in every round and for every
+    method."""
     target, held = data.test_target.cpu().numpy(), data.class_counts().astype(np.float64)
     rng, owner = stream(data.seed, "test_owners"), np.empty(len(target), np.int64)
     for label in np.unique(target):
         share = held[:, label] if held[:, label].any() else np.ones(len(held))
-        owner[target == label] = rng.choice(len(held), size=int((target == label).sum()), p=share / share.sum())
+        owner[target == label] = rng.choice(
+            len(held), size=int((target == label).sum()), p=share / share.sum()
+        )
     return owner
 
 
@@ -120,12 +141,16 @@ def validate(fabric: Fabric, method: Method, data: FederatedData, states: States
     return client_accuracies(*answers) if answers else {}
 
 
-def predict_validation(fabric: Fabric, method: Method, data: FederatedData, states: States = NONE) -> tuple[Tensor, ...]:
-    """Logits ``[n, C]``, targets ``[n]`` and owners ``[n]`` of all clients' validation examples, on the CPU; ``()`` when there are none."""
+def predict_validation(
+    fabric: Fabric, method: Method, data: FederatedData, states: States = NONE
+) -> tuple[Tensor, ...]:
+    """Logits ``[n, C]``, targets ``[n]`` and owners ``[n]`` of all clients' validation examples, on the CPU;
+    ``()`` when there are none."""
     if method.personalised:
         held = data.validating.tolist()
         return together(
-            (number, _validate_own(fabric, method, data, data.client(id, states.get(id)))) for number, id in share(held)
+            (number, _validate_own(fabric, method, data, data.client(id, states.get(id))))
+            for number, id in share(held)
         )
     return predict(fabric, method.deploy(), data.val_batches())
 

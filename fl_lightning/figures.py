@@ -1,4 +1,5 @@
-"""One look for every figure: colours that are told apart with any colour vision (Okabe & Ito, 2008), and again by dash and by marker.
+"""One look for every figure: colours that are told apart with any colour vision (Okabe & Ito, 2008), and
+again by dash and by marker.
 
 Never ``pyplot``, whose figures are global state; matplotlib is imported where something is drawn (0.3 s).
 """
@@ -19,8 +20,11 @@ LINE_STYLES = ["-", "--", "-.", ":", (0, (6, 1, 1, 1, 1, 1)), (0, (8, 3)), (0, (
 MARKERS = ["o", "s", "^", "D", "v", "P", "X", "*"]
 
 
-def new_axes(title: str, xlabel: str, ylabel: str, size: tuple[float, float] = (6.4, 4.0)) -> tuple[Figure, Axes]:
-    """A figure of ``size`` inches with one pair of axes. Labels carry their unit: ``round``, ``test accuracy (%)``."""
+def new_axes(
+    title: str, xlabel: str, ylabel: str, size: tuple[float, float] = (6.4, 4.0)
+) -> tuple[Figure, Axes]:
+    """A figure of ``size`` inches with one pair of axes. Labels carry their unit: ``round``, ``test accuracy
+    (%)``."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=size, layout="constrained")
@@ -40,9 +44,18 @@ def open_frame(*several: Axes) -> None:
 
 def legend_outside(figure: Figure, columns: int = 4) -> None:
     """One legend for all axes, under them, where it covers no curve. Nothing when nothing is labelled."""
-    handles = {label: handle for axes in figure.axes for handle, label in zip(*axes.get_legend_handles_labels(), strict=True)}
+    handles = {
+        label: handle
+        for axes in figure.axes
+        for handle, label in zip(*axes.get_legend_handles_labels(), strict=True)
+    }
     if handles:
         columns = min(columns, len(handles))
         figure.legend(
-            handles.values(), handles.keys(), loc="outside lower center", ncols=columns, frameon=False, fontsize="small"
+            handles.values(),
+            handles.keys(),
+            loc="outside lower center",
+            ncols=columns,
+            frameon=False,
+            fontsize="small",
         )

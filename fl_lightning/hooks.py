@@ -1,8 +1,9 @@
 """The two kinds of callback: a stressor changes a value, a meter observes.
 
-Stressors are asked by :func:`stress`, all callbacks are told by :func:`tell`: Fabric's ``call`` drops what callbacks return and reads
-their signatures at every call, which takes longer than the training of a small client. Neither keeps hidden randomness: draw from
-``fl_lightning.rng.stream(context.seed, purpose, round, client)``.
+Stressors are asked by :func:`stress`, all callbacks are told by :func:`tell`: Fabric's ``call`` drops what
+callbacks return and reads their signatures at every call, which takes longer than the training of a small
+client. Neither keeps hidden randomness: draw from ``fl_lightning.rng.stream(context.seed, purpose, round,
+client)``.
 """
 
 from __future__ import annotations
@@ -53,21 +54,24 @@ class RoundRecord:
 
 
 class Callback(Recorded):
-    """What stressors and meters share. Keep hidden state out: what must survive a resume goes through ``state_dict``."""
+    """What stressors and meters share. Keep hidden state out: what must survive a resume goes through
+    ``state_dict``."""
 
     def on_check(self, context: Context) -> None:
-        """Before anything is created: check own arguments against the run, raise ``ValueError`` in three parts."""
+        """Before anything is created: check own arguments against the run, raise ``ValueError`` in three
+        parts."""
 
     def on_setup(self, context: Context) -> None:
         """Before the first round, or the first after a resume: the run directory is there."""
 
     def stop_reason(self) -> str:
-        """Why the run is to end after the rounds that are done; empty: it goes on. It follows from arguments and ``state_dict`` alone,
-        so that a run that is continued comes to the same end."""
+        """Why the run is to end after the rounds that are done; empty: it goes on. It follows from arguments
+        and ``state_dict`` alone, so that a run that is continued comes to the same end."""
         return ""
 
     def state_dict(self) -> dict[str, Any]:
-        """What must survive a resume, as JSON. Nothing, for a callback that is a pure function of its streams."""
+        """What must survive a resume, as JSON. Nothing, for a callback that is a pure function of its
+        streams."""
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -75,20 +79,25 @@ class Callback(Recorded):
 
 
 class Stressor(Callback):
-    """Makes life harder. Each hook gets a value and returns the one to use instead; override what you change."""
+    """Makes life harder. Each hook gets a value and returns the one to use instead; override what you
+    change."""
 
     def change_cohort(self, cohort: list[Assignment], *, round: int, context: Context) -> list[Assignment]:
         return cohort
 
     def change_labels(self, labels: Tensor, *, client: Client, round: int, context: Context) -> Tensor:
-        """``labels`` int64 ``[n_k]`` of the client's training examples, in the order of ``client.train``. Return a new tensor."""
+        """``labels`` int64 ``[n_k]`` of the client's training examples, in the order of ``client.train``.
+        Return a new tensor."""
         return labels
 
     def change_bytes(self, upload: bytes, *, client: Client, round: int, context: Context) -> bytes | None:
-        """The upload as the client sent it, before it is decoded; bytes that are no payload are rejected. None when it is lost."""
+        """The upload as the client sent it, before it is decoded; bytes that are no payload are rejected.
+        None when it is lost."""
         return upload
 
-    def change_upload(self, upload: Payload, *, client: Client, round: int, context: Context) -> Payload | None:
+    def change_upload(
+        self, upload: Payload, *, client: Client, round: int, context: Context
+    ) -> Payload | None:
         """The same upload, decoded; None when it is lost."""
         return upload
 
@@ -102,8 +111,11 @@ class Meter(Callback):
     def on_cohort(self, cohort: list[Assignment], round: int, context: Context) -> None:
         """The cohort as the stressors left it, before anyone trains."""
 
-    def on_client_start(self, client: Client, message: bytes, labels: Tensor, round: int, context: Context) -> None:
-        """One client of the cohort is about to train: the broadcast that it gets, and the ``labels`` int64 ``[n_k]`` that it trains on."""
+    def on_client_start(
+        self, client: Client, message: bytes, labels: Tensor, round: int, context: Context
+    ) -> None:
+        """One client of the cohort is about to train: the broadcast that it gets, and the ``labels`` int64
+        ``[n_k]`` that it trains on."""
 
     def on_client_end(self, client: Client, round: int, context: Context) -> None:
         """One client of the cohort has been trained; its upload is next, others may still be trained."""
@@ -126,7 +138,9 @@ class Meter(Callback):
 
 def stop_reason(callbacks: Iterable[object]) -> str:
     """Why a callback wants the run to end after the rounds that are done; empty when none does."""
-    return "; ".join(filter(None, (callback.stop_reason() for callback in callbacks if isinstance(callback, Callback))))
+    return "; ".join(
+        filter(None, (callback.stop_reason() for callback in callbacks if isinstance(callback, Callback)))
+    )
 
 
 def stress(callbacks: Iterable[object], hook: str, value: T, **details: Any) -> T:
@@ -141,7 +155,9 @@ def stress(callbacks: Iterable[object], hook: str, value: T, **details: Any) -> 
             if value is None:
                 if hook not in MAY_LOSE:
                     name = type(callback).__name__
-                    raise TypeError(f"{name}.{hook} returned None; a stressor returns the value to use instead; return it")
+                    raise TypeError(
+                        f"{name}.{hook} returned None; a stressor returns the value to use instead; return it"
+                    )
                 break
     return value
 

@@ -19,6 +19,7 @@ from fl_lightning.client import Assignment, Client
 from fl_lightning.data import FederatedData
 from fl_lightning.engines import ClientResult, Engine, Order
 from fl_lightning.engines.base import one_thread
+from fl_lightning.errors import InputError
 from fl_lightning.hooks import Callback, Context, RoundRecord, stress, tell
 from fl_lightning.methods import Method
 from fl_lightning.methods.base import declared_limits
@@ -31,11 +32,12 @@ Losses = tuple[dict[str, float], dict[str, int]]
 """A client's sums of each loss term, and the numbers of examples that they were taken of."""
 
 EXPLODED = 2.0**20
-"""No weight, statistic or step of a network that trains is as large; one such value, averaged once, would end it for everybody."""
+"""No weight, statistic or step of a network that trains is as large; one such value, averaged once, would end
+it for everybody."""
 
 UNDECLARED_FACTOR, UNDECLARED_LEAST = 8, 2**22
-"""An upload of a method that does not declare what its uploads hold has at most so many times the values of the server's state, or so
-many values: 16 MiB once they are decoded."""
+"""An upload of a method that does not declare what its uploads hold has at most so many times the values of
+the server's state, or so many values: 16 MiB once they are decoded."""
 
 
 @dataclass
@@ -66,7 +68,8 @@ class Federation:
 
 
 def run_round(fed: Federation, round: int) -> RoundRecord:
-    """Sample, broadcast, train, collect, aggregate, evaluate: Algorithm 1 of McMahan et al. (2017), with stressors in between."""
+    """Sample, broadcast, train, collect, aggregate, evaluate: Algorithm 1 of McMahan et al. (2017), with
+    stressors in between."""
     started = perf_counter()
     record = RoundRecord(round)
     # a server that trains rounds as its clients do, and does not wait for a core of theirs
@@ -94,8 +97,11 @@ def train_round(fed: Federation, record: RoundRecord) -> None:
 
 def sample_cohort(fed: Federation, round: int) -> list[Assignment]:
     """A uniform sample of the clients that have training data, in order of id."""
-    ids = rng.stream(fed.seed, "cohort", round).choice(fed.data.active, cohort_size(fed), replace=False, shuffle=False)
-    # copies: what a client keeps counts once it is done, so that an interrupted round leaves no trace in the checkpoint
+    ids = rng.stream(fed.seed, "cohort", round).choice(
+        fed.data.active, cohort_size(fed), replace=False, shuffle=False
+    )
+    # copies: what a client keeps counts once it is done, so that an interrupted round leaves no trace in the
+    # checkpoint
     return [Assignment(fed.data.client(int(id), dict(fed.states.get(int(id), {})))) for id in sorted(ids)]
 
 
@@ -109,11 +115,14 @@ def make_orders(fed: Federation, round: int, assignments: Sequence[Assignment]) 
     own = fed.data.labels_of([assignment.client for assignment in assignments])
     for assignment, labels in zip(assignments, own, strict=True):
         client = assignment.client
-        labels = stress(fed.callbacks, "change_labels", labels, client=client, round=round, context=fed.context)
+        labels = stress(
+            fed.callbacks, "change_labels", labels, client=client, round=round, context=fed.context
+        )
         if len(labels) != len(client.train):
-            raise ValueError(
-                f"change_labels of a stressor gave {len(labels)} labels for client {client.id}; each of its {len(client.train)} "
-                "training examples has one; return a new tensor as long as the one given"
+            raise InputError(
+                f"change_labels of a stressor gave {len(labels)} labels for client {client.id}",
+                f"each of its {len(client.train)} training examples has one",
+                "return a new tensor as long as the one given",
             )
         steps = max(1, math.ceil(assignment.work * fed.data.num_steps(client, epochs)))
         message = encode_broadcast(fed, client)
@@ -145,7 +154,8 @@ def train(fed: Federation, round: int, orders: Sequence[Order]) -> Iterator[Clie
 def collect(
     fed: Federation, round: int, cohort: Sequence[Assignment], done: Iterator[tuple[Order, ClientResult]]
 ) -> tuple[dict[int, Payload], list[Losses]]:
-    """The uploads that count, decoded, in cohort order, and everybody's losses; each client of the cohort gets its line in the ledger.
+    """The uploads that count, decoded, in cohort order, and everybody's losses; each client of the cohort
+    gets its line in the ledger.
 
     One by one, while workers train those that follow.
     """
@@ -159,12 +169,16 @@ def collect(
         order, result = next(done)
         losses.append((result.losses, result.seen))  # and not the bytes, which are held once, decoded
         status, size = "lost", len(result.upload)
-        data = _stress_upload(fed, round, client, "change_bytes", result.upload) if assignment.returns else None
+        data = (
+            _stress_upload(fed, round, client, "change_bytes", result.upload) if assignment.returns else None
+        )
         if data is not None:
             try:
                 limits = declared_limits(fed.method, client)
                 most = max_undeclared(fed.method) if limits is None else None
-                decoded = Payload.from_bytes(data, verified=data is result.intact, limits=limits, max_values=most)
+                decoded = Payload.from_bytes(
+                    data, verified=data is result.intact, limits=limits, max_values=most
+                )
                 size, upload = len(data), _stress_upload(fed, round, client, "change_upload", decoded)
                 if upload is not None:
                     if upload is not decoded:
@@ -192,12 +206,13 @@ def check_upload(fed: Federation, upload: Payload, client: Client, counted: Coll
     """Refuse what no server may average, whatever the method.
 
     Raises:
-        PayloadError: a second upload of one client, entries that the method does not know, no examples or more than the client has,
-            values that are not finite or whose squares would not be, or whatever the method refuses. Any other exception is a bug of
-            the method's ``check`` or ``decode`` and ends the run.
+        PayloadError: a second upload of one client, entries that the method does not know, no examples or
+            more than the client has, values that are not finite or whose squares would not be, or whatever
+            the method refuses. Any other exception is a bug of the method's ``check`` or ``decode`` and ends
+            the run.
     """
     if client.id in counted:
-        raise PayloadError("it is the second one of this round; a client counts once; send one")
+        raise PayloadError("it is the second one of this round", "a client counts once", "send one")
     limits = declared_limits(fed.method, client)
     if limits is not None:
         upload.require_within(limits)
@@ -207,34 +222,47 @@ def check_upload(fed: Federation, upload: Payload, client: Client, counted: Coll
 
 
 def check_values(upload: Payload) -> None:
-    """Refuse entries that are not finite float32 values of sane size; ``examples`` is checked by :func:`check_examples`."""
+    """Refuse entries that are not finite float32 values of sane size; ``examples`` is checked by
+    :func:`check_examples`."""
     for name, value in upload.items():
         if name == "examples" or not isinstance(value, Tensor):
             continue
         if value.dtype != torch.float32:
-            raise PayloadError(f"entry {name!r} is {value.dtype}; values travel as torch.float32 or as codes; convert them")
+            raise PayloadError(
+                f"entry {name!r} is {value.dtype}",
+                "values travel as torch.float32 or as codes",
+                "convert them",
+            )
         least, most = torch.aminmax(value) if value.numel() else (0.0, 0.0)
         if not (float(least) > -EXPLODED and float(most) < EXPLODED):  # of NaN nothing is true
             raise PayloadError(
-                f"entry {name!r} holds NaN, infinity or values of {EXPLODED:.1e} and more; uploads are finite; lower the lr"
+                f"entry {name!r} holds NaN, infinity or values of {EXPLODED:.1e} and more",
+                "uploads are finite",
+                "lower the lr",
             )
 
 
 def check_examples(upload: Payload, client: Client) -> None:
-    """Refuse an ``examples`` that is not one integer from 1 to n_k, the number of training examples that the client enrolled with.
+    """Refuse an ``examples`` that is not one integer from 1 to n_k, the number of training examples that the
+    client enrolled with.
 
-    ``examples`` is the client's weight in every average: without the bound a single client could claim 2**62 and be the average.
+    ``examples`` is the client's weight in every average: without the bound a single client could claim 2**62
+    and be the average.
     """
     if "examples" not in upload:
         return
     examples = upload.tensor("examples")
     if examples.ndim or examples.is_floating_point() or int(examples) < 1:
         raise PayloadError(
-            f"examples {examples.tolist()}; the number of examples is one integer, 1 or more; send nothing without data"
+            f"examples {examples.tolist()}",
+            "the number of examples is one integer, 1 or more",
+            "send nothing without data",
         )
     if int(examples) > len(client.train):
         raise PayloadError(
-            f"examples {int(examples)}; the client enrolled with {len(client.train)} training examples; it can claim no more"
+            f"examples {int(examples)}",
+            f"the client enrolled with {len(client.train)} training examples",
+            "it can claim no more",
         )
 
 
@@ -245,7 +273,11 @@ def aggregate(fed: Federation, round: int, uploads: dict[int, Payload]) -> None:
     broken = [name for name, tensor in fed.method.server.items() if not is_finite(tensor)]
     if broken:
         fed.method.server = before
-        log.warning("round %d: the server's next %s would not be finite; it keeps its last state", round, ", ".join(broken))
+        log.warning(
+            "round %d: the server's next %s would not be finite; it keeps its last state",
+            round,
+            ", ".join(broken),
+        )
 
 
 def is_finite(tensor: Tensor) -> bool:
@@ -264,7 +296,8 @@ def summarise(
     rejected = sum(entry.status == "rejected" for entry in entries)
     terms = dict.fromkeys(name for sums, _ in losses for name in sums)
     means = {
-        f"train/{name}": sum(sums.get(name, 0.0) for sums, _ in losses) / sum(seen.get(name, 0) for _, seen in losses)
+        f"train/{name}": sum(sums.get(name, 0.0) for sums, _ in losses)
+        / sum(seen.get(name, 0) for _, seen in losses)
         for name in terms
     }
     return {
@@ -280,7 +313,7 @@ def summarise(
 
 def evaluate(fed: Federation, record: RoundRecord) -> None:
     started = perf_counter()
-    metrics, probs, target = evaluation.test(fed.fabric, fed.method, fed.data, fed.states)
+    metrics, probs, target = evaluation.on_test_set(fed.fabric, fed.method, fed.data, fed.states)
     accuracies = evaluation.validate(fed.fabric, fed.method, fed.data, fed.states)
     record.metrics |= metrics | client_spread(list(accuracies.values()))
     tell(fed.callbacks, "on_evaluate", probs, target, record, fed.context)
@@ -290,5 +323,10 @@ def evaluate(fed: Federation, record: RoundRecord) -> None:
 
 def weights_hash(fed: Federation) -> str:
     """SHA-256 of the server's state as one float64 vector, its tensors in order of name."""
-    weights = torch.cat([torch.empty(0), *(fed.method.server[name].reshape(-1).double() for name in sorted(fed.method.server))])
+    weights = torch.cat(
+        [
+            torch.empty(0),
+            *(fed.method.server[name].reshape(-1).double() for name in sorted(fed.method.server)),
+        ]
+    )
     return sha256(weights.numpy().tobytes()).hexdigest()

@@ -1,8 +1,8 @@
 """Random streams as a pure function of (seed, purpose, round, client).
 
-No stream has a state that outlives its use, so nothing about randomness needs saving: a resumed round draws what
-the interrupted one drew, a cohort is the same for every method, and the order in which clients run cannot matter.
-Streams are counter based (Philox, Salmon et al., SC 2011), keyed by a hash of the four names.
+No stream has a state that outlives its use, so nothing about randomness needs saving: a resumed round draws
+what the interrupted one drew, a cohort is the same for every method, and the order in which clients run
+cannot matter. Streams are counter based (Philox, Salmon et al., SC 2011), keyed by a hash of the four names.
 """
 
 from __future__ import annotations
@@ -42,7 +42,8 @@ def streams(seed: int, purpose: str, clients: Iterable[int]) -> Iterator[np.rand
 
 
 class _Key(ISeedSequence):
-    """The key itself where NumPy expects something that makes one: given a ``key``, Philox asks the system for entropy all the same."""
+    """The key itself where NumPy expects something that makes one: given a ``key``, Philox asks the system
+    for entropy all the same."""
 
     def __init__(self, key: bytes) -> None:
         self.words = np.frombuffer(key, dtype="<u8")
@@ -53,14 +54,16 @@ class _Key(ISeedSequence):
 
 @contextmanager
 def torch_stream(seed: int, purpose: str, round: int = 0, client: int = 0) -> Iterator[None]:
-    """Within the block torch's global generators (initial weights, dropout) follow this stream; after it they are as before."""
+    """Within the block torch's global generators (initial weights, dropout) follow this stream; after it they
+    are as before."""
     number = int.from_bytes(key(seed, purpose, round, client), "little") % 2**63
     if torch.cuda.is_initialized():
         with torch.random.fork_rng(devices=range(torch.cuda.device_count())):
             torch.manual_seed(number)
             yield
         return
-    # torch.manual_seed would leave a note for a CUDA that may start later, with the whole call stack: ten times the cost of the rest
+    # torch.manual_seed would leave a note for a CUDA that may start later, with the whole call stack: ten
+    # times the cost of the rest
     before = torch.default_generator.get_state()
     torch.default_generator.manual_seed(number)
     try:

@@ -15,12 +15,31 @@ from fl_lightning.errors import InputError
 from fl_lightning.support.documents import read_document
 from fl_lightning.support.redaction import redact_settings
 
-FREE_KEYS = ("trainer.devices", "trainer.strategy", "trainer.num_nodes", "trainer.rank_timeout", "trainer.engine", "trainer.workers",
-             "trainer.accelerator", "trainer.logger",
-             "trainer.default_root_dir", "trainer.experiment", "trainer.run_name", "trainer.checkpoint_every",
-             "trainer.keep_checkpoints", "trainer.allow_changed", "trainer.auto_resume", "trainer.tags",
-             "trainer.fast_dev_run", "data.root", "data.init_args.root",
-             "data.download", "data.init_args.download", "ckpt_path", "config")  # fmt: skip
+FREE_KEYS = (
+    "trainer.devices",
+    "trainer.strategy",
+    "trainer.num_nodes",
+    "trainer.rank_timeout",
+    "trainer.engine",
+    "trainer.workers",
+    "trainer.accelerator",
+    "trainer.logger",
+    "trainer.default_root_dir",
+    "trainer.experiment",
+    "trainer.run_name",
+    "trainer.checkpoint_every",
+    "trainer.keep_checkpoints",
+    "trainer.allow_changed",
+    "trainer.auto_resume",
+    "trainer.tags",
+    "trainer.fast_dev_run",
+    "data.root",
+    "data.init_args.root",
+    "data.download",
+    "data.init_args.download",
+    "ckpt_path",
+    "config",
+)
 """Settings that may differ on resume: they do not change what is computed."""
 
 NEUTRAL = {
@@ -31,9 +50,11 @@ NEUTRAL = {
     "model.init_args.max_share": 1.0,
     "model.init_args.module": None,
 }
-"""Settings that came after version 0.1.0, by pattern: a run whose configuration does not have them is the same as one with these values."""
+"""Settings that came after version 0.1.0, by pattern: a run whose configuration does not have them is the
+same as one with these values."""
 SINCE_THE_START = {"model.init_args.module": "fl_lightning.methods.FedAvg"}
-"""Settings that one method has always had, so that they are part of its runs' hashes, and others came to have."""
+"""Settings that one method has always had, so that they are part of its runs' hashes, and others came to
+have."""
 
 
 def config_of(run: Path) -> dict[str, Any]:
@@ -44,7 +65,9 @@ def config_of(run: Path) -> dict[str, Any]:
     except InputError:
         raise
     except (OSError, ValueError, yaml.YAMLError) as error:
-        raise InputError(f"{run / 'config.yaml'}; it cannot be read ({error}); mend it, or start a new run") from None
+        raise InputError(
+            f"{run / 'config.yaml'}", f"it cannot be read ({error})", "mend it, or start a new run"
+        ) from None
 
 
 def flatten(config: Any, prefix: str = "") -> dict[str, Any]:
@@ -55,7 +78,11 @@ def flatten(config: Any, prefix: str = "") -> dict[str, Any]:
         items = [(str(index), value) for index, value in enumerate(config)]
     else:
         return {prefix: config if isinstance(config, (bool, int, float, str, type(None))) else str(config)}
-    return {key: value for name, item in items for key, value in flatten(item, f"{prefix}.{name}" if prefix else name).items()}
+    return {
+        key: value
+        for name, item in items
+        for key, value in flatten(item, f"{prefix}.{name}" if prefix else name).items()
+    }
 
 
 def is_free(key: str) -> bool:
@@ -73,13 +100,20 @@ def is_under(key: str, names: Sequence[str]) -> bool:
 
 
 def counting(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings that can change a result, without secrets; those that came later only where they say something else than before."""
+    """The settings that can change a result, without secrets; those that came later only where they say
+    something else than before."""
     always = {key for key, cls in SINCE_THE_START.items() if settings.get("model.class_path") == cls}
 
     def is_neutral(key: str, value: Any) -> bool:
-        return key not in always and any(fnmatchcase(key, name) and value == neutral for name, neutral in NEUTRAL.items())
+        return key not in always and any(
+            fnmatchcase(key, name) and value == neutral for name, neutral in NEUTRAL.items()
+        )
 
-    return {key: value for key, value in redact_settings(settings).items() if not is_free(key) and not is_neutral(key, value)}
+    return {
+        key: value
+        for key, value in redact_settings(settings).items()
+        if not is_free(key) and not is_neutral(key, value)
+    }
 
 
 def settings_hash(settings: Mapping[str, Any]) -> str:
@@ -92,7 +126,8 @@ def settings_hash(settings: Mapping[str, Any]) -> str:
 
 
 def changed_settings(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:
-    """``key: before -> after`` for each setting that differs and can change a result; secrets do not count, since no run holds them."""
+    """``key: before -> after`` for each setting that differs and can change a result; secrets do not count,
+    since no run holds them."""
     before, after = counting(before), counting(after)
 
     def shown(settings: Mapping[str, Any], key: str) -> str:

@@ -14,7 +14,14 @@ from lightning.fabric.loggers import Logger
 
 from fl_lightning import rng
 from fl_lightning.data import FederatedData
-from fl_lightning.distributed.launch import join, launched_from_outside, make_fabric, one_first, start_others, stop_others
+from fl_lightning.distributed.launch import (
+    join,
+    launched_from_outside,
+    make_fabric,
+    one_first,
+    start_others,
+    stop_others,
+)
 from fl_lightning.engines import EngineName, SequentialEngine, check_optimizer, check_workers, make_engine
 from fl_lightning.engines.determinism import deterministic
 from fl_lightning.errors import InputError
@@ -48,34 +55,41 @@ class FederatedTrainer(Recorded):
         devices: number of devices, or which ones, as Fabric takes them.
         strategy: Fabric's: ``auto``, or ``ddp`` for several processes.
         num_nodes: number of machines.
-        rank_timeout: seconds that a process waits for the others, who may still be training, before the run is given up; at least 1.
-            A process that died is noticed at once.
+        rank_timeout: seconds that a process waits for the others, who may still be training, before the run
+            is given up; at least 1. A process that died is noticed at once.
         precision: of the local training steps and of evaluation: ``32-true``, ``bf16-mixed`` or ``16-mixed``.
-        engine: how clients are executed: ``sequential``, one after another; ``batched``, many at once through ``torch.func``;
-            ``auto`` measures both and stays with its choice when the run is continued.
-        workers: what trains clients side by side, at least 1: processes on a CPU, where a client trains on one thread in any case;
-            streams on CUDA, at most 8, each with a copy of the model. Their number changes nothing but the time and the memory.
-            ``auto``: on a CPU as many as torch would use threads; on CUDA 1, until a card has been measured.
-        gradient_clip_val: above 0; what the gradient of each local step is clipped to, by the client itself. Default: it is not clipped.
-        gradient_clip_algorithm: ``norm``: the L2 norm over all parameters is clipped; ``value``: each value by itself.
+        engine: how clients are executed: ``sequential``, one after another; ``batched``, many at once through
+            ``torch.func``; ``auto`` measures both and stays with its choice when the run is continued.
+        workers: what trains clients side by side, at least 1: processes on a CPU, where a client trains on
+            one thread in any case; streams on CUDA, at most 8, each with a copy of the model. Their number
+            changes nothing but the time and the memory. ``auto``: on a CPU as many as torch would use
+            threads; on CUDA 1, until a card has been measured.
+        gradient_clip_val: above 0; what the gradient of each local step is clipped to, by the client itself.
+            Default: it is not clipped.
+        gradient_clip_algorithm: ``norm``: the L2 norm over all parameters is clipped; ``value``: each value
+            by itself.
         max_rounds: rounds to run, at least 1.
         participation: share of the clients sampled each round, in (0, 1].
         local_epochs: passes that a client makes over its own data in a round, at least 1.
         eval_every: rounds between evaluations, at least 1; the last round is always evaluated.
-        checkpoint_every: rounds between checkpoints, at least 1; 0 writes only the last one. Default: every round, or
-            where rounds are short as often as takes 2 % of the time. Resume is exact whichever it is: rounds are repeated.
+        checkpoint_every: rounds between checkpoints, at least 1; 0 writes only the last one. Default: every
+            round, or where rounds are short as often as takes 2 % of the time. Resume is exact whichever it
+            is: rounds are repeated.
         keep_checkpoints: number of newest checkpoints that are kept, at least 1, beside the best one.
         callbacks: stressors and meters, in this order.
         logger: true for MLflow at ``sqlite:///mlflow.db``, false for none, or any Lightning loggers.
         default_root_dir: folder of all runs.
         experiment: folder of this run's experiment, and its name in MLflow.
-        run_name: name of the run; default: method, its module if it has one, data set and seed. A name that exists gets a number.
+        run_name: name of the run; default: method, its module if it has one, data set and seed. A name that
+            exists gets a number.
         deterministic: use deterministic algorithms and name in the log those that have no such form.
-        auto_resume: continue the latest run of the same experiment, name and configuration if there is one, else start it.
+        auto_resume: continue the latest run of the same experiment, name and configuration if there is one,
+            else start it.
         allow_changed: resume although the configuration differs from the checkpoint's.
-        fast_dev_run: true or a number of rounds: try everything out, in 1 or so many rounds of at most two clients with one local step
-            each, without trackers, and leave nothing behind.
-        tags: names and values that the trackers show beside the run, and that are kept in ``metadata.json``; they change nothing.
+        fast_dev_run: true or a number of rounds: try everything out, in 1 or so many rounds of at most two
+            clients with one local step each, without trackers, and leave nothing behind.
+        tags: names and values that the trackers show beside the run, and that are kept in ``metadata.json``;
+            they change nothing.
     """
 
     def __init__(
@@ -120,26 +134,40 @@ class FederatedTrainer(Recorded):
             ("fast_dev_run", fast_dev_run, 0),
         ):
             if value < least:
-                raise ValueError(f"--trainer.{name} {value}; at least {least} is needed; write --trainer.{name} {max(least, 1)}")
+                raise InputError(
+                    f"--trainer.{name} {value}",
+                    f"at least {least} is needed",
+                    f"write --trainer.{name} {max(least, 1)}",
+                )
         if not 0 < participation <= 1:
-            raise ValueError(
-                f"--trainer.participation {participation}; it is a share of the clients, in (0, 1]; write --trainer.participation 0.2"
+            raise InputError(
+                f"--trainer.participation {participation}",
+                "it is a share of the clients, in (0, 1]",
+                "write --trainer.participation 0.2",
             )
         if gradient_clip_val is not None and not 0 < gradient_clip_val < math.inf:
-            raise ValueError(
-                f"--trainer.gradient_clip_val {gradient_clip_val}; it is above 0 and finite, or null: nothing is clipped; "
-                "write --trainer.gradient_clip_val 1.0"
+            raise InputError(
+                f"--trainer.gradient_clip_val {gradient_clip_val}",
+                "it is above 0 and finite, or null: nothing is clipped",
+                "write --trainer.gradient_clip_val 1.0",
             )
         if gradient_clip_algorithm not in ("norm", "value"):
-            raise ValueError(
-                f"--trainer.gradient_clip_algorithm {gradient_clip_algorithm}; it is norm or value; write "
-                "--trainer.gradient_clip_algorithm norm"
+            raise InputError(
+                f"--trainer.gradient_clip_algorithm {gradient_clip_algorithm}",
+                "it is norm or value",
+                "write --trainer.gradient_clip_algorithm norm",
             )
         for name, text in (("experiment", experiment), ("run_name", run_name or "x")):
             check_name(text, f"--trainer.{name} {text!r}")
         self.callbacks = callbacks or []
         self.fabric = make_fabric(
-            accelerator, devices, strategy, num_nodes, precision=precision, timeout=rank_timeout, callbacks=self.callbacks
+            accelerator,
+            devices,
+            strategy,
+            num_nodes,
+            precision=precision,
+            timeout=rank_timeout,
+            callbacks=self.callbacks,
         )
         self.engine, self.workers = engine, workers
         self.gradient_clip_val, self.gradient_clip_algorithm = gradient_clip_val, gradient_clip_algorithm
@@ -173,15 +201,19 @@ class FederatedTrainer(Recorded):
     def run_dir(self) -> Path:
         return self.run.path
 
-    def fit(self, method: Method, data: FederatedData, *, seed: int = 0, ckpt_path: str | None = None) -> dict[str, float]:
+    def fit(
+        self, method: Method, data: FederatedData, *, seed: int = 0, ckpt_path: str | None = None
+    ) -> dict[str, float]:
         """Train and return the ``final/*`` metrics.
 
         Args:
             ckpt_path: a checkpoint, a run directory, or ``last``, to continue that run.
 
         Raises:
-            InputError: the data, the checkpoint or the output folder cannot be used; nothing has been created then.
-            RunStopped: a process was lost, the run directory cannot be written any more, or no upload ever counted.
+            InputError: the data, the checkpoint or the output folder cannot be used; nothing has been created
+                then.
+            RunStopped: a process was lost, the run directory cannot be written any more, or no upload ever
+                counted.
         """
         with deterministic(self.deterministic), self.interrupts, self.log_file, tried_out(self, ckpt_path):
             self.method, self.data, self.seed = method, data, seed
@@ -189,19 +221,27 @@ class FederatedTrainer(Recorded):
             if outside:
                 join(self.fabric)
             settings = self._settings()
-            config = self.config_text if settings == self.config else yaml.safe_dump(settings, sort_keys=False)
+            config = (
+                self.config_text if settings == self.config else yaml.safe_dump(settings, sort_keys=False)
+            )
             start = everywhere(lambda: self._choose_start(ckpt_path, settings))
             fed = self._prepare()
-            self.progress = Progress(settings, data.partition_hash, every=self.checkpoint_every, keep=self.keep_checkpoints)
+            self.progress = Progress(
+                settings, data.partition_hash, every=self.checkpoint_every, keep=self.keep_checkpoints
+            )
             self.progress.restore(fed, start, self.allow_changed)
             method.round = self.progress.done.round
-            self.journal = Journal(start, self.progress, config, self.root, self.experiment, self._name, logger=self.logger)
+            self.journal = Journal(
+                start, self.progress, config, self.root, self.experiment, self._name, logger=self.logger
+            )
             if self.journal.is_finished(self.max_rounds, self._stop_reason):
                 return self.progress.summary
             try:
                 if not outside:
                     start_others(self.fabric, start.name)
-                with self.interrupts.held():  # Python drops what a signal handler raises while a worker is forked
+                with (
+                    self.interrupts.held()
+                ):  # Python drops what a signal handler raises while a worker is forked
                     self._start_engine(fed)
                 with self.interrupts.held(), self.journal.writing():
                     self.journal.open(fed, self.command_line, self.tags, self.log_file)
@@ -236,21 +276,33 @@ class FederatedTrainer(Recorded):
         """Probe a run that has ended, in one process, and return the metrics; nothing is trained.
 
         Args:
-            ckpt_path: a run directory, one of its checkpoints, or ``last``. Without --config, the run's own configuration is used.
-            checkpoint: which of the run's checkpoints: ``last`` (the default), ``best`` (of validation), or a name like round_000060.
-            probes: which of clean, clients, calibration, corruptions, fgsm, pgd, cost, latency; separated by commas. Default: all.
+            ckpt_path: a run directory, one of its checkpoints, or ``last``. Without --config, the run's own
+                configuration is used.
+            checkpoint: which of the run's checkpoints: ``last`` (the default), ``best`` (of validation), or a
+                name like round_000060.
+            probes: which of clean, clients, calibration, corruptions, fgsm, pgd, cost, latency; separated by
+                commas. Default: all.
 
         Raises:
-            InputError: there is no such checkpoint, or it was trained with another method, other data or another seed.
+            InputError: there is no such checkpoint, or it was trained with another method, other data or
+                another seed.
         """
         with deterministic(self.deterministic), self.interrupts:
             self.method, self.data, self.seed = method, data, seed
             if launched_from_outside(self.fabric):
-                raise InputError("test in several processes; it runs in one; start it without torchrun or srun")
+                raise InputError(
+                    "test in several processes", "it runs in one", "start it without torchrun or srun"
+                )
             return probing.examine(
-                self._prepare, ckpt_path, self.root / self.experiment, checkpoint=checkpoint, probes=probes, logger=self.logger,
-                settings=self._settings(), allow_changed=self.allow_changed,
-            )  # fmt: skip
+                self._prepare,
+                ckpt_path,
+                self.root / self.experiment,
+                checkpoint=checkpoint,
+                probes=probes,
+                logger=self.logger,
+                settings=self._settings(),
+                allow_changed=self.allow_changed,
+            )
 
     def _choose_start(self, ckpt_path: str | None, settings: dict[str, Any]) -> Start:
         if ckpt_path:
@@ -260,13 +312,16 @@ class FederatedTrainer(Recorded):
         return Start()
 
     def _settings(self) -> dict[str, Any]:
-        """The configuration as it may be written: of the command line, or else of the constructors of trainer, method and data."""
+        """The configuration as it may be written: of the command line, or else of the constructors of
+        trainer, method and data."""
         return redact_settings(self.config or settings_of_run(self, self.method, self.data, self.seed))
 
     @property
     def _name(self) -> str:
         module = [] if self.method.module is None else [type(self.method.module).__name__]
-        return self.run_name or "-".join([type(self.method).__name__, *module, dataset_of(self.data), f"seed{self.seed}"])
+        return self.run_name or "-".join(
+            [type(self.method).__name__, *module, dataset_of(self.data), f"seed{self.seed}"]
+        )
 
     @property
     def _stop_reason(self) -> str:
@@ -280,13 +335,13 @@ class FederatedTrainer(Recorded):
         except (ValueError, OSError) as error:
             if isinstance(error, ValueError) and is_bug_of_user(error):
                 raise
-            raise InputError(str(error)) from error
+            raise InputError.from_text(str(error)) from error
         try:
             tell(self.callbacks, "on_check", self)
         except ValueError as error:
             if is_bug_of_user(error):
                 raise
-            raise InputError(str(error)) from error
+            raise InputError.from_text(str(error)) from error
         engine = SequentialEngine(self.fabric, self.method, self.data)  # until the run's own is chosen
         return Federation(
             self.fabric, self.method, self.data, engine, self.callbacks, context=self, seed=self.seed,
@@ -309,11 +364,18 @@ class FederatedTrainer(Recorded):
         check_workers(self.fabric, self.workers, self.engine)
 
     def _start_engine(self, fed: Federation) -> None:
-        """Before the trackers: workers are forks, and a fork must not find locks that threads of this process hold."""
+        """Before the trackers: workers are forks, and a fork must not find locks that threads of this process
+        hold."""
         fed.engine = make_engine(
-            self.fabric, self.method, self.data, engine=self.engine, workers=self.workers, before=self.journal.engine,
-            cohort=cohort_size(fed), timeout=self.rank_timeout,
-        )  # fmt: skip
+            self.fabric,
+            self.method,
+            self.data,
+            engine=self.engine,
+            workers=self.workers,
+            before=self.journal.engine,
+            cohort=cohort_size(fed),
+            timeout=self.rank_timeout,
+        )
         fed.engine.start()
 
     def _run_round(self, fed: Federation) -> None:
@@ -359,12 +421,18 @@ class FederatedTrainer(Recorded):
             log.error("fast_dev_run: stopped in round %d; nothing was kept", done + 1)
         elif min(done, self.progress.saved) < self.max_rounds:
             again = f"after round {self.progress.saved}" if self.progress.saved else "from the start"
-            log.error("stopped in round %d; continue %s with --ckpt_path %s", min(done + 1, self.max_rounds), again, self.run_dir)
+            log.error(
+                "stopped in round %d; continue %s with --ckpt_path %s",
+                min(done + 1, self.max_rounds),
+                again,
+                self.run_dir,
+            )
         self.interrupts.release()
         self.journal.stop("KILLED" if interrupted else "FAILED")
 
     def _is_interrupt(self, error: BaseException) -> bool:
-        """Whether somebody wants the run to end, by a signal or in the way that one does, and no code is wrong."""
+        """Whether somebody wants the run to end, by a signal or in the way that one does, and no code is
+        wrong."""
         asked = isinstance(error, SystemExit) and error.code == 128 + signal.SIGTERM
         return self.interrupts.received or isinstance(error, KeyboardInterrupt) or asked
 

@@ -25,7 +25,9 @@ def sent(method, data, order=(0, 1, 2, 3)) -> dict[int, bytes]:
     engine, uploads = SequentialEngine(Fabric(accelerator="cpu", devices=1), method, data), {}
     for k in order:
         client = data.client(k)
-        uploads[k] = engine.train_client(Order(client, method.broadcast(client).to_bytes(), data.labels(client), 1, 2)).upload
+        uploads[k] = engine.train_client(
+            Order(client, method.broadcast(client).to_bytes(), data.labels(client), 1, 2)
+        ).upload
     return uploads
 
 

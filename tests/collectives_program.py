@@ -22,12 +22,15 @@ def serve(rank: int, size: int, port: int, what: str, folder: Path) -> None:
     """Rank ``rank`` of ``size``; what it raises is written to ``folder``."""
     collectives.PATIENCE, collectives.FRAME = 0.0, 1000
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    dist.init_process_group("gloo", rank=rank, world_size=size, timeout=timedelta(seconds=60 if what != "silent" else 3))
+    dist.init_process_group(
+        "gloo", rank=rank, world_size=size, timeout=timedelta(seconds=60 if what != "silent" else 3)
+    )
     try:
         globals()[what](rank, size)
     except RuntimeError as error:
         (folder / f"rank{rank}").write_text(f"{type(error).__name__}: {error}")
-    else:  # as launch._leave does: gloo's threads may outlive the interpreter, and end the process with SIGABRT
+    else:
+        # as launch._leave does: gloo's threads may outlive the interpreter, and end the process with SIGABRT
         dist.destroy_process_group()
 
 
@@ -37,7 +40,11 @@ def parts(rank: int, seed: int) -> dict[str, bytes | Tensor]:
     given: dict[str, bytes | Tensor] = {str(n): random.bytes(n) for n in (0, 1, 998, 1, 1000, 1001, 0, 5000)}
     for dtype in (torch.float32, torch.float64, torch.bfloat16, torch.uint8, torch.int64, torch.bool):
         given[str(dtype)] = (torch.randn(7, 30, generator=generator) * 50).abs().to(dtype).T  # not contiguous
-    given |= {"scalar": torch.tensor(float("nan")), "empty": torch.empty(0, 4), "large": torch.randn(3000, generator=generator)}
+    given |= {
+        "scalar": torch.tensor(float("nan")),
+        "empty": torch.empty(0, 4),
+        "large": torch.randn(3000, generator=generator),
+    }
     given |= {f"{at}": torch.tensor([at + seed]) for at in range(300)}
     return {f"{rank}/{name}": part for name, part in given.items()} if rank != 1 else {}
 
@@ -52,7 +59,10 @@ def exchange(rank: int, size: int) -> None:
             assert type(other) is type(part), name
             if isinstance(part, Tensor) and isinstance(other, Tensor):
                 assert (other.dtype, other.shape) == (part.dtype, part.shape), name
-                part, other = (tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes() for tensor in (part, other))
+                part, other = (
+                    tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+                    for tensor in (part, other)
+                )
             assert other == part, name
     given = [b"", bytes(5000), b"x", b"yy"][:size]
     assert collectives.gather_bytes(given[rank]) == given
@@ -79,4 +89,6 @@ def killed(rank: int, size: int) -> None:
 
 
 def disagree(rank: int, size: int) -> None:
-    ranks.require_agreement([Order(Client(7, np.arange(3), np.arange(0)), b"message", torch.tensor([0, 1, rank]), 1, 1)])
+    ranks.require_agreement(
+        [Order(Client(7, np.arange(3), np.arange(0)), b"message", torch.tensor([0, 1, rank]), 1, 1)]
+    )

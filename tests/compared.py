@@ -12,7 +12,11 @@ from fl_lightning.study.report.comparison import Comparison
 from fl_lightning.study.report.verdicts import verdicts
 from fl_lightning.study.results.gather import check_comparable, gather
 
-A, B, C = {0: 0.90, 1: 0.92, 2: 0.94}, {0: 0.89, 1: 0.90, 2: 0.91}, {0: 0.80, 1: 0.83, 2: 0.82}  # A - B = 0.01, 0.02, 0.03
+A, B, C = (
+    {0: 0.90, 1: 0.92, 2: 0.94},
+    {0: 0.89, 1: 0.90, 2: 0.91},
+    {0: 0.80, 1: 0.83, 2: 0.82},
+)  # A - B = 0.01, 0.02, 0.03
 
 
 def comparison_of(root: Path, name: str = "study") -> Comparison:
@@ -41,4 +45,7 @@ def rows_of(path: Path) -> list[dict[str, str]]:
 ON, OFF = (("noise", "on"),), (("noise", "off"),)
 
 
-GRID = {"grid": {"noise": {"on": {}, "off": {}}}, "degradation": {"axis": "noise", "stressed": "on", "clean": "off"}}
+GRID = {
+    "grid": {"noise": {"on": {}, "off": {}}},
+    "degradation": {"axis": "noise", "stressed": "on", "clean": "off"},
+}

@@ -11,12 +11,16 @@ import torch
 hypothesis.settings.register_profile("project", deadline=None, derandomize=True, max_examples=60)
 hypothesis.settings.load_profile("project")
 
-if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # started in the background of a script; processes made by tests inherit it
+if (
+    signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+):  # started in the background of a script; processes made by tests inherit it
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_addoption(parser):
-    parser.addoption("--golden", default=str(Path(__file__).parent / "golden"), help="folder of worked examples")
+    parser.addoption(
+        "--golden", default=str(Path(__file__).parent / "golden"), help="folder of worked examples"
+    )
 
 
 @pytest.fixture
@@ -35,7 +39,8 @@ def one_thread():
 
 @pytest.fixture(autouse=True)
 def own_tracking_store():
-    """``mlflow.set_tracking_uri`` writes to the environment, where the next test's processes would find it."""
+    """``mlflow.set_tracking_uri`` writes to the environment, where the next test's processes would find
+    it."""
     before = os.environ.get("MLFLOW_TRACKING_URI")
     yield
     os.environ.pop("MLFLOW_TRACKING_URI", None)
@@ -76,7 +81,8 @@ def figures_only_where_looked_at(request, monkeypatch):
 
 @pytest.fixture
 def bare_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty working directory, with no settings in the environment; what a command adds to ``sys.path`` is taken back."""
+    """An empty working directory, with no settings in the environment; what a command adds to ``sys.path`` is
+    taken back."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
     for name in [name for name in os.environ if name.startswith("FL_LIGHTNING_")]:

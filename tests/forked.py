@@ -1,5 +1,5 @@
-"""Programs started in folders of a user's, without the seconds of imports: a process that has imported everything but ``callbacks``
-and forks one child for each. Talks JSON lines over its pipes.
+"""Programs started in folders of a user's, without the seconds of imports: a process that has imported
+everything but ``callbacks`` and forks one child for each. Talks JSON lines over its pipes.
 
     {"folder": F, "main": [ARGUMENT, ...]}     as ``python -m fl_lightning`` in F
     {"folder": F, "script": TEXT}              as ``python -c`` in F

@@ -1,10 +1,12 @@
-"""Runs to be killed: a process that has imported everything, and forks one child per run. Talks JSON lines over its pipes.
+"""Runs to be killed: a process that has imported everything, and forks one child per run. Talks JSON lines
+over its pipes.
 
     {"folder": F, "mlflow": false, "after": SECONDS, "event": N, "interrupt": SIGNAL, "settings": {...}}
 
-The child runs the federation below in folder F with ``auto_resume``. It is killed after so many seconds, or kills itself before the N-th
-time it touches the file system under F, or sends itself a signal in round 4 and again whenever it writes a file from then on.
-The answer: its exit status as ``os.waitstatus_to_exitcode`` has it, and its seconds.
+The child runs the federation below in folder F with ``auto_resume``. It is killed after so many seconds, or
+kills itself before the N-th time it touches the file system under F, or sends itself a signal in round 4 and
+again whenever it writes a file from then on. The answer: its exit status as ``os.waitstatus_to_exitcode`` has
+it, and its seconds.
 """
 
 from __future__ import annotations
@@ -34,7 +36,8 @@ TOUCHES = {"open", "os.rename", "os.mkdir", "os.remove", "os.rmdir", "os.truncat
 
 
 class Remembering(FedAvg):
-    """With everything that a resume can lose: a server momentum, and clients that start half-way to where they last stopped."""
+    """With everything that a resume can lose: a server momentum, and clients that start half-way to where
+    they last stopped."""
 
     def receive(self, message, client):
         weights = message.tensor("weights")
@@ -78,10 +81,19 @@ class Fading(Stressor):
 def fit(settings: dict, ckpt_path: str | None = None, root: str = "runs") -> FederatedTrainer:
     """Six rounds of 4 of 12 clients on digits, evaluated every second round; about a second."""
     data = FederatedImages(
-        dataset="digits", num_clients=12, partition=Dirichlet(beta=1.0, min_size=2), batch_size=64, val_fraction=0.2
+        dataset="digits",
+        num_clients=12,
+        partition=Dirichlet(beta=1.0, min_size=2),
+        batch_size=64,
+        val_fraction=0.2,
     )
     method = Remembering(network=lambda classes: SmallCNN(classes, width=4), optimizer=sgd(0.05))
-    callbacks = [StragglerDropout(0.2), LabelNoise(round=3, clients=0.5, among="cohort"), Calibration(), Fading()]
+    callbacks = [
+        StragglerDropout(0.2),
+        LabelNoise(round=3, clients=0.5, among="cohort"),
+        Calibration(),
+        Fading(),
+    ]
     basic = {
         "max_rounds": 6,
         "participation": 0.3,
@@ -102,7 +114,11 @@ def die_at(event: int, folder: str) -> None:
 
     def hook(name, arguments):
         global count
-        if name in TOUCHES and str(arguments[0]).startswith(("runs", folder)) and not (name == "open" and arguments[1] == "r"):
+        if (
+            name in TOUCHES
+            and str(arguments[0]).startswith(("runs", folder))
+            and not (name == "open" and arguments[1] == "r")
+        ):
             count += 1
             if count == event:
                 os.kill(os.getpid(), signal.SIGKILL)
@@ -133,7 +149,8 @@ def child(request: dict) -> int:
 
 def serve() -> None:
     torch.set_num_threads(1)
-    prepare()  # before mlflow is imported: threads that it would start could hold a lock that a fork never gets
+    # before mlflow is imported: threads that it would start could hold a lock that a fork never gets
+    prepare()
     from lightning.pytorch.loggers import MLFlowLogger  # noqa: F401
 
     print("ready", flush=True)  # noqa: T201

@@ -13,4 +13,6 @@ from fl_lightning.probing import Subject
 def subject_of(method: Method, folder: Path, **data: Any) -> Subject:
     method = method if method.personalised else toy.on_images(method)
     trainer = toy.run(method, toy.images(**data), folder, max_rounds=2)
-    return Subject(trainer.fabric, method, trainer.data, trainer.progress.done.states, trainer.seed, uploads=1.0)
+    return Subject(
+        trainer.fabric, method, trainer.data, trainer.progress.done.states, trainer.seed, uploads=1.0
+    )

@@ -1,4 +1,5 @@
-"""The ten methods on digits, with dropout: what several test files fit, and the program that each rank of test_ranks.py runs."""
+"""The ten methods on digits, with dropout: what several test files fit, and the program that each rank of
+test_ranks.py runs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""SCAFFOLD (Karimireddy et al., ICML 2020, Algorithm 1 with option II), as a user of the library would write it."""
+"""SCAFFOLD (Karimireddy et al., ICML 2020, Algorithm 1 with option II), as a user of the library would write
+it."""
 
 from functools import partial
 
@@ -12,7 +13,8 @@ from fl_lightning.wire import Layout, Payload
 class Scaffold(Method):
     """Local steps along g - c_i + c, so that clients do not drift; for local optimisers without momentum.
 
-    python -m fl_lightning fit --config configs/fedavg.yaml --model scaffold.Scaffold --model.optimizer.momentum 0
+    python -m fl_lightning fit --config configs/fedavg.yaml --model scaffold.Scaffold
+    --model.optimizer.momentum 0
     """
 
     stackable = True
@@ -25,7 +27,8 @@ class Scaffold(Method):
         self.optimizer_spec = self.optimizer_spec or partial(SGD, lr=0.05)
         if any(group.get("momentum") for group in self.configure_optimizers().param_groups):
             raise ValueError(
-                "--model Scaffold; (x - y) / (K lr) is no mean gradient with momentum; write --model.optimizer.momentum 0"
+                "--model Scaffold; (x - y) / (K lr) is no mean gradient with momentum; write "
+                "--model.optimizer.momentum 0"
             )
         names = {name for name, parameter in self.network.named_parameters() if parameter.requires_grad}
         self.trained = Layout.of(self.network, include=names.__contains__)
@@ -46,11 +49,17 @@ class Scaffold(Method):
     def training_step(self, batch, batch_idx=0):
         outputs = super().training_step(batch, batch_idx)
         parameters = dict(self.network.named_parameters())
-        pull = sum((parameters[name] * part).sum() for name, part in self.trained.unpack(self.correction).items())
+        pull = sum(
+            (parameters[name] * part).sum() for name, part in self.trained.unpack(self.correction).items()
+        )
         return {**outputs, "loss": outputs["loss"] + pull}
 
     def upload(self, client):
-        new = self.c_i - self.c + (self.start - self.trained.read(self.network)) / (self.local_steps * self.local_lr)
+        new = (
+            self.c_i
+            - self.c
+            + (self.start - self.trained.read(self.network)) / (self.local_steps * self.local_lr)
+        )
         if new.isfinite().all():
             client.state["c_i"] = new
         return Payload({**super().upload(client), "change": new - self.c_i})
@@ -61,6 +70,8 @@ class Scaffold(Method):
 
     def aggregate(self, uploads):
         weights = [upload.tensor("weights") for upload in uploads.values()]
-        self.server["weights"] = self.average(weights, [1 / len(weights)] * len(weights), self.server["weights"])
+        self.server["weights"] = self.average(
+            weights, [1 / len(weights)] * len(weights), self.server["weights"]
+        )
         changes = torch.stack([upload.tensor("change") for upload in uploads.values()])
         self.server["c"] = self.server["c"] + changes.sum(0) / self.num_clients

@@ -50,7 +50,13 @@ class Federation:
         self.method.round, data = round, self.data
         clients = [data.client(id, self.states.pop(id, {})) for id in ids]  # nobody else holds them
         return [
-            Order(c, self.method.broadcast(c).to_bytes(), data.labels(c), self.epochs, data.num_steps(c, self.epochs))
+            Order(
+                c,
+                self.method.broadcast(c).to_bytes(),
+                data.labels(c),
+                self.epochs,
+                data.num_steps(c, self.epochs),
+            )
             for c in clients
         ]
 
@@ -63,7 +69,9 @@ class Federation:
 
     def rounds(self):
         """As ``assert_same`` takes it: results, and the server's end."""
-        return [result for number, ids in enumerate(COHORTS, 1) for result in self.round(number, ids)], self.method.server
+        return [
+            result for number, ids in enumerate(COHORTS, 1) for result in self.round(number, ids)
+        ], self.method.server
 
 
 def network(name):
@@ -73,4 +81,6 @@ def network(name):
 class OneModule(SeatsEngine):
     def _seat(self):
         steps = self.make_steps(self.fabric, self.method)
-        return seats.Seat(SequentialEngine(self.fabric, self.method, self.data, steps), self.make_stream(self.fabric.device))
+        return seats.Seat(
+            SequentialEngine(self.fabric, self.method, self.data, steps), self.make_stream(self.fabric.device)
+        )

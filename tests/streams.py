@@ -1,9 +1,11 @@
-"""A card's streams on a CPU: who reads and writes what on which of them, and whether anything says that it comes in this order.
+"""A card's streams on a CPU: who reads and writes what on which of them, and whether anything says that it
+comes in this order.
 
-Operations happen at once, as ever on a CPU, so results say nothing. But each is noted with the stream that it would be queued on, and
-with what that stream has waited for by then (a vector clock: Lamport, 1978; Fidge, 1988). ``races`` names every operation that meets
-another one which it has not waited for: on one tensor, or on memory that torch's allocator would give away a second time: that of a
-tensor which nobody holds any more, to the next one who asks on the stream on which it was made.
+Operations happen at once, as ever on a CPU, so results say nothing. But each is noted with the stream that it
+would be queued on, and with what that stream has waited for by then (a vector clock: Lamport, 1978; Fidge,
+1988). ``races`` names every operation that meets another one which it has not waited for: on one tensor, or
+on memory that torch's allocator would give away a second time: that of a tensor which nobody holds any more,
+to the next one who asks on the stream on which it was made.
 
 Seen are operations on tensors. What is read through ``.numpy()`` or ``.tolist()`` is not.
 """
@@ -55,7 +57,8 @@ class Event:
 
 
 class Memory:
-    """A storage: the stream that it was made on, its last write and the reads since, each as stream -> its count then."""
+    """A storage: the stream that it was made on, its last write and the reads since, each as stream -> its
+    count then."""
 
     def __init__(self, ref: StorageWeakRef, stream: Stream | None):
         self.ref, self.stream = ref, stream
@@ -73,7 +76,9 @@ class Card(TorchDispatchMode):
         self.streams, self.host, self.races = [], {}, []
         self.now = self.default = Stream(self)
         self.memory: dict[int, Memory] = {}
-        self.lent: dict[Stream, dict[int, Memory]] = defaultdict(dict)  # made on this stream, used on another one too
+        self.lent: dict[Stream, dict[int, Memory]] = defaultdict(
+            dict
+        )  # made on this stream, used on another one too
         self.operations = defaultdict(set)
         monkeypatch.setattr(torch.cuda, "Stream", lambda *_: Stream(self))
         monkeypatch.setattr(torch.cuda, "Event", lambda *_: Event(self))
@@ -117,11 +122,15 @@ class Card(TorchDispatchMode):
         return out
 
     def _of(self, tensor: Tensor, stream: Stream | None = None) -> Memory:
-        ref = StorageWeakRef(tensor.untyped_storage())  # while it is held no other storage gets the same address
+        ref = StorageWeakRef(
+            tensor.untyped_storage()
+        )  # while it is held no other storage gets the same address
         return self.memory.setdefault(ref.cdata, Memory(ref, stream))
 
     def _meet(self, stream: Stream, operation: object, memory: Memory, write: bool) -> None:
-        self._compare(stream, memory.uses() if write else memory.writes, f"{operation} meets another on one tensor")
+        self._compare(
+            stream, memory.uses() if write else memory.writes, f"{operation} meets another on one tensor"
+        )
         if memory.stream not in (stream, None):
             self.lent[memory.stream][memory.ref.cdata] = memory
         if write:

@@ -1,4 +1,5 @@
-"""Run directories in the form that a run leaves, made in milliseconds: accuracies rise along a line to the one that is given."""
+"""Run directories in the form that a run leaves, made in milliseconds: accuracies rise along a line to the
+one that is given."""
 
 from __future__ import annotations
 
@@ -83,7 +84,9 @@ def make_run(
         writer.writeheader()
         writer.writerows(rows)
     if tested is not None:
-        (path / "test.json").write_text(to_json({"chosen": chosen, "round": tested_round or len(rows), "metrics": tested}))
+        (path / "test.json").write_text(
+            to_json({"chosen": chosen, "round": tested_round or len(rows), "metrics": tested})
+        )
     return path
 
 
@@ -103,7 +106,10 @@ def make_study(
         The folder.
     """
     folder = root / name
-    by_level = {label: found if isinstance(next(iter(found)), tuple) else {(): found} for label, found in accuracies.items()}
+    by_level = {
+        label: found if isinstance(next(iter(found)), tuple) else {(): found}
+        for label, found in accuracies.items()
+    }
     seeds = sorted({seed for found in by_level.values() for values in found.values() for seed in values})
     folder.mkdir(parents=True, exist_ok=True)
     document = {"study": name, "seeds": seeds, "methods": {label: {} for label in accuracies}, **keys}

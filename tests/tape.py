@@ -1,7 +1,7 @@
 """A CUDA graph on a CPU: the operations of one run, and these operations again on the same memory.
 
-Like a capture it sees nothing but operations on tensors: Python runs once, a value that is read on the host is refused, results land where
-they landed in the recorded run.
+Like a capture it sees nothing but operations on tensors: Python runs once, a value that is read on the host
+is refused, results land where they landed in the recorded run.
 """
 
 from __future__ import annotations
@@ -24,13 +24,21 @@ class Tape(TorchDispatchMode):
             return out
         if any(isinstance(leaf, (bool, int, float)) for leaf in tree_leaves(out)):
             raise RuntimeError(f"{operation} waits for the device")
-        given = {leaf.untyped_storage().data_ptr() for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)}
+        given = {
+            leaf.untyped_storage().data_ptr()
+            for leaf in tree_leaves((args, kwargs))
+            if isinstance(leaf, Tensor)
+        }
         results = [leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor)]
-        views = bool(results) and all(r.untyped_storage().data_ptr() in given for r in results) and bool(given)
+        views = (
+            bool(results) and all(r.untyped_storage().data_ptr() in given for r in results) and bool(given)
+        )
         if operation._schema.is_mutable or not views:
             # detached: what is kept must not hold on to the autograd graph
             held = tree_map(lambda x: x.detach() if isinstance(x, Tensor) else x, (args, kwargs))
-            self.operations.append((operation, *held, [] if operation._schema.is_mutable else [r.detach() for r in results]))
+            self.operations.append(
+                (operation, *held, [] if operation._schema.is_mutable else [r.detach() for r in results])
+            )
         return out
 
     @torch.no_grad()

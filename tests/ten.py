@@ -17,7 +17,10 @@ SETTINGS = {
     "FedMPQ": {"bits": [2, 4, 4, 2, 4, 4]},
     "AQFL": {"bits": [3, 4, 4, 3, 4, 4]},
     "FedMPQKD": {"bits": 3},
-    "FedMosaic": {"networks": [partial(ResidualMLP, width=16), partial(ResidualMLP, width=24)], "reference": SMALL},
+    "FedMosaic": {
+        "networks": [partial(ResidualMLP, width=16), partial(ResidualMLP, width=24)],
+        "reference": SMALL,
+    },
 }
 TEN = ("FedAvg", "FedProx", "FedNTD", "QFedAvg", "AQFL", "FedPQ", "FedMPQ", "FedMPQKD", "FedKD", "FedMosaic")
 
@@ -29,7 +32,8 @@ def make(name: str, **settings) -> Method:
 
 
 def fit(method: Method, folder, **settings):
-    """Two rounds of six unequal clients, one with a single example; the server's tensors and the run directory."""
+    """Two rounds of six unequal clients, one with a single example; the server's tensors and the run
+    directory."""
     trainer = run(method, images(), folder, max_rounds=2, **settings)
     return method.server, trainer.run_dir
 

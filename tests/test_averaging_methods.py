@@ -32,7 +32,9 @@ by_method = pytest.mark.parametrize("name", METHODS)
 
 def make(name: str, lr: float = 0.1):
     kind, settings, _ = METHODS[name]
-    return type(f"Quadratic{name}", (Quadratic, kind), {})(network=point_network, optimizer=sgd(lr), **settings)
+    return type(f"Quadratic{name}", (Quadratic, kind), {})(
+        network=point_network, optimizer=sgd(lr), **settings
+    )
 
 
 def initial_weights(data: Points) -> torch.Tensor:
@@ -63,11 +65,15 @@ def test_partial_participation_averages_only_who_took_part(name, tmp_path):
     """2 of 6 a round: after one full-batch step, w + lr * (sum p_k c_k - w) over those two."""
     counts = (1, 2, 3, 4, 5, 6)
     start, method = initial_weights(Points(counts)), make(name)
-    cohort = cohort_of(run(method, Points(counts), tmp_path, max_rounds=1, participation=2 / 6, local_epochs=1))
+    cohort = cohort_of(
+        run(method, Points(counts), tmp_path, max_rounds=1, participation=2 / 6, local_epochs=1)
+    )
     assert len(cohort) == 2
     n = torch.tensor([float(counts[k]) for k in cohort])
     target = (n / n.sum()) @ CENTRES[cohort]
-    torch.testing.assert_close(method.server["weights"], start + 0.1 * (target - start), rtol=0, atol=METHODS[name][2] / 2)
+    torch.testing.assert_close(
+        method.server["weights"], start + 0.1 * (target - start), rtol=0, atol=METHODS[name][2] / 2
+    )
 
 
 def test_fedprox_moves_as_far_as_its_recursion_says(tmp_path):
@@ -110,7 +116,9 @@ def test_not_true_distillation_by_hand():
         keep = [c for c in range(7) if c != y]
         q, q_g = F.softmax(z[keep] / 3, 0), F.softmax(g[keep] / 3, 0)
         rows.append((q_g * (q_g / q).log()).sum())
-    torch.testing.assert_close(not_true_distillation(local, received, target, 3.0), 9 * torch.stack(rows).mean())
+    torch.testing.assert_close(
+        not_true_distillation(local, received, target, 3.0), 9 * torch.stack(rows).mean()
+    )
 
 
 def weights_after(method, tmp_path, **settings) -> torch.Tensor:
@@ -142,7 +150,8 @@ def test_sixteen_bits_are_nearly_fedavg(tmp_path):
 
 
 def test_fedprox_holds_only_trainable_parameters(tmp_path):
-    """BatchNorm statistics move freely: at a huge pull the weights stay and the statistics are FedAvg's of weights that stay."""
+    """BatchNorm statistics move freely: at a huge pull the weights stay and the statistics are FedAvg's of
+    weights that stay."""
     from fl_lightning.models import SmallCNN
 
     network = lambda classes: SmallCNN(classes, norm="batch", width=4)  # noqa: E731
@@ -167,10 +176,15 @@ def test_a_client_that_diverged_is_rejected_and_never_averaged(kind, tmp_path, c
     trainer = run_for_nothing(method, digits(), tmp_path, max_rounds=1, participation=0.5, local_epochs=1)
     assert "holds NaN" in caplog.text
     assert (trainer.run_dir / "ledger.csv").read_text().count("rejected") == 2
-    assert torch.equal(method.server["weights"], weights_after(FedAvg(optimizer=sgd(0.0)), tmp_path, max_rounds=1))
+    assert torch.equal(
+        method.server["weights"], weights_after(FedAvg(optimizer=sgd(0.0)), tmp_path, max_rounds=1)
+    )
 
 
-WEIGHTS, REST = [432, 4608, 18432, 10240], 234  # small_cnn: three convolutions and a linear layer; GroupNorm and the bias
+WEIGHTS, REST = (
+    [432, 4608, 18432, 10240],
+    234,
+)  # small_cnn: three convolutions and a linear layer; GroupNorm and the bias
 
 
 FULL = 19 + entry("examples", 0, 4) + entry("weights", 1, 4 * (sum(WEIGHTS) + REST))
@@ -193,7 +207,12 @@ def pq_bytes(dim: int, centroids: int) -> int:
 
 
 def aqfl_bytes(bits: int) -> int:
-    return CODED + entry("bits", 1, 2) + entry("scales", 1, 16) + sum(entry("w0", 1, (n * (bits + 1) + 7) // 8) for n in WEIGHTS)
+    return (
+        CODED
+        + entry("bits", 1, 2)
+        + entry("scales", 1, 16)
+        + sum(entry("w0", 1, (n * (bits + 1) + 7) // 8) for n in WEIGHTS)
+    )
 
 
 @pytest.mark.parametrize(
@@ -223,12 +242,15 @@ def test_each_client_of_aqfl_has_its_own_bits_and_downloads_may_be_coded(tmp_pat
     trainer = run(method, digits(), tmp_path, max_rounds=2, local_epochs=1)
     rows = [line.split(",") for line in (trainer.run_dir / "ledger.csv").read_text().splitlines()[1:]]
     assert [int(row[4]) for row in rows] == [aqfl_bytes(bits) for bits in (1, 2, 4, 8)] * 2
-    assert [int(row[3]) for row in rows] == [aqfl_bytes(bits) - entry("examples", 0, 4) for bits in (1, 2, 4, 8)] * 2
+    assert [int(row[3]) for row in rows] == [
+        aqfl_bytes(bits) - entry("examples", 0, 4) for bits in (1, 2, 4, 8)
+    ] * 2
     assert method.server["weights"].isfinite().all()
 
 
 def test_aqfl_trains_through_the_grid():
-    """At 1 bit the forward pass sees -s, 0 and s, and the gradient there goes to the fp32 weights as it is."""
+    """At 1 bit the forward pass sees -s, 0 and s, and the gradient there goes to the fp32 weights as it
+    is."""
     method = type("Toy", (Quadratic, AQFL), {})(network=point_network, optimizer=sgd(), bits=1)
     data = Points((1, 1))
     data.setup()

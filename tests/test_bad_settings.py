@@ -1,4 +1,5 @@
-"""Settings that are valid in form and cannot work: exit code 2, one line, nothing left behind, and no foreign function called."""
+"""Settings that are valid in form and cannot work: exit code 2, one line, nothing left behind, and no foreign
+function called."""
 
 from __future__ import annotations
 
@@ -16,8 +17,9 @@ from fl_lightning.models import build_network
 from fl_lightning.trainer import FederatedTrainer
 
 FIT = shlex.split(
-    "fit --model FedAvg --trainer.logger false --trainer.max_rounds 1 --trainer.workers 1 --data.num_clients 4 "
-    "--data.dataset synthetic --data.synthetic_size 16 --data.synthetic_examples 40 --data.synthetic_test_examples 10"
+    "fit --model FedAvg --trainer.logger false --trainer.max_rounds 1 --trainer.workers 1 "
+    "--data.num_clients 4 --data.dataset synthetic --data.synthetic_size 16 "
+    "--data.synthetic_examples 40 --data.synthetic_test_examples 10"
 )
 NETWORKS = """\
 import sys
@@ -85,18 +87,26 @@ def refused(args: list[str], capfd: pytest.CaptureFixture[str]) -> str:
     ["os.system", "os._exit", "os.abort", "sys.exit", "torch.load", "torch.hub.load", "subprocess.Popen", "subprocess.call",
      "builtins.print", "builtins.exec", "shutil.rmtree", "importlib.import_module", "functools.partial", "my_networks.sys.exit"],
 )  # fmt: skip
-def test_what_makes_no_network_is_refused_before_it_is_called(name: str, capfd: pytest.CaptureFixture[str]) -> None:
+def test_what_makes_no_network_is_refused_before_it_is_called(
+    name: str, capfd: pytest.CaptureFixture[str]
+) -> None:
     assert name in refused(["--model.network", name], capfd)
 
 
 @pytest.mark.parametrize("rate", [".nan", ".inf"])
 def test_a_learning_rate_is_finite(rate: str, capfd: pytest.CaptureFixture[str]) -> None:
-    assert "a learning rate is finite" in refused(["--model.optimizer", "SGD", "--model.optimizer.lr", rate], capfd)
+    assert "a learning rate is finite" in refused(
+        ["--model.optimizer", "SGD", "--model.optimizer.lr", rate], capfd
+    )
 
 
-@pytest.mark.parametrize("setting", ["model.network", "model.optimizer", "trainer.callbacks+", "data.partition"])
+@pytest.mark.parametrize(
+    "setting", ["model.network", "model.optimizer", "trainer.callbacks+", "data.partition"]
+)
 def test_a_class_path_runs_no_command(setting: str, capfd: pytest.CaptureFixture[str], here: Path) -> None:
-    assert "os.system" in refused([f"--{setting}", "{class_path: os.system, init_args: {command: touch done}}"], capfd)
+    assert "os.system" in refused(
+        [f"--{setting}", "{class_path: os.system, init_args: {command: touch done}}"], capfd
+    )
     assert not (here / "done").exists()
 
 
@@ -129,7 +139,9 @@ def test_the_traceback_of_the_network_is_kept() -> None:
 
 @pytest.mark.parametrize("network", ["small_cnn", "resnet20", "residual_mlp", "mobilenetv2", "vit_small"])
 def test_a_network_for_images_on_a_table_says_what_fits(network: str) -> None:
-    with pytest.raises(ValueError, match=r"on examples of shape \[20\]: it needs images .* maps \[B, 20\] to logits"):
+    with pytest.raises(
+        ValueError, match=r"on examples of shape \[20\]; it needs images .* maps \[B, 20\] to logits"
+    ):
         build_network(network, 3, (20,))
 
 
@@ -145,7 +157,9 @@ def test_an_empty_shape_is_refused(shape: tuple[int, ...]) -> None:
     ["synthetic_examples 1000000000000", "synthetic_test_examples 1000000000000", "synthetic_size 10000000",
      "synthetic_classes 1000000000000", "num_clients 100000000000000", "crop_padding 10000000 --data.crop pad"],
 )  # fmt: skip
-def test_what_exceeds_memory_is_refused_with_its_bytes(setting: str, capfd: pytest.CaptureFixture[str]) -> None:
+def test_what_exceeds_memory_is_refused_with_its_bytes(
+    setting: str, capfd: pytest.CaptureFixture[str]
+) -> None:
     assert "bytes" in refused(f"--data.{setting}".split(), capfd)
 
 
@@ -155,7 +169,9 @@ def test_what_fits_in_memory_is_not_refused() -> None:
 
 
 @pytest.mark.parametrize("setting", ["run_name", "experiment", "default_root_dir"])
-def test_names_that_are_no_utf8(setting: str, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_names_that_are_no_utf8(
+    setting: str, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     name = os.fsdecode(b"a\xffb")
     assert "a\\xffb" in refused([f"--trainer.{setting}", name], capfd)
     monkeypatch.setenv(f"FL_LIGHTNING_TRAINER__{setting.upper()}", name)
@@ -167,10 +183,14 @@ def test_names_that_are_no_utf8(setting: str, capfd: pytest.CaptureFixture[str],
 
 
 @pytest.mark.parametrize("name", ["x" * 240, "\u00e9" * 101])
-def test_names_that_are_too_long_for_a_folder(name: str, capfd: pytest.CaptureFixture[str], here: Path) -> None:
+def test_names_that_are_too_long_for_a_folder(
+    name: str, capfd: pytest.CaptureFixture[str], here: Path
+) -> None:
     for setting in ("run_name", "experiment"):
         assert "at most 200 bytes" in refused([f"--trainer.{setting}", name], capfd)
-    (here / "my_methods.py").write_text(f"from fl_lightning.methods import FedAvg\nclass {'X' * 240}(FedAvg): pass\n")
+    (here / "my_methods.py").write_text(
+        f"from fl_lightning.methods import FedAvg\nclass {'X' * 240}(FedAvg): pass\n"
+    )
     assert "at most 200 bytes" in refused(["--model", f"my_methods.{'X' * 240}"], capfd)
     sys.modules.pop("my_methods")
 

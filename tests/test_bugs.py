@@ -1,4 +1,5 @@
-"""A bug is not bad input: somebody's exception keeps its type and its traceback, and never becomes a rejected upload."""
+"""A bug is not bad input: somebody's exception keeps its type and its traceback, and never becomes a rejected
+upload."""
 
 from __future__ import annotations
 
@@ -19,7 +20,16 @@ from fl_lightning.support import disk
 from fl_lightning.support.user_code import is_bug_of_user
 from fl_lightning.wire import PayloadError
 
-QUICK = ["--trainer.max_rounds", "2", "--trainer.logger", "false", "--data.num_clients", "6", "--trainer.workers", "1"]
+QUICK = [
+    "--trainer.max_rounds",
+    "2",
+    "--trainer.logger",
+    "false",
+    "--data.num_clients",
+    "6",
+    "--trainer.workers",
+    "1",
+]
 METHODS = """
 from fl_lightning.methods import FedAvg
 from fl_lightning.wire import PayloadError
@@ -127,7 +137,8 @@ def test_a_bug_in_somebodys_constructor_keeps_its_traceback(project):
 def test_a_metric_is_a_number(project, capsys):
     assert command("Says") == 1
     assert (
-        "TypeError: metrics {'mood': 'good'} of round 1; a metric of a method or a meter is a number" in capsys.readouterr().err
+        "TypeError: metrics {'mood': 'good'} of round 1; a metric of a method or a meter is a number"
+        in capsys.readouterr().err
     )
 
 
@@ -144,7 +155,9 @@ def test_a_bug_in_on_exception_does_not_hide_the_first_one(tmp_path, caplog):
 
 def test_a_round_without_a_cohort_is_no_fault_of_the_disk(tmp_path):
     nobody = type(
-        "Nobody", (Stressor,), {"change_cohort": lambda self, value, *, round, **details: value if round == 2 else []}
+        "Nobody",
+        (Stressor,),
+        {"change_cohort": lambda self, value, *, round, **details: value if round == 2 else []},
     )()
     trainer = fit("FedAvg", tmp_path, callbacks=[nobody])
     assert [row["clients/sampled"] for row in trainer.progress.history] == [0, 3]
@@ -152,7 +165,11 @@ def test_a_round_without_a_cohort_is_no_fault_of_the_disk(tmp_path):
 
 def test_what_somebodys_code_refuses_with_raise_is_bad_input(project, capsys):
     assert command("Choosy") == 2
-    assert capsys.readouterr().err.splitlines()[-1].endswith("--model.scale three; it is a number; write --model.scale 3")
+    assert (
+        capsys.readouterr()
+        .err.splitlines()[-1]
+        .endswith("--model.scale three; it is a number; write --model.scale 3")
+    )
     assert not (project / "runs").exists()
 
 

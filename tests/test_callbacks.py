@@ -1,4 +1,5 @@
-"""Stressors are pure functions of (seed, round, client); meters report what they saw and leave the terminal as it was."""
+"""Stressors are pure functions of (seed, round, client); meters report what they saw and leave the terminal
+as it was."""
 
 import io
 import logging
@@ -56,25 +57,33 @@ class FakeContext:
 
 @pytest.fixture
 def poisoned() -> Iterator[None]:
-    """Global generators in a state that no run has, and the same state afterwards: nobody read or moved them."""
+    """Global generators in a state that no run has, and the same state afterwards: nobody read or moved
+    them."""
     random.seed(666), np.random.seed(666), torch.manual_seed(666)  # noqa: NPY002
     before = random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()  # noqa: NPY002
     yield
     assert before == (random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist())  # noqa: NPY002
 
 
-def noisy_labels(noise: LabelNoise, round: int, context: FakeContext, order: list[int] | None = None) -> dict[int, list[int]]:
+def noisy_labels(
+    noise: LabelNoise, round: int, context: FakeContext, order: list[int] | None = None
+) -> dict[int, list[int]]:
     ids = order or range(context.data.num_clients)
     result = {}
     for k in ids:
         labels = context.data.labels(k)
-        result[k] = noise.change_labels(labels, client=context.data.client(k), round=round, context=context).tolist()
+        result[k] = noise.change_labels(
+            labels, client=context.data.client(k), round=round, context=context
+        ).tolist()
         assert torch.equal(labels, context.data.labels(k)), "the given labels were changed in place"
     return result
 
 
 def flips(changed: dict[int, list[int]]) -> dict[int, int]:
-    counts = {k: sum(a != b for a, b in zip(new, Data().labels(k).tolist(), strict=True)) for k, new in changed.items()}
+    counts = {
+        k: sum(a != b for a, b in zip(new, Data().labels(k).tolist(), strict=True))
+        for k, new in changed.items()
+    }
     return {k: count for k, count in counts.items() if count}
 
 
@@ -98,7 +107,9 @@ def test_flips_are_uniform_over_the_other_classes() -> None:
     context = FakeContext(data=SimpleNamespace(num_classes=4, sizes=np.array([30_000])))
     client = Client(0, train=np.arange(30_000), val=np.empty(0, np.int64))
     labels = torch.full((30_000,), 2)
-    changed = LabelNoise(round=1, clients=1.0, labels=1.0).change_labels(labels, client=client, round=1, context=context)
+    changed = LabelNoise(round=1, clients=1.0, labels=1.0).change_labels(
+        labels, client=client, round=1, context=context
+    )
     counts = torch.bincount(changed, minlength=4)
     assert counts[2] == 0
     assert (counts[[0, 1, 3]] - 10_000).abs().max() < 5 * math.sqrt(30_000 * 2 / 9)
@@ -153,17 +164,22 @@ def test_stragglers_do_not_depend_on_the_order(mode: Any) -> None:
     assert outcome == [(a.client.id, a.work, a.trains, a.returns) for a in backward[::-1]]
     alone = [dropout.change_cohort(cohort([k]), round=3, context=FakeContext())[0].returns for k in ids]
     assert alone == [a.returns for a in forward]
-    expected = {"before": (1.0, False, False), "after": (1.0, True, False), "partial": (0.25, True, True)}[mode]
+    expected = {"before": (1.0, False, False), "after": (1.0, True, False), "partial": (0.25, True, True)}[
+        mode
+    ]
     assert {o[1:] for o in outcome} == {(1.0, True, True), expected}
     assert outcome != [
-        (a.client.id, a.work, a.trains, a.returns) for a in dropout.change_cohort(cohort(ids), round=4, context=FakeContext())
+        (a.client.id, a.work, a.trains, a.returns)
+        for a in dropout.change_cohort(cohort(ids), round=4, context=FakeContext())
     ]
 
 
 def test_the_straggler_rate_is_the_probability() -> None:
     dropout, context, n = StragglerDropout(0.2), FakeContext(), 100 * 50
     lost = sum(
-        not a.returns for r in range(1, 101) for a in dropout.change_cohort(cohort([*range(50)]), round=r, context=context)
+        not a.returns
+        for r in range(1, 101)
+        for a in dropout.change_cohort(cohort([*range(50)]), round=r, context=context)
     )
     assert abs(lost - 0.2 * n) < 4 * math.sqrt(n * 0.2 * 0.8)
 
@@ -172,7 +188,9 @@ def test_stressors_compose() -> None:
     """Neither undoes what the other did."""
     gone = [Assignment(Data().client(0), work=0.5, trains=False, returns=False)]
     after = StragglerDropout(1.0, mode="after").change_cohort(gone, round=1, context=FakeContext())[0]
-    partial = StragglerDropout(1.0, mode="partial", work=0.5).change_cohort(gone, round=1, context=FakeContext())[0]
+    partial = StragglerDropout(1.0, mode="partial", work=0.5).change_cohort(
+        gone, round=1, context=FakeContext()
+    )[0]
     assert (after.trains, after.returns) == (False, False)
     assert (partial.work, partial.trains, partial.returns) == (0.25, False, False)
 
@@ -204,7 +222,8 @@ def random_probs(saturated: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
 
 @pytest.mark.parametrize("saturated", [False, True])
 def test_calibration_is_the_metric_and_draws_the_last_round(saturated: bool) -> None:
-    """Also where many confidences are exactly 1, which torchmetrics alone would put into a bin of their own."""
+    """Also where many confidences are exactly 1, which torchmetrics alone would put into a bin of their
+    own."""
     probs, target = random_probs(saturated)
     meter, context, record = Calibration(), FakeContext(), RoundRecord(7)
     meter.on_evaluate(probs, target, record, context)
@@ -216,7 +235,9 @@ def test_calibration_is_the_metric_and_draws_the_last_round(saturated: bool) -> 
     for each in (meter, resumed):
         context.figures.clear()
         each.on_fit_end({}, context)
-        (title,) = [axes.get_title() for axes in context.figures["reliability_round_0007"].axes if axes.get_title()]
+        (title,) = [
+            axes.get_title() for axes in context.figures["reliability_round_0007"].axes if axes.get_title()
+        ]
         assert f"ECE {record.metrics['test/ece']:.3f}" in title
 
 
@@ -242,7 +263,9 @@ def test_partition_figure() -> None:
 def fake_round(bar: ProgressBar, r: int, context: FakeContext) -> None:
     bar.on_round_start(r, context)
     bar.on_client_end(Data().client(0), r, context)
-    bar.on_round_end(RoundRecord(r, {"test/accuracy": r / 100, "clients/trained": 1.0, "comm/total_bytes": 1e6}), context)
+    bar.on_round_end(
+        RoundRecord(r, {"test/accuracy": r / 100, "clients/trained": 1.0, "comm/total_bytes": 1e6}), context
+    )
 
 
 def test_progress_is_about_ten_lines_where_there_is_no_terminal(

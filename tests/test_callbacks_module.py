@@ -1,4 +1,5 @@
-"""A module or folder called ``callbacks`` in the user's project, beside the project's own: real folders, real processes."""
+"""A module or folder called ``callbacks`` in the user's project, beside the project's own: real folders, real
+processes."""
 
 from __future__ import annotations
 
@@ -43,7 +44,9 @@ Done = SimpleNamespace
 def server() -> Iterator[subprocess.Popen[str]]:
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, str(ROOT / "tests" / "forked.py")]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment) as process:
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
+    ) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == "ready\n"
         yield process
@@ -104,7 +107,12 @@ def lay_out(folder: Path, files: dict[str, str]) -> None:
 def test_both_are_known_under_one_name(layout: str, here: Path, start: Callable[..., Done]) -> None:
     lay_out(here, {**LAYOUTS[layout], "run.yaml": config("callbacks.MyThing", "callbacks.Calibration")})
     paths = resolved(start, "--trainer.callbacks+=MyThing")
-    assert paths == ["callbacks.LabelNoise", "callbacks.MyThing", "callbacks.Calibration", "callbacks.MyThing"]
+    assert paths == [
+        "callbacks.LabelNoise",
+        "callbacks.MyThing",
+        "callbacks.Calibration",
+        "callbacks.MyThing",
+    ]
 
 
 def test_a_run_and_its_continuation(here: Path, start: Callable[..., Done]) -> None:
@@ -120,9 +128,7 @@ def test_a_run_and_its_continuation(here: Path, start: Callable[..., Done]) -> N
 
 
 def test_a_name_that_both_have_is_the_users_and_is_said(here: Path, start: Callable[..., Done]) -> None:
-    clash = (
-        "from fl_lightning.hooks import Meter\nclass LabelNoise(Meter):\n    def __init__(self, round: int, mine: int = 7): ...\n"
-    )
+    clash = "from fl_lightning.hooks import Meter\nclass LabelNoise(Meter):\n    def __init__(self, round: int, mine: int = 7): ...\n"
     lay_out(here, {"callbacks/__init__.py": clash, "run.yaml": CONFIG})
     done = start("fit", "--config", "run.yaml", "--print_config")
     assert done.code == 0, done.err
@@ -132,19 +138,22 @@ def test_a_name_that_both_have_is_the_users_and_is_said(here: Path, start: Calla
 
 
 def test_the_users_own_code_may_import_callbacks(here: Path, start: Callable[..., Done]) -> None:
-    method = (
-        "import callbacks\nfrom fl_lightning.methods import FedAvg\nclass Mine(FedAvg):\n    number = callbacks.mine.NUMBER\n"
-    )
+    method = "import callbacks\nfrom fl_lightning.methods import FedAvg\nclass Mine(FedAvg):\n    number = callbacks.mine.NUMBER\n"
     lay_out(
         here,
-        {"callbacks/__init__.py": "", "callbacks/mine.py": f"NUMBER = 4\n{MINE}", "run.yaml": config("callbacks.mine.MyThing")},
+        {
+            "callbacks/__init__.py": "",
+            "callbacks/mine.py": f"NUMBER = 4\n{MINE}",
+            "run.yaml": config("callbacks.mine.MyThing"),
+        },
     )
     (here / "my_methods.py").write_text(method)
     assert resolved(start, "--model", "my_methods.Mine") == ["callbacks.LabelNoise", "callbacks.mine.MyThing"]
 
 
 def test_what_had_been_imported_stays_itself(here: Path, start: Callable[..., Done]) -> None:
-    """In a script: the user's classes before and after are the same, and a folder without ``__init__`` joins as well."""
+    """In a script: the user's classes before and after are the same, and a folder without ``__init__`` joins
+    as well."""
     lay_out(here, LAYOUTS["a package with a relative import"])
     script = """
 import callbacks, callbacks.mine
@@ -180,7 +189,9 @@ def test_one_that_cannot_be_imported_breaks_nothing(here: Path, start: Callable[
     assert "callbacks.MyThing; it cannot be imported" in done.err.splitlines()[1]
 
 
-def test_a_clone_around_an_installed_program_is_no_users_module(here: Path, start: Callable[..., Done]) -> None:
+def test_a_clone_around_an_installed_program_is_no_users_module(
+    here: Path, start: Callable[..., Done]
+) -> None:
     lay_out(
         here,
         {

@@ -1,4 +1,5 @@
-"""What is on disk stays whole: damage is found and named, a full disk loses nothing, nothing runs code, nothing leaks."""
+"""What is on disk stays whole: damage is found and named, a full disk loses nothing, nothing runs code,
+nothing leaks."""
 
 from __future__ import annotations
 
@@ -21,7 +22,10 @@ from fl_lightning.support import disk
 from fl_lightning.support.redaction import redact, redact_arguments, redact_settings
 
 ROOT = Path(__file__).parent.parent
-TENSORS = {"server": {"weights": torch.arange(6.0).reshape(2, 3), "bits": torch.tensor([1, 2], dtype=torch.int8)}, "clients": {}}
+TENSORS = {
+    "server": {"weights": torch.arange(6.0).reshape(2, 3), "bits": torch.tensor([1, 2], dtype=torch.int8)},
+    "clients": {},
+}
 DOCUMENTS = {"progress": {"round": 3, "best": float("-inf")}}
 
 
@@ -37,7 +41,12 @@ def test_round_trip(saved):
     assert documents == DOCUMENTS
     assert torch.equal(tensors["server"]["weights"], TENSORS["server"]["weights"])
     assert tensors["server"]["bits"].dtype == torch.int8
-    assert sorted(path.suffix for path in saved.iterdir()) == [".json", ".json", ".safetensors", ".safetensors"]
+    assert sorted(path.suffix for path in saved.iterdir()) == [
+        ".json",
+        ".json",
+        ".safetensors",
+        ".safetensors",
+    ]
 
 
 def test_tensors_that_share_memory_and_views(tmp_path):
@@ -58,7 +67,9 @@ def flip(path: Path) -> None:
     path.write_bytes(data)
 
 
-@pytest.mark.parametrize("name", ["server.safetensors", "clients.safetensors", "progress.json", "manifest.json"])
+@pytest.mark.parametrize(
+    "name", ["server.safetensors", "clients.safetensors", "progress.json", "manifest.json"]
+)
 @pytest.mark.parametrize("damage", [truncate, flip, Path.unlink, lambda path: path.write_bytes(b"")])
 def test_damage_is_refused_by_name(name, damage, saved):
     damage(saved / name)
@@ -98,7 +109,9 @@ def small_disk(tmp_path):
     """512 KiB."""
     folder = tmp_path / "disk"
     folder.mkdir()
-    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=512k", "tmpfs", folder], capture_output=True, check=False).returncode:
+    if subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=512k", "tmpfs", folder], capture_output=True, check=False
+    ).returncode:
         pytest.skip("mounting a small tmpfs needs root")
     yield folder
     subprocess.run(["umount", "-l", folder], check=True)
@@ -111,7 +124,9 @@ def test_a_disk_that_is_really_full(small_disk):
     number = 0
     with pytest.raises(OSError, match="No space"):  # noqa: PT012
         while number := number + 1:
-            save_checkpoint(run.checkpoints / f"round_{number:06d}", {"server": {"w": torch.zeros(25_000)}}, DOCUMENTS)
+            save_checkpoint(
+                run.checkpoints / f"round_{number:06d}", {"server": {"w": torch.zeros(25_000)}}, DOCUMENTS
+            )
     assert number > 2
     found = checkpoints_in(run.checkpoints)
     assert [path.name for path in found] == [f"round_{n:06d}" for n in range(number - 1, 0, -1)]
@@ -158,7 +173,11 @@ def test_one_damaged_copy_of_a_table_is_restored_from_the_other(what, which, tmp
     table = Table(tmp_path / "metrics.csv", tmp_path / "copy.csv")
     table.append([{"round": n, "a": n / 7} for n in range(50)])
     mark, data = table.mark, table.path.read_bytes()
-    damaged = {"flipped": data[:99] + bytes([data[99] ^ 1]) + data[100:], "shortened": data[:-30], "header only": b"round,a\n"}
+    damaged = {
+        "flipped": data[:99] + bytes([data[99] ^ 1]) + data[100:],
+        "shortened": data[:-30],
+        "header only": b"round,a\n",
+    }
     if what == "removed":
         table.paths[which].unlink()
     else:
@@ -177,7 +196,13 @@ def test_a_table_that_somebody_shortens_gets_no_hole(tmp_path):
     assert b"\0" not in table.path.read_bytes().rstrip(b"\0")
 
 
-LINKS = ["metrics.csv", ".metadata.json.writing", "run.log", "figures/a.png", "checkpoints/.round_000001.writing"]
+LINKS = [
+    "metrics.csv",
+    ".metadata.json.writing",
+    "run.log",
+    "figures/a.png",
+    "checkpoints/.round_000001.writing",
+]
 
 
 @pytest.mark.parametrize("link", LINKS)
@@ -225,7 +250,9 @@ def test_secrets_do_not_reach_the_records():
         "--x.token='hush hush'",
     ):  # fmt: skip
         assert not any(part in redact(secret) for part in ("hush", "p/w", "p@ss", "ss@")), redact(secret)
-    assert redact("http://127.0.0.1:5000 design: a@b author=me") == "http://127.0.0.1:5000 design: a@b author=me"
+    assert (
+        redact("http://127.0.0.1:5000 design: a@b author=me") == "http://127.0.0.1:5000 design: a@b author=me"
+    )
     words = [
         "fit",
         "--trainer.logger.tracking_uri=https://u:p@h",
@@ -236,9 +263,20 @@ def test_secrets_do_not_reach_the_records():
         "--y.password=z",
     ]
     assert redact_arguments(words) == [
-        *("fit", "--trainer.logger.tracking_uri=https://***@h", "--x.api_key", "***", "--model.tokens", "512", "--y.password=***")
+        *(
+            "fit",
+            "--trainer.logger.tracking_uri=https://***@h",
+            "--x.api_key",
+            "***",
+            "--model.tokens",
+            "512",
+            "--y.password=***",
+        )
     ]
-    settings = {"logger": [{"tracking_uri": "https://u:p@h", "token": "abc", "token_file": None}], "max_tokens": 5}
+    settings = {
+        "logger": [{"tracking_uri": "https://u:p@h", "token": "abc", "token_file": None}],
+        "max_tokens": 5,
+    }
     assert redact_settings(settings) == {
         "logger": [{"tracking_uri": "https://***@h", "token": "***", "token_file": None}],
         "max_tokens": 5,

@@ -23,7 +23,9 @@ def test_cifar_files_are_read(tmp_path: Path, dataset: str, modern: bool) -> Non
     content = write_cifar(tmp_path, dataset, modern=modern)
     data = ready(dataset=dataset, root=str(tmp_path), num_clients=4, partition=IID())
     *train, test = content.values()
-    assert torch.equal(data.train_images.flatten(1), torch.from_numpy(np.concatenate([images for images, _ in train])))
+    assert torch.equal(
+        data.train_images.flatten(1), torch.from_numpy(np.concatenate([images for images, _ in train]))
+    )
     assert data.train_target.tolist() == [*chain(*(labels for _, labels in train))]
     assert torch.equal(data.test_images.flatten(1), torch.from_numpy(test[0]))
     assert data.test_target.tolist() == test[1]
@@ -35,7 +37,11 @@ def test_a_hostile_pickle_is_refused_and_does_nothing(tmp_path: Path) -> None:
         def __reduce__(self) -> tuple[object, tuple[str]]:
             return os.system, (f"touch {tmp_path / 'executed'}",)
 
-    for payload in (Evil(), {"data": Evil(), "labels": [1]}, {"data": np.array([Evil()], object), "labels": [1]}):
+    for payload in (
+        Evil(),
+        {"data": Evil(), "labels": [1]},
+        {"data": np.array([Evil()], object), "labels": [1]},
+    ):
         path = tmp_path / "data_batch_1"
         path.write_bytes(pickle.dumps(payload))
         with pytest.raises(ValueError, match=r"data_batch_1.*system"):
@@ -52,7 +58,14 @@ def test_a_damaged_file_is_refused_by_name(tmp_path: Path) -> None:
     good = path.read_bytes()
     images, labels = read_batch(path)
     short = python2_batch(images.reshape(20, -1)[:, :100], {"labels": labels.tolist()})
-    for bad in (good[: len(good) // 2], b"", b"not a pickle", pickle.dumps([1, 2]), pickle.dumps({"labels": [1]}), short):
+    for bad in (
+        good[: len(good) // 2],
+        b"",
+        b"not a pickle",
+        pickle.dumps([1, 2]),
+        pickle.dumps({"labels": [1]}),
+        short,
+    ):
         path.write_bytes(bad)
         with pytest.raises(ValueError, match="data_batch_3") as error:
             ready(dataset="cifar10", root=str(tmp_path))
@@ -64,7 +77,9 @@ def test_a_damaged_file_is_refused_by_name(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("download", [False, True])
-def test_missing_files_are_named_in_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, download: bool) -> None:
+def test_missing_files_are_named_in_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, download: bool
+) -> None:
     import torchvision.datasets.utils as utils
 
     def no_network(url: str, root: str, **_: object) -> None:

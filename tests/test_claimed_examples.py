@@ -1,4 +1,5 @@
-"""``examples`` is a client's weight in every average: nobody may claim more of it than the server can know."""
+"""``examples`` is a client's weight in every average: nobody may claim more of it than the server can
+know."""
 
 from __future__ import annotations
 
@@ -49,7 +50,9 @@ def test_a_lie_about_n_k_moves_no_average(average, tmp_path):
         attack = ByzantineClients(clients=1 / 6, attack="sign_flip", strength=1.0, claimed_examples=claim)
         method = method_of("FedAvg")
         method.average = average
-        trainer = fit("FedAvg", tmp_path / str(claim), method, max_rounds=3, participation=1.0, callbacks=[attack])
+        trainer = fit(
+            "FedAvg", tmp_path / str(claim), method, max_rounds=3, participation=1.0, callbacks=[attack]
+        )
         weights[claim] = trainer.method.server["weights"]
     honest = fit("FedAvg", tmp_path / "honest", max_rounds=3, participation=1.0).method.server["weights"]
     true, lying = ((weights[claim] - honest).norm() for claim in (None, HUGE))
@@ -86,7 +89,9 @@ def test_a_largest_share_bounds_what_a_large_client_weighs(tmp_path):
 
     found = {}
     for largest in (1.0, 0.5):
-        method = type("Toy", (Quadratic, FedAvg), {})(network=point_network, optimizer=sgd(1.0), max_share=largest)
+        method = type("Toy", (Quadratic, FedAvg), {})(
+            network=point_network, optimizer=sgd(1.0), max_share=largest
+        )
         run(
             method,
             Points((20, 2, 2)),

@@ -1,4 +1,5 @@
-"""What a command line becomes: the matrix of calls, with a trainer whose ``fit`` only remembers what it was given."""
+"""What a command line becomes: the matrix of calls, with a trainer whose ``fit`` only remembers what it was
+given."""
 
 from __future__ import annotations
 
@@ -51,8 +52,14 @@ def runs(here: Path, monkeypatch: pytest.MonkeyPatch) -> list[SimpleNamespace]:
     """What each call handed to ``fit``."""
     calls: list[SimpleNamespace] = []
 
-    def fit(self: FederatedTrainer, method: Any, data: Any, *, seed: int = 0, ckpt_path: str | None = None) -> None:
-        calls.append(SimpleNamespace(trainer=self, method=method, data=data, seed=seed, ckpt_path=ckpt_path, config=self.config))
+    def fit(
+        self: FederatedTrainer, method: Any, data: Any, *, seed: int = 0, ckpt_path: str | None = None
+    ) -> None:
+        calls.append(
+            SimpleNamespace(
+                trainer=self, method=method, data=data, seed=seed, ckpt_path=ckpt_path, config=self.config
+            )
+        )
 
     monkeypatch.setattr(FederatedTrainer, "fit", fit)
     return calls
@@ -69,7 +76,12 @@ def names(objects: Any) -> list[str]:
 
 def test_the_example_config(runs: list[SimpleNamespace]) -> None:
     run = call(runs, "--config base.yaml")
-    assert (type(run.method).__name__, run.seed, run.ckpt_path, run.trainer.max_rounds) == ("FedMPQKD", 3, None, 7)
+    assert (type(run.method).__name__, run.seed, run.ckpt_path, run.trainer.max_rounds) == (
+        "FedMPQKD",
+        3,
+        None,
+        7,
+    )
     assert run.trainer.command_line == ["python", "-m", "fl_lightning", "fit", "--config", "base.yaml"]
     assert names(run.trainer.callbacks) == ["StragglerDropout"]
 
@@ -86,8 +98,16 @@ def test_the_example_config(runs: list[SimpleNamespace]) -> None:
         ("--model FedAvg", "model.class_path", "fl_lightning.methods.FedAvg"),
         ("--model fl_lightning.methods.FedMPQ", "model.class_path", "fl_lightning.methods.FedMPQ"),
         ("--model.optimizer.lr 3e-4", "model.init_args.optimizer.init_args.lr", 3e-4),
-        ("--model.optimizer AdamW --model.optimizer.lr 3e-4", "model.init_args.optimizer.class_path", "torch.optim.AdamW"),
-        ("--model.optimizer AdamW --model.optimizer.lr 3e-4", "model.init_args.optimizer.init_args.weight_decay", 0.01),
+        (
+            "--model.optimizer AdamW --model.optimizer.lr 3e-4",
+            "model.init_args.optimizer.class_path",
+            "torch.optim.AdamW",
+        ),
+        (
+            "--model.optimizer AdamW --model.optimizer.lr 3e-4",
+            "model.init_args.optimizer.init_args.weight_decay",
+            0.01,
+        ),
         ("--data.num_clients 10", "data.init_args.num_clients", 10),
         ("--data.partition IID", "data.init_args.partition.class_path", "fl_lightning.data.IID"),
         ("--data.partition.beta 0.5", "data.init_args.partition.init_args.beta", 0.5),
@@ -110,13 +130,20 @@ def test_flags_beat_the_file(runs: list[SimpleNamespace], line: str, path: str, 
     ("line", "expected"),
     [
         ("--trainer.callbacks+=callbacks.LabelNoise", ["StragglerDropout", "LabelNoise"]),
-        ("--trainer.callbacks+=LabelNoise --trainer.callbacks+=Calibration", ["StragglerDropout", "LabelNoise", "Calibration"]),
+        (
+            "--trainer.callbacks+=LabelNoise --trainer.callbacks+=Calibration",
+            ["StragglerDropout", "LabelNoise", "Calibration"],
+        ),
         ("--config append.yaml", ["StragglerDropout", "LabelNoise", "Calibration"]),
         ("--config replace.yaml", ["Calibration"]),
     ],
 )
-def test_callbacks_are_appended_or_replaced(runs: list[SimpleNamespace], here: Path, line: str, expected: list[str]) -> None:
-    (here / "append.yaml").write_text("trainer: {callbacks+: [LabelNoise, {class_path: callbacks.Calibration}]}")
+def test_callbacks_are_appended_or_replaced(
+    runs: list[SimpleNamespace], here: Path, line: str, expected: list[str]
+) -> None:
+    (here / "append.yaml").write_text(
+        "trainer: {callbacks+: [LabelNoise, {class_path: callbacks.Calibration}]}"
+    )
     (here / "replace.yaml").write_text("trainer: {callbacks: [Calibration]}")
     assert names(call(runs, f"--config base.yaml {line}").trainer.callbacks) == expected
 
@@ -136,13 +163,23 @@ def test_files_are_layered_in_their_order(runs: list[SimpleNamespace], here: Pat
 def test_data_needs_no_class(runs: list[SimpleNamespace], here: Path) -> None:
     (here / "plain.yaml").write_text("model: FedAvg\ndata: {num_clients: 7, partition: IID}")
     run = call(runs, "--config plain.yaml")
-    assert (type(run.data).__name__, run.data.num_clients, type(run.data.partition).__name__) == ("FederatedImages", 7, "IID")
+    assert (type(run.data).__name__, run.data.num_clients, type(run.data.partition).__name__) == (
+        "FederatedImages",
+        7,
+        "IID",
+    )
 
 
 def test_what_a_changed_class_does_not_know_is_dropped_and_said(
     runs: list[SimpleNamespace], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    call(runs, "--config base.yaml --model.temperature 3 --model FedAvg --model.optimizer AdamW --data.partition IID")
+    call(
+        runs,
+        (
+            "--config base.yaml --model.temperature 3 --model FedAvg --model.optimizer AdamW "
+            "--data.partition IID"
+        ),
+    )
     said = capsys.readouterr().err
     assert said.count("\n") == 1
     for dropped in ("model.alpha", "model.temperature", "model.optimizer.momentum", "data.partition.beta"):
@@ -161,7 +198,11 @@ def test_the_environment_is_beaten_by_files_and_those_by_flags(
     run = call(runs, "--model FedAvg")
     assert (run.trainer.max_rounds, run.config["trainer"]["local_epochs"], run.data.num_clients) == (5, 4, 9)
     run = call(runs, "--config base.yaml")
-    assert (run.trainer.max_rounds, run.config["trainer"]["local_epochs"], run.data.num_clients) == (7, 4, 100)
+    assert (run.trainer.max_rounds, run.config["trainer"]["local_epochs"], run.data.num_clients) == (
+        7,
+        4,
+        100,
+    )
     assert call(runs, "--config base.yaml --trainer.max_rounds 2").trainer.max_rounds == 2
 
 
@@ -174,7 +215,10 @@ def test_a_config_from_the_environment(runs: list[SimpleNamespace], monkeypatch:
     "line",
     [
         "--config base.yaml",
-        "--config base.yaml --trainer.callbacks+=LabelNoise --trainer.logger CSVLogger --trainer.logger.save_dir logs",
+        (
+            "--config base.yaml --trainer.callbacks+=LabelNoise --trainer.logger CSVLogger "
+            "--trainer.logger.save_dir logs"
+        ),
         "--model FedAvg --model.optimizer AdamW --data.partition IID --seed_everything 8",
         "--config base.yaml --ckpt_path last",
         "--config base.yaml --model.network resnet20",
@@ -182,7 +226,9 @@ def test_a_config_from_the_environment(runs: list[SimpleNamespace], monkeypatch:
     ],
 )
 @pytest.mark.filterwarnings("default")
-def test_the_saved_configuration_gives_the_same_run(runs: list[SimpleNamespace], here: Path, line: str) -> None:
+def test_the_saved_configuration_gives_the_same_run(
+    runs: list[SimpleNamespace], here: Path, line: str
+) -> None:
     first = call(runs, line)
     (here / "saved.yaml").write_text(first.trainer.config_text)
     again = call(runs, "--config saved.yaml")
@@ -191,7 +237,9 @@ def test_the_saved_configuration_gives_the_same_run(runs: list[SimpleNamespace],
     assert (again.config, again.seed, again.ckpt_path) == (first.config, first.seed, None)
 
 
-def test_print_config_can_be_run(runs: list[SimpleNamespace], here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_print_config_can_be_run(
+    runs: list[SimpleNamespace], here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["fit", "--config", "base.yaml", "--trainer.max_rounds", "4", "--print_config"]) == 0
     assert not runs
     (here / "printed.yaml").write_text(capsys.readouterr().out)
@@ -201,7 +249,10 @@ def test_print_config_can_be_run(runs: list[SimpleNamespace], here: Path, capsys
 @pytest.mark.parametrize("name", ["MLFlowLogger", "TensorBoardLogger", "WandbLogger", "CSVLogger"])
 def test_loggers_by_their_short_name(here: Path, capsys: pytest.CaptureFixture[str], name: str) -> None:
     assert main(["fit", "--config", "base.yaml", "--trainer.logger", name, "--print_config"]) == 0
-    assert yaml.safe_load(capsys.readouterr().out)["trainer"]["logger"]["class_path"] == f"lightning.pytorch.loggers.{name}"
+    assert (
+        yaml.safe_load(capsys.readouterr().out)["trainer"]["logger"]["class_path"]
+        == f"lightning.pytorch.loggers.{name}"
+    )
 
 
 def test_ckpt_path_goes_to_fit_only(runs: list[SimpleNamespace]) -> None:
@@ -211,9 +262,13 @@ def test_ckpt_path_goes_to_fit_only(runs: list[SimpleNamespace]) -> None:
 
 
 def test_a_class_of_the_working_directory(runs: list[SimpleNamespace], here: Path) -> None:
-    (here / "my_methods.py").write_text("from fl_lightning.methods import FedAvg\nclass MyMethod(FedAvg): pass\n")
+    (here / "my_methods.py").write_text(
+        "from fl_lightning.methods import FedAvg\nclass MyMethod(FedAvg): pass\n"
+    )
     try:
-        assert type(call(runs, "--config base.yaml --model my_methods.MyMethod").method).__name__ == "MyMethod"
+        assert (
+            type(call(runs, "--config base.yaml --model my_methods.MyMethod").method).__name__ == "MyMethod"
+        )
     finally:
         sys.modules.pop("my_methods", None)
 
@@ -248,7 +303,9 @@ def test_help_of_a_class_is_one_screen(
 
 
 @pytest.mark.parametrize("flag", ["--help", "--model.help=FedAvg"])
-def test_help_of_a_command(runs: list[SimpleNamespace], capsys: pytest.CaptureFixture[str], flag: str) -> None:
+def test_help_of_a_command(
+    runs: list[SimpleNamespace], capsys: pytest.CaptureFixture[str], flag: str
+) -> None:
     assert main(["fit", flag]) == 0
     text = capsys.readouterr().out
     assert "FL_LIGHTNING_TRAINER__MAX_ROUNDS" in text if flag == "--help" else "network" in text
@@ -256,9 +313,17 @@ def test_help_of_a_command(runs: list[SimpleNamespace], capsys: pytest.CaptureFi
 
 @pytest.mark.parametrize(
     ("raised", "code"),
-    [(InputError("a; b; c"), 2), (KeyboardInterrupt(), 130), (SystemExit(143), 143), (SystemExit(), 0), (SystemExit("why"), 1)],
+    [
+        (InputError("a", "b", "c"), 2),
+        (KeyboardInterrupt(), 130),
+        (SystemExit(143), 143),
+        (SystemExit(), 0),
+        (SystemExit("why"), 1),
+    ],
 )
-def test_exit_codes(runs: list[SimpleNamespace], monkeypatch: pytest.MonkeyPatch, raised: BaseException, code: int) -> None:
+def test_exit_codes(
+    runs: list[SimpleNamespace], monkeypatch: pytest.MonkeyPatch, raised: BaseException, code: int
+) -> None:
     monkeypatch.setattr(FederatedTrainer, "fit", _raising(raised))
     assert main(["fit", "--config", "base.yaml"]) == code
 
@@ -276,19 +341,25 @@ def _raising(error: BaseException) -> Any:
     return fit
 
 
-def test_a_command_without_trainer_is_one_entry_of_the_table(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_command_without_trainer_is_one_entry_of_the_table(
+    here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (here / "studying.py").write_text(
         "calls = []\ndef compare(study: str, *, out: str = 'reports') -> None:\n    calls.append((study, out))\n"
     )
     monkeypatch.syspath_prepend(here)
-    monkeypatch.setitem(commands.COMMANDS, "compare", commands.Command("compare runs", function="studying:compare"))
+    monkeypatch.setitem(
+        commands.COMMANDS, "compare", commands.Command("compare runs", function="studying:compare")
+    )
     assert main(["compare", "--study", "exp2", "--out", "here"]) == 0
     assert sys.modules.pop("studying").calls == [("exp2", "here")]
     assert main(["compare", "--study", "exp2", "--output", "here"]) == 2
     sys.modules.pop("studying")
 
 
-def test_a_command_with_trainer_is_a_method_of_it(runs: list[SimpleNamespace], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_command_with_trainer_is_a_method_of_it(
+    runs: list[SimpleNamespace], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setitem(commands.COMMANDS, "probe", commands.Command("probe a run"))
 
     def probe(self: FederatedTrainer, method: Any, data: Any, *, seed: int, depth: int = 1) -> None:
@@ -312,18 +383,27 @@ sys.exit(code)
 def python(*args: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
     paths = os.pathsep.join([str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
     return subprocess.run(
-        [sys.executable, *args], capture_output=True, text=True, cwd=cwd, env={**os.environ, "PYTHONPATH": paths}
+        [sys.executable, *args],
+        capture_output=True,
+        text=True,
+        cwd=cwd,
+        env={**os.environ, "PYTHONPATH": paths},
     )
 
 
 def test_the_commands_import_only_what_every_command_needs() -> None:
     """torchvision, scipy and matplotlib come with Lightning; what a run may never need comes when it does."""
-    seen = "import sys, fl_lightning.cli.parser, callbacks; print({name.partition('.')[0] for name in sys.modules})"
+    seen = (
+        "import sys, fl_lightning.cli.parser, callbacks; print({name.partition('.')[0] for name in "
+        "sys.modules})"
+    )
     done = python("-c", seen)
     assert done.returncode == 0, done.stderr
     imported = set(ast.literal_eval(done.stdout))
     assert "torch" in imported
-    assert imported.isdisjoint({"mlflow", "sklearn", "timm", "optuna", "pandas", "sqlalchemy", "alembic", "tensorboard"})
+    assert imported.isdisjoint(
+        {"mlflow", "sklearn", "timm", "optuna", "pandas", "sqlalchemy", "alembic", "tensorboard"}
+    )
 
 
 def test_imports_are_made_without_collections_and_the_rest_with_them() -> None:
@@ -354,16 +434,22 @@ def test_quick_answers_import_nothing_heavy(flags: list[str], code: int, stream:
         assert all(name in text for name in commands.COMMANDS)
 
 
-def test_rejected_uploads_are_one_line_and_their_number(here: Path, capfd: pytest.CaptureFixture[str], caplog: Any) -> None:
+def test_rejected_uploads_are_one_line_and_their_number(
+    here: Path, capfd: pytest.CaptureFixture[str], caplog: Any
+) -> None:
     (here / "hostile.py").write_text(
         "from fl_lightning.hooks import Stressor\n"
         "class Cut(Stressor):\n"
         "    def change_bytes(self, upload, *, client, round, context):\n"
         "        return upload if client.id == 0 else upload[:-5]\n"
     )
-    data = "--data.dataset synthetic --data.synthetic_size 16 --data.synthetic_examples 40 --data.synthetic_test_examples 10"
+    data = (
+        "--data.dataset synthetic --data.synthetic_size 16 --data.synthetic_examples 40 "
+        "--data.synthetic_test_examples 10"
+    )
     line = (
-        f"fit --model FedAvg {data} --data.num_clients 5 --trainer.participation 1 --trainer.max_rounds 3 --trainer.logger false"
+        f"fit --model FedAvg {data} --data.num_clients 5 --trainer.participation 1 --trainer.max_rounds "
+        "3 --trainer.logger false"
     )
     assert main([*line.split(), "--trainer.workers", "1", "--trainer.callbacks+=hostile.Cut"]) == 0
     sys.modules.pop("hostile")
@@ -377,7 +463,17 @@ def test_rejected_uploads_are_one_line_and_their_number(here: Path, capfd: pytes
 
 
 def test_the_program_from_any_directory(here: Path) -> None:
-    done = python("-m", "fl_lightning", "fit", "--config", "base.yaml", "--model.network", "resnet20", "--print_config", cwd=here)
+    done = python(
+        "-m",
+        "fl_lightning",
+        "fit",
+        "--config",
+        "base.yaml",
+        "--model.network",
+        "resnet20",
+        "--print_config",
+        cwd=here,
+    )
     assert (done.returncode, done.stderr) == (0, "")
     assert yaml.safe_load(done.stdout)["model"]["init_args"]["network"] == "resnet20"
     assert sorted(path.name for path in here.iterdir()) == ["base.yaml"]

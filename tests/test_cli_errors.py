@@ -1,4 +1,5 @@
-"""Bad input: exit code 2, one line on stderr in three parts, no traceback, nothing created, nothing trained."""
+"""Bad input: exit code 2, one line on stderr in three parts, no traceback, nothing created, nothing
+trained."""
 
 from __future__ import annotations
 
@@ -67,7 +68,10 @@ BAD = [
     ("fit --config base.yaml --trainer.max_rounds", "--trainer.max_rounds without a value"),
     ("fit --config base.yaml --print_config=nonsense", "nonsense"),
     # values
-    ("fit --config base.yaml --trainer.max_rounds three", "three; it must be an int; write --trainer.max_rounds 100"),
+    (
+        "fit --config base.yaml --trainer.max_rounds three",
+        "three; it must be an int; write --trainer.max_rounds 100",
+    ),
     ("fit --config base.yaml --trainer.max_rounds 3.5", "must be an int"),
     ("fit --config base.yaml --trainer.max_rounds true", "must be an int"),
     ("fit --config base.yaml --trainer.max_rounds=", "must be an int"),
@@ -89,7 +93,10 @@ BAD = [
     ("fit --config base.yaml --model FedAvg --model.bits 3", "FedAvg has no setting bits"),
     ("fit --config base.yaml --model.optimizer.lrr 3", "write --model.optimizer.lr 3"),
     ("fit --config base.yaml --data.partition.betta 3", "write --data.partition.beta 3"),
-    ("fit --config base.yaml --trainer.callbacks+=LabelNoise --trainer.callbacks.rond 3", "write --trainer.callbacks.round 3"),
+    (
+        "fit --config base.yaml --trainer.callbacks+=LabelNoise --trainer.callbacks.rond 3",
+        "write --trainer.callbacks.round 3",
+    ),
     # names of classes
     ("fit --config base.yaml --model FedAvgg", "write --model FedAvg"),
     ("fit --config base.yaml --model no.such.Class", "cannot be imported"),
@@ -105,7 +112,10 @@ BAD = [
     # what other programs call it
     ("fit --config base.yaml --trainer.max_epochs 5", "write --trainer.max_rounds for rounds"),
     ("fit --config base.yaml --trainer.max_epochs 5", "--trainer.local_epochs for a client's passes"),
-    ("fit --config epochs.yaml", "trainer.max_epochs (epochs.yaml, line 3); there is no such setting; write trainer.max_rounds"),
+    (
+        "fit --config epochs.yaml",
+        "trainer.max_epochs (epochs.yaml, line 3); there is no such setting; write trainer.max_rounds",
+    ),
     ("fit --config base.yaml --epochs 5", "write --trainer.max_rounds"),
     ("fit --config base.yaml --rounds 5", "write --trainer.max_rounds"),
     ("fit --config base.yaml --seed 1", "write --seed_everything"),
@@ -124,7 +134,10 @@ BAD = [
     ("fit --config base.yaml --trainer.callbacks+=NoSuchThing", "write --trainer.callbacks+=NAME"),
     (
         "fit --config study.yaml",
-        "it is a study, and fit runs one configuration; write python -m fl_lightning sweep --config study.yaml",
+        (
+            "it is a study, and fit runs one configuration; write python -m fl_lightning sweep --config "
+            "study.yaml"
+        ),
     ),
     ("fit --config search.yaml", "write python -m fl_lightning tune --config search.yaml"),
     ("sweep --config base.yaml", "write python -m fl_lightning fit --config base.yaml"),
@@ -140,16 +153,25 @@ BAD = [
     ("fit --config base.yml", "write --config base.yaml"),
     ("fit --config folder", "it is a directory"),
     ("fit --config binary.yaml", "it is not a text file"),
-    ("fit --config key.yaml", "trainer.max_round (key.yaml, line 3); there is no such setting; write trainer.max_rounds"),
+    (
+        "fit --config key.yaml",
+        "trainer.max_round (key.yaml, line 3); there is no such setting; write trainer.max_rounds",
+    ),
     ("fit --config base.yaml --config key.yaml", "(key.yaml, line 3)"),
     ("fit --config group.yaml", "group.yaml, line 3"),
-    ("fit --config model_key.yaml", "model.alhpa (model_key.yaml, line 4); FedMPQKD has no setting alhpa; write model.alpha"),
+    (
+        "fit --config model_key.yaml",
+        "model.alhpa (model_key.yaml, line 4); FedMPQKD has no setting alhpa; write model.alpha",
+    ),
     ("fit --config data_key.yaml", "write data.num_clients"),
     ("fit --config class.yaml", "(class.yaml, line 1)"),
     ("fit --config value.yaml", "trainer.max_rounds: three (value.yaml, line 3); it must be an int"),
     ("fit --config seed.yaml", "(seed.yaml, line 2); it must be an int >= 0"),
     ("fit --config null.yaml", "trainer is a group of settings"),
-    ("fit --config null_value.yaml", "trainer.local_epochs: null (null_value.yaml, line 3); it must be an int"),
+    (
+        "fit --config null_value.yaml",
+        "trainer.local_epochs: null (null_value.yaml, line 3); it must be an int",
+    ),
     ("fit --config null_argument.yaml", "trainer.callbacks.round: null (null_argument.yaml, line 5)"),
     ("fit --config base.yaml --data.num_clients null", "data.num_clients"),
     ("fit --config list.yaml", "it is not a mapping"),
@@ -162,7 +184,10 @@ BAD = [
     ("fit --config number.yaml", "must be a string"),
     ("fit --config object.yaml", "it is not valid YAML"),
     ("fit --config callback.yaml", "(callback.yaml, line 3)"),
-    ("fit --config callback_key.yaml", "trainer.callbacks.rond (callback_key.yaml, line 5); LabelNoise has no setting rond"),
+    (
+        "fit --config callback_key.yaml",
+        "trainer.callbacks.rond (callback_key.yaml, line 5); LabelNoise has no setting rond",
+    ),
     ("fit --config no_list.yaml", "write trainer.callbacks: [LabelNoise]"),
 ]
 
@@ -179,7 +204,9 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "binary.yaml").write_bytes(bytes(range(256)))
     (tmp_path / "folder").mkdir()
 
-    def fit(self: FederatedTrainer, method: Any, data: Any, *, seed: int = 0, ckpt_path: str | None = None) -> None:
+    def fit(
+        self: FederatedTrainer, method: Any, data: Any, *, seed: int = 0, ckpt_path: str | None = None
+    ) -> None:
         pytest.fail("bad input reached the trainer")
 
     monkeypatch.setattr(FederatedTrainer, "fit", fit)
@@ -206,7 +233,8 @@ def test_bad_input(line: str, fragment: str, capsys: pytest.CaptureFixture[str])
 
 
 @pytest.mark.parametrize(
-    ("line", "fragment"), [(line, f) for line, f in BAD if "print_config" not in line and "number.yaml" not in line]
+    ("line", "fragment"),
+    [(line, f) for line, f in BAD if "print_config" not in line and "number.yaml" not in line],
 )
 def test_a_refusal_has_three_parts(line: str, fragment: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert refuse(line, capsys).count(";") >= 2
@@ -221,7 +249,10 @@ def test_a_refusal_has_three_parts(line: str, fragment: str, capsys: pytest.Capt
         (
             "FL_LIGHTNING_TRAINER__MAX_ROUNDS",
             "three",
-            "environment variable FL_LIGHTNING_TRAINER__MAX_ROUNDS=three; it must be an int; write FL_LIGHTNING_TRAINER__MAX_ROUNDS=100",
+            (
+                "environment variable FL_LIGHTNING_TRAINER__MAX_ROUNDS=three; it must be an int; write "
+                "FL_LIGHTNING_TRAINER__MAX_ROUNDS=100"
+            ),
         ),
         (
             "FL_LIGHTNING_DATA",
@@ -235,7 +266,9 @@ def test_bad_environment(
     name: str, value: str, fragment: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(name, value)
-    Path("base.yaml").write_text(FILES["base.yaml"] + "trainer:\n  max_rounds: 7\n")  # beaten by nothing, and not to blame
+    Path("base.yaml").write_text(
+        FILES["base.yaml"] + "trainer:\n  max_rounds: 7\n"
+    )  # beaten by nothing, and not to blame
     assert fragment in refuse("fit --config base.yaml", capsys)
 
 
@@ -254,7 +287,9 @@ def test_what_a_constructor_refuses(here: Path, capsys: pytest.CaptureFixture[st
         sys.modules.pop("strict", None)
 
 
-def test_an_unreadable_file(here: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unreadable_file(
+    here: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     def denied(self: Path, *_: object) -> str:
         raise PermissionError(13, "Permission denied", str(self))
 

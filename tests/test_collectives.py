@@ -24,7 +24,9 @@ def run(what: str, size: int, folder) -> tuple[list[int | None], list[str]]:
     for process in processes:
         process.join(120)
     raised = [folder / f"rank{rank}" for rank in range(size)]
-    return [process.exitcode for process in processes], [path.read_text() if path.exists() else "" for path in raised]
+    return [process.exitcode for process in processes], [
+        path.read_text() if path.exists() else "" for path in raised
+    ]
 
 
 def test_what_ranks_give_arrives_as_it_was(tmp_path):
@@ -42,7 +44,10 @@ def test_a_rank_that_does_not_answer_leaves_nobody_waiting(tmp_path, what):
 
 def test_ranks_that_disagree_all_say_so(tmp_path):
     _, messages = run("disagree", 2, tmp_path)
-    assert all(message.startswith("RuntimeError: ranks [1] have other orders for this round than rank 0") for message in messages)
+    assert all(
+        message.startswith("RuntimeError: ranks [1] have other orders for this round than rank 0")
+        for message in messages
+    )
 
 
 def test_frames_hold_whole_parts():

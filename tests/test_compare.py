@@ -29,11 +29,15 @@ pytestmark = pytest.mark.usefixtures("figures_only_where_looked_at")
 def test_the_report_agrees_with_scipy_on_the_csv_it_wrote(tmp_path):
     generator = np.random.default_rng(0)
     seeds = range(6)
-    accuracies = {label: {s: 0.8 + 0.02 * s + float(generator.normal(0, 0.01)) for s in seeds} for label in "ABCD"}
+    accuracies = {
+        label: {s: 0.8 + 0.02 * s + float(generator.normal(0, 0.01)) for s in seeds} for label in "ABCD"
+    }
     make_study(tmp_path / "runs", accuracies, proposed=["A"])
     compare("study", tmp_path / "out", tmp_path / "runs")
     runs = rows_of(tmp_path / "out/runs.csv")
-    values = {label: [float(row["final/accuracy"]) for row in runs if row["method"] == label] for label in "ABCD"}
+    values = {
+        label: [float(row["final/accuracy"]) for row in runs if row["method"] == label] for label in "ABCD"
+    }
     found = [row for row in rows_of(tmp_path / "out/differences.csv") if row["metric"] == "final/accuracy"]
     assert [(row["a"], row["b"]) for row in found] == [("A", "B"), ("A", "C"), ("A", "D")]
     for row in found:
@@ -42,22 +46,31 @@ def test_the_report_agrees_with_scipy_on_the_csv_it_wrote(tmp_path):
         assert (float(row["t"]), float(row["p_t"])) == pytest.approx((t.statistic, t.pvalue))
         assert (float(row["low"]), float(row["high"])) == pytest.approx(tuple(t.confidence_interval(0.95)))
         assert float(row["p_wilcoxon"]) == pytest.approx(scipy.stats.wilcoxon(x).pvalue)
-        bootstrap = scipy.stats.bootstrap((x,), np.mean, n_resamples=20_000, method="BCa", rng=1).confidence_interval
-        assert (float(row["bootstrap_low"]), float(row["bootstrap_high"])) == pytest.approx(tuple(bootstrap), abs=2e-3)
+        bootstrap = scipy.stats.bootstrap(
+            (x,), np.mean, n_resamples=20_000, method="BCa", rng=1
+        ).confidence_interval
+        assert (float(row["bootstrap_low"]), float(row["bootstrap_high"])) == pytest.approx(
+            tuple(bootstrap), abs=2e-3
+        )
     p = sorted((float(row["p_t"]), float(row["p_holm"])) for row in found)
     steps = [(3 - i) * raw for i, (raw, _) in enumerate(p)]
     assert [corrected for _, corrected in p] == pytest.approx([min(1, max(steps[: i + 1])) for i in range(3)])
     level = report_of(tmp_path / "out")["levels"][0]
-    assert level["methods"]["B"]["metrics"]["final/accuracy"]["std"] == pytest.approx(np.std(values["B"], ddof=1))
+    assert level["methods"]["B"]["metrics"]["final/accuracy"]["std"] == pytest.approx(
+        np.std(values["B"], ddof=1)
+    )
 
 
 def planted(root: Path, trial: int, effect: float, seeds: int, baselines: int) -> Comparison:
-    """Baselines and a proposed method that share what a seed does to all; differences have a standard deviation of 0.01 sqrt 2."""
+    """Baselines and a proposed method that share what a seed does to all; differences have a standard
+    deviation of 0.01 sqrt 2."""
     generator = np.random.default_rng(trial)
     shared = generator.normal(0.8, 0.03, seeds)
     labels = ["proposed", *(f"b{i}" for i in range(baselines))]
     accuracies = {
-        label: {s: float(shared[s] + generator.normal(effect * (label == "proposed"), 0.01)) for s in range(seeds)}
+        label: {
+            s: float(shared[s] + generator.normal(effect * (label == "proposed"), 0.01)) for s in range(seeds)
+        }
         for label in labels
     }
     make_study(root, accuracies, name=f"trial{trial}", proposed=["proposed"])
@@ -73,7 +86,8 @@ def test_a_planted_effect_is_found_at_the_stated_power(tmp_path):
 
 
 def test_a_planted_null_has_no_winner(tmp_path):
-    """Four baselines, three seeds, nothing between them. Broken on purpose: without Holm's correction there would be winners."""
+    """Four baselines, three seeds, nothing between them. Broken on purpose: without Holm's correction there
+    would be winners."""
     trials = [planted(tmp_path, trial, 0.0, 3, 4) for trial in range(100)]
     assert [one.outcome({}).winner for one in trials].count(None) >= 94
     families = [one.differences("final/accuracy", {}) for one in trials]
@@ -102,8 +116,18 @@ def test_a_clear_winner_is_named_and_a_baseline_may_lead(tmp_path):
 
 
 def test_one_seed_names_no_winner_however_large_the_difference(tmp_path, capsys):
-    make_study(tmp_path / "runs", {"A": {0: 0.99}, "B": {0: 0.10}}, proposed=["A"], criteria=["accuracy(A) > accuracy(B)"])
-    assert main(["compare", "--study", "study", "--root", str(tmp_path / "runs"), "--out", str(tmp_path / "out")]) == 0
+    make_study(
+        tmp_path / "runs",
+        {"A": {0: 0.99}, "B": {0: 0.10}},
+        proposed=["A"],
+        criteria=["accuracy(A) > accuracy(B)"],
+    )
+    assert (
+        main(
+            ["compare", "--study", "study", "--root", str(tmp_path / "runs"), "--out", str(tmp_path / "out")]
+        )
+        == 0
+    )
     report = report_of(tmp_path / "out")
     assert report["winner"] is None
     assert report["gap"]["mean"] == pytest.approx(0.89)
@@ -133,7 +157,9 @@ def test_metrics_of_a_run(tmp_path):
 
 
 def test_when_all_are_proposed_they_are_compared_with_each_other(tmp_path):
-    make_study(tmp_path, {"P": {0: 0.9, 1: 0.91, 2: 0.93}, "Q": {0: 0.5, 1: 0.52, 2: 0.51}}, proposed=["P", "Q"])
+    make_study(
+        tmp_path, {"P": {0: 0.9, 1: 0.91, 2: 0.93}, "Q": {0: 0.5, 1: 0.52, 2: 0.51}}, proposed=["P", "Q"]
+    )
     outcome = comparison_of(tmp_path).outcome({})
     assert outcome.winner == "P"
     assert (outcome.gap.a, outcome.gap.b) == ("P", "Q")
@@ -143,7 +169,9 @@ def test_the_winner_under_corruption_is_the_most_accurate(tmp_path):
     folder = tmp_path / "study"
     for label, base in (("good", 0.8), ("bad", 0.2)):
         for seed in range(3):
-            make_run(folder, label, seed, 0.9, tested={"corrupted/fog": base + seed / 100 * (label == "good")})
+            make_run(
+                folder, label, seed, 0.9, tested={"corrupted/fog": base + seed / 100 * (label == "good")}
+            )
     assert Comparison(with_metric(gather("study", tmp_path), "corrupted/fog")).outcome({}).winner == "good"
     make_run(folder, "good", 3, 0.9, **{"mine/strange": 1.0})
     with pytest.raises(InputError, match="whether more of it is better"):
@@ -151,10 +179,17 @@ def test_the_winner_under_corruption_is_the_most_accurate(tmp_path):
 
 
 def test_the_same_runs_give_the_same_report_byte_for_byte(tmp_path, figures):
-    make_study(tmp_path / "runs", {"A": {ON: A, OFF: B}, "B": {ON: B, OFF: A}}, criteria=["time(A) <= 2 * time(B)"], **GRID)
+    make_study(
+        tmp_path / "runs",
+        {"A": {ON: A, OFF: B}, "B": {ON: B, OFF: A}},
+        criteria=["time(A) <= 2 * time(B)"],
+        **GRID,
+    )
     for out in ("one", "two"):
         compare("study", tmp_path / out, tmp_path / "runs")
-    files = [path.relative_to(tmp_path / "one") for path in sorted((tmp_path / "one").rglob("*")) if path.is_file()]
+    files = [
+        path.relative_to(tmp_path / "one") for path in sorted((tmp_path / "one").rglob("*")) if path.is_file()
+    ]
     assert len(files) == 8 + 2 * 9
     assert Path("figures/degradation_over_rounds.png") in files
     for file in files:
@@ -175,7 +210,9 @@ def test_reports_of_two_sweeps_differ_in_timings_and_provenance_alone(tmp_path, 
     assert "accuracy(A) > 0.5" in json.dumps(comparable(one))
     for file in ("runs.csv", "differences.csv", "tables.tex", "figures/paired_differences.png"):
         assert (tmp_path / "one/out" / file).read_bytes() == (tmp_path / "two/out" / file).read_bytes()
-    texts = [(tmp_path / root / "out/report.md").read_text().partition("## Time")[0] for root in ("one", "two")]
+    texts = [
+        (tmp_path / root / "out/report.md").read_text().partition("## Time")[0] for root in ("one", "two")
+    ]
     assert texts[0] == texts[1]
 
 
@@ -234,7 +271,11 @@ def test_bad_input_is_one_line_and_creates_nothing(tmp_path, monkeypatch, capsys
 
 
 def test_tables_are_escaped(tmp_path):
-    make_study(tmp_path / "runs", {"A|b_c&d": A, "50%": B}, claimed={"A|b_c&d": {"accuracy": 0.9}, "elsewhere": "faster"})
+    make_study(
+        tmp_path / "runs",
+        {"A|b_c&d": A, "50%": B},
+        claimed={"A|b_c&d": {"accuracy": 0.9}, "elsewhere": "faster"},
+    )
     compare("study", tmp_path / "out", tmp_path / "runs")
     assert r"A|b\_c\&d &" in (tmp_path / "out/tables.tex").read_text()
     written = (tmp_path / "out/report.md").read_text()
@@ -262,10 +303,16 @@ def test_a_link_is_written_through(tmp_path):
 
 
 def test_a_method_far_from_all_others_does_not_squeeze_their_differences(tmp_path, figures):
-    close = {name: {seed: value + 0.002 * place for seed, value in A.items()} for place, name in enumerate("BDE")}
+    close = {
+        name: {seed: value + 0.002 * place for seed, value in A.items()} for place, name in enumerate("BDE")
+    }
     make_study(tmp_path / "runs", {"A": A, **close}, "close", proposed=["A"])
     assert len(forest(comparison_of(tmp_path / "runs", "close"), {}).axes) == 1
-    make_study(tmp_path / "runs", {"A": A, **close, "F": {seed: value - 0.4 for seed, value in A.items()}}, proposed=["A"])
+    make_study(
+        tmp_path / "runs",
+        {"A": A, **close, "F": {seed: value - 0.4 for seed, value in A.items()}},
+        proposed=["A"],
+    )
     drawn = forest(comparison_of(tmp_path / "runs"), {})
     FigureCanvasAgg(drawn).draw()
     near, whole = drawn.axes
@@ -286,7 +333,10 @@ def test_curves_that_lie_on_each_other_are_told_apart(tmp_path, figures):
 
 def test_figures_of_long_names_and_of_nothing(tmp_path, figures):
     """Names lie inside the figure, rounds are whole, and what shows no pair is left out and said."""
-    names = ["FedMPQKD with a temperature of four and alpha 0.25", "FedMPQ_with_no_space_in_its_very_long_name_at_all_x"]
+    names = [
+        "FedMPQKD with a temperature of four and alpha 0.25",
+        "FedMPQ_with_no_space_in_its_very_long_name_at_all_x",
+    ]
     make_study(tmp_path / "runs", dict(zip(names, (A, B), strict=True)))
     drawn = forest(comparison_of(tmp_path / "runs"), {})
     FigureCanvasAgg(drawn).draw()
@@ -319,7 +369,20 @@ def test_mlflow_and_directories_give_one_report_and_equal_methods_are_equal(tmp_
     for seed in "01":
         for label, flags in (("FedAvg", []), ("FedProx", ["--model", "FedProx", "--model.mu", "0"])):
             tags = ["--trainer.tags", json.dumps({"study": "real", "label": label})]
-            assert main([*FIT, *flags, *tags, "--seed_everything", seed, "--trainer.run_name", f"{label}-seed{seed}"]) == 0
+            assert (
+                main(
+                    [
+                        *FIT,
+                        *flags,
+                        *tags,
+                        "--seed_everything",
+                        seed,
+                        "--trainer.run_name",
+                        f"{label}-seed{seed}",
+                    ]
+                )
+                == 0
+            )
     compare("real", Path("from_folder"))
     compare("real", Path("from_store"), mlflow="sqlite:///mlflow.db")
     folder, store = report_of(tmp_path / "from_folder"), report_of(tmp_path / "from_store")
@@ -327,7 +390,9 @@ def test_mlflow_and_directories_give_one_report_and_equal_methods_are_equal(tmp_
     for name in ("runs.csv", "differences.csv", "timings.csv"):
         assert Path("from_folder", name).read_text() == Path("from_store", name).read_text()
     real = rows_of(tmp_path / "runs/real/FedAvg-seed0/metrics.csv")[0]
-    assert set(history_of(0.5)[0]) - {"test/ece"} <= set(real)  # the form of the synthetic runs is the true one
+    assert set(history_of(0.5)[0]) - {"test/ece"} <= set(
+        real
+    )  # the form of the synthetic runs is the true one
     assert folder["gap"]["differences"] == [0.0, 0.0]
     assert folder["gap"]["p_t"] == 1.0
     assert folder["winner"] is None

@@ -37,7 +37,9 @@ def test_what_cannot_be_compared_is_refused(tmp_path, capsys, differs, message):
 
 
 def test_cells_that_do_not_count_are_listed_with_their_reason(tmp_path, capsys):
-    folder = make_study(tmp_path / "runs", {"A": {s: 0.9 + 0.01 * s for s in range(6)}, "B": dict.fromkeys(range(6), 0.8)})
+    folder = make_study(
+        tmp_path / "runs", {"A": {s: 0.9 + 0.01 * s for s in range(6)}, "B": dict.fromkeys(range(6), 0.8)}
+    )
     for seed in range(5):
         shutil.rmtree(folder / f"B-seed{seed}")
     make_run(folder, "B", 0, 0.8, status="running")
@@ -67,7 +69,14 @@ def test_cells_that_do_not_count_are_listed_with_their_reason(tmp_path, capsys):
 def test_numbers_that_are_none_are_left_out_and_listed(tmp_path):
     folder = make_study(tmp_path / "runs", {"A": A, "B": B})
     shutil.rmtree(folder / "B-seed1")
-    make_run(folder, "B", 1, 0.9, **{"train/loss": float("nan")}, tested={"corrupted/accuracy": float("inf"), "note": "text"})
+    make_run(
+        folder,
+        "B",
+        1,
+        0.9,
+        **{"train/loss": float("nan")},
+        tested={"corrupted/accuracy": float("inf"), "note": "text"},
+    )
     compare("study", tmp_path / "out", tmp_path / "runs")
     report = report_of(tmp_path / "out")
     assert {(entry["run"], entry["metric"]) for entry in report["not_numbers"]} == {
@@ -81,7 +90,10 @@ def test_numbers_that_are_none_are_left_out_and_listed(tmp_path):
 
 def test_a_target_that_is_never_reached(tmp_path):
     make_study(
-        tmp_path / "runs", {"A": A, "B": {0: 0.5, 1: 0.9, 2: 0.9}}, target_accuracy=0.8, criteria=["rounds(A) <= rounds(B)"]
+        tmp_path / "runs",
+        {"A": A, "B": {0: 0.5, 1: 0.9, 2: 0.9}},
+        target_accuracy=0.8,
+        criteria=["rounds(A) <= rounds(B)"],
     )
     compare("study", tmp_path / "out", tmp_path / "runs")
     assert "2 of 3" in (tmp_path / "out/report.md").read_text()
@@ -117,7 +129,9 @@ def test_a_folder_without_a_study_is_labelled_by_what_differs(tmp_path):
 
 @pytest.mark.parametrize("broken", ["missing", "nan"])
 def test_a_sweep_that_has_not_reached_the_proposed_method_is_reported(tmp_path, capsys, broken):
-    folder = make_study(tmp_path, {"P": A, "B": B, "C": C}, proposed=["P"], criteria=["accuracy(P) > accuracy(B)"])
+    folder = make_study(
+        tmp_path, {"P": A, "B": B, "C": C}, proposed=["P"], criteria=["accuracy(P) > accuracy(B)"]
+    )
     for path in folder.glob("P-seed*"):
         if broken == "missing":
             shutil.rmtree(path)
@@ -125,7 +139,9 @@ def test_a_sweep_that_has_not_reached_the_proposed_method_is_reported(tmp_path, 
             text = json.loads((path / "metadata.json").read_text())
             (path / "metadata.json").write_text(json.dumps(text | {"final/accuracy": float("nan")}))
     assert main(["compare", "--study", "study", "--root", str(tmp_path), "--out", str(tmp_path / "out")]) == 0
-    assert "no comparison: P has no finished run" in " ".join(capsys.readouterr().out.lower().replace(" p has", " P has").split())
+    assert "no comparison: P has no finished run" in " ".join(
+        capsys.readouterr().out.lower().replace(" p has", " P has").split()
+    )
     report = report_of(tmp_path / "out")
     assert (report["winner"], report["gap"]) == (None, None)
     assert report["criteria"][0]["verdict"] == "undecided"
@@ -135,7 +151,9 @@ def test_a_run_of_other_settings_is_not_taken_for_a_cell(tmp_path):
     folder = make_study(tmp_path, {"A": A, "B": B})
     for path in folder.glob("A-seed*"):
         shutil.rmtree(path)
-    right = {seed: make_run(folder, "A", seed, 0.9 + seed / 100, config={"model": {"lr": 0.1}}) for seed in (0, 1)}
+    right = {
+        seed: make_run(folder, "A", seed, 0.9 + seed / 100, config={"model": {"lr": 0.1}}) for seed in (0, 1)
+    }
     make_run(folder, "A", 1, 0.1, name="A-seed1-2", config={"model": {"lr": 0.5}})
     make_run(folder, "A", 2, 0.1, config={"model": {"lr": 0.5}})
     cells = []
@@ -144,7 +162,9 @@ def test_a_run_of_other_settings_is_not_taken_for_a_cell(tmp_path):
         of_b = settings_hash(config_of(folder / f"B-seed{seed}"))
         runs = {"A": {0: "A-seed0", 1: "A-seed1-2", 2: None}[seed], "B": f"B-seed{seed}"}
         for label, hashed in (("A", of_a), ("B", of_b)):
-            cells.append({"name": f"{label}-seed{seed}", "hash": hashed, "status": "waiting", "run": runs[label]})
+            cells.append(
+                {"name": f"{label}-seed{seed}", "hash": hashed, "status": "waiting", "run": runs[label]}
+            )
     (folder / "cells.json").write_text(json.dumps(cells))
     results = gather("study", tmp_path)
     assert [run.name for run in results.runs if run.label == "A"] == [path.name for path in right.values()]
@@ -183,7 +203,8 @@ def test_tags_that_only_some_runs_carry_are_no_axis(tmp_path):
 
 
 def test_one_label_of_different_settings_is_not_one_method(tmp_path, monkeypatch):
-    """Neither in a folder nor in a store, whose parameters are text; and there a test of an earlier round does not count."""
+    """Neither in a folder nor in a store, whose parameters are text; and there a test of an earlier round
+    does not count."""
     entries = []
     for number, lr in enumerate((0.1, 0.5)):
         make_run(tmp_path / "two", "A", 0, 0.9, name=f"A{number}", config={"model": {"lr": lr}})
@@ -204,7 +225,10 @@ def test_one_label_of_different_settings_is_not_one_method(tmp_path, monkeypatch
     assert {run.label for run in gather("two", tmp_path).runs} == {"A lr=0.1", "A lr=0.5"}
     monkeypatch.setattr(gathering, "read_runs", lambda uri, name: entries)
     results = gather("two", tmp_path, "sqlite:///any.db")
-    assert [(run.label, "fgsm/accuracy" in run.metrics) for run in results.runs] == [("A lr=0.1", True), ("A lr=0.5", False)]
+    assert [(run.label, "fgsm/accuracy" in run.metrics) for run in results.runs] == [
+        ("A lr=0.1", True),
+        ("A lr=0.5", False),
+    ]
     assert [entry.name for entry in results.uncounted] == ["test.json of A1"]
 
 
@@ -214,4 +238,6 @@ def test_a_final_accuracy_that_is_no_number_is_listed(tmp_path, value):
     file = folder / "B-seed1/metadata.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | {"final/accuracy": value}))
     results = gather("study", tmp_path)
-    assert [(entry.name, "final/accuracy" in entry.reason) for entry in results.uncounted] == [("B-seed1", True)]
+    assert [(entry.name, "final/accuracy" in entry.reason) for entry in results.uncounted] == [
+        ("B-seed1", True)
+    ]

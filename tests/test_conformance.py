@@ -26,7 +26,9 @@ def test_every_method_conforms(name):
     outcomes = list(run_checks(subject_of(getattr(methods, name))))
     assert [f"{o.check}: {o.detail}" for o in outcomes if o.verdict == "failed"] == []
     expected = {
-        check for check, those in (("budget", BUDGETS), ("neutral", NEUTRAL), ("kept state is used", KEEPS)) if name not in those
+        check
+        for check, those in (("budget", BUDGETS), ("neutral", NEUTRAL), ("kept state is used", KEEPS))
+        if name not in those
     }
     expected |= {"partial participation", "weights by examples"} if name == "FedMosaic" else set()
     expected |= {"control variates"}
@@ -46,7 +48,9 @@ def test_the_command(tmp_path, monkeypatch, capsys):
     monkeypatch.syspath_prepend(tmp_path)
     assert main(["check", "--model", "mine.Half"]) == 1  # half a step is not a mean
     assert "partial participation" in capsys.readouterr().out
-    assert main(["check", "--model", "mine.Half", "--settings", "{part: 0.0}", "--neutral", "{part: 0.0}"]) == 0
+    assert (
+        main(["check", "--model", "mine.Half", "--settings", "{part: 0.0}", "--neutral", "{part: 0.0}"]) == 0
+    )
     assert list(tmp_path.iterdir()) == [tmp_path / "mine.py"]
 
 
@@ -66,16 +70,22 @@ def test_no_such_method(model, capsys):
         ("FedMPQ", {"bits": [1, 2, 3, 5, 6, 7]}),
         ("FedMPQKD", {"bits": 2, "download": "quantised"}),
         ("FedKD", {"average_weights": True}),
-        ("FedMosaic", {"rank": 3, "num_blocks": 2, "sketch_rows": 0.1, "networks": ["residual_mlp", "residual_mlp"]}),
+        (
+            "FedMosaic",
+            {"rank": 3, "num_blocks": 2, "sketch_rows": 0.1, "networks": ["residual_mlp", "residual_mlp"]},
+        ),
     ],
 )
 def test_bytes_by_hand_at_other_settings(name, settings):
     (outcome,) = run_checks(subject_of(getattr(methods, name), settings), [bytes_on_the_wire])
-    assert (outcome.verdict, outcome.detail.split(", ")[-1]) == ("passed", "as by hand formula"), outcome.detail
+    assert (outcome.verdict, outcome.detail.split(", ")[-1]) == ("passed", "as by hand formula"), (
+        outcome.detail
+    )
 
 
 def test_fedavg_by_hand(capsys, monkeypatch):
-    """2 572 weights of convolutions and classifier, 4 biases, 56 of BatchNorm and 56 of its statistics; headers 19, 15 and 14."""
+    """2 572 weights of convolutions and classifier, 4 biases, 56 of BatchNorm and 56 of its statistics;
+    headers 19, 15 and 14."""
     monkeypatch.setenv("COLUMNS", "100")
     assert main(["check", "--model", "FedAvg"]) == 0
     shown = capsys.readouterr().out
@@ -84,7 +94,9 @@ def test_fedavg_by_hand(capsys, monkeypatch):
     assert max(map(len, shown.splitlines())) <= 100
 
 
-@pytest.mark.parametrize("arguments", [["--settings", "{muu: 0.1}"], ["--neutral", "{muu: 0.1}"], ["--settings", "{mu: -1}"]])
+@pytest.mark.parametrize(
+    "arguments", [["--settings", "{muu: 0.1}"], ["--neutral", "{muu: 0.1}"], ["--settings", "{mu: -1}"]]
+)
 def test_settings_that_it_does_not_know(arguments, capsys):
     assert main(["check", "--model", "FedProx", *arguments]) == 2
     error = capsys.readouterr().err

@@ -28,7 +28,9 @@ class WrongSign(FedAvg):
 @BROKEN.fails(BY_N)
 class Unweighted(FedAvg):
     def aggregate(self, uploads):
-        self.server["weights"] = torch.stack([upload.tensor("weights") for upload in uploads.values()]).mean(0)
+        self.server["weights"] = torch.stack([upload.tensor("weights") for upload in uploads.values()]).mean(
+            0
+        )
 
 
 @BROKEN.fails("server reads uploads only")
@@ -68,7 +70,9 @@ class IgnoresLabels(FedAvg):
 @BROKEN.fails("orders are obeyed")
 class IgnoresSteps(FedAvg):
     def local_batches(self, data, client, *, epochs, steps, **order):
-        return super().local_batches(data, client, epochs=epochs, steps=data.num_steps(client, epochs), **order)
+        return super().local_batches(
+            data, client, epochs=epochs, steps=data.num_steps(client, epochs), **order
+        )
 
 
 @BROKEN.fails("only its own examples")
@@ -128,7 +132,9 @@ class DividesByEverybody(FedAvg):
 @BROKEN.fails("permutation", "weights by examples")
 class WeighsByNumber(FedAvg):
     def upload(self, client):
-        return Payload({**super().upload(client), "examples": torch.tensor(min(client.id + 1, len(client.train)))})
+        return Payload(
+            {**super().upload(client), "examples": torch.tensor(min(client.id + 1, len(client.train)))}
+        )
 
 
 @BROKEN.fails("bytes on the wire")

@@ -1,4 +1,5 @@
-"""What a method declares of itself is checked, not taken on trust: SCAFFOLD and FedNova pass, wrong ones are told what is wrong."""
+"""What a method declares of itself is checked, not taken on trust: SCAFFOLD and FedNova pass, wrong ones are
+told what is wrong."""
 
 from __future__ import annotations
 
@@ -23,7 +24,8 @@ def failures(method, *names):
 
 
 class FedNova(Method):
-    """Normalised averaging (Wang et al., NeurIPS 2020), for plain SGD: x + tau_eff sum_k p_k (y_k - x) / tau_k."""
+    """Normalised averaging (Wang et al., NeurIPS 2020), for plain SGD: x + tau_eff sum_k p_k (y_k - x) /
+    tau_k."""
 
     def upload(self, client):
         return Payload({**super().upload(client), "steps": torch.tensor([float(self.local_steps)])})
@@ -34,7 +36,9 @@ class FedNova(Method):
         total = sum(int(u.tensor("examples")) for u in sent)
         shares = [int(u.tensor("examples")) / total for u in sent]
         steps = [float(u.tensor("steps")) for u in sent]
-        mean = sum(p * (u.tensor("weights") - start) / tau for p, tau, u in zip(shares, steps, sent, strict=True))
+        mean = sum(
+            p * (u.tensor("weights") - start) / tau for p, tau, u in zip(shares, steps, sent, strict=True)
+        )
         self.server["weights"] = start + sum(p * tau for p, tau in zip(shares, steps, strict=True)) * mean
 
 
@@ -43,7 +47,13 @@ def test_a_strangers_method_passes(method):
     outcomes = list(run_checks(subject_of(method)))
     assert [(o.check, o.detail) for o in outcomes if o.verdict == "failed"] == []
     passed = {o.check for o in outcomes if o.verdict == "passed"}
-    assert {"known optimum", "agreement", "partial participation", "weights by examples", "federation size"} <= passed
+    assert {
+        "known optimum",
+        "agreement",
+        "partial participation",
+        "weights by examples",
+        "federation size",
+    } <= passed
     assert ("control variates" in passed) == (method is Scaffold)
 
 
@@ -155,7 +165,9 @@ def test_a_wrong_scaffold_is_told_what_is_wrong(wrong, says):
 
 class Uniform(FedAvg):
     def aggregate(self, uploads):
-        self.server["weights"] = torch.stack([upload.tensor("weights") for upload in uploads.values()]).mean(0)
+        self.server["weights"] = torch.stack([upload.tensor("weights") for upload in uploads.values()]).mean(
+            0
+        )
 
 
 class DeclaredUniform(Uniform):
@@ -181,7 +193,17 @@ class DeclaredSlower(Slower):
 
 @pytest.mark.parametrize("declared", [DeclaredUniform, DeclaredSlower])
 def test_what_is_declared_and_true_is_no_failure(declared):
-    assert failures(declared, "known optimum", "partial participation", "weights by examples", "federation size", "copies") == {}
+    assert (
+        failures(
+            declared,
+            "known optimum",
+            "partial participation",
+            "weights by examples",
+            "federation size",
+            "copies",
+        )
+        == {}
+    )
 
 
 class NotUniform(FedAvg):
@@ -221,7 +243,8 @@ def test_what_is_not_so_or_not_declared(wrong, check, says):
 
 
 def test_the_reference_is_a_plain_torch_loop_and_ends_where_nothing_drifts():
-    """Clients make 1, 2 and 5 steps: averaging ends elsewhere, and so does another sign, which a golden number would not notice."""
+    """Clients make 1, 2 and 5 steps: averaging ends elsewhere, and so does another sign, which a golden
+    number would not notice."""
     steps, lr, clients = {0: 1, 1: 2, 2: 5}, 0.05, 3
     rounds = [Round(steps, steps, lr)] * 400
     found = path(torch.zeros(6), rounds, [1.0] * clients)
@@ -230,7 +253,11 @@ def test_the_reference_is_a_plain_torch_loop_and_ends_where_nothing_drifts():
     assert float((averaging[-1] - CENTRES[:clients].double().mean(0)).abs().max()) > 0.3
     assert not path(torch.zeros(6), rounds, [1.0] * clients, sign=-1.0)[-1].abs().max() < 1e6
 
-    x, c, own = torch.zeros(6, dtype=torch.float64), torch.zeros(6, dtype=torch.float64), torch.zeros(3, 6, dtype=torch.float64)
+    x, c, own = (
+        torch.zeros(6, dtype=torch.float64),
+        torch.zeros(6, dtype=torch.float64),
+        torch.zeros(3, 6, dtype=torch.float64),
+    )
     for expected in found[:5]:
         ended, new = [], own.clone()
         for k, count in steps.items():

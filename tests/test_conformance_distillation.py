@@ -76,7 +76,11 @@ class KDForgetsTheSquare(FedKD):
 
     def training_step(self, batch, batch_idx=0):
         outputs = super().training_step(batch, batch_idx)
-        return outputs if "loss_task" in outputs else {name: value / self.temperature for name, value in outputs.items()}
+        return (
+            outputs
+            if "loss_task" in outputs
+            else {name: value / self.temperature for name, value in outputs.items()}
+        )
 
 
 @BROKEN.fails("nothing in place")

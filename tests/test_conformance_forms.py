@@ -1,4 +1,5 @@
-"""Methods of unusual form: their own losses and batches are no failure, what cannot make a step is told so once."""
+"""Methods of unusual form: their own losses and batches are no failure, what cannot make a step is told so
+once."""
 
 from __future__ import annotations
 
@@ -53,7 +54,9 @@ def test_what_is_ones_own_is_no_failure(unusual, why):
     for check in OPTIMA:
         assert outcomes[check].verdict == "not applicable"
         assert why in outcomes[check].detail
-    assert {outcomes[check].verdict for check in ("learning", "copies", "weights by examples", "diverged client")} == {"passed"}
+    assert {
+        outcomes[check].verdict for check in ("learning", "copies", "weights by examples", "diverged client")
+    } == {"passed"}
 
 
 class PlainLoss(FedAvg):

@@ -58,7 +58,11 @@ def test_numbers_of_a_criterion(tmp_path):
 
 def test_labels_that_are_no_names(tmp_path):
     accuracies = {"KD a=1": A, "KD-a": B, "KD": C}
-    text = ["accuracy(KD a=1) - accuracy(KD-a) >= -0.005", "accuracy('KD a=1') > accuracy(KD)", "p(KD a=1, KD) <= 0.2"]
+    text = [
+        "accuracy(KD a=1) - accuracy(KD-a) >= -0.005",
+        "accuracy('KD a=1') > accuracy(KD)",
+        "p(KD a=1, KD) <= 0.2",
+    ]
     assert decisions(tmp_path, *text, accuracies=accuracies) == ["holds", "holds", "holds"]
 
 
@@ -136,7 +140,12 @@ def test_degradation_is_paired_and_every_level_counts(tmp_path):
         "A": {ON: A, OFF: {s: a + 0.01 * (s + 1) for s, a in A.items()}},
         "B": {ON: {s: b - 0.10 - 0.01 * s**2 for s, b in clean_b.items()}, OFF: clean_b},
     }
-    criteria = ["drop(A) - drop(B) <= -0.05", "drop(A) <= 0.005", "accuracy(A) >= 0.85", "accuracy(A) < accuracy(B)"]
+    criteria = [
+        "drop(A) - drop(B) <= -0.05",
+        "drop(A) <= 0.005",
+        "accuracy(A) >= 0.85",
+        "accuracy(A) < accuracy(B)",
+    ]
     make_study(tmp_path / "runs", accuracies, criteria=criteria, proposed=["A"], **GRID)
     comparison = comparison_of(tmp_path / "runs")
     drops = {label: one for _, label, one in comparison.degradations()}
@@ -172,7 +181,9 @@ def test_what_test_measured_is_compared_and_what_it_did_not_is_undecided(tmp_pat
     compare("study", tmp_path / "out", tmp_path / "runs")
     report = report_of(tmp_path / "out")
     assert [entry["verdict"] for entry in report["criteria"]] == ["holds", "undecided"]
-    assert report["levels"][0]["methods"]["A"]["metrics"]["test/ece"]["mean"] == 0.1  # the round's own, not another checkpoint's
+    assert (
+        report["levels"][0]["methods"]["A"]["metrics"]["test/ece"]["mean"] == 0.1
+    )  # the round's own, not another checkpoint's
     assert "FGSM (%)" in (tmp_path / "out/report.md").read_text()
 
 
@@ -194,14 +205,19 @@ def test_which_way_a_metric_is_better():
              "bits/average"]  # fmt: skip
     assert {direction(name) for name in higher} == {1}
     assert {direction(name) for name in lower} == {-1}
-    assert {direction(name) for name in ("calibration/temperature", "clients/trained", "final/best_val_round")} == {None}
+    assert {
+        direction(name) for name in ("calibration/temperature", "clients/trained", "final/best_val_round")
+    } == {None}
 
 
 @pytest.mark.parametrize(
-    "criterion", ["drop(A) < 0.1", "rounds(A) < 10", "megabytes(A) < 10", "p(A, A) < 0.05", "p(A, B) < 5", "p(A, B) < 0"]
+    "criterion",
+    ["drop(A) < 0.1", "rounds(A) < 10", "megabytes(A) < 10", "p(A, A) < 0.05", "p(A, B) < 5", "p(A, B) < 0"],
 )
 def test_criteria_that_cannot_be_judged_are_refused_before_the_runs(tmp_path, criterion):
     path = tmp_path / "study.yaml"
-    path.write_text(json.dumps({"study": "s", "seeds": [0], "methods": {"A": {}, "B": {}}, "criteria": [criterion]}))
+    path.write_text(
+        json.dumps({"study": "s", "seeds": [0], "methods": {"A": {}, "B": {}}, "criteria": [criterion]})
+    )
     with pytest.raises(InputError, match="criterion"):
         Study.read(path)

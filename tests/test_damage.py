@@ -1,4 +1,5 @@
-"""Random damage to the files of a run: what is read is what was written, or it is refused by name, never something else."""
+"""Random damage to the files of a run: what is read is what was written, or it is refused by name, never
+something else."""
 
 from __future__ import annotations
 
@@ -45,7 +46,11 @@ HOW = {
 
 def damage(run: Path, dice: random.Random) -> str:
     """Damage one file of the run, remove it, or put another one in its place; say what was done."""
-    files = sorted(path for path in run.rglob("*") if path.is_file() and path.parent.name != "figures" and path.name != "run.log")
+    files = sorted(
+        path
+        for path in run.rglob("*")
+        if path.is_file() and path.parent.name != "figures" and path.name != "run.log"
+    )
     file, how = dice.choice(files), dice.choice([*HOW, "removed", "another"])
     if how == "removed":
         file.unlink()
@@ -77,7 +82,10 @@ def test_damaged_files_are_never_taken_for_whole_ones(whole, tmp_path, caplog):
                 for name, tensor in all_of.items()
             )
             silent += [] if same else [(trial, what)]
-            newest, earlier = newest + (found.path.name == "round_000003"), earlier + (found.path.name != "round_000003")
+            newest, earlier = (
+                newest + (found.path.name == "round_000003"),
+                earlier + (found.path.name != "round_000003"),
+            )
         except InputError:
             refused.append(what)
         shutil.rmtree(run)
@@ -85,6 +93,10 @@ def test_damaged_files_are_never_taken_for_whole_ones(whole, tmp_path, caplog):
     assert newest + earlier + len(refused) == DAMAGES
     assert newest > DAMAGES // 2  # damage to an older checkpoint, or to one copy of a table, costs nothing
     assert earlier > DAMAGES // 10  # damage to the newest costs one round
-    for what in refused:  # only two damages that hit both copies of a table can cost a run with three checkpoints
+    for (
+        what
+    ) in refused:  # only two damages that hit both copies of a table can cost a run with three checkpoints
         (first, _), (second, _) = (entry.split(" ", 1) for entry in what)
-        assert {first, second} in ({f"{name}.csv", f"checkpoints/{name}.csv"} for name in ("metrics", "ledger"))
+        assert {first, second} in (
+            {f"{name}.csv", f"checkpoints/{name}.csv"} for name in ("metrics", "ledger")
+        )

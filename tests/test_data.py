@@ -22,7 +22,8 @@ CPU = torch.device("cpu")
 
 
 def number_images(data: FederatedImages) -> None:
-    """Every training image becomes its own index, and normalisation the identity, so that batches can be read."""
+    """Every training image becomes its own index, and normalisation the identity, so that batches can be
+    read."""
     index = torch.arange(len(data.train_images))
     data.train_images[:] = 0
     data.train_images[:, 0, 0, 0], data.train_images[:, 1, 0, 0] = (index % 256).byte(), (index // 256).byte()
@@ -34,7 +35,8 @@ def read_index(x: Tensor) -> list[int]:
     return (low + 256 * high).tolist()
 
 
-# --- batches ---------------------------------------------------------------------------------------------------------------
+# --- batches
+# ---------------------------------------------------------------------------------------------------------------
 
 
 def test_every_example_comes_once_an_epoch_with_its_label() -> None:
@@ -67,7 +69,12 @@ def test_no_batch_has_a_single_example() -> None:
     assert read_index(x) == [5, 5]
     assert y.tolist() == data.train_target[[5, 5]].tolist()
     assert not rest
-    assert [len(y) for _, y in data.train_batches(Client(0, np.arange(9), none), round=1, epochs=2)] == [4, 5, 4, 5]
+    assert [len(y) for _, y in data.train_batches(Client(0, np.arange(9), none), round=1, epochs=2)] == [
+        4,
+        5,
+        4,
+        5,
+    ]
     assert not list(data.train_batches(Client(0, none, none), round=1, epochs=1))
 
 
@@ -78,8 +85,16 @@ def test_steps_cut_and_labels_replace() -> None:
     cut = list(data.train_batches(client, round=2, epochs=2, steps=3))
     longer = list(data.train_batches(client, round=2, epochs=3))
     assert len(cut) == 3
-    assert all(torch.equal(a, b) for one, other in zip(cut, whole, strict=False) for a, b in zip(one, other, strict=True))
-    assert all(torch.equal(a, b) for one, other in zip(whole, longer, strict=False) for a, b in zip(one, other, strict=True))
+    assert all(
+        torch.equal(a, b)
+        for one, other in zip(cut, whole, strict=False)
+        for a, b in zip(one, other, strict=True)
+    )
+    assert all(
+        torch.equal(a, b)
+        for one, other in zip(whole, longer, strict=False)
+        for a, b in zip(one, other, strict=True)
+    )
     number_images(data)
     data.crop, data.flip = "none", False
     other = 9 - data.labels(client)
@@ -106,9 +121,15 @@ def test_batches_side_by_side_are_those_of_each_client(augmented: bool) -> None:
                 seen[at].append(batch)
     assert groups > 1
     for at, client in enumerate(clients):
-        alone = list(data.train_batches(client, round=3, epochs=epochs[at], labels=labels[at], steps=steps[at]))
+        alone = list(
+            data.train_batches(client, round=3, epochs=epochs[at], labels=labels[at], steps=steps[at])
+        )
         assert len(alone) == len(seen[at])
-        assert all(torch.equal(a, b) for one, other in zip(alone, seen[at], strict=True) for a, b in zip(one, other, strict=True))
+        assert all(
+            torch.equal(a, b)
+            for one, other in zip(alone, seen[at], strict=True)
+            for a, b in zip(one, other, strict=True)
+        )
 
 
 def test_global_seeds_change_nothing_and_rounds_and_clients_do() -> None:
@@ -126,7 +147,9 @@ def test_global_seeds_change_nothing_and_rounds_and_clients_do() -> None:
     assert not torch.equal(one, batches(1, seed=1))
 
 
-@pytest.mark.parametrize(("crop", "flip"), [("none", False), ("none", True), ("pad", False), ("pad", True), ("shrink", True)])
+@pytest.mark.parametrize(
+    ("crop", "flip"), [("none", False), ("none", True), ("pad", False), ("pad", True), ("shrink", True)]
+)
 def test_augmentation_is_the_plain_loop(crop: str, flip: bool) -> None:
     """Same draws, one image at a time, by slicing."""
     data = ready(crop=crop, flip=flip, crop_size=27, synthetic_size=32, batch_size=16, partition=IID())
@@ -172,7 +195,8 @@ def test_normalisation_and_its_inverse() -> None:
     torch.testing.assert_close(data.denormalise(x), centre)
 
 
-# --- clients ---------------------------------------------------------------------------------------------------------------
+# --- clients
+# ---------------------------------------------------------------------------------------------------------------
 
 
 def test_validation_split() -> None:
@@ -193,7 +217,11 @@ def test_validation_batches_carry_their_owner() -> None:
     number_images(data)
     clients = [data.client(id) for id in (7, 2, 9)]
     batches = list(data.val_batches(clients, batch_size=8))
-    got = [pair for x, y, owner in batches for pair in zip(owner.tolist(), read_index(x), y.tolist(), strict=True)]
+    got = [
+        pair
+        for x, y, owner in batches
+        for pair in zip(owner.tolist(), read_index(x), y.tolist(), strict=True)
+    ]
     assert got == [(c.id, i, int(data.train_target[i])) for c in clients for i in c.val.tolist()]
     assert any(len(owner.unique()) > 1 for _, _, owner in batches)
     assert not list(data.val_batches([]))
@@ -218,7 +246,8 @@ def test_a_hundred_thousand_clients_start_quickly() -> None:
     assert perf_counter() - start < 30
 
 
-# --- data sets -------------------------------------------------------------------------------------------------------------
+# --- data sets
+# -------------------------------------------------------------------------------------------------------------
 
 
 def test_digits_are_learnable_and_split_by_class() -> None:
@@ -228,7 +257,10 @@ def test_digits_are_learnable_and_split_by_class() -> None:
     counts = [torch.bincount(target, minlength=10) for target in (data.train_target, data.test_target)]
     assert sum(map(sum, counts)) == 1797
     assert torch.all((counts[1] / (counts[0] + counts[1]) - 0.2).abs() < 0.005)
-    (train, test) = (images[:, 0, ::4, ::4].reshape(-1, 64).numpy() / 255 for images in (data.train_images, data.test_images))
+    (train, test) = (
+        images[:, 0, ::4, ::4].reshape(-1, 64).numpy() / 255
+        for images in (data.train_images, data.test_images)
+    )
     model = LogisticRegression(max_iter=300).fit(train, data.train_target)
     assert model.score(test, data.test_target) > 0.9
 
@@ -241,8 +273,13 @@ def test_synthetic_is_learnable_and_overlaps() -> None:
     centre = torch.stack([train[data.train_target == c].mean(0) for c in range(7)])
     accuracy = (torch.cdist(test, centre).argmin(1) == data.test_target).float().mean()
     assert 0.8 < accuracy < 1
-    assert torch.equal(data.train_images, ready(5, synthetic_examples=3000, synthetic_size=20, synthetic_classes=7).train_images)
-    assert not torch.equal(data.train_images, ready(synthetic_examples=3000, synthetic_size=20, synthetic_seed=1).train_images)
+    assert torch.equal(
+        data.train_images,
+        ready(5, synthetic_examples=3000, synthetic_size=20, synthetic_classes=7).train_images,
+    )
+    assert not torch.equal(
+        data.train_images, ready(synthetic_examples=3000, synthetic_size=20, synthetic_seed=1).train_images
+    )
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,5 @@
-"""A client's batches and steps on a GPU, as far as they can be seen without one: on tensors of a device and a shape, without values.
+"""A client's batches and steps on a GPU, as far as they can be seen without one: on tensors of a device and a
+shape, without values.
 
 Reading a value or mixing devices raises; what moves between them is counted. The backward pass needs a card.
 """
@@ -40,7 +41,9 @@ class Crossings(TorchDispatchMode):
 
 def on_cuda(tensor: Tensor) -> Tensor:
     moved = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=CUDA)
-    return nn.Parameter(moved, requires_grad=tensor.requires_grad) if isinstance(tensor, nn.Parameter) else moved
+    return (
+        nn.Parameter(moved, requires_grad=tensor.requires_grad) if isinstance(tensor, nn.Parameter) else moved
+    )
 
 
 @pytest.mark.parametrize("name", TEN)

@@ -1,4 +1,5 @@
-"""Meters that draw: what they show is what the run did, they leave its result alone, and no figure ever ends it."""
+"""Meters that draw: what they show is what the run did, they leave its result alone, and no figure ever ends
+it."""
 
 from __future__ import annotations
 
@@ -49,7 +50,8 @@ FIGURES = {
 
 
 class Dropping(nn.Module):
-    """Has what a careless measurement would disturb: BatchNorm's statistics and counter, and the dropout stream."""
+    """Has what a careless measurement would disturb: BatchNorm's statistics and counter, and the dropout
+    stream."""
 
     def __init__(self, num_classes: int) -> None:
         super().__init__()
@@ -73,7 +75,9 @@ def rows(run_dir: Path) -> list[dict[str, str]]:
 
 
 def drawn(run_dir: Path) -> set[str]:
-    assert {path.stem for path in (run_dir / "figures").glob("*.pdf")} == {p.stem for p in (run_dir / "figures").glob("*.png")}
+    assert {path.stem for path in (run_dir / "figures").glob("*.pdf")} == {
+        p.stem for p in (run_dir / "figures").glob("*.png")
+    }
     return {path.stem for path in (run_dir / "figures").glob("*.png")}
 
 
@@ -85,7 +89,9 @@ def dropping(method: Any) -> Any:
 METHODS = {
     "FedMPQKD": lambda: dropping(FedMPQKD(teacher="joint", activation_bits=4)),
     "FedKD": lambda: dropping(FedKD()),
-    "FedMosaic": lambda: FedMosaic(reference=lambda C: SmallCNN(C, width=4), rank=2, num_blocks=2, optimizer=sgd(0.05)),
+    "FedMosaic": lambda: FedMosaic(
+        reference=lambda C: SmallCNN(C, width=4), rank=2, num_blocks=2, optimizer=sgd(0.05)
+    ),
 }
 
 
@@ -94,7 +100,9 @@ def test_the_result_is_the_same_bit_for_bit(name, tmp_path, caplog):
     settings = {"max_rounds": 3, "participation": 0.5}
     plain = run(METHODS[name](), images(val_fraction=0.1), tmp_path / "plain", **settings)
     before = torch.get_rng_state(), np.random.get_state()[1].tolist()  # noqa: NPY002
-    watched = run(METHODS[name](), images(val_fraction=0.1), tmp_path / "watched", callbacks=meters(), **settings)
+    watched = run(
+        METHODS[name](), images(val_fraction=0.1), tmp_path / "watched", callbacks=meters(), **settings
+    )
     assert torch.equal(before[0], torch.get_rng_state())
     assert before[1] == np.random.get_state()[1].tolist()  # noqa: NPY002
     assert weights_hash(plain) == weights_hash(watched)
@@ -102,7 +110,9 @@ def test_the_result_is_the_same_bit_for_bit(name, tmp_path, caplog):
         same = {key: value for key, value in after.items() if not key.startswith(("gradient/", "time/"))}
         assert same == {key: value for key, value in before.items() if not key.startswith("time/")}
     assert (plain.run_dir / "ledger.csv").read_text() == (watched.run_dir / "ledger.csv").read_text()
-    idle = {"FedMPQKD": set(), "FedMosaic": {"bit_widths", "feature_map", "loss_landscape"}}.get(name, {"bit_widths"})
+    idle = {"FedMPQKD": set(), "FedMosaic": {"bit_widths", "feature_map", "loss_landscape"}}.get(
+        name, {"bit_widths"}
+    )
     assert {figure for figure in drawn(watched.run_dir) if "round" not in figure} == FIGURES - idle
     assert drawn(watched.run_dir) - FIGURES == {"confusion_matrix_round_0002"}
     for message in caplog.messages:
@@ -123,16 +133,22 @@ def test_history_survives_a_resume(tmp_path):
         watching = meters()
         method, data = on_images(FedMPQ(bits=4, lambda_b=0.05, prune_threshold=0.3)), images(val_fraction=0.1)
         settings = {"max_rounds": 5, "participation": 0.5, "checkpoint_every": 1}
-        return run(method, data, tmp_path / folder, callbacks=[*watching, last], ckpt_path=ckpt_path, **settings), watching
+        return run(
+            method, data, tmp_path / folder, callbacks=[*watching, last], ckpt_path=ckpt_path, **settings
+        ), watching
 
     whole, expected = fit("whole", last=Stressor())
     with pytest.raises(KeyboardInterrupt):
         fit("stopped", last=(stop := Stop()))
     continued, found = fit("stopped", last=stop, ckpt_path="last")
-    assert [json.dumps(meter.state_dict()) for meter in found] == [json.dumps(meter.state_dict()) for meter in expected]
+    assert [json.dumps(meter.state_dict()) for meter in found] == [
+        json.dumps(meter.state_dict()) for meter in expected
+    ]
     assert drawn(continued.run_dir) == drawn(whole.run_dir) >= FIGURES
     for name in FIGURES:
-        assert (continued.run_dir / f"figures/{name}.png").read_bytes() == (whole.run_dir / f"figures/{name}.png").read_bytes()
+        assert (continued.run_dir / f"figures/{name}.png").read_bytes() == (
+            whole.run_dir / f"figures/{name}.png"
+        ).read_bytes()
     bits = found[0].state_dict()
     assert bits["rounds"] == [0, 1, 2, 3, 4, 5]
     assert bits["bits"][0] == [4] * len(bits["bits"][0])
@@ -143,7 +159,8 @@ def test_history_survives_a_resume(tmp_path):
 
 
 def test_gradient_norms_of_a_quadratic(tmp_path):
-    """L_k = |w - c_k|^2 / 2: the gradient at the broadcast w is w - c_k. FedProx's term starts at its minimum."""
+    """L_k = |w - c_k|^2 / 2: the gradient at the broadcast w is w - c_k. FedProx's term starts at its
+    minimum."""
     counts, seen = (3, 1), []
 
     class Sent(callbacks.ProgressBar):
@@ -151,7 +168,9 @@ def test_gradient_norms_of_a_quadratic(tmp_path):
             seen.append(float((context.method.server["weights"] - CENTRES[client.id]).norm()))
 
     method = on_points(FedProx(mu=0.5))
-    trainer = run(method, Points(counts), tmp_path, callbacks=[GradientNorms(every=2, clients=2), Sent()], max_rounds=3)
+    trainer = run(
+        method, Points(counts), tmp_path, callbacks=[GradientNorms(every=2, clients=2), Sent()], max_rounds=3
+    )
     found = rows(trainer.run_dir)
     for round, (first, second) in ((1, seen[0:2]), (3, seen[4:6])):
         assert float(found[round - 1]["gradient/task"]) == pytest.approx((first + second) / 2, rel=1e-6)
@@ -161,14 +180,25 @@ def test_gradient_norms_of_a_quadratic(tmp_path):
 
 
 def test_gradient_norms_of_the_loss_terms(tmp_path):
-    """Of one and the same start: bit grows with lambda_b, kd with alpha, task with neither; without a term it is 0."""
+    """Of one and the same start: bit grows with lambda_b, kd with alpha, task with neither; without a term it
+    is 0."""
 
     def norms(**settings: float) -> dict[str, float]:
         folder = tmp_path / "-".join(map(str, settings.values()))
-        trainer = run(on_images(FedMPQKD(**settings)), images(), folder, callbacks=[GradientNorms()], max_rounds=1)
-        return {key: float(value) for key, value in rows(trainer.run_dir)[0].items() if key.startswith("gradient/")}
+        trainer = run(
+            on_images(FedMPQKD(**settings)), images(), folder, callbacks=[GradientNorms()], max_rounds=1
+        )
+        return {
+            key: float(value)
+            for key, value in rows(trainer.run_dir)[0].items()
+            if key.startswith("gradient/")
+        }
 
-    one, two, none = norms(lambda_b=0.01, alpha=0.5), norms(lambda_b=0.02, alpha=1.0), norms(lambda_b=0.0, alpha=0.0)
+    one, two, none = (
+        norms(lambda_b=0.01, alpha=0.5),
+        norms(lambda_b=0.02, alpha=1.0),
+        norms(lambda_b=0.0, alpha=0.0),
+    )
     assert two == pytest.approx(
         {"gradient/task": one["gradient/task"], **{k: 2 * one[k] for k in ("gradient/bit", "gradient/kd")}}
     )
@@ -181,9 +211,18 @@ def test_gradients_are_of_the_labels_that_the_client_trains_on(tmp_path):
         def change_labels(self, labels, *, client, round, context):
             return 1 - labels
 
-    trainer = run(on_points(FedAvg()), Points((1, 1)), tmp_path, callbacks=[Flip(), GradientNorms(clients=1)], max_rounds=1)
+    trainer = run(
+        on_points(FedAvg()),
+        Points((1, 1)),
+        tmp_path,
+        callbacks=[Flip(), GradientNorms(clients=1)],
+        max_rounds=1,
+    )
     torch.testing.assert_close(
-        float(rows(trainer.run_dir)[0]["gradient/task"]), float((initial(tmp_path) - CENTRES[1]).norm()), rtol=1e-5, atol=0
+        float(rows(trainer.run_dir)[0]["gradient/task"]),
+        float((initial(tmp_path) - CENTRES[1]).norm()),
+        rtol=1e-5,
+        atol=0,
     )
 
 
@@ -196,13 +235,25 @@ def initial(folder: Path) -> torch.Tensor:
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory) -> Any:
     torch.set_num_threads(1)
-    watching = [LossLandscape(points=3, examples=1000), ClientAccuracyFigure(), ConfusionMatrix(), AccuracyBytesFigure()]
+    watching = [
+        LossLandscape(points=3, examples=1000),
+        ClientAccuracyFigure(),
+        ConfusionMatrix(),
+        AccuracyBytesFigure(),
+    ]
     data = images(val_fraction=0.2)
-    return run(on_images(FedMPQKD(bits=2)), data, tmp_path_factory.mktemp("trained"), callbacks=watching, max_rounds=2)
+    return run(
+        on_images(FedMPQKD(bits=2)),
+        data,
+        tmp_path_factory.mktemp("trained"),
+        callbacks=watching,
+        max_rounds=2,
+    )
 
 
 def test_the_centre_of_the_landscape_is_the_run(trained):
-    """Over all test images the student's loss at 0 is the run's test/loss; a step to the side is a step in the weights."""
+    """Over all test images the student's loss at 0 is the run's test/loss; a step to the side is a step in
+    the weights."""
     landscape = trained.callbacks[0]
     losses, count = landscape._losses(trained, np.array([-1.0, 0.0, 1.0]))
     assert count == len(trained.data.test_target)
@@ -241,8 +292,12 @@ def test_features_are_what_the_last_layer_sees(method, tmp_path):
     student, teacher = found.values()
     for network in (student, teacher):
         features = torch.from_numpy(penultimate(network, trainer.data, position))
-        torch.testing.assert_close(network.classifier(features), network(trainer.data.inputs("test", position)))
-    torch.testing.assert_close(trainer.method.layout.read(teacher), trainer.method.server["weights"], rtol=0, atol=0)
+        torch.testing.assert_close(
+            network.classifier(features), network(trainer.data.inputs("test", position))
+        )
+    torch.testing.assert_close(
+        trainer.method.layout.read(teacher), trainer.method.server["weights"], rtol=0, atol=0
+    )
     assert not torch.equal(trainer.method.layout.read(student), trainer.method.server["weights"])
     assert set(layer_bits(trainer.method)) == {2}
 
@@ -262,7 +317,9 @@ def test_confusion_by_hand(trained):
     counts = confusion_counts(probs, torch.tensor([0, 1, 2, 1, 2]))
     assert counts.tolist() == [[1, 0, 0], [1, 1, 0], [0, 1, 1]]
     assert as_csv(counts) == "true class,0,1,2\n0,1,0,0\n1,1,1,0\n2,0,1,1\n"
-    written = list(csv.reader((trained.run_dir / "figures" / "confusion_matrix.csv").read_text().splitlines()))[1:]
+    written = list(
+        csv.reader((trained.run_dir / "figures" / "confusion_matrix.csv").read_text().splitlines())
+    )[1:]
     kept = np.array(written, int)[:, 1:]
     assert kept.sum(axis=1).tolist() == torch.bincount(trained.data.test_target).tolist()
     assert np.trace(kept) / kept.sum() == pytest.approx(float(rows(trained.run_dir)[-1]["test/accuracy"]))
@@ -290,7 +347,9 @@ def test_figures_of_extreme_runs_can_be_drawn():
         client_accuracy_figure(ones, np.array([1]), 1),
         confusion_figure(np.diag([1, 0, 2]), "a class without examples"),
         confusion_figure(rng.integers(0, 9, (100, 100)), "many classes"),
-        feature_figure({"one": rng.normal(size=(60, 3))}, [rng.normal(size=(60, 2))], np.arange(60) % 30, "many classes"),
+        feature_figure(
+            {"one": rng.normal(size=(60, 3))}, [rng.normal(size=(60, 2))], np.arange(60) % 30, "many classes"
+        ),
         gradient_figure([(1, {"task": 1.0, "kd": 0.0}), (6, {"task": float("nan")})]),
         contour_figure(np.array([-1.0, 0, 1]), {"flat": np.full((3, 3), 2.3)}, "flat"),
         contour_figure(np.array([-1.0, 0, 1]), {"steep": np.array([[1e-3, 1, np.inf]] * 3)}, "steep"),
@@ -350,8 +409,14 @@ def test_a_run_that_diverges_ends_with_its_figures(tmp_path, caplog):
 @pytest.mark.parametrize(
     ("make", "said"),
     [
-        (lambda: ConfusionMatrix(every=-1), "ConfusionMatrix(every=-1); rounds between figures, 0 or more; write every: 0"),
-        (lambda: GradientNorms(every=0), "GradientNorms(every=0); rounds between measurements, 1 or more; write every: 5"),
+        (
+            lambda: ConfusionMatrix(every=-1),
+            "ConfusionMatrix(every=-1); rounds between figures, 0 or more; write every: 0",
+        ),
+        (
+            lambda: GradientNorms(every=0),
+            "GradientNorms(every=0); rounds between measurements, 1 or more; write every: 5",
+        ),
         (lambda: GradientNorms(clients=0), "clients=0); clients to measure, 1 or more; write clients: 2"),
         (lambda: FeatureMap(examples=3), "examples=3); a map needs 10 images or more; write examples: 1000"),
         (lambda: FeatureMap(perplexity=0), "perplexity=0); it is above 0; write perplexity: 30"),
@@ -369,7 +434,9 @@ def test_bad_arguments(make, said):
 
 def test_the_overlay_has_every_diagnostic_with_its_settings():
     overlay = yaml.safe_load((ROOT / "configs" / "overlays" / "diagnostics.yaml").read_text())
-    entries = {entry["class_path"].split(".")[1]: entry["init_args"] for entry in overlay["trainer"]["callbacks+"]}
+    entries = {
+        entry["class_path"].split(".")[1]: entry["init_args"] for entry in overlay["trainer"]["callbacks+"]
+    }
     assert entries.keys() == {type(meter).__name__ for meter in meters()}
     for name, settings in entries.items():
         assert vars(getattr(callbacks, name)(**settings)).keys() >= settings.keys()
@@ -379,7 +446,9 @@ def test_figures_are_artifacts_of_the_mlflow_run(tmp_path, monkeypatch):
     mlflow = pytest.importorskip("mlflow")
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
-    trainer = run(on_images(FedAvg()), images(), tmp_path, callbacks=[ConfusionMatrix()], max_rounds=1, logger=True)
+    trainer = run(
+        on_images(FedAvg()), images(), tmp_path, callbacks=[ConfusionMatrix()], max_rounds=1, logger=True
+    )
     client = mlflow.MlflowClient(f"sqlite:///{tmp_path}/mlflow.db")
     kept = {item.path for item in client.list_artifacts(trainer.journal.tracker.run_id, "figures")}
     assert kept == {f"figures/confusion_matrix.{suffix}" for suffix in ("png", "pdf", "csv")}

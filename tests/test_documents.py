@@ -1,4 +1,5 @@
-"""Documents that would be too large once built: refused at once wherever one is read, while ordinary anchors and aliases stay."""
+"""Documents that would be too large once built: refused at once wherever one is read, while ordinary anchors
+and aliases stay."""
 
 from __future__ import annotations
 
@@ -27,8 +28,12 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for name in [name for name in os.environ if name.startswith("FL_LIGHTNING_")]:
         monkeypatch.delenv(name)
     (tmp_path / "bomb.yaml").write_text(bomb())
-    (tmp_path / "merge.yaml").write_text("a: &a {x: 1, y: 2}\nb: &b {<<: [" + ", ".join(["*a"] * 40_000) + "]}\n")
-    (tmp_path / "leaves.yaml").write_text("trainer:\n  tags:\n" + "".join(f"    k{i}: 1\n" for i in range(30_000)))
+    (tmp_path / "merge.yaml").write_text(
+        "a: &a {x: 1, y: 2}\nb: &b {<<: [" + ", ".join(["*a"] * 40_000) + "]}\n"
+    )
+    (tmp_path / "leaves.yaml").write_text(
+        "trainer:\n  tags:\n" + "".join(f"    k{i}: 1\n" for i in range(30_000))
+    )
     (tmp_path / "large.yaml").write_bytes(b"a: 1 # " + bytes(3 * 2**20))
     (tmp_path / "deep.yaml").write_text("a: " + "[" * 60_000)
     (tmp_path / "itself.yaml").write_text("a: &a [*a]\n")
@@ -72,7 +77,9 @@ def test_a_value_of_a_flag_or_a_variable_that_is_too_large_is_refused(
     assert "FL_LIGHTNING_TRAINER__TAGS" in refused(["fit", "--model", "FedAvg"], capsys)
 
 
-@pytest.mark.parametrize("text", [bomb(), bomb(2000), "[" + "1," * 5_000_000 + "]", "[" * 1_000_000], ids=range(4))
+@pytest.mark.parametrize(
+    "text", [bomb(), bomb(2000), "[" + "1," * 5_000_000 + "]", "[" * 1_000_000], ids=range(4)
+)
 def test_the_refusal_takes_less_than_a_second(text: str) -> None:
     started = perf_counter()
     with pytest.raises(InputError, match="which has more than"):

@@ -1,4 +1,5 @@
-"""A run that ends when its validation no longer improves is finished, and a configuration can be tried out without leaving anything."""
+"""A run that ends when its validation no longer improves is finished, and a configuration can be tried out
+without leaving anything."""
 
 from __future__ import annotations
 
@@ -21,7 +22,17 @@ from fl_lightning.run.tables import numbers
 from fl_lightning.study.results.gather import check_comparable, gather
 
 CONFIG = str(Path(__file__).parent.parent / "configs" / "fedavg.yaml")
-SMALL = ["fit", "--config", CONFIG, "--data.num_clients", "6", "--trainer.callbacks", "[]", "--trainer.logger", "false"]
+SMALL = [
+    "fit",
+    "--config",
+    CONFIG,
+    "--data.num_clients",
+    "6",
+    "--trainer.callbacks",
+    "[]",
+    "--trainer.logger",
+    "false",
+]
 
 
 class Scripted(Meter):
@@ -71,7 +82,10 @@ def test_the_run_ends_as_finished_and_says_why(tmp_path, caplog):
         _, folder = fit(tmp_path, 0.1, 0.3, 0.2, 0.3, 0.9)
         found = metadata_of(folder)
         assert (found["status"], rounds_of(folder)) == ("finished", 4)
-        assert found["stopped_early"] == "val/accuracy did not improve in 2 evaluated rounds, best 0.3 in round 2"
+        assert (
+            found["stopped_early"]
+            == "val/accuracy did not improve in 2 evaluated rounds, best 0.3 in round 2"
+        )
         assert found["stopped_early"] in caplog.text
         assert (found["final/best_val_round"], found["final/best_val_accuracy"]) == (2, 0.3)
         before = (folder / "metadata.json").read_bytes()
@@ -107,7 +121,14 @@ def test_what_was_seen_survives_a_resume(interrupted, tmp_path):
 def test_more_patience_continues_a_run_that_was_stopped(tmp_path):
     values = 0.1, 0.3, 0.2, 0.3, 0.5, 0.4
     _, folder = fit(tmp_path, *values, rounds=6)
-    fit(tmp_path, *values, rounds=6, stopping=EarlyStopping(patience=3), ckpt_path=str(folder), allow_changed=True)
+    fit(
+        tmp_path,
+        *values,
+        rounds=6,
+        stopping=EarlyStopping(patience=3),
+        ckpt_path=str(folder),
+        allow_changed=True,
+    )
     assert (rounds_of(folder), metadata_of(folder)["status"]) == (6, "finished")
     assert "stopped_early" not in metadata_of(folder)
 
@@ -127,7 +148,9 @@ def test_what_counts_as_an_improvement(settings, values, stops_after):
     for round, value in enumerate(values, start=1):
         stopping.on_validate({}, record := RoundRecord(round, {"val/accuracy": value}), None)
         stopping.on_round_end(record, None)
-        stopping.on_round_end(RoundRecord(round + 100, {"val/accuracy": 0.0}), None)  # not evaluated: it does not count
+        stopping.on_round_end(
+            RoundRecord(round + 100, {"val/accuracy": 0.0}), None
+        )  # not evaluated: it does not count
         if stopping.stop_reason() and stopped is None:
             stopped = round
     assert stopped == stops_after
@@ -159,13 +182,35 @@ def test_without_validation_examples_there_is_nothing_to_monitor():
 def test_stopped_runs_are_compared_with_whole_ones(tmp_path, monkeypatch):
     """They were asked for as many rounds."""
     monkeypatch.chdir(tmp_path)
-    stopping = ["--trainer.callbacks+=EarlyStopping", "--trainer.callbacks.patience", "1", "--trainer.callbacks.min_delta", "1"]
-    for flags in ([*stopping, "--trainer.run_name", "stopped"], ["--trainer.run_name", "whole", "--model.optimizer.lr", "0.02"]):
+    stopping = [
+        "--trainer.callbacks+=EarlyStopping",
+        "--trainer.callbacks.patience",
+        "1",
+        "--trainer.callbacks.min_delta",
+        "1",
+    ]
+    for flags in (
+        [*stopping, "--trainer.run_name", "stopped"],
+        ["--trainer.run_name", "whole", "--model.optimizer.lr", "0.02"],
+    ):
         assert main([*SMALL, *flags, "--trainer.max_rounds", "4"]) == 0
     results = gather("runs/fedavg", Path("runs"))
     check_comparable(results)
     assert sorted((run.rounds, run.asked_rounds) for run in results.runs) == [(2, 4), (4, 4)]
-    assert main([*SMALL, "--trainer.run_name", "short", "--model.optimizer.lr", "0.01", "--trainer.max_rounds", "2"]) == 0
+    assert (
+        main(
+            [
+                *SMALL,
+                "--trainer.run_name",
+                "short",
+                "--model.optimizer.lr",
+                "0.01",
+                "--trainer.max_rounds",
+                "2",
+            ]
+        )
+        == 0
+    )
     with pytest.raises(InputError, match="number of rounds"):
         check_comparable(gather("runs/fedavg", Path("runs")))
 
@@ -204,7 +249,9 @@ def test_trying_out_runs_everything_and_leaves_nothing(given, rounds, tmp_path, 
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     seen = []
-    monkeypatch.setattr(EarlyStopping, "on_round_end", lambda self, record, context: seen.append(record.metrics))
+    monkeypatch.setattr(
+        EarlyStopping, "on_round_end", lambda self, record, context: seen.append(record.metrics)
+    )
     stopping = [
         "--trainer.callbacks+=EarlyStopping",
         "--trainer.callbacks+=StragglerDropout",
@@ -238,7 +285,10 @@ def test_a_step_each_and_no_run_to_continue(tmp_path, monkeypatch, capsys):
     assert len(steps) == 3 * 2
     assert list(tmp_path.iterdir()) == []
     assert trainer.max_rounds == 7
-    for flags in (["--trainer.fast_dev_run", "true", "--ckpt_path", "last"], ["--trainer.fast_dev_run", "-1"]):
+    for flags in (
+        ["--trainer.fast_dev_run", "true", "--ckpt_path", "last"],
+        ["--trainer.fast_dev_run", "-1"],
+    ):
         assert main([*SMALL, *flags]) == 2
         assert capsys.readouterr().err.count("\n") == 1
 

@@ -79,7 +79,9 @@ def test_workers_change_no_bit_of_stacks(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     "optimizer",
     [
-        partial(torch.optim.AdamW, lr=1e-3, eps=1e-4),  # with a smaller one rounding decides the sign of a step of lr
+        partial(
+            torch.optim.AdamW, lr=1e-3, eps=1e-4
+        ),  # with a smaller one rounding decides the sign of a step of lr
         partial(torch.optim.Adagrad, lr=1e-2, initial_accumulator_value=0.1),
         partial(torch.optim.SGD, lr=0.05, momentum=0.9, dampening=0.5, weight_decay=0.01),
         partial(torch.optim.RMSprop, lr=1e-3, centered=True, momentum=0.5),
@@ -90,8 +92,13 @@ def test_workers_change_no_bit_of_stacks(tmp_path, monkeypatch):
 @pytest.mark.parametrize("norm", ["group", "batch"])
 def test_optimizers_and_statistics_in_stacks(optimizer, norm, tmp_path):
     network = partial(SmallCNN, width=4, norm=norm)
-    servers = [fit(FedAvg(network=network, optimizer=optimizer), tmp_path, engine=e)[0] for e in ("sequential", "batched")]
-    torch.testing.assert_close(servers[0]["weights"], servers[1]["weights"], rtol=0, atol=2e-4 if norm == "batch" else 2e-5)
+    servers = [
+        fit(FedAvg(network=network, optimizer=optimizer), tmp_path, engine=e)[0]
+        for e in ("sequential", "batched")
+    ]
+    torch.testing.assert_close(
+        servers[0]["weights"], servers[1]["weights"], rtol=0, atol=2e-4 if norm == "batch" else 2e-5
+    )
 
 
 class Careless(FedAvg):
@@ -200,7 +207,9 @@ def test_auto_takes_what_is_clearly_faster(tmp_path, monkeypatch, caplog):
         times = {SequentialEngine: 1.0, BatchedEngine: at_once}
         monkeypatch.setattr(choice, "MANY", 2)
         monkeypatch.setattr(choice, "HEAVY", 10.0)
-        monkeypatch.setattr(choice, "_seconds", lambda engine, orders, times=times: times[type(engine)] * len(orders))
+        monkeypatch.setattr(
+            choice, "_seconds", lambda engine, orders, times=times: times[type(engine)] * len(orders)
+        )
         with caplog.at_level(logging.INFO, "fl_lightning"):
             _, folder = fit(FedAvg(network=Wide), tmp_path)
         assert json.loads((folder / "metadata.json").read_text())["engine"] == expected
@@ -258,12 +267,15 @@ class Shuffles(FedAvg):
 
 
 class Perturbs(FedAvg):
-    """Each client starts from somewhere else, so that what one makes of the broadcast is not what all make of it."""
+    """Each client starts from somewhere else, so that what one makes of the broadcast is not what all make of
+    it."""
 
     def receive(self, message, client):
         super().receive(message, client)
         with torch.no_grad():
-            self.network.classifier.bias += torch.from_numpy(self.stream("start", client).normal(size=4).astype("float32"))
+            self.network.classifier.bias += torch.from_numpy(
+                self.stream("start", client).normal(size=4).astype("float32")
+            )
 
 
 class Personal(FedAvg):
@@ -334,4 +346,6 @@ class Keeps(FedAvg):
 
 
 def test_workers_return_kept_state_of_every_type(tmp_path):
-    assert same(fit(Keeps(network=SMALL), tmp_path, workers=1)[0], fit(Keeps(network=SMALL), tmp_path, workers=2)[0])
+    assert same(
+        fit(Keeps(network=SMALL), tmp_path, workers=1)[0], fit(Keeps(network=SMALL), tmp_path, workers=2)[0]
+    )

@@ -1,4 +1,5 @@
-"""A store that fails is named once and gets what it lacks as soon as it works; training goes on, and no round is there twice."""
+"""A store that fails is named once and gets what it lacks as soon as it works; training goes on, and no round
+is there twice."""
 
 import csv
 import json
@@ -58,7 +59,9 @@ def test_a_dead_store_warns_once_and_costs_seconds(
     assert tracked.run_id is None
 
 
-def test_a_store_that_dies_in_mid_run(tmp_path: Path, database: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_store_that_dies_in_mid_run(
+    tmp_path: Path, database: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     shutil.copy(database, tmp_path / "mlflow.db")
     tracked = track()
     tracked.start({}, {})
@@ -179,7 +182,9 @@ def test_one_failing_logger_leaves_the_others(
     unwilling.gate.set()
 
 
-def test_a_csv_file_whose_disk_was_full_has_every_round_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_csv_file_whose_disk_was_full_has_every_round_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(writer, "FIRST_RETRY", 0.05)
     logger = CSVLogger(tmp_path, name="csv", version=0, flush_logs_every_n_steps=1)
     original, answers = logger.experiment.save, iter(["", "full", "full"])
@@ -216,7 +221,9 @@ def test_a_store_that_fails_later_keeps_what_it_has_and_the_training_goes_on(
     monkeypatch.setattr(tracking, "TOGETHER", 1)
     trainer = run(on_points(FedAvg()), Points(), tmp_path, max_rounds=10, logger=True)
     assert len((trainer.run_dir / "metrics.csv").read_text().splitlines()) == 11
-    failed, lacks = [r.getMessage() for r in caplog.records if r.levelname == "WARNING" and r.name == "fl_lightning"]
+    failed, lacks = [
+        r.getMessage() for r in caplog.records if r.levelname == "WARNING" and r.name == "fl_lightning"
+    ]
     assert "the disk is gone" in failed
     assert f"fl_lightning track {trainer.run_dir}" in lacks
     (missing,) = json.loads((trainer.run_dir / "metadata.json").read_text())["untracked_rounds"].items()
@@ -227,6 +234,14 @@ def test_a_store_that_fails_later_keeps_what_it_has_and_the_training_goes_on(
 
     # continued when the store is well again, it is given what it lacks
     monkeypatch.setattr(tracking, "log_rounds", original)
-    run(on_points(FedAvg()), Points(), tmp_path, max_rounds=12, logger=True, ckpt_path=str(trainer.run_dir), allow_changed=True)
+    run(
+        on_points(FedAvg()),
+        Points(),
+        tmp_path,
+        max_rounds=12,
+        logger=True,
+        ckpt_path=str(trainer.run_dir),
+        allow_changed=True,
+    )
     assert [step for step, _ in steps(client, found.info.run_id, "comm/total_bytes")] == list(range(1, 13))
     assert "untracked_rounds" not in json.loads((trainer.run_dir / "metadata.json").read_text())

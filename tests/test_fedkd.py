@@ -75,7 +75,9 @@ def pulled(weights: torch.Tensor, id: int, steps: int = 2) -> torch.Tensor:
     return CENTRES[id] + 0.9**steps * (weights - CENTRES[id])
 
 
-def distilled(weights: torch.Tensor, soft_labels: torch.Tensor, temperature: float, epochs: int) -> torch.Tensor:
+def distilled(
+    weights: torch.Tensor, soft_labels: torch.Tensor, temperature: float, epochs: int
+) -> torch.Tensor:
     """The gradient of T^2 KL(p || softmax(z / T)) in z is T (softmax(z / T) - p); one batch an epoch."""
     for _ in range(epochs):
         weights = weights - 0.1 * temperature * (torch.softmax(weights / temperature, 0) - soft_labels)
@@ -85,7 +87,11 @@ def distilled(weights: torch.Tensor, soft_labels: torch.Tensor, temperature: flo
 @pytest.mark.parametrize("sharpen", [None, 0.1])
 def test_two_clients_by_hand_over_two_rounds(sharpen, tmp_path):
     """Soft labels weighted 3 : 1, the student, and what each client keeps, in closed form."""
-    method, watch, temperature = quadratic(temperature=2.0, distill_epochs=3, server_epochs=4, sharpen=sharpen), Watch(), 2.0
+    method, watch, temperature = (
+        quadratic(temperature=2.0, distill_epochs=3, server_epochs=4, sharpen=sharpen),
+        Watch(),
+        2.0,
+    )
     run(method, PublicPoints((3, 1)), tmp_path, max_rounds=2, callbacks=[watch])
     kept, student, p = [start_of(), start_of()], start_of(), None
     for round in (1, 2):
@@ -105,7 +111,9 @@ def test_two_clients_by_hand_over_two_rounds(sharpen, tmp_path):
 
 def test_two_of_six_take_part_and_the_others_do_not(tmp_path):
     counts, method, watch = (1, 2, 3, 4, 5, 6), quadratic(), Watch()
-    trainer = run(method, PublicPoints(counts), tmp_path, max_rounds=1, participation=2 / 6, callbacks=[watch])
+    trainer = run(
+        method, PublicPoints(counts), tmp_path, max_rounds=1, participation=2 / 6, callbacks=[watch]
+    )
     cohort = [int(row[1]) for row in rows(trainer)]
     assert len(cohort) == 2
     assert sorted(watch.seen) == [(1, id) for id in cohort]
@@ -119,7 +127,9 @@ def test_the_server_knows_only_what_was_sent(tmp_path):
     run(honest, PublicPoints(), tmp_path, max_rounds=1)
     run(silent, PublicPoints(), tmp_path, max_rounds=1, callbacks=[Watch(evenly)])
     torch.testing.assert_close(silent.server["soft_labels"], torch.full((P, 3), 1 / 3))
-    torch.testing.assert_close(silent.server["weights"], distilled(start_of(), torch.full((3,), 1 / 3), 1.0, 1))
+    torch.testing.assert_close(
+        silent.server["weights"], distilled(start_of(), torch.full((3,), 1 / 3), 1.0, 1)
+    )
     assert not torch.allclose(honest.server["weights"], silent.server["weights"], atol=1e-3)
     assert not torch.allclose(honest.server["weights"], start_of(), atol=1e-3)
 
@@ -175,14 +185,17 @@ def test_soft_labels_that_are_no_probabilities_are_rejected(change, tmp_path, ca
     assert not method.server["aggregated"]
 
 
-@pytest.mark.parametrize("change", [lambda p: p * (1 - 5e-4), lambda p: torch.eye(3)[[0, 1, 2, 0, 1]], evenly])
+@pytest.mark.parametrize(
+    "change", [lambda p: p * (1 - 5e-4), lambda p: torch.eye(3)[[0, 1, 2, 0, 1]], evenly]
+)
 def test_rounded_and_certain_probabilities_count(change, tmp_path):
     trainer = run(quadratic(), PublicPoints(), tmp_path, max_rounds=1, callbacks=[Watch(change)])
     assert [row[2] for row in rows(trainer)] == ["trained", "trained"]
 
 
 def test_bytes_of_the_published_case_are_40_million(tmp_path):
-    """|P| = 50 000, C = 100: 2 |P| C 4 bytes, two entries (3 + 11 + 8) and headers, and n_k (3 + 8 + 4) on the way up."""
+    """|P| = 50 000, C = 100: 2 |P| C 4 bytes, two entries (3 + 11 + 8) and headers, and n_k (3 + 8 + 4) on
+    the way up."""
     method = FedKD(network=lambda classes: nn.Linear(1, 100, bias=False), optimizer=sgd())
     method.logits = False
     data = PublicPoints((3,), size=50_000)
@@ -212,7 +225,9 @@ def after(method, data, tmp_path, **settings):
 
 
 def small(**settings) -> FedKD:
-    return FedKD(network=lambda classes: SmallCNN(classes, norm="batch", width=4), optimizer=sgd(0.05), **settings)
+    return FedKD(
+        network=lambda classes: SmallCNN(classes, norm="batch", width=4), optimizer=sgd(0.05), **settings
+    )
 
 
 def same(one: dict, other: dict) -> bool:
@@ -261,10 +276,13 @@ def test_averaged_weights_without_distillation_are_fedavg(tmp_path):
 
 
 def test_resumed_equals_uninterrupted(tmp_path):
-    """From a checkpoint of round 2, and from an interruption in the middle of round 3, after a client has already trained."""
+    """From a checkpoint of round 2, and from an interruption in the middle of round 3, after a client has
+    already trained."""
     whole, trainer = after(small(), digits(), tmp_path / "a", max_rounds=4)
     _, half = after(small(), digits(), tmp_path / "b", max_rounds=2)
-    resumed, _ = after(small(), digits(), tmp_path / "b", max_rounds=4, ckpt_path=str(half.run_dir), allow_changed=True)
+    resumed, _ = after(
+        small(), digits(), tmp_path / "b", max_rounds=4, ckpt_path=str(half.run_dir), allow_changed=True
+    )
     assert same(whole, resumed)
 
     class Pull(Stressor):
@@ -280,7 +298,13 @@ def test_resumed_equals_uninterrupted(tmp_path):
     with pytest.raises(KeyboardInterrupt):
         after(small(), digits(), tmp_path / "c", max_rounds=4, callbacks=[pulled_out])
     resumed, again = after(
-        small(), digits(), tmp_path / "c", max_rounds=4, callbacks=[more], ckpt_path="last", allow_changed=True
+        small(),
+        digits(),
+        tmp_path / "c",
+        max_rounds=4,
+        callbacks=[more],
+        ckpt_path="last",
+        allow_changed=True,
     )
     assert same(whole, resumed)
     assert (again.run_dir / "ledger.csv").read_text() == (trainer.run_dir / "ledger.csv").read_text()
@@ -288,13 +312,16 @@ def test_resumed_equals_uninterrupted(tmp_path):
 
 def test_batchnorm_and_a_client_with_one_example_stay_finite(tmp_path):
     sizes = {"synthetic_examples": 60, "synthetic_test_examples": 10, "synthetic_size": 16}
-    data = FederatedImages("synthetic", num_clients=12, partition=Dirichlet(0.2), public_examples=20, val_fraction=0.0, **sizes)
+    data = FederatedImages(
+        "synthetic", num_clients=12, partition=Dirichlet(0.2), public_examples=20, val_fraction=0.0, **sizes
+    )
     server, _ = after(small(), data, tmp_path, max_rounds=3, participation=1.0)
     assert data.sizes.min() == 1
     assert all(tensor.isfinite().all() for tensor in server.values())
 
 
-# --- the public set --------------------------------------------------------------------------------------------------------
+# --- the public set
+# --------------------------------------------------------------------------------------------------------
 
 
 def dealt(seed: int = 0, **settings) -> FederatedImages:
@@ -305,7 +332,9 @@ def dealt(seed: int = 0, **settings) -> FederatedImages:
 
 
 def held(data: FederatedImages) -> np.ndarray:
-    return np.concatenate([np.concatenate([data.client(id).train, data.client(id).val]) for id in range(data.num_clients)])
+    return np.concatenate(
+        [np.concatenate([data.client(id).train, data.client(id).val]) for id in range(data.num_clients)]
+    )
 
 
 @pytest.mark.parametrize("partition", [IID(), Dirichlet(0.1)])
@@ -316,7 +345,9 @@ def test_no_client_holds_a_public_example(partition):
     summary = json.loads(json.dumps(data.partition_summary()))
     assert summary["public"]["size"] == 200
     assert summary["public"] == dealt(partition=IID(), public_examples=200).partition_summary()["public"]
-    assert summary["public"]["sha256"] != dealt(1, public_examples=200).partition_summary()["public"]["sha256"]
+    assert (
+        summary["public"]["sha256"] != dealt(1, public_examples=200).partition_summary()["public"]["sha256"]
+    )
     assert np.sum(summary["classes_per_client"]) + 200 == len(data.train_target)
 
 
@@ -332,7 +363,9 @@ def test_public_batches_are_each_example_once_without_its_label(tmp_path):
         assert sorted(torch.cat([position for _, position in batches]).tolist()) == list(range(65))
         for inputs, position in batches:
             assert torch.equal(inputs, data.inputs("train", torch.from_numpy(data.public)[position]))
-    assert [position.tolist() for _, position in dealt(public_examples=1).public_batches(rng.stream(0, "x"))] == [[0, 0]]
+    assert [
+        position.tolist() for _, position in dealt(public_examples=1).public_batches(rng.stream(0, "x"))
+    ] == [[0, 0]]
 
     class Relabelled(FederatedImages):
         def distribute(self, seed, device):
@@ -340,7 +373,10 @@ def test_public_batches_are_each_example_once_without_its_label(tmp_path):
             self.train_target[self.public] = 0
 
     settings = {"num_clients": 4, "partition": IID(), "public_examples": 40}
-    assert same(after(small(), FederatedImages(**settings), tmp_path)[0], after(small(), Relabelled(**settings), tmp_path)[0])
+    assert same(
+        after(small(), FederatedImages(**settings), tmp_path)[0],
+        after(small(), Relabelled(**settings), tmp_path)[0],
+    )
 
 
 def test_without_a_public_set_the_partition_is_what_it_was():
@@ -365,7 +401,9 @@ def test_another_data_set_is_public_and_clients_keep_theirs():
     cropped = dealt(public_dataset="synthetic", synthetic_size=24, crop="shrink", crop_size=20, **sizes)
     ((inputs, _),) = cropped.public_batches()
     assert inputs.shape[1:] == cropped.example_shape
-    torch.testing.assert_close(cropped.denormalise(inputs), cropped.public_images[..., 2:22, 2:22].float() / 255)
+    torch.testing.assert_close(
+        cropped.denormalise(inputs), cropped.public_images[..., 2:22, 2:22].float() / 255
+    )
 
 
 @pytest.mark.parametrize(

@@ -22,10 +22,13 @@ from fl_lightning.wire import Payload, PayloadError
 
 
 def test_two_of_six(tmp_path):
-    """Who took part is known, with what it sent; each is helped by the other, the rest by the plain mean of the two."""
+    """Who took part is known, with what it sent; each is helped by the other, the rest by the plain mean of
+    the two."""
     data, method = digits(6), mosaic()
     trainer = run(method, data, tmp_path, max_rounds=1, participation=2 / 6)
-    cohort = [int(line.split(",")[1]) for line in (trainer.run_dir / "ledger.csv").read_text().splitlines()[1:]]
+    cohort = [
+        int(line.split(",")[1]) for line in (trainer.run_dir / "ledger.csv").read_text().splitlines()[1:]
+    ]
     assert method.server["ids"].tolist() == cohort
     first, second = method.server["adapters"]
     assert not torch.equal(first, second)
@@ -46,7 +49,12 @@ def test_a_client_that_was_not_sampled_still_helps_and_its_row_is_replaced_by_it
 def uploads(count: int = 5) -> dict[int, Payload]:
     generator = torch.Generator().manual_seed(0)
     return {
-        id: Payload({"adapters": torch.randn(3, 4, 5, generator=generator), "sketch": torch.randn(1020, generator=generator)})
+        id: Payload(
+            {
+                "adapters": torch.randn(3, 4, 5, generator=generator),
+                "sketch": torch.randn(1020, generator=generator),
+            }
+        )
         for id in range(count)
     }
 
@@ -61,7 +69,8 @@ def test_the_order_of_uploads_changes_nothing():
         assert torch.equal(value, other.server[name])
     for id in range(6):
         assert torch.equal(
-            one.broadcast(point_client(id)).tensor("adapters"), other.broadcast(point_client(id)).tensor("adapters")
+            one.broadcast(point_client(id)).tensor("adapters"),
+            other.broadcast(point_client(id)).tensor("adapters"),
         )
 
 
@@ -97,11 +106,15 @@ def test_the_server_knows_only_what_was_sent(tmp_path):
 
     method.aggregate(uploads(3))
     clean = method.broadcast(point_client(0)).to_bytes()
-    assert method.broadcast(point_client(0, trained=torch.ones(9), gradient=torch.ones(10, 256))).to_bytes() == clean
+    assert (
+        method.broadcast(point_client(0, trained=torch.ones(9), gradient=torch.ones(10, 256))).to_bytes()
+        == clean
+    )
 
 
 def test_bytes_equal_the_hand_formula(tmp_path):
-    """Header 19, an entry 3 + name + 4 per dimension; 3 blocks of rank 4; 0.4 of 256 feature rows, 10 classes each."""
+    """Header 19, an entry 3 + name + 4 per dimension; 3 blocks of rank 4; 0.4 of 256 feature rows, 10 classes
+    each."""
     adapters = 3 + len("adapters") + 12 + 4 * 3 * 4 * (4 + 1)
     sketch = 3 + len("sketch") + 4 + 4 * 102 * 10
     trainer = run(mosaic(), digits(), tmp_path, max_rounds=2)
@@ -126,10 +139,17 @@ def test_a_client_that_diverges_is_rejected_and_starts_again_from_what_it_kept(t
             loss = super().task_loss(outputs, target)
             return loss * float("nan") if self.round == 2 and self.network is self.families[0] else loss
 
-    data, method = digits(), Explode(networks=[SMALL, LARGE], reference=REFERENCE, rank=4, num_blocks=3, optimizer=sgd())
+    data, method = (
+        digits(),
+        Explode(networks=[SMALL, LARGE], reference=REFERENCE, rank=4, num_blocks=3, optimizer=sgd()),
+    )
     trainer = run(method, data, tmp_path, max_rounds=3)
     ledger = [line.split(",")[:3] for line in (trainer.run_dir / "ledger.csv").read_text().splitlines()[1:]]
-    assert [(row[0], row[1]) for row in ledger if row[2] == "rejected"] == [("2", "0"), ("2", "2"), ("2", "4")]
+    assert [(row[0], row[1]) for row in ledger if row[2] == "rejected"] == [
+        ("2", "0"),
+        ("2", "2"),
+        ("2", "4"),
+    ]
     assert all(value.isfinite().all() for value in method.server.values())
     assert all(np.isfinite(float(v)) for v in last_row(trainer).values() if v)
 
@@ -140,11 +160,17 @@ def resident(method: FedMosaic) -> dict[str, torch.Tensor]:
 
 
 def test_frozen_things_do_not_move(tmp_path):
-    """Only P, Q, g and the head are trained; Pg and Qg are received; statistics of BatchNorm are part of the base."""
+    """Only P, Q, g and the head are trained; Pg and Qg are received; statistics of BatchNorm are part of the
+    base."""
 
     def normed(classes: int) -> nn.Module:
         return nn.Sequential(
-            nn.Flatten(), nn.Linear(3072, 8), nn.BatchNorm1d(8), nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, classes)
+            nn.Flatten(),
+            nn.Linear(3072, 8),
+            nn.BatchNorm1d(8),
+            nn.Linear(8, 8),
+            nn.Linear(8, 8),
+            nn.Linear(8, classes),
         )
 
     settings = {"networks": [SMALL, normed]}
@@ -248,13 +274,24 @@ def test_a_run_killed_in_mid_round_ends_like_one_that_was_not(tmp_path):
     whole, method = run(mosaic(), digits(), tmp_path / "a", **settings), mosaic()
     with pytest.raises(KeyboardInterrupt):
         run(mosaic(), digits(), tmp_path / "b", callbacks=[Kill()], **settings)
-    resumed = run(method, digits(), tmp_path / "b", ckpt_path="last", callbacks=[Meter()], allow_changed=True, **settings)
+    resumed = run(
+        method,
+        digits(),
+        tmp_path / "b",
+        ckpt_path="last",
+        callbacks=[Meter()],
+        allow_changed=True,
+        **settings,
+    )
     for kind in ("server", "clients"):
         newest = [max((trainer.run_dir / "checkpoints").glob("round_*")) for trainer in (whole, resumed)]
         ends = [load_file(folder / f"{kind}.safetensors") for folder in newest]
         assert ends[0].keys() == ends[1].keys() != set()
         assert all(torch.equal(ends[0][name], ends[1][name]) for name in ends[0])
-    rows = [{k: v for k, v in last_row(trainer).items() if not k.startswith("time/")} for trainer in (whole, resumed)]
+    rows = [
+        {k: v for k, v in last_row(trainer).items() if not k.startswith("time/")}
+        for trainer in (whole, resumed)
+    ]
     assert rows[0] == rows[1]
     assert whole.journal.metadata["weights_sha256"] == resumed.journal.metadata["weights_sha256"]
 
@@ -274,7 +311,10 @@ def test_every_option_changes_the_result_and_stays_finite(settings, tmp_path):
         run(method, digits(), tmp_path, max_rounds=2, local_epochs=1, eval_every=2)
         ends.append(method.server)
     assert all(value.isfinite().all() for value in ends[1].values())
-    assert any(ends[0][name].shape != ends[1][name].shape or not torch.equal(ends[0][name], ends[1][name]) for name in ends[0])
+    assert any(
+        ends[0][name].shape != ends[1][name].shape or not torch.equal(ends[0][name], ends[1][name])
+        for name in ends[0]
+    )
 
 
 def test_personalised_metrics(tmp_path):
@@ -299,7 +339,7 @@ def test_the_test_set_is_dealt_to_those_who_hold_its_classes():
 def test_a_personalised_test_asks_each_owner_and_keeps_the_order(tmp_path):
     from lightning.fabric import Fabric
 
-    from fl_lightning.evaluation import test as evaluate
+    from fl_lightning.evaluation import on_test_set as evaluate
 
     class Sign(FedMosaic):
         """Client k answers class k % 10, always."""

@@ -1,4 +1,5 @@
-"""FedMosaic's worked example, number by number, through the layers and functions that the method is made of."""
+"""FedMosaic's worked example, number by number, through the layers and functions that the method is made
+of."""
 
 from __future__ import annotations
 
@@ -8,7 +9,15 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fl_lightning.methods.relevance import cosine, gradient_of, mix, relevance_weights, sketch, spread, update_ema
+from fl_lightning.methods.relevance import (
+    cosine,
+    gradient_of,
+    mix,
+    relevance_weights,
+    sketch,
+    spread,
+    update_ema,
+)
 from fl_lightning.models.pq_lora import PQLoRALinear, read_adapters, write_global
 
 
@@ -54,13 +63,17 @@ def test_worked_example(example):
         sketches = []
         for k in clients:
             assert len(record["batches"][k]) == settings["local_steps"]
-            optimizer = torch.optim.SGD([p for p in layers[k].parameters() if p.requires_grad], lr=settings["lr"])
+            optimizer = torch.optim.SGD(
+                [p for p in layers[k].parameters() if p.requires_grad], lr=settings["lr"]
+            )
             for batch in record["batches"][k]:
                 optimizer.zero_grad()
                 squared_error(layers[k](x[k][batch]), y[k][batch]).backward()
                 optimizer.step()
             some = record["gradient_batch"][k]
-            gradient = gradient_of(reference, "weight", squared_error, x[k][some][:, :inputs], y[k][some][:, :outputs])
+            gradient = gradient_of(
+                reference, "weight", squared_error, x[k][some][:, :inputs], y[k][some][:, :outputs]
+            )
             ema[k] = update_ema(ema[k], gradient, settings["ema"])
             kept = torch.tensor(record["kept"][k])
             sketches.append(spread(sketch(ema[k], f64(record["noise"][k]), kept), kept, gradient.numel()))

@@ -14,14 +14,23 @@ from callbacks.figures.relevance_figure import label_correlation, label_similari
 from fl_lightning.methods import FedMosaic
 from fl_lightning.methods.relevance import cosine, kept_rows, mix, relevance_weights
 from fl_lightning.models import build_network
-from fl_lightning.models.pq_lora import PQLoRALinear, adapted_layers, attach, read_adapters, target_layers, write_global
+from fl_lightning.models.pq_lora import (
+    PQLoRALinear,
+    adapted_layers,
+    attach,
+    read_adapters,
+    target_layers,
+    write_global,
+)
 
 
 @pytest.mark.parametrize("gate", ["scalar", "input"])
 @pytest.mark.parametrize("full_gradient", [True, False])
 def test_layer_is_its_formula_and_its_derivative(gate, full_gradient):
     torch.manual_seed(0)
-    layer = PQLoRALinear(nn.Linear(5, 4, dtype=torch.float64), rank=3, scale=0.7, gate=gate, full_gradient=full_gradient)
+    layer = PQLoRALinear(
+        nn.Linear(5, 4, dtype=torch.float64), rank=3, scale=0.7, gate=gate, full_gradient=full_gradient
+    )
     x = torch.randn(6, 5, dtype=torch.float64, requires_grad=True)
     assert torch.equal(layer(x), layer.base(x))  # P = Q = Pg = Qg = 0
     with torch.no_grad():
@@ -29,7 +38,10 @@ def test_layer_is_its_formula_and_its_derivative(gate, full_gradient):
             value.normal_()
     P, Q = (v.detach().clone().requires_grad_() for v in (layer.P, layer.Q))
     low = x @ layer.A.T
-    by_hand = layer.base(x) + 0.7 * (0.5 * (low @ P.T + Q) + 0.5 * (low @ layer.global_P.T + layer.global_Q)) @ layer.B.T
+    by_hand = (
+        layer.base(x)
+        + 0.7 * (0.5 * (low @ P.T + Q) + 0.5 * (low @ layer.global_P.T + layer.global_Q)) @ layer.B.T
+    )
     torch.testing.assert_close(layer(x), by_hand)
     (x_ours,) = torch.autograd.grad(layer(x).square().sum(), x)
     x_theirs, *theirs = torch.autograd.grad(by_hand.square().sum(), [x, P, Q])
@@ -52,7 +64,8 @@ def test_adapters_have_one_shape_and_survive_the_way_there_and_back():
 
 
 def test_families_meet_on_the_public_set():
-    """Aligned, A x of one family is close to A x of the other on images that neither has seen; orthonormal all the same."""
+    """Aligned, A x of one family is close to A x of the other on images that neither has seen; orthonormal
+    all the same."""
     agreement = {}
     for align in ("none", "public"):
         data = digits(public_examples=200)
@@ -112,11 +125,15 @@ def test_bad_settings(settings):
 
 
 def test_weights_and_mix_by_hand():
-    relevance = cosine(torch.tensor([[1.0, 0.0], [2.0, 0.0], [0.0, 3.0], [0.0, 0.0]]), torch.tensor([[1.0, 0.0], [1.0, 1.0]]))
+    relevance = cosine(
+        torch.tensor([[1.0, 0.0], [2.0, 0.0], [0.0, 3.0], [0.0, 0.0]]), torch.tensor([[1.0, 0.0], [1.0, 1.0]])
+    )
     torch.testing.assert_close(
         relevance, torch.tensor([[1, 0.5**0.5], [1, 0.5**0.5], [0, 0.5**0.5], [0, 0]], dtype=torch.float64)
     )
-    weights = relevance_weights(torch.tensor([[1.0, 0.0, 0.5], [0.0, 1.0, 0.5]]), 0.5, torch.eye(2, 3, dtype=torch.bool))
+    weights = relevance_weights(
+        torch.tensor([[1.0, 0.0, 0.5], [0.0, 1.0, 0.5]]), 0.5, torch.eye(2, 3, dtype=torch.bool)
+    )
     a = 1 / (1 + np.exp(1))
     torch.testing.assert_close(weights, torch.tensor([[0, a, 1 - a], [a, 0, 1 - a]], dtype=torch.float32))
     assert relevance_weights(torch.zeros(1, 1), 0.5, torch.ones(1, 1, dtype=torch.bool)).item() == 0
@@ -139,7 +156,9 @@ def test_relevance_finds_the_clients_with_similar_classes(tmp_path):
     assert ids.tolist() == list(range(12))
     assert label_correlation(relevance, data.class_counts()) > 0.9
     figures = {path.name for path in (trainer.run_dir / "figures").iterdir()}
-    assert figures == {f"{name}.{suffix}" for name in ("relevance", "relevance_round_0002") for suffix in ("png", "pdf")}
+    assert figures == {
+        f"{name}.{suffix}" for name in ("relevance", "relevance_round_0002") for suffix in ("png", "pdf")
+    }
     history = (trainer.run_dir / "metrics.csv").read_text()
     assert "relevance/label_correlation" in history.splitlines()[0]
 

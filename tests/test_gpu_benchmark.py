@@ -20,7 +20,20 @@ runpy.run_path("{script}", run_name="__main__")
 
 def test_it_runs_on_a_toy(tmp_path):
     program = PROGRAM.format(script=FOLDER / "gpu.py")
-    options = ["round", "steps", "seats", "--device", "cpu", "--small", "--repeats", "1", "--seconds", "5", "--out", "gpu.json"]
+    options = [
+        "round",
+        "steps",
+        "seats",
+        "--device",
+        "cpu",
+        "--small",
+        "--repeats",
+        "1",
+        "--seconds",
+        "5",
+        "--out",
+        "gpu.json",
+    ]
     command = [sys.executable, "-c", program, str(FOLDER), *options]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stderr[-2000:]
@@ -28,6 +41,8 @@ def test_it_runs_on_a_toy(tmp_path):
     assert report.keys() == {"device", "small", "versions", "targets", "round", "steps", "seats"}
     assert set(report["round"]) >= {"eager", "recorded", "batched", "recorded, bf16", "recorded, contiguous"}
     assert all(result["seconds"] > 0 for result in report["round"].values())
-    assert {f"round, {how}, {seats} seats" for how in ("recorded", "eager") for seats in (1, 2)} <= {*report["seats"]}
+    assert {f"round, {how}, {seats} seats" for how in ("recorded", "eager") for seats in (1, 2)} <= {
+        *report["seats"]
+    }
     assert report["small"]
     assert report["versions"]["torch"]

@@ -1,4 +1,5 @@
-"""Steps that are recorded and played again are the eager steps, bit for bit; what cannot be recorded is trained eagerly and said."""
+"""Steps that are recorded and played again are the eager steps, bit for bit; what cannot be recorded is
+trained eagerly and said."""
 
 from __future__ import annotations
 
@@ -38,11 +39,14 @@ OPTIMIZERS = {
 
 
 def make(name: str, **settings) -> Method:
-    return getattr(methods, name)(**{"network": NORMED, "optimizer": MOMENTUM, **SETTINGS.get(name, {}), **settings})
+    return getattr(methods, name)(
+        **{"network": NORMED, "optimizer": MOMENTUM, **SETTINGS.get(name, {}), **settings}
+    )
 
 
 def rounds(method: Method, recorder=None, *, count: int = 2, after: int = 1, epochs: int = 2):
-    """Results of two rounds of six unequal clients, one with a single example, what clients keep, and the server's end."""
+    """Results of two rounds of six unequal clients, one with a single example, what clients keep, and the
+    server's end."""
     fabric = Fabric(accelerator="cpu", devices=1)
     data = images()
     data.prepare_data()
@@ -55,7 +59,10 @@ def rounds(method: Method, recorder=None, *, count: int = 2, after: int = 1, epo
     for round in range(1, count + 1):
         method.round = round
         clients = [data.client(id, dict(states.get(id, {}))) for id in range(6)]
-        orders = [Order(c, method.broadcast(c).to_bytes(), data.labels(c), epochs, data.num_steps(c, epochs)) for c in clients]
+        orders = [
+            Order(c, method.broadcast(c).to_bytes(), data.labels(c), epochs, data.num_steps(c, epochs))
+            for c in clients
+        ]
         done = list(engine.train(orders))
         states = {result.client.id: result.state for result in done}
         results += done
@@ -86,7 +93,8 @@ def test_played_steps_are_the_eager_ones(name):
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("name", ["FedAvg", "FedMPQKD"])
 def test_zeros_are_a_fresh_state_of_every_optimiser(name, optimizer):
-    """Those that count their steps on the host can be done again, but neither a tape nor a card can record them."""
+    """Those that count their steps on the host can be done again, but neither a tape nor a card can record
+    them."""
     settings = {"optimizer": OPTIMIZERS[optimizer]}
     expected = rounds(make(name, **settings))
     for recorder in (Rerun(), Tapes()):
@@ -241,9 +249,26 @@ class Plain(FedAvg):
         (lambda: Waits(network=NORMED), "waits for the device"),
         (lambda: make("FedMPQKD", teacher=2), "the number of the step"),
         (lambda: FedAvg(network=NORMED, optimizer=partial(torch.optim.RMSprop, lr=1e-3)), "RMSprop"),
-        (lambda: FedAvg(network=NORMED, optimizer=partial(torch.optim.SGD, lr=0.1, momentum=0.9, dampening=0.5)), "SGD"),
+        (
+            lambda: FedAvg(
+                network=NORMED, optimizer=partial(torch.optim.SGD, lr=0.1, momentum=0.9, dampening=0.5)
+            ),
+            "SGD",
+        ),
     ],
-    ids=["unknown", "dropout", "counts", "lists", "hides", "step", "round", "waits", "teacher", "RMSprop", "dampening"],
+    ids=[
+        "unknown",
+        "dropout",
+        "counts",
+        "lists",
+        "hides",
+        "step",
+        "round",
+        "waits",
+        "teacher",
+        "RMSprop",
+        "dampening",
+    ],
 )
 def test_what_cannot_be_recorded_is_trained_eagerly_and_said_once(method, reason, caplog):
     expected = rounds(method())

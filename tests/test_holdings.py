@@ -1,4 +1,5 @@
-"""Index arrays say exactly what a loop over clients, one array each, would say: who holds what, validation examples, hash."""
+"""Index arrays say exactly what a loop over clients, one array each, would say: who holds what, validation
+examples, hash."""
 
 from __future__ import annotations
 
@@ -66,7 +67,9 @@ def one_by_one(data: FederatedData, seed: int) -> tuple[list[tuple[np.ndarray, n
 def test_everybody_holds_what_a_loop_over_clients_gives_them(
     partition: Partition, val_fraction: float, public_examples: int
 ) -> None:
-    data = ready(7, num_clients=K, partition=partition, val_fraction=val_fraction, public_examples=public_examples)
+    data = ready(
+        7, num_clients=K, partition=partition, val_fraction=val_fraction, public_examples=public_examples
+    )
     expected, digest = one_by_one(data, 7)
     for id, (train, val) in enumerate(expected):
         client = data.client(id)
@@ -99,14 +102,26 @@ def test_streams_are_those_of_each_client() -> None:
     for id, rng in zip(ids, streams(3, "validation", ids), strict=True):
         alone = stream(3, "validation", client=id)
         assert rng.permutation(9).tolist() == alone.permutation(9).tolist()
-        assert rng.integers(7, dtype=np.uint32) == alone.integers(7, dtype=np.uint32)  # leaves half a word behind
+        assert rng.integers(7, dtype=np.uint32) == alone.integers(
+            7, dtype=np.uint32
+        )  # leaves half a word behind
 
 
 def test_a_second_seed_leaves_nothing_of_the_first() -> None:
     data, other = ready(1, val_fraction=0.3), ready(2, val_fraction=0.3)
-    before = (data.partition_hash, data.sizes.tolist(), data.active.tolist(), *map(torch.Tensor.sum, data._all_validation))
+    before = (
+        data.partition_hash,
+        data.sizes.tolist(),
+        data.active.tolist(),
+        *map(torch.Tensor.sum, data._all_validation),
+    )
     data.distribute(2, torch.device("cpu"))
-    after = (data.partition_hash, data.sizes.tolist(), data.active.tolist(), *map(torch.Tensor.sum, data._all_validation))
+    after = (
+        data.partition_hash,
+        data.sizes.tolist(),
+        data.active.tolist(),
+        *map(torch.Tensor.sum, data._all_validation),
+    )
     assert before != after
     assert after == (
         other.partition_hash,
@@ -119,8 +134,17 @@ def test_a_second_seed_leaves_nothing_of_the_first() -> None:
 def test_a_client_more_is_no_object_more() -> None:
     def kept(num_clients: int) -> int:
         before = sys.getallocatedblocks()
-        data = ready(num_clients=num_clients, partition=IID(), synthetic_examples=60_000, synthetic_size=2, val_fraction=0.1)
-        assert len(data.partition_hash) + len(data.sizes) + len(data.active) + len(list(data.val_batches())) > num_clients
+        data = ready(
+            num_clients=num_clients,
+            partition=IID(),
+            synthetic_examples=60_000,
+            synthetic_size=2,
+            val_fraction=0.1,
+        )
+        assert (
+            len(data.partition_hash) + len(data.sizes) + len(data.active) + len(list(data.val_batches()))
+            > num_clients
+        )
         assert len(data.client(num_clients - 1).train)
         return sys.getallocatedblocks() - before
 
@@ -129,7 +153,10 @@ def test_a_client_more_is_no_object_more() -> None:
 
 
 def test_clients_that_keep_nothing_leave_nothing_behind() -> None:
-    results = [SimpleNamespace(client=SimpleNamespace(id=id), state=state) for id, state in ((1, {}), (2, {}), (3, {"kept": 1}))]
+    results = [
+        SimpleNamespace(client=SimpleNamespace(id=id), state=state)
+        for id, state in ((1, {}), (2, {}), (3, {"kept": 1}))
+    ]
     engine = SimpleNamespace(train=lambda orders: iter(results))
     fed: Any = SimpleNamespace(engine=engine, states={2: {"kept": 0}}, callbacks=[], context=None)
     assert list(loop.train(fed, 1, [])) == results
@@ -138,7 +165,9 @@ def test_clients_that_keep_nothing_leave_nothing_behind() -> None:
 
 def test_the_summary_of_many_clients_is_small_and_says_what_is_missing() -> None:
     sizes = {"synthetic_examples": 30_000, "synthetic_size": 2, "val_fraction": 0.0}
-    few, some, many = (ready(num_clients=n, partition=IID(), **sizes).partition_summary() for n in (1000, 10_000, 10_001))
+    few, some, many = (
+        ready(num_clients=n, partition=IID(), **sizes).partition_summary() for n in (1000, 10_000, 10_001)
+    )
     assert "left_out" not in few
     assert len(few["clients"]) == 1000
     assert some["left_out"] == "clients of 10000 clients; sha256 stands for them"

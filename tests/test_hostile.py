@@ -1,4 +1,5 @@
-"""Clients that are hostile, broken or unlucky: rejected or survived, counted, in the log and in the ledger."""
+"""Clients that are hostile, broken or unlucky: rejected or survived, counted, in the log and in the
+ledger."""
 
 from __future__ import annotations
 
@@ -72,7 +73,13 @@ def floats(change):
 
 
 def shorter(value):
-    return Codes(value.values[..., :-1], value.bits) if isinstance(value, Codes) else value[..., :-1] if value.ndim else value
+    return (
+        Codes(value.values[..., :-1], value.bits)
+        if isinstance(value, Codes)
+        else value[..., :-1]
+        if value.ndim
+        else value
+    )
 
 
 ATTACKS = {
@@ -85,7 +92,9 @@ ATTACKS = {
     "exploding": Entries(floats(lambda value: value + 1e30)),
     "wrong shapes": Entries(lambda upload: {name: shorter(value) for name, value in upload.items()}),
     "no entries": Entries(lambda upload: {}),
-    "codes for tensors": Entries(lambda upload: dict.fromkeys(upload, Codes(torch.zeros(3, dtype=torch.int32), 4))),
+    "codes for tensors": Entries(
+        lambda upload: dict.fromkeys(upload, Codes(torch.zeros(3, dtype=torch.int32), 4))
+    ),
 }
 
 
@@ -98,7 +107,11 @@ def test_every_attack_is_rejected_counted_logged_and_wasted(name, tmp_path, capl
         (metrics,), ledger = rows(trainer, "metrics.csv"), rows(trainer, "ledger.csv")
         assert [row["status"] for row in ledger] == ["rejected", "trained", "trained"], attack
         assert f"upload of client {stressor.victim} rejected" in caplog.text, attack
-        assert (metrics["clients/rejected"], metrics["clients/trained"], metrics["clients/dropped"]) == ("1", "2", "0")
+        assert (metrics["clients/rejected"], metrics["clients/trained"], metrics["clients/dropped"]) == (
+            "1",
+            "2",
+            "0",
+        )
         assert metrics["comm/wasted_bytes"] == ledger[0]["wasted"] == ledger[0]["upload"]
         assert all(bool(torch.isfinite(tensor).all()) for tensor in trainer.method.server.values()), attack
 
@@ -127,7 +140,12 @@ def test_a_client_counts_once(tmp_path, caplog):
 
     trainer = fit("FedAvg", tmp_path / "twice", max_rounds=1, callbacks=[Twice()])
     once = fit("FedAvg", tmp_path / "once", max_rounds=1)
-    assert [row["status"] for row in rows(trainer, "ledger.csv")] == ["trained", "rejected", "trained", "trained"]
+    assert [row["status"] for row in rows(trainer, "ledger.csv")] == [
+        "trained",
+        "rejected",
+        "trained",
+        "trained",
+    ]
     assert "second one of this round" in caplog.text
     assert torch.equal(trainer.method.server["weights"], once.method.server["weights"])
 
@@ -143,7 +161,9 @@ def test_clients_without_data_and_with_one_example(name, tmp_path):
     trainer = fit(name, tmp_path, max_rounds=1, callbacks=[Poor()])
     statuses = [row["status"] for row in rows(trainer, "ledger.csv")]
     assert statuses[1:] == ["trained", "trained"]
-    assert statuses[0] == ("trained" if name == "FedMosaic" else "rejected")  # what has no weight n_k may come from anyone
+    assert statuses[0] == (
+        "trained" if name == "FedMosaic" else "rejected"
+    )  # what has no weight n_k may come from anyone
     assert all(bool(torch.isfinite(tensor).all()) for tensor in trainer.method.server.values())
 
 
@@ -163,7 +183,9 @@ def test_a_round_without_any_upload(name, fate, tmp_path):
 
 
 def test_the_ledger_has_the_size_of_what_arrived(tmp_path):
-    trainer = fit("FedAvg", tmp_path, max_rounds=1, callbacks=[Entries(lambda sent: {"examples": sent["examples"]})])
+    trainer = fit(
+        "FedAvg", tmp_path, max_rounds=1, callbacks=[Entries(lambda sent: {"examples": sent["examples"]})]
+    )
     (row,) = [row for row in rows(trainer, "ledger.csv") if row["status"] == "rejected"]
     arrived = Payload({"examples": torch.tensor(1, dtype=torch.int32)}).nbytes
     assert int(row["upload"]) == int(row["wasted"]) == arrived
@@ -272,7 +294,9 @@ def built():
         method.round = 1
         client = data.client(0)
         method.receive(method.broadcast(client), client)
-        for step, batch in enumerate(method.local_batches(data, client, epochs=1, labels=data.labels(client), steps=1)):
+        for step, batch in enumerate(
+            method.local_batches(data, client, epochs=1, labels=data.labels(client), steps=1)
+        ):
             method.train()
             method.training_step(batch, step)["loss"].backward()
         with torch.no_grad():
@@ -282,7 +306,8 @@ def built():
 
 @by_method
 def test_a_forged_upload_is_refused_or_harmless(name, built):
-    """Bytes changed at will under a right checksum: a PayloadError, or something that is averaged and stays finite."""
+    """Bytes changed at will under a right checksum: a PayloadError, or something that is averaged and stays
+    finite."""
     method, client, sent = built(name)
     random = np.random.default_rng(0)
     for number in range(MUTATIONS):
@@ -313,14 +338,18 @@ def averaged_or_refused(method, client, upload: Payload) -> bool:
 
 @by_method
 def test_a_valid_payload_of_another_form_is_refused(name, built):
-    """Entries left out, of another rank or type, or fp32 where codes are due: refused before anything is averaged."""
+    """Entries left out, of another rank or type, or fp32 where codes are due: refused before anything is
+    averaged."""
     method, client, sent = built(name)
     upload = Payload.from_bytes(sent)
     assert averaged_or_refused(method, client, upload)
     forged = [{k: v for k, v in upload.items() if k != left_out} for left_out in upload]
     for entry, value in upload.items():
         if isinstance(value, Codes):
-            forged += [{**upload, entry: value.values.float()}, {**upload, entry: Codes(value.values.flatten()[:1], value.bits)}]
+            forged += [
+                {**upload, entry: value.values.float()},
+                {**upload, entry: Codes(value.values.flatten()[:1], value.bits)},
+            ]
         else:
             forged += [{**upload, entry: value.unsqueeze(0)}, {**upload, entry: value.double()}]
             forged += [{**upload, entry: value.flatten()[:0]}]
@@ -328,7 +357,9 @@ def test_a_valid_payload_of_another_form_is_refused(name, built):
         forged += [{**upload, "bits": Codes(torch.full_like(upload.codes("bits").values, 8), 4)}]
         forged += [{"examples": upload["examples"], "weights": method.server["weights"]}]
     for entries in forged:
-        assert not averaged_or_refused(method, client, Payload(entries)), {k: getattr(v, "shape", v) for k, v in entries.items()}
+        assert not averaged_or_refused(method, client, Payload(entries)), {
+            k: getattr(v, "shape", v) for k, v in entries.items()
+        }
 
 
 @pytest.mark.parametrize("name", ["FedMPQ", "AQFL"])
@@ -337,7 +368,11 @@ def test_the_smallest_scales_are_no_end_of_the_run(name, tmp_path):
 
     class Tiny(Stressor):
         def change_upload(self, upload, *, client, round, context):
-            return Payload({**upload, "scales": torch.full_like(upload.tensor("scales"), 1e-45)}) if round == 1 else upload
+            return (
+                Payload({**upload, "scales": torch.full_like(upload.tensor("scales"), 1e-45)})
+                if round == 1
+                else upload
+            )
 
     trainer = fit(name, tmp_path, callbacks=[Tiny()])
     assert all(bool(torch.isfinite(tensor).all()) for tensor in trainer.method.server.values())

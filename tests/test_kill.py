@@ -23,7 +23,10 @@ class Server:
 
     def __init__(self):
         self.process = subprocess.Popen(
-            [sys.executable, "-c", f"import sys; sys.path[:0] = [{str(HERE)!r}, {str(HERE.parent)!r}]; import kill_server as k; k.serve()"],
+            [sys.executable, "-c", (
+                f"import sys; sys.path[:0] = [{str(HERE)!r}, {str(HERE.parent)!r}]; import kill_server "
+                "as k; k.serve()"
+            )],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
         )  # fmt: skip
         assert self.process.stdout.readline() == "ready\n"
@@ -60,7 +63,8 @@ def reference(server, tmp_path_factory) -> tuple[dict, float]:
 
 @pytest.fixture(scope="module")
 def store(server, tmp_path_factory) -> tuple[Path, dict, float]:
-    """A folder with an MLflow database, made once since that takes seconds; the outcome of a run that was never killed."""
+    """A folder with an MLflow database, made once since that takes seconds; the outcome of a run that was
+    never killed."""
     folder = tmp_path_factory.mktemp("mlflow") / "a"
     assert server.run(folder, mlflow=True, settings={"max_rounds": 1, "experiment": "other"})[0] == 0
     assert (folder / "mlflow.db").exists(), (folder / "log.txt").read_text()
@@ -79,26 +83,52 @@ def outcome(folder: Path) -> dict:
     (run,) = (folder / "runs" / "fl_lightning").glob("[!.]*")
     metadata = json.loads((run / "metadata.json").read_text())
     with (run / "metrics.csv").open() as file:
-        metrics = [{k: v for k, v in row.items() if not k.startswith("time/")} for row in csv.DictReader(file)]
+        metrics = [
+            {k: v for k, v in row.items() if not k.startswith("time/")} for row in csv.DictReader(file)
+        ]
     checkpoints = sorted((run / "checkpoints").glob("round_*"))
     progress = json.loads((checkpoints[-1] / "progress.json").read_text())
-    result = {key: value for key, value in metadata.items() if key in ("status", "weights_sha256") or key.startswith("final/")}
-    result |= {"metrics": metrics, "ledger": (run / "ledger.csv").read_text(), "partition": (run / "partition.json").read_text()}
-    result |= {"callbacks": progress["callbacks"], "best": (progress["best_round"], progress["best_accuracy"])}
-    result |= {"checkpoints": [c.name for c in checkpoints], "tensors": (checkpoints[-1] / "clients.safetensors").read_bytes()}
+    result = {
+        key: value
+        for key, value in metadata.items()
+        if key in ("status", "weights_sha256") or key.startswith("final/")
+    }
+    result |= {
+        "metrics": metrics,
+        "ledger": (run / "ledger.csv").read_text(),
+        "partition": (run / "partition.json").read_text(),
+    }
+    result |= {
+        "callbacks": progress["callbacks"],
+        "best": (progress["best_round"], progress["best_accuracy"]),
+    }
+    result |= {
+        "checkpoints": [c.name for c in checkpoints],
+        "tensors": (checkpoints[-1] / "clients.safetensors").read_bytes(),
+    }
     result |= {"files": sorted(path.name for path in run.iterdir())}
     if (folder / "mlflow.db").exists():
         with closing(sqlite3.connect(folder / "mlflow.db")) as database:
             ids = database.execute(
-                "select run_uuid from runs where experiment_id in (select experiment_id from experiments where name = 'fl_lightning')"
+                "select run_uuid from runs where experiment_id in (select experiment_id from "
+                "experiments where name = 'fl_lightning')"
             ).fetchall()
             assert [metadata["tracking_run_id"]] == [id for (id,) in ids]
-            query = "select key, step, value from metrics where run_uuid = ? and key not like 'time/%' order by key, step"
+            query = (
+                "select key, step, value from metrics where run_uuid = ? and key not like 'time/%' "
+                "order by key, step"
+            )
             result["mlflow"] = database.execute(query, ids[0]).fetchall()
             result["steps"] = database.execute(
-                "select count(*), count(distinct step) from metrics where run_uuid = ? and key = 'time/round'", ids[0]
+                (
+                    "select count(*), count(distinct step) from metrics where run_uuid = ? and key = "
+                    "'time/round'"
+                ),
+                ids[0],
             ).fetchall()
-            result["state"] = database.execute("select status from runs where run_uuid = ?", ids[0]).fetchall()
+            result["state"] = database.execute(
+                "select status from runs where run_uuid = ?", ids[0]
+            ).fetchall()
     return result
 
 
@@ -106,18 +136,26 @@ def differences(found: dict, wanted: dict) -> list[str]:
     return [key for key in wanted if found.get(key) != wanted[key]]
 
 
-def kill_and_continue(server, folder: Path, wanted: dict, seconds: float, random: random.Random, *, mlflow: bool) -> list[str]:
+def kill_and_continue(
+    server, folder: Path, wanted: dict, seconds: float, random: random.Random, *, mlflow: bool
+) -> list[str]:
     """Up to three kills at random instants, then to the end."""
     for _ in range(random.choice((1, 1, 2, 3))):
         server.run(folder, after=random.uniform(0, seconds), mlflow=mlflow)
     code, _ = server.run(folder, mlflow=mlflow)
-    return differences(outcome(folder), wanted) if code == 0 else [f"exit {code}: {(folder / 'log.txt').read_text()}"]
+    return (
+        differences(outcome(folder), wanted)
+        if code == 0
+        else [f"exit {code}: {(folder / 'log.txt').read_text()}"]
+    )
 
 
 def test_killed_at_random_instants(server, reference, tmp_path):
     wanted, seconds = reference
     random_ = random.Random(1)
-    for trial in range(12):  # about 20 kills, with 10 before a touch of the file system and those with a store 30
+    for trial in range(
+        12
+    ):  # about 20 kills, with 10 before a touch of the file system and those with a store 30
         assert kill_and_continue(server, tmp_path / str(trial), wanted, seconds, random_, mlflow=False) == []
 
 
@@ -154,13 +192,17 @@ def test_killed_before_any_touch_of_the_file_system(stride, server, reference, t
         folder = tmp_path / str(event)
         assert server.run(folder, event=event)[0] == -signal.SIGKILL
         code, _ = server.run(folder)
-        found = differences(outcome(folder), reference[0]) if code == 0 else [(folder / "log.txt").read_text()]
+        found = (
+            differences(outcome(folder), reference[0]) if code == 0 else [(folder / "log.txt").read_text()]
+        )
         bad |= {event: found} if found else {}
     assert bad == {}
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_interrupted_it_keeps_the_last_round_and_says_how_to_continue(number, code, server, reference, tmp_path):
+def test_interrupted_it_keeps_the_last_round_and_says_how_to_continue(
+    number, code, server, reference, tmp_path
+):
     """Without a checkpoint on the way, and with more signals while the last one is written."""
     folder = tmp_path / "a"
     assert server.run(folder, interrupt=number, settings={"checkpoint_every": 0})[0] == code

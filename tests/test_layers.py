@@ -1,4 +1,5 @@
-"""Imports go down only, in circles nowhere, and heavy libraries stay where they belong (``docs/design.md``, "The rooms")."""
+"""Imports go down only, in circles nowhere, and heavy libraries stay where they belong (``docs/design.md``,
+"The rooms")."""
 
 from __future__ import annotations
 
@@ -28,7 +29,8 @@ LAYERS = [
     {"rng", "figures", "support"},
     {"errors"},
 ]
-"""The rooms and loose files of the package, the uppermost first: a file imports from its own room and from those below its layer."""
+"""The rooms and loose files of the package, the uppermost first: a file imports from its own room and from
+those below its layer."""
 ROOMS_OF_STUDY = [{"execute", "report"}, {"results"}, {"spec"}, {"metric_names"}, {"statistics"}]
 CONFINED = {"jsonargparse": {"cli"}, "mlflow": {"tracking"}, "optuna": {"study"}}
 FILES = sorted((ROOT / "fl_lightning").rglob("*.py"))
@@ -79,7 +81,9 @@ def test_imports_go_down_only(path):
 
 def test_no_circles_between_files():
     graph = {
-        module: {name for name in imports(path) if name in MODULES and not f"{module}.".startswith(f"{name}.")}
+        module: {
+            name for name in imports(path) if name in MODULES and not f"{module}.".startswith(f"{name}.")
+        }
         for module, path in MODULES.items()
     }
     graph["fl_lightning"] = set()  # its public names are imported where they are asked for

@@ -1,4 +1,5 @@
-"""Networks channels last: same gradients, and none of them is brought from one layout to the other at full size."""
+"""Networks channels last: same gradients, and none of them is brought from one layout to the other at full
+size."""
 
 from __future__ import annotations
 
@@ -37,13 +38,17 @@ def copies(network: nn.Module, images: Tensor, shape: tuple[int, ...]) -> int:
     loss = network(images).square().sum()
     with profile(record_shapes=True) as seen:
         loss.backward()
-    return sum(event.name == "aten::copy_" and list(event.input_shapes[0]) == list(shape) for event in seen.events())
+    return sum(
+        event.name == "aten::copy_" and list(event.input_shapes[0]) == list(shape) for event in seen.events()
+    )
 
 
 def per_example(network: nn.Module, images: Tensor) -> dict[str, Tensor]:
     """The gradient of each example's loss, as methods with differential privacy take it."""
     tensors = {name: parameter.detach() for name, parameter in network.named_parameters()}
-    loss = torch.func.grad(lambda tensors, image: functional_call(network, tensors, (image[None],)).square().sum())
+    loss = torch.func.grad(
+        lambda tensors, image: functional_call(network, tensors, (image[None],)).square().sum()
+    )
     return torch.func.vmap(loss, (None, 0))(tensors, images)
 
 
@@ -54,7 +59,9 @@ def test_pools_give_the_gradients_that_they_gave(pool: str) -> None:
     ours = lay_out(deepcopy(plain))
     for expected, got in zip(gradients(plain, images), gradients(ours, images), strict=True):
         torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-4)
-    for expected, got in zip(per_example(plain, images).values(), per_example(ours, images).values(), strict=True):
+    for expected, got in zip(
+        per_example(plain, images).values(), per_example(ours, images).values(), strict=True
+    ):
         torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-3)
 
 
@@ -76,7 +83,9 @@ def test_the_small_cnn_copies_no_maps() -> None:
 
 
 def test_outputs_that_are_no_maps_pass() -> None:
-    layers = nn.ModuleList([nn.Conv2d(3, 8, 3), nn.MaxPool2d(2, return_indices=True), nn.AdaptiveAvgPool2d(4)])
+    layers = nn.ModuleList(
+        [nn.Conv2d(3, 8, 3), nn.MaxPool2d(2, return_indices=True), nn.AdaptiveAvgPool2d(4)]
+    )
     convolve, pool, average = lay_out(layers)
     maps, _ = pool(convolve(torch.randn(2, 3, 30, 30)))
     average(maps[0]).sum().backward()

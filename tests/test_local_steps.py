@@ -1,5 +1,5 @@
-"""What a local step is made of beside the loss: clipped gradients, learning rates that follow a schedule over rounds, and what an
-upload may know of them. In every engine."""
+"""What a local step is made of beside the loss: clipped gradients, learning rates that follow a schedule over
+rounds, and what an upload may know of them. In every engine."""
 
 from __future__ import annotations
 
@@ -61,7 +61,10 @@ def by_hand(start, rounds, lr, clip=lambda parameters: None, counts=(3, 1), step
     ("settings", "clip"),
     [
         ({"gradient_clip_val": 0.5}, lambda parameters: clip_grad_norm_(parameters, 0.5)),
-        ({"gradient_clip_val": 0.3, "gradient_clip_algorithm": "value"}, lambda parameters: clip_grad_value_(parameters, 0.3)),
+        (
+            {"gradient_clip_val": 0.3, "gradient_clip_algorithm": "value"},
+            lambda parameters: clip_grad_value_(parameters, 0.3),
+        ),
     ],
     ids=["norm", "value"],
 )
@@ -70,14 +73,19 @@ def test_clipping_is_that_of_a_plain_torch_loop(engine, settings, clip, tmp_path
     build = method.build
     method.build = lambda data: (build(data), starts.append(method.server["weights"]))
     run(method, Points((3, 1)), tmp_path, max_rounds=3, engine=engine, **settings)
-    torch.testing.assert_close(method.server["weights"], by_hand(starts[0], 3, lambda r: 0.1, clip), rtol=0, atol=1e-6)
+    torch.testing.assert_close(
+        method.server["weights"], by_hand(starts[0], 3, lambda r: 0.1, clip), rtol=0, atol=1e-6
+    )
     assert float((method.server["weights"] - by_hand(starts[0], 3, lambda r: 0.1)).abs().max()) > 0.1
 
 
 @pytest.mark.parametrize("algorithm", ["norm", "value"])
 @pytest.mark.parametrize("name", ["FedAvg", "FedMPQKD", "FedKD"])
 def test_every_client_is_clipped_by_itself_in_every_engine(name, algorithm, tmp_path, caplog):
-    settings = {"gradient_clip_val": 0.2 if algorithm == "norm" else 0.01, "gradient_clip_algorithm": algorithm}
+    settings = {
+        "gradient_clip_val": 0.2 if algorithm == "norm" else 0.01,
+        "gradient_clip_algorithm": algorithm,
+    }
     one, _ = fit(make(name), tmp_path, engine="sequential", workers=1, **settings)
     pooled, _ = fit(make(name), tmp_path, engine="sequential", workers=3, **settings)
     stacked, _ = fit(make(name), tmp_path, engine="batched", workers=1, **settings)
@@ -104,14 +112,20 @@ def test_the_servers_student_steps_as_clients_do(still, tmp_path):
 def test_what_is_not_reached_or_not_set_changes_no_bit(tmp_path):
     plain, _ = fit(make("FedMPQ"), tmp_path)
     assert same(plain, fit(make("FedMPQ"), tmp_path, gradient_clip_val=None)[0])
-    assert same(plain, fit(make("FedMPQ"), tmp_path, gradient_clip_val=1e6, gradient_clip_algorithm="value")[0])
+    assert same(
+        plain, fit(make("FedMPQ"), tmp_path, gradient_clip_val=1e6, gradient_clip_algorithm="value")[0]
+    )
     constant = partial(schedules.ConstantLR, factor=1.0)
     assert same(plain, fit(make("FedMPQ", scheduler=constant), tmp_path)[0])
 
 
 def test_rows_are_clipped_as_torch_clips_each():
     torch.manual_seed(0)
-    rows = [torch.randn(5, 3, 2) * torch.tensor([0.01, 1, 10, 0, float("nan")]).view(-1, 1, 1), None, torch.randn(5, 4)]
+    rows = [
+        torch.randn(5, 3, 2) * torch.tensor([0.01, 1, 10, 0, float("nan")]).view(-1, 1, 1),
+        None,
+        torch.randn(5, 4),
+    ]
     expected = [rows[0].clone(), rows[2].clone()]
     for at in range(5):
         parameters = [nn.Parameter(torch.zeros_like(full[at])) for full in expected]
@@ -127,7 +141,9 @@ def test_rows_are_clipped_as_torch_clips_each():
 def test_scaled_gradients_are_clipped_unscaled():
     """The clipped step has the length lr times the clipped norm, whatever the loss scale of 16-mixed."""
     fabric = Fabric(accelerator="cpu")
-    fabric.strategy.precision = MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=2.0**10))
+    fabric.strategy.precision = MixedPrecision(
+        "16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=2.0**10)
+    )
     method = on_points()
     method.network, method.gradient_clip_val = point_network(2), 0.5
     before = method.network.weight.detach().clone()
@@ -139,8 +155,14 @@ def test_scaled_gradients_are_clipped_unscaled():
     ("scheduler", "lr"),
     [
         (FALLING, lambda r: 0.1 * 0.5 ** (r - 1)),
-        (partial(schedules.LinearLR, start_factor=0.25, total_iters=3), lambda r: 0.1 * (0.25 + 0.25 * min(r - 1, 3))),
-        (partial(schedules.CosineAnnealingLR, T_max=4), lambda r: 0.05 * (1 + torch.cos(torch.tensor((r - 1) * torch.pi / 4)))),
+        (
+            partial(schedules.LinearLR, start_factor=0.25, total_iters=3),
+            lambda r: 0.1 * (0.25 + 0.25 * min(r - 1, 3)),
+        ),
+        (
+            partial(schedules.CosineAnnealingLR, T_max=4),
+            lambda r: 0.05 * (1 + torch.cos(torch.tensor((r - 1) * torch.pi / 4))),
+        ),
         (partial(schedules.StepLR, step_size=2), lambda r: 0.1 * 0.1 ** ((r - 1) // 2)),
     ],
 )
@@ -150,7 +172,9 @@ def test_the_learning_rate_follows_the_round(scheduler, lr, engine, tmp_path):
     build = method.build
     method.build = lambda data: (build(data), starts.append(method.server["weights"]))
     run(method, Points((3, 1)), tmp_path, max_rounds=4, engine=engine)
-    torch.testing.assert_close(method.server["weights"], by_hand(starts[0], 4, lambda r: float(lr(r))), rtol=0, atol=1e-6)
+    torch.testing.assert_close(
+        method.server["weights"], by_hand(starts[0], 4, lambda r: float(lr(r))), rtol=0, atol=1e-6
+    )
 
 
 @pytest.mark.parametrize("name", ["FedAvg", "FedMPQKD", "FedKD"])
@@ -169,7 +193,11 @@ def test_a_schedule_is_the_same_after_a_resume_and_in_a_pool(name, tmp_path):
 @pytest.mark.parametrize("changes", [{}, {"scheduler": FALLING}], ids=["constant", "falling"])
 def test_control_variates_are_the_same_in_every_engine(changes, tmp_path, caplog):
     """Stragglers make fewer steps; what an upload is told of them decides what the client keeps."""
-    settings = {"callbacks": [StragglerDropout(0.5, mode="partial", work=0.5)], "participation": 0.7, "max_rounds": 3}
+    settings = {
+        "callbacks": [StragglerDropout(0.5, mode="partial", work=0.5)],
+        "participation": 0.7,
+        "max_rounds": 3,
+    }
 
     def go(**more):
         method = Scaffold(network=SMALL, optimizer=sgd(0.05), **changes)
@@ -185,7 +213,9 @@ def test_control_variates_are_the_same_in_every_engine(changes, tmp_path, caplog
 
 def test_the_local_work_is_known_in_upload_and_nowhere_else(tmp_path):
     method = on_points(
-        optimizer=lambda parameters: SGD([{"params": list(parameters), "lr": 0.1}, {"params": [], "lr": 0.2}], lr=0.1)
+        optimizer=lambda parameters: SGD(
+            [{"params": list(parameters), "lr": 0.1}, {"params": [], "lr": 0.2}], lr=0.1
+        )
     )
     with pytest.raises(RuntimeError, match="known while upload runs"):
         method.local_steps  # noqa: B018
@@ -208,14 +238,28 @@ def test_the_local_work_is_known_in_upload_and_nowhere_else(tmp_path):
 )
 def test_a_schedule_that_cannot_be_played_is_refused_before_anything_is_made(scheduler, says, tmp_path):
     with pytest.raises(InputError, match=says):
-        run(on_points(optimizer=sgd(0.1), scheduler=scheduler), Points((3, 1)), tmp_path / "runs", max_rounds=5)
+        run(
+            on_points(optimizer=sgd(0.1), scheduler=scheduler),
+            Points((3, 1)),
+            tmp_path / "runs",
+            max_rounds=5,
+        )
     assert not (tmp_path / "runs").exists()
 
 
 def test_from_the_command_line(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     config = str(Path(__file__).parent.parent / "configs" / "fedavg.yaml")
-    small = ["--data.num_clients", "5", "--trainer.callbacks", "[]", "--trainer.logger", "false", "--trainer.max_rounds", "2"]
+    small = [
+        "--data.num_clients",
+        "5",
+        "--trainer.callbacks",
+        "[]",
+        "--trainer.logger",
+        "false",
+        "--trainer.max_rounds",
+        "2",
+    ]
     common = ["fit", "--config", config, *small]
     clipped = ["--trainer.gradient_clip_val", "0.5"]
     scheduled = ["--model.scheduler", "StepLR", "--model.scheduler.step_size", "1"]
@@ -229,7 +273,10 @@ def test_from_the_command_line(tmp_path, monkeypatch, capsys):
     refused = capsys.readouterr().err.splitlines()[-1]
     assert "gradient_clip_val: not set -> 0.5" in refused
     assert "model.init_args.scheduler.class_path: not set -> " in refused
-    for flags in (["--trainer.gradient_clip_val", "0"], ["--model.scheduler", "torch.optim.lr_scheduler.ReduceLROnPlateau"]):
+    for flags in (
+        ["--trainer.gradient_clip_val", "0"],
+        ["--model.scheduler", "torch.optim.lr_scheduler.ReduceLROnPlateau"],
+    ):
         assert main([*common, "--trainer.experiment", "refused", *flags]) == 2
         assert capsys.readouterr().err.count("\n") == 1
     assert not Path("runs/refused").exists()
@@ -247,5 +294,7 @@ def test_runs_from_before_these_settings_are_still_the_same_runs():
     }
     assert changed_settings(before, after) == []
     assert settings_hash(before) == settings_hash(after)
-    assert changed_settings(before, {**after, "trainer.gradient_clip_val": 1.0}) == ["trainer.gradient_clip_val: not set -> 1.0"]
+    assert changed_settings(before, {**after, "trainer.gradient_clip_val": 1.0}) == [
+        "trainer.gradient_clip_val: not set -> 1.0"
+    ]
     assert settings_hash(before) != settings_hash({**after, "trainer.gradient_clip_val": 1.0})

@@ -1,4 +1,5 @@
-"""Lightning's CSVLogger and TensorBoardLogger in MLflow's place, from the command line, and when a run is continued."""
+"""Lightning's CSVLogger and TensorBoardLogger in MLflow's place, from the command line, and when a run is
+continued."""
 
 from __future__ import annotations
 
@@ -11,7 +12,17 @@ from test_redaction import TINY
 
 from fl_lightning.__main__ import main
 
-FIT = ["fit", "--config", "tiny.yaml", "--trainer.run_name", "r", "--trainer.experiment", "e", "--trainer.allow_changed", "true"]
+FIT = [
+    "fit",
+    "--config",
+    "tiny.yaml",
+    "--trainer.run_name",
+    "r",
+    "--trainer.experiment",
+    "e",
+    "--trainer.allow_changed",
+    "true",
+]
 pytestmark = pytest.mark.filterwarnings(
     "ignore:Experiment logs directory .* exists and is not empty"
 )  # it is written anew, wholly
@@ -32,7 +43,11 @@ def own_rounds() -> list[dict[str, str]]:
 @pytest.mark.parametrize("kind", ["CSVLogger", "lightning.fabric.loggers.CSVLogger"])
 def test_csv_has_every_round_once(kind: str, version: str) -> None:
     root = "root_dir" if "fabric" in kind else "save_dir"
-    logger = [f"--trainer.logger={kind}", f"--trainer.logger.{root}=logs", f"--trainer.logger.version={version}"]
+    logger = [
+        f"--trainer.logger={kind}",
+        f"--trainer.logger.{root}=logs",
+        f"--trainer.logger.version={version}",
+    ]
     assert main([*FIT, *logger, "--trainer.max_rounds", "3"]) == 0
     assert main([*FIT, *logger, "--trainer.max_rounds", "5", "--ckpt_path", "last"]) == 0
     files = sorted(Path("logs").rglob("metrics.csv"))
@@ -49,12 +64,20 @@ def test_tensorboard_shows_every_round_once() -> None:
     pytest.importorskip("tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    logger = ["--trainer.logger=TensorBoardLogger", "--trainer.logger.save_dir=logs", "--trainer.logger.version=0"]
+    logger = [
+        "--trainer.logger=TensorBoardLogger",
+        "--trainer.logger.save_dir=logs",
+        "--trainer.logger.version=0",
+    ]
     assert main([*FIT, *logger, "--trainer.max_rounds", "3"]) == 0
     assert main([*FIT, *logger, "--trainer.max_rounds", "5", "--ckpt_path", "last"]) == 0
     shown = EventAccumulator("logs/lightning_logs/version_0").Reload()
     for name in own_rounds()[0].keys() - {"round"}:
-        expected = [(int(row["round"]), pytest.approx(float(row[name]), rel=1e-6)) for row in own_rounds() if row[name]]
+        expected = [
+            (int(row["round"]), pytest.approx(float(row[name]), rel=1e-6))
+            for row in own_rounds()
+            if row[name]
+        ]
         assert [(point.step, point.value) for point in shown.Scalars(name)] == expected, name
     assert [point.step for point in shown.Scalars("final/accuracy")] == [5]
 

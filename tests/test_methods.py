@@ -24,7 +24,8 @@ def quadratic(method: type, **settings):
 
 METHODS = {  # name: class, settings, least step relative to SGD's, noise of one round's rounding
     "FedAvg": (FedAvg, {}, 1.0, 1e-5),
-    # One of a weight's planes p and n is zero and clamped there, so a plane step is between half of SGD's and all of it.
+    # One of a weight's planes p and n is zero and clamped there, so a plane step is between half of SGD's and
+    # all of it.
     "FedMPQ": (FedMPQ, {"bits": 8, "lambda_b": 0.0}, 0.5, 0.03),
     "FedMPQKD": (FedMPQKD, {"bits": 8, "lambda_b": 0.0, "alpha": 0.1}, 0.5, 0.03),
 }
@@ -49,7 +50,8 @@ def initial_weights(name: str, data: Points) -> torch.Tensor:
 
 @by_method
 def test_known_optimum_of_unequal_clients(name, tmp_path):
-    """At the end nothing pulls: the mean of the centres weighted by n_k (for FedAvg exactly, which an unweighted mean is not)."""
+    """At the end nothing pulls: the mean of the centres weighted by n_k (for FedAvg exactly, which an
+    unweighted mean is not)."""
     method, counts = make(name), (3, 1)
     run(method, Points(counts), tmp_path, max_rounds=60)
     low, high = pull(method.server["weights"], counts, [0, 1], least=METHODS[name][2])
@@ -71,7 +73,9 @@ def test_partial_participation_averages_only_who_took_part(name, tmp_path):
     start = initial_weights(name, Points(counts))
     method = make(name)
     trainer = run(method, Points(counts), tmp_path, max_rounds=1, participation=2 / 6, local_epochs=1)
-    cohort = [int(line.split(",")[1]) for line in (trainer.run_dir / "ledger.csv").read_text().splitlines()[1:]]
+    cohort = [
+        int(line.split(",")[1]) for line in (trainer.run_dir / "ledger.csv").read_text().splitlines()[1:]
+    ]
     assert len(cohort) == 2
     low, high = pull(start, counts, cohort, least=METHODS[name][2])
     moved = method.server["weights"] - start
@@ -142,7 +146,9 @@ def test_fedavg_is_a_plain_torch_loop(norm, rounds, tmp_path):
     run(method, data, tmp_path, max_rounds=rounds, seed=5)
 
     with rng.torch_stream(5, "weights"):
-        model = network(10).to(memory_format=torch.channels_last)  # as ours: sums in another order drift apart step by step
+        model = network(10).to(
+            memory_format=torch.channels_last
+        )  # as ours: sums in another order drift apart step by step
     state = copy.deepcopy(model.state_dict())
     for round in range(1, rounds + 1):
         mean = {name: torch.zeros_like(value, dtype=torch.float64) for name, value in state.items()}
@@ -207,11 +213,15 @@ def first_round_bytes(method, tmp_path) -> tuple[set[int], set[int]]:
 
 
 def test_bytes_equal_the_hand_formula(tmp_path):
-    """small_cnn: 33 712 weights in four layers, 234 values in GroupNorm and the bias. Header 19, an entry 3 + name + 4 per dimension."""
+    """small_cnn: 33 712 weights in four layers, 234 values in GroupNorm and the bias. Header 19, an entry 3 +
+    name + 4 per dimension."""
     weights, rest = [432, 4608, 18432, 10240], 234
     entry = lambda name, ndim, data: 3 + len(name) + 4 * ndim + data  # noqa: E731
     full = entry("weights", 1, 4 * (sum(weights) + rest))
-    assert first_round_bytes(FedAvg(optimizer=sgd()), tmp_path) == ({19 + full}, {19 + entry("examples", 0, 4) + full})
+    assert first_round_bytes(FedAvg(optimizer=sgd()), tmp_path) == (
+        {19 + full},
+        {19 + entry("examples", 0, 4) + full},
+    )
     bits_entry, examples = entry("bits", 1, 2), entry("examples", 0, 4)
     for bits in (1, 2, 4, 8):
         method = FedMPQ(optimizer=sgd(), bits=bits, prune_threshold=0.0)
@@ -223,9 +233,13 @@ def test_bytes_equal_the_hand_formula(tmp_path):
 
 
 def test_the_teacher_costs_no_upload_and_its_download_is_counted(tmp_path):
-    plain_down, plain_up = first_round_bytes(FedMPQ(optimizer=sgd(), prune_threshold=0.0, download="quantised"), tmp_path)
+    plain_down, plain_up = first_round_bytes(
+        FedMPQ(optimizer=sgd(), prune_threshold=0.0, download="quantised"), tmp_path
+    )
     for alpha in (0.0, 0.5, 1.0):
-        received = FedMPQKD(optimizer=sgd(), alpha=alpha, prune_threshold=0.0, download="quantised", teacher_source="received")
+        received = FedMPQKD(
+            optimizer=sgd(), alpha=alpha, prune_threshold=0.0, download="quantised", teacher_source="received"
+        )
         assert first_round_bytes(received, tmp_path) == (plain_down, plain_up)
     full = FedMPQKD(optimizer=sgd(), prune_threshold=0.0, download="quantised")
     down, up = first_round_bytes(full, tmp_path)
@@ -240,9 +254,13 @@ def test_distillation_by_hand():
     torch.testing.assert_close(distillation(student, teacher, 2.0), 4 * kl / 2)
     torch.testing.assert_close(distillation(student, teacher, 2.0, "reverse"), 4 * kl / 2)
     student[0, 0] = 1.0
-    assert not torch.isclose(distillation(student, teacher, 2.0), distillation(student, teacher, 2.0, "reverse"))
+    assert not torch.isclose(
+        distillation(student, teacher, 2.0), distillation(student, teacher, 2.0, "reverse")
+    )
     log_t, log_s = F.log_softmax(teacher / 3, 1), F.log_softmax(student / 3, 1)
-    torch.testing.assert_close(distillation(student, teacher, 3.0), 9 * (log_t.exp() * (log_t - log_s)).sum(1).mean())
+    torch.testing.assert_close(
+        distillation(student, teacher, 3.0), 9 * (log_t.exp() * (log_t - log_s)).sum(1).mean()
+    )
 
 
 def test_a_teacher_is_a_copy_from_before_the_first_step(tmp_path):
@@ -271,7 +289,15 @@ def test_schedules():
 
 
 @pytest.mark.parametrize(
-    "settings", [{"bits": 0}, {"bits": 9}, {"bits": []}, {"lambda_b": -1.0}, {"prune_threshold": 1.0}, {"activation_bits": 0}]
+    "settings",
+    [
+        {"bits": 0},
+        {"bits": 9},
+        {"bits": []},
+        {"lambda_b": -1.0},
+        {"prune_threshold": 1.0},
+        {"activation_bits": 0},
+    ],
 )
 def test_bad_settings_of_fedmpq(settings):
     with pytest.raises(ValueError, match=r"--model\.\w+ .*;.*; write --model"):
@@ -298,7 +324,10 @@ def test_a_layer_of_zeros_can_learn(tmp_path):
     class ZeroHead(torch.nn.Sequential):
         def __init__(self, num_classes: int) -> None:
             super().__init__(
-                torch.nn.Flatten(), torch.nn.Linear(3 * 32 * 32, 8), torch.nn.ReLU(), torch.nn.Linear(8, num_classes)
+                torch.nn.Flatten(),
+                torch.nn.Linear(3 * 32 * 32, 8),
+                torch.nn.ReLU(),
+                torch.nn.Linear(8, num_classes),
             )
             torch.nn.init.zeros_(self[3].weight)
 
@@ -313,7 +342,9 @@ def test_distillation_is_in_float32_under_autocast():
     student, teacher = torch.randn(8, 10), torch.randn(8, 10)
     with torch.autocast("cpu", torch.bfloat16):
         found = distillation(student.bfloat16(), teacher.bfloat16(), 2.0)
-    torch.testing.assert_close(found, distillation(student.bfloat16().float(), teacher.bfloat16().float(), 2.0))
+    torch.testing.assert_close(
+        found, distillation(student.bfloat16().float(), teacher.bfloat16().float(), 2.0)
+    )
 
 
 def test_alpha_zero_costs_what_fedmpq_costs(tmp_path):

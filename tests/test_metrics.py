@@ -35,7 +35,9 @@ def test_ece_by_hand() -> None:
 def test_bins_are_open_below_and_closed_above(dtype: torch.dtype) -> None:
     """A confidence on an edge belongs to the bin below it, in either precision, and 1 to the last."""
     confidence = torch.arange(3, 6, dtype=dtype) / 5
-    bins = calibration_bins(torch.stack([confidence, 1 - confidence], 1), torch.zeros(3, dtype=torch.long), bins=5)
+    bins = calibration_bins(
+        torch.stack([confidence, 1 - confidence], 1), torch.zeros(3, dtype=torch.long), bins=5
+    )
     assert bins.counts.tolist() == [0, 0, 1, 1, 1]
     assert bins.confidence[2:] == pytest.approx([0.6, 0.8, 1.0])
 

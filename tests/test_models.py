@@ -34,7 +34,12 @@ def test_reference_weight_counts() -> None:
 
 @pytest.mark.parametrize(
     ("network", "side"),
-    [*((name, 28) for name in NETWORKS), ("torchvision.models.shufflenet_v2_x0_5", 32), ("mixer_s16_224", 32), (SmallCNN, 32)],
+    [
+        *((name, 28) for name in NETWORKS),
+        ("torchvision.models.shufflenet_v2_x0_5", 32),
+        ("mixer_s16_224", 32),
+        (SmallCNN, 32),
+    ],
 )
 def test_every_kind_of_name_makes_logits_and_trains(network: str, side: int) -> None:
     model = build_network(network, 7, (3, side, side))

@@ -1,4 +1,5 @@
-"""A LightningModule that knows nothing of us trains as the client of any method whose objective is the task loss and other terms."""
+"""A LightningModule that knows nothing of us trains as the client of any method whose objective is the task
+loss and other terms."""
 
 from __future__ import annotations
 
@@ -122,7 +123,9 @@ def test_it_is_every_additive_method_of_the_same_network(name, tmp_path):
     for method in (wrapped, plain):
         run(method, ready(public_examples=20), tmp_path, max_rounds=2, participation=0.4)
     for key, value in plain.server.items():
-        off = (wrapped.server[key].double() - value.double()).abs() > 1e-5  # codes may fall on the other side of a threshold
+        off = (
+            wrapped.server[key].double() - value.double()
+        ).abs() > 1e-5  # codes may fall on the other side of a threshold
         assert off.double().mean() < 2e-3, key
     other = make(module=seeded(Twice))
     run(other, ready(public_examples=20), tmp_path, max_rounds=2, participation=0.4)
@@ -217,14 +220,29 @@ class Manual(Lit):
         (lambda: FedAvg(module=Lossless()), "returned NoneType as loss"),
         (lambda: FedAvg(module=ByBatch()), "steps its scheduler by 'step'"),
         (lambda: FedAvg(module=Plateau()), "ReduceLROnPlateau; .* not from a metric"),
-        (lambda: FedAvg(module=TwoOptimizers()), "TwoOptimizers returns 2 of them; a client has one local optimiser"),
+        (
+            lambda: FedAvg(module=TwoOptimizers()),
+            "TwoOptimizers returns 2 of them; a client has one local optimiser",
+        ),
         (lambda: FedAvg(module=Scheduled(), scheduler=Scheduled.make), "one schedule; leave one of them out"),
-        (lambda: FedAvg(module=AsksTheTrainer()), "AsksTheTrainer asks for self.trainer.num_training_batches"),
+        (
+            lambda: FedAvg(module=AsksTheTrainer()),
+            "AsksTheTrainer asks for self.trainer.num_training_batches",
+        ),
         (lambda: FedAvg(module=AsksTheEpoch()), "AsksTheEpoch asks for self.trainer.current_epoch"),
-        (lambda: FedAvg(module=CountsSteps()), "CountsSteps asks for self.trainer.estimated_stepping_batches"),
-        (lambda: FedAvg(module=Lit(), network="resnet20"), "--model.network resnet20 beside --model.module Lit"),
+        (
+            lambda: FedAvg(module=CountsSteps()),
+            "CountsSteps asks for self.trainer.estimated_stepping_batches",
+        ),
+        (
+            lambda: FedAvg(module=Lit(), network="resnet20"),
+            "--model.network resnet20 beside --model.module Lit",
+        ),
         (lambda: FedMPQ(module=Lit()), "FedMPQ and no optimizer"),
-        (lambda: methods.FedMosaic(module=Lit()), "FedMosaic; it cuts the networks of its clients into blocks"),
+        (
+            lambda: methods.FedMosaic(module=Lit()),
+            "FedMosaic; it cuts the networks of its clients into blocks",
+        ),
     ],
 )
 def test_what_cannot_work_is_said_before_anything_is_made(make, says, tmp_path):
@@ -270,7 +288,10 @@ def test_the_index_of_a_batch_may_have_any_name(tmp_path):
         def training_step(self, batch, i):
             return super().training_step(batch, i)
 
-    weights = [run(FedAvg(module=seeded(cls)), ready(), tmp_path, max_rounds=1).method.server["weights"] for cls in (Lit, Other)]
+    weights = [
+        run(FedAvg(module=seeded(cls)), ready(), tmp_path, max_rounds=1).method.server["weights"]
+        for cls in (Lit, Other)
+    ]
     assert torch.equal(*weights)
 
 

@@ -1,4 +1,5 @@
-"""Random damage to kd_default.yaml: two rounds, exit code 2, or a run in which all diverge, never a traceback."""
+"""Random damage to kd_default.yaml: two rounds, exit code 2, or a run in which all diverge, never a
+traceback."""
 
 from __future__ import annotations
 
@@ -17,8 +18,26 @@ CONFIG = yaml.safe_load((Path(__file__).parent.parent / "configs" / "kd_default.
 CONFIG["data"]["init_args"]["num_clients"] = 6
 WORDS = st.sampled_from(["x", "", "FedAvg", "digits", "none", "nan", ".inf", "callbacks.Calibration", "full"])
 SMALL = st.integers(-2, 3) | st.floats(-1, 2) | st.sampled_from([float("nan"), float("inf")])
-VALUES = SMALL | WORDS | st.none() | st.booleans() | st.just([]) | st.just({}) | st.just([1, "x"]) | st.just({"a": 1})
-LIMITS = ["--trainer.max_rounds", "2", "--trainer.devices", "1", "--trainer.accelerator", "cpu", "--trainer.logger", "false"]
+VALUES = (
+    SMALL
+    | WORDS
+    | st.none()
+    | st.booleans()
+    | st.just([])
+    | st.just({})
+    | st.just([1, "x"])
+    | st.just({"a": 1})
+)
+LIMITS = [
+    "--trainer.max_rounds",
+    "2",
+    "--trainer.devices",
+    "1",
+    "--trainer.accelerator",
+    "cpu",
+    "--trainer.logger",
+    "false",
+]
 
 
 def places(tree: Any, path: tuple = ()) -> list[tuple]:
@@ -49,7 +68,9 @@ def check(config: dict, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> N
     path.write_text(yaml.safe_dump(config))
     code = main(["fit", "--config", str(path), *LIMITS])
     lines = [line for line in capsys.readouterr().err.splitlines() if "error" in line]
-    assert code in (0, 2) or (code == 1 and "was ever counted" in lines[-1])  # a training that diverges for everybody
+    assert code in (0, 2) or (
+        code == 1 and "was ever counted" in lines[-1]
+    )  # a training that diverges for everybody
     assert len(lines) == (code != 0)
 
 
@@ -62,7 +83,11 @@ def test_damaged_configuration(tmp_path, monkeypatch, capsys, config):
 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
-@settings(max_examples=600, derandomize=False, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
+@settings(
+    max_examples=600,
+    derandomize=False,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+)
 @given(damaged())
 def test_much_damaged_configuration(tmp_path, monkeypatch, capsys, config):
     monkeypatch.chdir(tmp_path)

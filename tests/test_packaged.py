@@ -34,13 +34,20 @@ def here(bare_directory: Path) -> Path:
     return bare_directory
 
 
-@pytest.mark.parametrize("name", ["kd_default", "kd_default.yaml", "configs/kd_default.yaml", "configs/kd_default"])
+@pytest.mark.parametrize(
+    "name", ["kd_default", "kd_default.yaml", "configs/kd_default.yaml", "configs/kd_default"]
+)
 def test_a_bare_name_finds_what_comes_with_the_project(here: Path, name: str) -> None:
     assert find_config(name) == ROOT / "configs" / "kd_default.yaml"
-    assert find_config(name.replace("kd_default", "overlays/noise_on")) == ROOT / "configs" / "overlays" / "noise_on.yaml"
+    assert (
+        find_config(name.replace("kd_default", "overlays/noise_on"))
+        == ROOT / "configs" / "overlays" / "noise_on.yaml"
+    )
 
 
-@pytest.mark.parametrize("name", ["", ".", "..", "../pyproject", "/etc/hostname.yaml", "nothing", "overlays", "a\0b", "x" * 5000])
+@pytest.mark.parametrize(
+    "name", ["", ".", "..", "../pyproject", "/etc/hostname.yaml", "nothing", "overlays", "a\0b", "x" * 5000]
+)
 def test_other_names_find_nothing(here: Path, name: str) -> None:
     assert find_config(name) is None
 
@@ -54,8 +61,12 @@ def test_a_file_of_the_users_wins(here: Path) -> None:
     assert find_config("fedavg", here / "configs") == here / "configs" / "fedavg.yaml"
 
 
-@pytest.mark.parametrize("how", ["--config kd_default", "--config=kd_default", "-c kd_default", "environment"])
-def test_fit_takes_it(here: Path, how: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "how", ["--config kd_default", "--config=kd_default", "-c kd_default", "environment"]
+)
+def test_fit_takes_it(
+    here: Path, how: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("FL_LIGHTNING_CONFIG", "kd_default" if how == "environment" else "")
     if how != "environment":
         monkeypatch.delenv("FL_LIGHTNING_CONFIG")
@@ -80,7 +91,9 @@ def test_a_study_of_the_users_refers_to_it(here: Path, capsys: pytest.CaptureFix
     assert "runs/exp2_embedded, which does not exist" in capsys.readouterr().err
 
 
-def test_configs_lists_and_copies_and_overwrites_nothing(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_configs_lists_and_copies_and_overwrites_nothing(
+    here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     names = {str(path.relative_to(ROOT / "configs")) for path in (ROOT / "configs").rglob("*.yaml")}
     assert main(["configs"]) == 0
     assert {line.split()[0] + ".yaml" for line in capsys.readouterr().out.splitlines()} == names
@@ -120,7 +133,9 @@ def test_a_wheel_works_in_an_empty_folder(tmp_path: Path) -> None:
     offline = ["--no-deps", "--no-build-isolation", "--no-index"]
     subprocess.run([*pip, "wheel", str(source), *offline, "-w", str(tmp_path)], check=True)
     (wheel,) = tmp_path.glob("*.whl")
-    subprocess.run([*pip, "install", str(wheel), "--no-deps", "--no-index", "--target", str(site)], check=True)
+    subprocess.run(
+        [*pip, "install", str(wheel), "--no-deps", "--no-index", "--target", str(site)], check=True
+    )
     environment = {**os.environ, "PYTHONPATH": str(site), "OMP_NUM_THREADS": "1"}
     environment.pop("MLFLOW_TRACKING_URI", None)
 
@@ -134,7 +149,12 @@ def test_a_wheel_works_in_an_empty_folder(tmp_path: Path) -> None:
     assert Path(where.strip()) == site / "fl_lightning" / "configs"
     assert len(run(*program, "configs").splitlines()) == len([*configs_folder().rglob("*.yaml")])
     script = run(
-        str(site / "bin" / "fl-lightning"), "fit", "--config", "kd_default", "--trainer.max_rounds=1", "--trainer.logger=false"
+        str(site / "bin" / "fl-lightning"),
+        "fit",
+        "--config",
+        "kd_default",
+        "--trainer.max_rounds=1",
+        "--trainer.logger=false",
     )
     assert "run directory" in script or "runs/kd_default" in script
     (empty / "small.yaml").write_text(STUDY)

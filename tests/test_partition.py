@@ -46,7 +46,8 @@ def test_every_partition_covers_and_follows_the_seed(partition: Partition) -> No
 
 
 def test_a_full_client_gets_no_more() -> None:
-    """With one example of each class, in turn, the cap holds everybody at N / K; without it, the skew would break it."""
+    """With one example of each class, in turn, the cap holds everybody at N / K; without it, the skew would
+    break it."""
     parts = dirichlet_partition(np.arange(300), 10, 0.05, seed=0, min_size=0)
     assert [len(part) for part in parts] == [30] * 10
     # from the second class on, whoever had N / K of the first is not served
@@ -69,7 +70,10 @@ def test_skew_falls_with_beta() -> None:
     labels = np.arange(10_000) % 10
 
     def breadth(beta: float) -> float:
-        counts = [np.sort(np.bincount(labels[part], minlength=10))[::-1] for part in dirichlet_partition(labels, 10, beta, 0, 1)]
+        counts = [
+            np.sort(np.bincount(labels[part], minlength=10))[::-1]
+            for part in dirichlet_partition(labels, 10, beta, 0, 1)
+        ]
         return float(np.mean([np.searchsorted(np.cumsum(c) / c.sum(), 0.9) + 1 for c in counts]))
 
     assert breadth(0.1) < 4 < breadth(1.0) < 8 < breadth(100.0) <= breadth(float("inf"))
@@ -79,7 +83,10 @@ def test_dirichlet_shares_have_the_right_moments() -> None:
     """Two clients, one class: the share is Beta(b, b), of variance 1 / (4 (2 b + 1))."""
     members = [np.arange(2000)]
     for beta in (0.1, 0.5, 5.0):
-        share = np.array([_draw(members, 2, beta, stream(1, "moments", round=i))[1][0] for i in range(3000)]) / 2000
+        share = (
+            np.array([_draw(members, 2, beta, stream(1, "moments", round=i))[1][0] for i in range(3000)])
+            / 2000
+        )
         assert share.mean() == pytest.approx(0.5, abs=0.03)
         assert share.var() == pytest.approx(1 / (4 * (2 * beta + 1)), rel=0.08)
 

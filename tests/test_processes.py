@@ -1,4 +1,5 @@
-"""Processes that are killed, stopped or signalled at a bad moment: nobody is left behind or waited for for ever, no signal is lost."""
+"""Processes that are killed, stopped or signalled at a bad moment: nobody is left behind or waited for for
+ever, no signal is lost."""
 
 from __future__ import annotations
 
@@ -19,12 +20,17 @@ from fl_lightning.hooks import Stressor
 from fl_lightning.run.interrupts import Interrupts
 
 HERE = Path(__file__).parent
-ENVIRONMENT = {**os.environ, "PYTHONPATH": os.pathsep.join([str(HERE), str(HERE.parent), os.environ.get("PYTHONPATH", "")])}
+ENVIRONMENT = {
+    **os.environ,
+    "PYTHONPATH": os.pathsep.join([str(HERE), str(HERE.parent), os.environ.get("PYTHONPATH", "")]),
+}
 
 
 def start(program: str, *arguments: object) -> subprocess.Popen:
     words = [sys.executable, "-c", program, *map(str, arguments)]
-    return subprocess.Popen(words, env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    return subprocess.Popen(
+        words, env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
 
 
 def wait_until(condition, seconds: float = 60.0) -> bool:
@@ -123,7 +129,9 @@ def test_a_signal_while_a_worker_is_forked_ends_the_run(tmp_path):
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-@pytest.mark.parametrize(("number", "error"), [(signal.SIGINT, KeyboardInterrupt), (signal.SIGTERM, SystemExit)])
+@pytest.mark.parametrize(
+    ("number", "error"), [(signal.SIGINT, KeyboardInterrupt), (signal.SIGTERM, SystemExit)]
+)
 def test_a_signal_that_python_drops_is_raised_again(number, error, monkeypatch):
     class Disposed:
         def __del__(self):

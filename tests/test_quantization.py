@@ -18,7 +18,9 @@ def test_allocation_golden(golden):
         assert allocate_bits(case["sizes"], case["mean_bits"], case["delta"], case["budget"]) == case["bits"]
 
 
-layers = st.lists(st.tuples(st.integers(1, 50_000), st.integers(1, 8), st.integers(1, 5)), min_size=1, max_size=12)
+layers = st.lists(
+    st.tuples(st.integers(1, 50_000), st.integers(1, 8), st.integers(1, 5)), min_size=1, max_size=12
+)
 
 
 @given(layers, st.floats(1, 9))
@@ -32,7 +34,12 @@ def test_allocation_never_exceeds_its_budget_and_leaves_no_room(layers, budget):
 
 
 def test_allocation_refuses_nonsense():
-    for arguments in (([1], [1, 1], [1], 4), ([1], [1], [1], 0.5), ([1], [9], [1], 4), ([1], [4], [1], float("nan"))):
+    for arguments in (
+        ([1], [1, 1], [1], 4),
+        ([1], [1], [1], 0.5),
+        ([1], [9], [1], 4),
+        ([1], [4], [1], float("nan")),
+    ):
         with pytest.raises(ValueError, match=";"):
             allocate_bits(*arguments)
 
@@ -43,7 +50,9 @@ def from_planes(planes, scale, matched=False):
     return weights[0]
 
 
-weights = st.integers(0, 1000).map(lambda seed: torch.randn(200, generator=torch.Generator().manual_seed(seed)))
+weights = st.integers(0, 1000).map(
+    lambda seed: torch.randn(200, generator=torch.Generator().manual_seed(seed))
+)
 
 
 @given(weights, st.integers(1, 8))
@@ -78,7 +87,8 @@ def test_a_matched_step_on_planes_is_an_sgd_step_on_the_weights(bits):
 
 
 def test_the_regulariser_by_hand():
-    """Norms 3 and 4 of a layer of 3 weights at 2 bits, beside a layer of 1 weight at 1 bit whose norm is 2."""
+    """Norms 3 and 4 of a layer of 3 weights at 2 bits, beside a layer of 1 weight at 1 bit whose norm is
+    2."""
     planes = torch.zeros(2, 2, 3)
     planes[0, 0] = torch.tensor([1.0, 2.0, 2.0])
     planes[1, 1, 0] = 4.0
@@ -119,7 +129,11 @@ def test_reconstruction_is_autograds(matched, batched):
     expected, found = flats.clone().requires_grad_(), flats.clone().requires_grad_()
     before = sum(loss(by_autograd, *row) for row in zip(expected, scales, upstream, strict=True))
     one = lambda *row: loss(reconstruct, *row)  # noqa: E731
-    after = torch.func.vmap(one)(found, scales, upstream) if batched else torch.stack(list(map(one, found, scales, upstream)))
+    after = (
+        torch.func.vmap(one)(found, scales, upstream)
+        if batched
+        else torch.stack(list(map(one, found, scales, upstream)))
+    )
     torch.testing.assert_close(after.sum(), before)
     before.backward()
     after.sum().backward()
@@ -142,7 +156,10 @@ def test_stochastic_rounding_is_unbiased_and_seeded():
     draws = torch.stack([quantize(w, 2, noise=rng.stream(0, "t", r)).dequantize() for r in range(4000)])
     standard_error = (1 / 3) / 2 / np.sqrt(4000)
     assert (draws.mean(0) - w).abs().max() < 5 * standard_error
-    assert torch.equal(quantize(w, 2, noise=rng.stream(0, "t", 1)).codes(), quantize(w, 2, noise=rng.stream(0, "t", 1)).codes())
+    assert torch.equal(
+        quantize(w, 2, noise=rng.stream(0, "t", 1)).codes(),
+        quantize(w, 2, noise=rng.stream(0, "t", 1)).codes(),
+    )
 
 
 @given(weights, st.integers(1, 8))

@@ -56,7 +56,8 @@ class Poison(Meter):
 
 @by_method
 def test_global_seeds_change_nothing(name, tmp_path):
-    """The networks have dropout; one of the two runs starts from other global seeds and has them changed all along."""
+    """The networks have dropout; one of the two runs starts from other global seeds and has them changed all
+    along."""
     plain = fit(name, tmp_path)
     Poison(99).poison()
     poisoned = fit(name, tmp_path, callbacks=[Poison(7)])
@@ -73,7 +74,9 @@ def federation(name: str) -> Federation:
     with rng.torch_stream(0, "weights"):
         method.build(data)
     engine = SequentialEngine(trainer.fabric, method, data)
-    return Federation(trainer.fabric, method, data, engine, [], trainer, 0, participation=0.5, local_epochs=1, eval_every=1)
+    return Federation(
+        trainer.fabric, method, data, engine, [], trainer, 0, participation=0.5, local_epochs=1, eval_every=1
+    )
 
 
 def train(fed: Federation, round: int, pick=lambda orders: orders):
@@ -83,7 +86,9 @@ def train(fed: Federation, round: int, pick=lambda orders: orders):
 
 
 def same(first, second) -> bool:
-    state = first.state.keys() == second.state.keys() and all(torch.equal(first.state[k], second.state[k]) for k in first.state)
+    state = first.state.keys() == second.state.keys() and all(
+        torch.equal(first.state[k], second.state[k]) for k in first.state
+    )
     return state and (first.upload, first.losses, first.seen, first.steps) == (
         second.upload,
         second.losses,
@@ -98,7 +103,9 @@ def test_the_order_of_clients_and_who_ran_before_change_nothing(name):
     backwards = train(federation(name), 1, lambda orders: orders[::-1])
     assert len(together) == 3
     for id, result in together.items():
-        alone = train(federation(name), 1, lambda orders, id=id: [order for order in orders if order.client.id == id])
+        alone = train(
+            federation(name), 1, lambda orders, id=id: [order for order in orders if order.client.id == id]
+        )
         assert same(result, backwards[id])
         assert same(result, alone[id])
 
@@ -109,7 +116,9 @@ def test_training_twice_gives_the_same_result(name):
     fed = federation(name)
     first = train(fed, 1)
     fed.method.deploy(fed.data.client(0) if fed.method.personalised else None)
-    assert all(same(result, again) for result, again in zip(first.values(), train(fed, 1).values(), strict=True))
+    assert all(
+        same(result, again) for result, again in zip(first.values(), train(fed, 1).values(), strict=True)
+    )
 
 
 class Unpooled(nn.Module):
@@ -127,7 +136,13 @@ class Unpooled(nn.Module):
 @pytest.mark.parametrize("deterministic", [True, False])
 def test_operations_without_a_deterministic_form_are_named_once(deterministic, tmp_path, caplog):
     caplog.set_level(logging.WARNING, "fl_lightning")
-    run(FedAvg(network=Unpooled, optimizer=sgd(0.01)), data_of("FedAvg"), tmp_path, max_rounds=2, deterministic=deterministic)
+    run(
+        FedAvg(network=Unpooled, optimizer=sgd(0.01)),
+        data_of("FedAvg"),
+        tmp_path,
+        max_rounds=2,
+        deterministic=deterministic,
+    )
     named = [record.message for record in caplog.records if "no deterministic form" in record.message]
     assert len(named) == deterministic
     assert all("max_unpool" in message for message in named)

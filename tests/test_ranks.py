@@ -30,16 +30,27 @@ PROGRAM = ranks_program.__file__
 
 def start(*arguments: str | Path, launcher: tuple[str, ...] = ()) -> subprocess.Popen:
     unset = ("LOCAL_RANK", "WORLD_SIZE", "RANK", "MASTER_PORT", "MASTER_ADDR", "NODE_RANK")
-    environment = {name: value for name, value in os.environ.items() if name not in unset} | {"OMP_NUM_THREADS": "1"}
+    environment = {name: value for name, value in os.environ.items() if name not in unset} | {
+        "OMP_NUM_THREADS": "1"
+    }
     command = [sys.executable, *launcher, PROGRAM, *map(str, arguments)]
-    return subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    return subprocess.Popen(
+        command, env=environment, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
 
 
 def result(run: Path) -> tuple[str, list[dict[str, str]], str]:
     """Hash of the weights, metrics without timings, ledger."""
     with (run / "metrics.csv").open() as file:
-        rows = [{name: cell for name, cell in row.items() if not name.startswith("time/")} for row in csv.DictReader(file)]
-    return json.loads((run / "metadata.json").read_text())["weights_sha256"], rows, (run / "ledger.csv").read_text()
+        rows = [
+            {name: cell for name, cell in row.items() if not name.startswith("time/")}
+            for row in csv.DictReader(file)
+        ]
+    return (
+        json.loads((run / "metadata.json").read_text())["weights_sha256"],
+        rows,
+        (run / "ledger.csv").read_text(),
+    )
 
 
 def is_alive(pid: int) -> bool:
@@ -50,7 +61,8 @@ def is_alive(pid: int) -> bool:
 
 
 def test_two_processes_are_one(tmp_path):
-    """Each of the ten methods, kept client state included, and clipped steps at a falling lr; only rank 0 leaves anything."""
+    """Each of the ten methods, kept client state included, and clipped steps at a falling lr; only rank 0
+    leaves anything."""
     program = start(tmp_path / "two", "all")
     for name in (*TEN, "clipped"):
         fit(name, tmp_path / "one")
@@ -74,7 +86,11 @@ def test_a_rank_that_dies_is_named_and_the_run_can_go_on(tmp_path):
     metadata = json.loads((run / "metadata.json").read_text())
     assert metadata["status"] == "failed"
     fit(
-        "FedAvg", tmp_path, ckpt_path=str(run), callbacks=[ranks_program.Dies(rank=-1, round=0)], allow_changed=True
+        "FedAvg",
+        tmp_path,
+        ckpt_path=str(run),
+        callbacks=[ranks_program.Dies(rank=-1, round=0)],
+        allow_changed=True,
     )  # its classes were those of __main__
     fit("FedAvg", tmp_path / "whole")
     assert result(run) == result(tmp_path / "whole" / "FedAvg" / "run")
@@ -96,7 +112,9 @@ def test_ranks_leave_when_rank_zero_dies(tmp_path):
 def test_torchrun(tmp_path):
     """Which says how many processes there are; nothing has to be set."""
     program = start(
-        tmp_path / "two", "torchrun", launcher=("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+        tmp_path / "two",
+        "torchrun",
+        launcher=("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"),
     )
     _, errors = program.communicate(timeout=120)
     assert program.returncode == 0, errors
@@ -114,15 +132,27 @@ def test_longest_first():
 
 
 def order(id: int = 3, steps: int = 2) -> Order:
-    return Order(Client(id, np.arange(100), np.arange(0)), b"message", torch.zeros(100, dtype=torch.int64), 2, steps)
+    return Order(
+        Client(id, np.arange(100), np.arange(0)), b"message", torch.zeros(100, dtype=torch.int64), 2, steps
+    )
 
 
 def test_work_is_what_is_trained_on():
-    assert work(order(steps=2), 10) < work(order(steps=5), 10) < work(order(steps=100), 10) == work(order(steps=1000), 10)
+    assert (
+        work(order(steps=2), 10)
+        < work(order(steps=5), 10)
+        < work(order(steps=100), 10)
+        == work(order(steps=1000), 10)
+    )
 
 
 def test_a_result_survives_the_way_between_processes():
-    state = {"a": torch.randn(3, 2), "b": torch.tensor([True]), "empty": torch.empty(0, 4), "half": torch.randn(2).bfloat16()}
+    state = {
+        "a": torch.randn(3, 2),
+        "b": torch.tensor([True]),
+        "empty": torch.empty(0, 4),
+        "half": torch.randn(2).bfloat16(),
+    }
     losses = {"loss": 1 / 3, "loss_kd": float("nan")}
     there = ClientResult(order().client, b"\x00upload\xff", state, losses, 7, 2)
     back = _unpack(_pack(there), order())
@@ -130,7 +160,10 @@ def test_a_result_survives_the_way_between_processes():
     assert back.losses["loss"] == 1 / 3
     assert back.intact is None, "it has been on the way: its checksum is to be looked at"
     assert back.client.state is back.state
-    assert all(torch.equal(back.state[name], tensor) and back.state[name].dtype == tensor.dtype for name, tensor in state.items())
+    assert all(
+        torch.equal(back.state[name], tensor) and back.state[name].dtype == tensor.dtype
+        for name, tensor in state.items()
+    )
 
 
 def test_one_process_is_the_engine_itself():
@@ -162,11 +195,15 @@ def test_who_started_how_many(monkeypatch, environment, devices, expected):
 def test_silent_copies_are_refused(monkeypatch):
     for name, value in {"TORCHELASTIC_RUN_ID": "x", "LOCAL_WORLD_SIZE": "4", "WORLD_SIZE": "4"}.items():
         monkeypatch.setenv(name, value)
-    with pytest.raises(ValueError, match=r"--trainer.devices 2 where 4 .*; each is one device; write --trainer.devices 4"):
+    with pytest.raises(
+        ValueError, match=r"--trainer.devices 2 where 4 .*; each is one device; write --trainer.devices 4"
+    ):
         FederatedTrainer(devices=2)
 
 
 @pytest.mark.parametrize("settings", [{"strategy": "fsdp"}, {"strategy": "dp"}, {"rank_timeout": 0}])
 def test_bad_settings(settings):
-    with pytest.raises(ValueError, match=r"--trainer\.\w+ .*;.*; write --trainer|--trainer\.\w+ .*; at least"):
+    with pytest.raises(
+        ValueError, match=r"--trainer\.\w+ .*;.*; write --trainer|--trainer\.\w+ .*; at least"
+    ):
         FederatedTrainer(**settings)

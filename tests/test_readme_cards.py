@@ -14,10 +14,18 @@ from fl_lightning.methods import Method
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
 SECTION = README.split("## Methods\n")[1].split("\n## ")[0]
-TABLE = [[cell.strip(" `") for cell in line.split("|")[1:-1]] for line in SECTION.splitlines() if line.startswith("| `")]
+TABLE = [
+    [cell.strip(" `") for cell in line.split("|")[1:-1]]
+    for line in SECTION.splitlines()
+    if line.startswith("| `")
+]
 ROWS = {row[0]: row for row in TABLE[1:]}
 CARDS = dict(re.findall(r"^- \*\*`(\w+)`\*\*: (.*?)(?=^- |^$)", SECTION, re.DOTALL | re.MULTILINE))
-TYPES = {name: value for name, value in vars(methods).items() if isinstance(value, type) and issubclass(value, Method)}
+TYPES = {
+    name: value
+    for name, value in vars(methods).items()
+    if isinstance(value, type) and issubclass(value, Method)
+}
 
 
 def test_every_method_has_a_row_and_a_card():

@@ -36,8 +36,18 @@ def optimizer(lr: float = 0.05):
 
 def fit(root, mu: float = 0.1, seed: int = 0, *, make=FedProx, **settings):
     arguments = {"mu": mu} if make is FedProx else {}
-    method = make(network=settings.pop("network", SMALL), optimizer=settings.pop("optimizer", optimizer()), **arguments)
-    return run(method, data_of("FedAvg"), root, seed=seed, max_rounds=settings.pop("max_rounds", 1), local_epochs=1, **settings)
+    method = make(
+        network=settings.pop("network", SMALL), optimizer=settings.pop("optimizer", optimizer()), **arguments
+    )
+    return run(
+        method,
+        data_of("FedAvg"),
+        root,
+        seed=seed,
+        max_rounds=settings.pop("max_rounds", 1),
+        local_epochs=1,
+        **settings,
+    )
 
 
 def test_the_configuration_of_a_run_from_python_has_every_setting(tmp_path):
@@ -51,7 +61,10 @@ def test_the_configuration_of_a_run_from_python_has_every_setting(tmp_path):
     assert model["class_path"] == "fl_lightning.methods.fedprox.FedProx"
     assert model["init_args"]["mu"] == 0.1
     assert model["init_args"]["average"]["class_path"].endswith("WeightedMean")
-    assert model["init_args"]["network"] == {"class_path": "fl_lightning.models.small_cnn.SmallCNN", "init_args": {"width": 4}}
+    assert model["init_args"]["network"] == {
+        "class_path": "fl_lightning.models.small_cnn.SmallCNN",
+        "init_args": {"width": 4},
+    }
     assert config["data"]["init_args"]["batch_size"] == 32
     assert not_recorded(config_of(trainer.run_dir)) == []
 
@@ -114,7 +127,9 @@ def test_a_run_of_an_earlier_release_without_settings_is_not_counted(tmp_path):
     fit(tmp_path, 0.5, experiment="old")
     (trainer.run_dir / "config.yaml").write_text("")
     results = gather(str(tmp_path / "old"), tmp_path)
-    assert [entry.reason for entry in results.uncounted] == ["its settings were not recorded: config.yaml is empty"]
+    assert [entry.reason for entry in results.uncounted] == [
+        "its settings were not recorded: config.yaml is empty"
+    ]
 
 
 class Lit(LightningModule):
@@ -137,7 +152,9 @@ def by_global(parameters):
 
 
 def test_the_global_values_that_a_function_uses_are_part_of_it(monkeypatch):
-    made = [eval("lambda p: SGD(p, lr=lr)", {"SGD": SGD, "lr": lr}) for lr in (0.05, 0.5)]  # as a loop in a script makes them
+    made = [
+        eval("lambda p: SGD(p, lr=lr)", {"SGD": SGD, "lr": lr}) for lr in (0.05, 0.5)
+    ]  # as a loop in a script makes them
     assert describe(made[0]) != describe(made[1])
     before = describe(by_global)
     monkeypatch.setitem(by_global.__globals__, "RATE", 0.2)
@@ -183,10 +200,16 @@ def test_what_save_hyperparameters_ignores_is_not_recorded():
 
 def test_a_set_in_a_function_has_one_description_in_all_processes():
     program = (
-        "from fl_lightning.support.recorded import describe; print(describe(lambda p: p in {'a', 'b', 'c', 'dd'})['code_sha256'])"
+        "from fl_lightning.support.recorded import describe; print(describe(lambda p: p in {'a', 'b', "
+        "'c', 'dd'})['code_sha256'])"
     )
-    run_with = [{**os.environ, "PYTHONHASHSEED": seed, "PYTHONPATH": os.pathsep.join(sys.path)} for seed in ("1", "2")]
-    found = {subprocess.run([sys.executable, "-c", program], env=env, capture_output=True, text=True).stdout for env in run_with}
+    run_with = [
+        {**os.environ, "PYTHONHASHSEED": seed, "PYTHONPATH": os.pathsep.join(sys.path)} for seed in ("1", "2")
+    ]
+    found = {
+        subprocess.run([sys.executable, "-c", program], env=env, capture_output=True, text=True).stdout
+        for env in run_with
+    }
     assert len(found) == 1
     assert found != {""}
 
@@ -219,4 +242,9 @@ def test_descriptions():
     method = FedMPQKD(alpha=0.3, bits=3)
     assert method.__class__.__init__.__name__ == "__init__"
     settings = describe(method)["init_args"]
-    assert (settings["alpha"], settings["bits"], settings["max_share"], settings["network"]) == (0.3, 3, 1.0, "small_cnn")
+    assert (settings["alpha"], settings["bits"], settings["max_share"], settings["network"]) == (
+        0.3,
+        3,
+        1.0,
+        "small_cnn",
+    )

@@ -45,8 +45,14 @@ HIDDEN = [
     "AccountName=me;AccountKey=§==;EndpointSuffix=x",
     "$ fit --x.password § --y 3 --x.token='§ §' --x.api_key=§",
     "note: the token: §",
-    "{'db_password_prod': '§', 'password2': '§', 'secret_value': '§', 'hf_token_write': '§', 'token_prod': '§'}",
-    "api_key_prod=§ private_key_pem=§ passwordHash=§ master_key=§ ssh_key=§ license_key=§ Ocp-Apim-Subscription-Key: §",
+    (
+        "{'db_password_prod': '§', 'password2': '§', 'secret_value': '§', 'hf_token_write': '§', "
+        "'token_prod': '§'}"
+    ),
+    (
+        "api_key_prod=§ private_key_pem=§ passwordHash=§ master_key=§ ssh_key=§ license_key=§ "
+        "Ocp-Apim-Subscription-Key: §"
+    ),
     "jwt=§ pw=§ github_pat: §",
     "password=('§')",
     "auth=('user', '§')",
@@ -99,11 +105,20 @@ def test_settings_keep_their_form() -> None:
         "tokens": 512,
         "pad_token": "<pad>",
     }
-    assert redact_settings(flatten(settings)) == flatten(redact_settings(settings)), "dotted keys are those of nested ones"
+    assert redact_settings(flatten(settings)) == flatten(redact_settings(settings)), (
+        "dotted keys are those of nested ones"
+    )
 
 
 def test_a_command_line() -> None:
-    words = ["--x.password", "a hush", "--tags", '{"api_key": {"x": "hush"}}', "--t={'token': 'hush'}", "--y.token=a,hush}&"]
+    words = [
+        "--x.password",
+        "a hush",
+        "--tags",
+        '{"api_key": {"x": "hush"}}',
+        "--t={'token': 'hush'}",
+        "--y.token=a,hush}&",
+    ]
     shown = redact_arguments([*words, "--keys", "[a]", "--x.token", "--flag", "--model.tokens", "512"])
     assert "hush" not in str(shown)
     assert len(shown) == len(words) + 6
@@ -116,7 +131,14 @@ def test_an_error_is_redacted_before_it_is_cut() -> None:
 
 
 def test_long_texts_take_no_time() -> None:
-    for text in ("a=" * 100_000, "x" * 10**6, "a: " * 100_000, 'password="' + "x" * 10**6, "{" * 10**5, "password={" * 1000):
+    for text in (
+        "a=" * 100_000,
+        "x" * 10**6,
+        "a: " * 100_000,
+        'password="' + "x" * 10**6,
+        "{" * 10**5,
+        "password={" * 1000,
+    ):
         redact(text)
 
 
@@ -163,27 +185,61 @@ data:
     synthetic_test_examples: 20, synthetic_size: 16, synthetic_classes: 2}
 """
 TAGS = json.dumps(
-    {"api_key": "hush", "note": "https://bob:pa55w0rd@host/x", "json": '{"deep": {"token": "hush"}}', "team": "red"}
+    {
+        "api_key": "hush",
+        "note": "https://bob:pa55w0rd@host/x",
+        "json": '{"deep": {"token": "hush"}}',
+        "team": "red",
+    }
 )
 
 
 def files_with_secrets(folder: Path) -> list[Path]:
-    return [p for p in folder.rglob("*") if p.is_file() and any(word in p.read_bytes() for word in (b"hush", b"pa55w0rd"))]
+    return [
+        p
+        for p in folder.rglob("*")
+        if p.is_file() and any(word in p.read_bytes() for word in (b"hush", b"pa55w0rd"))
+    ]
 
 
-@pytest.mark.parametrize("uri", ["http://bob:pa55w0rd@127.0.0.1:9/x", "sqlite:///mlflow.db"], ids=["dead server", "database"])
+@pytest.mark.parametrize(
+    "uri", ["http://bob:pa55w0rd@127.0.0.1:9/x", "sqlite:///mlflow.db"], ids=["dead server", "database"]
+)
 def test_a_run(
-    uri: str, tmp_path: Path, database: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    uri: str,
+    tmp_path: Path,
+    database: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
 ) -> None:
     shutil.copy(database, tmp_path / "mlflow.db")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("MLFLOW_TRACKING_URI", uri)
     monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
     (tmp_path.parent / "tiny.yaml").write_text(TINY)
-    fit = ["fit", "--config", str(tmp_path.parent / "tiny.yaml"), "--trainer.run_name", "r", "--trainer.experiment", "e"]
+    fit = [
+        "fit",
+        "--config",
+        str(tmp_path.parent / "tiny.yaml"),
+        "--trainer.run_name",
+        "r",
+        "--trainer.experiment",
+        "e",
+    ]
     assert main([*fit, "--trainer.tags", TAGS]) == 0
     assert (
-        main([*fit, "--trainer.tags", TAGS, "--trainer.max_rounds", "3", "--ckpt_path", "last", "--trainer.allow_changed=true"])
+        main(
+            [
+                *fit,
+                "--trainer.tags",
+                TAGS,
+                "--trainer.max_rounds",
+                "3",
+                "--ckpt_path",
+                "last",
+                "--trainer.allow_changed=true",
+            ]
+        )
         == 0
     )
     assert main([*fit, "--model.token", "hush", "--trainer.logger.password=hush"]) == 2

@@ -39,19 +39,40 @@ class Interrupt(Fading):
         return cohort
 
 
-def fit(folder: Path, *, until: int | None = None, error: BaseException | None = None, ckpt_path=None, config=None, **settings):
+def fit(
+    folder: Path,
+    *,
+    until: int | None = None,
+    error: BaseException | None = None,
+    ckpt_path=None,
+    config=None,
+    **settings,
+):
     """Five rounds, or ``until`` one is done; the trainer."""
     torch.set_num_threads(1)  # a module's fixture comes before a test's
     data = FederatedImages(
-        dataset="digits", num_clients=12, partition=Dirichlet(beta=1.0, min_size=2), batch_size=64, val_fraction=0.2
+        dataset="digits",
+        num_clients=12,
+        partition=Dirichlet(beta=1.0, min_size=2),
+        batch_size=64,
+        val_fraction=0.2,
     )
     method = Remembering(network=lambda classes: SmallCNN(classes, width=4), optimizer=sgd(0.05))
     last = Fading() if until is None else Interrupt(until, error or KeyboardInterrupt())
     callbacks = [StragglerDropout(0.2), LabelNoise(round=2, clients=0.5, among="cohort"), last]
     if until is not None:
         type(last).__module__, type(last).__qualname__ = Fading.__module__, Fading.__qualname__
-    settings = {"max_rounds": 5, "participation": 0.3, "local_epochs": 1, "checkpoint_every": 1, "logger": False, **settings}
-    trainer = FederatedTrainer(accelerator="cpu", callbacks=callbacks, default_root_dir=str(folder / "runs"), **settings)
+    settings = {
+        "max_rounds": 5,
+        "participation": 0.3,
+        "local_epochs": 1,
+        "checkpoint_every": 1,
+        "logger": False,
+        **settings,
+    }
+    trainer = FederatedTrainer(
+        accelerator="cpu", callbacks=callbacks, default_root_dir=str(folder / "runs"), **settings
+    )
     trainer.config = config or {"model": {"alpha": 1.0}, "trainer": {"run_name": settings.get("run_name")}}
     trainer.config_text = yaml.safe_dump(trainer.config)
     if until is None:
@@ -70,7 +91,9 @@ def wanted(tmp_path_factory) -> dict:
 
 
 @pytest.mark.parametrize("until", [1, 4])
-@pytest.mark.parametrize("settings", [{}, {"checkpoint_every": 0}, {"checkpoint_every": 2}, {"checkpoint_every": None}])
+@pytest.mark.parametrize(
+    "settings", [{}, {"checkpoint_every": 0}, {"checkpoint_every": 2}, {"checkpoint_every": None}]
+)
 def test_interrupted_and_continued_is_exact(until, settings, wanted, tmp_path):
     fit(tmp_path, until=until, **settings)
     fit(tmp_path, ckpt_path="last", **settings)
@@ -132,7 +155,11 @@ def test_a_damaged_partition_file_is_written_anew(damage, wanted, tmp_path, capl
     if damage == "removed":
         file.unlink()
     else:
-        file.write_text("{" if damage == "not JSON" else file.read_text().replace('"num_clients": 12', '"num_clients": 13'))
+        file.write_text(
+            "{"
+            if damage == "not JSON"
+            else file.read_text().replace('"num_clients": 12', '"num_clients": 13')
+        )
     fit(tmp_path, ckpt_path=str(run.path))
     assert differences(outcome(tmp_path), wanted) == []
     assert "partition.json" in caplog.text
@@ -187,7 +214,9 @@ def test_a_changed_configuration_is_named_and_refused_unless_allowed(tmp_path, c
     run = fit(tmp_path, until=2).run
     config = {"model": {"alpha": 2.0, "beta": 1}, "trainer": {"run_name": None, "devices": 4}}
     before = {path: path.stat().st_mtime_ns for path in run.path.rglob("*")}
-    with pytest.raises(InputError, match=r"model.alpha: 1.0 -> 2.0, model.beta: not set -> 1\); give the same one"):
+    with pytest.raises(
+        InputError, match=r"model.alpha: 1.0 -> 2.0, model.beta: not set -> 1\); give the same one"
+    ):
         fit(tmp_path, ckpt_path="last", config=config)
     assert {path: path.stat().st_mtime_ns for path in run.path.rglob("*")} == before
     fit(tmp_path, ckpt_path="last", config=config, allow_changed=True)
@@ -221,7 +250,11 @@ def test_auto_resume_continues_this_run_or_starts_it(wanted, tmp_path):
 
 
 def named(name: str | None) -> dict:
-    return {"run_name": name, "auto_resume": True, "config": {"model": {"alpha": 1.0}, "trainer": {"run_name": name}}}
+    return {
+        "run_name": name,
+        "auto_resume": True,
+        "config": {"model": {"alpha": 1.0}, "trainer": {"run_name": name}},
+    }
 
 
 def test_auto_resume_keeps_apart_the_second_run_of_a_name_and_a_run_of_that_name(wanted, tmp_path, caplog):
@@ -232,7 +265,9 @@ def test_auto_resume_keeps_apart_the_second_run_of_a_name_and_a_run_of_that_name
     runs = sorted((tmp_path / "runs" / "fl_lightning").iterdir())
     assert [run.name for run in runs] == ["exp", "exp-2"]
     found = [json.loads((run / "metadata.json").read_text()) for run in runs]
-    assert [(each["status"], each["weights_sha256"]) for each in found] == [("finished", wanted["weights_sha256"])] * 2
+    assert [(each["status"], each["weights_sha256"]) for each in found] == [
+        ("finished", wanted["weights_sha256"])
+    ] * 2
     assert "nothing to do" not in caplog.text
 
 
@@ -250,7 +285,9 @@ def test_two_starts_at_once_are_one_run(tmp_path):
     )  # fmt: skip
     late.config = named("exp")["config"]
     with pytest.raises(InputError, match="another process has just started"):
-        late.fit(Remembering(network=lambda classes: SmallCNN(classes, width=4), optimizer=sgd(0.05)), data, seed=3)
+        late.fit(
+            Remembering(network=lambda classes: SmallCNN(classes, width=4), optimizer=sgd(0.05)), data, seed=3
+        )
     assert [path.name for path in (tmp_path / "runs" / "fl_lightning").iterdir()] == ["exp"]
 
 
@@ -293,7 +330,9 @@ def test_last_is_the_run_that_was_written_last_even_without_a_checkpoint(tmp_pat
     assert len(list((tmp_path / "runs" / "fl_lightning").iterdir())) == 2
 
 
-@pytest.mark.parametrize("path", ["nowhere", ".", "runs/fl_lightning/Remembering-digits-seed3/checkpoints/round_000009"])
+@pytest.mark.parametrize(
+    "path", ["nowhere", ".", "runs/fl_lightning/Remembering-digits-seed3/checkpoints/round_000009"]
+)
 def test_a_path_that_is_no_run(path, tmp_path):
     fit(tmp_path, until=1)
     before = sorted(tmp_path.rglob("*"))
@@ -353,7 +392,9 @@ def test_last_is_the_last_run_of_the_name_that_is_given(tmp_path):
         os.utime(tmp_path / name / "config.yaml", ns=(10**18 - age * 10**9,) * 2)
     assert find_start("last", tmp_path).run == tmp_path / "other"
     assert find_start("last", tmp_path, "mine").run == tmp_path / "mine-2"
-    (tmp_path / "mine-2" / "config.yaml").write_text("trainer: {run_name: mine-2}")  # a run that somebody called so
+    (tmp_path / "mine-2" / "config.yaml").write_text(
+        "trainer: {run_name: mine-2}"
+    )  # a run that somebody called so
     assert find_start("last", tmp_path, "mine").run == tmp_path / "mine"
     with pytest.raises(InputError, match="no run called theirs"):
         find_start("last", tmp_path, "theirs")

@@ -27,7 +27,9 @@ from fl_lightning.methods import (
 from fl_lightning.wire import Codes, Payload
 
 ROBUST = [CoordinateMedian(), TrimmedMean(0.2), NormClipping(1.0)]
-by_average = pytest.mark.parametrize("average", [WeightedMean(), *ROBUST], ids=lambda average: type(average).__name__)
+by_average = pytest.mark.parametrize(
+    "average", [WeightedMean(), *ROBUST], ids=lambda average: type(average).__name__
+)
 
 
 def vectors(*rows) -> list[torch.Tensor]:
@@ -41,7 +43,9 @@ def test_the_weighted_mean_is_the_sum_in_float64_in_the_order_given():
     for row, share in zip(rows, shares, strict=True):
         expected += share * row.numpy().astype(np.float64)
     ours = WeightedMean()(rows, shares, torch.randn(1000)).numpy()
-    np.testing.assert_allclose(ours, expected, rtol=1.2e-7, atol=1e-12)  # float32's own rounding and nothing more
+    np.testing.assert_allclose(
+        ours, expected, rtol=1.2e-7, atol=1e-12
+    )  # float32's own rounding and nothing more
 
 
 def test_median_by_hand():
@@ -57,10 +61,15 @@ def test_trimmed_mean_by_hand():
     shares = [0.1, 0.2, 0.3, 0.3, 0.1]
     middle = [(0.2 * 2 + 0.3 * 3 + 0.3 * 4) / 0.8, (0.2 * 40 + 0.3 * 30 + 0.3 * 20) / 0.8]
     assert TrimmedMean(0.2)(rows, shares, start).tolist() == pytest.approx(middle)
-    assert TrimmedMean(0.01)(rows, shares, start).tolist() == pytest.approx(middle)  # rounded up: one at each end
+    assert TrimmedMean(0.01)(rows, shares, start).tolist() == pytest.approx(
+        middle
+    )  # rounded up: one at each end
     assert TrimmedMean(0.49)(rows, shares, start).tolist() == [3, 30]  # at least one stays
     assert torch.equal(TrimmedMean(0)(rows, shares, start), WeightedMean()(rows, shares, start))
-    assert TrimmedMean(0.4)(rows[:2], [0.5, 0.5], start).tolist() == [1.5, 45]  # of two nobody can be left out
+    assert TrimmedMean(0.4)(rows[:2], [0.5, 0.5], start).tolist() == [
+        1.5,
+        45,
+    ]  # of two nobody can be left out
 
 
 def test_norm_clipping_by_hand():
@@ -68,7 +77,9 @@ def test_norm_clipping_by_hand():
     rows = vectors([4, 5], [1, 1.5], [1, 1])  # updates of length 5, 0.5 and 0
     expected = [1 + 0.5 * 2 * 3 / 5, 1 + 0.5 * 2 * 4 / 5 + 0.25 * 0.5]
     assert NormClipping(2.0)(rows, [0.5, 0.25, 0.25], start).tolist() == pytest.approx(expected)
-    torch.testing.assert_close(NormClipping(1e9)(rows, [0.5, 0.25, 0.25], start), WeightedMean()(rows, [0.5, 0.25, 0.25], start))
+    torch.testing.assert_close(
+        NormClipping(1e9)(rows, [0.5, 0.25, 0.25], start), WeightedMean()(rows, [0.5, 0.25, 0.25], start)
+    )
 
 
 @by_average
@@ -156,16 +167,22 @@ def fitted(average, attack, tmp_path, **settings) -> torch.Tensor:
 def test_the_mean_falls_and_the_median_and_the_trimmed_mean_stand(attack, tmp_path):
     for average in (CoordinateMedian(), TrimmedMean(0.2)):
         torch.testing.assert_close(fitted(average, attack, tmp_path), CENTRES[0], rtol=0, atol=1e-2)
-    if attack == "sign_flip":  # 5/6 u - 20/6 u: away from the optimum; 20/6 u + 5/6 u: beyond it, and closer all the same
+    if (
+        attack == "sign_flip"
+    ):  # 5/6 u - 20/6 u: away from the optimum; 20/6 u + 5/6 u: beyond it, and closer all the same
         assert (fitted(WeightedMean(), attack, tmp_path) - CENTRES[0]).norm() > 1e3
 
 
 def test_an_attack_starts_in_its_round(tmp_path):
-    torch.testing.assert_close(fitted(WeightedMean(), "sign_flip", tmp_path, round=11), CENTRES[0], rtol=0, atol=1e-2)
+    torch.testing.assert_close(
+        fitted(WeightedMean(), "sign_flip", tmp_path, round=11), CENTRES[0], rtol=0, atol=1e-2
+    )
 
 
 def context(method=None, seed: int = 0) -> SimpleNamespace:
-    return SimpleNamespace(seed=seed, max_rounds=10, method=method, data=SimpleNamespace(sizes=np.array([5, 0, *[3] * 98])))
+    return SimpleNamespace(
+        seed=seed, max_rounds=10, method=method, data=SimpleNamespace(sizes=np.array([5, 0, *[3] * 98]))
+    )
 
 
 def test_attackers_are_a_seeded_share_of_the_clients_with_data():
@@ -173,7 +190,9 @@ def test_attackers_are_a_seeded_share_of_the_clients_with_data():
     assert len(chosen) == 20
     assert 1 not in chosen
     assert (
-        chosen == ByzantineClients(clients=0.2).attackers(context()) != ByzantineClients(clients=0.2).attackers(context(seed=1))
+        chosen
+        == ByzantineClients(clients=0.2).attackers(context())
+        != ByzantineClients(clients=0.2).attackers(context(seed=1))
     )
     assert not ByzantineClients(clients=0.0).attackers(context())
     assert len(ByzantineClients(clients=0.001).attackers(context())) == 1
@@ -219,7 +238,11 @@ def test_noise_is_seeded_by_round_and_client(kind):
     method, honest = trained(kind)
     bad = attacked(method, honest, "noise")
     method.check(bad, Client(0, np.arange(5), np.arange(0)))
-    assert bad.to_bytes() == attacked(method, honest, "noise").to_bytes() != attacked(method, honest, "noise", round=2).to_bytes()
+    assert (
+        bad.to_bytes()
+        == attacked(method, honest, "noise").to_bytes()
+        != attacked(method, honest, "noise", round=2).to_bytes()
+    )
     if kind is FedAvg:
         update = honest.tensor("weights") - method.server["weights"]
         noise = bad.tensor("weights") - honest.tensor("weights")
@@ -230,7 +253,11 @@ def test_noise_is_seeded_by_round_and_client(kind):
 def test_other_entries():
     """Soft labels and the like are the update themselves; integers and bit-widths stay."""
     upload = Payload(
-        {"examples": torch.tensor(3, dtype=torch.int32), "probs": torch.tensor([0.2]), "bits": Codes(torch.tensor([3]), 4)}
+        {
+            "examples": torch.tensor(3, dtype=torch.int32),
+            "probs": torch.tensor([0.2]),
+            "bits": Codes(torch.tensor([3]), 4),
+        }
     )
     bad = attacked(SimpleNamespace(server={}), upload, "sign_flip", strength=2.0)
     assert int(bad.tensor("examples")) == 3
@@ -239,7 +266,8 @@ def test_other_entries():
 
 
 @pytest.mark.parametrize(
-    "settings", [{"clients": 1.5}, {"attack": "bribe"}, {"strength": 0.0}, {"strength": float("inf")}, {"round": 0}]
+    "settings",
+    [{"clients": 1.5}, {"attack": "bribe"}, {"strength": 0.0}, {"strength": float("inf")}, {"round": 0}],
 )
 def test_bad_settings_of_byzantine_clients(settings):
     with pytest.raises(ValueError, match=r"ByzantineClients\(\w+=.*;.*; .*write \w+: "):

@@ -1,4 +1,5 @@
-"""Corruptions, attacks, calibration and cost against known answers; the tests of the command are in test_robustness_command.py."""
+"""Corruptions, attacks, calibration and cost against known answers; the tests of the command are in
+test_robustness_command.py."""
 
 from __future__ import annotations
 
@@ -18,7 +19,13 @@ from fl_lightning.methods import FedAvg, FedMosaic, FedMPQ
 from fl_lightning.probing import PROBES, chosen, probes
 from fl_lightning.probing.attacks import EPS, fgsm, pgd
 from fl_lightning.probing.corruptions import recipes
-from fl_lightning.probing.corruptions.layers import FROST_FILES, clipped_zoom, frost_photographs, motion_blur, plasma
+from fl_lightning.probing.corruptions.layers import (
+    FROST_FILES,
+    clipped_zoom,
+    frost_photographs,
+    motion_blur,
+    plasma,
+)
 from fl_lightning.probing.corruptions.published import PublishedImages
 from fl_lightning.probing.corruptions.recipes import EXTRA, STANDARD, corrupt
 from fl_lightning.probing.cost import float_bytes, flops, latencies
@@ -31,7 +38,9 @@ ALL = (*STANDARD, *EXTRA)
 def pictures(n: int = 8, side: int = 32) -> np.ndarray:
     """Smooth colours, uint8 ``[n, side, side, 3]``, away from black and white."""
     coarse = torch.from_numpy(stream(0, "pictures").uniform(60, 200, (n, 3, 4, 4)))
-    return F.interpolate(coarse, size=(side, side), mode="bilinear").permute(0, 2, 3, 1).numpy().astype(np.uint8)
+    return (
+        F.interpolate(coarse, size=(side, side), mode="bilinear").permute(0, 2, 3, 1).numpy().astype(np.uint8)
+    )
 
 
 # Attacks
@@ -52,7 +61,9 @@ def loss(forward, pixels, target):
 def test_fgsm_on_a_linear_model_is_known_and_the_best_there_is():
     pixels, target, eps = torch.full((2, 6), 0.5), torch.tensor([0, 1]), 0.1
     found = fgsm(linear, pixels, target, eps)
-    raises = WEIGHT.sign()  # class 0 is hurt by a higher score, class 1 by a lower one; a weight of 0 moves nothing
+    raises = (
+        WEIGHT.sign()
+    )  # class 0 is hurt by a higher score, class 1 by a lower one; a weight of 0 moves nothing
     torch.testing.assert_close(found, 0.5 + eps * torch.stack([raises, -raises]))
     corners = 0.5 + eps * torch.tensor(list(product((-1.0, 1.0), repeat=6)))
     for row, label in enumerate(target):
@@ -73,19 +84,26 @@ def network():
 def examples():
     rng = stream(0, "examples")
     images = torch.from_numpy(rng.integers(0, 256, (40, 3, 4, 4)).astype(np.float32)) / 255
-    return images, torch.from_numpy(rng.integers(0, 4, 40)), torch.from_numpy(rng.uniform(-1, 1, images.shape).astype(np.float32))
+    return (
+        images,
+        torch.from_numpy(rng.integers(0, 4, 40)),
+        torch.from_numpy(rng.uniform(-1, 1, images.shape).astype(np.float32)),
+    )
 
 
 def test_pgd_is_never_weaker_than_fgsm_and_often_stronger(network, examples):
     pixels, target, start = examples
     clean, one, many = (
-        loss(network, x, target) for x in (pixels, fgsm(network, pixels, target, 0.2), pgd(network, pixels, target, start, 0.2))
+        loss(network, x, target)
+        for x in (pixels, fgsm(network, pixels, target, 0.2), pgd(network, pixels, target, start, 0.2))
     )
     assert (many >= one).all()
     assert (many > one + 1e-3).sum() > 10
     assert many.mean() > one.mean() > clean.mean()
     without_a_step = pgd(network, pixels, target, torch.zeros_like(start), 0.2, steps=0)
-    assert torch.equal(loss(network, without_a_step, target), one)  # FGSM's example is always among those it chooses from
+    assert torch.equal(
+        loss(network, without_a_step, target), one
+    )  # FGSM's example is always among those it chooses from
 
 
 @pytest.mark.parametrize("eps", [0.0, EPS, 0.3])
@@ -102,12 +120,15 @@ def test_attacks_stay_within_eps_and_the_pixel_range(network, examples, eps):
 def test_an_attack_on_one_example_does_not_depend_on_the_others(network, examples):
     pixels, target, start = examples
     together = pgd(network, pixels, target, start)
-    alone = torch.cat([pgd(network, pixels[i : i + 1], target[i : i + 1], start[i : i + 1]) for i in range(5)])
+    alone = torch.cat(
+        [pgd(network, pixels[i : i + 1], target[i : i + 1], start[i : i + 1]) for i in range(5)]
+    )
     torch.testing.assert_close(together[:5], alone)
 
 
 def test_attacks_see_pixels_and_leave_no_gradient(tmp_path):
-    """What is shown is what the test set shows, in [0, 1] before normalisation; no parameter gets a gradient."""
+    """What is shown is what the test set shows, in [0, 1] before normalisation; no parameter gets a
+    gradient."""
     subject = subject_of(FedAvg(), tmp_path)
     subject.method.zero_grad(set_to_none=True)  # training left some
     seen = []
@@ -129,7 +150,7 @@ def test_attacks_see_pixels_and_leave_no_gradient(tmp_path):
 def test_the_answers_are_those_of_the_evaluation(method, tmp_path):
     """In the order of the test set, from the right client with its own state, bit for bit."""
     subject = subject_of(method(), tmp_path)
-    _, probs, target = evaluation.test(subject.fabric, subject.method, subject.data, subject.states)
+    _, probs, target = evaluation.on_test_set(subject.fabric, subject.method, subject.data, subject.states)
     assert torch.equal(subject.answers().softmax(1), probs)
     assert torch.equal(subject.answers_to().softmax(1), probs)
     assert torch.equal(subject.target, target)
@@ -144,7 +165,9 @@ def test_both_gradients_are_taken_where_weights_are_quantised(tmp_path):
     assert any(module._forward_pre_hooks for module in subject.method.network.modules())
     for name in ("fgsm", "pgd"):
         found = PROBES[name](subject).metrics
-        assert found[f"{name}/loss"] != found[f"{name}/full_gradient_loss"]  # FGSM at 1 bit need not be the stronger one
+        assert (
+            found[f"{name}/loss"] != found[f"{name}/full_gradient_loss"]
+        )  # FGSM at 1 bit need not be the stronger one
     finding = PROBES["fgsm"](subject_of(FedAvg(), tmp_path))
     assert set(finding.metrics) == {"fgsm/accuracy", "fgsm/loss"}
     assert "FedAvg deploys its weights in full precision" in finding.skipped[0]
@@ -166,15 +189,17 @@ def test_every_corruption_is_visible_and_a_function_of_the_seed(name, monkeypatc
     assert change.min() > 0.2
     assert change.max() < 80
     assert np.array_equal(found, corrupt(name, images, seed=1))
-    random = name not in {*("defocus_blur", "zoom_blur", "brightness", "contrast", "pixelate", "jpeg_compression")} | {
-        *("gaussian_blur", "saturate")
-    }
+    random = name not in {
+        *("defocus_blur", "zoom_blur", "brightness", "contrast", "pixelate", "jpeg_compression")
+    } | {*("gaussian_blur", "saturate")}
     assert random != np.array_equal(found, corrupt(name, images, seed=2))
     monkeypatch.setattr(recipes, "BLOCK", 4)  # more images leave the first ones as they are
     assert np.array_equal(corrupt(name, images, seed=1)[:4], corrupt(name, images[:4], seed=1))
 
 
-@pytest.mark.parametrize("name", ["motion_blur", "glass_blur", "elastic_transform", "zoom_blur", "pixelate", "gaussian_blur"])
+@pytest.mark.parametrize(
+    "name", ["motion_blur", "glass_blur", "elastic_transform", "zoom_blur", "pixelate", "gaussian_blur"]
+)
 def test_what_moves_pixels_leaves_one_colour_alone(name):
     grey = np.full((2, 32, 32, 3), 128, np.uint8)
     assert np.abs(corrupt(name, grey, seed=0).astype(int) - 128).max() <= 1
@@ -182,7 +207,10 @@ def test_what_moves_pixels_leaves_one_colour_alone(name):
 
 def test_noise_has_the_published_strength():
     grey = np.full((200, 16, 16, 3), 102, np.uint8)  # 0.4
-    noise = {name: corrupt(name, grey, seed=0) / 255 - 0.4 for name in ("gaussian_noise", "shot_noise", "speckle_noise")}
+    noise = {
+        name: corrupt(name, grey, seed=0) / 255 - 0.4
+        for name in ("gaussian_noise", "shot_noise", "speckle_noise")
+    }
     assert noise["gaussian_noise"].std() == pytest.approx(0.08, rel=0.02)
     assert noise["shot_noise"].std() == pytest.approx((0.4 / 100) ** 0.5, rel=0.02)
     assert noise["speckle_noise"].std() == pytest.approx(0.4 * 0.12, rel=0.02)
@@ -196,7 +224,10 @@ def test_light_and_colour_by_hand():
     image = np.zeros((1, 2, 2, 3), np.uint8)
     image[0, 0] = 200  # mean 100
     assert corrupt("contrast", image, 0)[0, :, 0, 0].tolist() == [140, 60]  # 100 +- 0.4 * 100
-    assert corrupt("brightness", image, 0)[0, :, 0, 0].tolist() == [238, 38]  # + 0.15 * 255, cut off to whole numbers
+    assert corrupt("brightness", image, 0)[0, :, 0, 0].tolist() == [
+        238,
+        38,
+    ]  # + 0.15 * 255, cut off to whole numbers
     red = np.full((1, 1, 1, 3), (200, 100, 100), np.uint8)  # saturation 0.5 -> 0.75
     assert corrupt("saturate", red, 0)[0, 0, 0].tolist() == pytest.approx([200, 50, 50], abs=1)
 
@@ -214,7 +245,9 @@ def test_blurs_are_those_of_the_published_code():
     weight = np.exp(-np.array([0.0, 1.0, 4.0]) / 2)
     assert row[[4, 3, 2]] == pytest.approx(weight / weight.sum())  # half a Gaussian, to one side
     assert row.sum() == pytest.approx(1)
-    assert motion_blur(dot, 1, 1.0, np.array([-90.0]))[0, :, 4, 0][[4, 5, 6]] == pytest.approx(weight / weight.sum())
+    assert motion_blur(dot, 1, 1.0, np.array([-90.0]))[0, :, 4, 0][[4, 5, 6]] == pytest.approx(
+        weight / weight.sum()
+    )
 
 
 def test_plasma_and_zoom():
@@ -254,7 +287,9 @@ def cifar_c(tmp_path):
     folder = tmp_path / "CIFAR-10-C"
     folder.mkdir()
     for name in ALL:
-        array = np.lib.format.open_memmap(folder / f"{name}.npy", mode="w+", dtype=np.uint8, shape=(50_000, 32, 32, 3))
+        array = np.lib.format.open_memmap(
+            folder / f"{name}.npy", mode="w+", dtype=np.uint8, shape=(50_000, 32, 32, 3)
+        )
         for row, value in ((19_999, 1), (20_000, 2), (29_999, 3), (30_000, 4)):
             array[row] = value
         del array
@@ -285,12 +320,19 @@ def test_published_arrays_are_read_at_severity_3(cifar_c):
 
 def test_corrupted_images_that_are_clean_are_answered_as_clean_ones(tmp_path, monkeypatch):
     subject = subject_of(FedAvg(), tmp_path)
-    monkeypatch.setattr(probes, "corrupt", lambda name, images, seed, photographs: 255 - images if name in EXTRA else images)
+    monkeypatch.setattr(
+        probes, "corrupt", lambda name, images, seed, photographs: 255 - images if name in EXTRA else images
+    )
     found = PROBES["corruptions"](subject)
     clean = PROBES["clean"](subject).metrics["test/accuracy"]
     assert [found.metrics[f"corrupted/{name}"] for name in STANDARD] == [clean] * 15
     assert found.metrics["corrupted/accuracy"] == pytest.approx(clean)
-    inverse = (subject.answers_to(255 - subject.images.test_images).argmax(1) == subject.target).double().mean().item()
+    inverse = (
+        (subject.answers_to(255 - subject.images.test_images).argmax(1) == subject.target)
+        .double()
+        .mean()
+        .item()
+    )
     assert found.metrics["corrupted/extra_accuracy"] == pytest.approx(inverse)
     assert found.details["source"] == "generated"
     assert any("published corruptions not used" in said for said in found.skipped)
@@ -307,7 +349,10 @@ def test_a_planted_temperature_is_found():
     temperature = fit_temperature(logits, target)
     assert temperature == pytest.approx(3, rel=0.03)
     assert fit_temperature(2 * logits, target) == pytest.approx(2 * temperature, rel=1e-4)
-    nll = {t: calibration(logits, target, t)["nll"] for t in (0.98 * temperature, temperature, 1.02 * temperature)}
+    nll = {
+        t: calibration(logits, target, t)["nll"]
+        for t in (0.98 * temperature, temperature, 1.02 * temperature)
+    }
     assert min(nll, key=nll.get) == temperature
     before, after = calibration(logits, target), calibration(logits, target, temperature)
     assert after["ece"] < 0.01 < before["ece"]
@@ -342,7 +387,9 @@ def test_without_validation_examples_it_is_said(tmp_path):
 
 
 def test_flops_and_bytes_by_hand():
-    network = nn.Sequential(nn.Conv2d(3, 4, 3, padding=1), nn.BatchNorm2d(4), nn.Flatten(), nn.Linear(4 * 8 * 8, 10)).eval()
+    network = nn.Sequential(
+        nn.Conv2d(3, 4, 3, padding=1), nn.BatchNorm2d(4), nn.Flatten(), nn.Linear(4 * 8 * 8, 10)
+    ).eval()
     assert flops(network, torch.zeros(1, 3, 8, 8)) == 2 * (64 * 4 * 3 * 9) + 2 * 256 * 10
     assert float_bytes(network) == 4 * ((4 * 27 + 4) + 4 * 4 + 2570)
 

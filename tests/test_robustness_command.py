@@ -45,7 +45,9 @@ def fit(model: str = "FedMPQKD", *more: str, logger: str = "false") -> Path:
 
 def run_test(run: Path, *more: str) -> dict:
     assert main(["test", "--ckpt_path", str(run), *more]) == 0
-    return json.loads((run if run.parent.name != "checkpoints" else run.parent.parent).joinpath("test.json").read_text())
+    return json.loads(
+        (run if run.parent.name != "checkpoints" else run.parent.parent).joinpath("test.json").read_text()
+    )
 
 
 def last_row(run: Path) -> dict[str, float]:
@@ -54,7 +56,9 @@ def last_row(run: Path) -> dict[str, float]:
 
 
 def files(run: Path) -> dict[str, str]:
-    return {str(p.relative_to(run)): sha256(p.read_bytes()).hexdigest() for p in run.rglob("*") if p.is_file()}
+    return {
+        str(p.relative_to(run)): sha256(p.read_bytes()).hexdigest() for p in run.rglob("*") if p.is_file()
+    }
 
 
 def test_everything_about_a_run(capsys):
@@ -67,18 +71,34 @@ def test_everything_about_a_run(capsys):
     assert found["partition_sha256"] == metadata["partition_sha256"]
     assert (found["checkpoint"], found["round"], found["chosen"]) == ("round_000003", 3, "last")
     shared = ("test/accuracy", "test/loss", "val/accuracy", "val/accuracy_std", "val/accuracy_worst_decile")
-    assert {name: found["metrics"][name] for name in shared} == {name: row[name] for name in shared}  # bit for bit
+    assert {name: found["metrics"][name] for name in shared} == {
+        name: row[name] for name in shared
+    }  # bit for bit
     metrics = found["metrics"]
-    assert {"fgsm/full_gradient_accuracy", "pgd/full_gradient_accuracy", "calibration/ece_scaled", "cost/flops"} <= {*metrics}
+    assert {
+        "fgsm/full_gradient_accuracy",
+        "pgd/full_gradient_accuracy",
+        "calibration/ece_scaled",
+        "cost/flops",
+    } <= {*metrics}
     assert len([name for name in metrics if name.startswith("corrupted/")]) == 2 + 19
     assert metrics["pgd/loss"] >= metrics["fgsm/loss"] >= metrics["test/loss"]
     assert not [name for name in metrics if name.startswith(("latency/", "memory/", "time/"))]
-    assert 0 < found["timings"]["latency/student_batch1_median"] <= found["timings"]["latency/student_batch1_p99"]
+    assert (
+        0
+        < found["timings"]["latency/student_batch1_median"]
+        <= found["timings"]["latency/student_batch1_p99"]
+    )
     assert metrics["cost/model_bytes_sent"] < metrics["cost/model_bytes_fp32"] / 4  # 4 bits and a sign
     assert list(found["probes"]) == list(PROBES)
     assert "published corruptions not used" in found["skipped"]["corruptions"][0]
     shown, said = capsys.readouterr()
-    for text in ("pgd/full_gradient_accuracy", "generated", "published corruptions not used", "of this machine"):
+    for text in (
+        "pgd/full_gradient_accuracy",
+        "generated",
+        "published corruptions not used",
+        "of this machine",
+    ):
         assert text in shown
     assert "published corruptions not used" in said
     assert run_test(run)["metrics"] == metrics  # a function of checkpoint and seed
@@ -91,11 +111,15 @@ def test_every_kind_of_method(model):
     row = last_row(run)
     assert found["metrics"]["test/accuracy"] == row["test/accuracy"]
     assert found["metrics"]["val/accuracy_worst_decile"] == row["val/accuracy_worst_decile"]
-    assert found["metrics"]["pgd/loss"] >= found["metrics"]["fgsm/loss"] >= found["metrics"]["test/loss"] - 1e-9
+    assert (
+        found["metrics"]["pgd/loss"] >= found["metrics"]["fgsm/loss"] >= found["metrics"]["test/loss"] - 1e-9
+    )
     assert ("fgsm/full_gradient_accuracy" in found["metrics"]) == (model == "AQFL")
     assert ("fgsm" in found["skipped"]) == (model != "AQFL")
     with (run / "ledger.csv").open() as file:
-        sent = [int(r["upload"]) for r in csv.DictReader(file) if r["round"] == "3" and r["status"] == "trained"]
+        sent = [
+            int(r["upload"]) for r in csv.DictReader(file) if r["round"] == "3" and r["status"] == "trained"
+        ]
     assert found["metrics"]["cost/model_bytes_sent"] == sum(sent) / len(sent)
 
 
@@ -105,7 +129,11 @@ def test_the_checkpoint_is_the_one_that_is_named(caplog):
     with (run / "metrics.csv").open() as file:
         accuracies = [float(row["test/accuracy"]) for row in csv.DictReader(file)]
     found = run_test(run, "--checkpoint", "best", "--probes", "clean")
-    assert (found["round"], found["chosen"], found["metrics"]["test/accuracy"]) == (best, "best", accuracies[best - 1])
+    assert (found["round"], found["chosen"], found["metrics"]["test/accuracy"]) == (
+        best,
+        "best",
+        accuracies[best - 1],
+    )
     for number in (1, 2):
         named = run / "checkpoints" / f"round_{number:06d}"
         found = run_test(named, "--probes", "clean")
@@ -116,18 +144,32 @@ def test_the_checkpoint_is_the_one_that_is_named(caplog):
         )
     assert json.loads((run / "test_round_000001.json").read_text())["round"] == 1  # kept beside the newer one
     found = run_test(run, "--checkpoint", "round_000002", "--probes", "cost")
-    assert {"test/accuracy", "cost/flops"} <= {*found["metrics"]}  # what was found before of the same checkpoint stays
+    assert {"test/accuracy", "cost/flops"} <= {
+        *found["metrics"]
+    }  # what was found before of the same checkpoint stays
     assert set(found["probes"]) == {"clean", "cost"}
     assert "in training" not in caplog.text
     other = run_test(
-        run, "--checkpoint", "round_000002", "--probes", "cost", "--data.batch_size", "8", "--trainer.allow_changed", "true"
+        run,
+        "--checkpoint",
+        "round_000002",
+        "--probes",
+        "cost",
+        "--data.batch_size",
+        "8",
+        "--trainer.allow_changed",
+        "true",
     )
     assert set(other["probes"]) == {"cost"}  # another configuration: nothing is mixed with it
     assert json.loads((run / "test_round_000002.json").read_text()) == found
     weights = run / "checkpoints" / "round_000002" / "server.safetensors"
     weights.write_bytes(weights.read_bytes()[:-1] + b"\x7f")
     before = files(run)
-    for refused in (["--checkpoint", "round_000002"], ["--checkpoint", "round_000009"], ["--checkpoint", "newest"]):
+    for refused in (
+        ["--checkpoint", "round_000002"],
+        ["--checkpoint", "round_000009"],
+        ["--checkpoint", "newest"],
+    ):
         assert main(["test", "--ckpt_path", str(run), *refused]) == 2
     assert main(["test", "--ckpt_path", str(run / "checkpoints" / "round_000002")]) == 2
     assert files(run) == before
@@ -148,7 +190,10 @@ def test_bad_input_is_one_line_and_costs_nothing(capsys):
         (["--ckpt_path", str(run), "--model.bits", "2"], "model.init_args.bits: 4.0 -> 2.0"),
         (["--ckpt_path", str(run), "--data.num_clients", "5"], "num_clients: 6 -> 5"),
         (["--ckpt_path", str(run), "--model", "FedAvg"], "another configuration"),
-        (["--ckpt_path", str(run / "checkpoints" / "round_000002"), "--checkpoint", "best"], "leave one of them out"),
+        (
+            ["--ckpt_path", str(run / "checkpoints" / "round_000002"), "--checkpoint", "best"],
+            "leave one of them out",
+        ),
     ):
         assert main(["test", *arguments]) == 2, arguments
         error = capsys.readouterr().err.strip().splitlines()[-1]
@@ -156,20 +201,27 @@ def test_bad_input_is_one_line_and_costs_nothing(capsys):
         assert error.count(";") >= 2
     assert files(run) == before
     assert set(Path("runs").glob("*/*")) == {run}
-    assert main(["test", "--ckpt_path", str(run), "--probes", "clean", "--trainer.max_rounds", "9"]) == 0  # training's alone
+    assert (
+        main(["test", "--ckpt_path", str(run), "--probes", "clean", "--trainer.max_rounds", "9"]) == 0
+    )  # training's alone
 
 
 def test_a_run_without_validation_has_no_best_checkpoint(capsys):
     run = fit("FedAvg", "--data.val_fraction", "0")
     assert main(["test", "--ckpt_path", str(run), "--checkpoint", "best"]) == 2
     assert "write --checkpoint last" in capsys.readouterr().err
-    assert main(["test", "--config", str(run / "config.yaml"), "--ckpt_path", "last", "--probes", "clients"]) == 0
+    assert (
+        main(["test", "--config", str(run / "config.yaml"), "--ckpt_path", "last", "--probes", "clients"])
+        == 0
+    )
     assert json.loads((run / "test.json").read_text())["metrics"] == {}
 
 
 def test_a_test_that_disagrees_with_training_says_so(caplog, monkeypatch):
     run = fit("FedAvg")
-    monkeypatch.setattr(probing, "_recorded", lambda checkpoint: {"test/accuracy": 0.123, "test/loss": float("nan")})
+    monkeypatch.setattr(
+        probing, "_recorded", lambda checkpoint: {"test/accuracy": 0.123, "test/loss": float("nan")}
+    )
     run_test(run, "--probes", "clean")
     assert "test/accuracy" in caplog.text
     assert "in training 0.123" in caplog.text

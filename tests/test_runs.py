@@ -18,11 +18,32 @@ from fl_lightning.__main__ import main
 
 ROOT = Path(__file__).parent.parent
 KD = str(ROOT / "configs" / "kd_default.yaml")
-STUDIES = [path for path in sorted((ROOT / "configs").glob("*.yaml")) if re.search("^(study|tune):", path.read_text(), re.M)]
+STUDIES = [
+    path
+    for path in sorted((ROOT / "configs").glob("*.yaml"))
+    if re.search("^(study|tune):", path.read_text(), re.M)
+]
 CONFIGS = [path for path in sorted((ROOT / "configs").glob("*.yaml")) if path not in STUDIES]
-RUN_FILES = {"config.yaml", "metadata.json", "metrics.csv", "ledger.csv", "partition.json", "run.log", "checkpoints", "figures"}
+RUN_FILES = {
+    "config.yaml",
+    "metadata.json",
+    "metrics.csv",
+    "ledger.csv",
+    "partition.json",
+    "run.log",
+    "checkpoints",
+    "figures",
+}
 METRICS = {
-    *("test/accuracy", "test/loss", "test/ece", "test/brier", "val/accuracy", "val/accuracy_std", "val/accuracy_worst_decile"),
+    *(
+        "test/accuracy",
+        "test/loss",
+        "test/ece",
+        "test/brier",
+        "val/accuracy",
+        "val/accuracy_std",
+        "val/accuracy_worst_decile",
+    ),
     *(
         "train/loss",
         "train/loss_task",
@@ -102,7 +123,11 @@ def test_a_run_has_every_metric_and_ends_where_its_summary_says():
         entries = [entry for entry in ledger if entry["round"] == row["round"]]
         for metric, column in (("upload", "upload"), ("download", "download"), ("wasted", "wasted")):
             assert sum(int(entry[column]) for entry in entries) == int(row[f"comm/{metric}_bytes"])
-        assert len(entries) == int(row["clients/sampled"]) == int(row["clients/trained"]) + int(row["clients/dropped"])
+        assert (
+            len(entries)
+            == int(row["clients/sampled"])
+            == int(row["clients/trained"]) + int(row["clients/dropped"])
+        )
 
 
 def fingerprint(run: Path) -> str:
@@ -118,7 +143,10 @@ def test_one_seed_one_result_two_seeds_two():
 
 def test_methods_share_partition_cohorts_and_drop_outs():
     def fate(run: Path) -> list[tuple[str, str, bool]]:
-        return [(entry["round"], entry["client"], entry["status"] == "dropped") for entry in rows(run, "ledger.csv")]
+        return [
+            (entry["round"], entry["client"], entry["status"] == "dropped")
+            for entry in rows(run, "ledger.csv")
+        ]
 
     kd, avg = fit(rounds=4), fit("--model", "FedAvg", rounds=4)
     assert (kd / "partition.json").read_text() == (avg / "partition.json").read_text()
@@ -141,7 +169,9 @@ def test_the_saved_config_is_the_run():
 
 def commands_of_the_readme() -> list[str]:
     blocks = re.findall(r"```bash\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
-    lines = [line.split("  #")[0].strip() for block in blocks for line in block.replace("\\\n", " ").splitlines()]
+    lines = [
+        line.split("  #")[0].strip() for block in blocks for line in block.replace("\\\n", " ").splitlines()
+    ]
     return [line for line in lines if line.startswith("python -m fl_lightning")]
 
 
@@ -159,9 +189,26 @@ def test_commands_of_the_readme(command, monkeypatch):
     elif arguments[0] == "tune":
         pytest.skip("test_tune.py runs one, test_study_plan.py checks this one")
     elif arguments[0] in ("test", "track"):
-        assert main(["fit", "--config", "configs/kd_default.yaml", "--trainer.max_rounds", "2", "--trainer.logger", "false"]) == 0
+        assert (
+            main(
+                [
+                    "fit",
+                    "--config",
+                    "configs/kd_default.yaml",
+                    "--trainer.max_rounds",
+                    "2",
+                    "--trainer.logger",
+                    "false",
+                ]
+            )
+            == 0
+        )
     elif arguments[0] == "compare":
-        make_study(Path("runs"), {"FedMPQKD": {0: 0.9, 1: 0.92}, "FedMPQ": {0: 0.8, 1: 0.81}}, name=Path(arguments[2]).stem)
+        make_study(
+            Path("runs"),
+            {"FedMPQKD": {0: 0.9, 1: 0.92}, "FedMPQ": {0: 0.8, 1: 0.81}},
+            name=Path(arguments[2]).stem,
+        )
     elif "--ckpt_path" in arguments:
         place = arguments.index("--ckpt_path")
         assert main([*arguments[:place], *arguments[place + 2 :], *limits]) == 0
@@ -184,14 +231,17 @@ def test_the_script_of_the_readme_leaves_a_run_that_says_what_it_was_made_of(tmp
 
 
 def test_the_readmes_method_is_the_projects(tmp_path):
-    """The method that the README writes in a dozen lines trains as ours does, one client after another and in a stack."""
+    """The method that the README writes in a dozen lines trains as ours does, one client after another and in
+    a stack."""
     from fl_lightning import methods
     from fl_lightning.conformance.toy import images, on_images, run
 
     code, _ = python_of_the_readme()
     names: dict = {}
     exec(code, names)
-    ours, theirs, stacked = (on_images(cls(mu=0.5)) for cls in (methods.FedProx, names["FedProx"], names["FedProx"]))
+    ours, theirs, stacked = (
+        on_images(cls(mu=0.5)) for cls in (methods.FedProx, names["FedProx"], names["FedProx"])
+    )
     for method, engine in ((ours, "sequential"), (theirs, "sequential"), (stacked, "batched")):
         run(method, images(), tmp_path, max_rounds=2, engine=engine)
     torch.testing.assert_close(theirs.server["weights"], ours.server["weights"], rtol=0, atol=1e-5)

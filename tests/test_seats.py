@@ -1,6 +1,7 @@
 """Seats change no bit of what one client after another gives.
 
-Three seats; cohorts of 2 (fewer than seats), 4 and 5 (no multiple of them) of 6 clients, so that a client comes to another seat each time.
+Three seats; cohorts of 2 (fewer than seats), 4 and 5 (no multiple of them) of 6 clients, so that a client
+comes to another seat each time.
 """
 
 from __future__ import annotations
@@ -59,7 +60,10 @@ def test_precision(precision):
 
     method, made = partial(Large, network=NORMED, optimizer=partial(torch.optim.SGD, lr=1e-4)), fabric()
     expected = Federation(method(), SequentialEngine, fabric=made).rounds()
-    assert precision == "bf16-mixed" or made.strategy.precision.scaler.get_scale() < torch.amp.GradScaler("cpu").get_scale()
+    assert (
+        precision == "bf16-mixed"
+        or made.strategy.precision.scaler.get_scale() < torch.amp.GradScaler("cpu").get_scale()
+    )
     assert_same(expected, Federation(method(), SeatsEngine, fabric=fabric()).rounds())
 
 

@@ -1,4 +1,5 @@
-"""What is gathered and sent for many clients at once is what each of them would have had: data, labels, uploads of any form."""
+"""What is gathered and sent for many clients at once is what each of them would have had: data, labels,
+uploads of any form."""
 
 from __future__ import annotations
 
@@ -56,7 +57,13 @@ def test_no_autocast_around_what_a_step_leaves_outside(tmp_path):
         def on_train_batch_end(self, outputs, batch, batch_idx):
             self.seen.append(torch.is_autocast_enabled("cpu"))
 
-    fit(Looks(network=SMALL, optimizer=sgd(0.05)), tmp_path, engine="batched", workers=1, precision="bf16-mixed")
+    fit(
+        Looks(network=SMALL, optimizer=sgd(0.05)),
+        tmp_path,
+        engine="batched",
+        workers=1,
+        precision="bf16-mixed",
+    )
     assert Looks.seen
     assert not any(Looks.seen)
 
@@ -88,7 +95,8 @@ def test_a_layout_that_reads_otherwise_is_read_client_by_client(tmp_path):
             self.layout.read = lambda module, read=self.layout.read: 0.5 * read(module)
 
     one, other = (
-        fit(Halves(network=SMALL, optimizer=sgd(0.05)), tmp_path, engine=engine)[0] for engine in ("sequential", "batched")
+        fit(Halves(network=SMALL, optimizer=sgd(0.05)), tmp_path, engine=engine)[0]
+        for engine in ("sequential", "batched")
     )
     assert torch.allclose(one["weights"], other["weights"], rtol=0, atol=2e-5)
 

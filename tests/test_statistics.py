@@ -1,4 +1,5 @@
-"""The statistics against cases worked by hand, published tables and simulation; no test uses the function that it tests."""
+"""The statistics against cases worked by hand, published tables and simulation; no test uses the function
+that it tests."""
 
 from __future__ import annotations
 
@@ -16,7 +17,8 @@ DIFFERENCES = st.lists(st.floats(-1, 1).map(lambda x: round(x, 3)), min_size=3, 
 
 
 def test_three_seeds_by_hand():
-    """x = 1, 2, 3: m = 2, s = 1, t = 2 sqrt 3. With 2 degrees of freedom p = 1 - t / sqrt(t^2 + 2), so t_0.975 = 0.95 sqrt(2 / 0.0975)."""
+    """x = 1, 2, 3: m = 2, s = 1, t = 2 sqrt 3. With 2 degrees of freedom p = 1 - t / sqrt(t^2 + 2), so
+    t_0.975 = 0.95 sqrt(2 / 0.0975)."""
     test = paired_test([1.0, 2.0, 3.0])
     t = 2 * sqrt(3)
     half = 0.95 * sqrt(2 / (1 - 0.95**2)) / sqrt(3)
@@ -45,7 +47,8 @@ def test_wilcoxon_by_counting_signs(differences, p):
 
 
 def test_holm_by_hand():
-    """Sorted: 0.005 x 4 = 0.020, 0.010 x 3 = 0.030, 0.030 x 2 = 0.060, 0.040 x 1 = 0.040, which may not be below the one before."""
+    """Sorted: 0.005 x 4 = 0.020, 0.010 x 3 = 0.030, 0.030 x 2 = 0.060, 0.040 x 1 = 0.040, which may not be
+    below the one before."""
     assert holm([0.01, 0.04, 0.03, 0.005]) == pytest.approx([0.03, 0.06, 0.06, 0.02])
     assert holm([0.9, 0.8]) == [1.0, 1.0]
     assert holm([]) == []
@@ -58,7 +61,8 @@ def test_holm_by_hand():
 
 @pytest.mark.parametrize(("effect", "seeds"), [(0.2, 199), (0.5, 34), (0.8, 15)])
 def test_seeds_needed_are_those_of_power_tables(effect, seeds):
-    """Cohen's small, medium and large effects in the paired t-test at 5 % and 80 %: as every power table and program has them."""
+    """Cohen's small, medium and large effects in the paired t-test at 5 % and 80 %: as every power table and
+    program has them."""
     assert statistics.seeds_needed(effect) == seeds
     assert statistics.power(effect, seeds) >= 0.8 > statistics.power(effect, seeds - 1)
 
@@ -71,7 +75,8 @@ def test_effects_that_cannot_be_found():
 
 @pytest.mark.parametrize(("n", "family"), [(2, 1), (3, 1), (3, 5), (6, 10)])
 def test_detectable_effect_is_found_in_80_of_100(n, family):
-    """Simulated with the quantile that is in every table for 2 degrees of freedom, and numpy's random numbers: no power formula."""
+    """Simulated with the quantile that is in every table for 2 degrees of freedom, and numpy's random
+    numbers: no power formula."""
     critical = {(2, 1): 12.7062, (3, 1): 4.30265, (3, 5): 9.92484, (6, 10): 4.77334}[
         n, family
     ]  # t_{1 - 0.025 / family} of tables
@@ -85,13 +90,18 @@ def test_intervals_hold_the_truth_as_often_as_they_say():
     generator = np.random.default_rng(2)
     tests = [paired_test(generator.normal(0.3, 1.0, 3)) for _ in range(1000)]
     assert np.mean([test.low <= 0.3 <= test.high for test in tests]) == pytest.approx(0.95, abs=0.025)
-    assert np.mean([test.bootstrap_low <= 0.3 <= test.bootstrap_high for test in tests]) == pytest.approx(0.73, abs=0.05)
+    assert np.mean([test.bootstrap_low <= 0.3 <= test.bootstrap_high for test in tests]) == pytest.approx(
+        0.73, abs=0.05
+    )
 
 
 def test_one_seed_and_equal_differences_say_nothing():
     for differences in ([], [0.3], [0.01, 0.01, 0.01], [0.1 + 0.2, 0.3, 0.3]):
         test = paired_test(differences)
-        assert all(isnan(value) for value in (test.low, test.bootstrap_low, test.t, test.p_t, test.d_z, test.detectable))
+        assert all(
+            isnan(value)
+            for value in (test.low, test.bootstrap_low, test.t, test.p_t, test.d_z, test.detectable)
+        )
         assert not test.is_significant
     zero = paired_test([0.0, 0.0, 0.0])
     assert (zero.p_t, zero.p_wilcoxon, zero.mean) == (1.0, 1.0, 0.0)
@@ -103,14 +113,18 @@ def test_swapping_the_methods_swaps_the_signs(x):
     assume(not statistics.is_constant(x))
     one, other = paired_test(x), paired_test([-value for value in x])
     assert (one.p_t, one.p_wilcoxon) == pytest.approx((other.p_t, other.p_wilcoxon))
-    assert (one.mean, one.low, one.high, one.g_z) == pytest.approx((-other.mean, -other.high, -other.low, -other.g_z))
+    assert (one.mean, one.low, one.high, one.g_z) == pytest.approx(
+        (-other.mean, -other.high, -other.low, -other.g_z)
+    )
 
 
 @given(DIFFERENCES, st.sampled_from([0.01, 100.0]))
 def test_units_do_not_matter(x, scale):
     assume(not statistics.is_constant(x) and statistics.mean_std(x)[1] > 1e-3)
     one, other = paired_test(x), paired_test([scale * value for value in x])
-    assert (one.p_t, one.g_z, one.seeds_needed) == pytest.approx((other.p_t, other.g_z, other.seeds_needed), rel=1e-6)
+    assert (one.p_t, one.g_z, one.seeds_needed) == pytest.approx(
+        (other.p_t, other.g_z, other.seeds_needed), rel=1e-6
+    )
     assert scale * one.detectable == pytest.approx(other.detectable)
 
 

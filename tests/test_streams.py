@@ -1,4 +1,5 @@
-"""On their streams no seat is at what another one uses, and no teacher at what its student does; streams that do not wait are noticed."""
+"""On their streams no seat is at what another one uses, and no teacher at what its student does; streams that
+do not wait are noticed."""
 
 from __future__ import annotations
 
@@ -18,7 +19,8 @@ from fl_lightning.methods import FedAvg, teaching
 
 
 class Carries(FedAvg):
-    """Keeps a tensor where it was made, without a look at it, and takes up the one before, which then nobody holds."""
+    """Keeps a tensor where it was made, without a look at it, and takes up the one before, which then nobody
+    holds."""
 
     stackable = True
 
@@ -43,7 +45,9 @@ def on_streams(name, monkeypatch, recorder=None, engine=SeatsEngine, epochs=2, *
     card = Card(monkeypatch)
     monkeypatch.setattr(graphs, "wait_for", lambda device: card.synchronize())
     with card:
-        seated = Federation(built(name, **settings), engine, recorder, epochs=epochs, make_stream=seats.CudaStream)
+        seated = Federation(
+            built(name, **settings), engine, recorder, epochs=epochs, make_stream=seats.CudaStream
+        )
         found = seated.rounds()
     return card, found
 
@@ -54,7 +58,9 @@ def test_no_seat_is_at_what_another_uses(name, monkeypatch):
     for recorder in ("eager", "rerun"):
         card, found = on_streams(name, monkeypatch, RECORDERS[recorder])
         assert card.races == []
-        trained = [stream for stream, names in card.operations.items() if any("backward" in name for name in names)]
+        trained = [
+            stream for stream, names in card.operations.items() if any("backward" in name for name in names)
+        ]
         assert len({*trained} - {card.default}) == 3
         assert card.default not in trained or name == "FedKD"  # whose server trains
         assert_same(expected, found)
@@ -97,7 +103,9 @@ class LetsGo(seats.Seat):
         self.held = [order]
 
 
-@pytest.mark.parametrize(("name", "broken"), [("CudaStream", NeverWaits), ("CudaStream", NeverEnds), ("Seat", LetsGo)])
+@pytest.mark.parametrize(
+    ("name", "broken"), [("CudaStream", NeverWaits), ("CudaStream", NeverEnds), ("Seat", LetsGo)]
+)
 def test_a_seat_that_does_not_wait_or_hold_is_noticed(name, broken, monkeypatch):
     monkeypatch.setattr(seats, name, broken)
     assert on_streams("Carries", monkeypatch)[0].races
@@ -107,7 +115,12 @@ def test_seats_that_share_a_module_are_noticed(monkeypatch):
     assert on_streams("FedAvg", monkeypatch, engine=OneModule)[0].races
 
 
-TEACHERS = {"before": {}, "refreshed": {"teacher": 2}, "one epoch": {"epochs": 1}, "joint": {"teacher": "joint"}}
+TEACHERS = {
+    "before": {},
+    "refreshed": {"teacher": 2},
+    "one epoch": {"epochs": 1},
+    "joint": {"teacher": "joint"},
+}
 
 
 @pytest.mark.parametrize("recorder", ["eager", "rerun"])
@@ -174,7 +187,11 @@ def test_recordings_of_two_seats_share_no_stream_and_those_of_one_die_together(m
     monkeypatch.setattr(torch.cuda, "graph", capture)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: card.synchronize())
     monkeypatch.setattr(recorders, "no_synchronisation", nullcontext)
-    weight, one, other = torch.ones(3), CudaGraphs(torch.device("cuda", 0)), CudaGraphs(torch.device("cuda", 0))
+    weight, one, other = (
+        torch.ones(3),
+        CudaGraphs(torch.device("cuda", 0)),
+        CudaGraphs(torch.device("cuda", 0)),
+    )
     with card:
         for recorder, pool in ((one, None), (other, None), (one, "pool")):
             recorder.record(lambda: weight.mul_(2), pool)

@@ -20,7 +20,11 @@ from fl_lightning.study.spec.plan import Study, Variation, as_flag
 from fl_lightning.study.spec.search import Range, Search
 
 CONFIGS = Path(__file__).parent.parent / "configs"
-STUDIES = sorted(path for path in CONFIGS.rglob("*.yaml") if "\nstudy:" in (text := path.read_text()) and "\nmethods:" in text)
+STUDIES = sorted(
+    path
+    for path in CONFIGS.rglob("*.yaml")
+    if "\nstudy:" in (text := path.read_text()) and "\nmethods:" in text
+)
 SMALL = """
 study: small
 config: base.yaml
@@ -66,9 +70,12 @@ def test_every_combination_is_a_cell_whose_later_settings_win(write, tmp_path):
 
 
 def test_a_grid_that_nobody_could_run_is_refused_at_once(write):
-    study = replace(Study.read(write(SMALL)), grid={f"axis {n}": dict.fromkeys("abcd", Variation()) for n in range(20)})
+    study = replace(
+        Study.read(write(SMALL)), grid={f"axis {n}": dict.fromkeys("abcd", Variation()) for n in range(20)}
+    )
     with pytest.raises(
-        InputError, match=r"\d{12,} cells of 2 methods, 2 seeds and a grid of 20 axes; a study has at most 10000;"
+        InputError,
+        match=r"\d{12,} cells of 2 methods, 2 seeds and a grid of 20 axes; a study has at most 10000;",
     ):
         study.cells()
 
@@ -115,11 +122,15 @@ def test_a_copy_says_the_same_from_anywhere(write, tmp_path):
         ("study: small", "? [a]\n: b", "a key must be text"),
         ("study: small", "study: &a {b: *a}", "where 'a' contains itself"),
         ("study: small", "study: small\nclaimed: 2024-02-31", "not valid YAML: day is out of range"),
-        ("  A: {}", "  ..: {}", "methods: '..'.*no '.' or '-' at its beginning.*such as FedMPQ"),
+        ("  A: {}", "  ..: {}", "methods: '..'.*no '.' or '-' first.*such as FedMPQ"),
         ("  A: {}", '  "\\ud800": {}', "folder's name"),
         ("  A: {}", f"  {'A' * 250}: {{}}", "250 bytes.*at most 200; shorten it"),
         ("  A: {}", f"  {'A' * 190}: {{}}", "cell: AAAA.*at most 200"),
-        ("trainer.max_rounds: 3", "trainer.max_rounds: 2024-01-01", "settings.trainer.max_rounds: datetime.*in quotes"),
+        (
+            "trainer.max_rounds: 3",
+            "trainer.max_rounds: 2024-01-01",
+            "settings.trainer.max_rounds: datetime.*in quotes",
+        ),
         ("trainer.max_rounds: 3", "trainer.tag: {a: [2024-01-01]}", "settings.trainer.tag: .*in quotes"),
         ("seeds: [0, 4]", f"seeds: [0, {2**63}]", "below 2^63"),
         ("stressed: on", "stressed: off", "stressed and clean are both off.*write stressed: on"),
@@ -158,18 +169,26 @@ def test_what_a_test_may_be(write, test, flags):
 @pytest.mark.parametrize("text", ["trainer: &a {b: *a}\n", "trainer: {max_rounds: 2024-02-31}\n"])
 def test_a_configuration_in_itself_or_without_a_value_is_refused(tmp_path, text):
     (tmp_path / "base.yaml").write_text(text)
-    with pytest.raises(InputError, match=r"^--config .*base.yaml(; it is not|, where 'a' contains itself;)[^\n]*$"):
+    with pytest.raises(
+        InputError, match=r"^--config .*base.yaml(; it is not|, where 'a' contains itself;)[^\n]*$"
+    ):
         cli.resolve(["--config", str(tmp_path / "base.yaml")])
 
 
 def test_what_is_no_study_is_refused(tmp_path):
     (tmp_path / "list.yaml").write_text("- a\n")
-    for name, said in (("none.yaml", "No such file"), ("list.yaml", "a study file is a mapping"), (".", "cannot be read")):
+    for name, said in (
+        ("none.yaml", "No such file"),
+        ("list.yaml", "a study file is a mapping"),
+        (".", "cannot be read"),
+    ):
         with pytest.raises(InputError, match=said):
             Study.read(tmp_path / name)
 
 
-@given(st.one_of(st.none(), st.booleans(), st.integers(), st.floats(allow_nan=False), st.lists(st.integers())))
+@given(
+    st.one_of(st.none(), st.booleans(), st.integers(), st.floats(allow_nan=False), st.lists(st.integers()))
+)
 def test_a_flag_is_read_as_the_value_it_was_written_from(value):
     assert (
         yaml.safe_load(as_flag(value)) == value or float(as_flag(value)) == value
@@ -177,7 +196,9 @@ def test_a_flag_is_read_as_the_value_it_was_written_from(value):
 
 
 SETTINGS = st.dictionaries(
-    st.sampled_from(["model.alpha", "trainer.max_rounds", *FREE_KEYS[:9]]), st.sampled_from([0, 0.5, "a", None]), max_size=4
+    st.sampled_from(["model.alpha", "trainer.max_rounds", *FREE_KEYS[:9]]),
+    st.sampled_from([0, 0.5, "a", None]),
+    max_size=4,
 )
 
 
@@ -187,10 +208,20 @@ def test_two_runs_have_one_hash_where_one_may_continue_the_other(before, after):
 
 
 def test_noise_on_and_off_differ_in_one_number():
-    on, off = (yaml.safe_load((CONFIGS / "overlays" / f"noise_{name}.yaml").read_text()) for name in ("on", "off"))
-    noise = [callback for callback in on["trainer"]["callbacks"] if callback["class_path"] == "callbacks.LabelNoise"]
+    on, off = (
+        yaml.safe_load((CONFIGS / "overlays" / f"noise_{name}.yaml").read_text()) for name in ("on", "off")
+    )
+    noise = [
+        callback
+        for callback in on["trainer"]["callbacks"]
+        if callback["class_path"] == "callbacks.LabelNoise"
+    ]
     assert [callback["init_args"].pop("clients") for callback in noise] == [0.1]
-    clean = [callback for callback in off["trainer"]["callbacks"] if callback["class_path"] == "callbacks.LabelNoise"]
+    clean = [
+        callback
+        for callback in off["trainer"]["callbacks"]
+        if callback["class_path"] == "callbacks.LabelNoise"
+    ]
     assert [callback["init_args"].pop("clients") for callback in clean] == [0.0]
     assert on == off
 
@@ -204,7 +235,11 @@ def test_a_study_of_the_project_can_be_judged_and_its_ends_resolve(path):
         resolved = yaml.safe_load(cli.resolve(cell.args))
         assert resolved["seed_everything"] == cell.seed
         for axis in {"noise"} & set(cell.levels):
-            noise = [c["init_args"]["clients"] for c in resolved["trainer"]["callbacks"] if "LabelNoise" in c["class_path"]]
+            noise = [
+                c["init_args"]["clients"]
+                for c in resolved["trainer"]["callbacks"]
+                if "LabelNoise" in c["class_path"]
+            ]
             assert noise == [{"on": 0.1, "off": 0.0}[cell.levels[axis]]]
 
 
@@ -221,7 +256,11 @@ def test_a_real_study_runs_on_other_data(tmp_path, monkeypatch):
     """Experiment 1's cell for two rounds, on images of CIFAR's shape."""
     monkeypatch.chdir(tmp_path)
     cell = next(cell for cell in Study.read(CONFIGS / "exp1_core.yaml").cells() if cell.method == "FedMPQKD")
-    images = ["--data.dataset=synthetic", "--data.synthetic_examples=120", "--data.synthetic_test_examples=20"]
+    images = [
+        "--data.dataset=synthetic",
+        "--data.synthetic_examples=120",
+        "--data.synthetic_test_examples=20",
+    ]
     limits = ["--trainer.max_rounds=2", "--trainer.logger=false", "--data.partition.init_args.min_size=2"]
     assert main(["fit", *cell.args, *images, *limits]) == 0
 
@@ -248,7 +287,11 @@ space:
 trials: 5
 """
     search = Search.read(write(text))
-    assert search.space == {"model.alpha": Range(0, 1.5), "trainer.local_epochs": Range(1, 4), "model.kl": ["forward", "reverse"]}
+    assert search.space == {
+        "model.alpha": Range(0, 1.5),
+        "trainer.local_epochs": Range(1, 4),
+        "model.kl": ["forward", "reverse"],
+    }
     assert [r.is_whole for r in search.space.values() if isinstance(r, Range)] == [False, True]
     assert search.args({"model.kl": "reverse"}, final=True)[2:] == [
         "--trainer.max_rounds=9",

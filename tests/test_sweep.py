@@ -65,7 +65,8 @@ def write(tmp_path, monkeypatch):
 def start(*arguments: str) -> subprocess.Popen:
     """A sweep in a process of its own, that can be killed."""
     setup = (
-        "import sys; from fl_lightning.__main__ import main; sys.exit(main(['sweep', '--config', 'study.yaml', *sys.argv[1:]]))"
+        "import sys; from fl_lightning.__main__ import main; sys.exit(main(['sweep', '--config', "
+        "'study.yaml', *sys.argv[1:]]))"
     )
     return subprocess.Popen([sys.executable, "-c", setup, "--logger", "false", *arguments])
 
@@ -97,7 +98,8 @@ def cells() -> dict[str, dict]:
 @pytest.mark.slow
 @pytest.mark.essential
 def test_killed_and_continued_a_study_is_as_if_never_killed(write, capfd):
-    """One cell is at work when the sweep is killed, one fails, and once it is mended only that one runs again."""
+    """One cell is at work when the sweep is killed, one fails, and once it is mended only that one runs
+    again."""
     write()
     before = start("--jobs", "1")
     wait_for(lambda: len(rows("runs/small/Long-seed3")) >= 3)
@@ -112,10 +114,16 @@ def test_killed_and_continued_a_study_is_as_if_never_killed(write, capfd):
     assert "Broken-seed3 failed (fit, exit code 2)" in said
     assert "public_examples" in said  # the last lines of its log
     assert "Long-seed3 finished: accuracy 0." in said
-    assert {label: entry["status"] for label, entry in cells().items()} == {"Long": "finished", "Broken": "failed"}
+    assert {label: entry["status"] for label, entry in cells().items()} == {
+        "Long": "finished",
+        "Broken": "failed",
+    }
     assert cells()["Long"] | {"hash": ""} == {"name": "Long-seed3", "label": "Long", "seed": 3, "levels": {}, "hash": "",
                                               "status": "finished", "run": "Long-seed3", "threads": 1}  # fmt: skip
-    assert json.loads(Path("runs/small/Long-seed3/metadata.json").read_text())["tags"] == {"study": "small", "label": "Long"}
+    assert json.loads(Path("runs/small/Long-seed3/metadata.json").read_text())["tags"] == {
+        "study": "small",
+        "label": "Long",
+    }
     small = [
         "--trainer.max_rounds=60",
         "--trainer.eval_every=30",
@@ -124,7 +132,15 @@ def test_killed_and_continued_a_study_is_as_if_never_killed(write, capfd):
         "--trainer.logger=false",
     ]
     noise = '--trainer.callbacks=[{"class_path": "callbacks.LabelNoise", "init_args": {"round": 2}}]'
-    alone = ["fit", "--config", f"{CONFIGS}/kd_default.yaml", *small, noise, "--seed_everything=3", "--trainer.run_name=alone"]
+    alone = [
+        "fit",
+        "--config",
+        f"{CONFIGS}/kd_default.yaml",
+        *small,
+        noise,
+        "--seed_everything=3",
+        "--trainer.run_name=alone",
+    ]
     assert main(alone) == 0
     assert outcome("runs/small/Long-seed3") == outcome("runs/kd_default/alone")
 
@@ -135,7 +151,9 @@ def test_killed_and_continued_a_study_is_as_if_never_killed(write, capfd):
     logs = {path.name: path.stat().st_size for path in Path("runs/small/logs").iterdir()}
     assert main(["sweep", "--config", "study.yaml", "--logger", "false"]) == 0
     assert "what holds     python -m fl_lightning compare --study small" in capfd.readouterr().err
-    changed = [path.name for path in Path("runs/small/logs").iterdir() if path.stat().st_size != logs[path.name]]
+    changed = [
+        path.name for path in Path("runs/small/logs").iterdir() if path.stat().st_size != logs[path.name]
+    ]
     assert changed == ["Broken-seed3.log"]
 
 
@@ -147,7 +165,9 @@ def test_interrupted_a_sweep_ends_its_cells_with_their_checkpoints(write, capfd,
     before = start("--jobs", "2")
     wait_for(lambda: len(rows("runs/small/Long-seed3")) >= 2)
     second = subprocess.run(
-        [sys.executable, "-m", "fl_lightning", "sweep", "--config", "study.yaml"], capture_output=True, text=True
+        [sys.executable, "-m", "fl_lightning", "sweep", "--config", "study.yaml"],
+        capture_output=True,
+        text=True,
     )
     assert second.returncode == 2
     assert "another process is running this study" in second.stderr
@@ -162,7 +182,11 @@ def test_interrupted_a_sweep_ends_its_cells_with_their_checkpoints(write, capfd,
 
 def test_a_bad_cell_is_refused_before_anything_starts(write, capsys):
     for old, new, said in [
-        ("Broken: {{settings: {{data.public_examples: {public}}}}}", "Broken: {{settings: {{model.alfa: 1}}}}", "alfa"),
+        (
+            "Broken: {{settings: {{data.public_examples: {public}}}}}",
+            "Broken: {{settings: {{model.alfa: 1}}}}",
+            "alfa",
+        ),
         (
             "Broken: {{settings: {{data.public_examples: {public}}}}}",
             "Broken: {{settings: {{model.alpha: -1}}}}",
@@ -200,10 +224,16 @@ def test_a_pool_has_as_many_jobs_as_places_and_what_follows_goes_next(pool, tmp_
 
     def ended(running, code):
         order.append((running.job.name, code))
-        return python("", f"{running.job.name}+", tmp_path) if code == 0 and "+" not in running.job.name else None
+        return (
+            python("", f"{running.job.name}+", tmp_path)
+            if code == 0 and "+" not in running.job.name
+            else None
+        )
 
     code = "import os, sys; print(os.environ['PLACE']); sys.exit(sys.argv[1] == 'b')"
-    pool.run([python(code, name, tmp_path) for name in "abc"], ended, lambda running: most.append(len(running)))
+    pool.run(
+        [python(code, name, tmp_path) for name in "abc"], ended, lambda running: most.append(len(running))
+    )
     assert sorted(order) == [("a", 0), ("a+", 0), ("b", 1), ("c", 0), ("c+", 0)]
     assert [name for name, _ in order].index("a+") < [name for name, _ in order].index("c+")
     assert max(most) == 2
@@ -212,7 +242,10 @@ def test_a_pool_has_as_many_jobs_as_places_and_what_follows_goes_next(pool, tmp_
 
 def test_a_stopped_pool_leaves_no_process(pool, tmp_path, monkeypatch):
     monkeypatch.setattr(jobs, "GRACE", 0.5)
-    stubborn = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('up', flush=True); time.sleep(60)"
+    stubborn = (
+        "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('up', flush=True); "
+        "time.sleep(60)"
+    )
     seen = []
 
     def look(running):
@@ -222,7 +255,11 @@ def test_a_stopped_pool_leaves_no_process(pool, tmp_path, monkeypatch):
 
     willing = "import time; print('up', flush=True); time.sleep(60)"
     with pytest.raises(KeyboardInterrupt):
-        pool.run([python(stubborn, "a", tmp_path), python(willing, "b", tmp_path)], lambda running, code: None, look)
+        pool.run(
+            [python(stubborn, "a", tmp_path), python(willing, "b", tmp_path)],
+            lambda running, code: None,
+            look,
+        )
     assert [process.returncode for process in seen] == [-signal.SIGKILL, -signal.SIGTERM]
 
 
@@ -235,7 +272,9 @@ def test_a_process_whose_parent_is_gone_stops():
         "print('up', flush=True)\n"
         "time.sleep(60)"
     )
-    with subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+    with subprocess.Popen(
+        [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as process:
         assert process.stdout.readline() == b"up\n"
         assert process.poll() is None
         process.stdin.close()
@@ -244,7 +283,10 @@ def test_a_process_whose_parent_is_gone_stops():
 
 def test_a_study_waits_for_the_cells_of_a_sweep_that_was_killed_and_for_no_other_sweep(tmp_path, monkeypatch):
     with lock.only_one(tmp_path) as held:
-        with pytest.raises(InputError, match="another process is running this study"), lock.only_one(tmp_path):
+        with (
+            pytest.raises(InputError, match="another process is running this study"),
+            lock.only_one(tmp_path),
+        ):
             pass
         orphan = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE, pass_fds=held)
     monkeypatch.setattr(lock, "PATIENCE", 0.3)
@@ -268,7 +310,13 @@ def test_what_is_left_is_estimated_from_runs_of_the_same_method(tmp_path):
     assert total([begun, waiting, unknown, done], costs) == Total(10 + 98 * 3 + 10 + 100 * 3, 198 * 8, ["B"])
 
 
-TESTED = {"chosen": "last", "weights_sha256": "w", "round": 4, "probes": {"clean": {}}, "skipped": {"pgd": ["no images"]}}
+TESTED = {
+    "chosen": "last",
+    "weights_sha256": "w",
+    "round": 4,
+    "probes": {"clean": {}},
+    "skipped": {"pgd": ["no images"]},
+}
 
 
 def test_a_cell_is_tested_as_the_study_now_asks_and_with_its_present_weights(tmp_path):
@@ -282,7 +330,12 @@ def test_a_cell_is_tested_as_the_study_now_asks_and_with_its_present_weights(tmp
     assert is_tested({"probes": "clean,pgd"})
     assert is_tested({}, probes={name: {} for name in PROBES})
     assert is_tested({"probes": "clean", "checkpoint": "best"}, chosen="best", weights_sha256="of round 4")
-    assert is_tested({"probes": "clean", "checkpoint": "round_000002"}, chosen="round_000002", round=2, weights_sha256="other")
+    assert is_tested(
+        {"probes": "clean", "checkpoint": "round_000002"},
+        chosen="round_000002",
+        round=2,
+        weights_sha256="other",
+    )
     assert not is_tested({})  # all
     assert not is_tested({"probes": "clean,fgsm"})
     assert not is_tested({"probes": "clean", "checkpoint": "best"})
@@ -293,7 +346,9 @@ def test_a_cell_is_tested_as_the_study_now_asks_and_with_its_present_weights(tmp
 
 
 @pytest.mark.parametrize("metrics", [None, "", "round,loss\n1,0.5,7\n"])
-def test_a_run_without_its_metrics_is_not_finished_and_one_that_cannot_be_read_stops_nothing(tmp_path, caplog, metrics):
+def test_a_run_without_its_metrics_is_not_finished_and_one_that_cannot_be_read_stops_nothing(
+    tmp_path, caplog, metrics
+):
     for name, config in (("A-seed0-2", "[not: yaml"), ("A-seed0", "model.alpha: 1\n")):
         (tmp_path / name).mkdir()
         (tmp_path / name / "config.yaml").write_text(config)
@@ -355,7 +410,9 @@ def test_in_mlflow_the_runs_of_a_study_are_under_one_that_is_made_once(tmp_path,
     tracking.start({}, {"label": "A", "noise": "on", "mlflow.parentRunId": first})
     tracking.finish("FINISHED", {})
     with closing(sqlite3.connect("mlflow.db")) as database:
-        found = dict(database.execute("select key, value from tags where run_uuid = ?", [tracking.run_id]).fetchall())
+        found = dict(
+            database.execute("select key, value from tags where run_uuid = ?", [tracking.run_id]).fetchall()
+        )
         parent = dict(database.execute("select key, value from tags where run_uuid = ?", [first]).fetchall())
         (view,) = database.execute("select value from experiment_tags where key = ?", [page.TAG]).fetchone()
         (status,) = database.execute("select status from runs where run_uuid = ?", [first]).fetchone()

@@ -41,27 +41,34 @@ def received(client_id: int, **settings):
 @pytest.mark.parametrize("ahead", [1, 3, 8])
 @pytest.mark.parametrize(("client_id", "steps"), [(2, 8), (2, 5), (3, 2), (4, 3)])
 def test_batches_are_the_same_and_logits_the_teachers(client_id, steps, ahead, settings, monkeypatch):
-    """Of clients with 38 examples in batches of 16, with one, which comes twice, and with 24; over several epochs, cut short."""
+    """Of clients with 38 examples in batches of 16, with one, which comes twice, and with 24; over several
+    epochs, cut short."""
     monkeypatch.setattr(teaching, "pays", lambda *_: True)
     monkeypatch.setattr(teaching, "AHEAD", ahead)
     method, client, data = received(client_id, **settings)
     labels = data.labels(client).flip(0)
     work = {"epochs": 3, "labels": labels, "steps": steps}
     plain = list(Method.local_batches(method, data, client, **work))
-    numbers = Method.local_batches(method, data, client, epochs=3, labels=torch.arange(len(labels)), steps=steps)
+    numbers = Method.local_batches(
+        method, data, client, epochs=3, labels=torch.arange(len(labels)), steps=steps
+    )
     found = list(teaching.taught(method.teacher, numbers, labels, repeats=not data.augments, ahead=ahead))
     assert len(found) == len(plain) == min(steps, data.num_steps(client, 3))
     for (inputs, target), (same_inputs, same_target, logits) in zip(plain, found, strict=True):
         assert torch.equal(inputs, same_inputs)
         assert torch.equal(target, same_target)
         expected = method.teacher(inputs)
-        torch.testing.assert_close(logits, expected, rtol=0, atol=teaching.TOLERANCE * float(expected.abs().max()))
+        torch.testing.assert_close(
+            logits, expected, rtol=0, atol=teaching.TOLERANCE * float(expected.abs().max())
+        )
         assert not logits.requires_grad
 
 
 def test_a_step_that_is_told_the_logits_is_the_step_that_computes_them():
     method, client, data = received(2)
-    batch = next(iter(Method.local_batches(method, data, client, epochs=1, labels=data.labels(client), steps=1)))
+    batch = next(
+        iter(Method.local_batches(method, data, client, epochs=1, labels=data.labels(client), steps=1))
+    )
     alone, told = method.training_step(batch), method.training_step((*batch, method.teacher(batch[0])))
     assert alone.keys() == told.keys()
     assert all(torch.equal(alone[name], told[name]) for name in alone)
@@ -78,14 +85,17 @@ class Teacher(torch.nn.Module):
 
 
 @pytest.mark.parametrize(
-    ("repeats", "ahead", "seen"), [(True, 1, [16, 16, 6]), (False, 1, [16, 16, 6] * 3), (False, 4, [54, 54, 6])]
+    ("repeats", "ahead", "seen"),
+    [(True, 1, [16, 16, 6]), (False, 1, [16, 16, 6] * 3), (False, 4, [54, 54, 6])],
 )
 def test_what_the_teacher_has_to_do(repeats, ahead, seen):
     """38 examples in batches of 16, three epochs."""
     method, client, data = received(2)
     numbers = Method.local_batches(method, data, client, epochs=3, labels=torch.arange(38), steps=9)
     teacher = Teacher()
-    assert len(list(teaching.taught(teacher, numbers, data.labels(client), repeats=repeats, ahead=ahead))) == 9
+    assert (
+        len(list(teaching.taught(teacher, numbers, data.labels(client), repeats=repeats, ahead=ahead))) == 9
+    )
     assert teacher.seen == seen
 
 
@@ -95,7 +105,11 @@ def test_the_whole_run_is_the_same_within_rounding(tmp_path, monkeypatch):
     for where in ("within", "beforehand"):
         if where == "within":
             monkeypatch.setattr(teaching, "pays", lambda *_: False)
-        for name, data, epochs in (("digits", images(), 2), ("once", images(), 1), ("augmented", images(**UNEQUAL), 2)):
+        for name, data, epochs in (
+            ("digits", images(), 2),
+            ("once", images(), 1),
+            ("augmented", images(**UNEQUAL), 2),
+        ):
             method = FedMPQKD(network=NORMED, bits=3, optimizer=sgd(0.05, momentum=0.9))
             run(method, data, tmp_path / where / name, max_rounds=2, local_epochs=epochs, workers=1)
             weights[where, name] = method.server["weights"]
@@ -126,7 +140,14 @@ class Pairs(FedMPQKD):
 
 def test_a_subclass_that_reads_pairs_is_given_pairs(tmp_path, monkeypatch):
     monkeypatch.setattr(teaching, "taught", lambda *_, **__: pytest.fail("a triple"))
-    run(Pairs(network=NORMED, bits=3, optimizer=sgd(0.05)), images(), tmp_path, max_rounds=1, local_epochs=2, workers=1)
+    run(
+        Pairs(network=NORMED, bits=3, optimizer=sgd(0.05)),
+        images(),
+        tmp_path,
+        max_rounds=1,
+        local_epochs=2,
+        workers=1,
+    )
 
 
 def test_the_teacher_is_as_precise_beforehand_as_within_a_step(tmp_path, monkeypatch):
@@ -136,6 +157,14 @@ def test_the_teacher_is_as_precise_beforehand_as_within_a_step(tmp_path, monkeyp
         if not beforehand:
             monkeypatch.setattr(teaching, "pays", lambda *_: False)
         method = FedMPQKD(network=partial(SmallCNN, width=4), bits=3, optimizer=sgd(0.05))
-        run(method, images(), tmp_path / str(beforehand), max_rounds=1, local_epochs=2, workers=1, precision="bf16-mixed")
+        run(
+            method,
+            images(),
+            tmp_path / str(beforehand),
+            max_rounds=1,
+            local_epochs=2,
+            workers=1,
+            precision="bf16-mixed",
+        )
         weights.append(method.server["weights"])
     assert (weights[0] - weights[1]).abs().max() < 1e-3

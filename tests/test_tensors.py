@@ -1,4 +1,5 @@
-"""``modules_of`` and ``tensors_of`` give what torch's own iterators give, ties, gaps and shared modules included."""
+"""``modules_of`` and ``tensors_of`` give what torch's own iterators give, ties, gaps and shared modules
+included."""
 
 import pytest
 from torch import nn
@@ -18,7 +19,9 @@ def tied():
     return module
 
 
-@pytest.mark.parametrize("make", [tied, lambda: build_network("resnet20", 4, (3, 32, 32)), lambda: nn.ParameterList([])])
+@pytest.mark.parametrize(
+    "make", [tied, lambda: build_network("resnet20", 4, (3, 32, 32)), lambda: nn.ParameterList([])]
+)
 def test_as_torch_gives_them(make):
     module = make()
     expected = {**dict(module.named_parameters()), **dict(module.named_buffers())}

@@ -40,7 +40,10 @@ def workplace(tmp_path: Path, database: Path, monkeypatch: pytest.MonkeyPatch) -
 
 def fit(folder: Path, **settings: Any) -> Path:
     trainer = run(
-        on_points(FedAvg()), Points(), folder, **{"max_rounds": 5, "logger": False, "tags": {"team": "red"}, **settings}
+        on_points(FedAvg()),
+        Points(),
+        folder,
+        **{"max_rounds": 5, "logger": False, "tags": {"team": "red"}, **settings},
     )
     (trainer.run_dir / "config.yaml").write_text("model: {alpha: 0.5}\nseed_everything: 0\n")
     (trainer.run_dir / "figures" / "one.png").write_bytes(b"a figure")
@@ -51,12 +54,18 @@ def stored(folder: Path, run_id: str, database: str = "mlflow.db") -> dict[str, 
     """All that a store says of a run."""
     client = mlflow.MlflowClient(f"sqlite:///{folder}/{database}")
     found = client.get_run(run_id)
-    files = [item.path for place in (None, "figures") for item in client.list_artifacts(run_id, place) if not item.is_dir]
+    files = [
+        item.path
+        for place in (None, "figures")
+        for item in client.list_artifacts(run_id, place)
+        if not item.is_dir
+    ]
     return {
         "params": found.data.params,
         "tags": found.data.tags,
         "metrics": {
-            name: sorted((m.step, m.value) for m in client.get_metric_history(run_id, name)) for name in found.data.metrics
+            name: sorted((m.step, m.value) for m in client.get_metric_history(run_id, name))
+            for name in found.data.metrics
         },
         "times": sorted((m.step, m.timestamp) for m in client.get_metric_history(run_id, "comm/total_bytes")),
         "files": {name: Path(client.download_artifacts(run_id, name)).read_bytes() for name in files},
@@ -91,12 +100,16 @@ def rows_of(run_dir: Path) -> list[dict[str, str]]:
 def check_metrics(found: dict[str, Any], run_dir: Path) -> None:
     rows = rows_of(run_dir)
     for name in rows[0].keys() - {"round"}:
-        assert found["metrics"][name] == [(int(row["round"]), float(row[name])) for row in rows if row[name]], name
+        assert found["metrics"][name] == [
+            (int(row["round"]), float(row[name])) for row in rows if row[name]
+        ], name
 
 
 def test_a_run_that_was_never_tracked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run_dir = fit(tmp_path, experiment="e")
-    (run_dir / "test.json").write_text(json.dumps({"round": 5, "metrics": {"probe/clean": 0.5}, "timings": {"probe/ms": 2.0}}))
+    (run_dir / "test.json").write_text(
+        json.dumps({"round": 5, "metrics": {"probe/clean": 0.5}, "timings": {"probe/ms": 2.0}})
+    )
     assert main(["track", str(run_dir.relative_to(tmp_path))]) == 0
     assert "5 of 5 rounds were missing" in capsys.readouterr().out
     metadata = metadata_of(run_dir)
@@ -107,9 +120,20 @@ def test_a_run_that_was_never_tracked(tmp_path: Path, capsys: pytest.CaptureFixt
     }
     assert found["metrics"]["probe/clean"] == [(5, 0.5)]
     assert found["params"] == {"model.alpha": "0.5", "seed_everything": "0"}
-    assert found["tags"].items() >= {"team": "red", "method": "FedAvg", "seed": "0", "run_dir": str(run_dir)}.items()
+    assert (
+        found["tags"].items()
+        >= {"team": "red", "method": "FedAvg", "seed": "0", "run_dir": str(run_dir)}.items()
+    )
     assert {*found["files"]} == {
-        *("config.yaml", "metadata.json", "metrics.csv", "ledger.csv", "partition.json", "test.json", "figures/one.png")
+        *(
+            "config.yaml",
+            "metadata.json",
+            "metrics.csv",
+            "ledger.csv",
+            "partition.json",
+            "test.json",
+            "figures/one.png",
+        )
     }
     assert found["files"]["metadata.json"] == (run_dir / "metadata.json").read_bytes()
     assert (found["status"], found["start"], found["end"]) == (
@@ -166,13 +190,24 @@ def test_a_run_that_was_tracked_gets_only_what_is_missing(
 @pytest.mark.parametrize(("error", "noted", "status"), [
     (KeyboardInterrupt(), "interrupted", "KILLED"), (RuntimeError("bug"), "failed", "FAILED"), (None, "running", "KILLED"),
 ])  # fmt: skip
-def test_runs_that_did_not_finish(error: BaseException | None, noted: str, status: str, tmp_path: Path) -> None:
-    """Two at once, one of them under a name with an apostrophe; a killed one says that it is running still."""
+def test_runs_that_did_not_finish(
+    error: BaseException | None, noted: str, status: str, tmp_path: Path
+) -> None:
+    """Two at once, one of them under a name with an apostrophe; a killed one says that it is running
+    still."""
     with suppress(KeyboardInterrupt, RuntimeError):
-        fit(tmp_path, experiment="e", run_name="it's", callbacks=[Ending(error or KeyboardInterrupt())], max_rounds=30)
+        fit(
+            tmp_path,
+            experiment="e",
+            run_name="it's",
+            callbacks=[Ending(error or KeyboardInterrupt())],
+            max_rounds=30,
+        )
     run_dir = tmp_path / "e" / "it's"
     if error is None:
-        killed = {key: value for key, value in metadata_of(run_dir).items() if key != "stopped"} | {"status": "running"}
+        killed = {key: value for key, value in metadata_of(run_dir).items() if key != "stopped"} | {
+            "status": "running"
+        }
         (run_dir / "metadata.json").write_text(json.dumps(killed))
     assert metadata_of(run_dir)["status"] == noted
     other = fit(tmp_path, experiment="e")
@@ -205,10 +240,17 @@ def test_rounds_have_the_times_of_their_session() -> None:
     history = [{"round": r, "time/round": 10.0} for r in (1, 2, 3, 4)]
     assert [time - start for time in round_times(metadata, history)] == [10_000, 20_000, 7_210_000, 7_220_000]
     known = {"a": {1: 500, 3: 700}, "final/a": {9: 0}}
-    assert [r.time for r in between([Round(s, {}, 600) for s in (0, 2, 4)] + [Round(2, {}, 0)], known)] == [500, 600, 700, 500]
+    assert [r.time for r in between([Round(s, {}, 600) for s in (0, 2, 4)] + [Round(2, {}, 0)], known)] == [
+        500,
+        600,
+        700,
+        500,
+    ]
 
 
-def test_bad_input(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bad_input(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "mlflow.db").unlink()
     monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
     (run_dir := tmp_path / "e" / "r").mkdir(parents=True)
@@ -252,7 +294,9 @@ def test_a_copy_of_a_run_gets_a_record_of_its_own(tmp_path: Path) -> None:
     assert json.loads((moved / "metadata.json").read_text())["tracking_run_id"] == ids[0]
 
 
-def test_a_configuration_that_is_a_bomb_is_refused_by_track(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_configuration_that_is_a_bomb_is_refused_by_track(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     run_dir = fit(tmp_path / "e")
     levels = [f"l{n}: &l{n} [{', '.join([f'*l{n - 1}'] * 9)}]" for n in range(1, 10)]
     (run_dir / "config.yaml").write_text("l0: &l0 [x]\n" + "\n".join(levels))

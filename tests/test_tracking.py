@@ -42,18 +42,23 @@ def workplace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]
 
 
 def track(**changes: Any) -> Tracking:
-    return Tracking(**({"logger": True, "experiment": "exp", "run_name": "run 1", "run_dir": Path("runs")} | changes))
+    return Tracking(
+        **({"logger": True, "experiment": "exp", "run_name": "run 1", "run_dir": Path("runs")} | changes)
+    )
 
 
 def steps(client: Any, run_id: str, name: str) -> list[tuple[int, float]]:
     return [(m.step, m.value) for m in client.get_metric_history(run_id, name)]
 
 
-def test_a_run_and_its_continuation(tmp_path: Path, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_run_and_its_continuation(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
+) -> None:
     first = track()
     long = "x" * 7000
     first.start(
-        {"model": {"alpha": 0.5, "levels": [2, 4]}, "long": long, **{f"p{i}": i for i in range(120)}}, {"method": "FedAvg"}
+        {"model": {"alpha": 0.5, "levels": [2, 4]}, "long": long, **{f"p{i}": i for i in range(120)}},
+        {"method": "FedAvg"},
     )
     for r in (1, 2, 3):
         first.log_metrics({"test/accuracy": r / 10, "comm/total_bytes": 10**10}, step=r)
@@ -105,13 +110,17 @@ def test_a_round_is_one_transaction(tmp_path: Path, database: Path, monkeypatch:
     calls: list[int] = []
     client = tracked.loggers[0].experiment  # type: ignore[attr-defined]
     original = client.log_batch
-    monkeypatch.setattr(client, "log_batch", lambda *a, **k: (calls.append(len(k["metrics"])), original(*a, **k)))
+    monkeypatch.setattr(
+        client, "log_batch", lambda *a, **k: (calls.append(len(k["metrics"])), original(*a, **k))
+    )
     tracked.log_metrics({f"m{i}": float(i) for i in range(25)}, step=1)
     tracked.flush()
     assert calls == [25]
 
 
-def test_a_run_that_the_store_forgot_starts_anew(tmp_path: Path, database: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_run_that_the_store_forgot_starts_anew(
+    tmp_path: Path, database: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     shutil.copy(database, tmp_path / "mlflow.db")
     tracked = track(run_id="0" * 32)
     tracked.start({"a": 1}, {})
@@ -143,7 +152,12 @@ def test_several_first_writers(tmp_path: Path) -> None:
     command = [sys.executable, "-c", script]
     writers = [
         subprocess.Popen(
-            command, cwd=tmp_path, env={"PYTHONPATH": root, "PATH": ""}, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+            command,
+            cwd=tmp_path,
+            env={"PYTHONPATH": root, "PATH": ""},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
         )
         for _ in range(2)
     ]
@@ -203,9 +217,9 @@ def test_however_a_run_ends_the_store_has_all_its_rounds(
     assert found.info.start_time == milliseconds(metadata["started"])
     assert found.info.end_time == milliseconds(metadata["finished" if error is None else "stopped"])
     for name in rows[0].keys() - {"round"}:
-        assert steps(client, found.info.run_id, name) == [(int(row["round"]), float(row[name])) for row in rows if row[name]], (
-            name
-        )
+        assert steps(client, found.info.run_id, name) == [
+            (int(row["round"]), float(row[name])) for row in rows if row[name]
+        ], name
     times = [m.timestamp for m in client.get_metric_history(found.info.run_id, "time/round")]
     assert times == sorted(times)
     if error is None:
@@ -217,13 +231,18 @@ def test_rounds_gather_in_few_transactions_as_lightning_would_log_them(
     tmp_path: Path, database: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     shutil.copy(database, tmp_path / "mlflow.db")
-    rounds = [{f"a/m{i}": float(i * r) for i in range(50)} | {"odd (name)": 1.0, "inf": float("inf")} for r in range(1, 101)]
+    rounds = [
+        {f"a/m{i}": float(i * r) for i in range(50)} | {"odd (name)": 1.0, "inf": float("inf")}
+        for r in range(1, 101)
+    ]
     tracked = track(logger=MLFlowLogger("exp", "batched", f"sqlite:///{tmp_path}/mlflow.db", prefix="p"))
     tracked.start({}, {})
     tracked.flush()
     client, calls = tracked.loggers[0].experiment, []  # type: ignore[attr-defined]
     original = client.log_batch
-    monkeypatch.setattr(client, "log_batch", lambda *a, **k: (calls.append(len(k["metrics"])), original(*a, **k)))
+    monkeypatch.setattr(
+        client, "log_batch", lambda *a, **k: (calls.append(len(k["metrics"])), original(*a, **k))
+    )
     for step, metrics in enumerate(rounds, 1):
         tracked.log_metrics(metrics, step)
     tracked.finish("FINISHED", {})

@@ -31,7 +31,8 @@ trials: 8
 
 
 class Runs:
-    """Stands in for the pool: a run's validation accuracy is a function of its settings, and a session can be killed at any job."""
+    """Stands in for the pool: a run's validation accuracy is a function of its settings, and a session can be
+    killed at any job."""
 
     def __init__(self, folder: Path, lives: int = 1000) -> None:
         self.slots, self.running, self.folder, self.lives = [{}], [], folder, lives
@@ -48,7 +49,11 @@ class Runs:
             flags = dict(word.removeprefix("--").split("=", 1) for word in job.args if "=" in word)
             run = new_run(self.folder.parent / flags["trainer.experiment"], job.name)
             (run / "config.yaml").write_text(resolve(job.args[1:]))
-            good = 1 - abs(float(flags["model.optimizer.init_args.lr"]) - 0.03) - 0.01 * int(flags["trainer.local_epochs"])
+            good = (
+                1
+                - abs(float(flags["model.optimizer.init_args.lr"]) - 0.03)
+                - 0.01 * int(flags["trainer.local_epochs"])
+            )
             good -= 0.1 * (flags["model.average"] == "CoordinateMedian")
             lines = [f"{round},{good * round / 5}\n" for round in range(1, 6)]
             (run / "metrics.csv").write_text("round,val/accuracy\n" + "".join(lines))
@@ -94,12 +99,15 @@ def session(folder: Path, lives: int = 1000, text: str = SEARCH) -> tuple[Tune, 
 
 
 def tried(folder: Path) -> list[tuple]:
-    study = optuna.load_study(study_name="small-tune", storage=f"sqlite:///{folder / 'small-tune' / 'optuna.db'}")
+    study = optuna.load_study(
+        study_name="small-tune", storage=f"sqlite:///{folder / 'small-tune' / 'optuna.db'}"
+    )
     return [(trial.number, trial.params, trial.value, trial.state.name) for trial in study.trials]
 
 
 def test_a_search_that_was_killed_is_the_one_that_was_not(tmp_path):
-    """Killed three times, each time with a trial at work, which is run again with the settings that it had."""
+    """Killed three times, each time with a trial at work, which is run again with the settings that it
+    had."""
     whole, runs = session(tmp_path / "whole")
     whole.run()
     names = [job.name for job in runs.jobs]
@@ -126,12 +134,16 @@ def test_the_best_trial_becomes_one_run_of_the_study_with_settings_of_its_own(tm
     best = max(tried(tmp_path), key=lambda trial: trial[2])
     final = runs.jobs[-1].args
     assert {f"--{key}={value}" for key, value in best[1].items()} <= set(final)
-    assert {"--trainer.experiment=small", "--trainer.run_name=tuned-seed0", "--trainer.max_rounds=7"} <= set(final)
+    assert {"--trainer.experiment=small", "--trainer.run_name=tuned-seed0", "--trainer.max_rounds=7"} <= set(
+        final
+    )
     assert {"--trainer.experiment=small-tune", "--trainer.max_rounds=5"} <= set(runs.jobs[0].args)
     tags = json.loads(next(word for word in final if word.startswith("--trainer.tags=")).split("=", 1)[1])
     assert tags == {"study": "small", "label": "tuned", "tuned_by": "small-tune", "trial": str(best[0])}
     assert yaml.safe_load((tmp_path / "small-tune" / "best.yaml").read_text())["settings"] == best[1]
-    trial = json.loads(next(word for word in runs.jobs[3].args if word.startswith("--trainer.tags=")).split("=", 1)[1])
+    trial = json.loads(
+        next(word for word in runs.jobs[3].args if word.startswith("--trainer.tags=")).split("=", 1)[1]
+    )
     assert trial == {"study": "small-tune", "label": "trial", "trial": "3"}
     assert all(0.001 <= params["model.optimizer.init_args.lr"] <= 0.1 for _, params, _, _ in tried(tmp_path))
     assert {params["trainer.local_epochs"] for _, params, _, _ in tried(tmp_path)} <= {1, 2, 3, 4}
@@ -140,7 +152,9 @@ def test_the_best_trial_becomes_one_run_of_the_study_with_settings_of_its_own(tm
 def test_a_trial_below_the_median_is_ended_and_a_failed_one_does_not_stop_the_search(tmp_path, monkeypatch):
     tune, runs = session(tmp_path, text=SEARCH + "prune: true\n")
     fail = module.metric_of
-    monkeypatch.setattr(module, "metric_of", lambda run, metric: None if run.name == "trial-0002" else fail(run, metric))
+    monkeypatch.setattr(
+        module, "metric_of", lambda run, metric: None if run.name == "trial-0002" else fail(run, metric)
+    )
     tune.run()
     states = [state for *_, state in tried(tmp_path)]
     assert len(states) == 8
@@ -154,7 +168,9 @@ def test_a_search_is_not_continued_as_another(tmp_path):
     trials = tmp_path / "small-tune"
     with pytest.raises(InputError, match=r"another space.*remove that folder.*change 'study: small'"):
         open_search(search_in(tmp_path, SEARCH.replace("high: 4", "high: 5")), trials, resolve)
-    open_search(search_in(tmp_path, SEARCH.replace("trials: 8", "trials: 9")), trials, resolve)  # more of the same
+    open_search(
+        search_in(tmp_path, SEARCH.replace("trials: 8", "trials: 9")), trials, resolve
+    )  # more of the same
 
 
 def test_a_search_is_not_continued_when_the_contents_of_its_configuration_have_changed(tmp_path):
@@ -163,7 +179,9 @@ def test_a_search_is_not_continued_when_the_contents_of_its_configuration_have_c
     session(tmp_path, text=text)[0].run()
     before = tried(tmp_path)
     (tmp_path / "base.yaml").write_text("lr: 2\n")
-    with pytest.raises(InputError, match=r"(?s)small-tune; .*another configuration \(file: .*1.* -> .*2.*remove that folder"):
+    with pytest.raises(
+        InputError, match=r"(?s)small-tune; .*another configuration \(file: .*1.* -> .*2.*remove that folder"
+    ):
         session(tmp_path, text=text)[0].run()
     assert tried(tmp_path) == before
     (tmp_path / "base.yaml").write_text("lr: 1\n")

@@ -1,4 +1,5 @@
-"""QSGD and product quantisation: what they keep, what they lose, what they refuse. References share no code with the package."""
+"""QSGD and product quantisation: what they keep, what they lose, what they refuse. References share no code
+with the package."""
 
 from __future__ import annotations
 
@@ -18,14 +19,17 @@ def test_qsgd_is_unbiased():
     values = torch.tensor([0.7, -0.31, 0.0, 1.0, -0.05, 0.2])
     noise = np.random.default_rng(0)
     for bits, bucket in ((2, None), (4, None), (4, 4)):
-        draws = torch.stack([qsgd.decode(*qsgd.encode(values, bits, noise, bucket), bits, bucket) for _ in range(4000)])
+        draws = torch.stack(
+            [qsgd.decode(*qsgd.encode(values, bits, noise, bucket), bits, bucket) for _ in range(4000)]
+        )
         deviation = (draws.mean(0) - values).abs() / (draws.std(0) / 4000**0.5 + 1e-7)
         assert deviation.max() < 5
         assert (draws[:, 3] == 1.0).all()  # the largest is on the grid
 
 
 def test_the_norm_decides_the_noise():
-    """METHODS.md 3: 36 864 Gaussian weights at 4 bits: 21 x the signal's energy with the L2 norm of the layer, 0.06 x with L-infinity."""
+    """METHODS.md 3: 36 864 Gaussian weights at 4 bits: 21 x the signal's energy with the L2 norm of the
+    layer, 0.06 x with L-infinity."""
     values = torch.from_numpy(np.random.default_rng(0).standard_normal(36864, dtype=np.float32))
     coded = qsgd.decode(*qsgd.encode(values, 4, np.random.default_rng(1)), 4)
     relative = lambda error: float(error.square().sum() / values.square().sum())  # noqa: E731
@@ -81,12 +85,18 @@ def test_bad_codes_of_updates_are_refused():
         with pytest.raises(PayloadError, match=r"norms.*;.*;"):
             method.check(Payload({**upload, **change}), data.client(0))
     with pytest.raises(PayloadError):
-        method.check(Payload({name: value for name, value in upload.items() if name != "rest"}), data.client(0))
+        method.check(
+            Payload({name: value for name, value in upload.items() if name != "rest"}), data.client(0)
+        )
 
     method = FedPQ(optimizer=sgd(), iterations=1)
     upload = Payload.from_bytes(sent(method, data, order=(0,))[0])
     method.check(upload, data.client(0))
-    for change in ({"c1": upload.tensor("c1")[:9]}, {"c1": torch.zeros(256, 3)}, {"i1": Codes(upload.codes("i1").values[1:], 8)}):
+    for change in (
+        {"c1": upload.tensor("c1")[:9]},
+        {"c1": torch.zeros(256, 3)},
+        {"i1": Codes(upload.codes("i1").values[1:], 8)},
+    ):
         with pytest.raises(PayloadError, match=r"indices into a codebook .*;.*;"):
             method.check(Payload({**upload, **change}), data.client(0))
 
@@ -102,14 +112,19 @@ class Blocks:
     """Client k's centre is the k-th row of three, each of which repeats one pair of values for 16 weights."""
 
     logits = False
-    centres = torch.tensor([[1.0, 2.0, -1.0, 0.5, 0.0, 3.0, 1.0, 1.0], [0.0, -2.0, 4.0, 4.0, 1.0, 1.0, 2.0, -3.0]]).view(2, 4, 2)
+    centres = torch.tensor(
+        [[1.0, 2.0, -1.0, 0.5, 0.0, 3.0, 1.0, 1.0], [0.0, -2.0, 4.0, 4.0, 1.0, 1.0, 2.0, -3.0]]
+    ).view(2, 4, 2)
 
     def task_loss(self, outputs, target):
-        return (outputs - self.centres.repeat_interleave(8, dim=1).flatten(1)[target]).square().sum(dim=1).mean() / 2
+        return (outputs - self.centres.repeat_interleave(8, dim=1).flatten(1)[target]).square().sum(
+            dim=1
+        ).mean() / 2
 
 
 def test_few_different_sub_vectors_travel_exactly(tmp_path):
-    """Updates with 4 different pairs where a codebook has 8: FedPQ ends where FedAvg does, at the weighted mean of the centres."""
+    """Updates with 4 different pairs where a codebook has 8: FedPQ ends where FedAvg does, at the weighted
+    mean of the centres."""
     method = type("Toy", (Blocks, FedPQ), {})(network=wide_network, optimizer=sgd(0.5))
     trainer = run(method, Points((3, 1)), tmp_path, max_rounds=10)
     target = (0.75 * Blocks.centres[0] + 0.25 * Blocks.centres[1]).repeat_interleave(8, dim=0).flatten()
@@ -121,7 +136,8 @@ def test_few_different_sub_vectors_travel_exactly(tmp_path):
 
 
 def test_kmeans_on_well_separated_clusters():
-    """Three clusters of unequal size, whatever the seeds: their means, and the empty cluster of a bad start is filled."""
+    """Three clusters of unequal size, whatever the seeds: their means, and the empty cluster of a bad start
+    is filled."""
     noise = np.random.default_rng(0)
     centres = np.array([[0.0, 0.0], [100.0, 0.0], [0.0, 1000.0]], np.float32)
     points = np.repeat(centres, [500, 40, 4], axis=0) + noise.standard_normal((544, 2)).astype(np.float32)
@@ -154,7 +170,8 @@ def test_at_most_k_different_points_are_kept_exactly():
 
 
 def test_product_quantisation_of_a_gaussian_layer():
-    """d 2, K 256, 4 bits a weight: the distortion of a good codebook at 8 bits a pair is about 1 % of the energy, QSGD's 6 %."""
+    """d 2, K 256, 4 bits a weight: the distortion of a good codebook at 8 bits a pair is about 1 % of the
+    energy, QSGD's 6 %."""
     noise = np.random.default_rng(0)
     points = product.split(noise.standard_normal(18432).astype(np.float32), 2)
     index, codebook = product.kmeans(points, 256, 20, noise)

@@ -18,7 +18,12 @@ def entries(draw):
     shape = draw(shapes)
     if draw(st.booleans()):
         bits = draw(st.integers(1, 16))
-        return Codes(torch.randint(0, 2**bits, shape, generator=torch.Generator().manual_seed(draw(st.integers(0, 99)))), bits)
+        return Codes(
+            torch.randint(
+                0, 2**bits, shape, generator=torch.Generator().manual_seed(draw(st.integers(0, 99)))
+            ),
+            bits,
+        )
     dtype = draw(st.sampled_from(DTYPES))
     tensor = torch.randn(shape, generator=torch.Generator().manual_seed(draw(st.integers(0, 99)))) * 50
     if dtype.is_floating_point and tensor.numel() and draw(st.booleans()):
@@ -98,7 +103,9 @@ def test_codes_are_packed_without_padding():
 @pytest.mark.parametrize("bits", range(1, 17))
 @pytest.mark.parametrize("count", [0, 1, 7, 8, 1003])
 def test_codes_are_the_bits_of_one_long_number(bits, count):
-    values = torch.randint(0, 2**bits, (count,), generator=torch.Generator().manual_seed(count), dtype=torch.int32)
+    values = torch.randint(
+        0, 2**bits, (count,), generator=torch.Generator().manual_seed(count), dtype=torch.int32
+    )
     number = sum(int(value) << at * bits for at, value in enumerate(values))
     data = pack(Codes(values, bits))
     assert data == number.to_bytes((count * bits + 7) // 8, "little")
@@ -124,7 +131,13 @@ def test_missing_entries_are_named():
 
 
 def test_ledger_sums_and_csv():
-    ledger = Ledger([LedgerEntry(1, 0, "trained", 10, 5), LedgerEntry(1, 3, "lost", 10, 7, 7), LedgerEntry(1, 4, "dropped")])
+    ledger = Ledger(
+        [
+            LedgerEntry(1, 0, "trained", 10, 5),
+            LedgerEntry(1, 3, "lost", 10, 7, 7),
+            LedgerEntry(1, 4, "dropped"),
+        ]
+    )
     assert Ledger.totals(ledger.entries) == {
         "comm/upload_bytes": 12,
         "comm/download_bytes": 20,

@@ -1,4 +1,5 @@
-"""The runner of the public workloads: its flags, what it says of a contender that fails, and that nothing is left running."""
+"""The runner of the public workloads: its flags, what it says of a contender that fails, and that nothing is
+left running."""
 
 from __future__ import annotations
 
@@ -44,32 +45,50 @@ def test_a_flag_that_means_nothing_is_refused(workloads, capsys, flags, said):
 
 
 def test_who_is_measured(workloads):
-    options = workloads.parse(["--engines", "auto", "batched", "--peers", "pfl2=/its/python", "--channels_last"])
+    options = workloads.parse(
+        ["--engines", "auto", "batched", "--peers", "pfl2=/its/python", "--channels_last"]
+    )
     assert options.workloads == ["W1", "W2", "W3", "W4"]
     who = workloads.contenders(options)
     assert list(who) == ["plain", "auto", "batched", "pfl2"]
     assert who["pfl2"][0] == "/its/python"
     assert who["batched"][-2:] == ("--engine", "batched")
     assert [label for label, command in who.items() if "--channels_last" in command] == ["plain", "pfl2"]
-    programs = [part for command in (*who.values(), *workloads.PEERS.values()) for part in command if part.endswith(".py")]
+    programs = [
+        part
+        for command in (*who.values(), *workloads.PEERS.values())
+        for part in command
+        if part.endswith(".py")
+    ]
     assert all((BENCHMARKS / program).is_file() for program in programs)
 
 
 def test_a_peer_that_fails_has_a_row_that_says_so(workloads, monkeypatch, capsys, tmp_path):
     broken, lazy = tmp_path / "broken.py", tmp_path / "lazy.py"
     broken.write_text("import a_peer_that_is_not_installed")
-    lazy.write_text("import json; print(json.dumps({'seconds': 1e-9, 'first_round_ended': 0.0, 'steps_a_round': 1}))")
-    monkeypatch.setattr(workloads, "PEERS", {"absent": ("none.py",), "broken": (str(broken),), "lazy": (str(lazy),)})
+    lazy.write_text(
+        "import json; print(json.dumps({'seconds': 1e-9, 'first_round_ended': 0.0, 'steps_a_round': 1}))"
+    )
+    monkeypatch.setattr(
+        workloads, "PEERS", {"absent": ("none.py",), "broken": (str(broken),), "lazy": (str(lazy),)}
+    )
     peers = ["absent=/nowhere/python", f"broken={sys.executable}", f"lazy={sys.executable}"]
     out = tmp_path / "out.json"
-    workloads.main(["W4", "--rounds", "1", "--repeats", "2", "--engines", "--peers", *peers, "--out", str(out)])
+    workloads.main(
+        ["W4", "--rounds", "1", "--repeats", "2", "--engines", "--peers", *peers, "--out", str(out)]
+    )
     said = capsys.readouterr().out.splitlines()
     assert [text.split()[1] for text in said[1:]] == ["plain", "absent", "broken", "lazy"]
     assert said[2].endswith("failed: there is no interpreter at /nowhere/python")
     assert said[3].endswith("failed: ModuleNotFoundError: No module named 'a_peer_that_is_not_installed'")
     assert said[4].endswith("failed: 1 local steps a round instead of 200")
     rows = {row["who"]: row for row in json.loads(out.read_text())["rows"]}
-    assert {who: len(row["runs"]) for who, row in rows.items()} == {"plain": 2, "absent": 1, "broken": 1, "lazy": 1}
+    assert {who: len(row["runs"]) for who, row in rows.items()} == {
+        "plain": 2,
+        "absent": 1,
+        "broken": 1,
+        "lazy": 1,
+    }
     assert rows["plain"]["ratio"] == 1.0
     for run in rows["plain"]["runs"]:
         assert (run["rounds"], run["steps_a_round"]) == (1, 200)
@@ -80,10 +99,16 @@ def test_a_peer_that_fails_has_a_row_that_says_so(workloads, monkeypatch, capsys
 def test_what_is_said_of_the_choice(workloads):
     def rows(sequential: float, batched: float) -> list[dict[str, object]]:
         seconds = {"auto": 1.0, "sequential": sequential, "batched": batched}
-        return [{"who": who, "seconds": time, "engine": "batched" if who == "auto" else who} for who, time in seconds.items()]
+        return [
+            {"who": who, "seconds": time, "engine": "batched" if who == "auto" else who}
+            for who, time in seconds.items()
+        ]
 
     assert workloads.choice(rows(2.0, 1.0)).strip() == "auto chose batched, the faster engine"
-    assert workloads.choice(rows(1.0, 2.0)).strip() == "auto chose batched of sequential 1000.0 ms or batched 2000.0 ms"
+    assert (
+        workloads.choice(rows(1.0, 2.0)).strip()
+        == "auto chose batched of sequential 1000.0 ms or batched 2000.0 ms"
+    )
     assert workloads.choice(rows(1.0, 2.0)[:2]) == ""
 
 
@@ -91,8 +116,12 @@ def test_what_is_said_of_the_choice(workloads):
 def test_memory_is_that_of_the_whole_family_and_nobody_is_left(processes, tmp_path):
     hold = "import subprocess, sys, time; held = b'x' * (64 << 20)"
     child = f"{hold}; time.sleep(60)"
-    parent = f"{hold}; print(subprocess.Popen([sys.executable, '-c', {child!r}]).pid, flush=True); time.sleep(60)"
-    done = processes.run([sys.executable, "-c", parent], folder=tmp_path, environment=dict(os.environ), timeout=2.0)
+    parent = (
+        f"{hold}; print(subprocess.Popen([sys.executable, '-c', {child!r}]).pid, flush=True); time.sleep(60)"
+    )
+    done = processes.run(
+        [sys.executable, "-c", parent], folder=tmp_path, environment=dict(os.environ), timeout=2.0
+    )
     assert done.code is None
     assert done.peak_mib > 128
     for _ in range(100):  # a process that is killed takes a moment to go

@@ -1,4 +1,5 @@
-"""A writer keeps the order, gathers rows, loses nothing, and tries again what failed. Clocks are set by hand; gates open and close."""
+"""A writer keeps the order, gathers rows, loses nothing, and tries again what failed. Clocks are set by hand;
+gates open and close."""
 
 from __future__ import annotations
 

@@ -16,7 +16,17 @@ from fl_lightning.errors import RunStopped
 from fl_lightning.methods import Method
 from fl_lightning.trainer import FederatedTrainer
 
-__all__ = ["CENTRES", "Points", "Quadratic", "point_network", "pull", "ready", "run", "run_for_nothing", "sgd"]
+__all__ = [
+    "CENTRES",
+    "Points",
+    "Quadratic",
+    "point_network",
+    "pull",
+    "ready",
+    "run",
+    "run_for_nothing",
+    "sgd",
+]
 
 CENTRES = toy.CENTRES[:, :3]
 pull = partial(toy.pull, centres=CENTRES)
@@ -46,7 +56,12 @@ def point_network(num_classes: int) -> nn.Module:
 
 def ready(seed: int = 0, **arguments: object) -> FederatedImages:
     """A small synthetic federation, dealt out on the CPU."""
-    defaults = {"dataset": "synthetic", "num_clients": 10, "synthetic_examples": 300, "synthetic_test_examples": 40}
+    defaults = {
+        "dataset": "synthetic",
+        "num_clients": 10,
+        "synthetic_examples": 300,
+        "synthetic_test_examples": 40,
+    }
     data = FederatedImages(**{**defaults, **arguments})  # type: ignore[arg-type]
     data.prepare_data()
     data.setup()
@@ -54,7 +69,9 @@ def ready(seed: int = 0, **arguments: object) -> FederatedImages:
     return data
 
 
-def run_for_nothing(method: Method, data: FederatedData, folder: Path, **settings: object) -> FederatedTrainer:
+def run_for_nothing(
+    method: Method, data: FederatedData, folder: Path, **settings: object
+) -> FederatedTrainer:
     """Fit where no upload ever counts, which is an error; the trainer."""
     trainer = trainer_in(folder, **settings)
     with pytest.raises(RunStopped, match="was ever counted"):

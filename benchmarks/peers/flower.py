@@ -42,7 +42,9 @@ def main() -> None:
     def serve(grid: Grid, context: Context) -> None:
         model = work.build(options.channels_last)
         before = weights(model)
-        strategy = Timed(fraction_train=work.cohort / work.clients, fraction_evaluate=0.0, min_available_nodes=work.clients)
+        strategy = Timed(
+            fraction_train=work.cohort / work.clients, fraction_evaluate=0.0, min_available_nodes=work.clients
+        )
         result = strategy.start(
             grid, ArrayRecord(model.state_dict()), num_rounds=rounds,
             train_config=ConfigRecord({"workload": options.workload, "channels_last": options.channels_last}),
@@ -50,14 +52,18 @@ def main() -> None:
         means = result.train_metrics_clientapp.values()
         model.load_state_dict(result.arrays.to_torch_state_dict())
         steps = round(work.cohort * sum(float(mean["steps"]) for mean in means))
-        torch.set_num_threads(round(max(float(mean["threads"]) for mean in means)))  # those of the actors are to be reported
+        torch.set_num_threads(
+            round(max(float(mean["threads"]) for mean in means))
+        )  # those of the actors are to be reported
         report(
             strategy.clock, steps=steps, rounds=rounds, moved=weights(model) - before, packages=("timm", "flwr", "ray"),
             actors=max(1, (os.cpu_count() or 1) // options.cpus_per_client),
         )  # fmt: skip
 
     resources = {"num_cpus": options.cpus_per_client, "num_gpus": 0.0}
-    run_simulation(server, flower_client.app, num_supernodes=work.clients, backend_config={"client_resources": resources})
+    run_simulation(
+        server, flower_client.app, num_supernodes=work.clients, backend_config={"client_resources": resources}
+    )
 
 
 if __name__ == "__main__":

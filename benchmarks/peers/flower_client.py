@@ -1,4 +1,5 @@
-"""The ClientApp: in a module of its own, so that Ray's actors import it instead of receiving it anew with every message."""
+"""The ClientApp: in a module of its own, so that Ray's actors import it instead of receiving it anew with
+every message."""
 
 from __future__ import annotations
 
@@ -41,5 +42,9 @@ def train(message: Message, context: Context) -> Message:
             loss.backward()
             optimizer.step()
             steps += 1
-    metrics = MetricRecord({"num-examples": work.examples, "steps": steps, "threads": torch.get_num_threads()})
-    return Message(content=RecordDict({"arrays": ArrayRecord(model.state_dict()), "metrics": metrics}), reply_to=message)
+    metrics = MetricRecord(
+        {"num-examples": work.examples, "steps": steps, "threads": torch.get_num_threads()}
+    )
+    return Message(
+        content=RecordDict({"arrays": ArrayRecord(model.state_dict()), "metrics": metrics}), reply_to=message
+    )

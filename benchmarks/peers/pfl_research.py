@@ -1,4 +1,5 @@
-"""A workload in pfl-research: ``SimulatedBackend``, ``FederatedAveraging``, ``PyTorchModel``; evaluation and printed metrics off.
+"""A workload in pfl-research: ``SimulatedBackend``, ``FederatedAveraging``, ``PyTorchModel``; evaluation and
+printed metrics off.
 
 With several processes: ``python -m torch.distributed.run --nproc_per_node 2 pfl_research.py W1``.
 """
@@ -28,7 +29,8 @@ from workload import WORKLOADS, Workload, now, parser, report, weights
 
 
 class Classifier(nn.Module):
-    """What pfl asks of a module: ``loss`` and ``metrics``. Its first round evaluates whatever the settings; here that is free."""
+    """What pfl asks of a module: ``loss`` and ``metrics``. Its first round evaluates whatever the settings;
+    here that is free."""
 
     def __init__(self, network: nn.Module) -> None:
         super().__init__()
@@ -57,10 +59,12 @@ class Marks(TrainingProcessCallback):
 
 
 def federation(work: Workload) -> FederatedDataset:
-    """Each client's tensors in memory; the documentation's sampler, which draws nobody twice before everybody was drawn."""
+    """Each client's tensors in memory; the documentation's sampler, which draws nobody twice before everybody
+    was drawn."""
     inputs, target = (tensor.split(work.examples) for tensor in work.data())
     return FederatedDataset(
-        lambda user: PyTorchTensorDataset((inputs[user], target[user])), MinimizeReuseUserSampler(range(work.clients))
+        lambda user: PyTorchTensorDataset((inputs[user], target[user])),
+        MinimizeReuseUserSampler(range(work.clients)),
     )
 
 
@@ -93,7 +97,14 @@ def main() -> None:
     if os.environ.get("RANK", "0") == "0":
         processes = int(os.environ.get("WORLD_SIZE", "1"))
         moved = weights(model) - before
-        report(marks.clock, steps=int(steps), rounds=rounds, moved=moved, packages=("timm", "pfl"), processes=processes)
+        report(
+            marks.clock,
+            steps=int(steps),
+            rounds=rounds,
+            moved=moved,
+            packages=("timm", "pfl"),
+            processes=processes,
+        )
     if torch.distributed.is_initialized():  # whoever leaves first would make the other one abort
         torch.distributed.barrier()
         torch.distributed.destroy_process_group()

@@ -17,7 +17,8 @@ COLUMNS = ("comm/download_bytes", "comm/upload_bytes", "comm/wasted_bytes", "tes
 
 
 class AccuracyBytesFigure(Meter):
-    """Draws ``figures/accuracy_bytes``: test accuracy against cumulative megabytes, down and up, wasted uploads included.
+    """Draws ``figures/accuracy_bytes``: test accuracy against cumulative megabytes, down and up, wasted
+    uploads included.
 
     Args:
         every: rounds between figures (``figures/accuracy_bytes_round_0010``); 0: only at the end.
@@ -46,8 +47,11 @@ class AccuracyBytesFigure(Meter):
         return accuracy_bytes_figure(*rows.T)
 
 
-def accuracy_bytes_figure(down: np.ndarray, up: np.ndarray, wasted: np.ndarray, accuracy: np.ndarray) -> Figure:
-    """Above: accuracy after each evaluated round. Below, on the same axis: what the megabytes of the whole run were.
+def accuracy_bytes_figure(
+    down: np.ndarray, up: np.ndarray, wasted: np.ndarray, accuracy: np.ndarray
+) -> Figure:
+    """Above: accuracy after each evaluated round. Below, on the same axis: what the megabytes of the whole
+    run were.
 
     Args:
         down, up: bytes of each round ``[R]``, over the whole cohort.
@@ -66,13 +70,22 @@ def accuracy_bytes_figure(down: np.ndarray, up: np.ndarray, wasted: np.ndarray, 
     percent = 100 * accuracy[evaluated]
     top.plot(megabytes[evaluated], percent, color=BLUE, marker=".", markersize=4, linewidth=1.5)
     best = int(percent.argmax())
-    top.plot(megabytes[evaluated][best], percent[best], "o", markerfacecolor="none", color=BLACK, markersize=9)
+    top.plot(
+        megabytes[evaluated][best], percent[best], "o", markerfacecolor="none", color=BLACK, markersize=9
+    )
     top.set(
         ylabel="test accuracy (%)",
-        title=f"{len(accuracy)} rounds, {megabytes[-1]:.2f} MB: {percent[-1]:.1f} % at the end, {percent[best]:.1f} % at best (circle)",
+        title=(
+            f"{len(accuracy)} rounds, {megabytes[-1]:.2f} MB: {percent[-1]:.1f} % at the end, "
+            f"{percent[best]:.1f} % at best (circle)"
+        ),
     )
     left = 0.0
-    parts = (("down", down, BLUE, ""), ("up, counted", up - wasted, ORANGE, ""), ("up, wasted", wasted, RED, "////"))
+    parts = (
+        ("down", down, BLUE, ""),
+        ("up, counted", up - wasted, ORANGE, ""),
+        ("up, wasted", wasted, RED, "////"),
+    )
     for label, part, colour, hatch in parts:
         width = part.sum() / 1e6
         style = {"facecolor": "white", "edgecolor": colour} if hatch else {"color": colour}

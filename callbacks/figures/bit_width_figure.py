@@ -16,10 +16,12 @@ if TYPE_CHECKING:
 
 
 class BitWidthFigure(Meter):
-    """Draws ``figures/bit_widths``: magnitude bits of every quantised layer, the sign not counted, in every round.
+    """Draws ``figures/bit_widths``: magnitude bits of every quantised layer, the sign not counted, in every
+    round.
 
-    Of FedMPQ and FedMPQKD: what came back, averaged over the clients that returned, which ``bits/average`` sums up. Of AQFL: what is
-    deployed, the clients' mean rounded down. Other methods have no bit-width per layer: the meter says so and is idle.
+    Of FedMPQ and FedMPQKD: what came back, averaged over the clients that returned, which ``bits/average``
+    sums up. Of AQFL: what is deployed, the clients' mean rounded down. Other methods have no bit-width per
+    layer: the meter says so and is idle.
 
     Args:
         every: rounds between figures (``figures/bit_widths_round_0010``); 0: only at the end.
@@ -33,9 +35,12 @@ class BitWidthFigure(Meter):
 
     def on_check(self, context: Context) -> None:
         self._applies = applies(
-            self, context, layer_bits(context.method) is not None,
-            "it draws methods that give each layer a bit-width", "write --model FedMPQ, FedMPQKD or AQFL, or leave it out",
-        )  # fmt: skip
+            self,
+            context,
+            layer_bits(context.method) is not None,
+            "it draws methods that give each layer a bit-width",
+            "write --model FedMPQ, FedMPQKD or AQFL, or leave it out",
+        )
 
     def on_round_start(self, round: int, context: Context) -> None:
         if self._applies and not self._rounds:
@@ -81,7 +86,8 @@ def layer_bits(method: Any) -> list[int] | None:
 
 
 def bit_width_figure(rounds: list[int], bits: np.ndarray, names: list[str], sizes: np.ndarray) -> Figure:
-    """Left: rounds across, layers down, colour = bits. Right: share of the weights with that many, after the last and the first round.
+    """Left: rounds across, layers down, colour = bits. Right: share of the weights with that many, after the
+    last and the first round.
 
     Args:
         rounds: consecutive, ``[R]``; 0 is the state before training.
@@ -99,21 +105,39 @@ def bit_width_figure(rounds: list[int], bits: np.ndarray, names: list[str], size
     left, right = figure.subplots(1, 2, width_ratios=[2.2, 1])
     colours = ListedColormap(colormaps["viridis"](np.linspace(0.05, 1, MAX_BITS)))
     image = left.imshow(
-        bits.T, aspect="auto", interpolation="nearest", cmap=colours, norm=BoundaryNorm(np.arange(0.5, MAX_BITS + 1), MAX_BITS),
+        bits.T,
+        aspect="auto",
+        interpolation="nearest",
+        cmap=colours,
+        norm=BoundaryNorm(np.arange(0.5, MAX_BITS + 1), MAX_BITS),
         extent=(rounds[0] - 0.5, rounds[-1] + 0.5, L - 0.5, -0.5),
-    )  # fmt: skip
-    figure.colorbar(image, ax=left, ticks=range(1, MAX_BITS + 1), label="magnitude bits", pad=0.015, aspect=max(20, 2 * L))
+    )
+    figure.colorbar(
+        image, ax=left, ticks=range(1, MAX_BITS + 1), label="magnitude bits", pad=0.015, aspect=max(20, 2 * L)
+    )
     left.hlines(np.arange(L - 1) + 0.5, rounds[0] - 0.5, rounds[-1] + 0.5, color="white", linewidth=1)
-    left.set_yticks(range(L), [f"{name}  ({size:,})" for name, size in zip(names, sizes, strict=True)], fontsize=8)
+    left.set_yticks(
+        range(L), [f"{name}  ({size:,})" for name, size in zip(names, sizes, strict=True)], fontsize=8
+    )
     left.xaxis.set_major_locator(MaxNLocator(integer=True, steps=[1, 2, 5, 10]))
     left.set(xlabel="round", ylabel="layer (weights)", title="Bits of each layer")
     average = bits @ sizes / sizes.sum()
     open_frame(right)
-    for row, offset, style in ((0, -0.2, {"color": "white", "edgecolor": RED, "hatch": "////"}), (-1, 0.2, {"color": BLUE})):
+    for row, offset, style in (
+        (0, -0.2, {"color": "white", "edgecolor": RED, "hatch": "////"}),
+        (-1, 0.2, {"color": BLUE}),
+    ):
         share = [100 * sizes[bits[row] == n].sum() / sizes.sum() for n in range(1, MAX_BITS + 1)]
-        label = f"{'before training' if rounds[row] == 0 else f'round {rounds[row]}'}, average {average[row]:.2f}"
+        label = (
+            f"{'before training' if rounds[row] == 0 else f'round {rounds[row]}'}, average {average[row]:.2f}"
+        )
         right.bar(np.arange(1, MAX_BITS + 1) + offset, share, 0.4, label=label, **style)
-    right.set(xlabel="magnitude bits", ylabel="share of quantised weights (%)", title="Weights by bit-width", ylim=(0, 105))
+    right.set(
+        xlabel="magnitude bits",
+        ylabel="share of quantised weights (%)",
+        title="Weights by bit-width",
+        ylim=(0, 105),
+    )
     right.set_box_aspect(1)
     right.set_anchor("N")
     right.set_xticks(range(1, MAX_BITS + 1))

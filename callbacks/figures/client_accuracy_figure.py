@@ -15,7 +15,8 @@ if TYPE_CHECKING:
 
 
 class ClientAccuracyFigure(Meter):
-    """Draws ``figures/client_accuracy``: how many clients have which accuracy on their own validation examples, the worst decile marked.
+    """Draws ``figures/client_accuracy``: how many clients have which accuracy on their own validation
+    examples, the worst decile marked.
 
     Args:
         every: rounds between figures (``figures/client_accuracy_round_0010``); 0: only at the end.
@@ -29,9 +30,12 @@ class ClientAccuracyFigure(Meter):
 
     def on_check(self, context: Context) -> None:
         self._applies = applies(
-            self, context, context.data.val_fraction > 0,
-            "--data.val_fraction is 0 and no client has validation examples", "write --data.val_fraction 0.05, or leave it out",
-        )  # fmt: skip
+            self,
+            context,
+            context.data.val_fraction > 0,
+            "--data.val_fraction is 0 and no client has validation examples",
+            "write --data.val_fraction 0.05, or leave it out",
+        )
 
     def on_validate(self, accuracies: dict[int, float], record: RoundRecord, context: Context) -> None:
         self._round, self._accuracies = record.round, accuracies
@@ -43,7 +47,11 @@ class ClientAccuracyFigure(Meter):
             draw(context, "client_accuracy", lambda: self._figure(context))
 
     def state_dict(self) -> dict[str, Any]:
-        return {"round": self._round, "ids": list(self._accuracies), "accuracies": list(self._accuracies.values())}
+        return {
+            "round": self._round,
+            "ids": list(self._accuracies),
+            "accuracies": list(self._accuracies.values()),
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._round = state["round"]
@@ -55,7 +63,8 @@ class ClientAccuracyFigure(Meter):
 
 
 def client_accuracy_figure(accuracies: np.ndarray, held: np.ndarray, round: int) -> Figure:
-    """Left: clients by accuracy. Right: share of clients with at most that accuracy. Every client counts the same.
+    """Left: clients by accuracy. Right: share of clients with at most that accuracy. Every client counts the
+    same.
 
     Args:
         accuracies: in [0, 1], of each client ``[K]``.
@@ -82,11 +91,22 @@ def client_accuracy_figure(accuracies: np.ndarray, held: np.ndarray, round: int)
     right.axhspan(0, 100 * worst / K, color=RED, alpha=0.25, linewidth=0)
     mean, low = percent.mean(), percent[:worst].mean()
     right.axvline(
-        mean, color=BLACK, linestyle="--", linewidth=1, label=f"mean {mean:.1f} %, standard deviation {percent.std():.1f}"
+        mean,
+        color=BLACK,
+        linestyle="--",
+        linewidth=1,
+        label=f"mean {mean:.1f} %, standard deviation {percent.std():.1f}",
     )
     right.axvline(low, color=RED, linestyle=":", linewidth=2, label=f"mean of the worst decile {low:.1f} %")
-    right.set(xlabel="validation accuracy (%)", ylabel="clients with at most that accuracy (%)", xlim=(-1, 101), ylim=(0, 101))
+    right.set(
+        xlabel="validation accuracy (%)",
+        ylabel="clients with at most that accuracy (%)",
+        xlim=(-1, 101),
+        ylim=(0, 101),
+    )
     few = f"{held.min()} to {held.max()} validation examples each, median {np.median(held):.0f}"
-    figure.suptitle(f"Accuracy of {K} clients on their own examples, round {round} ({few})", fontsize="medium")
+    figure.suptitle(
+        f"Accuracy of {K} clients on their own examples, round {round} ({few})", fontsize="medium"
+    )
     legend_outside(figure, columns=2)
     return figure

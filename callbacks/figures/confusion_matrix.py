@@ -23,7 +23,8 @@ WRITTEN = 20  # classes; the numbers in more cells than that cannot be read
 
 
 class ConfusionMatrix(Meter):
-    """Draws ``figures/confusion_matrix``, its rows normalised, and leaves the counts in ``figures/confusion_matrix.csv``.
+    """Draws ``figures/confusion_matrix``, its rows normalised, and leaves the counts in
+    ``figures/confusion_matrix.csv``.
 
     Args:
         every: rounds between figures (``figures/confusion_matrix_round_0010``); 0: only at the end.
@@ -36,7 +37,10 @@ class ConfusionMatrix(Meter):
 
     def on_evaluate(self, probs: Tensor, target: Tensor, record: RoundRecord, context: Context) -> None:
         if not torch.isfinite(probs).all():
-            log.warning("round %d: the model's probabilities are not finite; the confusion matrix leaves it out", record.round)
+            log.warning(
+                "round %d: the model's probabilities are not finite; the confusion matrix leaves it out",
+                record.round,
+            )
             return
         self._round, self._counts = record.round, confusion_counts(probs, target)
         if self.every and record.round % self.every == 0:
@@ -77,14 +81,19 @@ def as_csv(counts: np.ndarray) -> str:
 
 
 def confusion_figure(counts: np.ndarray, title: str) -> Figure:
-    """True classes down, predicted ones across, colour = share of the row; a class without examples is left blank."""
+    """True classes down, predicted ones across, colour = share of the row; a class without examples is left
+    blank."""
     from matplotlib.colors import PowerNorm
     from matplotlib.ticker import MaxNLocator
 
     C, total = len(counts), counts.sum(axis=1, keepdims=True)
-    percent = np.ma.masked_where(np.broadcast_to(total == 0, counts.shape), 100 * counts / np.maximum(total, 1))
+    percent = np.ma.masked_where(
+        np.broadcast_to(total == 0, counts.shape), 100 * counts / np.maximum(total, 1)
+    )
     accuracy = 100 * np.trace(counts) / max(counts.sum(), 1)
-    figure, axes = new_axes(f"{title}: {accuracy:.1f} % correct", "predicted class", "true class", size=(6.6, 5.6))
+    figure, axes = new_axes(
+        f"{title}: {accuracy:.1f} % correct", "predicted class", "true class", size=(6.6, 5.6)
+    )
     axes.grid(False)
     scale = "" if C <= WRITTEN else ", square-root scale"  # without numbers, what is rare must be seen
     norm = PowerNorm(1 if C <= WRITTEN else 0.5, vmin=0, vmax=100)
@@ -94,5 +103,13 @@ def confusion_figure(counts: np.ndarray, title: str) -> Figure:
         locator.set_major_locator(MaxNLocator(min(C, WRITTEN), integer=True))
     for row, column in np.argwhere(counts) if C <= WRITTEN else ():
         share = percent[row, column]
-        axes.text(column, row, f"{share:.0f}", ha="center", va="center", fontsize=8, color="white" if share > 50 else "black")
+        axes.text(
+            column,
+            row,
+            f"{share:.0f}",
+            ha="center",
+            va="center",
+            fontsize=8,
+            color="white" if share > 50 else "black",
+        )
     return figure

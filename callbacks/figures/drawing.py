@@ -1,4 +1,5 @@
-"""What the meters that draw have in common. A figure that cannot be drawn is a warning with the reason, and never ends a run."""
+"""What the meters that draw have in common. A figure that cannot be drawn is a warning with the reason, and
+never ends a run."""
 
 from __future__ import annotations
 
@@ -12,6 +13,7 @@ import numpy as np
 from lightning.fabric.utilities.rank_zero import rank_zero_only
 from torch import nn
 
+from fl_lightning.errors import require
 from fl_lightning.hooks import Context
 from fl_lightning.methods import Method
 
@@ -23,15 +25,14 @@ log = logging.getLogger("fl_lightning")
 STUDENT, TEACHER = "student (deployed)", "teacher (full precision)"
 
 
-def require(valid: bool, given: str, rule: str, instead: str) -> None:
-    """Raises: ValueError, in three parts."""
-    if not valid:
-        raise ValueError(f"{given}; {rule}; {instead}")
-
-
 def check_every(meter: object, every: int) -> int:
     name = type(meter).__name__
-    require(every >= 0, f"{name}(every={every})", "rounds between figures, 0 or more", "write every: 0 for the end only")
+    require(
+        every >= 0,
+        f"{name}(every={every})",
+        "rounds between figures, 0 or more",
+        "write every: 0 for the end only",
+    )
     return every
 
 
@@ -53,7 +54,8 @@ def never_fatal(what: str) -> Iterator[None]:
 
 
 def draw(context: Context, name: str, make: Callable[[], Figure], round: int | None = None) -> None:
-    """Log the figure that ``make`` gives as ``name``, or as ``name_round_0060`` for round 60; by rank 0, the others have the same."""
+    """Log the figure that ``make`` gives as ``name``, or as ``name_round_0060`` for round 60; by rank 0, the
+    others have the same."""
     name = name if round is None else f"{name}_round_{round:04d}"
     if getattr(rank_zero_only, "rank", 0) == 0:
         with never_fatal(f"figures/{name}"):
@@ -66,7 +68,8 @@ def own_copy(context: Context) -> Any:
 
 
 def student_and_teacher(method: Method) -> dict[str, nn.Module]:
-    """What is deployed and, where that is quantised, the same in full precision, by name and in evaluation mode."""
+    """What is deployed and, where that is quantised, the same in full precision, by name and in evaluation
+    mode."""
     teacher = method.full_precision()
     if teacher is None:
         return {"deployed in full precision": method.deploy().eval()}

@@ -1,4 +1,5 @@
-"""A map of what the network sees before it decides: t-SNE of penultimate features (van der Maaten & Hinton, JMLR 2008)."""
+"""A map of what the network sees before it decides: t-SNE of penultimate features (van der Maaten & Hinton,
+JMLR 2008)."""
 
 from __future__ import annotations
 
@@ -8,7 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from callbacks.figures.drawing import applies, check_every, draw, own_copy, require, student_and_teacher
+from callbacks.figures.drawing import applies, check_every, draw, own_copy, student_and_teacher
+from fl_lightning.errors import require
 from fl_lightning.figures import COLOURS, MARKERS
 from fl_lightning.hooks import Context, Meter, RoundRecord
 from fl_lightning.rng import stream
@@ -20,11 +22,13 @@ NAMED = 20  # classes; more colours and markers than that cannot be told apart
 
 
 class FeatureMap(Meter):
-    """Draws ``figures/feature_map``: test images where a t-SNE of the input of the last linear layer puts them, coloured by class.
+    """Draws ``figures/feature_map``: test images where a t-SNE of the input of the last linear layer puts
+    them, coloured by class.
 
-    Student (what is deployed) and teacher (the server's weights in full precision) are embedded together, so that both panels are one
-    map; where they are the same network there is one panel. Above each: the silhouette of the classes in the features themselves, in
-    [-1, 1] (Rousseeuw, 1987). Methods whose clients have networks of their own have no such pair: the meter says so and is idle.
+    Student (what is deployed) and teacher (the server's weights in full precision) are embedded together, so
+    that both panels are one map; where they are the same network there is one panel. Above each: the
+    silhouette of the classes in the features themselves, in [-1, 1] (Rousseeuw, 1987). Methods whose clients
+    have networks of their own have no such pair: the meter says so and is idle.
 
     Args:
         examples: test images at most, drawn by the run's seed, at least 10.
@@ -33,16 +37,26 @@ class FeatureMap(Meter):
     """
 
     def __init__(self, examples: int = 1000, perplexity: float = 30.0, every: int = 0) -> None:
-        require(examples >= 10, f"FeatureMap(examples={examples})", "a map needs 10 images or more", "write examples: 1000")
-        require(perplexity > 0, f"FeatureMap(perplexity={perplexity})", "it is above 0", "write perplexity: 30")
+        require(
+            examples >= 10,
+            f"FeatureMap(examples={examples})",
+            "a map needs 10 images or more",
+            "write examples: 1000",
+        )
+        require(
+            perplexity > 0, f"FeatureMap(perplexity={perplexity})", "it is above 0", "write perplexity: 30"
+        )
         self.examples, self.perplexity, self.every = examples, perplexity, check_every(self, every)
         self._applies = True
 
     def on_check(self, context: Context) -> None:
         self._applies = applies(
-            self, context, not context.method.personalised,
-            "every client has a network of its own and there is none to map", "leave it out, or write --model FedMPQKD",
-        )  # fmt: skip
+            self,
+            context,
+            not context.method.personalised,
+            "every client has a network of its own and there is none to map",
+            "leave it out, or write --model FedMPQKD",
+        )
 
     def on_round_end(self, record: RoundRecord, context: Context) -> None:
         if self._applies and self.every and record.round % self.every == 0:
@@ -54,24 +68,38 @@ class FeatureMap(Meter):
 
     def _figure(self, context: Context, round: int) -> Figure:
         total = len(context.data.test_target)
-        index = np.sort(stream(context.seed, "feature_map").choice(total, min(self.examples, total), replace=False))
+        index = np.sort(
+            stream(context.seed, "feature_map").choice(total, min(self.examples, total), replace=False)
+        )
         position = torch.from_numpy(index).to(context.data.device)
         features = {
-            name: penultimate(network, context.data, position) for name, network in student_and_teacher(own_copy(context)).items()
+            name: penultimate(network, context.data, position)
+            for name, network in student_and_teacher(own_copy(context)).items()
         }
         target = context.data.test_target[position].cpu().numpy()
-        points = embed(np.concatenate(list(features.values())), self.perplexity, stream(context.seed, "t-SNE"))
-        return feature_figure(features, np.split(points, len(features)), target, f"round {round}, {len(target)} test images")
+        points = embed(
+            np.concatenate(list(features.values())), self.perplexity, stream(context.seed, "t-SNE")
+        )
+        return feature_figure(
+            features, np.split(points, len(features)), target, f"round {round}, {len(target)} test images"
+        )
 
 
 @torch.no_grad()
 def penultimate(network: nn.Module, data: Any, position: Tensor) -> np.ndarray:
-    """The input of the last linear layer for the test images at ``position`` int64 ``[n]``, float32 ``[n, F]``."""
-    linear = [module for module in network.modules() if isinstance(module, nn.Linear) and module.out_features == data.num_classes]
+    """The input of the last linear layer for the test images at ``position`` int64 ``[n]``, float32 ``[n,
+    F]``."""
+    linear = [
+        module
+        for module in network.modules()
+        if isinstance(module, nn.Linear) and module.out_features == data.num_classes
+    ]
     if not linear:
         raise ValueError(f"the network has no torch.nn.Linear with {data.num_classes} outputs")
     seen: list[Tensor] = []
-    handle = linear[-1].register_forward_pre_hook(lambda module, inputs: seen.append(inputs[0].flatten(1).float().cpu()))
+    handle = linear[-1].register_forward_pre_hook(
+        lambda module, inputs: seen.append(inputs[0].flatten(1).float().cpu())
+    )
     for index in position.split(512):
         network(data.inputs("test", index))
     handle.remove()
@@ -85,17 +113,25 @@ def embed(features: np.ndarray, perplexity: float, rng: np.random.Generator) -> 
     if not np.isfinite(features).all():
         raise ValueError("the features are not finite")
     perplexity = min(perplexity, (len(features) - 1) / 3)
-    return TSNE(perplexity=perplexity, init="pca", random_state=int(rng.integers(2**31))).fit_transform(features)
+    return TSNE(perplexity=perplexity, init="pca", random_state=int(rng.integers(2**31))).fit_transform(
+        features
+    )
 
 
 def silhouette(features: np.ndarray, target: np.ndarray) -> float:
     """NaN where there are fewer than two classes, or as many as images."""
     from sklearn.metrics import silhouette_score
 
-    return float(silhouette_score(features, target)) if 2 <= len(np.unique(target)) < len(target) else float("nan")
+    return (
+        float(silhouette_score(features, target))
+        if 2 <= len(np.unique(target)) < len(target)
+        else float("nan")
+    )
 
 
-def feature_figure(features: dict[str, np.ndarray], points: list[np.ndarray], target: np.ndarray, title: str) -> Figure:
+def feature_figure(
+    features: dict[str, np.ndarray], points: list[np.ndarray], target: np.ndarray, title: str
+) -> Figure:
     """A panel per network. Up to 20 classes have a colour and a marker each, more are colours on a scale."""
     from matplotlib.figure import Figure
 
@@ -117,6 +153,8 @@ def feature_figure(features: dict[str, np.ndarray], points: list[np.ndarray], ta
         figure.colorbar(image, ax=panels, label="class", location="bottom", aspect=50)
     else:
         handles, labels = panels[0].get_legend_handles_labels()
-        figure.legend(handles, labels, title="class", loc="outside lower center", ncols=5 * len(points), frameon=False)
+        figure.legend(
+            handles, labels, title="class", loc="outside lower center", ncols=5 * len(points), frameon=False
+        )
     figure.suptitle(f"t-SNE of penultimate features, {title}")
     return figure

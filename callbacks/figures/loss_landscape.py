@@ -2,8 +2,9 @@
 
     f(a, b) = L(W + a d + b e)
 
-d, e random and filter-normalised: every filter of d has the norm of that filter of W; BatchNorm and biases stay. The teacher's slice is
-that of the full-precision weights; the student's is that of what would be deployed from them, quantised anew at every point.
+d, e random and filter-normalised: every filter of d has the norm of that filter of W; BatchNorm and biases
+stay. The teacher's slice is that of the full-precision weights; the student's is that of what would be
+deployed from them, quantised anew at every point.
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from callbacks.figures.drawing import applies, check_every, draw, own_copy, require, student_and_teacher
+from callbacks.figures.drawing import applies, check_every, draw, own_copy, student_and_teacher
+from fl_lightning.errors import require
 from fl_lightning.figures import BLUE, RED, legend_outside, new_axes
 from fl_lightning.hooks import Context, Meter, RoundRecord
 from fl_lightning.rng import stream
@@ -26,10 +28,12 @@ if TYPE_CHECKING:
 
 
 class LossLandscape(Meter):
-    """Draws ``figures/loss_landscape``: the test loss of student and teacher along the same one or two directions.
+    """Draws ``figures/loss_landscape``: the test loss of student and teacher along the same one or two
+    directions.
 
-    Two forward passes of ``examples`` images for each of ``points`` ** ``dimensions`` points: seconds for a small network, minutes for
-    a large one on a CPU. Methods whose clients have networks of their own have no such pair: the meter says so and is idle.
+    Two forward passes of ``examples`` images for each of ``points`` ** ``dimensions`` points: seconds for a
+    small network, minutes for a large one on a CPU. Methods whose clients have networks of their own have no
+    such pair: the meter says so and is idle.
 
     Args:
         dimensions: 2: contours; 1: curves.
@@ -39,21 +43,38 @@ class LossLandscape(Meter):
         every: rounds between figures (``figures/loss_landscape_round_0010``); 0: only at the end.
     """
 
-    def __init__(self, dimensions: int = 2, points: int = 11, span: float = 1.0, examples: int = 500, every: int = 0) -> None:
+    def __init__(
+        self, dimensions: int = 2, points: int = 11, span: float = 1.0, examples: int = 500, every: int = 0
+    ) -> None:
         name = type(self).__name__
-        require(dimensions in (1, 2), f"{name}(dimensions={dimensions})", "a slice has 1 or 2", "write dimensions: 2")
-        require(points >= 3 and points % 2 == 1, f"{name}(points={points})", "an odd number, 3 or more", "write points: 11")
+        require(
+            dimensions in (1, 2),
+            f"{name}(dimensions={dimensions})",
+            "a slice has 1 or 2",
+            "write dimensions: 2",
+        )
+        require(
+            points >= 3 and points % 2 == 1,
+            f"{name}(points={points})",
+            "an odd number, 3 or more",
+            "write points: 11",
+        )
         require(0 < span < float("inf"), f"{name}(span={span})", "above 0 and finite", "write span: 1")
-        require(examples >= 1, f"{name}(examples={examples})", "test images, 1 or more", "write examples: 500")
+        require(
+            examples >= 1, f"{name}(examples={examples})", "test images, 1 or more", "write examples: 500"
+        )
         self.dimensions, self.points, self.span, self.examples = dimensions, points, span, examples
         self.every = check_every(self, every)
         self._applies = True
 
     def on_check(self, context: Context) -> None:
         self._applies = applies(
-            self, context, not context.method.personalised,
-            "every client has a network of its own and there is none to look around", "leave it out, or write --model FedMPQKD",
-        )  # fmt: skip
+            self,
+            context,
+            not context.method.personalised,
+            "every client has a network of its own and there is none to look around",
+            "leave it out, or write --model FedMPQKD",
+        )
 
     def on_round_end(self, record: RoundRecord, context: Context) -> None:
         if self._applies and self.every and record.round % self.every == 0:
@@ -67,17 +88,26 @@ class LossLandscape(Meter):
         steps = np.linspace(-self.span, self.span, self.points)
         losses, images = self._losses(context, steps)
         title = f"Test loss around the weights of round {round} ({images} images)"
-        return contour_figure(steps, losses, title) if self.dimensions == 2 else curve_figure(steps, losses, title)
+        return (
+            contour_figure(steps, losses, title)
+            if self.dimensions == 2
+            else curve_figure(steps, losses, title)
+        )
 
     def _losses(self, context: Context, steps: np.ndarray) -> tuple[dict[str, np.ndarray], int]:
-        """The loss of each network at every point of the slice, ``[points]`` or ``[points, points]`` (b, a); number of images."""
+        """The loss of each network at every point of the slice, ``[points]`` or ``[points, points]`` (b, a);
+        number of images."""
         method, data, total = own_copy(context), context.data, len(context.data.test_target)
-        index = np.sort(stream(context.seed, "landscape_images").choice(total, min(self.examples, total), replace=False))
+        index = np.sort(
+            stream(context.seed, "landscape_images").choice(total, min(self.examples, total), replace=False)
+        )
         position = torch.from_numpy(index).to(data.device)
         batches = [(data.inputs("test", part), data.test_target[part]) for part in position.split(512)]
         centre = method.server["weights"]
         draws = stream(context.seed, "landscape")
-        directions = [filter_normalised(method.layout, method.network, centre, draws) for _ in range(self.dimensions)]
+        directions = [
+            filter_normalised(method.layout, method.network, centre, draws) for _ in range(self.dimensions)
+        ]
         grid = np.stack(np.meshgrid(*[steps] * self.dimensions), axis=-1)
         losses: dict[str, np.ndarray] = {}
         for place in np.ndindex(grid.shape[:-1]):
@@ -88,8 +118,11 @@ class LossLandscape(Meter):
         return losses, len(index)
 
 
-def filter_normalised(layout: Layout, network: nn.Module, weights: Tensor, rng: np.random.Generator) -> Tensor:
-    """A random direction, float32 ``[size]``: of each filter (row of a weight) the norm of that filter of ``weights``; 0 elsewhere."""
+def filter_normalised(
+    layout: Layout, network: nn.Module, weights: Tensor, rng: np.random.Generator
+) -> Tensor:
+    """A random direction, float32 ``[size]``: of each filter (row of a weight) the norm of that filter of
+    ``weights``; 0 elsewhere."""
     learned = {name for name, parameter in network.named_parameters() if parameter.ndim >= 2}
     direction = {}
     for name, tensor in layout.unpack(weights).items():
@@ -105,7 +138,10 @@ def filter_normalised(layout: Layout, network: nn.Module, weights: Tensor, rng: 
 @torch.no_grad()
 def loss(network: nn.Module, batches: list[tuple[Any, Tensor]]) -> float:
     """Mean cross-entropy, in nats."""
-    total = sum(float(F.cross_entropy(network(inputs).double(), target, reduction="sum")) for inputs, target in batches)
+    total = sum(
+        float(F.cross_entropy(network(inputs).double(), target, reduction="sum"))
+        for inputs, target in batches
+    )
     return total / sum(len(target) for _, target in batches)
 
 
@@ -130,7 +166,9 @@ def contour_figure(steps: np.ndarray, losses: dict[str, np.ndarray], title: str)
         axes.plot(0, 0, marker="P", color=RED, markeredgecolor="white", markersize=11)
         axes.locator_params(nbins=5)
         axes.set(
-            title=f"{name}: {values[middle, middle]:.3f} at the cross", xlabel="a, along the first direction", aspect="equal"
+            title=f"{name}: {values[middle, middle]:.3f} at the cross",
+            xlabel="a, along the first direction",
+            aspect="equal",
         )
     panels[0].set_ylabel("b, along the second direction")
     bar = figure.colorbar(image, ax=panels, label="test loss (log scale)", pad=0.02)
@@ -144,7 +182,14 @@ def contour_figure(steps: np.ndarray, losses: dict[str, np.ndarray], title: str)
 def curve_figure(steps: np.ndarray, losses: dict[str, np.ndarray], title: str) -> Figure:
     figure, axes = new_axes(title, "a, in norms of the weights, along one random direction", "test loss")
     for (name, values), (colour, format) in zip(losses.items(), ((BLUE, "o-"), (RED, "s--")), strict=False):
-        axes.plot(steps, values, format, color=colour, markersize=4, label=f"{name}: {values[len(steps) // 2]:.3f} at 0")
+        axes.plot(
+            steps,
+            values,
+            format,
+            color=colour,
+            markersize=4,
+            label=f"{name}: {values[len(steps) // 2]:.3f} at 0",
+        )
     finite = np.concatenate(list(losses.values()))
     finite = finite[np.isfinite(finite) & (finite > 0)]
     if not finite.size:

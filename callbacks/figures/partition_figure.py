@@ -28,7 +28,8 @@ def partition_figure(counts: np.ndarray) -> Figure:
     """Clients across, classes up, colour = examples; above, the size of each client.
 
     Args:
-        counts: examples per client and class ``[K, C]``. Of more than 200 clients, 200 evenly spaced ones are shown.
+        counts: examples per client and class ``[K, C]``. Of more than 200 clients, 200 evenly spaced ones are
+            shown.
     """
     from matplotlib.colors import LogNorm
     from matplotlib.figure import Figure
@@ -45,9 +46,13 @@ def partition_figure(counts: np.ndarray) -> Figure:
     top.bar(x, sizes, width=0.85, color=GREY)
     top.set(ylabel="examples")
     image = main.imshow(
-        np.ma.masked_equal(counts.T, 0), aspect="auto", origin="lower", interpolation="nearest", cmap="viridis_r",
+        np.ma.masked_equal(counts.T, 0),
+        aspect="auto",
+        origin="lower",
+        interpolation="nearest",
+        cmap="viridis_r",
         norm=LogNorm(vmin=1, vmax=max(int(counts.max(initial=1)), 2)),
-    )  # fmt: skip
+    )
     main.yaxis.set_major_locator(MaxNLocator(min(classes, 10), integer=True))
     ticks = x[:: max(1, -(-len(x) // 20))]
     main.set_xticks(ticks, [str(shown[i]) for i in ticks])
@@ -58,7 +63,11 @@ def partition_figure(counts: np.ndarray) -> Figure:
         marks := [m * 10**e for e in range(7) for m in (1, 2, 5) if m * 10**e <= image.norm.vmax],
         labels=[str(mark) for mark in marks],
     )
-    median = f", median {np.median(sizes):.0f} examples in {np.median(held):.0f} of {classes} classes" if len(held) else ""
+    median = (
+        f", median {np.median(sizes):.0f} examples in {np.median(held):.0f} of {classes} classes"
+        if len(held)
+        else ""
+    )
     top.set_title(f"Partition: {sample(len(shown), clients)}{median}")
     for axes in (top, main):
         axes.spines[["top", "right"]].set_visible(False)

@@ -1,4 +1,5 @@
-"""A picture of who helps whom: similarity as the method found it, beside similarity of the clients' labels, which it never saw."""
+"""A picture of who helps whom: similarity as the method found it, beside similarity of the clients' labels,
+which it never saw."""
 
 from __future__ import annotations
 
@@ -8,6 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from callbacks.figures.drawing import check_every, draw, evenly_spaced, sample
+from fl_lightning.errors import InputError
 from fl_lightning.hooks import Context, Meter, RoundRecord
 
 if TYPE_CHECKING:
@@ -19,8 +21,8 @@ SHOWN = 100  # clients; cells of more cannot be told apart on a page
 class RelevanceFigure(Meter):
     """Draws ``figures/relevance`` at the end of a run of a method with relevances (``FedMosaic``).
 
-    Adds ``relevance/label_correlation`` to each round with three known clients or more: the correlation, in [-1, 1], over pairs of
-    clients, between relevance and the cosine of their label counts.
+    Adds ``relevance/label_correlation`` to each round with three known clients or more: the correlation, in
+    [-1, 1], over pairs of clients, between relevance and the cosine of their label counts.
 
     Args:
         every: rounds between figures (``figures/relevance_round_0010``); 0: only the last.
@@ -31,9 +33,10 @@ class RelevanceFigure(Meter):
 
     def on_check(self, context: Context) -> None:
         if not hasattr(context.method, "relevance"):
-            raise ValueError(
-                f"callbacks.RelevanceFigure with {type(context.method).__name__}; it draws methods that weigh clients by relevance; "
-                "take it out of --trainer.callbacks, or write --model FedMosaic"
+            raise InputError(
+                f"callbacks.RelevanceFigure with {type(context.method).__name__}",
+                "it draws methods that weigh clients by relevance",
+                "take it out of --trainer.callbacks, or write --model FedMosaic",
             )
 
     def on_round_end(self, record: RoundRecord, context: Context) -> None:
@@ -50,7 +53,12 @@ class RelevanceFigure(Meter):
     def _draw(self, context: Context, round: int | None = None) -> None:
         ids, relevance = context.method.relevance()
         if len(ids) >= 2:
-            draw(context, "relevance", lambda: relevance_figure(ids, relevance, context.data.class_counts()[ids]), round)
+            draw(
+                context,
+                "relevance",
+                lambda: relevance_figure(ids, relevance, context.data.class_counts()[ids]),
+                round,
+            )
 
 
 def label_similarity(counts: np.ndarray) -> np.ndarray:
@@ -60,8 +68,8 @@ def label_similarity(counts: np.ndarray) -> np.ndarray:
 
 
 def label_correlation(relevance: np.ndarray, counts: np.ndarray) -> float:
-    """Pearson's correlation of relevance ``[K, K]`` and label similarity over pairs of different clients; NaN for fewer than three pairs
-    or where either is constant."""
+    """Pearson's correlation of relevance ``[K, K]`` and label similarity over pairs of different clients; NaN
+    for fewer than three pairs or where either is constant."""
     upper = np.triu_indices(len(relevance), 1)
     found, true = relevance[upper], label_similarity(counts)[upper]
     if len(found) < 3 or min(np.ptp(found), np.ptp(true)) == 0:
@@ -99,14 +107,28 @@ def relevance_figure(ids: np.ndarray, relevance: np.ndarray, counts: np.ndarray)
     left, middle, right = figure.subplots(1, 3, width_ratios=[1, 1, 0.75])
     off = np.eye(len(ids), dtype=bool)
     for axes, values, limits, cmap, title in (
-        (left, np.ma.masked_array(relevance, off), (-1, 1), "RdBu_r", "relevance: cosine of gradient sketches"),
-        (middle, np.ma.masked_array(label_similarity(counts), off), (0, 1), "Reds", "cosine of label counts (never sent)"),
+        (
+            left,
+            np.ma.masked_array(relevance, off),
+            (-1, 1),
+            "RdBu_r",
+            "relevance: cosine of gradient sketches",
+        ),
+        (
+            middle,
+            np.ma.masked_array(label_similarity(counts), off),
+            (0, 1),
+            "Reds",
+            "cosine of label counts (never sent)",
+        ),
     ):
         image = axes.imshow(values, vmin=limits[0], vmax=limits[1], cmap=cmap, interpolation="nearest")
         figure.colorbar(image, ax=axes, shrink=0.8, pad=0.02)
         axes.set(title=title, xlabel="client", ylabel="client")
     share = counts / np.maximum(counts.sum(axis=1, keepdims=True), 1)
-    image = right.imshow(np.ma.masked_equal(share, 0), vmin=0, vmax=1, cmap="viridis_r", aspect="auto", interpolation="nearest")
+    image = right.imshow(
+        np.ma.masked_equal(share, 0), vmin=0, vmax=1, cmap="viridis_r", aspect="auto", interpolation="nearest"
+    )
     figure.colorbar(image, ax=right, shrink=0.8, pad=0.02, label="share of the client's examples")
     right.set(title="labels", xlabel="class", ylabel="client")
     right.xaxis.set_major_locator(MaxNLocator(min(counts.shape[1], 10), integer=True))
@@ -117,7 +139,9 @@ def relevance_figure(ids: np.ndarray, relevance: np.ndarray, counts: np.ndarray)
     for axes in (left, middle):
         axes.set_xticks(ticks, names, fontsize=8, rotation=90 if len(names) > 10 else 0)
     agreement = (
-        "" if math.isnan(correlation) else f"; correlation of relevance and label similarity over all pairs {correlation:.2f}"
+        ""
+        if math.isnan(correlation)
+        else f"; correlation of relevance and label similarity over all pairs {correlation:.2f}"
     )
     figure.suptitle(f"{sample(len(ids), total)}, similar labels next to each other{agreement}")
     return figure

@@ -1,4 +1,5 @@
-"""Calibration on the global test set: numbers each evaluated round, a reliability diagram when asked for and at the end."""
+"""Calibration on the global test set: numbers each evaluated round, a reliability diagram when asked for and
+at the end."""
 
 from __future__ import annotations
 
@@ -10,7 +11,8 @@ import torch
 from torch import Tensor
 from torchmetrics.functional.classification import multiclass_calibration_error
 
-from callbacks.figures.drawing import check_every, draw, require
+from callbacks.figures.drawing import check_every, draw
+from fl_lightning.errors import require
 from fl_lightning.figures import GREY, RED, SKY, open_frame
 from fl_lightning.hooks import Context, Meter, RoundRecord
 from fl_lightning.metrics import CalibrationBins, brier_score, calibration_bins
@@ -22,7 +24,8 @@ log = logging.getLogger("fl_lightning")
 
 
 class Calibration(Meter):
-    """Adds ``test/ece`` (in [0, 1]) and ``test/brier`` (in [0, 2]) to each evaluated round; both are NaN where probabilities are.
+    """Adds ``test/ece`` (in [0, 1]) and ``test/brier`` (in [0, 2]) to each evaluated round; both are NaN
+    where probabilities are.
 
     Args:
         bins: equal-width bins of confidence, at least 1.
@@ -38,7 +41,9 @@ class Calibration(Meter):
     def on_evaluate(self, probs: Tensor, target: Tensor, record: RoundRecord, context: Context) -> None:
         if not torch.isfinite(probs).all():
             record.metrics |= {"test/ece": float("nan"), "test/brier": float("nan")}
-            log.warning("round %d: the model's probabilities are not finite; ECE and Brier are NaN", record.round)
+            log.warning(
+                "round %d: the model's probabilities are not finite; ECE and Brier are NaN", record.round
+            )
             return
         record.metrics["test/ece"] = self._ece(probs, target)
         record.metrics["test/brier"] = brier_score(probs, target)
@@ -51,7 +56,8 @@ class Calibration(Meter):
             self._draw(context)
 
     def state_dict(self) -> dict[str, Any]:
-        """The last bins: a run that was killed between its last evaluation and its end still draws its diagram."""
+        """The last bins: a run that was killed between its last evaluation and its end still draws its
+        diagram."""
         if self._last is None:
             return {}
         return {"round": self._last[0], "bins": [values.tolist() for values in self._last[1]]}
@@ -60,10 +66,13 @@ class Calibration(Meter):
         self._last = (state["round"], CalibrationBins(*map(np.array, state["bins"]))) if state else None
 
     def _ece(self, probs: Tensor, target: Tensor) -> float:
-        """Kept just below 1: torchmetrics gives exactly 1 a bin of its own, and takes values above it for logits."""
+        """Kept just below 1: torchmetrics gives exactly 1 a bin of its own, and takes values above it for
+        logits."""
         below_one = probs.float().clamp(0, 1 - 2**-24)
         return float(
-            multiclass_calibration_error(below_one, target, num_classes=probs.shape[1], n_bins=self.bins, validate_args=False)
+            multiclass_calibration_error(
+                below_one, target, num_classes=probs.shape[1], n_bins=self.bins, validate_args=False
+            )
         )
 
     def _draw(self, context: Context) -> None:
@@ -73,7 +82,8 @@ class Calibration(Meter):
 
 
 def reliability_diagram(bins: CalibrationBins, title: str) -> Figure:
-    """Accuracy and mean confidence per bin with the gap between them; below, how many examples each bin holds."""
+    """Accuracy and mean confidence per bin with the gap between them; below, how many examples each bin
+    holds."""
     from matplotlib.figure import Figure
 
     M = len(bins.counts)
@@ -84,9 +94,21 @@ def reliability_diagram(bins: CalibrationBins, title: str) -> Figure:
     top.bar(centre[full], bins.accuracy[full], width, color=SKY, edgecolor="white", label="accuracy")
     low, high = np.minimum(bins.accuracy, bins.confidence), np.maximum(bins.accuracy, bins.confidence)
     gap = {"color": "none", "edgecolor": RED, "hatch": "////", "linewidth": 1.0}
-    top.bar(centre[full], (high - low)[full], 0.86 * width, bottom=low[full], label="gap to mean confidence", **gap)
+    top.bar(
+        centre[full],
+        (high - low)[full],
+        0.86 * width,
+        bottom=low[full],
+        label="gap to mean confidence",
+        **gap,
+    )
     top.plot(bins.confidence[full], bins.confidence[full], "o", color=RED, markersize=3.5)
-    top.set(xlim=(0, 1), ylim=(0, 1), ylabel="share of correct predictions", title=f"Reliability, {title}: ECE {bins.error:.3f}")
+    top.set(
+        xlim=(0, 1),
+        ylim=(0, 1),
+        ylabel="share of correct predictions",
+        title=f"Reliability, {title}: ECE {bins.error:.3f}",
+    )
     figure.legend(loc="outside upper center", ncols=3, frameon=False, fontsize="small")
     bottom.bar(centre, bins.counts, width, color=GREY, edgecolor="white")
     bottom.set(xlabel=f"confidence (largest probability), {M} bins", ylabel="examples")

@@ -5,11 +5,13 @@ from __future__ import annotations
 import math
 from typing import Any, Literal
 
+from fl_lightning.errors import InputError
 from fl_lightning.hooks import Context, Meter, RoundRecord
 from fl_lightning.metrics import client_spread
 
 MONITORS = (*client_spread([0.0]), "train/loss")
-"""Metrics of every round that is evaluated. The test set is not among them: it must not choose when a run ends."""
+"""Metrics of every round that is evaluated. The test set is not among them: it must not choose when a run
+ends."""
 
 
 class EarlyStopping(Meter):
@@ -18,7 +20,8 @@ class EarlyStopping(Meter):
     Args:
         monitor: ``val/accuracy``, ``val/accuracy_std``, ``val/accuracy_worst_decile`` or ``train/loss``.
         patience: evaluated rounds without an improvement after which the run ends, at least 1.
-        mode: whether more of the monitor is better (``max``) or less (``min``); null: less of a loss or a spread, more of an accuracy.
+        mode: whether more of the monitor is better (``max``) or less (``min``); null: less of a loss or a
+            spread, more of an accuracy.
         min_delta: what a value has to be better by than the best one to count as an improvement, 0 or more.
     """
 
@@ -30,15 +33,27 @@ class EarlyStopping(Meter):
         min_delta: float = 0.0,
     ) -> None:
         if monitor not in MONITORS:
-            raise ValueError(
-                f"EarlyStopping(monitor={monitor!r}); it is one of {', '.join(MONITORS)}; write monitor: {MONITORS[0]}"
+            raise InputError(
+                f"EarlyStopping(monitor={monitor!r})",
+                f"it is one of {', '.join(MONITORS)}",
+                f"write monitor: {MONITORS[0]}",
             )
         if patience < 1:
-            raise ValueError(f"EarlyStopping(patience={patience}); at least 1 evaluated round is needed; write patience: 10")
+            raise InputError(
+                f"EarlyStopping(patience={patience})",
+                "at least 1 evaluated round is needed",
+                "write patience: 10",
+            )
         if mode not in ("max", "min", None):
-            raise ValueError(f"EarlyStopping(mode={mode!r}); it is max or min; for an accuracy write mode: max")
+            raise InputError(
+                f"EarlyStopping(mode={mode!r})", "it is max or min", "for an accuracy write mode: max"
+            )
         if not 0 <= min_delta < math.inf:
-            raise ValueError(f"EarlyStopping(min_delta={min_delta}); it is 0 or more, and finite; write min_delta: 0.001")
+            raise InputError(
+                f"EarlyStopping(min_delta={min_delta})",
+                "it is 0 or more, and finite",
+                "write min_delta: 0.001",
+            )
         self.monitor, self.patience, self.min_delta = monitor, patience, min_delta
         self.mode = mode or ("min" if monitor.endswith(("loss", "_std")) else "max")
         self._forget()
@@ -51,9 +66,10 @@ class EarlyStopping(Meter):
     def on_check(self, context: Context) -> None:
         self._forget()  # what another run of the same trainer has shown
         if self.monitor.startswith("val/") and not len(context.data.validating):
-            raise ValueError(
-                f"EarlyStopping(monitor={self.monitor!r}) where no client has validation examples; there is nothing to monitor; "
-                "write --data.val_fraction 0.1"
+            raise InputError(
+                f"EarlyStopping(monitor={self.monitor!r}) where no client has validation examples",
+                "there is nothing to monitor",
+                "write --data.val_fraction 0.1",
             )
 
     def on_validate(self, accuracies: dict[int, float], record: RoundRecord, context: Context) -> None:

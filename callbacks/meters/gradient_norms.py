@@ -2,8 +2,9 @@
 
     g_term = || d loss_term / d theta ||_2
 
-at the start of a client's round, on its first batch. theta is what the local optimiser steps on: for FedMPQ the bit planes, BatchNorm
-and biases. A regulariser that outweighs the task (METHODS.md 1: FedMPQ at few local epochs) is seen here first.
+at the start of a client's round, on its first batch. theta is what the local optimiser steps on: for FedMPQ
+the bit planes, BatchNorm and biases. A regulariser that outweighs the task (METHODS.md 1: FedMPQ at few local
+epochs) is seen here first.
 """
 
 from __future__ import annotations
@@ -15,9 +16,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from callbacks.figures.drawing import draw, never_fatal, own_copy, require
+from callbacks.figures.drawing import draw, never_fatal, own_copy
 from fl_lightning import rng
 from fl_lightning.client import Assignment, Client
+from fl_lightning.errors import require
 from fl_lightning.figures import COLOURS, LINE_STYLES, MARKERS, legend_outside, new_axes
 from fl_lightning.hooks import Context, Meter, RoundRecord
 from fl_lightning.wire import Payload
@@ -27,11 +29,11 @@ if TYPE_CHECKING:
 
 
 class GradientNorms(Meter):
-    """Adds ``gradient/task``, ``gradient/bit``, ``gradient/kd`` (or what else the method's loss is made of) to some rounds, draws
-    ``figures/gradient_norms`` at the end.
+    """Adds ``gradient/task``, ``gradient/bit``, ``gradient/kd`` (or what else the method's loss is made of)
+    to some rounds, draws ``figures/gradient_norms`` at the end.
 
-    Measured on a copy of the method in float32: the run ends with the same weights as without. The time that it takes is part of
-    ``time/train``.
+    Measured on a copy of the method in float32: the run ends with the same weights as without. The time that
+    it takes is part of ``time/train``.
 
     Args:
         every: rounds from one measurement to the next, at least 1; the first round is measured.
@@ -39,8 +41,18 @@ class GradientNorms(Meter):
     """
 
     def __init__(self, every: int = 5, clients: int = 2) -> None:
-        require(every >= 1, f"GradientNorms(every={every})", "rounds between measurements, 1 or more", "write every: 5")
-        require(clients >= 1, f"GradientNorms(clients={clients})", "clients to measure, 1 or more", "write clients: 2")
+        require(
+            every >= 1,
+            f"GradientNorms(every={every})",
+            "rounds between measurements, 1 or more",
+            "write every: 5",
+        )
+        require(
+            clients >= 1,
+            f"GradientNorms(clients={clients})",
+            "clients to measure, 1 or more",
+            "write clients: 2",
+        )
         self.every, self.clients = every, clients
         self._measured: list[dict[str, float]] = []
         self._history: list[tuple[int, dict[str, float]]] = []
@@ -48,7 +60,9 @@ class GradientNorms(Meter):
     def on_cohort(self, cohort: list[Assignment], round: int, context: Context) -> None:
         self._measured = []
 
-    def on_client_start(self, client: Client, message: bytes, labels: Tensor, round: int, context: Context) -> None:
+    def on_client_start(
+        self, client: Client, message: bytes, labels: Tensor, round: int, context: Context
+    ) -> None:
         if (round - 1) % self.every == 0 and len(self._measured) < self.clients:
             with never_fatal(f"round {round}: gradient norms of client {client.id}"):
                 self._measured.append(gradient_norms(context, client, message, labels))
@@ -56,7 +70,10 @@ class GradientNorms(Meter):
     def on_round_end(self, record: RoundRecord, context: Context) -> None:
         if self._measured and (record.round - 1) % self.every == 0:
             names = dict.fromkeys(name for norms in self._measured for name in norms)
-            means = {name: float(np.mean([norms[name] for norms in self._measured if name in norms])) for name in names}
+            means = {
+                name: float(np.mean([norms[name] for norms in self._measured if name in norms]))
+                for name in names
+            }
             record.metrics |= {f"gradient/{name}": value for name, value in means.items()}
             self._history.append((record.round, means))
 
@@ -71,7 +88,8 @@ class GradientNorms(Meter):
 
 
 def gradient_norms(context: Context, client: Client, message: bytes, labels: Tensor) -> dict[str, float]:
-    """The norm of each term on the first batch that has it: the client's own first one, and what it learns from before."""
+    """The norm of each term on the first batch that has it: the client's own first one, and what it learns
+    from before."""
     method, seed = own_copy(context), context.seed
     method.receive(Payload.from_bytes(message), client)
     method.train()
@@ -93,27 +111,37 @@ def norms_of(outputs: Mapping[str, Tensor], parameters: list[Tensor]) -> dict[st
         square = 0.0
         if term.requires_grad:
             gradients = torch.autograd.grad(term, parameters, retain_graph=True, allow_unused=True)
-            square = sum(float(gradient.double().square().sum()) for gradient in gradients if gradient is not None)
+            square = sum(
+                float(gradient.double().square().sum()) for gradient in gradients if gradient is not None
+            )
         norms[name.removeprefix("loss_")] = square**0.5
     return norms
 
 
 def gradient_figure(history: list[tuple[int, dict[str, float]]]) -> Figure:
-    """A curve per term over the rounds, the norms on a log scale, where 0 has no place: such rounds are left out, and said so."""
+    """A curve per term over the rounds, the norms on a log scale, where 0 has no place: such rounds are left
+    out, and said so."""
     from matplotlib.ticker import MaxNLocator
 
     names = list(dict.fromkeys(name for _, norms in history for name in norms))
     if not names:
         raise ValueError("no round was measured")
-    figure, axes = new_axes("Gradient of each loss term, at the start of a client's round", "round", "L2 norm of the gradient")
+    figure, axes = new_axes(
+        "Gradient of each loss term, at the start of a client's round", "round", "L2 norm of the gradient"
+    )
     for index, name in enumerate(names):
         values = np.array([norms.get(name, np.nan) for _, norms in history])
         shown = np.isfinite(values) & (values > 0)
         note = "" if shown.all() else f" ({len(shown) - shown.sum()} of {len(shown)} rounds are 0 or missing)"
         axes.plot(
-            [round for round, _ in history], np.where(shown, values, np.nan), label=name + note, color=COLOURS[index % 8],
-            linestyle=LINE_STYLES[index % 8], marker=MARKERS[index % 8], markersize=4,
-        )  # fmt: skip
+            [round for round, _ in history],
+            np.where(shown, values, np.nan),
+            label=name + note,
+            color=COLOURS[index % 8],
+            linestyle=LINE_STYLES[index % 8],
+            marker=MARKERS[index % 8],
+            markersize=4,
+        )
     axes.set_yscale("log")
     axes.xaxis.set_major_locator(MaxNLocator(integer=True, steps=[1, 2, 5, 10]))
     legend_outside(figure)

@@ -17,6 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 from fl_lightning.client import Assignment, Client
+from fl_lightning.errors import InputError
 from fl_lightning.hooks import Context, Meter, RoundRecord
 from fl_lightning.support.terminal import ResizableLive
 
@@ -34,13 +35,21 @@ class ProgressBar(Meter):
 
     def __init__(self, refresh_per_second: float = 4) -> None:
         if refresh_per_second <= 0:
-            raise ValueError(f"ProgressBar(refresh_per_second={refresh_per_second}); it is positive; write refresh_per_second: 4")
+            raise InputError(
+                f"ProgressBar(refresh_per_second={refresh_per_second})",
+                "it is positive",
+                "write refresh_per_second: 4",
+            )
         self.refresh_per_second = refresh_per_second
         self._live: ResizableLive | None = None
         self._redirected: list[tuple[logging.StreamHandler, Any]] = []
-        self._durations: deque[float] = deque(maxlen=20)  # seconds; the last rounds say most about the next ones
+        self._durations: deque[float] = deque(
+            maxlen=20
+        )  # seconds; the last rounds say most about the next ones
         self._round = self._finished = self._max_rounds = self._clients = self._expected = 0
-        self._started = self._mark = time.monotonic()  # seconds: the start of the run, the end of the last round
+        self._started = self._mark = (
+            time.monotonic()
+        )  # seconds: the start of the run, the end of the last round
         self._metrics: dict[str, float] = {}
         self._bytes, self._best = 0.0, 0.0
 
@@ -68,7 +77,11 @@ class ProgressBar(Meter):
         accuracy = record.metrics.get("test/accuracy")
         if accuracy is not None and accuracy > self._best:
             self._best = accuracy
-        if self._live is None and getattr(rank_zero_only, "rank", 0) == 0 and self._is_milestone(record.round):
+        if (
+            self._live is None
+            and getattr(rank_zero_only, "rank", 0) == 0
+            and self._is_milestone(record.round)
+        ):
             log.info("round %d/%d  %s  %s", record.round, self._max_rounds, self._numbers(), self._times())
 
     def on_fit_end(self, summary: dict[str, float], context: Context) -> None:
@@ -89,12 +102,24 @@ class ProgressBar(Meter):
         lines = Table.grid(padding=(0, 1), expand=True)
         for ratio in (None, 3, None, 1, None):
             lines.add_column(ratio=ratio, no_wrap=True)
-        started = min(self._clients / self._expected, 1) if self._expected and self._finished < self._round else 0
+        started = (
+            min(self._clients / self._expected, 1) if self._expected and self._finished < self._round else 0
+        )
         lines.add_row(
             Text(f"round {self._round:>{len(str(self._max_rounds))}}/{self._max_rounds}", style="bold"),
-            Bar(total=self._max_rounds, completed=self._finished + started, complete_style="cyan", finished_style="green"),
+            Bar(
+                total=self._max_rounds,
+                completed=self._finished + started,
+                complete_style="cyan",
+                finished_style="green",
+            ),
             Text(f"client {self._clients:>{len(str(self._expected))}}/{self._expected or '?'}"),
-            Bar(total=self._expected or 1, completed=self._clients, complete_style="blue", finished_style="blue"),
+            Bar(
+                total=self._expected or 1,
+                completed=self._clients,
+                complete_style="blue",
+                finished_style="blue",
+            ),
             Text(self._times(), style="dim"),
         )
         both = Table.grid(expand=True)
@@ -111,7 +136,9 @@ class ProgressBar(Meter):
             parts.append(f"loss {m['train/loss']:.4g}")
         if "clients/trained" in m:
             rejected = f", {m['clients/rejected']:.0f} rejected" if m.get("clients/rejected") else ""
-            parts.append(f"{m['clients/trained']:.0f} trained, {m.get('clients/dropped', 0):.0f} dropped{rejected}")
+            parts.append(
+                f"{m['clients/trained']:.0f} trained, {m.get('clients/dropped', 0):.0f} dropped{rejected}"
+            )
         if "comm/total_bytes" in m:
             parts.append(f"{self._bytes / 1e6:.1f} MB")
         return "  ".join(parts) or "first round"
@@ -121,7 +148,9 @@ class ProgressBar(Meter):
         elapsed = f"{_clock(now - self._started)} elapsed"
         if not self._durations:
             return elapsed
-        left = sum(self._durations) / len(self._durations) * (self._max_rounds - self._finished) - (now - self._mark)
+        left = sum(self._durations) / len(self._durations) * (self._max_rounds - self._finished) - (
+            now - self._mark
+        )
         return f"{elapsed}, {_clock(max(left, 0))} left" if self._finished < self._max_rounds else elapsed
 
     def _is_milestone(self, round: int) -> bool:
@@ -141,7 +170,9 @@ class ProgressBar(Meter):
             for handler in getattr(logger, "handlers", ()):
                 if isinstance(handler, logging.StreamHandler) and handler.stream is terminal:
                     self._redirected.append((handler, terminal))
-                    handler.setStream(sys.stderr)  # rich's, which writes above the display instead of through it
+                    handler.setStream(
+                        sys.stderr
+                    )  # rich's, which writes above the display instead of through it
 
     def _stop(self) -> None:
         if self._live is None:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from fl_lightning.client import Client
+from fl_lightning.errors import InputError
 from fl_lightning.hooks import Context, Stressor
 from fl_lightning.rng import stream
 from fl_lightning.wire import Codes, Layout, Payload
@@ -22,25 +23,30 @@ NOT_NEGATIVE = frozenset({"scales", "norms"})
 
 
 class ByzantineClients(Stressor):
-    """The same seeded clients in every round; they train like the others and replace their upload by an attack.
+    """The same seeded clients in every round; they train like the others and replace their upload by an
+    attack.
 
-    An honest update u = x_k - x becomes, with the default ``strength``: ``sign_flip`` -10 u, ``scale`` 10 u, ``noise`` u + 10 rms(u) z with
-    z standard normal. That is exact where values travel in fp32 (entries ``weights`` and ``rest``). What is coded is attacked as it stands:
+    An honest update u = x_k - x becomes, with the default ``strength``: ``sign_flip`` -10 u, ``scale`` 10 u,
+    ``noise`` u + 10 rms(u) z with z standard normal. That is exact where values travel in fp32 (entries
+    ``weights`` and ``rest``). What is coded is attacked as it stands:
 
-    - ``scales`` (FedMPQ, AQFL) and ``norms`` (QFedAvg) are multiplied by ``strength``; ``sign_flip`` also flips the sign bit of every code,
-      ``noise`` draws every code anew. QFedAvg codes updates, so this is the attack above. FedMPQ and AQFL code weights, so there it turns
-      and scales the weights themselves.
-    - codebooks (FedPQ) and every other float entry, such as soft labels, are treated as u itself; ``noise`` also draws indices anew.
+    - ``scales`` (FedMPQ, AQFL) and ``norms`` (QFedAvg) are multiplied by ``strength``; ``sign_flip`` also
+      flips the sign bit of every code, ``noise`` draws every code anew. QFedAvg codes updates, so this is the
+      attack above. FedMPQ and AQFL code weights, so there it turns and scales the weights themselves.
+    - codebooks (FedPQ) and every other float entry, such as soft labels, are treated as u itself; ``noise``
+      also draws indices anew.
 
     Bit-widths stay honest, and so does ``examples`` unless ``claimed_examples`` says otherwise.
 
     Args:
-        clients: share of the clients with training data that attack, in [0, 1]; rounded, but at least one when positive.
+        clients: share of the clients with training data that attack, in [0, 1]; rounded, but at least one
+            when positive.
         attack: ``sign_flip``, ``noise`` or ``scale``.
         strength: how many times the honest update it is, above 0.
         round: first round of the attack, counted from 1.
-        claimed_examples: the number of examples n_k that attackers claim, 1 to 2**63 - 1: their weight in every average. The server
-            refuses a claim above what the client enrolled with. None: their true n_k.
+        claimed_examples: the number of examples n_k that attackers claim, 1 to 2**63 - 1: their weight in
+            every average. The server refuses a claim above what the client enrolled with. None: their true
+            n_k.
     """
 
     def __init__(
@@ -52,18 +58,32 @@ class ByzantineClients(Stressor):
         claimed_examples: int | None = None,
     ) -> None:
         if not 0 <= clients <= 1:
-            raise ValueError(f"ByzantineClients(clients={clients}); a share lies in [0, 1]; for 20 % write clients: 0.2")
+            raise InputError(
+                f"ByzantineClients(clients={clients})",
+                "a share lies in [0, 1]",
+                "for 20 % write clients: 0.2",
+            )
         if attack not in ("sign_flip", "noise", "scale"):
-            raise ValueError(f"ByzantineClients(attack={attack!r}); it is sign_flip, noise or scale; write attack: sign_flip")
+            raise InputError(
+                f"ByzantineClients(attack={attack!r})",
+                "it is sign_flip, noise or scale",
+                "write attack: sign_flip",
+            )
         if not 0 < strength < math.inf:
-            raise ValueError(f"ByzantineClients(strength={strength}); it is above 0 and finite; write strength: 10")
+            raise InputError(
+                f"ByzantineClients(strength={strength})", "it is above 0 and finite", "write strength: 10"
+            )
         if round < 1:
-            raise ValueError(
-                f"ByzantineClients(round={round}); rounds are counted from 1; for an attack from the start write round: 1"
+            raise InputError(
+                f"ByzantineClients(round={round})",
+                "rounds are counted from 1",
+                "for an attack from the start write round: 1",
             )
         if claimed_examples is not None and not 1 <= claimed_examples < 2**63:
-            raise ValueError(
-                f"ByzantineClients(claimed_examples={claimed_examples}); it lies in 1 to 2**63 - 1; write claimed_examples: 1000000"
+            raise InputError(
+                f"ByzantineClients(claimed_examples={claimed_examples})",
+                "it lies in 1 to 2**63 - 1",
+                "write claimed_examples: 1000000",
             )
         self.clients, self.attack, self.strength, self.round = clients, attack, strength, round
         self.claimed_examples = claimed_examples
@@ -72,7 +92,10 @@ class ByzantineClients(Stressor):
     def on_check(self, context: Context) -> None:
         if self.round > context.max_rounds:
             log.warning(
-                "ByzantineClients attack from round %d and the run ends at %d: nobody attacks; for an attack set round to %d or less",
+                (
+                    "ByzantineClients attack from round %d and the run ends at %d: nobody attacks; for "
+                    "an attack set round to %d or less"
+                ),
                 self.round, context.max_rounds, context.max_rounds,
             )  # fmt: skip
 
@@ -83,20 +106,26 @@ class ByzantineClients(Stressor):
         if round < self.round or client.id not in self.attackers(context):
             return upload
         draws = stream(context.seed, "byzantine", round, client.id)
-        return Payload({name: self._attacked(name, value, context.method, draws) for name, value in upload.items()})
+        return Payload(
+            {name: self._attacked(name, value, context.method, draws) for name, value in upload.items()}
+        )
 
     def attackers(self, context: Context) -> frozenset[int]:
         """Who attacks: a function of the seed and of which clients have training data."""
         if self._attackers is None:
             candidates = np.flatnonzero(context.data.sizes)
-            count = max(int(self.clients * len(candidates) + 0.5), int(self.clients > 0 and len(candidates) > 0))
+            count = max(
+                int(self.clients * len(candidates) + 0.5), int(self.clients > 0 and len(candidates) > 0)
+            )
             self._attackers = frozenset(
                 stream(context.seed, "byzantine_clients").choice(candidates, count, replace=False).tolist()
             )
             log.info("%s by %d of %d clients from round %d", self.attack, count, len(candidates), self.round)
         return self._attackers
 
-    def _attacked(self, name: str, value: Tensor | Codes, method: Any, draws: np.random.Generator) -> Tensor | Codes:
+    def _attacked(
+        self, name: str, value: Tensor | Codes, method: Any, draws: np.random.Generator
+    ) -> Tensor | Codes:
         if name == "examples" and self.claimed_examples is not None:
             return torch.tensor(self.claimed_examples)
         if name in METADATA:
@@ -123,12 +152,17 @@ class ByzantineClients(Stressor):
         is_index = name.startswith("i")
         if self.attack == "noise":
             top = int(values.max()) + 1 if is_index and values.numel() else top
-            return Codes(torch.from_numpy(draws.integers(top, size=tuple(values.shape), dtype=np.int32)), codes.bits)
-        return Codes(values ^ (top // 2), codes.bits) if self.attack == "sign_flip" and not is_index else codes
+            return Codes(
+                torch.from_numpy(draws.integers(top, size=tuple(values.shape), dtype=np.int32)), codes.bits
+            )
+        return (
+            Codes(values ^ (top // 2), codes.bits) if self.attack == "sign_flip" and not is_index else codes
+        )
 
 
 def broadcast_of(name: str, value: Tensor, method: Any) -> Tensor:
-    """What the server sent for this entry: the values from which its update is counted; zeros where the entry is no weight."""
+    """What the server sent for this entry: the values from which its update is counted; zeros where the entry
+    is no weight."""
     layout, start = getattr(method, "layout", None), method.server.get("weights")
     if isinstance(layout, Layout) and start is not None:
         if name == "weights" and value.shape == start.shape:

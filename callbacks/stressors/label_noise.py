@@ -1,4 +1,5 @@
-"""Label noise that arrives during training: from round 60 on, 10 % of the active clients have 20 % of their labels flipped."""
+"""Label noise that arrives during training: from round 60 on, 10 % of the active clients have 20 % of their
+labels flipped."""
 
 from __future__ import annotations
 
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor
 
 from fl_lightning.client import Assignment, Client
+from fl_lightning.errors import InputError
 from fl_lightning.hooks import Context, Stressor
 from fl_lightning.rng import stream
 
@@ -17,41 +19,60 @@ log = logging.getLogger("fl_lightning")
 
 
 class LabelNoise(Stressor):
-    """From ``round`` on, some clients have some training labels flipped: the same clients and the same flips in every round.
+    """From ``round`` on, some clients have some training labels flipped: the same clients and the same flips
+    in every round.
 
-    A noisy client has ``round(labels * n_k)`` labels flipped, each to any other class with equal probability. Validation labels
-    stay clean.
+    A noisy client has ``round(labels * n_k)`` labels flipped, each to any other class with equal probability.
+    Validation labels stay clean.
 
     Args:
         round: first round with noise, counted from 1.
-        clients: share of the active clients that are noisy, in [0, 1]; rounded, but at least one client when positive.
+        clients: share of the active clients that are noisy, in [0, 1]; rounded, but at least one client when
+            positive.
         labels: share of a noisy client's training labels that are flipped, in [0, 1].
-        among: the active clients: ``federation``: all that have training data; ``cohort``: those of them that were sampled in
-            round ``round``.
+        among: the active clients: ``federation``: all that have training data; ``cohort``: those of them that
+            were sampled in round ``round``.
     """
 
     def __init__(
-        self, round: int = 60, clients: float = 0.1, labels: float = 0.2, among: Literal["federation", "cohort"] = "federation"
+        self,
+        round: int = 60,
+        clients: float = 0.1,
+        labels: float = 0.2,
+        among: Literal["federation", "cohort"] = "federation",
     ) -> None:
         if round < 1:
-            raise ValueError(f"LabelNoise(round={round}); rounds are counted from 1; for noise from the start write round: 1")
+            raise InputError(
+                f"LabelNoise(round={round})",
+                "rounds are counted from 1",
+                "for noise from the start write round: 1",
+            )
         for name, share in (("clients", clients), ("labels", labels)):
             if not 0 <= share <= 1:
-                raise ValueError(f"LabelNoise({name}={share}); a share lies in [0, 1]; for 10 % write {name}: 0.1")
+                raise InputError(
+                    f"LabelNoise({name}={share})", "a share lies in [0, 1]", f"for 10 % write {name}: 0.1"
+                )
         if among not in ("federation", "cohort"):
-            raise ValueError(f"LabelNoise(among={among!r}); it is federation or cohort; write among: federation")
+            raise InputError(
+                f"LabelNoise(among={among!r})", "it is federation or cohort", "write among: federation"
+            )
         self.round, self.clients, self.labels, self.among = round, clients, labels, among
         # federation: recomputed at will; cohort: known from round ``round`` on, and saved
         self._noisy: frozenset[int] | None = None
 
     def on_check(self, context: Context) -> None:
         if context.data.num_classes < 2:
-            raise ValueError(
-                "LabelNoise on data with one class; a flipped label needs another class; take other data or leave it out"
+            raise InputError(
+                "LabelNoise on data with one class",
+                "a flipped label needs another class",
+                "take other data or leave it out",
             )
         if self.round > context.max_rounds:
             log.warning(
-                "LabelNoise starts at round %d and the run ends at %d: nothing is flipped; for noise set round to %d or less",
+                (
+                    "LabelNoise starts at round %d and the run ends at %d: nothing is flipped; for "
+                    "noise set round to %d or less"
+                ),
                 self.round, context.max_rounds, context.max_rounds,
             )  # fmt: skip
 
@@ -61,15 +82,21 @@ class LabelNoise(Stressor):
 
     def change_cohort(self, cohort: list[Assignment], *, round: int, context: Context) -> list[Assignment]:
         if self.among == "cohort" and round == self.round:
-            self._noisy = self._choose(np.array([a.client.id for a in cohort if len(a.client.train)], np.int64), context.seed)
+            self._noisy = self._choose(
+                np.array([a.client.id for a in cohort if len(a.client.train)], np.int64), context.seed
+            )
         return cohort
 
     def change_labels(self, labels: Tensor, *, client: Client, round: int, context: Context) -> Tensor:
         if round < self.round or client.id not in self._noisy_clients(context):
             return labels
-        random = stream(context.seed, "label_noise", self.round, client.id)  # two of them, from different rounds, differ
+        random = stream(
+            context.seed, "label_noise", self.round, client.id
+        )  # two of them, from different rounds, differ
         where = random.choice(len(labels), size=_rounded(self.labels * len(labels)), replace=False)
-        offset = random.integers(1, context.data.num_classes, size=len(where))  # 1 .. C - 1: never the same class
+        offset = random.integers(
+            1, context.data.num_classes, size=len(where)
+        )  # 1 .. C - 1: never the same class
         index = torch.from_numpy(where).to(labels.device)
         flipped = labels.clone()
         flipped[index] = (labels[index] + torch.from_numpy(offset).to(labels)) % context.data.num_classes
@@ -84,19 +111,27 @@ class LabelNoise(Stressor):
     def _noisy_clients(self, context: Context) -> frozenset[int]:
         if self._noisy is None:
             if self.among == "cohort":
-                raise ValueError(
-                    f"LabelNoise(among='cohort') joined the run after round {self.round}; it chooses from that round's cohort; "
-                    "resume from an earlier checkpoint or write among: federation"
+                raise InputError(
+                    f"LabelNoise(among='cohort') joined the run after round {self.round}",
+                    "it chooses from that round's cohort",
+                    "resume from an earlier checkpoint or write among: federation",
                 )
             self._noisy = self._choose(np.flatnonzero(context.data.sizes), context.seed)
         return self._noisy
 
     def _choose(self, active: np.ndarray, seed: int) -> frozenset[int]:
-        """Independent of the order of ``active``; sorted and drawn once, so that 100 000 clients cost milliseconds."""
+        """Independent of the order of ``active``; sorted and drawn once, so that 100 000 clients cost
+        milliseconds."""
         count = max(_rounded(self.clients * len(active)), int(self.clients > 0 and len(active) > 0))
         chosen = stream(seed, "label_noise_clients").choice(np.sort(active), size=count, replace=False)
         share = 100 * self.labels
-        log.info("label noise from round %d: %d of %d clients, %g %% of their labels", self.round, count, len(active), share)
+        log.info(
+            "label noise from round %d: %d of %d clients, %g %% of their labels",
+            self.round,
+            count,
+            len(active),
+            share,
+        )
         return frozenset(chosen.tolist())
 
 

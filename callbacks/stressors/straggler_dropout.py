@@ -6,35 +6,51 @@ from dataclasses import replace
 from typing import Literal
 
 from fl_lightning.client import Assignment
+from fl_lightning.errors import InputError
 from fl_lightning.hooks import Context, Stressor
 from fl_lightning.rng import stream
 
 
 class StragglerDropout(Stressor):
-    """Every sampled client is a straggler with the same probability, independently of the others and of the order of the cohort.
+    """Every sampled client is a straggler with the same probability, independently of the others and of the
+    order of the cohort.
 
     Args:
         probability: chance in [0, 1] that a sampled client is a straggler in a round.
-        mode: ``before``: it drops before training, and nothing is sent either way; ``after``: it trains and its upload is lost
-            (work and bytes are wasted); ``partial``: it returns in time, having done a share of its local steps.
+        mode: ``before``: it drops before training, and nothing is sent either way; ``after``: it trains and
+            its upload is lost (work and bytes are wasted); ``partial``: it returns in time, having done a
+            share of its local steps.
         work: that share, in (0, 1]; only for ``partial``.
     """
 
     def __init__(
-        self, probability: float = 0.2, mode: Literal["before", "after", "partial"] = "before", work: float = 0.5
+        self,
+        probability: float = 0.2,
+        mode: Literal["before", "after", "partial"] = "before",
+        work: float = 0.5,
     ) -> None:
         if not 0 <= probability <= 1:
-            raise ValueError(f"StragglerDropout(probability={probability}); a probability lies in [0, 1]; for 20 % write 0.2")
+            raise InputError(
+                f"StragglerDropout(probability={probability})",
+                "a probability lies in [0, 1]",
+                "for 20 % write 0.2",
+            )
         if mode not in ("before", "after", "partial"):
-            raise ValueError(f"StragglerDropout(mode={mode!r}); it is before, after or partial; write mode: before")
+            raise InputError(
+                f"StragglerDropout(mode={mode!r})", "it is before, after or partial", "write mode: before"
+            )
         if not 0 < work <= 1:
-            raise ValueError(
-                f"StragglerDropout(work={work}); a share of the local steps lies in (0, 1]; for half of them write 0.5"
+            raise InputError(
+                f"StragglerDropout(work={work})",
+                "a share of the local steps lies in (0, 1]",
+                "for half of them write 0.5",
             )
         self.probability, self.mode, self.work = probability, mode, work
 
     def change_cohort(self, cohort: list[Assignment], *, round: int, context: Context) -> list[Assignment]:
-        return [self._slowed(a) if self._is_straggler(a.client.id, round, context.seed) else a for a in cohort]
+        return [
+            self._slowed(a) if self._is_straggler(a.client.id, round, context.seed) else a for a in cohort
+        ]
 
     def _is_straggler(self, client: int, round: int, seed: int) -> bool:
         return stream(seed, "straggler", round=round, client=client).random() < self.probability

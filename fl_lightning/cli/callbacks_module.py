@@ -1,7 +1,9 @@
-"""The module ``callbacks`` that names in YAML refer to: the project's own, joined by a module of that name in the user's project.
+"""The module ``callbacks`` that names in YAML refer to: the project's own, joined by a module of that name in
+the user's project.
 
-The project's package lies beside this one and is called ``callbacks``, and so may a folder or a file of the user's. Both are then
-imported as one module: a name that only one of them has is that one's, a name that both have is the user's, and the log says so.
+The project's package lies beside this one and is called ``callbacks``, and so may a folder or a file of the
+user's. Both are then imported as one module: a name that only one of them has is that one's, a name that both
+have is the user's, and the log says so.
 """
 
 from __future__ import annotations
@@ -25,15 +27,21 @@ OURS = Path(__file__).resolve().parents[2] / NAME
 
 
 def import_callbacks() -> ModuleType:
-    """Import ``callbacks``, with the names of the user's module or package of that name if there is one on ``sys.path``.
+    """Import ``callbacks``, with the names of the user's module or package of that name if there is one on
+    ``sys.path``.
 
-    A module of the user's that cannot be imported is named in a warning, and the project's own names are there all the same.
+    A module of the user's that cannot be imported is named in a warning, and the project's own names are
+    there all the same.
     """
     loaded = sys.modules.get(NAME)
     if loaded is not None and OURS in _folders(loaded.__spec__):
         return loaded
     theirs = _find_theirs() if loaded is None else loaded.__spec__
-    held = {name: sys.modules.pop(name) for name in list(sys.modules) if name == NAME or name.startswith(f"{NAME}.")}
+    held = {
+        name: sys.modules.pop(name)
+        for name in list(sys.modules)
+        if name == NAME or name.startswith(f"{NAME}.")
+    }
     spec = spec_from_file_location(NAME, OURS / "__init__.py", submodule_search_locations=[str(OURS)])
     assert spec is not None
     assert spec.loader is not None
@@ -43,18 +51,26 @@ def import_callbacks() -> ModuleType:
 
 
 def _find_theirs() -> ModuleSpec | None:
-    """The first module or package of that name on the path that is not of this project; the working directory comes first."""
+    """The first module or package of that name on the path that is not of this project; the working directory
+    comes first."""
     for entry in dict.fromkeys([os.getcwd(), *sys.path]):
         spec = PathFinder.find_spec(NAME, [entry or os.getcwd()])
-        copy = Path(entry, *__name__.split(".")).with_suffix(".py")  # of this project: an installed one started in a clone, say
+        copy = Path(entry, *__name__.split(".")).with_suffix(
+            ".py"
+        )  # of this project: an installed one started in a clone, say
         if spec is not None and OURS not in _folders(spec) and not copy.is_file():
             return spec
     return None
 
 
 def _names_of_old(module: ModuleType) -> set[str]:
-    """The submodules of ``module`` that are imported by another name than their own: where they lay in an earlier version."""
-    parts = {name.rpartition(".")[2]: part for name, part in sys.modules.items() if name.rpartition(".")[0] == module.__name__}
+    """The submodules of ``module`` that are imported by another name than their own: where they lay in an
+    earlier version."""
+    parts = {
+        name.rpartition(".")[2]: part
+        for name, part in sys.modules.items()
+        if name.rpartition(".")[0] == module.__name__
+    }
     return {name for name, part in parts.items() if part.__name__ != f"{module.__name__}.{name}"}
 
 
@@ -63,7 +79,8 @@ def _folders(spec: ModuleSpec | None) -> list[Path]:
 
 
 class _Joined(ModuleType):
-    """Two modules of one name; what neither had when they were joined is asked of the user's, which may make names on demand."""
+    """Two modules of one name; what neither had when they were joined is asked of the user's, which may make
+    names on demand."""
 
     _theirs: ModuleType | None = None
     _problem = ""
@@ -74,8 +91,11 @@ class _Joined(ModuleType):
         raise AttributeError(f"module '{self.__name__}' has no attribute '{name}'{self._problem}")
 
 
-def _join(ours: ModuleType, theirs: ModuleSpec, held: Mapping[str, ModuleType], name: str = NAME) -> ModuleType:
-    """One module, in place of both, and the same for submodules that both have. What runs in ``ours`` keeps its own names.
+def _join(
+    ours: ModuleType, theirs: ModuleSpec, held: Mapping[str, ModuleType], name: str = NAME
+) -> ModuleType:
+    """One module, in place of both, and the same for submodules that both have. What runs in ``ours`` keeps
+    its own names.
 
     Args:
         ours: the project's module.
@@ -113,7 +133,11 @@ def _join(ours: ModuleType, theirs: ModuleSpec, held: Mapping[str, ModuleType], 
         own_value = vars(ours).get(key, value)
         if key.startswith("__") or (isinstance(value, ModuleType) and value.__name__.startswith(NAME)):
             continue
-        if own_value is not value and (isclass(own_value) or isfunction(own_value)) and own_value.__module__.startswith(NAME):
+        if (
+            own_value is not value
+            and (isclass(own_value) or isfunction(own_value))
+            and own_value.__module__.startswith(NAME)
+        ):
             log.warning("%s.%s is yours, of %s, and not the project's", name, key, theirs.origin)
         setattr(joined, key, value)
     return joined

@@ -21,10 +21,12 @@ class Command:
 
     Args:
         help: one line for ``--help``.
-        function: ``module:function`` to run with the arguments of its own signature; None: the trainer's method of the
-            command's name, with trainer, model and data from the configuration.
-        words: name of the argument of ``function`` that takes the words of the command line that are no flags.
-        resolves: whether ``function`` is handed ``resolve``, which turns arguments of ``fit`` into the whole configuration.
+        function: ``module:function`` to run with the arguments of its own signature; None: the trainer's
+            method of the command's name, with trainer, model and data from the configuration.
+        words: name of the argument of ``function`` that takes the words of the command line that are no
+            flags.
+        resolves: whether ``function`` is handed ``resolve``, which turns arguments of ``fit`` into the whole
+            configuration.
         quick: what answers with the arguments as they are and needs no torch, in place of ``function``.
     """
 
@@ -47,13 +49,25 @@ COMMANDS = {
         "fl_lightning.study.execute.tune:tune",
         resolves=True,
     ),
-    "test": Command("probe a finished run: clean, corrupted and attacked images, clients, calibration, cost; nothing is trained"),
-    "compare": Command(
-        "what finished runs show: tables, paired tests, verdicts, figures", "fl_lightning.study.report.compare:compare"
+    "test": Command(
+        "probe a finished run: clean, corrupted and attacked images, clients, calibration, cost; "
+        "nothing is trained"
     ),
-    "track": Command("bring runs that were not tracked, or not wholly, into MLflow", "fl_lightning.run.track:track", "run_dirs"),
-    "check": Command("run the conformance kit on a method, yours or one of the project's", "fl_lightning.conformance:check"),
-    "configs": Command("list the configurations that come with the program; configs FOLDER copies them there", quick=configs),
+    "compare": Command(
+        "what finished runs show: tables, paired tests, verdicts, figures",
+        "fl_lightning.study.report.compare:compare",
+    ),
+    "track": Command(
+        "bring runs that were not tracked, or not wholly, into MLflow",
+        "fl_lightning.run.track:track",
+        "run_dirs",
+    ),
+    "check": Command(
+        "run the conformance kit on a method, yours or one of the project's", "fl_lightning.conformance:check"
+    ),
+    "configs": Command(
+        "list the configurations that come with the program; configs FOLDER copies them there", quick=configs
+    ),
 }
 
 _HELP = """\
@@ -69,13 +83,13 @@ try it (no network needed):
   mlflow ui --backend-store-uri sqlite:///mlflow.db
 
 options of a command:
-  --config FILE        YAML; give it again to layer another file on top; kd_default and others come with the program
+  --config FILE        YAML; give it again to layer another file on top; kd_default and others come along
   --trainer.max_rounds 5, --model FedAvg, --model.alpha 1.0, --data.num_clients 10 ...   override one setting
   --trainer.callbacks+=LabelNoise --trainer.callbacks.round 3   append a callback and set its argument
   --print_config       print the resolved configuration and stop
   --help               all settings of the command; --model.help FedAvg: those of one class
 
-environment: FL_LIGHTNING_TRAINER__MAX_ROUNDS=5, FL_LIGHTNING_DATA='{{num_clients: 10}}', FL_LIGHTNING_CONFIG=FILE ...
+environment: FL_LIGHTNING_TRAINER__MAX_ROUNDS=5, FL_LIGHTNING_DATA='{{num_clients: 10}}', ...
   A configuration file beats the environment, a flag beats both (in the order in which they are written).
   FL_LIGHTNING_TRACEBACK=1 prints the traceback of whatever ends a command.
 
@@ -85,7 +99,9 @@ exit codes: 0 done, 2 bad input, 130 interrupted, 1 anything else
 
 
 def help_text() -> str:
-    return _HELP.format(commands="\n".join(f"  {name:<20} {command.help}" for name, command in COMMANDS.items()))
+    return _HELP.format(
+        commands="\n".join(f"  {name:<20} {command.help}" for name, command in COMMANDS.items())
+    )
 
 
 def version_text() -> str:
@@ -110,7 +126,9 @@ def answer_quickly(argv: list[str]) -> int | None:
     if argv[0] not in COMMANDS:
         near = get_close_matches(argv[0], COMMANDS, n=1) or list(COMMANDS)
         raise InputError(
-            f"{argv[0]}; the first argument must be a command: {', '.join(COMMANDS)}; write python -m fl_lightning {near[0]} ..."
+            f"{argv[0]}",
+            f"the first argument must be a command: {', '.join(COMMANDS)}",
+            f"write python -m fl_lightning {near[0]} ...",
         )
     if quick := COMMANDS[argv[0]].quick:
         quick(argv[1:])

@@ -1,4 +1,5 @@
-"""What the user gave, looked at before and after parsing: configuration files, environment variables, unused settings."""
+"""What the user gave, looked at before and after parsing: configuration files, environment variables, unused
+settings."""
 
 from __future__ import annotations
 
@@ -37,7 +38,8 @@ def read_configs(args: list[str]) -> dict[str, str]:
 
 
 def check_encoding(args: Iterable[str]) -> None:
-    """Refuse arguments and variables that are not UTF-8: they could not be kept in the configuration of a run.
+    """Refuse arguments and variables that are not UTF-8: they could not be kept in the configuration of a
+    run.
 
     Raises:
         InputError: one is not; it is shown with its odd bytes as ``\\x..``.
@@ -48,7 +50,9 @@ def check_encoding(args: Iterable[str]) -> None:
             given.encode()
         except UnicodeEncodeError:
             shown = os.fsencode(given).decode(errors="backslashreplace")
-            raise InputError(f"{shown}; it is not UTF-8, and a configuration is; write it in UTF-8") from None
+            raise InputError(
+                f"{shown}", "it is not UTF-8, and a configuration is", "write it in UTF-8"
+            ) from None
 
 
 def with_config_of_run(args: list[str]) -> list[str]:
@@ -69,15 +73,18 @@ def with_config_of_run(args: list[str]) -> list[str]:
         return args
     if not given.ckpt_path or given.ckpt_path == "last":
         raise InputError(
-            f"test {f'--ckpt_path {given.ckpt_path}' if given.ckpt_path else 'without --ckpt_path'} and without --config; it needs "
-            "to know the run; write --ckpt_path and the run's directory"
+            f"test {(f'--ckpt_path {given.ckpt_path}' if given.ckpt_path else 'without --ckpt_path')} and "
+            "without --config",
+            "it needs to know the run",
+            "write --ckpt_path and the run's directory",
         )
     path = Path(given.ckpt_path)
     run = path.parent.parent if path.parent.name == "checkpoints" else path
     if not (run / "config.yaml").is_file():
         raise InputError(
-            f"--ckpt_path {given.ckpt_path}; it is neither a run directory nor a checkpoint in one; write the directory that holds "
-            "config.yaml"
+            f"--ckpt_path {given.ckpt_path}",
+            "it is neither a run directory nor a checkpoint in one",
+            "write the directory that holds config.yaml",
         )
     return ["--config", str(run / "config.yaml"), *args]
 
@@ -85,18 +92,28 @@ def with_config_of_run(args: list[str]) -> list[str]:
 def _read_config(path: str) -> str:
     given = f"--config {path}"
     if Path(path).is_dir():
-        raise InputError(f"{given}; it is a directory and must be a YAML file; write --config {_yaml_near(Path(path) / 'x')}")
+        raise InputError(
+            f"{given}",
+            "it is a directory and must be a YAML file",
+            f"write --config {_yaml_near(Path(path) / 'x')}",
+        )
     try:
         text = read_document(Path(path), given)
     except InputError:
         raise
     except FileNotFoundError:
-        raise InputError(f"{given}; there is no such file; write --config {_yaml_near(Path(path))}") from None
+        raise InputError(
+            f"{given}", "there is no such file", f"write --config {_yaml_near(Path(path))}"
+        ) from None
     except UnicodeDecodeError:
-        raise InputError(f"{given}; it is not a text file and must be YAML; write --config {_yaml_near(Path(path))}") from None
+        raise InputError(
+            f"{given}", "it is not a text file and must be YAML", f"write --config {_yaml_near(Path(path))}"
+        ) from None
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or error
-        raise InputError(f"{given}; it cannot be read ({reason}); write the path of a YAML file that can") from None
+        raise InputError(
+            f"{given}", f"it cannot be read ({reason})", "write the path of a YAML file that can"
+        ) from None
     try:
         node = yaml.compose(text, Loader=yaml.SafeLoader)
         yaml.safe_load(text)
@@ -106,27 +123,37 @@ def _read_config(path: str) -> str:
         where = f", line {mark.line + 1}, column {mark.column + 1}" if mark else ""
         seen = " ".join(part for part in (error.context, error.problem) if part)
         raise InputError(
-            f"{given}{where}; it is not valid YAML: {seen}; mend that line ('key: value', indented with spaces)"
+            f"{given}{where}",
+            f"it is not valid YAML: {seen}",
+            "mend that line ('key: value', indented with spaces)",
         ) from None
     except (yaml.YAMLError, ValueError) as error:  # ValueError: the 31st of February
-        raise InputError(f"{given}; it is not valid YAML: {error}; write 'key: value' lines") from None
+        raise InputError(f"{given}", f"it is not valid YAML: {error}", "write 'key: value' lines") from None
     except RecursionError:
-        raise InputError(f"{given}; it is nested too deeply, or in itself; write a plain mapping of settings") from None
+        raise InputError(
+            f"{given}", "it is nested too deeply, or in itself", "write a plain mapping of settings"
+        ) from None
     if not isinstance(node, yaml.MappingNode):
         what = "empty" if node is None else "not a mapping of settings"
-        raise InputError(f"{given}; it is {what}; write for example 'trainer: {{max_rounds: 5}}' into it")
+        raise InputError(f"{given}", f"it is {what}", "write for example 'trainer: {max_rounds: 5}' into it")
     for key, line in repeated:
-        raise InputError(f"{path}, line {line}: {key}; a key may be given once; remove one of the two")
+        raise InputError(f"{path}, line {line}: {key}", "a key may be given once", "remove one of the two")
     return text
 
 
 def _yaml_near(path: Path) -> str:
     """The YAML file that was probably meant."""
     folder = configs_folder()
-    names = {file.name: f"configs/{file.relative_to(folder)}" for file in folder.rglob("*.yaml")}  # found from anywhere
+    names = {
+        file.name: f"configs/{file.relative_to(folder)}" for file in folder.rglob("*.yaml")
+    }  # found from anywhere
     files = [*Path("configs").glob("*.y*ml"), *path.parent.glob("*.y*ml")]
     names |= {file.name: str(file) for file in files if file != path}
-    near = [match for name in (path.name, f"{path.stem}.yaml") for match in get_close_matches(name, names, n=1, cutoff=0.7)]
+    near = [
+        match
+        for name in (path.name, f"{path.stem}.yaml")
+        for match in get_close_matches(name, names, n=1, cutoff=0.7)
+    ]
     return names[near[0]] if near else "configs/kd_default.yaml"
 
 
@@ -145,7 +172,8 @@ def _repeated_keys(node: yaml.Node) -> Iterator[tuple[str, int]]:
 
 
 def line_of(path: str, text: str) -> int | None:
-    """Line, counted from 1, of a dotted setting in a YAML text; the levels ``init_args`` and of lists need no naming.
+    """Line, counted from 1, of a dotted setting in a YAML text; the levels ``init_args`` and of lists need no
+    naming.
 
     >>> line_of("trainer.callbacks.round", "trainer:\\n  callbacks:\\n  - init_args:\\n      round: 3")
     4
@@ -177,7 +205,8 @@ def variable_of(path: str) -> str:
 
 
 def beside_class_path(node: Any, path: str = "") -> Iterator[tuple[str, str]]:
-    """Dotted path of each class of a configuration that has a key beside ``class_path`` and ``init_args``, and that key."""
+    """Dotted path of each class of a configuration that has a key beside ``class_path`` and ``init_args``,
+    and that key."""
     if isinstance(node, list):
         for item in node:
             yield from beside_class_path(item, path)
@@ -200,8 +229,9 @@ def check_kind(texts: Mapping[str, str]) -> None:
         for key, what, command in (("methods", "a study", "sweep"), ("space", "a search", "tune")):
             if {"study", key} <= keys:
                 raise InputError(
-                    f"--config {path}; it is {what}, and fit runs one configuration; write python -m fl_lightning {command} "
-                    f"--config {path}"
+                    f"--config {path}",
+                    f"it is {what}, and fit runs one configuration",
+                    f"write python -m fl_lightning {command} --config {path}",
                 )
 
 
@@ -214,16 +244,22 @@ def check_environment(settings: Iterable[str]) -> None:
         group, _, setting = name.removeprefix(ENV_PREFIX).partition("__")
         if setting and group in ("MODEL", "DATA"):
             instead = f"write {ENV_PREFIX}{group}='{{{setting.lower()}: {os.environ[name]}}}'"
-            raise InputError(f"environment variable {name}; settings of {group.lower()} are given together; {instead}")
+            raise InputError(
+                f"environment variable {name}",
+                f"settings of {group.lower()} are given together",
+                f"{instead}",
+            )
         near = get_close_matches(name, valid, n=1)
         instead = f"write {near[0]}" if near else f"unset {name}"
-        raise InputError(f"environment variable {name}; there is no such setting; {instead}")
+        raise InputError(f"environment variable {name}", "there is no such setting", f"{instead}")
 
 
 def dropped_names(args: list[str], texts: Iterable[str], config: Mapping[str, Any]) -> list[str]:
-    """Settings that were given but are not in the resolved ``config``: their class was replaced by one that has no such argument.
+    """Settings that were given but are not in the resolved ``config``: their class was replaced by one that
+    has no such argument.
 
-    >>> dropped_names([], ["model: {class_path: A, init_args: {alpha: 1}}"], {"model": {"class_path": "B", "init_args": {}}})
+    >>> files = ["model: {class_path: A, init_args: {alpha: 1}}"]
+    >>> dropped_names([], files, {"model": {"class_path": "B", "init_args": {}}})
     ['model.alpha']
     """
     final = _plain(config)
@@ -234,7 +270,9 @@ def dropped_names(args: list[str], texts: Iterable[str], config: Mapping[str, An
         path = arg.removeprefix("--").partition("=")[0]
         if arg.startswith(("--model.", "--data.")) and not path.endswith((".help", "+")):
             nested: Any = True
-            for name in reversed([part for part in path.split(".") if part not in ("init_args", "class_path")]):
+            for name in reversed(
+                [part for part in path.split(".") if part not in ("init_args", "class_path")]
+            ):
                 nested = {name: nested}
             dropped.update(dict.fromkeys(_missing(nested, final)))
     return list(dropped)
@@ -244,7 +282,11 @@ def _plain(node: Any) -> Any:
     """Without the levels ``class_path`` and ``init_args``, which may be left out."""
     if not isinstance(node, Mapping):
         return node
-    plain = {key: _plain(value) for key, value in node.items() if key not in ("class_path", "init_args", "dict_kwargs")}
+    plain = {
+        key: _plain(value)
+        for key, value in node.items()
+        if key not in ("class_path", "init_args", "dict_kwargs")
+    }
     for level in ("init_args", "dict_kwargs"):
         inner = _plain(node.get(level))
         plain.update(inner if isinstance(inner, dict) else {})

@@ -13,7 +13,8 @@ from fl_lightning.errors import InputError
 
 
 def class_help(args: list[str], settings: Mapping[str, Any]) -> str | None:
-    """The text for the first ``--SETTING.help`` of a command line; None where there is none that is answered here.
+    """The text for the first ``--SETTING.help`` of a command line; None where there is none that is answered
+    here.
 
     Args:
         args: the command line after the command.
@@ -28,20 +29,30 @@ def class_help(args: list[str], settings: Mapping[str, Any]) -> str | None:
         if not flag.endswith(".help") or path not in settings:
             continue
         name = name if equals else "" if following.startswith("-") else following
-        known = {cls.__name__: cls for member in _classes(hint_of(settings[path])) for cls in concrete(member)}
+        known = {
+            cls.__name__: cls for member in _classes(hint_of(settings[path])) for cls in concrete(member)
+        }
         cls = known.get(name) or import_class(name)
         if cls is not None:
             return "\n".join(_of_class(path, cls)) + "\n"
         if name:
             near = nearest(name, known) or next(iter(sorted(known)), "")
-            raise InputError(f"{flag} {name}; it is one of {', '.join(sorted(known))}, or an import path; write {flag} {near}")
+            raise InputError(
+                f"{flag} {name}",
+                f"it is one of {', '.join(sorted(known))}, or an import path",
+                f"write {flag} {near}",
+            )
         return "\n".join(_of_choices(path, known)) + "\n"
     return None
 
 
 def _classes(hint: Any) -> Iterator[type]:
     for member in members(hint):
-        if inspect.isclass(member) and not getattr(member, "__args__", ()) and member.__module__ != "builtins":
+        if (
+            inspect.isclass(member)
+            and not getattr(member, "__args__", ())
+            and member.__module__ != "builtins"
+        ):
             yield member
         else:
             yield from (cls for part in getattr(member, "__args__", ()) for cls in _classes(part))
@@ -54,10 +65,18 @@ def _of_class(path: str, cls: type) -> Iterator[str]:
     for name, action in settings_of(cls).items():
         if "." in name:
             continue
-        default = "" if action.default == "==SUPPRESS==" or action.required else f"; default {_shown(action.default)}"
+        default = (
+            ""
+            if action.default == "==SUPPRESS==" or action.required
+            else f"; default {_shown(action.default)}"
+        )
         rule = describe(hint_of(action)) if hint_of(action) is not None else "any"
-        yield from textwrap.wrap(f"--{path}.{name}  {rule}{default}", width, initial_indent="  ", subsequent_indent="      ")
-        text = " ".join((action.help or "").replace("%%", "%").split()) if isinstance(action.help, str) else ""
+        yield from textwrap.wrap(
+            f"--{path}.{name}  {rule}{default}", width, initial_indent="  ", subsequent_indent="      "
+        )
+        text = (
+            " ".join((action.help or "").replace("%%", "%").split()) if isinstance(action.help, str) else ""
+        )
         yield from textwrap.wrap(text, width, initial_indent="      ", subsequent_indent="      ")
 
 

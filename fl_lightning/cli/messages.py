@@ -1,7 +1,8 @@
-"""jsonargparse's complaints, rewritten as one line in three parts: what was given; the rule; what to write instead.
+"""jsonargparse's complaints, rewritten as one line in three parts: what was given; the rule; what to write
+instead.
 
-jsonargparse reports nested problems as indented text. What is needed of it (keys, class, value) is picked out here, the rule
-comes from the type of the setting, and the suggestion is the nearest valid name.
+jsonargparse reports nested problems as indented text. What is needed of it (keys, class, value) is picked out
+here, the rule comes from the type of the setting, and the suggestion is the nearest valid name.
 """
 
 from __future__ import annotations
@@ -38,10 +39,12 @@ from fl_lightning.cli.types import (
 KEY = re.compile(r'Parser key "([^"]+)"')
 OWNER = re.compile(r"class_path[ =]'([^']+)'")
 COMPLAINT = re.compile(
-    r"^ *- (?:Problem with given class_path '[^']+':)?\s*(.+?)(?=\n *- |\n *Given value|\Z)", re.MULTILINE | re.DOTALL
+    r"^ *- (?:Problem with given class_path '[^']+':)?\s*(.+?)(?=\n *- |\n *Given value|\Z)",
+    re.MULTILINE | re.DOTALL,
 )
 UNKNOWN_KEY = re.compile(
-    r"Option '(?P<key>[^']+)' is not accepted|Group '(?P<group>[^']+)' does not accept option '(?P<option>[^']+)'"
+    r"Option '(?P<key>[^']+)' is not accepted|"
+    r"Group '(?P<group>[^']+)' does not accept option '(?P<option>[^']+)'"
 )
 UNKNOWN_FLAG = re.compile(r"unrecognized arguments: (\S+)")
 NO_VALUE = re.compile(r"argument (?:-c/)?(--\S+): expected")
@@ -49,13 +52,19 @@ REQUIRED = re.compile(r"arguments are required: (\S+)")
 VALUES = (
     re.compile(r"NestedArg\(key='[^']*', val='?([^')]*)"),
     re.compile(r"dot import path string: (\S+)"),
-    re.compile(r"Import path (\S+) does not|class, but (\S+) is|Problem with given class_path '([^']+)':\s+(?:No module|module)"),
+    re.compile(
+        r"Import path (\S+) does not|class, but (\S+) is|"
+        r"Problem with given class_path '([^']+)':\s+(?:No module|module)"
+    ),
     re.compile(r"(?:Got|Given) value: (.+?)(?:\. Got value.*)?$", re.MULTILINE),
     re.compile(r"base 10: '(.*)'|: (\S+) does not conform|: (\S+) not a number"),
     re.compile(r"Unable to load config '([^']*)'"),
 )
 REASONS = (
-    (re.compile(r"No module named '[^']+'|module '[^']+' has no attribute '[^']+'"), "it cannot be imported ({})"),
+    (
+        re.compile(r"No module named '[^']+'|module '[^']+' has no attribute '[^']+'"),
+        "it cannot be imported ({})",
+    ),
     (re.compile(r"is abstract"), "it {}"),
     (re.compile(r"Multiple subclasses with name [^.]+"), "there are {}"),
 )
@@ -85,7 +94,8 @@ class Given:
         return value
 
     def source_of(self, document: str) -> str:
-        """``--flag VALUE``, shortened, of the value that is this YAML text or names a file with it; else the text's beginning."""
+        """``--flag VALUE``, shortened, of the value that is this YAML text or names a file with it; else the
+        text's beginning."""
         for arg, following in zip(self.args, [*self.args[1:], ""], strict=False):
             name, equals, rest = arg.partition("=")
             value = rest if equals else following
@@ -93,16 +103,24 @@ class Given:
                 if value == document or Path(value).read_text() == document:
                     return f"{name} {_shortened(value)}"
         variable = next(
-            (f"environment variable {name}={value}" for name, value in os.environ.items() if value == document), document
+            (
+                f"environment variable {name}={value}"
+                for name, value in os.environ.items()
+                if value == document
+            ),
+            document,
         )
         return _shortened(variable)
 
     def variable(self, path: str, value: str) -> str | None:
-        """The environment variable that gives this setting this value, by itself or for the group that it is in."""
+        """The environment variable that gives this setting this value, by itself or for the group that it is
+        in."""
         parts = path.split(".")
         for length in range(len(parts), 0, -1):
             name = variable_of(".".join(parts[:length]))
-            if name in os.environ and (os.environ[name] == value or (length < len(parts) and value in os.environ[name])):
+            if name in os.environ and (
+                os.environ[name] == value or (length < len(parts) and value in os.environ[name])
+            ):
                 return name if length == len(parts) or not self.in_file(path) else None
         return None
 
@@ -112,8 +130,11 @@ class Given:
         return variable == variable_of(path)
 
     def beside_class_path(self) -> tuple[str, str] | None:
-        """Dotted path of the first class of the files that has a key beside ``class_path`` and ``init_args``, and that key."""
-        return next((found for text in self.texts.values() for found in beside_class_path(yaml.safe_load(text))), None)
+        """Dotted path of the first class of the files that has a key beside ``class_path`` and ``init_args``,
+        and that key."""
+        return next(
+            (found for text in self.texts.values() for found in beside_class_path(yaml.safe_load(text))), None
+        )
 
     def in_file(self, path: str) -> str:
         """``" (FILE, line N)"`` of the last file that has the setting, else nothing."""
@@ -138,7 +159,10 @@ def explain(message: str, parser: ArgumentParser, given: Given, flags: Iterable[
         return _unknown_flag(found[1], settings)
     if found := UNTYPED.search(message):
         owner = found["owner"].removesuffix(".__init__")
-        return f"parameter {found['name']} of {owner} has no type; a setting needs one; write {found['name']}: int, or what it is"
+        return (
+            f"parameter {found['name']} of {owner} has no type; a setting needs one; write "
+            f"{found['name']}: int, or what it is"
+        )
     keys = [key for key, _ in groupby(KEY.findall(message)) if key != "config"]
     owners = OWNER.findall(message)
     if found := REQUIRED.search(message):
@@ -147,7 +171,9 @@ def explain(message: str, parser: ArgumentParser, given: Given, flags: Iterable[
         example = " or --config configs/kd_default.yaml" if path == "model" else ""
         return f"no {path} given; it is required; write --{path} {example_of(action)}{example}"
     if found := NO_VALUE.search(message):
-        example = "FILE" if found[1] == "--config" else example_of(settings.get(found[1].lstrip("-").rstrip("+")))
+        example = (
+            "FILE" if found[1] == "--config" else example_of(settings.get(found[1].lstrip("-").rstrip("+")))
+        )
         return f"{found[1]} without a value; it needs one; write {found[1]} {example}"
     if found := UNKNOWN_KEY.search(message):
         name = found["key"] or f"{found['group']}.{found['option']}"
@@ -158,7 +184,8 @@ def explain(message: str, parser: ArgumentParser, given: Given, flags: Iterable[
 
 
 def condense(message: str) -> str:
-    """What a constructor said, without jsonargparse's frame around it: the first complaint that is not about another type."""
+    """What a constructor said, without jsonargparse's frame around it: the first complaint that is not about
+    another type."""
     complaints = COMPLAINT.findall(message) if "Union subtypes" in message else []
     return next((text for text in complaints if not text.startswith("Expected a ")), message)
 
@@ -166,12 +193,17 @@ def condense(message: str) -> str:
 def _unknown_flag(token: str, settings: Mapping[str, Any]) -> str:
     flag = token.partition("=")[0]
     if not flag.startswith("-"):
-        return f"{token}; settings are given as --name value; write --config {token} if it is a configuration file"
+        return (
+            f"{token}; settings are given as --name value; write --config {token} if it is a "
+            "configuration file"
+        )
     near = meant(flag.lstrip("-").rstrip("+"), settings)
     return f"{flag}; there is no such flag; " + (f"write --{near}" if near else "see --help for all of them")
 
 
-def _unknown_key(keys: list[str], name: str, owners: list[str], settings: Mapping[str, Any], given: Given) -> str:
+def _unknown_key(
+    keys: list[str], name: str, owners: list[str], settings: Mapping[str, Any], given: Given
+) -> str:
     path = ".".join([*keys, name])
     leaf = name.rpartition(".")[2]
     flagged = given.flag_value(path) is not None
@@ -181,7 +213,9 @@ def _unknown_key(keys: list[str], name: str, owners: list[str], settings: Mappin
     if leaf == "class_path" and (found := given.beside_class_path()):
         group, extra = found
         where = given.in_file(f"{group}.{extra}")
-        return f"{group}.{extra}{where}; beside class_path stands init_args alone; write {extra} under init_args"
+        return (
+            f"{group}.{extra}{where}; beside class_path stands init_args alone; write {extra} under init_args"
+        )
     owner = import_class(owners[-1]) if owners and keys else None
     valid = settings_of(owner) if owner else settings
     near = nearest(name, valid) if owner else meant(name, valid)
@@ -195,7 +229,9 @@ def _unknown_key(keys: list[str], name: str, owners: list[str], settings: Mappin
     return f"{shown}; {rule}; write " + (f"--{near} {given.flag_value(path)}".strip() if flagged else near)
 
 
-def _bad_value(keys: list[str], owners: list[str], message: str, settings: Mapping[str, Any], given: Given) -> str:
+def _bad_value(
+    keys: list[str], owners: list[str], message: str, settings: Mapping[str, Any], given: Given
+) -> str:
     path = ".".join(keys)
     action = _action_of(keys[-1], owners) if len(keys) > 1 else settings.get(path)
     hint = hint_of(action)
@@ -203,19 +239,27 @@ def _bad_value(keys: list[str], owners: list[str], message: str, settings: Mappi
     value = flagged if flagged is not None else _value(message)
     short = _shortened(value)
     variable = given.variable(path, value) if flagged is None else None
-    shown = f"--{path} {short or repr(short)}" if flagged is not None else f"{path}: {short}{given.in_file(path)}"
+    shown = (
+        f"--{path} {short or repr(short)}" if flagged is not None else f"{path}: {short}{given.in_file(path)}"
+    )
     if variable:
         shown = f"environment variable {variable}={_shortened(os.environ[variable])}"
     if action is not None and action.metavar == "CONFIG":  # a group, such as trainer
         inner = next(name for name in settings if name.startswith(f"{path}."))
         return f"{shown}; {path} is a group of settings; write --{inner} {example_of(settings[inner])}"
-    reason = next((words.format(found[0]) for pattern, words in REASONS if (found := pattern.search(message))), "")
+    reason = next(
+        (words.format(found[0]) for pattern, words in REASONS if (found := pattern.search(message))), ""
+    )
     near = nearest(value.rpartition(".")[2], choices(hint))
     instead = near or example_of(action)
     if near is None and is_list(hint) and _names_a_class(value):
         instead = f"--{path}+=NAME with one of these names, or with the import path of a class of yours"
     elif variable:
-        instead = f"{variable}={instead}" if given.is_whole(variable, path) else f"{path.rpartition('.')[2]}: {instead} in it"
+        instead = (
+            f"{variable}={instead}"
+            if given.is_whole(variable, path)
+            else f"{path.rpartition('.')[2]}: {instead} in it"
+        )
     elif flagged is None:
         instead = f"{path}: [{instead}]" if is_list(hint) else f"{path}: {instead}"
     else:
@@ -229,20 +273,32 @@ def _names_a_class(value: str) -> bool:
 
 
 def nulls(config: Namespace, settings: Mapping[str, Action], path: str = "") -> Iterator[tuple[str, Action]]:
-    """Path and action of every setting that is null though its type does not allow it; jsonargparse lets those pass."""
+    """Path and action of every setting that is null though its type does not allow it; jsonargparse lets
+    those pass."""
     for name, action in settings.items():
         value = config.get(name)
         hint = hint_of(action)
-        if value is None and hint not in (None, Any) and action.default is not None and NoneType not in members(hint):
+        if (
+            value is None
+            and hint not in (None, Any)
+            and action.default is not None
+            and NoneType not in members(hint)
+        ):
             yield f"{path}{name}", action
         for spec in value if isinstance(value, list) else [value]:
-            if isinstance(spec, Namespace) and "init_args" in spec and (cls := import_class(spec.class_path)) is not None:
+            if (
+                isinstance(spec, Namespace)
+                and "init_args" in spec
+                and (cls := import_class(spec.class_path)) is not None
+            ):
                 yield from nulls(spec.init_args, settings_of(cls), f"{path}{name}.")
 
 
 def null_refused(path: str, action: Action, given: Given) -> str:
     hint = hint_of(action)
-    return f"{path}: null{given.in_file(path)}; it must be {describe(hint)}; write {path}: {example_of(action)}"
+    return (
+        f"{path}: null{given.in_file(path)}; it must be {describe(hint)}; write {path}: {example_of(action)}"
+    )
 
 
 def _action_of(name: str, owners: list[str]) -> Action | None:

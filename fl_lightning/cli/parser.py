@@ -1,7 +1,8 @@
-"""From a command line to a trainer, a method and data. Only this module, ``cli_errors`` and ``cli_types`` know jsonargparse.
+"""From a command line to a trainer, a method and data. Only this module, ``cli_errors`` and ``cli_types``
+know jsonargparse.
 
-A command has a parser of its own, made by LightningCLI (``run=False``), whose trainer is not a ``lightning.Trainer``: the three
-``add_*`` methods and ``instantiate_classes`` are what that takes.
+A command has a parser of its own, made by LightningCLI (``run=False``), whose trainer is not a
+``lightning.Trainer``: the three ``add_*`` methods and ``instantiate_classes`` are what that takes.
 """
 
 from __future__ import annotations
@@ -22,7 +23,14 @@ from typing import Any, TypeVar
 import lightning.fabric.loggers
 import lightning.pytorch.loggers
 import yaml
-from jsonargparse import ActionConfigFile, ArgumentParser, Namespace, get_loader, set_loader, set_parsing_settings
+from jsonargparse import (
+    ActionConfigFile,
+    ArgumentParser,
+    Namespace,
+    get_loader,
+    set_loader,
+    set_parsing_settings,
+)
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
@@ -52,7 +60,8 @@ from fl_lightning.trainer import FederatedTrainer
 T = TypeVar("T")
 # Fabric and Lightning have loggers of the same names: a short name means Lightning's, which know MLflow too.
 AnyLogger = lightning.pytorch.loggers.Logger | lightning.fabric.loggers.Logger
-# What a parser or a constructor raises when it is given something wrong; anything else is a bug of the code that raised it.
+# What a parser or a constructor raises when it is given something wrong; anything else is a bug of the code
+# that raised it.
 INPUT_PROBLEMS = (
     ArgumentError,
     ValueError,
@@ -67,10 +76,12 @@ INPUT_PROBLEMS = (
 
 
 class FederatedCLI(LightningCLI):
-    """Parses ``args`` and builds ``trainer``, ``model`` and ``datamodule``; :meth:`start` runs the trainer's method ``command``.
+    """Parses ``args`` and builds ``trainer``, ``model`` and ``datamodule``; :meth:`start` runs the trainer's
+    method ``command``.
 
     Args:
-        command: a method of the trainer; its arguments other than ``method``, ``data`` and ``seed`` become flags.
+        command: a method of the trainer; its arguments other than ``method``, ``data`` and ``seed`` become
+            flags.
         args: the command line after the command.
 
     Raises:
@@ -91,7 +102,10 @@ class FederatedCLI(LightningCLI):
             parser_kwargs={
                 "prog": f"python -m fl_lightning {command}",
                 "description": COMMANDS[command].help,
-                "epilog": "Configuration files beat environment variables (ENV); flags beat both, in the order written.",
+                "epilog": (
+                    "Configuration files beat environment variables (ENV); flags beat both, in the "
+                    "order written."
+                ),
                 "allow_abbrev": False,
                 "exit_on_error": False,
                 "default_env": True,
@@ -101,7 +115,10 @@ class FederatedCLI(LightningCLI):
 
     def add_default_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         parser.add_argument(
-            "--seed_everything", type=Seed, default=0, help="seed of every random stream of the run, >= 0 and below 2^63"
+            "--seed_everything",
+            type=Seed,
+            default=0,
+            help="seed of every random stream of the run, >= 0 and below 2^63",
         )
 
     def add_core_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
@@ -112,14 +129,21 @@ class FederatedCLI(LightningCLI):
             default=True,
             help="true for MLflow at sqlite:///mlflow.db, false for none, or any Lightning loggers",
         )
-        parser.add_argument("--model", type=Method, required=True, help="the method: class name, or class_path and init_args")
+        parser.add_argument(
+            "--model", type=Method, required=True, help="the method: class name, or class_path and init_args"
+        )
         images = {"class_path": f"{FederatedImages.__module__}.{FederatedImages.__qualname__}"}
         parser.add_argument(
-            "--data", type=FederatedData, default=images, help="the federation's data; FederatedImages if no class"
+            "--data",
+            type=FederatedData,
+            default=images,
+            help="the federation's data; FederatedImages if no class",
         )
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
-        self.command_arguments = parser.add_method_arguments(FederatedTrainer, self.command, skip={"method", "data", "seed"})
+        self.command_arguments = parser.add_method_arguments(
+            FederatedTrainer, self.command, skip={"method", "data", "seed"}
+        )
 
     def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
         if text := class_help(self.args, settings_of(parser)):
@@ -132,17 +156,25 @@ class FederatedCLI(LightningCLI):
         for group in ("trainer", "model", "data"):
             if not isinstance(self.config[group], Namespace):
                 shown = f"{group}: {self.config[group]}{given.in_file(group)}"
-                raise InputError(f"{shown}; {group} is a group of settings; leave it out or write --{group}.NAME VALUE")
+                raise InputError(
+                    f"{shown}",
+                    f"{group} is a group of settings",
+                    f"leave it out or write --{group}.NAME VALUE",
+                )
         if any(arg.split("=")[0].startswith("--model.network") for arg in self.args) and self.config.get(
             "model.init_args.module"
         ):
-            raise InputError("--model.network beside --model.module; the module is the network; leave one of them out")
+            raise InputError(
+                "--model.network beside --model.module", "the module is the network", "leave one of them out"
+            )
         for path, action in nulls(self.config, settings_of(parser)):
-            raise InputError(null_refused(path, action, given))
+            raise InputError.from_text(null_refused(path, action, given))
         self.config_text = self._resolved_text()
         dropped = dropped_names(self.args, given.texts.values(), yaml.safe_load(self.config_text))
         if dropped:
-            sys.stderr.write(f"fl_lightning: note: not used, the class in use has no such setting: {', '.join(dropped)}\n")
+            sys.stderr.write(
+                f"fl_lightning: note: not used, the class in use has no such setting: {', '.join(dropped)}\n"
+            )
 
     def _parse_ckpt_path(self) -> None:
         """Nothing: hyper-parameters of a checkpoint must not beat the command line."""
@@ -163,7 +195,9 @@ class FederatedCLI(LightningCLI):
             self.config_init = self.parser.instantiate(self.config)
         self.datamodule = self.config_init["data"]
         self.model = self.config_init["model"]
-        with input_problems(MisconfigurationException, RuntimeError):  # Fabric's words for "this machine cannot do that"
+        with input_problems(
+            MisconfigurationException, RuntimeError
+        ):  # Fabric's words for "this machine cannot do that"
             self.trainer = FederatedTrainer(**self.config_init["trainer"])  # type: ignore[assignment]
 
     def start(self) -> None:
@@ -174,11 +208,14 @@ class FederatedCLI(LightningCLI):
         trainer.command_line = ["python", "-m", "fl_lightning", self.command, *self.typed]
         arguments = {name: self.config_init[name] for name in self.command_arguments}
         with _log_to_stderr():
-            getattr(trainer, self.command)(self.model, self.datamodule, seed=self.config["seed_everything"], **arguments)
+            getattr(trainer, self.command)(
+                self.model, self.datamodule, seed=self.config["seed_everything"], **arguments
+            )
 
 
 class _Stderr(logging.StreamHandler):
-    """Writes to what ``sys.stderr`` is at the time, so that lines appear above a live display and not through it."""
+    """Writes to what ``sys.stderr`` is at the time, so that lines appear above a live display and not through
+    it."""
 
     def emit(self, record: logging.LogRecord) -> None:
         self.stream = sys.stderr
@@ -210,7 +247,9 @@ def _log_to_stderr() -> Iterator[None]:
         yield
     except BaseException:
         if rejections.count > 1:  # a run that ends well says so in its summary
-            log.warning("%d uploads were rejected until then; run.log has the reason of each", rejections.count)
+            log.warning(
+                "%d uploads were rejected until then; run.log has the reason of each", rejections.count
+            )
         raise
     finally:
         handler.removeFilter(rejections)
@@ -240,7 +279,9 @@ def _run_function(command: str, function: Any, args: list[str]) -> None:
     words = COMMANDS[command].words
     names = parser.add_function_arguments(function, skip={*handed, *([words] if words else [])})
     if words:
-        parser.add_argument(words, nargs="*", type=str, metavar=words.upper().removesuffix("S"), help="one or more")
+        parser.add_argument(
+            words, nargs="*", type=str, metavar=words.upper().removesuffix("S"), help="one or more"
+        )
         names.append(words)
     config = parse(parser, Given(args, read_configs(args)))
     with input_problems():
@@ -259,33 +300,39 @@ def resolve(args: list[str]) -> str:
 
 
 def parse(parser: ArgumentParser, given: Given, flags: Iterable[str] = ()) -> Namespace:
-    """``parser.parse_args`` whose complaints are :class:`InputError`, in three parts and with the nearest valid name."""
+    """``parser.parse_args`` whose complaints are :class:`InputError`, in three parts and with the nearest
+    valid name."""
     try:
         return with_names(lambda: parser.parse_args(given.args))
     except _TooLarge as error:
         check_size(error.document, given.source_of(error.document))
         raise
     except INPUT_PROBLEMS as error:
-        raise InputError(explain(str(error), parser, given, flags)) from error
+        raise InputError.from_text(explain(str(error), parser, given, flags)) from error
 
 
 class _TooLarge(Exception):
-    """A YAML text that :func:`check_size` refuses. Not a ValueError: jsonargparse would go on with the next type of a union."""
+    """A YAML text that :func:`check_size` refuses. Not a ValueError: jsonargparse would go on with the next
+    type of a union."""
 
     def __init__(self, document: str) -> None:
         super().__init__()
         self.document = document
 
 
-# A class path in a value may not name what runs commands, opens files or loads pickles: jsonargparse would call it.
+# A class path in a value may not name what runs commands, opens files or loads pickles: jsonargparse would
+# call it.
 set_parsing_settings(
-    import_path_denylist=[f"torch.{name}" for name in ("load", "save", "hub", "serialization", "jit", "package")]
+    import_path_denylist=[
+        f"torch.{name}" for name in ("load", "save", "hub", "serialization", "jit", "package")
+    ]
 )
 _load_yaml = get_loader("yaml")
 
 
 def _loaded(document: str) -> Any:
-    """What a flag, a variable of the environment, or a file that is given in place of a value says in YAML."""
+    """What a flag, a variable of the environment, or a file that is given in place of a value says in
+    YAML."""
     try:
         check_size(document, "")
     except InputError:
@@ -297,10 +344,12 @@ set_loader("yaml", _loaded, exceptions=(yaml.YAMLError,))
 
 
 def with_names(function: Callable[[], T]) -> T:
-    """Call what may write a configuration, such that a name given for ``Callable | str`` is written as that name.
+    """Call what may write a configuration, such that a name given for ``Callable | str`` is written as that
+    name.
 
-    jsonargparse tries the callable first, warns that it cannot write a name as one and keeps the warning's text as the value;
-    when the warning is an error it goes on to ``str``. Where that does not help (a lambda as default) it stays a warning.
+    jsonargparse tries the callable first, warns that it cannot write a name as one and keeps the warning's
+    text as the value; when the warning is an error it goes on to ``str``. Where that does not help (a lambda
+    as default) it stays a warning.
     """
     try:
         with warnings.catch_warnings():
@@ -326,15 +375,20 @@ def input_problems(*more: type[Exception]) -> Iterator[None]:
     except InputError:
         raise
     except OSError as error:
-        raise InputError(f"{error.filename or 'configuration'}; {error.strerror or error}") from error
+        raise InputError(
+            str(error.filename or "a file of the configuration"),
+            f"it cannot be read ({error.strerror or error})",
+            "name one that can",
+        ) from error
     except problems as error:
         if is_bug_of_user(cause := first_cause(error)):
             raise cause from None
-        raise InputError(condense(str(error))) from error
+        raise InputError.from_text(condense(str(error))) from error
 
 
 def _import_short_names() -> None:
-    """Stressors and meters are known by their class name, and classes of the working directory can be imported."""
+    """Stressors and meters are known by their class name, and classes of the working directory can be
+    imported."""
     if os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())
     import_callbacks()

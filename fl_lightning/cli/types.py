@@ -44,7 +44,11 @@ def settings_of(target: ArgumentParser | Callable[..., Any]) -> dict[str, Action
         add = parser.add_class_arguments if inspect.isclass(target) else parser.add_function_arguments
         add(target, fail_untyped=False)
         return {name: action for name, action in settings_of(parser).items() if name != "params"}
-    return {action.dest: action for action in target._actions if re.fullmatch(r"(?!help$)[\w.]+(?<!\.help)", action.dest)}
+    return {
+        action.dest: action
+        for action in target._actions
+        if re.fullmatch(r"(?!help$)[\w.]+(?<!\.help)", action.dest)
+    }
 
 
 def hint_of(action: Any) -> Any:
@@ -72,7 +76,9 @@ def nearest(name: str, valid: Iterable[str]) -> str | None:
     leaves = {option.rpartition(".")[2].lower(): option for option in reversed(valid)}
     for written, options in ((name.lower(), lowered), (leaf, leaves)):
         if near := get_close_matches(written, options, n=5, cutoff=0.75):
-            swapped = [option for option in near if sorted(option) == sorted(written)]  # two letters in each other's place
+            swapped = [
+                option for option in near if sorted(option) == sorted(written)
+            ]  # two letters in each other's place
             return options[(swapped or near)[0]]
     return None
 
@@ -111,12 +117,14 @@ SLIPS = {
     "resume_from_checkpoint": "ckpt_path",
     "checkpoint": "ckpt_path",
 }
-"""What other programs call a setting, by its whole name or by the last part of it, and what it is called here."""
+"""What other programs call a setting, by its whole name or by the last part of it, and what it is called
+here."""
 EPOCHS = ("epochs", "max_epochs", "num_epochs", "n_epochs", "max_epoch")
 
 
 def meant(name: str, valid: Iterable[str]) -> str | None:
-    """The setting that ``name`` probably means, and what to know about it: one that ends alike, a known slip, or the nearest.
+    """The setting that ``name`` probably means, and what to know about it: one that ends alike, a known slip,
+    or the nearest.
 
     >>> meant("trainer.gpus", ["trainer.tags"]), meant("batch_size", ["data.batch_size", "data"])
     ('trainer.devices', 'data.batch_size')
@@ -124,7 +132,10 @@ def meant(name: str, valid: Iterable[str]) -> str | None:
     valid = list(valid)
     leaf = name.rpartition(".")[2]
     if leaf in EPOCHS:
-        return "trainer.max_rounds for rounds of the federation, --trainer.local_epochs for a client's passes over its data"
+        return (
+            "trainer.max_rounds for rounds of the federation, --trainer.local_epochs for a client's "
+            "passes over its data"
+        )
     alike = [option for option in valid if option.rpartition(".")[2] == leaf]
     if alike:
         return alike[0]
@@ -190,7 +201,11 @@ def describe(hint: Any) -> str:
             names = [f"a class of {cls.__name__}"]
         if get_origin(member) is list:
             names = [f"a list of {', '.join(names) or describe(get_args(member)[0])}"]
-        words.update(dict.fromkeys([WORDS[member]] if member in WORDS else names or [getattr(member, "__name__", str(member))]))
+        words.update(
+            dict.fromkeys(
+                [WORDS[member]] if member in WORDS else names or [getattr(member, "__name__", str(member))]
+            )
+        )
     *most, last = words
     return f"{', '.join(most)} or {last}" if most else last
 

@@ -1,4 +1,5 @@
-"""Where a method is tried out: toy federations built on demand and, where several checks look at one, run once."""
+"""Where a method is tried out: toy federations built on demand and, where several checks look at one, run
+once."""
 
 from __future__ import annotations
 
@@ -49,10 +50,13 @@ class Run:
         return [len(self.trainer.data.client(id).train) for id in range(self.trainer.data.num_clients)]
 
     def answers(self) -> list[Tensor]:
-        """Of the deployed model to the input 1, float32 ``[6]``; of a personalised method, one for each client."""
+        """Of the deployed model to the input 1, float32 ``[6]``; of a personalised method, one for each
+        client."""
         data = self.trainer.data
         clients = (
-            [data.client(id, self.log.kept.get(id)) for id in range(data.num_clients)] if self.method.personalised else [None]
+            [data.client(id, self.log.kept.get(id)) for id in range(data.num_clients)]
+            if self.method.personalised
+            else [None]
         )
         with torch.no_grad():
             return [self.method.deploy(client).eval()(torch.ones(1, 1))[0].clone() for client in clients]
@@ -70,11 +74,24 @@ class Bench:
 
     # Images
 
-    def images(self, *callbacks: Callback, method: Method | None = None, ckpt_path: str | None = None, **settings: Any) -> Run:
+    def images(
+        self,
+        *callbacks: Callback,
+        method: Method | None = None,
+        ckpt_path: str | None = None,
+        **settings: Any,
+    ) -> Run:
         """Six clients with images of their own; every client, two rounds, unless told otherwise."""
         method, log = on_images(method or self.subject.make()), Log()
         settings = {"max_rounds": 2, **ALONE, **settings}
-        trainer = run(method, images(), mkdtemp(dir=self.folder), callbacks=[*callbacks, log], ckpt_path=ckpt_path, **settings)
+        trainer = run(
+            method,
+            images(),
+            mkdtemp(dir=self.folder),
+            callbacks=[*callbacks, log],
+            ckpt_path=ckpt_path,
+            **settings,
+        )
         return Run(method, trainer, log)
 
     @cached_property
@@ -112,7 +129,8 @@ class Bench:
         scheduler: Callable[[Any], LRScheduler] | None = None,
         **settings: Any,
     ) -> Run:
-        """Clients with ``counts`` examples at the centres ``labels``; all of them, three rounds of two steps, unless told otherwise.
+        """Clients with ``counts`` examples at the centres ``labels``; all of them, three rounds of two steps,
+        unless told otherwise.
 
         Raises:
             NotApplicable: the method does not run there.
@@ -159,11 +177,14 @@ class Bench:
         try:
             self._unknown  # noqa: B018
         except Exception as error:
-            raise NotApplicable(f"it does not run on the quadratic's points: {type(error).__name__}: {error}") from error
+            raise NotApplicable(
+                f"it does not run on the quadratic's points: {type(error).__name__}: {error}"
+            ) from error
 
     @cached_property
     def _unknown(self) -> str:
-        """Why nothing is known of where it goes on the quadratic; "" when something is. Raises whatever its first step there does."""
+        """Why nothing is known of where it goes on the quadratic; "" when something is. Raises whatever its
+        first step there does."""
         method, data = self._on_points(), prepared(Points((3, 1), public=5))
         built(method, data)
         quadratic, batch = method.task_loss, first_batch(method, data)
@@ -182,7 +203,11 @@ class Bench:
         except Exception:
             return "its uploads do not decode to weights, so where it goes is not known"
         averaged = weights.shape == (CENTRES.shape[1],) and not method.personalised
-        return "" if averaged else "it does not average all of the network's weights, so where it goes is not known"
+        return (
+            ""
+            if averaged
+            else "it does not average all of the network's weights, so where it goes is not known"
+        )
 
 
 def built(method: Method, data: FederatedData, seed: int = 0) -> None:

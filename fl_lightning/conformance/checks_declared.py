@@ -26,13 +26,19 @@ def federation_size(bench: Bench) -> None:
     if runs[0].method.scales_with_federation:
         require(
             difference > bench.subject.noise,
-            "it declares scales_with_federation, and three more clients that never take part change nothing: take that back",
+            (
+                "it declares scales_with_federation, and three more clients that never take part change "
+                "nothing: take that back"
+            ),
         )
     else:
         require(
             difference <= bench.subject.noise,
-            f"three more clients that never take part change the model's answers by {difference:.3g}; weigh those that returned, or "
-            "declare scales_with_federation = True if that is meant",
+            (
+                "three more clients that never take part change the model's answers by "
+                f"{difference:.3g}; weigh those that returned, or declare scales_with_federation = True "
+                "if that is meant"
+            ),
         )
 
 
@@ -42,19 +48,37 @@ def control_variates(bench: Bench) -> str:
         raise NotApplicable("it declares no control variates")
     bench.require_known()
     answers, slow = Answers(), Slow(SLOW, WORK)
-    settings: dict[str, Any] = {"max_rounds": ROUNDS, "participation": 2 / 6, "local_epochs": EPOCHS, "batch_size": BATCH}
+    settings: dict[str, Any] = {
+        "max_rounds": ROUNDS,
+        "participation": 2 / 6,
+        "local_epochs": EPOCHS,
+        "batch_size": BATCH,
+    }
     run = bench.points(COUNTS, slow, answers, scheduler=partial(ExponentialLR, gamma=DECAY), **settings)
     planned = {k: EPOCHS * n // BATCH for k, n in enumerate(COUNTS)}
     made = {k: math.ceil(steps * (WORK if k in SLOW else 1)) for k, steps in planned.items()}
-    rounds = [Round({k: made[k] for k in cohort}, planned, LR * DECAY**number) for number, cohort in enumerate(run.log.cohorts)]
+    rounds = [
+        Round({k: made[k] for k in cohort}, planned, LR * DECAY**number)
+        for number, cohort in enumerate(run.log.cohorts)
+    ]
     weights = [1] * len(COUNTS) if run.method.uniform_clients else COUNTS
     (start,) = bench.start_on_points(run.trainer.data)
     expected, found = path(start, rounds, weights), answers.seen
-    wrong = next((r for r in range(ROUNDS) if not distance(expected[r : r + 1], found[r : r + 1]) <= bench.subject.noise), None)
+    wrong = next(
+        (
+            r
+            for r in range(ROUNDS)
+            if not distance(expected[r : r + 1], found[r : r + 1]) <= bench.subject.noise
+        ),
+        None,
+    )
     if wrong is not None:
         why = diagnosis(start, rounds, weights, found, bench.subject.noise)
         if not any(run.log.kept.values()):
             why = "its clients keep nothing: c_i stays with the client, in client.state"
-        shown = f"after round {wrong + 1} the model is at {show(found[wrong])}, and SCAFFOLD at {show(expected[wrong])}"
+        shown = (
+            f"after round {wrong + 1} the model is at {show(found[wrong])}, and SCAFFOLD at "
+            f"{show(expected[wrong])}"
+        )
         require(False, f"{why}; {shown}" if why else shown)
     return "declared: SCAFFOLD's, option II"

@@ -33,11 +33,20 @@ def contract(bench: Bench) -> None:
     outputs = _attempt(f"its training_step fails on {form(batch)}", lambda: method.training_step(batch, 0))
     require(
         isinstance(outputs, Mapping) and "loss" in outputs,
-        f"training_step gives {form(outputs)}; a dictionary with 'loss' is needed; return {{'loss': loss, 'loss_task': loss}}",
+        (
+            f"training_step gives {form(outputs)}; a dictionary with 'loss' is needed; return {{'loss': "
+            "loss, 'loss_task': loss}"
+        ),
     )
     for name, value in outputs.items():
         one = isinstance(value, Tensor) and value.ndim == 0
-        require(one, f"training_step gives {name!r} as {form(value)}; each term is a tensor of one number; sum or average it")
+        require(
+            one,
+            (
+                f"training_step gives {name!r} as {form(value)}; each term is a tensor of one number; "
+                "sum or average it"
+            ),
+        )
     require(outputs["loss"].requires_grad, "the loss of training_step has no gradient; do not detach it")
     upload = _attempt("its upload fails", lambda: upload_of(method, client, 1, local_optimizer(method)))
     require(isinstance(upload, Payload), f"upload gives {form(upload)}; a Payload travels")
@@ -71,9 +80,13 @@ def neutral(bench: Bench) -> None:
     if settings is None:
         raise NotApplicable("no neutral setting is known")
     methods = (bench.subject.make(**settings), FedAvg())
-    mine, fedavg = (bench.images(method=method, participation=0.5).method.server["weights"] for method in methods)
+    mine, fedavg = (
+        bench.images(method=method, participation=0.5).method.server["weights"] for method in methods
+    )
     difference = float((mine - fedavg).abs().max())
-    require(torch.equal(mine, fedavg), f"with {settings} its weights differ by {difference:.3g} from FedAvg's")
+    require(
+        torch.equal(mine, fedavg), f"with {settings} its weights differ by {difference:.3g} from FedAvg's"
+    )
 
 
 def determinism(bench: Bench) -> None:
@@ -90,7 +103,9 @@ def resume(bench: Bench) -> None:
     """Two rounds, a checkpoint, two more: as four in one go."""
     whole = bench.images(max_rounds=4, participation=0.5)
     half = bench.images(max_rounds=2, participation=0.5)
-    rest = bench.images(max_rounds=4, participation=0.5, ckpt_path=str(half.trainer.run_dir), allow_changed=True)
+    rest = bench.images(
+        max_rounds=4, participation=0.5, ckpt_path=str(half.trainer.run_dir), allow_changed=True
+    )
     same_server(whole.method.server, rest.method.server, "after the resume")
     _same_kept(whole, rest, "after the resume")
 
@@ -103,7 +118,10 @@ def _same_kept(expected: Run, found: Run, when: str) -> None:
 def finite(bench: Bench) -> None:
     """Honest uploads count, and the server stays finite."""
     for entry in bench.everyone.ledger:
-        require(entry.status == "trained", f"the upload of client {entry.client} in round {entry.round} was {entry.status}")
+        require(
+            entry.status == "trained",
+            f"the upload of client {entry.client} in round {entry.round} was {entry.status}",
+        )
     _require_finite(bench.everyone.method)
 
 
@@ -119,7 +137,9 @@ def diverged_client(bench: Bench) -> None:
     _poison(method, client=0)
     run = bench.images(method=method)
     fates = {entry.status for entry in run.ledger if entry.client == 0}
-    require(fates == {"rejected"}, f"the ledger says {', '.join(sorted(fates))} of the client whose loss is NaN")
+    require(
+        fates == {"rejected"}, f"the ledger says {', '.join(sorted(fates))} of the client whose loss is NaN"
+    )
     _require_finite(run.method)
 
 
@@ -142,4 +162,7 @@ def _poison(method: Method, client: int) -> None:
 
 def _require_finite(method: Method) -> None:
     for name, value in method.server.items():
-        require(not value.is_floating_point() or bool(torch.isfinite(value).all()), f"server[{name!r}] is not finite")
+        require(
+            not value.is_floating_point() or bool(torch.isfinite(value).all()),
+            f"server[{name!r}] is not finite",
+        )

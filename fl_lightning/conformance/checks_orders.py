@@ -17,7 +17,9 @@ from fl_lightning.engines.base import one_thread
 CLIENT, EPOCHS = 4, 2
 
 
-def _upload(bench: Bench, *, data: FederatedData | None = None, forget: bool = False, **changes: Any) -> bytes:
+def _upload(
+    bench: Bench, *, data: FederatedData | None = None, forget: bool = False, **changes: Any
+) -> bytes:
     """What the client of a method that never trained sends in round 1.
 
     Args:
@@ -27,7 +29,12 @@ def _upload(bench: Bench, *, data: FederatedData | None = None, forget: bool = F
     """
     method, run, data = bench.untrained(), bench.everyone, data or bench.data
     client = data.client(CLIENT)
-    order = {"labels": data.labels(client), "epochs": EPOCHS, "steps": data.num_steps(client, EPOCHS), **changes}
+    order = {
+        "labels": data.labels(client),
+        "epochs": EPOCHS,
+        "steps": data.num_steps(client, EPOCHS),
+        **changes,
+    }
     if forget:
         method.server = {name: torch.ones_like(tensor) for name, tensor in method.server.items()}
     engine = SequentialEngine(run.trainer.fabric, method, data)
@@ -37,7 +44,10 @@ def _upload(bench: Bench, *, data: FederatedData | None = None, forget: bool = F
 
 def clients_read_messages_only(bench: Bench) -> None:
     """What a client sends follows from its message, not from the server."""
-    require(_upload(bench) == bench.everyone.log.uploads[1, CLIENT], "the same message, in another process, gives another upload")
+    require(
+        _upload(bench) == bench.everyone.log.uploads[1, CLIENT],
+        "the same message, in another process, gives another upload",
+    )
     require(_upload(bench, forget=True) == _upload(bench), "it reads what the server holds and does not send")
 
 
@@ -45,8 +55,14 @@ def orders_are_obeyed(bench: Bench) -> None:
     """Labels and the number of steps are the order's."""
     labels = bench.data.labels(bench.data.client(CLIENT))
     changed = (labels + 1) % bench.data.num_classes
-    require(_upload(bench, labels=changed) != _upload(bench), "other labels change nothing: noise in them would never arrive")
-    require(_upload(bench, steps=1) != _upload(bench), "fewer steps change nothing: a client that is slow would do all its work")
+    require(
+        _upload(bench, labels=changed) != _upload(bench),
+        "other labels change nothing: noise in them would never arrive",
+    )
+    require(
+        _upload(bench, steps=1) != _upload(bench),
+        "fewer steps change nothing: a client that is slow would do all its work",
+    )
 
 
 def only_its_own_examples(bench: Bench) -> None:
@@ -56,7 +72,10 @@ def only_its_own_examples(bench: Bench) -> None:
     others = torch.from_numpy(np.setdiff1d(np.arange(len(data.train_target)), own))
     data.train_images[others] = 255 - data.train_images[others]
     data.train_target[others] = (data.train_target[others] + 1) % data.num_classes
-    require(_upload(bench, data=data) == _upload(bench), f"client {CLIENT} sends something else when only other examples changed")
+    require(
+        _upload(bench, data=data) == _upload(bench),
+        f"client {CLIENT} sends something else when only other examples changed",
+    )
 
 
 @torch.no_grad()

@@ -32,7 +32,9 @@ def partial_participation(bench: Bench) -> None:
 def learning(bench: Bench) -> None:
     """One client, its own loss: the loss falls."""
     losses = bench.points((3,), max_rounds=10).log.losses
-    require(losses[-1] < losses[0], f"it goes from {losses[0]:.4g} in round 1 to {losses[-1]:.4g} in round 10")
+    require(
+        losses[-1] < losses[0], f"it goes from {losses[0]:.4g} in round 1 to {losses[-1]:.4g} in round 10"
+    )
 
 
 def weights_by_examples(bench: Bench) -> str:
@@ -40,16 +42,26 @@ def weights_by_examples(bench: Bench) -> str:
     one = bench.points((3, 1, 5, 2, 1, 1), Only(0, 1), labels=(0, 1, 4, 5, 2, 3))
     if one.method.personalised:
         raise NotApplicable("it is personalised: what a client is sent need not go by n_k")
-    by_n = "it declares uniform_clients, and a client of 3 examples counts for more than one of 1: take that back, or weigh them alike"
+    by_n = (
+        "it declares uniform_clients, and a client of 3 examples counts for more than one of 1: take "
+        "that back, or weigh them alike"
+    )
     if one.method.uniform_clients:
         _require_same(bench, one.answers(), _of_one_example(bench), by_n)
         return "declared: every client counts once"
     if one.method.scales_with_federation:
-        raise NotApplicable("it declares that its step scales with the federation: 3 clients are not one of 3 examples")
+        raise NotApplicable(
+            "it declares that its step scales with the federation: 3 clients are not one of 3 examples"
+        )
     three = bench.points((1, 1, 1, 1, 1, 1), Only(0, 1, 2, 3), labels=(0, 0, 0, 1, 4, 5))
-    if _difference(one.answers(), three.answers()) > bench.subject.noise >= _difference(one.answers(), _of_one_example(bench)):
+    if (
+        _difference(one.answers(), three.answers())
+        > bench.subject.noise
+        >= _difference(one.answers(), _of_one_example(bench))
+    ):
         alike = (
-            "clients count alike, whatever their examples: weigh them by n_k, or declare uniform_clients = True if that is meant"
+            "clients count alike, whatever their examples: weigh them by n_k, or declare "
+            "uniform_clients = True if that is meant"
         )
         _require_same(bench, one.answers(), three.answers(), alike)
     _require_same(bench, one.answers(), three.answers())
@@ -63,7 +75,9 @@ def _of_one_example(bench: Bench) -> list[Tensor]:
 
 def copies(bench: Bench) -> None:
     """A client with each example three times learns the same."""
-    once, thrice = (bench.points((n,), labels=(1,)) for n in (1, 3))  # blank examples, of class 0, would pull elsewhere
+    once, thrice = (
+        bench.points((n,), labels=(1,)) for n in (1, 3)
+    )  # blank examples, of class 0, would pull elsewhere
     _require_same(bench, once.answers(), thrice.answers())
 
 

@@ -1,4 +1,5 @@
-"""Checks of what stays: on a client between its rounds, on the server between all, and in the one module that serves every client."""
+"""Checks of what stays: on a client between its rounds, on the server between all, and in the one module that
+serves every client."""
 
 from __future__ import annotations
 
@@ -19,7 +20,12 @@ def no_stale_state(bench: Bench) -> None:
     after = bench.images(max_rounds=1)
     sends = alone.log.uploads[1, CLIENT] == after.log.uploads[1, CLIENT]
     require(sends, f"client {CLIENT} sends something else when others trained before it")
-    same_tensors(alone.log.kept[CLIENT], after.log.kept[CLIENT], f"what client {CLIENT} keeps", "when others trained before it")
+    same_tensors(
+        alone.log.kept[CLIENT],
+        after.log.kept[CLIENT],
+        f"what client {CLIENT} keeps",
+        "when others trained before it",
+    )
 
 
 def kept_state_is_used(bench: Bench) -> None:
@@ -29,14 +35,20 @@ def kept_state_is_used(bench: Bench) -> None:
     if not kept:
         raise NotApplicable("clients keep nothing")
     for name in kept:
-        used = bench.images(Halves(CLIENT, name, round=2)).log.uploads[2, CLIENT] != run.log.uploads[2, CLIENT]
-        require(used or _deployed_from(run, name), f"client {CLIENT} keeps {name!r}, and half of it does as well")
+        used = (
+            bench.images(Halves(CLIENT, name, round=2)).log.uploads[2, CLIENT] != run.log.uploads[2, CLIENT]
+        )
+        require(
+            used or _deployed_from(run, name), f"client {CLIENT} keeps {name!r}, and half of it does as well"
+        )
 
 
 def _deployed_from(run: Run, name: str) -> bool:
     """Whether the client's own model depends on this tensor that only the client has."""
     client = run.trainer.data.client(CLIENT, run.log.kept[CLIENT])
-    return run.method.personalised and not torch.equal(_answers(run, client), _answers(run, halved(client, name)))
+    return run.method.personalised and not torch.equal(
+        _answers(run, client), _answers(run, halved(client, name))
+    )
 
 
 @torch.no_grad()

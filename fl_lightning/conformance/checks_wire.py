@@ -1,4 +1,5 @@
-"""Checks of what travels: its bytes, that nothing else reaches the server, and what the server makes of it."""
+"""Checks of what travels: its bytes, that nothing else reaches the server, and what the server makes of
+it."""
 
 from __future__ import annotations
 
@@ -28,9 +29,13 @@ def bytes_on_the_wire(bench: Bench) -> str:
         require(announced == lengths, f"{whose}, {announced} announced")
         require(ledger[at] == lengths, f"{whose}, and the ledger has {ledger[at]}")
         run.method.round = at[0]
-        for way, formula, payload, length in zip(("up", "down"), (subject.up, subject.down), payloads, lengths, strict=True):
+        for way, formula, payload, length in zip(
+            ("up", "down"), (subject.up, subject.down), payloads, lengths, strict=True
+        ):
             expected = length if formula is None else formula(run.method, payload)
-            require(length == expected, f"{way} went {length} bytes in round {at[0]}, by hand formula {expected}")
+            require(
+                length == expected, f"{way} went {length} bytes in round {at[0]}, by hand formula {expected}"
+            )
     known = "as by hand formula" if subject.up and subject.down else "no hand formula is known"
     return f"{_range(run.log.uploads)} bytes up, {_range(run.log.broadcasts)} down, {known}"
 
@@ -49,7 +54,11 @@ def server_reads_uploads_only(bench: Bench) -> None:
         for client in run.log.cohorts[round - 1]:
             alike = other.broadcast(stranger(client)).to_bytes() == run.log.broadcasts[round, client]
             require(
-                alike, f"in round {round} client {client} is sent what the server cannot know: it depends on more than uploads"
+                alike,
+                (
+                    f"in round {round} client {client} is sent what the server cannot know: it depends "
+                    "on more than uploads"
+                ),
             )
         other.aggregate(run.log.uploads_of(round))
         same_server(after, other.server, "computed from the payloads alone")
@@ -70,7 +79,10 @@ def broadcast(bench: Bench) -> None:
             found = message.tensor(sent.entry).double()
             expected = sent.formula(history[: round - 1], run.sizes, before, client).double()
             difference = float((found - expected).abs().max()) / max(1.0, float(expected.abs().max()))
-            require(difference <= ROUNDING, f"what client {client} is sent in round {round} is {difference:.3g} off")
+            require(
+                difference <= ROUNDING,
+                f"what client {client} is sent in round {round} is {difference:.3g} off",
+            )
 
 
 def budget(bench: Bench) -> None:

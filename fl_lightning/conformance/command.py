@@ -19,7 +19,10 @@ from fl_lightning.methods import Method
 
 
 def check(
-    model: str, settings: dict[str, Any] | None = None, neutral: dict[str, Any] | None = None, noise: float | None = None
+    model: str,
+    settings: dict[str, Any] | None = None,
+    neutral: dict[str, Any] | None = None,
+    noise: float | None = None,
 ) -> None:
     """Run the conformance kit on a method and print a table.
 
@@ -35,7 +38,9 @@ def check(
             subject.make(**(given or {}))
         except (TypeError, ValueError) as error:
             raise InputError(
-                f"--{name} {given}; {model} cannot be made with them ({error}); write the arguments of its constructor as YAML"
+                f"--{name} {given}",
+                f"{model} cannot be made with them ({error})",
+                "write the arguments of its constructor as YAML",
             ) from error
     outcomes = list(run_checks(subject))
     Console().print(table(model, outcomes))
@@ -55,18 +60,31 @@ def find_method(name: str) -> type[Method]:
     except (ImportError, AttributeError) as error:
         near = (get_close_matches(name, methods.__all__, n=1) or ["FedAvg"])[0]
         raise InputError(
-            f"--model {name}; no such method ({error}); write --model {near}, or the import path of yours"
+            f"--model {name}",
+            f"no such method ({error})",
+            f"write --model {near}, or the import path of yours",
         ) from error
     if not (isinstance(found, type) and issubclass(found, Method)):
-        raise InputError(f"--model {name}; a subclass of fl_lightning.methods.Method is needed; name one, such as FedAvg")
+        raise InputError(
+            f"--model {name}",
+            "a subclass of fl_lightning.methods.Method is needed",
+            "name one, such as FedAvg",
+        )
     return found
 
 
 def table(model: str, outcomes: Sequence[Outcome]) -> Table:
     """One row a check; what was seen stands in place of the rule, a figure below it."""
-    styles = {"passed": ("green", "passed"), "failed": ("bold red", "FAILED"), "not applicable": ("dim", "n/a")}
+    styles = {
+        "passed": ("green", "passed"),
+        "failed": ("bold red", "FAILED"),
+        "not applicable": ("dim", "n/a"),
+    }
     count = {verdict: sum(outcome.verdict == verdict for outcome in outcomes) for verdict in styles}
-    title = f"{model}: {count['passed']} passed, {count['failed']} failed, {count['not applicable']} not applicable"
+    title = (
+        f"{model}: {count['passed']} passed, {count['failed']} failed, {count['not applicable']} not "
+        "applicable"
+    )
     grid = Table(title=title)
     grid.add_column("check", no_wrap=True)
     grid.add_column("verdict", no_wrap=True)

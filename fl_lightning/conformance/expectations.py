@@ -1,6 +1,7 @@
 """Where a method is known to go on the quadratic, worked out without it.
 
-Client k of ``counts[k]`` examples minimises |w - c_k|^2 / 2 by plain gradient steps of ``LR``; the deployed model answers w.
+Client k of ``counts[k]`` examples minimises |w - c_k|^2 / 2 by plain gradient steps of ``LR``; the deployed
+model answers w.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ class Walk:
 
     Args:
         method: its settings and what it declares, read by name.
-        start, end: answers of the deployed model before and after, float32 ``[6]``; of a personalised method one for each client.
+        start, end: answers of the deployed model before and after, float32 ``[6]``; of a personalised method
+            one for each client.
         counts: examples of each client.
         cohorts: clients of each round.
         epochs: local steps of a client in a round.
@@ -41,7 +43,8 @@ class Walk:
 
     @property
     def weights(self) -> Sequence[int]:
-        """What each client counts for: its examples, or 1 where the method declares that clients count alike."""
+        """What each client counts for: its examples, or 1 where the method declares that clients count
+        alike."""
         return [1] * len(self.counts) if self.method.uniform_clients else self.counts
 
 
@@ -64,12 +67,15 @@ class Expectation(ABC):
 
 
 class Averages(Expectation):
-    """The mean of the clients' weights, n_k each or alike, as declared: the known optimum is where nothing pulls.
+    """The mean of the clients' weights, n_k each or alike, as declared: the known optimum is where nothing
+    pulls.
 
-    Of a method that declares that its server step scales with the federation, one step need only be a share of that pull.
+    Of a method that declares that its server step scales with the federation, one step need only be a share
+    of that pull.
 
     Args:
-        least_step: least local step relative to SGD's of the same lr, in (0, 1]; the known bias of a two-client optimum follows from it.
+        least_step: least local step relative to SGD's of the same lr, in (0, 1]; the known bias of a
+            two-client optimum follows from it.
     """
 
     def __init__(self, least_step: float = 1.0) -> None:
@@ -83,9 +89,15 @@ class Averages(Expectation):
         hint = ""
         if self._rests(end, walk, others):
             hint = (
-                "; there clients weigh n_k, and it declares uniform_clients: take that back, or weigh them alike"
+                (
+                    "; there clients weigh n_k, and it declares uniform_clients: take that back, or "
+                    "weigh them alike"
+                )
                 if walk.method.uniform_clients
-                else "; there clients count alike: weigh them by n_k, or declare uniform_clients = True if that is meant"
+                else (
+                    "; there clients count alike: weigh them by n_k, or declare uniform_clients = True "
+                    "if that is meant"
+                )
             )
         require(False, f"it ends at {show(end)}{hint}")
 
@@ -99,22 +111,32 @@ class Averages(Expectation):
         moved = end - start
         if walk.method.scales_with_federation:
             share = float(moved @ high / (high @ high)) / LR
-            require(0 < share <= 1 + walk.noise, f"a step of lr {LR} moved it by {share:.3g} of the clients' mean step")
+            require(
+                0 < share <= 1 + walk.noise,
+                f"a step of lr {LR} moved it by {share:.3g} of the clients' mean step",
+            )
             low, high = share * low, share * high
         inside = (moved >= LR * low - walk.noise).all() and (moved <= LR * high + walk.noise).all()
-        require(bool(inside), f"a step of lr {LR} moved it by {show(moved)}, outside [{show(LR * low)}, {show(LR * high)}]")
+        require(
+            bool(inside),
+            f"a step of lr {LR} moved it by {show(moved)}, outside [{show(LR * low)}, {show(LR * high)}]",
+        )
 
 
 class SoftLabels(Expectation):
-    """Soft labels of one public input, n_k each: FedKD as a recursion in R^6, its losses' gradients written out.
+    """Soft labels of one public input, n_k each: FedKD as a recursion in R^6, its losses' gradients written
+    out.
 
-    w_k <- w_k - lr T (softmax(w_k / T) - p), then w_k <- w_k + lr (c_k - w_k); p = sum_k n_k softmax(w_k / T) / sum_k n_k; the student's
-    w <- w - lr T (softmax(w / T) - p).
+    w_k <- w_k - lr T (softmax(w_k / T) - p), then w_k <- w_k + lr (c_k - w_k); p = sum_k n_k softmax(w_k / T)
+    / sum_k n_k; the student's w <- w - lr T (softmax(w / T) - p).
     """
 
     def settled(self, walk: Walk) -> None:
         (end,), expected = walk.end, self.walk(walk)
-        require(bool(((end - expected).abs() <= walk.noise).all()), f"its student is at {show(end)} instead of {show(expected)}")
+        require(
+            bool(((end - expected).abs() <= walk.noise).all()),
+            f"its student is at {show(end)} instead of {show(expected)}",
+        )
 
     stepped = settled
 
@@ -146,7 +168,8 @@ class SoftLabels(Expectation):
 
 
 class OwnOptimum(Expectation):
-    """A model for each client, with an adapter of rank 1: it ends where its own client's loss no longer falls along the adapter."""
+    """A model for each client, with an adapter of rank 1: it ends where its own client's loss no longer falls
+    along the adapter."""
 
     def settled(self, walk: Walk) -> None:
         for k, (start, end) in enumerate(zip(walk.start, walk.end, strict=True)):

@@ -1,8 +1,9 @@
 """Bytes by hand: from the networks' layers and the methods' settings alone, not from anything that encodes.
 
-``n_l`` weights of layer l, ``R`` values of everything else, 4 bytes each in fp32. A payload is framed by 19 bytes, an entry by 3, its
-name and 4 a dimension. Where the client decides how much it sends (the bits that FedMPQ's pruning leaves, the centroids that FedPQ's
-k-means found), the formula starts from what the upload announces.
+``n_l`` weights of layer l, ``R`` values of everything else, 4 bytes each in fp32. A payload is framed by 19
+bytes, an entry by 3, its name and 4 a dimension. Where the client decides how much it sends (the bits that
+FedMPQ's pruning leaves, the centroids that FedPQ's k-means found), the formula starts from what the upload
+announces.
 """
 
 from __future__ import annotations
@@ -53,7 +54,8 @@ def weights_down(method: Any, message: Payload) -> int:
 
 
 def qsgd_up(method: Any, upload: Payload) -> int:
-    """QFedAvg: b bits for each weight, one fp32 norm a layer or bucket, the rest in fp32; 32 bits are FedAvg's."""
+    """QFedAvg: b bits for each weight, one fp32 norm a layer or bucket, the rest in fp32; 32 bits are
+    FedAvg's."""
     if method.bits == 32:
         return weights_up(method, upload)
     n = layers(method.network)
@@ -64,7 +66,8 @@ def qsgd_up(method: Any, upload: Payload) -> int:
 
 
 def product_up(method: Any, upload: Payload) -> int:
-    """FedPQ: ceil(log2 K) bits for every d weights, K d fp32 a layer, layers of fewer than 8 sub-vectors and the rest in fp32."""
+    """FedPQ: ceil(log2 K) bits for every d weights, K d fp32 a layer, layers of fewer than 8 sub-vectors and
+    the rest in fp32."""
     d, entries = method.dim, {}
     n = [size for size in layers(method.network) if math.ceil(size / d) >= 8]
     for layer, size in enumerate(n):
@@ -83,13 +86,16 @@ def planes_up(method: Any, upload: Payload) -> int:
 def _planes(method: Any, payload: Payload) -> dict[str, tuple[int, int]]:
     """Per layer 4 bits for N_l, an fp32 scale, N_l + 1 bits for each weight; the rest in fp32."""
     n, N = layers(method.network), payload.codes("bits").values.tolist()
-    codes = {f"w{layer}": (1, packed(size, bits + 1)) for layer, (size, bits) in enumerate(zip(n, N, strict=True))}
+    codes = {
+        f"w{layer}": (1, packed(size, bits + 1)) for layer, (size, bits) in enumerate(zip(n, N, strict=True))
+    }
     rest = values(method.network) - sum(n)
     return {"bits": (1, packed(len(n), 4)), "scales": (1, fp32(len(n))), **codes, "rest": (1, fp32(rest))}
 
 
 def planes_down(method: Any, message: Payload) -> int:
-    """FedMPQ, FedMPQKD: 4 bits a layer and every value in fp32, or ``quantised`` the planes and, if need be, the teacher in fp32."""
+    """FedMPQ, FedMPQKD: 4 bits a layer and every value in fp32, or ``quantised`` the planes and, if need be,
+    the teacher in fp32."""
     weights = (1, fp32(values(method.network)))
     if method.download == "full":
         return framed({"bits": (1, packed(len(layers(method.network)), 4)), "weights": weights})
@@ -122,7 +128,8 @@ def _weights_too(method: Any) -> dict[str, tuple[int, int]]:
 
 
 def adapters_up(method: Any, upload: Payload) -> int:
-    """FedMosaic: P [r, r] and Q [r] of each block, and the gradient of the reference's last layer on a share of its inputs."""
+    """FedMosaic: P [r, r] and Q [r] of each block, and the gradient of the reference's last layer on a share
+    of its inputs."""
     last = [m for m in method.reference.modules() if isinstance(m, nn.Linear)][-1]
     kept = max(1, round(method.sketch_rows * last.in_features)) * last.out_features
     return framed({"adapters": (3, _adapters(method)), "sketch": (1, fp32(kept))})

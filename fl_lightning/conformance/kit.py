@@ -10,7 +10,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from fl_lightning.conformance import checks_declared, checks_images, checks_orders, checks_quadratic, checks_state, checks_wire
+from fl_lightning.conformance import (
+    checks_declared,
+    checks_images,
+    checks_orders,
+    checks_quadratic,
+    checks_state,
+    checks_wire,
+)
 from fl_lightning.conformance.bench import Bench
 from fl_lightning.conformance.subject import Subject
 from fl_lightning.conformance.verdicts import NotApplicable, Violation

@@ -1,9 +1,11 @@
-"""SCAFFOLD on the quadratic (Karimireddy et al., ICML 2020, Algorithm 1 with option II), written out without any method's code.
+"""SCAFFOLD on the quadratic (Karimireddy et al., ICML 2020, Algorithm 1 with option II), written out without
+any method's code.
 
-    y_i <- y_i - eta_l (g_i(y_i) - c_i + c),  K_i times from x           c_i+ = c_i - c + (x - y_i) / (K_i eta_l)
-    x <- x + sum_{i in S} p_i (y_i - x)                                  c <- c + 1/N sum_{i in S} (c_i+ - c_i)
+    y_i <- y_i - eta_l (g_i(y_i) - c_i + c),  K_i times from x   c_i+ = c_i - c + (x - y_i) / (K_i eta_l)
+    x <- x + sum_{i in S} p_i (y_i - x)                          c <- c + 1/N sum_{i in S} (c_i+ - c_i)
 
-g_i(y) = y - c_i* with c_i* the client's centre; p_i as the method declares, 1 / |S| in the paper. All in float64.
+g_i(y) = y - c_i* with c_i* the client's centre; p_i as the method declares, 1 / |S| in the paper. All in
+float64.
 """
 
 from __future__ import annotations
@@ -79,7 +81,9 @@ def path(
     return answers
 
 
-def diagnosis(start: Tensor, rounds: Sequence[Round], weights: Sequence[float], found: Sequence[Tensor], noise: float) -> str:
+def diagnosis(
+    start: Tensor, rounds: Sequence[Round], weights: Sequence[float], found: Sequence[Tensor], noise: float
+) -> str:
     """Which known mistake leads along the path that was found; empty when none does."""
     for slip, wrong in _slips():
         if distance(wrong(start, rounds, weights), found) <= 10 * noise:
@@ -88,7 +92,10 @@ def diagnosis(start: Tensor, rounds: Sequence[Round], weights: Sequence[float], 
     zero, unit = (path(start, rounds[:2], weights, factor=lambda r, k, f=f: f)[-1] for f in (0.0, 1.0))  # type: ignore[misc]
     factor = float((found[1].double() - zero) @ (unit - zero) / ((unit - zero) @ (unit - zero)))
     if distance(path(start, rounds, weights, factor=lambda r, k: factor), found) <= 10 * noise:
-        return f"c_i+ takes {factor:.3g} (x - y_i) / (K eta_l): K is local_steps and eta_l is local_lr, which upload may read"
+        return (
+            f"c_i+ takes {factor:.3g} (x - y_i) / (K eta_l): K is local_steps and eta_l is local_lr, "
+            "which upload may read"
+        )
     return ""
 
 
@@ -109,7 +116,10 @@ def _slips() -> Iterator[tuple[str, Callable[..., list[Tensor]]]]:
     factors: list[tuple[str, Factor]] = [
         ("(x - y_i) / eta_l: divide by K too, which is local_steps", lambda r, k: r.made[k]),
         ("(x - y_i) / K: divide by eta_l too, which is local_lr", lambda r, k: r.lr),
-        ("the steps that were planned for K: a straggler makes fewer, local_steps", lambda r, k: r.made[k] / r.planned[k]),
+        (
+            "the steps that were planned for K: a straggler makes fewer, local_steps",
+            lambda r, k: r.made[k] / r.planned[k],
+        ),
         ("the first round's learning rate for eta_l: that of this round is local_lr", lambda r, k: r.lr / LR),
     ]
     for takes, factor in factors:
@@ -127,7 +137,10 @@ class ControlVariates(Expectation):
 
     def settled(self, walk: Walk) -> None:
         (start,), (end,) = walk.start, walk.end
-        rounds = [Round(dict.fromkeys(cohort, walk.epochs), dict.fromkeys(cohort, walk.epochs), LR) for cohort in walk.cohorts]
+        rounds = [
+            Round(dict.fromkeys(cohort, walk.epochs), dict.fromkeys(cohort, walk.epochs), LR)
+            for cohort in walk.cohorts
+        ]
         expected = path(start, rounds, walk.weights)[-1]
         right = distance([expected], [end]) <= walk.noise
         require(right, f"it ends at {show(end)}, and SCAFFOLD at {show(expected)}: see control variates")

@@ -45,14 +45,21 @@ class Subject:
 MEAN = {"sent": Sent("weights", mean_of_weights), "down": formulas.weights_down}
 FULL = {**MEAN, "up": formulas.weights_up}
 PLANES = {"sent": Sent("weights", mean_of_weights), "up": formulas.planes_up, "noise": 0.1}
-# One of a weight's two planes is zero and clamped there, so a step on planes is between half of SGD's and all of it.
+# One of a weight's two planes is zero and clamped there, so a step on planes is between half of SGD's and all
+# of it.
 MPQ = {**PLANES, "down": formulas.planes_down, "expects": Averages(least_step=0.5)}
 
 KNOWN: dict[str, dict[str, Any]] = {
     "FedAvg": FULL,
     "FedProx": {**FULL, "neutral": {"mu": 0.0}},
     "FedNTD": {**FULL, "settings": {"beta": 0.01}, "noise": 0.05, "neutral": {"beta": 0.0}},
-    "QFedAvg": {**MEAN, "up": formulas.qsgd_up, "settings": {"bits": 8}, "noise": 0.05, "neutral": {"bits": 32}},
+    "QFedAvg": {
+        **MEAN,
+        "up": formulas.qsgd_up,
+        "settings": {"bits": 8},
+        "noise": 0.05,
+        "neutral": {"bits": 32},
+    },
     "AQFL": {**PLANES, "down": formulas.one_width_down, "settings": {"bits": 8}},
     "FedPQ": {**MEAN, "up": formulas.product_up, "noise": 0.05},
     "FedMPQ": {**MPQ, "settings": {"bits": 8, "lambda_b": 0.0}},
@@ -67,14 +74,21 @@ KNOWN: dict[str, dict[str, Any]] = {
     },
     "FedMosaic": {
         "expects": OwnOptimum(),
-        "on_points": {"network": point_network, "reference": point_network, "rank": 1, "num_blocks": 1, "sigma": 0.0},
+        "on_points": {
+            "network": point_network,
+            "reference": point_network,
+            "rank": 1,
+            "num_blocks": 1,
+            "sigma": 0.0,
+        },
         "noise": 1e-3,
         "sent": Sent("adapters", mean_by_relevance),
         "up": formulas.adapters_up,
         "down": formulas.adapters_down,
     },
 }
-"""By class name: ``settings``, and :class:`Subject`'s arguments. Of a method of your own nothing is known but what it is told."""
+"""By class name: ``settings``, and :class:`Subject`'s arguments. Of a method of your own nothing is known but
+what it is told."""
 
 
 def subject_of(

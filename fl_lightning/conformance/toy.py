@@ -44,7 +44,8 @@ class Sizes(Partition):
 
 
 class Points(FederatedData):
-    """Client k has ``counts[k]`` identical examples: input 1, label ``labels[k]``. At most six clients; a public set of the input 1.
+    """Client k has ``counts[k]`` identical examples: input 1, label ``labels[k]``. At most six clients; a
+    public set of the input 1.
 
     Args:
         counts: examples of each client.
@@ -64,12 +65,20 @@ class Points(FederatedData):
         batch_size: int = 64,
     ) -> None:
         parts = Sizes(*counts[:-1])
-        super().__init__(dataset="points", num_clients=len(counts), partition=parts, batch_size=batch_size, val_fraction=0.0)
+        super().__init__(
+            dataset="points",
+            num_clients=len(counts),
+            partition=parts,
+            batch_size=batch_size,
+            val_fraction=0.0,
+        )
         self.counts, self.client_labels = counts, labels or tuple(range(len(counts)))
         self.public_size = public
 
     def setup(self, stage: str | None = None) -> None:
-        self.train_target = torch.repeat_interleave(torch.tensor(self.client_labels), torch.tensor(self.counts))
+        self.train_target = torch.repeat_interleave(
+            torch.tensor(self.client_labels), torch.tensor(self.counts)
+        )
         self.test_target = torch.zeros(1, dtype=torch.int64)
 
     def distribute(self, seed: int, device: torch.device) -> None:
@@ -135,9 +144,14 @@ def on_images(method: Method) -> Method:
 
 
 def pull(
-    weights: Tensor, counts: Sequence[int], cohort: Sequence[int], least: float = 1.0, centres: Tensor = CENTRES
+    weights: Tensor,
+    counts: Sequence[int],
+    cohort: Sequence[int],
+    least: float = 1.0,
+    centres: Tensor = CENTRES,
 ) -> tuple[Tensor, Tensor]:
-    """Bounds of ``sum_k p_k a_k (c_k - w)``, a_k in [least, 1]: the pull on a method whose step is between ``least`` and 1 times SGD's."""
+    """Bounds of ``sum_k p_k a_k (c_k - w)``, a_k in [least, 1]: the pull on a method whose step is between
+    ``least`` and 1 times SGD's."""
     share = torch.tensor([float(counts[k]) for k in cohort])
     full = (share / share.sum()).unsqueeze(1) * (centres[list(cohort)] - weights)
     return torch.minimum(full, least * full).sum(0), torch.maximum(full, least * full).sum(0)
@@ -154,7 +168,13 @@ def trainer_in(folder: Path | str, **settings: Any) -> FederatedTrainer:
 
 
 def run(
-    method: Method, data: FederatedData, folder: Path | str, *, seed: int = 0, ckpt_path: str | None = None, **settings: Any
+    method: Method,
+    data: FederatedData,
+    folder: Path | str,
+    *,
+    seed: int = 0,
+    ckpt_path: str | None = None,
+    **settings: Any,
 ) -> FederatedTrainer:
     """Fit, without a tracking store, and return the trainer."""
     trainer = trainer_in(folder, **settings)

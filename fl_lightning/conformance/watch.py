@@ -20,8 +20,8 @@ def stranger(id: int) -> Client:
 
 
 class Log(Stressor, Meter):
-    """Notes cohorts, broadcasts and uploads as bytes by (round, client), losses, the server at the start of each round, and what clients
-    keep after theirs."""
+    """Notes cohorts, broadcasts and uploads as bytes by (round, client), losses, the server at the start of
+    each round, and what clients keep after theirs."""
 
     def __init__(self) -> None:
         self.cohorts: list[list[int]] = []
@@ -93,10 +93,16 @@ class Halves(Stressor):
         self.client, self.name, self.round = client, name, round
 
     def change_cohort(self, cohort: list[Assignment], *, round: int, context: Context) -> list[Assignment]:
-        return [replace(a, client=halved(a.client, self.name)) if self._meant(a, round) else a for a in cohort]
+        return [
+            replace(a, client=halved(a.client, self.name)) if self._meant(a, round) else a for a in cohort
+        ]
 
     def _meant(self, assignment: Assignment, round: int) -> bool:
-        return round == self.round and assignment.client.id == self.client and self.name in assignment.client.state
+        return (
+            round == self.round
+            and assignment.client.id == self.client
+            and self.name in assignment.client.state
+        )
 
 
 def halved(client: Client, name: str) -> Client:
@@ -104,7 +110,8 @@ def halved(client: Client, name: str) -> Client:
 
 
 class Intact(Meter):
-    """Holds on to every tensor that the server or a client kept, with a copy, and names those whose content changes."""
+    """Holds on to every tensor that the server or a client kept, with a copy, and names those whose content
+    changes."""
 
     def __init__(self) -> None:
         self.held: list[tuple[str, Tensor, Tensor]] = []

@@ -1,6 +1,8 @@
-"""What the loop asks of data: clients, their batches, the global test set. Nothing here knows what an example looks like.
+"""What the loop asks of data: clients, their batches, the global test set. Nothing here knows what an example
+looks like.
 
-``N`` training examples, ``K`` clients, ``B`` batch, ``E`` epochs, ``n`` examples of one client, ``D`` augmentation numbers.
+``N`` training examples, ``K`` clients, ``B`` batch, ``E`` epochs, ``n`` examples of one client, ``D``
+augmentation numbers.
 """
 
 from __future__ import annotations
@@ -20,8 +22,9 @@ from torch.utils._pytree import tree_map
 from fl_lightning.client import Client
 from fl_lightning.data.batches import Draws, Pass, batch_sizes, draw_pass, side_by_side
 from fl_lightning.data.holdings import Holdings
-from fl_lightning.data.partition import Partition, check_memory, deal, require
+from fl_lightning.data.partition import Partition, check_memory, deal
 from fl_lightning.data.summary import summarise
+from fl_lightning.errors import require
 from fl_lightning.rng import stream
 from fl_lightning.support.recorded import Recorded
 
@@ -29,11 +32,12 @@ Split = Literal["train", "test"]
 
 
 class FederatedData(Recorded, LightningDataModule, ABC):
-    """A data set dealt to clients: ``prepare_data()``, ``setup()``, ``distribute(seed, device)``, then batches.
+    """A data set dealt to clients: ``prepare_data()``, ``setup()``, ``distribute(seed, device)``, then
+    batches.
 
-    A batch is a pair of inputs (a tensor; a dictionary of tensors where a network takes several) and int64 target ``[B]``.
-    A subclass sets ``num_classes`` and ``example_shape`` in its constructor, ``train_target`` and ``test_target`` (int64) in
-    ``setup``, and overrides :meth:`inputs`, :meth:`draws` and :meth:`move`.
+    A batch is a pair of inputs (a tensor; a dictionary of tensors where a network takes several) and int64
+    target ``[B]``. A subclass sets ``num_classes`` and ``example_shape`` in its constructor, ``train_target``
+    and ``test_target`` (int64) in ``setup``, and overrides :meth:`inputs`, :meth:`draws` and :meth:`move`.
 
     Args:
         dataset: name of the data set.
@@ -41,29 +45,56 @@ class FederatedData(Recorded, LightningDataModule, ABC):
         partition: how they are dealt.
         batch_size: examples of one local step.
         val_fraction: share of each client's examples that is held out for validation, in [0, 1).
-        public_examples: examples of the public set, unlabelled and the same for every client and the server; 0: none.
-        public_dataset: data set that they are drawn from; null: the training examples, and no client then holds them.
+        public_examples: examples of the public set, unlabelled and the same for every client and the server;
+            0: none.
+        public_dataset: data set that they are drawn from; null: the training examples, and no client then
+            holds them.
     """
 
     examplewise: bool = False
-    """Whether ``inputs`` makes each example by itself, from its arguments alone, and ``draws`` augments all clients or none, so that the
-    batches of many clients may be made at once. It holds for the class that says so and not for its subclasses."""
+    """Whether ``inputs`` makes each example by itself, from its arguments alone, and ``draws`` augments all
+    clients or none, so that the batches of many clients may be made at once. It holds for the class that says
+    so and not for its subclasses."""
 
     num_classes: int
     example_shape: tuple[int, ...]
     train_target: Tensor
     test_target: Tensor
 
-    def __init__(self, *, dataset: str, num_clients: int, partition: Partition, batch_size: int, val_fraction: float,
-                 public_examples: int = 0, public_dataset: str | None = None) -> None:  # fmt: skip
+    def __init__(
+        self,
+        *,
+        dataset: str,
+        num_clients: int,
+        partition: Partition,
+        batch_size: int,
+        val_fraction: float,
+        public_examples: int = 0,
+        public_dataset: str | None = None,
+    ) -> None:
         super().__init__()
-        require(num_clients >= 1, f"num_clients={num_clients}", "a federation has at least one client", "write 1 or more")
+        require(
+            num_clients >= 1,
+            f"num_clients={num_clients}",
+            "a federation has at least one client",
+            "write 1 or more",
+        )
         check_memory(f"num_clients={num_clients}", 8 * num_clients)
-        require(batch_size >= 1, f"batch_size={batch_size}", "a batch has at least one example", "write e.g. 64")
-        require(0 <= val_fraction < 1, f"val_fraction={val_fraction}", "a share in [0, 1)", "write e.g. 0.05, or 0 for none")
+        require(
+            batch_size >= 1, f"batch_size={batch_size}", "a batch has at least one example", "write e.g. 64"
+        )
+        require(
+            0 <= val_fraction < 1,
+            f"val_fraction={val_fraction}",
+            "a share in [0, 1)",
+            "write e.g. 0.05, or 0 for none",
+        )
         self.dataset, self.num_clients, self.partition = dataset, num_clients, partition
         require(
-            public_examples >= 0, f"public_examples={public_examples}", "a public set has 0 or more examples", "write 0 for none"
+            public_examples >= 0,
+            f"public_examples={public_examples}",
+            "a public set has 0 or more examples",
+            "write 0 for none",
         )
         self.batch_size, self.val_fraction = batch_size, val_fraction
         self.public_examples, self.public_dataset = public_examples, public_dataset
@@ -75,7 +106,8 @@ class FederatedData(Recorded, LightningDataModule, ABC):
 
     @abstractmethod
     def inputs(self, split: Split, index: Tensor, draws: Tensor | None = None) -> Any:
-        """What the network sees of the examples ``index`` int64 ``[B]``; ``draws`` int64 ``[B, D]``, None: not augmented."""
+        """What the network sees of the examples ``index`` int64 ``[B]``; ``draws`` int64 ``[B, D]``, None:
+        not augmented."""
 
     def draws(self, rng: np.random.Generator, epochs: int, n: int) -> np.ndarray | None:
         """Augmentation of every example in every epoch, int64 ``[E, n, D]``; None when there is none."""
@@ -93,16 +125,23 @@ class FederatedData(Recorded, LightningDataModule, ABC):
         self.train_target, self.test_target = self.train_target.to(device), self.test_target.to(device)
 
     def distribute(self, seed: int, device: torch.device) -> None:
-        """Take out the public set, deal the other training examples to the clients, put everything on the device. After ``setup``."""
+        """Take out the public set, deal the other training examples to the clients, put everything on the
+        device. After ``setup``."""
         self.seed = seed
         label = self.train_target.cpu().numpy()
         self.public = self._draw_public(seed)
-        own = None if self.public_dataset or not len(self.public) else np.delete(np.arange(len(label)), self.public)
+        own = (
+            None
+            if self.public_dataset or not len(self.public)
+            else np.delete(np.arange(len(label)), self.public)
+        )
         for cached in ("sizes", "active", "partition_hash", "_all_validation"):  # of another seed
             self.__dict__.pop(cached, None)
         holdings = deal(self.partition, label if own is None else label[own], self.num_clients, seed)
         self._holdings = holdings.of_examples(own).hold_out(self.val_fraction, seed)
-        assert own is None or not np.isin(self._holdings.index, self.public).any(), "a client holds public examples"
+        assert own is None or not np.isin(self._holdings.index, self.public).any(), (
+            "a client holds public examples"
+        )
         self.move(torch.device(device))
 
     def _draw_public(self, seed: int) -> np.ndarray:
@@ -111,7 +150,10 @@ class FederatedData(Recorded, LightningDataModule, ABC):
         if self.public_dataset:
             size = size or pool
             require(
-                size <= pool, f"public_examples={size}", f"{self.public_dataset} has {pool}", f"write 1 to {pool}, or 0 for all"
+                size <= pool,
+                f"public_examples={size}",
+                f"{self.public_dataset} has {pool}",
+                f"write 1 to {pool}, or 0 for all",
             )
         else:
             require(
@@ -120,14 +162,17 @@ class FederatedData(Recorded, LightningDataModule, ABC):
                 f"{pool} training examples leave none to clients",
                 f"write fewer than {pool}",
             )
-        return np.sort(stream(seed, "public").choice(pool, size, replace=False, shuffle=False)).astype(np.int64)
+        return np.sort(stream(seed, "public").choice(pool, size, replace=False, shuffle=False)).astype(
+            np.int64
+        )
 
     def public_pool(self) -> int:
         """How many examples the public set is drawn from."""
         return len(self.train_target)
 
     def public_inputs(self, position: Tensor) -> Any:
-        """What the network sees, not augmented, of the public examples at ``position`` int64 ``[B]``, each in [0, len(public))."""
+        """What the network sees, not augmented, of the public examples at ``position`` int64 ``[B]``, each in
+        [0, len(public))."""
         return self.inputs("train", self.public_index[position])
 
     @property
@@ -137,10 +182,13 @@ class FederatedData(Recorded, LightningDataModule, ABC):
             self._public_moved = self.public, self._to_device(self.public)
         return self._public_moved[1]
 
-    def public_batches(self, rng: np.random.Generator | None = None, batch_size: int = 512) -> Iterator[tuple[Any, Tensor]]:
+    def public_batches(
+        self, rng: np.random.Generator | None = None, batch_size: int = 512
+    ) -> Iterator[tuple[Any, Tensor]]:
         """The public set once: inputs and their positions in it, int64 ``[B]``. Its labels are not to be had.
 
-        In order; with ``rng``, in an order drawn from it and in batches to train on, of the size of a local step.
+        In order; with ``rng``, in an order drawn from it and in batches to train on, of the size of a local
+        step.
         """
         n = len(self.public)
         position, sizes = np.arange(n), [min(batch_size, n - start) for start in range(0, n, batch_size)]
@@ -151,8 +199,11 @@ class FederatedData(Recorded, LightningDataModule, ABC):
             yield self.public_inputs(index), index
 
     def client(self, id: int, state: dict[str, Tensor] | None = None) -> Client:
-        """Client ``id`` with its training and validation indices, and the ``state`` that the caller keeps for it."""
-        assert 0 <= id < len(self._holdings), f"client {id} of {len(self._holdings)}: distribute() comes first"
+        """Client ``id`` with its training and validation indices, and the ``state`` that the caller keeps for
+        it."""
+        assert 0 <= id < len(self._holdings), (
+            f"client {id} of {len(self._holdings)}: distribute() comes first"
+        )
         train, val = self._holdings.client(id)
         return Client(id=id, train=train, val=val, state={} if state is None else state)
 
@@ -172,7 +223,8 @@ class FederatedData(Recorded, LightningDataModule, ABC):
         return np.flatnonzero(self._holdings.held_out)
 
     def labels(self, client: Client) -> Tensor:
-        """Labels of the client's training examples, int64 ``[n]`` on the device, in the order of ``client.train``."""
+        """Labels of the client's training examples, int64 ``[n]`` on the device, in the order of
+        ``client.train``."""
         return self.train_target[self._to_device(client.train)]
 
     def labels_of(self, clients: Sequence[Client]) -> tuple[Tensor, ...]:
@@ -187,7 +239,13 @@ class FederatedData(Recorded, LightningDataModule, ABC):
         return epochs * len(batch_sizes(len(client.train), self.batch_size))
 
     def train_batches(
-        self, client: Client, *, round: int, epochs: int, labels: Tensor | None = None, steps: int | None = None
+        self,
+        client: Client,
+        *,
+        round: int,
+        epochs: int,
+        labels: Tensor | None = None,
+        steps: int | None = None,
     ) -> Iterator[tuple[Any, Tensor]]:
         """The client's batches of one round: a new order in every epoch; at most ``steps`` of them.
 
@@ -196,7 +254,9 @@ class FederatedData(Recorded, LightningDataModule, ABC):
         one = self._pass(client, epochs, steps, round, self.draws)
         if not one.sizes:
             return
-        target = (self.labels(client) if labels is None else labels)[self._to_device(one.position)].split(one.sizes)
+        target = (self.labels(client) if labels is None else labels)[self._to_device(one.position)].split(
+            one.sizes
+        )
         index = self._to_device(client.train[one.position]).split(one.sizes)
         draws: Sequence[Tensor | None] = [None] * len(one.sizes)
         if one.draws is not None:
@@ -205,16 +265,25 @@ class FederatedData(Recorded, LightningDataModule, ABC):
             yield self.inputs("train", index_B, draws_B), target_B
 
     def stacked_batches(
-        self, clients: Sequence[Client], *, round: int, epochs: Sequence[int], labels: Sequence[Tensor], steps: Sequence[int]
+        self,
+        clients: Sequence[Client],
+        *,
+        round: int,
+        epochs: Sequence[int],
+        labels: Sequence[Tensor],
+        steps: Sequence[int],
     ) -> Iterator[list[tuple[list[int], tuple[Any, Tensor]]]]:
-        """:meth:`train_batches` of many clients side by side, gathered at once, of a data module for which :meth:`can_stack` holds.
+        """:meth:`train_batches` of many clients side by side, gathered at once, of a data module for which
+        :meth:`can_stack` holds.
 
-        Each step as groups of clients whose batches have the same size: their positions in ``clients``, and inputs and target
-        ``[K, B, ...]`` in this order.
+        Each step as groups of clients whose batches have the same size: their positions in ``clients``, and
+        inputs and target ``[K, B, ...]`` in this order.
         """
         draws_of = self.draws if self.augments else None
         passes = [self._pass(*one, round, draws_of) for one in zip(clients, epochs, steps, strict=True)]
-        index = self._to_device(np.concatenate([c.train[one.position] for c, one in zip(clients, passes, strict=True)]))
+        index = self._to_device(
+            np.concatenate([c.train[one.position] for c, one in zip(clients, passes, strict=True)])
+        )
         first = np.cumsum([0, *map(len, labels)])
         position = np.concatenate([begin + one.position for begin, one in zip(first, passes, strict=False)])
         target = torch.cat(list(labels))[self._to_device(position)]
@@ -227,7 +296,13 @@ class FederatedData(Recorded, LightningDataModule, ABC):
                 flat = place_KB.reshape(-1)
                 inputs = self.inputs("train", index[flat], None if draws is None else draws[flat])
                 step.append(
-                    (where, (tree_map(lambda leaf, shape=place.shape: leaf.unflatten(0, shape), inputs), target[place_KB]))
+                    (
+                        where,
+                        (
+                            tree_map(lambda leaf, shape=place.shape: leaf.unflatten(0, shape), inputs),
+                            target[place_KB],
+                        ),
+                    )
                 )
             yield step
 
@@ -236,13 +311,21 @@ class FederatedData(Recorded, LightningDataModule, ABC):
         examplewise = vars(type(self)).get("examplewise", False)
         own = getattr(self.train_batches, "__func__", None) is FederatedData.train_batches
         whole = all(len(given) == len(client.train) for given, client in zip(labels, clients, strict=True))
-        return examplewise and own and whole and len({(given.dtype, given.shape[1:]) for given in labels}) == 1
+        return (
+            examplewise and own and whole and len({(given.dtype, given.shape[1:]) for given in labels}) == 1
+        )
 
     def _pass(self, client: Client, epochs: int, steps: int | None, round: int, draws: Draws | None) -> Pass:
         return draw_pass(
-            len(client.train), self.batch_size, seed=self.seed, round=round, client=client.id, epochs=epochs, steps=steps,
+            len(client.train),
+            self.batch_size,
+            seed=self.seed,
+            round=round,
+            client=client.id,
+            epochs=epochs,
+            steps=steps,
             draws=draws,
-        )  # fmt: skip
+        )
 
     @property
     def evaluation_batch(self) -> int:
@@ -251,13 +334,16 @@ class FederatedData(Recorded, LightningDataModule, ABC):
 
     def test_batches(self, batch_size: int | None = None) -> Iterator[tuple[Any, Tensor]]:
         """The global test set, in order."""
-        for index in torch.arange(len(self.test_target), device=self.device).split(batch_size or self.evaluation_batch):
+        for index in torch.arange(len(self.test_target), device=self.device).split(
+            batch_size or self.evaluation_batch
+        ):
             yield self.inputs("test", index), self.test_target[index]
 
     def val_batches(
         self, clients: Iterable[Client] | None = None, batch_size: int | None = None
     ) -> Iterator[tuple[Any, Tensor, Tensor]]:
-        """Validation examples of these clients, or of all, with ``owner`` int64 ``[B]``, the client's id; a batch may span clients."""
+        """Validation examples of these clients, or of all, with ``owner`` int64 ``[B]``, the client's id; a
+        batch may span clients."""
         index_all, owner_all = self._all_validation if clients is None else self._validation_of(clients)
         size = batch_size or self.evaluation_batch
         for index, owner in zip(index_all.split(size), owner_all.split(size), strict=True):
@@ -278,13 +364,17 @@ class FederatedData(Recorded, LightningDataModule, ABC):
 
     def _to_device(self, array: np.ndarray) -> Tensor:
         tensor = torch.from_numpy(array)
-        if self.device.type == "cuda":  # from pinned memory, or the host would wait for all that the device has still to do
+        if (
+            self.device.type == "cuda"
+        ):  # from pinned memory, or the host would wait for all that the device has still to do
             return tensor.pin_memory().to(self.device, non_blocking=True)
         return tensor.to(self.device)
 
     def class_counts(self) -> np.ndarray:
         """Examples (training and validation) of every client and class, int64 ``[K, C]``."""
-        return np.concatenate(list(self._holdings.class_counts(self.train_target.cpu().numpy(), self.num_classes)))
+        return np.concatenate(
+            list(self._holdings.class_counts(self.train_target.cpu().numpy(), self.num_classes))
+        )
 
     @cached_property
     def partition_hash(self) -> str:
@@ -292,7 +382,8 @@ class FederatedData(Recorded, LightningDataModule, ABC):
         return self._holdings.sha256()
 
     def partition_summary(self) -> dict[str, Any]:
-        """What ``partition.json`` holds; of many clients less of each, see :mod:`fl_lightning.data.summary`."""
+        """What ``partition.json`` holds; of many clients less of each, see
+        :mod:`fl_lightning.data.summary`."""
         summary = {
             "seed": self.seed,
             "dataset": self.dataset,
@@ -303,5 +394,9 @@ class FederatedData(Recorded, LightningDataModule, ABC):
         }
         if len(self.public):
             digest = hashlib.sha256(self.public.astype("<i8").tobytes()).hexdigest()
-            summary["public"] = {"dataset": self.public_dataset or self.dataset, "size": len(self.public), "sha256": digest}
+            summary["public"] = {
+                "dataset": self.public_dataset or self.dataset,
+                "size": len(self.public),
+                "sha256": digest,
+            }
         return summary

@@ -1,6 +1,8 @@
-"""In which order a client sees its examples in a round, and in batches of which sizes; for one client, or for many side by side.
+"""In which order a client sees its examples in a round, and in batches of which sizes; for one client, or for
+many side by side.
 
-``n`` examples of a client, ``S`` examples of its round, ``B`` batch, ``K`` clients, ``D`` augmentation numbers.
+``n`` examples of a client, ``S`` examples of its round, ``B`` batch, ``K`` clients, ``D`` augmentation
+numbers.
 """
 
 from __future__ import annotations
@@ -19,8 +21,8 @@ Draws = Callable[[np.random.Generator, int, int], "np.ndarray | None"]
 def batch_sizes(n: int, batch_size: int) -> list[int]:
     """Sizes of the batches of one epoch over ``n`` examples.
 
-    BatchNorm cannot normalise one value, so no batch has a single example: a lone last one joins the batch before it, and the
-    only example of a client is taken twice. A batch size of 1 is taken at its word.
+    BatchNorm cannot normalise one value, so no batch has a single example: a lone last one joins the batch
+    before it, and the only example of a client is taken twice. A batch size of 1 is taken at its word.
 
     >>> batch_sizes(9, 4), batch_sizes(10, 4), batch_sizes(1, 4), batch_sizes(0, 4)
     ([4, 5], [4, 4, 2], [2], [])
@@ -47,11 +49,21 @@ class Pass:
 
 
 def draw_pass(
-    n: int, batch_size: int, *, seed: int, round: int, client: int, epochs: int, steps: int | None, draws: Draws | None
+    n: int,
+    batch_size: int,
+    *,
+    seed: int,
+    round: int,
+    client: int,
+    epochs: int,
+    steps: int | None,
+    draws: Draws | None,
 ) -> Pass:
-    """A new order in every epoch, at most ``steps`` batches. ``draws`` (rng, epochs, n) augments; None: nobody does.
+    """A new order in every epoch, at most ``steps`` batches. ``draws`` (rng, epochs, n) augments; None:
+    nobody does.
 
-    Order and augmentation are a function of (seed, round, client) alone, and the first epochs are the same however many follow.
+    Order and augmentation are a function of (seed, round, client) alone, and the first epochs are the same
+    however many follow.
     """
     sizes = (batch_sizes(n, batch_size) * epochs)[:steps]
     rng = stream(seed, "batches", round, client)
@@ -66,8 +78,8 @@ def draw_pass(
 
 
 def side_by_side(passes: Sequence[Pass]) -> Iterator[list[tuple[list[int], np.ndarray]]]:
-    """For each step, the clients that still have a batch, grouped by its size: who they are, and which of all passes' examples, one
-    pass after another, are theirs, int64 ``[K, B]``."""
+    """For each step, the clients that still have a batch, grouped by its size: who they are, and which of all
+    passes' examples, one pass after another, are theirs, int64 ``[K, B]``."""
     start = np.concatenate([[0], np.cumsum([len(one.position) for one in passes])])[:-1]
     for step in range(max((len(one.sizes) for one in passes), default=0)):
         groups: dict[int, list[int]] = defaultdict(list)

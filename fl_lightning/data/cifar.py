@@ -1,7 +1,8 @@
 """CIFAR-10 and CIFAR-100 from the files as published: pickled batches, read without trusting them.
 
-torchvision knows where the files are and their checksums. The reading is our own: a pickle is a program, and this one may
-build arrays, lists and dictionaries and nothing else. It also spares the old files' dtype a NumPy deprecation warning.
+torchvision knows where the files are and their checksums. The reading is our own: a pickle is a program, and
+this one may build arrays, lists and dictionaries and nothing else. It also spares the old files' dtype a
+NumPy deprecation warning.
 """
 
 from __future__ import annotations
@@ -15,6 +16,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+
+from fl_lightning.errors import InputError
 
 Arrays = tuple[np.ndarray, np.ndarray]
 log = logging.getLogger(__name__)
@@ -35,7 +38,10 @@ _ALLOWED: dict[tuple[str, str], Any] = {
     ("_codecs", "encode"): _encode,
     **{(f"numpy.{core}.multiarray", "_reconstruct"): _RECONSTRUCT for core in ("core", "_core")},
     **{(f"numpy.{core}.multiarray", "scalar"): _SCALAR for core in ("core", "_core")},
-    **{(f"numpy.{core}.numeric", "_frombuffer"): np.empty(0).__reduce_ex__(5)[0] for core in ("core", "_core")},
+    **{
+        (f"numpy.{core}.numeric", "_frombuffer"): np.empty(0).__reduce_ex__(5)[0]
+        for core in ("core", "_core")
+    },
 }
 
 
@@ -47,20 +53,28 @@ class _ArrayUnpickler(pickle.Unpickler):
 
 
 def read_batch(path: Path) -> Arrays:
-    """Images uint8 ``[n, 3, 32, 32]`` and labels int64 ``[n]`` of one batch file; ValueError names a file that is not one."""
+    """Images uint8 ``[n, 3, 32, 32]`` and labels int64 ``[n]`` of one batch file; ValueError names a file
+    that is not one."""
     try:
         with path.open("rb") as file:
             content = _ArrayUnpickler(file, encoding="latin1").load()
-        content = {key.decode("latin1") if isinstance(key, bytes) else key: value for key, value in content.items()}
+        content = {
+            key.decode("latin1") if isinstance(key, bytes) else key: value for key, value in content.items()
+        }
         images = np.asarray(content["data"])
-        labels = np.asarray(content["fine_labels"] if "fine_labels" in content else content["labels"]).astype(np.int64)
+        labels = np.asarray(content["fine_labels"] if "fine_labels" in content else content["labels"]).astype(
+            np.int64
+        )
         if images.dtype != np.uint8 or images.shape != (len(labels), 3 * 32 * 32):
             raise ValueError(f"{images.dtype} {images.shape} for {len(labels)} labels")
-    except Exception as error:  # a damaged pickle can raise nearly anything; whatever it is, the file is refused by name
+    except (
+        Exception
+    ) as error:  # a damaged pickle can raise nearly anything; whatever it is, the file is refused by name
         reason = " ".join(f"{type(error).__name__}: {error}".split())
-        raise ValueError(
-            f"{path}: not a batch in CIFAR's format or damaged ({reason}); delete it and write --data.download true, or run "
-            "configs/kd_default.yaml, which needs no files"
+        raise InputError(
+            f"{path}",
+            f"not a batch in CIFAR's format or damaged ({reason})",
+            "delete it and write --data.download true, or run configs/kd_default.yaml, which needs no files",
         ) from None
     return images.reshape(-1, 3, 32, 32), labels
 
@@ -68,7 +82,9 @@ def read_batch(path: Path) -> Arrays:
 @contextmanager
 def _give_up_after(seconds: float) -> Iterator[None]:
     before = socket.getdefaulttimeout()
-    socket.setdefaulttimeout(seconds)  # torchvision sets none, and a firewall that says nothing would hang the run
+    socket.setdefaulttimeout(
+        seconds
+    )  # torchvision sets none, and a firewall that says nothing would hang the run
     try:
         yield
     finally:
@@ -100,9 +116,10 @@ class Cifar:
             reason = self._fetch() if download else "--data.download is false"
             if self.missing():
                 allow = "" if download else "write --data.download true, "
-                raise ValueError(
-                    f"{self.dataset}: file {self.missing()[0]} is not in {self.folder} and was not fetched ({reason}); put the "
-                    f"files there, {allow}or run configs/kd_default.yaml, which needs no network"
+                raise InputError(
+                    f"{self.dataset}",
+                    f"file {self.missing()[0]} is not in {self.folder} and was not fetched ({reason})",
+                    f"put the files there, {allow}or run configs/kd_default.yaml, which needs no network",
                 )
         self._compare_checksums()
 
@@ -113,7 +130,10 @@ class Cifar:
         try:
             with _give_up_after(30):
                 download_and_extract_archive(
-                    self.published.url, str(self.root), filename=self.published.filename, md5=self.published.tgz_md5
+                    self.published.url,
+                    str(self.root),
+                    filename=self.published.filename,
+                    md5=self.published.tgz_md5,
                 )
         except (OSError, RuntimeError) as error:
             with suppress(OSError):  # stops at a folder with anything in it
@@ -133,11 +153,15 @@ class Cifar:
         """Training and test images and labels."""
         train = [read_batch(self.folder / name) for name, _ in self.published.train_list]
         test = [read_batch(self.folder / name) for name, _ in self.published.test_list]
-        (train_x, train_y), (test_x, test_y) = (tuple(map(np.concatenate, zip(*part, strict=True))) for part in (train, test))
+        (train_x, train_y), (test_x, test_y) = (
+            tuple(map(np.concatenate, zip(*part, strict=True))) for part in (train, test)
+        )
         limit = 100 if self.dataset == "cifar100" else 10
         for labels in (train_y, test_y):
             if len(labels) == 0 or labels.min() < 0 or labels.max() >= limit:
-                raise ValueError(
-                    f"{self.folder}: labels of {self.dataset} are 0 to {limit - 1}, these are not; write the data set they are of"
+                raise InputError(
+                    f"{self.folder}",
+                    f"labels of {self.dataset} are 0 to {limit - 1}, these are not",
+                    "write the data set they are of",
                 )
         return (train_x, train_y), (test_x, test_y)

@@ -1,7 +1,8 @@
-"""Who holds what, as index arrays: 8 bytes an example and 16 a client. A million clients are no million objects.
+"""Who holds what, as index arrays: 8 bytes an example and 16 a client. A million clients are no million
+objects.
 
-``N`` examples, ``K`` clients, ``C`` classes, ``h`` validation examples of one client. Loops over all clients run over blocks of them,
-so that what they need beside the arrays does not grow with the population.
+``N`` examples, ``K`` clients, ``C`` classes, ``h`` validation examples of one client. Loops over all clients
+run over blocks of them, so that what they need beside the arrays does not grow with the population.
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ import numpy as np
 from fl_lightning.rng import streams
 
 BLOCK = 2**15
-"""Clients that are looked at together; twice as many can be told apart in 16 bits, which numpy sorts by in linear time."""
+"""Clients that are looked at together; twice as many can be told apart in 16 bits, which numpy sorts by in
+linear time."""
 
 
 @dataclass(frozen=True)
@@ -37,7 +39,11 @@ class Holdings:
     @classmethod
     def of_sizes(cls, index: np.ndarray, sizes: np.ndarray) -> Holdings:
         """Client after client has so many of the examples ``index``; no validation examples yet."""
-        return cls(index.astype(np.int64, copy=False), np.concatenate([[0], np.cumsum(sizes)]), np.zeros(len(sizes), np.int64))
+        return cls(
+            index.astype(np.int64, copy=False),
+            np.concatenate([[0], np.cumsum(sizes)]),
+            np.zeros(len(sizes), np.int64),
+        )
 
     @classmethod
     def of(cls, parts: Sequence[np.ndarray]) -> Holdings:
@@ -71,25 +77,35 @@ class Holdings:
         return self if examples is None else replace(self, index=examples[self.index])
 
     def hold_out(self, fraction: float, seed: int) -> Holdings:
-        """Draw the validation examples: ``fraction`` of each client's, rounded, at least one when it has two, and never all."""
+        """Draw the validation examples: ``fraction`` of each client's, rounded, at least one when it has two,
+        and never all."""
         n = self.sizes
-        held_out = np.clip(np.rint(fraction * n), 1, np.maximum(n - 1, 1)).astype(np.int64) * (n >= 2) * (fraction > 0)
+        held_out = (
+            np.clip(np.rint(fraction * n), 1, np.maximum(n - 1, 1)).astype(np.int64)
+            * (n >= 2)
+            * (fraction > 0)
+        )
         chosen = np.zeros(len(self.index), bool)
         position, drawn = np.arange(n.max(initial=0)), held_out.nonzero()[0]
         places = zip(*(array[drawn].tolist() for array in (self.starts, n, held_out)), strict=True)
-        for (start, size, first), rng in zip(places, streams(seed, "validation", drawn.tolist()), strict=True):
+        for (start, size, first), rng in zip(
+            places, streams(seed, "validation", drawn.tolist()), strict=True
+        ):
             chosen[start + rng.permutation(position[:size])[:first]] = True
         index = np.concatenate([self._in_order(block, chosen) for block in self.blocks()])
         return Holdings(index, self.starts, held_out)
 
     def _in_order(self, clients: slice, first: np.ndarray) -> np.ndarray:
-        """The examples of ``clients``: of each, those that are ``first``, bool ``[N]``, then the others, each part in order."""
+        """The examples of ``clients``: of each, those that are ``first``, bool ``[N]``, then the others, each
+        part in order."""
         part = slice(self.starts[clients.start], self.starts[clients.stop])
         held, n = self.index[part], self.sizes[clients]
         group = np.repeat(np.arange(0, 2 * len(n), 2, dtype=np.uint16), n) + ~first[part]
         if not np.all((held[1:] > held[:-1]) | (group[1:] // 2 > group[:-1] // 2)):
             return held[np.lexsort((held, group))]
-        return held[np.argsort(group, kind="stable")] if first[part].any() else held  # as most partitions have it
+        return (
+            held[np.argsort(group, kind="stable")] if first[part].any() else held
+        )  # as most partitions have it
 
     def blocks(self) -> Iterator[slice]:
         """All clients, some at a time."""
@@ -97,17 +113,21 @@ class Holdings:
 
     def validation(self) -> tuple[np.ndarray, np.ndarray]:
         """Validation examples of all clients and the client of each, int64 ``[sum h]``."""
-        return self.index[_ranges(self.starts[:-1], self.held_out)], np.repeat(np.arange(len(self)), self.held_out)
+        return self.index[_ranges(self.starts[:-1], self.held_out)], np.repeat(
+            np.arange(len(self)), self.held_out
+        )
 
     def class_counts(self, label: np.ndarray, num_classes: int) -> Iterator[np.ndarray]:
-        """Examples (training and validation) of each client and class, int64 ``[., C]``, some clients at a time; ``label`` ``[N]``."""
+        """Examples (training and validation) of each client and class, int64 ``[., C]``, some clients at a
+        time; ``label`` ``[N]``."""
         for block in self.blocks():
             n, held = self.sizes[block], self.index[self.starts[block.start] : self.starts[block.stop]]
             cell = np.repeat(np.arange(len(n)), n) * num_classes + label[held]
             yield np.bincount(cell, minlength=len(n) * num_classes).reshape(len(n), num_classes)
 
     def sha256(self) -> str:
-        """Over the training examples of each client and their number, then its validation examples and theirs, as ``<i8``."""
+        """Over the training examples of each client and their number, then its validation examples and
+        theirs, as ``<i8``."""
         digest = hashlib.sha256()
         for block in self.blocks():
             starts, held, n = self.starts[block], self.held_out[block], self.sizes[block]

@@ -16,7 +16,8 @@ from torch.nn.functional import pad
 from fl_lightning.data.base import FederatedData, Split
 from fl_lightning.data.cifar import Cifar
 from fl_lightning.data.local import Arrays, digits, synthetic
-from fl_lightning.data.partition import Dirichlet, Partition, check_memory, require
+from fl_lightning.data.partition import Dirichlet, Partition, check_memory
+from fl_lightning.errors import require
 
 DATASETS = {"cifar10": 10, "cifar100": 100, "digits": 10, "synthetic": 0}  # number of classes
 Crop = Literal["none", "pad", "shrink"]
@@ -26,20 +27,25 @@ class FederatedImages(FederatedData):
     """Images and their classes, dealt to clients.
 
     Args:
-        dataset: cifar10, cifar100 (read from root), digits (1 797 scanned digits, no files needed) or synthetic.
+        dataset: cifar10, cifar100 (read from root), digits (1 797 scanned digits, no files needed) or
+            synthetic.
         root: folder of the CIFAR files (the one that holds cifar-10-batches-py or cifar-100-python).
         download: whether missing CIFAR files may be fetched from the network.
         num_clients: number of clients that the training examples are dealt to.
         partition: how they are dealt; by default Dirichlet with beta 0.1.
         batch_size: examples of one local step.
-        val_fraction: share of each client's examples held out for validation, in [0, 1); at least one of two or more.
-        crop: none; pad: random crop after zero padding, test images whole; shrink: random crop, centre crop at test.
+        val_fraction: share of each client's examples held out for validation, in [0, 1); at least one of two
+            or more.
+        crop: none; pad: random crop after zero padding, test images whole; shrink: random crop, centre crop
+            at test.
         crop_padding: pixels added on each side before a pad crop.
         crop_size: side in pixels that a shrink crop leaves; the network sees images of this size.
         flip: whether training images are mirrored left to right with probability 1/2.
-        public_dataset: data set whose training images, without labels, are the public set of FedKD; null: a slice of dataset's own
-            training images, taken out before they are dealt to clients. Normalised like dataset's.
-        public_examples: images of the public set, drawn by the run's seed; 0: all of public_dataset's, or with null no public set.
+        public_dataset: data set whose training images, without labels, are the public set of FedKD; null: a
+            slice of dataset's own training images, taken out before they are dealt to clients. Normalised
+            like dataset's.
+        public_examples: images of the public set, drawn by the run's seed; 0: all of public_dataset's, or
+            with null no public set.
         synthetic_examples: training examples of the synthetic data set.
         synthetic_test_examples: test examples of the synthetic data set.
         synthetic_size: side in pixels of the synthetic images.
@@ -77,8 +83,18 @@ class FederatedImages(FederatedData):
         synthetic_seed: int = 0,
     ) -> None:
         near = (get_close_matches(str(dataset).lower(), DATASETS, n=1, cutoff=0.0) or ["digits"])[0]
-        require(dataset in DATASETS, f"dataset={dataset!r}", f"one of {', '.join(DATASETS)}", f"did you mean {near}?")
-        require(crop in get_args(Crop), f"crop={crop!r}", f"one of {', '.join(get_args(Crop))}", "write none for no crop")
+        require(
+            dataset in DATASETS,
+            f"dataset={dataset!r}",
+            f"one of {', '.join(DATASETS)}",
+            f"did you mean {near}?",
+        )
+        require(
+            crop in get_args(Crop),
+            f"crop={crop!r}",
+            f"one of {', '.join(get_args(Crop))}",
+            "write none for no crop",
+        )
         for name, value, least in (
             ("synthetic_examples", synthetic_examples, 1),
             ("synthetic_test_examples", synthetic_test_examples, 1),
@@ -89,7 +105,10 @@ class FederatedImages(FederatedData):
             require(value >= least, f"{name}={value}", f"at least {least}", f"write {least} or more")
         if "synthetic" in (dataset, public_dataset):
             examples = synthetic_examples + synthetic_test_examples
-            size = f"{examples} synthetic images of {synthetic_size}x{synthetic_size} pixels in {synthetic_classes} classes"
+            size = (
+                f"{examples} synthetic images of {synthetic_size}x{synthetic_size} pixels in "
+                f"{synthetic_classes} classes"
+            )
             # bytes of the pixels and labels, and of the float32 patterns of the classes
             check_memory(size, examples * (3 * synthetic_size**2 + 8) + synthetic_classes * 3 * 4 * 4 * 4)
         self.side = _side(dataset, synthetic_size)
@@ -134,7 +153,10 @@ class FederatedImages(FederatedData):
         self.root, self.download = root, download
         self.crop, self.crop_padding, self.flip = crop, crop_padding, flip
         self.view_side = crop_size if crop == "shrink" else self.side
-        self.synthetic_sizes, self.synthetic_seed = (synthetic_examples, synthetic_test_examples), synthetic_seed
+        self.synthetic_sizes, self.synthetic_seed = (
+            (synthetic_examples, synthetic_test_examples),
+            synthetic_seed,
+        )
         self.synthetic_size = synthetic_size
         self.num_classes, self.synthetic_classes = DATASETS[dataset] or synthetic_classes, synthetic_classes
         self.example_shape = (3, self.view_side, self.view_side)
@@ -146,16 +168,21 @@ class FederatedImages(FederatedData):
                 Cifar(dataset, root=self.root).prepare(self.download)
 
     def setup(self, stage: str | None = None) -> None:
-        """Load the images and the constants that normalise them, mean and standard deviation of the training pixels."""
+        """Load the images and the constants that normalise them, mean and standard deviation of the training
+        pixels."""
         train, test = self._read(self.dataset)
-        self.public_images = torch.from_numpy(self._read(self.public_dataset)[0][0]) if self.public_dataset else None
+        self.public_images = (
+            torch.from_numpy(self._read(self.public_dataset)[0][0]) if self.public_dataset else None
+        )
         self.train_images, self.train_target = map(torch.from_numpy, train)
         self.test_images, self.test_target = map(torch.from_numpy, test)
         level = np.arange(256) / 255
         counts = np.stack([np.bincount(train[0][:, channel].ravel(), minlength=256) for channel in range(3)])
         share = counts / counts.sum(axis=1, keepdims=True)
         mean = share @ level
-        std = np.sqrt(share @ level**2 - mean**2 + 1e-12).clip(min=1 / 255)  # a constant channel must not divide by zero
+        std = np.sqrt(share @ level**2 - mean**2 + 1e-12).clip(
+            min=1 / 255
+        )  # a constant channel must not divide by zero
         self.train_mean, self.train_std = tuple(mean.tolist()), tuple(std.tolist())
         self.move(self.device)
 
@@ -164,7 +191,9 @@ class FederatedImages(FederatedData):
             return digits()
         if dataset == "synthetic":
             sizes, side = self.synthetic_sizes, self.synthetic_size
-            return synthetic(sizes=sizes, side=side, num_classes=self.synthetic_classes, seed=self.synthetic_seed)
+            return synthetic(
+                sizes=sizes, side=side, num_classes=self.synthetic_classes, seed=self.synthetic_seed
+            )
         return Cifar(dataset, root=self.root).read()
 
     def move(self, device: torch.device) -> None:
@@ -172,18 +201,23 @@ class FederatedImages(FederatedData):
         if self.public_images is not None:
             self.public_images = self.public_images.to(device)
         self.train_images, self.test_images = self.train_images.to(device), self.test_images.to(device)
-        self._mean, self._std = torch.tensor([self.train_mean, self.train_std], device=device)[:, :, None, None]
+        self._mean, self._std = torch.tensor([self.train_mean, self.train_std], device=device)[
+            :, :, None, None
+        ]
 
     def draws(self, rng: np.random.Generator, epochs: int, n: int) -> np.ndarray | None:
         """Top, left and mirrored or not, int64 ``[E, n, 3]``."""
         if self.crop == "none" and not self.flip:
             return None
         uniform = rng.random((epochs, n, 3))  # one call: the first epochs are the same however many follow
-        places = {"none": 1, "pad": 2 * self.crop_padding + 1, "shrink": self.side - self.view_side + 1}[self.crop]
+        places = {"none": 1, "pad": 2 * self.crop_padding + 1, "shrink": self.side - self.view_side + 1}[
+            self.crop
+        ]
         return (uniform * [places, places, 2 if self.flip else 1]).astype(np.int64)
 
     def view(self, images: Tensor, draws: Tensor | None = None) -> Tensor:
-        """The part of uint8 ``images`` ``[B, 3, side, side]`` that the network sees; without ``draws``, as at test."""
+        """The part of uint8 ``images`` ``[B, 3, side, side]`` that the network sees; without ``draws``, as at
+        test."""
         side = self.view_side
         if draws is None:
             margin = (images.shape[-1] - side) // 2
@@ -215,7 +249,8 @@ class FederatedImages(FederatedData):
         return super().public_pool() if self.public_images is None else len(self.public_images)
 
     def public_inputs(self, position: Tensor) -> Tensor:
-        """float32 ``[B, *example_shape]``; as at test: not augmented, normalised with the constants of ``dataset``."""
+        """float32 ``[B, *example_shape]``; as at test: not augmented, normalised with the constants of
+        ``dataset``."""
         if self.public_images is None:
             return super().public_inputs(position)
         return self.normalise(self.view(self.public_images[self.public_index[position]]).float() / 255)

@@ -1,7 +1,7 @@
 """Who holds what: how the training examples are dealt to the clients.
 
-``N`` examples, ``K`` clients, ``C`` classes. A partition is ``K`` sorted int64 arrays of indices, disjoint, that together are
-``0 .. N - 1``. Nothing larger than ``C x K`` is ever held.
+``N`` examples, ``K`` clients, ``C`` classes. A partition is ``K`` sorted int64 arrays of indices, disjoint,
+that together are ``0 .. N - 1``. Nothing larger than ``C x K`` is ever held.
 """
 
 from __future__ import annotations
@@ -14,16 +14,11 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from fl_lightning.data.holdings import Holdings
+from fl_lightning.errors import InputError, require
 from fl_lightning.rng import stream
 from fl_lightning.support.recorded import Recorded
 
 MAX_DRAWS = 1000
-
-
-def require(ok: bool, given: str, rule: str, instead: str) -> None:
-    """Refuse bad input in three parts: what was given, the rule, what to write instead."""
-    if not ok:
-        raise ValueError(f"{given}: {rule}; {instead}")
 
 
 def check_memory(given: str, size: int) -> None:
@@ -37,12 +32,22 @@ def check_memory(given: str, size: int) -> None:
         ValueError: the machine has less memory than that.
     """
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    require(size <= memory, given, f"they take {size:,} bytes and this machine has {memory:,}", "write fewer or smaller ones")
+    require(
+        size <= memory,
+        given,
+        f"they take {size:,} bytes and this machine has {memory:,}",
+        "write fewer or smaller ones",
+    )
 
 
 def _check_beta(beta: float) -> None:
     # not (beta > 0) is also true of NaN
-    require(beta > 0, f"beta={beta}", "the Dirichlet concentration is a positive number", "write e.g. 0.1 (skewed) or .inf (IID)")
+    require(
+        beta > 0,
+        f"beta={beta}",
+        "the Dirichlet concentration is a positive number",
+        "write e.g. 0.1 (skewed) or .inf (IID)",
+    )
 
 
 def _check_min_size(min_size: int) -> None:
@@ -50,10 +55,17 @@ def _check_min_size(min_size: int) -> None:
 
 
 def _check_clients(num_clients: int) -> None:
-    require(num_clients >= 1, f"num_clients={num_clients}", "a federation has at least one client", "write 1 or more")
+    require(
+        num_clients >= 1,
+        f"num_clients={num_clients}",
+        "a federation has at least one client",
+        "write 1 or more",
+    )
 
 
-def _draw(by_class: list[np.ndarray], num_clients: int, beta: float, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
+def _draw(
+    by_class: list[np.ndarray], num_clients: int, beta: float, rng: np.random.Generator
+) -> tuple[np.ndarray, np.ndarray]:
     """One Dirichlet draw: owner of every example ``[N]`` and examples of every client ``[K]``."""
     total = sum(map(len, by_class))
     owner, held = np.empty(total, np.int64), np.zeros(num_clients, np.int64)
@@ -61,9 +73,11 @@ def _draw(by_class: list[np.ndarray], num_clients: int, beta: float, rng: np.ran
         share = rng.dirichlet(np.full(num_clients, min(beta, 1e12)))
         hungry = held * num_clients < total  # fewer than N / K, in integers
         share[~hungry] = 0.0
-        # a small beta underflows to zero for most clients: when those with a share are all full, the others take turns
+        # a small beta underflows to zero for most clients: when those with a share are all full, the others
+        # take turns
         cumulative = np.cumsum(share if share.sum() > 0 else hungry.astype(float))
-        # divided by its own last value, so that rounding never gives the last example to a client with no share
+        # divided by its own last value, so that rounding never gives the last example to a client with no
+        # share
         cuts = np.floor(cumulative / cumulative[-1] * len(members)).astype(np.int64)
         takers = np.searchsorted(cuts, np.arange(len(members)), side="right")
         owner[rng.permutation(members)] = takers
@@ -74,10 +88,11 @@ def _draw(by_class: list[np.ndarray], num_clients: int, beta: float, rng: np.ran
 def dirichlet_partition(
     labels: ArrayLike, num_clients: int, beta: float = 0.5, seed: int = 0, min_size: int = 1
 ) -> list[np.ndarray]:
-    """Label-skewed partition: per class, proportions ~ Dirichlet(beta) over the clients (Yurochkin et al., ICML 2019).
+    """Label-skewed partition: per class, proportions ~ Dirichlet(beta) over the clients (Yurochkin et al.,
+    ICML 2019).
 
-    A client that already holds ``N / K`` examples or more gets nothing of the classes that follow. Drawn again, at most
-    1000 times, until every client has ``min_size`` examples.
+    A client that already holds ``N / K`` examples or more gets nothing of the classes that follow. Drawn
+    again, at most 1000 times, until every client has ``min_size`` examples.
 
     Args:
         labels: class of every training example, ``[N]``.
@@ -114,9 +129,10 @@ def _dirichlet(label: np.ndarray, num_clients: int, beta: float, seed: int, min_
         if held.min() >= min_size:
             return Holdings.by_owner(owner, num_clients)
         fewest = max(fewest, int(held.min()))
-    raise ValueError(
-        f"min_size={min_size} with beta={beta}, num_clients={num_clients}: {MAX_DRAWS} draws left a client with fewer (at best "
-        f"{fewest}); write min_size {fewest} or less, fewer clients, or a larger beta"
+    raise InputError(
+        f"min_size={min_size} with beta={beta}, num_clients={num_clients}",
+        f"{MAX_DRAWS} draws left a client with fewer (at best {fewest})",
+        f"write min_size {fewest} or less, fewer clients, or a larger beta",
     )
 
 
@@ -128,11 +144,14 @@ class Partition(Recorded, ABC):
         """Sorted, disjoint index arrays, one per client, that cover ``labels`` ``[N]``."""
 
     def __repr__(self) -> str:
-        return f"{type(self).__name__}({', '.join(f'{name}={value!r}' for name, value in vars(self).items())})"
+        return (
+            f"{type(self).__name__}({', '.join(f'{name}={value!r}' for name, value in vars(self).items())})"
+        )
 
 
 class IndexPartition(Partition):
-    """A partition that makes index arrays at once, without an array for each client: subclasses say :meth:`holdings`."""
+    """A partition that makes index arrays at once, without an array for each client: subclasses say
+    :meth:`holdings`."""
 
     @abstractmethod
     def holdings(self, labels: np.ndarray, num_clients: int, seed: int) -> Holdings:
@@ -167,7 +186,8 @@ class Dirichlet(IndexPartition):
 
 
 class IID(IndexPartition):
-    """Every client draws from the same distribution: the shuffled examples in equal parts (sizes differ by one at most)."""
+    """Every client draws from the same distribution: the shuffled examples in equal parts (sizes differ by
+    one at most)."""
 
     def holdings(self, labels: np.ndarray, num_clients: int, seed: int) -> Holdings:
         _check_clients(num_clients)
@@ -176,14 +196,19 @@ class IID(IndexPartition):
         index, cut = np.empty(len(labels), np.int64), more * (turns + 1)
         hands = index[:cut].reshape(more, turns + 1), index[cut:].reshape(num_clients - more, turns)
         whole = shuffled[: turns * num_clients].reshape(turns, num_clients)
-        hands[0][:, :turns], hands[0][:, turns:], hands[1][:] = whole[:, :more].T, shuffled[whole.size :, None], whole[:, more:].T
+        hands[0][:, :turns], hands[0][:, turns:], hands[1][:] = (
+            whole[:, :more].T,
+            shuffled[whole.size :, None],
+            whole[:, more:].T,
+        )
         for hand in hands:
             hand.sort(axis=1)
         return Holdings.of_sizes(index, np.repeat([turns + 1, turns], [more, num_clients - more]))
 
 
 class Shards(IndexPartition):
-    """Sort by label, cut into equal shards, deal the same number to every client (McMahan et al., AISTATS 2017).
+    """Sort by label, cut into equal shards, deal the same number to every client (McMahan et al., AISTATS
+    2017).
 
     Args:
         classes_per_client: shards of one client; about the number of classes that it sees.
@@ -211,5 +236,7 @@ class Shards(IndexPartition):
         shuffled = rng.permutation(total)
         by_label = shuffled[np.argsort(np.asarray(labels)[shuffled], kind="stable")]
         owner = np.empty(total, np.int64)
-        owner[by_label] = (rng.permutation(shards) // self.classes_per_client)[np.arange(total) * shards // total]
+        owner[by_label] = (rng.permutation(shards) // self.classes_per_client)[
+            np.arange(total) * shards // total
+        ]
         return Holdings.by_owner(owner, num_clients)

@@ -1,8 +1,9 @@
-"""What processes tell each other: bytes, tensors, one line of text. No pickle. With one process everything is the identity.
+"""What processes tell each other: bytes, tensors, one line of text. No pickle. With one process everything is
+the identity.
 
-Only bytes on the CPU travel (gloo, whatever the device): no gradient is ever reduced between processes, and sums are taken by every
-process for itself, in the order of the cohort. Everybody first hears how long everything is; then all of it goes through two small
-buffers in turn.
+Only bytes on the CPU travel (gloo, whatever the device): no gradient is ever reduced between processes, and
+sums are taken by every process for itself, in the order of the cohort. Everybody first hears how long
+everything is; then all of it goes through two small buffers in turn.
 """
 
 from __future__ import annotations
@@ -21,8 +22,12 @@ from torch import Tensor
 
 from fl_lightning.errors import RankLost
 
-PATIENCE = 5.0  # seconds for whoever watches the processes to say which one died, before a broken connection is reported as such
-FRAME = 4 * 2**20  # bytes that travel together: through two buffers of about that size, as fresh memory costs more than sending
+# seconds for whoever watches the processes to say which one died, before a broken connection is reported as
+# such
+PATIENCE = 5.0
+FRAME = 4 * 2**20
+# bytes that travel together: through two buffers of about that size, as fresh memory costs more than
+# sending
 
 Part = TypeVar("Part", bound=bytes | Tensor)
 
@@ -48,9 +53,11 @@ def gather_bytes(data: bytes) -> list[bytes]:
 
 
 def gather_parts(parts: Mapping[str, Part]) -> dict[str, Part]:
-    """Bytes and tensors of all ranks, by name, on every rank: tensors on the CPU where there are several; no two ranks give the same name.
+    """Bytes and tensors of all ranks, by name, on every rank: tensors on the CPU where there are several; no
+    two ranks give the same name.
 
-    What others gave is copied once, out of the buffer that it came through; what this rank gave is not copied.
+    What others gave is copied once, out of the buffer that it came through; what this rank gave is not
+    copied.
 
     Raises:
         RankLost: as :func:`gather_bytes`.
@@ -90,17 +97,27 @@ def _lengths(length: int) -> list[int]:
     return [int(slot) for slot in slots]
 
 
-def _others(parts: Sequence[bytes | Tensor], sizes: Sequence[Sequence[int]]) -> Iterator[tuple[int, int, memoryview]]:
-    """Source, position and bytes of each part of the other ranks, a source's in order. The bytes stay until the next are asked for.
+def _others(
+    parts: Sequence[bytes | Tensor], sizes: Sequence[Sequence[int]]
+) -> Iterator[tuple[int, int, memoryview]]:
+    """Source, position and bytes of each part of the other ranks, a source's in order. The bytes stay until
+    the next are asked for.
 
     Args:
         parts: of this rank.
         sizes: in bytes, of the parts of every rank.
     """
     plans = [_frames(of_rank) for of_rank in sizes] if len(sizes) > 1 else []
-    turns = [(source, frame) for frames in zip_longest(*plans, fillvalue=[]) for source, frame in enumerate(frames) if frame]
+    turns = [
+        (source, frame)
+        for frames in zip_longest(*plans, fillvalue=[])
+        for source, frame in enumerate(frames)
+        if frame
+    ]
     works = _started(parts, sizes, turns)
-    for (source, frame, buffer, work), _ in pairwise(chain(works, [None])):  # while one is read, the next is on its way
+    for (source, frame, buffer, work), _ in pairwise(
+        chain(works, [None])
+    ):  # while one is read, the next is on its way
         _wait(work, source)
         for part, where in _places(frame, sizes[source]) if source != rank() else ():
             yield source, part, buffer[where]
@@ -109,7 +126,8 @@ def _others(parts: Sequence[bytes | Tensor], sizes: Sequence[Sequence[int]]) -> 
 def _started(
     parts: Sequence[bytes | Tensor], sizes: Sequence[Sequence[int]], turns: Sequence[tuple[int, list[int]]]
 ) -> Iterator[Any]:
-    """Source, frame, buffer and broadcast of each turn, begun when it is asked for: the one before the last must be over by then."""
+    """Source, frame, buffer and broadcast of each turn, begun when it is asked for: the one before the last
+    must be over by then."""
     lengths = [sum(sizes[source][part] for part in frame) for source, frame in turns]
     buffers = torch.empty(2, max(lengths, default=0), dtype=torch.uint8)
     for turn, (source, frame) in enumerate(turns):
@@ -120,7 +138,8 @@ def _started(
 
 
 def _frames(sizes: Sequence[int]) -> list[list[int]]:
-    """Positions of the parts that travel together: whole ones, those that start within the same ``FRAME`` bytes."""
+    """Positions of the parts that travel together: whole ones, those that start within the same ``FRAME``
+    bytes."""
     frames: dict[int, list[int]] = {}
     start = 0
     for position, size in enumerate(sizes):
@@ -139,7 +158,11 @@ def _places(frame: Sequence[int], sizes: Sequence[int]) -> Iterator[tuple[int, s
 
 def _form(part: bytes | Tensor) -> tuple[str, list[int]]:
     """Type, empty for bytes, and shape."""
-    return ("", [len(part)]) if isinstance(part, bytes) else (str(part.dtype).removeprefix("torch."), list(part.shape))
+    return (
+        ("", [len(part)])
+        if isinstance(part, bytes)
+        else (str(part.dtype).removeprefix("torch."), list(part.shape))
+    )
 
 
 def _itemsize(kind: str) -> int:
@@ -173,10 +196,15 @@ def _wait(work: dist.Work | None, source: int) -> None:
 def _answers(source: int) -> Iterator[None]:
     try:
         yield
-    except RuntimeError as error:  # torch.distributed has no narrower type for a closed connection or a time-out
-        time.sleep(PATIENCE)  # a signal that is on its way (Ctrl-C, a dead child) knows more, and interrupts this
+    except (
+        RuntimeError
+    ) as error:  # torch.distributed has no narrower type for a closed connection or a time-out
+        time.sleep(
+            PATIENCE
+        )  # a signal that is on its way (Ctrl-C, a dead child) knows more, and interrupts this
         reason = " ".join(str(error).split())
         raise RankLost(
-            f"no answer while rank {source} was to be heard by rank {rank()} of {world_size()} ({reason}); a run needs all its "
-            "processes; see the log of the one that died, then continue with --ckpt_path"
+            f"no answer while rank {source} was to be heard by rank {rank()} of {world_size()} ({reason})",
+            "a run needs all its processes",
+            "see the log of the one that died, then continue with --ckpt_path",
         ) from error

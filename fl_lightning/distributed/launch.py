@@ -1,7 +1,8 @@
 """How several processes start, and how they end together.
 
-Rank 0 starts the others as Fabric's script launcher does (the same command again, once per rank), or torchrun or SLURM starts all. A rank
-that dies is noticed by rank 0 within a second and named; ranks whose parent dies leave by themselves.
+Rank 0 starts the others as Fabric's script launcher does (the same command again, once per rank), or torchrun
+or SLURM starts all. A rank that dies is noticed by rank 0 within a second and named; ranks whose parent dies
+leave by themselves.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from lightning.fabric.strategies.launchers.subprocess_script import _SubprocessS
 from lightning.fabric.utilities.distributed import _init_dist_connection, _set_num_threads_if_needed
 
 from fl_lightning.distributed import collectives
-from fl_lightning.errors import RankLost
+from fl_lightning.errors import InputError, RankLost
 
 log = logging.getLogger("fl_lightning")
 
@@ -36,7 +37,8 @@ POLL, GRACE = 0.2, 45.0  # seconds: between looks; for rank 0 to write its check
 
 
 class Ranks(DDPStrategy):
-    """DDP's processes without its reduction of gradients, which would mix those of different clients. Only CPU bytes travel: gloo."""
+    """DDP's processes without its reduction of gradients, which would mix those of different clients. Only
+    CPU bytes travel: gloo."""
 
     def __init__(self, timeout: int) -> None:
         super().__init__(process_group_backend="gloo", timeout=timedelta(seconds=timeout))
@@ -53,7 +55,8 @@ class Ranks(DDPStrategy):
 
 
 class Launcher(_SubprocessScriptLauncher):
-    """Fabric's, with rank 0 in charge: the others take no Ctrl-C or SIGTERM of their own, and go where rank 0 goes."""
+    """Fabric's, with rank 0 in charge: the others take no Ctrl-C or SIGTERM of their own, and go where rank 0
+    goes."""
 
     watch: Watch | None = None  # of this process: a script may fit more than once, with the same ranks
 
@@ -71,7 +74,8 @@ class Launcher(_SubprocessScriptLauncher):
 
 
 class Watch:
-    """Looks after the processes that rank 0 started. When one dies: names it, ends the others, and raises ``RankLost`` in the main thread.
+    """Looks after the processes that rank 0 started. When one dies: names it, ends the others, and raises
+    ``RankLost`` in the main thread.
 
     Args:
         processes: ranks ``first + 1`` and following.
@@ -100,7 +104,11 @@ class Watch:
                     return
 
     def _fail(self, what: str) -> None:
-        self.error = RankLost(f"{what}; a run needs all its processes; mend the cause, then continue with --ckpt_path RUN_DIR")
+        self.error = RankLost(
+            f"{what}",
+            "a run needs all its processes",
+            "mend the cause, then continue with --ckpt_path RUN_DIR",
+        )
         log.error("%s: the run stops", what)
         for process in self.processes:
             process.kill()
@@ -132,26 +140,46 @@ def leave_with(parent: int) -> None:
 
 
 def make_fabric(
-    accelerator: str, devices: int | str, strategy: str, num_nodes: int, *, timeout: int, precision: Any, callbacks: list[Any]
+    accelerator: str,
+    devices: int | str,
+    strategy: str,
+    num_nodes: int,
+    *,
+    timeout: int,
+    precision: Any,
+    callbacks: list[Any],
 ) -> Fabric:
-    """Fabric, whose processes are :class:`Ranks` where there may be several; ``timeout`` in seconds is theirs.
+    """Fabric, whose processes are :class:`Ranks` where there may be several; ``timeout`` in seconds is
+    theirs.
 
     Raises:
-        ValueError: what Fabric refuses, a strategy that cannot share clients, or other processes than were started.
+        ValueError: what Fabric refuses, a strategy that cannot share clients, or other processes than were
+            started.
     """
     if strategy not in ("auto", "ddp"):
-        raise ValueError(f"--trainer.strategy {strategy}; processes share clients, not a model; write --trainer.strategy ddp")
+        raise InputError(
+            f"--trainer.strategy {strategy}",
+            "processes share clients, not a model",
+            "write --trainer.strategy ddp",
+        )
     devices, num_nodes = processes(devices, num_nodes)
     make = partial(
-        Fabric, accelerator=accelerator, devices=devices, num_nodes=num_nodes, precision=precision, callbacks=callbacks
+        Fabric,
+        accelerator=accelerator,
+        devices=devices,
+        num_nodes=num_nodes,
+        precision=precision,
+        callbacks=callbacks,
     )
     try:
         fabric = make(strategy=strategy)
         return make(strategy=Ranks(timeout)) if isinstance(fabric.strategy, DDPStrategy) else fabric
     except Exception as error:
-        raise ValueError(
-            f"--trainer.accelerator {accelerator} devices {devices} strategy {strategy} precision {precision}; "
-            f"Fabric refuses them ({error}); write --trainer.accelerator auto --trainer.devices 1"
+        raise InputError(
+            f"--trainer.accelerator {accelerator} devices {devices} strategy {strategy} precision "
+            f"{precision}",
+            f"Fabric refuses them ({error})",
+            "write --trainer.accelerator auto --trainer.devices 1",
         ) from error
 
 
@@ -170,20 +198,23 @@ def join(fabric: Fabric) -> None:
 
 
 def _leave() -> None:
-    """Or gloo's threads may outlive the interpreter, and the process ends with SIGABRT after all its work is done."""
+    """Or gloo's threads may outlive the interpreter, and the process ends with SIGABRT after all its work is
+    done."""
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
 
 
 def start_others(fabric: Fabric, start: str) -> None:
-    """Start the other processes and tell them where the run starts from: they wait for that before their own preparations."""
+    """Start the other processes and tell them where the run starts from: they wait for that before their own
+    preparations."""
     fabric.launch()
     collectives.from_rank_zero(start)
     collectives.barrier()
 
 
 def one_first(fabric: Fabric, function: Callable[[], None]) -> None:
-    """Run ``function`` in one process of each machine, then in the others: it may write what the others then read."""
+    """Run ``function`` in one process of each machine, then in the others: it may write what the others then
+    read."""
     if fabric.local_rank:
         collectives.barrier()
     function()
@@ -198,10 +229,12 @@ def stop_others() -> None:
 
 
 def processes(devices: int | str, num_nodes: int) -> tuple[int | str, int]:
-    """``devices`` and ``num_nodes``, taken from torchrun or srun where they started several processes and ``devices`` is 1.
+    """``devices`` and ``num_nodes``, taken from torchrun or srun where they started several processes and
+    ``devices`` is 1.
 
     Raises:
-        ValueError: they started another number of processes than was asked for: as many silent copies of one run would follow.
+        ValueError: they started another number of processes than was asked for: as many silent copies of one
+            run would follow.
     """
     started = _started()
     if started is None:
@@ -210,9 +243,10 @@ def processes(devices: int | str, num_nodes: int) -> tuple[int | str, int]:
     if devices in (1, "1"):
         return local, nodes
     if str(devices) not in (str(local), "auto", "-1"):
-        raise ValueError(
-            f"--trainer.devices {devices} where {local} processes were started on this machine; each is one device; "
-            f"write --trainer.devices {local}, or start {devices}"
+        raise InputError(
+            f"--trainer.devices {devices} where {local} processes were started on this machine",
+            "each is one device",
+            f"write --trainer.devices {local}, or start {devices}",
         )
     return devices, nodes
 

@@ -37,8 +37,8 @@ class Order:
     steps: int
 
     def received(self) -> Payload:
-        """The message in tensors of their own, which a reader may keep or change. It has not left this machine's memory and is not
-        checked."""
+        """The message in tensors of their own, which a reader may keep or change. It has not left this
+        machine's memory and is not checked."""
         return Payload.from_bytes(self.message, verified=True)
 
 
@@ -49,11 +49,12 @@ class ClientResult:
     Args:
         upload: the upload as bytes.
         state: what the client keeps until it is next sampled.
-        losses: sums over the examples that a term was taken of, by term; diagnostics of the simulation, not on the wire.
+        losses: sums over the examples that a term was taken of, by term; diagnostics of the simulation, not
+            on the wire.
         seen: the number of those examples, by term; an example counts once per epoch.
         steps: optimiser steps.
-        intact: the upload as it was made, if it has not left this machine's memory since: nobody need look at the checksum of that very
-            object.
+        intact: the upload as it was made, if it has not left this machine's memory since: nobody need look at
+            the checksum of that very object.
     """
 
     client: Client
@@ -66,7 +67,8 @@ class ClientResult:
 
 
 class Engine(ABC):
-    """:meth:`start` before the first :meth:`train`, :meth:`close` after the last; most engines need neither."""
+    """:meth:`start` before the first :meth:`train`, :meth:`close` after the last; most engines need
+    neither."""
 
     name = ""
 
@@ -74,19 +76,22 @@ class Engine(ABC):
         """Get ready."""
 
     def units(self, orders: Sequence[Order]) -> Units:
-        """Positions of the orders that are done together: cut before they are dealt, so that who does what changes no result."""
+        """Positions of the orders that are done together: cut before they are dealt, so that who does what
+        changes no result."""
         return [[position] for position in range(len(orders))]
 
     @abstractmethod
     def train(self, orders: Sequence[Order], units: Units | None = None) -> Iterator[ClientResult]:
-        """One result for each order, in the order of the orders; ``units`` of these orders, where they are known already."""
+        """One result for each order, in the order of the orders; ``units`` of these orders, where they are
+        known already."""
 
     def close(self) -> None:  # noqa: B027
         """Let go of what :meth:`start` took; can be called twice."""
 
 
 class Losses:
-    """Sums over examples of each loss term that training steps return. Stays on the device until :meth:`totals`."""
+    """Sums over examples of each loss term that training steps return. Stays on the device until
+    :meth:`totals`."""
 
     def __init__(self) -> None:
         self.sums: dict[str, Tensor] = {}
@@ -98,12 +103,18 @@ class Losses:
             self.seen[name] = self.seen.get(name, 0) + size
 
     def totals(self) -> dict[str, float]:
-        return dict(zip(self.sums, torch.stack(list(self.sums.values())).tolist(), strict=True)) if self.sums else {}
+        return (
+            dict(zip(self.sums, torch.stack(list(self.sums.values())).tolist(), strict=True))
+            if self.sums
+            else {}
+        )
 
 
 def local_batches(method: Method, data: FederatedData, order: Order) -> Iterator[Any]:
     """The batches of an order, as the method wants them."""
-    return iter(method.local_batches(data, order.client, epochs=order.epochs, labels=order.labels, steps=order.steps))
+    return iter(
+        method.local_batches(data, order.client, epochs=order.epochs, labels=order.labels, steps=order.steps)
+    )
 
 
 def size_of(batch: Any) -> int:
@@ -113,7 +124,8 @@ def size_of(batch: Any) -> int:
 
 @contextmanager
 def one_thread(device: torch.device) -> Iterator[None]:
-    """On a CPU a client trains on one thread, whoever trains it: sums over other numbers of threads are rounded differently."""
+    """On a CPU a client trains on one thread, whoever trains it: sums over other numbers of threads are
+    rounded differently."""
     before = torch.get_num_threads()
     if device.type == "cpu" and before != 1:
         torch.set_num_threads(1)

@@ -18,8 +18,12 @@ WARNING = re.compile(r"(\S+) does not have a deterministic implementation")
 
 @contextmanager
 def deterministic(wanted: bool) -> Iterator[None]:
-    """Within the block torch uses deterministic algorithms; an operation that has no such form runs, and is named in the log once."""
-    before, warn_only = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    """Within the block torch uses deterministic algorithms; an operation that has no such form runs, and is
+    named in the log once."""
+    before, warn_only = (
+        torch.are_deterministic_algorithms_enabled(),
+        torch.is_deterministic_algorithms_warn_only_enabled(),
+    )
     torch.use_deterministic_algorithms(wanted, warn_only=True)
     try:
         with warnings.catch_warnings():
@@ -40,7 +44,11 @@ def _to_log(show: Any) -> Any:
         elif match[1] not in named:
             named.add(match[1])
             log.warning(
-                "%s has no deterministic form on this device: two runs of one seed may differ in the last digits", match[1]
+                (
+                    "%s has no deterministic form on this device: two runs of one seed may differ in "
+                    "the last digits"
+                ),
+                match[1],
             )
 
     return note

@@ -12,14 +12,25 @@ from fl_lightning.methods import Method
 from fl_lightning.methods.optimizing import check_schedule, round_optimizer
 
 ELEMENTWISE = (
-    optim.SGD, optim.Adam, optim.AdamW, optim.NAdam, optim.RAdam, optim.Adamax, optim.Adadelta, optim.Adagrad, optim.RMSprop,
-    optim.Rprop, optim.ASGD,
-)  # fmt: skip
-"""A step of these on a stack of parameters is the step of each. Subclasses may do anything and do not count."""
+    optim.SGD,
+    optim.Adam,
+    optim.AdamW,
+    optim.NAdam,
+    optim.RAdam,
+    optim.Adamax,
+    optim.Adadelta,
+    optim.Adagrad,
+    optim.RMSprop,
+    optim.Rprop,
+    optim.ASGD,
+)
+"""A step of these on a stack of parameters is the step of each. Subclasses may do anything and do not
+count."""
 
 FUSED = (optim.SGD, optim.Adam, optim.AdamW)
 """One pass over the weights instead of several; 2.5 to 4.6 times as fast on a CPU."""
-LARGE = 100_000  # weights; below, on a CPU, nothing is gained, and the unfused step is torch's default to the last bit
+# weights; below, on a CPU, nothing is gained, and the unfused step is torch's default to the last bit
+LARGE = 100_000
 
 
 def local_optimizer(method: Method) -> Optimizer:
@@ -33,8 +44,16 @@ def local_optimizer(method: Method) -> Optimizer:
     for group in optimizer.param_groups if worth_it else ():
         said = any(group.get(name) for name in ("fused", "foreach", "differentiable", "capturable"))
         one_pass = type(optimizer) is optim.SGD and group["momentum"] == 0 and group["weight_decay"] == 0
-        if type(optimizer) in FUSED and not one_pass and not said and group.get("fused") is None and group.get("foreach") is None:
-            group["fused"] = all(p.is_floating_point() and p.device.type in ("cpu", "cuda") for p in group["params"])
+        if (
+            type(optimizer) in FUSED
+            and not one_pass
+            and not said
+            and group.get("fused") is None
+            and group.get("foreach") is None
+        ):
+            group["fused"] = all(
+                p.is_floating_point() and p.device.type in ("cpu", "cuda") for p in group["params"]
+            )
     return optimizer
 
 
@@ -43,7 +62,8 @@ def is_elementwise(optimizer: Optimizer) -> bool:
 
 
 def check_optimizer(method: Method, rounds: int = 1) -> None:
-    """A method whose optimiser cannot make a local step, or whose schedule cannot be played over so many rounds, is refused.
+    """A method whose optimiser cannot make a local step, or whose schedule cannot be played over so many
+    rounds, is refused.
 
     Raises:
         InputError: it cannot be built, it wants a closure, or the schedule ends too early.
@@ -54,9 +74,17 @@ def check_optimizer(method: Method, rounds: int = 1) -> None:
     except InputError:
         raise
     except (ValueError, TypeError) as error:
-        raise InputError(f"--model.optimizer; it cannot be built ({error}); correct that argument") from error
+        raise InputError(
+            "--model.optimizer", f"it cannot be built ({error})", "correct that argument"
+        ) from error
     rates = [group["lr"] for group in optimizer.param_groups if "lr" in group]
     if not all(math.isfinite(rate) for rate in rates):
-        raise InputError(f"--model.optimizer.lr {rates[0]}; a learning rate is finite; write --model.optimizer.lr 0.05")
+        raise InputError(
+            f"--model.optimizer.lr {rates[0]}", "a learning rate is finite", "write --model.optimizer.lr 0.05"
+        )
     if isinstance(optimizer, LBFGS):
-        raise InputError("--model.optimizer LBFGS; a local step has one gradient and no closure; write --model.optimizer SGD")
+        raise InputError(
+            "--model.optimizer LBFGS",
+            "a local step has one gradient and no closure",
+            "write --model.optimizer SGD",
+        )

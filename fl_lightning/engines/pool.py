@@ -1,7 +1,9 @@
-"""Workers on one machine's CPU: forks of this process, one thread each, that train the clients of a round side by side.
+"""Workers on one machine's CPU: forks of this process, one thread each, that train the clients of a round
+side by side.
 
-A fork has the data and the module without copying them, so it costs milliseconds, and what it computes is what this process would:
-an order holds all that a client may know. Large messages go through memory that both sides share.
+A fork has the data and the module without copying them, so it costs milliseconds, and what it computes is
+what this process would: an order holds all that a client may know. Large messages go through memory that both
+sides share.
 """
 
 from __future__ import annotations
@@ -36,14 +38,16 @@ from fl_lightning.errors import RankLost
 from fl_lightning.methods import Method
 
 ROOM = 2**26
-"""Bytes of each of a worker's shared memories (one down, two up), at least; only what is used is taken. What is larger is piped."""
+"""Bytes of each of a worker's shared memories (one down, two up), at least; only what is used is taken. What
+is larger is piped."""
 LOOK = 1.0  # seconds of one wait for an answer, so that a pause of the whole program counts as one of them
 PR_SET_PDEATHSIG = 1  # of <sys/prctl.h>
 GLANCE = 0.002  # seconds between looks at who has finished, while there are results to hand on
 
 
 class PoolEngine(Engine):
-    """Deals what ``engine`` would do to ``workers`` forks. :meth:`start` before any thread of this process holds a lock.
+    """Deals what ``engine`` would do to ``workers`` forks. :meth:`start` before any thread of this process
+    holds a lock.
 
     Args:
         timeout: seconds without any answer after which the workers at work are given up.
@@ -52,7 +56,9 @@ class PoolEngine(Engine):
         RankLost: a worker died, or none of those at work has answered for ``timeout`` seconds.
     """
 
-    def __init__(self, engine: Engine, method: Method, data: FederatedData, workers: int, timeout: float = math.inf) -> None:
+    def __init__(
+        self, engine: Engine, method: Method, data: FederatedData, workers: int, timeout: float = math.inf
+    ) -> None:
         self.engine, self.method, self.data, self.size, self.timeout = engine, method, data, workers, timeout
         self.name = engine.name
         self.workers: list[Worker] = []
@@ -70,11 +76,15 @@ class PoolEngine(Engine):
         busy: dict[Worker, Units] = {}
         given, looked = 0, 0.0
         if not self.workers:
-            raise RuntimeError("the worker processes have ended, or were never started; a round needs them; call start()")
+            raise RuntimeError(
+                "the worker processes have ended, or were never started; a round needs them; call start()"
+            )
         try:
             self._hand_out(waiting, orders, busy)
             while given < len(orders):
-                if given not in done or monotonic() - looked > GLANCE:  # who asks for results may take long with each
+                if (
+                    given not in done or monotonic() - looked > GLANCE
+                ):  # who asks for results may take long with each
                     for worker in self._answering(busy, wait_for_it=given not in done):
                         portion = [at for unit in busy.pop(worker) for at in unit]
                         answer = worker.hear()
@@ -95,7 +105,8 @@ class PoolEngine(Engine):
                 worker.give(self.method.round, [[orders[at] for at in unit] for unit in busy[worker]])
 
     def _portions(self, orders: Sequence[Order], units: Units) -> list[Units]:
-        """The most work first, in portions that shrink with what is left (guided self-scheduling, Polychronopoulos & Kuck, 1987)."""
+        """The most work first, in portions that shrink with what is left (guided self-scheduling,
+        Polychronopoulos & Kuck, 1987)."""
         efforts = {id(unit): sum(work(orders[at], self.data.batch_size) for at in unit) for unit in units}
         left, portions, room = sum(efforts.values()), [], 0.0  # type: tuple[float, list[Units], float]
         for unit in sorted(units, key=lambda unit: (-efforts[id(unit)], unit)):
@@ -111,15 +122,18 @@ class PoolEngine(Engine):
         """The workers that have an answer; at least one of them if ``wait_for_it``.
 
         Raises:
-            RankLost: none had for ``timeout`` seconds. Time in which this process was stopped itself does not count.
+            RankLost: none had for ``timeout`` seconds. Time in which this process was stopped itself does not
+                count.
         """
         pipes, waited = [worker.pipe for worker in busy], 0.0
         ready = wait(pipes, 0)
         while wait_for_it and busy and not ready:
             if waited >= self.timeout:
                 raise RankLost(
-                    f"{', '.join(worker.state() for worker in busy)}: no answer for {waited:.0f} seconds; a round needs all its "
-                    "workers; continue with --ckpt_path, with a longer --trainer.rank_timeout if they were still training"
+                    f"{', '.join(worker.state() for worker in busy)}: no answer for {waited:.0f} seconds",
+                    "a round needs all its workers",
+                    "continue with --ckpt_path, with a longer --trainer.rank_timeout if they were still "
+                    "training",
                 )
             pause = min(LOOK, self.timeout - waited)
             ready = wait(pipes, pause)
@@ -137,7 +151,8 @@ class Worker:
 
     Args:
         engine: trains what it is given.
-        others: forks that exist already; this one lets go of their pipes, so that each notices when this process is gone.
+        others: forks that exist already; this one lets go of their pipes, so that each notices when this
+            process is gone.
     """
 
     def __init__(self, engine: Engine, method: Method, others: Sequence[Worker]) -> None:
@@ -150,7 +165,8 @@ class Worker:
         arguments = (engine, method, there, self.down, self.ups, pipes, os.getpid())
         self.process = context.Process(target=_serve, args=arguments, daemon=True)
         with warnings.catch_warnings():
-            # Python 3.12 warns of threads that hold locks; torch's, the only ones by now, are not used by a single-threaded fork
+            # Python 3.12 warns of threads that hold locks; torch's, the only ones by now, are not used by a
+            # single-threaded fork
             warnings.simplefilter("ignore", DeprecationWarning)
             self.process.start()
         there.close()
@@ -162,7 +178,17 @@ class Worker:
         self.message = messages[0] if len(messages) == 1 else b""
         packed = [
             (
-                [(o.client.id, _pack(o.client.state), index[id(o.message)], len(o.labels), o.epochs, o.steps) for o in unit],
+                [
+                    (
+                        o.client.id,
+                        _pack(o.client.state),
+                        index[id(o.message)],
+                        len(o.labels),
+                        o.epochs,
+                        o.steps,
+                    )
+                    for o in unit
+                ],
                 _joined([o.labels for o in unit]),
             )
             for unit in units
@@ -186,7 +212,8 @@ class Worker:
         raise error from RuntimeError(f"in a worker process:\n{where}")
 
     def take(self, answer: Answer, orders: Sequence[Order]) -> list[ClientResult]:
-        """The results in an answer. Its memory is written to again in the portion after the next: read it before that is given."""
+        """The results in an answer. Its memory is written to again in the portion after the next: read it
+        before that is given."""
         results = []
         uploads = _read(self.ups[answer.memory], answer.places)
         for order, upload, (kept, losses, seen, steps) in zip(orders, uploads, answer.kept, strict=True):
@@ -200,7 +227,10 @@ class Worker:
         with suppress(OSError):
             fields = Path(f"/proc/{self.process.pid}/stat").read_text().rpartition(")")[2].split()
             if fields[0] in "Tt":
-                return f"worker process {self.process.pid} is stopped (kill -CONT {self.process.pid} lets it go on)"
+                return (
+                    f"worker process {self.process.pid} is stopped (kill -CONT {self.process.pid} lets "
+                    "it go on)"
+                )
         return f"worker process {self.process.pid}"
 
     def _say(self, message: Any) -> None:
@@ -212,10 +242,13 @@ class Worker:
     def _lost(self) -> RankLost:
         self.process.join(5)
         code = self.process.exitcode
-        how = f"was killed by {signal.Signals(-code).name}" if code and code < 0 else f"ended with code {code}"
+        how = (
+            f"was killed by {signal.Signals(-code).name}" if code and code < 0 else f"ended with code {code}"
+        )
         return RankLost(
-            f"worker process {self.process.pid} {how}; a round needs all its workers; continue with --ckpt_path, "
-            "with fewer --trainer.workers if memory ran out"
+            f"worker process {self.process.pid} {how}",
+            "a round needs all its workers",
+            "continue with --ckpt_path, with fewer --trainer.workers if memory ran out",
         )
 
     def end(self) -> None:
@@ -239,9 +272,16 @@ class Answer(NamedTuple):
 
 
 def _serve(
-    engine: Engine, method: Method, pipe: Connection, down: mmap, ups: Sequence[mmap], pipes: Sequence[Connection], parent: int
+    engine: Engine,
+    method: Method,
+    pipe: Connection,
+    down: mmap,
+    ups: Sequence[mmap],
+    pipes: Sequence[Connection],
+    parent: int,
 ) -> None:
-    """Answer portions until the pipe closes. Signals are for the parent, who ends its workers, and who takes them with it."""
+    """Answer portions until the pipe closes. Signals are for the parent, who ends its workers, and who takes
+    them with it."""
     end_with(parent)
     torch.set_num_threads(1)
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGCHLD):
@@ -280,7 +320,8 @@ def _serve(
 
 
 def end_with(parent: int) -> None:
-    """Have Linux kill this process as soon as its parent is gone, however that came about and whatever this one is at."""
+    """Have Linux kill this process as soon as its parent is gone, however that came about and whatever this
+    one is at."""
     ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:  # it was gone before the call
         os._exit(1)

@@ -1,4 +1,5 @@
-"""Several processes, each training its share of the cohort; every one of them ends up with all results, in the order of the orders."""
+"""Several processes, each training its share of the cohort; every one of them ends up with all results, in
+the order of the orders."""
 
 from __future__ import annotations
 
@@ -21,7 +22,8 @@ OVERHEAD = 0.25  # of a batch: what a client costs beside its training
 class RankedEngine(Engine):
     """Deals the orders of ``engine`` to the ranks and exchanges what they gave: uploads, kept states, losses.
 
-    Uploads stay the bytes that the client made, so the server of every rank computes the same next state from the same bytes.
+    Uploads stay the bytes that the client made, so the server of every rank computes the same next state from
+    the same bytes.
     """
 
     def __init__(self, engine: Engine, data: FederatedData) -> None:
@@ -41,11 +43,18 @@ class RankedEngine(Engine):
             yield from self.engine.train(orders, units)
             return
         require_agreement(orders)
-        units, works = self.units(orders) if units is None else units, [work(order, self.data.batch_size) for order in orders]
-        mine = [units[at] for at in deal([sum(works[at] for at in unit) for unit in units], world_size())[rank()]]
+        units, works = (
+            self.units(orders) if units is None else units,
+            [work(order, self.data.batch_size) for order in orders],
+        )
+        mine = [
+            units[at] for at in deal([sum(works[at] for at in unit) for unit in units], world_size())[rank()]
+        ]
         share = [at for unit in mine for at in unit]
         place = {at: here for here, at in enumerate(share)}
-        results = self.engine.train([orders[at] for at in share], [[place[at] for at in unit] for unit in mine])
+        results = self.engine.train(
+            [orders[at] for at in share], [[place[at] for at in unit] for unit in mine]
+        )
         parts: dict[str, bytes | Tensor] = {}
         for index, result in zip(share, results, strict=True):
             parts |= {f"{index}/{name}": part for name, part in _pack(result).items()}
@@ -80,7 +89,8 @@ def require_agreement(orders: Sequence[Order]) -> None:
     """All ranks are about to do the same round.
 
     Raises:
-        RuntimeError: they are not: a callback or a method on the way here drew from something else than its streams.
+        RuntimeError: they are not: a callback or a method on the way here drew from something else than its
+            streams.
     """
     digest = blake2b(digest_size=16)
     for order in orders:
@@ -91,8 +101,9 @@ def require_agreement(orders: Sequence[Order]) -> None:
     different = [other for other, theirs in enumerate(digests) if theirs != digests[0]]
     if different:
         raise RuntimeError(
-            f"ranks {different} have other orders for this round than rank 0; every rank computes the same round; draw what "
-            "callbacks and methods draw from fl_lightning.rng.stream, and run all ranks on machines of one kind"
+            f"ranks {different} have other orders for this round than rank 0; every rank computes "
+            "the same round; draw what callbacks and methods draw from fl_lightning.rng.stream, and "
+            "run all ranks on machines of one kind"
         )
 
 
@@ -104,5 +115,7 @@ def _pack(result: ClientResult) -> dict[str, bytes | Tensor]:
 
 def _unpack(packed: dict[str, Any], order: Order) -> ClientResult:
     report = json.loads(packed["report"])
-    state = {name.removeprefix("state/"): tensor for name, tensor in packed.items() if name.startswith("state/")}
+    state = {
+        name.removeprefix("state/"): tensor for name, tensor in packed.items() if name.startswith("state/")
+    }
     return ClientResult(replace(order.client, state=state), packed["upload"], state, **report)

@@ -20,7 +20,8 @@ from fl_lightning.methods import Method
 
 @dataclass(frozen=True, slots=True)
 class Begun:
-    """A client whose steps have been asked for: its losses so far, on the device, how many steps and with which optimiser."""
+    """A client whose steps have been asked for: its losses so far, on the device, how many steps and with
+    which optimiser."""
 
     client: Client
     losses: Losses
@@ -31,12 +32,15 @@ class Begun:
 class SequentialEngine(Engine):
     """
     Args:
-        steps: how local steps are taken; default: recorded as CUDA graphs where the device is one, eager elsewhere.
+        steps: how local steps are taken; default: recorded as CUDA graphs where the device is one, eager
+            elsewhere.
     """
 
     name = "sequential"
 
-    def __init__(self, fabric: Fabric, method: Method, data: FederatedData, steps: Steps | None = None) -> None:
+    def __init__(
+        self, fabric: Fabric, method: Method, data: FederatedData, steps: Steps | None = None
+    ) -> None:
         self.fabric, self.method, self.data = fabric, method, data
         self.steps = steps
 
@@ -50,7 +54,8 @@ class SequentialEngine(Engine):
         return self.end(self.begin(order))
 
     def begin(self, order: Order) -> Begun:
-        """Ask for all local steps. A device may still be at them afterwards; the module is taken until :meth:`end`."""
+        """Ask for all local steps. A device may still be at them afterwards; the module is taken until
+        :meth:`end`."""
         self.steps = self.steps or make_steps(self.fabric, self.method)
         method, client, local = self.method, order.client, self.steps
         local.before()
@@ -73,4 +78,6 @@ class SequentialEngine(Engine):
         """Read what the steps of the client begun last made of it."""
         client, losses = begun.client, begun.losses
         upload = upload_of(self.method, client, begun.steps, begun.optimizer).to_bytes()
-        return ClientResult(client, upload, client.state, losses.totals(), losses.seen, begun.steps, intact=upload)
+        return ClientResult(
+            client, upload, client.state, losses.totals(), losses.seen, begun.steps, intact=upload
+        )

@@ -16,7 +16,8 @@ from fl_lightning.methods.optimizing import clip_gradients
 
 
 class Steps:
-    """Eager: every operation of a step is started by itself. For each client :meth:`before`, :meth:`start`, its steps, :meth:`end`."""
+    """Eager: every operation of a step is started by itself. For each client :meth:`before`, :meth:`start`,
+    its steps, :meth:`end`."""
 
     def __init__(self, fabric: Fabric, method: Method) -> None:
         self.fabric, self.method = fabric, method
@@ -45,7 +46,9 @@ class Steps:
             precision.scaler = type(precision.scaler)(precision.device)
 
 
-def local_step(fabric: Fabric, method: Method, optimizer: Optimizer, batch: Any, index: int) -> dict[str, Tensor]:
+def local_step(
+    fabric: Fabric, method: Method, optimizer: Optimizer, batch: Any, index: int
+) -> dict[str, Tensor]:
     """One local step; its loss terms, cut off from the graph that made them."""
     with fabric.autocast():
         outputs = method.training_step(batch, index)

@@ -28,11 +28,15 @@ def upload_of(method: Method, client: Client, steps: int, optimizer: Optimizer) 
         del method.local_work
 
 
-def default_uploads(method: Method, clients: Sequence[Client], tensors: Mapping[str, Tensor]) -> list[bytes] | None:
-    """What ``Method.upload`` gives for each client, as bytes; None where the method or its layout does something else.
+def default_uploads(
+    method: Method, clients: Sequence[Client], tensors: Mapping[str, Tensor]
+) -> list[bytes] | None:
+    """What ``Method.upload`` gives for each client, as bytes; None where the method or its layout does
+    something else.
 
     Args:
-        tensors: ``[K, ...]``, the values of the module's parameters and buffers for each of K clients, by name.
+        tensors: ``[K, ...]``, the values of the module's parameters and buffers for each of K clients, by
+            name.
     """
     if getattr(method.upload, "__func__", None) is not Method.upload:
         return None

@@ -1,9 +1,11 @@
-"""AQFL: fixed-precision quantised federated learning, the baseline of FedMPQ (Chen & Vikalo, CVPR 2024; after Abdelmoniem & Canini, 2021).
+"""AQFL: fixed-precision quantised federated learning, the baseline of FedMPQ (Chen & Vikalo, CVPR 2024; after
+Abdelmoniem & Canini, 2021).
 
     W_q = s / (2^N - 1) * R( W (2^N - 1) / s ),     s = max|W|,     R rounds; its backward is the identity
 
-Every layer of a client has that client's one bit-width N. Clients train fp32 weights through W_q, with neither bit regulariser nor pruning,
-and send codes of N + 1 bits, rounded so that their mean is W; the server averages the de-quantised weights.
+Every layer of a client has that client's one bit-width N. Clients train fp32 weights through W_q, with
+neither bit regulariser nor pruning, and send codes of N + 1 bits, rounded so that their mean is W; the server
+averages the de-quantised weights.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ from torch.func import functional_call
 
 from fl_lightning.client import Client
 from fl_lightning.data import FederatedData
+from fl_lightning.errors import InputError
 from fl_lightning.methods.base import Method, examples_of
 from fl_lightning.methods.lit_module import module_loss
 from fl_lightning.methods.quantized import LayerCodec, check_budgets
@@ -26,10 +29,12 @@ from fl_lightning.wire import Payload, PayloadError
 
 
 class AQFL(Method):
-    """Quantisation-aware training at one bit-width per client; what FedMPQ is without its mixing of precisions.
+    """Quantisation-aware training at one bit-width per client; what FedMPQ is without its mixing of
+    precisions.
 
     Args:
-        bits: N, magnitude bits of every layer, 1 to 8, the sign not counted, as in FedMPQ; one number, or one for each client.
+        bits: N, magnitude bits of every layer, 1 to 8, the sign not counted, as in FedMPQ; one number, or one
+            for each client.
         download: what the client is sent: W_t in ``full`` precision, or ``quantised`` at its own bit-width.
         activation_bits: magnitude bits of the inputs of quantised layers, 1 to 8, or null for full precision.
         quantise_shortcuts: whether 1x1 convolutions on shortcuts are quantised too.
@@ -49,8 +54,10 @@ class AQFL(Method):
         super().__init__(**settings)
         self.budgets = [int(b) for b in check_budgets(bits)]
         if activation_bits is not None and not 1 <= activation_bits <= MAX_BITS:
-            raise ValueError(
-                f"--model.activation_bits {activation_bits}; 1 to {MAX_BITS} bits, or null; write --model.activation_bits 4"
+            raise InputError(
+                f"--model.activation_bits {activation_bits}",
+                f"1 to {MAX_BITS} bits, or null",
+                "write --model.activation_bits 4",
             )
         self.download = download
         self.activation_bits = activation_bits
@@ -95,14 +102,18 @@ class AQFL(Method):
 
     def broadcast(self, client: Client) -> Payload:
         return (
-            super().broadcast(client) if self.download == "full" else self._encode(self.server["weights"], self.bits_of(client))
+            super().broadcast(client)
+            if self.download == "full"
+            else self._encode(self.server["weights"], self.bits_of(client))
         )
 
     def check(self, upload: Payload, client: Client) -> None:
         super().check(upload, client)
         if set(upload.codes("bits").values.tolist()) != {self.bits_of(client)}:
             raise PayloadError(
-                f"codes of other bits than the client's {self.bits_of(client)}; every layer has them; encode them again"
+                f"codes of other bits than the client's {self.bits_of(client)}",
+                "every layer has them",
+                "encode them again",
             )
 
     def decode(self, upload: Payload) -> Tensor:

@@ -1,7 +1,7 @@
 """How the server averages its clients' weights, and how much a few hostile ones can move it.
 
-Every average takes the vectors in cohort order and adds up in float64, so the result does not depend on who computed what. ``[K, P]`` is
-K clients, P values; p_k = n_k / sum n, as the clients report n_k.
+Every average takes the vectors in cohort order and adds up in float64, so the result does not depend on who
+computed what. ``[K, P]`` is K clients, P values; p_k = n_k / sum n, as the clients report n_k.
 """
 
 from __future__ import annotations
@@ -13,13 +13,16 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
+from fl_lightning.errors import InputError
 from fl_lightning.support.recorded import Recorded
 
 CHUNK = 2**22
-"""Values that the order statistics hold at once, in float64: 32 MB, however many clients and weights there are."""
+"""Values that the order statistics hold at once, in float64: 32 MB, however many clients and weights there
+are."""
 
 BLOCK = 2**16
-"""Values that the mean adds up at once: half a megabyte in float64, which stays in a core's cache from client to client."""
+"""Values that the mean adds up at once: half a megabyte in float64, which stays in a core's cache from client
+to client."""
 
 
 class Average(Recorded, ABC):
@@ -44,14 +47,18 @@ class WeightedMean(Average):
 
 
 class CoordinateMedian(Average):
-    """The median of each value over the clients, the mean of the middle two when K is even (Yin et al., ICML 2018).
+    """The median of each value over the clients, the mean of the middle two when K is even (Yin et al., ICML
+    2018).
 
-    n_k does not enter: every client counts once, or one that lies about its size could be the median by itself.
+    n_k does not enter: every client counts once, or one that lies about its size could be the median by
+    itself.
     """
 
     def __call__(self, vectors: Sequence[Tensor], shares: Sequence[float], start: Tensor) -> Tensor:
         middle = slice((len(vectors) - 1) // 2, len(vectors) // 2 + 1)
-        return torch.cat([chunk.sort(dim=0).values[middle].mean(dim=0).to(torch.float32) for chunk in _chunks(vectors)])
+        return torch.cat(
+            [chunk.sort(dim=0).values[middle].mean(dim=0).to(torch.float32) for chunk in _chunks(vectors)]
+        )
 
 
 class TrimmedMean(Average):
@@ -60,13 +67,17 @@ class TrimmedMean(Average):
     Clients are trimmed by count; those that are left weigh n_k, so that ``trim`` 0 is the weighted mean.
 
     Args:
-        trim: share of the clients left out at each end, in [0, 0.5), rounded up to whole clients; at least one stays. It has to be
-            the share of hostile clients that a cohort may hold, or more.
+        trim: share of the clients left out at each end, in [0, 0.5), rounded up to whole clients; at least
+            one stays. It has to be the share of hostile clients that a cohort may hold, or more.
     """
 
     def __init__(self, trim: float = 0.1) -> None:
         if not 0 <= trim < 0.5:
-            raise ValueError(f"TrimmedMean(trim={trim}); the share left out at each end lies in [0, 0.5); write trim: 0.1")
+            raise InputError(
+                f"TrimmedMean(trim={trim})",
+                "the share left out at each end lies in [0, 0.5)",
+                "write trim: 0.1",
+            )
         self.trim = trim
 
     def __call__(self, vectors: Sequence[Tensor], shares: Sequence[float], start: Tensor) -> Tensor:
@@ -83,17 +94,21 @@ class TrimmedMean(Average):
 
 
 class NormClipping(Average):
-    """The weighted mean of updates cut to a length: w + sum_k p_k u_k min(1, max_norm / ||u_k||), u_k = v_k - w (Sun et al., 2019).
+    """The weighted mean of updates cut to a length: w + sum_k p_k u_k min(1, max_norm / ||u_k||), u_k = v_k -
+    w (Sun et al., 2019).
 
     n_k enters as in the weighted mean. It bounds what a client can do in a round, not what it can do in all.
 
     Args:
-        max_norm: largest L2 norm of an update over all weights; the median norm of honest updates is a good start.
+        max_norm: largest L2 norm of an update over all weights; the median norm of honest updates is a good
+            start.
     """
 
     def __init__(self, max_norm: float) -> None:
         if not 0 < max_norm < math.inf:
-            raise ValueError(f"NormClipping(max_norm={max_norm}); a length is above 0 and finite; write max_norm: 1.0")
+            raise InputError(
+                f"NormClipping(max_norm={max_norm})", "a length is above 0 and finite", "write max_norm: 1.0"
+            )
         self.max_norm = max_norm
 
     def __call__(self, vectors: Sequence[Tensor], shares: Sequence[float], start: Tensor) -> Tensor:
@@ -109,9 +124,11 @@ WEIGHTED_MEAN = WeightedMean()
 
 
 def capped(shares: Sequence[float], largest: float) -> list[float]:
-    """Shares that add up to 1, none above ``largest``: what is cut off goes to the others in proportion to theirs.
+    """Shares that add up to 1, none above ``largest``: what is cut off goes to the others in proportion to
+    theirs.
 
-    Where even equal shares are above ``largest``, the shares are equal. Shares that are all within the bound stay as they are.
+    Where even equal shares are above ``largest``, the shares are equal. Shares that are all within the bound
+    stay as they are.
 
     >>> capped([0.8, 0.1, 0.1], 0.5)
     [0.5, 0.25, 0.25]
@@ -132,11 +149,14 @@ def capped(shares: Sequence[float], largest: float) -> list[float]:
 
 
 def weighted_mean(vectors: Sequence[Tensor], shares: Sequence[float]) -> Tensor:
-    """Sum of p_k v_k, added up in float64 in the order given, so that the result does not depend on who computed what; float32."""
+    """Sum of p_k v_k, added up in float64 in the order given, so that the result does not depend on who
+    computed what; float32."""
     shape = vectors[0].shape
     if any(vector.shape != shape for vector in vectors):
-        raise ValueError(
-            f"vectors of shapes {sorted({tuple(v.shape) for v in vectors})}; a mean is taken of one shape; pad or split them"
+        raise InputError(
+            f"vectors of shapes {sorted({tuple(v.shape) for v in vectors})}",
+            "a mean is taken of one shape",
+            "pad or split them",
         )
     flat = [vector.reshape(-1) for vector in vectors]
     mean = torch.empty(shape.numel(), dtype=torch.float32)

@@ -1,14 +1,16 @@
 """The contract of a method. Its defaults are FedAvg (McMahan et al., AISTATS 2017).
 
-A method is a LightningModule with two halves. The client's half: ``receive`` makes the module's parameters and buffers what this
-client starts from, ``training_step`` is the local objective, ``upload`` says what goes back. The server's half: ``broadcast``,
-``aggregate``, ``deploy``, and ``server``, the tensors that the server remembers. One resident module serves all clients of a process
-in turn, so after ``receive`` nothing of another client may be left; what a client keeps lives in ``client.state``.
+A method is a LightningModule with two halves. The client's half: ``receive`` makes the module's parameters
+and buffers what this client starts from, ``training_step`` is the local objective, ``upload`` says what goes
+back. The server's half: ``broadcast``, ``aggregate``, ``deploy``, and ``server``, the tensors that the server
+remembers. One resident module serves all clients of a process in turn, so after ``receive`` nothing of
+another client may be left; what a client keeps lives in ``client.state``.
 
-Tensors in ``server`` and in ``client.state`` are replaced, never written into: checkpoints and roll-backs hold on to the old ones.
+Tensors in ``server`` and in ``client.state`` are replaced, never written into: checkpoints and roll-backs
+hold on to the old ones.
 
-``training_step`` has no ``.item()``, no branch on values and no metric object, so that the batched engine can run it under
-``torch.func.vmap``.
+``training_step`` has no ``.item()``, no branch on values and no metric object, so that the batched engine can
+run it under ``torch.func.vmap``.
 """
 
 from __future__ import annotations
@@ -28,6 +30,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from fl_lightning import rng
 from fl_lightning.client import Client
 from fl_lightning.data import FederatedData
+from fl_lightning.errors import InputError
 from fl_lightning.methods.averaging import WEIGHTED_MEAN, Average, capped
 from fl_lightning.methods.lit_module import adopt, check_module, module_loss
 from fl_lightning.methods.local_work import LocalWork
@@ -44,47 +47,56 @@ class Method(Recorded, LightningModule):
     """Base of all methods; what is not overridden is FedAvg.
 
     Args:
-        network: name of a network (``small_cnn``, ``resnet20``, ``mobilenetv2``, ``vit_small``, any timm model), or a class whose first
-            argument is the number of classes.
-        optimizer: the clients' local optimiser, built anew for each client and round. Default: SGD, lr 0.05, momentum 0.9.
-        average: how the server averages its clients' weights: ``WeightedMean``, or one that survives hostile clients:
-            ``CoordinateMedian``, ``TrimmedMean``, ``NormClipping``.
-        max_share: largest share p_k = n_k / sum n of one client in a round, in (0, 1]; what is cut off goes to the others in proportion.
-            In a cohort too small for the bound all weigh the same. ``TrimmedMean`` renormalises over those it keeps. 1: no bound.
-        scheduler: a schedule of the local learning rate, of ``torch.optim.lr_scheduler``, without a metric: it steps once a round.
-        module: a LightningModule of yours: its ``training_step`` is the task loss, ``forward`` gives the logits that are evaluated,
-            ``configure_optimizers`` the local optimiser and perhaps a schedule over rounds; what it logs is dropped. It replaces
-            ``network`` and, except for FedMPQ and FedMPQKD, ``optimizer``.
+        network: name of a network (``small_cnn``, ``resnet20``, ``mobilenetv2``, ``vit_small``, any timm
+            model), or a class whose first argument is the number of classes.
+        optimizer: the clients' local optimiser, built anew for each client and round. Default: SGD, lr 0.05,
+            momentum 0.9.
+        average: how the server averages its clients' weights: ``WeightedMean``, or one that survives hostile
+            clients: ``CoordinateMedian``, ``TrimmedMean``, ``NormClipping``.
+        max_share: largest share p_k = n_k / sum n of one client in a round, in (0, 1]; what is cut off goes
+            to the others in proportion. In a cohort too small for the bound all weigh the same.
+            ``TrimmedMean`` renormalises over those it keeps. 1: no bound.
+        scheduler: a schedule of the local learning rate, of ``torch.optim.lr_scheduler``, without a metric:
+            it steps once a round.
+        module: a LightningModule of yours: its ``training_step`` is the task loss, ``forward`` gives the
+            logits that are evaluated, ``configure_optimizers`` the local optimiser and perhaps a schedule
+            over rounds; what it logs is dropped. It replaces ``network`` and, except for FedMPQ and FedMPQKD,
+            ``optimizer``.
     """
 
     personalised: bool = False
     """True when each client has a model of its own to evaluate."""
 
     logits: bool = True
-    """Whether the network gives one logit for each class of the data, ``[B, num_classes]``. A method whose ``task_loss`` takes outputs of
-    another width says False."""
+    """Whether the network gives one logit for each class of the data, ``[B, num_classes]``. A method whose
+    ``task_loss`` takes outputs of another width says False."""
 
     growing: frozenset[str] = frozenset()
-    """Tensors of ``server`` with a row for each client heard of; the others keep the shape that ``build`` gave them."""
+    """Tensors of ``server`` with a row for each client heard of; the others keep the shape that ``build``
+    gave them."""
 
     stackable: bool = False
-    """Whether many clients can be trained as one stack: ``training_step`` and ``on_train_batch_end`` read parameters, buffers and plain
-    values, and set tensors only. It holds for the class that says so and not for its subclasses."""
+    """Whether many clients can be trained as one stack: ``training_step`` and ``on_train_batch_end`` read
+    parameters, buffers and plain values, and set tensors only. It holds for the class that says so and not
+    for its subclasses."""
 
     uniform_clients: bool = False
     """Declares to ``check`` that every client that returned counts once in the average, whatever its n_k."""
 
     control_variates: bool = False
-    """Declares to ``check`` that clients and server keep the control variates of SCAFFOLD's option II, which steer local steps."""
+    """Declares to ``check`` that clients and server keep the control variates of SCAFFOLD's option II, which
+    steer local steps."""
 
     scales_with_federation: bool = False
-    """Declares to ``check`` that the server's step depends on how many clients the federation has, not on those that returned alone."""
+    """Declares to ``check`` that the server's step depends on how many clients the federation has, not on
+    those that returned alone."""
 
     module_refused: str = ""
     """Why no LightningModule can be the network; empty when one can."""
 
     module_optimizes: bool = True
-    """Whether a module's ``configure_optimizers`` is the local optimiser; False where clients train other tensors than its parameters."""
+    """Whether a module's ``configure_optimizers`` is the local optimiser; False where clients train other
+    tensors than its parameters."""
 
     seed: int = 0
     round: int = 0
@@ -103,31 +115,40 @@ class Method(Recorded, LightningModule):
     ) -> None:
         super().__init__()
         if not 0 < max_share <= 1:
-            raise ValueError(
-                f"--model.max_share {max_share}; a share lies in (0, 1]; write --model.max_share 0.1, or 1 for no bound"
+            raise InputError(
+                f"--model.max_share {max_share}",
+                "a share lies in (0, 1]",
+                "write --model.max_share 0.1, or 1 for no bound",
             )
         self.network_spec = network
         self.optimizer_spec = optimizer
         self.average = average
         self.max_share = max_share
         self.scheduler_spec = scheduler
-        self.scheduled_groups: dict[Any, list[dict[str, Any]]] = {}  # by round and what the optimiser began with
+        self.scheduled_groups: dict[
+            Any, list[dict[str, Any]]
+        ] = {}  # by round and what the optimiser began with
         self.server: dict[str, Tensor] = {}
         self.module = deepcopy(module)  # the user's own stays as it is, for another method or another run
-        self.module_start = {} if module is None else {name: tensor.clone() for name, tensor in module.state_dict().items()}
+        self.module_start = (
+            {} if module is None else {name: tensor.clone() for name, tensor in module.state_dict().items()}
+        )
         if module is not None:
             if isinstance(module, Method):
                 name = type(module).__name__
-                raise ValueError(f"--model.module {name}; it is a method itself; write --model {name}")
+                raise InputError(f"--model.module {name}", "it is a method itself", f"write --model {name}")
             check_module(self, module)
             self.stackable = False  # nobody knows what a module keeps
 
     # Both halves
 
     def build(self, data: FederatedData) -> None:
-        """Make the network for this data and the server's first state. Initial weights come from torch's generators as they stand."""
+        """Make the network for this data and the server's first state. Initial weights come from torch's
+        generators as they stand."""
         if self.module is None:
-            self.network = build_network(self.network_spec, data.num_classes, data.example_shape, logits=self.logits)
+            self.network = build_network(
+                self.network_spec, data.num_classes, data.example_shape, logits=self.logits
+            )
         else:
             self.module.load_state_dict(self.module_start)
             self.network = adopt(self, self.module, data)
@@ -141,10 +162,13 @@ class Method(Recorded, LightningModule):
     # The client's half
 
     def receive(self, message: Payload, client: Client) -> None:
-        """Set every parameter and buffer that training reads or writes from ``message`` and ``client.state``, and nothing else."""
+        """Set every parameter and buffer that training reads or writes from ``message`` and ``client.state``,
+        and nothing else."""
         self.layout.write(self.network, message.tensor("weights"))
 
-    def local_batches(self, data: FederatedData, client: Client, *, epochs: int, labels: Tensor, steps: int) -> Iterator[Any]:
+    def local_batches(
+        self, data: FederatedData, client: Client, *, epochs: int, labels: Tensor, steps: int
+    ) -> Iterator[Any]:
         """The batches of this client's round, at most ``steps`` of its own data."""
         return data.train_batches(client, round=self.round, epochs=epochs, labels=labels, steps=steps)
 
@@ -162,29 +186,35 @@ class Method(Recorded, LightningModule):
         return F.cross_entropy(outputs, target)
 
     def configure_optimizers(self) -> Any:
-        """The local optimiser at its own learning rate; as in Lightning, an optimiser of one's own may come with a scheduler, which
-        steps once a round."""
+        """The local optimiser at its own learning rate; as in Lightning, an optimiser of one's own may come
+        with a scheduler, which steps once a round."""
         if self.module is not None and self.module_optimizes:
             return self.module.configure_optimizers()
         trainable = self.trainable()
-        return self.optimizer_spec(trainable) if self.optimizer_spec else SGD(trainable, lr=0.05, momentum=0.9)
+        return (
+            self.optimizer_spec(trainable) if self.optimizer_spec else SGD(trainable, lr=0.05, momentum=0.9)
+        )
 
     def trainable(self) -> Iterable[nn.Parameter]:
-        """What the local optimiser steps on. Override where the module holds parameters of clients other than this one's kind."""
+        """What the local optimiser steps on. Override where the module holds parameters of clients other than
+        this one's kind."""
         return [p for p in self.parameters() if p.requires_grad]
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         """After each optimiser step: projections, teacher refreshes."""
 
     def upload(self, client: Client) -> Payload:
-        """What the client sends. ``examples`` is its weight n_k. ``local_steps`` and ``local_lr`` say what its round was."""
+        """What the client sends. ``examples`` is its weight n_k. ``local_steps`` and ``local_lr`` say what
+        its round was."""
         return Payload({"examples": examples_of(client), "weights": self.layout.read(self.network)})
 
     def upload_limits(self, client: Client) -> Mapping[str, int]:
         """The entries that this client's upload may hold, and the largest number of values of each.
 
-        The server refuses more, and entries of other names, before it takes memory for them. It holds for the ``upload`` of the same
-        class: a subclass that sends something else and does not override this is bound by ``loop.max_undeclared`` alone.
+        The server refuses more, and entries of other names, before it takes memory for them. It holds for the
+        ``upload`` of the same
+        class: a subclass that sends something else and does not override this is bound by
+            ``loop.max_undeclared`` alone.
         """
         return {"examples": 1, "weights": self.layout.size}
 
@@ -193,7 +223,8 @@ class Method(Recorded, LightningModule):
 
     @property
     def local_steps(self) -> int:
-        """K, the optimiser steps that this client made in this round, fewer for a straggler. To be read in ``upload``.
+        """K, the optimiser steps that this client made in this round, fewer for a straggler. To be read in
+        ``upload``.
 
         Raises:
             RuntimeError: it is read elsewhere.
@@ -202,7 +233,8 @@ class Method(Recorded, LightningModule):
 
     @property
     def local_lr(self) -> float:
-        """eta_l, the learning rate of those steps in this round, as the schedule has it. To be read in ``upload``.
+        """eta_l, the learning rate of those steps in this round, as the schedule has it. To be read in
+        ``upload``.
 
         Raises:
             RuntimeError: it is read elsewhere.
@@ -212,7 +244,10 @@ class Method(Recorded, LightningModule):
 
     def _local_work(self, name: str) -> LocalWork:
         if self.local_work is None:
-            raise RuntimeError(f"{type(self).__name__}.{name} is known while upload runs, when the steps are done; read it there")
+            raise RuntimeError(
+                f"{type(self).__name__}.{name} is known while upload runs, when the steps are done; "
+                "read it there"
+            )
         return self.local_work
 
     # The server's half; it sees decoded payloads and nothing else of a client
@@ -225,14 +260,15 @@ class Method(Recorded, LightningModule):
         """Refuse an upload that must not be averaged.
 
         Raises:
-            PayloadError: an entry that is missing or of the wrong size. (The loop has refused what is not finite, not float32,
-                and ``examples`` that are not one positive integer.)
+            PayloadError: an entry that is missing or of the wrong size. (The loop has refused what is not
+                finite, not float32, and ``examples`` that are not one positive integer.)
         """
         upload.tensor("examples")
         self.layout.check(self.decode(upload))
 
     def decode(self, upload: Payload) -> Tensor:
-        """What this client's weights are after its round, as one vector of ``layout``; the server still has those that it broadcast.
+        """What this client's weights are after its round, as one vector of ``layout``; the server still has
+        those that it broadcast.
 
         Raises:
             PayloadError: an entry that is missing or of the wrong size.
@@ -240,7 +276,8 @@ class Method(Recorded, LightningModule):
         return upload.tensor("weights")
 
     def aggregate(self, uploads: Mapping[int, Payload]) -> None:
-        """Make the next server state from what came back: client id -> payload, in cohort order, never empty."""
+        """Make the next server state from what came back: client id -> payload, in cohort order, never
+        empty."""
         vectors = [self.decode(upload) for upload in uploads.values()]
         self.server["weights"] = self.average(vectors, self.shares(uploads.values()), self.server["weights"])
 
@@ -254,20 +291,24 @@ class Method(Recorded, LightningModule):
         return {"bits/average": 32.0}
 
     def deploy(self, client: Client | None = None) -> nn.Module:
-        """The network that is evaluated, images to logits: the global one, or this client's when the method is personalised.
+        """The network that is evaluated, images to logits: the global one, or this client's when the method
+        is personalised.
 
-        That one is put together by the client, so it may read ``client.state``; no other half of the server may.
+        That one is put together by the client, so it may read ``client.state``; no other half of the server
+        may.
         """
         self.layout.write(self.network, self.server["weights"])
         return self.network
 
     def full_precision(self) -> nn.Module | None:
-        """What ``deploy`` quantises, before it does, as a network of its own; None where it quantises nothing."""
+        """What ``deploy`` quantises, before it does, as a network of its own; None where it quantises
+        nothing."""
         return None
 
 
 def is_stackable(method: Method) -> bool:
-    """Whether the method's own class says so; what a subclass adds may not be, and nobody can tell from outside."""
+    """Whether the method's own class says so; what a subclass adds may not be, and nobody can tell from
+    outside."""
     return vars(method).get("stackable", vars(type(method)).get("stackable", False))
 
 
@@ -277,7 +318,8 @@ def examples_of(client: Client) -> Tensor:
 
 
 def declared_limits(method: Method, client: Client) -> Mapping[str, int] | None:
-    """``upload_limits`` if it belongs to the ``upload`` in use; None where a subclass sends something else and does not say what."""
+    """``upload_limits`` if it belongs to the ``upload`` in use; None where a subclass sends something else
+    and does not say what."""
     for cls in type(method).__mro__:
         if "upload_limits" in vars(cls):
             return method.upload_limits(client)

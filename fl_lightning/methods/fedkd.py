@@ -1,10 +1,15 @@
-"""FedKD: distillation through soft labels on a public set P (FedMD, Li & Wang 2019; DS-FL, Itahara et al. 2020; CFD, Sattler et al. 2020).
+"""FedKD: distillation through soft labels on a public set P (FedMD, Li & Wang 2019; DS-FL, Itahara et al.
+2020; CFD, Sattler et al. 2020).
 
-    client k:  receive p, minimise T^2 KL(p || softmax(z / T)) on P, then L_task on its own examples, send p_k = softmax(z(P) / T)
-    server:    p = sum_k n_k p_k / sum_k n_k,  sharpened: p = softmax(p / tau)  (DS-FL's entropy reduction aggregation, tau 0.1)
-               its own student minimises T^2 KL(p || softmax(z / T)) on P and is the global model that is evaluated
+    client k:  receive p, minimise T^2 KL(p || softmax(z / T)) on P, then L_task on its own examples,
+               send p_k = softmax(z(P) / T)
+    server:    p = sum_k n_k p_k / sum_k n_k,  sharpened: p = softmax(p / tau)
+               (DS-FL's entropy reduction aggregation, tau 0.1)
+               its own student minimises T^2 KL(p || softmax(z / T)) on P and is the global model that is
+               evaluated
 
-z logits, ``C`` classes. A client-round costs 2 |P| C fp32 values; in the first round there is no p yet, and nothing to distil.
+z logits, ``C`` classes. A client-round costs 2 |P| C fp32 values; in the first round there is no p yet, and
+nothing to distil.
 """
 
 from __future__ import annotations
@@ -20,6 +25,7 @@ from torch.utils._pytree import tree_map
 from fl_lightning import rng
 from fl_lightning.client import Client
 from fl_lightning.data import FederatedData
+from fl_lightning.errors import InputError
 from fl_lightning.methods.base import Method, examples_of
 from fl_lightning.methods.losses import kl_divergence
 from fl_lightning.methods.optimizing import clip_gradients, round_optimizer
@@ -31,18 +37,21 @@ SUM_TOLERANCE = 1e-3  # of a row of soft labels: float32 sums of many classes
 class FedKD(Method):
     """Clients exchange what they think of public examples; weights stay where they are.
 
-    Every client keeps its own weights between rounds and starts, when it is first sampled, from the initial weights, which follow from the
-    seed on both sides: the simulation holds one fp32 copy of the weights for each client that was ever sampled. The server's student is
-    trained in fp32 whatever ``trainer.precision``, with the clients' optimiser, schedule and clipping, built anew each round.
+    Every client keeps its own weights between rounds and starts, when it is first sampled, from the initial
+    weights, which follow from the seed on both sides: the simulation holds one fp32 copy of the weights for
+    each client that was ever sampled. The server's student is trained in fp32 whatever ``trainer.precision``,
+    with the clients' optimiser, schedule and clipping, built anew each round.
 
     Args:
         temperature: T that softens every soft label, above 0.
         distill_epochs: passes over the public set that a client makes each round before it trains, 0 or more.
-        server_epochs: passes over the public set that the server's student makes each round, at least 1, or 0 with ``average_weights``;
-            then, with ``distill_epochs`` 0 too, the method is FedAvg that also pays for soft labels.
-        sharpen: temperature tau of entropy reduction of the averaged soft labels, above 0; 0.1 in DS-FL; null: they stay as they are.
-        average_weights: whether weights travel and are averaged as in FedAvg too; clients then keep nothing, and the server's student
-            starts each round from the average.
+        server_epochs: passes over the public set that the server's student makes each round, at least 1, or 0
+            with ``average_weights``; then, with ``distill_epochs`` 0 too, the method is FedAvg that also pays
+            for soft labels.
+        sharpen: temperature tau of entropy reduction of the averaged soft labels, above 0; 0.1 in DS-FL;
+            null: they stay as they are.
+        average_weights: whether weights travel and are averaged as in FedAvg too; clients then keep nothing,
+            and the server's student starts each round from the average.
         settings: those of every method.
     """
 
@@ -59,14 +68,26 @@ class FedKD(Method):
     ) -> None:
         super().__init__(**settings)
         if not temperature > 0:
-            raise ValueError(f"--model.temperature {temperature}; a temperature is above 0; write --model.temperature 1")
+            raise InputError(
+                f"--model.temperature {temperature}",
+                "a temperature is above 0",
+                "write --model.temperature 1",
+            )
         if sharpen is not None and not sharpen > 0:
-            raise ValueError(f"--model.sharpen {sharpen}; a temperature is above 0, or null; write --model.sharpen 0.1")
+            raise InputError(
+                f"--model.sharpen {sharpen}", "a temperature is above 0, or null", "write --model.sharpen 0.1"
+            )
         if distill_epochs < 0:
-            raise ValueError(f"--model.distill_epochs {distill_epochs}; passes are 0 or more; write --model.distill_epochs 1")
+            raise InputError(
+                f"--model.distill_epochs {distill_epochs}",
+                "passes are 0 or more",
+                "write --model.distill_epochs 1",
+            )
         if server_epochs < (0 if average_weights else 1):
-            raise ValueError(
-                f"--model.server_epochs {server_epochs}; a student makes 1 pass or more; write --model.server_epochs 1"
+            raise InputError(
+                f"--model.server_epochs {server_epochs}",
+                "a student makes 1 pass or more",
+                "write --model.server_epochs 1",
             )
         self.temperature = temperature
         self.distill_epochs = distill_epochs
@@ -76,9 +97,10 @@ class FedKD(Method):
 
     def build(self, data: FederatedData) -> None:
         if not len(data.public):
-            raise ValueError(
-                "--model FedKD with no public set; soft labels are given to public examples; write --data.public_examples 200, or "
-                "name another data set in --data.public_dataset"
+            raise InputError(
+                "--model FedKD with no public set",
+                "soft labels are given to public examples",
+                "write --data.public_examples 200, or name another data set in --data.public_dataset",
             )
         super().build(data)
         self.public_data = data
@@ -93,19 +115,27 @@ class FedKD(Method):
 
     def _outputs(self, data: FederatedData) -> int:
         """C, as the network has it."""
-        example = tree_map(lambda tensor: tensor.cpu(), data.public_inputs(torch.zeros(1, dtype=torch.int64, device=data.device)))
+        example = tree_map(
+            lambda tensor: tensor.cpu(),
+            data.public_inputs(torch.zeros(1, dtype=torch.int64, device=data.device)),
+        )
         with torch.no_grad():
             return self.network.eval()(example).shape[1]
 
     # The client's half
 
     def receive(self, message: Payload, client: Client) -> None:
-        kept = message.tensor("weights") if self.average_weights else client.state.get("weights", self.initial)
+        kept = (
+            message.tensor("weights") if self.average_weights else client.state.get("weights", self.initial)
+        )
         self.layout.write(self.network, kept)
         self.received = message.tensor("soft_labels").to(self.device) if "soft_labels" in message else None
 
-    def local_batches(self, data: FederatedData, client: Client, *, epochs: int, labels: Tensor, steps: int) -> Iterator[Any]:
-        """Public inputs with their soft labels float ``[B, C]``, then the client's own with labels int64 ``[B]``."""
+    def local_batches(
+        self, data: FederatedData, client: Client, *, epochs: int, labels: Tensor, steps: int
+    ) -> Iterator[Any]:
+        """Public inputs with their soft labels float ``[B, C]``, then the client's own with labels int64
+        ``[B]``."""
         if self.received is not None:
             yield from self._public_batches(data, self.received, self.distill_epochs, client)
         yield from super().local_batches(data, client, epochs=epochs, labels=labels, steps=steps)
@@ -119,7 +149,8 @@ class FedKD(Method):
                 yield inputs, soft_labels[position]
 
     def training_step(self, batch: Any, batch_idx: int = 0) -> dict[str, Tensor]:
-        """``loss_kd`` of a public batch, ``loss_task`` of the client's own: which it is, the type of the target says."""
+        """``loss_kd`` of a public batch, ``loss_task`` of the client's own: which it is, the type of the
+        target says."""
         inputs, target = batch
         if not target.is_floating_point():
             return super().training_step(batch, batch_idx)
@@ -131,7 +162,9 @@ class FedKD(Method):
         sent: dict[str, Tensor] = {"examples": examples_of(client), "soft_labels": self._soft_labels()}
         if self.average_weights:
             sent["weights"] = weights
-        elif bool(torch.isfinite(weights).all()):  # a client that diverged keeps what it had, or it would be lost for good
+        elif bool(
+            torch.isfinite(weights).all()
+        ):  # a client that diverged keeps what it had, or it would be lost for good
             client.state["weights"] = weights
         return Payload(sent)
 
@@ -144,7 +177,10 @@ class FedKD(Method):
 
     def upload_limits(self, client: Client) -> Mapping[str, int]:
         weights = super().upload_limits(client)
-        return {**(weights if self.average_weights else {"examples": 1}), "soft_labels": self.server["soft_labels"].numel()}
+        return {
+            **(weights if self.average_weights else {"examples": 1}),
+            "soft_labels": self.server["soft_labels"].numel(),
+        }
 
     # The server's half
 
@@ -158,14 +194,21 @@ class FedKD(Method):
         soft_labels = upload.tensor("soft_labels")
         if soft_labels.shape != shape:
             raise PayloadError(
-                f"soft labels of client {client.id} of shape {tuple(soft_labels.shape)}; the public set has {shape}; "
-                "use one public set on both sides"
+                f"soft labels of client {client.id} of shape {tuple(soft_labels.shape)}",
+                f"the public set has {shape}",
+                "use one public set on both sides",
             )
-        low, high, off = soft_labels.min(), soft_labels.max(), (soft_labels.double().sum(dim=1) - 1).abs().max()
+        low, high, off = (
+            soft_labels.min(),
+            soft_labels.max(),
+            (soft_labels.double().sum(dim=1) - 1).abs().max(),
+        )
         if low < 0 or high > 1 or off > SUM_TOLERANCE:
             raise PayloadError(
-                f"soft labels of client {client.id} from {float(low):g} to {float(high):g}, rows up to {float(off):g} away from "
-                "a sum of 1; they are probabilities; send the softmax of the outputs"
+                f"soft labels of client {client.id} from {float(low):g} to {float(high):g}, rows up to "
+                f"{float(off):g} away from a sum of 1",
+                "they are probabilities",
+                "send the softmax of the outputs",
             )
         if self.average_weights:
             super().check(upload, client)
@@ -173,9 +216,13 @@ class FedKD(Method):
     def aggregate(self, uploads: Mapping[int, Payload]) -> None:
         sent = [upload.tensor("soft_labels") for upload in uploads.values()]
         start = self.server["soft_labels"]
-        mean = self.average([p.flatten() for p in sent], self.shares(uploads.values()), start.flatten()).view_as(start)
+        mean = self.average(
+            [p.flatten() for p in sent], self.shares(uploads.values()), start.flatten()
+        ).view_as(start)
         mean = normalised(mean)
-        self.server["soft_labels"] = mean if self.sharpen is None else torch.softmax(mean / self.sharpen, dim=1)
+        self.server["soft_labels"] = (
+            mean if self.sharpen is None else torch.softmax(mean / self.sharpen, dim=1)
+        )
         self.server["aggregated"] = torch.ones_like(self.server["aggregated"])
         if self.average_weights:
             super().aggregate(uploads)
@@ -201,8 +248,8 @@ class FedKD(Method):
 def normalised(rows: Tensor) -> Tensor:
     """Rows ``[P, C]`` of values of 0 or more, each scaled to a sum of 1.
 
-    A median of probabilities need not add up to 1. It is zero for every class where confident clients disagree; such a row becomes
-    uniform, since the clients as a whole say nothing about that example.
+    A median of probabilities need not add up to 1. It is zero for every class where confident clients
+    disagree; such a row becomes uniform, since the clients as a whole say nothing about that example.
     """
     total = rows.sum(dim=1, keepdim=True)
     return torch.where(total > 0, rows / total.clamp_min(torch.finfo(rows.dtype).tiny), 1 / rows.shape[1])

@@ -1,13 +1,17 @@
 """FedMosaic: PQ-LoRA and relevance-guided aggregation (Seo et al. 2025, arXiv 2506.11024).
 
-    h = W x + scale * [ (1 - g) * B(P A x + Q) + g * B(Pg A x + Qg) ]        on the last linear layer of each of num_blocks blocks
+    h = W x + scale * [ (1 - g) * B(P A x + Q) + g * B(Pg A x + Qg) ]
+
+    on the last linear layer of each of num_blocks blocks
     w_ij = softmax_j( cos(sketch_i, sketch_j) / tau ),     Pg_i, Qg_i = sum_j w_ij (P_j, Q_j)
 
-Clients differ in width and depth; their P and Q have one shape. The base W of each family is drawn from the run's seed, known to both
-sides, frozen, never sent; without pre-trained weights it is a random feature map, and only P, Q, g and the last linear layer learn.
-Where the data have a public set, A and B of the families are aligned on it; a P of one family then means the same in another.
-On the client stay: P, Q, g, that layer, and the moving average of the gradient of the reference model. Up go P, Q and the sketch; down come
-Pg, Qg. The server remembers the last P, Q and sketch of every client that ever sent them: a client that is not sampled still helps.
+Clients differ in width and depth; their P and Q have one shape. The base W of each family is drawn from the
+run's seed, known to both sides, frozen, never sent; without pre-trained weights it is a random feature map,
+and only P, Q, g and the last linear layer learn. Where the data have a public set, A and B of the families
+are aligned on it; a P of one family then means the same in another. On the client stay: P, Q, g, that layer,
+and the moving average of the gradient of the reference model. Up go P, Q and the sketch; down come Pg, Qg.
+The server remembers the last P, Q and sketch of every client that ever sent them: a client that is not
+sampled still helps.
 
 ``K`` clients that the server has heard of, ``L`` adapted layers, ``r`` rank, ``M`` values of a sketch.
 """
@@ -23,6 +27,7 @@ from torch import Tensor, nn
 
 from fl_lightning.client import Client
 from fl_lightning.data import FederatedData
+from fl_lightning.errors import InputError
 from fl_lightning.methods.averaging import WeightedMean
 from fl_lightning.methods.base import Method, NetworkCallable
 from fl_lightning.methods.relevance import (
@@ -46,28 +51,36 @@ class FedMosaic(Method):
     """Personalised: every client has a model of its own, helped by those whose data look like its own.
 
     Args:
-        network: of every client, when ``networks`` is null; a network with ``num_blocks`` blocks, such as ``residual_mlp``.
+        network: of every client, when ``networks`` is null; a network with ``num_blocks`` blocks, such as
+            ``residual_mlp``.
         networks: families of networks of different width and depth; client k has number k modulo their count.
-        reference: small frozen model, the same for all, whose last linear layer's gradient says how alike two clients are.
-        rank: r of P [r, r] and Q [r], the same for all clients, at most the narrowest side of an adapted layer.
+        reference: small frozen model, the same for all, whose last linear layer's gradient says how alike two
+            clients are.
+        rank: r of P [r, r] and Q [r], the same for all clients, at most the narrowest side of an adapted
+            layer.
         num_blocks: blocks that each network is cut into; the last linear layer of each is adapted.
         scale: factor of the adapters.
-        gate: g, the weight of the global copy: one trained number a layer (``scalar``, starts at 0.5), or a sigmoid of its input.
-        full_gradient: whether P and Q get their gradient without the factor (1 - g); false: the plain derivative.
+        gate: g, the weight of the global copy: one trained number a layer (``scalar``, starts at 0.5), or a
+            sigmoid of its input.
+        full_gradient: whether P and Q get their gradient without the factor (1 - g); false: the plain
+            derivative.
         head: the last linear layer is trained and kept by each client (``local``), or ``frozen`` as drawn.
-        align: ``public``: A and B of every family are turned towards the first one's on the unlabelled public set, so that a P of one
-            family means the same in another; ``none``: they are drawn independently.
+        align: ``public``: A and B of every family are turned towards the first one's on the unlabelled public
+            set, so that a P of one family means the same in another; ``none``: they are drawn independently.
         tau: temperature of the softmax over cosines, above 0; .inf weighs all clients alike.
         include_self: whether a client's own P and Q are part of its global copy.
         ema: weight of this round's gradient in the moving average, in (0, 1].
-        sketch_rows: share of the gradient's feature rows that travels, in (0, 1]; the same rows for every client and round.
+        sketch_rows: share of the gradient's feature rows that travels, in (0, 1]; the same rows for every
+            client and round.
         sketch_batches: batches of a round that the gradient is averaged over, at least 1.
         sigma: standard deviation of the noise on each value of the sketch, 0 or more.
         settings: those of every method.
     """
 
     stackable = True
-    module_refused = "it cuts the networks of its clients into blocks with adapters, which a module does not have"
+    module_refused = (
+        "it cuts the networks of its clients into blocks with adapters, which a module does not have"
+    )
 
     personalised = True
     growing = frozenset({"ids", "adapters", "sketches"})
@@ -94,7 +107,13 @@ class FedMosaic(Method):
     ) -> None:
         super().__init__(network=network, **settings)
         for name, value, valid, rule, example in (
-            ("networks", networks, networks is None or len(networks) > 0, "at least one family", "[residual_mlp]"),
+            (
+                "networks",
+                networks,
+                networks is None or len(networks) > 0,
+                "at least one family",
+                "[residual_mlp]",
+            ),
             ("rank", rank, rank >= 1, "at least 1", 8),
             ("num_blocks", num_blocks, num_blocks >= 1, "at least 1", 4),
             ("tau", tau, tau > 0, "a temperature is above 0", 0.5),
@@ -104,15 +123,18 @@ class FedMosaic(Method):
             ("sigma", sigma, sigma >= 0, "a standard deviation is 0 or more", 0.01),
         ):
             if not valid:
-                raise ValueError(f"--model.{name} {value}; {rule}; write --model.{name} {example}")
+                raise InputError(f"--model.{name} {value}", f"{rule}", f"write --model.{name} {example}")
         if self.max_share != 1:
-            raise ValueError(
-                f"--model.max_share {self.max_share}; FedMosaic mixes by relevance and weighs nobody by its examples; leave it out"
+            raise InputError(
+                f"--model.max_share {self.max_share}",
+                "FedMosaic mixes by relevance and weighs nobody by its examples",
+                "leave it out",
             )
         if not isinstance(self.average, WeightedMean):
-            raise ValueError(
-                f"--model.average {type(self.average).__name__}; FedMosaic mixes by relevance and averages no weights; leave it out, "
-                "write --model.average WeightedMean"
+            raise InputError(
+                f"--model.average {type(self.average).__name__}",
+                "FedMosaic mixes by relevance and averages no weights",
+                "leave it out, write --model.average WeightedMean",
             )
         self.specs = networks or [network]
         self.reference_spec = reference
@@ -135,7 +157,10 @@ class FedMosaic(Method):
         self.network = self.families[0]
         if self.align == "public":
             self._align_families(data)
-        self.layouts = [Layout({n: p for n, p in family.named_parameters() if p.requires_grad}) for family in self.families]
+        self.layouts = [
+            Layout({n: p for n, p in family.named_parameters() if p.requires_grad})
+            for family in self.families
+        ]
         self.start = [layout.read(family) for layout, family in zip(self.layouts, self.families, strict=True)]
         adapters = read_adapters(adapted_layers(self.network))
         self.server = {
@@ -146,9 +171,10 @@ class FedMosaic(Method):
 
     def _align_families(self, data: FederatedData) -> None:
         if not len(data.public):
-            raise ValueError(
-                "--model.align public with no public set; the families meet on public examples; write --data.public_examples 100, or "
-                "--model.align none"
+            raise InputError(
+                "--model.align public with no public set",
+                "the families meet on public examples",
+                "write --data.public_examples 100, or --model.align none",
             )
         public = torch.cat([inputs.cpu() for inputs, _ in data.public_batches()])
         for family in list(self.families)[1:]:
@@ -188,12 +214,15 @@ class FedMosaic(Method):
         return self
 
     def local_batches(self, data: FederatedData, client: Client, **work: Any) -> Iterator[Any]:
-        """The client's batches; the reference's gradient on the first of them is averaged on the way, equally over examples."""
+        """The client's batches; the reference's gradient on the first of them is averaged on the way, equally
+        over examples."""
         total, seen = torch.zeros_like(self.gradient), 0
         for number, (inputs, target) in enumerate(super().local_batches(data, client, **work)):
             if number < self.sketch_batches:
                 with torch.autocast(self.device.type, enabled=False):
-                    gradient = gradient_of(self.reference, self.reference_weight, self.task_loss, inputs, target)
+                    gradient = gradient_of(
+                        self.reference, self.reference_weight, self.task_loss, inputs, target
+                    )
                 total += gradient * len(target)
                 seen += len(target)
                 self.gradient = total / seen
@@ -201,7 +230,8 @@ class FedMosaic(Method):
 
     @torch.no_grad()
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-        """A number as gate stays in [0, 1]: beyond, the full gradient of P and Q would point away from the minimum."""
+        """A number as gate stays in [0, 1]: beyond, the full gradient of P and Q would point away from the
+        minimum."""
         for layer in adapted_layers(self.network):
             if isinstance(layer.gate, Tensor):
                 layer.gate.copy_(layer.gate.clamp(0, 1))
@@ -212,8 +242,12 @@ class FedMosaic(Method):
         kept = {"trained": self.layouts[index].read(self.network), "gradient": ema}
         if all(bool(value.isfinite().all()) for value in kept.values()):  # a round that diverged is forgotten
             client.state.update(kept)
-        noise = torch.from_numpy(self.stream("sketch_noise", client).normal(0, self.sigma, tuple(ema.shape))).to(ema)
-        return Payload({"adapters": read_adapters(adapted_layers(self.network)), "sketch": sketch(ema, noise, self.kept)})
+        noise = torch.from_numpy(
+            self.stream("sketch_noise", client).normal(0, self.sigma, tuple(ema.shape))
+        ).to(ema)
+        return Payload(
+            {"adapters": read_adapters(adapted_layers(self.network)), "sketch": sketch(ema, noise, self.kept)}
+        )
 
     def upload_limits(self, client: Client) -> Mapping[str, int]:
         return {"adapters": self.server["adapters"].shape[1:].numel(), "sketch": len(self.kept)}
@@ -228,13 +262,18 @@ class FedMosaic(Method):
             given = tuple(upload.tensor(name).shape)
             if given != tuple(mine.shape[1:]):
                 raise PayloadError(
-                    f"{name} of shape {given}; this federation's is {tuple(mine.shape[1:])}; one rank and num_blocks for all"
+                    f"{name} of shape {given}",
+                    f"this federation's is {tuple(mine.shape[1:])}",
+                    "one rank and num_blocks for all",
                 )
 
     def aggregate(self, uploads: Mapping[int, Payload]) -> None:
         """Remember the newest P, Q and sketch of each client, in order of id."""
         rows = {
-            int(id): (a, s) for id, a, s in zip(self.server["ids"], self.server["adapters"], self.server["sketches"], strict=True)
+            int(id): (a, s)
+            for id, a, s in zip(
+                self.server["ids"], self.server["adapters"], self.server["sketches"], strict=True
+            )
         }
         rows |= {id: (upload.tensor("adapters"), upload.tensor("sketch")) for id, upload in uploads.items()}
         ids = sorted(rows)
@@ -245,7 +284,8 @@ class FedMosaic(Method):
         }
 
     def _mixed_for(self, id: int) -> Tensor:
-        """Pg and Qg of client ``id``, ``[L, r, r + 1]``: zero while nobody else is known, the plain mean for a client without sketch."""
+        """Pg and Qg of client ``id``, ``[L, r, r + 1]``: zero while nobody else is known, the plain mean for
+        a client without sketch."""
         mine = self.server["ids"] == id
         relevance = torch.zeros(1, len(mine), dtype=torch.float64)
         if mine.any():
@@ -254,11 +294,13 @@ class FedMosaic(Method):
         return mix(weights, self.server["adapters"])[0]
 
     def relevance(self) -> tuple[np.ndarray, np.ndarray]:
-        """Ids ``[K]`` of the clients that the server has heard of, and the cosines of their sketches ``[K, K]``."""
+        """Ids ``[K]`` of the clients that the server has heard of, and the cosines of their sketches ``[K,
+        K]``."""
         return self.server["ids"].numpy(), cosine(self.server["sketches"], self.server["sketches"]).numpy()
 
     def deploy(self, client: Client | None = None) -> nn.Module:
-        """What this client has kept, with the global copy that it would be sent now; without a client, a newcomer's model."""
+        """What this client has kept, with the global copy that it would be sent now; without a client, a
+        newcomer's model."""
         client = client or NEWCOMER
         self.receive(self.broadcast(client), client)
         return self.network

@@ -1,9 +1,11 @@
-"""FedMPQ: mixed-precision quantised federated learning (Chen & Vikalo, CVPR 2024), on BSQ's bit planes (Yang et al., ICLR 2021).
+"""FedMPQ: mixed-precision quantised federated learning (Chen & Vikalo, CVPR 2024), on BSQ's bit planes (Yang
+et al., ICLR 2021).
 
     L = L_task + lambda_b * L_bit,     L_bit = 1 / (sum n_l) * sum_l n_l N_l * sum_b || [p_b ; n_b] ||_2
 
-n_l weights of layer l, N_l its magnitude bits. Clients train the planes of every quantised layer, prune planes that hardly any weight sets,
-and send codes of N_l + 1 bits; the server averages the de-quantised weights and deals out bits within each client's budget.
+n_l weights of layer l, N_l its magnitude bits. Clients train the planes of every quantised layer, prune
+planes that hardly any weight sets, and send codes of N_l + 1 bits; the server averages the de-quantised
+weights and deals out bits within each client's budget.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ from torch.nn.functional import hardtanh_
 
 from fl_lightning.client import Client
 from fl_lightning.data import FederatedData
+from fl_lightning.errors import InputError
 from fl_lightning.methods.averaging import weighted_mean
 from fl_lightning.methods.base import Method, examples_of
 from fl_lightning.methods.lit_module import module_loss
@@ -34,14 +37,17 @@ class FedMPQ(Method):
 
     Args:
         bits: budget in magnitude bits per weight on average, 1 to 8; one number, or one for each client.
-        lambda_b: weight of the bit regulariser; 0.01 in the paper, 0.001 in its later configurations, meaningful with this normalisation
-            only. L_bit does not fall with s, so nothing but the task holds the weights up against it: layers before a normalisation,
-            whose size the task does not feel, shrink for as long as it acts, the faster the larger lambda_b.
-        prune_threshold: share of set digits at which a client drops a bit plane, in [0, 1); 0.02 in the paper.
-        rounding: of uploads: ``stochastic`` (unbiased) or ``nearest``, which loses every update below half a step.
-        plane_lr: ``matched`` scales the gradient of a layer's planes so that a step on them moves W about as far as a step of the same lr
-            on W (half as far where a plane is clamped); ``raw`` leaves it, 2 s^2 sum 4^b / (2^N - 1)^2 of that: with s = max |W| below
-            1 the lr of every layer shrinks with s^2.
+        lambda_b: weight of the bit regulariser; 0.01 in the paper, 0.001 in its later configurations,
+            meaningful with this normalisation only. L_bit does not fall with s, so nothing but the task holds
+            the weights up against it: layers before a normalisation, whose size the task does not feel,
+            shrink for as long as it acts, the faster the larger lambda_b.
+        prune_threshold: share of set digits at which a client drops a bit plane, in [0, 1); 0.02 in the
+            paper.
+        rounding: of uploads: ``stochastic`` (unbiased) or ``nearest``, which loses every update below half a
+            step.
+        plane_lr: ``matched`` scales the gradient of a layer's planes so that a step on them moves W about as
+            far as a step of the same lr on W (half as far where a plane is clamped); ``raw`` leaves it, 2 s^2
+            sum 4^b / (2^N - 1)^2 of that: with s = max |W| below 1 the lr of every layer shrinks with s^2.
         download: what the client is sent: W_t in ``full`` precision, or ``quantised`` at its own bit-widths.
         activation_bits: magnitude bits of the inputs of quantised layers, 1 to 8, or null for full precision.
         quantise_shortcuts: whether 1x1 convolutions on shortcuts are quantised too.
@@ -66,14 +72,22 @@ class FedMPQ(Method):
         super().__init__(**settings)
         self.budgets = check_budgets(bits)
         if not 0 <= lambda_b < float("inf"):
-            raise ValueError(f"--model.lambda_b {lambda_b}; a regulariser weighs 0 or more; write --model.lambda_b 0.01")
+            raise InputError(
+                f"--model.lambda_b {lambda_b}",
+                "a regulariser weighs 0 or more",
+                "write --model.lambda_b 0.01",
+            )
         if not 0 <= prune_threshold < 1:
-            raise ValueError(
-                f"--model.prune_threshold {prune_threshold}; it is a share in [0, 1); write --model.prune_threshold 0.02"
+            raise InputError(
+                f"--model.prune_threshold {prune_threshold}",
+                "it is a share in [0, 1)",
+                "write --model.prune_threshold 0.02",
             )
         if activation_bits is not None and not 1 <= activation_bits <= MAX_BITS:
-            raise ValueError(
-                f"--model.activation_bits {activation_bits}; 1 to {MAX_BITS} bits, or null; write --model.activation_bits 4"
+            raise InputError(
+                f"--model.activation_bits {activation_bits}",
+                f"1 to {MAX_BITS} bits, or null",
+                "write --model.activation_bits 4",
             )
         self.lambda_b = lambda_b
         self.prune_threshold = prune_threshold
@@ -89,7 +103,9 @@ class FedMPQ(Method):
         self.codec = LayerCodec(self.network, self.layout, self.quantise_shortcuts)
         self.layers, self.rest = self.codec.names, self.codec.rest
         self.layer_shapes, self.layer_sizes = self.codec.shapes, self.codec.sizes
-        deep = any(not weight.is_contiguous() for weight in self.codec.weights.values())  # those of 1x1 are contiguous either way
+        deep = any(
+            not weight.is_contiguous() for weight in self.codec.weights.values()
+        )  # those of 1x1 are contiguous either way
         self.channels_last = [deep and weight.ndim == 4 for weight in self.codec.weights.values()]
         for weight in self.codec.weights.values():
             weight.requires_grad_(False)
@@ -99,7 +115,11 @@ class FedMPQ(Method):
         self.planes = nn.Parameter(torch.empty(0))
         self.register_buffer("scales", torch.zeros(len(self.layers)))
         start = torch.full((len(self.layers),), int(self._mean_budget()), dtype=torch.int32)
-        self.server |= {"bits": start, "delta": torch.ones_like(start), "aggregated": torch.zeros(1, dtype=torch.int32)}
+        self.server |= {
+            "bits": start,
+            "delta": torch.ones_like(start),
+            "aggregated": torch.zeros(1, dtype=torch.int32),
+        }
 
     # The client's half
 
@@ -141,8 +161,12 @@ class FedMPQ(Method):
     def quantized_weights(self) -> tuple[dict[str, Tensor], Tensor]:
         """W_q of each layer by parameter name, and L_bit."""
         with torch.autocast(self.planes.device.type, enabled=False):
-            weights, penalty = reconstruct(self.planes, self.scales, self._plane_layers(), self.plane_lr == "matched")
-        return {name: self._as_weight(layer, weights[layer]) for layer, name in enumerate(self.layers)}, penalty
+            weights, penalty = reconstruct(
+                self.planes, self.scales, self._plane_layers(), self.plane_lr == "matched"
+            )
+        return {
+            name: self._as_weight(layer, weights[layer]) for layer, name in enumerate(self.layers)
+        }, penalty
 
     def training_step(self, batch: Any, batch_idx: int = 0) -> dict[str, Tensor]:
         """``loss = loss_task + loss_bit``; ``loss_bit`` is lambda_b * L_bit, as it enters."""
@@ -166,7 +190,9 @@ class FedMPQ(Method):
         for values, bits, scale in zip(unrounded.values(), self.layer_bits, scales, strict=True):
             grown = max(scale, float(values.abs().max()))
             layers.append(prune(quantize(values, bits, grown, noise), self.prune_threshold))
-        return Payload({"examples": examples_of(client), **encode_layers(layers), "rest": self.rest.read(self.network)})
+        return Payload(
+            {"examples": examples_of(client), **encode_layers(layers), "rest": self.rest.read(self.network)}
+        )
 
     def upload_limits(self, client: Client) -> Mapping[str, int]:
         return {"examples": 1, **self.codec.limits()}
@@ -176,7 +202,10 @@ class FedMPQ(Method):
         if self.device.type == "cpu":
             return tensors
         pieces = torch.cat([tensor.reshape(-1) for tensor in tensors.values()]).cpu().split(self.layer_sizes)
-        return {name: piece.view(tensor.shape) for (name, tensor), piece in zip(tensors.items(), pieces, strict=True)}
+        return {
+            name: piece.view(tensor.shape)
+            for (name, tensor), piece in zip(tensors.items(), pieces, strict=True)
+        }
 
     # The server's half
 
@@ -193,7 +222,9 @@ class FedMPQ(Method):
         super().check(upload, client)
         sent, given = upload.codes("bits").values.tolist(), self._allocate(self.budget(client))
         if any(n > most for n, most in zip(sent, given, strict=True)):
-            raise PayloadError(f"bits {sent} where {given} were dealt out; a client prunes and never adds; send no more")
+            raise PayloadError(
+                f"bits {sent} where {given} were dealt out", "a client prunes and never adds", "send no more"
+            )
 
     def decode(self, upload: Payload) -> Tensor:
         return self.codec.decode(upload, sender="a client")
@@ -207,7 +238,9 @@ class FedMPQ(Method):
         sent = [upload.codes("bits").values for upload in uploads.values()]
         removed = [torch.tensor(self._allocate(b)) - n for b, n in zip(budgets, sent, strict=True)]
         self.server = {
-            "weights": self.average([self.decode(upload) for upload in uploads.values()], weights, self.server["weights"]),
+            "weights": self.average(
+                [self.decode(upload) for upload in uploads.values()], weights, self.server["weights"]
+            ),
             "bits": weighted_mean(sent, by_budget).round().to(torch.int32).clamp(1, MAX_BITS),
             "delta": (1 + weighted_mean(removed, by_budget)).round().to(torch.int32).clamp_min(1),
             "aggregated": torch.ones(1, dtype=torch.int32),
@@ -234,4 +267,6 @@ class FedMPQ(Method):
         """Bits of each layer for a budget: uniform before the first aggregation, FedMPQ's rule afterwards."""
         if not self.server["aggregated"]:
             return [int(budget)] * len(self.layers)
-        return allocate_bits(self.layer_sizes, self.server["bits"].tolist(), self.server["delta"].tolist(), budget)
+        return allocate_bits(
+            self.layer_sizes, self.server["bits"].tolist(), self.server["delta"].tolist(), budget
+        )

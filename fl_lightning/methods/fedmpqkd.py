@@ -1,6 +1,7 @@
-"""FedMPQ-KD: FedMPQ whose clients also distil from a full-precision copy of the weights they received this round.
+"""FedMPQ-KD: FedMPQ whose clients also distil from a full-precision copy of the weights they received this
+round.
 
-    L = L_task + lambda_b * L_bit + alpha * T^2 * KL,     KL(softmax(teacher / T) || softmax(student / T)), mean over the batch
+    L = L_task + lambda_b * L_bit + alpha * T^2 * KL,   KL(softmax(teacher / T) || softmax(student / T))
 
 Hinton et al. (2015) for T^2; nothing more is uploaded than by FedMPQ.
 """
@@ -19,6 +20,7 @@ from torch.nn import functional as F
 
 from fl_lightning.client import Client
 from fl_lightning.data import FederatedData
+from fl_lightning.errors import InputError
 from fl_lightning.methods import teaching
 from fl_lightning.methods.fedmpq import FedMPQ
 from fl_lightning.methods.lit_module import module_loss
@@ -36,10 +38,10 @@ class FedMPQKD(FedMPQ):
         alpha: weight of the distillation term, 0 or more; a number, or a schedule over rounds.
         temperature: T, above 0; a number, or a schedule over rounds.
         kl: ``forward`` is KL(teacher || student), ``reverse`` is KL(student || teacher).
-        teacher: ``frozen``; ``joint``: trained beside the student on the task loss; or a number r: replaced by the student's
-            full-precision weights every r local steps.
-        teacher_source: the teacher's weights: ``full``, W_t in full precision (adds the fp32 download when ``download`` is
-            ``quantised``), or ``received``, what the download holds (adds none).
+        teacher: ``frozen``; ``joint``: trained beside the student on the task loss; or a number r: replaced
+            by the student's full-precision weights every r local steps.
+        teacher_source: the teacher's weights: ``full``, W_t in full precision (adds the fp32 download when
+            ``download`` is ``quantised``), or ``received``, what the download holds (adds none).
         settings: those of FedMPQ. The teacher's activations are always in full precision.
     """
 
@@ -57,12 +59,20 @@ class FedMPQKD(FedMPQ):
         super().__init__(**settings)
         for value in ends(alpha):
             if not 0 <= value < math.inf:
-                raise ValueError(f"--model.alpha {value}; a loss term weighs 0 or more; write --model.alpha 0.5")
+                raise InputError(
+                    f"--model.alpha {value}", "a loss term weighs 0 or more", "write --model.alpha 0.5"
+                )
         for value in ends(temperature):
             if not 0 < value < math.inf:
-                raise ValueError(f"--model.temperature {value}; a temperature is above 0; write --model.temperature 2")
+                raise InputError(
+                    f"--model.temperature {value}", "a temperature is above 0", "write --model.temperature 2"
+                )
         if isinstance(teacher, int) and teacher < 1:
-            raise ValueError(f"--model.teacher {teacher}; refreshed every r >= 1 local steps; write --model.teacher frozen")
+            raise InputError(
+                f"--model.teacher {teacher}",
+                "refreshed every r >= 1 local steps",
+                "write --model.teacher frozen",
+            )
         self.alpha_schedule = alpha
         self.temperature_schedule = temperature
         self.kl = kl
@@ -85,18 +95,30 @@ class FedMPQKD(FedMPQ):
 
     def broadcast(self, client: Client) -> Payload:
         payload = super().broadcast(client)
-        if self.download == "quantised" and self.teacher_source == "full" and at(self.alpha_schedule, self.round) > 0:
+        if (
+            self.download == "quantised"
+            and self.teacher_source == "full"
+            and at(self.alpha_schedule, self.round) > 0
+        ):
             return Payload({**payload, "teacher": self.server["weights"]})
         return payload
 
     def receive(self, message: Payload, client: Client) -> None:
         super().receive(message, client)
-        weights = message.tensor("teacher") if "teacher" in message else self.codec.decode(message, sender="server")
+        weights = (
+            message.tensor("teacher") if "teacher" in message else self.codec.decode(message, sender="server")
+        )
         self.layout.write(self.teacher, weights)
-        self.alpha, self.temperature = at(self.alpha_schedule, self.round), at(self.temperature_schedule, self.round)
+        self.alpha, self.temperature = (
+            at(self.alpha_schedule, self.round),
+            at(self.temperature_schedule, self.round),
+        )
 
-    def local_batches(self, data: FederatedData, client: Client, *, epochs: int, labels: Tensor, steps: int) -> Iterator[Any]:
-        """The client's batches, with the frozen teacher's logits as a third element where it is cheaper to have them beforehand."""
+    def local_batches(
+        self, data: FederatedData, client: Client, *, epochs: int, labels: Tensor, steps: int
+    ) -> Iterator[Any]:
+        """The client's batches, with the frozen teacher's logits as a third element where it is cheaper to
+        have them beforehand."""
         frozen = self.teacher_mode == "frozen" and self.alpha > 0
         if not frozen or not self._reads_logits or not teaching.pays(data.device, epochs, data.augments):
             yield from super().local_batches(data, client, epochs=epochs, labels=labels, steps=steps)
@@ -104,16 +126,21 @@ class FedMPQKD(FedMPQ):
         numbers = torch.arange(len(labels), device=labels.device)
         batches = super().local_batches(data, client, epochs=epochs, labels=numbers, steps=steps)
         ahead = 1 if data.device.type == "cpu" else teaching.AHEAD
-        yield from teaching.taught(self.teacher, batches, labels, repeats=not data.augments, ahead=ahead, beside=self.beside)
+        yield from teaching.taught(
+            self.teacher, batches, labels, repeats=not data.augments, ahead=ahead, beside=self.beside
+        )
 
     @property
     def _reads_logits(self) -> bool:
         """Whether all that reads a batch is ours; a subclass expects pairs."""
         readers = ("local_batches", "training_step", "on_train_batch_end")
-        return all(getattr(getattr(self, name), "__func__", None) is getattr(FedMPQKD, name) for name in readers)
+        return all(
+            getattr(getattr(self, name), "__func__", None) is getattr(FedMPQKD, name) for name in readers
+        )
 
     def training_step(self, batch: Any, batch_idx: int = 0) -> dict[str, Tensor]:
-        """FedMPQ's terms and ``loss_kd`` = alpha * T^2 * KL, as it enters. ``batch``: inputs, target, and the teacher's logits if known."""
+        """FedMPQ's terms and ``loss_kd`` = alpha * T^2 * KL, as it enters. ``batch``: inputs, target, and the
+        teacher's logits if known."""
         if self.alpha == 0:
             outputs = super().training_step(batch, batch_idx)
             return {**outputs, "loss_kd": torch.zeros_like(outputs["loss"])}
@@ -131,14 +158,18 @@ class FedMPQKD(FedMPQ):
         outputs = {"loss": task + bit + kd, "loss_task": task, "loss_bit": bit, "loss_kd": kd}
         if self.teacher_mode == "joint":
             outputs["loss_teacher"] = (
-                self.task_loss(teacher, target) if self.module is None else module_loss(self.teacher, (inputs, target), batch_idx)
+                self.task_loss(teacher, target)
+                if self.module is None
+                else module_loss(self.teacher, (inputs, target), batch_idx)
             )
             outputs["loss"] = outputs["loss"] + outputs["loss_teacher"]
         return outputs
 
     def _asked(self, inputs: Any, device: torch.device) -> tuple[Tensor, Callable[[], None] | None]:
         """The teacher's logits, and what waits for them where it is beside the student."""
-        if self.teacher_mode == "joint":  # trained: its backward pass would have to come back to the other stream too
+        if (
+            self.teacher_mode == "joint"
+        ):  # trained: its backward pass would have to come back to the other stream too
             return self.teacher(inputs), None
         with torch.no_grad(), self.beside.fork(device) as join:
             return self.teacher(inputs), join
@@ -151,17 +182,23 @@ class FedMPQKD(FedMPQ):
     @torch.no_grad()
     def _full_precision(self) -> Tensor:
         """The student's weights before rounding, as one vector."""
-        return self.layout.pack(self.rest.unpack(self.rest.read(self.network)) | self._on_cpu(self.unrounded()))
+        return self.layout.pack(
+            self.rest.unpack(self.rest.read(self.network)) | self._on_cpu(self.unrounded())
+        )
 
 
-def distillation(student: Tensor, teacher: Tensor, temperature: float, kl: Literal["forward", "reverse"] = "forward") -> Tensor:
+def distillation(
+    student: Tensor, teacher: Tensor, temperature: float, kl: Literal["forward", "reverse"] = "forward"
+) -> Tensor:
     """T^2 * KL between softened distributions, ``batchmean``.
 
     Args:
         student, teacher: logits ``[B, C]``.
         kl: ``forward``: KL(teacher || student); ``reverse``: KL(student || teacher).
     """
-    log_student = F.log_softmax(student.float() / temperature, dim=1)  # in bfloat16 the difference of two near logits is noise
+    log_student = F.log_softmax(
+        student.float() / temperature, dim=1
+    )  # in bfloat16 the difference of two near logits is noise
     log_teacher = F.log_softmax(teacher.float() / temperature, dim=1)
     log_p, log_q = (log_teacher, log_student) if kl == "forward" else (log_student, log_teacher)
     return temperature**2 * kl_divergence(log_p.exp(), log_q, log_p)

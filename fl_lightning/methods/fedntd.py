@@ -1,8 +1,10 @@
-"""FedNTD: not-true distillation (Lee et al., NeurIPS 2022). Clients keep what the global model knows of the classes they do not see.
+"""FedNTD: not-true distillation (Lee et al., NeurIPS 2022). Clients keep what the global model knows of the
+classes they do not see.
 
-    L = L_task + beta * tau^2 * KL(q_g || q),     q = softmax over the classes other than y of z / tau,     mean over the batch
+    L = L_task + beta * tau^2 * KL(q_g || q),   q = softmax(z / tau) over the classes other than y
 
-q_g is the same of the global model as received, frozen and in evaluation mode. Nothing more travels than in FedAvg.
+q_g is the same of the global model as received, frozen and in evaluation mode. Nothing more travels than in
+FedAvg.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ from torch.nn import functional as F
 
 from fl_lightning.client import Client
 from fl_lightning.data import FederatedData
+from fl_lightning.errors import InputError
 from fl_lightning.methods.base import Method
 from fl_lightning.methods.lit_module import module_loss
 from fl_lightning.methods.losses import kl_divergence
@@ -23,7 +26,8 @@ from fl_lightning.wire import Payload
 
 
 class FedNTD(Method):
-    """FedAvg with distillation of the not-true classes from the received weights. ``beta`` 0 is FedAvg, bit for bit.
+    """FedAvg with distillation of the not-true classes from the received weights. ``beta`` 0 is FedAvg, bit
+    for bit.
 
     Args:
         beta: weight of the distillation term, 0 or more; 1 in the paper.
@@ -36,9 +40,9 @@ class FedNTD(Method):
     def __init__(self, beta: float = 1.0, tau: float = 1.0, **settings: Any) -> None:
         super().__init__(**settings)
         if not 0 <= beta < float("inf"):
-            raise ValueError(f"--model.beta {beta}; a loss term weighs 0 or more; write --model.beta 1")
+            raise InputError(f"--model.beta {beta}", "a loss term weighs 0 or more", "write --model.beta 1")
         if not 0 < tau < float("inf"):
-            raise ValueError(f"--model.tau {tau}; a temperature is above 0; write --model.tau 1")
+            raise InputError(f"--model.tau {tau}", "a temperature is above 0", "write --model.tau 1")
         self.beta, self.tau = beta, tau
 
     def build(self, data: FederatedData) -> None:
@@ -56,14 +60,19 @@ class FedNTD(Method):
         self.layout.write(self.teacher, message.tensor("weights"))
 
     def training_step(self, batch: Any, batch_idx: int = 0) -> dict[str, Tensor]:
-        """``loss = loss_task + loss_ntd``; ``loss_ntd`` is beta * tau^2 * KL, as it enters. A module's logits are those of its forward."""
+        """``loss = loss_task + loss_ntd``; ``loss_ntd`` is beta * tau^2 * KL, as it enters. A module's logits
+        are those of its forward."""
         if self.beta == 0:
             return super().training_step(batch, batch_idx)
         inputs, target = batch
         local = self.network(inputs)
         with torch.no_grad():
             received = self.teacher(inputs)
-        task = self.task_loss(local, target) if self.module is None else module_loss(self.module, batch, batch_idx)
+        task = (
+            self.task_loss(local, target)
+            if self.module is None
+            else module_loss(self.module, batch, batch_idx)
+        )
         ntd = self.beta * not_true_distillation(local, received, target, self.tau)
         return {"loss": task + ntd, "loss_task": task, "loss_ntd": ntd}
 

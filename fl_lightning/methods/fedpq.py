@@ -1,9 +1,9 @@
 """FedPQ: updates by product quantisation (Jegou et al., TPAMI 2011; for gradients Dai et al., 2019).
 
-    x <- x + sum_k p_k Q(x_k - x),     Q replaces every d values of a tensor by the nearest of the client's own K centroids
+    x <- x + sum_k p_k Q(x_k - x),   Q replaces every d values by the nearest of the client's K centroids
 
-A client sends the indices, log2 K bits for d weights, and the codebooks, K d fp32 a tensor. d = 2 and K = 256 are 4 bits a weight and 2 kB
-a tensor. Q is biased towards the mean of its cluster. The download is in fp32.
+A client sends the indices, log2 K bits for d weights, and the codebooks, K d fp32 a tensor. d = 2 and K = 256
+are 4 bits a weight and 2 kB a tensor. Q is biased towards the mean of its cluster. The download is in fp32.
 """
 
 from __future__ import annotations
@@ -16,13 +16,15 @@ import torch
 from torch import Tensor
 
 from fl_lightning.client import Client
+from fl_lightning.errors import InputError
 from fl_lightning.methods.updates import CodedUpdates
 from fl_lightning.quantization import product
 from fl_lightning.wire import Codes, Payload, PayloadError
 
 
 class FedPQ(CodedUpdates):
-    """FedAvg with updates as indices into small codebooks. A tensor of fewer than 8 sub-vectors travels in fp32.
+    """FedAvg with updates as indices into small codebooks. A tensor of fewer than 8 sub-vectors travels in
+    fp32.
 
     Args:
         dim: d, values in a sub-vector, 1 or more.
@@ -36,11 +38,15 @@ class FedPQ(CodedUpdates):
     def __init__(self, dim: int = 2, centroids: int = 256, iterations: int = 20, **settings: Any) -> None:
         super().__init__(**settings)
         if dim < 1:
-            raise ValueError(f"--model.dim {dim}; a sub-vector has 1 value or more; write --model.dim 2")
+            raise InputError(f"--model.dim {dim}", "a sub-vector has 1 value or more", "write --model.dim 2")
         if not 2 <= centroids <= 2**16:
-            raise ValueError(f"--model.centroids {centroids}; a codebook has 2 to 65536; write --model.centroids 256")
+            raise InputError(
+                f"--model.centroids {centroids}", "a codebook has 2 to 65536", "write --model.centroids 256"
+            )
         if iterations < 1:
-            raise ValueError(f"--model.iterations {iterations}; k-means takes 1 or more; write --model.iterations 20")
+            raise InputError(
+                f"--model.iterations {iterations}", "k-means takes 1 or more", "write --model.iterations 20"
+            )
         self.dim, self.centroids, self.iterations = dim, centroids, iterations
 
     def is_coded(self, parameter: Tensor) -> bool:
@@ -56,16 +62,22 @@ class FedPQ(CodedUpdates):
         for tensor, update in enumerate(updates):
             points = product.split(update.numpy(), self.dim)
             if np.isfinite(points).all():
-                index, codebook = product.kmeans(points, self._num_centroids(update.numel()), self.iterations, noise)
+                index, codebook = product.kmeans(
+                    points, self._num_centroids(update.numel()), self.iterations, noise
+                )
             else:  # for the server to see and refuse
                 index, codebook = np.zeros(len(points), np.int64), np.full((1, self.dim), np.nan, np.float32)
-            entries[f"i{tensor}"] = Codes(torch.from_numpy(index).to(torch.int32), product.index_bits(len(codebook)))
+            entries[f"i{tensor}"] = Codes(
+                torch.from_numpy(index).to(torch.int32), product.index_bits(len(codebook))
+            )
             entries[f"c{tensor}"] = torch.from_numpy(codebook)
         return entries
 
     def code_limits(self) -> dict[str, int]:
         indices = {f"i{tensor}": -(-size // self.dim) for tensor, size in enumerate(self.coded.sizes)}
-        codebooks = {f"c{tensor}": self._num_centroids(size) * self.dim for tensor, size in enumerate(self.coded.sizes)}
+        codebooks = {
+            f"c{tensor}": self._num_centroids(size) * self.dim for tensor, size in enumerate(self.coded.sizes)
+        }
         return indices | codebooks
 
     def decode_updates(self, upload: Payload) -> list[Tensor]:
@@ -75,13 +87,16 @@ class FedPQ(CodedUpdates):
             fits = codebook.ndim == 2 and codebook.shape[1] == self.dim and len(index) == -(-size // self.dim)
             if not fits or int(index.max()) >= len(codebook):
                 raise PayloadError(
-                    f"{len(index)} indices into a codebook {tuple(codebook.shape)} for {name}; {-(-size // self.dim)} indices into "
-                    f"[K, {self.dim}]; use one network and one --model.dim on both sides"
+                    f"{len(index)} indices into a codebook {tuple(codebook.shape)} for {name}",
+                    f"{-(-size // self.dim)} indices into [K, {self.dim}]",
+                    "use one network and one --model.dim on both sides",
                 )
             updates.append(codebook[index].flatten()[:size])
         return updates
 
     def server_metrics(self) -> dict[str, float]:
         """Index bits per coded weight, the codebooks not counted."""
-        bits = [product.index_bits(self._num_centroids(size)) * -(-size // self.dim) for size in self.coded.sizes]
+        bits = [
+            product.index_bits(self._num_centroids(size)) * -(-size // self.dim) for size in self.coded.sizes
+        ]
         return {"bits/average": sum(bits) / self.coded.size if self.coded.size else 32.0}

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from fl_lightning.client import Client
 from fl_lightning.data import FederatedData
+from fl_lightning.errors import InputError
 from fl_lightning.methods.base import Method
 from fl_lightning.wire import Layout, Payload
 
@@ -20,7 +21,8 @@ class FedProx(Method):
     """A proximal term against client drift. ``mu`` 0 is FedAvg, bit for bit.
 
     Args:
-        mu: weight of the proximal term, 0 or more; 0.001 to 1 in the paper. Above 1 / lr the local steps overshoot.
+        mu: weight of the proximal term, 0 or more; 0.001 to 1 in the paper. Above 1 / lr the local steps
+            overshoot.
         settings: those of every method.
     """
 
@@ -29,7 +31,7 @@ class FedProx(Method):
     def __init__(self, mu: float = 0.01, **settings: Any) -> None:
         super().__init__(**settings)
         if not 0 <= mu < float("inf"):
-            raise ValueError(f"--model.mu {mu}; a loss term weighs 0 or more; write --model.mu 0.01")
+            raise InputError(f"--model.mu {mu}", "a loss term weighs 0 or more", "write --model.mu 0.01")
         self.mu = mu
 
     def build(self, data: FederatedData) -> None:

@@ -53,36 +53,48 @@ def check_module(method: Host, module: LightningModule) -> None:
     """
     name, mine = type(module).__name__, type(method).__name__
     if method.module_refused:
-        raise ValueError(
-            f"--model.module {name} with --model {mine}; {method.module_refused}; leave module out, or write --model FedAvg"
+        raise InputError(
+            f"--model.module {name} with --model {mine}",
+            f"{method.module_refused}",
+            "leave module out, or write --model FedAvg",
         )
     if method.network_spec != "small_cnn":
-        raise ValueError(
-            f"--model.network {method.network_spec} beside --model.module {name}; the module is the network; leave one of them out"
+        raise InputError(
+            f"--model.network {method.network_spec} beside --model.module {name}",
+            "the module is the network",
+            "leave one of them out",
         )
     if not method.module_optimizes and method.optimizer_spec is None:
-        raise ValueError(
-            f"--model.module {name} with --model {mine} and no optimizer; its clients train other tensors than the module's parameters, "
-            f"so {name}.configure_optimizers cannot be used; write --model.optimizer SGD --model.optimizer.lr 0.05"
+        raise InputError(
+            f"--model.module {name} with --model {mine} and no optimizer",
+            f"its clients train other tensors than the module's parameters, so {name}.configure_optimizers "
+            "cannot be used",
+            "write --model.optimizer SGD --model.optimizer.lr 0.05",
         )
-    ignored = [hook for hook in STEP_HOOKS if getattr(type(module), hook) is not getattr(LightningModule, hook)]
+    ignored = [
+        hook for hook in STEP_HOOKS if getattr(type(module), hook) is not getattr(LightningModule, hook)
+    ]
     if ignored:
-        raise ValueError(
-            f"--model.module {name}, which overrides {', '.join(ignored)}; a client's steps are the engine's, which calls no such hook; "
-            "leave it out, or do it in training_step or configure_optimizers"
+        raise InputError(
+            f"--model.module {name}, which overrides {', '.join(ignored)}",
+            "a client's steps are the engine's, which calls no such hook",
+            "leave it out, or do it in training_step or configure_optimizers",
         )
     if not module.automatic_optimization:
-        raise ValueError(
-            f"--model.module {name} with manual optimisation; a client's steps are the engine's; "
-            "set automatic_optimization and return the loss from training_step"
+        raise InputError(
+            f"--model.module {name} with manual optimisation",
+            "a client's steps are the engine's",
+            "set automatic_optimization and return the loss from training_step",
         )
 
 
 def adopt(method: Host, module: LightningModule, data: FederatedData) -> LightningModule:
-    """Make the module fit to be the method's network: its logits and one training step of a copy of it are tried out.
+    """Make the module fit to be the method's network: its logits and one training step of a copy of it are
+    tried out.
 
     Raises:
-        ValueError: its ``forward`` gives no logits, its ``training_step`` no loss, or it uses ``self.trainer``.
+        ValueError: its ``forward`` gives no logits, its ``training_step`` no loss, or it uses
+            ``self.trainer``.
     """
     module.log = module.log_dict = _logs_nothing  # type: ignore[method-assign, assignment]
     module.trainer = NoTrainer(type(module).__name__)  # type: ignore[assignment]
@@ -91,9 +103,10 @@ def adopt(method: Host, module: LightningModule, data: FederatedData) -> Lightni
         outputs = module.eval()(torch.zeros(2, *data.example_shape))
     if not isinstance(outputs, Tensor) or outputs.shape != (2, data.num_classes):
         shape = tuple(outputs.shape) if isinstance(outputs, Tensor) else type(outputs).__name__
-        raise ValueError(
-            f"--model.module {name}, whose forward makes {shape} of two examples; logits [2, {data.num_classes}] are evaluated; "
-            "make its forward return them"
+        raise InputError(
+            f"--model.module {name}, whose forward makes {shape} of two examples",
+            f"logits [2, {data.num_classes}] are evaluated",
+            "make its forward return them",
         )
     client = data.client(int(data.active[0]))
     batch = next(iter(data.train_batches(client, round=1, epochs=1, steps=1)))
@@ -107,7 +120,9 @@ def adopt(method: Host, module: LightningModule, data: FederatedData) -> Lightni
     return module
 
 
-def module_loss(module: Any, batch: Any, batch_idx: int, weights: Mapping[str, Tensor] | None = None) -> Tensor:
+def module_loss(
+    module: Any, batch: Any, batch_idx: int, weights: Mapping[str, Tensor] | None = None
+) -> Tensor:
     """The loss of the module's ``training_step``.
 
     Args:
@@ -122,11 +137,15 @@ def module_loss(module: Any, batch: Any, batch_idx: int, weights: Mapping[str, T
     if weights is None:
         outputs = _Stepper.step(module, batch, batch_idx)
     else:
-        outputs = functional_call(_Stepper(module), {f"module.{name}": w for name, w in weights.items()}, (batch, batch_idx))
+        outputs = functional_call(
+            _Stepper(module), {f"module.{name}": w for name, w in weights.items()}, (batch, batch_idx)
+        )
     loss: Any = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
     if not isinstance(loss, Tensor):
-        raise ValueError(
-            f"{type(module).__name__}.training_step returned {type(loss).__name__} as loss; a local step needs a loss; return one"
+        raise InputError(
+            f"{type(module).__name__}.training_step returned {type(loss).__name__} as loss",
+            "a local step needs a loss",
+            "return one",
         )
     return loss
 
@@ -140,8 +159,9 @@ def require_asked(method: Host) -> None:
     if method.module is not None and not getattr(method.module, "gave_loss", False):
         name, mine = type(method.module).__name__, type(method).__name__
         raise TypeError(
-            f"--model.module {name} with --model {mine}, whose training_step never asks {name} for a loss; it would be ignored; call "
-            f"super().training_step there, or set {mine}.module_refused to the reason"
+            f"--model.module {name} with --model {mine}, whose training_step never asks {name} for a "
+            "loss; it would be ignored; call super().training_step there, or set "
+            f"{mine}.module_refused to the reason"
         )
 
 
@@ -158,12 +178,15 @@ class _Stepper(nn.Module):
     @staticmethod
     def step(module: Any, batch: Any, batch_idx: int) -> Any:
         parameters = list(signature(module.training_step).parameters.values())
-        takes_index = len(parameters) > 1 and parameters[1].kind is not Parameter.KEYWORD_ONLY  # whatever its name is
+        takes_index = (
+            len(parameters) > 1 and parameters[1].kind is not Parameter.KEYWORD_ONLY
+        )  # whatever its name is
         return module.training_step(*((batch, batch_idx) if takes_index else (batch,)))
 
 
 class NoTrainer:
-    """Stands where a module of the user's looks for its ``lightning.Trainer``: whatever it asks is answered with one line."""
+    """Stands where a module of the user's looks for its ``lightning.Trainer``: whatever it asks is answered
+    with one line."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -172,8 +195,9 @@ class NoTrainer:
         if attribute.startswith("__"):
             raise AttributeError(attribute)
         raise InputError(
-            f"--model.module {self._name} asks for self.trainer.{attribute}; its steps are taken by FederatedTrainer and it has no "
-            f"lightning.Trainer; do without it in {self._name}, or write a Method, which knows self.round and self.seed"
+            f"--model.module {self._name} asks for self.trainer.{attribute}",
+            "its steps are taken by FederatedTrainer and it has no lightning.Trainer",
+            f"do without it in {self._name}, or write a Method, which knows self.round and self.seed",
         )
 
 

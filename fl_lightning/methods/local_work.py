@@ -1,10 +1,13 @@
-"""What a client's local steps were, for what it sends: K and eta_l of SCAFFOLD's option II, tau of FedNova."""
+"""What a client's local steps were, for what it sends: K and eta_l of SCAFFOLD's option II, tau of
+FedNova."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 from torch.optim import Optimizer
+
+from fl_lightning.errors import InputError
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +34,9 @@ class LocalWork:
             ValueError: there are several.
         """
         if len(set(self.lrs)) != 1:
-            raise ValueError(
-                f"local_lr of an optimiser with learning rates {list(self.lrs)}; it is one number; give all parameters one lr"
+            raise InputError(
+                f"local_lr of an optimiser with learning rates {list(self.lrs)}",
+                "it is one number",
+                "give all parameters one lr",
             )
         return self.lrs[0]

@@ -7,7 +7,8 @@ from torch import Tensor
 
 
 def kl_divergence(p: Tensor, log_q: Tensor, log_p: Tensor | None = None) -> Tensor:
-    """KL(p || q) of distributions ``[B, C]``, mean over the batch. torch's ``kl_div`` has no batching rule for ``vmap``.
+    """KL(p || q) of distributions ``[B, C]``, mean over the batch. torch's ``kl_div`` has no batching rule
+    for ``vmap``.
 
     Args:
         log_p: where it is known better than from p.

@@ -1,7 +1,9 @@
-"""The local optimiser of a round: what ``configure_optimizers`` returns, at the learning rate that a schedule gives this round.
+"""The local optimiser of a round: what ``configure_optimizers`` returns, at the learning rate that a schedule
+gives this round.
 
-A client's optimiser lives for one round, so a schedule cannot be carried along. It is played anew instead: a fresh scheduler steps
-round - 1 times. The learning rate is therefore a function of the round alone, the same after a resume and in every process.
+A client's optimiser lives for one round, so a schedule cannot be carried along. It is played anew instead: a
+fresh scheduler steps round - 1 times. The learning rate is therefore a function of the round alone, the same
+after a resume and in every process.
 """
 
 from __future__ import annotations
@@ -22,22 +24,25 @@ from fl_lightning.errors import InputError
 if TYPE_CHECKING:
     from fl_lightning.methods.base import Method
 
-MOST_KEPT = (
-    64  # values of groups, by round and what they began with; there is more than one where clients have different optimisers
-)
+# values of groups, by round and what they began with; there is more than one where clients have different
+# optimisers
+MOST_KEPT = 64
 
 
 def round_optimizer(method: Method) -> Optimizer:
     """A fresh local optimiser with the learning rates of ``method.round``.
 
     Raises:
-        InputError: ``configure_optimizers`` returns something else than one optimiser, or its schedule cannot go by rounds.
+        InputError: ``configure_optimizers`` returns something else than one optimiser, or its schedule cannot
+            go by rounds.
     """
     optimizer, scheduler, every = unpack(method.configure_optimizers(), _name(method))
     if scheduler is not None and method.scheduler_spec is not None:
         raise InputError(
-            f"--model.scheduler beside the {type(scheduler).__name__} of {_name(method)}.configure_optimizers; a learning rate has one "
-            "schedule; leave one of them out"
+            f"--model.scheduler beside the {type(scheduler).__name__} of "
+            f"{_name(method)}.configure_optimizers",
+            "a learning rate has one schedule",
+            "leave one of them out",
         )
     if scheduler is None and method.scheduler_spec is None:
         return optimizer
@@ -74,7 +79,9 @@ def check_schedule(method: Method, rounds: int) -> None:
             lrs = [float(group["lr"]) for group in optimizer.param_groups if "lr" in group]
             if not all(math.isfinite(lr) and lr >= 0 for lr in lrs):
                 raise InputError(
-                    f"the learning-rate schedule gives {lrs} in round {round}; a learning rate is finite, 0 or more; change the schedule"
+                    f"the learning-rate schedule gives {lrs} in round {round}",
+                    "a learning rate is finite, 0 or more",
+                    "change the schedule",
                 )
     except InputError:
         raise
@@ -82,7 +89,9 @@ def check_schedule(method: Method, rounds: int) -> None:
         if round == 1 and method.scheduler_spec is None:
             raise
         raise InputError(
-            f"--model.scheduler; it cannot be played to round {round} of {rounds} ({error}); correct that argument"
+            "--model.scheduler",
+            f"it cannot be played to round {round} of {rounds} ({error})",
+            "correct that argument",
         ) from error
     finally:
         method.round = before
@@ -90,7 +99,8 @@ def check_schedule(method: Method, rounds: int) -> None:
 
 
 def unpack(found: Any, name: str) -> tuple[Optimizer, LRScheduler | None, int]:
-    """The optimiser, its scheduler and the rounds between two of the scheduler's steps, from any form that Lightning knows.
+    """The optimiser, its scheduler and the rounds between two of the scheduler's steps, from any form that
+    Lightning knows.
 
     Args:
         found: what ``configure_optimizers`` returned.
@@ -100,7 +110,11 @@ def unpack(found: Any, name: str) -> tuple[Optimizer, LRScheduler | None, int]:
         InputError: it is not one optimiser, or there is a schedule that cannot go by rounds.
     """
     schedulers: Any = []
-    if isinstance(found, (tuple, list)) and len(found) == 2 and all(isinstance(part, (tuple, list)) for part in found):
+    if (
+        isinstance(found, (tuple, list))
+        and len(found) == 2
+        and all(isinstance(part, (tuple, list)) for part in found)
+    ):
         found, schedulers = found
     if isinstance(found, (tuple, list)) and len(found) == 1:
         found = found[0]
@@ -109,39 +123,52 @@ def unpack(found: Any, name: str) -> tuple[Optimizer, LRScheduler | None, int]:
         found = found.get("optimizer")
     if not isinstance(found, Optimizer):
         raise InputError(
-            f"configure_optimizers of {name} returns {_form(found)}; a client has one local optimiser; return one, with at most one "
-            "scheduler"
+            f"configure_optimizers of {name} returns {_form(found)}",
+            "a client has one local optimiser",
+            "return one, with at most one scheduler",
         )
     if not schedulers:
         return found, None, 1
     where = f"configure_optimizers of {name}"
     if len(schedulers) > 1:
-        raise InputError(f"{where} returns {len(schedulers)} schedulers; a local optimiser has one schedule; return one")
+        raise InputError(
+            f"{where} returns {len(schedulers)} schedulers",
+            "a local optimiser has one schedule",
+            "return one",
+        )
     scheduler, every = schedulers[0], 1
     if isinstance(scheduler, Mapping):
         settings, scheduler = scheduler, scheduler.get("scheduler")
         if settings.get("interval", "epoch") != "epoch":
             raise InputError(
-                f"{where} steps its scheduler by {settings['interval']!r}; a client's optimiser lives for one round, so a schedule goes by "
-                "rounds; write interval: 'epoch', which is a round here"
+                f"{where} steps its scheduler by {settings['interval']!r}",
+                "a client's optimiser lives for one round, so a schedule goes by rounds",
+                "write interval: 'epoch', which is a round here",
             )
         every = settings.get("frequency", 1)
         if not isinstance(every, int) or every < 1:
-            raise InputError(f"{where} has a scheduler of frequency {every!r}; it is a number of rounds, at least 1; write 1")
+            raise InputError(
+                f"{where} has a scheduler of frequency {every!r}",
+                "it is a number of rounds, at least 1",
+                "write 1",
+            )
     return found, _steps_by_rounds(scheduler, where), every
 
 
 def _steps_by_rounds(scheduler: Any, where: str) -> LRScheduler:
     if isinstance(scheduler, ReduceLROnPlateau) or not isinstance(scheduler, LRScheduler):
         raise InputError(
-            f"{where}: {type(scheduler).__name__}; the learning rate of a round follows from its number, so that a resume is exact, and "
-            "not from a metric; write one of torch.optim.lr_scheduler, such as CosineAnnealingLR or StepLR"
+            f"{where}: {type(scheduler).__name__}",
+            "the learning rate of a round follows from its number, so that a resume is exact, and not "
+            "from a metric",
+            "write one of torch.optim.lr_scheduler, such as CosineAnnealingLR or StepLR",
         )
     return scheduler
 
 
 def clip_gradients(optimizer: Optimizer, value: float, algorithm: Literal["norm", "value"]) -> None:
-    """Clip the gradient of what ``optimizer`` steps on: its L2 norm over all parameters, or each of its values, to ``value``."""
+    """Clip the gradient of what ``optimizer`` steps on: its L2 norm over all parameters, or each of its
+    values, to ``value``."""
     parameters: Iterable[nn.Parameter] = [p for group in optimizer.param_groups for p in group["params"]]
     if algorithm == "value":
         clip_grad_value_(parameters, value)
@@ -151,7 +178,10 @@ def clip_gradients(optimizer: Optimizer, value: float, algorithm: Literal["norm"
 
 def _values(optimizer: Optimizer) -> list[dict[str, Any]]:
     """Everything in its groups but the parameters."""
-    return [deepcopy({name: value for name, value in group.items() if name != "params"}) for group in optimizer.param_groups]
+    return [
+        deepcopy({name: value for name, value in group.items() if name != "params"})
+        for group in optimizer.param_groups
+    ]
 
 
 def _name(method: Method) -> str:

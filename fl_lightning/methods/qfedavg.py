@@ -1,8 +1,10 @@
-"""Q-FedAvg (FedPAQ, Reisizadeh et al., AISTATS 2020): updates quantised with QSGD (Alistarh et al., NeurIPS 2017).
+"""Q-FedAvg (FedPAQ, Reisizadeh et al., AISTATS 2020): updates quantised with QSGD (Alistarh et al., NeurIPS
+2017).
 
     x <- x + sum_k p_k Q(x_k - x)
 
-Q draws the level above or below so that its mean is the update: see :mod:`fl_lightning.quantization.qsgd`. The download is in fp32.
+Q draws the level above or below so that its mean is the update: see :mod:`fl_lightning.quantization.qsgd`.
+The download is in fp32.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ import torch
 from torch import Tensor
 
 from fl_lightning.client import Client
+from fl_lightning.errors import InputError
 from fl_lightning.methods.base import Method
 from fl_lightning.methods.updates import CodedUpdates
 from fl_lightning.quantization import qsgd
@@ -25,7 +28,8 @@ class QFedAvg(CodedUpdates):
 
     Args:
         bits: b of a coded value, its sign included: 2 to 16, or 32 for full precision.
-        bucket: values that share one norm, 1 to 512; null: all of a tensor. Fewer make less noise and cost 32 / bucket bits a value.
+        bucket: values that share one norm, 1 to 512; null: all of a tensor. Fewer make less noise and cost 32
+            / bucket bits a value.
         settings: those of every method.
     """
 
@@ -34,10 +38,16 @@ class QFedAvg(CodedUpdates):
     def __init__(self, bits: int = 4, bucket: int | None = None, **settings: Any) -> None:
         super().__init__(**settings)
         if not 2 <= bits <= 16 and bits != 32:
-            raise ValueError(f"--model.bits {bits}; a value takes 2 to 16 bits, sign included, or 32; write --model.bits 4")
+            raise InputError(
+                f"--model.bits {bits}",
+                "a value takes 2 to 16 bits, sign included, or 32",
+                "write --model.bits 4",
+            )
         if bucket is not None and not 1 <= bucket <= 512:
-            raise ValueError(
-                f"--model.bucket {bucket}; 1 to 512 values share a norm, or null: a whole tensor; write --model.bucket 512"
+            raise InputError(
+                f"--model.bucket {bucket}",
+                "1 to 512 values share a norm, or null: a whole tensor",
+                "write --model.bucket 512",
             )
         self.bits, self.bucket = bits, bucket
 
@@ -78,8 +88,9 @@ class QFedAvg(CodedUpdates):
             or bool((norms < 0).any())
         ):
             raise PayloadError(
-                f"{codes.values.numel()} codes of {codes.bits} bits and norms {tuple(norms.shape)}; {self.coded.size} of {self.bits} bits "
-                f"and {sum(buckets)} norms of 0 or more; use one network and one --model.bits on both sides"
+                f"{codes.values.numel()} codes of {codes.bits} bits and norms {tuple(norms.shape)}",
+                f"{self.coded.size} of {self.bits} bits and {sum(buckets)} norms of 0 or more",
+                "use one network and one --model.bits on both sides",
             )
         pieces = zip(codes.values.flatten().split(self.coded.sizes), norms.split(buckets), strict=True)
         return [qsgd.decode(piece, norm, self.bits, self.bucket) for piece, norm in pieces]

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from fl_lightning.errors import InputError
 from fl_lightning.quantization import Quantized, dequantize_codes, quantize
 from fl_lightning.quantization.allocation import MAX_BITS
 from fl_lightning.wire import Codes, Layout, Payload, PayloadError
@@ -33,8 +34,11 @@ class LayerCodec:
     def names(self) -> list[str]:
         return list(self.weights)
 
-    def encode(self, vector: Tensor, bits: Sequence[int], noise: np.random.Generator | None = None) -> Payload:
-        """A vector of ``layout`` with layer l at ``bits[l]``, rounded stochastically with ``noise``, to the nearest without."""
+    def encode(
+        self, vector: Tensor, bits: Sequence[int], noise: np.random.Generator | None = None
+    ) -> Payload:
+        """A vector of ``layout`` with layer l at ``bits[l]``, rounded stochastically with ``noise``, to the
+        nearest without."""
         tensors = self.layout.unpack(vector)
         layers = [quantize(tensors[name], n, noise=noise) for name, n in zip(self.names, bits, strict=True)]
         return Payload({**encode_layers(layers), "rest": self.rest.pack(tensors)})
@@ -51,18 +55,23 @@ class LayerCodec:
         layers = (len(self.names),)
         if payload.codes("bits").values.shape != layers or payload.tensor("scales").shape != layers:
             raise PayloadError(
-                f"weights of {sender} without one bits and one scale for each of {layers[0]} layers; encode them again"
+                f"weights of {sender} without one bits and one scale for each of {layers[0]} layers; "
+                "encode them again"
             )
         bits, scales = payload.codes("bits").values.tolist(), payload.tensor("scales").tolist()
         if not all(1 <= n <= MAX_BITS for n in bits):
             raise PayloadError(
-                f"weights of {sender} with bits {bits}; {len(self.names)} layers of 1 to {MAX_BITS}; encode them again"
+                f"weights of {sender} with bits {bits}",
+                f"{len(self.names)} layers of 1 to {MAX_BITS}",
+                "encode them again",
             )
         for layer, name in enumerate(self.names):
             codes, shape = payload.codes(f"w{layer}"), self.shapes[layer]
             if codes.bits != bits[layer] + 1 or codes.values.numel() != shape.numel():
                 raise PayloadError(
-                    f"codes of {sender} for {name} of the wrong size; {shape.numel()} of {bits[layer] + 1} bits; encode them again"
+                    f"codes of {sender} for {name} of the wrong size",
+                    f"{shape.numel()} of {bits[layer] + 1} bits",
+                    "encode them again",
                 )
             tensors[name] = dequantize_codes(codes.values, scales[layer], bits[layer]).view(shape)
         return self.layout.pack(tensors)
@@ -87,7 +96,11 @@ def quantized_layers(network: nn.Module, shortcuts: bool) -> dict[str, Tensor]:
     found = {}
     for name, module in network.named_modules():
         on_shortcut = "shortcut" in name or "downsample" in name
-        if isinstance(module, (nn.Conv2d, nn.Linear)) and (shortcuts or not on_shortcut) and module.weight.requires_grad:
+        if (
+            isinstance(module, (nn.Conv2d, nn.Linear))
+            and (shortcuts or not on_shortcut)
+            and module.weight.requires_grad
+        ):
             found[f"{name}.weight" if name else "weight"] = module.weight
     return found
 
@@ -109,10 +122,13 @@ def check_budgets(bits: float | Sequence[float], num_clients: int | None = None)
     """
     budgets = [bits] if isinstance(bits, (int, float)) else list(bits)
     if not budgets or not all(1 <= b <= MAX_BITS for b in budgets):
-        raise ValueError(f"--model.bits {bits}; a budget is 1 to {MAX_BITS} bits per weight; write --model.bits 4")
+        raise InputError(
+            f"--model.bits {bits}", f"a budget is 1 to {MAX_BITS} bits per weight", "write --model.bits 4"
+        )
     if num_clients is not None and len(budgets) not in (1, num_clients):
-        raise ValueError(
-            f"--model.bits with {len(budgets)} budgets for {num_clients} clients; one number, or one for each client; "
-            f"write --model.bits 4 or a list of {num_clients}"
+        raise InputError(
+            f"--model.bits with {len(budgets)} budgets for {num_clients} clients",
+            "one number, or one for each client",
+            f"write --model.bits 4 or a list of {num_clients}",
         )
     return budgets

@@ -1,6 +1,7 @@
-"""Who learns what I learn: similarity of clients from sketches of a gradient (Seo et al. 2025, arXiv 2506.11024).
+"""Who learns what I learn: similarity of clients from sketches of a gradient (Seo et al. 2025, arXiv
+2506.11024).
 
-    e <- ema * grad + (1 - ema) * e            the last layer of a small model that all clients have and nobody trains
+    e <- ema * grad + (1 - ema) * e    the last layer of a small model that all clients have and nobody trains
     sketch = (e + N(0, sigma^2))[kept]         the only part that travels
     w_ij = softmax_j(cos(sketch_i, sketch_j) / tau)
 
@@ -16,6 +17,8 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
+from fl_lightning.errors import InputError
+
 EPSILON = 1e-9  # in the denominator of the cosine
 
 
@@ -27,13 +30,17 @@ def last_linear(network: nn.Module) -> str:
     """
     names = [name for name, module in network.named_modules() if isinstance(module, nn.Linear)]
     if not names:
-        raise ValueError(
-            f"--model.reference {type(network).__name__}; its last layer is linear; write --model.reference small_cnn"
+        raise InputError(
+            f"--model.reference {type(network).__name__}",
+            "its last layer is linear",
+            "write --model.reference small_cnn",
         )
     return f"{names[-1]}.weight" if names[-1] else "weight"
 
 
-def gradient_of(model: nn.Module, name: str, loss: Callable[[Tensor, Tensor], Tensor], inputs: Tensor, target: Tensor) -> Tensor:
+def gradient_of(
+    model: nn.Module, name: str, loss: Callable[[Tensor, Tensor], Tensor], inputs: Tensor, target: Tensor
+) -> Tensor:
     """Gradient of ``loss(model(inputs), target)`` in the parameter ``name``; the model stays as it is."""
     weight = model.get_parameter(name).detach().requires_grad_()
     with torch.enable_grad():
@@ -42,12 +49,14 @@ def gradient_of(model: nn.Module, name: str, loss: Callable[[Tensor, Tensor], Te
 
 
 def update_ema(before: Tensor, value: Tensor, rate: float) -> Tensor:
-    """``rate * value + (1 - rate) * before``. Starting at zero only scales it, which the cosine does not see."""
+    """``rate * value + (1 - rate) * before``. Starting at zero only scales it, which the cosine does not
+    see."""
     return rate * value + (1 - rate) * before
 
 
 def kept_rows(classes: int, features: int, share: float, rng: np.random.Generator) -> Tensor:
-    """Flat positions in a gradient ``[C, D]`` of a random share of its D feature rows, all classes of each; int64, increasing.
+    """Flat positions in a gradient ``[C, D]`` of a random share of its D feature rows, all classes of each;
+    int64, increasing.
 
     Rows of features, not of classes: clients whose classes were left out could not be told apart.
     """
@@ -61,20 +70,24 @@ def sketch(gradient: Tensor, noise: Tensor, kept: Tensor) -> Tensor:
 
 
 def spread(values: Tensor, kept: Tensor, size: int) -> Tensor:
-    """A sketch back at its positions in a vector ``[size]``, zero elsewhere. One set of positions for all can do without."""
+    """A sketch back at its positions in a vector ``[size]``, zero elsewhere. One set of positions for all can
+    do without."""
     return values.new_zeros(size).index_put((kept,), values)
 
 
 def cosine(a: Tensor, b: Tensor) -> Tensor:
-    """Cosine of each row of ``a`` ``[M, D]`` with each of ``b`` ``[K, D]``, in float64 ``[M, K]``; 0 where a row is zero."""
+    """Cosine of each row of ``a`` ``[M, D]`` with each of ``b`` ``[K, D]``, in float64 ``[M, K]``; 0 where a
+    row is zero."""
     a, b = a.double(), b.double()
     return a @ b.T / (torch.outer(a.norm(dim=1), b.norm(dim=1)) + EPSILON)
 
 
 def relevance_weights(relevance: Tensor, tau: float, exclude: Tensor | None = None) -> Tensor:
-    """Softmax over the last dimension of ``relevance / tau`` ``[M, K]``, without what ``exclude`` marks; rows with nothing left are 0.
+    """Softmax over the last dimension of ``relevance / tau`` ``[M, K]``, without what ``exclude`` marks; rows
+    with nothing left are 0.
 
-    >>> relevance_weights(torch.tensor([[1.0, 0.5, 0.5]]), tau=float("inf"), exclude=torch.tensor([[True, False, False]]))
+    >>> exclude = torch.tensor([[True, False, False]])
+    >>> relevance_weights(torch.tensor([[1.0, 0.5, 0.5]]), tau=float("inf"), exclude=exclude)
     tensor([[0.0000, 0.5000, 0.5000]])
     """
     logits = relevance / tau
@@ -84,7 +97,8 @@ def relevance_weights(relevance: Tensor, tau: float, exclude: Tensor | None = No
 
 
 def mix(weights: Tensor, adapters: Tensor) -> Tensor:
-    """sum_j w_ij a_j of ``weights`` ``[M, K]`` and ``adapters`` ``[K, ...]``, in float64 and in the order given; ``[M, ...]``."""
+    """sum_j w_ij a_j of ``weights`` ``[M, K]`` and ``adapters`` ``[K, ...]``, in float64 and in the order
+    given; ``[M, ...]``."""
     total = torch.zeros(len(weights), *adapters.shape[1:], dtype=torch.float64)
     for weight, adapter in zip(weights.double().unbind(dim=1), adapters.double(), strict=True):
         total += weight.view(-1, *[1] * adapter.ndim) * adapter

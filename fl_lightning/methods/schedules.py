@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+from fl_lightning.errors import InputError
 from fl_lightning.support.recorded import Recorded
 
 
@@ -45,7 +46,9 @@ class CosineSchedule(Recorded):
         return f"CosineSchedule({self.start}, {self.end}, {self.rounds})"
 
     def __call__(self, round: int) -> float:
-        return self.end + (self.start - self.end) * (1 + math.cos(math.pi * _progress(round, self.rounds))) / 2
+        return (
+            self.end + (self.start - self.end) * (1 + math.cos(math.pi * _progress(round, self.rounds))) / 2
+        )
 
 
 def at(value: float | LinearSchedule | CosineSchedule, round: int) -> float:
@@ -64,5 +67,5 @@ def _progress(round: int, rounds: int) -> float:
 
 def _at_least_one(rounds: int) -> int:
     if rounds < 1:
-        raise ValueError(f"a schedule over {rounds} rounds; it takes at least 1; write rounds: 10")
+        raise InputError(f"a schedule over {rounds} rounds", "it takes at least 1", "write rounds: 10")
     return rounds

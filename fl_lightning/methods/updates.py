@@ -2,7 +2,8 @@
 
     x <- x + sum_k p_k Q(x_k - x)
 
-Coded are the trainable tensors of two and more dimensions. Biases, normalisation and its statistics travel as they are, in fp32.
+Coded are the trainable tensors of two and more dimensions. Biases, normalisation and its statistics travel as
+they are, in fp32.
 """
 
 from __future__ import annotations
@@ -33,7 +34,8 @@ class CodedUpdates(Method, ABC):
 
     @abstractmethod
     def encode_updates(self, updates: Sequence[Tensor], client: Client) -> dict[str, Tensor | Codes]:
-        """Entries of the upload for the updates, flat, in the order of ``coded``; finite or not, it must not fail."""
+        """Entries of the upload for the updates, flat, in the order of ``coded``; finite or not, it must not
+        fail."""
 
     @abstractmethod
     def decode_updates(self, upload: Payload) -> list[Tensor]:
@@ -51,7 +53,11 @@ class CodedUpdates(Method, ABC):
         moved = self.layout.unpack(self.layout.read(self.network) - self.received)
         updates = [moved[name].flatten() for name in self.coded.shapes]
         return Payload(
-            {"examples": examples_of(client), **self.encode_updates(updates, client), "rest": self.rest.read(self.network)}
+            {
+                "examples": examples_of(client),
+                **self.encode_updates(updates, client),
+                "rest": self.rest.read(self.network),
+            }
         )
 
     @abstractmethod

@@ -1,4 +1,9 @@
-from fl_lightning.metrics.calibration import CalibrationBins, brier_score, calibration_bins, expected_calibration_error
+from fl_lightning.metrics.calibration import (
+    CalibrationBins,
+    brier_score,
+    calibration_bins,
+    expected_calibration_error,
+)
 from fl_lightning.metrics.summary import auc_accuracy, client_spread, final_summary
 
 __all__ = [

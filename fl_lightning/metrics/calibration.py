@@ -1,6 +1,7 @@
 """Does a probability mean what it says? Pure functions of probabilities (never logits) and targets.
 
-Legend: n examples, C classes, M bins. Sources: expected calibration error, Guo et al., ICML 2017, equation 3; Brier score,
+Legend: n examples, C classes, M bins. Sources: expected calibration error, Guo et al., ICML 2017, equation 3;
+    Brier score,
 Brier, Monthly Weather Review 1950.
 """
 
@@ -12,11 +13,14 @@ from typing import NamedTuple
 import numpy as np
 from torch import Tensor
 
+from fl_lightning.errors import InputError
+
 Numbers = Tensor | np.ndarray | Sequence
 
 
 class CalibrationBins(NamedTuple):
-    """What a reliability diagram draws. Bin m holds confidences in (m / M, (m + 1) / M]; an empty bin has means of 0.
+    """What a reliability diagram draws. Bin m holds confidences in (m / M, (m + 1) / M]; an empty bin has
+    means of 0.
 
     Args:
         counts: examples per bin, int64 ``[M]``.
@@ -35,7 +39,8 @@ class CalibrationBins(NamedTuple):
 
 
 def expected_calibration_error(probs: Numbers, target: Numbers, bins: int = 15) -> float:
-    """Expected calibration error (ECE) in [0, 1]: L1, equal-width bins ``(lo, hi]``, confidence = largest probability.
+    """Expected calibration error (ECE) in [0, 1]: L1, equal-width bins ``(lo, hi]``, confidence = largest
+    probability.
 
     Args:
         probs: probabilities ``[n, C]``, rows summing to 1; tensor on any device, array or nested list.
@@ -52,12 +57,15 @@ def expected_calibration_error(probs: Numbers, target: Numbers, bins: int = 15) 
 
 
 def calibration_bins(probs: Numbers, target: Numbers, bins: int = 15) -> CalibrationBins:
-    """Count, mean confidence and accuracy per bin; arguments and errors as :func:`expected_calibration_error`."""
+    """Count, mean confidence and accuracy per bin; arguments and errors as
+    :func:`expected_calibration_error`."""
     if bins < 1:
-        raise ValueError(f"calibration with {bins} bins; at least 1 is needed; 15 is usual")
+        raise InputError(f"calibration with {bins} bins", "at least 1 is needed", "15 is usual")
     p, t = _checked(probs, target)
     confidence = p.max(axis=1)
-    edges = (np.arange(1, bins) / bins).astype(p.dtype)  # in the precision of p: 0.6 in float32 is on the edge 0.6, not above it
+    edges = (np.arange(1, bins) / bins).astype(
+        p.dtype
+    )  # in the precision of p: 0.6 in float32 is on the edge 0.6, not above it
     index = np.searchsorted(edges, confidence, side="left")
     counts = np.bincount(index, minlength=bins)
     correct = (p.argmax(axis=1) == t).astype(np.float64)
@@ -70,7 +78,8 @@ def calibration_bins(probs: Numbers, target: Numbers, bins: int = 15) -> Calibra
 
 
 def brier_score(probs: Numbers, target: Numbers) -> float:
-    """Multiclass Brier score in [0, 2]: squared distance to the one-hot target, summed over classes, mean over examples.
+    """Multiclass Brier score in [0, 2]: squared distance to the one-hot target, summed over classes, mean
+    over examples.
 
     Arguments and errors as :func:`expected_calibration_error`.
 
@@ -87,25 +96,43 @@ def _checked(probs: Numbers, target: Numbers) -> tuple[np.ndarray, np.ndarray]:
     """Probabilities as a float array ``[n, C]``, targets as int64 ``[n]``."""
     p, t = _array(probs), _array(target)
     if p.ndim != 2 or t.shape != p.shape[:1]:
-        raise ValueError(f"probs {list(p.shape)} and target {list(t.shape)}; [n, C] and [n] are needed; give one row per target")
+        raise InputError(
+            f"probs {list(p.shape)} and target {list(t.shape)}",
+            "[n, C] and [n] are needed",
+            "give one row per target",
+        )
     if not p.size:
-        raise ValueError(f"probs of shape {list(p.shape)}; calibration of no examples is undefined; give at least one")
+        raise InputError(
+            f"probs of shape {list(p.shape)}", "calibration of no examples is undefined", "give at least one"
+        )
     if p.dtype not in (np.float32, np.float64):
         p = p.astype(np.float32 if p.dtype == np.float16 else np.float64)
-    if not (np.isfinite(p).all() and p.min() >= 0 and p.max() <= 1 + 1e-6 and np.abs(p.sum(axis=1) - 1).max() < 1e-3):
+    if not (
+        np.isfinite(p).all()
+        and p.min() >= 0
+        and p.max() <= 1 + 1e-6
+        and np.abs(p.sum(axis=1) - 1).max() < 1e-3
+    ):
         sums = p.sum(axis=1)
-        raise ValueError(
-            f"probs from {p.min():g} to {p.max():g} in rows that sum to {sums.min():g} to {sums.max():g}; "
-            "probabilities lie in [0, 1] and sum to 1; give softmax(logits)"
+        raise InputError(
+            f"probs from {p.min():g} to {p.max():g} in rows that sum to {sums.min():g} to {sums.max():g}",
+            "probabilities lie in [0, 1] and sum to 1",
+            "give softmax(logits)",
         )
     whole = t.astype(np.int64)
     if (whole != t).any() or whole.min() < 0 or whole.max() >= p.shape[1]:
-        raise ValueError(f"target from {t.min()} to {t.max()}; class indices 0 to {p.shape[1] - 1} are needed; check the labels")
+        raise InputError(
+            f"target from {t.min()} to {t.max()}",
+            f"class indices 0 to {p.shape[1] - 1} are needed",
+            "check the labels",
+        )
     return p, whole
 
 
 def _array(values: Numbers) -> np.ndarray:
     if isinstance(values, Tensor):
         values = values.detach().cpu()
-        values = values.float().numpy() if values.is_floating_point() and values.itemsize < 4 else values.numpy()
+        values = (
+            values.float().numpy() if values.is_floating_point() and values.itemsize < 4 else values.numpy()
+        )
     return np.asarray(values)

@@ -1,4 +1,5 @@
-"""From the accuracies of many rounds, or of many clients, to the few numbers that a table shows. All accuracies in [0, 1]."""
+"""From the accuracies of many rounds, or of many clients, to the few numbers that a table shows. All
+accuracies in [0, 1]."""
 
 from __future__ import annotations
 
@@ -7,18 +8,22 @@ from typing import Any
 
 import numpy as np
 
+from fl_lightning.errors import InputError
+
 
 def auc_accuracy(accuracies: Sequence[float], rounds: Sequence[int] | None = None) -> float:
     """AUC_acc: area under accuracy in percent over rounds, by the trapezoid rule (percent x rounds).
 
-    Over rounds 1 .. R, each evaluated, these are R - 1 intervals; rounds that were not evaluated are bridged by a straight line.
+    Over rounds 1 .. R, each evaluated, these are R - 1 intervals; rounds that were not evaluated are bridged
+    by a straight line.
 
     Args:
         accuracies: accuracy at each evaluated round, in [0, 1] ``[E]``.
         rounds: numbers of those rounds, increasing ``[E]``; 1 .. E when left out.
 
     Raises:
-        ValueError: different lengths, rounds that do not increase, or accuracies outside [0, 1] (percent, perhaps).
+        ValueError: different lengths, rounds that do not increase, or accuracies outside [0, 1] (percent,
+            perhaps).
 
     >>> auc_accuracy([0.0, 0.5, 0.5])
     75.0
@@ -26,22 +31,27 @@ def auc_accuracy(accuracies: Sequence[float], rounds: Sequence[int] | None = Non
     a = np.asarray(accuracies, np.float64)
     r = np.arange(1.0, a.size + 1) if rounds is None else np.asarray(rounds, np.float64)
     if r.shape != a.shape or r.ndim != 1:
-        raise ValueError(
-            f"{a.size} accuracies for {r.size} rounds; one per evaluated round is needed; leave out the other rounds"
+        raise InputError(
+            f"{a.size} accuracies for {r.size} rounds",
+            "one per evaluated round is needed",
+            "leave out the other rounds",
         )
     if (np.diff(r) <= 0).any():
-        raise ValueError(f"rounds {r.tolist()}; they must increase; sort them and drop the doubles")
+        raise InputError(f"rounds {r.tolist()}", "they must increase", "sort them and drop the doubles")
     if a.size and (a.min() < 0 or a.max() > 1):
-        raise ValueError(f"accuracies from {a.min():g} to {a.max():g}; they lie in [0, 1]; divide percentages by 100")
+        raise InputError(
+            f"accuracies from {a.min():g} to {a.max():g}", "they lie in [0, 1]", "divide percentages by 100"
+        )
     return float((np.diff(r) * (a[1:] + a[:-1]) / 2).sum() * 100)
 
 
 def client_spread(accuracies: Sequence[float] | np.ndarray) -> dict[str, float]:
-    """How evenly clients are served: ``val/accuracy``, ``val/accuracy_std`` and ``val/accuracy_worst_decile``.
+    """How evenly clients are served: ``val/accuracy``, ``val/accuracy_std`` and
+    ``val/accuracy_worst_decile``.
 
-    Every client weighs the same, however many examples it has. The standard deviation is the population's (divided by n). The
-    worst decile is the mean over the worst 10 % of clients, rounded up, so at least one. Clients without validation examples are
-    given as NaN and left out; with none left, the result is empty.
+    Every client weighs the same, however many examples it has. The standard deviation is the population's
+    (divided by n). The worst decile is the mean over the worst 10 % of clients, rounded up, so at least one.
+    Clients without validation examples are given as NaN and left out; with none left, the result is empty.
 
     >>> client_spread([1.0, 0.5])
     {'val/accuracy': 0.75, 'val/accuracy_std': 0.25, 'val/accuracy_worst_decile': 0.5}
@@ -51,20 +61,25 @@ def client_spread(accuracies: Sequence[float] | np.ndarray) -> dict[str, float]:
     if not a.size:
         return {}
     worst = a[: -(-a.size // 10)]
-    return {"val/accuracy": float(a.mean()), "val/accuracy_std": float(a.std()), "val/accuracy_worst_decile": float(worst.mean())}
+    return {
+        "val/accuracy": float(a.mean()),
+        "val/accuracy_std": float(a.std()),
+        "val/accuracy_worst_decile": float(worst.mean()),
+    }
 
 
 def final_summary(history: Iterable[Mapping[str, Any]]) -> dict[str, float]:
     """The ``final/*`` metrics of a run.
 
     Args:
-        history: one row per round, in order, with ``round`` and, where the round was evaluated, ``test/accuracy`` and
-            ``val/accuracy``. Rows without them are skipped.
+        history: one row per round, in order, with ``round`` and, where the round was evaluated,
+            ``test/accuracy`` and ``val/accuracy``. Rows without them are skipped.
 
     Returns:
-        ``final/accuracy`` (last evaluated round), ``final/last5_accuracy`` (mean of the last five evaluated rounds),
-        ``final/auc_accuracy`` (percent x rounds) and, chosen by validation alone, ``final/best_val_round`` (the first of equals)
-        and ``final/best_val_accuracy`` (its validation accuracy). Names whose values do not exist are left out.
+        ``final/accuracy`` (last evaluated round), ``final/last5_accuracy`` (mean of the last five evaluated
+        rounds), ``final/auc_accuracy`` (percent x rounds) and, chosen by validation alone,
+        ``final/best_val_round`` (the first of equals) and ``final/best_val_accuracy`` (its validation
+        accuracy). Names whose values do not exist are left out.
     """
     rows = list(history)
     tested = [(row["round"], row["test/accuracy"]) for row in rows if row.get("test/accuracy") is not None]

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from fl_lightning.errors import InputError
 from fl_lightning.models.channels_last import lay_out
 from fl_lightning.models.residual_mlp import ResidualMLP
 from fl_lightning.models.resnet import ResNet20
@@ -21,65 +22,93 @@ from fl_lightning.models.small_cnn import SmallCNN
 __all__ = ["NETWORKS", "ResNet20", "ResidualMLP", "SmallCNN", "build_network", "lay_out"]
 
 NETWORKS = ("small_cnn", "resnet20", "mobilenetv2", "vit_small", "residual_mlp")
-_OURS: dict[str, Callable[[int], nn.Module]] = {"small_cnn": SmallCNN, "resnet20": ResNet20, "residual_mlp": ResidualMLP}
+_OURS: dict[str, Callable[[int], nn.Module]] = {
+    "small_cnn": SmallCNN,
+    "resnet20": ResNet20,
+    "residual_mlp": ResidualMLP,
+}
 _TIMM_NAMES = {"mobilenetv2": "mobilenetv2_100", "vit_small": "vit_small_patch16_224"}
 
 
 def build_network(
-    network: str | Callable[[int], nn.Module], num_classes: int, example_shape: tuple[int, ...], *, logits: bool = True
+    network: str | Callable[[int], nn.Module],
+    num_classes: int,
+    example_shape: tuple[int, ...],
+    *,
+    logits: bool = True,
 ) -> nn.Module:
-    """The network with new weights from torch's current generator. Convolutions have theirs channels last (:func:`lay_out`).
+    """The network with new weights from torch's current generator. Convolutions have theirs channels last
+    (:func:`lay_out`).
 
     Args:
-        network: one of ``NETWORKS``, any other timm name, a class path (``torchvision.models.resnet18``), or a callable that
-            takes the number of classes, as ``num_classes`` or as its first argument.
+        network: one of ``NETWORKS``, any other timm name, a class path (``torchvision.models.resnet18``), or
+            a callable that takes the number of classes, as ``num_classes`` or as its first argument.
         num_classes: number of logits.
         example_shape: ``(3, H, W)``, what the data module yields.
         logits: whether the network has to give ``[B, num_classes]``; if not, ``[B, any]``.
 
     Raises:
-        ValueError: no network of that name, what was given does not make one, or what it makes gives no logits ``[B, num_classes]``
-            for examples of this shape. What its own code raised is the cause of the error.
+        ValueError: no network of that name, what was given does not make one, or what it makes gives no
+            logits ``[B, num_classes]`` for examples of this shape. What its own code raised is the cause of
+            the error.
     """
     if not example_shape or min(example_shape) < 1:
-        raise ValueError(
-            f"example_shape={example_shape}: an example has one dimension or more, none of them empty; mend the data"
+        raise InputError(
+            f"example_shape={example_shape}",
+            "an example has one dimension or more, none of them empty",
+            "mend the data",
         )
     if network in _OURS and (len(example_shape) != 3 or example_shape[0] != 3):
-        raise ValueError(_not_images(f"network={network!r}", example_shape))
+        raise _not_images(f"network={network!r}", example_shape)
     made = _built(network, num_classes, example_shape)
     _check_outputs(made, network, num_classes, example_shape, logits)
     return lay_out(made)
 
 
-def _not_images(network: str, example_shape: tuple[int, ...]) -> str:
+def _not_images(network: str, example_shape: tuple[int, ...]) -> InputError:
     shape = ", ".join(map(str, example_shape))
-    return (
-        f"{network} on examples of shape [{shape}]: it needs images [3, H, W]; write --model.network my_package.MyNetwork, a class "
-        f"that takes the number of classes and maps [B, {shape}] to logits"
+    return InputError(
+        f"{network} on examples of shape [{shape}]",
+        "it needs images [3, H, W]",
+        f"write --model.network my_package.MyNetwork, a class that takes the number of classes and maps "
+        f"[B, {shape}] to logits",
     )
 
 
-def _built(network: str | Callable[[int], nn.Module], num_classes: int, example_shape: tuple[int, ...]) -> nn.Module:
+def _built(
+    network: str | Callable[[int], nn.Module], num_classes: int, example_shape: tuple[int, ...]
+) -> nn.Module:
     if isinstance(network, nn.Module):
-        raise ValueError(f"network={type(network).__name__}(...): already built, clients need new weights; write its class")
+        raise InputError(
+            f"network={type(network).__name__}(...)",
+            "already built, clients need new weights",
+            "write its class",
+        )
     if not isinstance(network, str):
         return _called(network, network, num_classes)
     if network == "small_cnn" and min(example_shape[1:]) < 16:
-        raise ValueError(f"network='small_cnn' on {example_shape[1]}x{example_shape[2]} images: it needs 16x16; write resnet20")
+        raise InputError(
+            f"network='small_cnn' on {example_shape[1]}x{example_shape[2]} images",
+            "it needs 16x16",
+            "write resnet20",
+        )
     if network in _OURS:
         return _OURS[network](num_classes)
     import timm  # slow to import, and not needed for our own
 
     if timm.is_model(_TIMM_NAMES.get(network, network)):
         if len(example_shape) != 3:
-            raise ValueError(_not_images(f"network={network!r}", example_shape))
+            raise _not_images(f"network={network!r}", example_shape)
         return _from_timm(network, num_classes, example_shape)
     if "." in network:
         return _called(_imported(network), network, num_classes)
     known = [*NETWORKS, *timm.list_models()]
     near = (get_close_matches(network.lower(), known, n=1, cutoff=0.0) or [NETWORKS[0]])[0]
-    raise ValueError(f"network={network!r}: one of {', '.join(NETWORKS)}, a timm name or a class path; did you mean {near}?")
+    raise InputError(
+        f"network={network!r}",
+        f"one of {', '.join(NETWORKS)}, a timm name or a class path",
+        f"did you mean {near}?",
+    )
 
 
 def _called(make: Callable[..., Any], given: object, num_classes: int) -> nn.Module:
@@ -95,20 +124,26 @@ def _called(make: Callable[..., Any], given: object, num_classes: int) -> nn.Mod
     except ValueError:  # about its own settings
         raise
     except Exception as error:
-        raise ValueError(
-            f"network={_shown(given)}: it raised {_words(error)}; it is called with the number of classes, {num_classes}, and "
-            "returns a torch.nn.Module; mend it, or write small_cnn"
+        raise InputError(
+            f"network={_shown(given)}: it raised {_words(error)}",
+            f"it is called with the number of classes, {num_classes}, and returns a torch.nn.Module",
+            "mend it, or write small_cnn",
         ) from error
     if not isinstance(made, nn.Module):
-        raise ValueError(f"network={_shown(given)}: made a {type(made).__name__}; write something that returns a torch.nn.Module")
+        raise InputError(
+            f"network={_shown(given)}",
+            f"made a {type(made).__name__}",
+            "write something that returns a torch.nn.Module",
+        )
     return made
 
 
 def _check_maker(make: Any, given: object) -> None:
-    """Refuse, before it is called, what can be no maker of networks, and might do harm: ``os.system``, ``sys.exit``, a reader of pickles.
+    """Refuse, before it is called, what can be no maker of networks, and might do harm: ``os.system``,
+    ``sys.exit``, a reader of pickles.
 
-    A class has to be a ``nn.Module``. A function has to come from elsewhere than Python itself and torch, which have none that make
-    networks, unless it is annotated to return one.
+    A class has to be a ``nn.Module``. A function has to come from elsewhere than Python itself and torch,
+    which have none that make networks, unless it is annotated to return one.
     """
     make = _innermost(make)
     if isclass(make):
@@ -119,36 +154,45 @@ def _check_maker(make: Any, given: object) -> None:
         good = module.partition(".")[0] not in {"torch", *sys.stdlib_module_names} - {"__main__"}
         good = good or (isclass(returned) and issubclass(returned, nn.Module))
     if not (callable(make) and good):
-        raise ValueError(
-            f"network={_shown(given)}: a network is a subclass of torch.nn.Module, or a function of yours, of timm or of torchvision "
-            "that returns one; write e.g. torchvision.models.resnet18"
+        raise InputError(
+            f"network={_shown(given)}",
+            "a network is a subclass of torch.nn.Module, or a function of yours, of timm or of "
+            "torchvision that returns one",
+            "write e.g. torchvision.models.resnet18",
         )
 
 
-def _check_outputs(made: nn.Module, given: object, num_classes: int, example_shape: tuple[int, ...], logits: bool) -> None:
-    """Refuse a network that does not map two examples ``[2, *example_shape]`` to logits ``[2, num_classes]``."""
+def _check_outputs(
+    made: nn.Module, given: object, num_classes: int, example_shape: tuple[int, ...], logits: bool
+) -> None:
+    """Refuse a network that does not map two examples ``[2, *example_shape]`` to logits ``[2,
+    num_classes]``."""
     was_training = made.training
     try:
         with torch.no_grad():
             outputs = made.eval()(torch.zeros(2, *example_shape))
     except Exception as error:
         shape = ", ".join(map(str, example_shape))
-        raise ValueError(
-            f"network={_shown(given)}: it raised {_words(error)}; it has to map examples [B, {shape}] to logits "
-            f"[B, {num_classes}]; mend its forward or its sizes"
+        raise InputError(
+            f"network={_shown(given)}: it raised {_words(error)}",
+            f"it has to map examples [B, {shape}] to logits [B, {num_classes}]",
+            "mend its forward or its sizes",
         ) from error
     finally:
         made.train(was_training)
     good = isinstance(outputs, torch.Tensor) and outputs.ndim == 2 and len(outputs) == 2
     if not good or (logits and outputs.shape[1] != num_classes):
         found = tuple(outputs.shape) if isinstance(outputs, torch.Tensor) else type(outputs).__name__
-        raise ValueError(
-            f"network={_shown(given)}: makes {found} of two examples; logits [2, {num_classes}] are needed; mend its forward or its sizes"
+        raise InputError(
+            f"network={_shown(given)}: makes {found} of two examples",
+            f"logits [2, {num_classes}] are needed",
+            "mend its forward or its sizes",
         )
 
 
 def _innermost(make: Any) -> Any:
-    """What a ``partial`` calls in the end; those of jsonargparse hand the class to a function that builds it."""
+    """What a ``partial`` calls in the end; those of jsonargparse hand the class to a function that builds
+    it."""
     while isinstance(make, partial):
         make = make.args[-1] if make.args and isclass(make.args[-1]) else make.func
     return make
@@ -158,7 +202,11 @@ def _shown(given: object) -> str:
     given = _innermost(given)
     if isinstance(given, str):
         return repr(given)
-    return f"{given.__module__}.{given.__qualname__}" if hasattr(given, "__qualname__") else type(given).__qualname__
+    return (
+        f"{given.__module__}.{given.__qualname__}"
+        if hasattr(given, "__qualname__")
+        else type(given).__qualname__
+    )
 
 
 def _words(error: Exception) -> str:
@@ -170,8 +218,10 @@ def _imported(path: str) -> Callable[..., Any]:
     try:
         return getattr(import_module(module), name)
     except (ImportError, AttributeError, ValueError) as error:
-        raise ValueError(
-            f"network={path!r}: a class path must be importable ({error}); write e.g. torchvision.models.resnet18"
+        raise InputError(
+            f"network={path!r}",
+            f"a class path must be importable ({error})",
+            "write e.g. torchvision.models.resnet18",
         ) from None
 
 
@@ -183,8 +233,10 @@ def _from_timm(network: str, num_classes: int, example_shape: tuple[int, ...]) -
     if network == "vit_small":  # 16x16 patches would leave 4 tokens of a 32x32 image
         options["patch_size"] = 4 if side < 96 else 16
         if side % options["patch_size"]:
-            raise ValueError(
-                f"network={network!r} on {side}x{side} images: the side is a multiple of {options['patch_size']}; crop to one"
+            raise InputError(
+                f"network={network!r} on {side}x{side} images",
+                f"the side is a multiple of {options['patch_size']}",
+                "crop to one",
             )
     config = timm.get_pretrained_cfg(name)
     if config is not None and config.fixed_input_size:

@@ -1,10 +1,12 @@
-"""PQ-LoRA layers (Seo et al. 2025, arXiv 2506.11024): adapters of one shape for networks of any width and depth.
+"""PQ-LoRA layers (Seo et al. 2025, arXiv 2506.11024): adapters of one shape for networks of any width and
+depth.
 
     h = W x + scale * [ (1 - g) * B(P A x + Q) + g * B(Pg A x + Qg) ]
 
-W and the projections A, B are frozen (rows of A and columns of B orthonormal). P [r, r] and Q [r] are the client's own and start at
-zero; Pg, Qg are its copy of what the server mixed for it; g, a number or a sigmoid of x, weighs one against the other. Only P, Q, Pg
-and Qg travel: with one rank and one number of blocks for all, they have one shape for all.
+W and the projections A, B are frozen (rows of A and columns of B orthonormal). P [r, r] and Q [r] are the
+client's own and start at zero; Pg, Qg are its copy of what the server mixed for it; g, a number or a sigmoid
+of x, weighs one against the other. Only P, Q, Pg and Qg travel: with one rank and one number of blocks for
+all, they have one shape for all.
 
 ``L`` layers of a network, ``r`` rank.
 """
@@ -18,6 +20,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from fl_lightning.errors import InputError
+
 Gate = Literal["scalar", "input"]
 START = 0.5  # of the gate
 
@@ -30,8 +34,9 @@ class PQLoRALinear(nn.Module):
         rank: r, at most the smaller side of the layer.
         scale: factor of the adapter.
         gate: g as one trained number (``scalar``), or as a trained sigmoid of the layer's input (``input``).
-        full_gradient: P and Q get their gradient without the factor (1 - g), so that a gate that trusts the global copy does not stop
-            the client's own one from learning; g and x get the derivative as it is. False: the plain derivative everywhere.
+        full_gradient: P and Q get their gradient without the factor (1 - g), so that a gate that trusts the
+            global copy does not stop the client's own one from learning; g and x get the derivative as it is.
+            False: the plain derivative everywhere.
     """
 
     A: Tensor
@@ -39,7 +44,14 @@ class PQLoRALinear(nn.Module):
     global_P: Tensor
     global_Q: Tensor
 
-    def __init__(self, base: nn.Linear, rank: int, scale: float = 1.0, gate: Gate = "scalar", full_gradient: bool = True) -> None:
+    def __init__(
+        self,
+        base: nn.Linear,
+        rank: int,
+        scale: float = 1.0,
+        gate: Gate = "scalar",
+        full_gradient: bool = True,
+    ) -> None:
         super().__init__()
         self.base = base.requires_grad_(False)
         self.scale, self.full_gradient = scale, full_gradient
@@ -62,7 +74,11 @@ class PQLoRALinear(nn.Module):
         return self.base(x) + self.scale * F.linear(mixed, self.B)
 
     def _own(self, low: Tensor) -> Tensor:
-        return F.linear(low, self.P.detach(), self.Q.detach()) if self.full_gradient else F.linear(low, self.P, self.Q)
+        return (
+            F.linear(low, self.P.detach(), self.Q.detach())
+            if self.full_gradient
+            else F.linear(low, self.P, self.Q)
+        )
 
 
 def _input_gate(base: nn.Linear) -> nn.Linear:
@@ -78,9 +94,15 @@ def orthonormal(size: int, rank: int) -> Tensor:
 
 
 def attach(
-    network: nn.Module, num_blocks: int, rank: int, scale: float = 1.0, gate: Gate = "scalar", full_gradient: bool = True
+    network: nn.Module,
+    num_blocks: int,
+    rank: int,
+    scale: float = 1.0,
+    gate: Gate = "scalar",
+    full_gradient: bool = True,
 ) -> nn.Module:
-    """Freeze the network and put an adapter on the last linear layer of each block. Returns the network, or what stands for it.
+    """Freeze the network and put an adapter on the last linear layer of each block. Returns the network, or
+    what stands for it.
 
     Raises:
         ValueError: the network has fewer blocks or narrower layers.
@@ -90,9 +112,11 @@ def attach(
         layer = network.get_submodule(name)
         assert isinstance(layer, nn.Linear)
         if rank > min(layer.in_features, layer.out_features):
-            raise ValueError(
-                f"--model.rank {rank} on {name or 'a network'} of {layer.in_features} inputs and {layer.out_features} outputs; a rank "
-                f"is at most the smaller one; write --model.rank {min(layer.in_features, layer.out_features)}"
+            raise InputError(
+                f"--model.rank {rank} on {name or 'a network'} of {layer.in_features} inputs and "
+                f"{layer.out_features} outputs",
+                "a rank is at most the smaller one",
+                f"write --model.rank {min(layer.in_features, layer.out_features)}",
             )
         adapted = PQLoRALinear(layer, rank, scale, gate, full_gradient)
         if not name:
@@ -103,12 +127,14 @@ def attach(
 
 
 def target_layers(network: nn.Module, num_blocks: int) -> list[str]:
-    """Names of the last linear layer of each of ``num_blocks`` blocks: the network's trunk cut into groups as equal as possible.
+    """Names of the last linear layer of each of ``num_blocks`` blocks: the network's trunk cut into groups as
+    equal as possible.
 
-    The trunk is the longest list of children that all hold a linear layer; a network without one is cut by its linear layers. Block i
-    of one depth pairs with block i of another.
+    The trunk is the longest list of children that all hold a linear layer; a network without one is cut by
+    its linear layers. Block i of one depth pairs with block i of another.
 
-    >>> target_layers(nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4)) for _ in range(6))), 2)
+    >>> blocks = [nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4)) for _ in range(6)]
+    >>> target_layers(nn.Sequential(*blocks), 2)
     ['2.2', '5.2']
     """
     linear = [name for name, module in network.named_modules() if isinstance(module, nn.Linear)]
@@ -116,14 +142,19 @@ def target_layers(network: nn.Module, num_blocks: int) -> list[str]:
     for path, module in network.named_modules():
         if isinstance(module, (nn.Sequential, nn.ModuleList)):
             prefix = f"{path}." if path else ""
-            inside = [[n for n in linear if f"{n}.".startswith(f"{prefix}{child}.")] for child, _ in module.named_children()]
+            inside = [
+                [n for n in linear if f"{n}.".startswith(f"{prefix}{child}.")]
+                for child, _ in module.named_children()
+            ]
             if all(inside) and len(inside) > len(trunk):
                 trunk = [names[-1] for names in inside]
     layers = trunk if len(trunk) >= num_blocks else linear
     if len(layers) < num_blocks:
-        raise ValueError(
-            f"--model.num_blocks {num_blocks} for {type(network).__name__}, where {len(layers)} layers can be adapted; each block needs a "
-            f"linear layer; write --model.num_blocks {max(len(layers), 1)}, or a deeper network such as residual_mlp"
+        raise InputError(
+            f"--model.num_blocks {num_blocks} for {type(network).__name__}, where {len(layers)} layers can "
+            "be adapted",
+            "each block needs a linear layer",
+            f"write --model.num_blocks {max(len(layers), 1)}, or a deeper network such as residual_mlp",
         )
     return [layers[(i + 1) * len(layers) // num_blocks - 1] for i in range(num_blocks)]
 
@@ -135,19 +166,24 @@ def adapted_layers(network: nn.Module) -> list[PQLoRALinear]:
 
 @torch.no_grad()
 def align(network: nn.Module, to: nn.Module, inputs: Tensor) -> None:
-    """Turn A and B of every layer of ``network`` towards those of its partner in ``to``, so that a P means the same in both.
+    """Turn A and B of every layer of ``network`` towards those of its partner in ``to``, so that a P means
+    the same in both.
 
-    Orthogonal Procrustes (Schönemann 1966) per layer: of all A with orthonormal rows the one whose A x comes closest to the partner's
-    on these inputs, and of all B with orthonormal columns the one for which B^T W x does.
+    Orthogonal Procrustes (Schönemann 1966) per layer: of all A with orthonormal rows the one whose A x comes
+    closest to the partner's on these inputs, and of all B with orthonormal columns the one for which B^T W x
+    does.
     """
-    pairs = zip(adapted_layers(network), adapted_layers(to), _seen(network, inputs), _seen(to, inputs), strict=True)
+    pairs = zip(
+        adapted_layers(network), adapted_layers(to), _seen(network, inputs), _seen(to, inputs), strict=True
+    )
     for layer, partner, (x, h), (partner_x, partner_h) in pairs:
         layer.A.copy_(_procrustes(x, partner_x @ partner.A.T).T)
         layer.B.copy_(_procrustes(h, partner_h @ partner.B))
 
 
 def _procrustes(features: Tensor, wanted: Tensor) -> Tensor:
-    """The matrix with orthonormal columns that takes ``features`` ``[n, d]`` closest to ``wanted`` ``[n, r]``, both centred."""
+    """The matrix with orthonormal columns that takes ``features`` ``[n, d]`` closest to ``wanted`` ``[n,
+    r]``, both centred."""
     left, _, right = torch.linalg.svd(
         (features - features.mean(0)).double().T @ (wanted - wanted.mean(0)).double(), full_matrices=False
     )
@@ -158,7 +194,9 @@ def _seen(network: nn.Module, inputs: Tensor) -> list[tuple[Tensor, Tensor]]:
     """Inputs and base outputs of every adapted layer, ``[n, in]`` and ``[n, out]``."""
     seen: list[tuple[Tensor, Tensor]] = []
     hooks = [
-        layer.register_forward_hook(lambda layer, args, out: seen.append((args[0].flatten(0, -2), out.flatten(0, -2))))
+        layer.register_forward_hook(
+            lambda layer, args, out: seen.append((args[0].flatten(0, -2), out.flatten(0, -2)))
+        )
         for layer in adapted_layers(network)
     ]
     training = network.training

@@ -1,15 +1,19 @@
-"""A residual MLP of any width and depth for small images: the family of networks for heterogeneous federations."""
+"""A residual MLP of any width and depth for small images: the family of networks for heterogeneous
+federations."""
 
 from __future__ import annotations
 
 from torch import Tensor, nn
 from torch.nn.functional import avg_pool2d
 
+from fl_lightning.errors import InputError
+
 GRID = 8  # side of the grid of pixels that the first layer sees
 
 
 class ResidualMLP(nn.Module):
-    """Images of 8 pixels or more averaged to an 8x8 grid, one linear layer, residual blocks, one linear layer.
+    """Images of 8 pixels or more averaged to an 8x8 grid, one linear layer, residual blocks, one linear
+    layer.
 
     Args:
         num_classes: number of logits.
@@ -20,7 +24,9 @@ class ResidualMLP(nn.Module):
     def __init__(self, num_classes: int, width: int = 64, depth: int = 4) -> None:
         super().__init__()
         if width < 1 or depth < 1:
-            raise ValueError(f"width={width}, depth={depth}: both are 1 or more; write e.g. width 64, depth 4")
+            raise InputError(
+                f"width={width}, depth={depth}", "both are 1 or more", "write e.g. width 64, depth 4"
+            )
         self.stem = nn.Linear(3 * GRID**2, width)
         self.blocks = nn.Sequential(*(ResidualBlock(width) for _ in range(depth)))
         self.norm = nn.LayerNorm(width)
@@ -30,7 +36,10 @@ class ResidualMLP(nn.Module):
         """``[B, 3, H, W]`` to logits ``[B, C]``."""
         height, width = images.shape[-2:]
         stride = (height // GRID, width // GRID)
-        kernel = (height - (GRID - 1) * stride[0], width - (GRID - 1) * stride[1])  # exactly 8x8 whatever the size
+        kernel = (
+            height - (GRID - 1) * stride[0],
+            width - (GRID - 1) * stride[1],
+        )  # exactly 8x8 whatever the size
         pixels = avg_pool2d(images, kernel, stride).flatten(1)
         return self.classifier(self.norm(self.blocks(self.stem(pixels))))
 
@@ -40,7 +49,9 @@ class ResidualBlock(nn.Module):
 
     def __init__(self, width: int) -> None:
         super().__init__()
-        self.layers = nn.Sequential(nn.LayerNorm(width), nn.Linear(width, 2 * width), nn.GELU(), nn.Linear(2 * width, width))
+        self.layers = nn.Sequential(
+            nn.LayerNorm(width), nn.Linear(width, 2 * width), nn.GELU(), nn.Linear(2 * width, width)
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         return x + self.layers(x)

@@ -7,11 +7,14 @@ from typing import Literal
 from torch import Tensor, nn
 from torch.nn.functional import pad, relu
 
+from fl_lightning.errors import InputError
+
 Shortcut = Literal["projection", "A"]
 
 
 class BasicBlock(nn.Module):
-    """Two 3x3 convolutions and a shortcut. Where the shape changes, ``A`` subsamples and pads channels with zeros."""
+    """Two 3x3 convolutions and a shortcut. Where the shape changes, ``A`` subsamples and pads channels with
+    zeros."""
 
     def __init__(self, inputs: int, outputs: int, *, stride: int, shortcut: Shortcut) -> None:
         super().__init__()
@@ -22,7 +25,9 @@ class BasicBlock(nn.Module):
         self.stride, self.extra = stride, outputs - inputs
         self.shortcut: nn.Sequential | None = None
         if self.extra and shortcut == "projection":
-            self.shortcut = nn.Sequential(nn.Conv2d(inputs, outputs, 1, stride=stride, bias=False), nn.BatchNorm2d(outputs))
+            self.shortcut = nn.Sequential(
+                nn.Conv2d(inputs, outputs, 1, stride=stride, bias=False), nn.BatchNorm2d(outputs)
+            )
 
     def forward(self, x: Tensor) -> Tensor:
         if self.shortcut is not None:
@@ -40,13 +45,16 @@ class ResNet20(nn.Module):
 
     Args:
         num_classes: number of logits.
-        shortcut: projection (1x1 convolution and BatchNorm; 272 474 weights with 10 classes) or A (no weights; 269 722).
+        shortcut: projection (1x1 convolution and BatchNorm; 272 474 weights with 10 classes) or A (no
+            weights; 269 722).
     """
 
     def __init__(self, num_classes: int, shortcut: Shortcut = "projection") -> None:
         super().__init__()
         if shortcut not in ("projection", "A"):
-            raise ValueError(f"shortcut={shortcut!r}: one of projection, A; write projection, the default")
+            raise InputError(
+                f"shortcut={shortcut!r}", "one of projection, A", "write projection, the default"
+            )
         self.stem = nn.Sequential(nn.Conv2d(3, 16, 3, padding=1, bias=False), nn.BatchNorm2d(16), nn.ReLU())
         blocks, channels = [], 16
         for outputs in (16, 32, 64):

@@ -1,6 +1,7 @@
 """The modules and tensors of a module: what torch's own iterators give, without their price.
 
-A client's round reads and writes them several times; for a small network the general iterators then take longer than training it.
+A client's round reads and writes them several times; for a small network the general iterators then take
+longer than training it.
 """
 
 from __future__ import annotations
@@ -14,7 +15,8 @@ def modules_of(module: nn.Module) -> list[nn.Module]:
 
 
 def tensors_of(module: nn.Module) -> dict[str, Tensor]:
-    """As ``named_parameters()`` and then ``named_buffers()``: one that two modules share appears once, under its first name."""
+    """As ``named_parameters()`` and then ``named_buffers()``: one that two modules share appears once, under
+    its first name."""
     named = _named(module)
     return _registered(named, "_parameters") | _registered(named, "_buffers")
 

@@ -3,8 +3,8 @@
     FGSM   x + eps * sign(grad_x L(x, y))                                       Goodfellow et al., ICLR 2015
     PGD    x_{i+1} = clip(x_i + step * sign(grad_x L(x_i, y))), random start     Madry et al., ICLR 2018
 
-L is the cross-entropy, clip keeps x within eps and within [0, 1]. Pure functions of a network as ``forward``: pixels to logits.
-``B`` batch, ``C`` classes.
+L is the cross-entropy, clip keeps x within eps and within [0, 1]. Pure functions of a network as ``forward``:
+pixels to logits. ``B`` batch, ``C`` classes.
 """
 
 from __future__ import annotations
@@ -34,7 +34,13 @@ def fgsm(forward: Forward, pixels: Tensor, target: Tensor, eps: float = EPS) -> 
 
 
 def pgd(
-    forward: Forward, pixels: Tensor, target: Tensor, start: Tensor, eps: float = EPS, steps: int = STEPS, share: float = 0.25
+    forward: Forward,
+    pixels: Tensor,
+    target: Tensor,
+    start: Tensor,
+    eps: float = EPS,
+    steps: int = STEPS,
+    share: float = 0.25,
 ) -> Tensor:
     """The example of highest loss among the steps and FGSM's, so it is never the weaker attack.
 
@@ -57,7 +63,8 @@ def pgd(
 
 
 def _loss_and_gradient(forward: Forward, pixels: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
-    """Loss of each example ``[B]``, and its gradient by the pixels; of a sum, so that examples do not depend on each other."""
+    """Loss of each example ``[B]``, and its gradient by the pixels; of a sum, so that examples do not depend
+    on each other."""
     x = pixels.detach().requires_grad_(True)
     with torch.enable_grad():
         loss = F.cross_entropy(forward(x), target, reduction="none")

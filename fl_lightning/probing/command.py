@@ -1,4 +1,5 @@
-"""The ``test`` command: which checkpoint of a run is probed, that it is loaded exactly, and what is written about it."""
+"""The ``test`` command: which checkpoint of a run is probed, that it is loaded exactly, and what is written
+about it."""
 
 from __future__ import annotations
 
@@ -69,13 +70,22 @@ def examine(
     try:
         fed = prepare()
         found = probe(load(fed, saved, settings, allow_changed), names)
-        results = write(run, {"chosen": which, "settings_sha256": settings_hash(bearing(settings)), **report(fed, saved, found)})
+        results = write(
+            run,
+            {
+                "chosen": which,
+                "settings_sha256": settings_hash(bearing(settings)),
+                **report(fed, saved, found),
+            },
+        )
     finally:
         run.unlock()
     show(run, results, found)
     tracked = run.read_json("metadata.json").get("tracking_run_id")
     if tracked and logger:
-        add_to_run(logger, tracked, {**results["metrics"], **results["timings"]}, results["round"], [run.path / FILE])
+        add_to_run(
+            logger, tracked, {**results["metrics"], **results["timings"]}, results["round"], [run.path / FILE]
+        )
     return results["metrics"]
 
 
@@ -86,13 +96,19 @@ def asked_for(ckpt_path: str | None, checkpoint: str | None) -> tuple[str, str]:
         InputError: no run is named, or a checkpoint is named twice.
     """
     if not ckpt_path:
-        raise InputError("test without --ckpt_path; the run to be tested is needed; write --ckpt_path and its directory, or last")
+        raise InputError(
+            "test without --ckpt_path",
+            "the run to be tested is needed",
+            "write --ckpt_path and its directory, or last",
+        )
     path = Path(ckpt_path)
     if path.parent.name != "checkpoints" or not path.name.startswith("round_"):
         return ckpt_path, checkpoint or "last"
     if checkpoint not in (None, path.name):
         raise InputError(
-            f"--checkpoint {checkpoint} with --ckpt_path {ckpt_path}; that names a checkpoint; leave one of them out"
+            f"--checkpoint {checkpoint} with --ckpt_path {ckpt_path}",
+            "that names a checkpoint",
+            "leave one of them out",
         )
     return str(path.absolute().parent.parent), path.name
 
@@ -110,13 +126,19 @@ def choose_checkpoint(ckpt_path: str, which: str, experiment: Path) -> Checkpoin
     """
     start = find_start(ckpt_path, experiment)
     if start.run is None or start.checkpoint is None:
-        raise InputError(f"--ckpt_path {ckpt_path}; the run has no checkpoint yet; let it run for a round")
+        raise InputError(
+            f"--ckpt_path {ckpt_path}", "the run has no checkpoint yet", "let it run for a round"
+        )
     if which == "last":
         return start.checkpoint
     name = which
     if which == "best":
         if not start.checkpoint.progress["best_round"]:
-            raise InputError("--checkpoint best; no round of this run was validated (data.val_fraction); write --checkpoint last")
+            raise InputError(
+                "--checkpoint best",
+                "no round of this run was validated (data.val_fraction)",
+                "write --checkpoint last",
+            )
         name = checkpoint_name(start.checkpoint.progress["best_round"])
     return _read(start.run, name)
 
@@ -124,28 +146,41 @@ def choose_checkpoint(ckpt_path: str, which: str, experiment: Path) -> Checkpoin
 def _read(run: Path, name: str) -> Checkpoint:
     there = [path.name for path in checkpoints_in(run / "checkpoints")]
     if name not in there:
-        raise InputError(f"--checkpoint {name}; {run} holds {', '.join(there)}; write one of these, last or best")
+        raise InputError(
+            f"--checkpoint {name}", f"{run} holds {', '.join(there)}", "write one of these, last or best"
+        )
     try:
         return Checkpoint.read(run / "checkpoints" / name)
     except (CheckpointError, KeyError, TypeError, AttributeError) as error:
-        raise InputError(f"--checkpoint {name}; it cannot be used ({error}); write one of {', '.join(there)}") from error
+        raise InputError(
+            f"--checkpoint {name}", f"it cannot be used ({error})", f"write one of {', '.join(there)}"
+        ) from error
 
 
-def load(fed: Federation, checkpoint: Checkpoint, settings: Mapping[str, Any], allow_changed: bool) -> Subject:
+def load(
+    fed: Federation, checkpoint: Checkpoint, settings: Mapping[str, Any], allow_changed: bool
+) -> Subject:
     """Bring the federation to the checkpoint and make it the subject of probes.
 
     Raises:
-        InputError: it was trained with other data, another method or another seed, and ``allow_changed`` is false.
+        InputError: it was trained with other data, another method or another seed, and ``allow_changed`` is
+            false.
     """
     saved = checkpoint.progress
     changed = changed_settings(bearing(saved["config"]), bearing(settings))
     if saved["partition"] != fed.data.partition_hash and not changed:
-        changed = [f"the clients' examples: {saved['partition'][:12]} -> {fed.data.partition_hash[:12]} (hash of the partition)"]
+        changed = [
+            (
+                f"the clients' examples: {saved['partition'][:12]} -> {fed.data.partition_hash[:12]} "
+                "(hash of the partition)"
+            )
+        ]
     if changed and not allow_changed:
         more = f" and {len(changed) - 4} more" if len(changed) > 4 else ""
         raise InputError(
-            f"--ckpt_path {checkpoint.path}; it was trained with another configuration ({', '.join(changed[:4])}{more}); leave out "
-            "--config, which then is the run's own, or write --trainer.allow_changed true"
+            f"--ckpt_path {checkpoint.path}",
+            f"it was trained with another configuration ({', '.join(changed[:4])}{more})",
+            "leave out --config, which then is the run's own, or write --trainer.allow_changed true",
         )
     if changed:
         log.warning("testing with a changed configuration: %s", ", ".join(changed))
@@ -177,7 +212,12 @@ def report(fed: Federation, checkpoint: Checkpoint, found: Mapping[str, Finding]
     metrics = {name: value for finding in found.values() for name, value in finding.metrics.items()}
     for name in ("test/accuracy", "test/loss"):
         if name in metrics and name in recorded and not abs(metrics[name] - recorded[name]) <= DIGITS:
-            log.warning("%s: %.9g, in training %.9g; another device, precision or data?", name, metrics[name], recorded[name])
+            log.warning(
+                "%s: %.9g, in training %.9g; another device, precision or data?",
+                name,
+                metrics[name],
+                recorded[name],
+            )
     return {
         "checkpoint": checkpoint.path.name,
         "round": checkpoint.progress["round"],
@@ -209,7 +249,9 @@ def _machine(fed: Federation) -> dict[str, Any]:
     """Whose the timings are."""
     device = fed.fabric.device
     return {
-        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else f"{device.type} {platform.machine()}",
+        "device": torch.cuda.get_device_name(device)
+        if device.type == "cuda"
+        else f"{device.type} {platform.machine()}",
         "cpus": os.cpu_count(),
         "threads": torch.get_num_threads(),
         "precision": fed.fabric.strategy.precision.precision,
@@ -217,12 +259,17 @@ def _machine(fed: Federation) -> dict[str, Any]:
 
 
 def write(run: RunDirectory, new: dict[str, Any]) -> dict[str, Any]:
-    """Write ``test.json``, with what other probes found before in the same circumstances; a test in others is kept beside it."""
+    """Write ``test.json``, with what other probes found before in the same circumstances; a test in others is
+    kept beside it."""
     before = run.read_json(FILE)
     if before and all(before.get(name) == new[name] for name in SAME):
         parts = ("metrics", "recorded", "timings", "probes")
         skipped = {name: said for name, said in before["skipped"].items() if name not in new["probes"]}
-        new = {**new, **{part: {**before[part], **new[part]} for part in parts}, "skipped": {**skipped, **new["skipped"]}}
+        new = {
+            **new,
+            **{part: {**before[part], **new[part]} for part in parts},
+            "skipped": {**skipped, **new["skipped"]},
+        }
     elif before:
         run.write_json(f"test_{before.get('checkpoint', 'before')}.json", before)
     run.write_json(FILE, new)

@@ -1,4 +1,5 @@
-"""What one answer costs: floating-point operations, seconds, memory, bytes. Seconds and memory are this machine's, and this moment's."""
+"""What one answer costs: floating-point operations, seconds, memory, bytes. Seconds and memory are this
+machine's, and this moment's."""
 
 from __future__ import annotations
 
@@ -18,7 +19,8 @@ WARM_UP = 10  # forward passes before the clock runs
 
 @torch.no_grad()
 def flops(network: nn.Module, inputs: Any) -> int:
-    """Floating-point operations of a forward pass, as torch counts them: matrix products and convolutions, two a multiply-add."""
+    """Floating-point operations of a forward pass, as torch counts them: matrix products and convolutions,
+    two a multiply-add."""
     with FlopCounterMode(display=False) as counter:
         network(inputs)
     return int(counter.get_total_flops())
@@ -32,7 +34,8 @@ def float_bytes(network: nn.Module) -> int:
 
 @torch.no_grad()
 def latencies(networks: Mapping[str, nn.Module], inputs: Tensor, batch_size: int) -> dict[str, np.ndarray]:
-    """Seconds of each forward pass over ``inputs``, by network; they take turns, so that a slow moment meets them all.
+    """Seconds of each forward pass over ``inputs``, by network; they take turns, so that a slow moment meets
+    them all.
 
     Args:
         inputs: on the device, ``[n, ...]``.
@@ -66,11 +69,16 @@ def _wait(device: torch.device) -> None:
 
 @torch.no_grad()
 def peak_memory(network: nn.Module, inputs: Tensor) -> tuple[int, str]:
-    """Bytes, and of what: on CUDA the most that is allocated during a forward pass; elsewhere the most this process ever held."""
+    """Bytes, and of what: on CUDA the most that is allocated during a forward pass; elsewhere the most this
+    process ever held."""
     if inputs.device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(inputs.device)
         network(inputs)
         _wait(inputs.device)
-        return torch.cuda.max_memory_allocated(inputs.device), "allocated on the device at the peak of one forward pass"
+        return torch.cuda.max_memory_allocated(
+            inputs.device
+        ), "allocated on the device at the peak of one forward pass"
     unit = 1 if sys.platform == "darwin" else 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit, "the largest resident size of the whole process so far"
+    return resource.getrusage(
+        resource.RUSAGE_SELF
+    ).ru_maxrss * unit, "the largest resident size of the whole process so far"

@@ -1,4 +1,5 @@
-"""Temperature scaling (Guo et al., ICML 2017): probabilities softmax(z / T), with the one T that fits held-out examples best.
+"""Temperature scaling (Guo et al., ICML 2017): probabilities softmax(z / T), with the one T that fits
+held-out examples best.
 
 ``n`` examples, ``C`` classes.
 """
@@ -25,7 +26,9 @@ def fit_temperature(logits: Tensor, target: Tensor) -> float:
     """
     z = logits.double()
     log_t = torch.zeros((), dtype=torch.float64, requires_grad=True)
-    optimizer = LBFGS([log_t], max_iter=100, tolerance_grad=1e-10, tolerance_change=1e-12, line_search_fn="strong_wolfe")
+    optimizer = LBFGS(
+        [log_t], max_iter=100, tolerance_grad=1e-10, tolerance_change=1e-12, line_search_fn="strong_wolfe"
+    )
 
     def closure() -> Tensor:
         optimizer.zero_grad()

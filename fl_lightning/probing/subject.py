@@ -18,7 +18,8 @@ from fl_lightning.methods import Method
 BATCH = 512  # as in ``evaluation``: the clean test set is answered bit for bit as during training
 Forward = Callable[[Tensor], Tensor]
 Change = Callable[[Forward, Tensor, Tensor, int], Tensor]
-"""A network from pixels to logits, pixels in [0, 1], targets, and the number of the batch: the pixels to show instead."""
+"""A network from pixels to logits, pixels in [0, 1], targets, and the number of the batch: the pixels to show
+instead."""
 
 
 @dataclass(frozen=True)
@@ -65,7 +66,8 @@ class Subject:
         return self.data if isinstance(self.data, FederatedImages) else None
 
     def networks(self) -> Iterator[tuple[nn.Module, Tensor]]:
-        """Each network that answers test examples, in evaluation mode, and which ones; a personalised method has one a client."""
+        """Each network that answers test examples, in evaluation mode, and which ones; a personalised method
+        has one a client."""
         if not self.method.personalised:
             with evaluation_mode(self.method.deploy()) as network:
                 yield network, torch.arange(len(self.data.test_target), device=self.data.device)
@@ -77,7 +79,9 @@ class Subject:
 
     def answers(self) -> Tensor:
         """Logits of the test set as it is, float32 ``[n, C]`` on the CPU, in its order."""
-        return self._collect(lambda network, index, number: self._logits(network, self.data.inputs("test", index)))
+        return self._collect(
+            lambda network, index, number: self._logits(network, self.data.inputs("test", index))
+        )
 
     def answers_to(self, images: Tensor | None = None, change: Change | None = None) -> Tensor:
         """As :meth:`answers`, of other images and of what ``change`` makes of them.

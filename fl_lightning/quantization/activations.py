@@ -8,7 +8,8 @@ from torch import Tensor, nn
 
 
 def fake_quantize(x: Tensor, bits: int) -> Tensor:
-    """``x`` on a symmetric grid of ``bits`` magnitude bits up to its largest magnitude; its gradient passes straight through."""
+    """``x`` on a symmetric grid of ``bits`` magnitude bits up to its largest magnitude; its gradient passes
+    straight through."""
     step = (x.detach().abs().amax() / (2**bits - 1)).clamp_min(1e-12)
     return x + ((x / step).round() * step - x).detach()
 

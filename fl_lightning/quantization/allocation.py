@@ -1,18 +1,25 @@
-"""Which layer gets how many bits: FedMPQ's server rule (Chen & Vikalo, CVPR 2024, section 3.3), in integers."""
+"""Which layer gets how many bits: FedMPQ's server rule (Chen & Vikalo, CVPR 2024, section 3.3), in
+integers."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from fractions import Fraction
 
+from fl_lightning.errors import InputError
+
 MAX_BITS = 8
 
 
-def allocate_bits(sizes: Sequence[int], mean_bits: Sequence[int], delta: Sequence[int], budget: float) -> list[int]:
+def allocate_bits(
+    sizes: Sequence[int], mean_bits: Sequence[int], delta: Sequence[int], budget: float
+) -> list[int]:
     """Bits per layer within a budget, by pruning and then growing.
 
-    Prune: while ``sum(n * b) > budget * sum(n)`` the layer with the highest ``n * delta`` that has more than one bit loses one. Grow:
-    in ascending ``n * delta``, layer by layer, one bit at a time up to 8, while the budget still holds. Ties go to the lower index.
+    Prune: while ``sum(n * b) > budget * sum(n)`` the layer with the highest ``n * delta`` that has more than
+        one bit loses one. Grow:
+    in ascending ``n * delta``, layer by layer, one bit at a time up to 8, while the budget still holds. Ties
+    go to the lower index.
 
     Args:
         sizes: weights n_l of each layer.
@@ -27,14 +34,24 @@ def allocate_bits(sizes: Sequence[int], mean_bits: Sequence[int], delta: Sequenc
     [8, 8, 1]
     """
     if not len(sizes) == len(mean_bits) == len(delta):
-        raise ValueError(
-            f"{len(sizes)} sizes, {len(mean_bits)} mean_bits, {len(delta)} delta; one of each per layer; give equal lengths"
+        raise InputError(
+            f"{len(sizes)} sizes, {len(mean_bits)} mean_bits, {len(delta)} delta",
+            "one of each per layer",
+            "give equal lengths",
         )
     if not budget >= 1:
-        raise ValueError(f"a budget of {budget} bits; a weight takes at least 1; give a budget from 1 to {MAX_BITS}")
-    if any(not 1 <= b <= MAX_BITS for b in mean_bits) or any(n < 1 for n in sizes) or any(d < 1 for d in delta):
-        raise ValueError(
-            f"bits {list(mean_bits)}, delta {list(delta)}; bits are 1 to {MAX_BITS}, sizes and delta at least 1; correct them"
+        raise InputError(
+            f"a budget of {budget} bits", "a weight takes at least 1", f"give a budget from 1 to {MAX_BITS}"
+        )
+    if (
+        any(not 1 <= b <= MAX_BITS for b in mean_bits)
+        or any(n < 1 for n in sizes)
+        or any(d < 1 for d in delta)
+    ):
+        raise InputError(
+            f"bits {list(mean_bits)}, delta {list(delta)}",
+            f"bits are 1 to {MAX_BITS}, sizes and delta at least 1",
+            "correct them",
         )
     bits = list(mean_bits)
     used = sum(n * b for n, b in zip(sizes, bits, strict=True))

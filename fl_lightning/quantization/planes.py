@@ -1,6 +1,7 @@
 """Bit planes as trainable parameters (BSQ, Yang et al., ICLR 2021, equations 3 to 6).
 
-A layer of n weights at N bits is two stacks of N non-negative planes, ``planes [2, N, n]``: p for positive, n for negative weights.
+A layer of n weights at N bits is two stacks of N non-negative planes, ``planes [2, N, n]``: p for positive, n
+for negative weights.
 
     W_q = s / (2^N - 1) * R( sum_b 2^b (p_b - n_b) )        R rounds; its backward is the identity
 
@@ -30,8 +31,9 @@ def to_planes(weights: Tensor, bits: int, out: Tensor | None = None) -> tuple[Te
 
     A layer of zeros (a head that starts so) gets s = 1 / sqrt(n), or it could never leave zero.
 
-    The digits of ``|W| (2^N - 1) / s`` fill the planes; what is left below one step stays in the lowest plane, which is continuous.
-    (Rounding it away at the start of every round would lose any update smaller than half a step.)
+    The digits of ``|W| (2^N - 1) / s`` fill the planes; what is left below one step stays in the lowest
+    plane, which is continuous. (Rounding it away at the start of every round would lose any update smaller
+    than half a step.)
     """
     flat = weights.detach().reshape(-1).to(torch.float32)
     planes = flat.new_empty(2, bits, flat.numel()) if out is None else out
@@ -53,7 +55,8 @@ def units(planes: Tensor) -> Tensor:
 
 
 class Layer(NamedTuple):
-    """What a layer takes of a flat vector of planes: ``size`` weights at ``bits`` bits, as ``[2, bits, size]``."""
+    """What a layer takes of a flat vector of planes: ``size`` weights at ``bits`` bits, as ``[2, bits,
+    size]``."""
 
     bits: int
     size: int
@@ -69,10 +72,13 @@ def views(flat: Tensor, layers: Sequence[Layer]) -> list[Tensor]:
     return [piece.view(2, layer.bits, layer.size) for layer, piece in zip(layers, pieces, strict=True)]
 
 
-def reconstruct(flat: Tensor, scales: Tensor, layers: Sequence[Layer], matched: bool = False) -> tuple[list[Tensor], Tensor]:
+def reconstruct(
+    flat: Tensor, scales: Tensor, layers: Sequence[Layer], matched: bool = False
+) -> tuple[list[Tensor], Tensor]:
     """W_q ``[n_l]`` of each layer, with a straight-through gradient to the planes, and L_bit.
 
-        L_bit = 1 / (sum n_l) sum_l n_l N_l sum_b || [p_b ; n_b] ||_2, smoothed at zero as sqrt(1e-8 + sum of squares)
+        L_bit = 1 / (sum n_l) sum_l n_l N_l sum_b || [p_b ; n_b] ||_2, smoothed at zero as sqrt(1e-8 + sum of
+        squares)
 
     Args:
         flat: the planes of all layers, one after another.
@@ -84,7 +90,8 @@ def reconstruct(flat: Tensor, scales: Tensor, layers: Sequence[Layer], matched: 
 
 
 class _Reconstruct(torch.autograd.Function):
-    """By hand, because there are up to 16 plane entries for each weight, and each pass over them costs more than the layer itself."""
+    """By hand, because there are up to 16 plane entries for each weight, and each pass over them costs more
+    than the layer itself."""
 
     @staticmethod
     def forward(flat: Tensor, scales: Tensor, layers: tuple[Layer, ...], matched: bool) -> tuple[Tensor, ...]:
@@ -92,7 +99,9 @@ class _Reconstruct(torch.autograd.Function):
         for (bits, _), planes, scale in zip(layers, views(flat, layers), scales, strict=True):
             weights.append(units(planes).round_().mul_(scale / (2**bits - 1)))
             norms.append(_norms(planes))
-        terms = torch.stack([bits * size * norm.sum() for (bits, size), norm in zip(layers, norms, strict=True)])
+        terms = torch.stack(
+            [bits * size * norm.sum() for (bits, size), norm in zip(layers, norms, strict=True)]
+        )
         return *weights, terms.sum() / sum(size for _, size in layers), torch.cat(norms)
 
     @staticmethod
@@ -110,7 +119,15 @@ class _Reconstruct(torch.autograd.Function):
         out = torch.empty_like(flat)
         total = sum(size for _, size in ctx.layers)
         norms = all_norms.split([layer.bits for layer in ctx.layers])
-        each = zip(ctx.layers, views(flat, ctx.layers), scales, views(out, ctx.layers), norms, of_weights, strict=True)
+        each = zip(
+            ctx.layers,
+            views(flat, ctx.layers),
+            scales,
+            views(out, ctx.layers),
+            norms,
+            of_weights,
+            strict=True,
+        )
         for (bits, size), planes, scale, gradient, norm, of_weight in each:
             factor = 1 / gain(bits, scale) if ctx.matched else torch.ones_like(scale)
             if of_penalty is None:
@@ -124,7 +141,9 @@ class _Reconstruct(torch.autograd.Function):
         return out, None, None, None
 
     @staticmethod
-    def vmap(info: Any, in_dims: Any, flat: Tensor, scales: Tensor, layers: tuple[Layer, ...], matched: bool) -> Any:
+    def vmap(
+        info: Any, in_dims: Any, flat: Tensor, scales: Tensor, layers: tuple[Layer, ...], matched: bool
+    ) -> Any:
         """One after another: what is stacked is small."""
         flat, scales = (
             tensor.expand(info.batch_size, *tensor.shape) if dim is None else tensor.movedim(dim, 0)
@@ -135,7 +154,8 @@ class _Reconstruct(torch.autograd.Function):
 
 
 def _signed_powers(planes: Tensor) -> Tensor:
-    """2^b of the planes of positive weights, -2^b of the others: ``[2 N]``; one pass over both is twice as fast as one over each."""
+    """2^b of the planes of positive weights, -2^b of the others: ``[2 N]``; one pass over both is twice as
+    fast as one over each."""
     powers = 2.0 ** torch.arange(planes.shape[1], device=planes.device, dtype=planes.dtype)
     return torch.cat([powers, -powers])
 
@@ -147,6 +167,7 @@ def _norms(planes: Tensor) -> Tensor:
 
 
 def gain(bits: int, scale: Tensor) -> Tensor:
-    """How far a gradient step on the planes moves W, relative to the same step on W itself: 2 c^2 sum_b 4^b, c = s / (2^N - 1)."""
+    """How far a gradient step on the planes moves W, relative to the same step on W itself: 2 c^2 sum_b 4^b,
+    c = s / (2^N - 1)."""
     step = scale / (2**bits - 1)
     return 2 * step.square() * ((4**bits - 1) // 3)

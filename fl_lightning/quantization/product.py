@@ -1,7 +1,9 @@
-"""Product quantisation (Jegou et al., TPAMI 2011): sub-vectors of length d, each replaced by the nearest of K centroids.
+"""Product quantisation (Jegou et al., TPAMI 2011): sub-vectors of length d, each replaced by the nearest of K
+centroids.
 
-Lloyd's k-means, written out element by element: no matrix product, whose rounding depends on the number of threads, so the same seed
-gives the same bytes on any number of them. ``[n, d]`` sub-vectors, ``[K, d]`` centroids.
+Lloyd's k-means, written out element by element: no matrix product, whose rounding depends on the number of
+threads, so the same seed gives the same bytes on any number of them. ``[n, d]`` sub-vectors, ``[K, d]``
+centroids.
 """
 
 from __future__ import annotations
@@ -13,7 +15,8 @@ ROWS = 256
 
 
 def num_centroids(subvectors: int, centroids: int) -> int:
-    """K: ``centroids``, but at most a quarter of the sub-vectors, or the codebook would weigh more than it saves."""
+    """K: ``centroids``, but at most a quarter of the sub-vectors, or the codebook would weigh more than it
+    saves."""
     return min(centroids, subvectors // 4)
 
 
@@ -25,14 +28,19 @@ def index_bits(centroids: int) -> int:
 def split(values: np.ndarray, dim: int) -> np.ndarray:
     """float32 ``[n, d]``, the last sub-vector filled up with zeros."""
     flat = np.asarray(values, dtype=np.float32).reshape(-1)
-    return np.pad(flat, (0, -len(flat) % dim)).reshape(-1, dim) + np.float32(0)  # -0.0 becomes 0.0: one value, one pattern
+    return np.pad(flat, (0, -len(flat) % dim)).reshape(-1, dim) + np.float32(
+        0
+    )  # -0.0 becomes 0.0: one value, one pattern
 
 
-def kmeans(points: np.ndarray, centroids: int, iterations: int, noise: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
-    """Indices int64 ``[n]`` and codebook float32 ``[K, d]``; at most ``centroids`` different points are kept exactly.
+def kmeans(
+    points: np.ndarray, centroids: int, iterations: int, noise: np.random.Generator
+) -> tuple[np.ndarray, np.ndarray]:
+    """Indices int64 ``[n]`` and codebook float32 ``[K, d]``; at most ``centroids`` different points are kept
+    exactly.
 
-    Starts from points chosen at random. A centroid that nobody chose moves to the point that is worst served in the cluster with the
-    largest error, so that cluster is split; several take one cluster each.
+    Starts from points chosen at random. A centroid that nobody chose moves to the point that is worst served
+    in the cluster with the largest error, so that cluster is split; several take one cluster each.
 
     Args:
         points: float32 ``[n, d]``, finite.
@@ -54,7 +62,8 @@ def kmeans(points: np.ndarray, centroids: int, iterations: int, noise: np.random
 
 
 def nearest(points: np.ndarray, codebook: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Index of the nearest centroid, the lowest of equals, int64 ``[n]``, and the squared distance to it, float32 ``[n]``."""
+    """Index of the nearest centroid, the lowest of equals, int64 ``[n]``, and the squared distance to it,
+    float32 ``[n]``."""
     index, error = np.empty(len(points), np.int64), np.empty(len(points), np.float32)
     columns = np.ascontiguousarray(codebook.T)
     total, part = np.empty((2, ROWS, len(codebook)), np.float32)
@@ -75,9 +84,12 @@ def nearest(points: np.ndarray, codebook: np.ndarray) -> tuple[np.ndarray, np.nd
 
 
 def _move(points: np.ndarray, index: np.ndarray, error: np.ndarray, codebook: np.ndarray) -> np.ndarray:
-    """Each centroid to the mean of its points, added up in float64; the empty ones into the clusters with the largest error."""
+    """Each centroid to the mean of its points, added up in float64; the empty ones into the clusters with the
+    largest error."""
     count = np.bincount(index, minlength=len(codebook))
-    sums = np.stack([np.bincount(index, weights=column, minlength=len(codebook)) for column in points.T], axis=1)
+    sums = np.stack(
+        [np.bincount(index, weights=column, minlength=len(codebook)) for column in points.T], axis=1
+    )
     moved = np.where(count[:, None] > 0, sums / np.maximum(count, 1)[:, None], codebook).astype(np.float32)
     empty = np.flatnonzero(count == 0)
     if len(empty):

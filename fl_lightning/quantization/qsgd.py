@@ -1,9 +1,11 @@
-"""QSGD (Alistarh et al., NeurIPS 2017): unbiased stochastic levels, with the L-infinity norm of a tensor or of a bucket.
+"""QSGD (Alistarh et al., NeurIPS 2017): unbiased stochastic levels, with the L-infinity norm of a tensor or
+of a bucket.
 
-    Q(v) = norm * sign(v) * level / s,     level = floor(a) + Bernoulli(a - floor(a)),     a = |v| s / norm,     s = 2^(b-1) - 1
+    Q(v) = norm * sign(v) * level / s,  level = floor(a) + Bernoulli(a - floor(a))
+    a = |v| s / norm,  s = 2^(b-1) - 1
 
-The largest magnitude instead of QSGD's L2 norm: over a layer of 36 864 Gaussian weights at 4 bits the noise is then 0.06 times the
-signal's energy instead of 21 times. ``[n]`` values, ``[m]`` buckets.
+The largest magnitude instead of QSGD's L2 norm: over a layer of 36 864 Gaussian weights at 4 bits the noise
+is then 0.06 times the signal's energy instead of 21 times. ``[n]`` values, ``[m]`` buckets.
 """
 
 from __future__ import annotations
@@ -26,7 +28,9 @@ def num_buckets(size: int, bucket: int | None) -> int:
     return 1 if bucket is None else max(1, -(-size // bucket))
 
 
-def encode(values: Tensor, bits: int, noise: np.random.Generator, bucket: int | None = None) -> tuple[Tensor, Tensor]:
+def encode(
+    values: Tensor, bits: int, noise: np.random.Generator, bucket: int | None = None
+) -> tuple[Tensor, Tensor]:
     """Codes int32 ``[n]`` (the level, then the sign as the highest bit) and norms float32 ``[m]``.
 
     Args:
@@ -36,7 +40,9 @@ def encode(values: Tensor, bits: int, noise: np.random.Generator, bucket: int | 
     """
     rows = _rows(values.detach().reshape(-1).to("cpu", torch.float32), bucket)
     norms = rows.abs().amax(dim=1)
-    position = (rows.abs() / norms.unsqueeze(1)).nan_to_num_(0.0, 0.0, 0.0) * levels(bits)  # 0 / 0 where the norm is zero
+    position = (rows.abs() / norms.unsqueeze(1)).nan_to_num_(0.0, 0.0, 0.0) * levels(
+        bits
+    )  # 0 / 0 where the norm is zero
     draws = torch.from_numpy(noise.random(values.numel(), dtype=np.float32))
     level = (position.flatten()[: values.numel()] + draws).floor().clamp_(max=levels(bits)).to(torch.int32)
     negative = (rows.flatten()[: values.numel()] < 0) & (level > 0)
@@ -48,12 +54,15 @@ def decode(codes: Tensor, norms: Tensor, bits: int, bucket: int | None = None) -
     scales = norms / levels(bits)
     if bucket is None and codes.numel():
         return (_signed_levels(bits) * scales).index_select(0, codes)
-    return (_rows(_signed_levels(bits).index_select(0, codes), bucket) * scales.unsqueeze(1)).flatten()[: codes.numel()]
+    return (_rows(_signed_levels(bits).index_select(0, codes), bucket) * scales.unsqueeze(1)).flatten()[
+        : codes.numel()
+    ]
 
 
 @cache
 def _signed_levels(bits: int) -> Tensor:
-    """float32 ``[2**bits]``, not to be written to: what each code stands for; to work it out takes five passes over the values."""
+    """float32 ``[2**bits]``, not to be written to: what each code stands for; to work it out takes five
+    passes over the values."""
     level = torch.arange(2 ** (bits - 1), dtype=torch.float32)
     return torch.cat([level, -level])
 

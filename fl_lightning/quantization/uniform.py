@@ -45,11 +45,13 @@ class Quantized:
 
 
 SMALLEST_SCALE = 1e-30
-"""A layer whose largest weight is smaller is one of zeros; steps of a smaller scale would not be finite in float32."""
+"""A layer whose largest weight is smaller is one of zeros; steps of a smaller scale would not be finite in
+float32."""
 
 
 def dequantize_codes(codes: Tensor, scale: float, bits: int) -> Tensor:
-    """float32 ``[n]`` of codes of ``bits + 1`` bits, any shape: looked up in a table of what each code stands for."""
+    """float32 ``[n]`` of codes of ``bits + 1`` bits, any shape: looked up in a table of what each code stands
+    for."""
     return (_steps(bits) * (scale / (2**bits - 1))).index_select(0, codes.flatten())
 
 
@@ -60,15 +62,19 @@ def _steps(bits: int) -> Tensor:
     return torch.cat([steps, -steps]).to(torch.float32)
 
 
-def quantize(values: Tensor, bits: int, scale: float | None = None, noise: np.random.Generator | None = None) -> Quantized:
+def quantize(
+    values: Tensor, bits: int, scale: float | None = None, noise: np.random.Generator | None = None
+) -> Quantized:
     """Put ``values`` (any shape) on the grid of ``bits`` magnitude bits.
 
     Args:
         scale: s; default ``max |values|``. Values beyond it saturate.
-        noise: rounds to a neighbour with the probability that makes the result unbiased; without it, to the nearest.
+        noise: rounds to a neighbour with the probability that makes the result unbiased; without it, to the
+            nearest.
 
     A scale below ``SMALLEST_SCALE`` counts as 0: all magnitudes are zero.
-    NaN or infinity in ``values`` becomes the scale, so that whoever reads it sees it; the magnitudes are zero then.
+    NaN or infinity in ``values`` becomes the scale, so that whoever reads it sees it; the magnitudes are zero
+    then.
     """
     flat = values.detach().reshape(-1).to("cpu", torch.float32)
     top = 2**bits - 1
@@ -77,7 +83,12 @@ def quantize(values: Tensor, bits: int, scale: float | None = None, noise: np.ra
     if not math.isfinite(largest):
         scale = largest
     if abs(scale) < SMALLEST_SCALE or not math.isfinite(scale):
-        return Quantized(torch.zeros(flat.numel(), dtype=torch.int32), torch.zeros(flat.numel(), dtype=torch.bool), scale, bits)
+        return Quantized(
+            torch.zeros(flat.numel(), dtype=torch.int32),
+            torch.zeros(flat.numel(), dtype=torch.bool),
+            scale,
+            bits,
+        )
     units = flat.abs() * (top / scale)
     if noise is None:
         units = units.round()
@@ -88,10 +99,12 @@ def quantize(values: Tensor, bits: int, scale: float | None = None, noise: np.ra
 
 
 def prune(layer: Quantized, threshold: float = 0.02) -> Quantized:
-    """Drop bit planes that hardly any weight sets (FedMPQ's local pruning, METHODS.md section 4); never below one bit.
+    """Drop bit planes that hardly any weight sets (FedMPQ's local pruning, METHODS.md section 4); never below
+    one bit.
 
-    From the highest plane down: a plane set in less than ``threshold`` of the weights is dropped, and the weights that had it saturate;
-    the step stays. Then from the lowest up: a plane set in at most ``threshold`` is dropped and the step doubles.
+    From the highest plane down: a plane set in less than ``threshold`` of the weights is dropped, and the
+    weights that had it saturate; the step stays. Then from the lowest up: a plane set in at most
+    ``threshold`` is dropped and the step doubles.
     """
     magnitude, bits, step = layer.magnitude, layer.bits, layer.step
     if not magnitude.numel():
@@ -105,4 +118,10 @@ def prune(layer: Quantized, threshold: float = 0.02) -> Quantized:
     while bits > 1 and int((magnitude & 1).sum()) <= few:
         bits -= 1
         magnitude, step = magnitude >> 1, step * 2
-    return replace(layer, magnitude=magnitude, negative=layer.negative & (magnitude > 0), scale=step * (2**bits - 1), bits=bits)
+    return replace(
+        layer,
+        magnitude=magnitude,
+        negative=layer.negative & (magnitude > 0),
+        scale=step * (2**bits - 1),
+        bits=bits,
+    )

@@ -1,7 +1,8 @@
 """Checkpoints: a folder of safetensors and JSON with a manifest of hashes. Nothing in it can run code.
 
-A checkpoint is written aside, synced and renamed, so a folder with its final name is complete; a folder whose files do not match its
-manifest is refused by name. Names that begin with a dot are work in progress or on its way out, and are never read.
+A checkpoint is written aside, synced and renamed, so a folder with its final name is complete; a folder whose
+files do not match its manifest is refused by name. Names that begin with a dot are work in progress or on its
+way out, and are never read.
 """
 
 from __future__ import annotations
@@ -18,21 +19,28 @@ from safetensors.torch import load as load_tensors
 from safetensors.torch import save as save_tensors
 from torch import Tensor
 
+from fl_lightning.errors import ThreePartError
 from fl_lightning.support import disk
 
 MANIFEST = "manifest.json"
 Tensors = Mapping[str, Mapping[str, Tensor]]
 
 
-class CheckpointError(ValueError):
-    """The folder is not a checkpoint, or it is damaged."""
+class CheckpointError(ThreePartError, ValueError):
+    """The folder is not a checkpoint, or it is damaged. The parts after the first may be left out."""
+
+    def __init__(self, given: str, rule: str = "", instead: str = "") -> None:
+        super().__init__(given, rule, instead)
 
 
 def save_checkpoint(folder: Path, tensors: Tensors, documents: Mapping[str, object]) -> None:
-    """Write ``<name>.safetensors`` for each group of tensors and ``<name>.json`` for each document, or nothing at all."""
+    """Write ``<name>.safetensors`` for each group of tensors and ``<name>.json`` for each document, or
+    nothing at all."""
     files = {f"{name}.safetensors": save_tensors(_separate(group)) for name, group in tensors.items()}
     files |= {f"{name}.json": json.dumps(document).encode() for name, document in documents.items()}
-    files[MANIFEST] = json.dumps({name: sha256(data).hexdigest() for name, data in files.items()}, indent=1).encode()
+    files[MANIFEST] = json.dumps(
+        {name: sha256(data).hexdigest() for name, data in files.items()}, indent=1
+    ).encode()
     aside = folder.with_name(f".{folder.name}.writing")
     disk.remove(aside)
     aside.mkdir()
@@ -61,18 +69,24 @@ def load_checkpoint(folder: Path) -> tuple[dict[str, dict[str, Tensor]], dict[st
         files = {name: (folder / name).read_bytes() for name in manifest}
     except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(
-            f"{folder} cannot be read ({error}); a checkpoint is a folder with {MANIFEST}; name another"
+            f"{folder} cannot be read ({error})", f"a checkpoint is a folder with {MANIFEST}", "name another"
         ) from None
     for name, data in files.items():
         if sha256(data).hexdigest() != manifest[name]:
             raise CheckpointError(
-                f"{folder / name} does not match its SHA-256 in {MANIFEST}; it is damaged; use an earlier checkpoint"
+                f"{folder / name} does not match its SHA-256 in {MANIFEST}",
+                "it is damaged",
+                "use an earlier checkpoint",
             )
     try:
-        tensors = {Path(n).stem: load_tensors(data) for n, data in files.items() if n.endswith(".safetensors")}
+        tensors = {
+            Path(n).stem: load_tensors(data) for n, data in files.items() if n.endswith(".safetensors")
+        }
         return tensors, {Path(n).stem: json.loads(data) for n, data in files.items() if n.endswith(".json")}
     except (ValueError, RecursionError, safetensors.SafetensorError) as error:
-        raise CheckpointError(f"{folder} holds a file in another format ({error}); use an earlier checkpoint") from None
+        raise CheckpointError(
+            f"{folder} holds a file in another format ({error}); use an earlier checkpoint"
+        ) from None
 
 
 def checkpoints_in(folder: Path) -> list[Path]:

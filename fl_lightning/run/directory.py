@@ -1,4 +1,5 @@
-"""What a run leaves on disk: ``config.yaml metadata.json metrics.csv ledger.csv partition.json checkpoints/ figures/``."""
+"""What a run leaves on disk: ``config.yaml metadata.json metrics.csv ledger.csv partition.json checkpoints/
+figures/``."""
 
 from __future__ import annotations
 
@@ -20,7 +21,8 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
-LONGEST_NAME = 200  # bytes; file systems allow 255, and a name gets a number, or ".PID.creating" while its folder is made
+# bytes; file systems allow 255, and a name gets a number, or ".PID.creating" while its folder is made
+LONGEST_NAME = 200
 
 
 class RunDirectory:
@@ -30,14 +32,21 @@ class RunDirectory:
         self.path = path
         self.checkpoints = path / "checkpoints"
         self.figures = path / "figures"
-        self.tables = {name: Table(path / f"{name}.csv", self.checkpoints / f"{name}.csv") for name in ("metrics", "ledger")}
+        self.tables = {
+            name: Table(path / f"{name}.csv", self.checkpoints / f"{name}.csv")
+            for name in ("metrics", "ledger")
+        }
         self._lock: int | None = None
 
     @classmethod
-    def create(cls, root: Path, experiment: str, name: str, files: Mapping[str, str], *, only: str = "") -> RunDirectory:
-        """A new directory with these files in it, made aside and renamed: a run that can be seen has its configuration.
+    def create(
+        cls, root: Path, experiment: str, name: str, files: Mapping[str, str], *, only: str = ""
+    ) -> RunDirectory:
+        """A new directory with these files in it, made aside and renamed: a run that can be seen has its
+        configuration.
 
-        A name that exists gets a number: nothing is overwritten. Of two processes that want the same name, one gets it.
+        A name that exists gets a number: nothing is overwritten. Of two processes that want the same name,
+        one gets it.
 
         Args:
             only: the one name, number included, that will do; empty: any.
@@ -79,7 +88,9 @@ class RunDirectory:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             self.unlock()
-            raise InputError(f"{self.path}; another process is writing this run; wait for it, or start a new run") from None
+            raise InputError(
+                f"{self.path}", "another process is writing this run", "wait for it, or start a new run"
+            ) from None
         except (ImportError, OSError):  # a platform or a file system without locks
             self.unlock()
 
@@ -91,7 +102,8 @@ class RunDirectory:
     def rewind(self, round: int, marks: Mapping[str, Mark], *, changed: bool) -> None:
         """Go back to the end of ``round``.
 
-        Where that leaves later checkpoints behind, or the configuration has changed, they and the records as they were go to
+        Where that leaves later checkpoints behind, or the configuration has changed, they and the records as
+        they were go to
         ``superseded_<n>/``: nothing is lost.
         """
         self.figures.mkdir(exist_ok=True)
@@ -151,7 +163,9 @@ class RunDirectory:
             ValueError: the name leads out of the run directory.
         """
         if not is_plain_name(name):
-            raise ValueError(f"figure {name!r}; it names one file inside figures/; write a name without '/'")
+            raise InputError(
+                f"figure {name!r}", "it names one file inside figures/", "write a name without '/'"
+            )
         return self.figures / name
 
 
@@ -161,8 +175,9 @@ def _claim(aside: Path, folder: Path, name: str, only: str) -> Path:
         path = folder / free_name(folder, name)
         if only and path.name != only:
             raise InputError(
-                f"--trainer.auto_resume; another process has just started {folder / only}; one run is one process; wait for it, or "
-                "write another --trainer.run_name"
+                f"--trainer.auto_resume, while another process has just started {folder / only}",
+                "one run is one process",
+                "wait for it, or write another --trainer.run_name",
             )
         try:
             return aside.rename(path)
@@ -172,7 +187,8 @@ def _claim(aside: Path, folder: Path, name: str, only: str) -> Path:
 
 
 def free_name(folder: Path, name: str) -> str:
-    """``name`` if there is no such file in ``folder``, else the first of ``name-2``, ``name-3`` ... that is free."""
+    """``name`` if there is no such file in ``folder``, else the first of ``name-2``, ``name-3`` ... that is
+    free."""
     number, free = 1, name
     while os.path.lexists(folder / free):
         number += 1
@@ -195,13 +211,20 @@ def check_name(name: str, given: str) -> None:
         ValueError: it is no plain name, no UTF-8, or longer than ``LONGEST_NAME``.
     """
     if not is_plain_name(name):
-        raise ValueError(f"{given}; it names one folder inside default_root_dir; write a name without '/', in UTF-8")
+        raise InputError(
+            f"{given}", "it names one folder inside default_root_dir", "write a name without '/', in UTF-8"
+        )
     if (size := len(name.encode())) > LONGEST_NAME:
-        raise ValueError(f"{given[:60]}... ({size} bytes); a name has at most {LONGEST_NAME} bytes; write a shorter one")
+        raise InputError(
+            f"{given[:60]}... ({size} bytes)",
+            f"a name has at most {LONGEST_NAME} bytes",
+            "write a shorter one",
+        )
 
 
 def is_plain_name(name: str) -> bool:
-    """Whether ``name`` is UTF-8 that names a file or a folder in the folder that it is put in, and nothing else; not a hidden one."""
+    """Whether ``name`` is UTF-8 that names a file or a folder in the folder that it is put in, and nothing
+    else; not a hidden one."""
     if any("\ud800" <= character <= "\udfff" for character in name):  # what Python makes of other bytes
         return False
     return name != "" and Path(name).name == name and not re.search(r"^\.|[\\\x00-\x1f\x7f]", name)
@@ -223,5 +246,9 @@ def to_json(document: object) -> str:
 def numbered(folder: Path, name: str) -> list[Path]:
     """The runs called ``name``, ``name-2``, ``name-3`` ... in ``folder``, latest first."""
     pattern = re.compile(rf"{re.escape(name)}(?:-(\d+))?")
-    found = [(int(match[1] or 1), path) for path in folder.glob("*") if path.is_dir() and (match := pattern.fullmatch(path.name))]
+    found = [
+        (int(match[1] or 1), path)
+        for path in folder.glob("*")
+        if path.is_dir() and (match := pattern.fullmatch(path.name))
+    ]
     return [path for _, path in sorted(found, reverse=True)]

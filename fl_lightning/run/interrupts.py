@@ -11,12 +11,14 @@ from typing import Any
 
 
 class Interrupts:
-    """While entered, the first SIGINT raises KeyboardInterrupt and the first SIGTERM (SLURM's notice) SystemExit(143).
+    """While entered, the first SIGINT raises KeyboardInterrupt and the first SIGTERM (SLURM's notice)
+    SystemExit(143).
 
-    Python calls handlers between its own instructions, so the operation at work is finished first. Signals after the first are
-    dropped until :meth:`release`: whoever presses Ctrl-C twice does not interrupt the checkpoint that the first one asked for. A signal
-    that the process ignores (nohup) stays ignored. What a handler raises inside a destructor or a callback of ``os.fork`` Python prints
-    and drops; :meth:`check` raises it again.
+    Python calls handlers between its own instructions, so the operation at work is finished first. Signals
+    after the first are dropped until :meth:`release`: whoever presses Ctrl-C twice does not interrupt the
+    checkpoint that the first one asked for. A signal that the process ignores (nohup) stays ignored. What a
+    handler raises inside a destructor or a callback of ``os.fork`` Python prints and drops; :meth:`check`
+    raises it again.
     """
 
     def __init__(self) -> None:
@@ -34,7 +36,9 @@ class Interrupts:
                 break
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         for number, handler in self._before.items():
             signal.signal(number, handler)
         self._before.clear()
@@ -57,7 +61,8 @@ class Interrupts:
         return self._received != 0
 
     def check(self) -> None:
-        """Raise what the first signal asked for, if there was one: what it raised at the time may have been lost."""
+        """Raise what the first signal asked for, if there was one: what it raised at the time may have been
+        lost."""
         if self._received == signal.SIGTERM:
             sys.exit(128 + signal.SIGTERM)
         if self._received:

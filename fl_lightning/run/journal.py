@@ -17,7 +17,15 @@ from fl_lightning.loop import Federation
 from fl_lightning.run.directory import RunDirectory, to_json
 from fl_lightning.run.follower import Follower
 from fl_lightning.run.log import RunLog
-from fl_lightning.run.metadata import continued, describe, is_tracked_elsewhere, milliseconds, now, round_times, tags_of
+from fl_lightning.run.metadata import (
+    continued,
+    describe,
+    is_tracked_elsewhere,
+    milliseconds,
+    now,
+    round_times,
+    tags_of,
+)
 from fl_lightning.run.progress import Progress
 from fl_lightning.run.resume import Start
 from fl_lightning.settings import changed_settings, config_of, flatten
@@ -32,7 +40,8 @@ log = logging.getLogger("fl_lightning")
 
 
 class Journal:
-    """Begun or continued by :meth:`open`; :meth:`finish` says that the run is complete. Ranks other than 0 go along and write nothing.
+    """Begun or continued by :meth:`open`; :meth:`finish` says that the run is complete. Ranks other than 0 go
+    along and write nothing.
 
     Args:
         start: the run that is continued, or none.
@@ -83,7 +92,9 @@ class Journal:
         """The engine that the run was begun with; None for a new one."""
         return None if self.start.run is None else self.run.read_json("metadata.json").get("engine")
 
-    def open(self, fed: Federation, command_line: Sequence[str], tags: Mapping[str, str], log_file: RunLog) -> None:
+    def open(
+        self, fed: Federation, command_line: Sequence[str], tags: Mapping[str, str], log_file: RunLog
+    ) -> None:
         """Create the run, or lock it and take it back to the end of its last whole round.
 
         Args:
@@ -94,7 +105,10 @@ class Journal:
             InputError: the folder cannot be written, or another process is at the run.
         """
         collectives.barrier()  # all have read what rank 0 is about to change
-        self.metadata = {**describe(fed, self.progress.partition, command_line), "tags": redact_settings(tags or {})}
+        self.metadata = {
+            **describe(fed, self.progress.partition, command_line),
+            "tags": redact_settings(tags or {}),
+        }
         if not fed.fabric.is_global_zero:
             self.run = Follower(Path(collectives.from_rank_zero("")))
         else:
@@ -127,7 +141,9 @@ class Journal:
             return RunDirectory.create(self.root, self.experiment, self.name, files, only=self.start.free)
         except OSError as error:
             raise InputError(
-                f"--trainer.default_root_dir {self.root}; no run can be created there ({error}); name a folder you may write to"
+                f"--trainer.default_root_dir {self.root}",
+                f"no run can be created there ({error})",
+                "name a folder you may write to",
             ) from error
 
     def _reopen(self, fed: Federation) -> None:
@@ -136,7 +152,11 @@ class Journal:
         log.info("continuing %s after round %d", self.run.path, done.round)
         self.metadata = continued(self.run.read_json("metadata.json"), self.metadata, done.round)
         if is_tracked_elsewhere(self.metadata, self.run.path):
-            log.info("%s is a copy of %s: it gets a record of its own", self.run.path, self.metadata["tracking_run_dir"])
+            log.info(
+                "%s is a copy of %s: it gets a record of its own",
+                self.run.path,
+                self.metadata["tracking_run_dir"],
+            )
             self.metadata |= {"tracking_run_id": None, "tracking_run_dir": None}
         self.run.rewind(done.round, done.tables, changed=changed)
         self._restore_partition(fed)
@@ -146,10 +166,14 @@ class Journal:
         self.note()
 
     def _restore_partition(self, fed: Federation) -> None:
-        """Write ``partition.json`` anew where it does not say what the partition is: that follows from the data and the seed."""
+        """Write ``partition.json`` anew where it does not say what the partition is: that follows from the
+        data and the seed."""
         text = to_json(fed.data.partition_summary())
         if self.run.read_json("partition.json") != json.loads(text):
-            log.warning("%s does not describe this run's partition; it is written anew", self.run.path / "partition.json")
+            log.warning(
+                "%s does not describe this run's partition; it is written anew",
+                self.run.path / "partition.json",
+            )
             self.run.write("partition.json", text)
 
     @contextmanager
@@ -161,8 +185,9 @@ class Journal:
             yield
         except OSError as error:
             raise RunStopped(
-                f"{self.run.path} cannot be written any more ({error}); a run needs its directory and room in it; "
-                f"put that right, then continue with --ckpt_path {self.run.path}"
+                f"{self.run.path} cannot be written any more ({error})",
+                "a run needs its directory and room in it",
+                f"put that right, then continue with --ckpt_path {self.run.path}",
             ) from error
 
     def track(self) -> None:
@@ -186,14 +211,19 @@ class Journal:
         """Close the trackers of a run that ends early."""
         stopped = now()
         missing = self.tracker.finish(status, {}, milliseconds(stopped))
-        with suppress(OSError):  # a disk that is full has been named already, and so has a directory that is gone
+        with suppress(
+            OSError
+        ):  # a disk that is full has been named already, and so has a directory that is gone
             (self.run.path / "metadata.json").stat()
             self.note(stopped=stopped, **self._tracked(missing))
 
     def _tracked(self, missing: Mapping[str, int]) -> dict[str, Any]:
         """What is noted of the trackers at the end."""
         run_id = self.tracker.run_id or self.metadata["tracking_run_id"]
-        found = {"tracking_run_id": run_id, "tracking_run_dir": str(self.run.path.absolute()) if run_id else None}
+        found = {
+            "tracking_run_id": run_id,
+            "tracking_run_dir": str(self.run.path.absolute()) if run_id else None,
+        }
         return found | ({"untracked_rounds": dict(missing)} if missing else {})
 
     def note(self, **entries: Any) -> None:
@@ -210,11 +240,14 @@ class Journal:
         self.run.write(f"figures/{path.name}", text)
         self.tracker.log_artifact(path, "figures")
 
-    def finish(self, summary: Mapping[str, float], weights: str, *, stopped_early: str = "", kept: bool = True) -> None:
-        """The run is complete; ``weights`` is the hash of its final ones, ``stopped_early`` why it made fewer rounds than it was to,
-        ``kept`` whether its directory stays.
+    def finish(
+        self, summary: Mapping[str, float], weights: str, *, stopped_early: str = "", kept: bool = True
+    ) -> None:
+        """The run is complete; ``weights`` is the hash of its final ones, ``stopped_early`` why it made fewer
+        rounds than it was to, ``kept`` whether its directory stays.
 
-        Every step can be done twice: ``finished`` is written last, and a run killed before that does them again.
+        Every step can be done twice: ``finished`` is written last, and a run killed before that does them
+        again.
         """
         rejected = int(sum(row["clients/rejected"] for row in self.progress.history))
         finished = now()

@@ -19,7 +19,8 @@ MAX_BUFFERED = 10_000  # records before the run has a directory
 
 
 class RunLog:
-    """While entered, keeps the records of the logger ``fl_lightning``; from :meth:`write_to` on they are in the run's ``run.log``."""
+    """While entered, keeps the records of the logger ``fl_lightning``; from :meth:`write_to` on they are in
+    the run's ``run.log``."""
 
     def __init__(self) -> None:
         self.path: Path | None = None
@@ -30,7 +31,9 @@ class RunLog:
         self._use(MemoryHandler(MAX_BUFFERED, flushLevel=sys.maxsize, flushOnClose=False))
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self._use(logging.NullHandler())
 
     def write_to(self, run: Path) -> None:
@@ -49,7 +52,13 @@ class RunLog:
     def add_traceback(self, error: BaseException) -> None:
         """Write the traceback of ``error`` to the file, and nowhere else."""
         record = log.makeRecord(
-            log.name, logging.ERROR, "", 0, "the run ended with", (), (type(error), error, error.__traceback__)
+            log.name,
+            logging.ERROR,
+            "",
+            0,
+            "the run ended with",
+            (),
+            (type(error), error, error.__traceback__),
         )
         self._handler.handle(record)
 
@@ -61,7 +70,8 @@ class RunLog:
 
 
 class _FileHandler(logging.StreamHandler):
-    """Appends lines with UTC times and without secrets; a disk that takes no more does not end the run from here."""
+    """Appends lines with UTC times and without secrets; a disk that takes no more does not end the run from
+    here."""
 
     def __init__(self, path: Path) -> None:
         self.file = open_own(path, "a")

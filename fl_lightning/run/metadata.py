@@ -1,4 +1,5 @@
-"""What ``metadata.json`` says of a run: what it computes, with what, when, and how it ended. Nothing of the environment."""
+"""What ``metadata.json`` says of a run: what it computes, with what, when, and how it ended. Nothing of the
+environment."""
 
 from __future__ import annotations
 
@@ -20,7 +21,17 @@ from fl_lightning.support.redaction import redact_arguments
 
 log = logging.getLogger("fl_lightning")
 
-PACKAGES = ("fl_lightning", "torch", "torchvision", "timm", "lightning", "torchmetrics", "jsonargparse", "mlflow", "numpy")
+PACKAGES = (
+    "fl_lightning",
+    "torch",
+    "torchvision",
+    "timm",
+    "lightning",
+    "torchmetrics",
+    "jsonargparse",
+    "mlflow",
+    "numpy",
+)
 
 
 def describe(fed: Federation, partition: str, command_line: Sequence[str]) -> dict[str, Any]:
@@ -46,7 +57,8 @@ def describe(fed: Federation, partition: str, command_line: Sequence[str]) -> di
 
 
 def continued(before: Mapping[str, Any], here: Mapping[str, Any], round: int) -> dict[str, Any]:
-    """The metadata of a run that goes on after ``round``; what may round sums differently from here on is in a warning.
+    """The metadata of a run that goes on after ``round``; what may round sums differently from here on is in
+    a warning.
 
     Args:
         before: what its file says.
@@ -54,7 +66,9 @@ def continued(before: Mapping[str, Any], here: Mapping[str, Any], round: int) ->
     """
     for name in ("device", "threads", "versions"):  # ranks are not among them: they change nothing
         if name in before and before[name] != here[name]:
-            log.warning("%s: %s -> %s; from here on sums may be rounded differently", name, before[name], here[name])
+            log.warning(
+                "%s: %s -> %s; from here on sums may be rounded differently", name, before[name], here[name]
+            )
     resumed = before.get("resumed")
     return {
         **here,
@@ -74,15 +88,19 @@ def is_time(value: object) -> bool:
 
 
 def is_tracked_elsewhere(metadata: Mapping[str, Any], run: Path) -> bool:
-    """Whether this directory is a copy of one that is still there: the run of the tracking store belongs to that one."""
+    """Whether this directory is a copy of one that is still there: the run of the tracking store belongs to
+    that one."""
     original = metadata.get("tracking_run_dir")
     if not isinstance(original, str) or Path(original) == run.absolute():
         return False
-    return read_json(Path(original) / "metadata.json").get("tracking_run_id") == metadata.get("tracking_run_id")
+    return read_json(Path(original) / "metadata.json").get("tracking_run_id") == metadata.get(
+        "tracking_run_id"
+    )
 
 
 def tags_of(metadata: Mapping[str, Any], run_dir: Path) -> dict[str, str]:
-    """What the trackers are told, to find the run by; the user's own tags beside the project's, which they cannot replace."""
+    """What the trackers are told, to find the run by; the user's own tags beside the project's, which they
+    cannot replace."""
     return {
         **metadata.get("tags", {}),
         "method": metadata["method"],
@@ -109,7 +127,8 @@ def milliseconds(time: str) -> int:
 
 
 def round_times(metadata: Mapping[str, Any], history: Sequence[Mapping[str, float]]) -> list[int]:
-    """When each round ended, in milliseconds since 1970, as far as it is known: when its session began, and the seconds of its rounds."""
+    """When each round ended, in milliseconds since 1970, as far as it is known: when its session began, and
+    the seconds of its rounds."""
     sessions: dict[int, int] = {}
     for session in metadata.get("resumed", []):
         sessions = {after: at for after, at in sessions.items() if after < session["after_round"]}
@@ -133,11 +152,16 @@ def versions() -> dict[str, str]:
 
 
 def git_state() -> dict[str, object]:
-    """Commit of the project's checkout and whether it has uncommitted changes; both None outside a checkout."""
+    """Commit of the project's checkout and whether it has uncommitted changes; both None outside a
+    checkout."""
     command = ["git", "-C", str(Path(__file__).parent)]
     try:
-        commit = subprocess.run([*command, "rev-parse", "HEAD"], capture_output=True, text=True, timeout=10, check=True)
-        status = subprocess.run([*command, "status", "--porcelain"], capture_output=True, text=True, timeout=10, check=True)
+        commit = subprocess.run(
+            [*command, "rev-parse", "HEAD"], capture_output=True, text=True, timeout=10, check=True
+        )
+        status = subprocess.run(
+            [*command, "status", "--porcelain"], capture_output=True, text=True, timeout=10, check=True
+        )
     except (OSError, subprocess.SubprocessError):
         return {"commit": None, "dirty": None}
     return {"commit": commit.stdout.strip(), "dirty": bool(status.stdout.strip())}

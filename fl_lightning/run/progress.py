@@ -15,7 +15,8 @@ from fl_lightning.run.resume import Start, check_same
 from fl_lightning.run.snapshot import Snapshot, restore
 from fl_lightning.run.tables import numbers
 
-PATIENCE = 50  # a checkpoint waits until the rounds since the last one took so many times what that cost: 2 % of the run
+# a checkpoint waits until the rounds since the last one took so many times what that cost: 2 % of the run
+PATIENCE = 50
 
 
 class Progress:
@@ -52,7 +53,8 @@ class Progress:
         """Take the federation to where it is continued. Reads only.
 
         Raises:
-            InputError: the run was of another configuration, which is not allowed, or of another method or network.
+            InputError: the run was of another configuration, which is not allowed, or of another method or
+                network.
         """
         if start.run is None:
             return
@@ -60,14 +62,18 @@ class Progress:
         if start.checkpoint is not None:
             self.done = restore(fed, start.checkpoint)
             self.saved = self.done.round
-            self.history = numbers(RunDirectory(start.run).tables["metrics"].until(self.done.tables["metrics"]))
+            self.history = numbers(
+                RunDirectory(start.run).tables["metrics"].until(self.done.tables["metrics"])
+            )
 
     def add(self, fed: Federation, record: RoundRecord, run: RunDirectory) -> None:
-        """A round is done: its rows to the tables, then the snapshot that counts on them, then perhaps a checkpoint."""
+        """A round is done: its rows to the tables, then the snapshot that counts on them, then perhaps a
+        checkpoint."""
         odd = {name: value for name, value in record.metrics.items() if not isinstance(value, (int, float))}
         if odd:
             raise TypeError(
-                f"metrics {odd} of round {record.round}; a metric of a method or a meter is a number; return int or float"
+                f"metrics {odd} of round {record.round}; a metric of a method or a meter is a "
+                "number; return int or float"
             )
         row = {"round": record.round, **record.metrics}
         run.tables["metrics"].append([row])
@@ -86,10 +92,14 @@ class Progress:
         """
         if any(row["clients/trained"] for row in self.history):
             return
-        rejected, dropped = (int(sum(row[f"clients/{what}"] for row in self.history)) for what in ("rejected", "dropped"))
+        rejected, dropped = (
+            int(sum(row[f"clients/{what}"] for row in self.history)) for what in ("rejected", "dropped")
+        )
         raise RunStopped(
-            f"no upload of {len(self.history)} rounds was ever counted ({rejected} rejected, {dropped} dropped), so nothing was "
-            "learned; run.log in the run directory says why uploads were rejected; mend the cause and start the run anew"
+            f"no upload of {len(self.history)} rounds was ever counted ({rejected} rejected, {dropped} "
+            "dropped), so nothing was learned",
+            "run.log in the run directory says why uploads were rejected",
+            "mend the cause and start the run anew",
         )
 
     def _is_due(self) -> bool:
@@ -98,7 +108,8 @@ class Progress:
         return self.every > 0 and self.done.round % self.every == 0
 
     def save(self, run: RunDirectory) -> None:
-        """Write the last whole round, and the best one if that is another and not on disk yet; then remove what is too old."""
+        """Write the last whole round, and the best one if that is another and not on disk yet; then remove
+        what is too old."""
         if self.saved == self.done.round:
             return
         started = time.monotonic()

@@ -28,9 +28,10 @@ class Start:
 
     Args:
         run: the run directory to continue in; None: a new one.
-        checkpoint: where to continue; None: from the first round, since the run was stopped before its first checkpoint.
-        free: the name that a new run was to get when ``auto_resume`` found none to continue. If it is taken by the time the run is
-            created, another process has started the same run. Empty: any name will do.
+        checkpoint: where to continue; None: from the first round, since the run was stopped before its first
+            checkpoint.
+        free: the name that a new run was to get when ``auto_resume`` found none to continue. If it is taken
+            by the time the run is created, another process has started the same run. Empty: any name will do.
     """
 
     run: Path | None = None
@@ -44,10 +45,12 @@ class Start:
 
 
 def find_start(ckpt_path: str, experiment: Path, run_name: str | None = None) -> Start:
-    """Read the checkpoint that ``--ckpt_path`` means; a damaged one is named in a warning and the one before it is used.
+    """Read the checkpoint that ``--ckpt_path`` means; a damaged one is named in a warning and the one before
+    it is used.
 
     Args:
-        ckpt_path: a checkpoint, a run directory, or ``last``: the run of this experiment that was written last.
+        ckpt_path: a checkpoint, a run directory, or ``last``: the run of this experiment that was written
+            last.
         experiment: the folder of the experiment.
         run_name: the name that ``last`` has to have, a number after it or not; None: any.
 
@@ -58,30 +61,49 @@ def find_start(ckpt_path: str, experiment: Path, run_name: str | None = None) ->
     if path.name.startswith("round_") and path.parent.name == "checkpoints":
         run, candidates = path.parent.parent, [c for c in checkpoints_in(path.parent) if c.name <= path.name]
         if not path.exists():
-            raise InputError(f"--ckpt_path {ckpt_path}; there is no such checkpoint; name the run directory, or last")
+            raise InputError(
+                f"--ckpt_path {ckpt_path}", "there is no such checkpoint", "name the run directory, or last"
+            )
     else:
         run, candidates = path, checkpoints_in(path / "checkpoints")
     if not (run / "config.yaml").exists() and not candidates:
-        raise InputError(f"--ckpt_path {ckpt_path}; it is neither a run directory nor a checkpoint in one; name one, or last")
+        raise InputError(
+            f"--ckpt_path {ckpt_path}",
+            "it is neither a run directory nor a checkpoint in one",
+            "name one, or last",
+        )
     if not candidates:
         return Start(run)
     for candidate in candidates:
         try:
             return Start(run, Checkpoint.read(candidate))
         except (CheckpointError, KeyError, TypeError, AttributeError) as error:
-            log.warning("checkpoint refused: %s", error if isinstance(error, CheckpointError) else f"{candidate} ({error!r})")
+            log.warning(
+                "checkpoint refused: %s",
+                error if isinstance(error, CheckpointError) else f"{candidate} ({error!r})",
+            )
     raise InputError(
-        f"--ckpt_path {ckpt_path}; none of its {len(candidates)} checkpoints can be used; start the run anew without it"
+        f"--ckpt_path {ckpt_path}",
+        f"none of its {len(candidates)} checkpoints can be used",
+        "start the run anew without it",
     )
 
 
 def _last_run(experiment: Path, name: str | None) -> Path:
     runs = [path.parent for path in experiment.glob("*/config.yaml") if not path.parent.name.startswith(".")]
     if name is not None:
-        runs = [path for path in numbered(experiment, name) if path in runs and (path.name == name or _asked_name(path) == name)]
+        runs = [
+            path
+            for path in numbered(experiment, name)
+            if path in runs and (path.name == name or _asked_name(path) == name)
+        ]
     if not runs:
         called = f"called {name} " if name else ""
-        raise InputError(f"--ckpt_path last; there is no run {called}under {experiment}; leave --ckpt_path out to start one")
+        raise InputError(
+            "--ckpt_path last",
+            f"there is no run {called}under {experiment}",
+            "leave --ckpt_path out to start one",
+        )
 
     def written(run: Path) -> int:
         marks = [run / "metadata.json", run / "config.yaml", *checkpoints_in(run / "checkpoints")[:1]]
@@ -91,7 +113,8 @@ def _last_run(experiment: Path, name: str | None) -> Path:
 
 
 def _asked_name(run: Path) -> str | None:
-    """The ``run_name`` that a run was started with: ``exp-2`` is the second run of ``exp``, or one that somebody called so."""
+    """The ``run_name`` that a run was started with: ``exp-2`` is the second run of ``exp``, or one that
+    somebody called so."""
     try:
         return config_of(run).get(RUN_NAME)
     except InputError:
@@ -106,7 +129,8 @@ def everywhere(choose: Callable[[], Start]) -> Start:
 
 
 def find_same(experiment: Path, name: str, config: Mapping[str, Any]) -> Start:
-    """For ``auto_resume``: the latest run of this name whose configuration is the same in what counts; nothing when there is none."""
+    """For ``auto_resume``: the latest run of this name whose configuration is the same in what counts;
+    nothing when there is none."""
     asked = flatten(config)
     free = free_name(experiment, name)
     for run in numbered(experiment, name):
@@ -131,20 +155,29 @@ def check_same(start: Start, config: Mapping[str, Any], partition: str, allow_ch
     """
     assert start.run is not None
     saved: Mapping[str, Any] = (
-        start.checkpoint.progress if start.checkpoint else {"config": config_of(start.run), "partition": partition}
+        start.checkpoint.progress
+        if start.checkpoint
+        else {"config": config_of(start.run), "partition": partition}
     )
     settings = flatten(config)
     changed = changed_settings(saved["config"], settings)
     if not saved["config"]:
         changed = ["its settings, which were not recorded"]
-    elif unknown := sorted({key for key in not_recorded({**saved["config"], **settings}) if not is_free(key)}):
-        changed = [f"{key}, which cannot be recorded ({settings.get(key, 'not set')})" for key in unknown] + changed
+    elif unknown := sorted(
+        {key for key in not_recorded({**saved["config"], **settings}) if not is_free(key)}
+    ):
+        changed = [
+            f"{key}, which cannot be recorded ({settings.get(key, 'not set')})" for key in unknown
+        ] + changed
     if saved["partition"] != partition and not changed:
-        changed = [f"the clients' examples: {saved['partition'][:12]} -> {partition[:12]} (hash of the partition)"]
+        changed = [
+            f"the clients' examples: {saved['partition'][:12]} -> {partition[:12]} (hash of the partition)"
+        ]
     if changed and not allow_changed:
         raise InputError(
-            f"--ckpt_path {start.run}; it was written with another configuration ({_shown(changed)}); "
-            "give the same one, or --trainer.allow_changed true"
+            f"--ckpt_path {start.run}",
+            f"it was written with another configuration ({_shown(changed)})",
+            "give the same one, or --trainer.allow_changed true",
         )
     if changed:
         log.warning("resuming with a changed configuration: %s", ", ".join(changed))

@@ -28,10 +28,12 @@ FORMAT = 2
 
 @dataclass(frozen=True)
 class Snapshot:
-    """A run at the end of ``round``: an interrupted round leaves no trace. Made anew each round, so that it is never half of two.
+    """A run at the end of ``round``: an interrupted round leaves no trace. Made anew each round, so that it
+    is never half of two.
 
     Args:
-        server, states: server tensors, and kept client tensors by client id. Shared, not copied: methods replace them.
+        server, states: server tensors, and kept client tensors by client id. Shared, not copied: methods
+            replace them.
         callbacks: class and state (JSON) of each callback.
         tables: where ``metrics.csv`` and ``ledger.csv`` stood.
         best_round: the first round with the highest validation accuracy, 0 before any.
@@ -53,7 +55,9 @@ class Snapshot:
             round=record.round,
             server=dict(fed.method.server),
             states={id: dict(state) for id, state in fed.states.items() if state},
-            callbacks=tuple((import_path(type(callback)), json.dumps(callback.state_dict())) for callback in fed.callbacks),
+            callbacks=tuple(
+                (import_path(type(callback)), json.dumps(callback.state_dict())) for callback in fed.callbacks
+            ),
             tables=tables,
             best_round=record.round if better else self.best_round,
             best_accuracy=accuracy if better else self.best_accuracy,
@@ -61,7 +65,9 @@ class Snapshot:
 
     def save(self, run: RunDirectory, config: Mapping[str, Any], partition: str) -> None:
         """Write it as a checkpoint; ``partition`` is the hash of who holds which examples."""
-        clients = {f"{id}/{name}": tensor for id, state in self.states.items() for name, tensor in state.items()}
+        clients = {
+            f"{id}/{name}": tensor for id, state in self.states.items() for name, tensor in state.items()
+        }
         progress = {
             "format": FORMAT,
             "round": self.round,
@@ -87,14 +93,25 @@ class Checkpoint:
     @classmethod
     def read(cls, path: Path) -> Checkpoint:
         """Raises:
-        CheckpointError: it is not whole, of another format, or its run's files do not hold its rounds any more.
+        CheckpointError: it is not whole, of another format, or its run's files do not hold its rounds any
+            more.
         """
         tensors, documents = load_checkpoint(path)
         progress = documents.get("progress")
-        if not isinstance(progress, dict) or progress.get("format") != FORMAT or not {"server", "clients"} <= tensors.keys():
-            raise CheckpointError(f"{path} is foreign or of another release; this one reads format {FORMAT}; name another")
+        if (
+            not isinstance(progress, dict)
+            or progress.get("format") != FORMAT
+            or not {"server", "clients"} <= tensors.keys()
+        ):
+            raise CheckpointError(
+                f"{path} is foreign or of another release", f"this one reads format {FORMAT}", "name another"
+            )
         if problem := _problem(progress, tensors["clients"], path.name):
-            raise CheckpointError(f"{path / 'progress.json'} has {problem}; it was not written by this program; name another")
+            raise CheckpointError(
+                f"{path / 'progress.json'} has {problem}",
+                "it was not written by this program",
+                "name another",
+            )
         run = RunDirectory(path.parent.parent)
         for name, table in run.tables.items():
             table.until(progress["tables"][name])
@@ -126,8 +143,10 @@ def _problem(progress: Mapping[str, Any], clients: Mapping[str, Tensor], folder:
         "best_accuracy": isinstance(progress.get("best_accuracy"), (int, float)),
         "partition": isinstance(progress.get("partition"), str),
         "config": isinstance(progress.get("config"), dict),
-        "tables": isinstance(tables, dict) and all(is_mark(tables.get(name)) for name in ("metrics", "ledger")),
-        "callbacks": isinstance(progress.get("callbacks"), list) and all(map(is_callback, progress["callbacks"])),
+        "tables": isinstance(tables, dict)
+        and all(is_mark(tables.get(name)) for name in ("metrics", "ledger")),
+        "callbacks": isinstance(progress.get("callbacks"), list)
+        and all(map(is_callback, progress["callbacks"])),
         "on_device": _is_list(progress.get("on_device"), str),
         "clients": all(re.fullmatch(r"\d{1,18}/.+", name) for name in clients),
     }
@@ -155,18 +174,26 @@ def restore(fed: Federation, checkpoint: Checkpoint) -> Snapshot:
     saved, server = checkpoint.progress, checkpoint.tensors["server"]
     for name, tensor in fed.method.server.items():
         fixed = slice(int(name in fed.method.growing), None)
-        if name not in server or server[name].shape[fixed] != tensor.shape[fixed] or server[name].dtype != tensor.dtype:
+        if (
+            name not in server
+            or server[name].shape[fixed] != tensor.shape[fixed]
+            or server[name].dtype != tensor.dtype
+        ):
             there = f"{tuple(server[name].shape)} {server[name].dtype}" if name in server else "missing"
             raise InputError(
-                f"--ckpt_path {checkpoint.path}; its server tensor {name!r} is {there} and this method's is "
-                f"{tuple(tensor.shape)} {tensor.dtype}; use the method and network that wrote it"
+                f"--ckpt_path {checkpoint.path}",
+                f"its server tensor {name!r} is {there} and this method's is {tuple(tensor.shape)} "
+                f"{tensor.dtype}",
+                "use the method and network that wrote it",
             )
     fed.method.server = dict(server)
     fed.states = {}
     on_device = set(saved["on_device"])
     for name, tensor in checkpoint.tensors["clients"].items():
         id, key = name.split("/", 1)
-        fed.states.setdefault(int(id), {})[key] = tensor.to(fed.fabric.device) if name in on_device else tensor
+        fed.states.setdefault(int(id), {})[key] = (
+            tensor.to(fed.fabric.device) if name in on_device else tensor
+        )
     _restore_callbacks(fed, saved["callbacks"])
     return Snapshot(
         round=saved["round"],
@@ -180,7 +207,8 @@ def restore(fed: Federation, checkpoint: Checkpoint) -> Snapshot:
 
 
 def _restore_callbacks(fed: Federation, saved: list[list[str]]) -> None:
-    """By class, and among those of one class by order: a changed list of callbacks keeps what it has in common with the old one."""
+    """By class, and among those of one class by order: a changed list of callbacks keeps what it has in
+    common with the old one."""
     left = [(name, json.loads(state)) for name, state in saved]
     for callback in fed.callbacks:
         match = next((entry for entry in left if entry[0] == import_path(type(callback))), None)

@@ -1,6 +1,8 @@
-"""The CSV files of a run, which only ever grow: a checkpoint holds their length and hash, so its cost does not grow with the rounds.
+"""The CSV files of a run, which only ever grow: a checkpoint holds their length and hash, so its cost does
+not grow with the rounds.
 
-Each has a second copy in ``checkpoints/``: one flipped bit must not make checkpoints useless whose weights are whole.
+Each has a second copy in ``checkpoints/``: one flipped bit must not make checkpoints useless whose weights
+are whole.
 """
 
 from __future__ import annotations
@@ -25,7 +27,8 @@ Mark = Mapping[str, Any]
 
 
 class Table:
-    """A CSV file with a header, appended to in place; a column that is new rewrites it, which happens a few times in a run.
+    """A CSV file with a header, appended to in place; a column that is new rewrites it, which happens a few
+    times in a run.
 
     Args:
         path: of the file.
@@ -41,10 +44,16 @@ class Table:
 
     @property
     def mark(self) -> Mark:
-        return {"rows": self._rows, "columns": list(self._columns), "bytes": self._bytes, "sha256": self._hash.hexdigest()}
+        return {
+            "rows": self._rows,
+            "columns": list(self._columns),
+            "bytes": self._bytes,
+            "sha256": self._hash.hexdigest(),
+        }
 
     def append(self, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Add rows at the end; an empty cell where a row has no such column. On an error the file is as it was.
+        """Add rows at the end; an empty cell where a row has no such column. On an error the file is as it
+        was.
 
         Raises:
             OSError: it cannot be written, or somebody else has shortened it.
@@ -90,11 +99,15 @@ class Table:
             CheckpointError: neither copy holds what it held then.
         """
         for data in map(_read, self.paths):
-            for candidate in (lambda data=data: data[: mark["bytes"]], lambda data=data: _narrowed(data, mark)):
+            for candidate in (
+                lambda data=data: data[: mark["bytes"]],
+                lambda data=data: _narrowed(data, mark),
+            ):
                 if sha256(found := candidate()).hexdigest() == mark["sha256"]:
                     return found
         raise CheckpointError(
-            f"neither {self.path} nor {self.paths[1]} begins with the {mark['rows']} rows that they had then; both have been changed"
+            f"neither {self.path} nor {self.paths[1]} begins with the {mark['rows']} rows that they "
+            "had then; both have been changed"
         )
 
     def _intact(self, mark: Mark) -> bytes:
@@ -113,7 +126,9 @@ class Table:
             return
         data = self.until(mark)
         if _read(self.path)[: len(data)] != data and self.path.exists():
-            log.warning("%s has been changed since it was written; it is restored from %s", self.path, self.paths[1])
+            log.warning(
+                "%s has been changed since it was written; it is restored from %s", self.path, self.paths[1]
+            )
         self._replace(data)
         self._stand(data, mark["rows"], mark["columns"])
 
@@ -129,7 +144,10 @@ def _read(path: Path) -> bytes:
 
 def numbers(data: bytes) -> list[dict[str, float]]:
     """The rows of a CSV of numbers; integers stay integers, empty cells are left out."""
-    return [{name: _number(cell) for name, cell in row.items() if cell} for row in csv.DictReader(io.StringIO(data.decode()))]
+    return [
+        {name: _number(cell) for name, cell in row.items() if cell}
+        for row in csv.DictReader(io.StringIO(data.decode()))
+    ]
 
 
 def _number(cell: str) -> float:

@@ -1,4 +1,5 @@
-"""The ``track`` command: a run on disk, however it ended and whatever a store has of it, becomes a run in an MLflow store."""
+"""The ``track`` command: a run on disk, however it ended and whatever a store has of it, becomes a run in an
+MLflow store."""
 
 from __future__ import annotations
 
@@ -67,38 +68,56 @@ class StoredRun:
         """
         run = RunDirectory(Path(os.path.abspath(path)))
         if not (run.path / "config.yaml").is_file():
-            raise InputError(f"{path}; it is not a run directory, which holds config.yaml; write runs/EXPERIMENT/NAME")
+            raise InputError(
+                f"{path}", "it is not a run directory, which holds config.yaml", "write runs/EXPERIMENT/NAME"
+            )
         metadata = run.read_json("metadata.json")
         if not is_time(metadata.get("started")):  # an older release, or damage
-            metadata["started"] = datetime.fromtimestamp(run.created, timezone.utc).isoformat(timespec="milliseconds")
+            metadata["started"] = datetime.fromtimestamp(run.created, timezone.utc).isoformat(
+                timespec="milliseconds"
+            )
         try:
-            config = yaml.safe_load(read_document(run.path / "config.yaml", str(run.path / "config.yaml"))) or {}
+            config = (
+                yaml.safe_load(read_document(run.path / "config.yaml", str(run.path / "config.yaml"))) or {}
+            )
             if not isinstance(config, dict):
                 raise ValueError("config.yaml holds no mapping")
             metrics = run.path / "metrics.csv"
             history = numbers(metrics.read_bytes()) if metrics.exists() else []
             tags_of(metadata, run.path)
-            rounds = cls._rounds(metadata, history, [read_json(file) for file in sorted(run.path.glob("test*.json"))])
+            rounds = cls._rounds(
+                metadata, history, [read_json(file) for file in sorted(run.path.glob("test*.json"))]
+            )
         except InputError:
             raise
         except (OSError, ValueError, TypeError, KeyError, AttributeError, csv.Error, yaml.YAMLError) as error:
             shown = " ".join(f"{type(error).__name__}: {error}".split())
             raise InputError(
-                f"{path}; its config.yaml, metadata.json or metrics.csv cannot be read ({shown}); put it back"
+                f"{path}",
+                f"its config.yaml, metadata.json or metrics.csv cannot be read ({shown})",
+                "put it back",
             ) from error
         return cls(run, metadata, config, rounds)
 
     @staticmethod
     def _rounds(
-        metadata: Mapping[str, Any], history: Sequence[Mapping[str, float]], tests: Sequence[Mapping[str, Any]]
+        metadata: Mapping[str, Any],
+        history: Sequence[Mapping[str, float]],
+        tests: Sequence[Mapping[str, Any]],
     ) -> list[Round]:
         last = int(history[-1]["round"]) if history else 0
-        later: dict[int, dict[str, float]] = {last: {key: metadata[key] for key in metadata if key.startswith("final/")}}
+        later: dict[int, dict[str, float]] = {
+            last: {key: metadata[key] for key in metadata if key.startswith("final/")}
+        }
         for test in tests:
             found = {**test.get("metrics", {}), **test.get("timings", {})}
             later[int(test["round"])] = {**found, **later.get(int(test["round"]), {})}
         return [
-            Round(step := int(row["round"]), {**later.get(step, {}), **{k: v for k, v in row.items() if k != "round"}}, time)
+            Round(
+                step := int(row["round"]),
+                {**later.get(step, {}), **{k: v for k, v in row.items() if k != "round"}},
+                time,
+            )
             for row, time in zip(history, round_times(metadata, history), strict=True)
         ]
 
@@ -118,14 +137,17 @@ class StoredRun:
     @property
     def files(self) -> list[tuple[Path, str]]:
         """What is kept beside it in the store, and the folder there."""
-        figures = sorted(path for path in self.run.figures.glob("*") if path.is_file() and not path.is_symlink())
+        figures = sorted(
+            path for path in self.run.figures.glob("*") if path.is_file() and not path.is_symlink()
+        )
         return [(path, "") for name in FILES for path in sorted(self.run.path.glob(name))] + [
             (path, "figures") for path in figures
         ]
 
 
 def track(run_dirs: list[str], uri: str | None = None) -> None:
-    """Bring runs into an MLflow store: parameters, tags, metrics, files, status and times, as far as the store lacks them.
+    """Bring runs into an MLflow store: parameters, tags, metrics, files, status and times, as far as the
+    store lacks them.
 
     Args:
         run_dirs: run directories; a run that is at work is refused.
@@ -136,7 +158,9 @@ def track(run_dirs: list[str], uri: str | None = None) -> None:
     """
     if not run_dirs:
         raise InputError(
-            "track without a run; run directories are needed; write python -m fl_lightning track runs/EXPERIMENT/NAME"
+            "track without a run",
+            "run directories are needed",
+            "write python -m fl_lightning track runs/EXPERIMENT/NAME",
         )
     address = absolute(uri) if uri else default_uri()
     stored = [StoredRun.read(path) for path in run_dirs]
@@ -148,13 +172,15 @@ def track(run_dirs: list[str], uri: str | None = None) -> None:
             raise
         except Exception as error:
             raise InputError(
-                f"--uri {redact(address)}; MLflow there does not take {one.run.path} ({reason(error)}); "
-                "make it reachable and writable, or name another one"
+                f"--uri {redact(address)}",
+                f"MLflow there does not take {one.run.path} ({reason(error)})",
+                "make it reachable and writable, or name another one",
             ) from error
         finally:
             one.run.unlock()
         sys.stdout.write(
-            f"{one.run.path}: {missing} of {len(one.rounds)} rounds were missing; run {run_id} at {redact(address)}\n"
+            f"{one.run.path}: {missing} of {len(one.rounds)} rounds were missing; "
+            f"run {run_id} at {redact(address)}\n"
         )
 
 
@@ -171,7 +197,9 @@ def bring(stored: StoredRun, uri: str) -> tuple[int, str]:
     tags = {key: str(value) for key, value in redact_settings(tags_of(metadata, run.path)).items()}
     if "mlflow.parentRunId" in tags and not has_run(client, tags["mlflow.parentRunId"]):
         del tags["mlflow.parentRunId"]  # the study's own run is in another store
-    log_settings(client, run_id, as_params(redact_settings(stored.config)), tags, client.get_run(run_id).data.params)
+    log_settings(
+        client, run_id, as_params(redact_settings(stored.config)), tags, client.get_run(run_id).data.params
+    )
     known = logged_steps(client, run_id)
     seen = {step for name, steps in known.items() if "final/" not in name for step in steps}
     log_rounds(logger, between(stored.rounds, known), known)
@@ -190,7 +218,9 @@ def find(stored: StoredRun, uri: str) -> str | None:
     noted, path = stored.metadata.get("tracking_run_id"), stored.run.path
     if noted and not is_tracked_elsewhere(stored.metadata, path) and has_run(connect(uri), noted):
         return str(noted)
-    return find_run(uri, path.parent.name, "run_dir", str(path), milliseconds(stored.metadata["started"]) / 1000)
+    return find_run(
+        uri, path.parent.name, "run_dir", str(path), milliseconds(stored.metadata["started"]) / 1000
+    )
 
 
 def has_run(client: Any, run_id: str) -> bool:
@@ -204,12 +234,17 @@ def has_run(client: Any, run_id: str) -> bool:
 
 
 def note(stored: StoredRun, uri: str, run_id: str) -> None:
-    """Note in ``metadata.json`` the id of a run that had none, and that no rounds are missing; the file's time stays the run's."""
+    """Note in ``metadata.json`` the id of a run that had none, and that no rounds are missing; the file's
+    time stays the run's."""
     before = to_json(stored.metadata)
     if not stored.metadata.get("tracking_run_id") or is_tracked_elsewhere(stored.metadata, stored.run.path):
         stored.metadata |= {"tracking_run_id": run_id, "tracking_run_dir": str(stored.run.path)}
     lacking = stored.metadata.pop("untracked_rounds", {})
-    left = {name: rounds for name, rounds in lacking.items() if absolute(name.removeprefix("MLflow at ")) != redact(uri)}
+    left = {
+        name: rounds
+        for name, rounds in lacking.items()
+        if absolute(name.removeprefix("MLflow at ")) != redact(uri)
+    }
     if left:
         stored.metadata["untracked_rounds"] = left
     path = stored.run.path / "metadata.json"
@@ -222,7 +257,11 @@ def note(stored: StoredRun, uri: str, run_id: str) -> None:
 
 def copy_files(client: Any, run_id: str, files: Sequence[tuple[Path, str]]) -> None:
     """Copy the files that the store lacks, or has otherwise."""
-    sizes = {entry.path: entry.file_size for folder in ("", "figures") for entry in client.list_artifacts(run_id, folder or None)}
+    sizes = {
+        entry.path: entry.file_size
+        for folder in ("", "figures")
+        for entry in client.list_artifacts(run_id, folder or None)
+    }
     with tempfile.TemporaryDirectory() as aside:
         for path, folder in files:
             name = f"{folder}/{path.name}" if folder else path.name

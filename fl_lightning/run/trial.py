@@ -43,7 +43,8 @@ class FewClients(Stressor):
 
 @contextmanager
 def tried_out(trainer: Trainer, ckpt_path: str | None) -> Iterator[None]:
-    """Within the block a trainer with ``fast_dev_run`` is one of few rounds, few clients, no trackers and a folder that goes away.
+    """Within the block a trainer with ``fast_dev_run`` is one of few rounds, few clients, no trackers and a
+    folder that goes away.
 
     Raises:
         InputError: a run is to be continued.
@@ -54,8 +55,9 @@ def tried_out(trainer: Trainer, ckpt_path: str | None) -> Iterator[None]:
         return
     if ckpt_path:
         raise InputError(
-            f"--trainer.fast_dev_run with --ckpt_path {ckpt_path}; it tries a configuration out and continues no run; leave one of "
-            "them out"
+            f"--trainer.fast_dev_run with --ckpt_path {ckpt_path}",
+            "it tries a configuration out and continues no run",
+            "leave one of them out",
         )
     names = ("root", "logger", "max_rounds", "eval_every", "checkpoint_every", "auto_resume", "callbacks")
     before = {name: getattr(trainer, name) for name in names}
@@ -70,4 +72,6 @@ def tried_out(trainer: Trainer, ckpt_path: str | None) -> Iterator[None]:
         for name, value in before.items():
             setattr(trainer, name, value)
     clients = f"at most {MOST_CLIENTS} clients with one local step each"
-    log.info("fast_dev_run: everything ran: %d round%s of %s; nothing was kept", rounds, "s"[: rounds > 1], clients)
+    log.info(
+        "fast_dev_run: everything ran: %d round%s of %s; nothing was kept", rounds, "s"[: rounds > 1], clients
+    )

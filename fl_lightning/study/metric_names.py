@@ -1,4 +1,5 @@
-"""What a metric's name says: its title, unit and digits in tables and figures, which direction is better, whether it is a timing."""
+"""What a metric's name says: its title, unit and digits in tables and figures, which direction is better,
+whether it is a timing."""
 
 from __future__ import annotations
 
@@ -75,16 +76,42 @@ KNOWN = [
     Column("target/rounds", "rounds to target", 1, 1),
     Column("target/megabytes", "MB to target", 1, 2),
 ]
-CLOCKS = [Column("time/round", "round (s)"), Column("time/train", "training (s)"), Column("time/total", "all rounds (s)", 1, 1)]
+CLOCKS = [
+    Column("time/round", "round (s)"),
+    Column("time/train", "training (s)"),
+    Column("time/total", "all rounds (s)", 1, 1),
+]
 HEADLINE = (
-    "final/accuracy", "final/last5_accuracy", "final/best_val_test_accuracy", "final/auc_accuracy", "test/ece", "val/accuracy_std",
-    "corrupted/accuracy", "fgsm/accuracy", "pgd/accuracy", "client/upload_bytes", "client/download_bytes",
+    "final/accuracy",
+    "final/last5_accuracy",
+    "final/best_val_test_accuracy",
+    "final/auc_accuracy",
+    "test/ece",
+    "val/accuracy_std",
+    "corrupted/accuracy",
+    "fgsm/accuracy",
+    "pgd/accuracy",
+    "client/upload_bytes",
+    "client/download_bytes",
     "total/total_bytes",
-)  # fmt: skip
+)
 """Of the table of results, as far as they were measured; the primary metric comes first."""
 
 
-LOWER = {"loss", "ece", "brier", "nll", "bytes", "megabytes", "std", "rounds", "seconds", "drop", "flops", "bits"}
+LOWER = {
+    "loss",
+    "ece",
+    "brier",
+    "nll",
+    "bytes",
+    "megabytes",
+    "std",
+    "rounds",
+    "seconds",
+    "drop",
+    "flops",
+    "bits",
+}
 HIGHER = {"accuracy", "accuracies"}
 LOWER_FAMILIES = {"train", "time", "latency", "memory"}
 """``train/*``: losses, unless the name says accuracy."""
@@ -146,7 +173,8 @@ def plain(value: float) -> str:
 def direction(metric: str) -> int | None:
     """1: higher is better; -1: lower is; None: not known.
 
-    >>> direction("corrupted/fog"), direction("fgsm/full_gradient_accuracy"), direction("fgsm/loss"), direction("clients/trained")
+    >>> names = ("corrupted/fog", "fgsm/full_gradient_accuracy", "fgsm/loss", "clients/trained")
+    >>> tuple(map(direction, names))
     (1, 1, -1, None)
     """
     words = set(re.split(r"[/_]", metric))
@@ -167,13 +195,19 @@ def higher_is_better(metric: str) -> bool:
     found = direction(metric)
     if found is None:
         higher, lower = (
-            f"in names with {', '.join(sorted(words))} and in {', '.join(f'{family}/*' for family in sorted(families))}"
+            " and in ".join(
+                [
+                    f"in names with {', '.join(sorted(words))}",
+                    ", ".join(f"{one}/*" for one in sorted(families)),
+                ]
+            )
             for words, families in ((HIGHER, HIGHER_FAMILIES), (LOWER, LOWER_FAMILIES))
         )
         raise InputError(
-            f"metric {metric}; whether more of it is better is not known, so that nothing can be ranked by it or tested in p(...); "
-            f"higher is better {higher}, lower {lower}; "
-            "write --metric final/accuracy, or give it such a name"
+            f"metric {metric}, of which it is not known whether more is better",
+            f"what is ranked by or tested in p(...) has a direction: higher is better {higher}, lower is "
+            f"{lower}",
+            "write --metric final/accuracy, or give it such a name",
         )
     return found > 0
 

@@ -1,16 +1,17 @@
 """What a few seeds can say: pure functions of differences that are paired by seed. No run, no file, no table.
 
-Two methods under one seed meet the same partition, cohorts, drop-outs and noise, so what is tested is the per-seed difference
-x_1 .. x_n of their metric, with mean m and standard deviation s (divided by n - 1):
+Two methods under one seed meet the same partition, cohorts, drop-outs and noise, so what is tested is the
+per-seed difference x_1 .. x_n of their metric, with mean m and standard deviation s (divided by n - 1):
 
-    t = m / (s / sqrt n), n - 1 degrees of freedom; interval m -+ t_{1 - a/2} s / sqrt n          (Student, 1908)
-    W = sum of the ranks of |x_i| with x_i > 0; its p is exact for few seeds                      (Wilcoxon, 1945)
-    d_z = m / s;  g_z = J(n - 1) d_z,  J(v) = G(v/2) / (sqrt(v/2) G((v - 1)/2))                   (Hedges, 1981)
+    t = m / (s / sqrt n), n - 1 degrees of freedom; interval m -+ t_{1 - a/2} s / sqrt n  (Student, 1908)
+    W = sum of the ranks of |x_i| with x_i > 0; its p is exact for few seeds      (Wilcoxon, 1945)
+    d_z = m / s;  g_z = J(n - 1) d_z,  J(v) = G(v/2) / (sqrt(v/2) G((v - 1)/2))   (Hedges, 1981)
     power(d, n) = P(|T| > t_{1 - a/2}),  T noncentral t with n - 1 degrees and noncentrality d sqrt n
 
-The t interval is the one that decides. The bootstrap (BCa, Efron 1987) stands beside it: it assumes no normal distribution, but it
-cannot know of values that it has not seen. Of normal differences it holds the true mean in 73 % of cases with 3 seeds, 84 % with 5 and
-90 % with 10 (2000 trials each), the t interval in 95 % with any. With n seeds Wilcoxon's p is at least 2^(1 - n): 0.25 for three.
+The t interval is the one that decides. The bootstrap (BCa, Efron 1987) stands beside it: it assumes no normal
+distribution, but it cannot know of values that it has not seen. Of normal differences it holds the true mean
+in 73 % of cases with 3 seeds, 84 % with 5 and 90 % with 10 (2000 trials each), the t interval in 95 % with
+any. With n seeds Wilcoxon's p is at least 2^(1 - n): 0.25 for three.
 """
 
 from __future__ import annotations
@@ -36,7 +37,8 @@ MOST_SEEDS = 10_000
 
 @dataclass(frozen=True)
 class PairedTest:
-    """The mean of differences that are paired by seed, and what is known of it; what n seeds cannot give is NaN.
+    """The mean of differences that are paired by seed, and what is known of it; what n seeds cannot give is
+    NaN.
 
     Args:
         differences: a - b of every seed ``[n]``.
@@ -82,7 +84,8 @@ class PairedTest:
 
 
 def paired_test(differences: Sequence[float], family: int = 1) -> PairedTest:
-    """Everything about one set of differences; NaN where n seeds, or seeds that all say the same, cannot tell."""
+    """Everything about one set of differences; NaN where n seeds, or seeds that all say the same, cannot
+    tell."""
     x = np.asarray(differences, np.float64)
     mean, std = mean_std(x)
     low, high = t_interval(x)
@@ -112,7 +115,9 @@ def paired_test(differences: Sequence[float], family: int = 1) -> PairedTest:
 
 def with_holm(tests: Sequence[PairedTest]) -> list[PairedTest]:
     """The tests of one family, each with its ``p_holm``."""
-    return [replace(test, p_holm=p) for test, p in zip(tests, holm([test.p_t for test in tests]), strict=True)]
+    return [
+        replace(test, p_holm=p) for test, p in zip(tests, holm([test.p_t for test in tests]), strict=True)
+    ]
 
 
 def mean_std(values: Sequence[float] | np.ndarray) -> tuple[float, float]:
@@ -148,7 +153,8 @@ def t_interval(values: Sequence[float] | np.ndarray) -> tuple[float, float]:
 
 
 def bootstrap_interval(values: Sequence[float] | np.ndarray) -> tuple[float, float]:
-    """BCa interval of the mean; the percentile interval where BCa is not defined. The same values give the same interval."""
+    """BCa interval of the mean; the percentile interval where BCa is not defined. The same values give the
+    same interval."""
     x = np.asarray(values, np.float64)
     if x.size < 2 or is_constant(x):
         return nan, nan
@@ -156,7 +162,12 @@ def bootstrap_interval(values: Sequence[float] | np.ndarray) -> tuple[float, flo
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # about degenerate data, which is looked at below
             found = stats.bootstrap(
-                (x,), np.mean, n_resamples=RESAMPLES, confidence_level=1 - LEVEL, method=method, rng=rng.stream(0, "bootstrap")
+                (x,),
+                np.mean,
+                n_resamples=RESAMPLES,
+                confidence_level=1 - LEVEL,
+                method=method,
+                rng=rng.stream(0, "bootstrap"),
             ).confidence_interval
         if np.isfinite([found.low, found.high]).all():
             break
@@ -164,7 +175,8 @@ def bootstrap_interval(values: Sequence[float] | np.ndarray) -> tuple[float, flo
 
 
 def t_test(values: Sequence[float] | np.ndarray) -> tuple[float, float]:
-    """t and its two-sided p against a mean of 0. Equal values: NaN, or t = 0 and p = 1 when all of them are 0."""
+    """t and its two-sided p against a mean of 0. Equal values: NaN, or t = 0 and p = 1 when all of them are
+    0."""
     x = np.asarray(values, np.float64)
     mean, std = mean_std(x)
     if not std > 0:
@@ -182,15 +194,19 @@ def wilcoxon(values: Sequence[float] | np.ndarray) -> float:
 
 
 def holm(p_values: Sequence[float]) -> list[float]:
-    """p corrected for all of them being looked at (Holm, 1979): p_(i) -> max over j <= i of min(1, (m - j + 1) p_(j)).
+    """p corrected for all of them being looked at (Holm, 1979): p_(i) -> max over j <= i of min(1, (m - j +
+    1) p_(j)).
 
-    The NaN of a test that could not be made stays, and counts: the family is what was asked, not what could be answered.
+    The NaN of a test that could not be made stays, and counts: the family is what was asked, not what could
+    be answered.
 
     >>> [round(p, 3) for p in holm([0.01, 0.04, 0.03])]
     [0.03, 0.06, 0.06]
     """
     corrected, running = list(p_values), 0.0
-    for rank, index in enumerate(sorted((i for i, p in enumerate(p_values) if not isnan(p)), key=lambda i: p_values[i])):
+    for rank, index in enumerate(
+        sorted((i for i, p in enumerate(p_values) if not isnan(p)), key=lambda i: p_values[i])
+    ):
         running = max(running, min(1.0, (len(p_values) - rank) * p_values[index]))
         corrected[index] = running
     return corrected
@@ -207,13 +223,16 @@ def hedges_correction(n: int) -> float:
 
 
 def power(effect: float, n: int, level: float = LEVEL) -> float:
-    """Probability that the two-sided t-test of ``n`` differences finds an effect of that many standard deviations.
+    """Probability that the two-sided t-test of ``n`` differences finds an effect of that many standard
+    deviations.
 
     >>> round(power(1.0, 10), 3)  # Cohen (1988) and every power table
     0.803
     """
     critical = stats.t.isf(level / 2, n - 1)
-    return float(stats.ncf.sf(critical**2, 1, n - 1, n * effect**2))  # T^2 is an F; scipy's noncentral t gives NaN for few seeds
+    return float(
+        stats.ncf.sf(critical**2, 1, n - 1, n * effect**2)
+    )  # T^2 is an F; scipy's noncentral t gives NaN for few seeds
 
 
 @lru_cache(maxsize=256)
@@ -228,7 +247,8 @@ def detectable_effect(n: int, level: float = LEVEL) -> float:
 
 
 def seeds_needed(effect: float, level: float = LEVEL) -> float:
-    """Fewest seeds that find the effect with 80 % power; infinite beyond 10 000, NaN without an effect size."""
+    """Fewest seeds that find the effect with 80 % power; infinite beyond 10 000, NaN without an effect
+    size."""
     if isnan(effect):
         return nan
     low, high = 1, 2

@@ -11,7 +11,8 @@ NO_FOLLOW = getattr(os, "O_NOFOLLOW", 0)  # not on Windows
 
 
 def open_own(path: Path, mode: str) -> IO[Any]:
-    """Open a file for writing, in one of ``open``'s modes, and never through a symbolic link: what that points to is not ours.
+    """Open a file for writing, in one of ``open``'s modes, and never through a symbolic link: what that
+    points to is not ours.
 
     Raises:
         OSError: the path is a symbolic link (ELOOP), or cannot be opened.

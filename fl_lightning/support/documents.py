@@ -1,7 +1,8 @@
 """How large a YAML or JSON document may be, held before anything is built from it.
 
-A file of 400 bytes can stand for ten thousand million values, by ten lists that each name the one before ten times. What counts is
-therefore the size after all aliases are written out; it is found from the events of the parser, in time linear in the text.
+A file of 400 bytes can stand for ten thousand million values, by ten lists that each name the one before ten
+times. What counts is therefore the size after all aliases are written out; it is found from the events of the
+parser, in time linear in the text.
 """
 
 from __future__ import annotations
@@ -33,34 +34,38 @@ def read_document(path: Path, given: str) -> str:
     with path.open("rb") as file:
         data = file.read(MAX_BYTES + 1)  # and not its size: a device or a pipe has none
     if len(data) > MAX_BYTES:
-        raise InputError(f"{given}, which has more than {MAX_BYTES // 2**20} MiB; {_RULE}")
+        raise InputError(f"{given}, which has more than {MAX_BYTES // 2**20} MiB", *_RULE)
     text = data.decode()
     check_size(text, given)
     return text
 
 
 def check_size(text: str, given: str) -> None:
-    """Refuse a document that is too large once its aliases are written out. One that is not valid YAML is left to its reader.
+    """Refuse a document that is too large once its aliases are written out. One that is not valid YAML is
+    left to its reader.
 
     Raises:
-        InputError: it has more than ``MAX_VALUES`` values, more than ``MAX_DEPTH`` levels, or contains itself.
+        InputError: it has more than ``MAX_VALUES`` values, more than ``MAX_DEPTH`` levels, or contains
+            itself.
     """
     if "*" not in text and 2 * len(text) + 2 <= MAX_VALUES:  # no text has more values than that
         return
     sizes: dict[str, int] = {}  # of the anchors that are complete
-    open_: list[tuple[str | None, int]] = []  # anchor and size of each list and mapping around the current event
+    open_: list[
+        tuple[str | None, int]
+    ] = []  # anchor and size of each list and mapping around the current event
     try:
         for event in yaml.parse(text, Loader=_Loader):
             if isinstance(event, yaml.CollectionStartEvent):
                 open_.append((event.anchor, 1))
                 if len(open_) > MAX_DEPTH:
-                    raise InputError(f"{given}, which has more than {MAX_DEPTH} levels; {_RULE}")
+                    raise InputError(f"{given}, which has more than {MAX_DEPTH} levels", *_RULE)
                 continue
             if isinstance(event, yaml.CollectionEndEvent):
                 anchor, size = open_.pop()
             elif isinstance(event, yaml.AliasEvent):
                 if any(event.anchor == anchor for anchor, _ in open_):
-                    raise InputError(f"{given}, where '{event.anchor}' contains itself; {_RULE}")
+                    raise InputError(f"{given}, where '{event.anchor}' contains itself", *_RULE)
                 anchor, size = None, sizes.get(event.anchor or "", 1)
             elif isinstance(event, yaml.ScalarEvent):
                 anchor, size = event.anchor, 1
@@ -71,12 +76,14 @@ def check_size(text: str, given: str) -> None:
             if open_:
                 open_[-1] = open_[-1][0], open_[-1][1] + size
             if sum(size for _, size in open_) > MAX_VALUES:
-                raise InputError(f"{given}, which has more than {MAX_VALUES} values, its aliases written out; {_RULE}")
+                raise InputError(
+                    f"{given}, which has more than {MAX_VALUES} values, its aliases written out", *_RULE
+                )
     except yaml.YAMLError:
         return
 
 
 _RULE = (
-    f"a configuration has at most {MAX_VALUES} values in {MAX_DEPTH} levels and {MAX_BYTES // 2**20} MiB; "
-    "write the settings alone, and keep data in files of its own"
+    f"a configuration has at most {MAX_VALUES} values in {MAX_DEPTH} levels and {MAX_BYTES // 2**20} MiB",
+    "write the settings alone, and keep data in files of its own",
 )

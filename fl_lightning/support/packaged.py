@@ -1,4 +1,5 @@
-"""The configurations that come with the project: found by name from any folder, listed, and copied out by ``configs``."""
+"""The configurations that come with the project: found by name from any folder, listed, and copied out by
+``configs``."""
 
 from __future__ import annotations
 
@@ -17,7 +18,8 @@ def configs_folder() -> Path:
 
 
 def find_config(name: str | Path, folder: Path | None = None) -> Path | None:
-    """The file that a configuration's name means: a file of the user's if there is one, else one that comes with the project.
+    """The file that a configuration's name means: a file of the user's if there is one, else one that comes
+    with the project.
 
     Args:
         name: a path, or a name such as ``kd_default``, ``overlays/noise_on`` or ``configs/fedavg.yaml``.
@@ -61,16 +63,24 @@ def configs(args: Sequence[str]) -> None:
     """
     if {"-h", "--help"} & {*args}:
         sys.stdout.write(
-            "usage: python -m fl_lightning configs [FOLDER]\n\nLists the configurations, or copies them to FOLDER.\n"
+            "usage: python -m fl_lightning configs [FOLDER]\n\n"
+            "Lists the configurations, or copies them to FOLDER.\n"
         )
         return
     if len(args) > 1 or any(arg.startswith("-") for arg in args):
-        raise InputError(f"configs {' '.join(args)}; it takes a folder to copy to, or nothing; write configs FOLDER")
+        raise InputError(
+            f"configs {' '.join(args)}", "it takes a folder to copy to, or nothing", "write configs FOLDER"
+        )
     source = configs_folder()
     names = sorted(path.relative_to(source) for path in source.rglob("*.yaml"))
     if not args:
-        about = {name: (source / name).read_text(encoding="utf-8").partition("\n")[0].lstrip("# ") for name in names}
-        sys.stdout.write("".join(f"{name.with_suffix('').as_posix():<30} {text}\n" for name, text in about.items()))
+        about = {
+            name: (source / name).read_text(encoding="utf-8").partition("\n")[0].lstrip("# ")
+            for name in names
+        }
+        sys.stdout.write(
+            "".join(f"{name.with_suffix('').as_posix():<30} {text}\n" for name, text in about.items())
+        )
         return
     target = Path(args[0])
     kept = []
@@ -86,6 +96,8 @@ def configs(args: Sequence[str]) -> None:
                 file.write(text)
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or error
-        raise InputError(f"configs {target}; it cannot be written ({reason}); write the name of a new folder") from None
+        raise InputError(
+            f"configs {target}", f"it cannot be written ({reason})", "write the name of a new folder"
+        ) from None
     left = f"; {len(kept)} differ there and stay as they are: {', '.join(kept)}" if kept else ""
     sys.stdout.write(f"{len(names) - len(kept)} of {len(names)} configurations are in {target}{left}\n")

@@ -1,8 +1,10 @@
-"""What a run made from Python was made of: constructors' arguments, in the form that ``config.yaml`` has from the command line.
+"""What a run made from Python was made of: constructors' arguments, in the form that ``config.yaml`` has from
+the command line.
 
-``FedProx(mu=0.1, optimizer=lambda p: SGD(p, lr=0.1))`` becomes a class path and its arguments; of a function without a name that can be
-imported, such as that lambda, its code is hashed with the values that it closes over. So two runs are told apart by whatever their
-constructors were given. A value of a kind that cannot be described becomes a text that begins with ``NOT_RECORDED``.
+``FedProx(mu=0.1, optimizer=lambda p: SGD(p, lr=0.1))`` becomes a class path and its arguments; of a function
+without a name that can be imported, such as that lambda, its code is hashed with the values that it closes
+over. So two runs are told apart by whatever their constructors were given. A value of a kind that cannot be
+described becomes a text that begins with ``NOT_RECORDED``.
 """
 
 from __future__ import annotations
@@ -23,10 +25,13 @@ import torch
 from torch import Tensor
 
 NOT_RECORDED = "not recorded: "
-MAX_ITEMS = 1000  # of a list that is written out; of a longer one the hash, or a configuration would be too large to be read back
+# of a list that is written out; of a longer one the hash, or a configuration would be too large to be read
+# back
+MAX_ITEMS = 1000
 
 _ARGUMENTS: WeakKeyDictionary[Any, dict[str, Any]] = WeakKeyDictionary()
-"""Beside the objects and not in them: attributes of methods and partitions are compared, printed and copied."""
+"""Beside the objects and not in them: attributes of methods and partitions are compared, printed and
+copied."""
 
 
 _IN_WORK: set[int] = set()  # functions whose hash is being computed
@@ -92,7 +97,8 @@ def _parameters(cls: type) -> Iterator[inspect.Parameter]:
 
 
 def describe(value: Any) -> Any:
-    """A value as plain YAML: numbers, texts, lists, mappings, class paths with their arguments, hashes of arrays and of code."""
+    """A value as plain YAML: numbers, texts, lists, mappings, class paths with their arguments, hashes of
+    arrays and of code."""
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
     if isinstance(value, Path):
@@ -113,7 +119,10 @@ def describe(value: Any) -> Any:
     if isinstance(value, (torch.device, torch.dtype)):
         return str(value)
     if isinstance(value, partial):
-        return {"class_path": describe(value.func), "init_args": describe({**dict(enumerate(value.args)), **value.keywords})}
+        return {
+            "class_path": describe(value.func),
+            "init_args": describe({**dict(enumerate(value.args)), **value.keywords}),
+        }
     if isinstance(value, (type, FunctionType, BuiltinFunctionType)):
         return _described_callable(value)
     if isinstance(value, Recorded):
@@ -123,14 +132,21 @@ def describe(value: Any) -> Any:
     if is_dataclass(value):
         attributes = {field.name: describe(getattr(value, field.name)) for field in fields(value)}
         return {"class_path": import_path(type(value)), "init_args": attributes}
-    if hyperparameters := getattr(value, "hparams", None):  # of a LightningModule that calls save_hyperparameters
-        return {"class_path": import_path(type(value)), "init_args": _ignored(value, hyperparameters) | describe(hyperparameters)}
+    if hyperparameters := getattr(
+        value, "hparams", None
+    ):  # of a LightningModule that calls save_hyperparameters
+        return {
+            "class_path": import_path(type(value)),
+            "init_args": _ignored(value, hyperparameters) | describe(hyperparameters),
+        }
     return f"{NOT_RECORDED}{import_path(type(value))}"
 
 
 def not_recorded(settings: Mapping[str, Any]) -> list[str]:
     """The settings, with dotted keys, whose values could not be described."""
-    return [key for key, value in settings.items() if isinstance(value, str) and value.startswith(NOT_RECORDED)]
+    return [
+        key for key, value in settings.items() if isinstance(value, str) and value.startswith(NOT_RECORDED)
+    ]
 
 
 ROOMS_OF_CALLBACKS = ("callbacks.stressors.", "callbacks.meters.", "callbacks.figures.")
@@ -139,8 +155,8 @@ ROOMS_OF_CALLBACKS = ("callbacks.stressors.", "callbacks.meters.", "callbacks.fi
 def import_path(named: Any) -> str:
     """The class path by which runs, their hashes and their checkpoints know a class or a function.
 
-    It is the path that can be imported. That of a callback leaves out the room it lies in, as it did in version 0.1.0, whose runs are
-    continued and counted.
+    It is the path that can be imported. That of a callback leaves out the room it lies in, as it did in
+    version 0.1.0, whose runs are continued and counted.
     """
     path = f"{named.__module__}.{named.__qualname__}"
     for room in ROOMS_OF_CALLBACKS:
@@ -152,7 +168,11 @@ def import_path(named: Any) -> str:
 def _ignored(module: Any, hyperparameters: Mapping[str, Any]) -> dict[str, str]:
     """The arguments that ``save_hyperparameters(ignore=...)`` left out."""
     names = [p.name for p in _parameters(type(module)) if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)]
-    return {name: f"{NOT_RECORDED}an argument that save_hyperparameters ignores" for name in names if name not in hyperparameters}
+    return {
+        name: f"{NOT_RECORDED}an argument that save_hyperparameters ignores"
+        for name in names
+        if name not in hyperparameters
+    }
 
 
 def _described_callable(value: Any) -> Any:
@@ -176,7 +196,8 @@ def _imported(path: str) -> Any:
 
 
 def _hash_of_function(function: FunctionType) -> str:
-    """SHA-256 of a function's code, its default values, what it closes over and the values of the global names that it uses."""
+    """SHA-256 of a function's code, its default values, what it closes over and the values of the global
+    names that it uses."""
     if id(function) in _IN_WORK:  # it refers to itself
         return function.__qualname__
     digest = sha256()
@@ -200,8 +221,13 @@ def _content(cell: Any) -> Any:
 
 
 def _globals_of(function: FunctionType) -> dict[str, Any]:
-    """The global values that a function uses, by name, but for modules, classes and functions, which have names of their own."""
-    found = {name: function.__globals__[name] for name in sorted(_names(function.__code__)) if name in function.__globals__}
+    """The global values that a function uses, by name, but for modules, classes and functions, which have
+    names of their own."""
+    found = {
+        name: function.__globals__[name]
+        for name in sorted(_names(function.__code__))
+        if name in function.__globals__
+    }
     return {
         name: value
         for name, value in found.items()
@@ -238,6 +264,12 @@ def _add_code(digest: Any, code: CodeType) -> None:
 
 def _described_array(array: np.ndarray | Tensor) -> dict[str, Any]:
     values = (
-        array.detach().cpu().contiguous().view(torch.uint8).numpy() if isinstance(array, Tensor) else np.ascontiguousarray(array)
+        array.detach().cpu().contiguous().view(torch.uint8).numpy()
+        if isinstance(array, Tensor)
+        else np.ascontiguousarray(array)
     )
-    return {"sha256": sha256(values.tobytes()).hexdigest(), "shape": list(array.shape), "dtype": str(array.dtype)}
+    return {
+        "sha256": sha256(values.tobytes()).hexdigest(),
+        "shape": list(array.shape),
+        "dtype": str(array.dtype),
+    }

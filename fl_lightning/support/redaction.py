@@ -1,8 +1,9 @@
 """Passwords, tokens and keys are hidden in all that is written and printed about a run.
 
-One rule, :func:`is_secret`, says which names are of secrets: of settings, of flags, of ``name=value`` and ``"name": "value"`` in a text.
-Text goes through :func:`redact`, settings through :func:`redact_settings`, a command line through :func:`redact_arguments`, and every
-message of the project's logger through :data:`REDACTING`, whatever handler shows it.
+One rule, :func:`is_secret`, says which names are of secrets: of settings, of flags, of ``name=value`` and
+``"name": "value"`` in a text. Text goes through :func:`redact`, settings through :func:`redact_settings`, a
+command line through :func:`redact_arguments`, and every message of the project's logger through
+:data:`REDACTING`, whatever handler shows it.
 """
 
 from __future__ import annotations
@@ -28,14 +29,18 @@ _SECRET = re.compile(
     r"|(?:^|_)token_(?:prod|dev|test|staging|live|read|write|admin)$"
     r"|(?:^|_|auth|access|refresh|session|security|bearer)tokens?$"
 )
-_ORDINARY = re.compile(  # names that end like a secret's and are none: those of a vocabulary, and numbers of tokens
+# names that end like a secret's and are none: those of a vocabulary, and numbers of tokens
+_ORDINARY = re.compile(
     r"(?:^|_)(?:pad|eos|bos|unk|sep|cls|mask|sos|start|end|stop|special|new|next|first|last|max|min|num|image)_tokens?$|(?:^|_)tokens$"
 )
 _MAY_BE_NUMBERS = re.compile(r"(?:tokens?|sig|signature|auth|pass)$")
-_NAMED = re.compile(r"(?<![\w.-])((?:(?i:api|access|secret|private) )?[\w.-]*\w)\\*[\"']?\]?\s*(?:=>|[=:])\s*")
+_NAMED = re.compile(
+    r"(?<![\w.-])((?:(?i:api|access|secret|private) )?[\w.-]*\w)\\*[\"']?\]?\s*(?:=>|[=:])\s*"
+)
 _FLAG = re.compile(r"(?<!\S)(--?[\w.-]*\w)\s+(?!-)")
 _VALUE = re.compile(
-    r"\"(?:\\.|[^\"\\])*(?:\"|$)|'(?:\\.|''|[^'\\])*(?:'|$)|(\\+)([\"']).*?(?:\1\2|$)"  # quoted, or cut off within the quotes
+    # quoted, or cut off within the quotes
+    r"\"(?:\\.|[^\"\\])*(?:\"|$)|'(?:\\.|''|[^'\\])*(?:'|$)|(\\+)([\"']).*?(?:\1\2|$)"
     r"|(?i:(?:bearer|basic|digest|token|negotiate)\s+)?[^\s,;&}\"']+"
 )
 _BRACKET = re.compile(r"[{}\[\]()]")
@@ -48,12 +53,15 @@ _NUMBER = re.compile(r"[-+]?[\d.]+(?:[eE][-+]?\d+)?$")
 def is_secret(name: str) -> bool:
     """Whether a value of this name must not be shown; of a dotted name any part may say so.
 
-    >>> [is_secret(name) for name in ("trainer.logger.token", "AWS_SECRET_ACCESS_KEY", "clientSecret", "sslpassword")]
+    >>> [*map(is_secret, ("trainer.logger.token", "AWS_SECRET_ACCESS_KEY", "clientSecret", "sslpassword"))]
     [True, True, True, True]
-    >>> [is_secret(name) for name in ("monkey", "keep_checkpoints", "tokens_per_batch", "author", "keys", "pad_token")]
+    >>> [*map(is_secret, ("monkey", "keep_checkpoints", "tokens_per_batch", "author", "keys", "pad_token"))]
     [False, False, False, False, False, False]
     """
-    parts = [_CAMEL.sub("_", part).lower().replace("-", "_").replace(" ", "_") for part in name.lstrip("-").split(".")]
+    parts = [
+        _CAMEL.sub("_", part).lower().replace("-", "_").replace(" ", "_")
+        for part in name.lstrip("-").split(".")
+    ]
     return any(_SECRET.search(part) is not None and _ORDINARY.search(part) is None for part in parts)
 
 
@@ -102,7 +110,8 @@ def _tells(name: str, value: str) -> bool:
 def redact_arguments(arguments: Sequence[str]) -> list[str]:
     """A command line, as a list of words; ``--token VALUE`` in two words too, and JSON within a word.
 
-    >>> redact_arguments(["--x.password", "a b", "--tags", '{"api_key": {"deep": "s"}, "note": "n"}', "--y.token=a,b"])
+    >>> tags = '{"api_key": {"deep": "s"}, "note": "n"}'
+    >>> redact_arguments(["--x.password", "a b", "--tags", tags, "--y.token=a,b"])
     ['--x.password', '***', '--tags', '{"api_key": {"deep": "***"}, "note": "n"}', '--y.token=***']
     """
     return [_redact_word(word, before) for before, word in zip(["", *arguments], arguments, strict=False)]
@@ -128,7 +137,8 @@ def redact_settings(settings: Any, name: str = "", *, secret: bool = False) -> A
     Args:
         settings: mappings, lists, texts and numbers.
         name: what they are called.
-        secret: whether they lie below a secret's name; then texts and numbers are hidden whatever they are called.
+        secret: whether they lie below a secret's name; then texts and numbers are hidden whatever they are
+            called.
     """
     secret = secret or is_secret(name)
     if isinstance(settings, Mapping):
@@ -144,7 +154,8 @@ def redact_settings(settings: Any, name: str = "", *, secret: bool = False) -> A
 
 
 class Redacting(logging.Filter):
-    """Hides the secrets in a record's message and traceback before any handler sees them. For a logger, or a handler."""
+    """Hides the secrets in a record's message and traceback before any handler sees them. For a logger, or a
+    handler."""
 
     def filter(self, record: logging.LogRecord) -> bool:
         with suppress(TypeError, ValueError):  # arguments that do not fit the message: logging says so itself

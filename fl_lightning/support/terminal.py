@@ -7,14 +7,16 @@ from rich.control import Control
 from rich.live import Live
 from rich.segment import ControlType, Segment
 
-ECHO = 3  # columns that stay free, so that the "^C" that a terminal writes behind the display begins no new row
+ECHO = (
+    3  # columns that stay free, so that the "^C" that a terminal writes behind the display begins no new row
+)
 
 
 class ResizableLive(Live):
     """``rich.live.Live``, which also removes the rows that a narrower terminal has made of its lines.
 
-    A terminal that is made narrower breaks each line of the display into several rows, and rich would then move up by as many rows as
-    there were lines, and leave the others behind.
+    A terminal that is made narrower breaks each line of the display into several rows, and rich would then
+    move up by as many rows as there were lines, and leave the others behind.
     """
 
     max_width = 500  # columns
@@ -28,7 +30,9 @@ class ResizableLive(Live):
         broken = sum(max(width - 1, 0) // self.console.width for width in self.widths)
         processed = super().process_renderables(renderables)
         if broken and self.console.is_interactive:
-            processed.insert(0, Control(*((ControlType.ERASE_IN_LINE, 2), (ControlType.CURSOR_UP, 1)) * broken))
+            processed.insert(
+                0, Control(*((ControlType.ERASE_IN_LINE, 2), (ControlType.CURSOR_UP, 1)) * broken)
+            )
         return processed
 
 

@@ -13,10 +13,11 @@ _LIBRARIES = tuple(Path(sysconfig.get_path(name)) for name in ("stdlib", "platst
 
 
 def is_bug_of_user(error: BaseException) -> bool:
-    """Whether ``error`` came out of code that is neither this project's nor an installed library's, without being raised by it.
+    """Whether ``error`` came out of code that is neither this project's nor an installed library's, without
+    being raised by it.
 
-    What such code raises with ``raise`` is its own word on what it was given. Frames above the project's first one do not count: a
-    script that calls the trainer is not what failed.
+    What such code raises with ``raise`` is its own word on what it was given. Frames above the project's
+    first one do not count: a script that calls the trainer is not what failed.
     """
     steps = list(traceback.walk_tb(error.__traceback__))
     files = [Path(frame.f_code.co_filename) for frame, _ in steps]
@@ -29,7 +30,9 @@ def is_bug_of_user(error: BaseException) -> bool:
 
 def first_cause(error: BaseException) -> BaseException:
     """The exception that ``error`` came from, or ``error`` itself."""
-    while (cause := error.__cause__ or (None if error.__suppress_context__ else error.__context__)) is not None:
+    while (
+        cause := error.__cause__ or (None if error.__suppress_context__ else error.__context__)
+    ) is not None:
         error = cause
     return error
 
@@ -39,7 +42,8 @@ def _is_users(file: Path) -> bool:
 
 
 def _is_raised_by_its_last_frame(error: BaseException) -> bool:
-    """Whether a ``raise`` statement raised it, and not an operation or a function written in C, such as ``float("x")``."""
+    """Whether a ``raise`` statement raised it, and not an operation or a function written in C, such as
+    ``float("x")``."""
     last = error.__traceback__
     while last is not None and last.tb_next is not None:
         last = last.tb_next

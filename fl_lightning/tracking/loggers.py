@@ -1,9 +1,10 @@
 """Loggers that the training neither waits for nor fails with.
 
-The default is MLflow in ``sqlite:///mlflow.db`` (or ``MLFLOW_TRACKING_URI``); any Lightning logger can stand in its place.
-Artifacts go where the logger takes them (MLflow). Each logger has a writer's thread of its own, and MLflow gets the rounds of three
-seconds in one transaction. A logger that raises, or does not answer, is reported once and tried again: it gets what it lacks as soon as it
-works, at the end of the run, or when the run is continued; what it lacks even then, ``python -m fl_lightning track`` brings in.
+The default is MLflow in ``sqlite:///mlflow.db`` (or ``MLFLOW_TRACKING_URI``); any Lightning logger can stand
+in its place. Artifacts go where the logger takes them (MLflow). Each logger has a writer's thread of its own,
+and MLflow gets the rounds of three seconds in one transaction. A logger that raises, or does not answer, is
+reported once and tried again: it gets what it lacks as soon as it works, at the end of the run, or when the
+run is continued; what it lacks even then, ``python -m fl_lightning track`` brings in.
 """
 
 from __future__ import annotations
@@ -45,7 +46,8 @@ from fl_lightning.tracking.writer import Writer
 log = logging.getLogger("fl_lightning")
 
 PAUSE = 3.0
-"""Seconds between two transactions: a page that is looked at is no older, and a transaction costs as much as 100 metrics do."""
+"""Seconds between two transactions: a page that is looked at is no older, and a transaction costs as much as
+100 metrics do."""
 TOGETHER = 100  # rounds of one write at most
 
 
@@ -98,7 +100,9 @@ class Channel:
         """One round, the logger's own way."""
         if any(round.step in steps for name, steps in self.known.items() if "final/" not in name):
             return
-        held = getattr(getattr(self.logger, "_experiment", None), "metrics", None)  # of a CSVLogger whose disk was full
+        held = getattr(
+            getattr(self.logger, "_experiment", None), "metrics", None
+        )  # of a CSVLogger whose disk was full
         if again and isinstance(held, list) and held and held[-1].get("step") == round.step:
             self.logger.save()
             return
@@ -112,26 +116,29 @@ class Channel:
 
     def finalize(self, status: Status, ended: int) -> None:
         self.logger.finalize(
-            status if self.is_mlflow else {"FINISHED": "success", "FAILED": "failed", "KILLED": "aborted"}[status]
+            status
+            if self.is_mlflow
+            else {"FINISHED": "success", "FAILED": "failed", "KILLED": "aborted"}[status]
         )
         if self.is_mlflow:  # which says that the run ended now, not when it did
             self.logger.experiment.set_terminated(self.logger.run_id, status, ended)
 
 
 class Tracking:
-    """The loggers of one run. Nothing here raises on their behalf or waits for them but :meth:`flush` and :meth:`finish`, and ranks
-    other than 0 track nothing.
+    """The loggers of one run. Nothing here raises on their behalf or waits for them but :meth:`flush` and
+    :meth:`finish`, and ranks other than 0 track nothing.
 
     Args:
         logger: True: MLflow; False: none; or one or more Lightning loggers.
         experiment: name of the MLflow experiment.
         run_name: name of the run in it.
         run_dir: where the run's own files are; named when a logger fails.
-        run_id: MLflow run to continue: it is set to running, steps that it has are not logged again, and parameters that
-            differ from the recorded ones become tags ``changed.<name>``.
-        resumes: whether the run has been tracked before. Where its id got lost the store is searched for one that was made for
-            this directory.
-        since: when ``run_dir`` was made (seconds since 1970): runs of an earlier directory of that name are others.
+        run_id: MLflow run to continue: it is set to running, steps that it has are not logged again, and
+            parameters that differ from the recorded ones become tags ``changed.<name>``.
+        resumes: whether the run has been tracked before. Where its id got lost the store is searched for one
+            that was made for this directory.
+        since: when ``run_dir`` was made (seconds since 1970): runs of an earlier directory of that name are
+            others.
         started: when the run began (milliseconds since 1970); None: now.
     """
 
@@ -151,7 +158,9 @@ class Tracking:
         active = getattr(rank_zero_only, "rank", 0) == 0
         self.experiment, self.run_name, self.run_dir = experiment, run_name, Path(run_dir)
         wanted: list[Logger | None] = [None] if logger is True else [*given]
-        self._channels = [Channel(each, _name(each), self._failed, self._recovered) for each in wanted if active]
+        self._channels = [
+            Channel(each, _name(each), self._failed, self._recovered) for each in wanted if active
+        ]
         self._resume_id, self._resumes, self._since = run_id, resumes, since
         self._started = _now() if started is None else started
         self._step = 0
@@ -171,14 +180,17 @@ class Tracking:
     @property
     def hint(self) -> str | None:
         """The command that shows the run, when the store is a local database."""
-        uri = next((str(getattr(logger, "_tracking_uri", "")) for logger in self.loggers if is_mlflow(logger)), "")
+        uri = next(
+            (str(getattr(logger, "_tracking_uri", "")) for logger in self.loggers if is_mlflow(logger)), ""
+        )
         if not uri.startswith(SQLITE):
             return None
         path = Path(uri.removeprefix(SQLITE))
         return f"mlflow ui --backend-store-uri {SQLITE}{path.name if path.parent == Path.cwd() else path}"
 
     def start(self, params: Mapping[str, Any], tags: Mapping[str, Any]) -> None:
-        """Open the stores, record ``params`` (nested; flattened with dots) and ``tags``, then what has been logged already."""
+        """Open the stores, record ``params`` (nested; flattened with dots) and ``tags``, then what has been
+        logged already."""
         flat = as_params(redact_settings(params))
         marks = {key: str(value) for key, value in redact_settings(tags).items()}
         for channel in self._channels:
@@ -189,7 +201,8 @@ class Tracking:
                 channel.writer.start(begin)
 
     def catch_up(self, history: Sequence[Mapping[str, float]], times: Sequence[int]) -> None:
-        """Give the rounds before this start to loggers that may lack them: MLflow, and those whose log begins anew.
+        """Give the rounds before this start to loggers that may lack them: MLflow, and those whose log begins
+        anew.
 
         Args:
             history: a row of metrics per round.
@@ -210,13 +223,15 @@ class Tracking:
             channel.writer.put(round)
 
     def log_artifact(self, path: Path | str, folder: str | None = None) -> None:
-        """Copy a file to the loggers that keep files, into ``folder``. It is copied soon, and must still be there then."""
+        """Copy a file to the loggers that keep files, into ``folder``. It is copied soon, and must still be
+        there then."""
         for channel in self._channels:
             if channel.is_mlflow:
                 channel.writer.call(partial(_copy, channel, str(path), folder), optional=True)
 
     def log_text(self, name: str, text: Callable[[], str]) -> None:
-        """As :meth:`log_artifact`, for a file that is not there yet; ``text`` is called when its turn comes, once the run has its id."""
+        """As :meth:`log_artifact`, for a file that is not there yet; ``text`` is called when its turn comes,
+        once the run has its id."""
         for channel in self._channels:
             if channel.is_mlflow:
                 channel.writer.call(partial(_copy_text, channel, name, text), optional=True)
@@ -226,7 +241,9 @@ class Tracking:
         for channel in self._channels:
             channel.writer.flush()
 
-    def finish(self, status: Status, summary: Mapping[str, float], ended: int | None = None) -> dict[str, int]:
+    def finish(
+        self, status: Status, summary: Mapping[str, float], ended: int | None = None
+    ) -> dict[str, int]:
         """Record ``summary`` at the last step and close the run, once all that was given is written.
 
         Args:
@@ -235,7 +252,8 @@ class Tracking:
             ended: when (milliseconds since 1970); None: now.
 
         Returns:
-            The rounds that a logger is not known to have, by the logger's name; loggers that lack none are left out.
+            The rounds that a logger is not known to have, by the logger's name; loggers that lack none are
+            left out.
         """
         ended = _now() if ended is None else ended
         for channel in self._channels:
@@ -256,7 +274,9 @@ class Tracking:
             flag = "" if uri in (None, default_uri()) else f" --uri {redact(uri)}"
             again = f"to bring it in: python -m fl_lightning track {shlex.quote(str(self.run_dir))}{flag}"
         error = channel.writer.error
-        log.warning("%s lacks %s (%s); %s", channel.name, missing, reason(error) if error else "no answer", again)
+        log.warning(
+            "%s lacks %s (%s); %s", channel.name, missing, reason(error) if error else "no answer", again
+        )
 
     def _open_default(self, channel: Channel) -> None:
         uri = default_uri()
@@ -274,14 +294,23 @@ class Tracking:
     def _begin(self, channel: Channel, params: dict[str, str], tags: dict[str, str]) -> None:
         logger = channel.logger
         if not channel.is_mlflow:
-            if self._resumes and hasattr(logger, "_kwargs") and begins_anew(logger) and logger._kwargs.get("purge_step") is None:
-                logger._kwargs["purge_step"] = 0  # TensorBoard then shows nothing that a file of an earlier start holds
+            if (
+                self._resumes
+                and hasattr(logger, "_kwargs")
+                and begins_anew(logger)
+                and logger._kwargs.get("purge_step") is None
+            ):
+                logger._kwargs["purge_step"] = (
+                    0  # TensorBoard then shows nothing that a file of an earlier start holds
+                )
             with suppress(NotImplementedError):  # Fabric's own CSVLogger has no place for them
                 logger.log_hyperparams(params)
             return
         prepare()
         if logger._run_id is None:
-            logger._run_id = self._resume_id or self._find(channel, logger._tracking_uri, logger._experiment_name)
+            logger._run_id = self._resume_id or self._find(
+                channel, logger._tracking_uri, logger._experiment_name
+            )
             channel.resumes = logger._run_id
             logger.tags = {**redact_settings(logger.tags or {}), "run_dir": str(self.run_dir.absolute())}
         run_id = make_run(logger, self._started)
@@ -322,12 +351,14 @@ def _copy_text(channel: Channel, name: str, text: Callable[[], str]) -> None:
 
 
 def begins_anew(logger: Any) -> bool:
-    """Whether what the logger wrote before this start is gone, elsewhere, or can be made not to count: CSVLogger, TensorBoardLogger."""
+    """Whether what the logger wrote before this start is gone, elsewhere, or can be made not to count:
+    CSVLogger, TensorBoardLogger."""
     return any(cls.__name__ in ("CSVLogger", "TensorBoardLogger") for cls in type(logger).__mro__)
 
 
 def as_params(tree: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
-    """Nested settings as people read them: strings with dotted names; a list is numbered only where it holds settings itself.
+    """Nested settings as people read them: strings with dotted names; a list is numbered only where it holds
+    settings itself.
 
     >>> as_params({"data": {"root": None, "crop": [28, 28]}, "callbacks": [{"class_path": "A"}]})
     {'data.root': 'null', 'data.crop': '[28, 28]', 'callbacks.0.class_path': 'A'}

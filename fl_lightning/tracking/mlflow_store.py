@@ -1,4 +1,5 @@
-"""MLflow's stores: how one is opened, which runs are in it, and patience with it. MLflow is imported when a store is first needed."""
+"""MLflow's stores: how one is opened, which runs are in it, and patience with it. MLflow is imported when a
+store is first needed."""
 
 from __future__ import annotations
 
@@ -27,14 +28,21 @@ log = logging.getLogger("fl_lightning")
 SQLITE = "sqlite:///"
 DEFAULT_URI = f"{SQLITE}mlflow.db"
 START_LIMIT, CALL_LIMIT = 60.0, 30.0  # seconds; a new database takes 3-6, a busy one is waited for 20
-KEY_LENGTH, PARAM_LENGTH, TAG_LENGTH, PER_BATCH = 250, 6000, 5000, 100  # what MLflow accepts: characters, and entries per call
+KEY_LENGTH, PARAM_LENGTH, TAG_LENGTH, PER_BATCH = (
+    250,
+    6000,
+    5000,
+    100,
+)  # what MLflow accepts: characters, and entries per call
 METRICS_PER_CALL = 1000
-ENVIRONMENT = {  # a dead server costs seconds, not minutes; nothing is sent to third parties; whoever sets these is heeded
+# a dead server costs seconds, not minutes; nothing is sent to third parties; whoever sets these is heeded
+ENVIRONMENT = {
     "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1",
     "MLFLOW_HTTP_REQUEST_TIMEOUT": "10",
     "MLFLOW_DISABLE_TELEMETRY": "true",
     "MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR": "false",
-    "MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT": "true",  # it prints the server's address with the password in it
+    # it prints the server's address with the password in it
+    "MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT": "true",
 }
 Status = Literal["FINISHED", "FAILED", "KILLED"]
 _NOT_IN_NAMES = re.compile(r"[^a-zA-Z0-9_/. -]+")
@@ -59,7 +67,8 @@ def default_uri() -> str:
 
 
 def absolute(uri: str) -> str:
-    """MLflow keeps one connection per address for the life of the process: a relative one would outlive a change of folder."""
+    """MLflow keeps one connection per address for the life of the process: a relative one would outlive a
+    change of folder."""
     return f"{SQLITE}{Path(uri.removeprefix(SQLITE)).absolute()}" if uri.startswith(SQLITE) else uri
 
 
@@ -84,7 +93,9 @@ def prepare() -> None:
         logging.getLogger(name).setLevel(logging.WARNING)
         for handler in logging.getLogger(name).handlers:
             handler.addFilter(REDACTING)
-    logging.getLogger("lightning.pytorch.loggers.mlflow").setLevel(logging.ERROR)  # announces every new experiment
+    logging.getLogger("lightning.pytorch.loggers.mlflow").setLevel(
+        logging.ERROR
+    )  # announces every new experiment
 
 
 def connect(uri: str) -> Any:
@@ -96,7 +107,8 @@ def connect(uri: str) -> Any:
 
 
 def find_run(uri: str, experiment: str, tag: str, value: str, since: float = 0.0) -> str | None:
-    """Id of the newest run of the experiment with this tag that was made after ``since`` (seconds since 1970), if there is one."""
+    """Id of the newest run of the experiment with this tag that was made after ``since`` (seconds since
+    1970), if there is one."""
     if is_missing(uri):
         return None
     with _database(uri):
@@ -106,15 +118,23 @@ def find_run(uri: str, experiment: str, tag: str, value: str, since: float = 0.0
         if found is None or quote in value:
             return None
         runs = client.search_runs(
-            [found.experiment_id], f"tags.{tag} = {quote}{value}{quote}", order_by=["attributes.start_time DESC"]
+            [found.experiment_id],
+            f"tags.{tag} = {quote}{value}{quote}",
+            order_by=["attributes.start_time DESC"],
         )
         return next((run.info.run_id for run in runs if run.info.start_time >= 1000 * (since - 1)), None)
 
 
 def open_run(
-    uri: str, experiment: str, run_name: str, run_id: str | None, tags: Mapping[str, str], started: int | None = None
+    uri: str,
+    experiment: str,
+    run_name: str,
+    run_id: str | None,
+    tags: Mapping[str, str],
+    started: int | None = None,
 ) -> Logger:
-    """Lightning's MLflow logger with its run created, or found by ``run_id``; one process at a time creates the database.
+    """Lightning's MLflow logger with its run created, or found by ``run_id``; one process at a time creates
+    the database.
 
     Args:
         started: when a new run began, in milliseconds since 1970; None: now.
@@ -124,23 +144,30 @@ def open_run(
         from lightning.pytorch.loggers import MLFlowLogger
 
         place = Path("mlartifacts").resolve().as_uri() if local else None
-        logger = MLFlowLogger(experiment, run_name, uri, tags=dict(tags), run_id=run_id, artifact_location=place)
+        logger = MLFlowLogger(
+            experiment, run_name, uri, tags=dict(tags), run_id=run_id, artifact_location=place
+        )
         try:
             make_run(logger, started)
         except Exception as error:
             if run_id is None or getattr(error, "error_code", "") != "RESOURCE_DOES_NOT_EXIST":
                 raise
-            log.warning("MLflow at %s has no run %s to continue; the rounds from here on go to a new run", uri, run_id)
+            log.warning(
+                "MLflow at %s has no run %s to continue; the rounds from here on go to a new run", uri, run_id
+            )
             logger = MLFlowLogger(experiment, run_name, uri, tags=dict(tags), artifact_location=place)
             make_run(logger, started)
         return logger
 
 
 def make_run(logger: Any, started: int | None) -> str:
-    """Id of the logger's run. Creates it, and its experiment, where it has none: the run then begins at ``started``."""
+    """Id of the logger's run. Creates it, and its experiment, where it has none: the run then begins at
+    ``started``."""
     client = logger._mlflow_client
     if logger._run_id is None and started is not None:
-        client.create_run = partial(client.create_run, start_time=started)  # Lightning's call has no place for it
+        client.create_run = partial(
+            client.create_run, start_time=started
+        )  # Lightning's call has no place for it
     try:
         return str(logger.run_id)
     finally:
@@ -149,7 +176,8 @@ def make_run(logger: Any, started: int | None) -> str:
 
 @contextmanager
 def _database(uri: str) -> Iterator[bool]:
-    """Yields whether the address is sqlite. If so: hold its lock, and fail at once where MLflow would try again for minutes."""
+    """Yields whether the address is sqlite. If so: hold its lock, and fail at once where MLflow would try
+    again for minutes."""
     if not uri.startswith(SQLITE):
         yield False
         return
@@ -168,19 +196,28 @@ def _database(uri: str) -> Iterator[bool]:
                     raise TimeoutError(f"another process holds {lock.name}") from None
                 time.sleep(0.05)
         with closing(sqlite3.connect(path, timeout=20)) as database:
-            database.execute("BEGIN IMMEDIATE").connection.rollback()  # raises where it is damaged or not writable
+            database.execute(
+                "BEGIN IMMEDIATE"
+            ).connection.rollback()  # raises where it is damaged or not writable
         yield True
 
 
 def logged_steps(client: Any, run_id: str) -> dict[str, dict[int, int]]:
-    """For each metric that the store has of the run: its steps, and the time of each (milliseconds since 1970)."""
+    """For each metric that the store has of the run: its steps, and the time of each (milliseconds since
+    1970)."""
     names = client.get_run(run_id).data.metrics
-    return {name: {metric.step: metric.timestamp for metric in client.get_metric_history(run_id, name)} for name in names}
+    return {
+        name: {metric.step: metric.timestamp for metric in client.get_metric_history(run_id, name)}
+        for name in names
+    }
 
 
 def between(rounds: Sequence[Round], known: Mapping[str, Mapping[int, int]]) -> list[Round]:
-    """Rounds whose times are not known exactly, moved to where they lie between those of ``known``: time goes up with the step."""
-    times = {step: time for name, steps in known.items() if "final/" not in name for step, time in steps.items()}
+    """Rounds whose times are not known exactly, moved to where they lie between those of ``known``: time goes
+    up with the step."""
+    times = {
+        step: time for name, steps in known.items() if "final/" not in name for step, time in steps.items()
+    }
     steps = sorted(times)
     moved = []
     for round in rounds:
@@ -190,12 +227,17 @@ def between(rounds: Sequence[Round], known: Mapping[str, Mapping[int, int]]) -> 
     return moved
 
 
-def log_settings(client: Any, run_id: str, params: Mapping[str, str], tags: Mapping[str, str], known: Mapping[str, str]) -> None:
-    """Tags, and the parameters that the run lacks; one that differs from the ``known`` one becomes a tag ``changed.<name>``."""
+def log_settings(
+    client: Any, run_id: str, params: Mapping[str, str], tags: Mapping[str, str], known: Mapping[str, str]
+) -> None:
+    """Tags, and the parameters that the run lacks; one that differs from the ``known`` one becomes a tag
+    ``changed.<name>``."""
     from mlflow.entities import Param, RunTag
 
     cut = {key[:KEY_LENGTH]: _cut(value, PARAM_LENGTH) for key, value in params.items()}
-    changed = {f"changed.{key}"[:KEY_LENGTH]: value for key, value in cut.items() if known.get(key, value) != value}
+    changed = {
+        f"changed.{key}"[:KEY_LENGTH]: value for key, value in cut.items() if known.get(key, value) != value
+    }
     marks = {key: _cut(value, TAG_LENGTH) for key, value in {**tags, **changed}.items()}
     log_batches(client, run_id, params=[Param(key, value) for key, value in cut.items() if key not in known])
     log_batches(client, run_id, tags=[RunTag(key, value) for key, value in marks.items()])
@@ -215,11 +257,17 @@ def log_batches(client: Any, run_id: str, **entries: Sequence[Any]) -> None:
 
 def takes_many(logger: object) -> bool:
     """Whether rounds can be logged together: the logger's way to log one is Lightning's own."""
-    return is_mlflow(logger) and getattr(type(logger), "log_metrics", log_rounds).__module__ == "lightning.pytorch.loggers.mlflow"
+    return (
+        is_mlflow(logger)
+        and getattr(type(logger), "log_metrics", log_rounds).__module__ == "lightning.pytorch.loggers.mlflow"
+    )
 
 
-def log_rounds(logger: Any, rounds: Sequence[Round], known: Mapping[str, Container[int]] = MappingProxyType({})) -> None:
-    """What ``logger.log_metrics`` would do, for many rounds in a call; a call is one transaction and holds whole rounds.
+def log_rounds(
+    logger: Any, rounds: Sequence[Round], known: Mapping[str, Container[int]] = MappingProxyType({})
+) -> None:
+    """What ``logger.log_metrics`` would do, for many rounds in a call; a call is one transaction and holds
+    whole rounds.
 
     A call costs MLflow 5 ms, and 0.05 ms a metric.
 
@@ -233,8 +281,13 @@ def log_rounds(logger: Any, rounds: Sequence[Round], known: Mapping[str, Contain
     batch: list[Metric] = []
     for round in rounds:
         named: Mapping[str, Any] = _add_prefix(dict(round.metrics), logger._prefix, logger.LOGGER_JOIN_CHAR)
-        numbers = {key: value for key, value in named.items() if not isinstance(value, str)}  # which Lightning skips as well
-        row = [Metric(_NOT_IN_NAMES.sub("", key), value, round.time, round.step) for key, value in numbers.items()]
+        numbers = {
+            key: value for key, value in named.items() if not isinstance(value, str)
+        }  # which Lightning skips as well
+        row = [
+            Metric(_NOT_IN_NAMES.sub("", key), value, round.time, round.step)
+            for key, value in numbers.items()
+        ]
         row = [metric for metric in row if round.step not in known.get(metric.key, ())]
         if batch and len(batch) + len(row) > METRICS_PER_CALL:
             client.log_batch(run_id, metrics=batch, **logger._log_batch_kwargs)
@@ -249,7 +302,8 @@ def is_mlflow(logger: object) -> bool:
 
 
 def within(limit: float, function: Callable[[], Any]) -> Any:
-    """The function's result; raises what it raises, or TimeoutError after ``limit`` seconds in which this process ran."""
+    """The function's result; raises what it raises, or TimeoutError after ``limit`` seconds in which this
+    process ran."""
     outcome: dict[str, Any] = {}
 
     def work() -> None:
@@ -258,7 +312,9 @@ def within(limit: float, function: Callable[[], Any]) -> Any:
         except Exception as error:
             outcome["error"] = error
 
-    thread = Thread(target=work, name="tracking", daemon=True)  # one that never answers does not keep the process alive
+    thread = Thread(
+        target=work, name="tracking", daemon=True
+    )  # one that never answers does not keep the process alive
     thread.start()
     waited = AwakeTimer()
     while thread.is_alive() and waited.seconds() < limit:
@@ -269,5 +325,6 @@ def within(limit: float, function: Callable[[], Any]) -> Any:
 
 
 def reason(error: BaseException) -> str:
-    """The error in one line, without secrets: hidden before it is cut, since half an address is not known as one."""
+    """The error in one line, without secrets: hidden before it is cut, since half an address is not known as
+    one."""
     return f"{type(error).__name__}: {redact(str(error)).strip().partition(chr(10))[0][:200]}"

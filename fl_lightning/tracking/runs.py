@@ -1,4 +1,5 @@
-"""Runs in MLflow, apart from the one that is training: a study's own, one that ended and is given more, all of an experiment."""
+"""Runs in MLflow, apart from the one that is training: a study's own, one that ended and is given more, all
+of an experiment."""
 
 from __future__ import annotations
 
@@ -44,9 +45,13 @@ class StudyRun(NamedTuple):
 
 
 def begin_study(
-    study: str, folder: Path, tags: Mapping[str, str], experiment_tags: Mapping[str, str] = MappingProxyType({})
+    study: str,
+    folder: Path,
+    tags: Mapping[str, str],
+    experiment_tags: Mapping[str, str] = MappingProxyType({}),
 ) -> StudyRun | None:
-    """The run that a study's runs are nested under, in the default store: made once, then found by its folder.
+    """The run that a study's runs are nested under, in the default store: made once, then found by its
+    folder.
 
     Args:
         study: name of the study and of the experiment.
@@ -81,7 +86,9 @@ def begin_study(
         return None
 
 
-def end_study(begun: StudyRun | None, folder: Path, status: Status, files: Sequence[str] = ("study.yaml", "cells.json")) -> None:
+def end_study(
+    begun: StudyRun | None, folder: Path, status: Status, files: Sequence[str] = ("study.yaml", "cells.json")
+) -> None:
     """Close what :func:`begin_study` opened; ``files`` of the folder go with it."""
     if begun is None:
         return
@@ -96,13 +103,20 @@ def end_study(begun: StudyRun | None, folder: Path, status: Status, files: Seque
     try:
         within(CALL_LIMIT, end)
     except Exception as error:
-        log.warning("MLflow at %s failed (%s); the study's own run there is not closed", redact(uri), reason(error))
+        log.warning(
+            "MLflow at %s failed (%s); the study's own run there is not closed", redact(uri), reason(error)
+        )
 
 
 def add_to_run(
-    logger: Logger | Sequence[Logger] | bool, run_id: str, metrics: Mapping[str, float], step: int, files: Sequence[Path]
+    logger: Logger | Sequence[Logger] | bool,
+    run_id: str,
+    metrics: Mapping[str, float],
+    step: int,
+    files: Sequence[Path],
 ) -> None:
-    """Give a run that has ended more metrics, and files; its status stays, and what it has already is not logged again.
+    """Give a run that has ended more metrics, and files; its status stays, and what it has already is not
+    logged again.
 
     Args:
         logger: where the run is: True for the default store, or the loggers that it was made with.
@@ -117,7 +131,9 @@ def add_to_run(
         try:
             within(START_LIMIT, partial(_add, uri, run_id, metrics, step, files))
         except Exception as error:
-            log.warning("MLflow at %s failed (%s); the results are in %s", redact(uri), reason(error), files[0])
+            log.warning(
+                "MLflow at %s failed (%s); the results are in %s", redact(uri), reason(error), files[0]
+            )
 
 
 def _add(uri: str, run_id: str, metrics: Mapping[str, float], step: int, files: Sequence[Path]) -> None:
@@ -127,8 +143,18 @@ def _add(uri: str, run_id: str, metrics: Mapping[str, float], step: int, files: 
     from mlflow.entities import Metric
 
     known = client.get_run(run_id).data.metrics
-    there = {name for name in metrics if name in known for m in client.get_metric_history(run_id, name) if m.step == step}
-    log_batches(client, run_id, metrics=[Metric(name, value, now, step) for name, value in metrics.items() if name not in there])
+    there = {
+        name
+        for name in metrics
+        if name in known
+        for m in client.get_metric_history(run_id, name)
+        if m.step == step
+    }
+    log_batches(
+        client,
+        run_id,
+        metrics=[Metric(name, value, now, step) for name, value in metrics.items() if name not in there],
+    )
     for path in files:
         client.log_artifact(run_id, str(path))
 
@@ -136,7 +162,8 @@ def _add(uri: str, run_id: str, metrics: Mapping[str, float], step: int, files: 
 def read_runs(uri: str, experiment: str) -> list[dict[str, Any]]:
     """The runs of an experiment, by name.
 
-    Each has ``name``, ``id``, ``metadata`` as in ``metadata.json``, ``history``, a row per round, ``settings`` with dotted keys, and
+    Each has ``name``, ``id``, ``metadata`` as in ``metadata.json``, ``history``, a row per round,
+    ``settings`` with dotted keys, and
     ``typed``: whether these are from ``config.yaml``, not from the store's parameters, which are all text.
 
     Raises:
@@ -144,18 +171,28 @@ def read_runs(uri: str, experiment: str) -> list[dict[str, Any]]:
     """
     uri = absolute(uri)
     if is_missing(uri):
-        raise InputError(f"--mlflow {redact(uri)}; there is no such database; name the one that the runs were tracked in")
+        raise InputError(
+            f"--mlflow {redact(uri)}",
+            "there is no such database",
+            "name the one that the runs were tracked in",
+        )
     try:
         client = connect(uri)
         found = client.get_experiment_by_name(experiment)
         if found is None:
-            raise InputError(f"--mlflow {redact(uri)}; it has no experiment {experiment}; name a study whose runs it tracked")
+            raise InputError(
+                f"--mlflow {redact(uri)}",
+                f"it has no experiment {experiment}",
+                "name a study whose runs it tracked",
+            )
         runs = [_read_run(client, run) for run in _search(client, found.experiment_id)]
     except InputError:
         raise
     except Exception as error:
         raise InputError(
-            f"--mlflow {redact(uri)}; it cannot be read ({reason(error)}); mend it, or leave --mlflow out"
+            f"--mlflow {redact(uri)}",
+            f"it cannot be read ({reason(error)})",
+            "mend it, or leave --mlflow out",
         ) from error
     return sorted(runs, key=lambda entry: (entry["name"], entry["id"]))
 

@@ -1,6 +1,8 @@
-"""A thread that writes for its owner: in order, rows together, and again where it failed, while the owner goes on.
+"""A thread that writes for its owner: in order, rows together, and again where it failed, while the owner
+goes on.
 
-What the owner's thread touches are queues written in C, which a signal in mid-call leaves whole; a ``Condition`` it would not.
+What the owner's thread touches are queues written in C, which a signal in mid-call leaves whole; a
+``Condition`` it would not.
 """
 
 from __future__ import annotations
@@ -19,12 +21,16 @@ T = TypeVar("T")
 FULL = 1000
 """Jobs that may wait; an owner who is that far ahead of a store that works waits for it."""
 POLL = 0.1  # seconds between looks at a writer that one waits for
-FIRST_RETRY, LAST_RETRY = 5.0, 60.0  # seconds from a failure to the next try: doubled each time, up to the latter
+FIRST_RETRY, LAST_RETRY = (
+    5.0,
+    60.0,
+)  # seconds from a failure to the next try: doubled each time, up to the latter
 RETRY_AT_END = 1.0  # seconds, where somebody waits: what fails for the first time then is tried once more
 
 
 class AwakeTimer:
-    """Seconds that have passed while this process ran: a pause (SIGSTOP, a closed lid) between two looks counts as ``step`` at most.
+    """Seconds that have passed while this process ran: a pause (SIGSTOP, a closed lid) between two looks
+    counts as ``step`` at most.
 
     Args:
         step: seconds that one look may add. Who looks less often counts too little, never too much.
@@ -55,10 +61,11 @@ class _Call:
 class Writer(Generic[T]):
     """Runs what it is given in a thread of its own; its owner waits only in :meth:`flush` and :meth:`close`.
 
-    A row or a call that raises is tried again, after a pause that grows, and all that was given after it waits; so nothing is lost while
-    a store is away. A call that takes long delays nobody: the owner only stops waiting for it. An *optional* call that
-    raises is put aside and tried again when the writer is flushed.
-    The thread begins with :meth:`start`, so that a process can be forked before that, and does not keep the process alive.
+    A row or a call that raises is tried again, after a pause that grows, and all that was given after it
+    waits; so nothing is lost while a store is away. A call that takes long delays nobody: the owner only
+    stops waiting for it. An *optional* call that raises is put aside and tried again when the writer is
+    flushed. The thread begins with :meth:`start`, so that a process can be forked before that, and does not
+    keep the process alive.
 
     Args:
         write: takes rows, oldest first. It is given the same rows again after it raised, and maybe more.
@@ -82,7 +89,9 @@ class Writer(Generic[T]):
         self._write, self._failed, self._recovered = write, failed, recovered
         self._limit, self._most, self._pause = limit, most, pause
         self._jobs: SimpleQueue[T | _Call | None] = SimpleQueue()
-        self._backlog: deque[T | _Call | None] = deque()  # taken from the queue and not done; the thread's own
+        self._backlog: deque[T | _Call | None] = (
+            deque()
+        )  # taken from the queue and not done; the thread's own
         self._aside: list[_Call] = []  # optional calls that failed
         self._alarm: SimpleQueue[None] = SimpleQueue()  # somebody waits: no pause
         self._thread: Thread | None = None
@@ -108,7 +117,8 @@ class Writer(Generic[T]):
         return len(self._aside)
 
     def start(self, *first: tuple[Callable[[], Any], float]) -> None:
-        """Begin: functions, each tried until it succeeds, and the seconds to wait for it; then what has been given so far."""
+        """Begin: functions, each tried until it succeeds, and the seconds to wait for it; then what has been
+        given so far."""
         self._backlog.extendleft(_Call(function, limit) for function, limit in reversed(first))
         self._thread = Thread(target=self._work, name="writer", daemon=True)
         self._thread.start()
@@ -153,7 +163,8 @@ class Writer(Generic[T]):
             self._hurry = False
 
     def close(self) -> bool:
-        """Do what is left and end the thread; what is given after that begins another one. Returns what :meth:`flush` does."""
+        """Do what is left and end the thread; what is given after that begins another one. Returns what
+        :meth:`flush` does."""
         drained = self.flush()
         if self._thread is None or self._closed:
             return drained

@@ -9,6 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from fl_lightning.errors import InputError
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Codes:
@@ -24,7 +26,9 @@ class Codes:
 
     def __post_init__(self) -> None:
         if not 1 <= self.bits <= 16:
-            raise ValueError(f"codes of {self.bits} bits; 1 to 16 can be packed; choose bits in that range")
+            raise InputError(
+                f"codes of {self.bits} bits", "1 to 16 can be packed", "choose bits in that range"
+            )
 
 
 def packed_nbytes(count: int, bits: int) -> int:
@@ -43,7 +47,9 @@ def pack(codes: Codes) -> bytes:
     """
     values, bits = codes.values.numpy().reshape(-1), codes.bits
     if values.size and (values.min() < 0 or values.max() >> bits):
-        raise ValueError(f"a code lies outside [0, {2**bits}); {bits} bits cannot hold it; clamp before packing")
+        raise InputError(
+            f"a code lies outside [0, {2**bits})", f"{bits} bits cannot hold it", "clamp before packing"
+        )
     if bits in (8, 16):
         return values.astype(f"<u{bits // 8}").tobytes()
     groups = np.zeros((-(-values.size // 8), 8), dtype=np.uint32)
@@ -57,7 +63,8 @@ def pack(codes: Codes) -> bytes:
 
 
 def _places(bits: int) -> list[tuple[int, int, int]]:
-    """Eight codes fill ``bits`` bytes: position of a code, the byte where it starts, and its lowest bit there."""
+    """Eight codes fill ``bits`` bytes: position of a code, the byte where it starts, and its lowest bit
+    there."""
     return [(position, position * bits // 8, position * bits % 8) for position in range(8)]
 
 
@@ -69,7 +76,11 @@ def unpack(data: bytes | memoryview, count: int, bits: int) -> Tensor:
     """
     raw = np.frombuffer(data, dtype=np.uint8)
     if raw.size != packed_nbytes(count, bits):
-        raise ValueError(f"{raw.size} bytes for {count} codes of {bits} bits; they take {packed_nbytes(count, bits)}; pass those")
+        raise InputError(
+            f"{raw.size} bytes for {count} codes of {bits} bits",
+            f"they take {packed_nbytes(count, bits)}",
+            "pass those",
+        )
     if bits in (8, 16):
         return torch.from_numpy(raw.view(f"<u{bits // 8}").astype(np.int32))
     if bits in (1, 2, 4):
@@ -106,5 +117,6 @@ def _codes_of_pairs(bits: int) -> np.ndarray:
 
 @cache
 def _codes_of_bytes(bits: int) -> np.ndarray:
-    """int32 ``[256, 8 / bits]``: the codes in each byte, looked up instead of shifted out: 2 to 9 times as fast."""
+    """int32 ``[256, 8 / bits]``: the codes in each byte, looked up instead of shifted out: 2 to 9 times as
+    fast."""
     return (np.arange(256)[:, None] >> np.arange(0, 8, bits) & 2**bits - 1).astype(np.int32)

@@ -27,7 +27,8 @@ class Layout:
 
     @classmethod
     def of(cls, module: nn.Module, include: Callable[[str], bool] = lambda name: True) -> Layout:
-        """What of a module travels: its trainable parameters, then its float buffers (BatchNorm statistics, not their counter)."""
+        """What of a module travels: its trainable parameters, then its float buffers (BatchNorm statistics,
+        not their counter)."""
         trainable = {name: p for name, p in module.named_parameters() if p.requires_grad}
         statistics = {name: b for name, b in module.named_buffers() if b.is_floating_point()}
         return cls({name: tensor for name, tensor in (trainable | statistics).items() if include(name)})
@@ -61,7 +62,9 @@ class Layout:
         """
         if vector.shape != (self.size,):
             raise PayloadError(
-                f"values of shape {tuple(vector.shape)}; this model has [{self.size}]; use one network on both sides"
+                f"values of shape {tuple(vector.shape)}",
+                f"this model has [{self.size}]",
+                "use one network on both sides",
             )
 
     def unpack(self, vector: Tensor) -> dict[str, Tensor]:
@@ -72,4 +75,6 @@ class Layout:
         """
         self.check(vector)
         pieces = torch.split_with_sizes(vector, self.sizes)
-        return {name: piece.view(shape) for piece, (name, shape) in zip(pieces, self.shapes.items(), strict=True)}
+        return {
+            name: piece.view(shape) for piece, (name, shape) in zip(pieces, self.shapes.items(), strict=True)
+        }

@@ -13,8 +13,8 @@ class LedgerEntry:
     """One client in one round; sizes in bytes.
 
     Args:
-        status: ``trained``; ``dropped`` (before training: nothing was sent either way); ``lost`` (it trained, its upload
-            never counted); ``rejected`` (the upload came and was refused).
+        status: ``trained``; ``dropped`` (before training: nothing was sent either way); ``lost`` (it trained,
+            its upload never counted); ``rejected`` (the upload came and was refused).
         wasted: bytes uploaded that never counted; part of ``upload``.
     """
 

@@ -2,11 +2,12 @@
 
 Layout, little endian::
 
-    header  b"FLPW", version u8, entries u16, body length u64, CRC-32 of all the rest u32      19 bytes
-    entry   name length u8, name, type u8, dimensions u8, u32 each, then the data              3 + name + 4 ndim + data
+    header  b"FLPW", version u8, entries u16, body length u64, CRC-32 of all the rest u32        19 bytes
+    entry   name length u8, name, type u8, dimensions u8, u32 each, then the data     3 + name + 4 ndim + data
 
-A type below 32 is an index into ``DTYPES``; 32 + b is a stream of b-bit codes without padding between them. Both sides know
-the model, so methods send few, long entries (all fp32 values as one vector) and names cost next to nothing.
+A type below 32 is an index into ``DTYPES``; 32 + b is a stream of b-bit codes without padding between them.
+Both sides know the model, so methods send few, long entries (all fp32 values as one vector) and names cost
+next to nothing.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from collections.abc import ItemsView, Iterator, Mapping
 import torch
 from torch import Tensor
 
+from fl_lightning.errors import InputError, ThreePartError
 from fl_lightning.wire.codes import Codes, pack, packed_nbytes, unpack
 
 MAGIC, VERSION = b"FLPW", 1
@@ -39,8 +41,14 @@ CODES = 32
 GLANCE = 4096  # values that are compared rather than encoded again
 
 
-class PayloadError(ValueError):
-    """The bytes are not a payload: damaged, truncated, or of another version."""
+class PayloadError(ThreePartError, ValueError):
+    """An upload that must not count: its bytes are no payload, or its entries not what the method expects.
+
+    ``Method.check`` and ``decode`` raise it; the parts after the first may be left out.
+    """
+
+    def __init__(self, given: str, rule: str = "", instead: str = "") -> None:
+        super().__init__(given, rule, instead)
 
 
 class Payload(Mapping[str, "Tensor | Codes"]):
@@ -78,7 +86,9 @@ class Payload(Mapping[str, "Tensor | Codes"]):
         """
         value = self._required(name)
         if isinstance(value, Codes):
-            raise PayloadError(f"entry {name!r} holds codes; a tensor is needed; read it with .codes({name!r})")
+            raise PayloadError(
+                f"entry {name!r} holds codes", "a tensor is needed", f"read it with .codes({name!r})"
+            )
         return value
 
     def codes(self, name: str) -> Codes:
@@ -89,12 +99,16 @@ class Payload(Mapping[str, "Tensor | Codes"]):
         """
         value = self._required(name)
         if not isinstance(value, Codes):
-            raise PayloadError(f"entry {name!r} holds a tensor; codes are needed; read it with .tensor({name!r})")
+            raise PayloadError(
+                f"entry {name!r} holds a tensor", "codes are needed", f"read it with .tensor({name!r})"
+            )
         return value
 
     def _required(self, name: str) -> Tensor | Codes:
         if name not in self:
-            raise PayloadError(f"a payload with {sorted(self)}; it needs an entry {name!r}; check who encoded it")
+            raise PayloadError(
+                f"a payload with {sorted(self)}", f"it needs an entry {name!r}", "check who encoded it"
+            )
         return self[name]
 
     @property
@@ -104,13 +118,17 @@ class Payload(Mapping[str, "Tensor | Codes"]):
 
     def to_bytes(self) -> bytes:
         """The bytes on the wire."""
-        parts = [part for name, value in self._entries.items() for part in (entry_head(name, value), _data(value))]
+        parts = [
+            part for name, value in self._entries.items() for part in (entry_head(name, value), _data(value))
+        ]
         length = sum(len(part) for part in parts)
-        return b"".join([HEADER.pack(MAGIC, VERSION, len(self), length, _checksum(len(self), *parts)), *parts])
+        return b"".join(
+            [HEADER.pack(MAGIC, VERSION, len(self), length, _checksum(len(self), *parts)), *parts]
+        )
 
     def identity(self) -> tuple[object, ...]:
-        """Equal for two payloads with the same entries, while the first one is alive; where many values would have to be compared, only if
-        they are the same tensors, not written to since."""
+        """Equal for two payloads with the same entries, while the first one is alive; where many values would
+        have to be compared, only if they are the same tensors, not written to since."""
         return tuple((name, *_identity(value)) for name, value in self.items())
 
     def require_within(self, limits: Mapping[str, int]) -> None:
@@ -122,12 +140,18 @@ class Payload(Mapping[str, "Tensor | Codes"]):
 
     @classmethod
     def from_bytes(
-        cls, data: bytes, *, verified: bool = False, limits: Mapping[str, int] | None = None, max_values: int | None = None
+        cls,
+        data: bytes,
+        *,
+        verified: bool = False,
+        limits: Mapping[str, int] | None = None,
+        max_values: int | None = None,
     ) -> Payload:
         """Decode. What ``limits`` and ``max_values`` forbid is refused before memory is taken for it.
 
         Args:
-            verified: the checksum of these very bytes has been found right before, or nothing can have happened to them.
+            verified: the checksum of these very bytes has been found right before, or nothing can have
+                happened to them.
             limits: the entries that may occur, and the largest number of values of each. None: any.
             max_values: largest number of values of all entries together. None: any.
 
@@ -136,27 +160,39 @@ class Payload(Mapping[str, "Tensor | Codes"]):
         """
         if len(data) < HEADER.size or data[:4] != MAGIC:
             raise PayloadError(
-                f"{len(data)} bytes that do not start with {MAGIC!r}; a payload starts so; send Payload.to_bytes()"
+                f"{len(data)} bytes that do not start with {MAGIC!r}",
+                "a payload starts so",
+                "send Payload.to_bytes()",
             )
         _, version, count, length, checksum = HEADER.unpack_from(data)
         if version != VERSION:
             raise PayloadError(
-                f"a payload of version {version}; this build reads version {VERSION}; use the same release on both sides"
+                f"a payload of version {version}",
+                f"this build reads version {VERSION}",
+                "use the same release on both sides",
             )
         body = memoryview(data)[HEADER.size :]
         if len(body) != length or not (verified or _checksum(count, body) == checksum):
-            raise PayloadError(f"a payload of {len(body)} bytes that announced {length}, or damaged (CRC-32); send it again")
+            raise PayloadError(
+                f"a payload of {len(body)} bytes that announced {length}, or damaged (CRC-32); send it again"
+            )
         reader, entries = _Reader(body, limits, max_values), {}  # type: _Reader, dict[str, Tensor | Codes]
         try:
             for _ in range(count):
                 name, value = reader.entry()
                 if name in entries:
-                    raise PayloadError(f"a payload with two entries {name!r}; names are unique; encode it again")
+                    raise PayloadError(
+                        f"a payload with two entries {name!r}", "names are unique", "encode it again"
+                    )
                 entries[name] = value
         except (struct.error, UnicodeDecodeError, RuntimeError, IndexError) as error:
-            raise PayloadError(f"a payload whose entries cannot be read ({error}); encode it again") from error
+            raise PayloadError(
+                f"a payload whose entries cannot be read ({error}); encode it again"
+            ) from error
         if reader.offset != length:
-            raise PayloadError(f"a payload with {length - reader.offset} bytes after its last entry; encode it again")
+            raise PayloadError(
+                f"a payload with {length - reader.offset} bytes after its last entry; encode it again"
+            )
         decoded = cls.__new__(cls)
         decoded._entries = entries
         return decoded
@@ -170,14 +206,16 @@ class _Reader:
     def take(self, count: int) -> memoryview:
         taken = self.body[self.offset : self.offset + count]
         if len(taken) < count:
-            raise PayloadError(f"a payload whose entry needs {count} bytes where {len(taken)} are left; encode it again")
+            raise PayloadError(
+                f"a payload whose entry needs {count} bytes where {len(taken)} are left; encode it again"
+            )
         self.offset += count
         return taken
 
     def entry(self) -> tuple[str, Tensor | Codes]:
         (length,) = self.take(1)
         if not length:
-            raise PayloadError("an entry without a name; names have 1 to 255 bytes; encode it again")
+            raise PayloadError("an entry without a name", "names have 1 to 255 bytes", "encode it again")
         name = str(self.take(length), "utf-8")
         kind, ndim = self.take(2)
         shape = struct.unpack(f"<{ndim}I", self.take(4 * ndim))
@@ -186,14 +224,19 @@ class _Reader:
             _require_allowed(name, count, self.limits)
         if count > self.left:
             raise PayloadError(
-                f"entry {name!r} of {count} values where {self.left} are left to this upload; send fewer, or declare them in upload_limits"
+                f"entry {name!r} of {count} values where {self.left} are left to this upload; send "
+                "fewer, or declare them in upload_limits"
             )
         self.left -= count
         if kind > CODES:
             bits = kind - CODES
             if bits > 16:
-                raise PayloadError(f"entry {name!r} has codes of {bits} bits; 1 to 16 exist; encode it again")
-            return name, Codes(unpack(self.take(packed_nbytes(count, bits)), count, bits).reshape(shape), bits)
+                raise PayloadError(
+                    f"entry {name!r} has codes of {bits} bits", "1 to 16 exist", "encode it again"
+                )
+            return name, Codes(
+                unpack(self.take(packed_nbytes(count, bits)), count, bits).reshape(shape), bits
+            )
         if kind >= len(DTYPES):
             raise PayloadError(f"entry {name!r} has the unknown type {kind}; encode it with this release")
         dtype = DTYPES[kind]
@@ -204,9 +247,13 @@ class _Reader:
 
 def _require_allowed(name: str, count: int, limits: Mapping[str, int]) -> None:
     if name not in limits:
-        raise PayloadError(f"an entry {name!r}; this method's uploads hold {', '.join(limits)}; send these")
+        raise PayloadError(
+            f"an entry {name!r}", f"this method's uploads hold {', '.join(limits)}", "send these"
+        )
     if count > limits[name]:
-        raise PayloadError(f"entry {name!r} of {count} values; this method's has {limits[name]} at most; send no more")
+        raise PayloadError(
+            f"entry {name!r} of {count} values", f"this method's has {limits[name]} at most", "send no more"
+        )
 
 
 def checksum_of_header(count: int) -> int:
@@ -223,17 +270,25 @@ def _checksum(count: int, *body: bytes | memoryview) -> int:
 
 def _on_cpu(name: str, value: Tensor | Codes) -> Tensor | Codes:
     if not 1 <= len(name.encode()) <= 255:
-        raise ValueError(f"an entry name of {len(name.encode())} bytes; names have 1 to 255; shorten it")
+        raise InputError(f"an entry name of {len(name.encode())} bytes", "names have 1 to 255", "shorten it")
     if isinstance(value, Codes):
         return Codes(value.values.detach().to("cpu", torch.int32), value.bits)
     if value.dtype not in KINDS:
-        raise ValueError(f"entry {name!r} is {value.dtype}; the wire carries {', '.join(map(str, DTYPES))}; convert it first")
+        raise InputError(
+            f"entry {name!r} is {value.dtype}",
+            f"the wire carries {', '.join(map(str, DTYPES))}",
+            "convert it first",
+        )
     return value.detach() if value.device.type == "cpu" else value.detach().cpu()
 
 
 def entry_head(name: str, value: Tensor | Codes) -> bytes:
     """What an entry says of itself."""
-    kind, shape = (CODES + value.bits, value.values.shape) if isinstance(value, Codes) else (KINDS[value.dtype], value.shape)
+    kind, shape = (
+        (CODES + value.bits, value.values.shape)
+        if isinstance(value, Codes)
+        else (KINDS[value.dtype], value.shape)
+    )
     encoded = name.encode()
     return struct.pack(f"<B{len(encoded)}sBB{len(shape)}I", len(encoded), encoded, kind, len(shape), *shape)
 

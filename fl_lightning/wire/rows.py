@@ -30,7 +30,9 @@ def encode_rows(entries: Mapping[str, Tensor]) -> list[bytes]:
     seed = checksum_of_header(len(entries))
     for row in wire:
         checksum = zlib.crc32(row[HEADER.size :], seed)
-        row[: HEADER.size] = np.frombuffer(HEADER.pack(MAGIC, VERSION, len(entries), body, checksum), np.uint8)
+        row[: HEADER.size] = np.frombuffer(
+            HEADER.pack(MAGIC, VERSION, len(entries), body, checksum), np.uint8
+        )
     return [row.tobytes() for row in wire]
 
 

@@ -1,4 +1,5 @@
-"""Python attributes of a module and its children around a local step: which changed, and back as they were."""
+"""Python attributes of a module and its children around a local step: which changed, and back as they
+were."""
 
 from __future__ import annotations
 
@@ -14,7 +15,14 @@ class Attributes:
 
     def __init__(self, module: nn.Module) -> None:
         self.held = [
-            (child, {name: (value, _contents(value)) for name, value in vars(child).items() if name not in REGISTERED})
+            (
+                child,
+                {
+                    name: (value, _contents(value))
+                    for name, value in vars(child).items()
+                    if name not in REGISTERED
+                },
+            )
             for child in module.modules()
         ]
 
@@ -62,7 +70,8 @@ class UnreadableError(Exception):
 
 
 class Unreadable:
-    """Stands for a number that nobody may look at: whatever is done with it raises :class:`UnreadableError`."""
+    """Stands for a number that nobody may look at: whatever is done with it raises
+    :class:`UnreadableError`."""
 
     def __init__(self, name: str) -> None:
         self.__dict__["name"] = name
@@ -72,9 +81,13 @@ class Unreadable:
 
     __bool__ = __int__ = __index__ = __float__ = __len__ = __iter__ = __call__ = _read
     __eq__ = __ne__ = __lt__ = __le__ = __gt__ = __ge__ = _read  # type: ignore[assignment]
-    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __rtruediv__ = __floordiv__ = __rfloordiv__ = (
-        _read
-    )
-    __mod__ = __rmod__ = __divmod__ = __rdivmod__ = __pow__ = __rpow__ = __and__ = __rand__ = __or__ = __ror__ = __xor__ = _read
-    __lshift__ = __rlshift__ = __rshift__ = __rrshift__ = __neg__ = __pos__ = __abs__ = __round__ = __getitem__ = _read
+    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __rtruediv__ = (
+        __floordiv__
+    ) = __rfloordiv__ = _read
+    __mod__ = __rmod__ = __divmod__ = __rdivmod__ = __pow__ = __rpow__ = __and__ = __rand__ = __or__ = (
+        __ror__
+    ) = __xor__ = _read
+    __lshift__ = __rlshift__ = __rshift__ = __rrshift__ = __neg__ = __pos__ = __abs__ = __round__ = (
+        __getitem__
+    ) = _read
     __str__ = __repr__ = __format__ = __hash__ = __getattr__ = _read  # type: ignore[assignment]

@@ -1,18 +1,22 @@
 """Local steps recorded once and played again: on CUDA one launch a step instead of hundreds (a *CUDA graph*).
 
-A recording reads and writes fixed memory. So the clients of one kind (:mod:`fl_lightning.engines.cuda.kinds`) share one set of static tensors:
-what ``receive`` put somewhere else is copied in before the steps and out after them, each batch is copied into static inputs, and the
-optimiser's state is set to zero instead of made anew. There is one recording for each kind and form of batch: the forward pass under
-autocast, the backward pass, the optimiser's step, ``on_train_batch_end``, and the float64 sums of the loss terms.
+A recording reads and writes fixed memory. So the clients of one kind (:mod:`fl_lightning.engines.cuda.kinds`)
+share one set of static tensors: what ``receive`` put somewhere else is copied in before the steps and out
+after them, each batch is copied into static inputs, and the optimiser's state is set to zero instead of made
+anew. There is one recording for each kind and form of batch: the forward pass under autocast, the backward
+pass, the optimiser's step, ``on_train_batch_end``, and the float64 sums of the loss terms.
 
-A recording is used only after its first play, on a copy of the state, gave what the eager step gave on the same state: bit for bit, or
-within ``TOLERANCE`` where two eager steps differ already. So where steps repeat themselves it changes no result whether a step is played,
-and resume stays exact. Everything else goes the eager way, and the log says why, once: methods that are not ``stackable``; loss scales of
-16-mixed; optimisers other than those of :func:`starts_at_zero`; steps that draw random numbers (PyTorch documents that replays advance
-the default generator as eager steps do; no card was at hand to see it), read the number of the step or round, set Python attributes, or
-wait for the device. So do, without a word, forms of batches that have turned up fewer than ``AFTER`` times.
+A recording is used only after its first play, on a copy of the state, gave what the eager step gave on the
+same state: bit for bit, or within ``TOLERANCE`` where two eager steps differ already. So where steps repeat
+themselves it changes no result whether a step is played, and resume stays exact. Everything else goes the
+eager way, and the log says why, once: methods that are not ``stackable``; loss scales of 16-mixed; optimisers
+other than those of :func:`starts_at_zero`; steps that draw random numbers (PyTorch documents that replays
+advance the default generator as eager steps do; no card was at hand to see it), read the number of the step
+or round, set Python attributes, or wait for the device. So do, without a word, forms of batches that have
+turned up fewer than ``AFTER`` times.
 
-Of all this only the capture itself (:class:`~fl_lightning.engines.cuda.recorders.CudaGraphs`) has never run: the tests play tapes on a CPU.
+Of all this only the capture itself (:class:`~fl_lightning.engines.cuda.recorders.CudaGraphs`) has never run:
+the tests play tapes on a CPU.
 """
 
 from __future__ import annotations
@@ -43,22 +47,28 @@ log = logging.getLogger("fl_lightning")
 AFTER = 4
 """Eager steps of a kind and form before it is recorded, which takes about as long as twice as many."""
 KINDS = 8
-"""Kinds whose recordings are kept: their memory is that of the activations of a step for each form of batch. One more, and all go:
-a CUDA graph must not outlive others of its recorder (:class:`~fl_lightning.engines.cuda.recorders.CudaGraphs`)."""
+"""Kinds whose recordings are kept: their memory is that of the activations of a step for each form of batch.
+One more, and all go: a CUDA graph must not outlive others of its recorder
+(:class:`~fl_lightning.engines.cuda.recorders.CudaGraphs`)."""
 TOLERANCE = 1e-4
 """Relative to the largest value of a tensor; where an eager step does not repeat itself bit for bit."""
 
 
 def make_steps(fabric: Fabric, method: Method) -> Steps:
     """Recorded on CUDA, eager elsewhere."""
-    return RecordedSteps(fabric, method, CudaGraphs(fabric.device)) if fabric.device.type == "cuda" else Steps(fabric, method)
+    return (
+        RecordedSteps(fabric, method, CudaGraphs(fabric.device))
+        if fabric.device.type == "cuda"
+        else Steps(fabric, method)
+    )
 
 
 def starts_at_zero(optimizer: Optimizer) -> bool:
     """Whether an optimiser with zeros for a state makes the steps of a fresh one.
 
-    Adam and AdamW begin with zeros. SGD begins without a momentum buffer and sets it to the first gradient g; from zero it would be
-    momentum * 0 + (1 - dampening) g, the same without dampening, with Nesterov's momentum too.
+    Adam and AdamW begin with zeros. SGD begins without a momentum buffer and sets it to the first gradient g;
+    from zero it would be momentum * 0 + (1 - dampening) g, the same without dampening, with Nesterov's
+    momentum too.
     """
     if type(optimizer) is SGD:
         return all(group["momentum"] == 0 or group["dampening"] == 0 for group in optimizer.param_groups)
@@ -98,7 +108,10 @@ class RecordedSteps(Steps):
             if len(self.kinds) == KINDS:
                 oldest = next(iter(self.kinds.values()))
                 if not oldest.recordings and not oldest.refused:
-                    self._say(f"clients are of more than {KINDS} kinds (shapes, modes, plain values that receive sets)")
+                    self._say(
+                        f"clients are of more than {KINDS} kinds (shapes, modes, plain values that "
+                        "receive sets)"
+                    )
                 self.kinds.clear()
                 self.recorder.forget()
             self.kinds[form] = Kind(self.method, self.fabric.device, self.optimizer, self.resident)
@@ -157,17 +170,24 @@ class RecordedSteps(Steps):
         if reason := self.recorder.refuses(self.optimizer):
             return reason
         if strange := strange_value(self.method, self.was):
-            return f"{name}.receive sets {strange!r}, which is neither a parameter, a buffer nor a plain value"
+            return (
+                f"{name}.receive sets {strange!r}, which is neither a parameter, a buffer nor a plain value"
+            )
         return ""
 
     def _record(self, kind: Kind, form: Any, batch: Any, index: int) -> None:
-        """Record this step and see whether it then does what the step does. Nothing has happened afterwards."""
-        wait_for(self.fabric.device)  # what is restored may be read beside these steps: a teacher is at the next batches
+        """Record this step and see whether it then does what the step does. Nothing has happened
+        afterwards."""
+        wait_for(
+            self.fabric.device
+        )  # what is restored may be read beside these steps: a teacher is at the next batches
         attributes, saved = Attributes(self.method), kind.save()
         try:
             with torch.random.fork_rng(devices=_devices(self.fabric.device)):
                 kind.recordings[form] = self._tried(kind, batch, index, attributes, saved)
-        except Exception as error:  # whatever it is, the eager step will raise it again if it was to be raised
+        except (
+            Exception
+        ) as error:  # whatever it is, the eager step will raise it again if it was to be raised
             self._refuse(kind, str(error).splitlines()[0] if str(error) else type(error).__name__)
         finally:
             attributes.restore()
@@ -221,7 +241,8 @@ def batch_form(batch: Any) -> Any:
     """Structure, shapes and types."""
     leaves, structure = tree_flatten(batch)
     return str(structure), tuple(
-        (leaf.shape, leaf.dtype, leaf.stride(), leaf.device) if isinstance(leaf, Tensor) else repr(leaf) for leaf in leaves
+        (leaf.shape, leaf.dtype, leaf.stride(), leaf.device) if isinstance(leaf, Tensor) else repr(leaf)
+        for leaf in leaves
     )
 
 

@@ -1,4 +1,5 @@
-"""Clients whose local steps are the same operations on tensors of the same shapes, and the static tensors that they share."""
+"""Clients whose local steps are the same operations on tensors of the same shapes, and the static tensors
+that they share."""
 
 from __future__ import annotations
 
@@ -48,11 +49,13 @@ class Kind:
     Args:
         method: as it is for the first of them.
         optimizer: that one's, fresh.
-        resident: tensors that are the module's own, by id; a client's are copied, or the next one's values would end up in what
-            the first one keeps.
+        resident: tensors that are the module's own, by id; a client's are copied, or the next one's values
+            would end up in what the first one keeps.
     """
 
-    def __init__(self, method: Method, device: torch.device, optimizer: Optimizer, resident: Mapping[int, Tensor]) -> None:
+    def __init__(
+        self, method: Method, device: torch.device, optimizer: Optimizer, resident: Mapping[int, Tensor]
+    ) -> None:
         self.method, self.device, self.optimizer = method, device, optimizer
         self.modules = list(method.modules())  # held, so that their ids stay theirs
         made: dict[int, Tensor] = {}
@@ -88,7 +91,8 @@ class Kind:
 
     @torch.no_grad()
     def keep(self, own: bool = False) -> None:
-        """Where a tensor of the module is not the static one, its value goes there and the static one takes its place.
+        """Where a tensor of the module is not the static one, its value goes there and the static one takes
+        its place.
 
         Args:
             own: the tensors found are those that the client will want back.
@@ -96,7 +100,11 @@ class Kind:
         for number, (place, static) in enumerate(self.places):
             tensor = _at(place)
             if tensor is not static:
-                if tensor.shape != static.shape or tensor.dtype != static.dtype or tensor.device != static.device:
+                if (
+                    tensor.shape != static.shape
+                    or tensor.dtype != static.dtype
+                    or tensor.device != static.device
+                ):
                     raise RefusedError(f"a step makes {place[1]!r} another tensor")
                 static.copy_(tensor)
                 place[0][place[1]] = static
@@ -104,7 +112,8 @@ class Kind:
                     self.own[number] = place, tensor
 
     def settle(self) -> bool:
-        """What happened to the module's own attributes between two steps; False: nothing that recordings can live with."""
+        """What happened to the module's own attributes between two steps; False: nothing that recordings can
+        live with."""
         now = self._top()
         if now == self.known:
             return True
@@ -137,7 +146,8 @@ class Kind:
     # States: what a step may change
 
     def elsewhere(self) -> list[tuple[int, int]]:
-        """Which tensors of the module are not on the device, and how often they were written to: a replay would not."""
+        """Which tensors of the module are not on the device, and how often they were written to: a replay
+        would not."""
         tensors = map(_at, places(self.method))
         return [(id(tensor), tensor._version) for tensor in tensors if tensor.device != self.device]
 
@@ -146,7 +156,12 @@ class Kind:
         return [*static.values(), *self._optimizer_state(), *self.sums.values()]
 
     def _optimizer_state(self) -> list[Tensor]:
-        return [value for state in self.optimizer.state.values() for value in state.values() if isinstance(value, Tensor)]
+        return [
+            value
+            for state in self.optimizer.state.values()
+            for value in state.values()
+            if isinstance(value, Tensor)
+        ]
 
     @torch.no_grad()
     def save(self) -> Saved:
@@ -176,30 +191,46 @@ def places(method: nn.Module) -> list[Place]:
 
 
 def client_form(method: Method, optimizer: Optimizer) -> Any:
-    """Equal for clients of one kind: modules and their modes, tensors but for their values, plain attributes, optimiser."""
+    """Equal for clients of one kind: modules and their modes, tensors but for their values, plain attributes,
+    optimiser."""
     tensors = [_at(place) for place in places(method)]
     first: dict[int, int] = {}
     for number, tensor in enumerate(tensors):
         first.setdefault(id(tensor), number)  # tied weights
     groups = tuple(
-        (tuple(first.get(id(p), -1) for p in group["params"]), repr([v for k, v in group.items() if k != "params"]))
+        (
+            tuple(first.get(id(p), -1) for p in group["params"]),
+            repr([v for k, v in group.items() if k != "params"]),
+        )
         for group in optimizer.param_groups
     )
     return (
         tuple((id(module), module.training) for module in method.modules()),
-        tuple((first[id(t)], t.shape, t.dtype, t.stride(), t.device, t.requires_grad, _baked_in(t, method)) for t in tensors),
-        tuple((name, repr(value)) for name, value in vars(method).items() if name not in EVERY_ROUND and is_plain(value)),
+        tuple(
+            (first[id(t)], t.shape, t.dtype, t.stride(), t.device, t.requires_grad, _baked_in(t, method))
+            for t in tensors
+        ),
+        tuple(
+            (name, repr(value))
+            for name, value in vars(method).items()
+            if name not in EVERY_ROUND and is_plain(value)
+        ),
         (type(optimizer), groups),
     )
 
 
 def _baked_in(tensor: Tensor, method: Method) -> float | None:
     """The value of a number on the host that a recording on a device would keep for ever."""
-    return tensor.item() if tensor.ndim == 0 and tensor.device.type == "cpu" and method.device.type != "cpu" else None
+    return (
+        tensor.item()
+        if tensor.ndim == 0 and tensor.device.type == "cpu" and method.device.type != "cpu"
+        else None
+    )
 
 
 def strange_value(method: Method, before: Mapping[str, Any]) -> str:
-    """The name of an attribute that is new since ``before`` and neither registered nor plain; empty when there is none."""
+    """The name of an attribute that is new since ``before`` and neither registered nor plain; empty when
+    there is none."""
     for name, value in vars(method).items():
         if name not in REGISTERED and before.get(name) is not value and not is_plain(value):
             return name
@@ -212,4 +243,6 @@ def _at(place: Place) -> Tensor:
 
 def _copy_of(tensor: Tensor) -> Tensor:
     copy = tensor.detach().clone()
-    return nn.Parameter(copy, requires_grad=tensor.requires_grad) if isinstance(tensor, nn.Parameter) else copy
+    return (
+        nn.Parameter(copy, requires_grad=tensor.requires_grad) if isinstance(tensor, nn.Parameter) else copy
+    )

@@ -11,17 +11,20 @@ import torch
 from torch.optim import SGD, Optimizer
 
 WARM_UPS = 3
-"""Runs before a capture, on a stream of their own: libraries choose and allocate in them, which a capture must not see."""
+"""Runs before a capture, on a stream of their own: libraries choose and allocate in them, which a capture
+must not see."""
 
 
 class Recorder(Protocol):
     """Records work that reads and writes tensors in place, and nothing else."""
 
     def refuses(self, optimizer: Optimizer) -> str:
-        """Why the steps of this optimiser cannot be recorded; empty when they can. It may set what recording needs on it."""
+        """Why the steps of this optimiser cannot be recorded; empty when they can. It may set what recording
+        needs on it."""
 
     def record(self, work: Callable[[], None], pool: Any = None) -> tuple[Callable[[], None], Any]:
-        """What does ``work`` again when called, and the memory pool that it uses. ``work`` may be run on the way, any number of times.
+        """What does ``work`` again when called, and the memory pool that it uses. ``work`` may be run on the
+        way, any number of times.
 
         Args:
             pool: of an earlier recording that is still there and never plays at the same time.
@@ -34,11 +37,13 @@ class Recorder(Protocol):
 class CudaGraphs:
     """``torch.cuda.CUDAGraph``: all kernels of ``work`` with one launch.
 
-    Untested on a card so far; whoever uses it compares the first replay with the work itself (:mod:`fl_lightning.engines.cuda.graphs`).
+    Untested on a card so far; whoever uses it compares the first replay with the work itself
+    (:mod:`fl_lightning.engines.cuda.graphs`).
 
-    A graph's matrix products write to cuBLAS's workspace of the stream that captured them. So graphs that may play at the same time
-    need recorders of their own, each with a stream, where torch's default is one for all. And a graph that dies frees that workspace
-    under the others of its stream (pytorch issue 193402): the graphs of a recorder live until all of them are forgotten.
+    A graph's matrix products write to cuBLAS's workspace of the stream that captured them. So graphs that may
+    play at the same time need recorders of their own, each with a stream, where torch's default is one for
+    all. And a graph that dies frees that workspace under the others of its stream (pytorch issue 193402): the
+    graphs of a recorder live until all of them are forgotten.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -50,9 +55,13 @@ class CudaGraphs:
         for group in optimizer.param_groups:
             if isinstance(optimizer, SGD):
                 continue
-            if not group.get("fused"):  # the others count their steps on the host, or round differently once they do not
+            if not group.get(
+                "fused"
+            ):  # the others count their steps on the host, or round differently once they do not
                 return f"{type(optimizer).__name__} that is not fused"
-            group["capturable"] = True  # a fused one has everything on the device in any case: this changes no result
+            group["capturable"] = (
+                True  # a fused one has everything on the device in any case: this changes no result
+            )
         optimizer._warned_capturable_if_run_uncaptured = True  # type: ignore[attr-defined]  # its eager steps are meant
         return ""
 
@@ -94,8 +103,8 @@ class Rerun:
 
 @contextmanager
 def no_synchronisation() -> Iterator[None]:
-    """Within the block an operation that waits for the device raises. (In a capture it would leave the generator and the allocator in
-    a state that PyTorch does not promise to mend.)"""
+    """Within the block an operation that waits for the device raises. (In a capture it would leave the
+    generator and the allocator in a state that PyTorch does not promise to mend.)"""
     before = torch.cuda.get_sync_debug_mode()
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Synchronization debug mode")  # is a prototype, it says

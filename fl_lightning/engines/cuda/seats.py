@@ -1,14 +1,17 @@
-"""Several clients at once on one device, each on a *seat*: a copy of the method's module, with steps and a stream of its own.
+"""Several clients at once on one device, each on a *seat*: a copy of the method's module, with steps and a
+stream of its own.
 
-A client is begun: all its steps are asked for, and nothing is waited for. It is ended, its upload read and encoded, when its seat is
-needed again or its result is next. So as many clients as there are seats are on the device, while the host encodes what is ready.
+A client is begun: all its steps are asked for, and nothing is waited for. It is ended, its upload read and
+encoded, when its seat is needed again or its result is next. So as many clients as there are seats are on the
+device, while the host encodes what is ready.
 
-As with the forks of :mod:`~fl_lightning.engines.pool`, the client's half of a method sees of the server's the message and ``round``,
-and clients of a cohort are different ones. Beyond that it must bear ``deepcopy``: a hook that a method hangs on a module may not hold
-on to the method through a closure, which all copies share. Each seat records its steps for itself: graphs that may play at the same
-time share nothing.
+As with the forks of :mod:`~fl_lightning.engines.pool`, the client's half of a method sees of the server's the
+message and ``round``, and clients of a cohort are different ones. Beyond that it must bear ``deepcopy``: a
+hook that a method hangs on a module may not hold on to the method through a closure, which all copies share.
+Each seat records its steps for itself: graphs that may play at the same time share nothing.
 
-No card was at hand to see it: the tests have streams in name only, and watch who reads and writes what on which of them.
+No card was at hand to see it: the tests have streams in name only, and watch who reads and writes what on
+which of them.
 """
 
 from __future__ import annotations
@@ -29,15 +32,17 @@ from fl_lightning.engines.steps import Steps
 from fl_lightning.methods import Method
 
 MOST = 8
-"""Seats. torch has 32 streams for a device and then deals out the first again; a seat has up to three (its own, one to record on, the
-teacher's), and recordings of two seats on one stream would write to one workspace."""
+"""Seats. torch has 32 streams for a device and then deals out the first again; a seat has up to three (its
+own, one to record on, the teacher's), and recordings of two seats on one stream would write to one
+workspace."""
 
 
 class Stream(Protocol):
     """Where a device queues work."""
 
     def current(self) -> AbstractContextManager[None]:
-        """Within the block work is queued here, after all that was queued before the block where it was then."""
+        """Within the block work is queued here, after all that was queued before the block where it was
+        then."""
 
     def synchronize(self) -> None:
         """Wait until all of it is done."""
@@ -73,9 +78,10 @@ def make_stream(device: torch.device) -> Stream:
 class Seat:
     """One client at a time.
 
-    torch's allocator gives a freed block at once to the next one who asks on the stream that it was asked for on, whoever else may still
-    have to read it. Here that is safe: what a seat makes is read on its own stream, or after :meth:`end`, which has waited for it. What
-    it reads of others (labels, what the client kept) is held until then. The data module's tensors outlive all seats.
+    torch's allocator gives a freed block at once to the next one who asks on the stream that it was asked for
+    on, whoever else may still have to read it. Here that is safe: what a seat makes is read on its own
+    stream, or after :meth:`end`, which has waited for it. What it reads of others (labels, what the client
+    kept) is held until then. The data module's tensors outlive all seats.
     """
 
     def __init__(self, engine: SequentialEngine, stream: Stream) -> None:
@@ -108,16 +114,24 @@ class SeatsEngine(Engine):
     name = "sequential"  # and so are its results, bit for bit
 
     def __init__(
-        self, fabric: Fabric, method: Method, data: FederatedData, seats: int, *,
-        make_steps: Callable[[Fabric, Method], Steps] = make_steps, make_stream: Callable[[torch.device], Stream] = make_stream,
-    ) -> None:  # fmt: skip
+        self,
+        fabric: Fabric,
+        method: Method,
+        data: FederatedData,
+        seats: int,
+        *,
+        make_steps: Callable[[Fabric, Method], Steps] = make_steps,
+        make_stream: Callable[[torch.device], Stream] = make_stream,
+    ) -> None:
         self.fabric, self.method, self.data, self.size = fabric, method, data, seats
         self.make_steps, self.make_stream = make_steps, make_stream
         self.seats: list[Seat] = []
 
     def start(self) -> None:
         if len(self.data.public):
-            _ = self.data.public_index  # moved once, by who asks first: not by a seat, whose stream the others do not wait for
+            _ = (
+                self.data.public_index
+            )  # moved once, by who asks first: not by a seat, whose stream the others do not wait for
         self.seats = [self._seat() for _ in range(self.size)]
 
     def _seat(self) -> Seat:
@@ -126,7 +140,9 @@ class SeatsEngine(Engine):
         with stream.current():
             method = deepcopy(self.method, shared)
         stream.synchronize()
-        return Seat(SequentialEngine(self.fabric, method, self.data, self.make_steps(self.fabric, method)), stream)
+        return Seat(
+            SequentialEngine(self.fabric, method, self.data, self.make_steps(self.fabric, method)), stream
+        )
 
     def train(self, orders: Sequence[Order], units: Units | None = None) -> Iterator[ClientResult]:
         if not self.seats:  # closed by an error

@@ -1,7 +1,9 @@
-"""Many clients at once: their parameters and buffers as stacks ``[K, ...]``, one ``vmap`` of the training step over all of them.
+"""Many clients at once: their parameters and buffers as stacks ``[K, ...]``, one ``vmap`` of the training
+step over all of them.
 
-Pays where a step is mostly the cost of starting operations: small networks, many clients. The clients of a stack may have different
-numbers and sizes of batches: each step takes those rows whose batches have one shape, and the others in turn.
+Pays where a step is mostly the cost of starting operations: small networks, many clients. The clients of a
+stack may have different numbers and sizes of batches: each step takes those rows whose batches have one
+shape, and the others in turn.
 """
 
 from __future__ import annotations
@@ -35,14 +37,16 @@ from fl_lightning.models.tensors import tensors_of
 log = logging.getLogger("fl_lightning")
 
 MOST = 64
-"""Clients of one stack. Fixed, and stacks are cut before they are dealt to processes, so that their number changes nothing."""
+"""Clients of one stack. Fixed, and stacks are cut before they are dealt to processes, so that their number
+changes nothing."""
 ROOM = 2**31
 """Bytes that parameters, gradients and optimiser state of one stack may take."""
 
 
 @dataclass
 class Row:
-    """One client, ready to train: with ``received`` as its module. ``batches``: None for those of the data module as it is."""
+    """One client, ready to train: with ``received`` as its module. ``batches``: None for those of the data
+    module as it is."""
 
     order: Order
     received: Received
@@ -76,7 +80,8 @@ class BatchedEngine(Engine):
         yield from (results[at] for at in range(len(orders)))
 
     def train_unit(self, orders: Sequence[Order]) -> list[ClientResult]:
-        """As one stack for each kind of client among them; one by one where that cannot be, which the log says once."""
+        """As one stack for each kind of client among them; one by one where that cannot be, which the log
+        says once."""
         if not self.reason:
             try:
                 with one_thread(self.fabric.device):
@@ -93,7 +98,12 @@ class BatchedEngine(Engine):
         before = dict(vars(self.method))
         rows = self._ready(orders)
         states = {id(row.received): row.received for row in rows}.values()
-        changed = {name for state in states for name, value in state.attributes.items() if before.get(name) is not value}
+        changed = {
+            name
+            for state in states
+            for name, value in state.attributes.items()
+            if before.get(name) is not value
+        }
         self.names = sorted(changed - {*REGISTERED})
         kind_of = {id(state): state.kind(self.names, type(self.method).__name__) for state in states}
         kinds: dict[Any, list[Row]] = defaultdict(list)
@@ -108,7 +118,9 @@ class BatchedEngine(Engine):
         method, received = self.method, None
         # other batches may go on from what was received
         plain = getattr(method.local_batches, "__func__", None) is Method.local_batches
-        gathered = plain and self.data.can_stack([order.client for order in orders], [order.labels for order in orders])
+        gathered = plain and self.data.can_stack(
+            [order.client for order in orders], [order.labels for order in orders]
+        )
         if plain and len({id(order.message) for order in orders}) == 1:
             received = Received.by_anyone(method, orders[0].received(), orders[0].client)
         if received is not None and gathered:
@@ -120,7 +132,10 @@ class BatchedEngine(Engine):
                 method.receive(order.received(), client)
                 method.train()
             if not gathered:
-                with rng.torch_stream(method.seed, "dropout", method.round, client.id), self.fabric.autocast():
+                with (
+                    rng.torch_stream(method.seed, "dropout", method.round, client.id),
+                    self.fabric.autocast(),
+                ):
                     batches = list(local_batches(method, self.data, order))
             rows.append(Row(order, received or Received.by(method), batches))
         return rows
@@ -149,9 +164,12 @@ class BatchedEngine(Engine):
             return
         orders = [row.order for row in rows]
         steps = self.data.stacked_batches(
-            [order.client for order in orders], round=self.method.round, epochs=[order.epochs for order in orders],
-            labels=[order.labels for order in orders], steps=[order.steps for order in orders],
-        )  # fmt: skip
+            [order.client for order in orders],
+            round=self.method.round,
+            epochs=[order.epochs for order in orders],
+            labels=[order.labels for order in orders],
+            steps=[order.steps for order in orders],
+        )
         while True:
             with self.fabric.autocast():  # for the batches alone: a step enters it by itself
                 groups = next(steps, None)
@@ -160,12 +178,15 @@ class BatchedEngine(Engine):
             yield groups
 
     def _step(self, stack: Stack, where: Sequence[int], batch: Any, step: int) -> dict[str, Tensor]:
-        """One local step of the clients at ``where``; ``batch`` is a stack of theirs. Each loss term as ``[len(where)]``."""
+        """One local step of the clients at ``where``; ``batch`` is a stack of theirs. Each loss term as
+        ``[len(where)]``."""
         leaves, others = stack.part(where)
         before = dict(vars(self.method))
         try:
             with self.fabric.autocast():
-                outputs, tensors = vmap(self._call, (0, 0, None, 0, None))(leaves, others, "training_step", batch, step)
+                outputs, tensors = vmap(self._call, (0, 0, None, 0, None))(
+                    leaves, others, "training_step", batch, step
+                )
             outputs["loss"].sum().backward()
             stack.step(where, leaves)
             tensors = {name: leaves.get(name, tensor).detach() for name, tensor in tensors.items()}
@@ -175,11 +196,14 @@ class BatchedEngine(Engine):
                     end = vmap(self._call, (0, None, None, 0, 0, None))
                     _, tensors = end(tensors, {}, "on_train_batch_end", outputs, batch, step)
         except (RuntimeError, ValueError, TypeError, AttributeError, NotImplementedError) as error:
-            raise CannotStackError(f"{type(self.method).__name__} under vmap: {str(error).splitlines()[0]}") from error
+            raise CannotStackError(
+                f"{type(self.method).__name__} under vmap: {str(error).splitlines()[0]}"
+            ) from error
         for name, value in vars(self.method).items():
             if name not in REGISTERED and before.get(name) is not value:
                 raise CannotStackError(
-                    f"{type(self.method).__name__} sets {name!r} in a step; it would be one value for all of a stack"
+                    f"{type(self.method).__name__} sets {name!r} in a step; it would be one value "
+                    "for all of a stack"
                 )
         stack.put(where, tensors)
         return outputs
@@ -187,13 +211,16 @@ class BatchedEngine(Engine):
     def _call(
         self, trained: Mapping[str, Tensor], others: Mapping[str, Tensor], hook: str, *arguments: Any
     ) -> tuple[Any, dict[str, Tensor]]:
-        """A hook of the method with these tensors in place of its own; what it returns, and the tensors as it left them."""
+        """A hook of the method with these tensors in place of its own; what it returns, and the tensors as it
+        left them."""
         tensors = {f"method.{name}": tensor for name, tensor in {**trained, **others}.items()}
         returned = functional_call(_Caller(self.method), tensors, (hook, *arguments), tie_weights=self.tied)
         return returned or {}, {name.removeprefix("method."): tensor for name, tensor in tensors.items()}
 
     @torch.no_grad()
-    def _results(self, rows: Sequence[Row], stack: Stack, losses: StackLosses, steps: Sequence[int]) -> list[ClientResult]:
+    def _results(
+        self, rows: Sequence[Row], stack: Stack, losses: StackLosses, steps: Sequence[int]
+    ) -> list[ClientResult]:
         clients = [row.order.client for row in rows]
         rows[0].received.restore(self.method, self.names)
         uploads = default_uploads(self.method, clients, stack.tensors)
@@ -226,7 +253,8 @@ class _Caller(nn.Module):
 
 
 def _has_tied_weights(method: Method) -> bool:
-    """Whether two modules share a parameter. One module under two names is no such case, and ``functional_call`` mistakes it for one.
+    """Whether two modules share a parameter. One module under two names is no such case, and
+    ``functional_call`` mistakes it for one.
 
     Raises:
         CannotStackError: both occur.
@@ -248,5 +276,6 @@ def _stacked(rows: Sequence[Sequence[Any]]) -> Iterator[list[tuple[list[int], An
                 leaves, form = tree_flatten(batches[step])
                 groups[str(form), tuple((leaf.shape, leaf.dtype) for leaf in leaves)].append(at)
         yield [
-            (where, tree_map(lambda *leaves: torch.stack(leaves), *(rows[at][step] for at in where))) for where in groups.values()
+            (where, tree_map(lambda *leaves: torch.stack(leaves), *(rows[at][step] for at in where)))
+            for where in groups.values()
         ]

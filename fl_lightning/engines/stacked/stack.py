@@ -20,8 +20,9 @@ class CannotStackError(Exception):
 class Stack:
     """K clients between two local steps.
 
-    In a step some of them take part, in one group or several (:meth:`part`, :meth:`step`, :meth:`put`), and :meth:`end_step` ends it.
-    Whoever takes part in a step took part in all before it, so that what an optimiser counts is the same for all of them.
+    In a step some of them take part, in one group or several (:meth:`part`, :meth:`step`, :meth:`put`), and
+    :meth:`end_step` ends it. Whoever takes part in a step took part in all before it, so that what an
+    optimiser counts is the same for all of them.
 
     Args:
         method: as it is for the first of them; its local optimiser steps on the stacks.
@@ -37,27 +38,38 @@ class Stack:
         self.optimizer = local_optimizer(method)
         self.clip = method.gradient_clip_val, method.gradient_clip_algorithm
         if not is_elementwise(self.optimizer):
-            raise CannotStackError(f"a step of {type(self.optimizer).__name__} on a stack is not known to be the step of each")
+            raise CannotStackError(
+                f"a step of {type(self.optimizer).__name__} on a stack is not known to be the step of each"
+            )
         names = {id(parameter): name for name, parameter in method.named_parameters()}
         self.groups = [[names[id(p)] for p in group["params"]] for group in self.optimizer.param_groups]
         self.trained = {name for name, parameter in method.named_parameters() if parameter.requires_grad}
-        state = {names[id(p)]: state for p, state in self.optimizer.state.items()}  # some have one before the first step
+        state = {
+            names[id(p)]: state for p, state in self.optimizer.state.items()
+        }  # some have one before the first step
         self.state = {
-            name: {key: value.expand(self.size, *value.shape).clone() if _is_row(key, value, rows[0][name]) else value
-                   for key, value in values.items()}
+            name: {
+                key: value.expand(self.size, *value.shape).clone()
+                if _is_row(key, value, rows[0][name])
+                else value
+                for key, value in values.items()
+            }
             for name, values in state.items()
-        }  # fmt: skip
+        }
         self.counts: dict[str, dict[str, Any]] = {}
 
     def part(self, where: Sequence[int]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         """The rows ``where``: leaves to differentiate by, and all other tensors."""
         rows = {name: self._take(tensor, where) for name, tensor in self.tensors.items()}
-        leaves = {name: rows.pop(name).detach().requires_grad_() for name in self.tensors if name in self.trained}
+        leaves = {
+            name: rows.pop(name).detach().requires_grad_() for name in self.tensors if name in self.trained
+        }
         return leaves, rows
 
     @torch.no_grad()
     def step(self, where: Sequence[int], leaves: Mapping[str, Tensor]) -> None:
-        """An optimiser step on ``leaves``, the rows ``where``, by their gradients, each row's clipped by itself."""
+        """An optimiser step on ``leaves``, the rows ``where``, by their gradients, each row's clipped by
+        itself."""
         optimizer = self.optimizer
         clip_rows([leaves[name].grad for names in self.groups for name in names], *self.clip)
         optimizer.state.clear()
@@ -75,7 +87,9 @@ class Stack:
                 if isinstance(value, Tensor) and value.shape == leaves[name].shape:
                     kept = self.counts.setdefault(name, {})
                     full = self.state.get(name, {}).get(key, kept.get(key))
-                    kept[key] = self._put(torch.empty_like(self.tensors[name]) if full is None else full, where, value)
+                    kept[key] = self._put(
+                        torch.empty_like(self.tensors[name]) if full is None else full, where, value
+                    )
                 else:
                     self.counts.setdefault(name, {})[key] = value
 
@@ -108,7 +122,8 @@ class Stack:
 
 
 class StackLosses:
-    """Sums over examples of each loss term, for each of ``size`` clients; as :class:`fl_lightning.engines.base.Losses` for one."""
+    """Sums over examples of each loss term, for each of ``size`` clients; as
+    :class:`fl_lightning.engines.base.Losses` for one."""
 
     def __init__(self, size: int) -> None:
         self.size = size
@@ -129,7 +144,10 @@ class StackLosses:
         sums = {name: values.tolist() for name, values in self.sums.items()}
         seen = {name: values.tolist() for name, values in self.seen.items()}
         terms = [[name for name in sums if seen[name][at]] for at in range(self.size)]
-        return [({n: sums[n][at] for n in terms[at]}, {n: seen[n][at] for n in terms[at]}) for at in range(self.size)]
+        return [
+            ({n: sums[n][at] for n in terms[at]}, {n: seen[n][at] for n in terms[at]})
+            for at in range(self.size)
+        ]
 
 
 def clip_rows(gradients: Sequence[Tensor | None], value: float | None, algorithm: str) -> None:
@@ -137,7 +155,8 @@ def clip_rows(gradients: Sequence[Tensor | None], value: float | None, algorithm
 
     Args:
         gradients: of all parameters that are stepped on, each ``[K, ...]``; None where there is none.
-        value: largest L2 norm of a client's gradient over all of them, or largest absolute value; None: nothing is clipped.
+        value: largest L2 norm of a client's gradient over all of them, or largest absolute value; None:
+            nothing is clipped.
         algorithm: ``norm`` or ``value``.
     """
     found = [gradient for gradient in gradients if gradient is not None]

@@ -45,7 +45,8 @@ class Received:
 
     @classmethod
     def by_anyone(cls, method: Method, message: Payload, client: Client) -> Received | None:
-        """What every client makes of this message; None where ``receive`` looks at the client, or keeps it."""
+        """What every client makes of this message; None where ``receive`` looks at the client, or keeps
+        it."""
         watched = _Watched(client.id, client.train, client.val, client.state)
         holders = sys.getrefcount(watched)
         method.receive(message, watched)
@@ -55,7 +56,8 @@ class Received:
         return cls.by(method)
 
     def kind(self, names: Sequence[str], owner: str) -> Any:
-        """What the clients of a stack agree on: submodules, shapes, and the plain values ``names`` that ``receive`` sets.
+        """What the clients of a stack agree on: submodules, shapes, and the plain values ``names`` that
+        ``receive`` sets.
 
         Raises:
             CannotStackError: one of them is something else.
@@ -63,14 +65,22 @@ class Received:
         for name in names:
             if not is_plain(self.attributes.get(name)):
                 raise CannotStackError(
-                    f"{owner}.receive sets {name!r}, which is neither a parameter, a buffer nor a plain value; register it as a buffer"
+                    f"{owner}.receive sets {name!r}, which is neither a parameter, a buffer nor a "
+                    "plain value; register it as a buffer"
                 )
         modules = tuple(map(id, self.attributes["_modules"].values()))
         shapes = tuple((name, tensor.shape) for name, tensor in self.tensors.items())
-        return modules, shapes, self.modes, self.trainable, tuple(repr(self.attributes.get(name)) for name in names)
+        return (
+            modules,
+            shapes,
+            self.modes,
+            self.trainable,
+            tuple(repr(self.attributes.get(name)) for name in names),
+        )
 
     def restore(self, method: Method, names: Sequence[str]) -> None:
-        """Make the module stand so again, with the attributes ``names``, but for the values of its tensors."""
+        """Make the module stand so again, with the attributes ``names``, but for the values of its
+        tensors."""
         for name in REGISTERED:
             vars(method)[name].clear()
             vars(method)[name].update(self.attributes[name])

@@ -1,6 +1,8 @@
-"""What the corruptions lay over an image: plasma, frost, motion blur, zoom. Helpers of ``corruptions.py``, with its sources.
+"""What the corruptions lay over an image: plasma, frost, motion blur, zoom. Helpers of ``corruptions.py``,
+with its sources.
 
-Arrays are batches: ``n`` images, height ``H``, width ``W``, ``C`` channels. Colours are in [0, 1] where nothing else is said.
+Arrays are batches: ``n`` images, height ``H``, width ``W``, ``C`` channels. Colours are in [0, 1] where
+nothing else is said.
 """
 
 from __future__ import annotations
@@ -14,15 +16,25 @@ from scipy.ndimage import zoom
 
 from fl_lightning.errors import InputError
 
-FROST_FILES = ("frost1.png", "frost2.png", "frost3.png", "frost4.jpg", "frost5.jpg")  # the published code never draws the sixth
-FROST_COLOURS = np.array([[78, 149, 166], [201, 205, 214], [201, 205, 214], [138, 153, 166], [112, 123, 135]], np.float32)
+FROST_FILES = (
+    "frost1.png",
+    "frost2.png",
+    "frost3.png",
+    "frost4.jpg",
+    "frost5.jpg",
+)  # the published code never draws the sixth
+FROST_COLOURS = np.array(
+    [[78, 149, 166], [201, 205, 214], [201, 205, 214], [138, 153, 166], [112, 123, 135]], np.float32
+)
 """Mean colours (RGB, 0 to 255) of the five photographs, measured."""
 FROST_CONTRAST, FROST_SLOPE = 22.0, 0.47
-"""Of 32x32 cuts of those photographs, measured: standard deviation of grey, and exponent of amplitude over frequency."""
+"""Of 32x32 cuts of those photographs, measured: standard deviation of grey, and exponent of amplitude over
+frequency."""
 
 
 def plasma(n: int, side: int, decay: float, rng: np.random.Generator) -> np.ndarray:
-    """Height maps in [0, 1] by the diamond-square algorithm, ``[n, side, side]``; each level's wobble is ``decay`` times smaller."""
+    """Height maps in [0, 1] by the diamond-square algorithm, ``[n, side, side]``; each level's wobble is
+    ``decay`` times smaller."""
     size = 2 ** math.ceil(math.log2(side))
     height = np.zeros((n, size, size))
     step, wobble = size, 100.0
@@ -77,7 +89,8 @@ def motion_blur(images: np.ndarray, radius: int, sigma: float, angles: np.ndarra
 
 
 def frost_photographs(folder: Path) -> list[np.ndarray]:
-    """The published photographs at a fifth of their size, RGB uint8; none unless all five are in ``folder``."""
+    """The published photographs at a fifth of their size, RGB uint8; none unless all five are in
+    ``folder``."""
     import cv2
 
     if not all((folder / name).is_file() for name in FROST_FILES):
@@ -86,12 +99,16 @@ def frost_photographs(folder: Path) -> list[np.ndarray]:
     for name in FROST_FILES:
         photograph = cv2.imread(str(folder / name))
         if photograph is None:
-            raise InputError(f"{folder / name}; it is no picture; fetch it again, or move the folder away")
+            raise InputError(
+                f"{folder / name}", "it is no picture", "fetch it again, or move the folder away"
+            )
         photographs.append(cv2.resize(photograph, (0, 0), fx=0.2, fy=0.2)[..., ::-1])
     return photographs
 
 
-def frost_layers(n: int, side: int, rng: np.random.Generator, photographs: Sequence[np.ndarray] = ()) -> np.ndarray:
+def frost_layers(
+    n: int, side: int, rng: np.random.Generator, photographs: Sequence[np.ndarray] = ()
+) -> np.ndarray:
     """Frost, RGB in 0 to 255, ``[n, side, side, 3]``: random cuts of the photographs.
 
     Without them: noise of their mean colours, contrast and spectrum.

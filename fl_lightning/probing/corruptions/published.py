@@ -1,4 +1,5 @@
-"""CIFAR-10-C and CIFAR-100-C as published: one ``.npy`` per corruption, five severities of 10 000 images after each other."""
+"""CIFAR-10-C and CIFAR-100-C as published: one ``.npy`` per corruption, five severities of 10 000 images
+after each other."""
 
 from __future__ import annotations
 
@@ -24,7 +25,11 @@ class PublishedImages:
     def __init__(self, dataset: str, root: str) -> None:
         self.folder = Path(root) / FOLDERS.get(dataset, "none")
         names = (*STANDARD, *EXTRA, "labels")
-        self.missing = [f"{name}.npy" for name in names if dataset not in FOLDERS or not (self.folder / f"{name}.npy").is_file()]
+        self.missing = [
+            f"{name}.npy"
+            for name in names
+            if dataset not in FOLDERS or not (self.folder / f"{name}.npy").is_file()
+        ]
         self.known = dataset in FOLDERS
 
     @property
@@ -32,15 +37,20 @@ class PublishedImages:
         """Why they are not used; None when they are."""
         if not self.known:
             return "the data set has no published corrupted images"
-        return f"{self.folder} lacks {len(self.missing)} of 20 files, first {self.missing[0]}" if self.missing else None
+        return (
+            f"{self.folder} lacks {len(self.missing)} of 20 files, first {self.missing[0]}"
+            if self.missing
+            else None
+        )
 
     def read(self, name: str) -> np.ndarray:
         """Severity 3 of one corruption, uint8 RGB ``[10000, 32, 32, 3]``."""
         images = self._load(name)
         if images.shape != (50_000, 32, 32, 3) or images.dtype != np.uint8:
             raise InputError(
-                f"{self.folder / name}.npy; it holds {images.dtype} {list(images.shape)}, published are uint8 [50000, 32, 32, 3]; "
-                "fetch it again, or move the folder away"
+                f"{self.folder / name}.npy",
+                f"it holds {images.dtype} {list(images.shape)}, published are uint8 [50000, 32, 32, 3]",
+                "fetch it again, or move the folder away",
             )
         return np.array(images[ROWS])
 
@@ -53,8 +63,9 @@ class PublishedImages:
         labels = self._load("labels")[ROWS]
         if not np.array_equal(labels, target):
             raise InputError(
-                f"{self.folder / 'labels.npy'}; its rows {ROWS.start} to {ROWS.stop} are not the labels of the test set; fetch it "
-                "again, or move the folder away"
+                f"{self.folder / 'labels.npy'}",
+                f"its rows {ROWS.start} to {ROWS.stop} are not the labels of the test set",
+                "fetch it again, or move the folder away",
             )
 
     def _load(self, name: str) -> np.ndarray:
@@ -62,5 +73,7 @@ class PublishedImages:
             return np.load(self.folder / f"{name}.npy", mmap_mode="r", allow_pickle=False)
         except (OSError, ValueError, EOFError) as error:
             raise InputError(
-                f"{self.folder / name}.npy; it cannot be read ({error}); fetch it again, or move the folder away"
+                f"{self.folder / name}.npy",
+                f"it cannot be read ({error})",
+                "fetch it again, or move the folder away",
             ) from None

@@ -1,11 +1,14 @@
-"""The corruptions of CIFAR-10-C and CIFAR-100-C at severity 3 (Hendrycks & Dietterich, ICLR 2019): 15 standard ones and 4 extra.
+"""The corruptions of CIFAR-10-C and CIFAR-100-C at severity 3 (Hendrycks & Dietterich, ICLR 2019): 15
+standard ones and 4 extra.
 
-The recipe and its constants are those of the authors' ``ImageNet-C/create_c/make_cifar_c.py``, which are for images of 32x32
-(packages on the registry carry the constants of ImageNet, ten times as strong on small images). What differs:
+The recipe and its constants are those of the authors' ``ImageNet-C/create_c/make_cifar_c.py``, which are for
+images of 32x32 (packages on the registry carry the constants of ImageNet, ten times as strong on small
+images). What differs:
 
 - noise comes from streams of the run's seed; images are corrupted in batches;
 - motion blur is ImageMagick's algorithm, without ImageMagick;
-- the photographs of frost are used where they are (``<data.root>/frost``); elsewhere frost is drawn, see ``layers.frost_layers``.
+- the photographs of frost are used where they are (``<data.root>/frost``); elsewhere frost is drawn, see
+  ``layers.frost_layers``.
 
 Images are uint8 RGB ``[n, side, side, 3]``; inside, floats in [0, 1].
 """
@@ -22,9 +25,22 @@ from fl_lightning.probing.corruptions.layers import clipped_zoom, frost_layers, 
 from fl_lightning.rng import stream
 
 STANDARD = (
-    "gaussian_noise", "shot_noise", "impulse_noise", "defocus_blur", "glass_blur", "motion_blur", "zoom_blur", "snow", "frost",
-    "fog", "brightness", "contrast", "elastic_transform", "pixelate", "jpeg_compression",
-)  # fmt: skip
+    "gaussian_noise",
+    "shot_noise",
+    "impulse_noise",
+    "defocus_blur",
+    "glass_blur",
+    "motion_blur",
+    "zoom_blur",
+    "snow",
+    "frost",
+    "fog",
+    "brightness",
+    "contrast",
+    "elastic_transform",
+    "pixelate",
+    "jpeg_compression",
+)
 EXTRA = ("speckle_noise", "gaussian_blur", "spatter", "saturate")
 SEVERITY = 3
 BLOCK = 1000  # images that are corrupted at once: memory
@@ -54,7 +70,9 @@ def _to_bytes(x: np.ndarray) -> Images:
 
 
 def _unit(images: Images, dtype: type = np.float64) -> np.ndarray:
-    return images.astype(dtype) / dtype(255)  # the precision is the published one: it decides what the cut takes off
+    return images.astype(dtype) / dtype(
+        255
+    )  # the precision is the published one: it decides what the cut takes off
 
 
 def _blurred(x: np.ndarray, sigma: float) -> np.ndarray:
@@ -94,7 +112,8 @@ def defocus_blur(images: Images, rng: Generator) -> np.ndarray:
 
 
 def glass_blur(images: Images, rng: Generator) -> np.ndarray:
-    """Each pixel takes the place of a neighbour up or left; as published it is copied, although the text speaks of swaps."""
+    """Each pixel takes the place of a neighbour up or left; as published it is copied, although the text
+    speaks of swaps."""
     x = _to_bytes(_blurred(_unit(images), 0.4))
     n, side = x.shape[:2]
     up, left = rng.integers(-1, 1, (2, n, side, side))
@@ -192,12 +211,21 @@ def elastic_transform(images: Images, rng: Generator) -> np.ndarray:
     centre, third = side // 2, side // 3
     here = centre + third * np.array([[1, 1], [1, -1], [-1, -1]], np.float32)
     there = here + rng.uniform(-corner, corner, (len(x), 3, 2)).astype(np.float32)
-    shift = gaussian_filter(rng.uniform(-1, 1, (2, *x.shape[:3])), (0, 0, sigma, sigma), mode="reflect", truncate=3) * alpha
+    shift = (
+        gaussian_filter(
+            rng.uniform(-1, 1, (2, *x.shape[:3])), (0, 0, sigma, sigma), mode="reflect", truncate=3
+        )
+        * alpha
+    )
     row, column = np.meshgrid(np.arange(side), np.arange(side), indexing="ij")
     for image, corners, down, right in zip(x, there, *shift, strict=True):
-        turned = cv2.warpAffine(image, cv2.getAffineTransform(here, corners), (side, side), borderMode=cv2.BORDER_REFLECT_101)
+        turned = cv2.warpAffine(
+            image, cv2.getAffineTransform(here, corners), (side, side), borderMode=cv2.BORDER_REFLECT_101
+        )
         for channel in range(3):
-            image[..., channel] = map_coordinates(turned[..., channel], (row + down, column + right), order=1, mode="reflect")
+            image[..., channel] = map_coordinates(
+                turned[..., channel], (row + down, column + right), order=1, mode="reflect"
+            )
     return x
 
 
@@ -206,7 +234,9 @@ def pixelate(images: Images, rng: Generator) -> Images:
 
     side = images.shape[1]
     small, full, box = (int(side * 0.85),) * 2, (side, side), Image.Resampling.BOX
-    return np.stack([np.asarray(Image.fromarray(image).resize(small, box).resize(full, box)) for image in images])
+    return np.stack(
+        [np.asarray(Image.fromarray(image).resize(small, box).resize(full, box)) for image in images]
+    )
 
 
 def jpeg_compression(images: Images, rng: Generator) -> Images:
@@ -222,9 +252,27 @@ def jpeg_compression(images: Images, rng: Generator) -> Images:
 
 RECIPES: dict[str, Callable[[Images, Generator], np.ndarray]] = {
     "motion_blur": motion,
-    **{recipe.__name__: recipe for recipe in (
-        gaussian_noise, shot_noise, impulse_noise, defocus_blur, glass_blur, zoom_blur, snow, fog, brightness, contrast,
-        elastic_transform, pixelate, jpeg_compression, speckle_noise, gaussian_blur, spatter, saturate,
-    )},
-}  # fmt: skip
+    **{
+        recipe.__name__: recipe
+        for recipe in (
+            gaussian_noise,
+            shot_noise,
+            impulse_noise,
+            defocus_blur,
+            glass_blur,
+            zoom_blur,
+            snow,
+            fog,
+            brightness,
+            contrast,
+            elastic_transform,
+            pixelate,
+            jpeg_compression,
+            speckle_noise,
+            gaussian_blur,
+            spatter,
+            saturate,
+        )
+    },
+}
 """All but frost, which takes photographs too."""

@@ -62,8 +62,8 @@ class Record:
             if status == "finished" and not self.metrics():
                 self.status = "failed"
                 self.problem = (
-                    f"{self.run}; it is finished, but its metrics.csv is missing or cannot be read; put it back, or move the folder "
-                    "away and the cell is run again"
+                    f"{self.run}; it is finished, but its metrics.csv is missing or cannot be read; "
+                    "put it back, or move the folder away and the cell is run again"
                 )
 
     def is_tested(self, flags: Mapping[str, Any]) -> bool:
@@ -73,9 +73,16 @@ class Record:
         found, run = read_json(self.run / "test.json"), read_json(self.run / "metadata.json")
         which = flags.get("checkpoint", "last")
         wanted = {*flags["probes"].split(",")} if "probes" in flags else {*PROBES}
-        present = {"last": ("weights_sha256", "weights_sha256"), "best": ("round", "final/best_val_round")}.get(which)
+        present = {
+            "last": ("weights_sha256", "weights_sha256"),
+            "best": ("round", "final/best_val_round"),
+        }.get(which)
         same = present is None or found.get(present[0]) == run.get(present[1])
-        return found.get("chosen") == which and same and wanted <= {*found.get("probes", {}), *found.get("skipped", {})}
+        return (
+            found.get("chosen") == which
+            and same
+            and wanted <= {*found.get("probes", {}), *found.get("skipped", {})}
+        )
 
     def metrics(self) -> list[dict[str, float]]:
         """The rounds that its run has recorded so far."""
@@ -110,7 +117,7 @@ class Board:
                 try:
                     resolved[key] = resolved_settings(cell.args, resolve)
                 except InputError as error:
-                    raise InputError(f"{study.path}, cell {cell.name}: {error}") from error
+                    raise error.within(f"{study.path}, cell {cell.name}") from error
             config = flatten(resolved[key] | {"seed_everything": cell.seed})
             records.append(Record(cell, config, settings_hash(config)))
         known = read_cells(folder)
@@ -144,6 +151,7 @@ class Board:
 
 
 def resolved_settings(args: list[str], resolve: Callable[[list[str]], str]) -> dict[str, Any]:
-    """The configuration that ``fit`` makes of these arguments, as it stands in the ``config.yaml`` of a run."""
+    """The configuration that ``fit`` makes of these arguments, as it stands in the ``config.yaml`` of a
+    run."""
     settings: dict[str, Any] = redact_settings(yaml.safe_load(resolve(args)))
     return settings

@@ -1,4 +1,5 @@
-"""What a sweep or a search shows: a line for everything that ends and, on a terminal, a live table of the runs at work."""
+"""What a sweep or a search shows: a line for everything that ends and, on a terminal, a live table of the
+runs at work."""
 
 from __future__ import annotations
 
@@ -30,11 +31,18 @@ class Display:
     """
 
     def __init__(
-        self, state: Callable[[], str], find: Callable[[Job], tuple[Path | None, int]], console: Console | None = None
+        self,
+        state: Callable[[], str],
+        find: Callable[[Job], tuple[Path | None, int]],
+        console: Console | None = None,
     ) -> None:
         self.state, self.find = state, find
         self.console = console or Console(stderr=True, highlight=False, soft_wrap=True)
-        self.live = ResizableLive(console=self.console, auto_refresh=False, transient=True) if self.console.is_terminal else None
+        self.live = (
+            ResizableLive(console=self.console, auto_refresh=False, transient=True)
+            if self.console.is_terminal
+            else None
+        )
         self.begun = self.shown = time.monotonic()
 
     def __enter__(self) -> Display:
@@ -42,7 +50,9 @@ class Display:
             self.live.start()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         if self.live:
             self.live.stop()
 

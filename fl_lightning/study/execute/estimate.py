@@ -40,7 +40,9 @@ class Cost:
         rows = rows[1:] or rows
         if not rows:
             return None
-        means = [sum(row.get(name, 0.0) for row in rows) / len(rows) for name in ("time/round", "comm/total_bytes")]
+        means = [
+            sum(row.get(name, 0.0) for row in rows) / len(rows) for name in ("time/round", "comm/total_bytes")
+        ]
         return cls(means[0], means[1], source)
 
 
@@ -49,7 +51,9 @@ def known_cost(board: Board, record: Record) -> Cost | None:
     own = [other for other in board.records if other.cell.method == record.cell.method]
     same = [other for other in own if other.cell.levels == record.cell.levels]
     for others in (same, own):
-        rows, name = max(((other.metrics(), other.cell.name) for other in others), key=lambda found: len(found[0]))
+        rows, name = max(
+            ((other.metrics(), other.cell.name) for other in others), key=lambda found: len(found[0])
+        )
         if rows:
             return Cost.of(rows, name)
     return None
@@ -58,13 +62,27 @@ def known_cost(board: Board, record: Record) -> Cost | None:
 def probed_cost(record: Record) -> Cost | None:
     """From a few rounds of the cell in a folder that is thrown away."""
     with TemporaryDirectory() as folder:
-        limits = [f"--trainer.max_rounds={PROBE}", f"--trainer.default_root_dir={folder}", "--trainer.logger=false"]
-        command = [sys.executable, "-m", "fl_lightning", "fit", *record.cell.args, *limits, "--trainer.run_name=probe"]
+        limits = [
+            f"--trainer.max_rounds={PROBE}",
+            f"--trainer.default_root_dir={folder}",
+            "--trainer.logger=false",
+        ]
+        command = [
+            sys.executable,
+            "-m",
+            "fl_lightning",
+            "fit",
+            *record.cell.args,
+            *limits,
+            "--trainer.run_name=probe",
+        ]
         environment = {**os.environ, "OMP_NUM_THREADS": str(record.threads)}
         if subprocess.run(command, capture_output=True, env=environment).returncode:
             return None
         (run,) = Path(folder).glob("*/probe")
-        return Cost.of(Record(record.cell, record.config, record.hash, run=run).metrics(), f"a probe of {PROBE} rounds")
+        return Cost.of(
+            Record(record.cell, record.config, record.hash, run=run).metrics(), f"a probe of {PROBE} rounds"
+        )
 
 
 @dataclass(frozen=True)
@@ -117,7 +135,11 @@ def show_plan(board: Board, jobs: int, *, probe: bool = False, console: Console 
     for record in board.records:
         cost, figures = costs[record.cell.name], ["unknown", "unknown", ""]
         if cost:
-            figures = [f"{record.rounds * cost.seconds / 60:.1f}", f"{record.rounds * cost.bytes / 1e6:.1f}", cost.source]
+            figures = [
+                f"{record.rounds * cost.seconds / 60:.1f}",
+                f"{record.rounds * cost.bytes / 1e6:.1f}",
+                cost.source,
+            ]
         table.add_row(record.cell.name, record.status, f"{len(record.metrics())}/{record.rounds}", *figures)
     console.print(table)
     for record in board.records:
@@ -125,13 +147,19 @@ def show_plan(board: Board, jobs: int, *, probe: bool = False, console: Console 
             console.print(f"{record.cell.name}: {record.problem}", markup=False)
     rest = total(board.records, costs)
     left = len(board.records) - board.count("finished")
-    about = f"about {clock(rest.seconds / jobs)} (h:mm:ss) with --jobs {jobs} and {rest.bytes / 1e6:.1f} MB over the wire"
+    about = (
+        f"about {clock(rest.seconds / jobs)} (h:mm:ss) with --jobs {jobs} and "
+        f"{rest.bytes / 1000000.0:.1f} MB over the wire"
+    )
     if rest.unknown:  # what is known of the others is a lower bound, and of nothing it is no bound
         about = f"more than {about.removeprefix('about ')}" if rest.seconds else "time and bytes unknown"
     console.print(f"{board.study.name}: {len(board.records)} cells, {left} to run: {about}", markup=False)
     if rest.unknown:
         hint = "" if probe else f"; --probe true runs {PROBE} rounds of each to find out"
-        console.print(f"not counted, since nothing is known of their cost: {', '.join(rest.unknown)}{hint}", markup=False)
+        console.print(
+            f"not counted, since nothing is known of their cost: {', '.join(rest.unknown)}{hint}",
+            markup=False,
+        )
 
 
 def find_costs(board: Board, probe: bool) -> dict[str, Cost | None]:

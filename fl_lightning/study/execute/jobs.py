@@ -1,4 +1,5 @@
-"""Commands of this program in processes of their own, a few at a time, and the threads and GPUs that each of them has.
+"""Commands of this program in processes of their own, a few at a time, and the threads and GPUs that each of
+them has.
 
 Whatever ends the pool ends them too, each with its checkpoint.
 """
@@ -24,7 +25,10 @@ from fl_lightning.support.redaction import redact_arguments
 
 PROGRAM = (sys.executable, "-m", "fl_lightning.study.execute.worker")
 TAIL = 5  # lines of a log that are shown when its job failed
-POLL, GRACE = 0.2, 90.0  # seconds: between looks; for a process to write its checkpoint once it is told to stop
+POLL, GRACE = (
+    0.2,
+    90.0,
+)  # seconds: between looks; for a process to write its checkpoint once it is told to stop
 
 
 @dataclass(frozen=True)
@@ -85,7 +89,8 @@ class Running:
 
     Args:
         job: which.
-        process: its process, the leader of a session of its own: Ctrl-C in the terminal reaches the pool alone.
+        process: its process, the leader of a session of its own: Ctrl-C in the terminal reaches the pool
+            alone.
         slot: which of the pool's slots it has.
         since: ``time.monotonic()`` of its start.
     """
@@ -105,7 +110,9 @@ class Pool:
         program: what is started with the arguments of each job.
     """
 
-    def __init__(self, slots: Sequence[Mapping[str, str]], held: Sequence[int] = (), program: Sequence[str] = PROGRAM) -> None:
+    def __init__(
+        self, slots: Sequence[Mapping[str, str]], held: Sequence[int] = (), program: Sequence[str] = PROGRAM
+    ) -> None:
         self.slots, self.held, self.program = slots, held, program
         self.running: list[Running] = []
 
@@ -119,7 +126,8 @@ class Pool:
 
         Args:
             jobs: in the order in which they start.
-            ended: is told of every job that ended by itself, with its exit code, and may return one that goes next.
+            ended: is told of every job that ended by itself, with its exit code, and may return one that goes
+                next.
             look: is called at every look with the jobs that are at work.
 
         Raises:
@@ -140,7 +148,9 @@ class Pool:
                 interrupts.release()
 
     def _fill(self, waiting: deque[Job]) -> None:
-        free = [slot for slot in range(len(self.slots)) if slot not in {running.slot for running in self.running}]
+        free = [
+            slot for slot in range(len(self.slots)) if slot not in {running.slot for running in self.running}
+        ]
         for slot in free[: len(waiting)]:
             self.running.append(self._start(waiting.popleft(), slot))
 
@@ -150,9 +160,14 @@ class Pool:
             log.write(f"$ python -m fl_lightning {shlex.join(redact_arguments(job.args))}\n".encode())
             log.flush()
             process = subprocess.Popen(
-                [*self.program, *job.args], stdin=subprocess.PIPE, stdout=log, stderr=subprocess.STDOUT,
-                env={**os.environ, **self.slots[slot], **job.environment}, start_new_session=True, pass_fds=self.held,
-            )  # fmt: skip
+                [*self.program, *job.args],
+                stdin=subprocess.PIPE,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env={**os.environ, **self.slots[slot], **job.environment},
+                start_new_session=True,
+                pass_fds=self.held,
+            )
         return Running(job, process, slot)
 
     def _collect(self, waiting: deque[Job], ended: Callable[[Running, int], Job | None]) -> None:
@@ -193,7 +208,8 @@ def cores() -> int:
 
 
 def threads_per_job(jobs: int, before: int = 0, environment: Mapping[str, str] = os.environ) -> int:
-    """``OMP_NUM_THREADS`` where it is set, else what a cell had in earlier sessions, else its share of the cores.
+    """``OMP_NUM_THREADS`` where it is set, else what a cell had in earlier sessions, else its share of the
+    cores.
 
     Args:
         jobs: how many run at a time.
@@ -216,11 +232,11 @@ def slots_for(jobs: int, devices: str, environment: Mapping[str, str] = os.envir
     Raises:
         InputError: there is no such GPU, or no job.
 
-    >>> slots_for(3, "none", {}), slots_for(3, "0,2", {"CUDA_VISIBLE_DEVICES": "4,5,7"})
-    ([{}, {}, {}], [{'CUDA_VISIBLE_DEVICES': '4'}, {'CUDA_VISIBLE_DEVICES': '7'}, {'CUDA_VISIBLE_DEVICES': '4'}])
+    >>> slots_for(2, "none", {}), slots_for(2, "0,2", {"CUDA_VISIBLE_DEVICES": "4,5,7"})
+    ([{}, {}], [{'CUDA_VISIBLE_DEVICES': '4'}, {'CUDA_VISIBLE_DEVICES': '7'}])
     """
     if jobs < 1:
-        raise InputError(f"--jobs {jobs}; at least one runs at a time; write --jobs 1")
+        raise InputError(f"--jobs {jobs}", "at least one runs at a time", "write --jobs 1")
     if devices == "none":
         return [{} for _ in range(jobs)]
     visible = _visible(environment)
@@ -230,7 +246,11 @@ def slots_for(jobs: int, devices: str, environment: Mapping[str, str] = os.envir
         numbers = [number.strip() for number in devices.split(",")]
         if not all(number.isdigit() and int(number) < len(visible) for number in numbers):
             there = f"0 to {len(visible) - 1}" if visible else "none here"
-            raise InputError(f"--devices {devices}; it is auto, none, or numbers of GPUs ({there}); write --devices auto")
+            raise InputError(
+                f"--devices {devices}",
+                f"it is auto, none, or numbers of GPUs ({there})",
+                "write --devices auto",
+            )
         chosen = [visible[int(number)] for number in numbers]
     return [{"CUDA_VISIBLE_DEVICES": chosen[slot % len(chosen)]} if chosen else {} for slot in range(jobs)]
 

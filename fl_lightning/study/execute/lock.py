@@ -19,7 +19,8 @@ PATIENCE = 90.0  # seconds for cells whose sweep was killed to write their check
 
 @contextmanager
 def only_one(folder: Path) -> Iterator[list[int]]:
-    """Hold the study's lock; yields the file descriptors that its processes shall keep open, which says that they live.
+    """Hold the study's lock; yields the file descriptors that its processes shall keep open, which says that
+    they live.
 
     Raises:
         InputError: another process is at this study.
@@ -30,12 +31,17 @@ def only_one(folder: Path) -> Iterator[list[int]]:
     except ImportError:  # a platform without locks
         yield []
         return
-    sweep, cells = (os.open(folder / name, os.O_RDWR | os.O_CREAT | NO_FOLLOW, 0o644) for name in (".sweep.lock", ".cells.lock"))
+    sweep, cells = (
+        os.open(folder / name, os.O_RDWR | os.O_CREAT | NO_FOLLOW, 0o644)
+        for name in (".sweep.lock", ".cells.lock")
+    )
     try:
         try:
             fcntl.flock(sweep, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise InputError(f"{folder}; another process is running this study; wait for it, or end it with Ctrl-C") from None
+            raise InputError(
+                f"{folder}", "another process is running this study", "wait for it, or end it with Ctrl-C"
+            ) from None
         deadline, said = time.monotonic() + PATIENCE, False
         while True:
             try:
@@ -44,7 +50,9 @@ def only_one(folder: Path) -> Iterator[list[int]]:
             except BlockingIOError:
                 if time.monotonic() > deadline:
                     raise InputError(
-                        f"{folder}; runs of a sweep that was killed do not end; end them, then start again"
+                        f"{folder}",
+                        "runs of a sweep that was killed do not end",
+                        "end them, then start again",
                     ) from None
                 if not said:
                     log.warning("waiting for the runs of a sweep that was killed to write their checkpoints")

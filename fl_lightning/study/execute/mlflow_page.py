@@ -1,6 +1,7 @@
 """What MLflow's page shows of a study when it is opened by its link: columns, groups and charts.
 
-MLflow keeps such a view as a tag of the experiment, ``mlflow.sharedViewState.<key>``, in JSON (as written by its *Share* button, 3.17).
+MLflow keeps such a view as a tag of the experiment, ``mlflow.sharedViewState.<key>``, in JSON (as written by
+its *Share* button, 3.17).
 """
 
 from __future__ import annotations
@@ -20,16 +21,29 @@ def view(axes: Sequence[str]) -> str:
     """The view of a study whose runs have these axes as tags."""
     columns = [f"tags.`{name}`" for name in ("label", *axes, "seed")]
     columns += [f"metrics.`{name}`" for name in (*AT_THE_END, "comm/total_bytes")]
-    sections = {"at the end": [_chart("BAR", name) for name in AT_THE_END], "by round": [_line(name) for name in BY_ROUND]}
+    sections = {
+        "at the end": [_chart("BAR", name) for name in AT_THE_END],
+        "by round": [_line(name) for name in BY_ROUND],
+    }
     return json.dumps(
         {
             "selectedColumns": columns,
-            "groupBy": {"aggregateFunction": "average", "groupByKeys": [{"mode": "tag", "groupByData": "label"}]},
+            "groupBy": {
+                "aggregateFunction": "average",
+                "groupByKeys": [{"mode": "tag", "groupByData": "label"}],
+            },
             "useGroupedValuesInCharts": True,
             "hideEmptyCharts": True,
             "isAccordionReordered": True,
             "compareRunSections": [
-                {"uuid": name, "name": name, "display": True, "isReordered": True, "deleted": False, "isGenerated": False}
+                {
+                    "uuid": name,
+                    "name": name,
+                    "display": True,
+                    "isReordered": True,
+                    "deleted": False,
+                    "isGenerated": False,
+                }
                 for name in sections
             ],
             "compareRunCharts": [
@@ -48,7 +62,13 @@ def link(experiment_id: str, port: int = 5000) -> str:
 
 
 def _chart(kind: str, metric: str) -> dict[str, Any]:
-    return {"type": kind, "runsCountToCompare": RUNS, "metricKey": metric, "deleted": False, "isGenerated": False}
+    return {
+        "type": kind,
+        "runsCountToCompare": RUNS,
+        "metricKey": metric,
+        "deleted": False,
+        "isGenerated": False,
+    }
 
 
 def _line(metric: str) -> dict[str, Any]:

@@ -1,4 +1,5 @@
-"""``sweep``: every cell of a study becomes a run. Started again, it does what is left, whatever ended it before."""
+"""``sweep``: every cell of a study becomes a run. Started again, it does what is left, whatever ended it
+before."""
 
 from __future__ import annotations
 
@@ -39,7 +40,8 @@ def sweep(
         config: the study file.
         jobs: cells that run at a time, at least 1.
         root: folder of all runs; those of the study go to ``<root>/<study>/``.
-        devices: GPUs that cells are dealt to in turn: ``auto`` for all, ``none``, or their numbers, as in ``0,2``.
+        devices: GPUs that cells are dealt to in turn: ``auto`` for all, ``none``, or their numbers, as in
+            ``0,2``.
         logger: false: no MLflow, neither for the study nor for its cells.
         dry_run: print the cells and an estimate of time and bytes, and create nothing.
         probe: with ``dry_run``: run three rounds of each method that no run tells about, to estimate it.
@@ -88,15 +90,22 @@ class Sweep:
         board.write()
         if self.logger and any(record.config.get("trainer.logger") is True for record in board.records):
             self.parent = begin_study(
-                study.name, board.folder, {"cells": str(len(board.records))}, {page.TAG: page.view(list(study.grid))}
+                study.name,
+                board.folder,
+                {"cells": str(len(board.records))},
+                {page.TAG: page.view(list(study.grid))},
             )
-        self.display = Display(self.state, lambda job: (self.found(job.name).run, self.found(job.name).rounds))
+        self.display = Display(
+            self.state, lambda job: (self.found(job.name).run, self.found(job.name).rounds)
+        )
         self.display.line(f"{self.state()}; {len(self.pool.slots)} at a time, in {board.folder}")
         self.show_problems()
         done = False
         try:
             with self.display:
-                self.pool.run([job for record in board.records if (job := self.next_job(record))], self.ended, self.look)
+                self.pool.run(
+                    [job for record in board.records if (job := self.next_job(record))], self.ended, self.look
+                )
             done = True
         finally:
             for record in board.records:
@@ -104,20 +113,29 @@ class Sweep:
                     record.status = "interrupted"
                     record.find_run(board.folder)
             board.write()
-            end_study(self.parent, board.folder, "KILLED" if not done else "FAILED" if self.failures() else "FINISHED")
+            end_study(
+                self.parent,
+                board.folder,
+                "KILLED" if not done else "FAILED" if self.failures() else "FINISHED",
+            )
             self.display.line(f"{self.state()}, in {self.display.elapsed}")
             if not done:
                 self.display.line("stopped; the same command continues")
         if self.failures():
             tried = [name for name in self.failures() if not board[name].problem]
             if tried:
-                self.display.line(f"failed: {', '.join(tried)}; logs in {board.folder / 'logs'}; the same command tries again")
+                self.display.line(
+                    f"failed: {', '.join(tried)}; logs in {board.folder / 'logs'}; the same command "
+                    "tries again"
+                )
                 self.show_problems()
             sys.exit(1)
         if self.parent:
             self.display.line(f"curves         mlflow ui --backend-store-uri {redact(store())}")
             self.display.line(f"               {page.link(self.parent.experiment_id)}")
-        self.display.line(f"what holds     python -m fl_lightning compare --study {study.name} --out reports/{study.name}")
+        self.display.line(
+            f"what holds     python -m fl_lightning compare --study {study.name} --out reports/{study.name}"
+        )
 
     def show_problems(self) -> None:
         """What the user must do before some cells can be run."""
@@ -132,7 +150,9 @@ class Sweep:
         return f"{board.study.name}: {board.count('finished')} of {len(board.records)} cells finished{others}"
 
     def failures(self) -> list[str]:
-        return [r.cell.name for r in self.board.records if r.status == "failed" or self.tested.get(r.cell.name)]
+        return [
+            r.cell.name for r in self.board.records if r.status == "failed" or self.tested.get(r.cell.name)
+        ]
 
     def found(self, name: str) -> Record:
         """The record of a cell at work, with its run."""
@@ -154,7 +174,12 @@ class Sweep:
             if self.parent:
                 tags["mlflow.parentRunId"] = self.parent.run_id
             args = fit_arguments(
-                cell.args, root=folder.parent, experiment=study.name, name=cell.name, tags=tags, logger=self.logger
+                cell.args,
+                root=folder.parent,
+                experiment=study.name,
+                name=cell.name,
+                tags=tags,
+                logger=self.logger,
             )
             return Job(cell.name, args, log, environment)
         if study.test is not None and cell.name not in self.tested and not record.is_tested(study.test):
@@ -168,7 +193,9 @@ class Sweep:
             record = self.board[one.job.name]
             if record.status in ("waiting", "interrupted"):
                 after = len(record.metrics())
-                self.display.line(f"{record.cell.name} {f'continues after round {after}' if after else 'starts'}")
+                self.display.line(
+                    f"{record.cell.name} {f'continues after round {after}' if after else 'starts'}"
+                )
                 record.status = "running"
                 self.board.write()
         self.display.look(running)
@@ -189,6 +216,8 @@ class Sweep:
             rows = record.metrics()
             accuracy = f"accuracy {rows[-1][ACCURACY]:.3f}, " if rows and ACCURACY in rows[-1] else ""
             seconds = clock(sum(row.get("time/round", 0.0) for row in rows))
-            self.display.line(f"{job.name} finished: {accuracy}{len(rows)} rounds in {seconds}; {self.state()}")
+            self.display.line(
+                f"{job.name} finished: {accuracy}{len(rows)} rounds in {seconds}; {self.state()}"
+            )
         self.board.write()
         return self.next_job(record) if record.status == "finished" else None

@@ -1,7 +1,8 @@
 """``tune``: Optuna chooses settings by validation, then one run with the best of them joins the study.
 
-The search is in ``<root>/<study>-tune/optuna.db``. Trial n is drawn from the trials before it by a sampler seeded with (seed, n). A trial
-that was at work when the search was killed continues from its checkpoint: with ``--jobs 1``, killed or not, the search is the same.
+The search is in ``<root>/<study>-tune/optuna.db``. Trial n is drawn from the trials before it by a sampler
+seeded with (seed, n). A trial that was at work when the search was killed continues from its checkpoint: with
+``--jobs 1``, killed or not, the search is the same.
 """
 
 from __future__ import annotations
@@ -44,13 +45,16 @@ def tune(
     *,
     resolve: Callable[[list[str]], str],
 ) -> None:
-    """Search for the best settings, then run once with them in the study; started again, it does what is left.
+    """Search for the best settings, then run once with them in the study; started again, it does what is
+    left.
 
     Args:
         config: the search file.
-        jobs: trials that run at a time, at least 1; with more than one, what is tried depends on which trials end first.
+        jobs: trials that run at a time, at least 1; with more than one, what is tried depends on which trials
+            end first.
         root: folder of all runs; trials go to ``<root>/<study>-tune/``, the final run to ``<root>/<study>/``.
-        devices: GPUs that trials are dealt to in turn: ``auto`` for all, ``none``, or their numbers, as in ``0,2``.
+        devices: GPUs that trials are dealt to in turn: ``auto`` for all, ``none``, or their numbers, as in
+            ``0,2``.
         logger: false: no MLflow.
     """
     search = Search.read(config)
@@ -59,11 +63,18 @@ def tune(
         try:
             resolve(search.args(corner))
         except InputError as error:
-            raise InputError(f"{search.path}, a trial with {json.dumps(corner)}: {error}") from error
+            raise error.within(f"{search.path}, a trial with {json.dumps(corner)}") from error
     resolve(search.args(search.corners()[0], final=True))
     folder = Path(root) / search.name
     with only_one(folder) as held:
-        Tune(search, folder, Pool(slots, held), logger, {"OMP_NUM_THREADS": str(threads_per_job(jobs))}, resolve).run()
+        Tune(
+            search,
+            folder,
+            Pool(slots, held),
+            logger,
+            {"OMP_NUM_THREADS": str(threads_per_job(jobs))},
+            resolve,
+        ).run()
 
 
 @dataclass
@@ -103,7 +114,9 @@ class Tune:
         self.study = open_search(self.search, self.folder, self.resolve)
         if self.logger:
             self.parent = begin_study(self.search.name, self.folder, {"tunes": self.search.study})
-        self.display = Display(self.state, lambda job: (self.run_of(job), int(self.settings[job.name]["trainer.max_rounds"])))
+        self.display = Display(
+            self.state, lambda job: (self.run_of(job), int(self.settings[job.name]["trainer.max_rounds"]))
+        )
         self.display.line(f"{self.state()}; {len(self.pool.slots)} at a time, in {self.folder}")
         done = good = False
         try:
@@ -113,7 +126,9 @@ class Tune:
                 good = self.finish()
             done = True
         finally:
-            end_study(self.parent, self.folder, "KILLED" if not done else "FINISHED" if good else "FAILED", files=())
+            end_study(
+                self.parent, self.folder, "KILLED" if not done else "FINISHED" if good else "FAILED", files=()
+            )
             if not done:
                 self.display.line("stopped; the same command continues")
         if not good:
@@ -121,7 +136,11 @@ class Tune:
 
     def trials(self, *states: TrialState) -> list[FrozenTrial]:
         """Those that were drawn whole."""
-        return [trial for trial in self.study.get_trials(states=states) if set(trial.params) == set(self.search.space)]
+        return [
+            trial
+            for trial in self.study.get_trials(states=states)
+            if set(trial.params) == set(self.search.space)
+        ]
 
     def state(self) -> str:
         ended = self.trials(TrialState.COMPLETE, TrialState.PRUNED, TrialState.FAIL)
@@ -140,7 +159,9 @@ class Tune:
             if trial.number not in self.at_work:
                 if set(trial.params) == set(self.search.space):
                     return self.job(trial)
-                self.study.tell(trial.number, state=TrialState.FAIL)  # killed while it was drawn: it does not count
+                self.study.tell(
+                    trial.number, state=TrialState.FAIL
+                )  # killed while it was drawn: it does not count
         if len(self.trials(*TrialState)) >= self.search.trials:
             return None
         self.study.sampler = self.search.sampler(len(self.trials(*TrialState)))
@@ -151,7 +172,12 @@ class Tune:
         self.at_work.add(trial.number)
         name, args = name_of(trial), self.search.args(trial.params)
         tags = {"study": self.search.name, "label": "trial", "trial": str(trial.number)}
-        return self.fit(args, self.search.name, name, tags | ({"mlflow.parentRunId": self.parent.run_id} if self.parent else {}))
+        return self.fit(
+            args,
+            self.search.name,
+            name,
+            tags | ({"mlflow.parentRunId": self.parent.run_id} if self.parent else {}),
+        )
 
     def fit(self, args: list[str], experiment: str, name: str, tags: Mapping[str, str]) -> Job:
         root = self.folder.parent
@@ -160,7 +186,8 @@ class Tune:
         return Job(name, args, self.folder / "logs" / f"{name}.log", self.environment)
 
     def run_of(self, job: Job) -> Path | None:
-        """The run directory of a job, once it is there: an older run with other settings may have its name."""
+        """The run directory of a job, once it is there: an older run with other settings may have its
+        name."""
         if job.name not in self.runs:
             folder = self.folder if job.name.startswith(TRIAL) else self.folder.parent / self.search.study
             if found := find_run(folder, job.name, settings_hash(self.settings[job.name])):
@@ -172,7 +199,9 @@ class Tune:
         if self.search.prune:
             for one in running:
                 trial = self.study.get_trials()[number_of(one.job)]
-                if trial.number not in self.pruned and self.gives_up(trial, read_metrics(self.run_of(one.job))):
+                if trial.number not in self.pruned and self.gives_up(
+                    trial, read_metrics(self.run_of(one.job))
+                ):
                     self.pruned.add(trial.number)
                     one.process.terminate()
         self.display.look(running)
@@ -213,8 +242,18 @@ class Tune:
             return False
         chosen = {"trial": best.number, self.search.metric: best.value, "settings": best.params}
         replace(self.folder / "best.yaml", yaml.safe_dump(chosen, sort_keys=False).encode())
-        tags = {"study": self.search.study, "label": TUNED, "tuned_by": self.search.name, "trial": str(best.number)}
-        job = self.fit(self.search.args(best.params, final=True), self.search.study, f"{TUNED}-seed{self.search.seed}", tags)
+        tags = {
+            "study": self.search.study,
+            "label": TUNED,
+            "tuned_by": self.search.name,
+            "trial": str(best.number),
+        }
+        job = self.fit(
+            self.search.args(best.params, final=True),
+            self.search.study,
+            f"{TUNED}-seed{self.search.seed}",
+            tags,
+        )
         codes: list[int] = []
 
         def ended(running: Running, code: int) -> None:
@@ -224,7 +263,10 @@ class Tune:
 
         self.pool.run([job], ended, self.display.look)
         if codes == [0]:
-            self.display.line(f"best of {self.search.trials} trials: {json.dumps(best.params)}; run directory {self.run_of(job)}")
+            self.display.line(
+                f"best of {self.search.trials} trials: {json.dumps(best.params)}; run directory "
+                f"{self.run_of(job)}"
+            )
         return codes == [0]
 
 
@@ -240,7 +282,9 @@ def open_search(search: Search, folder: Path, resolve: Callable[[list[str]], str
         study_name=search.name,
         direction=search.direction,
         load_if_exists=True,
-        pruner=optuna.pruners.MedianPruner(n_startup_trials=4) if search.prune else optuna.pruners.NopPruner(),
+        pruner=optuna.pruners.MedianPruner(n_startup_trials=4)
+        if search.prune
+        else optuna.pruners.NopPruner(),
     )
     settings = flatten(resolved_settings(search.args(search.corners()[0]), resolve))
     asked: dict[str, Any] = {
@@ -250,13 +294,21 @@ def open_search(search: Search, folder: Path, resolve: Callable[[list[str]], str
         "settings": {key: value for key, value in settings.items() if not is_free(key)},
     }
     begun = {**asked, **study.user_attrs.get("search", {})}
-    changed = [f"{key}: {begun[key]} -> {asked[key]}" for key in ("metric", "direction") if begun[key] != asked[key]]
-    changed += ["another space"] if begun["space"] != asked["space"] else changed_settings(begun["settings"], asked["settings"])
+    changed = [
+        f"{key}: {begun[key]} -> {asked[key]}" for key in ("metric", "direction") if begun[key] != asked[key]
+    ]
+    changed += (
+        ["another space"]
+        if begun["space"] != asked["space"]
+        else changed_settings(begun["settings"], asked["settings"])
+    )
     if changed:
         more = f" and {len(changed) - SHOWN} more" if len(changed) > SHOWN else ""
         raise InputError(
-            f"{folder}; its trials were made with another configuration ({', '.join(changed[:SHOWN])}{more}); remove that folder to "
-            f"search anew, or change 'study: {search.study}' in {search.path} to another name"
+            f"{folder}",
+            f"its trials were made with another configuration ({', '.join(changed[:SHOWN])}{more})",
+            f"remove that folder to search anew, or change 'study: {search.study}' in {search.path} to "
+            "another name",
         )
     study.set_user_attr("search", asked)
     return study

@@ -1,7 +1,8 @@
-"""``python -m fl_lightning.study.execute.worker fit ...`` is ``python -m fl_lightning fit ...`` that ends when whoever started it is gone.
+"""``python -m fl_lightning.study.execute.worker fit ...`` is ``python -m fl_lightning fit ...`` that ends
+when whoever started it is gone.
 
-Its standard input is a pipe that its parent holds open and never writes to: when the parent dies, of whatever, the pipe ends, and the run
-stops as after SIGTERM, with its checkpoint.
+Its standard input is a pipe that its parent holds open and never writes to: when the parent dies, of
+whatever, the pipe ends, and the run stops as after SIGTERM, with its checkpoint.
 """
 
 from __future__ import annotations

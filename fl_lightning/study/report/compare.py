@@ -25,8 +25,17 @@ from fl_lightning.study.report.markdown import answers, markdown
 from fl_lightning.study.report.verdicts import check_criteria
 from fl_lightning.study.results.gather import check_comparable, gather, with_metric
 
-OWN = {"report.md", "report.json", "runs.csv", "differences.csv", "timings.csv", "timing_differences.csv", "tables.tex", "timings.tex",
-       "figures"}  # fmt: skip
+OWN = {
+    "report.md",
+    "report.json",
+    "runs.csv",
+    "differences.csv",
+    "timings.csv",
+    "timing_differences.csv",
+    "tables.tex",
+    "timings.tex",
+    "figures",
+}
 """What a report consists of; anything else in its folder is the user's, and stays."""
 
 
@@ -67,12 +76,20 @@ def check_out(out: Path, overwrite: bool) -> None:
         InputError: there is something in the folder.
     """
     if out.exists() and not out.is_dir():
-        raise InputError(f"--out {out}; it is a file; name a folder")
+        raise InputError(f"--out {out}", "it is a file", "name a folder")
     if out.is_dir() and any(out.iterdir()):
         if not overwrite:
-            raise InputError(f"--out {out}; it is not empty and nothing is overwritten; name another, or add --overwrite true")
+            raise InputError(
+                f"--out {out}",
+                "it is not empty and nothing is overwritten",
+                "name another, or add --overwrite true",
+            )
         if not (out / "report.json").is_file():
-            raise InputError(f"--out {out}; only a report is overwritten and there is no report.json in it; name another folder")
+            raise InputError(
+                f"--out {out}",
+                "only a report is overwritten and there is no report.json in it",
+                "name another folder",
+            )
 
 
 def write(comparison: Comparison, out: Path) -> None:
@@ -85,7 +102,10 @@ def write(comparison: Comparison, out: Path) -> None:
                 empty.append(name)
                 continue
             figure.savefig(folder / "figures" / f"{name}.png", dpi=150, metadata={"Software": None})
-            figure.savefig(folder / "figures" / f"{name}.pdf", metadata={"Creator": None, "Producer": None, "CreationDate": None})
+            figure.savefig(
+                folder / "figures" / f"{name}.pdf",
+                metadata={"Creator": None, "Producer": None, "CreationDate": None},
+            )
             drawn.append(name)
         texts = {
             "report.json": json.dumps(report(comparison), indent=1, allow_nan=False, default=str) + "\n",
@@ -115,7 +135,9 @@ def _in_place_of(out: Path) -> Iterator[Path]:
         aside.mkdir()
     except OSError as error:
         raise InputError(
-            f"--out {out}; no report can be written there ({error.strerror}); name a folder you may write to"
+            f"--out {out}",
+            f"no report can be written there ({error.strerror})",
+            "name a folder you may write to",
         ) from error
     try:
         yield aside
@@ -145,12 +167,15 @@ def _keep(old: Path, new: Path, own: set[str]) -> None:
 
 
 def _own_figures(out: Path) -> set[str]:
-    """Files of the figures that the report in ``out`` shows, among them those of methods or levels that are gone."""
+    """Files of the figures that the report in ``out`` shows, among them those of methods or levels that are
+    gone."""
     try:
         text = (out / "report.md").read_text(encoding="utf-8")
     except (OSError, ValueError):
         return set()
-    names = [name for name in re.findall(r"!\[[^\]]*\]\(<figures/(.+)\.png>\)", text) if name.startswith(FIGURES)]
+    names = [
+        name for name in re.findall(r"!\[[^\]]*\]\(<figures/(.+)\.png>\)", text) if name.startswith(FIGURES)
+    ]
     return {f"{name}.{suffix}" for name in names for suffix in ("png", "pdf")}
 
 

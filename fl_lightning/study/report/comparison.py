@@ -1,8 +1,9 @@
 """Finished runs compared: within a level of the grid, methods against each other, seed by seed.
 
-The *family* that Holm's correction is taken over is what is tested together for one metric at one level: every proposed method against
-every other method (without proposed ones: every pair), and the pairs of the study's ``p(A, B)``. A statement about the whole study is made
-only where it is true of every level, which needs no further correction (Berger, 1982).
+The *family* that Holm's correction is taken over is what is tested together for one metric at one level:
+every proposed method against every other method (without proposed ones: every pair), and the pairs of the
+study's ``p(A, B)``. A statement about the whole study is made only where it is true of every level, which
+needs no further correction (Berger, 1982).
 """
 
 from __future__ import annotations
@@ -79,7 +80,9 @@ class Comparison:
 
     def __init__(self, results: Results) -> None:
         self.results, self.study = results, results.study
-        self.labels = [label for label in self.study.methods if any(run.label == label for run in results.runs)]
+        self.labels = [
+            label for label in self.study.methods if any(run.label == label for run in results.runs)
+        ]
         self.proposed = [label for label in self.labels if label in self.study.proposed]
         self.baselines = [label for label in self.labels if label not in self.study.proposed]
         self.criteria = [parse(text, list(self.study.methods)) for text in self.study.criteria]
@@ -89,12 +92,18 @@ class Comparison:
     @cached_property
     def planned_levels(self) -> list[dict[str, str]]:
         """Every combination of the grid's levels, in the study's order; ``[{}]`` without a grid."""
-        return [dict(zip(self.study.grid, names, strict=True)) for names in product(*self.study.grid.values())]
+        return [
+            dict(zip(self.study.grid, names, strict=True)) for names in product(*self.study.grid.values())
+        ]
 
     @cached_property
     def levels(self) -> list[dict[str, str]]:
         """Those that have a run."""
-        return [levels for levels in self.planned_levels if any(dict(run.levels) == levels for run in self.results.runs)]
+        return [
+            levels
+            for levels in self.planned_levels
+            if any(dict(run.levels) == levels for run in self.results.runs)
+        ]
 
     @cached_property
     def metrics(self) -> list[str]:
@@ -102,9 +111,13 @@ class Comparison:
 
     @property
     def main_levels(self) -> dict[str, str]:
-        """The level that stands for the study where one has to: under stress if there is a degradation, else the first."""
+        """The level that stands for the study where one has to: under stress if there is a degradation, else
+        the first."""
         entry = self.study.degradation
-        return next((one for one in self.levels if not entry or one[entry["axis"]] == entry["stressed"]), self.levels[0])
+        return next(
+            (one for one in self.levels if not entry or one[entry["axis"]] == entry["stressed"]),
+            self.levels[0],
+        )
 
     def runs(self, label: str, levels: Levels) -> dict[int, Run]:
         """By seed."""
@@ -113,10 +126,17 @@ class Comparison:
 
     def values(self, metric: str, label: str, levels: Levels) -> dict[int, float]:
         """By seed, where it is a number."""
-        return finite({seed: run.metrics[metric] for seed, run in self.runs(label, levels).items() if metric in run.metrics})
+        return finite(
+            {
+                seed: run.metrics[metric]
+                for seed, run in self.runs(label, levels).items()
+                if metric in run.metrics
+            }
+        )
 
     def not_numbers(self) -> list[tuple[Run, str]]:
-        """Runs whose metric is NaN or infinite, so that it is in no mean; not the target that was never reached."""
+        """Runs whose metric is NaN or infinite, so that it is in no mean; not the target that was never
+        reached."""
         return [
             (run, name)
             for run in self.results.runs
@@ -149,16 +169,28 @@ class Comparison:
 
     def difference(self, metric: str, a: str, b: str, levels: Levels) -> Difference:
         """Of one pair, not corrected; its power is that of the family's strictest step."""
-        return _paired(metric, a, b, self.values(metric, a, levels), self.values(metric, b, levels), max(1, len(self.pairs)))
+        return _paired(
+            metric,
+            a,
+            b,
+            self.values(metric, a, levels),
+            self.values(metric, b, levels),
+            max(1, len(self.pairs)),
+        )
 
     def outcome(self, levels: Levels) -> Outcome:
         """Who is ahead in the primary metric."""
         metric = self.study.metric
         means = {
-            label: mean_std(list(found.values()))[0] for label in self.labels if (found := self.values(metric, label, levels))
+            label: mean_std(list(found.values()))[0]
+            for label in self.labels
+            if (found := self.values(metric, label, levels))
         }
         ranked = sorted(means, key=lambda label: means[label], reverse=higher_is_better(metric))
-        if set(self.study.proposed) & set(self.study.methods) < set(self.study.methods) and self.study.proposed:
+        if (
+            set(self.study.proposed) & set(self.study.methods) < set(self.study.methods)
+            and self.study.proposed
+        ):
             proposed = [label for label in ranked if label in self.proposed]
             others = [label for label in ranked if label not in self.proposed]
             first, second = (next(iter(side), None) for side in (proposed, others))
@@ -176,11 +208,19 @@ class Comparison:
         absent = [label for label in self.study.methods if label not in ranked]
         if not absent:
             return "there is only one method"
-        return f"{', '.join(absent)} {'have' if len(absent) > 1 else 'has'} no finished run with a number for {self.study.metric}"
+        return (
+            f"{', '.join(absent)} {('have' if len(absent) > 1 else 'has')} no finished run with a number "
+            f"for {self.study.metric}"
+        )
 
-    def _winner(self, ranked: Sequence[str], tested: Sequence[Difference], gap: Difference) -> tuple[str | None, str]:
+    def _winner(
+        self, ranked: Sequence[str], tested: Sequence[Difference], gap: Difference
+    ) -> tuple[str | None, str]:
         if gap.test.n < 2:
-            return None, f"{gap.test.n} paired seeds: how much seeds differ is not known, and no winner is named"
+            return (
+                None,
+                f"{gap.test.n} paired seeds: how much seeds differ is not known, and no winner is named",
+            )
         ahead = {label: {self._loser(one) for one in tested if one.winner == label} for label in ranked}
         best = ranked[0]
         if ahead[best] == set(ranked[1:]):
@@ -188,17 +228,32 @@ class Comparison:
         rivals = set(self.proposed) & set(ranked)
         over = [label for label in ranked if label not in self.proposed and rivals and ahead[label] >= rivals]
         if over:
-            return None, f"no proposed method is ahead: {', '.join(over)} significantly better than every one of them"
+            return (
+                None,
+                f"no proposed method is ahead: {', '.join(over)} significantly better than every one of them",
+            )
         beaten = set(self.baselines) & set(ranked)
         over = [label for label in self.proposed if beaten and ahead.get(label, set()) >= beaten]
         if over:
             return (
                 None,
-                f"{', '.join(over)} significantly better than every baseline; between the proposed methods it is not decided",
+                (
+                    f"{', '.join(over)} significantly better than every baseline; between the proposed "
+                    "methods it is not decided"
+                ),
             )
         if isnan(gap.test.p_holm):
-            return None, "all seeds give the same difference, so that its spread cannot be estimated, and no winner is named"
-        return None, "inside the noise: no method is significantly better than every other, and no winner is named"
+            return (
+                None,
+                (
+                    "all seeds give the same difference, so that its spread cannot be estimated, and no "
+                    "winner is named"
+                ),
+            )
+        return (
+            None,
+            "inside the noise: no method is significantly better than every other, and no winner is named",
+        )
 
     @staticmethod
     def _loser(one: Difference) -> str:
@@ -218,7 +273,10 @@ class Comparison:
     def stressed_and_clean(self, others: Levels) -> tuple[dict[str, str], dict[str, str]]:
         """Both levels of the degradation, beside ``others``, in the grid's order."""
         entry = self.study.degradation or {}
-        every = [{axis: {**others, entry["axis"]: entry[key]}[axis] for axis in self.study.grid} for key in ("stressed", "clean")]
+        every = [
+            {axis: {**others, entry["axis"]: entry[key]}[axis] for axis in self.study.grid}
+            for key in ("stressed", "clean")
+        ]
         return every[0], every[1]
 
     def drops(self, metric: str, label: str, others: Levels) -> dict[int, float]:
@@ -234,16 +292,23 @@ class Comparison:
         for others in self.other_levels if self.study.degradation else []:
             for label in self.labels:
                 drops = self.drops(self.study.metric, label, others)
-                stressed, clean = (self.values(self.study.metric, label, levels) for levels in self.stressed_and_clean(others))
+                stressed, clean = (
+                    self.values(self.study.metric, label, levels)
+                    for levels in self.stressed_and_clean(others)
+                )
                 test = paired_test(list(drops.values()))
                 unpaired = tuple(sorted(set(clean) ^ set(stressed)))
                 yield others, label, Difference(self.study.metric, label, label, tuple(drops), unpaired, test)
 
 
-def _paired(metric: str, a: str, b: str, of_a: Mapping[int, float], of_b: Mapping[int, float], family: int) -> Difference:
+def _paired(
+    metric: str, a: str, b: str, of_a: Mapping[int, float], of_b: Mapping[int, float], family: int
+) -> Difference:
     seeds = tuple(seed for seed in of_a if seed in of_b)
     unpaired = tuple(sorted(set(of_a) ^ set(of_b)))
-    return Difference(metric, a, b, seeds, unpaired, paired_test([of_a[seed] - of_b[seed] for seed in seeds], family))
+    return Difference(
+        metric, a, b, seeds, unpaired, paired_test([of_a[seed] - of_b[seed] for seed in seeds], family)
+    )
 
 
 def flipped(one: Difference) -> Difference:

@@ -1,7 +1,8 @@
 """``report.json`` and the CSV files. Two runs of one study differ in ``timings`` and ``provenance`` alone.
 
-What a clock measured, and what follows from it, is under ``timings``; machine, commits, command lines, paths and dates are under
-``provenance``; everything else is a function of the configurations. In CSV the same holds of files: ``timing*.csv`` apart.
+What a clock measured, and what follows from it, is under ``timings``; machine, commits, command lines, paths
+and dates are under ``provenance``; everything else is a function of the configurations. In CSV the same holds
+of files: ``timing*.csv`` apart.
 """
 
 from __future__ import annotations
@@ -19,8 +20,23 @@ from fl_lightning.study.report.verdicts import Verdict, verdicts
 from fl_lightning.study.results.runs import Run
 from fl_lightning.study.statistics import mean_std
 
-TEST_FIELDS = ("mean", "std", "low", "high", "bootstrap_low", "bootstrap_high", "t", "p_t", "p_holm", "p_wilcoxon", "d_z", "g_z",
-               "detectable", "seeds_needed", "family")  # fmt: skip
+TEST_FIELDS = (
+    "mean",
+    "std",
+    "low",
+    "high",
+    "bootstrap_low",
+    "bootstrap_high",
+    "t",
+    "p_t",
+    "p_holm",
+    "p_wilcoxon",
+    "d_z",
+    "g_z",
+    "detectable",
+    "seeds_needed",
+    "family",
+)
 
 
 def report(comparison: Comparison) -> dict[str, Any]:
@@ -37,17 +53,25 @@ def report(comparison: Comparison) -> dict[str, Any]:
         "level": main,
         **_outcome(comparison, main),
         "levels": [_level(comparison, levels) for levels in comparison.levels],
-        "criteria": [_verdict(verdict) for verdict in verdicts(comparison) if not verdict.criterion.is_timing],
+        "criteria": [
+            _verdict(verdict) for verdict in verdicts(comparison) if not verdict.criterion.is_timing
+        ],
         "degradation": [
-            {"levels": others, "method": label, **_difference(one)} for others, label, one in comparison.degradations()
+            {"levels": others, "method": label, **_difference(one)}
+            for others, label, one in comparison.degradations()
         ],
         "claimed": study.claimed,
         "runs": [_run(run, lambda metric: not is_timing(metric)) for run in comparison.results.runs],
         "not_counted": [asdict(entry) for entry in comparison.results.uncounted],
         "not_numbers": [{"run": run.name, "metric": metric} for run, metric in comparison.not_numbers()],
         "timings": {
-            "levels": [{"levels": levels, "methods": _means(comparison, levels, is_timing)} for levels in comparison.levels],
-            "criteria": [_verdict(verdict) for verdict in verdicts(comparison) if verdict.criterion.is_timing],
+            "levels": [
+                {"levels": levels, "methods": _means(comparison, levels, is_timing)}
+                for levels in comparison.levels
+            ],
+            "criteria": [
+                _verdict(verdict) for verdict in verdicts(comparison) if verdict.criterion.is_timing
+            ],
             "runs": [_run(run, is_timing) for run in comparison.results.runs],
         },
         "provenance": provenance(comparison),
@@ -76,7 +100,8 @@ def _level(comparison: Comparison, levels: Levels) -> dict[str, Any]:
         "dataset": runs[0].dataset,
         "rounds": runs[0].asked_rounds,
         "partition_sha256": {
-            str(seed): next((run.partition for run in runs if run.seed == seed), None) for seed in comparison.study.seeds
+            str(seed): next((run.partition for run in runs if run.seed == seed), None)
+            for seed in comparison.study.seeds
         },
         **_outcome(comparison, levels),
         "methods": _means(comparison, levels, lambda metric: not is_timing(metric)),
@@ -87,9 +112,14 @@ def _level(comparison: Comparison, levels: Levels) -> dict[str, Any]:
 def _means(comparison: Comparison, levels: Levels, wanted: Callable[[str], bool]) -> dict[str, Any]:
     means: dict[str, Any] = {}
     for label in comparison.labels:
-        found = {metric: comparison.values(metric, label, levels) for metric in comparison.metrics if wanted(metric)}
+        found = {
+            metric: comparison.values(metric, label, levels)
+            for metric in comparison.metrics
+            if wanted(metric)
+        }
         metrics = {
-            metric: dict(zip(("mean", "std"), mean_std(list(values.values())), strict=True)) | {"seeds": list(values)}
+            metric: dict(zip(("mean", "std"), mean_std(list(values.values())), strict=True))
+            | {"seeds": list(values)}
             for metric, values in found.items()
             if values
         }
@@ -121,7 +151,14 @@ def _outcome(comparison: Comparison, levels: Levels) -> dict[str, Any]:
 
 def _difference(one: Difference) -> dict[str, Any]:
     tested = {name: getattr(one.test, name) for name in TEST_FIELDS}
-    return {"a": one.a, "b": one.b, "seeds": one.seeds, "unpaired": one.unpaired, "differences": one.test.differences, **tested}
+    return {
+        "a": one.a,
+        "b": one.b,
+        "seeds": one.seeds,
+        "unpaired": one.unpaired,
+        "differences": one.test.differences,
+        **tested,
+    }
 
 
 def _verdict(verdict: Verdict) -> dict[str, Any]:
@@ -132,15 +169,38 @@ def _verdict(verdict: Verdict) -> dict[str, Any]:
 def _run(run: Run, wanted: Callable[[str], bool]) -> dict[str, Any]:
     metrics = {metric: value for metric, value in run.metrics.items() if wanted(metric)}
     weights = run.found.metadata.get("weights_sha256")
-    return {"name": run.name, "method": run.label, "seed": run.seed, "levels": dict(run.levels), "rounds": run.rounds,
-            "weights_sha256": weights, "metrics": metrics}  # fmt: skip
+    return {
+        "name": run.name,
+        "method": run.label,
+        "seed": run.seed,
+        "levels": dict(run.levels),
+        "rounds": run.rounds,
+        "weights_sha256": weights,
+        "metrics": metrics,
+    }
 
 
 def provenance(comparison: Comparison) -> dict[str, Any]:
     """Where the runs come from."""
-    keys = ("git", "versions", "command_line", "device", "processes", "threads", "precision", "started", "finished", "resumed")
+    keys = (
+        "git",
+        "versions",
+        "command_line",
+        "device",
+        "processes",
+        "threads",
+        "precision",
+        "started",
+        "finished",
+        "resumed",
+    )
     found = [(run, run.found.metadata) for run in comparison.results.runs]
-    return {"runs": [{"name": run.name, "where": run.found.where, **{key: data.get(key) for key in keys}} for run, data in found]}
+    return {
+        "runs": [
+            {"name": run.name, "where": run.found.where, **{key: data.get(key) for key in keys}}
+            for run, data in found
+        ]
+    }
 
 
 def runs_csv(comparison: Comparison, timing: bool) -> str:
@@ -165,19 +225,26 @@ def differences_csv(comparison: Comparison, timing: bool) -> str:
     """One line per level, metric and pair of the family; ``p_holm`` is corrected within level and metric."""
     lines = [
         [
-            name_of(levels), metric, one.a, one.b, " ".join(map(str, one.seeds)), " ".join(map(str, one.unpaired)), one.test.n,
+            name_of(levels),
+            metric,
+            one.a,
+            one.b,
+            " ".join(map(str, one.seeds)),
+            " ".join(map(str, one.unpaired)),
+            one.test.n,
             *(cell(getattr(one.test, name)) for name in TEST_FIELDS),
         ]
         for levels in comparison.levels
         for metric in comparison.metrics
         if is_timing(metric) == timing
         for one in comparison.differences(metric, levels)
-    ]  # fmt: skip
+    ]
     return _csv(["levels", "metric", "a", "b", "seeds", "unpaired", "n", *TEST_FIELDS], lines)
 
 
 def cell(value: float | None) -> str:
-    """All digits, so that a test on the file gives what the report says; ``nan`` and ``inf`` as such, nothing for nothing."""
+    """All digits, so that a test on the file gives what the report says; ``nan`` and ``inf`` as such, nothing
+    for nothing."""
     return "" if value is None else repr(float(value)) if isinstance(value, float) else str(value)
 
 

@@ -1,4 +1,5 @@
-"""The figures of a report. A curve is the mean over seeds; its band is one standard deviation to either side, where there are two seeds."""
+"""The figures of a report. A curve is the mean over seeds; its band is one standard deviation to either side,
+where there are two seeds."""
 
 from __future__ import annotations
 
@@ -28,7 +29,13 @@ Curve = tuple[np.ndarray, np.ndarray]
 """x ``[E]`` and, for every seed, y ``[seeds, E]``."""
 
 
-FIGURES = ("accuracy_over_rounds", "accuracy_over_megabytes", "final_by_method", "paired_differences", "degradation_over_rounds")
+FIGURES = (
+    "accuracy_over_rounds",
+    "accuracy_over_megabytes",
+    "final_by_method",
+    "paired_differences",
+    "degradation_over_rounds",
+)
 """What the names of their files begin with."""
 
 
@@ -36,7 +43,10 @@ def figures(comparison: Comparison) -> Iterator[tuple[str, Figure | None]]:
     """All figures with their file names; None for one that there is nothing to draw in."""
     for levels in comparison.levels:
         yield _file("accuracy_over_rounds", levels), _over(comparison, levels, "round", rounds_curve)
-        yield _file("accuracy_over_megabytes", levels), _over(comparison, levels, "megabytes up and down", megabytes_curve)
+        yield (
+            _file("accuracy_over_megabytes", levels),
+            _over(comparison, levels, "megabytes up and down", megabytes_curve),
+        )
         yield _file("final_by_method", levels), by_method(comparison, levels)
         if comparison.pairs:
             yield _file("paired_differences", levels), forest(comparison, levels)
@@ -62,7 +72,10 @@ def _look(comparison: Comparison, label: str) -> tuple[str, object, str]:
 
 def rounds_curve(runs: Sequence[Run]) -> Curve:
     """Test accuracy in percent over the rounds in which every seed was evaluated."""
-    found = [{row["round"]: 100 * row["test/accuracy"] for row in run.found.history if "test/accuracy" in row} for run in runs]
+    found = [
+        {row["round"]: 100 * row["test/accuracy"] for row in run.found.history if "test/accuracy" in row}
+        for run in runs
+    ]
     rounds = sorted(set.intersection(*(set(one) for one in found)))
     return np.array(rounds), np.array([[one[r] for r in rounds] for one in found])
 
@@ -74,7 +87,9 @@ def megabytes_curve(runs: Sequence[Run]) -> Curve:
     return np.mean([one[rounds - 1] for one in spent], axis=0) if rounds.size else rounds, accuracy
 
 
-def _over(comparison: Comparison, levels: Levels, xlabel: str, curve: Callable[[Sequence[Run]], Curve]) -> Figure | None:
+def _over(
+    comparison: Comparison, levels: Levels, xlabel: str, curve: Callable[[Sequence[Run]], Curve]
+) -> Figure | None:
     title = _title("Test accuracy, mean and standard deviation over seeds", levels)
     figure, axes = new_axes(title, xlabel, "test accuracy (%)", (6.8, 4.6))
     ends = []
@@ -137,7 +152,8 @@ def _band(axes: Axes, comparison: Comparison, label: str, x: np.ndarray, y: np.n
 
 
 def _rows(title: str, xlabel: str, names: Sequence[str]) -> tuple[Figure, Axes]:
-    """A figure with a line per name, the first on top; long names are wrapped, and it is wider and higher for them."""
+    """A figure with a line per name, the first on top; long names are wrapped, and it is wider and higher for
+    them."""
     wrapped = ["\n".join(wrap(name, LINE)) for name in names]
     lines = [line for name in wrapped for line in name.split("\n")]
     highest = max(name.count("\n") + 1 for name in wrapped)
@@ -151,7 +167,9 @@ def _rows(title: str, xlabel: str, names: Sequence[str]) -> tuple[Figure, Axes]:
 def by_method(comparison: Comparison, levels: Levels) -> Figure | None:
     """The primary metric of every run, and the mean of every method."""
     written = column(comparison.study.metric)
-    labels = [label for label in comparison.labels if comparison.values(comparison.study.metric, label, levels)]
+    labels = [
+        label for label in comparison.labels if comparison.values(comparison.study.metric, label, levels)
+    ]
     if not labels:
         return None
     figure, axes = _rows(_title("Every seed, and the mean", levels), written.title, labels)
@@ -166,7 +184,13 @@ def by_method(comparison: Comparison, levels: Levels) -> Figure | None:
             height = row + 0.5 * ((place + 0.5) / len(seeds) - 0.5)
             marker = MARKERS[place % len(MARKERS)]
             axes.plot(
-                value * written.scale, height, marker, color=colour, markersize=5.5, markeredgecolor="white", markeredgewidth=0.5
+                value * written.scale,
+                height,
+                marker,
+                color=colour,
+                markersize=5.5,
+                markeredgecolor="white",
+                markeredgewidth=0.5,
             )
     axes.plot([], [], "|", color=GREY, markersize=12, markeredgewidth=2.5, label="mean")
     if len(seeds) <= len(MARKERS):
@@ -177,7 +201,8 @@ def by_method(comparison: Comparison, levels: Levels) -> Figure | None:
 
 
 def forest(comparison: Comparison, levels: Levels) -> Figure | None:
-    """Paired differences: every seed, the mean and both intervals; where one is far from all others, those in a panel of their own."""
+    """Paired differences: every seed, the mean and both intervals; where one is far from all others, those in
+    a panel of their own."""
     written = column(comparison.study.metric)
     found = [one for one in comparison.differences(comparison.study.metric, levels) if one.seeds]
     if not found:
@@ -220,9 +245,10 @@ def forest(comparison: Comparison, levels: Levels) -> Figure | None:
 def without_outliers(reaches: Sequence[float]) -> float | None:
     """How far an axis has to reach for all rows but those far outside; None where there are none.
 
-    With few methods most pairs are far outside where a single method failed, since every other one is compared with it.
+    With few methods most pairs are far outside where a single method failed, since every other one is
+    compared with it.
 
-    >>> without_outliers([1.0, 2.0, 1.5, 40.0]), without_outliers([0.5, 40.0, 41.0]), without_outliers([1.0, 2.0, 4.0])
+    >>> tuple(map(without_outliers, ([1.0, 2.0, 1.5, 40.0], [0.5, 40.0, 41.0], [1.0, 2.0, 4.0])))
     (2.2, 0.55, None)
     """
     ordered = sorted(reaches)
@@ -246,7 +272,13 @@ def _differences(axes: Axes, found: Sequence[Difference], scale: float, *, label
         test, first = one.test, row == 0 and labelled
         if isfinite(test.low):
             bounds = [test.low * scale, test.high * scale]
-            axes.plot(bounds, [row, row], color=COLOURS[0], linewidth=1.4, label="95 % t interval" if first else None)
+            axes.plot(
+                bounds,
+                [row, row],
+                color=COLOURS[0],
+                linewidth=1.4,
+                label="95 % t interval" if first else None,
+            )
         if isfinite(test.bootstrap_low):
             bounds = [test.bootstrap_low * scale, test.bootstrap_high * scale]
             label = "95 % bootstrap" if first else None
@@ -254,7 +286,9 @@ def _differences(axes: Axes, found: Sequence[Difference], scale: float, *, label
         x = np.array(test.differences) * scale
         heights = row + 0.2 + 0.16 * np.arange(len(x)) / len(x)  # equal ones are all seen
         axes.plot(x, heights, "o", color=GREY, markersize=3.5, label="one seed" if first else None)
-        axes.plot(test.mean * scale, row, "D", color=COLOURS[3], markersize=6, label="mean" if first else None)
+        axes.plot(
+            test.mean * scale, row, "D", color=COLOURS[3], markersize=6, label="mean" if first else None
+        )
 
 
 def degradation(comparison: Comparison, others: Levels) -> Figure | None:

@@ -15,12 +15,15 @@ from fl_lightning.study.report.verdicts import verdicts
 from fl_lightning.study.statistics import POWER
 
 HOW_TO_READ = (
-    "Differences are paired by seed: both methods met the same partition, cohorts, drop-outs and noise. The 95 % t interval decides; the "
-    "bootstrap (BCa) beside it is too narrow below about ten seeds. p (Holm) is the t-test's, corrected for all rows of its table; "
-    "Wilcoxon's cannot be below 2^(1 − n) with n seeds. g_z is the mean in standard deviations of the differences, corrected for small "
-    f"samples; detectable: the true difference that so many seeds find with {POWER:.0%} probability at the strictest step of the "
-    "correction; seeds needed: to find an effect of g_z so. A criterion holds when its whole interval satisfies it and fails when none of "
-    "it does; it is computed in raw units (accuracies in [0, 1], bytes, seconds) and is not corrected for the other criteria."
+    "Differences are paired by seed: both methods met the same partition, cohorts, drop-outs and "
+    "noise. The 95 % t interval decides; the bootstrap (BCa) beside it is too narrow below about "
+    "ten seeds. p (Holm) is the t-test's, corrected for all rows of its table; Wilcoxon's cannot be "
+    "below 2^(1 − n) with n seeds. g_z is the mean in standard deviations of the differences, "
+    "corrected for small samples; detectable: the true difference that so many seeds find with "
+    f"{POWER:.0%} probability at the strictest step of the correction; seeds needed: to find an "
+    "effect of g_z so. A criterion holds when its whole interval satisfies it and fails when none "
+    "of it does; it is computed in raw units (accuracies in [0, 1], bytes, seconds) and is not "
+    "corrected for the other criteria."
 )
 
 
@@ -56,12 +59,16 @@ def _parts(comparison: Comparison, figures: Sequence[str], empty: Sequence[str])
     yield "## Figures"
     yield "\n\n".join(f"![{name}](<figures/{name}.png>)" for name in figures)
     if empty:
-        yield f"Not drawn, since no run, or no pair of runs with one seed, has what they show: {', '.join(empty)}."
+        yield (
+            "Not drawn, since no run, or no pair of runs with one seed, has what they show: "
+            f"{', '.join(empty)}."
+        )
     yield from _not_counted(comparison)
     yield "## Time"
     yield (
-        "Measured by a clock, on whatever else the machine was doing: median seconds of a round after the first three. Two sweeps of "
-        "one study agree in everything above; in what follows they do not."
+        "Measured by a clock, on whatever else the machine was doing: median seconds of a round "
+        "after the first three. Two sweeps of one study agree in everything above; in what follows "
+        "they do not."
     )
     for levels in comparison.levels:
         table = tabulate.clocks(comparison, levels)
@@ -81,11 +88,16 @@ def answers(comparison: Comparison) -> Iterator[str]:
     for levels in comparison.levels:
         outcome = comparison.outcome(levels)
         where = f"At {name_of(levels)}: " if levels else ""
-        said = f"**{where}{'winner: ' + outcome.winner if outcome.winner else 'no winner'}.** {_sentence(outcome.reason)}"
+        said = (
+            f"**{where}{('winner: ' + outcome.winner if outcome.winner else 'no winner')}.** "
+            f"{_sentence(outcome.reason)}"
+        )
         yield f"{said} {_gap(outcome.gap)}".strip()
     counted = [verdict.decision for verdict in verdicts(comparison) if not verdict.criterion.is_timing]
     if counted:
-        tally = ", ".join(f"{counted.count(decision)} {decision}" for decision in ("holds", "fails", "undecided"))
+        tally = ", ".join(
+            f"{counted.count(decision)} {decision}" for decision in ("holds", "fails", "undecided")
+        )
         yield f"Criteria that no clock decides: {tally}."
 
 
@@ -99,7 +111,11 @@ def _gap(gap: Difference | None) -> str:
     written, test = column(gap.metric), gap.test
     size = f"{gap.a} − {gap.b}: {written.number(test.mean, sign=True)}{written.unit}"
     bounds = tabulate.interval(written, test.low, test.high)
-    return f"{size}, 95 % interval {bounds}, {test.n} seed{'s' * (test.n > 1)}." if bounds != "-" else f"{size}, no interval."
+    return (
+        f"{size}, 95 % interval {bounds}, {test.n} seed{'s' * (test.n > 1)}."
+        if bounds != "-"
+        else f"{size}, no interval."
+    )
 
 
 def _setup(comparison: Comparison) -> str:
@@ -108,8 +124,9 @@ def _setup(comparison: Comparison) -> str:
     used = ", ".join(str(seed) for seed in comparison.study.seeds)
     partitions = len({run.partition for run in runs})
     return (
-        f"{len(runs)} finished runs; data set {', '.join(datasets)}; {', '.join(map(str, rounds))} rounds; seeds {used}; "
-        f"{partitions} partition{'s' * (partitions > 1)}, the same for every method of a seed."
+        f"{len(runs)} finished runs; data set {', '.join(datasets)}; {', '.join(map(str, rounds))} "
+        f"rounds; seeds {used}; {partitions} partition{'s' * (partitions > 1)}, the same for every "
+        "method of a seed."
     )
 
 
@@ -119,7 +136,11 @@ def undecided(comparison: Comparison) -> Iterator[str]:
     for verdict in verdicts(comparison):
         if verdict.decision == "undecided" and not verdict.criterion.is_timing:
             because = "; ".join(
-                dict.fromkeys(judgement.reason for _, judgement in verdict.judgements if judgement.decision == "undecided")
+                dict.fromkeys(
+                    judgement.reason
+                    for _, judgement in verdict.judgements
+                    if judgement.decision == "undecided"
+                )
             )
             yield f"`{verdict.criterion.text}`: {because}."
     for levels in comparison.levels:
@@ -127,14 +148,23 @@ def undecided(comparison: Comparison) -> Iterator[str]:
         open_ones = [one for one in tests if one.winner is None]
         if open_ones:
             yield _open(open_ones, len(tests), levels)
-    few = max((len(comparison.runs(label, levels)) for levels in comparison.levels for label in comparison.labels), default=0)
+    few = max(
+        (len(comparison.runs(label, levels)) for levels in comparison.levels for label in comparison.labels),
+        default=0,
+    )
     if few < 3:
-        yield f"With {few} seed{'s' * (few > 1)} the spread between seeds is hardly known; at least three are needed."
+        yield (
+            f"With {few} seed{'s' * (few > 1)} the spread between seeds is hardly known; at least three "
+            "are needed."
+        )
     untested = comparison.baselines if comparison.proposed else []
     if len(untested) > 1:
         yield "Baselines are not tested against each other."
     datasets = ", ".join(sorted({run.dataset for run in comparison.results.runs}))
-    yield f"Everything is about {datasets} and the settings of this study; how it carries over to other data and networks is not shown."
+    yield (
+        f"Everything is about {datasets} and the settings of this study; how it carries over to other "
+        "data and networks is not shown."
+    )
 
 
 def _open(open_ones: Sequence[Difference], family: int, levels: Levels) -> str:
@@ -144,7 +174,8 @@ def _open(open_ones: Sequence[Difference], family: int, levels: Levels) -> str:
     smallest = [one.test.detectable for one in open_ones]
     range_ = f"{written.number(min(smallest))} to {written.number(max(smallest))}{written.unit}"
     text = (
-        f"{len(open_ones)} of {family} differences are inside the noise: {', '.join(needed)}. Found with {POWER:.0%}: {range_}."
+        f"{len(open_ones)} of {family} differences are inside the noise: {', '.join(needed)}. Found with "
+        f"{POWER:.0%}: {range_}."
     )
     return where + text if where else text
 
@@ -158,7 +189,10 @@ def _claims(comparison: Comparison) -> Iterator[str]:
     table, texts = tabulate.claims(comparison)
     if table or texts:
         yield "## What was claimed"
-        yield "Figures from elsewhere, beside those of this study; they are claims, not targets, and their setting may be another."
+        yield (
+            "Figures from elsewhere, beside those of this study; they are claims, not targets, and "
+            "their setting may be another."
+        )
         yield table.markdown() if table else ""
         yield "\n".join(f"- {text}" for text in texts)
 
@@ -166,13 +200,22 @@ def _claims(comparison: Comparison) -> Iterator[str]:
 def _not_counted(comparison: Comparison) -> Iterator[str]:
     yield "## Not counted"
     lines = [f"- {entry.name}: {entry.reason}" for entry in comparison.results.uncounted]
-    lines += [f"- {metric} of {run.name} is not a number, and in no mean" for run, metric in comparison.not_numbers()]
+    lines += [
+        f"- {metric} of {run.name} is not a number, and in no mean"
+        for run, metric in comparison.not_numbers()
+    ]
     for levels in comparison.levels:
         for one in comparison.differences(comparison.study.metric, levels):
             if one.unpaired:
-                text = f"seed {', '.join(map(str, one.unpaired))}: only one of the two has a value, and no pair"
+                text = (
+                    f"seed {', '.join(map(str, one.unpaired))}: only one of the two has a value, and no pair"
+                )
                 lines.append(f"- {one.a} − {one.b}{' at ' + name_of(levels) if levels else ''}: {text}")
     yield "\n".join(lines) or "Every cell is finished and counted."
+
+
+def _versions(entry: Mapping[str, Any]) -> str:
+    return ", ".join(f"{name} {version}" for name, version in (entry["versions"] or {}).items())
 
 
 def _provenance(comparison: Comparison) -> Iterator[str]:
@@ -182,9 +225,15 @@ def _provenance(comparison: Comparison) -> Iterator[str]:
         [
             f"- commit: {_counted(entries, _commit)}",
             f"- device: {_counted(entries, _device)}",
-            f"- versions: {_counted(entries, lambda entry: ', '.join(f'{k} {v}' for k, v in (entry['versions'] or {}).items()))}",
-            f"- from {min(str(entry['started']) for entry in entries)} to {max(str(entry['finished']) for entry in entries)}",
-            f"- continued after an interruption: {sum(bool(entry['resumed']) for entry in entries)} of {len(entries)} runs",
+            f"- versions: {_counted(entries, _versions)}",
+            (
+                f"- from {min(str(entry['started']) for entry in entries)} to "
+                f"{max(str(entry['finished']) for entry in entries)}"
+            ),
+            (
+                "- continued after an interruption: "
+                f"{sum(bool(entry['resumed']) for entry in entries)} of {len(entries)} runs"
+            ),
         ]
     )
     first = {
@@ -208,4 +257,6 @@ def _commit(entry: Mapping[str, Any]) -> str:
 
 
 def _device(entry: Mapping[str, Any]) -> str:
-    return f"{entry['device']}, {entry['processes']} process of {entry['threads']} threads, {entry['precision']}"
+    return (
+        f"{entry['device']}, {entry['processes']} process of {entry['threads']} threads, {entry['precision']}"
+    )

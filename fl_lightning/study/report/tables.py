@@ -1,4 +1,5 @@
-"""The tables of a report, as text in cells; and a table as Markdown, as LaTeX (booktabs) or for the terminal."""
+"""The tables of a report, as text in cells; and a table as Markdown, as LaTeX (booktabs) or for the
+terminal."""
 
 from __future__ import annotations
 
@@ -11,15 +12,40 @@ from rich.box import SIMPLE_HEAD
 from rich.table import Table as RichTable
 from rich.text import Text
 
-from fl_lightning.study.metric_names import CLOCKS, Column, column, headline, higher_is_better, is_timing, p_value, plain, seeds
+from fl_lightning.study.metric_names import (
+    CLOCKS,
+    Column,
+    column,
+    headline,
+    higher_is_better,
+    is_timing,
+    p_value,
+    plain,
+    seeds,
+)
 from fl_lightning.study.report.comparison import Comparison, Difference, Levels, name_of
 from fl_lightning.study.report.verdicts import Judgement, Verdict
 from fl_lightning.study.report.verdicts import verdicts as every_verdict
 from fl_lightning.study.spec.criteria import QUANTITIES
 from fl_lightning.study.statistics import mean_std
 
-LATEX = {"\\": r"\textbackslash{}", "%": r"\%", "&": r"\&", "_": r"\_", "#": r"\#", "$": r"\$", "{": r"\{", "}": r"\}",
-         "~": r"\textasciitilde{}", "^": r"\textasciicircum{}", "±": r"$\pm$", "−": "$-$", "<": "$<$", ">": "$>$", "=": "$=$"}  # fmt: skip
+LATEX = {
+    "\\": r"\textbackslash{}",
+    "%": r"\%",
+    "&": r"\&",
+    "_": r"\_",
+    "#": r"\#",
+    "$": r"\$",
+    "{": r"\{",
+    "}": r"\}",
+    "~": r"\textasciitilde{}",
+    "^": r"\textasciicircum{}",
+    "±": r"$\pm$",
+    "−": "$-$",
+    "<": "$<$",
+    ">": "$>$",
+    "=": "$=$",
+}
 
 STYLES = {"holds": "green", "fails": "red", "undecided": "yellow"}
 
@@ -43,7 +69,10 @@ class Table:
     def markdown(self) -> str:
         rule = [" --- " if i < self.texts else " ---: " for i in range(len(self.header))]
         lines = [self.header, *self.rows]
-        text = ["| " + " | ".join(cell.replace("|", "\\|").replace("\n", " ") for cell in line) + " |" for line in lines]
+        text = [
+            "| " + " | ".join(cell.replace("|", "\\|").replace("\n", " ") for cell in line) + " |"
+            for line in lines
+        ]
         return "\n".join([text[0], "|" + "|".join(rule) + "|", *text[1:]])
 
     def latex(self) -> str:
@@ -60,7 +89,10 @@ class Table:
 
         lines = [row(line) for line in [self.header, *self.rows]]
         columns = "l" * self.texts + "r" * (len(self.header) - self.texts)
-        begin, end = [f"% {self.title}", rf"\begin{{tabular}}{{{columns}}}", r"\toprule"], [r"\bottomrule", r"\end{tabular}"]
+        begin, end = (
+            [f"% {self.title}", rf"\begin{{tabular}}{{{columns}}}", r"\toprule"],
+            [r"\bottomrule", r"\end{tabular}"],
+        )
         return "\n".join([*begin, lines[0], r"\midrule", *lines[1:], *end]) + "\n"
 
     def without(self, *names: str) -> Table:
@@ -71,7 +103,9 @@ class Table:
 
     def rich(self) -> RichTable:
         """For the terminal, where Markdown's marks are left out."""
-        table = RichTable(title=self.title, title_justify="left", title_style="bold", box=SIMPLE_HEAD, pad_edge=False)
+        table = RichTable(
+            title=self.title, title_justify="left", title_style="bold", box=SIMPLE_HEAD, pad_edge=False
+        )
         for i, name in enumerate(self.header):
             table.add_column(name, justify="left" if i < self.texts else "right", overflow="fold")
         for row in self.rows:
@@ -89,14 +123,30 @@ def _at(levels: Levels) -> str:
 def results(comparison: Comparison, levels: Levels) -> Table:
     """Mean and standard deviation of the headline metrics, by method, the best first."""
     columns = headline(comparison.study.metric, [name for name in comparison.metrics if not is_timing(name)])
-    return _means(comparison, levels, columns, f"Results{_at(levels)}, mean ± standard deviation over seeds", best_first=True)
+    return _means(
+        comparison,
+        levels,
+        columns,
+        f"Results{_at(levels)}, mean ± standard deviation over seeds",
+        best_first=True,
+    )
 
 
 def clocks(comparison: Comparison, levels: Levels) -> Table:
     """The same of what a clock measured."""
     columns = [one for one in CLOCKS if one.metric in comparison.metrics]
-    columns += [column(name) for name in comparison.metrics if is_timing(name) and name not in [one.metric for one in CLOCKS]]
-    return _means(comparison, levels, columns, f"Time{_at(levels)}, mean ± standard deviation over seeds", best_first=False)
+    columns += [
+        column(name)
+        for name in comparison.metrics
+        if is_timing(name) and name not in [one.metric for one in CLOCKS]
+    ]
+    return _means(
+        comparison,
+        levels,
+        columns,
+        f"Time{_at(levels)}, mean ± standard deviation over seeds",
+        best_first=False,
+    )
 
 
 def target(comparison: Comparison, levels: Levels) -> Table | None:
@@ -104,18 +154,29 @@ def target(comparison: Comparison, levels: Levels) -> Table | None:
     if comparison.study.target_accuracy is None:
         return None
     columns = [column("target/rounds"), column("target/megabytes")]
-    table = _means(comparison, levels, columns, f"Until {comparison.study.target_accuracy:.1%} test accuracy{_at(levels)}", False)
+    table = _means(
+        comparison,
+        levels,
+        columns,
+        f"Until {comparison.study.target_accuracy:.1%} test accuracy{_at(levels)}",
+        False,
+    )
     for row in table.rows:
         runs = comparison.runs(row[0], levels)
         row.append(f"{len(comparison.values('target/rounds', row[0], levels))} of {len(runs)}")
     return Table(table.title, [*table.header, "seeds that reach it"], table.rows)
 
 
-def _means(comparison: Comparison, levels: Levels, columns: list[Column], title: str, best_first: bool) -> Table:
+def _means(
+    comparison: Comparison, levels: Levels, columns: list[Column], title: str, best_first: bool
+) -> Table:
     labels = [label for label in comparison.labels if comparison.runs(label, levels)]
     if best_first:
         sign = -1 if higher_is_better(comparison.study.metric) else 1
-        means = {label: mean_std(list(comparison.values(comparison.study.metric, label, levels).values()))[0] for label in labels}
+        means = {
+            label: mean_std(list(comparison.values(comparison.study.metric, label, levels).values()))[0]
+            for label in labels
+        }
         labels.sort(key=lambda label: sign * means[label] if isfinite(means[label]) else float("inf"))
     rows = []
     for label in labels:
@@ -127,8 +188,19 @@ def _means(comparison: Comparison, levels: Levels, columns: list[Column], title:
 def differences(comparison: Comparison, levels: Levels) -> Table:
     """The tests of the primary metric."""
     metric = comparison.study.metric
-    header = ["difference", "seeds", f"mean{column(metric).unit}", "95 % interval", "bootstrap", "p (t)", "p (Holm)", "p (Wilcoxon)",
-              "g_z", "detectable", "seeds needed"]  # fmt: skip
+    header = [
+        "difference",
+        "seeds",
+        f"mean{column(metric).unit}",
+        "95 % interval",
+        "bootstrap",
+        "p (t)",
+        "p (Holm)",
+        "p (Wilcoxon)",
+        "g_z",
+        "detectable",
+        "seeds needed",
+    ]
     rows = [[f"{one.a} − {one.b}", *difference_cells(one)] for one in comparison.differences(metric, levels)]
     return Table(f"Differences in {column(metric).title}{_at(levels)}, paired by seed", header, rows)
 
@@ -176,7 +248,10 @@ def verdicts(comparison: Comparison, timing: bool) -> Table | None:
         return None
     rows = [row for verdict in chosen for row in _verdict_rows(verdict)]
     return Table(
-        "Criteria", ["criterion", "verdict", "left", "right", "left − right", "95 % interval", "seeds", "because"], rows, 2
+        "Criteria",
+        ["criterion", "verdict", "left", "right", "left − right", "95 % interval", "seeds", "because"],
+        rows,
+        2,
     )
 
 
@@ -215,12 +290,19 @@ def _measured(comparison: Comparison, name: str, label: str, levels: Levels) -> 
     """In the metric's own unit."""
     if name == "megabytes":
         columns = [(column(f"client/{way}load_bytes"), way) for way in ("up", "down")]
-        means = [f"{one.mean(list(comparison.values(one.metric, label, levels).values()))} {way}" for one, way in columns]
+        means = [
+            f"{one.mean(list(comparison.values(one.metric, label, levels).values()))} {way}"
+            for one, way in columns
+        ]
         return f"{', '.join(means)}, per client and round"
     if name in ("time", "seconds per round") or is_timing(name):
         return "see Time"
     if name == "drop" or name.endswith(" drop"):
-        others = {axis: level for axis, level in levels.items() if axis != (comparison.study.degradation or {}).get("axis")}
+        others = {
+            axis: level
+            for axis, level in levels.items()
+            if axis != (comparison.study.degradation or {}).get("axis")
+        }
         found = comparison.drops(comparison.study.metric, label, others)
     else:
         found = comparison.values(QUANTITIES.get(name, name), label, levels)

@@ -1,6 +1,7 @@
 """The criteria of a study, each judged at every level of its grid.
 
-A criterion *holds* when all of the 95 % interval of left - right satisfies it, *fails* when none does, and is *undecided* otherwise.
+A criterion *holds* when all of the 95 % interval of left - right satisfies it, *fails* when none does, and is
+*undecided* otherwise.
 """
 
 from __future__ import annotations
@@ -16,7 +17,14 @@ from typing import Literal
 from fl_lightning.errors import InputError
 from fl_lightning.study.metric_names import higher_is_better
 from fl_lightning.study.report.comparison import Comparison, Levels, flipped
-from fl_lightning.study.spec.criteria import OPERATORS, RELATIONS, Criterion, Quantity, arguments_of, check_needs
+from fl_lightning.study.spec.criteria import (
+    OPERATORS,
+    RELATIONS,
+    Criterion,
+    Quantity,
+    arguments_of,
+    check_needs,
+)
 from fl_lightning.study.statistics import PairedTest, mean_std, paired_test, t_interval
 
 Decision = Literal["holds", "fails", "undecided"]
@@ -95,7 +103,9 @@ def _judge_p(comparison: Comparison, criterion: Criterion, levels: Levels) -> Ju
     return judge_p(criterion, paired_test([]), (), higher_is_better(metric))
 
 
-def _values(comparison: Comparison, quantity: Quantity, *, levels: Levels, others: Levels) -> Mapping[int, float]:
+def _values(
+    comparison: Comparison, quantity: Quantity, *, levels: Levels, others: Levels
+) -> Mapping[int, float]:
     """By seed: at ``levels``, and of ``drop`` at the levels of the ``others``."""
     if quantity.metric is not None:
         return comparison.values(quantity.metric, quantity.labels[-1], levels)
@@ -130,11 +140,15 @@ def judge(criterion: Criterion, values: Callable[[Quantity], Mapping[int, float]
 
 
 def _missing(known: Mapping[Quantity, Mapping[int, float]]) -> str:
-    empty = [f"{quantity.name}({', '.join(quantity.arguments)})" for quantity, found in known.items() if not found]
+    empty = [
+        f"{quantity.name}({', '.join(quantity.arguments)})" for quantity, found in known.items() if not found
+    ]
     return f"no value of {', '.join(empty)}" if empty else "no seed that all of its methods have"
 
 
-def _decide(criterion: Criterion, sides: Sequence[tuple[float, float]], low: float, high: float) -> tuple[Decision, str]:
+def _decide(
+    criterion: Criterion, sides: Sequence[tuple[float, float]], low: float, high: float
+) -> tuple[Decision, str]:
     symbol, compare = RELATIONS[criterion.relation]
     if criterion.is_exact:
         true = sum(compare(left, right) for left, right in sides)
@@ -152,7 +166,9 @@ def _decide(criterion: Criterion, sides: Sequence[tuple[float, float]], low: flo
     return "undecided", "0 is inside the interval"
 
 
-def judge_p(criterion: Criterion, test: PairedTest, seeds: Sequence[int], higher_is_better: bool) -> Judgement:
+def judge_p(
+    criterion: Criterion, test: PairedTest, seeds: Sequence[int], higher_is_better: bool
+) -> Judgement:
     """Decide ``p(A, B) < number`` from the test of A - B, whose p is corrected for the family."""
     assert isinstance(criterion.right, ast.Constant)
     level = float(criterion.right.value)  # type: ignore[arg-type]
@@ -160,9 +176,22 @@ def judge_p(criterion: Criterion, test: PairedTest, seeds: Sequence[int], higher
     below = RELATIONS[criterion.relation][1](test.p_holm, level)
     decision: Decision = "undecided" if not below else "holds" if better else "fails"
     way = "better" if better else "worse"
-    reason = f"significantly {way}" if below else "no p" if isnan(test.p_holm) else "not significant, which decides nothing"
+    reason = (
+        f"significantly {way}"
+        if below
+        else "no p"
+        if isnan(test.p_holm)
+        else "not significant, which decides nothing"
+    )
     return Judgement(
-        decision, test.p_holm, level, test.mean, test.low, test.high, tuple(seeds), f"{reason}; Holm over {test.family}"
+        decision,
+        test.p_holm,
+        level,
+        test.mean,
+        test.low,
+        test.high,
+        tuple(seeds),
+        f"{reason}; Holm over {test.family}",
     )
 
 
@@ -183,7 +212,8 @@ def _value(node: ast.expr, at: Mapping[tuple[str, tuple[str, ...]], float]) -> f
 
 
 def check_criteria(comparison: Comparison) -> None:
-    """The metrics that the criteria mention are there; they may still be missing in a study whose runs are to be tested.
+    """The metrics that the criteria mention are there; they may still be missing in a study whose runs are to
+    be tested.
 
     Raises:
         InputError: one is not.
@@ -191,6 +221,14 @@ def check_criteria(comparison: Comparison) -> None:
     for criterion in comparison.criteria:
         check_needs(criterion, comparison.study.degradation, comparison.study.target_accuracy)
         for quantity in criterion.quantities:
-            if quantity.name == "metric" and quantity.arguments[0] not in comparison.metrics and not comparison.study.test:
+            if (
+                quantity.name == "metric"
+                and quantity.arguments[0] not in comparison.metrics
+                and not comparison.study.test
+            ):
                 near = get_close_matches(quantity.arguments[0], comparison.metrics, n=1, cutoff=0.0)[0]
-                raise InputError(f"criterion {criterion.text!r}: {quantity.arguments[0]}; no run has this metric; write {near}")
+                raise InputError(
+                    f"criterion {criterion.text!r}: {quantity.arguments[0]}",
+                    "no run has this metric",
+                    f"write {near}",
+                )

@@ -34,7 +34,8 @@ class Found:
         tested: metrics that ``test`` has measured.
         problem: why it cannot be counted, or empty.
         settings: its configuration, with dotted keys.
-        typed: whether the settings are as in ``config.yaml``; in MLflow's parameters all are text, and have no hash.
+        typed: whether the settings are as in ``config.yaml``; in MLflow's parameters all are text, and have
+            no hash.
         checkpoint: which one ``test`` was told to take: ``last``, ``best`` or a name.
         tested_round: the round of that checkpoint.
     """
@@ -53,7 +54,11 @@ class Found:
 
 def read_folder(folder: Path) -> list[Found]:
     """Every run directly in ``folder``, by name; also those that are damaged or still going on."""
-    paths = sorted(path for path in folder.iterdir() if (path / "metadata.json").exists() or (path / "config.yaml").exists())
+    paths = sorted(
+        path
+        for path in folder.iterdir()
+        if (path / "metadata.json").exists() or (path / "config.yaml").exists()
+    )
     return [read_directory(path) for path in paths if path.is_dir() and not path.name.startswith(".")]
 
 
@@ -76,11 +81,23 @@ def read_directory(path: Path) -> Found:
         reason = getattr(error, "strerror", None) or str(error)
         return Found(path.name, str(path), metadata, [], {}, f"{file} cannot be read: {reason}")
     wrong, checkpoint = problem(metadata, history) or unknown, str(document.get("chosen", "last"))
-    return Found(path.name, str(path), metadata, history, tested, wrong, settings, True, checkpoint, document.get("round"))
+    return Found(
+        path.name,
+        str(path),
+        metadata,
+        history,
+        tested,
+        wrong,
+        settings,
+        True,
+        checkpoint,
+        document.get("round"),
+    )
 
 
 def from_store(entry: Mapping[str, Any]) -> Found:
-    """One of :func:`fl_lightning.tracking.runs.read_runs`; what ``test`` measured is among its metrics, at its checkpoint's round."""
+    """One of :func:`fl_lightning.tracking.runs.read_runs`; what ``test`` measured is among its metrics, at
+    its checkpoint's round."""
     metadata, history = entry["metadata"], entry["history"]
     points: dict[str, list[tuple[Any, float]]] = {}
     for row in history:
@@ -146,7 +163,8 @@ def problem(metadata: Mapping[str, Any], history: list[dict[str, float]]) -> str
 
 
 def find_run(folder: Path, name: str, hash: str) -> Path | None:
-    """The latest run called ``name``, ``name-2`` ... whose settings have this hash: the one that ``fit`` would continue.
+    """The latest run called ``name``, ``name-2`` ... whose settings have this hash: the one that ``fit``
+    would continue.
 
     One whose ``config.yaml`` cannot be read is named in a warning.
     """
@@ -168,7 +186,8 @@ def read_cells(folder: Path) -> dict[str, dict[str, Any]]:
 
 
 def read_metrics(run: Path | None) -> list[dict[str, float]]:
-    """The rounds in a run's ``metrics.csv``; empty when it cannot be read. It may be in the middle of being written."""
+    """The rounds in a run's ``metrics.csv``; empty when it cannot be read. It may be in the middle of being
+    written."""
     if run is None:
         return []
     try:

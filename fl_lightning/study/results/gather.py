@@ -1,4 +1,5 @@
-"""From ``--study`` to the runs that can be compared, and a list of those that cannot, with the reason of each."""
+"""From ``--study`` to the runs that can be compared, and a list of those that cannot, with the reason of
+each."""
 
 from __future__ import annotations
 
@@ -40,14 +41,18 @@ def gather(study: str, root: Path, mlflow: str | None = None) -> Results:
     else:
         if not folder.is_dir():
             raise InputError(
-                f"--study {study}; its runs are read from {folder}, which does not exist; run the sweep, or name --root"
+                f"--study {study}",
+                f"its runs are read from {folder}, which does not exist",
+                "run the sweep, or name --root",
             )
         found, where = read_folder(folder), str(folder)
     results = assign(plan, found, folder) if plan else label_all(name, folder, found)
     if not results.runs:
         reasons = "; ".join(f"{entry.name}: {entry.reason}" for entry in results.uncounted[:3])
         raise InputError(
-            f"--study {study}; no finished run in {where} ({reasons or 'it is empty'}); wait for the sweep, or name --root"
+            f"--study {study}",
+            f"no finished run in {where} ({reasons or 'it is empty'})",
+            "wait for the sweep, or name --root",
         )
     return with_one_checkpoint(results)
 
@@ -67,16 +72,20 @@ def locate(study: str, root: Path, must_exist: bool = True) -> tuple[Study | Non
         near = get_close_matches(study, known, n=1, cutoff=0.0)
         instead = f"write --study {near[0]}" if near else "name another --root"
         raise InputError(
-            f"--study {study}; it is the name of a study in {root}, a study's YAML file, or a folder of runs; {instead}"
+            f"--study {study}",
+            f"it is the name of a study in {root}, a study's YAML file, or a folder of runs",
+            f"{instead}",
         )
     file = folder / "study.yaml"
     return (Study.read(file, find_configs=False) if file.is_file() else None), folder
 
 
 def assign(plan: Study, found: list[Found], folder: Path) -> Results:
-    """Give every cell of the study its run: the one that ``cells.json`` names, or else the latest of its name or tags.
+    """Give every cell of the study its run: the one that ``cells.json`` names, or else the latest of its name
+    or tags.
 
-    Where there is a ``cells.json``, only runs with the cell's own settings count: others are left from an earlier form of the study.
+    Where there is a ``cells.json``, only runs with the cell's own settings count: others are left from an
+    earlier form of the study.
     """
     named = read_cells(folder)
     runs, uncounted, used = [], [], set()
@@ -90,14 +99,18 @@ def assign(plan: Study, found: list[Found], folder: Path) -> Results:
             mine = [one for one in mine if _has_settings(one, entry)]
         exact = [one for one in mine if one.name == entry.get("run")]
         chosen = _latest(exact or mine)
-        uncounted += [Uncounted(one.name, f"{chosen.name} is used") for one in mine if chosen and one is not chosen]
+        uncounted += [
+            Uncounted(one.name, f"{chosen.name} is used") for one in mine if chosen and one is not chosen
+        ]
         if chosen is None:
             uncounted.append(Uncounted(cell.name, f"no run; {entry.get('status', 'never started')}"))
         elif chosen.problem:
             failed = ", failed in the sweep" if entry.get("status") == "failed" else ""
             uncounted.append(Uncounted(cell.name, chosen.problem + failed))
         else:
-            runs.append(Run(cell.method, cell.seed, cell.levels, chosen, run_metrics(chosen, plan.target_accuracy)))
+            runs.append(
+                Run(cell.method, cell.seed, cell.levels, chosen, run_metrics(chosen, plan.target_accuracy))
+            )
     uncounted += [Uncounted(one.name, "not a cell of the study") for one in found if one.where not in used]
     return Results(plan, runs, uncounted)
 
@@ -107,11 +120,14 @@ def _is_cell(found: Found, name: str, label: str, seed: int, levels: Mapping[str
     if "label" in tags:
         axes = {axis: tags.get(axis) for axis in levels}
         return tags["label"] == label and found.metadata.get("seed") == seed and axes == dict(levels)
-    return found.name == name or (found.name.startswith(f"{name}-") and found.name[len(name) + 1 :].isdecimal())
+    return found.name == name or (
+        found.name.startswith(f"{name}-") and found.name[len(name) + 1 :].isdecimal()
+    )
 
 
 def _has_settings(found: Found, entry: Mapping[str, Any]) -> bool:
-    """Whether a run was made with the settings of a cell; MLflow's parameters cannot tell, there the name has to."""
+    """Whether a run was made with the settings of a cell; MLflow's parameters cannot tell, there the name has
+    to."""
     if found.settings and found.typed:
         return settings_hash(found.settings) == entry.get("hash")
     return bool(found.problem) or (not found.typed and found.name == entry.get("run"))
@@ -133,16 +149,20 @@ def with_metric(results: Results, metric: str | None) -> Results:
     if study.metric not in known:
         near = get_close_matches(study.metric, known, n=1, cutoff=0.0)
         raise InputError(
-            f"metric {study.metric}; no run of {study.name} has it; write --metric {near[0] if near else 'final/accuracy'}"
+            f"metric {study.metric}",
+            f"no run of {study.name} has it",
+            f"write --metric {(near[0] if near else 'final/accuracy')}",
         )
     higher_is_better(study.metric)
     return replace(results, study=study)
 
 
 def check_comparable(results: Results) -> None:
-    """Methods of one comparison have the same data set, the same rounds and, seed by seed, the same partition.
+    """Methods of one comparison have the same data set, the same rounds and, seed by seed, the same
+    partition.
 
-    Levels of a grid may differ in all of them, since methods are compared within a level; the two that a degradation is taken of may not.
+    Levels of a grid may differ in all of them, since methods are compared within a level; the two that a
+    degradation is taken of may not.
 
     Raises:
         InputError: they do not.
@@ -151,17 +171,28 @@ def check_comparable(results: Results) -> None:
     groups: dict[tuple[tuple[str, str], ...], list[Run]] = {}
     for run in results.runs:
         levels = dict(run.levels)
-        if levels.get(degradation.get("axis", "")) in (degradation.get("stressed"), degradation.get("clean")) and degradation:
+        if (
+            levels.get(degradation.get("axis", "")) in (degradation.get("stressed"), degradation.get("clean"))
+            and degradation
+        ):
             levels.pop(degradation["axis"])
         groups.setdefault(tuple(levels.items()), []).append(run)
     for runs in groups.values():
-        _require_one(runs, "data set", lambda run: run.dataset, "a study has one data set; give each its own study")
         _require_one(
-            runs, "number of rounds", lambda run: str(run.asked_rounds), "run them again with the same --trainer.max_rounds"
+            runs, "data set", lambda run: run.dataset, "a study has one data set; give each its own study"
+        )
+        _require_one(
+            runs,
+            "number of rounds",
+            lambda run: str(run.asked_rounds),
+            "run them again with the same --trainer.max_rounds",
         )
         for seed in sorted({run.seed for run in runs}):
             same_seed = [run for run in runs if run.seed == seed]
-            hint = "give all methods the same data.* settings (FedKD's public set is taken from the training set: set it for all)"
+            hint = (
+                "give all methods the same data.* settings (FedKD's public set is taken from the "
+                "training set: set it for all)"
+            )
             _require_one(same_seed, "partition", lambda run: run.partition, hint)
 
 
@@ -170,6 +201,7 @@ def _require_one(runs: list[Run], what: str, value: Any, hint: str) -> None:
     for run in runs:
         if value(run) != value(first):
             raise InputError(
-                f"{first.name} has {what} {value(first)[:12]}, {run.name} has {what} {value(run)[:12]}; "
-                f"methods are compared on one {what}{' a seed' if what == 'partition' else ''}; {hint}, or leave one out"
+                f"{first.name} has {what} {value(first)[:12]}, {run.name} has {what} {value(run)[:12]}",
+                f"methods are compared on one {what}{(' a seed' if what == 'partition' else '')}",
+                f"{hint}, or leave one out",
             )

@@ -90,18 +90,25 @@ class Results:
 def run_metrics(found: Found, target: float | None = None) -> dict[str, float]:
     """One number per metric of a run.
 
-    ``final/*`` as the run gives them, and ``final/best_val_test_accuracy``: on the test set, in the round that validation chose.
-    ``total/*``: bytes over all rounds; ``client/*``: bytes per client that trained and round. ``time/round`` and ``time/train``: median
-    seconds of a round, the first three left out; ``time/total``: seconds of all. Other metrics of the rounds: the last one measured.
-    What ``test`` measured, except what has the name of a round's metric. With a ``target`` accuracy, ``target/rounds`` and
-    ``target/megabytes`` until ``test/accuracy`` first reaches it; NaN when it never does.
+    ``final/*`` as the run gives them, and ``final/best_val_test_accuracy``: on the test set, in the round
+    that validation chose.
+    ``total/*``: bytes over all rounds; ``client/*``: bytes per client that trained and round. ``time/round``
+        and ``time/train``: median
+    seconds of a round, the first three left out; ``time/total``: seconds of all. Other metrics of the rounds:
+    the last one measured. What ``test`` measured, except what has the name of a round's metric. With a
+    ``target`` accuracy, ``target/rounds`` and ``target/megabytes`` until ``test/accuracy`` first reaches it;
+    NaN when it never does.
     """
     history = found.history
     columns: dict[str, list[float]] = {}
     for row in history:
         for name, value in row.items():
             columns.setdefault(name, []).append(value)
-    metrics = {name: values[-1] for name, values in columns.items() if not re.match("round$|comm/|clients/|time/", name)}
+    metrics = {
+        name: values[-1]
+        for name, values in columns.items()
+        if not re.match("round$|comm/|clients/|time/", name)
+    }
     metrics |= {name: value for name, value in found.metadata.items() if name.startswith("final/")}
     best = next((row for row in history if row["round"] == metrics.get("final/best_val_round")), {})
     if "test/accuracy" in best:
@@ -126,7 +133,8 @@ def run_metrics(found: Found, target: float | None = None) -> dict[str, float]:
 def to_target(history: Iterable[Mapping[str, float]], target: float) -> tuple[float, float]:
     """Rounds, and megabytes over the wire, until the test accuracy first reaches ``target``.
 
-    >>> rows = [{"round": 1, "comm/total_bytes": 2_000_000, "test/accuracy": 0.5}, {"round": 2, "comm/total_bytes": 1_000_000}]
+    >>> rows = [{"round": 1, "comm/total_bytes": 2_000_000, "test/accuracy": 0.5}]
+    >>> rows += [{"round": 2, "comm/total_bytes": 1_000_000}]
     >>> to_target([*rows, {"round": 3, "comm/total_bytes": 500_000, "test/accuracy": 0.9}], 0.8)
     (3, 3.5)
     """

@@ -1,9 +1,12 @@
-"""Success criteria: ``accuracy(FedMPQKD) - accuracy(FedMPQ) >= 0.01`` as data, and whether the runs decide it.
+"""Success criteria: ``accuracy(FedMPQKD) - accuracy(FedMPQ) >= 0.01`` as data, and whether the runs decide
+it.
 
-A criterion compares two sides; each is arithmetic (+ - * /) on numbers and quantities. It is computed seed by seed, over the seeds that
-every method in it has, and judged by the 95 % t interval of left - right: it *holds* when the whole interval satisfies it, *fails* when no
-point of it does, and is *undecided* otherwise. Quantities that are counted (bytes) need no interval: all seeds, no seed, or undecided.
-``p(A, B) < 0.05`` holds when A is significantly better, fails when it is significantly worse, and is undecided when the test says nothing.
+A criterion compares two sides; each is arithmetic (+ - * /) on numbers and quantities. It is computed seed by
+seed, over the seeds that every method in it has, and judged by the 95 % t interval of left - right: it
+*holds* when the whole interval satisfies it, *fails* when no point of it does, and is *undecided* otherwise.
+Quantities that are counted (bytes) need no interval: all seeds, no seed, or undecided. ``p(A, B) < 0.05``
+holds when A is significantly better, fails when it is significantly worse, and is undecided when the test
+says nothing.
 
 The text is parsed by ``ast`` and walked; nothing in it is ever executed.
 """
@@ -35,7 +38,12 @@ QUANTITIES = {
 """Those of one method that are a metric of its runs."""
 ARGUMENTS = {**dict.fromkeys(QUANTITIES, 1), "drop": 1, "gap": 2, "p": 2, "metric": 2}
 OPERATORS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv}
-RELATIONS = {ast.Lt: ("<", operator.lt), ast.LtE: ("<=", operator.le), ast.Gt: (">", operator.gt), ast.GtE: (">=", operator.ge)}
+RELATIONS = {
+    ast.Lt: ("<", operator.lt),
+    ast.LtE: ("<=", operator.le),
+    ast.Gt: (">", operator.gt),
+    ast.GtE: (">=", operator.ge),
+}
 LONGEST = 500  # characters
 EXAMPLE = "accuracy(A) - accuracy(B) >= 0.01"
 
@@ -107,23 +115,29 @@ def parse(text: str, labels: Sequence[str]) -> Criterion:
     """
 
     def wrong(given: object, rule: str, instead: str = f"write {EXAMPLE}") -> InputError:
-        return InputError(f"criterion {text[:LONGEST]!r}: {given}; {rule}; {instead}")
+        return InputError(f"criterion {text[:LONGEST]!r}: {given}", rule, instead)
 
     if len(text) > LONGEST:
         raise wrong(f"{len(text)} characters", f"it has {LONGEST} at most")
     try:
         tree = ast.parse(_quote(text.strip(), labels), mode="eval").body
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
-        raise wrong(getattr(error, "msg", None) or "it cannot be read", "two sides and one of < <= > >= between them") from None
+        raise wrong(
+            getattr(error, "msg", None) or "it cannot be read", "two sides and one of < <= > >= between them"
+        ) from None
     if not isinstance(tree, ast.Compare) or len(tree.ops) != 1 or type(tree.ops[0]) not in RELATIONS:
-        raise wrong(_shown(tree), "it compares two sides once, by < <= > or >=", f"write two criteria, or {EXAMPLE}")
+        raise wrong(
+            _shown(tree), "it compares two sides once, by < <= > or >=", f"write two criteria, or {EXAMPLE}"
+        )
     left, right, relation = tree.left, tree.comparators[0], type(tree.ops[0])
     quantities = tuple(dict.fromkeys([*_quantities(left, labels, wrong), *_quantities(right, labels, wrong)]))
     if not quantities:
         raise wrong("no method in it", f"it is about at least one of {', '.join(ARGUMENTS)}")
     criterion = Criterion(text.strip(), left, right, relation, quantities)
     if criterion.mentions("p"):
-        alone = isinstance(left, ast.Call) and isinstance(right, ast.Constant) and relation in (ast.Lt, ast.LtE)
+        alone = (
+            isinstance(left, ast.Call) and isinstance(right, ast.Constant) and relation in (ast.Lt, ast.LtE)
+        )
         if not alone:
             raise wrong("p(...)", "it stands alone on the left, below a number", "write p(A, B) < 0.05")
         if len(set(quantities[0].labels)) < 2:
@@ -145,19 +159,28 @@ def check_needs(criterion: Criterion, degradation: object, target_accuracy: floa
         InputError: it is not.
     """
     if criterion.mentions("drop") and not degradation:
-        said = "drop(...); it is of a degradation; add 'degradation: {axis: noise, stressed: on, clean: off}' to the study"
-        raise InputError(f"criterion {criterion.text!r}: {said}")
+        raise InputError(
+            f"criterion {criterion.text!r}: drop(...)",
+            "it is of a degradation",
+            "add 'degradation: {axis: noise, stressed: on, clean: off}' to the study",
+        )
     for name in ("rounds", "megabytes"):
         if criterion.mentions(name) and target_accuracy is None:
-            said = f"{name}(...); it is counted until a target; add 'target_accuracy: 0.9' to the study"
-            raise InputError(f"criterion {criterion.text!r}: {said}")
+            raise InputError(
+                f"criterion {criterion.text!r}: {name}(...)",
+                "it is counted until a target",
+                "add 'target_accuracy: 0.9' to the study",
+            )
 
 
 def _quote(text: str, labels: Sequence[str]) -> str:
-    """Labels that stand alone between the parentheses of a quantity, in quotes: ``accuracy(FedMPQKD a=1)``."""
+    """Labels that stand alone between the parentheses of a quantity, in quotes: ``accuracy(FedMPQKD
+    a=1)``."""
     longest_first = sorted(labels, key=len, reverse=True)
     pattern = "|".join(re.escape(label) for label in longest_first)
-    return re.sub(rf"(?<=[(,])\s*({pattern})\s*(?=[,)])", lambda match: repr(match[1]), text) if labels else text
+    return (
+        re.sub(rf"(?<=[(,])\s*({pattern})\s*(?=[,)])", lambda match: repr(match[1]), text) if labels else text
+    )
 
 
 def _shown(node: ast.AST) -> str:
@@ -167,7 +190,9 @@ def _shown(node: ast.AST) -> str:
         return "a deep expression"
 
 
-def _quantities(node: ast.expr, labels: Sequence[str], wrong: Callable[..., InputError]) -> Iterator[Quantity]:
+def _quantities(
+    node: ast.expr, labels: Sequence[str], wrong: Callable[..., InputError]
+) -> Iterator[Quantity]:
     """All that one side mentions; refuses everything that is not arithmetic on them."""
     if isinstance(node, ast.BinOp) and type(node.op) in OPERATORS:
         yield from _quantities(node.left, labels, wrong)
@@ -177,7 +202,11 @@ def _quantities(node: ast.expr, labels: Sequence[str], wrong: Callable[..., Inpu
     elif isinstance(node, ast.Call):
         yield _quantity(node, labels, wrong)
     elif not _is_number(node):
-        raise wrong(_shown(node), "numbers, quantities and + - * / are allowed", f"quantities are {', '.join(ARGUMENTS)}")
+        raise wrong(
+            _shown(node),
+            "numbers, quantities and + - * / are allowed",
+            f"quantities are {', '.join(ARGUMENTS)}",
+        )
 
 
 def _is_number(node: ast.expr) -> bool:
@@ -194,15 +223,25 @@ def _quantity(node: ast.Call, labels: Sequence[str], wrong: Callable[..., InputE
         raise wrong(f"{name}(...)", f"quantities are {', '.join(ARGUMENTS)}", f"write {near}(...)")
     arguments = arguments_of(node)
     if len(arguments) != len(node.args) or len(arguments) != ARGUMENTS[name] or node.keywords:
-        first = "a metric in quotes and a label" if name == "metric" else f"{ARGUMENTS[name]} label{'s' * (ARGUMENTS[name] > 1)}"
+        first = (
+            "a metric in quotes and a label"
+            if name == "metric"
+            else f"{ARGUMENTS[name]} label{'s' * (ARGUMENTS[name] > 1)}"
+        )
         raise wrong(
-            _shown(node), f"{name} takes {first}", 'write metric("test/ece", A)' if name == "metric" else f"write {name}(A)"
+            _shown(node),
+            f"{name} takes {first}",
+            'write metric("test/ece", A)' if name == "metric" else f"write {name}(A)",
         )
     quantity = Quantity(name, arguments)
     for label in quantity.labels:
         if label not in labels:
             nearest = get_close_matches(label, labels, n=1, cutoff=0.0)
-            raise wrong(label, f"methods of the study are {', '.join(labels)}", f"write {nearest[0]}" if nearest else "add it")
+            raise wrong(
+                label,
+                f"methods of the study are {', '.join(labels)}",
+                f"write {nearest[0]}" if nearest else "add it",
+            )
     return quantity
 
 

@@ -1,7 +1,7 @@
 """A study file: methods x seeds x grid, and what shall be asked of the results.
 
-    study: exp2_embedded              # its runs go to <default_root_dir>/<study>/, and to the MLflow experiment of that name
-    config: kd_default.yaml           # one `fit` configuration or a list, layered; paths are relative to the study file
+    study: exp2_embedded              # folder under default_root_dir, and experiment in MLflow
+    config: kd_default.yaml           # one `fit` configuration or a list, layered; relative to the study file
     methods:                          # label -> what differs
       FedMPQKD: {}
       FedMPQ: {config: fedmpq.yaml}
@@ -12,8 +12,9 @@
     settings: {trainer.max_rounds: 100}   # optional: dotted `fit` settings of every cell
     seeds: [0, 1, 2]
 
-The rest is for the report: ``metric proposed degradation target_accuracy criteria claimed``; ``test`` is for the sweep.
-Of two settings of one name the later wins: config, method, overlays, grid; then `settings` of study, method, grid.
+The rest is for the report: ``metric proposed degradation target_accuracy criteria claimed``; ``test`` is for
+the sweep. Of two settings of one name the later wins: config, method, overlays, grid; then `settings` of
+study, method, grid.
 """
 
 from __future__ import annotations
@@ -37,8 +38,22 @@ from fl_lightning.study.spec.criteria import check_needs, parse
 from fl_lightning.study.spec.yaml_checks import Checks, read_mapping
 from fl_lightning.support.redaction import redact_settings
 
-KEYS = ("study", "config", "settings", "seeds", "methods", "overlays", "grid", "test", "metric", "proposed", "degradation",
-        "target_accuracy", "criteria", "claimed")  # fmt: skip
+KEYS = (
+    "study",
+    "config",
+    "settings",
+    "seeds",
+    "methods",
+    "overlays",
+    "grid",
+    "test",
+    "metric",
+    "proposed",
+    "degradation",
+    "target_accuracy",
+    "criteria",
+    "claimed",
+)
 RESERVED = ("study", "label", "method", "seed", "dataset", "commit", "dirty", "run_dir", "partition_sha256")
 """Tags that a run has anyway: no name for an axis."""
 METRICS = [
@@ -92,7 +107,9 @@ class Cell:
         >>> Cell("FedMPQ", 0, {"noise": "on"}, []).name
         'FedMPQ-noise=on-seed0'
         """
-        return "-".join([self.method, *(f"{axis}={level}" for axis, level in self.levels.items()), f"seed{self.seed}"])
+        return "-".join(
+            [self.method, *(f"{axis}={level}" for axis, level in self.levels.items()), f"seed{self.seed}"]
+        )
 
 
 @dataclass(frozen=True)
@@ -110,7 +127,8 @@ class Study:
         test: flags of the ``test`` that is run on every finished cell; None: none is.
         metric: primary metric of the report.
         proposed: labels that are not baselines.
-        degradation: ``axis``, ``stressed`` and ``clean``: levels whose difference is reported, paired by seed.
+        degradation: ``axis``, ``stressed`` and ``clean``: levels whose difference is reported, paired by
+            seed.
         target_accuracy: in (0, 1]; rounds and megabytes to it are reported.
         criteria: what is claimed of the results, as text.
         claimed: figures that were claimed elsewhere; nothing but the report reads them.
@@ -137,10 +155,12 @@ class Study:
 
         Args:
             path: the file.
-            find_configs: whether the configurations that it names must be there; a report of finished runs needs none.
+            find_configs: whether the configurations that it names must be there; a report of finished runs
+                needs none.
 
         Raises:
-            InputError: it cannot be read, or something in it is wrong; the message names the file and the key.
+            InputError: it cannot be read, or something in it is wrong; the message names the file and the
+                key.
         """
         path = Path(path)
         return _study(Checks(path, find_configs), read_mapping(path, "study file", "study: my_study"))
@@ -151,8 +171,10 @@ class Study:
         count = len(self.seeds) * len(self.methods) * math.prod(map(len, self.grid.values()))
         if count > MAX_CELLS:
             raise InputError(
-                f"{self.path}; {count} cells of {len(self.methods)} methods, {len(self.seeds)} seeds and a grid of {len(axes)} axes; "
-                f"a study has at most {MAX_CELLS}; leave axes or levels out"
+                f"{self.path}: {count} cells of {len(self.methods)} methods, {len(self.seeds)} seeds "
+                f"and a grid of {len(axes)} axes",
+                f"a study has at most {MAX_CELLS}",
+                "leave axes or levels out",
             )
         return [
             self._cell(label, seed, dict(zip(axes, levels, strict=True)))
@@ -164,21 +186,30 @@ class Study:
     def _cell(self, label: str, seed: int, levels: dict[str, str]) -> Cell:
         method = self.methods[label]
         chosen = [self.grid[axis][level] for axis, level in levels.items()]
-        configs = [*self.common.configs, *method.configs, *self.overlays, *(path for level in chosen for path in level.configs)]
+        configs = [
+            *self.common.configs,
+            *method.configs,
+            *self.overlays,
+            *(path for level in chosen for path in level.configs),
+        ]
         settings = {**self.common.settings, **method.settings}
         for level in chosen:
             settings |= level.settings
         return Cell(label, seed, levels, as_arguments(configs, settings, seed))
 
     def to_yaml(self) -> str:
-        """The study file again, with absolute paths, so that a copy of it can be read anywhere on this machine."""
+        """The study file again, with absolute paths, so that a copy of it can be read anywhere on this
+        machine."""
         document = {
             "study": self.name,
             "seeds": self.seeds,
             **self.common.document(),
             "methods": {label: method.document() for label, method in self.methods.items()},
             "overlays": [str(path.resolve()) for path in self.overlays],
-            "grid": {axis: {name: level.document() for name, level in levels.items()} for axis, levels in self.grid.items()},
+            "grid": {
+                axis: {name: level.document() for name, level in levels.items()}
+                for axis, levels in self.grid.items()
+            },
             "test": True if self.test == {} else self.test,
             "metric": self.metric,
             "proposed": self.proposed,
@@ -194,7 +225,11 @@ class Study:
 def as_arguments(configs: Sequence[Path], settings: Mapping[str, Any], seed: int) -> list[str]:
     """Arguments of ``fit``."""
     layered = [part for path in configs for part in ("--config", str(path))]
-    return [*layered, *(f"--{key}={as_flag(value)}" for key, value in settings.items()), f"--seed_everything={seed}"]
+    return [
+        *layered,
+        *(f"--{key}={as_flag(value)}" for key, value in settings.items()),
+        f"--seed_everything={seed}",
+    ]
 
 
 def as_flag(value: Any) -> str:
@@ -223,7 +258,9 @@ def _study(check: Checks, document: Mapping[str, Any]) -> Study:
         path=check.path,
         seeds=check.seeds(document["seeds"]),
         methods=methods,
-        common=_variation(check, {key: document[key] for key in ("config", "settings") if key in document}, ""),
+        common=_variation(
+            check, {key: document[key] for key in ("config", "settings") if key in document}, ""
+        ),
         overlays=check.configs(document.get("overlays"), "overlays"),
         grid=grid,
         test=_test(check, document.get("test", False)),
@@ -242,10 +279,15 @@ def _study(check: Checks, document: Mapping[str, Any]) -> Study:
         check.short(name, "cell")
         first = seen.setdefault(name.lower(), name)  # some file systems do not tell A from a
         check.require(
-            first is name, f"cells {first} and {name}", "their names must differ, in more than case", "rename a method or a level"
+            first is name,
+            f"cells {first} and {name}",
+            "their names must differ, in more than case",
+            "rename a method or a level",
         )
     for text in study.criteria:
-        check_needs(parse(text, list(methods)), study.degradation, study.target_accuracy)  # hours before the report finds it
+        check_needs(
+            parse(text, list(methods)), study.degradation, study.target_accuracy
+        )  # hours before the report finds it
     higher_is_better(study.metric)
     return study
 
@@ -264,14 +306,19 @@ def _test(check: Checks, value: Any) -> dict[str, Any] | None:
     which = flags.get("checkpoint", "last")
     good = isinstance(which, str) and (which in ("last", "best") or re.fullmatch(r"round_\d{6}", which))
     check.require(
-        good, f"test.checkpoint: {which!r}", "it is last, best or a name like round_000060", "write test: {checkpoint: best}"
+        good,
+        f"test.checkpoint: {which!r}",
+        "it is last, best or a name like round_000060",
+        "write test: {checkpoint: best}",
     )
     return flags
 
 
 def _probes(check: Checks, value: Any, where: str) -> str:
     names = check.texts(value.split(",") if isinstance(value, str) else value, where, "clean, corruptions")
-    check.require(names, f"{where}: []", "it names a probe or more", f"leave it out for all, or write {where}: [clean]")
+    check.require(
+        names, f"{where}: []", "it names a probe or more", f"leave it out for all, or write {where}: [clean]"
+    )
     return ",".join(check.one_of(name.strip(), PROBES, where) for name in names)
 
 
@@ -295,11 +342,14 @@ def _variation(check: Checks, value: Any, where: str) -> Variation:
     entry = check.mapping(value, where.rstrip("."), empty=True)
     check.keys(entry, ("config", "settings"), where)
     return Variation(
-        check.configs(entry.get("config"), f"{where}config"), check.settings(entry.get("settings"), f"{where}settings")
+        check.configs(entry.get("config"), f"{where}config"),
+        check.settings(entry.get("settings"), f"{where}settings"),
     )
 
 
-def _degradation(check: Checks, value: Any, grid: Mapping[str, Mapping[str, Variation]]) -> dict[str, str] | None:
+def _degradation(
+    check: Checks, value: Any, grid: Mapping[str, Mapping[str, Variation]]
+) -> dict[str, str] | None:
     if value is None:
         return None
     parts = ("axis", "stressed", "clean")

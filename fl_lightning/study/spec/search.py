@@ -1,6 +1,6 @@
 """A search file: which settings ``tune`` may choose, and what it maximises.
 
-study: exp2_embedded             # the tuned run goes to this study's folder and experiment, trials to <study>-tune
+study: exp2_embedded             # folder and experiment of the tuned run; trials: <study>-tune
 config: kd_default.yaml          # one `fit` configuration or a list, layered; paths are relative to the file
 settings: {trainer.max_rounds: 30}   # optional: of every trial and of the final run
 final: {trainer.max_rounds: 100} # optional: settings of the final run alone
@@ -88,7 +88,8 @@ class Search:
         """The search in a YAML file.
 
         Raises:
-            InputError: it cannot be read, or something in it is wrong; the message names the file and the key.
+            InputError: it cannot be read, or something in it is wrong; the message names the file and the
+                key.
         """
         path = Path(path)
         return _search(Checks(path), read_mapping(path, "search file", "study: my_study"))
@@ -106,7 +107,8 @@ class Search:
     def corners(self) -> list[dict[str, Any]]:
         """Each end of each range and each choice at least once, the other settings at their first value."""
         values = {
-            key: [allowed.low, allowed.high] if isinstance(allowed, Range) else allowed for key, allowed in self.space.items()
+            key: [allowed.low, allowed.high] if isinstance(allowed, Range) else allowed
+            for key, allowed in self.space.items()
         }
         first = {key: allowed[0] for key, allowed in values.items()}
         others = [first | {key: value} for key, allowed in values.items() for value in allowed[1:]]
@@ -138,7 +140,10 @@ def _search(check: Checks, document: Mapping[str, Any]) -> Search:
     metric = check.text(document.get("metric", METRIC), "metric", METRIC)
     allowed = metric == METRIC or metric.startswith(("val/", "train/", "comm/", "bits/"))
     check.require(
-        allowed, f"metric: {metric}", "the test set must not choose settings", f"write metric: {METRIC}, or one of val/*"
+        allowed,
+        f"metric: {metric}",
+        "the test set must not choose settings",
+        f"write metric: {METRIC}, or one of val/*",
     )
     prune = document.get("prune", False)
     check.require(isinstance(prune, bool), f"prune: {prune!r}", "it is true or false", "write prune: false")
@@ -161,7 +166,10 @@ def _allowed(check: Checks, value: Any, where: str) -> Range | list[Any]:
     if isinstance(value, list):
         plain = value and all(isinstance(item, (bool, int, float, str, type(None))) for item in value)
         check.require(
-            plain, f"{where}: {value!r}", "choices are numbers, strings, true, false or null", f"write {where}: [0.1, 0.2]"
+            plain,
+            f"{where}: {value!r}",
+            "choices are numbers, strings, true, false or null",
+            f"write {where}: [0.1, 0.2]",
         )
         return value
     example = f"write {where}: {{low: 0.1, high: 1.0}}, or a list of choices"
@@ -170,11 +178,16 @@ def _allowed(check: Checks, value: Any, where: str) -> Range | list[Any]:
     low, high, log = value["low"], value["high"], value.get("log", False)
     numbers = all(isinstance(end, (int, float)) and not isinstance(end, bool) for end in (low, high))
     check.require(
-        numbers, f"{where}: {low!r} to {high!r}", "the ends are numbers (YAML takes 1e-3 for a string: write 1.0e-3)", example
+        numbers,
+        f"{where}: {low!r} to {high!r}",
+        "the ends are numbers (YAML takes 1e-3 for a string: write 1.0e-3)",
+        example,
     )
     finite = low > -inf and high < inf
     check.require(finite, f"{where}: {low} to {high}", "the ends are finite numbers", example)
     check.require(low < high, f"{where}: {low} to {high}", "low is less than high", example)
     check.require(isinstance(log, bool), f"{where}.log: {log!r}", "it is true or false", "write log: true")
-    check.require(not log or low > 0, f"{where}: {low} to {high}", "a logarithmic range is above 0", "raise low")
+    check.require(
+        not log or low > 0, f"{where}: {low} to {high}", "a logarithmic range is above 0", "raise low"
+    )
     return Range(low, high, log)
