@@ -5,7 +5,6 @@ python examples/own_data.py
 
 from __future__ import annotations
 
-
 import torch
 from sklearn.datasets import load_breast_cancer
 from torch import Tensor, nn
@@ -55,9 +54,7 @@ def network(num_classes: int) -> nn.Module:
 
 
 def main() -> None:
-    trainer = FederatedTrainer(
-        max_rounds=10, participation=0.5, experiment="own_data", logger=False
-    )
+    trainer = FederatedTrainer(max_rounds=10, participation=0.5, experiment="own_data", logger=False)
     result = trainer.fit(FedAvg(network=network), Tumours(), seed=0)
     print(f"FedAvg: test accuracy {result['final/accuracy']:.3f}")
     print(f"clients hold {trainer.data.sizes.tolist()} tumours to train on; files in {trainer.run_dir}")
