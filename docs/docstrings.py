@@ -26,8 +26,11 @@ def as_markdown(docstring: str) -> str:
 
 
 class Docstrings(griffe.Extension):
-    """Every docstring as Markdown."""
+    """Every docstring as Markdown; every class on the page of its own file, and not of those that import it."""
 
     def on_object(self, *, obj: griffe.Object, **kwargs: Any) -> None:
         if obj.docstring:
             obj.docstring.value = as_markdown(obj.docstring.value)
+
+    def on_module(self, *, mod: griffe.Module, **kwargs: Any) -> None:
+        mod.exports = None
