@@ -26,7 +26,7 @@ def as_markdown(docstring: str) -> str:
 
 
 class Docstrings(griffe.Extension):
-    """Every docstring as Markdown; every class on the page of its own file, and not of those that import it."""
+    """Every docstring as Markdown, and every class on the page of the file that defines it."""
 
     def on_object(self, *, obj: griffe.Object, **kwargs: Any) -> None:
         if obj.docstring:

@@ -19,7 +19,7 @@ def main() -> None:
     for method in (FedAvg(optimizer=sgd), FedProx(mu=0.1, optimizer=sgd)):
         data = FederatedImages(dataset="digits", num_clients=20, partition=Dirichlet(beta=0.5))
         trainer = FederatedTrainer(
-            max_rounds=6,
+            max_rounds=5,
             participation=0.5,
             callbacks=[StragglerDropout(probability=0.2)],
             experiment="train_script",
