@@ -27,7 +27,6 @@ from contextlib import ExitStack
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -40,9 +39,10 @@ from workload import TwoConvolutions
 
 from fl_lightning import methods, models, rng
 from fl_lightning.data import Dirichlet, FederatedData, FederatedImages, Partition
-from fl_lightning.engines import BatchedEngine, SeatsEngine, SequentialEngine
+from fl_lightning.engines import BatchedEngine, Engine, SequentialEngine
 from fl_lightning.engines.cuda.graphs import RecordedSteps
 from fl_lightning.engines.cuda.recorders import CudaGraphs, Rerun
+from fl_lightning.engines.cuda.seats import SeatsEngine
 from fl_lightning.engines.determinism import deterministic
 from fl_lightning.engines.steps import Steps
 from fl_lightning.loop import Federation
@@ -57,8 +57,8 @@ TARGETS = {"round": 1 / 8, "suite": 30.0, "steps": 5000.0, "prices": 1.08}
 def federation(
     method: Callable[[], Method], data: FederatedData, options: argparse.Namespace, *, how: str = "recorded", precision: str = "32-true",
     participation: float = 0.2, epochs: int = 2, evaluate: bool = False, contiguous: bool = False, seats: int = 1,
-) -> Federation:  # fmt: skip
-    """Ready for its first round.
+) -> tuple[Federation, Engine]:  # fmt: skip
+    """A federation that is ready for its first round, and its engine.
 
     Args:
         how: ``eager``, ``recorded`` or ``batched``.
@@ -82,9 +82,8 @@ def federation(
         else:
             engine = SequentialEngine(fabric, built, data, make_steps(fabric, built))
     engine.start()
-    context: Any = SimpleNamespace(max_rounds=-1)
     every = 1 if evaluate else 10**9
-    return Federation(fabric, built, data, engine, (), context, 0, participation, epochs, every)
+    return Federation(fabric, built, data, (), 0, -1, participation, epochs, every), engine
 
 
 def recorded(fabric: Fabric, method: Method) -> Steps:
@@ -131,7 +130,7 @@ def part_steps(options: argparse.Namespace) -> dict[str, Any]:
     return compete({name: partial(make, **settings) for name, settings in ways.items()}, options)
 
 
-def small_steps(options: argparse.Namespace) -> Callable[..., Federation]:
+def small_steps(options: argparse.Namespace) -> Callable[..., tuple[Federation, Engine]]:
     clients, cohort = (20, 5) if options.small else (1000, 50)
     data = Shards(clients, 50, batch_size=10)
     data.setup()

@@ -21,7 +21,7 @@ from lightning.fabric import Fabric
 
 from fl_lightning import methods, rng
 from fl_lightning.data import IID, FederatedImages
-from fl_lightning.engines import Order, SequentialEngine
+from fl_lightning.engines import ClientTask, SequentialEngine
 from fl_lightning.engines.memory import keep_freed_memory
 from fl_lightning.methods import teaching
 
@@ -88,8 +88,9 @@ def client_round(name: str, data: FederatedImages, fabric: Fabric, network: str,
         method.build(data)
     method.to(fabric.device)
     method.round, client = 1, data.client(0)
-    order = Order(
+    order = ClientTask(
         client,
+        1,
         method.broadcast(client).to_bytes(),
         data.labels(client),
         epochs,

@@ -31,8 +31,9 @@ import torch.distributed as dist
 
 from fl_lightning.client import Client
 from fl_lightning.distributed.collectives import barrier, gather_bytes
-from fl_lightning.engines.base import ClientResult, Engine, Order, Units
+from fl_lightning.engines.base import ClientResult, ClientTask, Engine, Units
 from fl_lightning.engines.ranks import RankedEngine
+from fl_lightning.metrics import Mean
 
 NOBODY = np.empty(0, np.int64)
 
@@ -69,16 +70,17 @@ class Trained(Engine):
     def __init__(self, size: int, ids: Sequence[int]) -> None:
         self.uploads = {id: bytes([id % 256]) * size for id in ids}
 
-    def train(self, orders: Sequence[Order], units: Units | None = None) -> Iterator[ClientResult]:
+    def train(self, orders: Sequence[ClientTask], units: Units | None = None) -> Iterator[ClientResult]:
         for order in orders:
-            yield ClientResult(order.client, self.uploads[order.client.id], {}, {"loss": 1.0}, {"loss": 1}, 1)
+            yield ClientResult(order.client, self.uploads[order.client.id], {}, {"loss": Mean(1.0, 1)}, 1)
 
 
 def serve(rank: int, ranks: int, options: Any) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", rank=rank, world_size=ranks)
     orders = [
-        Order(Client(id, np.arange(10), NOBODY), b"", torch.zeros(10), 1, 1) for id in range(options.clients)
+        ClientTask(Client(id, np.arange(10), NOBODY), 1, b"", torch.zeros(10), 1, 1)
+        for id in range(options.clients)
     ]
     heard, took = [], []
     for size in options.bytes:

@@ -10,6 +10,7 @@ from time import perf_counter
 
 import torch
 
+from fl_lightning.engines import Engine
 from fl_lightning.loop import Federation, run_round
 
 WARM = 2
@@ -19,9 +20,10 @@ recorded."""
 
 @dataclass
 class Contender:
-    """A federation that takes its turn; seconds and peak bytes of the rounds that count."""
+    """A federation that takes its turn with its engine; seconds and peak bytes of the rounds that count."""
 
     federation: Federation
+    engine: Engine
     done: int = 0
     seconds: list[float] = field(default_factory=list)
     steps: list[int] = field(default_factory=list)
@@ -32,7 +34,7 @@ class Contender:
         self.done += 1
         before = _start(device)
         started = perf_counter()
-        record = run_round(self.federation, self.done)
+        record = run_round(self.federation, self.engine, self.done)
         _wait(device)
         if counts:
             self.seconds.append(perf_counter() - started)
@@ -49,12 +51,12 @@ class Contender:
 
 
 def compete(
-    contenders: Mapping[str, Callable[[], Federation]], options: argparse.Namespace
+    contenders: Mapping[str, Callable[[], tuple[Federation, Engine]]], options: argparse.Namespace
 ) -> dict[str, dict[str, float]]:
     """In turn, until ``--repeats`` rounds of each are timed or the time is up; at least one of each."""
     started, found = perf_counter(), {}
     for name, make in contenders.items():
-        found[name] = Contender(make())
+        found[name] = Contender(*make())
         for _ in range(WARM):
             found[name].turn(counts=False)
     for repeat in range(options.repeats):

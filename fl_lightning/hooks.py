@@ -26,23 +26,27 @@ T = TypeVar("T")
 MAY_LOSE = ("change_bytes", "change_upload")  # of these hooks None means that the upload is lost
 
 
-class Context(Protocol):
-    """What a callback may read of the run. The trainer is one."""
-
-    seed: int
-    max_rounds: int
-    method: Any
-    data: Any
+class RunFiles(Protocol):
+    """Where a run leaves its files."""
 
     @property
     def run_dir(self) -> Path:
-        """Where the run leaves its files."""
+        """The directory of the run."""
 
     def log_figure(self, name: str, figure: Figure) -> None:
         """Save ``figures/<name>.png`` and ``.pdf`` in the run directory and hand them to the loggers."""
 
     def log_text(self, name: str, text: str) -> None:
         """Save ``figures/<name>``, such as the numbers of a figure, and hand it to the loggers."""
+
+
+class Context(RunFiles, Protocol):
+    """What a callback may read of the run: a :class:`fl_lightning.loop.Federation`."""
+
+    seed: int
+    max_rounds: int
+    method: Any
+    data: Any
 
 
 @dataclass

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from hashlib import sha256
+from pathlib import Path
 from time import perf_counter
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 from lightning.fabric import Fabric
@@ -17,19 +18,20 @@ from torch import Tensor
 from fl_lightning import evaluation, rng
 from fl_lightning.client import Assignment, Client
 from fl_lightning.data import FederatedData
-from fl_lightning.engines import ClientResult, Engine, Order
+from fl_lightning.engines import ClientResult, ClientTask, Engine
 from fl_lightning.engines.base import one_thread
 from fl_lightning.errors import InputError
-from fl_lightning.hooks import Callback, Context, RoundRecord, stress, tell
+from fl_lightning.hooks import Callback, RoundRecord, RunFiles, stress, tell
 from fl_lightning.methods import Method
 from fl_lightning.methods.base import declared_limits
-from fl_lightning.metrics import client_spread
+from fl_lightning.metrics import Mean, client_spread
 from fl_lightning.wire import Ledger, LedgerEntry, Payload, PayloadError
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 log = logging.getLogger("fl_lightning")
 T = TypeVar("T")
-Losses = tuple[dict[str, float], dict[str, int]]
-"""A client's sums of each loss term, and the numbers of examples that they were taken of."""
 
 EXPLODED = 2.0**20
 """No weight, statistic or step of a network that trains is as large; one such value, averaged once, would end
@@ -42,57 +44,98 @@ the server's state, or so many values: 16 MiB once they are decoded."""
 
 @dataclass
 class Federation:
-    """Everything that a round touches.
+    """Everything that a round touches, and what callbacks may read of the run.
 
     Args:
+        fabric: device and precision.
+        method: the resident module and the server's state.
+        data: the clients' examples.
+        callbacks: stressors and meters, in the order of the configuration.
+        seed: what every random draw follows from.
+        max_rounds: rounds of the run.
         participation: share of the clients with training data that is sampled each round, in (0, 1].
         local_epochs: passes over its data that a client makes in a round.
         eval_every: rounds between evaluations; the last round is always evaluated.
+        files: where figures and texts of callbacks go; None outside a run.
         states: what clients keep between rounds, by client id.
-        sent: identity, bytes and payload of the last broadcast.
+        ledger: bytes of every client and round.
+        last_broadcast: identity and bytes of the last broadcast, and its payload, which keeps it comparable.
     """
 
     fabric: Fabric
     method: Method
     data: FederatedData
-    engine: Engine
     callbacks: Sequence[Callback]
-    context: Context
     seed: int
+    max_rounds: int
     participation: float
     local_epochs: int
     eval_every: int
+    files: RunFiles | None = None
     states: dict[int, dict[str, Tensor]] = field(default_factory=dict)
     ledger: Ledger = field(default_factory=Ledger)
-    sent: tuple[tuple[object, ...], bytes, Payload] | None = None
+    last_broadcast: tuple[tuple[object, ...], bytes, Payload] | None = None
+
+    @property
+    def run_dir(self) -> Path:
+        """The directory of the run."""
+        return self._files.run_dir
+
+    def log_figure(self, name: str, figure: Figure) -> None:
+        """Save ``figures/<name>.png`` and ``.pdf`` and hand them to the loggers."""
+        self._files.log_figure(name, figure)
+
+    def log_text(self, name: str, text: str) -> None:
+        """Save ``figures/<name>`` and hand it to the loggers."""
+        self._files.log_text(name, text)
+
+    @property
+    def _files(self) -> RunFiles:
+        assert self.files is not None, "there is no run directory before on_setup"
+        return self.files
 
 
-def run_round(fed: Federation, round: int) -> RoundRecord:
+def run_round(fed: Federation, engine: Engine, round: int) -> RoundRecord:
     """Sample, broadcast, train, collect, aggregate, evaluate: Algorithm 1 of McMahan et al. (2017), with
     stressors in between."""
     started = perf_counter()
     record = RoundRecord(round)
-    # a server that trains rounds as its clients do, and does not wait for a core of theirs
-    with one_thread(fed.method.device):
-        train_round(fed, record)
-    if round % fed.eval_every == 0 or round == fed.context.max_rounds:
+    with one_thread(fed.method.device):  # sums are rounded off as on a client, and no core of theirs is taken
+        train_round(fed, engine, record)
+    if round % fed.eval_every == 0 or round == fed.max_rounds:
         evaluate(fed, record)
     record.metrics["time/round"] = perf_counter() - started
     return record
 
 
-def train_round(fed: Federation, record: RoundRecord) -> None:
+def train_round(fed: Federation, engine: Engine, record: RoundRecord) -> None:
+    """Train one round's cohort and make the server's next state of the uploads that count."""
     started, round = perf_counter(), record.round
     fed.method.round = round
-    cohort = sample_cohort(fed, round)
-    cohort = stress(fed.callbacks, "change_cohort", cohort, round=round, context=fed.context)
-    tell(fed.callbacks, "on_cohort", cohort, round, fed.context)
-    orders = make_orders(fed, round, [assignment for assignment in cohort if assignment.trains])
-    uploads, losses = collect(fed, round, cohort, zip(orders, train(fed, round, orders), strict=True))
+    cohort = stress(fed.callbacks, "change_cohort", sample_cohort(fed, round), round=round, context=fed)
+    tell(fed.callbacks, "on_cohort", cohort, round, fed)
+    tasks = make_tasks(fed, round, [assignment for assignment in cohort if assignment.trains])
+    results = zip(
+        tasks, engine.train(tasks), strict=True
+    )  # one by one, while workers train those that follow
+    uploads: dict[int, Payload] = {}
+    losses: dict[str, Mean] = {}
+    entries = []
+    for assignment in cohort:
+        if not assignment.trains:
+            entries.append(LedgerEntry(round, assignment.client.id, "dropped"))
+            continue
+        task, result = next(results)
+        keep_state(fed, result)
+        tell(fed.callbacks, "on_client_end", result.client, round, fed)
+        losses = add_means(losses, result.losses)
+        entries.append(receive_upload(fed, assignment, task, result, uploads))
     record.metrics["time/train"] = perf_counter() - started
     if uploads:
         aggregate(fed, round, uploads)
-    record.metrics |= summarise(fed, round, cohort, losses, len(uploads))
+    for entry in entries:
+        fed.ledger.add(entry)
+    record.metrics |= summarise(fed, entries, losses)
 
 
 def sample_cohort(fed: Federation, round: int) -> list[Assignment]:
@@ -110,14 +153,13 @@ def cohort_size(fed: Federation) -> int:
     return max(1, math.floor(fed.participation * len(fed.data.active) + 0.5))
 
 
-def make_orders(fed: Federation, round: int, assignments: Sequence[Assignment]) -> list[Order]:
-    orders, epochs = [], fed.local_epochs
+def make_tasks(fed: Federation, round: int, assignments: Sequence[Assignment]) -> list[ClientTask]:
+    """Say what each client is to do: with which labels, from which broadcast, for how many steps."""
+    tasks, epochs = [], fed.local_epochs
     own = fed.data.labels_of([assignment.client for assignment in assignments])
     for assignment, labels in zip(assignments, own, strict=True):
         client = assignment.client
-        labels = stress(
-            fed.callbacks, "change_labels", labels, client=client, round=round, context=fed.context
-        )
+        labels = stress(fed.callbacks, "change_labels", labels, client=client, round=round, context=fed)
         if len(labels) != len(client.train):
             raise InputError(
                 f"change_labels of a stressor gave {len(labels)} labels for client {client.id}",
@@ -126,80 +168,81 @@ def make_orders(fed: Federation, round: int, assignments: Sequence[Assignment]) 
             )
         steps = max(1, math.ceil(assignment.work * fed.data.num_steps(client, epochs)))
         message = encode_broadcast(fed, client)
-        tell(fed.callbacks, "on_client_start", client, message, labels, round, fed.context)
-        orders.append(Order(client, message, labels, epochs, steps))
-    return orders
+        tell(fed.callbacks, "on_client_start", client, message, labels, round, fed)
+        tasks.append(ClientTask(client, round, message, labels, epochs, steps))
+    return tasks
 
 
 def encode_broadcast(fed: Federation, client: Client) -> bytes:
     """What the client is sent; the very bytes that the one before it was sent where it is the same."""
     payload = fed.method.broadcast(client)
     identity = payload.identity()
-    if fed.sent is None or identity != fed.sent[0]:
-        fed.sent = identity, payload.to_bytes(), payload
-    return fed.sent[1]
+    if fed.last_broadcast is None or identity != fed.last_broadcast[0]:
+        fed.last_broadcast = identity, payload.to_bytes(), payload
+    return fed.last_broadcast[1]
 
 
-def train(fed: Federation, round: int, orders: Sequence[Order]) -> Iterator[ClientResult]:
-    """As they come, in cohort order."""
-    for result in fed.engine.train(orders):
-        if result.state:
-            fed.states[result.client.id] = result.state
-        else:  # a million clients that keep nothing leave nothing to go through each round
-            fed.states.pop(result.client.id, None)
-        tell(fed.callbacks, "on_client_end", result.client, round, fed.context)
-        yield result
+def keep_state(fed: Federation, result: ClientResult) -> None:
+    """Remember what a client keeps until it is next sampled; one that keeps nothing leaves no entry."""
+    if result.state:
+        fed.states[result.client.id] = result.state
+    else:
+        fed.states.pop(result.client.id, None)
 
 
-def collect(
-    fed: Federation, round: int, cohort: Sequence[Assignment], done: Iterator[tuple[Order, ClientResult]]
-) -> tuple[dict[int, Payload], list[Losses]]:
-    """The uploads that count, decoded, in cohort order, and everybody's losses; each client of the cohort
-    gets its line in the ledger.
+def add_means(one: Mapping[str, Mean], other: Mapping[str, Mean]) -> dict[str, Mean]:
+    """Return the mean of each term over what both were taken of."""
+    return {**one, **{name: one.get(name, Mean()) + mean for name, mean in other.items()}}
 
-    One by one, while workers train those that follow.
+
+def receive_upload(
+    fed: Federation,
+    assignment: Assignment,
+    task: ClientTask,
+    result: ClientResult,
+    uploads: dict[int, Payload],
+) -> LedgerEntry:
+    """Decode and check one client's upload, put it into ``uploads`` if it counts, and say what it cost."""
+    client, status, size = assignment.client, "lost", len(result.upload)
+    data = stress_upload(fed, task, "change_bytes", result.upload) if assignment.returns else None
+    if data is not None:
+        try:
+            decoded = decode_upload(fed, data, client, verified=data is result.verified)
+            size, upload = len(data), stress_upload(fed, task, "change_upload", decoded)
+            if upload is not None:
+                if upload is not decoded:
+                    size = upload.nbytes
+                check_upload(fed, upload, client, uploads)
+                uploads[client.id], status = upload, "trained"
+        except PayloadError as error:
+            status = "rejected"
+            log.warning("round %d: upload of client %d rejected: %s", task.round, client.id, error)
+    wasted = 0 if status == "trained" else size
+    return LedgerEntry(task.round, client.id, status, len(task.message), size, wasted)
+
+
+def stress_upload(fed: Federation, task: ClientTask, hook: str, upload: T) -> T | None:
+    """Pass an upload through the stressors; None when it is lost."""
+    return stress(fed.callbacks, hook, upload, client=task.client, round=task.round, context=fed)
+
+
+def decode_upload(fed: Federation, data: bytes, client: Client, *, verified: bool) -> Payload:
+    """Read an upload within the limits that its method declares, or within general ones.
+
+    Args:
+        verified: its checksum can be skipped.
+
+    Raises:
+        PayloadError: it is damaged, or holds more than it may.
     """
-    uploads: dict[int, Payload] = {}
-    losses: list[Losses] = []
-    for assignment in cohort:
-        client = assignment.client
-        if not assignment.trains:
-            fed.ledger.add(LedgerEntry(round, client.id, "dropped"))
-            continue
-        order, result = next(done)
-        losses.append((result.losses, result.seen))  # and not the bytes, which are held once, decoded
-        status, size = "lost", len(result.upload)
-        data = (
-            _stress_upload(fed, round, client, "change_bytes", result.upload) if assignment.returns else None
-        )
-        if data is not None:
-            try:
-                limits = declared_limits(fed.method, client)
-                most = max_undeclared(fed.method) if limits is None else None
-                decoded = Payload.from_bytes(
-                    data, verified=data is result.intact, limits=limits, max_values=most
-                )
-                size, upload = len(data), _stress_upload(fed, round, client, "change_upload", decoded)
-                if upload is not None:
-                    if upload is not decoded:
-                        size = upload.nbytes
-                    check_upload(fed, upload, client, uploads)
-                    uploads[client.id], status = upload, "trained"
-            except PayloadError as error:
-                status = "rejected"
-                log.warning("round %d: upload of client %d rejected: %s", round, client.id, error)
-        wasted = 0 if status == "trained" else size
-        fed.ledger.add(LedgerEntry(round, client.id, status, len(order.message), size, wasted))
-    return uploads, losses
+    limits = declared_limits(fed.method, client)
+    most = max_undeclared(fed.method) if limits is None else None
+    return Payload.from_bytes(data, verified=verified, limits=limits, max_values=most)
 
 
 def max_undeclared(method: Method) -> int:
     """Largest number of values of an upload of a method that declares no ``upload_limits`` for it."""
     return max(UNDECLARED_LEAST, UNDECLARED_FACTOR * sum(tensor.numel() for tensor in method.server.values()))
-
-
-def _stress_upload(fed: Federation, round: int, client: Client, hook: str, upload: T) -> T | None:
-    return stress(fed.callbacks, hook, upload, client=client, round=round, context=fed.context)
 
 
 def check_upload(fed: Federation, upload: Payload, client: Client, counted: Collection[int]) -> None:
@@ -289,22 +332,16 @@ def is_finite(tensor: Tensor) -> bool:
 
 
 def summarise(
-    fed: Federation, round: int, cohort: Sequence[Assignment], losses: Sequence[Losses], counted: int
+    fed: Federation, entries: Sequence[LedgerEntry], losses: Mapping[str, Mean]
 ) -> dict[str, float]:
-    """Counts, bytes, and the mean of each loss term over the examples that it was taken of."""
-    entries = [entry for entry in fed.ledger.entries[-len(cohort) :] if entry.round == round]
+    """Return a round's counts, bytes, losses and what the server says of its state."""
+    counted = sum(entry.status == "trained" for entry in entries)
     rejected = sum(entry.status == "rejected" for entry in entries)
-    terms = dict.fromkeys(name for sums, _ in losses for name in sums)
-    means = {
-        f"train/{name}": sum(sums.get(name, 0.0) for sums, _ in losses)
-        / sum(seen.get(name, 0) for _, seen in losses)
-        for name in terms
-    }
     return {
-        **means,
+        **{f"train/{name}": mean.value for name, mean in losses.items()},
         **Ledger.totals(entries),
-        "clients/sampled": len(cohort),
-        "clients/dropped": len(cohort) - counted - rejected,
+        "clients/sampled": len(entries),
+        "clients/dropped": len(entries) - counted - rejected,
         "clients/rejected": rejected,
         "clients/trained": counted,
         **fed.method.server_metrics(),
@@ -316,8 +353,8 @@ def evaluate(fed: Federation, record: RoundRecord) -> None:
     metrics, probs, target = evaluation.on_test_set(fed.fabric, fed.method, fed.data, fed.states)
     accuracies = evaluation.validate(fed.fabric, fed.method, fed.data, fed.states)
     record.metrics |= metrics | client_spread(list(accuracies.values()))
-    tell(fed.callbacks, "on_evaluate", probs, target, record, fed.context)
-    tell(fed.callbacks, "on_validate", accuracies, record, fed.context)
+    tell(fed.callbacks, "on_evaluate", probs, target, record, fed)
+    tell(fed.callbacks, "on_validate", accuracies, record, fed)
     record.metrics["time/evaluate"] = perf_counter() - started
 
 

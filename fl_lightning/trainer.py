@@ -6,8 +6,9 @@ import logging
 import math
 import signal
 from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import yaml
 from lightning.fabric.loggers import Logger
@@ -22,7 +23,7 @@ from fl_lightning.distributed.launch import (
     start_others,
     stop_others,
 )
-from fl_lightning.engines import EngineName, SequentialEngine, check_optimizer, check_workers, make_engine
+from fl_lightning.engines import Engine, EngineName, check_optimizer, check_workers, make_engine
 from fl_lightning.engines.determinism import deterministic
 from fl_lightning.errors import InputError
 from fl_lightning.hooks import Callback, stop_reason, tell
@@ -41,9 +42,6 @@ from fl_lightning.support.recorded import Recorded, settings_of_run
 from fl_lightning.support.redaction import redact_settings
 from fl_lightning.support.user_code import is_bug_of_user
 
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-
 log = logging.getLogger("fl_lightning")
 
 
@@ -61,9 +59,11 @@ class FederatedTrainer(Recorded):
         engine: how clients are executed: ``sequential``, one after another; ``batched``, many at once through
             ``torch.func``; ``auto`` measures both and stays with its choice when the run is continued.
         workers: what trains clients side by side, at least 1: processes on a CPU, where a client trains on
-            one thread in any case; streams on CUDA, at most 8, each with a copy of the model. Their number
-            changes nothing but the time and the memory. ``auto``: on a CPU as many as torch would use
-            threads; on CUDA 1, until a card has been measured.
+            one thread in any case; with ``cuda_graphs`` streams, at most 8, each with a copy of the model.
+            Their number changes nothing but the time and the memory. ``auto``: on a CPU as many as torch
+            would use threads; on CUDA 1.
+        cuda_graphs: on CUDA, record local steps as CUDA graphs and allow several ``workers``, as streams. No
+            card has run this code yet; results are the same bit for bit, or the step is taken eagerly.
         gradient_clip_val: above 0; what the gradient of each local step is clipped to, by the client itself.
             Default: it is not clipped.
         gradient_clip_algorithm: ``norm``: the L2 norm over all parameters is clipped; ``value``: each value
@@ -103,6 +103,7 @@ class FederatedTrainer(Recorded):
         precision: Literal["32-true", "bf16-mixed", "16-mixed"] = "32-true",
         engine: EngineName = "auto",
         workers: int | Literal["auto"] = "auto",
+        cuda_graphs: bool = False,
         gradient_clip_val: float | None = None,
         gradient_clip_algorithm: Literal["norm", "value"] = "norm",
         max_rounds: int = 100,
@@ -169,7 +170,7 @@ class FederatedTrainer(Recorded):
             timeout=rank_timeout,
             callbacks=self.callbacks,
         )
-        self.engine, self.workers = engine, workers
+        self.engine, self.workers, self.cuda_graphs = engine, workers, cuda_graphs
         self.gradient_clip_val, self.gradient_clip_algorithm = gradient_clip_val, gradient_clip_algorithm
         self.max_rounds = max_rounds
         self.participation = participation
@@ -236,32 +237,34 @@ class FederatedTrainer(Recorded):
             )
             if self.journal.is_finished(self.max_rounds, self._stop_reason):
                 return self.progress.summary
+            fed.files = self.journal
+            running = ExitStack()
+            running.callback(self.journal.close)
             try:
                 if not outside:
                     start_others(self.fabric, start.name)
                 with (
                     self.interrupts.held()
                 ):  # Python drops what a signal handler raises while a worker is forked
-                    self._start_engine(fed)
+                    engine = self._start_engine(fed, running)
                 with self.interrupts.held(), self.journal.writing():
-                    self.journal.open(fed, self.command_line, self.tags, self.log_file)
+                    self.journal.open(fed, engine.name, self.command_line, self.tags, self.log_file)
                 try:
-                    tell(self.callbacks, "on_setup", self)
+                    tell(self.callbacks, "on_setup", fed)
                 finally:  # not before: opening a store takes seconds, which the callbacks need not share
                     self.journal.track()
                 while self.progress.done.round < self.max_rounds and not self._stop_reason:
-                    self._run_round(fed)
+                    self._run_round(fed, engine)
                 return self._finish(fed)
             except BaseException as error:
                 stop_others()
                 if isinstance(error, SystemExit) and not self._is_interrupt(error):
                     error = _left(error)
                 if self.journal.is_open:
-                    self._stop(error)
+                    self._stop(error, fed)
                 raise error
             finally:
-                fed.engine.close()
-                self.journal.close()
+                running.close()
 
     def test(
         self,
@@ -336,17 +339,24 @@ class FederatedTrainer(Recorded):
             if isinstance(error, ValueError) and is_bug_of_user(error):
                 raise
             raise InputError.from_text(str(error)) from error
+        fed = Federation(
+            self.fabric,
+            self.method,
+            self.data,
+            self.callbacks,
+            seed=self.seed,
+            max_rounds=self.max_rounds,
+            participation=self.participation,
+            local_epochs=self.local_epochs,
+            eval_every=self.eval_every,
+        )
         try:
-            tell(self.callbacks, "on_check", self)
+            tell(self.callbacks, "on_check", fed)
         except ValueError as error:
             if is_bug_of_user(error):
                 raise
             raise InputError.from_text(str(error)) from error
-        engine = SequentialEngine(self.fabric, self.method, self.data)  # until the run's own is chosen
-        return Federation(
-            self.fabric, self.method, self.data, engine, self.callbacks, context=self, seed=self.seed,
-            participation=self.participation, local_epochs=self.local_epochs, eval_every=self.eval_every,
-        )  # fmt: skip
+        return fed
 
     def _build(self) -> None:
         """Prepare the data, deal them out and build the network."""
@@ -361,12 +371,15 @@ class FederatedTrainer(Recorded):
         self.method.to(self.fabric.device)
         check_name(self._name, f"the run's name {self._name!r}")
         check_optimizer(self.method, self.max_rounds)
-        check_workers(self.fabric, self.workers, self.engine)
+        check_workers(self.fabric, self.workers, self.engine, cuda_graphs=self.cuda_graphs)
 
-    def _start_engine(self, fed: Federation) -> None:
-        """Before the trackers: workers are forks, and a fork must not find locks that threads of this process
-        hold."""
-        fed.engine = make_engine(
+    def _start_engine(self, fed: Federation, running: ExitStack) -> Engine:
+        """Choose and start the engine, which ``running`` closes.
+
+        It comes before the trackers: workers are forks, and a fork must not find locks that threads of this
+        process hold.
+        """
+        engine = make_engine(
             self.fabric,
             self.method,
             self.data,
@@ -375,15 +388,18 @@ class FederatedTrainer(Recorded):
             before=self.journal.engine,
             cohort=cohort_size(fed),
             timeout=self.rank_timeout,
+            cuda_graphs=self.cuda_graphs,
         )
-        fed.engine.start()
+        running.callback(engine.close)
+        engine.start()
+        return engine
 
-    def _run_round(self, fed: Federation) -> None:
+    def _run_round(self, fed: Federation, engine: Engine) -> None:
         self.interrupts.check()
         round = self.progress.done.round + 1
-        tell(self.callbacks, "on_round_start", round, self)
-        record = run_round(fed, round)
-        tell(self.callbacks, "on_round_end", record, self)
+        tell(self.callbacks, "on_round_start", round, fed)
+        record = run_round(fed, engine, round)
+        tell(self.callbacks, "on_round_end", record, fed)
         with self.interrupts.held(), self.journal.writing():
             self.progress.add(fed, record, self.run)
             self.journal.log_round(record.metrics, round)
@@ -392,7 +408,7 @@ class FederatedTrainer(Recorded):
         summary = self.progress.summary
         with self.interrupts.held(), self.journal.writing():
             self.progress.save(self.run)
-        tell(self.callbacks, "on_fit_end", summary, self)
+        tell(self.callbacks, "on_fit_end", summary, fed)
         self.progress.require_counted()
         early = self.progress.done.round < self.max_rounds
         reason = self._stop_reason if early else ""
@@ -400,7 +416,7 @@ class FederatedTrainer(Recorded):
             self.journal.finish(summary, weights_hash(fed), stopped_early=reason, kept=not self.fast_dev_run)
         return summary
 
-    def _stop(self, error: BaseException) -> None:
+    def _stop(self, error: BaseException, fed: Federation) -> None:
         """The run ends early: keep what is done, say how to continue."""
         self.interrupts.ignore()
         interrupted, done = self._is_interrupt(error), self.progress.done.round
@@ -414,7 +430,7 @@ class FederatedTrainer(Recorded):
         except OSError as problem:
             log.error("no checkpoint of round %d could be written (%s)", done, problem)
         try:
-            tell(self.callbacks, "on_exception", error, self)
+            tell(self.callbacks, "on_exception", error, fed)
         except Exception as second:  # it must not hide the first one, nor keep the trackers from being closed
             log.exception("on_exception of a callback failed (%s: %s)", type(second).__name__, second)
         if self.fast_dev_run:
@@ -435,14 +451,6 @@ class FederatedTrainer(Recorded):
         wrong."""
         asked = isinstance(error, SystemExit) and error.code == 128 + signal.SIGTERM
         return self.interrupts.received or isinstance(error, KeyboardInterrupt) or asked
-
-    def log_figure(self, name: str, figure: Figure) -> None:
-        """Save ``figures/<name>.png`` and ``.pdf`` and hand them to the loggers."""
-        self.journal.log_figure(name, figure)
-
-    def log_text(self, name: str, text: str) -> None:
-        """Save ``figures/<name>`` and hand it to the loggers."""
-        self.journal.log_text(name, text)
 
 
 def _left(error: SystemExit) -> RuntimeError:

@@ -7,7 +7,7 @@ from lightning.fabric import Fabric
 
 from fl_lightning import rng
 from fl_lightning.data import IID, FederatedImages
-from fl_lightning.engines import Order, SequentialEngine
+from fl_lightning.engines import ClientTask, SequentialEngine
 
 
 def digits(num_clients: int = 4) -> FederatedImages:
@@ -26,7 +26,7 @@ def sent(method, data, order=(0, 1, 2, 3)) -> dict[int, bytes]:
     for k in order:
         client = data.client(k)
         uploads[k] = engine.train_client(
-            Order(client, method.broadcast(client).to_bytes(), data.labels(client), 1, 2)
+            ClientTask(client, method.round, method.broadcast(client).to_bytes(), data.labels(client), 1, 2)
         ).upload
     return uploads
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from fl_lightning.client import Client
 from fl_lightning.distributed import collectives
-from fl_lightning.engines import Order, ranks
+from fl_lightning.engines import ClientTask, ranks
 
 
 def serve(rank: int, size: int, port: int, what: str, folder: Path) -> None:
@@ -90,5 +90,5 @@ def killed(rank: int, size: int) -> None:
 
 def disagree(rank: int, size: int) -> None:
     ranks.require_agreement(
-        [Order(Client(7, np.arange(3), np.arange(0)), b"message", torch.tensor([0, 1, rank]), 1, 1)]
+        [ClientTask(Client(7, np.arange(3), np.arange(0)), 1, b"message", torch.tensor([0, 1, rank]), 1, 1)]
     )

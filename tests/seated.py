@@ -9,10 +9,11 @@ from test_graphs import NORMED
 
 from fl_lightning import rng
 from fl_lightning.conformance.toy import images
-from fl_lightning.engines import Order, SeatsEngine, SequentialEngine
+from fl_lightning.engines import ClientTask, SequentialEngine
 from fl_lightning.engines.cuda import seats
 from fl_lightning.engines.cuda.graphs import RecordedSteps
 from fl_lightning.engines.cuda.recorders import Rerun
+from fl_lightning.engines.cuda.seats import SeatsEngine
 from fl_lightning.engines.steps import Steps
 from fl_lightning.loop import Payload
 
@@ -50,8 +51,9 @@ class Federation:
         self.method.round, data = round, self.data
         clients = [data.client(id, self.states.pop(id, {})) for id in ids]  # nobody else holds them
         return [
-            Order(
+            ClientTask(
                 c,
+                round,
                 self.method.broadcast(c).to_bytes(),
                 data.labels(c),
                 self.epochs,

@@ -20,7 +20,7 @@ from torch import nn
 from toy import run
 
 from fl_lightning.conformance.toy import images
-from fl_lightning.engines import BatchedEngine, Order, PoolEngine, SequentialEngine, choice, pool
+from fl_lightning.engines import BatchedEngine, ClientTask, PoolEngine, SequentialEngine, choice, pool
 from fl_lightning.errors import RankLost
 from fl_lightning.hooks import Meter, Stressor
 from fl_lightning.methods import FedAvg
@@ -71,7 +71,7 @@ def test_a_pool_without_workers_says_so():
 
 def test_workers_change_no_bit_of_stacks(tmp_path, monkeypatch):
     """Stacks are cut before they are dealt."""
-    monkeypatch.setattr("fl_lightning.engines.stacked.batched.MOST", 2)
+    monkeypatch.setattr("fl_lightning.engines.stacked.batched.MAX_STACK", 2)
     expected, _ = fit(make("FedAvg"), tmp_path, engine="batched", workers=1)
     assert same(expected, fit(make("FedAvg"), tmp_path, engine="batched", workers=2)[0])
 
@@ -192,7 +192,7 @@ def test_auto_measures_large_cohorts_only_and_a_continued_run_keeps_its_choice(t
     monkeypatch.setattr(choice, "_measured", lambda *_: measured.append(1) or "batched")
     fit(FedAvg(network=Wide), tmp_path)
     assert measured == []
-    monkeypatch.setattr(choice, "MANY", 6)
+    monkeypatch.setattr(choice, "MIN_BATCHED_COHORT", 6)
     _, folder = fit(FedAvg(network=Wide), tmp_path)
     assert len(measured) == 1
     monkeypatch.setattr(choice, "_measured", lambda *_: "sequential")
@@ -205,8 +205,8 @@ def test_auto_takes_what_is_clearly_faster(tmp_path, monkeypatch, caplog):
     """The clock is ours: a second a client in turn, and so many for all at once."""
     for at_once, expected in ((0.5, "batched"), (0.8, "sequential")):
         times = {SequentialEngine: 1.0, BatchedEngine: at_once}
-        monkeypatch.setattr(choice, "MANY", 2)
-        monkeypatch.setattr(choice, "HEAVY", 10.0)
+        monkeypatch.setattr(choice, "MIN_BATCHED_COHORT", 2)
+        monkeypatch.setattr(choice, "MAX_STEP_SECONDS", 10.0)
         monkeypatch.setattr(
             choice, "_seconds", lambda engine, orders, times=times: times[type(engine)] * len(orders)
         )
@@ -222,7 +222,7 @@ def test_units_hold_every_order_once():
     data.distribute(0, torch.device("cpu"))
     method = make("FedAvg")
     method.build(data)
-    orders = [Order(data.client(id), b"", data.labels(data.client(id)), 1, 1) for id in range(6)] * 30
+    orders = [ClientTask(data.client(id), 1, b"", data.labels(data.client(id)), 1, 1) for id in range(6)] * 30
     for engine in (BatchedEngine(None, method, data), SequentialEngine(None, method, data)):
         assert sorted(at for unit in engine.units(orders) for at in unit) == list(range(180))
     pool = PoolEngine(SequentialEngine(None, method, data), method, data, 2)

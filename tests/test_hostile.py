@@ -124,7 +124,7 @@ def test_damage_on_the_way_of_an_engine_is_found(says, tmp_path, monkeypatch):
     def damaged(engine, order):
         result = honest(engine, order)
         upload = result.upload[:-1] + bytes([result.upload[-1] ^ 1])
-        return replace(result, upload=upload, **({"intact": upload} if says else {}))
+        return replace(result, upload=upload, **({"verified": upload} if says else {}))
 
     monkeypatch.setattr(SequentialEngine, "train_client", damaged)
     with nullcontext() if says else pytest.raises(RunStopped, match="3 rejected"):

@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -164,3 +165,39 @@ def test_a_wheel_works_in_an_empty_folder(tmp_path: Path) -> None:
     assert (empty / "report" / "report.md").is_file()
     metadata = (site / f"fl_lightning-{fl_lightning.__version__}.dist-info" / "METADATA").read_text()
     assert "License-Expression: Apache-2.0" in metadata
+
+
+def printed(capsys: pytest.CaptureFixture[str], *args: str) -> dict[str, Any]:
+    assert main(["fit", *args, "--print_config"]) == 0
+    return dict(yaml.safe_load(capsys.readouterr().out))
+
+
+def test_a_file_is_layered_on_its_base(here: Path, capsys: pytest.CaptureFixture[str], monkeypatch) -> None:
+    """From the command line, from the environment, and over two floors; the file itself has the last word."""
+    (here / "mine.yaml").write_text("base: fedprox.yaml\ntrainer: {max_rounds: 7, tags: {base: tall}}\n")
+    found = printed(capsys, "--config", "mine.yaml")
+    assert found["model"]["class_path"].endswith("FedProx")
+    assert found["data"]["init_args"]["num_clients"] == 100
+    assert (found["trainer"]["max_rounds"], found["trainer"]["tags"]) == (7, {"base": "tall"})
+    assert "base" not in found
+    monkeypatch.setenv("FL_LIGHTNING_CONFIG", "mine.yaml")
+    assert printed(capsys) == found
+    block = "base: federations/digits.yaml"  # as a value it is no layer
+    assert printed(capsys, f"--trainer.tags={block}")["trainer"]["tags"] == {
+        "base": "federations/digits.yaml"
+    }
+
+
+def test_a_base_that_cannot_be_used_is_named(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (here / "mine.yaml").write_text("base: nothing.yaml\nmodel: FedAvg\n")
+    assert main(["fit", "--config", "mine.yaml"]) == 2
+    assert "mine.yaml, base: nothing.yaml; " in capsys.readouterr().err
+    (here / "one.yaml").write_text("base: other.yaml\n")
+    (here / "other.yaml").write_text("base: one.yaml\n")
+    assert main(["fit", "--config", "one.yaml"]) == 2
+    assert "not based on itself" in capsys.readouterr().err
+    (here / "late.yaml").write_text(
+        "base: federations/digits.yaml\nmodel: FedAvg\ntrainer:\n  max_round: 3\n"
+    )
+    assert main(["fit", "--config", "late.yaml"]) == 2
+    assert "late.yaml, line 4" in capsys.readouterr().err, "the line of the file as it was written"

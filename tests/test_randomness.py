@@ -16,7 +16,7 @@ from toy import run, sgd
 from fl_lightning import rng
 from fl_lightning.engines import SequentialEngine
 from fl_lightning.hooks import Meter
-from fl_lightning.loop import Federation, make_orders, sample_cohort
+from fl_lightning.loop import Federation, make_tasks, sample_cohort
 from fl_lightning.methods import FedAvg
 from fl_lightning.trainer import FederatedTrainer
 
@@ -73,26 +73,25 @@ def federation(name: str) -> Federation:
     data.distribute(0, torch.device("cpu"))
     with rng.torch_stream(0, "weights"):
         method.build(data)
-    engine = SequentialEngine(trainer.fabric, method, data)
     return Federation(
-        trainer.fabric, method, data, engine, [], trainer, 0, participation=0.5, local_epochs=1, eval_every=1
+        trainer.fabric, method, data, [], 0, max_rounds=1, participation=0.5, local_epochs=1, eval_every=1
     )
 
 
 def train(fed: Federation, round: int, pick=lambda orders: orders):
     fed.method.round = round
-    orders = pick(make_orders(fed, round, sample_cohort(fed, round)))
-    return {result.client.id: result for result in fed.engine.train(orders)}
+    orders = pick(make_tasks(fed, round, sample_cohort(fed, round)))
+    engine = SequentialEngine(fed.fabric, fed.method, fed.data)
+    return {result.client.id: result for result in engine.train(orders)}
 
 
 def same(first, second) -> bool:
     state = first.state.keys() == second.state.keys() and all(
         torch.equal(first.state[k], second.state[k]) for k in first.state
     )
-    return state and (first.upload, first.losses, first.seen, first.steps) == (
+    return state and (first.upload, first.losses, first.steps) == (
         second.upload,
         second.losses,
-        second.seen,
         second.steps,
     )
 

@@ -20,9 +20,10 @@ from ten import TEN
 
 from fl_lightning.client import Client
 from fl_lightning.distributed import launch
-from fl_lightning.engines import Engine, Order
+from fl_lightning.engines import ClientTask, Engine
 from fl_lightning.engines.base import ClientResult
 from fl_lightning.engines.ranks import RankedEngine, _pack, _unpack, deal, work
+from fl_lightning.metrics import Mean
 from fl_lightning.trainer import FederatedTrainer
 
 PROGRAM = ranks_program.__file__
@@ -131,9 +132,9 @@ def test_longest_first():
     assert deal([1.0], 3) == [[0], [], []]
 
 
-def order(id: int = 3, steps: int = 2) -> Order:
-    return Order(
-        Client(id, np.arange(100), np.arange(0)), b"message", torch.zeros(100, dtype=torch.int64), 2, steps
+def order(id: int = 3, steps: int = 2) -> ClientTask:
+    return ClientTask(
+        Client(id, np.arange(100), np.arange(0)), 1, b"message", torch.zeros(100, dtype=torch.int64), 2, steps
     )
 
 
@@ -153,12 +154,12 @@ def test_a_result_survives_the_way_between_processes():
         "empty": torch.empty(0, 4),
         "half": torch.randn(2).bfloat16(),
     }
-    losses = {"loss": 1 / 3, "loss_kd": float("nan")}
-    there = ClientResult(order().client, b"\x00upload\xff", state, losses, 7, 2)
+    losses = {"loss": Mean(1 / 3, 7), "loss_kd": Mean(float("nan"), 7)}
+    there = ClientResult(order().client, b"\x00upload\xff", state, losses, 2)
     back = _unpack(_pack(there), order())
-    assert (back.upload, back.seen, back.steps, list(back.losses)) == (there.upload, 7, 2, list(losses))
-    assert back.losses["loss"] == 1 / 3
-    assert back.intact is None, "it has been on the way: its checksum is to be looked at"
+    assert (back.upload, back.steps, list(back.losses)) == (there.upload, 2, list(losses))
+    assert back.losses["loss"] == Mean(1 / 3, 7)
+    assert back.verified is None, "it has been on the way: its checksum is to be looked at"
     assert back.client.state is back.state
     assert all(
         torch.equal(back.state[name], tensor) and back.state[name].dtype == tensor.dtype

@@ -6,7 +6,9 @@ comes to another seat each time.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,9 +17,12 @@ from lightning.fabric.plugins.precision import MixedPrecision
 from seated import COHORTS, RECORDERS, Federation, OneModule, network
 from test_graphs import NORMED, TEN, Dropped, Remembers, assert_same, make
 
-from fl_lightning.engines import SeatsEngine, SequentialEngine, check_workers, choice, make_engine
+from fl_lightning.engines import SequentialEngine, check_workers, choice, make_engine
+from fl_lightning.engines.cuda.seats import SeatsEngine
+from fl_lightning.engines.steps import Steps
 from fl_lightning.errors import InputError
 from fl_lightning.methods import FedAvg
+from fl_lightning.methods.teaching import InTurn
 
 
 @pytest.mark.parametrize("name", TEN)
@@ -79,7 +84,7 @@ class SeatOrder(SeatsEngine):
 class OldRound(SeatsEngine):
     def train(self, orders, units=None):
         for seat in self.seats:
-            seat.begin = lambda order, round, begin=seat.begin: begin(order, 1)
+            seat.begin = lambda task, begin=seat.begin: begin(replace(task, round=1))
         return super().train(orders, units)
 
 
@@ -145,12 +150,11 @@ def test_who_asks_for_no_more_results_leaves_nobody_at_work():
 # The choice
 
 
-def test_what_workers_are_on_a_card(monkeypatch):
-    monkeypatch.setattr(choice, "_has_streams", lambda fabric: True)
+def test_what_workers_are_on_a_card_that_opts_in(monkeypatch):
     monkeypatch.setattr(choice, "_can_fork", lambda fabric: False)
     seated = Federation(make("FedAvg"), SeatsEngine)
     settings = {"cohort": 40, "before": None}
-    make_one = partial(make_engine, seated.fabric, seated.method, seated.data)
+    make_one = partial(make_engine, seated.fabric, seated.method, seated.data, cuda_graphs=True)
     for engine in ("auto", "sequential"):
         found = make_one(engine=engine, workers=4, **settings)
         assert isinstance(found.engine, SeatsEngine)
@@ -158,7 +162,26 @@ def test_what_workers_are_on_a_card(monkeypatch):
     assert make_one(engine="sequential", workers=4, cohort=2, before=None).engine.size == 2
     assert type(make_one(engine="sequential", workers="auto", **settings).engine) is SequentialEngine
     assert make_one(engine="auto", workers=4, cohort=40, before="batched").name == "batched"
-    check_workers(seated.fabric, 8, "auto")
+    card = SimpleNamespace(device=torch.device("cuda"))
+    check_workers(card, 8, "auto", cuda_graphs=True)
     for workers, engine in ((9, "auto"), (2, "batched")):
         with pytest.raises(InputError, match=f"--trainer.workers {workers}"):
-            check_workers(seated.fabric, workers, engine)
+            check_workers(card, workers, engine, cuda_graphs=True)
+
+
+def test_without_opting_in_nothing_of_it_is_used(monkeypatch):
+    """On a card too: eager steps of one client after another, and several workers are refused."""
+    monkeypatch.setattr(choice, "_can_fork", lambda fabric: False)
+    seated = Federation(make("FedMPQKD"), SequentialEngine)
+    made = make_engine(
+        seated.fabric, seated.method, seated.data, engine="sequential", workers="auto", cohort=4, before=None
+    )
+    assert type(made.engine) is SequentialEngine
+    assert type(made.engine.steps) is Steps
+    assert type(seated.method.teacher_stream) is InTurn
+    card = SimpleNamespace(device=torch.device("cuda"))
+    check_workers(card, "auto", "auto")
+    with pytest.raises(InputError, match="cuda_graphs true"):
+        check_workers(card, 2, "auto")
+    with pytest.raises(InputError, match="CUDA graphs are recorded on a CUDA device"):
+        check_workers(seated.fabric, 1, "auto", cuda_graphs=True)

@@ -12,10 +12,12 @@ from seated import RECORDERS, Federation, OneModule, network
 from streams import Card
 from test_graphs import TEN, assert_same, make
 
-from fl_lightning.engines import SeatsEngine, SequentialEngine
+from fl_lightning.engines import SequentialEngine
 from fl_lightning.engines.cuda import graphs, recorders, seats
 from fl_lightning.engines.cuda.recorders import CudaGraphs
-from fl_lightning.methods import FedAvg, teaching
+from fl_lightning.engines.cuda.seats import SeatsEngine
+from fl_lightning.engines.cuda.side_stream import SideStream
+from fl_lightning.methods import FedAvg
 
 
 class Carries(FedAvg):
@@ -41,13 +43,14 @@ def built(name, **settings):
     return (Carries if name == "Carries" else partial(make, name))(**network(name), **settings)
 
 
-def on_streams(name, monkeypatch, recorder=None, engine=SeatsEngine, epochs=2, **settings):
+def on_streams(name, monkeypatch, recorder=None, engine=SeatsEngine, epochs=2, stream=None, **settings):
     card = Card(monkeypatch)
     monkeypatch.setattr(graphs, "wait_for", lambda device: card.synchronize())
     with card:
-        seated = Federation(
-            built(name, **settings), engine, recorder, epochs=epochs, make_stream=seats.CudaStream
-        )
+        method = built(name, **settings)
+        if stream is not None:
+            method.teacher_stream = stream()
+        seated = Federation(method, engine, recorder, epochs=epochs, make_stream=seats.CudaStream)
         found = seated.rounds()
     return card, found
 
@@ -98,8 +101,8 @@ class NeverEnds(seats.CudaStream):
 class LetsGo(seats.Seat):
     """Of what the client kept, when the client does."""
 
-    def begin(self, order, round):
-        super().begin(order, round)
+    def begin(self, order):
+        super().begin(order)
         self.held = [order]
 
 
@@ -130,8 +133,9 @@ def test_the_teacher_on_a_stream_of_its_own(teacher, recorder, monkeypatch):
     epochs = TEACHERS[teacher].get("epochs", 2)
     settings = {name: value for name, value in TEACHERS[teacher].items() if name != "epochs"}
     expected = Federation(make("FedMPQKD", **settings), SequentialEngine, epochs=epochs).rounds()
-    monkeypatch.setattr(teaching, "has_streams", lambda device: True)
-    card, found = on_streams("FedMPQKD", monkeypatch, RECORDERS[recorder], epochs=epochs, **settings)
+    card, found = on_streams(
+        "FedMPQKD", monkeypatch, RECORDERS[recorder], epochs=epochs, stream=SideStream, **settings
+    )
     assert card.races == []
     assert_same(expected, found)
     del card.operations[card.default]
@@ -141,7 +145,7 @@ def test_the_teacher_on_a_stream_of_its_own(teacher, recorder, monkeypatch):
     assert len(beside) == (0 if teacher == "joint" else 3)
 
 
-class NoFork(teaching.Beside):
+class NoFork(SideStream):
     @contextmanager
     def fork(self, device):
         self.stream = self.stream or torch.cuda.Stream(device)
@@ -151,7 +155,7 @@ class NoFork(teaching.Beside):
             done.record()
 
 
-class NoJoin(teaching.Beside):
+class NoJoin(SideStream):
     @contextmanager
     def fork(self, device):
         with super().fork(device):
@@ -159,12 +163,9 @@ class NoJoin(teaching.Beside):
 
 
 @pytest.mark.parametrize("epochs", [1, 2])
-@pytest.mark.parametrize("beside", [NoFork, NoJoin])
-def test_a_teacher_that_does_not_wait_or_is_not_waited_for_is_noticed(beside, epochs, monkeypatch):
-    monkeypatch.setattr(teaching, "has_streams", lambda device: True)
-    monkeypatch.setattr(beside, "__deepcopy__", lambda self, memo: beside())
-    monkeypatch.setattr(teaching, "Beside", beside)
-    assert on_streams("FedMPQKD", monkeypatch, epochs=epochs)[0].races
+@pytest.mark.parametrize("stream", [NoFork, NoJoin])
+def test_a_teacher_that_does_not_wait_or_is_not_waited_for_is_noticed(stream, epochs, monkeypatch):
+    assert on_streams("FedMPQKD", monkeypatch, epochs=epochs, stream=stream)[0].races
 
 
 def test_recordings_of_two_seats_share_no_stream_and_those_of_one_die_together(monkeypatch):

@@ -52,7 +52,11 @@ def test_batches_are_the_same_and_logits_the_teachers(client_id, steps, ahead, s
     numbers = Method.local_batches(
         method, data, client, epochs=3, labels=torch.arange(len(labels)), steps=steps
     )
-    found = list(teaching.taught(method.teacher, numbers, labels, repeats=not data.augments, ahead=ahead))
+    found = list(
+        teaching.with_logits(
+            method.teacher, numbers, labels, repeats=not data.augments, ahead=ahead, stream=teaching.InTurn()
+        )
+    )
     assert len(found) == len(plain) == min(steps, data.num_steps(client, 3))
     for (inputs, target), (same_inputs, same_target, logits) in zip(plain, found, strict=True):
         assert torch.equal(inputs, same_inputs)
@@ -94,7 +98,19 @@ def test_what_the_teacher_has_to_do(repeats, ahead, seen):
     numbers = Method.local_batches(method, data, client, epochs=3, labels=torch.arange(38), steps=9)
     teacher = Teacher()
     assert (
-        len(list(teaching.taught(teacher, numbers, data.labels(client), repeats=repeats, ahead=ahead))) == 9
+        len(
+            list(
+                teaching.with_logits(
+                    teacher,
+                    numbers,
+                    data.labels(client),
+                    repeats=repeats,
+                    ahead=ahead,
+                    stream=teaching.InTurn(),
+                )
+            )
+        )
+        == 9
     )
     assert teacher.seen == seen
 
@@ -139,7 +155,7 @@ class Pairs(FedMPQKD):
 
 
 def test_a_subclass_that_reads_pairs_is_given_pairs(tmp_path, monkeypatch):
-    monkeypatch.setattr(teaching, "taught", lambda *_, **__: pytest.fail("a triple"))
+    monkeypatch.setattr(teaching, "with_logits", lambda *_, **__: pytest.fail("a triple"))
     run(
         Pairs(network=NORMED, bits=3, optimizer=sgd(0.05)),
         images(),

@@ -145,3 +145,14 @@ def test_ledger_sums_and_csv():
         "comm/total_bytes": 32,
     }
     assert Ledger.from_csv(ledger.to_csv()).entries == ledger.entries
+
+
+def test_codes_say_whether_they_are_indices():
+    """It travels in the type of the entry, and costs no byte."""
+    values = torch.tensor([0, 3, 1], dtype=torch.int32)
+    numbers, indices = Payload({"x": Codes(values, 2)}), Payload({"x": Codes(values, 2, are_indices=True)})
+    assert numbers.nbytes == indices.nbytes == len(indices.to_bytes())
+    for sent in (numbers, indices):
+        received = Payload.from_bytes(sent.to_bytes()).codes("x")
+        assert received.are_indices == sent.codes("x").are_indices
+        assert torch.equal(received.values, values)

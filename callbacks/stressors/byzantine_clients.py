@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+from dataclasses import replace
 from typing import Any, Literal
 
 import numpy as np
@@ -131,7 +132,7 @@ class ByzantineClients(Stressor):
         if name in METADATA:
             return value
         if isinstance(value, Codes):
-            return self._attacked_codes(name, value, draws)
+            return self._attacked_codes(value, draws)
         if not value.is_floating_point():
             return value
         if name in NOT_NEGATIVE:
@@ -147,17 +148,14 @@ class ByzantineClients(Stressor):
         rms = update.double().square().mean().sqrt()
         return update + self.strength * rms * torch.from_numpy(draws.standard_normal(tuple(update.shape)))
 
-    def _attacked_codes(self, name: str, codes: Codes, draws: np.random.Generator) -> Codes:
+    def _attacked_codes(self, codes: Codes, draws: np.random.Generator) -> Codes:
         values, top = codes.values, 2**codes.bits
-        is_index = name.startswith("i")
         if self.attack == "noise":
-            top = int(values.max()) + 1 if is_index and values.numel() else top
-            return Codes(
-                torch.from_numpy(draws.integers(top, size=tuple(values.shape), dtype=np.int32)), codes.bits
-            )
-        return (
-            Codes(values ^ (top // 2), codes.bits) if self.attack == "sign_flip" and not is_index else codes
-        )
+            top = int(values.max()) + 1 if codes.are_indices and values.numel() else top
+            drawn = draws.integers(top, size=tuple(values.shape), dtype=np.int32)
+            return replace(codes, values=torch.from_numpy(drawn))
+        flips = self.attack == "sign_flip" and not codes.are_indices
+        return replace(codes, values=values ^ (top // 2)) if flips else codes
 
 
 def broadcast_of(name: str, value: Tensor, method: Any) -> Tensor:

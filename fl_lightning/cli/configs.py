@@ -15,7 +15,7 @@ import yaml
 from fl_lightning.cli.commands import TRACEBACK
 from fl_lightning.errors import InputError
 from fl_lightning.support.documents import read_document
-from fl_lightning.support.packaged import configs_folder
+from fl_lightning.support.packaged import BASE, configs_folder
 
 ENV_PREFIX = "FL_LIGHTNING_"
 
@@ -34,7 +34,18 @@ def read_configs(args: list[str]) -> dict[str, str]:
         given = []
     from_environment = os.environ.get(f"{ENV_PREFIX}CONFIG")
     paths = [from_environment, *given] if from_environment else given
-    return {path: _read_config(path) for path in paths}
+    texts = {path: _read_config(path) for path in paths}
+    _LAYERED.update(text for text in texts.values() if BASE.search(text))
+    return {path: without_base(text) for path, text in texts.items()}
+
+
+_LAYERED: set[str] = set()
+"""The texts of configuration files that begin with ``base``, as the parser will read them again."""
+
+
+def without_base(text: str) -> str:
+    """Return a configuration file's text without its ``base`` line, whose file is a layer of its own."""
+    return BASE.sub("", text) if text in _LAYERED else text
 
 
 def check_encoding(args: Iterable[str]) -> None:

@@ -45,6 +45,7 @@ from fl_lightning.cli.configs import (
     dropped_names,
     read_configs,
     with_config_of_run,
+    without_base,
 )
 from fl_lightning.cli.help import class_help
 from fl_lightning.cli.messages import Given, condense, explain, null_refused, nulls
@@ -53,7 +54,7 @@ from fl_lightning.data import FederatedData, FederatedImages
 from fl_lightning.errors import InputError
 from fl_lightning.methods import Method
 from fl_lightning.support.documents import check_size
-from fl_lightning.support.packaged import find_config, with_found_configs
+from fl_lightning.support.packaged import find_config, layers, with_found_configs
 from fl_lightning.support.user_code import first_cause, is_bug_of_user
 from fl_lightning.trainer import FederatedTrainer
 
@@ -260,7 +261,8 @@ def run(command: str, args: list[str]) -> None:
     check_encoding(args)
     _import_short_names()
     if config := find_config(os.environ.get(f"{ENV_PREFIX}CONFIG", "")):
-        os.environ[f"{ENV_PREFIX}CONFIG"] = str(config)
+        os.environ[f"{ENV_PREFIX}CONFIG"], *more = map(str, layers(config))
+        args = [*(part for layer in more for part in ("--config", layer)), *args]
     function = COMMANDS[command].function
     if function is None:
         FederatedCLI(command, with_config_of_run(args) if command == "test" else args).start()
@@ -337,7 +339,7 @@ def _loaded(document: str) -> Any:
         check_size(document, "")
     except InputError:
         raise _TooLarge(document) from None
-    return _load_yaml(document)
+    return _load_yaml(without_base(document))
 
 
 set_loader("yaml", _loaded, exceptions=(yaml.YAMLError,))

@@ -11,7 +11,7 @@ from fl_lightning.conformance.bench import Bench, prepared
 from fl_lightning.conformance.toy import images
 from fl_lightning.conformance.verdicts import require
 from fl_lightning.data import FederatedData
-from fl_lightning.engines import Order, SequentialEngine
+from fl_lightning.engines import ClientTask, SequentialEngine
 from fl_lightning.engines.base import one_thread
 
 CLIENT, EPOCHS = 4, 2
@@ -25,11 +25,11 @@ def _upload(
     Args:
         data: in place of the bench's.
         forget: the server's tensors are others by then.
-        changes: of its order.
+        changes: of its task.
     """
     method, run, data = bench.untrained(), bench.everyone, data or bench.data
     client = data.client(CLIENT)
-    order = {
+    task = {
         "labels": data.labels(client),
         "epochs": EPOCHS,
         "steps": data.num_steps(client, EPOCHS),
@@ -39,7 +39,7 @@ def _upload(
         method.server = {name: torch.ones_like(tensor) for name, tensor in method.server.items()}
     engine = SequentialEngine(run.trainer.fabric, method, data)
     with one_thread(method.device):  # as in a run: sums over other numbers of threads are rounded differently
-        return engine.train_client(Order(client, run.log.broadcasts[1, CLIENT], **order)).upload
+        return engine.train_client(ClientTask(client, 1, run.log.broadcasts[1, CLIENT], **task)).upload
 
 
 def clients_read_messages_only(bench: Bench) -> None:
@@ -52,7 +52,7 @@ def clients_read_messages_only(bench: Bench) -> None:
 
 
 def orders_are_obeyed(bench: Bench) -> None:
-    """Labels and the number of steps are the order's."""
+    """Labels and the number of steps are those of the task."""
     labels = bench.data.labels(bench.data.client(CLIENT))
     changed = (labels + 1) % bench.data.num_classes
     require(

@@ -26,6 +26,7 @@ from fl_lightning.data.partition import Partition, check_memory, deal
 from fl_lightning.data.summary import summarise
 from fl_lightning.errors import require
 from fl_lightning.rng import stream
+from fl_lightning.support.overriding import overrides
 from fl_lightning.support.recorded import Recorded
 
 Split = Literal["train", "test"]
@@ -229,7 +230,7 @@ class FederatedData(Recorded, LightningDataModule, ABC):
 
     def labels_of(self, clients: Sequence[Client]) -> tuple[Tensor, ...]:
         """:meth:`labels` of each, gathered at once."""
-        if not clients or getattr(self.labels, "__func__", None) is not FederatedData.labels:
+        if not clients or overrides(self, FederatedData, "labels"):
             return tuple(map(self.labels, clients))
         index = self._to_device(np.concatenate([client.train for client in clients]))
         return self.train_target[index].split([len(client.train) for client in clients])
@@ -309,7 +310,7 @@ class FederatedData(Recorded, LightningDataModule, ABC):
     def can_stack(self, clients: Sequence[Client], labels: Sequence[Tensor]) -> bool:
         """Whether :meth:`stacked_batches` gives what :meth:`train_batches` gives."""
         examplewise = vars(type(self)).get("examplewise", False)
-        own = getattr(self.train_batches, "__func__", None) is FederatedData.train_batches
+        own = not overrides(self, FederatedData, "train_batches")
         whole = all(len(given) == len(client.train) for given, client in zip(labels, clients, strict=True))
         return (
             examplewise and own and whole and len({(given.dtype, given.shape[1:]) for given in labels}) == 1

@@ -1,6 +1,5 @@
-from fl_lightning.engines.base import ClientResult, Engine, Order
+from fl_lightning.engines.base import ClientResult, ClientTask, Engine
 from fl_lightning.engines.choice import EngineName, check_workers, make_engine
-from fl_lightning.engines.cuda.seats import SeatsEngine
 from fl_lightning.engines.optimizers import check_optimizer
 from fl_lightning.engines.pool import PoolEngine
 from fl_lightning.engines.ranks import RankedEngine
@@ -10,12 +9,11 @@ from fl_lightning.engines.stacked.batched import BatchedEngine
 __all__ = [
     "BatchedEngine",
     "ClientResult",
+    "ClientTask",
     "Engine",
     "EngineName",
-    "Order",
     "PoolEngine",
     "RankedEngine",
-    "SeatsEngine",
     "SequentialEngine",
     "check_optimizer",
     "check_workers",

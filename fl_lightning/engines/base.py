@@ -1,4 +1,4 @@
-"""How a cohort is executed. An engine turns orders into results and never changes what they are."""
+"""How a cohort is executed: an engine turns tasks into results; no result depends on which engine it was."""
 
 from __future__ import annotations
 
@@ -15,30 +15,36 @@ from torch.utils._pytree import tree_leaves
 from fl_lightning.client import Client
 from fl_lightning.data import FederatedData
 from fl_lightning.methods import Method
+from fl_lightning.metrics import Mean
 from fl_lightning.wire import Payload
 
 Units = list[list[int]]
 
 
 @dataclass(frozen=True, slots=True)
-class Order:
-    """What one client of the cohort is to do.
+class ClientTask:
+    """What one client of the cohort is to do in one round.
 
     Args:
+        client: who does it.
+        round: the number of the round, counted from 1.
         message: the broadcast as bytes.
         labels: int64 ``[n_k]``, the labels it trains on.
         epochs, steps: at most so many passes over its data and optimiser steps.
     """
 
     client: Client
+    round: int
     message: bytes
     labels: Tensor
     epochs: int
     steps: int
 
-    def received(self) -> Payload:
-        """The message in tensors of their own, which a reader may keep or change. It has not left this
-        machine's memory and is not checked."""
+    def payload(self) -> Payload:
+        """Return the message in tensors of its own, which a reader may keep or change.
+
+        Its checksum is skipped: the message has not left this machine's memory.
+        """
         return Payload.from_bytes(self.message, verified=True)
 
 
@@ -49,21 +55,19 @@ class ClientResult:
     Args:
         upload: the upload as bytes.
         state: what the client keeps until it is next sampled.
-        losses: sums over the examples that a term was taken of, by term; diagnostics of the simulation, not
-            on the wire.
-        seen: the number of those examples, by term; an example counts once per epoch.
+        losses: the mean of each loss term over the examples that it was taken of, an example once per epoch;
+            diagnostics of the simulation, not on the wire.
         steps: optimiser steps.
-        intact: the upload as it was made, if it has not left this machine's memory since: nobody need look at
-            the checksum of that very object.
+        verified: the same bytes if they have not left this machine's memory, so that their checksum can be
+            skipped; else None.
     """
 
     client: Client
     upload: bytes
     state: dict[str, Tensor]
-    losses: dict[str, float]
-    seen: dict[str, int]
+    losses: dict[str, Mean]
     steps: int
-    intact: bytes | None = None
+    verified: bytes | None = None
 
 
 class Engine(ABC):
@@ -75,23 +79,23 @@ class Engine(ABC):
     def start(self) -> None:  # noqa: B027
         """Get ready."""
 
-    def units(self, orders: Sequence[Order]) -> Units:
-        """Positions of the orders that are done together: cut before they are dealt, so that who does what
+    def units(self, tasks: Sequence[ClientTask]) -> Units:
+        """Positions of the tasks that are done together: cut before they are dealt, so that who does what
         changes no result."""
-        return [[position] for position in range(len(orders))]
+        return [[position] for position in range(len(tasks))]
 
     @abstractmethod
-    def train(self, orders: Sequence[Order], units: Units | None = None) -> Iterator[ClientResult]:
-        """One result for each order, in the order of the orders; ``units`` of these orders, where they are
+    def train(self, tasks: Sequence[ClientTask], units: Units | None = None) -> Iterator[ClientResult]:
+        """One result for each task, in the order of the tasks; ``units`` of these tasks, where they are
         known already."""
 
     def close(self) -> None:  # noqa: B027
         """Let go of what :meth:`start` took; can be called twice."""
 
 
-class Losses:
-    """Sums over examples of each loss term that training steps return. Stays on the device until
-    :meth:`totals`."""
+class LossSums:
+    """The sum over examples of each loss term that training steps return. It stays on the device until
+    :meth:`means`."""
 
     def __init__(self) -> None:
         self.sums: dict[str, Tensor] = {}
@@ -102,18 +106,23 @@ class Losses:
             self.sums[name] = self.sums.get(name, 0.0) + value.detach().double() * size
             self.seen[name] = self.seen.get(name, 0) + size
 
-    def totals(self) -> dict[str, float]:
-        return (
-            dict(zip(self.sums, torch.stack(list(self.sums.values())).tolist(), strict=True))
-            if self.sums
-            else {}
-        )
+    def means(self) -> dict[str, Mean]:
+        """Return each term's mean so far; waits for the device once."""
+        totals = torch.stack(list(self.sums.values())).tolist() if self.sums else []
+        return {name: Mean(total, self.seen[name]) for name, total in zip(self.sums, totals, strict=True)}
 
 
-def local_batches(method: Method, data: FederatedData, order: Order) -> Iterator[Any]:
-    """The batches of an order, as the method wants them."""
+def start_client(method: Method, task: ClientTask) -> None:
+    """Make the resident module what this client starts its round from, in training mode."""
+    method.round = task.round
+    method.receive(task.payload(), task.client)
+    method.train()
+
+
+def local_batches(method: Method, data: FederatedData, task: ClientTask) -> Iterator[Any]:
+    """The batches of a task, as the method wants them."""
     return iter(
-        method.local_batches(data, order.client, epochs=order.epochs, labels=order.labels, steps=order.steps)
+        method.local_batches(data, task.client, epochs=task.epochs, labels=task.labels, steps=task.steps)
     )
 
 

@@ -13,14 +13,12 @@ from lightning.fabric import Fabric
 
 from fl_lightning.data import FederatedData
 from fl_lightning.distributed import collectives
-from fl_lightning.engines.base import Engine, Order
-from fl_lightning.engines.cuda.seats import MOST as MOST_SEATS
-from fl_lightning.engines.cuda.seats import SeatsEngine
+from fl_lightning.engines.base import ClientTask, Engine
 from fl_lightning.engines.memory import keep_freed_memory
 from fl_lightning.engines.pool import PoolEngine
 from fl_lightning.engines.ranks import RankedEngine
 from fl_lightning.engines.sequential import SequentialEngine
-from fl_lightning.engines.stacked.batched import MOST, BatchedEngine
+from fl_lightning.engines.stacked.batched import MAX_STACK, BatchedEngine
 from fl_lightning.errors import InputError
 from fl_lightning.methods import Method
 from fl_lightning.methods.base import is_stackable
@@ -28,17 +26,20 @@ from fl_lightning.methods.base import is_stackable
 log = logging.getLogger("fl_lightning")
 
 EngineName = Literal["auto", "sequential", "batched"]
-CLEARLY = 0.75
-"""Share of the sequential engine's time below which the batched one is taken: the two round differently, so a
-choice between equals must not hang on the noise of a clock."""
-HEAVY = 0.005
-"""Seconds of a local step on a CPU that is bound by arithmetic: nothing is saved by starting fewer
+MAX_BATCHED_TIME_SHARE = 0.75
+"""The batched engine is taken where it needs less than this share of the sequential one's time: the two round
+differently, so a choice between equals must not hang on the noise of a clock."""
+MAX_STEP_SECONDS = 0.005
+"""A local step on a CPU that takes longer is bound by arithmetic: nothing is saved by starting fewer
 operations."""
-MANY = 32
+MIN_BATCHED_COHORT = 32
 """Clients in a cohort from which stacking them is worth a measurement."""
-STEPS = 2  # of each client of the probe
-BRIEF = 0.3  # seconds that the probe's clients take in turn, at most, if that is at least FEWEST of them
-FEWEST = 16
+PROBE_STEPS = 2  # local steps of each client of the measurement
+PROBE_SECONDS = 0.3  # that the measurement's clients take one after another, at most ...
+MIN_PROBE_CLIENTS = 16  # ... if that is at least so many of them
+MAX_SEATS = 8
+"""Clients at once on CUDA. torch has 32 streams for a device and then deals out the first again; a client has
+up to three, and recordings on one stream would write to one workspace."""
 
 
 def make_engine(
@@ -51,17 +52,19 @@ def make_engine(
     cohort: int,
     before: str | None,
     timeout: float = math.inf,
+    cuda_graphs: bool = False,
 ) -> Engine:
-    """The engine of a run.
+    """Make the engine of a run.
 
     Args:
         engine: ``auto`` measures both on this method, network and data; with several workers on CUDA it is
             ``sequential``.
-        workers: what trains clients side by side: processes on a CPU, seats (streams) on CUDA. ``auto``:
-            :func:`most_workers`.
+        workers: what trains clients side by side: processes on a CPU, streams on CUDA with ``cuda_graphs``.
+            ``auto``: :func:`most_workers`.
         cohort: clients of a round.
         before: what an earlier part of this run chose, which stays.
         timeout: seconds after which worker processes that do not answer are given up.
+        cuda_graphs: use what :mod:`fl_lightning.engines.cuda` has.
     """
     if fabric.device.type == "cpu":
         keep_freed_memory()
@@ -71,9 +74,14 @@ def make_engine(
     elif before:
         name = before
     else:
-        worth_it = cohort >= MANY and is_stackable(method) and not (size > 1 and _has_streams(fabric))
+        worth_it = cohort >= MIN_BATCHED_COHORT and is_stackable(method) and not (size > 1 and cuda_graphs)
         name = collectives.from_rank_zero(_measured(fabric, method, data)) if worth_it else "sequential"
-    inner, where = _engine(name, fabric, method, data, size, timeout)
+    if cuda_graphs and name == "sequential":
+        from fl_lightning.engines.cuda.choice import cuda_engine
+
+        inner, where = cuda_engine(fabric, method, data, size)
+    else:
+        inner, where = _engine(name, fabric, method, data, size, timeout)
     log.info("engine: %s, %s", name, where)
     return RankedEngine(inner, data)
 
@@ -81,38 +89,44 @@ def make_engine(
 def _engine(
     name: str, fabric: Fabric, method: Method, data: FederatedData, size: int, timeout: float
 ) -> tuple[Engine, str]:
-    """The engine of one rank, and in words where it trains."""
-    if _has_streams(fabric) and size > 1 and name == "sequential":
-        return SeatsEngine(fabric, method, data, size), f"{size} seats on {fabric.device}"
+    """Return the engine of one rank, and in words where it trains."""
     inner = (BatchedEngine if name == "batched" else SequentialEngine)(fabric, method, data)
     if size == 1:
         return inner, "in this process"
-    if _has_streams(
-        fabric
-    ):  # auto chose it in an earlier part of this run, and another engine would round differently
+    if not _can_fork(fabric):
         return inner, f"in this process; {size} workers on {fabric.device} train no stacks"
     return PoolEngine(inner, method, data, size, timeout), f"{size} worker processes"
 
 
-def check_workers(fabric: Fabric, workers: int | Literal["auto"], engine: EngineName) -> None:
-    """Raises:
-    InputError: several workers where a process cannot be forked while it trains and a device has no streams,
-        or more than it has, or streams for the stacks of the batched engine.
+def check_workers(
+    fabric: Fabric, workers: int | Literal["auto"], engine: EngineName, *, cuda_graphs: bool = False
+) -> None:
+    """Refuse workers and CUDA graphs that this device does not have.
+
+    Raises:
+        InputError: several workers where a process cannot be forked while it trains; more streams than CUDA
+            gives; streams for the stacks of the batched engine; CUDA graphs without CUDA.
     """
+    if cuda_graphs and fabric.device.type != "cuda":
+        raise InputError(
+            f"--trainer.cuda_graphs true on {fabric.device}",
+            "CUDA graphs are recorded on a CUDA device",
+            "leave it out, or write --trainer.accelerator cuda",
+        )
     if workers == "auto" or workers == 1 or _can_fork(fabric):
         return
     given = f"--trainer.workers {workers} on {fabric.device} ({sys.platform})"
-    if not _has_streams(fabric):
+    if not cuda_graphs:
         raise InputError(
-            f"{given}",
-            "workers are forks that train on a CPU, on Linux, or streams on CUDA",
-            "leave it out, or write --trainer.devices for more than one process",
+            given,
+            "workers are forks that train on a CPU, on Linux, or streams on CUDA with cuda_graphs",
+            "leave it out, write --trainer.devices for more than one process, or --trainer.cuda_graphs true",
         )
-    if workers > MOST_SEATS:
+    if workers > MAX_SEATS:
         raise InputError(
-            f"{given}",
-            f"workers on CUDA are streams, at most {MOST_SEATS}, each with a copy of the model",
-            f"write 2 to {MOST_SEATS}",
+            given,
+            f"workers on CUDA are streams, at most {MAX_SEATS}, each with a copy of the model",
+            f"write 2 to {MAX_SEATS}",
         )
     if engine == "batched":
         raise InputError(
@@ -123,11 +137,8 @@ def check_workers(fabric: Fabric, workers: int | Literal["auto"], engine: Engine
 
 
 def most_workers(fabric: Fabric) -> int:
-    """Forks that pay: one for each thread that torch would use; with several ranks none, these are the
-    workers.
-
-    On CUDA one until a card has been measured: ``python benchmarks/gpu.py seats``.
-    """
+    """Return how many forks pay: one for each thread that torch would use, or one where ranks are the
+    workers."""
     return torch.get_num_threads() if _can_fork(fabric) and collectives.world_size() == 1 else 1
 
 
@@ -135,53 +146,47 @@ def _can_fork(fabric: Fabric) -> bool:
     return fabric.device.type == "cpu" and sys.platform.startswith("linux")
 
 
-def _has_streams(fabric: Fabric) -> bool:
-    return fabric.device.type == "cuda"
-
-
 def _measured(fabric: Fabric, method: Method, data: FederatedData) -> str:
     if collectives.rank() != 0:
         return ""
     sequential, batched = SequentialEngine(fabric, method, data), BatchedEngine(fabric, method, data)
-    round, method.round = method.round, 1
-    try:
-        clients = [data.client(int(id)) for id in data.active[:MOST]]
-        orders = [
-            Order(
-                client,
-                method.broadcast(client).to_bytes(),
-                data.labels(client),
-                1,
-                min(STEPS, data.num_steps(client, 1)),
-            )
-            for client in clients
-        ]
-        for _ in range(2):  # the first one warms up
-            one = _seconds(sequential, orders[:1])
-        if fabric.device.type == "cpu" and one > HEAVY * orders[0].steps:
-            return _say("sequential", f"a local step takes {1e3 * one / orders[0].steps:.0f} ms, arithmetic")
-        orders = orders[: max(FEWEST, int(BRIEF / one))]
-        steps = sum(order.steps for order in orders)
-        in_turn = at_once = float("inf")
-        for _ in range(3):
-            in_turn, at_once = (
-                min(in_turn, _seconds(sequential, orders)),
-                min(at_once, _seconds(batched, orders)),
-            )
-            if batched.reason:
-                return "sequential"
-        shown = (
-            f"{steps} local steps of {len(orders)} clients take {1e3 * in_turn:.1f} ms in turn, "
-            f"{1e3 * at_once:.1f} ms at once"
+    method.round = 1
+    clients = [data.client(int(id)) for id in data.active[:MAX_STACK]]
+    tasks = [
+        ClientTask(
+            client,
+            1,
+            method.broadcast(client).to_bytes(),
+            data.labels(client),
+            1,
+            min(PROBE_STEPS, data.num_steps(client, 1)),
         )
-        return _say("batched" if at_once < CLEARLY * in_turn else "sequential", shown)
-    finally:
-        method.round = round
+        for client in clients
+    ]
+    for _ in range(2):  # the first one warms up
+        one = _seconds(sequential, tasks[:1])
+    if fabric.device.type == "cpu" and one > MAX_STEP_SECONDS * tasks[0].steps:
+        return _say("sequential", f"a local step takes {1e3 * one / tasks[0].steps:.0f} ms, arithmetic")
+    tasks = tasks[: max(MIN_PROBE_CLIENTS, int(PROBE_SECONDS / one))]
+    steps = sum(task.steps for task in tasks)
+    in_turn = at_once = float("inf")
+    for _ in range(3):
+        in_turn, at_once = (
+            min(in_turn, _seconds(sequential, tasks)),
+            min(at_once, _seconds(batched, tasks)),
+        )
+        if batched.reason:
+            return "sequential"
+    shown = (
+        f"{steps} local steps of {len(tasks)} clients take {1e3 * in_turn:.1f} ms in turn, "
+        f"{1e3 * at_once:.1f} ms at once"
+    )
+    return _say("batched" if at_once < MAX_BATCHED_TIME_SHARE * in_turn else "sequential", shown)
 
 
-def _seconds(engine: Engine, orders: list[Order]) -> float:
+def _seconds(engine: Engine, tasks: list[ClientTask]) -> float:
     started = time.perf_counter()
-    for _ in engine.train(orders):
+    for _ in engine.train(tasks):
         pass
     if torch.cuda.is_initialized():
         torch.cuda.synchronize()

@@ -2,7 +2,7 @@
 side by side.
 
 A fork has the data and the module without copying them, so it costs milliseconds, and what it computes is
-what this process would: an order holds all that a client may know. Large messages go through memory that both
+what this process would: a task holds all that a client may know. Large messages go through memory that both
 sides share.
 """
 
@@ -32,10 +32,11 @@ from safetensors.torch import load, save
 from torch import Tensor
 
 from fl_lightning.data import FederatedData
-from fl_lightning.engines.base import ClientResult, Engine, Order, Units
+from fl_lightning.engines.base import ClientResult, ClientTask, Engine, Units
 from fl_lightning.engines.ranks import work
 from fl_lightning.errors import RankLost
 from fl_lightning.methods import Method
+from fl_lightning.metrics import Mean
 
 ROOM = 2**26
 """Bytes of each of a worker's shared memories (one down, two up), at least; only what is used is taken. What
@@ -67,11 +68,11 @@ class PoolEngine(Engine):
         for _ in range(self.size):
             self.workers.append(Worker(self.engine, self.method, self.workers))
 
-    def units(self, orders: Sequence[Order]) -> Units:
-        return self.engine.units(orders)
+    def units(self, tasks: Sequence[ClientTask]) -> Units:
+        return self.engine.units(tasks)
 
-    def train(self, orders: Sequence[Order], units: Units | None = None) -> Iterator[ClientResult]:
-        waiting = self._portions(orders, self.units(orders) if units is None else units)
+    def train(self, tasks: Sequence[ClientTask], units: Units | None = None) -> Iterator[ClientResult]:
+        waiting = self._portions(tasks, self.units(tasks) if units is None else units)
         done: dict[int, ClientResult] = {}
         busy: dict[Worker, Units] = {}
         given, looked = 0, 0.0
@@ -80,16 +81,16 @@ class PoolEngine(Engine):
                 "the worker processes have ended, or were never started; a round needs them; call start()"
             )
         try:
-            self._hand_out(waiting, orders, busy)
-            while given < len(orders):
+            self._hand_out(waiting, tasks, busy)
+            while given < len(tasks):
                 if (
                     given not in done or monotonic() - looked > GLANCE
                 ):  # who asks for results may take long with each
                     for worker in self._answering(busy, wait_for_it=given not in done):
                         portion = [at for unit in busy.pop(worker) for at in unit]
                         answer = worker.hear()
-                        self._hand_out(waiting, orders, busy)  # it goes on while its results are read
-                        done |= zip(portion, worker.take(answer, [orders[at] for at in portion]), strict=True)
+                        self._hand_out(waiting, tasks, busy)  # it goes on while its results are read
+                        done |= zip(portion, worker.take(answer, [tasks[at] for at in portion]), strict=True)
                     looked = monotonic()
                 if given in done:
                     yield done.pop(given)
@@ -98,16 +99,16 @@ class PoolEngine(Engine):
             if busy:  # someone raised: what they are at is of no use
                 self.close()
 
-    def _hand_out(self, waiting: list[Units], orders: Sequence[Order], busy: dict[Worker, Units]) -> None:
+    def _hand_out(self, waiting: list[Units], tasks: Sequence[ClientTask], busy: dict[Worker, Units]) -> None:
         for worker in self.workers:
             if waiting and worker not in busy:
                 busy[worker] = waiting.pop(0)
-                worker.give(self.method.round, [[orders[at] for at in unit] for unit in busy[worker]])
+                worker.give([[tasks[at] for at in unit] for unit in busy[worker]])
 
-    def _portions(self, orders: Sequence[Order], units: Units) -> list[Units]:
+    def _portions(self, tasks: Sequence[ClientTask], units: Units) -> list[Units]:
         """The most work first, in portions that shrink with what is left (guided self-scheduling,
         Polychronopoulos & Kuck, 1987)."""
-        efforts = {id(unit): sum(work(orders[at], self.data.batch_size) for at in unit) for unit in units}
+        efforts = {id(unit): sum(work(tasks[at], self.data.batch_size) for at in unit) for unit in units}
         left, portions, room = sum(efforts.values()), [], 0.0  # type: tuple[float, list[Units], float]
         for unit in sorted(units, key=lambda unit: (-efforts[id(unit)], unit)):
             if room <= 0:
@@ -171,8 +172,8 @@ class Worker:
             self.process.start()
         there.close()
 
-    def give(self, round: int, units: Sequence[Sequence[Order]]) -> None:
-        messages = list({id(order.message): order.message for unit in units for order in unit}.values())
+    def give(self, units: Sequence[Sequence[ClientTask]]) -> None:
+        messages = list({id(task.message): task.message for unit in units for task in unit}.values())
         index = {id(message): at for at, message in enumerate(messages)}
         same = len(messages) == 1 and messages[0] is self.message
         self.message = messages[0] if len(messages) == 1 else b""
@@ -184,6 +185,7 @@ class Worker:
                         _pack(o.client.state),
                         index[id(o.message)],
                         len(o.labels),
+                        o.round,
                         o.epochs,
                         o.steps,
                     )
@@ -193,7 +195,7 @@ class Worker:
             )
             for unit in units
         ]
-        self._say((round, None if same else _write(self.down, messages), packed))
+        self._say((None if same else _write(self.down, messages), packed))
 
     def hear(self) -> Answer:
         """What it answers to what it was given last, once it does.
@@ -211,15 +213,15 @@ class Worker:
         error, where = answer
         raise error from RuntimeError(f"in a worker process:\n{where}")
 
-    def take(self, answer: Answer, orders: Sequence[Order]) -> list[ClientResult]:
+    def take(self, answer: Answer, tasks: Sequence[ClientTask]) -> list[ClientResult]:
         """The results in an answer. Its memory is written to again in the portion after the next: read it
         before that is given."""
         results = []
         uploads = _read(self.ups[answer.memory], answer.places)
-        for order, upload, (kept, losses, seen, steps) in zip(orders, uploads, answer.kept, strict=True):
+        for task, upload, (kept, losses, steps) in zip(tasks, uploads, answer.kept, strict=True):
             state = _unpack(kept)
-            client = replace(order.client, state=state)
-            results.append(ClientResult(client, upload, state, losses, seen, steps, intact=upload))
+            client = replace(task.client, state=state)
+            results.append(ClientResult(client, upload, state, losses, steps, verified=upload))
         return results
 
     def state(self) -> str:
@@ -263,12 +265,12 @@ class Answer(NamedTuple):
     Args:
         memory: which of the two memories for uploads it lies in.
         places: of each upload there.
-        kept: of each client: its state, loss sums, examples seen, steps.
+        kept: of each client: its state, losses, steps.
     """
 
     memory: int
     places: list[tuple[int, int] | bytes]
-    kept: list[tuple[bytes, dict[str, float], dict[str, int], int]]
+    kept: list[tuple[bytes, dict[str, Mean], int]]
 
 
 def _serve(
@@ -294,20 +296,20 @@ def _serve(
     answer: Answer | tuple[Exception, str]
     while True:
         try:
-            method.round, blobs, packed = pipe.recv()
+            blobs, packed = pipe.recv()
         except (EOFError, OSError):
             os._exit(0)
         messages = messages if blobs is None else _read(down, blobs)
         try:
             results: list[ClientResult] = []
             for unit, labels in packed:
-                each = _parted(labels, [length for *_, length, _, _ in unit])
-                orders = [
-                    Order(data.client(id, _unpack(state)), messages[at], own, epochs, steps)
-                    for (id, state, at, _, epochs, steps), own in zip(unit, each, strict=True)
+                each = _parted(labels, [length for *_, length, _, _, _ in unit])
+                tasks = [
+                    ClientTask(data.client(id, _unpack(state)), round, messages[at], own, epochs, steps)
+                    for (id, state, at, _, round, epochs, steps), own in zip(unit, each, strict=True)
                 ]
-                results += engine.train(orders, [list(range(len(orders)))])
-            kept = [(_pack(result.state), result.losses, result.seen, result.steps) for result in results]
+                results += engine.train(tasks, [list(range(len(tasks)))])
+            kept = [(_pack(result.state), result.losses, result.steps) for result in results]
             memory = 1 - memory
             answer = Answer(memory, _write(ups[memory], [result.upload for result in results]), kept)
         except Exception as error:

@@ -1,5 +1,5 @@
 """Several processes, each training its share of the cohort; every one of them ends up with all results, in
-the order of the orders."""
+the order of the tasks."""
 
 from __future__ import annotations
 
@@ -13,14 +13,15 @@ from torch import Tensor
 
 from fl_lightning.data import FederatedData
 from fl_lightning.distributed.collectives import gather_bytes, gather_parts, rank, world_size
-from fl_lightning.engines.base import ClientResult, Engine, Order, Units
+from fl_lightning.engines.base import ClientResult, ClientTask, Engine, Units
+from fl_lightning.metrics import Mean
 from fl_lightning.wire.payload import HEADER
 
 OVERHEAD = 0.25  # of a batch: what a client costs beside its training
 
 
 class RankedEngine(Engine):
-    """Deals the orders of ``engine`` to the ranks and exchanges what they gave: uploads, kept states, losses.
+    """Deals the tasks of ``engine`` to the ranks and exchanges what they gave: uploads, kept states, losses.
 
     Uploads stay the bytes that the client made, so the server of every rank computes the same next state from
     the same bytes.
@@ -35,17 +36,17 @@ class RankedEngine(Engine):
     def close(self) -> None:
         self.engine.close()
 
-    def units(self, orders: Sequence[Order]) -> Units:
-        return self.engine.units(orders)
+    def units(self, tasks: Sequence[ClientTask]) -> Units:
+        return self.engine.units(tasks)
 
-    def train(self, orders: Sequence[Order], units: Units | None = None) -> Iterator[ClientResult]:
+    def train(self, tasks: Sequence[ClientTask], units: Units | None = None) -> Iterator[ClientResult]:
         if world_size() == 1:
-            yield from self.engine.train(orders, units)
+            yield from self.engine.train(tasks, units)
             return
-        require_agreement(orders)
+        require_agreement(tasks)
         units, works = (
-            self.units(orders) if units is None else units,
-            [work(order, self.data.batch_size) for order in orders],
+            self.units(tasks) if units is None else units,
+            [work(task, self.data.batch_size) for task in tasks],
         )
         mine = [
             units[at] for at in deal([sum(works[at] for at in unit) for unit in units], world_size())[rank()]
@@ -53,22 +54,22 @@ class RankedEngine(Engine):
         share = [at for unit in mine for at in unit]
         place = {at: here for here, at in enumerate(share)}
         results = self.engine.train(
-            [orders[at] for at in share], [[place[at] for at in unit] for unit in mine]
+            [tasks[at] for at in share], [[place[at] for at in unit] for unit in mine]
         )
         parts: dict[str, bytes | Tensor] = {}
         for index, result in zip(share, results, strict=True):
             parts |= {f"{index}/{name}": part for name, part in _pack(result).items()}
-        everything: list[dict[str, bytes | Tensor]] = [{} for _ in orders]
+        everything: list[dict[str, bytes | Tensor]] = [{} for _ in tasks]
         for key, part in gather_parts(parts).items():
             at, name = key.split("/", 1)
             everything[int(at)][name] = part
-        for order, packed in zip(orders, everything, strict=True):
-            yield _unpack(packed, order)
+        for task, packed in zip(tasks, everything, strict=True):
+            yield _unpack(packed, task)
 
 
-def work(order: Order, batch_size: int) -> float:
-    """What an order costs, in examples: those of its steps, and something for the client itself."""
-    return min(order.steps * batch_size, order.epochs * len(order.client.train)) + OVERHEAD * batch_size
+def work(task: ClientTask, batch_size: int) -> float:
+    """What a task costs, in examples: those of its steps, and something for the client itself."""
+    return min(task.steps * batch_size, task.epochs * len(task.client.train)) + OVERHEAD * batch_size
 
 
 def deal(works: Sequence[float], size: int) -> list[list[int]]:
@@ -85,7 +86,7 @@ def deal(works: Sequence[float], size: int) -> list[list[int]]:
     return [sorted(share) for share in shares]
 
 
-def require_agreement(orders: Sequence[Order]) -> None:
+def require_agreement(tasks: Sequence[ClientTask]) -> None:
     """All ranks are about to do the same round.
 
     Raises:
@@ -93,29 +94,31 @@ def require_agreement(orders: Sequence[Order]) -> None:
             streams.
     """
     digest = blake2b(digest_size=16)
-    for order in orders:
-        digest.update(f"{order.client.id}/{order.epochs}/{order.steps}/{len(order.message)}/".encode())
-        digest.update(order.message[: HEADER.size])  # holds the checksum of the rest
-        digest.update(order.labels.cpu().numpy().tobytes())
+    for task in tasks:
+        digest.update(f"{task.client.id}/{task.epochs}/{task.steps}/{len(task.message)}/".encode())
+        digest.update(task.message[: HEADER.size])  # holds the checksum of the rest
+        digest.update(task.labels.cpu().numpy().tobytes())
     digests = gather_bytes(digest.digest())
     different = [other for other, theirs in enumerate(digests) if theirs != digests[0]]
     if different:
         raise RuntimeError(
-            f"ranks {different} have other orders for this round than rank 0; every rank computes "
+            f"ranks {different} have other tasks for this round than rank 0; every rank computes "
             "the same round; draw what callbacks and methods draw from fl_lightning.rng.stream, and "
             "run all ranks on machines of one kind"
         )
 
 
 def _pack(result: ClientResult) -> dict[str, bytes | Tensor]:
-    report = json.dumps({"losses": result.losses, "seen": result.seen, "steps": result.steps})
+    losses = {name: [mean.total, mean.weight] for name, mean in result.losses.items()}
+    report = json.dumps({"losses": losses, "steps": result.steps})
     kept = {f"state/{name}": tensor for name, tensor in result.state.items()}
     return {"upload": result.upload, "report": report.encode(), **kept}
 
 
-def _unpack(packed: dict[str, Any], order: Order) -> ClientResult:
+def _unpack(packed: dict[str, Any], task: ClientTask) -> ClientResult:
     report = json.loads(packed["report"])
     state = {
         name.removeprefix("state/"): tensor for name, tensor in packed.items() if name.startswith("state/")
     }
-    return ClientResult(replace(order.client, state=state), packed["upload"], state, **report)
+    losses = {name: Mean(*mean) for name, mean in report["losses"].items()}
+    return ClientResult(replace(task.client, state=state), packed["upload"], state, losses, report["steps"])

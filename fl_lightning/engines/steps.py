@@ -9,7 +9,7 @@ from lightning.fabric.plugins.precision import MixedPrecision
 from torch import Tensor
 from torch.optim import Optimizer
 
-from fl_lightning.engines.base import Losses, size_of
+from fl_lightning.engines.base import LossSums, size_of
 from fl_lightning.engines.optimizers import local_optimizer
 from fl_lightning.methods import Method
 from fl_lightning.methods.optimizing import clip_gradients
@@ -21,7 +21,7 @@ class Steps:
 
     def __init__(self, fabric: Fabric, method: Method) -> None:
         self.fabric, self.method = fabric, method
-        self.losses = Losses()
+        self.losses = LossSums()
 
     def before(self) -> None:
         """The client's message has not been received yet."""
@@ -29,7 +29,7 @@ class Steps:
     def start(self) -> None:
         """The module is what the client starts from, in training mode."""
         self.optimizer = local_optimizer(self.method)
-        self.losses = Losses()
+        self.losses = LossSums()
         self._reset_loss_scale()
 
     def step(self, batch: Any, index: int) -> None:

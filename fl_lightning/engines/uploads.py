@@ -13,6 +13,7 @@ from fl_lightning.methods import Method
 from fl_lightning.methods.lit_module import require_asked
 from fl_lightning.methods.local_work import LocalWork
 from fl_lightning.models.tensors import tensors_of
+from fl_lightning.support.overriding import overrides
 from fl_lightning.wire import Layout, Payload, encode_rows
 
 
@@ -38,7 +39,7 @@ def default_uploads(
         tensors: ``[K, ...]``, the values of the module's parameters and buffers for each of K clients, by
             name.
     """
-    if getattr(method.upload, "__func__", None) is not Method.upload:
+    if overrides(method, Method, "upload"):
         return None
     layout = method.layout
     if type(layout) is not Layout or "read" in vars(layout):

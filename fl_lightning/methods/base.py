@@ -80,6 +80,11 @@ class Method(Recorded, LightningModule):
     parameters, buffers and plain values, and set tensors only. It holds for the class that says so and not
     for its subclasses."""
 
+    same_start: bool = False
+    """Declares that ``receive`` makes the same of a message whichever client gets it: it reads neither the
+    client nor ``client.state``. Clients of a stack then share what they start from. It holds for the class
+    that says so and not for its subclasses."""
+
     uniform_clients: bool = False
     """Declares to ``check`` that every client that returned counts once in the average, whatever its n_k."""
 
@@ -307,9 +312,14 @@ class Method(Recorded, LightningModule):
 
 
 def is_stackable(method: Method) -> bool:
-    """Whether the method's own class says so; what a subclass adds may not be, and nobody can tell from
-    outside."""
+    """Return what the method's own class declares: what a subclass adds may not be stackable, and nobody can
+    tell from outside."""
     return vars(method).get("stackable", vars(type(method)).get("stackable", False))
+
+
+def has_same_start(method: Method) -> bool:
+    """Return what the method's own class declares as ``same_start``."""
+    return vars(type(method)).get("same_start", False)
 
 
 def examples_of(client: Client) -> Tensor:

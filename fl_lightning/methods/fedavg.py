@@ -9,3 +9,4 @@ class FedAvg(Method):
     """Weights of the clients that returned, averaged with n_k / sum n_k. Full precision both ways."""
 
     stackable = True
+    same_start = True

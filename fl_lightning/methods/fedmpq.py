@@ -55,6 +55,7 @@ class FedMPQ(Method):
     """
 
     stackable = True
+    same_start = True
     module_optimizes = False  # it would step on weights that are made of the planes
 
     def __init__(

@@ -26,6 +26,7 @@ from fl_lightning.methods.fedmpq import FedMPQ
 from fl_lightning.methods.lit_module import module_loss
 from fl_lightning.methods.losses import kl_divergence
 from fl_lightning.methods.schedules import CosineSchedule, LinearSchedule, at, ends
+from fl_lightning.support.overriding import overrides
 from fl_lightning.wire import Payload
 
 Value = float | LinearSchedule | CosineSchedule
@@ -46,6 +47,9 @@ class FedMPQKD(FedMPQ):
     """
 
     stackable = True
+    same_start = True
+    teacher_stream = teaching.InTurn()
+    """Where the teacher computes."""
 
     def __init__(
         self,
@@ -84,7 +88,6 @@ class FedMPQKD(FedMPQ):
         self.teacher = deepcopy(self.network).requires_grad_(self.teacher_mode == "joint")
         for module in self.teacher.modules():
             module._forward_pre_hooks.clear()  # activations stay full precision
-        self.beside = teaching.Beside()
         self.alpha = self.temperature = 0.0
 
     def train(self, mode: bool = True) -> FedMPQKD:
@@ -126,17 +129,15 @@ class FedMPQKD(FedMPQ):
         numbers = torch.arange(len(labels), device=labels.device)
         batches = super().local_batches(data, client, epochs=epochs, labels=numbers, steps=steps)
         ahead = 1 if data.device.type == "cpu" else teaching.AHEAD
-        yield from teaching.taught(
-            self.teacher, batches, labels, repeats=not data.augments, ahead=ahead, beside=self.beside
+        yield from teaching.with_logits(
+            self.teacher, batches, labels, repeats=not data.augments, ahead=ahead, stream=self.teacher_stream
         )
 
     @property
     def _reads_logits(self) -> bool:
         """Whether all that reads a batch is ours; a subclass expects pairs."""
         readers = ("local_batches", "training_step", "on_train_batch_end")
-        return all(
-            getattr(getattr(self, name), "__func__", None) is getattr(FedMPQKD, name) for name in readers
-        )
+        return not any(overrides(self, FedMPQKD, name) for name in readers)
 
     def training_step(self, batch: Any, batch_idx: int = 0) -> dict[str, Tensor]:
         """FedMPQ's terms and ``loss_kd`` = alpha * T^2 * KL, as it enters. ``batch``: inputs, target, and the
@@ -171,7 +172,7 @@ class FedMPQKD(FedMPQ):
             self.teacher_mode == "joint"
         ):  # trained: its backward pass would have to come back to the other stream too
             return self.teacher(inputs), None
-        with torch.no_grad(), self.beside.fork(device) as join:
+        with torch.no_grad(), self.teacher_stream.fork(device) as join:
             return self.teacher(inputs), join
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:

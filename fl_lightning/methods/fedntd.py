@@ -36,6 +36,7 @@ class FedNTD(Method):
     """
 
     stackable = True
+    same_start = True
 
     def __init__(self, beta: float = 1.0, tau: float = 1.0, **settings: Any) -> None:
         super().__init__(**settings)

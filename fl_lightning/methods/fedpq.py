@@ -34,6 +34,7 @@ class FedPQ(CodedUpdates):
     """
 
     stackable = True
+    same_start = True
 
     def __init__(self, dim: int = 2, centroids: int = 256, iterations: int = 20, **settings: Any) -> None:
         super().__init__(**settings)
@@ -68,7 +69,7 @@ class FedPQ(CodedUpdates):
             else:  # for the server to see and refuse
                 index, codebook = np.zeros(len(points), np.int64), np.full((1, self.dim), np.nan, np.float32)
             entries[f"i{tensor}"] = Codes(
-                torch.from_numpy(index).to(torch.int32), product.index_bits(len(codebook))
+                torch.from_numpy(index).to(torch.int32), product.index_bits(len(codebook)), are_indices=True
             )
             entries[f"c{tensor}"] = torch.from_numpy(codebook)
         return entries

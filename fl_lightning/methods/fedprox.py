@@ -27,6 +27,7 @@ class FedProx(Method):
     """
 
     stackable = True
+    same_start = True
 
     def __init__(self, mu: float = 0.01, **settings: Any) -> None:
         super().__init__(**settings)

@@ -34,6 +34,7 @@ class QFedAvg(CodedUpdates):
     """
 
     stackable = True
+    same_start = True
 
     def __init__(self, bits: int = 4, bucket: int | None = None, **settings: Any) -> None:
         super().__init__(**settings)

@@ -6,9 +6,6 @@ and looked up in the others: at E epochs the teacher costs 1/E. On a GPU it sees
 pass over 64 small images takes there about as long as one over 512. In evaluation mode an example's logits do
 not depend on its batch, but for the rounding of float32 (``TOLERANCE``).
 
-On CUDA the teacher has a stream :class:`Beside` the student's: it is at the next batches, or at this step's,
-while the student trains.
-
 ``B`` batch, ``C`` classes, ``n`` examples of the client.
 """
 
@@ -35,48 +32,28 @@ def pays(device: torch.device, epochs: int, augmented: bool) -> bool:
     return device.type != "cpu" or (epochs > 1 and not augmented)
 
 
-def has_streams(device: torch.device) -> bool:
-    return device.type == "cuda"
+class InTurn:
+    """Where a teacher computes its logits: on the current stream, before they are used.
 
-
-class Beside:
-    """A stream beside the current one, for work whose result is wanted later; on a CPU it is done in turn.
-
-    Also within the capture of a CUDA graph. One for each copy of a module: on one stream, the teachers of
-    several would wait for each other, and recordings of several write to one workspace.
-
-    torch's allocator gives a freed block at once to the next one who asks on its stream, though the other
-    stream may still read it. Here it may not: memory is asked for on this stream only within :meth:`fork`,
-    which waits for all that the other was asked before, the readers of freed blocks among it; and what this
-    stream reads of the other's is let go of only after the join.
+    :class:`fl_lightning.engines.cuda.side_stream.SideStream` puts it beside the student instead.
     """
-
-    def __init__(self) -> None:
-        self.stream: torch.cuda.Stream | None = None
-
-    def __deepcopy__(self, memo: object) -> Beside:
-        return Beside()
 
     @contextmanager
     def fork(self, device: torch.device) -> Iterator[Callable[[], None]]:
-        """Within the block work is queued here. What it yields is to be called before the results are
-        used."""
-        if not has_streams(device):
-            yield lambda: None
-            return
-        self.stream = self.stream or torch.cuda.Stream(device)
-        done = torch.cuda.Event()
-        self.stream.wait_stream(torch.cuda.current_stream(device))
-        with torch.cuda.stream(self.stream):
-            yield lambda: torch.cuda.current_stream(device).wait_event(done)
-            done.record()
+        """Within the block the teacher's work is queued. What it yields is to be called before the results
+        are used."""
+        yield lambda: None
+
+    def ahead(self, items: Iterable[T]) -> Iterator[T]:
+        """Yield the same items; another stream has each asked for before the one before it is used."""
+        return iter(items)
 
 
-def taught(
+def with_logits(
     teacher: nn.Module, batches: Iterable[tuple[Any, Tensor]], labels: Tensor, *, repeats: bool, ahead: int,
-    beside: Beside | None = None,
+    stream: InTurn,
 ) -> Iterator[tuple[Any, Tensor, Tensor]]:  # fmt: skip
-    """Inputs, target int64 ``[B]`` and the teacher's logits ``[B, C]``.
+    """Yield inputs, target int64 ``[B]`` and the teacher's logits ``[B, C]``.
 
     Args:
         batches: inputs and the positions int64 ``[B]`` of the examples in ``labels``; the first epoch has
@@ -84,10 +61,10 @@ def taught(
         labels: int64 ``[n]``.
         repeats: whether an example looks the same whenever it comes.
         ahead: batches that the teacher sees at once.
-        beside: the teacher's stream.
+        stream: where the teacher computes.
     """
-    answers = _answers(teacher, batches, labels, repeats, ahead, beside or Beside())
-    for group, logits, join in _one_early(answers) if has_streams(labels.device) else answers:
+    answers = _answers(teacher, batches, labels, repeats, ahead, stream)
+    for group, logits, join in stream.ahead(answers):
         join()
         for (inputs, where), z in zip(group, logits.split([len(where) for _, where in group]), strict=True):
             yield inputs, labels[where], z
@@ -99,13 +76,13 @@ def _answers(
     labels: Tensor,
     repeats: bool,
     ahead: int,
-    beside: Beside,
+    stream: InTurn,
 ) -> Iterator[tuple[Sequence[tuple[Any, Tensor]], Tensor, Callable[[], None]]]:
     """Batches, the logits of all of them, and what waits for these."""
     batches, seen = iter(batches), 0
     known: Tensor | None = None
     while group := list(islice(batches, ahead)):
-        with torch.no_grad(), beside.fork(labels.device) as join:
+        with torch.no_grad(), stream.fork(labels.device) as join:
             position = torch.cat([where for _, where in group])
             if known is None or not repeats or seen < len(labels):
                 logits = teacher(
@@ -118,13 +95,3 @@ def _answers(
                 logits = known[position]
         seen += len(position)
         yield group, logits, join
-
-
-def _one_early(items: Iterable[T]) -> Iterator[T]:
-    """The same, each asked for before the one before it is used."""
-    items = iter(items)
-    held = list(islice(items, 1))
-    for item in items:
-        yield held.pop()
-        held.append(item)
-    yield from held

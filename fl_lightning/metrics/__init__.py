@@ -4,10 +4,12 @@ from fl_lightning.metrics.calibration import (
     calibration_bins,
     expected_calibration_error,
 )
+from fl_lightning.metrics.mean import Mean
 from fl_lightning.metrics.summary import auc_accuracy, client_spread, final_summary
 
 __all__ = [
     "CalibrationBins",
+    "Mean",
     "auc_accuracy",
     "brier_score",
     "calibration_bins",

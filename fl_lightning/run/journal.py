@@ -93,11 +93,17 @@ class Journal:
         return None if self.start.run is None else self.run.read_json("metadata.json").get("engine")
 
     def open(
-        self, fed: Federation, command_line: Sequence[str], tags: Mapping[str, str], log_file: RunLog
+        self,
+        fed: Federation,
+        engine: str,
+        command_line: Sequence[str],
+        tags: Mapping[str, str],
+        log_file: RunLog,
     ) -> None:
         """Create the run, or lock it and take it back to the end of its last whole round.
 
         Args:
+            engine: the name of the engine that trains.
             tags: what the user wants to find the run by.
             log_file: what goes to ``run.log`` from here on.
 
@@ -106,7 +112,7 @@ class Journal:
         """
         collectives.barrier()  # all have read what rank 0 is about to change
         self.metadata = {
-            **describe(fed, self.progress.partition, command_line),
+            **describe(fed, engine, self.progress.partition, command_line),
             "tags": redact_settings(tags or {}),
         }
         if not fed.fabric.is_global_zero:
@@ -231,11 +237,18 @@ class Journal:
         self.metadata |= entries
         self.run.write_json("metadata.json", self.metadata)
 
+    @property
+    def run_dir(self) -> Path:
+        """The directory of the run."""
+        return self.run.path
+
     def log_figure(self, name: str, figure: Figure) -> None:
+        """Save ``figures/<name>.png`` and ``.pdf`` and hand them to the loggers."""
         for path in self.run.save_figure(name, figure):
             self.tracker.log_artifact(path, "figures")
 
     def log_text(self, name: str, text: str) -> None:
+        """Save ``figures/<name>`` and hand it to the loggers."""
         path = self.run.figure(name)
         self.run.write(f"figures/{path.name}", text)
         self.tracker.log_artifact(path, "figures")

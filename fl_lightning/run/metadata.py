@@ -34,8 +34,13 @@ PACKAGES = (
 )
 
 
-def describe(fed: Federation, partition: str, command_line: Sequence[str]) -> dict[str, Any]:
-    """A run that begins here and now; ``partition`` is the hash of who holds which examples."""
+def describe(fed: Federation, engine: str, partition: str, command_line: Sequence[str]) -> dict[str, Any]:
+    """Describe a run that begins here and now.
+
+    Args:
+        engine: the name of the engine that trains.
+        partition: hash of who holds which examples.
+    """
     return {
         "seed": fed.seed,
         "method": type(fed.method).__name__,
@@ -44,7 +49,7 @@ def describe(fed: Federation, partition: str, command_line: Sequence[str]) -> di
         "versions": versions(),
         "command_line": redact_arguments(list(command_line)),
         "device": str(fed.fabric.device),
-        "engine": fed.engine.name,
+        "engine": engine,
         "processes": fed.fabric.world_size,
         "threads": torch.get_num_threads(),
         "precision": fed.fabric.strategy.precision.precision,

@@ -3,11 +3,16 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from fl_lightning.errors import InputError
+from fl_lightning.support.documents import read_document
+
+BASE = re.compile(r"^base:[ ]+(?P<quote>['\"]?)(?P<name>[^\s'\"#]+)(?P=quote)[ ]*(#.*)?$", re.MULTILINE)
+"""The line of a configuration that names the file it is layered on."""
 
 
 def configs_folder() -> Path:
@@ -39,17 +44,58 @@ def find_config(name: str | Path, folder: Path | None = None) -> Path | None:
 
 
 def with_found_configs(args: Sequence[str]) -> list[str]:
-    """A command line whose ``--config`` and ``-c`` name files."""
-    found = list(args)
-    for position, arg in enumerate(args):
+    """Return a command line whose ``--config`` and ``-c`` name files, each after the files it is based on.
+
+    Raises:
+        InputError: the base of a file does not exist, or two files are the base of each other.
+    """
+    found: list[str] = []
+    left = list(args)
+    while left:
+        arg = left.pop(0)
         flag, equals, name = arg.partition("=")
-        if flag not in ("--config", "-c"):
+        if flag not in ("--config", "-c") or not (equals or left):
+            found.append(arg)
             continue
-        if equals:
-            found[position] = f"{flag}={find_config(name) or name}"
-        elif position + 1 < len(args):
-            found[position + 1] = str(find_config(args[position + 1]) or args[position + 1])
+        name = name if equals else left.pop(0)
+        path = find_config(name)
+        found += (
+            [part for layer in layers(path) for part in ("--config", str(layer))] if path else [flag, name]
+        )
     return found
+
+
+def layers(path: Path) -> list[Path]:
+    """Return a configuration file after those that it is based on, the lowest first.
+
+    A file may begin with ``base: FILE``, as the methods' configurations do with their federation: that file
+    is read before it. The name is relative to the file's folder, or one that :func:`find_config` knows.
+
+    Raises:
+        InputError: there is no such file, or it is based on itself.
+    """
+    found = [path]
+    while name := base_of(found[0]):
+        base = find_config(name, found[0].parent)
+        if base is None:
+            raise InputError(
+                f"{found[0]}, base: {name}",
+                "it names the configuration file to layer this one on, and there is none",
+                "write base: federations/digits.yaml, or remove the line",
+            )
+        if base.resolve() in [other.resolve() for other in found]:
+            raise InputError(f"{found[0]}, base: {name}", "a file is not based on itself", "remove the line")
+        found.insert(0, base)
+    return found
+
+
+def base_of(path: Path) -> str:
+    """Return what a file's ``base`` line names; empty without such a line, or if the file cannot be read."""
+    try:
+        match = BASE.search(read_document(path, str(path)))
+    except (OSError, ValueError):
+        return ""
+    return str(match["name"]) if match else ""
 
 
 def configs(args: Sequence[str]) -> None:

@@ -19,10 +19,14 @@ class Codes:
     Args:
         values: integers in [0, 2**bits), any shape, int32 on the CPU.
         bits: 1 to 16.
+        are_indices: whether they are positions in a table, such as a codebook, and not numbers: neighbouring
+            indices need not stand for neighbouring values, and the highest one that exists may be below
+            2**bits - 1.
     """
 
     values: Tensor
     bits: int
+    are_indices: bool = False
 
     def __post_init__(self) -> None:
         if not 1 <= self.bits <= 16:

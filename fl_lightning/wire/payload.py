@@ -5,7 +5,8 @@ Layout, little endian::
     header  b"FLPW", version u8, entries u16, body length u64, CRC-32 of all the rest u32        19 bytes
     entry   name length u8, name, type u8, dimensions u8, u32 each, then the data     3 + name + 4 ndim + data
 
-A type below 32 is an index into ``DTYPES``; 32 + b is a stream of b-bit codes without padding between them.
+A type below 32 is an index into ``DTYPES``; 32 + b is a stream of b-bit codes without padding between them,
+64 + b one of codes that are indices into a table.
 Both sides know the model, so methods send few, long entries (all fp32 values as one vector) and names cost
 next to nothing.
 """
@@ -16,6 +17,7 @@ import math
 import struct
 import zlib
 from collections.abc import ItemsView, Iterator, Mapping
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -37,7 +39,7 @@ DTYPES = (
     torch.int64,
 )
 KINDS = {dtype: kind for kind, dtype in enumerate(DTYPES)}
-CODES = 32
+CODES, INDICES = 32, 64
 GLANCE = 4096  # values that are compared rather than encoded again
 
 
@@ -229,13 +231,14 @@ class _Reader:
             )
         self.left -= count
         if kind > CODES:
-            bits = kind - CODES
+            are_indices = kind > INDICES
+            bits = kind - (INDICES if are_indices else CODES)
             if bits > 16:
                 raise PayloadError(
                     f"entry {name!r} has codes of {bits} bits", "1 to 16 exist", "encode it again"
                 )
             return name, Codes(
-                unpack(self.take(packed_nbytes(count, bits)), count, bits).reshape(shape), bits
+                unpack(self.take(packed_nbytes(count, bits)), count, bits).reshape(shape), bits, are_indices
             )
         if kind >= len(DTYPES):
             raise PayloadError(f"entry {name!r} has the unknown type {kind}; encode it with this release")
@@ -272,7 +275,7 @@ def _on_cpu(name: str, value: Tensor | Codes) -> Tensor | Codes:
     if not 1 <= len(name.encode()) <= 255:
         raise InputError(f"an entry name of {len(name.encode())} bytes", "names have 1 to 255", "shorten it")
     if isinstance(value, Codes):
-        return Codes(value.values.detach().to("cpu", torch.int32), value.bits)
+        return replace(value, values=value.values.detach().to("cpu", torch.int32))
     if value.dtype not in KINDS:
         raise InputError(
             f"entry {name!r} is {value.dtype}",
@@ -285,7 +288,7 @@ def _on_cpu(name: str, value: Tensor | Codes) -> Tensor | Codes:
 def entry_head(name: str, value: Tensor | Codes) -> bytes:
     """What an entry says of itself."""
     kind, shape = (
-        (CODES + value.bits, value.values.shape)
+        ((INDICES if value.are_indices else CODES) + value.bits, value.values.shape)
         if isinstance(value, Codes)
         else (KINDS[value.dtype], value.shape)
     )

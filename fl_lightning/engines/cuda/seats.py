@@ -25,16 +25,11 @@ import torch
 from lightning.fabric import Fabric
 
 from fl_lightning.data import FederatedData
-from fl_lightning.engines.base import ClientResult, Engine, Order, Units, one_thread
+from fl_lightning.engines.base import ClientResult, ClientTask, Engine, Units, one_thread
 from fl_lightning.engines.cuda.graphs import make_steps
-from fl_lightning.engines.sequential import Begun, SequentialEngine
+from fl_lightning.engines.sequential import RunningClient, SequentialEngine
 from fl_lightning.engines.steps import Steps
 from fl_lightning.methods import Method
-
-MOST = 8
-"""Seats. torch has 32 streams for a device and then deals out the first again; a seat has up to three (its
-own, one to record on, the teacher's), and recordings of two seats on one stream would write to one
-workspace."""
 
 
 class Stream(Protocol):
@@ -86,14 +81,13 @@ class Seat:
 
     def __init__(self, engine: SequentialEngine, stream: Stream) -> None:
         self.engine, self.stream = engine, stream
-        self.begun: Begun | None = None
+        self.begun: RunningClient | None = None
         self.held: list[Any] = []
 
-    def begin(self, order: Order, round: int) -> None:
-        self.held = [order, *order.client.state.values()]
-        self.engine.method.round = round
+    def begin(self, task: ClientTask) -> None:
+        self.held = [task, *task.client.state.values()]
         with one_thread(self.engine.fabric.device), self.stream.current():
-            self.begun = self.engine.begin(order)
+            self.begun = self.engine.begin(task)
 
     def end(self) -> ClientResult:
         assert self.begun is not None
@@ -144,17 +138,17 @@ class SeatsEngine(Engine):
             SequentialEngine(self.fabric, method, self.data, self.make_steps(self.fabric, method)), stream
         )
 
-    def train(self, orders: Sequence[Order], units: Units | None = None) -> Iterator[ClientResult]:
+    def train(self, tasks: Sequence[ClientTask], units: Units | None = None) -> Iterator[ClientResult]:
         if not self.seats:  # closed by an error
             self.start()
         try:
-            for at, order in enumerate(orders):
+            for at, task in enumerate(tasks):
                 seat = self.seats[at % self.size]
                 result = seat.end() if seat.begun else None
-                seat.begin(order, self.method.round)
+                seat.begin(task)
                 if result:  # not before: who asks for results may take long with each
                     yield result
-            for at in range(max(0, len(orders) - self.size), len(orders)):
+            for at in range(max(0, len(tasks) - self.size), len(tasks)):
                 yield self.seats[at % self.size].end()
         finally:
             if any(seat.held for seat in self.seats):  # someone raised: what they are at is of no use

@@ -26,34 +26,51 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map
 from fl_lightning import rng
 from fl_lightning.data import FederatedData
 from fl_lightning.engines.attributes import REGISTERED
-from fl_lightning.engines.base import ClientResult, Engine, Order, Units, local_batches, one_thread
+from fl_lightning.engines.base import (
+    ClientResult,
+    ClientTask,
+    Engine,
+    Units,
+    local_batches,
+    one_thread,
+    start_client,
+)
 from fl_lightning.engines.sequential import SequentialEngine
 from fl_lightning.engines.stacked.stack import CannotStackError, Stack, StackLosses
-from fl_lightning.engines.stacked.start_state import Received
+from fl_lightning.engines.stacked.start_state import StartState
 from fl_lightning.engines.uploads import default_uploads, upload_of
 from fl_lightning.methods import Method
+from fl_lightning.methods.base import has_same_start
 from fl_lightning.models.tensors import tensors_of
+from fl_lightning.support.overriding import overrides
 
 log = logging.getLogger("fl_lightning")
 
-MOST = 64
+MAX_STACK = 64
 """Clients of one stack. Fixed, and stacks are cut before they are dealt to processes, so that their number
 changes nothing."""
-ROOM = 2**31
-"""Bytes that parameters, gradients and optimiser state of one stack may take."""
+MAX_STACK_BYTES = 2**31
+"""What parameters, gradients and optimiser state of one stack may take."""
 
 
 @dataclass
 class Row:
-    """One client, ready to train: with ``received`` as its module. ``batches``: None for those of the data
-    module as it is."""
+    """One client, ready to train.
 
-    order: Order
-    received: Received
+    Args:
+        task: what it is to do.
+        start: the module that it starts from.
+        batches: its batches; None for those of the data module as it is.
+    """
+
+    task: ClientTask
+    start: StartState
     batches: list[Any] | None
 
 
 class BatchedEngine(Engine):
+    """Trains clients as stacks, and one by one where the method does not allow that."""
+
     name = "batched"
 
     def __init__(self, fabric: Fabric, method: Method, data: FederatedData) -> None:
@@ -62,42 +79,43 @@ class BatchedEngine(Engine):
         self.reason = ""
         self.names: list[str] = []  # attributes that receive sets
 
-    def units(self, orders: Sequence[Order]) -> Units:
+    def units(self, tasks: Sequence[ClientTask]) -> Units:
         """Stacks of clients with about as many examples."""
         weights = sum(p.numel() * p.element_size() for p in self.method.parameters())
-        if not orders:
+        if not tasks:
             return []
-        most = max(1, min(MOST, ROOM // max(1, 4 * weights)))
-        count = -(-len(orders) // most)
-        by_size = sorted(range(len(orders)), key=lambda at: (len(orders[at].client.train), at))
-        edges = [round(part * len(orders) / count) for part in range(count + 1)]
+        most = max(1, min(MAX_STACK, MAX_STACK_BYTES // max(1, 4 * weights)))
+        count = -(-len(tasks) // most)
+        by_size = sorted(range(len(tasks)), key=lambda at: (len(tasks[at].client.train), at))
+        edges = [round(part * len(tasks) / count) for part in range(count + 1)]
         return [sorted(by_size[a:b]) for a, b in pairwise(edges)]
 
-    def train(self, orders: Sequence[Order], units: Units | None = None) -> Iterator[ClientResult]:
+    def train(self, tasks: Sequence[ClientTask], units: Units | None = None) -> Iterator[ClientResult]:
         results: dict[int, ClientResult] = {}
-        for unit in self.units(orders) if units is None else units:
-            results |= zip(unit, self.train_unit([orders[at] for at in unit]), strict=True)
-        yield from (results[at] for at in range(len(orders)))
+        for unit in self.units(tasks) if units is None else units:
+            results |= zip(unit, self.train_unit([tasks[at] for at in unit]), strict=True)
+        yield from (results[at] for at in range(len(tasks)))
 
-    def train_unit(self, orders: Sequence[Order]) -> list[ClientResult]:
+    def train_unit(self, tasks: Sequence[ClientTask]) -> list[ClientResult]:
         """As one stack for each kind of client among them; one by one where that cannot be, which the log
         says once."""
         if not self.reason:
             try:
                 with one_thread(self.fabric.device):
-                    return self._train_stacks(orders)
+                    return self._train_stacks(tasks)
             except CannotStackError as reason:
                 self.reason = str(reason)
                 log.warning("clients are trained one by one, not batched: %s", reason)
-        return list(self.one_by_one.train(orders))
+        return list(self.one_by_one.train(tasks))
 
-    def _train_stacks(self, orders: Sequence[Order]) -> list[ClientResult]:
+    def _train_stacks(self, tasks: Sequence[ClientTask]) -> list[ClientResult]:
         precision = self.fabric.strategy.precision
         if isinstance(precision, MixedPrecision) and precision.scaler is not None:
             raise CannotStackError("each client has a loss scale of its own in 16-mixed")
+        self.method.round = tasks[0].round
         before = dict(vars(self.method))
-        rows = self._ready(orders)
-        states = {id(row.received): row.received for row in rows}.values()
+        rows = self._ready(tasks)
+        states = {id(row.start): row.start for row in rows}.values()
         changed = {
             name
             for state in states
@@ -105,48 +123,47 @@ class BatchedEngine(Engine):
             if before.get(name) is not value
         }
         self.names = sorted(changed - {*REGISTERED})
-        kind_of = {id(state): state.kind(self.names, type(self.method).__name__) for state in states}
+        key_of = {id(state): state.stack_key(self.names, type(self.method).__name__) for state in states}
         kinds: dict[Any, list[Row]] = defaultdict(list)
         for row in rows:
-            kinds[kind_of[id(row.received)]].append(row)
+            kinds[key_of[id(row.start)]].append(row)
         # all of them before the first upload, which may change client.state
         trained = [self._train_stack(kind) for kind in kinds.values()]
         results = {result.client.id: result for finish in trained for result in finish()}
-        return [results[order.client.id] for order in orders]
+        return [results[task.client.id] for task in tasks]
 
-    def _ready(self, orders: Sequence[Order]) -> list[Row]:
-        method, received = self.method, None
-        # other batches may go on from what was received
-        plain = getattr(method.local_batches, "__func__", None) is Method.local_batches
+    def _ready(self, tasks: Sequence[ClientTask]) -> list[Row]:
+        method, shared = self.method, None
+        plain = not overrides(method, Method, "local_batches")  # others may go on from what was received
         gathered = plain and self.data.can_stack(
-            [order.client for order in orders], [order.labels for order in orders]
+            [task.client for task in tasks], [task.labels for task in tasks]
         )
-        if plain and len({id(order.message) for order in orders}) == 1:
-            received = Received.by_anyone(method, orders[0].received(), orders[0].client)
-        if received is not None and gathered:
-            return [Row(order, received, None) for order in orders]
+        if plain and has_same_start(method) and len({id(task.message) for task in tasks}) == 1:
+            start_client(method, tasks[0])
+            shared = StartState.of(method)
+        if shared is not None and gathered:
+            return [Row(task, shared, None) for task in tasks]
         rows = []
-        for order in orders:
-            client, batches = order.client, None
-            if received is None:
-                method.receive(order.received(), client)
-                method.train()
+        for task in tasks:
+            client, batches = task.client, None
+            if shared is None:
+                start_client(method, task)
             if not gathered:
                 with (
-                    rng.torch_stream(method.seed, "dropout", method.round, client.id),
+                    rng.torch_stream(method.seed, "dropout", task.round, client.id),
                     self.fabric.autocast(),
                 ):
-                    batches = list(local_batches(method, self.data, order))
-            rows.append(Row(order, received or Received.by(method), batches))
+                    batches = list(local_batches(method, self.data, task))
+            rows.append(Row(task, shared or StartState.of(method), batches))
         return rows
 
     def _train_stack(self, rows: Sequence[Row]) -> Callable[[], list[ClientResult]]:
         """Trains them; what is returned makes their uploads."""
         if len(rows) == 1:
-            return lambda: [self.one_by_one.train_client(rows[0].order)]
-        rows[0].received.restore(self.method, self.names)
+            return lambda: [self.one_by_one.train_client(rows[0].task)]
+        rows[0].start.restore(self.method, self.names)
         self.tied = _has_tied_weights(self.method)
-        stack = Stack(self.method, [row.received.tensors for row in rows])
+        stack = Stack(self.method, [row.start.tensors for row in rows])
         losses, steps = StackLosses(len(rows)), [0] * len(rows)
         for number, groups in enumerate(self._batches(rows)):
             for where, batch in groups:
@@ -162,13 +179,13 @@ class BatchedEngine(Engine):
         if rows[0].batches is not None:
             yield from _stacked([row.batches or [] for row in rows])
             return
-        orders = [row.order for row in rows]
+        tasks = [row.task for row in rows]
         steps = self.data.stacked_batches(
-            [order.client for order in orders],
-            round=self.method.round,
-            epochs=[order.epochs for order in orders],
-            labels=[order.labels for order in orders],
-            steps=[order.steps for order in orders],
+            [task.client for task in tasks],
+            round=tasks[0].round,
+            epochs=[task.epochs for task in tasks],
+            labels=[task.labels for task in tasks],
+            steps=[task.steps for task in tasks],
         )
         while True:
             with self.fabric.autocast():  # for the batches alone: a step enters it by itself
@@ -191,7 +208,7 @@ class BatchedEngine(Engine):
             stack.step(where, leaves)
             tensors = {name: leaves.get(name, tensor).detach() for name, tensor in tensors.items()}
             outputs = {name: value.detach() for name, value in outputs.items()}
-            if type(self.method).on_train_batch_end is not Method.on_train_batch_end:
+            if overrides(self.method, Method, "on_train_batch_end"):
                 with torch.no_grad():
                     end = vmap(self._call, (0, None, None, 0, 0, None))
                     _, tensors = end(tensors, {}, "on_train_batch_end", outputs, batch, step)
@@ -221,8 +238,8 @@ class BatchedEngine(Engine):
     def _results(
         self, rows: Sequence[Row], stack: Stack, losses: StackLosses, steps: Sequence[int]
     ) -> list[ClientResult]:
-        clients = [row.order.client for row in rows]
-        rows[0].received.restore(self.method, self.names)
+        clients = [row.task.client for row in rows]
+        rows[0].start.restore(self.method, self.names)
         uploads = default_uploads(self.method, clients, stack.tensors)
         if uploads is None:
             uploads = [
@@ -230,15 +247,15 @@ class BatchedEngine(Engine):
                 for row, tensors, count in zip(rows, stack.rows(), steps, strict=True)
             ]
         return [
-            ClientResult(client, upload, client.state, *loss, count, intact=upload)
-            for client, upload, loss, count in zip(clients, uploads, losses.totals(), steps, strict=True)
+            ClientResult(client, upload, client.state, loss, count, verified=upload)
+            for client, upload, loss, count in zip(clients, uploads, losses.means(), steps, strict=True)
         ]
 
     def _upload(self, row: Row, tensors: Mapping[str, Tensor], steps: int, optimizer: Optimizer) -> bytes:
-        row.received.restore(self.method, self.names)
+        row.start.restore(self.method, self.names)
         for name, tensor in tensors_of(self.method).items():
             tensor.copy_(tensors[name])
-        return upload_of(self.method, row.order.client, steps, optimizer).to_bytes()
+        return upload_of(self.method, row.task.client, steps, optimizer).to_bytes()
 
 
 class _Caller(nn.Module):

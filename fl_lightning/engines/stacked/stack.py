@@ -11,6 +11,7 @@ from torch import Tensor
 
 from fl_lightning.engines.optimizers import is_elementwise, local_optimizer
 from fl_lightning.methods import Method
+from fl_lightning.metrics import Mean
 
 
 class CannotStackError(Exception):
@@ -122,8 +123,8 @@ class Stack:
 
 
 class StackLosses:
-    """Sums over examples of each loss term, for each of ``size`` clients; as
-    :class:`fl_lightning.engines.base.Losses` for one."""
+    """The sum over examples of each loss term, for each of ``size`` clients, as
+    :class:`fl_lightning.engines.base.LossSums` has it for one."""
 
     def __init__(self, size: int) -> None:
         self.size = size
@@ -139,13 +140,12 @@ class StackLosses:
             self.sums[name][list(where)] += value.double() * size
             self.seen[name][list(where)] += size
 
-    def totals(self) -> list[tuple[dict[str, float], dict[str, int]]]:
-        """Of each client: sums, and the numbers of examples that they were taken of, by term."""
+    def means(self) -> list[dict[str, Mean]]:
+        """Return each client's means, by term; a term that a client never had is left out."""
         sums = {name: values.tolist() for name, values in self.sums.items()}
         seen = {name: values.tolist() for name, values in self.seen.items()}
-        terms = [[name for name in sums if seen[name][at]] for at in range(self.size)]
         return [
-            ({n: sums[n][at] for n in terms[at]}, {n: seen[n][at] for n in terms[at]})
+            {name: Mean(sums[name][at], seen[name][at]) for name in sums if seen[name][at]}
             for at in range(self.size)
         ]
 

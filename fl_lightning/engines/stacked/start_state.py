@@ -1,25 +1,22 @@
-"""What ``Method.receive`` makes of the resident module: the state in which a client's training starts."""
+"""The state of the resident module in which a client's training starts, as ``Method.receive`` made it."""
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
 
-from fl_lightning.client import Client
 from fl_lightning.engines.attributes import REGISTERED, is_plain
 from fl_lightning.engines.stacked.stack import CannotStackError
 from fl_lightning.methods import Method
 from fl_lightning.models.tensors import modules_of, tensors_of
-from fl_lightning.wire import Payload
 
 
 @dataclass
-class Received:
-    """A module as it stands.
+class StartState:
+    """A copy of what a module is at one moment.
 
     Args:
         tensors: values of its parameters and buffers, by name.
@@ -34,7 +31,7 @@ class Received:
     trainable: tuple[bool, ...]
 
     @classmethod
-    def by(cls, method: Method) -> Received:
+    def of(cls, method: Method) -> StartState:
         tensors = tensors_of(method)
         return cls(
             {name: tensor.detach().clone() for name, tensor in tensors.items()},
@@ -43,21 +40,9 @@ class Received:
             trainable=tuple(tensor.requires_grad for tensor in tensors.values()),
         )
 
-    @classmethod
-    def by_anyone(cls, method: Method, message: Payload, client: Client) -> Received | None:
-        """What every client makes of this message; None where ``receive`` looks at the client, or keeps
-        it."""
-        watched = _Watched(client.id, client.train, client.val, client.state)
-        holders = sys.getrefcount(watched)
-        method.receive(message, watched)
-        if object.__getattribute__(watched, "looked_at") or sys.getrefcount(watched) > holders:
-            return None
-        method.train()
-        return cls.by(method)
-
-    def kind(self, names: Sequence[str], owner: str) -> Any:
-        """What the clients of a stack agree on: submodules, shapes, and the plain values ``names`` that
-        ``receive`` sets.
+    def stack_key(self, names: Sequence[str], owner: str) -> Any:
+        """Return what the clients of one stack have in common: submodules, shapes, and the plain values
+        ``names`` that ``receive`` sets.
 
         Raises:
             CannotStackError: one of them is something else.
@@ -79,8 +64,7 @@ class Received:
         )
 
     def restore(self, method: Method, names: Sequence[str]) -> None:
-        """Make the module stand so again, with the attributes ``names``, but for the values of its
-        tensors."""
+        """Make the module what it was, with the attributes ``names``, but for the values of its tensors."""
         for name in REGISTERED:
             vars(method)[name].clear()
             vars(method)[name].update(self.attributes[name])
@@ -92,13 +76,3 @@ class Received:
         for tensor, trainable in zip(tensors_of(method).values(), self.trainable, strict=True):
             if tensor.requires_grad != trainable:
                 tensor.requires_grad_(trainable)
-
-
-class _Watched(Client):
-    """A client like any other that notices when somebody looks at it."""
-
-    looked_at = False
-
-    def __getattribute__(self, name: str) -> Any:
-        object.__setattr__(self, "looked_at", True)
-        return object.__getattribute__(self, name)
