@@ -2,7 +2,7 @@
 
     v <- beta v + (w - sum_k p_k w_k),     w <- w - v
 
-The clients are FedAvg's. cd examples; python -m fl_lightning fit --config fedavg --config own_method.yaml
+The clients are FedAvg's. cd examples; python -m fl_lightning fit --config own_method.yaml
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class FedAvgM(Method):
         settings: those of every method.
     """
 
-    stackable = True  # the local steps are FedAvg's
+    stackable = same_start = True  # the client's half is FedAvg's
 
     def __init__(self, beta: float = 0.7, **settings: Any) -> None:
         super().__init__(**settings)
