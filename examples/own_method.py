@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from fl_lightning import FederatedData, Method, Payload
+from fl_lightning.errors import require
 
 
 class FedAvgM(Method):
@@ -27,8 +28,7 @@ class FedAvgM(Method):
 
     def __init__(self, beta: float = 0.7, **settings: Any) -> None:
         super().__init__(**settings)
-        if not 0 <= beta < 1:
-            raise ValueError(f"--model.beta {beta}; it is a share in [0, 1); write --model.beta 0.7")
+        require(0 <= beta < 1, f"--model.beta {beta}", "it is a share in [0, 1)", "write --model.beta 0.7")
         self.beta = beta
 
     def build(self, data: FederatedData) -> None:

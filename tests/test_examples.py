@@ -17,6 +17,7 @@ import torch
 from fl_lightning.conformance.kit import run_checks
 from fl_lightning.conformance.subject import subject_of
 from fl_lightning.conformance.toy import images, on_images
+from fl_lightning.errors import InputError
 from fl_lightning.wire import Payload
 
 ROOT = Path(__file__).parent.parent
@@ -120,6 +121,11 @@ def test_own_methods_formula(server_momentum):
         v[parameters:] = 0
         torch.testing.assert_close(method.server["weights"].double(), w, rtol=0, atol=1e-5)
     torch.testing.assert_close(method.server["weights"][parameters:].double(), mean[parameters:])
+
+
+def test_own_method_refuses_bad_input(server_momentum):
+    with pytest.raises(InputError, match=r"--model.beta 1.5; it is a share in \[0, 1\); write"):
+        server_momentum(beta=1.5)
 
 
 def test_own_method_passes_the_kit(server_momentum):
