@@ -90,7 +90,7 @@ def test_order_of_clients_and_size_of_chunks_do_not_matter(average, monkeypatch)
     expected = average(rows, shares, start)
     shuffled = average(rows[::-1], shares[::-1], start)
     torch.testing.assert_close(shuffled, expected, rtol=1e-6, atol=1e-7)
-    monkeypatch.setattr(averaging, "CHUNK", 50)  # five columns at a time
+    monkeypatch.setattr(averaging, "MAX_ORDERED_VALUES", 50)  # five columns at a time
     assert torch.equal(average(rows, shares, start), expected)
     assert expected.dtype == torch.float32
 
