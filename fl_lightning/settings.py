@@ -55,6 +55,12 @@ same as one with these values."""
 SINCE_THE_START = {"model.init_args.module": "fl_lightning.methods.FedAvg"}
 """Settings that one method has always had, so that they are part of its runs' hashes, and others came to
 have."""
+SAME_CLASS = {
+    "fl_lightning.Meter": "fl_lightning.hooks.Meter",
+    "fl_lightning.Method": "fl_lightning.methods.Method",
+    "fl_lightning.Stressor": "fl_lightning.hooks.Stressor",
+}
+"""Class paths that configurations may have since the package has public names, and what they had before."""
 
 
 def config_of(run: Path) -> dict[str, Any]:
@@ -110,7 +116,7 @@ def counting(settings: Mapping[str, Any]) -> dict[str, Any]:
         )
 
     return {
-        key: value
+        key: SAME_CLASS.get(value, value) if key.endswith("class_path") else value
         for key, value in redact_settings(settings).items()
         if not is_free(key) and not is_neutral(key, value)
     }

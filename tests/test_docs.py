@@ -1,0 +1,287 @@
+"""The documentation names nothing that does not exist, its commands are understood, its code runs, and its
+numbers are computed."""
+
+from __future__ import annotations
+
+import ast
+import csv
+import importlib.util
+import json
+import math
+import re
+import shlex
+from pathlib import Path
+from xml.etree import ElementTree
+
+import numpy as np
+import pytest
+import torch
+import yaml
+
+import fl_lightning
+from fl_lightning import methods
+from fl_lightning.__main__ import main
+from fl_lightning.conformance.formulas import fp32, framed, layers, packed, values
+from fl_lightning.conformance.toy import images, on_images, run
+from fl_lightning.data import FederatedImages
+from fl_lightning.methods import Method
+from fl_lightning.models import SmallCNN
+
+ROOT = Path(__file__).parent.parent
+DOCS = ROOT / "docs"
+PAGES = {str(path.relative_to(DOCS)): path for path in sorted(DOCS.rglob("*.md"))}
+WRITTEN = [
+    *(path for name, path in PAGES.items() if not name.startswith("results/")),
+    *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")),
+]
+ALL = [*PAGES.values(), *WRITTEN[-3:]]
+MKDOCS = yaml.safe_load((ROOT / "mkdocs.yml").read_text())
+
+OF_A_RUN = {
+    "config.yaml", "metadata.json", "metrics.csv", "ledger.csv", "run.log", "partition.json", "test.json",
+    "cells.json", "report.md", "report.json", "runs.csv", "differences.csv", "timings.csv",
+    "timing_differences.csv", "confusion_matrix.csv",
+}  # fmt: skip
+OF_A_USER = {"my_methods.py", "my_stressors.py", "my_meters.py"}
+FILE = re.compile(r"(?!self\.)[\w./-]*\w\.(?:py|md|ya?ml|toml|cff|csv|json|log|svg)")
+IN_REPOSITORY = tuple(
+    f"{path.name}/" for path in ROOT.iterdir() if path.is_dir() and path.name not in (".git", "runs", "data")
+)
+
+
+def of(pages: list[Path]) -> dict[str, object]:
+    return {"argvalues": pages, "ids": [str(page.relative_to(ROOT)) for page in pages]}
+
+
+def blocks(page: Path, language: str) -> list[str]:
+    return re.findall(rf"```{language}\n(.*?)```", page.read_text(), re.DOTALL)
+
+
+@pytest.mark.parametrize("page", **of(ALL))
+def test_links_lead_somewhere(page):
+    for link in re.findall(r"\]\((<[^>]*>|[^)\s]*)\)", page.read_text()):
+        target, _, anchor = link.strip("<>").partition("#")
+        if target.startswith("https://"):
+            continue
+        path = page.parent / target if target else page
+        assert path.exists(), f"{page.name}: {link}"
+        if anchor and "fl_lightning." not in anchor:  # those of docstrings are checked by the build
+            headings = re.findall(r"^#+ (.*)$", path.read_text(), re.MULTILINE)
+            assert anchor in {re.sub(r"[^\w -]", "", h).lower().replace(" ", "-") for h in headings}, link
+
+
+@pytest.mark.parametrize("page", **of(WRITTEN))
+def test_files_that_are_named_exist(page):
+    names = {path.name for path in ROOT.rglob("*.*") if ".git" not in path.parts}
+    for token in re.findall(r"`([^`\n]+)`", re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL)):
+        if token.startswith(IN_REPOSITORY) and re.fullmatch(r"[\w./-]+", token):
+            assert (ROOT / token).exists(), f"{page.name}: {token}"
+        elif FILE.fullmatch(token) and token not in OF_A_RUN | OF_A_USER:
+            within = (ROOT / token, ROOT / "fl_lightning" / token)
+            found = any(path.exists() for path in within) or ("/" not in token and token in names)
+            assert found, f"{page.name}: {token}"
+
+
+@pytest.mark.parametrize("page", **of(WRITTEN))
+def test_files_that_are_included_exist(page):
+    for name in re.findall(r'^--8<-- "(.*)"$', page.read_text(), re.MULTILINE):
+        assert (ROOT / name).exists(), name
+
+
+def test_the_navigation_has_every_page_once():
+    def pages(entry):
+        if isinstance(entry, str):
+            return [entry]
+        return [
+            page for part in (entry.values() if isinstance(entry, dict) else entry) for page in pages(part)
+        ]
+
+    listed = pages(MKDOCS["nav"])
+    assert len(listed) == len(set(listed))
+    assert set(listed) <= set(PAGES)
+    assert {page for page in PAGES if not page.startswith("results/")} <= set(listed)
+
+
+def test_every_method_has_a_page():
+    types = {
+        name
+        for name, cls in vars(methods).items()
+        if isinstance(cls, type) and issubclass(cls, Method) and cls is not Method
+    }
+    pages = {path.stem: path.read_text() for path in (DOCS / "methods").glob("*.md")}
+    assert set(pages) - {"index"} == {name.lower() for name in types}
+    for name in types:
+        text = pages[name.lower()]
+        for part in ("What travels", "Settings", "Traps", "Neutral", "Source"):
+            assert f"**{part}" in text, f"{name} without {part}"
+        assert f"::: fl_lightning.methods.{name.lower()}" in text
+        (command,) = blocks(DOCS / "methods" / f"{name.lower()}.md", "bash")
+        config = yaml.safe_load((ROOT / shlex.split(command)[-1]).read_text())
+        assert config["model"]["class_path"] == name
+
+
+def commands(page: Path) -> list[str]:
+    lines = "".join(blocks(page, "bash")).replace("\\\n", " ").splitlines()
+    return [line.split("  #")[0].strip() for line in lines if line.startswith("python -m fl_lightning")]
+
+
+IN_README = set(commands(ROOT / "README.md"))
+"""These are run by test_runs.py."""
+IN_PAGES = sorted({command for page in WRITTEN for command in commands(page)} - IN_README)
+
+
+@pytest.mark.parametrize("command", IN_PAGES)
+def test_commands_are_understood(command, tmp_path, monkeypatch, capsys):
+    """All settings that they name exist and have values that are allowed."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(ROOT)
+    assert shlex.split(command)[3] == "fit", "others belong into the README, too, where they are run"
+    assert main([*shlex.split(command)[3:], "--print_config"]) == 0
+    printed = yaml.safe_load(capsys.readouterr().out)
+    for flag, value in zip(shlex.split(command)[4::2], shlex.split(command)[5::2], strict=True):
+        parts = flag.removeprefix("--").split(".")
+        if parts[0] == "trainer" and len(parts) == 2 and not flag.endswith("+="):
+            assert str(printed["trainer"][parts[1]]) in (value, value.capitalize())
+
+
+def test_the_tour_of_a_round():
+    """At most twelve files; every function and class that a row names is in its file."""
+    page = (DOCS / "how-a-round-works.md").read_text()
+    rows = re.findall(r"^\| (\d+) \| `([\w/]+\.py)` \| (.*) \|$", page, re.MULTILINE)
+    assert [int(number) for number, _, _ in rows] == list(range(1, len(rows) + 1))
+    assert 6 <= len(rows) <= 12
+    for _, file, text in rows:
+        tree = ast.parse((ROOT / "fl_lightning" / file).read_text())
+        defined = {node.name for node in ast.walk(tree) if isinstance(node, (ast.FunctionDef, ast.ClassDef))}
+        named = set(re.findall(r"`(\w+)`", text))
+        assert named <= defined, f"{file} has no {named - defined}"
+
+
+@pytest.mark.parametrize("diagram", sorted((DOCS / "assets").glob("*.svg")), ids=lambda path: path.name)
+def test_diagrams_name_what_exists_and_fetch_nothing(diagram):
+    root = ElementTree.parse(diagram).getroot()
+    _, _, width, height = map(float, root.attrib["viewBox"].split())
+    for element in root.iter():
+        assert not any(name.endswith("href") for name in element.attrib)
+        if element.tag.endswith("}text"):
+            assert 0 <= float(element.attrib["x"]) <= width
+            assert 0 <= float(element.attrib["y"]) <= height
+            for name in re.findall(r"[\w/]+\.py\b|\b[a-z_]+/(?=,|$)", element.text or ""):
+                places = (ROOT, ROOT / "fl_lightning", ROOT / "callbacks")
+                assert any((place / name).exists() for place in places), name
+
+
+def test_bytes_on_the_pages_of_methods():
+    """By hand formula, for ``kd_default.yaml``'s network and each method's configuration."""
+    network = SmallCNN(10)
+    n, rest = layers(network), values(network) - sum(layers(network))
+    everything, examples = fp32(sum(n) + rest), {"examples": (0, 4)}
+    down = framed({"weights": (1, everything)})
+    codes = {f"w{layer}": (1, packed(size, 5)) for layer, size in enumerate(n)}
+    planes = {"bits": (1, packed(len(n), 4)), "scales": (1, fp32(len(n))), **codes, "rest": (1, fp32(rest))}
+    books: dict[str, tuple[int, int]] = {}
+    for layer, size in enumerate(n):
+        centroids = min(256, math.ceil(size / 2) // 4)
+        books[f"i{layer}"] = (1, packed(math.ceil(size / 2), math.ceil(math.log2(centroids))))
+        books[f"c{layer}"] = (2, fp32(2 * centroids))
+    norms = {"norms": (1, fp32(len(n))), "rest": (1, fp32(rest))}
+    labels, adapters = {"soft_labels": (2, fp32(400 * 10))}, {"adapters": (3, fp32(4 * 8 * 9))}
+    expected = {
+        "fedavg": (framed(examples | {"weights": (1, everything)}), down),
+        "qfedavg": (framed(examples | {"codes": (1, packed(sum(n), 4))} | norms), down),
+        "aqfl": (framed(examples | planes), down),
+        "fedpq": (framed(examples | books | {"rest": (1, fp32(rest))}), down),
+        "fedmpq": (
+            framed(examples | planes),
+            framed({"bits": (1, packed(len(n), 4)), "weights": (1, everything)}),
+        ),
+        "fedkd": (framed(examples | labels), framed(labels)),
+        "fedmosaic": (framed(adapters | {"sketch": (1, fp32(1020))}), framed(adapters)),
+    }
+    for page, sizes in expected.items():
+        text = " ".join((DOCS / "methods" / f"{page}.md").read_text().split())
+        (found,) = re.findall(r"that is (\d+ \d{3})[\s\w]*bytes up.*?and (\d+ \d{3}) down", text)
+        assert tuple(int(size.replace(" ", "")) for size in found) == sizes, page
+
+
+def code(page: str) -> dict:
+    """What the Python blocks of a page define; those that are included from files are another kind of block."""
+    names: dict = {"__name__": "page"}
+    for block in blocks(DOCS / page, "python"):
+        exec(block, names)
+    return names
+
+
+def test_streams_of_the_page_on_reproducibility():
+    code("reproducibility.md")  # it holds an assertion itself
+
+
+def test_the_loss_term_of_the_page_is_fedprox(tmp_path):
+    ours, theirs = (on_images(cls(mu=0.5)) for cls in (methods.FedProx, code("howto/method.md")["Proximal"]))
+    for method in (ours, theirs):
+        run(method, images(), tmp_path, max_rounds=2)
+    torch.testing.assert_close(theirs.server["weights"], ours.server["weights"], rtol=0, atol=1e-5)
+
+
+def test_the_stressor_of_the_page(tmp_path):
+    """Who is rejected follows from the stream that it names; nothing is refused at probability 0."""
+    stressor = code("howto/stressor.md")["DamagedUploads"]
+    with pytest.raises(ValueError, match="lies in"):
+        stressor(2)
+    for probability in (0.0, 0.5):
+        method = on_images(methods.FedAvg())
+        trainer = run(method, images(), tmp_path, max_rounds=3, callbacks=[stressor(probability)], seed=5)
+        with (trainer.run_dir / "ledger.csv").open() as file:
+            fate = {
+                (int(row["round"]), int(row["client"])): row["status"] == "rejected"
+                for row in csv.DictReader(file)
+            }
+        assert fate == {at: fl_lightning.stream(5, "damage", *at).random() < probability for at in fate}
+        assert any(fate.values()) == (probability > 0)
+
+
+def test_the_figure_of_the_page(tmp_path):
+    meter = code("howto/figure.md")["UploadFigure"]()
+    trainer = run(on_images(methods.FedAvg()), images(), tmp_path, max_rounds=3, callbacks=[meter])
+    assert {path.suffix for path in (trainer.run_dir / "figures").glob("uploads.*")} == {".png", ".pdf"}
+    with (trainer.run_dir / "metrics.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    sent = [float(row["comm/upload_bytes"]) / 1e6 for row in rows]
+    assert [float(row["comm/upload_megabytes"]) for row in rows] == pytest.approx(sent)
+    assert meter.state_dict() == {"megabytes": pytest.approx(sent)}
+    again = type(meter)()
+    again.load_state_dict(json.loads(json.dumps(meter.state_dict())))
+    assert again.state_dict() == meter.state_dict()
+
+
+def test_the_partition_of_the_page():
+    data = FederatedImages(num_clients=7, partition=code("howto/data.md")["Blocks"](), val_fraction=0.0)
+    data.setup("fit")
+    data.distribute(0, torch.device("cpu"))
+    held = np.concatenate([data.client(id).train for id in range(7)])
+    assert held.tolist() == list(range(len(data.train_target)))
+
+
+def test_the_citation_and_the_changelog_are_of_this_version():
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
+    assert {"cff-version", "message", "title", "authors"} <= set(citation)
+    assert citation["version"] == fl_lightning.__version__
+    assert f'license = "{citation["license"]}"' in (ROOT / "pyproject.toml").read_text()
+    latest = re.search(r"^## (\S+)", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
+    assert latest
+    assert latest[1] == fl_lightning.__version__
+
+
+def test_docstrings_become_markdown():
+    pytest.importorskip("griffe", reason="pip install -e '.[docs]'")
+    spec = importlib.util.spec_from_file_location("docstrings", DOCS / "docstrings.py")
+    assert spec
+    assert spec.loader
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    assert module.as_markdown("See :func:`~a.b.c` and :class:`D`. Layout::\n\n    x") == (
+        "See `c` and `D`. Layout:\n\n    x"
+    )
+    assert module.as_markdown("Add.\n\n>>> 1 + 1\n2\n\nEnd.") == (
+        "Add.\n\n```pycon\n>>> 1 + 1\n2\n```\n\nEnd."
+    )
