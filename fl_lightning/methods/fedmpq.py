@@ -88,7 +88,7 @@ class FedMPQ(QuantizedMethod):
 
     def build(self, data: FederatedData) -> None:
         super().build(data)
-        self.layers, self.rest = self.codec.names, self.codec.rest
+        self.layers = self.codec.names
         self.layer_shapes, self.layer_sizes = self.codec.shapes, self.codec.sizes
         deep = any(
             not weight.is_contiguous() for weight in self.codec.weights.values()

@@ -59,6 +59,7 @@ class QuantizedMethod(Method, ABC):
         check_budgets(self.budgets, data.num_clients)
         super().build(data)
         self.codec = LayerCodec(self.network, self.layout, self.quantise_shortcuts)
+        self.rest = self.codec.rest
         if self.activation_bits is not None:
             quantize_activations(self.network, self.codec.names, self.activation_bits)
 
