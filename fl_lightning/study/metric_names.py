@@ -204,9 +204,9 @@ def higher_is_better(metric: str) -> bool:
             for words, families in ((HIGHER, HIGHER_FAMILIES), (LOWER, LOWER_FAMILIES))
         )
         raise InputError(
-            f"metric {metric}, of which it is not known whether more is better",
-            f"what is ranked by or tested in p(...) has a direction: higher is better {higher}, lower is "
-            f"{lower}",
+            f"metric {metric}",
+            "a ranking and p(...) need to know whether more of it is better, and the name does not say: "
+            f"higher is better {higher}, lower is {lower}",
             "write --metric final/accuracy, or give it such a name",
         )
     return found > 0

@@ -14,7 +14,7 @@ from fl_lightning.errors import InputError
 from fl_lightning.probing import PROBES
 from fl_lightning.run.directory import read_json, to_json
 from fl_lightning.settings import flatten, settings_hash
-from fl_lightning.study.results.found import find_run, read_cells, read_metrics
+from fl_lightning.study.results.run_records import find_run, read_cells, read_metrics
 from fl_lightning.study.spec.plan import Cell, Study
 from fl_lightning.support.disk import replace
 from fl_lightning.support.redaction import redact_settings

@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from fl_lightning.study.execute.jobs import Job, Running
-from fl_lightning.study.results.found import read_metrics
+from fl_lightning.study.results.run_records import read_metrics
 from fl_lightning.support.terminal import ResizableLive
 
 REFRESH = 1.0  # seconds

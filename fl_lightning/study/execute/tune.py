@@ -25,7 +25,7 @@ from fl_lightning.study.execute.board import resolved_settings
 from fl_lightning.study.execute.display import Display
 from fl_lightning.study.execute.jobs import Job, Pool, Running, fit_arguments, slots_for, threads_per_job
 from fl_lightning.study.execute.lock import only_one
-from fl_lightning.study.results.found import find_run, read_metrics
+from fl_lightning.study.results.run_records import find_run, read_metrics
 from fl_lightning.study.spec.search import Search
 from fl_lightning.support.disk import replace
 from fl_lightning.tracking.runs import StudyRun, begin_study, end_study
