@@ -14,7 +14,7 @@ from fl_lightning.__main__ import main
 from fl_lightning.cli import parser as cli
 from fl_lightning.errors import InputError
 from fl_lightning.settings import FREE_KEYS, changed_settings, settings_hash
-from fl_lightning.study.execute.board import Board
+from fl_lightning.study.execute.cells import StudyCells
 from fl_lightning.study.spec.criteria import parse
 from fl_lightning.study.spec.plan import Study, Variation, as_flag
 from fl_lightning.study.spec.search import Range, Search
@@ -247,8 +247,8 @@ def test_a_study_of_the_project_can_be_judged_and_its_ends_resolve(path):
 @pytest.mark.essential
 @pytest.mark.parametrize("path", STUDIES, ids=lambda path: path.stem)
 def test_every_cell_of_every_study_of_the_project_resolves_to_another_run(path, tmp_path):
-    board = Board.plan(Study.read(path), tmp_path, cli.resolve)
-    assert len({record.hash for record in board.records}) == len(board.records) > 0
+    cells = StudyCells.plan(Study.read(path), tmp_path, cli.resolve)
+    assert len({record.hash for record in cells}) == len(cells.states) > 0
     assert list(tmp_path.iterdir()) == []
 
 

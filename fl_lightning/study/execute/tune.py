@@ -21,9 +21,9 @@ from optuna.trial import FrozenTrial, TrialState
 from fl_lightning.errors import InputError
 from fl_lightning.run.directory import read_json
 from fl_lightning.settings import changed_settings, flatten, is_free, settings_hash
-from fl_lightning.study.execute.board import resolved_settings
+from fl_lightning.study.execute.cells import resolved_settings
 from fl_lightning.study.execute.display import Display
-from fl_lightning.study.execute.jobs import Job, Pool, Running, fit_arguments, slots_for, threads_per_job
+from fl_lightning.study.execute.jobs import Job, Pool, RunningJob, fit_arguments, slots_for, threads_per_job
 from fl_lightning.study.execute.lock import only_one
 from fl_lightning.study.results.run_records import find_run, read_metrics
 from fl_lightning.study.spec.search import Search
@@ -194,7 +194,7 @@ class Tune:
                 self.runs[job.name] = found
         return self.runs.get(job.name)
 
-    def look(self, running: list[Running]) -> None:
+    def look(self, running: list[RunningJob]) -> None:
         """Tell Optuna the rounds that have ended, and end what it gives up."""
         if self.search.prune:
             for one in running:
@@ -217,7 +217,7 @@ class Tune:
                     return True
         return False
 
-    def ended(self, running: Running, code: int) -> Job | None:
+    def ended(self, running: RunningJob, code: int) -> Job | None:
         """Tell Optuna the outcome; the next trial."""
         job, number = running.job, number_of(running.job)
         self.at_work.discard(number)
@@ -256,7 +256,7 @@ class Tune:
         )
         codes: list[int] = []
 
-        def ended(running: Running, code: int) -> None:
+        def ended(running: RunningJob, code: int) -> None:
             codes.append(code)
             if code:
                 self.display.failed(job.name, job, code)
