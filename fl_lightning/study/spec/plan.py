@@ -1,4 +1,4 @@
-"""A study file: methods x seeds x grid, and what shall be asked of the results.
+"""The study file: methods x seeds x grid, and the questions to its results.
 
     study: exp2_embedded              # folder under default_root_dir, and experiment in MLflow
     config: kd_default.yaml           # one `fit` configuration or a list, layered; relative to the study file
@@ -39,7 +39,7 @@ from fl_lightning.study.spec.spec_file import Seed, Share, SpecFile
 from fl_lightning.support.redaction import redact_settings
 
 RESERVED = ("study", "label", "method", "seed", "dataset", "commit", "dirty", "run_dir", "partition_sha256")
-"""Tags that a run has anyway: no name for an axis."""
+"""Tags that every run has: none of them can name an axis."""
 METRICS = [
     *(column.metric for column in (*KNOWN, *CLOCKS)),
     *("final/best_val_accuracy", "final/best_val_round", "total/wasted_bytes"),
@@ -95,7 +95,7 @@ class ProbingEntries:
 
 @dataclass(frozen=True)
 class Variation:
-    """What a method or a level of an axis changes.
+    """The changes that a method or a level of an axis makes.
 
     Args:
         configs: ``fit`` configurations, layered.
@@ -106,7 +106,7 @@ class Variation:
     settings: Mapping[str, Any] = field(default_factory=dict)
 
     def document(self) -> dict[str, Any]:
-        """As it is written in a study file, with absolute paths."""
+        """Return the entry as it is written in a study file, with absolute paths."""
         document = {"config": [str(path.resolve()) for path in self.configs], "settings": dict(self.settings)}
         return {key: value for key, value in document.items() if value}
 
@@ -116,7 +116,7 @@ class Cell:
     """One run of a study.
 
     Args:
-        method: label of its method.
+        method: the label of its method.
         seed: its seed.
         levels: axis -> level.
         args: arguments of ``fit``, without those that the sweep adds.
@@ -129,36 +129,35 @@ class Cell:
 
     @property
     def name(self) -> str:
-        """Name of the run and of its folder.
+        """The name of the run and of its folder.
 
         >>> Cell("FedMPQ", 0, {"noise": "on"}, []).name
         'FedMPQ-noise=on-seed0'
         """
-        return "-".join(
-            [self.method, *(f"{axis}={level}" for axis, level in self.levels.items()), f"seed{self.seed}"]
-        )
+        levels = [f"{axis}={level}" for axis, level in self.levels.items()]
+        return "-".join([self.method, *levels, f"seed{self.seed}"])
 
 
 @dataclass(frozen=True)
 class Study:
-    """What a study file says; :meth:`read` it.
+    """A study, as its file describes it.
 
     Args:
-        name: of the study, of its folder of runs and of its MLflow experiment.
+        name: the name of the study, of its folder of runs and of its MLflow experiment.
         path: the study file.
-        seeds: seeds of every method, each once.
-        methods: label -> what it changes.
-        common: what all cells share before the method.
-        overlays: configurations on top of every method's.
-        grid: axis -> level -> what it changes.
-        test: flags of the ``test`` that is run on every finished cell; None: none is.
-        metric: primary metric of the report.
-        proposed: labels that are not baselines.
-        degradation: ``axis``, ``stressed`` and ``clean``: levels whose difference is reported, paired by
+        seeds: the seeds of every method, each once.
+        methods: label -> its changes.
+        common: the configurations and settings that all cells share before the method's.
+        overlays: the configurations on top of every method's.
+        grid: axis -> level -> its changes.
+        test: the flags of the ``test`` that is run on every finished cell; None: no test is run.
+        metric: the primary metric of the report.
+        proposed: the labels that are not baselines.
+        degradation: ``axis``, ``stressed`` and ``clean``: the levels whose difference is reported, paired by
             seed.
-        target_accuracy: in (0, 1]; rounds and megabytes to it are reported.
-        criteria: what is claimed of the results, as text.
-        claimed: figures that were claimed elsewhere; nothing but the report reads them.
+        target_accuracy: a share in (0, 1]; rounds and megabytes to it are reported.
+        criteria: the claims about the results, as text.
+        claimed: figures that were claimed elsewhere; only the report reads them.
     """
 
     name: str
@@ -178,12 +177,12 @@ class Study:
 
     @classmethod
     def read(cls, path: str | Path, find_configs: bool = True) -> Study:
-        """The study in a YAML file.
+        """Read a study file.
 
         Args:
             path: the file.
-            find_configs: whether the configurations that it names must be there; a report of finished runs
-                needs none.
+            find_configs: whether the configurations that it names must exist; a report of finished runs needs
+                none.
 
         Raises:
             InputError: it cannot be read, or something in it is wrong; the message names the file and the
@@ -193,16 +192,13 @@ class Study:
         return _study(file, file.read(StudyEntries, "study file"))
 
     def cells(self) -> list[Cell]:
-        """Every run, seed by seed, so that a sweep that is stopped early has whole comparisons."""
+        """Return every run, seed by seed, so that a sweep that is stopped early has whole comparisons."""
         axes = list(self.grid)
         count = len(self.seeds) * len(self.methods) * math.prod(map(len, self.grid.values()))
         if count > MAX_CELLS:
-            raise InputError(
-                f"{self.path}: {count} cells of {len(self.methods)} methods, {len(self.seeds)} seeds "
-                f"and a grid of {len(axes)} axes",
-                f"a study has at most {MAX_CELLS}",
-                "leave axes or levels out",
-            )
+            parts = f"{len(self.methods)} methods, {len(self.seeds)} seeds and a grid of {len(axes)} axes"
+            given, rule = f"{self.path}: {count} cells of {parts}", f"a study has at most {MAX_CELLS}"
+            raise InputError(given, rule, "leave axes or levels out")
         return [
             self._cell(label, seed, dict(zip(axes, levels, strict=True)))
             for seed in self.seeds
@@ -225,8 +221,7 @@ class Study:
         return Cell(label, seed, levels, as_arguments(configs, settings, seed))
 
     def to_yaml(self) -> str:
-        """The study file again, with absolute paths, so that a copy of it can be read anywhere on this
-        machine."""
+        """Return the study file with absolute paths, so that a copy can be read anywhere on this machine."""
         document = {
             "study": self.name,
             "seeds": self.seeds,
@@ -250,17 +245,14 @@ class Study:
 
 
 def as_arguments(configs: Sequence[Path], settings: Mapping[str, Any], seed: int) -> list[str]:
-    """Arguments of ``fit``."""
+    """Return the arguments of ``fit``."""
     layered = [part for path in configs for part in ("--config", str(path))]
-    return [
-        *layered,
-        *(f"--{key}={as_flag(value)}" for key, value in settings.items()),
-        f"--seed_everything={seed}",
-    ]
+    flags = [f"--{key}={as_flag(value)}" for key, value in settings.items()]
+    return [*layered, *flags, f"--seed_everything={seed}"]
 
 
 def as_flag(value: Any) -> str:
-    """A setting as it is written after ``--name=``.
+    """Return a setting as it is written after ``--name=``.
 
     >>> as_flag(True), as_flag(None), as_flag(float("inf")), as_flag([1, 2]), as_flag("1e-4")
     ('true', 'null', '.inf', '[1, 2]', '1e-4')

@@ -1,4 +1,4 @@
-"""A search file: which settings ``tune`` may choose, and what it maximises.
+"""The search file: the settings that ``tune`` may choose, and the metric that it optimises.
 
 study: exp2_embedded             # folder and experiment of the tuned run; trials: <study>-tune
 config: kd_default.yaml          # one `fit` configuration or a list, layered; paths are relative to the file
@@ -61,11 +61,11 @@ class RangeEntries:
 
 @dataclass(frozen=True)
 class Range:
-    """Numbers from ``low`` to ``high``, both included; integers if both are.
+    """The numbers from ``low`` to ``high``, both included; integers if both are.
 
     Args:
-        low, high: its ends.
-        log: whether to draw evenly on a logarithmic scale.
+        low, high: the ends.
+        log: whether numbers are drawn evenly on a logarithmic scale.
     """
 
     low: float
@@ -79,19 +79,19 @@ class Range:
 
 @dataclass(frozen=True)
 class Search:
-    """What a search file says; :meth:`read` it.
+    """A search, as its file describes it.
 
     Args:
         study: the study that the tuned run belongs to.
-        path: the file.
+        path: the search file.
         configs: ``fit`` configurations, layered.
-        settings: dotted settings of every run.
-        final: those of the final run alone.
-        space: dotted setting -> what it may be.
-        trials: how many, those that fail or are pruned among them.
-        metric: what is compared.
+        settings: the dotted settings of every run.
+        final: the dotted settings of the final run alone.
+        space: dotted setting -> the values that it may have.
+        trials: the number of trials, those that fail or are pruned among them.
+        metric: the metric that is optimised.
         direction: ``maximize`` or ``minimize``.
-        seed: of every run, and of the search.
+        seed: the seed of every run, and of the search.
         prune: whether trials may be ended early.
     """
 
@@ -109,7 +109,7 @@ class Search:
 
     @classmethod
     def read(cls, path: str | Path) -> Search:
-        """The search in a YAML file.
+        """Read a search file.
 
         Raises:
             InputError: it cannot be read, or something in it is wrong; the message names the file and the
@@ -120,16 +120,19 @@ class Search:
 
     @property
     def name(self) -> str:
-        """Of the folder and the experiment of the trials."""
+        """The name of the folder and of the experiment of the trials."""
         return f"{self.study}-tune"
 
     def args(self, chosen: Mapping[str, Any], *, final: bool = False) -> list[str]:
-        """Arguments of ``fit`` with these values of the space."""
+        """Return the arguments of ``fit`` with these values of the space."""
         settings = {**self.settings, **(self.final if final else {}), **chosen}
         return as_arguments(self.configs, settings, self.seed)
 
     def corners(self) -> list[dict[str, Any]]:
-        """Each end of each range and each choice at least once, the other settings at their first value."""
+        """Return combinations in which each end of each range and each choice occurs.
+
+        The other settings have their first value.
+        """
         values = {
             key: [allowed.low, allowed.high] if isinstance(allowed, Range) else allowed
             for key, allowed in self.space.items()
@@ -139,11 +142,11 @@ class Search:
         return [first, *others]
 
     def distributions(self) -> dict[str, BaseDistribution]:
-        """The space in Optuna's words."""
+        """Return the space as Optuna's distributions."""
         return {name: _distribution(allowed) for name, allowed in self.space.items()}
 
     def sampler(self, number: int) -> TPESampler:
-        """Of trial ``number``."""
+        """Return the sampler of trial ``number``."""
         return TPESampler(seed=int(stream(self.seed, "tune", number).integers(2**32)))
 
 
