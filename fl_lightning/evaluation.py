@@ -27,16 +27,16 @@ from fl_lightning.rng import stream
 
 T = TypeVar("T")
 States = Mapping[int, dict[str, Tensor]]
-NONE: States = MappingProxyType({})
+NO_STATES: States = MappingProxyType({})
 
 
 def predict(fabric: Fabric, network: nn.Module, batches: Iterable[tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
-    """Logits float32 ``[n, C]`` in evaluation mode, then whatever followed the inputs in each batch,
-    concatenated; on the CPU.
+    """Evaluate the network and return logits float32 ``[n, C]`` and then whatever followed the inputs in each
+    batch, concatenated; on the CPU.
 
     The batches are dealt to the ranks; every rank gets all of them back.
     """
-    return together((number, _forward(fabric, network, [batch])) for number, batch in share(batches))
+    return gather_columns((number, _forward(fabric, network, [batch])) for number, batch in share(batches))
 
 
 @torch.no_grad()
@@ -47,13 +47,13 @@ def _forward(fabric: Fabric, network: nn.Module, batches: Iterable[tuple[Tensor,
 
 
 def share(items: Iterable[T]) -> Iterator[tuple[int, T]]:
-    """This rank's share, each with its number among all."""
+    """Yield this rank's share of the items, each with its number among all."""
     return islice(enumerate(items), collectives.rank(), None, collectives.world_size())
 
 
-def together(pieces: Iterable[tuple[int, tuple[Tensor, ...]]]) -> tuple[Tensor, ...]:
-    """The pieces of all ranks: column by column, concatenated in the order of their numbers, on the CPU.
-    ``()`` when there are none."""
+def gather_columns(pieces: Iterable[tuple[int, tuple[Tensor, ...]]]) -> tuple[Tensor, ...]:
+    """Return the pieces of all ranks: column by column, concatenated in the order of their numbers, on the
+    CPU. ``()`` when there are none."""
     mine = {
         f"{number}/{column}": tensor for number, columns in pieces for column, tensor in enumerate(columns)
     }
@@ -67,7 +67,7 @@ def together(pieces: Iterable[tuple[int, tuple[Tensor, ...]]]) -> tuple[Tensor, 
 
 @contextmanager
 def evaluation_mode(network: nn.Module) -> Iterator[nn.Module]:
-    """The network in evaluation mode, for the block."""
+    """Put the network into evaluation mode within the block."""
     was_training = network.training
     network.eval()
     try:
@@ -77,7 +77,7 @@ def evaluation_mode(network: nn.Module) -> Iterator[nn.Module]:
 
 
 def on_test_set(
-    fabric: Fabric, method: Method, data: FederatedData, states: States = NONE
+    fabric: Fabric, method: Method, data: FederatedData, states: States = NO_STATES
 ) -> tuple[dict[str, float], Tensor, Tensor]:
     """Evaluate the global model, or each client's own: metrics, probabilities ``[n, C]`` and targets ``[n]``.
 
@@ -96,19 +96,20 @@ def on_test_set(
 
 
 def accuracy(logits: Tensor, target: Tensor) -> float:
-    """Share of the examples ``[n, C]`` that are answered rightly, in [0, 1]."""
+    """Return the share of logits ``[n, C]`` whose largest is that of the target, in [0, 1]."""
     return (logits.argmax(1) == target).double().mean().item()
 
 
 def loss(logits: Tensor, target: Tensor) -> float:
-    """Mean cross-entropy, in nats."""
+    """Return the mean cross-entropy, in nats."""
     return F.cross_entropy(logits.double(), target).item()
 
 
 def _predict_dealt(
     fabric: Fabric, method: Method, data: FederatedData, states: States
 ) -> tuple[Tensor, Tensor]:
-    """Each test example answered by the client that it is dealt to; in the order of the test set."""
+    """Return the answer to each test example of the client that it is dealt to, in the order of the test
+    set."""
     owner = deal_test_set(data)
     order, answers = np.argsort(owner, kind="stable"), []
     for number, id in share(np.unique(owner)):
@@ -117,14 +118,14 @@ def _predict_dealt(
         batches = ((data.inputs("test", index), data.test_target[index]) for index in mine.split(512))
         answers.append((number, _forward(fabric, network, batches)))
     back = torch.from_numpy(np.argsort(order))
-    logits, target = (column[back] for column in together(answers))
+    logits, target = (column[back] for column in gather_columns(answers))
     return logits, target
 
 
 def deal_test_set(data: FederatedData) -> np.ndarray:
-    """The client that each test example is dealt to, int64 ``[n]``: drawn in proportion to the examples of
-    its class that clients hold, evenly where nobody holds any; the same in every round and for every
-    method."""
+    """Return the client that each test example is dealt to, int64 ``[n]``: drawn in proportion to the
+    examples of its class that clients hold, evenly where nobody holds any; the same in every round and for
+    every method."""
     target, held = data.test_target.cpu().numpy(), data.class_counts().astype(np.float64)
     rng, owner = stream(data.seed, "test_owners"), np.empty(len(target), np.int64)
     for label in np.unique(target):
@@ -135,20 +136,22 @@ def deal_test_set(data: FederatedData) -> np.ndarray:
     return owner
 
 
-def validate(fabric: Fabric, method: Method, data: FederatedData, states: States = NONE) -> dict[int, float]:
-    """Accuracy on its own validation examples of each client that has any, by id."""
+def validate(
+    fabric: Fabric, method: Method, data: FederatedData, states: States = NO_STATES
+) -> dict[int, float]:
+    """Return the accuracy on its own validation examples of each client that has any, by id."""
     answers = predict_validation(fabric, method, data, states)
     return client_accuracies(*answers) if answers else {}
 
 
 def predict_validation(
-    fabric: Fabric, method: Method, data: FederatedData, states: States = NONE
+    fabric: Fabric, method: Method, data: FederatedData, states: States = NO_STATES
 ) -> tuple[Tensor, ...]:
-    """Logits ``[n, C]``, targets ``[n]`` and owners ``[n]`` of all clients' validation examples, on the CPU;
-    ``()`` when there are none."""
+    """Return logits ``[n, C]``, targets ``[n]`` and owners ``[n]`` of all clients' validation examples, on
+    the CPU; ``()`` when there are none."""
     if method.personalised:
         held = data.validating.tolist()
-        return together(
+        return gather_columns(
             (number, _validate_own(fabric, method, data, data.client(id, states.get(id))))
             for number, id in share(held)
         )
@@ -156,7 +159,7 @@ def predict_validation(
 
 
 def client_accuracies(logits: Tensor, target: Tensor, owners: Tensor) -> dict[int, float]:
-    """Accuracy of each client that has examples, by id, from :func:`predict_validation`."""
+    """Return the accuracy of each client that has examples, by id, from :func:`predict_validation`."""
     hits = (logits.argmax(1) == target).numpy()
     ids, index, counts = np.unique(owners.numpy(), return_inverse=True, return_counts=True)
     return dict(zip(ids.tolist(), (np.bincount(index, weights=hits) / counts).tolist(), strict=True))

@@ -51,31 +51,37 @@ class Context(RunFiles, Protocol):
 
 @dataclass
 class RoundRecord:
-    """What one round did. Meters add to ``metrics``; the names are DESIGN.md section 7's."""
+    """The metrics of one round, by name; meters add to them."""
 
     round: int
     metrics: dict[str, float] = field(default_factory=dict)
 
 
 class Callback(Recorded):
-    """What stressors and meters share. Keep hidden state out: what must survive a resume goes through
-    ``state_dict``."""
+    """Base of stressors and meters. What must survive a resume goes through ``state_dict``; there is no other
+    state."""
 
     def on_check(self, context: Context) -> None:
-        """Before anything is created: check own arguments against the run, raise ``ValueError`` in three
-        parts."""
+        """Check own arguments against the run before anything is created.
+
+        Raises:
+            InputError: they do not fit.
+        """
 
     def on_setup(self, context: Context) -> None:
-        """Before the first round, or the first after a resume: the run directory is there."""
+        """Prepare for the first round, or the first after a resume: the run directory exists."""
 
     def stop_reason(self) -> str:
-        """Why the run is to end after the rounds that are done; empty: it goes on. It follows from arguments
-        and ``state_dict`` alone, so that a run that is continued comes to the same end."""
+        """Return why the run is to end after the rounds that are done; empty: it goes on.
+
+        It follows from arguments and ``state_dict`` alone, so that a run that is continued comes to the same
+        end.
+        """
         return ""
 
     def state_dict(self) -> dict[str, Any]:
-        """What must survive a resume, as JSON. Nothing, for a callback that is a pure function of its
-        streams."""
+        """Return what must survive a resume, as JSON; nothing for a callback that is a function of its
+        streams alone."""
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -83,8 +89,8 @@ class Callback(Recorded):
 
 
 class Stressor(Callback):
-    """Makes life harder. Each hook gets a value and returns the one to use instead; override what you
-    change."""
+    """A callback that makes life harder: each of its hooks gets a value and returns the one to use
+    instead."""
 
     def change_cohort(self, cohort: list[Assignment], *, round: int, context: Context) -> list[Assignment]:
         return cohort
@@ -95,19 +101,19 @@ class Stressor(Callback):
         return labels
 
     def change_bytes(self, upload: bytes, *, client: Client, round: int, context: Context) -> bytes | None:
-        """The upload as the client sent it, before it is decoded; bytes that are no payload are rejected.
-        None when it is lost."""
+        """Return the upload as the client sent it, before it is decoded; bytes that are no payload are
+        rejected. None when it is lost."""
         return upload
 
     def change_upload(
         self, upload: Payload, *, client: Client, round: int, context: Context
     ) -> Payload | None:
-        """The same upload, decoded; None when it is lost."""
+        """Return the same upload, decoded; None when it is lost."""
         return upload
 
 
 class Meter(Callback):
-    """Observes. Hooks return nothing and change nothing but ``record.metrics`` and their own state."""
+    """A callback that observes: its hooks change nothing but ``record.metrics`` and their own state."""
 
     def on_round_start(self, round: int, context: Context) -> None:
         pass
@@ -141,7 +147,7 @@ class Meter(Callback):
 
 
 def stop_reason(callbacks: Iterable[object]) -> str:
-    """Why a callback wants the run to end after the rounds that are done; empty when none does."""
+    """Return why a callback wants the run to end after the rounds that are done; empty when none does."""
     return "; ".join(
         filter(None, (callback.stop_reason() for callback in callbacks if isinstance(callback, Callback)))
     )

@@ -33,11 +33,11 @@ if TYPE_CHECKING:
 log = logging.getLogger("fl_lightning")
 T = TypeVar("T")
 
-EXPLODED = 2.0**20
-"""No weight, statistic or step of a network that trains is as large; one such value, averaged once, would end
-it for everybody."""
+MAX_MAGNITUDE = 2.0**20
+"""No weight, statistic or step of a network that trains is as large. One such value in an average would ruin
+it."""
 
-UNDECLARED_FACTOR, UNDECLARED_LEAST = 8, 2**22
+UNDECLARED_FACTOR, MIN_UNDECLARED_VALUES = 8, 2**22
 """An upload of a method that does not declare what its uploads hold has at most so many times the values of
 the server's state, or so many values: 16 MiB once they are decoded."""
 
@@ -139,7 +139,8 @@ def train_round(fed: Federation, engine: Engine, record: RoundRecord) -> None:
 
 
 def sample_cohort(fed: Federation, round: int) -> list[Assignment]:
-    """A uniform sample of the clients that have training data, in order of id."""
+    """Draw the round's clients, uniformly among those that have training data, and return them in order of
+    id."""
     ids = rng.stream(fed.seed, "cohort", round).choice(
         fed.data.active, cohort_size(fed), replace=False, shuffle=False
     )
@@ -174,7 +175,7 @@ def make_tasks(fed: Federation, round: int, assignments: Sequence[Assignment]) -
 
 
 def encode_broadcast(fed: Federation, client: Client) -> bytes:
-    """What the client is sent; the very bytes that the one before it was sent where it is the same."""
+    """Return what the client is sent. A broadcast that equals the last one is not encoded again."""
     payload = fed.method.broadcast(client)
     identity = payload.identity()
     if fed.last_broadcast is None or identity != fed.last_broadcast[0]:
@@ -242,7 +243,9 @@ def decode_upload(fed: Federation, data: bytes, client: Client, *, verified: boo
 
 def max_undeclared(method: Method) -> int:
     """Largest number of values of an upload of a method that declares no ``upload_limits`` for it."""
-    return max(UNDECLARED_LEAST, UNDECLARED_FACTOR * sum(tensor.numel() for tensor in method.server.values()))
+    return max(
+        MIN_UNDECLARED_VALUES, UNDECLARED_FACTOR * sum(tensor.numel() for tensor in method.server.values())
+    )
 
 
 def check_upload(fed: Federation, upload: Payload, client: Client, counted: Collection[int]) -> None:
@@ -277,9 +280,9 @@ def check_values(upload: Payload) -> None:
                 "convert them",
             )
         least, most = torch.aminmax(value) if value.numel() else (0.0, 0.0)
-        if not (float(least) > -EXPLODED and float(most) < EXPLODED):  # of NaN nothing is true
+        if not (float(least) > -MAX_MAGNITUDE and float(most) < MAX_MAGNITUDE):  # of NaN nothing is true
             raise PayloadError(
-                f"entry {name!r} holds NaN, infinity or values of {EXPLODED:.1e} and more",
+                f"entry {name!r} holds NaN, infinity or values of {MAX_MAGNITUDE:.1e} and more",
                 "uploads are finite",
                 "lower the lr",
             )
@@ -310,7 +313,8 @@ def check_examples(upload: Payload, client: Client) -> None:
 
 
 def aggregate(fed: Federation, round: int, uploads: dict[int, Payload]) -> None:
-    """The server's next state; it keeps its old one where the next would not be finite."""
+    """Make the server's next state of the uploads; it keeps its old one where the next would not be
+    finite."""
     before = dict(fed.method.server)
     fed.method.aggregate(uploads)
     broken = [name for name, tensor in fed.method.server.items() if not is_finite(tensor)]
@@ -324,7 +328,7 @@ def aggregate(fed: Federation, round: int, uploads: dict[int, Payload]) -> None:
 
 
 def is_finite(tensor: Tensor) -> bool:
-    """Whether all values are, in one pass without a mask of the tensor's size."""
+    """Return whether all values are finite, in one pass without a mask of the tensor's size."""
     tensor = torch.view_as_real(tensor) if tensor.is_complex() else tensor
     if not (tensor.is_floating_point() and tensor.numel()):
         return True

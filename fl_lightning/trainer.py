@@ -315,8 +315,8 @@ class FederatedTrainer(Recorded):
         return Start()
 
     def _settings(self) -> dict[str, Any]:
-        """The configuration as it may be written: of the command line, or else of the constructors of
-        trainer, method and data."""
+        """Return the configuration without secrets: from the command line, or else from the constructors'
+        arguments."""
         return redact_settings(self.config or settings_of_run(self, self.method, self.data, self.seed))
 
     @property
@@ -332,7 +332,7 @@ class FederatedTrainer(Recorded):
         return "" if self.fast_dev_run else stop_reason(self.callbacks)
 
     def _prepare(self) -> Federation:
-        """Everything that can refuse its input comes before the first thing that is created."""
+        """Build all that can refuse its input, before anything is created."""
         try:
             self._build()
         except (ValueError, OSError) as error:
@@ -417,7 +417,7 @@ class FederatedTrainer(Recorded):
         return summary
 
     def _stop(self, error: BaseException, fed: Federation) -> None:
-        """The run ends early: keep what is done, say how to continue."""
+        """End the run early: keep what is done and say how to continue."""
         self.interrupts.ignore()
         interrupted, done = self._is_interrupt(error), self.progress.done.round
         if not interrupted:
@@ -447,14 +447,13 @@ class FederatedTrainer(Recorded):
         self.journal.stop("KILLED" if interrupted else "FAILED")
 
     def _is_interrupt(self, error: BaseException) -> bool:
-        """Whether somebody wants the run to end, by a signal or in the way that one does, and no code is
-        wrong."""
+        """Return whether a signal, or an exit as after one, ends the run, and not an error."""
         asked = isinstance(error, SystemExit) and error.code == 128 + signal.SIGTERM
         return self.interrupts.received or isinstance(error, KeyboardInterrupt) or asked
 
 
 def _left(error: SystemExit) -> RuntimeError:
-    """In place of a ``sys.exit`` of somebody's code, whose code 0 would say that the run is done."""
+    """Make an error of a ``sys.exit`` in the code of a run, whose code 0 would say that the run is done."""
     found = RuntimeError(f"code of this run called sys.exit({error.code!r}) in mid-run; raise an exception")
     found.__cause__ = error
     return found

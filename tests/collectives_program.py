@@ -72,7 +72,7 @@ def exchange(rank: int, size: int) -> None:
 
 
 def silent(rank: int, size: int) -> None:
-    time.sleep(8) if rank == 1 else collectives.gather_bytes(b"here")
+    time.sleep(5) if rank == 1 else collectives.gather_bytes(b"here")
 
 
 def killed(rank: int, size: int) -> None:

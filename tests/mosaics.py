@@ -7,7 +7,7 @@ from functools import partial
 import numpy as np
 import torch
 from torch import nn
-from toy import Quadratic, sgd
+from toy import Quadratic, point_network, sgd
 
 from fl_lightning import rng
 from fl_lightning.client import Client
@@ -54,23 +54,16 @@ def point_client(id: int, **state: torch.Tensor) -> Client:
     return Client(id, np.arange(1), np.arange(0), dict(state))
 
 
-def pq_network(classes: int) -> nn.Module:
-    return nn.Sequential(nn.Linear(1, 3), nn.Linear(3, 3))
+def two_layers(classes: int) -> nn.Module:
+    return nn.Sequential(nn.Linear(1, 6), nn.Linear(6, classes))
 
 
-class QuadraticMosaic(Quadratic, FedMosaic):
-    """Rank 3 of 3: every client can reach its own centre."""
-
-    def __init__(self, **settings):
-        reference = partial(nn.Linear, 1, bias=False)
-        settings = {
-            "network": pq_network,
-            "reference": lambda classes: reference(3),
-            "sigma": 0.0,
-            "sketch_rows": 1.0,
-            **settings,
-        }
-        super().__init__(rank=3, num_blocks=1, optimizer=sgd(0.1), **settings)
+def mosaic_on_points(**settings) -> FedMosaic:
+    """Rank 6 of 6: every client can reach its own centre."""
+    own = {"network": two_layers, "reference": point_network, "sigma": 0.0, "sketch_rows": 1.0}
+    method = FedMosaic(rank=6, num_blocks=1, optimizer=sgd(0.05), **{**own, **settings})
+    method.task_loss = Quadratic()
+    return method
 
 
 class Nobody(Stressor):

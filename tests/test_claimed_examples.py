@@ -83,15 +83,14 @@ def test_capped_shares(examples, largest):
 
 def test_a_largest_share_bounds_what_a_large_client_weighs(tmp_path):
     """Without the bound the first client has 20 / 24 of the weight, with it one half."""
-    from toy import Points, Quadratic, point_network, run, sgd
+    from toy import CENTRES, Points, on_points, run, sgd
 
     from fl_lightning.methods import FedAvg
 
     found = {}
     for largest in (1.0, 0.5):
-        method = type("Toy", (Quadratic, FedAvg), {})(
-            network=point_network, optimizer=sgd(1.0), max_share=largest
-        )
+        method = on_points(FedAvg(max_share=largest))
+        method.optimizer_spec = sgd(1.0)
         run(
             method,
             Points((20, 2, 2)),
@@ -102,8 +101,6 @@ def test_a_largest_share_bounds_what_a_large_client_weighs(tmp_path):
             engine="sequential",
         )
         found[largest] = method.server["weights"]
-    from toy import CENTRES
-
     torch.testing.assert_close(found[1.0], (20 * CENTRES[0] + 2 * CENTRES[1] + 2 * CENTRES[2]) / 24)
     torch.testing.assert_close(found[0.5], CENTRES[0] / 2 + CENTRES[1] / 4 + CENTRES[2] / 4)
 

@@ -229,15 +229,10 @@ def refuse(line: str, capsys: pytest.CaptureFixture[str]) -> str:
 
 @pytest.mark.parametrize(("line", "fragment"), BAD, ids=[line for line, _ in BAD])
 def test_bad_input(line: str, fragment: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert fragment in refuse(line, capsys)
-
-
-@pytest.mark.parametrize(
-    ("line", "fragment"),
-    [(line, f) for line, f in BAD if "print_config" not in line and "number.yaml" not in line],
-)
-def test_a_refusal_has_three_parts(line: str, fragment: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert refuse(line, capsys).count(";") >= 2
+    error = refuse(line, capsys)
+    assert fragment in error
+    if "print_config" not in line and "number.yaml" not in line:  # these two are in jsonargparse's own words
+        assert error.count(";") >= 2, "what was given; the rule; what to write instead"
 
 
 @pytest.mark.parametrize(

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import multiprocessing
+import os
 import signal
 import socket
+import sys
+from multiprocessing import forkserver
 
 import pytest
 from collectives_program import serve
@@ -12,12 +15,22 @@ from collectives_program import serve
 from fl_lightning.distributed.collectives import FRAME, _frames
 
 
+@pytest.fixture(scope="module", autouse=True)
+def imported_once():
+    """The ranks are forks of a process that has imported their program, which takes seconds."""
+    multiprocessing.set_forkserver_preload(["collectives_program"])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", os.pathsep.join(sys.path))  # where that process looks for it
+        forkserver.ensure_running()
+        yield
+
+
 def run(what: str, size: int, folder) -> tuple[list[int | None], list[str]]:
     """Exit codes of the ranks, and what they raised."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    context = multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")
     processes = [context.Process(target=serve, args=(rank, size, port, what, folder)) for rank in range(size)]
     for process in processes:
         process.start()

@@ -80,7 +80,7 @@ def planted(root: Path, trial: int, effect: float, seeds: int, baselines: int) -
 def test_a_planted_effect_is_found_at_the_stated_power(tmp_path):
     """80 of 100; binomial(100, 0.8) is outside 69 .. 89 once in a hundred times."""
     effect = statistics.detectable_effect(5) * 0.01 * np.sqrt(2)
-    wins = [planted(tmp_path, trial, effect, 5, 1).outcome({}).winner for trial in range(100)]
+    wins = [planted(tmp_path, trial, effect, 5, 1).ranking({}).winner for trial in range(100)]
     assert set(wins) == {"proposed", None}
     assert 69 <= wins.count("proposed") <= 89
 
@@ -89,7 +89,7 @@ def test_a_planted_null_has_no_winner(tmp_path):
     """Four baselines, three seeds, nothing between them. Broken on purpose: without Holm's correction there
     would be winners."""
     trials = [planted(tmp_path, trial, 0.0, 3, 4) for trial in range(100)]
-    assert [one.outcome({}).winner for one in trials].count(None) >= 94
+    assert [one.ranking({}).winner for one in trials].count(None) >= 94
     families = [one.differences("final/accuracy", {}) for one in trials]
     raw = sum(any(one.test.p_t < 0.05 for one in family) for family in families)
     corrected = sum(any(one.test.p_holm < 0.05 for one in family) for family in families)
@@ -102,14 +102,14 @@ def test_a_clear_winner_is_named_and_a_baseline_may_lead(tmp_path):
         {"P": {s: 0.95 + 0.001 * s for s in range(4)}, "B": {s: 0.8 + 0.002 * (s % 3) for s in range(4)}},
         proposed=["P"],
     )
-    assert comparison_of(tmp_path).outcome({}).winner == "P"
+    assert comparison_of(tmp_path).ranking({}).winner == "P"
     make_study(
         tmp_path,
         {"P": {s: 0.8 + 0.002 * (s % 3) for s in range(4)}, "B": {s: 0.95 + 0.001 * s for s in range(4)}},
         "other",
         proposed=["P"],
     )
-    outcome = comparison_of(tmp_path, "other").outcome({})
+    outcome = comparison_of(tmp_path, "other").ranking({})
     assert outcome.winner == "B"
     assert outcome.gap.test.mean < 0
     assert (outcome.gap.a, outcome.gap.b) == ("P", "B")
@@ -160,7 +160,7 @@ def test_when_all_are_proposed_they_are_compared_with_each_other(tmp_path):
     make_study(
         tmp_path, {"P": {0: 0.9, 1: 0.91, 2: 0.93}, "Q": {0: 0.5, 1: 0.52, 2: 0.51}}, proposed=["P", "Q"]
     )
-    outcome = comparison_of(tmp_path).outcome({})
+    outcome = comparison_of(tmp_path).ranking({})
     assert outcome.winner == "P"
     assert (outcome.gap.a, outcome.gap.b) == ("P", "Q")
 
@@ -172,7 +172,7 @@ def test_the_winner_under_corruption_is_the_most_accurate(tmp_path):
             make_run(
                 folder, label, seed, 0.9, tested={"corrupted/fog": base + seed / 100 * (label == "good")}
             )
-    assert Comparison(with_metric(gather("study", tmp_path), "corrupted/fog")).outcome({}).winner == "good"
+    assert Comparison(with_metric(gather("study", tmp_path), "corrupted/fog")).ranking({}).winner == "good"
     make_run(folder, "good", 3, 0.9, **{"mine/strange": 1.0})
     with pytest.raises(InputError, match="whether more is better"):
         with_metric(gather("study", tmp_path), "mine/strange")

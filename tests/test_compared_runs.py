@@ -123,8 +123,8 @@ def test_a_folder_without_a_study_is_labelled_by_what_differs(tmp_path):
     make_run(tmp_path / "mixed", "FedProx", 1, 0.7, tagged=False, name="FedProx-seed1-2")
     results = gather(str(tmp_path / "mixed"), tmp_path)
     assert {run.label for run in results.runs} == {"FedAvg lr=0.1", "FedAvg lr=0.5", "FedProx"}
-    assert [entry.name for entry in results.uncounted] == ["FedProx-seed1"]
-    assert Comparison(results).outcome({}).best_proposed == "FedAvg lr=0.1"
+    assert [entry.name for entry in results.excluded] == ["FedProx-seed1"]
+    assert Comparison(results).ranking({}).best_proposed == "FedAvg lr=0.1"
 
 
 @pytest.mark.parametrize("broken", ["missing", "nan"])
@@ -168,7 +168,7 @@ def test_a_run_of_other_settings_is_not_taken_for_a_cell(tmp_path):
     (folder / "cells.json").write_text(json.dumps(cells))
     results = gather("study", tmp_path)
     assert [run.name for run in results.runs if run.label == "A"] == [path.name for path in right.values()]
-    reasons = {entry.name: entry.reason for entry in results.uncounted if "other settings" in entry.reason}
+    reasons = {entry.name: entry.reason for entry in results.excluded if "other settings" in entry.reason}
     assert set(reasons) == {"A-seed1-2", "A-seed2"}
 
 
@@ -186,7 +186,7 @@ def test_tests_of_different_checkpoints_are_not_put_side_by_side(tmp_path, of_b,
         make_run(tmp_path / "study", "B", seed, 0.9, tested={"fgsm/accuracy": 0.4}, **of_b)
     results = gather("study", tmp_path)
     assert {run.label for run in results.runs if "fgsm/accuracy" in run.metrics} == left
-    said = {entry.name for entry in results.uncounted}
+    said = {entry.name for entry in results.excluded}
     assert said == {f"test.json of {label}-seed{seed}" for label in {"A", "B"} - left for seed in range(2)}
     assert len(results.runs) == 4
 
@@ -229,7 +229,7 @@ def test_one_label_of_different_settings_is_not_one_method(tmp_path, monkeypatch
         ("A lr=0.1", True),
         ("A lr=0.5", False),
     ]
-    assert [entry.name for entry in results.uncounted] == ["test.json of A1"]
+    assert [entry.name for entry in results.excluded] == ["test.json of A1"]
 
 
 @pytest.mark.parametrize("value", [None, "0.9", [1]])
@@ -238,6 +238,6 @@ def test_a_final_accuracy_that_is_no_number_is_listed(tmp_path, value):
     file = folder / "B-seed1/metadata.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | {"final/accuracy": value}))
     results = gather("study", tmp_path)
-    assert [(entry.name, "final/accuracy" in entry.reason) for entry in results.uncounted] == [
+    assert [(entry.name, "final/accuracy" in entry.reason) for entry in results.excluded] == [
         ("B-seed1", True)
     ]

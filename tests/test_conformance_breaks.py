@@ -101,8 +101,8 @@ class LeavesStatistics(FedAvg):
 
 @BROKEN.fails("budget")
 class OvershootsBudget(FedMPQ):
-    def _allocate(self, budget):
-        bits = super()._allocate(budget)
+    def allocate(self, budget):
+        bits = super().allocate(budget)
         return [min(8, bits[0] + 1), *bits[1:]]
 
 

@@ -178,7 +178,7 @@ def test_workers_end_with_the_run(tmp_path):
 
 def test_large_messages_go_through_the_pipe(tmp_path, monkeypatch):
     expected, _ = fit(FedAvg(network=SMALL), tmp_path, workers=1)
-    monkeypatch.setattr("fl_lightning.engines.pool.ROOM", -(2**14))
+    monkeypatch.setattr("fl_lightning.engines.pool.MIN_SHARED_BYTES", -(2**14))
     assert same(expected, fit(FedAvg(network=SMALL), tmp_path, workers=2)[0])
 
 

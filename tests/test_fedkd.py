@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
-from toy import CENTRES, Points, Quadratic, point_network, run, run_for_nothing, sgd
+from toy import CENTRES, Points, on_points, point_network, run, run_for_nothing, sgd
 
 from fl_lightning import rng
 from fl_lightning.data import IID, Dirichlet, FederatedImages
@@ -19,30 +19,17 @@ from fl_lightning.methods.fedkd import soft_label_loss
 from fl_lightning.models import SmallCNN
 from fl_lightning.wire import Payload, PayloadError
 
-HEADER, P = 19, 5
+HEADER, P, C = 19, 5, len(CENTRES)
 
 
-class PublicPoints(Points):
+def public_points(counts: tuple[int, ...] = (3, 1), size: int = P) -> Points:
     """Points and a public set of ``size`` points, all the same too."""
-
-    def __init__(self, counts: tuple[int, ...] = (3, 1), size: int = P) -> None:
-        super().__init__(counts)
-        self.size = size
-
-    def distribute(self, seed, device) -> None:
-        super().distribute(seed, device)
-        self.public = np.arange(self.size)
-
-    def public_inputs(self, position):
-        return torch.ones(len(position), 1)
-
-
-class QuadraticKD(Quadratic, FedKD):
-    """Local loss |w - c_k|^2 / 2; the logits are w, whatever the input."""
+    return Points(counts, public=size)
 
 
 def quadratic(**settings) -> FedKD:
-    return QuadraticKD(network=point_network, optimizer=sgd(0.1), **settings)
+    """Local loss |w - c_k|^2 / 2; the logits are w, whatever the input."""
+    return on_points(FedKD(**settings))
 
 
 class Watch(Stressor):
@@ -59,7 +46,7 @@ class Watch(Stressor):
 
 
 def evenly(soft_labels: torch.Tensor) -> torch.Tensor:
-    return torch.full_like(soft_labels, 1 / 3)
+    return torch.full_like(soft_labels, 1 / C)
 
 
 def rows(trainer) -> list[list[str]]:
@@ -68,7 +55,7 @@ def rows(trainer) -> list[list[str]]:
 
 def start_of(trainer_seed: int = 0) -> torch.Tensor:
     with rng.torch_stream(trainer_seed, "weights"):
-        return point_network(3).weight.detach().flatten()
+        return point_network(C).weight.detach().flatten()
 
 
 def pulled(weights: torch.Tensor, id: int, steps: int = 2) -> torch.Tensor:
@@ -93,7 +80,7 @@ def test_two_clients_by_hand_over_two_rounds(sharpen, tmp_path):
         Watch(),
         2.0,
     )
-    run(method, PublicPoints((3, 1)), tmp_path, max_rounds=2, callbacks=[watch])
+    run(method, public_points((3, 1)), tmp_path, max_rounds=2, callbacks=[watch])
     kept, student, p = [start_of(), start_of()], start_of(), None
     for round in (1, 2):
         if p is not None:
@@ -101,11 +88,11 @@ def test_two_clients_by_hand_over_two_rounds(sharpen, tmp_path):
         kept = [pulled(w, id) for id, w in enumerate(kept)]
         sent = [torch.softmax(w / temperature, 0) for w in kept]
         for id in (0, 1):
-            torch.testing.assert_close(watch.seen[round, id].tensor("soft_labels"), sent[id].expand(P, 3))
+            torch.testing.assert_close(watch.seen[round, id].tensor("soft_labels"), sent[id].expand(P, C))
         p = 0.75 * sent[0] + 0.25 * sent[1]
         p = p if sharpen is None else torch.exp(p / sharpen) / torch.exp(p / sharpen).sum()
         student = distilled(student, p, temperature, 4)
-    torch.testing.assert_close(method.server["soft_labels"], p.expand(P, 3))
+    torch.testing.assert_close(method.server["soft_labels"], p.expand(P, C))
     torch.testing.assert_close(method.server["weights"], student)
     assert not torch.allclose(student, start_of(), atol=0.01)
 
@@ -113,23 +100,23 @@ def test_two_clients_by_hand_over_two_rounds(sharpen, tmp_path):
 def test_two_of_six_take_part_and_the_others_do_not(tmp_path):
     counts, method, watch = (1, 2, 3, 4, 5, 6), quadratic(), Watch()
     trainer = run(
-        method, PublicPoints(counts), tmp_path, max_rounds=1, participation=2 / 6, callbacks=[watch]
+        method, public_points(counts), tmp_path, max_rounds=1, participation=2 / 6, callbacks=[watch]
     )
     cohort = [int(row[1]) for row in rows(trainer)]
     assert len(cohort) == 2
     assert sorted(watch.seen) == [(1, id) for id in cohort]
     share = torch.tensor([counts[id] for id in cohort]) / sum(counts[id] for id in cohort)
     sent = torch.stack([torch.softmax(pulled(start_of(), id), 0) for id in cohort])
-    torch.testing.assert_close(method.server["soft_labels"], (share @ sent).expand(P, 3))
+    torch.testing.assert_close(method.server["soft_labels"], (share @ sent).expand(P, C))
 
 
 def test_the_server_knows_only_what_was_sent(tmp_path):
     honest, silent = quadratic(), quadratic()
-    run(honest, PublicPoints(), tmp_path, max_rounds=1)
-    run(silent, PublicPoints(), tmp_path, max_rounds=1, callbacks=[Watch(evenly)])
-    torch.testing.assert_close(silent.server["soft_labels"], torch.full((P, 3), 1 / 3))
+    run(honest, public_points(), tmp_path, max_rounds=1)
+    run(silent, public_points(), tmp_path, max_rounds=1, callbacks=[Watch(evenly)])
+    torch.testing.assert_close(silent.server["soft_labels"], torch.full((P, C), 1 / C))
     torch.testing.assert_close(
-        silent.server["weights"], distilled(start_of(), torch.full((3,), 1 / 3), 1.0, 1)
+        silent.server["weights"], distilled(start_of(), torch.full((C,), 1 / C), 1.0, 1)
     )
     assert not torch.allclose(honest.server["weights"], silent.server["weights"], atol=1e-3)
     assert not torch.allclose(honest.server["weights"], start_of(), atol=1e-3)
@@ -141,24 +128,26 @@ def test_an_empty_round_leaves_p_and_a_first_one_leaves_nothing(tmp_path):
             return upload if where["round"] == 2 else None
 
     nobody, late, once = quadratic(), quadratic(), quadratic()
-    trainer = run_for_nothing(nobody, PublicPoints(), tmp_path, max_rounds=2, callbacks=[Watch(None)])
+    trainer = run_for_nothing(nobody, public_points(), tmp_path, max_rounds=2, callbacks=[Watch(None)])
     assert not nobody.server["aggregated"]
     torch.testing.assert_close(nobody.server["weights"], start_of())
     assert {row[3] for row in rows(trainer)} == {str(HEADER)}
-    run(late, PublicPoints(), tmp_path, max_rounds=3, callbacks=[Late()])
-    run(once, PublicPoints(), tmp_path, max_rounds=2, callbacks=[Late()])
+    run(late, public_points(), tmp_path, max_rounds=3, callbacks=[Late()])
+    run(once, public_points(), tmp_path, max_rounds=2, callbacks=[Late()])
     assert torch.equal(late.server["soft_labels"], once.server["soft_labels"])
     assert torch.equal(late.server["weights"], once.server["weights"])
 
 
 def test_a_client_that_diverges_is_rejected_and_comes_back(tmp_path, caplog):
-    class Diverge(QuadraticKD):
-        def task_loss(self, outputs, target):
-            loss = super().task_loss(outputs, target)
-            return loss * float("nan") if self.round == 1 and int(target[0]) == 0 else loss
+    method = quadratic()
+    distance = method.task_loss
 
-    method = Diverge(network=point_network, optimizer=sgd(0.1))
-    trainer = run(method, PublicPoints(), tmp_path, max_rounds=2)
+    def diverge(outputs, target):
+        loss = distance(outputs, target)
+        return loss * float("nan") if method.round == 1 and int(target[0]) == 0 else loss
+
+    method.task_loss = diverge
+    trainer = run(method, public_points(), tmp_path, max_rounds=2, engine="sequential", workers=1)
     assert "upload of client 0 rejected" in caplog.text
     assert [row[2] for row in rows(trainer)] == ["rejected", "trained", "trained", "trained"]
     assert method.server["weights"].isfinite().all()
@@ -171,26 +160,26 @@ def test_a_client_that_diverges_is_rejected_and_comes_back(tmp_path, caplog):
         torch.ones_like,
         lambda p: 2 * p,
         lambda p: p * (1 + 2e-3),
-        lambda p: torch.tensor([-0.5, 1.0, 0.5]).expand(P, 3),
-        lambda p: torch.tensor([1.5, -0.25, -0.25]).expand(P, 3),
-        lambda p: torch.cat([p[1:], torch.zeros(1, 3)]),  # one row of many
+        lambda p: torch.tensor([-0.5, 1.0, 0.5, 0, 0, 0]).expand(P, C),
+        lambda p: torch.tensor([1.5, -0.25, -0.25, 0, 0, 0]).expand(P, C),
+        lambda p: torch.cat([p[1:], torch.zeros(1, C)]),  # one row of many
         lambda p: torch.full_like(p, float("nan")),
         torch.log,
     ],
 )
 def test_soft_labels_that_are_no_probabilities_are_rejected(change, tmp_path, caplog):
     method = quadratic()
-    trainer = run_for_nothing(method, PublicPoints(), tmp_path, max_rounds=1, callbacks=[Watch(change)])
+    trainer = run_for_nothing(method, public_points(), tmp_path, max_rounds=1, callbacks=[Watch(change)])
     assert [row[2] for row in rows(trainer)] == ["rejected", "rejected"]
     assert "upload of client 0 rejected: " in caplog.text
     assert not method.server["aggregated"]
 
 
 @pytest.mark.parametrize(
-    "change", [lambda p: p * (1 - 5e-4), lambda p: torch.eye(3)[[0, 1, 2, 0, 1]], evenly]
+    "change", [lambda p: p * (1 - 5e-4), lambda p: torch.eye(C)[[0, 1, 2, 0, 5]], evenly]
 )
 def test_rounded_and_certain_probabilities_count(change, tmp_path):
-    trainer = run(quadratic(), PublicPoints(), tmp_path, max_rounds=1, callbacks=[Watch(change)])
+    trainer = run(quadratic(), public_points(), tmp_path, max_rounds=1, callbacks=[Watch(change)])
     assert [row[2] for row in rows(trainer)] == ["trained", "trained"]
 
 
@@ -199,7 +188,7 @@ def test_bytes_of_the_published_case_are_40_million(tmp_path):
     the way up."""
     method = FedKD(network=lambda classes: nn.Linear(1, 100, bias=False), optimizer=sgd())
     method.logits = False
-    data = PublicPoints((3,), size=50_000)
+    data = public_points((3,), size=50_000)
     data.setup()
     data.distribute(0, torch.device("cpu"))
     method.build(data)

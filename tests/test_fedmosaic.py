@@ -7,7 +7,7 @@ import copy
 import numpy as np
 import pytest
 import torch
-from mosaics import LARGE, REFERENCE, SMALL, Nobody, QuadraticMosaic, built, digits, mosaic, point_client
+from mosaics import LARGE, REFERENCE, SMALL, Nobody, built, digits, mosaic, mosaic_on_points, point_client
 from safetensors.torch import load_file
 from torch import nn
 from toy import CENTRES, Points, run, run_for_nothing, sgd
@@ -226,7 +226,7 @@ def test_each_client_reaches_its_own_optimum(gate, tmp_path):
         def on_client_end(self, client, round, context):
             states[client.id] = client.state
 
-    data, method = Points((3, 1, 2)), QuadraticMosaic(gate=gate)
+    data, method = Points((3, 1, 2)), mosaic_on_points(gate=gate)
     run(method, data, tmp_path, max_rounds=80, callbacks=[Keep()])
     for id in range(3):
         network = method.deploy(data.client(id, states[id]))

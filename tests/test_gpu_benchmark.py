@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 FOLDER = Path(__file__).parent.parent / "benchmarks"
 PROGRAM = """
 import runpy, sys
@@ -18,6 +20,8 @@ runpy.run_path("{script}", run_name="__main__")
 """
 
 
+@pytest.mark.slow
+@pytest.mark.essential
 def test_it_runs_on_a_toy(tmp_path):
     program = PROGRAM.format(script=FOLDER / "gpu.py")
     options = [

@@ -160,7 +160,7 @@ def test_tensors_that_are_replaced_and_kept():
 
 @pytest.mark.parametrize("kept", [1, 2])
 def test_more_kinds_than_are_kept(kept, monkeypatch):
-    monkeypatch.setattr(graphs, "KINDS", kept)
+    monkeypatch.setattr(graphs, "MAX_KINDS", kept)
     name, recorder = "AQFL", Tapes()
     assert_same(rounds(make(name)), rounds(make(name), recorder))
     assert recorder.recorded > 0

@@ -24,7 +24,14 @@ from fl_lightning.client import Assignment, Client
 from fl_lightning.engines import SequentialEngine
 from fl_lightning.errors import RunStopped
 from fl_lightning.hooks import Stressor
-from fl_lightning.loop import EXPLODED, aggregate, check_examples, check_upload, check_values, max_undeclared
+from fl_lightning.loop import (
+    MAX_MAGNITUDE,
+    aggregate,
+    check_examples,
+    check_upload,
+    check_values,
+    max_undeclared,
+)
 from fl_lightning.methods import FedAvg
 from fl_lightning.methods.base import declared_limits
 from fl_lightning.wire import Codes, Payload, PayloadError
@@ -206,8 +213,8 @@ def test_a_server_that_would_not_stay_finite_keeps_its_state(tmp_path, caplog):
 
 
 def test_limits():
-    check_values(Payload({"examples": torch.tensor(1), "weights": torch.tensor([EXPLODED / 2])}))
-    for weights in (EXPLODED, -EXPLODED, float("nan"), float("inf")):
+    check_values(Payload({"examples": torch.tensor(1), "weights": torch.tensor([MAX_MAGNITUDE / 2])}))
+    for weights in (MAX_MAGNITUDE, -MAX_MAGNITUDE, float("nan"), float("inf")):
         with pytest.raises(PayloadError, match="NaN, infinity or"):
             check_values(Payload({"weights": torch.tensor([weights])}))
     for examples in (

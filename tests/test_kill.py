@@ -150,6 +150,8 @@ def kill_and_continue(
     )
 
 
+@pytest.mark.slow
+@pytest.mark.essential
 def test_killed_at_random_instants(server, reference, tmp_path):
     wanted, seconds = reference
     random_ = random.Random(1)
@@ -159,6 +161,8 @@ def test_killed_at_random_instants(server, reference, tmp_path):
         assert kill_and_continue(server, tmp_path / str(trial), wanted, seconds, random_, mlflow=False) == []
 
 
+@pytest.mark.slow
+@pytest.mark.essential
 def test_killed_at_a_random_instant_the_store_has_every_step_once(server, store, tmp_path):
     template, wanted, seconds = store
     shutil.copytree(template, tmp_path / "a")

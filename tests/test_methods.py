@@ -1,4 +1,5 @@
-"""What every method must do, and where each must end. References share no code with the package."""
+"""FedAvg, FedMPQ and FedMPQKD beside plain loops and formulas that share no code with the package; the kit
+checks what every method must do (test_conformance)."""
 
 from __future__ import annotations
 
@@ -7,126 +8,13 @@ import copy
 import pytest
 import torch
 import torch.nn.functional as F
-from toy import CENTRES, Points, Quadratic, point_network, pull, run, run_for_nothing, sgd
+from toy import run, sgd
 
 from fl_lightning.data import IID, FederatedImages
-from fl_lightning.hooks import Stressor
 from fl_lightning.methods import CosineSchedule, FedAvg, FedMPQ, FedMPQKD, LinearSchedule
 from fl_lightning.methods.fedmpqkd import distillation
 from fl_lightning.methods.schedules import at
-from fl_lightning.wire import Codes, Payload
-
-
-def quadratic(method: type, **settings):
-    kind = type(f"Quadratic{method.__name__}", (Quadratic, method), {})
-    return kind(network=point_network, optimizer=sgd(0.1), **settings)
-
-
-METHODS = {  # name: class, settings, least step relative to SGD's, noise of one round's rounding
-    "FedAvg": (FedAvg, {}, 1.0, 1e-5),
-    # One of a weight's planes p and n is zero and clamped there, so a plane step is between half of SGD's and
-    # all of it.
-    "FedMPQ": (FedMPQ, {"bits": 8, "lambda_b": 0.0}, 0.5, 0.03),
-    "FedMPQKD": (FedMPQKD, {"bits": 8, "lambda_b": 0.0, "alpha": 0.1}, 0.5, 0.03),
-}
-by_method = pytest.mark.parametrize("name", METHODS)
-
-
-def make(name: str):
-    method, settings, _, _ = METHODS[name]
-    return quadratic(method, **settings)
-
-
-def initial_weights(name: str, data: Points) -> torch.Tensor:
-    from fl_lightning import rng
-
-    method = make(name)
-    data.setup()
-    data.distribute(0, torch.device("cpu"))
-    with rng.torch_stream(0, "weights"):
-        method.build(data)
-    return method.server["weights"].clone()
-
-
-@by_method
-def test_known_optimum_of_unequal_clients(name, tmp_path):
-    """At the end nothing pulls: the mean of the centres weighted by n_k (for FedAvg exactly, which an
-    unweighted mean is not)."""
-    method, counts = make(name), (3, 1)
-    run(method, Points(counts), tmp_path, max_rounds=60)
-    low, high = pull(method.server["weights"], counts, [0, 1], least=METHODS[name][2])
-    assert (low <= METHODS[name][3]).all()
-    assert (high >= -METHODS[name][3]).all()
-
-
-@by_method
-def test_clients_that_agree_are_reached(name, tmp_path):
-    method, data = make(name), Points((3,))
-    run(method, data, tmp_path, max_rounds=120)
-    torch.testing.assert_close(method.server["weights"], CENTRES[0], rtol=0, atol=METHODS[name][3])
-
-
-@by_method
-def test_partial_participation_averages_only_who_took_part(name, tmp_path):
-    """2 of 6 a round: after one full-batch step, w + lr * (sum p_k c_k - w) over those two."""
-    counts = (1, 2, 3, 4, 5, 6)
-    start = initial_weights(name, Points(counts))
-    method = make(name)
-    trainer = run(method, Points(counts), tmp_path, max_rounds=1, participation=2 / 6, local_epochs=1)
-    cohort = [
-        int(line.split(",")[1]) for line in (trainer.run_dir / "ledger.csv").read_text().splitlines()[1:]
-    ]
-    assert len(cohort) == 2
-    low, high = pull(start, counts, cohort, least=METHODS[name][2])
-    moved = method.server["weights"] - start
-    assert (moved >= 0.1 * low - METHODS[name][3] / 2).all()
-    assert (moved <= 0.1 * high + METHODS[name][3] / 2).all()
-
-
-class Zero(Stressor):
-    """Zeroes every upload on the wire."""
-
-    def change_upload(self, upload, *, client, round, context):
-        def zero(name: str, value):
-            if name in ("examples", "bits"):
-                return value
-            return Codes(value.values * 0, value.bits) if isinstance(value, Codes) else value * 0
-
-        return Payload({name: zero(name, value) for name, value in upload.items()})
-
-
-@by_method
-def test_the_server_knows_only_what_was_sent(name, tmp_path):
-    method = make(name)
-    run(method, Points(), tmp_path, max_rounds=1, callbacks=[Zero()])
-    assert method.server["weights"].abs().max() == 0
-
-
-@by_method
-def test_nan_is_rejected_counted_and_never_averaged(name, tmp_path, caplog):
-    class Poison(Stressor):
-        def change_upload(self, upload, *, client, round, context):
-            bad = "weights" if "weights" in upload else "scales"
-            return upload if client.id else Payload({**upload, bad: upload.tensor(bad) * float("nan")})
-
-    method = make(name)
-    trainer = run(method, Points((3, 1)), tmp_path, max_rounds=60, callbacks=[Poison()])
-    assert "upload of client 0 rejected" in caplog.text
-    assert "rejected" in (trainer.run_dir / "ledger.csv").read_text()
-    torch.testing.assert_close(method.server["weights"], CENTRES[1], rtol=0, atol=0.05)
-
-
-@by_method
-def test_an_empty_round_leaves_the_model(name, tmp_path):
-    class Nobody(Stressor):
-        def change_upload(self, upload, *, client, round, context):
-            return None
-
-    method = make(name)
-    trainer = run_for_nothing(method, Points(), tmp_path, max_rounds=3, callbacks=[Nobody()])
-    torch.testing.assert_close(method.server["weights"], initial_weights(name, Points((3, 1))))
-    ledger = [line.split(",") for line in (trainer.run_dir / "ledger.csv").read_text().splitlines()[1:]]
-    assert all(status == "lost" and wasted == upload != "0" for _, _, status, _, upload, wasted in ledger)
+from fl_lightning.wire import Payload
 
 
 def digits(num_clients: int = 4, **settings) -> FederatedImages:

@@ -31,6 +31,11 @@ def test_ece_by_hand() -> None:
     assert expected_calibration_error(probs, [0, 1, 1, 1], bins=10) == pytest.approx(0.45)
 
 
+def test_ece_of_a_confidence_on_an_edge() -> None:
+    """0.6 is in (0.4, 0.6] and 0.7 is not: (0.4 + 0.7) / 2. In one bin they would give |0.5 - 0.65|."""
+    assert expected_calibration_error([[0.6, 0.4], [0.7, 0.3]], [0, 1], bins=5) == pytest.approx(0.55)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_bins_are_open_below_and_closed_above(dtype: torch.dtype) -> None:
     """A confidence on an edge belongs to the bin below it, in either precision, and 1 to the last."""

@@ -74,6 +74,8 @@ def check(config: dict, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> N
     assert len(lines) == (code != 0)
 
 
+@pytest.mark.slow
+@pytest.mark.essential
 @settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(damaged())
 def test_damaged_configuration(tmp_path, monkeypatch, capsys, config):

@@ -46,6 +46,8 @@ def method_bytes():
         sys.path.remove(str(ROOT / "benchmarks"))
 
 
+@pytest.mark.slow
+@pytest.mark.essential
 def test_the_bytes_are_those_of_the_ledger(method_bytes, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert {name: (row[2], row[3]) for name, row in ROWS.items()} == method_bytes.relative_bytes()

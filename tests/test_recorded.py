@@ -102,7 +102,7 @@ def test_compare_tells_runs_from_python_apart(tmp_path):
     assert {(one.label, one.seed) for one in results.runs} == {
         (f"FedProx mu={mu}", seed) for mu in (0.0, 0.5, 50.0) for seed in (0, 1)
     }
-    assert results.uncounted == []
+    assert results.excluded == []
 
 
 class Odd(Stressor):
@@ -118,7 +118,7 @@ def test_what_cannot_be_recorded_is_refused_by_name(tmp_path):
         fit(tmp_path, ckpt_path=str(trainer.run_dir), **odd)
     results = gather(str(tmp_path / "odd"), tmp_path)
     assert [one.label for one in results.runs] == ["FedProx"]
-    (left,) = results.uncounted
+    (left,) = results.excluded
     assert "trainer.callbacks.0.init_args.source cannot be recorded" in left.reason
 
 
@@ -127,7 +127,7 @@ def test_a_run_of_an_earlier_release_without_settings_is_not_counted(tmp_path):
     fit(tmp_path, 0.5, experiment="old")
     (trainer.run_dir / "config.yaml").write_text("")
     results = gather(str(tmp_path / "old"), tmp_path)
-    assert [entry.reason for entry in results.uncounted] == [
+    assert [entry.reason for entry in results.excluded] == [
         "its settings were not recorded: config.yaml is empty"
     ]
 

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from toy import CENTRES, Points, Quadratic, point_network, run, sgd
+from toy import CENTRES, Points, on_points, run, sgd
 
 from callbacks import ByzantineClients
 from fl_lightning.client import Client
@@ -90,7 +90,7 @@ def test_order_of_clients_and_size_of_chunks_do_not_matter(average, monkeypatch)
     expected = average(rows, shares, start)
     shuffled = average(rows[::-1], shares[::-1], start)
     torch.testing.assert_close(shuffled, expected, rtol=1e-6, atol=1e-7)
-    monkeypatch.setattr(averaging, "CHUNK", 50)  # five columns at a time
+    monkeypatch.setattr(averaging, "MAX_ORDERED_VALUES", 50)  # five columns at a time
     assert torch.equal(average(rows, shares, start), expected)
     assert expected.dtype == torch.float32
 
@@ -149,17 +149,11 @@ def test_every_averaging_method_hands_it_decoded_weights(kind, tmp_path):
 SIX = (2, 2, 2, 2, 2, 2)
 
 
-class Agree(Quadratic):
-    """Every client's loss is ``|w - CENTRES[0]|^2 / 2``."""
-
-    def task_loss(self, outputs, target):
-        return super().task_loss(outputs, torch.zeros_like(target))
-
-
 def fitted(average, attack, tmp_path, **settings) -> torch.Tensor:
-    method = type("Toy", (Agree, FedAvg), {})(network=point_network, optimizer=sgd(0.1), average=average)
+    """Where FedAvg ends if one of six clients attacks, all of whom have client 0's optimum."""
+    method = on_points(FedAvg(average=average))
     byzantine = ByzantineClients(clients=1 / 6, attack=attack, **{"strength": 20.0, **settings})
-    run(method, Points(SIX), tmp_path, max_rounds=10, local_epochs=12, callbacks=[byzantine])
+    run(method, Points(SIX, labels=(0,) * 6), tmp_path, max_rounds=10, local_epochs=12, callbacks=[byzantine])
     return method.server["weights"]
 
 

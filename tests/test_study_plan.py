@@ -14,7 +14,7 @@ from fl_lightning.__main__ import main
 from fl_lightning.cli import parser as cli
 from fl_lightning.errors import InputError
 from fl_lightning.settings import FREE_KEYS, changed_settings, settings_hash
-from fl_lightning.study.execute.board import Board
+from fl_lightning.study.execute.cells import StudyCells
 from fl_lightning.study.spec.criteria import parse
 from fl_lightning.study.spec.plan import Study, Variation, as_flag
 from fl_lightning.study.spec.search import Range, Search
@@ -124,7 +124,7 @@ def test_a_copy_says_the_same_from_anywhere(write, tmp_path):
         ("study: small", "study: small\nclaimed: 2024-02-31", "not valid YAML: day is out of range"),
         ("  A: {}", "  ..: {}", "methods: '..'.*no '.' or '-' first.*such as FedMPQ"),
         ("  A: {}", '  "\\ud800": {}', "folder's name"),
-        ("  A: {}", f"  {'A' * 250}: {{}}", "250 bytes.*at most 200; shorten it"),
+        ("  A: {}", f"  {'A' * 250}: {{}}", "250 bytes.*at most 200 bytes.*shorten it"),
         ("  A: {}", f"  {'A' * 190}: {{}}", "cell: AAAA.*at most 200"),
         (
             "trainer.max_rounds: 3",
@@ -136,8 +136,8 @@ def test_a_copy_says_the_same_from_anywhere(write, tmp_path):
         ("stressed: on", "stressed: off", "stressed and clean are both off.*write stressed: on"),
         ("proposed: [B b=1]", "metric: final/acuracy", "metric: final/acuracy.*write metric: final/accuracy"),
         ("proposed: [B b=1]", "metric: acc", "no run has such a metric"),
-        ("proposed: [B b=1]", "test: clean", "test: 'clean'.*write test: true, or test: [clean]"),
-        ("proposed: [B b=1]", "test: []", "names a probe or more.*write test: [clean]"),
+        ("proposed: [B b=1]", "test: clean", "test: 'clean'.*a list of probes.*write test: [clean"),
+        ("proposed: [B b=1]", "test: []", "test.probes: [].*at least one.*write test.probes: [clean"),
         ("proposed: [B b=1]", "test: [clean, corrupt]", "test: corrupt; one of clean.*write corruptions"),
         ("proposed: [B b=1]", "test: {probes: 5}", "test.probes: 5; it is a list of strings"),
         ("proposed: [B b=1]", "test: {checkpoint: bset}", "test.checkpoint: 'bset'; it is last, best or"),
@@ -247,8 +247,8 @@ def test_a_study_of_the_project_can_be_judged_and_its_ends_resolve(path):
 @pytest.mark.essential
 @pytest.mark.parametrize("path", STUDIES, ids=lambda path: path.stem)
 def test_every_cell_of_every_study_of_the_project_resolves_to_another_run(path, tmp_path):
-    board = Board.plan(Study.read(path), tmp_path, cli.resolve)
-    assert len({record.hash for record in board.records}) == len(board.records) > 0
+    cells = StudyCells.plan(Study.read(path), tmp_path, cli.resolve)
+    assert len({record.hash for record in cells}) == len(cells.states) > 0
     assert list(tmp_path.iterdir()) == []
 
 
@@ -298,6 +298,8 @@ trials: 5
         "--model.kl=reverse",
         "--seed_everything=0",
     ]
+    tiny = Search.read(write(text.replace("low: 0,", "low: 1e-3,")))  # text to YAML 1.1
+    assert tiny.space["model.alpha"] == Range(0.001, 1.5)
     seen = {(key, value) for corner in search.corners() for key, value in corner.items()}
     assert seen == {("model.alpha", 0), ("model.alpha", 1.5), ("trainer.local_epochs", 1), ("trainer.local_epochs", 4),
                     ("model.kl", "forward"), ("model.kl", "reverse")}  # fmt: skip
@@ -308,7 +310,7 @@ trials: 5
         ("trials: 5", "trials: 5\ndirection: up", "one of maximize, minimize"),
         ("low: 0, high: 1.5", "low: 2, high: 1.5", "low is less than high"),
         ("low: 0, high: 1.5", "low: 0, high: 1.5, log: true", "logarithmic range is above 0"),
-        ("low: 0, high: 1.5", "low: 1e-3, high: 1.5", "write 1.0e-3"),
+        ("low: 0, high: 1.5", "low: a, high: 1.5", "space.model.alpha.low: 'a'; it is a number"),
         ("low: 0, high: 1.5", "low: 0", "must be given"),
         ("low: 0, high: 1.5", "low: 0, high: .inf", "the ends are finite"),
         ("[forward, reverse]", "[]", "choices are"),

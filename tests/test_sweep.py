@@ -23,11 +23,10 @@ from fl_lightning.__main__ import main
 from fl_lightning.errors import InputError
 from fl_lightning.probing import PROBES
 from fl_lightning.settings import settings_hash
-from fl_lightning.study.execute import jobs, lock
-from fl_lightning.study.execute import mlflow_page as page
-from fl_lightning.study.execute.board import Board, Record
+from fl_lightning.study.execute import jobs, lock, mlflow_page
+from fl_lightning.study.execute.cells import CellState, StudyCells
 from fl_lightning.study.execute.display import Display
-from fl_lightning.study.execute.estimate import Cost, Total, find_costs, show_plan, total
+from fl_lightning.study.execute.estimate import RemainingCost, RoundCost, find_cost, remaining_cost, show_plan
 from fl_lightning.study.execute.jobs import Job, Pool, slots_for
 from fl_lightning.study.spec.plan import Cell
 from fl_lightning.tracking.loggers import Tracking
@@ -241,7 +240,7 @@ def test_a_pool_has_as_many_jobs_as_places_and_what_follows_goes_next(pool, tmp_
 
 
 def test_a_stopped_pool_leaves_no_process(pool, tmp_path, monkeypatch):
-    monkeypatch.setattr(jobs, "GRACE", 0.5)
+    monkeypatch.setattr(jobs, "STOP_SECONDS", 0.5)
     stubborn = (
         "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('up', flush=True); "
         "time.sleep(60)"
@@ -289,10 +288,10 @@ def test_a_study_waits_for_the_cells_of_a_sweep_that_was_killed_and_for_no_other
         ):
             pass
         orphan = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE, pass_fds=held)
-    monkeypatch.setattr(lock, "PATIENCE", 0.3)
+    monkeypatch.setattr(lock, "ORPHANS_LIMIT", 0.3)
     with pytest.raises(InputError, match="do not end"), lock.only_one(tmp_path):
         pass
-    monkeypatch.setattr(lock, "PATIENCE", 30.0)
+    monkeypatch.setattr(lock, "ORPHANS_LIMIT", 30.0)
     threading.Timer(0.3, lambda: orphan.communicate(b"\n")).start()
     with lock.only_one(tmp_path):
         assert orphan.wait(10) == 0
@@ -301,13 +300,14 @@ def test_a_study_waits_for_the_cells_of_a_sweep_that_was_killed_and_for_no_other
 def test_what_is_left_is_estimated_from_runs_of_the_same_method(tmp_path):
     """By hand: 98 rounds of 3 s and 8 bytes and a start of 10 s; the first round is a warm-up."""
     (tmp_path / "metrics.csv").write_text("round,time/round,comm/total_bytes\n1,50,8\n2,3,8\n")
-    begun = Record(Cell("A", 0, {}, []), {"trainer.max_rounds": 100}, "", "interrupted", tmp_path)
-    waiting = Record(Cell("A", 1, {}, []), {"trainer.max_rounds": 100}, "")
-    unknown = Record(Cell("B", 0, {}, []), {"trainer.max_rounds": 100}, "")
-    done = Record(Cell("B", 1, {}, []), {"trainer.max_rounds": 100}, "", "finished")
-    costs = find_costs(Board(None, tmp_path, [begun, waiting, unknown, done]), probe=False)  # type: ignore[arg-type]
-    assert costs["A-seed1"] == Cost(3.0, 8.0, "A-seed0")
-    assert total([begun, waiting, unknown, done], costs) == Total(10 + 98 * 3 + 10 + 100 * 3, 198 * 8, ["B"])
+    begun = CellState(Cell("A", 0, {}, []), {"trainer.max_rounds": 100}, "", "interrupted", tmp_path)
+    waiting = CellState(Cell("A", 1, {}, []), {"trainer.max_rounds": 100}, "")
+    unknown = CellState(Cell("B", 0, {}, []), {"trainer.max_rounds": 100}, "")
+    done = CellState(Cell("B", 1, {}, []), {"trainer.max_rounds": 100}, "", "finished")
+    cells = StudyCells(None, tmp_path, [begun, waiting, unknown, done])  # type: ignore[arg-type]
+    costs = {state.cell.name: find_cost(cells, state) for state in cells}
+    assert costs["A-seed1"] == RoundCost(3.0, 8.0, "A-seed0")
+    assert remaining_cost(cells, costs) == RemainingCost(10 + 98 * 3 + 10 + 100 * 3, 198 * 8, ["B"])
 
 
 TESTED = {
@@ -321,7 +321,7 @@ TESTED = {
 
 def test_a_cell_is_tested_as_the_study_now_asks_and_with_its_present_weights(tmp_path):
     (tmp_path / "metadata.json").write_text(json.dumps({"weights_sha256": "w", "final/best_val_round": 4}))
-    record = Record(Cell("A", 0, {}, []), {}, "", "finished", tmp_path)
+    record = CellState(Cell("A", 0, {}, []), {}, "", "finished", tmp_path)
 
     def is_tested(flags, **found):
         (tmp_path / "test.json").write_text(json.dumps({**TESTED, **found}))
@@ -356,12 +356,12 @@ def test_a_run_without_its_metrics_is_not_finished_and_one_that_cannot_be_read_s
     (run / "metadata.json").write_text('{"status": "finished"}')
     if metrics is not None:
         (run / "metrics.csv").write_text(metrics)
-    record = Record(Cell("A", 0, {}, []), {"trainer.max_rounds": 1}, settings_hash({"model.alpha": 1}))
+    record = CellState(Cell("A", 0, {}, []), {"trainer.max_rounds": 1}, settings_hash({"model.alpha": 1}))
     record.find_run(tmp_path)
     assert (record.run, record.status) == (run, "failed")
     assert "A-seed0-2/config.yaml; it cannot be read" in caplog.text
     plan = Console(record=True, width=300, file=io.StringIO())
-    show_plan(Board(SimpleNamespace(name="small"), tmp_path, [record]), 1, console=plan)  # type: ignore[arg-type]
+    show_plan(StudyCells(SimpleNamespace(name="small"), tmp_path, [record]), 1, console=plan)  # type: ignore[arg-type]
     said = plan.export_text()
     assert "its metrics.csv is missing or cannot be read; put it back, or move the folder away" in said
     assert "1 to run" in said
@@ -384,7 +384,7 @@ def test_on_a_terminal_the_runs_at_work_are_a_live_table(tmp_path):
     (tmp_path / "metrics.csv").write_text("round,test/accuracy,time/round\n1,0.25,2.0\n2,,3.0\n")
     console = Console(force_terminal=True, width=100, record=True)
     display = Display(lambda: "1 of 2 cells finished", lambda job: (tmp_path, 60), console)
-    running = jobs.Running(Job("FedAvg-seed0", ["fit"], tmp_path / "log"), None, 0)
+    running = jobs.RunningJob(Job("FedAvg-seed0", ["fit"], tmp_path / "log"), None, 0)
     display.shown = -1e9
     with display:
         display.look([running])
@@ -401,7 +401,7 @@ def test_in_mlflow_the_runs_of_a_study_are_under_one_that_is_made_once(tmp_path,
     folder = tmp_path / "runs" / "small"
     folder.mkdir(parents=True)
     (folder / "study.yaml").write_text("study: small\n")
-    begun = begin_study("small", folder, {"cells": "2"}, {page.TAG: page.view(["noise"])})
+    begun = begin_study("small", folder, {"cells": "2"}, mlflow_page.view_tags(["noise"]))
     end_study(begun, folder, "KILLED", files=["study.yaml"])
     assert begin_study("small", folder, {"cells": "3"}) == begun  # continued
     first = begun.run_id
@@ -414,7 +414,9 @@ def test_in_mlflow_the_runs_of_a_study_are_under_one_that_is_made_once(tmp_path,
             database.execute("select key, value from tags where run_uuid = ?", [tracking.run_id]).fetchall()
         )
         parent = dict(database.execute("select key, value from tags where run_uuid = ?", [first]).fetchall())
-        (view,) = database.execute("select value from experiment_tags where key = ?", [page.TAG]).fetchone()
+        (view,) = database.execute(
+            "select value from experiment_tags where key = ?", [mlflow_page.TAG]
+        ).fetchone()
         (status,) = database.execute("select status from runs where run_uuid = ?", [first]).fetchone()
     assert found["mlflow.parentRunId"] == first
     assert "tags.`noise`" in json.loads(view)["selectedColumns"]
@@ -424,3 +426,27 @@ def test_in_mlflow_the_runs_of_a_study_are_under_one_that_is_made_once(tmp_path,
     monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{folder / 'study.yaml'}")  # not a data base
     assert begin_study("small", folder, {}) is None
     assert "--logger false" in caplog.text
+
+
+@pytest.mark.parametrize(("installed", "fits"), [("3.17.2", True), ("3.18.0", False), ("4.0.0", False)])
+def test_the_view_is_saved_for_the_mlflow_that_reads_it_alone(monkeypatch, installed, fits):
+    monkeypatch.setattr(mlflow_page, "version", lambda name: installed)
+    tags, link = mlflow_page.view_tags(["noise"]), mlflow_page.link("7", port=81)
+    plain = "http://127.0.0.1:81/#/experiments/7/runs"
+    if not fits:
+        assert (tags, link) == ({}, plain)
+        return
+    view = json.loads(tags[mlflow_page.TAG])
+    sections = {section["uuid"] for section in view["compareRunSections"]}
+    assert {chart["metricSectionId"] for chart in view["compareRunCharts"]} == sections
+    assert link.startswith(f"{plain}?viewStateShareKey={mlflow_page.TAG.rpartition('.')[2]}&")
+
+
+@pytest.mark.parametrize("name", [".sweep.lock", ".cells.lock"])
+def test_no_lock_is_opened_through_a_link(tmp_path, name):
+    (tmp_path / "victim").write_text("mine")
+    (tmp_path / "study").mkdir()
+    (tmp_path / "study" / name).symlink_to(tmp_path / "victim")
+    with pytest.raises(OSError, match=name), lock.only_one(tmp_path / "study"):
+        pass
+    assert (tmp_path / "victim").read_text() == "mine"

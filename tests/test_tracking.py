@@ -141,6 +141,8 @@ def test_no_logger_and_other_ranks_track_nothing(tmp_path: Path, monkeypatch: py
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow
+@pytest.mark.essential
 def test_several_first_writers(tmp_path: Path) -> None:
     """The schema migration of a fresh database does not survive company; the lock keeps it alone."""
     script = (

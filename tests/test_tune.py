@@ -12,8 +12,8 @@ import yaml
 from fl_lightning.__main__ import main
 from fl_lightning.errors import InputError
 from fl_lightning.study.execute import tune as module
-from fl_lightning.study.execute.jobs import Job, Running
-from fl_lightning.study.execute.tune import Tune, open_search
+from fl_lightning.study.execute.jobs import Job, RunningJob
+from fl_lightning.study.execute.tune import SearchSession, open_search
 from fl_lightning.study.spec.search import Search
 
 CONFIGS = Path(__file__).parent.parent / "configs"
@@ -59,8 +59,8 @@ class Runs:
             (run / "metrics.csv").write_text("round,val/accuracy\n" + "".join(lines))
             (run / "metadata.json").write_text(json.dumps({"final/best_val_accuracy": good}))
             process = Process()
-            look([Running(job, process, 0)])
-            following = ended(Running(job, process, 0), 143 if process.stopped else 0)
+            look([RunningJob(job, process, 0)])
+            following = ended(RunningJob(job, process, 0), 143 if process.stopped else 0)
             waiting += [following] if following else []
 
 
@@ -90,12 +90,12 @@ def search_in(folder: Path, text: str = SEARCH) -> Search:
     return Search.read(folder / "search.yaml")
 
 
-def session(folder: Path, lives: int = 1000, text: str = SEARCH) -> tuple[Tune, Runs]:
+def session(folder: Path, lives: int = 1000, text: str = SEARCH) -> tuple[SearchSession, Runs]:
     search = search_in(folder, text)
     trials = folder / search.name
     trials.mkdir(exist_ok=True)
     runs = Runs(trials, lives)
-    return Tune(search, trials, runs, False, {}, resolve), runs  # type: ignore[arg-type]
+    return SearchSession(search, trials, runs, False, {}, resolve), runs  # type: ignore[arg-type]
 
 
 def tried(folder: Path) -> list[tuple]:

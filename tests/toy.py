@@ -1,16 +1,22 @@
-"""The kit's toy federations in R^3, and what only the tests need."""
+"""The kit's toy federations, under one name, and what only the tests need."""
 
 from __future__ import annotations
 
-from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor, nn
 
-from fl_lightning.conformance import toy
-from fl_lightning.conformance.toy import run, sgd, trainer_in
+from fl_lightning.conformance.toy import (
+    CENTRES,
+    Points,
+    Quadratic,
+    on_points,
+    point_network,
+    run,
+    sgd,
+    trainer_in,
+)
 from fl_lightning.data import FederatedData, FederatedImages
 from fl_lightning.errors import RunStopped
 from fl_lightning.methods import Method
@@ -20,38 +26,13 @@ __all__ = [
     "CENTRES",
     "Points",
     "Quadratic",
+    "on_points",
     "point_network",
-    "pull",
     "ready",
     "run",
     "run_for_nothing",
     "sgd",
 ]
-
-CENTRES = toy.CENTRES[:, :3]
-pull = partial(toy.pull, centres=CENTRES)
-
-
-class Points(toy.Points):
-    """Client k has ``counts[k]`` identical examples: input 1, label k. As many classes as clients."""
-
-    def __init__(self, counts: tuple[int, ...] = (3, 1)) -> None:
-        super().__init__(counts)
-        self.num_classes = len(counts)
-
-
-class Quadratic:
-    """Mix into a method: client k's loss is ``|w - CENTRES[k]|^2 / 2``."""
-
-    logits = False
-
-    def task_loss(self, outputs: Tensor, target: Tensor) -> Tensor:
-        return (outputs - CENTRES[target]).square().sum(dim=1).mean() / 2
-
-
-def point_network(num_classes: int) -> nn.Module:
-    """Three weights, returned as they are."""
-    return nn.Linear(1, 3, bias=False)
 
 
 def ready(seed: int = 0, **arguments: object) -> FederatedImages:

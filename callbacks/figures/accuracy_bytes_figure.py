@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 
-from callbacks.figures.drawing import check_every, draw
+from callbacks.figures.figure_meter import FigureMeter
 from fl_lightning.figures import BLACK, BLUE, ORANGE, RED, legend_outside, open_frame
-from fl_lightning.hooks import Context, Meter, RoundRecord
+from fl_lightning.hooks import Context, RoundRecord
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -16,34 +16,19 @@ if TYPE_CHECKING:
 COLUMNS = ("comm/download_bytes", "comm/upload_bytes", "comm/wasted_bytes", "test/accuracy")
 
 
-class AccuracyBytesFigure(Meter):
+class AccuracyBytesFigure(FigureMeter):
     """Draws ``figures/accuracy_bytes``: test accuracy against cumulative megabytes, down and up, wasted
-    uploads included.
+    uploads included."""
 
-    Args:
-        every: rounds between figures (``figures/accuracy_bytes_round_0010``); 0: only at the end.
-    """
-
-    def __init__(self, every: int = 0) -> None:
-        self.every = check_every(self, every)
-        self._rows: list[list[float]] = []
+    name = "accuracy_bytes"
+    empty: ClassVar = {"rows": []}
 
     def on_round_end(self, record: RoundRecord, context: Context) -> None:
-        self._rows.append([float(record.metrics.get(name, float("nan"))) for name in COLUMNS])
-        if self.every and record.round % self.every == 0:
-            draw(context, "accuracy_bytes", self._figure, record.round)
+        self.seen["rows"].append([float(record.metrics.get(name, float("nan"))) for name in COLUMNS])
+        super().on_round_end(record, context)
 
-    def on_fit_end(self, summary: dict[str, float], context: Context) -> None:
-        draw(context, "accuracy_bytes", self._figure)
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"rows": list(self._rows)}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._rows = state["rows"]
-
-    def _figure(self) -> Figure:
-        rows = np.array(self._rows).reshape(-1, len(COLUMNS))
+    def figure(self, context: Context) -> Figure:
+        rows = np.array(self.seen["rows"]).reshape(-1, len(COLUMNS))
         return accuracy_bytes_figure(*rows.T)
 
 

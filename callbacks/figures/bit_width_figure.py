@@ -2,77 +2,55 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
-from callbacks.figures.drawing import applies, check_every, draw
+from callbacks.figures.figure_meter import FigureMeter
 from fl_lightning.figures import BLUE, RED, legend_outside, open_frame
-from fl_lightning.hooks import Context, Meter, RoundRecord
+from fl_lightning.hooks import Context, RoundRecord
 from fl_lightning.quantization.allocation import MAX_BITS
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
-class BitWidthFigure(Meter):
+class BitWidthFigure(FigureMeter):
     """Draws ``figures/bit_widths``: magnitude bits of every quantised layer, the sign not counted, in every
     round.
 
-    Of FedMPQ and FedMPQKD: what came back, averaged over the clients that returned, which ``bits/average``
-    sums up. Of AQFL: what is deployed, the clients' mean rounded down. Other methods have no bit-width per
-    layer: the meter says so and is idle.
-
-    Args:
-        every: rounds between figures (``figures/bit_widths_round_0010``); 0: only at the end.
+    For FedMPQ and FedMPQKD they are those that came back, averaged over the clients that returned, which
+    ``bits/average`` sums up; for AQFL those that are deployed, the clients' mean rounded down. Other methods
+    have no bit-width per layer: the meter says so and is idle.
     """
 
-    def __init__(self, every: int = 0) -> None:
-        self.every = check_every(self, every)
-        self._applies = True
-        self._rounds: list[int] = []
-        self._bits: list[list[int]] = []
+    name = "bit_widths"
+    rule = "it draws methods that give each layer a bit-width"
+    instead = "write --model FedMPQ, FedMPQKD or AQFL, or leave it out"
+    empty: ClassVar = {"rounds": [], "bits": []}
 
-    def on_check(self, context: Context) -> None:
-        self._applies = applies(
-            self,
-            context,
-            layer_bits(context.method) is not None,
-            "it draws methods that give each layer a bit-width",
-            "write --model FedMPQ, FedMPQKD or AQFL, or leave it out",
-        )
+    def applies_to(self, context: Context) -> bool:
+        return layer_bits(context.method) is not None
 
     def on_round_start(self, round: int, context: Context) -> None:
-        if self._applies and not self._rounds:
+        if not self.seen["rounds"]:
             self._note(round - 1, context)
 
     def on_round_end(self, record: RoundRecord, context: Context) -> None:
-        if not self._applies:
-            return
         self._note(record.round, context)
-        if self.every and record.round % self.every == 0:
-            draw(context, "bit_widths", lambda: self._figure(context), record.round)
+        super().on_round_end(record, context)
 
-    def on_fit_end(self, summary: dict[str, float], context: Context) -> None:
-        if self._applies:
-            draw(context, "bit_widths", lambda: self._figure(context))
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"rounds": list(self._rounds), "bits": list(self._bits)}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._rounds, self._bits = state["rounds"], state["bits"]
-
-    def _note(self, round: int, context: Context) -> None:
-        bits = layer_bits(context.method)
-        assert bits is not None
-        self._rounds.append(round)
-        self._bits.append(bits)
-
-    def _figure(self, context: Context) -> Figure:
+    def figure(self, context: Context) -> Figure:
         codec = context.method.codec
         names = [name.removesuffix(".weight") for name in codec.names]
-        return bit_width_figure(self._rounds, np.array(self._bits), names, np.array(codec.sizes))
+        return bit_width_figure(
+            self.seen["rounds"], np.array(self.seen["bits"]), names, np.array(codec.sizes)
+        )
+
+    def _note(self, round: int, context: Context) -> None:
+        if self.applies:
+            self.seen["rounds"].append(round)
+            self.seen["bits"].append(layer_bits(context.method))
 
 
 def layer_bits(method: Any) -> list[int] | None:

@@ -2,64 +2,41 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 
-from callbacks.figures.drawing import applies, check_every, draw
+from callbacks.figures.figure_meter import FigureMeter
 from fl_lightning.figures import BLACK, BLUE, RED, legend_outside, open_frame
-from fl_lightning.hooks import Context, Meter, RoundRecord
+from fl_lightning.hooks import Context, RoundRecord
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
-class ClientAccuracyFigure(Meter):
+class ClientAccuracyFigure(FigureMeter):
     """Draws ``figures/client_accuracy``: how many clients have which accuracy on their own validation
-    examples, the worst decile marked.
+    examples, the worst decile marked."""
 
-    Args:
-        every: rounds between figures (``figures/client_accuracy_round_0010``); 0: only at the end.
-    """
+    name = "client_accuracy"
+    rule = "--data.val_fraction is 0 and no client has validation examples"
+    instead = "write --data.val_fraction 0.05, or leave it out"
+    empty: ClassVar = {"round": 0, "ids": [], "accuracies": []}
 
-    def __init__(self, every: int = 0) -> None:
-        self.every = check_every(self, every)
-        self._applies = True
-        self._round = 0
-        self._accuracies: dict[int, float] = {}
-
-    def on_check(self, context: Context) -> None:
-        self._applies = applies(
-            self,
-            context,
-            context.data.val_fraction > 0,
-            "--data.val_fraction is 0 and no client has validation examples",
-            "write --data.val_fraction 0.05, or leave it out",
-        )
+    def applies_to(self, context: Context) -> bool:
+        return context.data.val_fraction > 0
 
     def on_validate(self, accuracies: dict[int, float], record: RoundRecord, context: Context) -> None:
-        self._round, self._accuracies = record.round, accuracies
-        if self.every and record.round % self.every == 0:
-            draw(context, "client_accuracy", lambda: self._figure(context), record.round)
+        values = list(accuracies.values())
+        self.seen = {"round": record.round, "ids": list(accuracies), "accuracies": values}
 
-    def on_fit_end(self, summary: dict[str, float], context: Context) -> None:
-        if self._applies:
-            draw(context, "client_accuracy", lambda: self._figure(context))
+    def on_round_end(self, record: RoundRecord, context: Context) -> None:
+        if self.seen["round"] == record.round:
+            super().on_round_end(record, context)
 
-    def state_dict(self) -> dict[str, Any]:
-        return {
-            "round": self._round,
-            "ids": list(self._accuracies),
-            "accuracies": list(self._accuracies.values()),
-        }
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._round = state["round"]
-        self._accuracies = dict(zip(state["ids"], state["accuracies"], strict=True))
-
-    def _figure(self, context: Context) -> Figure:
-        held = [len(context.data.client(id).val) for id in self._accuracies]
-        return client_accuracy_figure(np.array(list(self._accuracies.values())), np.array(held), self._round)
+    def figure(self, context: Context) -> Figure:
+        held = [len(context.data.client(id).val) for id in self.seen["ids"]]
+        return client_accuracy_figure(np.array(self.seen["accuracies"]), np.array(held), self.seen["round"])
 
 
 def client_accuracy_figure(accuracies: np.ndarray, held: np.ndarray, round: int) -> Figure:

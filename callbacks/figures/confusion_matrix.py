@@ -4,36 +4,28 @@ from __future__ import annotations
 
 import csv
 import io
-import logging
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from callbacks.figures.drawing import check_every, draw, never_fatal
+from callbacks.figures.drawing import log, never_fatal
+from callbacks.figures.figure_meter import FigureMeter
 from fl_lightning.figures import new_axes
-from fl_lightning.hooks import Context, Meter, RoundRecord
+from fl_lightning.hooks import Context, RoundRecord
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-log = logging.getLogger("fl_lightning")
 WRITTEN = 20  # classes; the numbers in more cells than that cannot be read
 
 
-class ConfusionMatrix(Meter):
+class ConfusionMatrix(FigureMeter):
     """Draws ``figures/confusion_matrix``, its rows normalised, and leaves the counts in
-    ``figures/confusion_matrix.csv``.
+    ``figures/confusion_matrix.csv``."""
 
-    Args:
-        every: rounds between figures (``figures/confusion_matrix_round_0010``); 0: only at the end.
-    """
-
-    def __init__(self, every: int = 0) -> None:
-        self.every = check_every(self, every)
-        self._round = 0
-        self._counts = np.zeros((0, 0), np.int64)
+    name = "confusion_matrix"
 
     def on_evaluate(self, probs: Tensor, target: Tensor, record: RoundRecord, context: Context) -> None:
         if not torch.isfinite(probs).all():
@@ -42,27 +34,25 @@ class ConfusionMatrix(Meter):
                 record.round,
             )
             return
-        self._round, self._counts = record.round, confusion_counts(probs, target)
-        if self.every and record.round % self.every == 0:
-            draw(context, "confusion_matrix", self._figure, record.round)
+        self.seen = {"round": record.round, "counts": confusion_counts(probs, target).tolist()}
+
+    def on_round_end(self, record: RoundRecord, context: Context) -> None:
+        if self.seen.get("round") == record.round:
+            super().on_round_end(record, context)
 
     def on_fit_end(self, summary: dict[str, float], context: Context) -> None:
-        if self._round:
+        if self.seen:
             with never_fatal("figures/confusion_matrix.csv"):
-                context.log_text("confusion_matrix.csv", as_csv(self._counts))
-        draw(context, "confusion_matrix", self._figure)
+                context.log_text("confusion_matrix.csv", as_csv(self._counts()))
+        super().on_fit_end(summary, context)
 
-    def state_dict(self) -> dict[str, Any]:
-        return {"round": self._round, "counts": self._counts.tolist()} if self._round else {}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        if state:
-            self._round, self._counts = state["round"], np.array(state["counts"], np.int64)
-
-    def _figure(self) -> Figure:
-        if not self._round:
+    def figure(self, context: Context) -> Figure:
+        if not self.seen:
             raise ValueError("no round had finite probabilities")
-        return confusion_figure(self._counts, f"Confusion matrix, round {self._round}")
+        return confusion_figure(self._counts(), f"Confusion matrix, round {self.seen['round']}")
+
+    def _counts(self) -> np.ndarray:
+        return np.array(self.seen["counts"], np.int64)
 
 
 def confusion_counts(probs: Tensor, target: Tensor) -> np.ndarray:

@@ -36,13 +36,6 @@ def check_every(meter: object, every: int) -> int:
     return every
 
 
-def applies(meter: object, context: Context, valid: bool, rule: str, instead: str) -> bool:
-    """``valid``; where it is not, the log says why the meter will be idle."""
-    if not valid:
-        log.warning("%s with %s; %s; %s", type(meter).__name__, type(context.method).__name__, rule, instead)
-    return valid
-
-
 @contextmanager
 def never_fatal(what: str) -> Iterator[None]:
     """Within the block an error is a warning."""

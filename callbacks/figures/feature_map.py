@@ -9,10 +9,11 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from callbacks.figures.drawing import applies, check_every, draw, own_copy, student_and_teacher
+from callbacks.figures.drawing import own_copy, student_and_teacher
+from callbacks.figures.figure_meter import FigureMeter
 from fl_lightning.errors import require
 from fl_lightning.figures import COLOURS, MARKERS
-from fl_lightning.hooks import Context, Meter, RoundRecord
+from fl_lightning.hooks import Context
 from fl_lightning.rng import stream
 
 if TYPE_CHECKING:
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
 NAMED = 20  # classes; more colours and markers than that cannot be told apart
 
 
-class FeatureMap(Meter):
+class FeatureMap(FigureMeter):
     """Draws ``figures/feature_map``: test images where a t-SNE of the input of the last linear layer puts
     them, coloured by class.
 
@@ -33,8 +34,12 @@ class FeatureMap(Meter):
     Args:
         examples: test images at most, drawn by the run's seed, at least 10.
         perplexity: of t-SNE, above 0; less where there are few images.
-        every: rounds between figures (``figures/feature_map_round_0010``); 0: only at the end.
+        every: rounds between figures; 0: only at the end.
     """
+
+    name = "feature_map"
+    rule = "every client has a network of its own and there is none to map"
+    instead = "leave it out, or write --model FedMPQKD"
 
     def __init__(self, examples: int = 1000, perplexity: float = 30.0, every: int = 0) -> None:
         require(
@@ -46,27 +51,13 @@ class FeatureMap(Meter):
         require(
             perplexity > 0, f"FeatureMap(perplexity={perplexity})", "it is above 0", "write perplexity: 30"
         )
-        self.examples, self.perplexity, self.every = examples, perplexity, check_every(self, every)
-        self._applies = True
+        super().__init__(every)
+        self.examples, self.perplexity = examples, perplexity
 
-    def on_check(self, context: Context) -> None:
-        self._applies = applies(
-            self,
-            context,
-            not context.method.personalised,
-            "every client has a network of its own and there is none to map",
-            "leave it out, or write --model FedMPQKD",
-        )
+    def applies_to(self, context: Context) -> bool:
+        return not context.method.personalised
 
-    def on_round_end(self, record: RoundRecord, context: Context) -> None:
-        if self._applies and self.every and record.round % self.every == 0:
-            draw(context, "feature_map", lambda: self._figure(context, record.round), record.round)
-
-    def on_fit_end(self, summary: dict[str, float], context: Context) -> None:
-        if self._applies:
-            draw(context, "feature_map", lambda: self._figure(context, context.method.round))
-
-    def _figure(self, context: Context, round: int) -> Figure:
+    def figure(self, context: Context) -> Figure:
         total = len(context.data.test_target)
         index = np.sort(
             stream(context.seed, "feature_map").choice(total, min(self.examples, total), replace=False)
@@ -81,7 +72,10 @@ class FeatureMap(Meter):
             np.concatenate(list(features.values())), self.perplexity, stream(context.seed, "t-SNE")
         )
         return feature_figure(
-            features, np.split(points, len(features)), target, f"round {round}, {len(target)} test images"
+            features,
+            np.split(points, len(features)),
+            target,
+            f"round {context.method.round}, {len(target)} test images",
         )
 
 

@@ -16,10 +16,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from callbacks.figures.drawing import applies, check_every, draw, own_copy, student_and_teacher
+from callbacks.figures.drawing import own_copy, student_and_teacher
+from callbacks.figures.figure_meter import FigureMeter
 from fl_lightning.errors import require
 from fl_lightning.figures import BLUE, RED, legend_outside, new_axes
-from fl_lightning.hooks import Context, Meter, RoundRecord
+from fl_lightning.hooks import Context
 from fl_lightning.rng import stream
 from fl_lightning.wire import Layout
 
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
-class LossLandscape(Meter):
+class LossLandscape(FigureMeter):
     """Draws ``figures/loss_landscape``: the test loss of student and teacher along the same one or two
     directions.
 
@@ -40,8 +41,12 @@ class LossLandscape(Meter):
         points: along each direction, odd so that the weights themselves are one of them, at least 3.
         span: how far to go each way, in norms of the weights, above 0.
         examples: test images at most, drawn by the run's seed, at least 1.
-        every: rounds between figures (``figures/loss_landscape_round_0010``); 0: only at the end.
+        every: rounds between figures; 0: only at the end.
     """
+
+    name = "loss_landscape"
+    rule = "every client has a network of its own and there is none to look around"
+    instead = "leave it out, or write --model FedMPQKD"
 
     def __init__(
         self, dimensions: int = 2, points: int = 11, span: float = 1.0, examples: int = 500, every: int = 0
@@ -64,30 +69,15 @@ class LossLandscape(Meter):
             examples >= 1, f"{name}(examples={examples})", "test images, 1 or more", "write examples: 500"
         )
         self.dimensions, self.points, self.span, self.examples = dimensions, points, span, examples
-        self.every = check_every(self, every)
-        self._applies = True
+        super().__init__(every)
 
-    def on_check(self, context: Context) -> None:
-        self._applies = applies(
-            self,
-            context,
-            not context.method.personalised,
-            "every client has a network of its own and there is none to look around",
-            "leave it out, or write --model FedMPQKD",
-        )
+    def applies_to(self, context: Context) -> bool:
+        return not context.method.personalised
 
-    def on_round_end(self, record: RoundRecord, context: Context) -> None:
-        if self._applies and self.every and record.round % self.every == 0:
-            draw(context, "loss_landscape", lambda: self._figure(context, record.round), record.round)
-
-    def on_fit_end(self, summary: dict[str, float], context: Context) -> None:
-        if self._applies:
-            draw(context, "loss_landscape", lambda: self._figure(context, context.method.round))
-
-    def _figure(self, context: Context, round: int) -> Figure:
+    def figure(self, context: Context) -> Figure:
         steps = np.linspace(-self.span, self.span, self.points)
         losses, images = self._losses(context, steps)
-        title = f"Test loss around the weights of round {round} ({images} images)"
+        title = f"Test loss around the weights of round {context.method.round} ({images} images)"
         return (
             contour_figure(steps, losses, title)
             if self.dimensions == 2

@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from callbacks.figures.drawing import check_every, draw, evenly_spaced, sample
+from callbacks.figures.drawing import evenly_spaced, sample
+from callbacks.figures.figure_meter import FigureMeter
 from fl_lightning.errors import InputError
-from fl_lightning.hooks import Context, Meter, RoundRecord
+from fl_lightning.hooks import Context, RoundRecord
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -18,18 +19,15 @@ if TYPE_CHECKING:
 SHOWN = 100  # clients; cells of more cannot be told apart on a page
 
 
-class RelevanceFigure(Meter):
-    """Draws ``figures/relevance`` at the end of a run of a method with relevances (``FedMosaic``).
+class RelevanceFigure(FigureMeter):
+    """Draws ``figures/relevance`` for a method with relevances (``FedMosaic``), where two clients or more are
+    known.
 
     Adds ``relevance/label_correlation`` to each round with three known clients or more: the correlation, in
     [-1, 1], over pairs of clients, between relevance and the cosine of their label counts.
-
-    Args:
-        every: rounds between figures (``figures/relevance_round_0010``); 0: only the last.
     """
 
-    def __init__(self, every: int = 0) -> None:
-        self.every = check_every(self, every)
+    name = "relevance"
 
     def on_check(self, context: Context) -> None:
         if not hasattr(context.method, "relevance"):
@@ -44,21 +42,16 @@ class RelevanceFigure(Meter):
         correlation = label_correlation(relevance, context.data.class_counts()[ids])
         if not math.isnan(correlation):
             record.metrics["relevance/label_correlation"] = correlation
-        if self.every and record.round % self.every == 0:
-            self._draw(context, record.round)
+        if len(ids) >= 2:
+            super().on_round_end(record, context)
 
     def on_fit_end(self, summary: dict[str, float], context: Context) -> None:
-        self._draw(context)
+        if len(context.method.relevance()[0]) >= 2:
+            super().on_fit_end(summary, context)
 
-    def _draw(self, context: Context, round: int | None = None) -> None:
+    def figure(self, context: Context) -> Figure:
         ids, relevance = context.method.relevance()
-        if len(ids) >= 2:
-            draw(
-                context,
-                "relevance",
-                lambda: relevance_figure(ids, relevance, context.data.class_counts()[ids]),
-                round,
-            )
+        return relevance_figure(ids, relevance, context.data.class_counts()[ids])
 
 
 def label_similarity(counts: np.ndarray) -> np.ndarray:

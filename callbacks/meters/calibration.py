@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 from torch import Tensor
-from torchmetrics.functional.classification import multiclass_calibration_error
 
 from callbacks.figures.drawing import check_every, draw
 from fl_lightning.errors import require
@@ -45,9 +44,9 @@ class Calibration(Meter):
                 "round %d: the model's probabilities are not finite; ECE and Brier are NaN", record.round
             )
             return
-        record.metrics["test/ece"] = self._ece(probs, target)
-        record.metrics["test/brier"] = brier_score(probs, target)
-        self._last = record.round, calibration_bins(probs, target, self.bins)
+        bins = calibration_bins(probs, target, self.bins)
+        record.metrics |= {"test/ece": bins.error, "test/brier": brier_score(probs, target)}
+        self._last = record.round, bins
         if self.every and record.round % self.every == 0:
             self._draw(context)
 
@@ -64,16 +63,6 @@ class Calibration(Meter):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._last = (state["round"], CalibrationBins(*map(np.array, state["bins"]))) if state else None
-
-    def _ece(self, probs: Tensor, target: Tensor) -> float:
-        """Kept just below 1: torchmetrics gives exactly 1 a bin of its own, and takes values above it for
-        logits."""
-        below_one = probs.float().clamp(0, 1 - 2**-24)
-        return float(
-            multiclass_calibration_error(
-                below_one, target, num_classes=probs.shape[1], n_bins=self.bins, validate_args=False
-            )
-        )
 
     def _draw(self, context: Context) -> None:
         assert self._last is not None

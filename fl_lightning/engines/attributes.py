@@ -8,7 +8,7 @@ PLAIN = (bool, int, float, str, type(None))
 
 
 def is_plain(value: object) -> bool:
-    """Whether a value is a number, a text, None, or a list or tuple of such."""
+    """Return whether a value is a number, a text, None, or a list or tuple of such."""
     if isinstance(value, (list, tuple)):
         return all(map(is_plain, value))
     return isinstance(value, PLAIN)

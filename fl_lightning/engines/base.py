@@ -71,8 +71,11 @@ class ClientResult:
 
 
 class Engine(ABC):
-    """:meth:`start` before the first :meth:`train`, :meth:`close` after the last; most engines need
-    neither."""
+    """What executes a cohort.
+
+    :meth:`start` comes before the first :meth:`train` and :meth:`close` after the last; most engines need
+    neither.
+    """
 
     name = ""
 
@@ -80,17 +83,20 @@ class Engine(ABC):
         """Get ready."""
 
     def units(self, tasks: Sequence[ClientTask]) -> Units:
-        """Positions of the tasks that are done together: cut before they are dealt, so that who does what
-        changes no result."""
+        """Return positions of the tasks that are done together: cut before they are dealt, so that who does
+        what changes no result."""
         return [[position] for position in range(len(tasks))]
 
     @abstractmethod
     def train(self, tasks: Sequence[ClientTask], units: Units | None = None) -> Iterator[ClientResult]:
-        """One result for each task, in the order of the tasks; ``units`` of these tasks, where they are
-        known already."""
+        """Yield one result for each task, in the order of the tasks.
+
+        Args:
+            units: what :meth:`units` gives for these tasks, where it is known already.
+        """
 
     def close(self) -> None:  # noqa: B027
-        """Let go of what :meth:`start` took; can be called twice."""
+        """Release what :meth:`start` took; it can be called twice."""
 
 
 class LossSums:
@@ -120,7 +126,7 @@ def start_client(method: Method, task: ClientTask) -> None:
 
 
 def local_batches(method: Method, data: FederatedData, task: ClientTask) -> Iterator[Any]:
-    """The batches of a task, as the method wants them."""
+    """Yield the batches of a task, as the method wants them."""
     return iter(
         method.local_batches(data, task.client, epochs=task.epochs, labels=task.labels, steps=task.steps)
     )
@@ -133,8 +139,11 @@ def size_of(batch: Any) -> int:
 
 @contextmanager
 def one_thread(device: torch.device) -> Iterator[None]:
-    """On a CPU a client trains on one thread, whoever trains it: sums over other numbers of threads are
-    rounded differently."""
+    """Compute on one thread within the block, on a CPU.
+
+    Sums over other numbers of threads are rounded off differently, so every client trains on one, whoever
+    trains it.
+    """
     before = torch.get_num_threads()
     if device.type == "cpu" and before != 1:
         torch.set_num_threads(1)

@@ -18,8 +18,10 @@ WARNING = re.compile(r"(\S+) does not have a deterministic implementation")
 
 @contextmanager
 def deterministic(wanted: bool) -> Iterator[None]:
-    """Within the block torch uses deterministic algorithms; an operation that has no such form runs, and is
-    named in the log once."""
+    """Use deterministic algorithms within the block.
+
+    An operation that has none runs all the same and is named in the log once.
+    """
     before, warn_only = (
         torch.are_deterministic_algorithms_enabled(),
         torch.is_deterministic_algorithms_warn_only_enabled(),

@@ -1,4 +1,4 @@
-"""Memory that one step frees stays for the next one."""
+"""Keep the memory that one training step frees for the next one."""
 
 from __future__ import annotations
 

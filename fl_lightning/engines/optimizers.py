@@ -24,7 +24,7 @@ ELEMENTWISE = (
     optim.Rprop,
     optim.ASGD,
 )
-"""A step of these on a stack of parameters is the step of each. Subclasses may do anything and do not
+"""Optimisers whose step on a stack of parameters is the step of each. Subclasses may do anything and do not
 count."""
 
 FUSED = (optim.SGD, optim.Adam, optim.AdamW)
@@ -34,7 +34,7 @@ LARGE = 100_000
 
 
 def local_optimizer(method: Method) -> Optimizer:
-    """The method's, at the learning rate of this round.
+    """Return the method's local optimiser, at the learning rate of this round.
 
     For a large network, or on a GPU, it is fused, where the class can and the user has not said otherwise.
     """
@@ -62,8 +62,7 @@ def is_elementwise(optimizer: Optimizer) -> bool:
 
 
 def check_optimizer(method: Method, rounds: int = 1) -> None:
-    """A method whose optimiser cannot make a local step, or whose schedule cannot be played over so many
-    rounds, is refused.
+    """Refuse a method whose optimiser cannot make a local step, or whose schedule ends before the run does.
 
     Raises:
         InputError: it cannot be built, it wants a closure, or the schedule ends too early.

@@ -1,9 +1,9 @@
-"""Workers on one machine's CPU: forks of this process, one thread each, that train the clients of a round
-side by side.
+"""Worker processes on one machine's CPU: forks of this process that train the clients of a round side by
+side.
 
-A fork has the data and the module without copying them, so it costs milliseconds, and what it computes is
-what this process would: a task holds all that a client may know. Large messages go through memory that both
-sides share.
+Each worker has one thread. A fork has the data and the module without copying them, so it costs milliseconds,
+and it computes what this process would: a task holds all that a client may know. Large messages go through
+memory that both sides share.
 """
 
 from __future__ import annotations
@@ -38,17 +38,20 @@ from fl_lightning.errors import RankLost
 from fl_lightning.methods import Method
 from fl_lightning.metrics import Mean
 
-ROOM = 2**26
+MIN_SHARED_BYTES = 2**26
 """Bytes of each of a worker's shared memories (one down, two up), at least; only what is used is taken. What
 is larger is piped."""
-LOOK = 1.0  # seconds of one wait for an answer, so that a pause of the whole program counts as one of them
+MAX_WAIT_SECONDS = (
+    1.0  # seconds of one wait for an answer, so that a pause of the whole program counts as one of them
+)
 PR_SET_PDEATHSIG = 1  # of <sys/prctl.h>
-GLANCE = 0.002  # seconds between looks at who has finished, while there are results to hand on
+POLL_SECONDS = 0.002  # seconds between looks at who has finished, while there are results to hand on
 
 
 class PoolEngine(Engine):
-    """Deals what ``engine`` would do to ``workers`` forks. :meth:`start` before any thread of this process
-    holds a lock.
+    """Deals the tasks of ``engine`` to worker processes.
+
+    :meth:`start` comes before any thread of this process holds a lock.
 
     Args:
         timeout: seconds without any answer after which the workers at work are given up.
@@ -84,7 +87,7 @@ class PoolEngine(Engine):
             self._hand_out(waiting, tasks, busy)
             while given < len(tasks):
                 if (
-                    given not in done or monotonic() - looked > GLANCE
+                    given not in done or monotonic() - looked > POLL_SECONDS
                 ):  # who asks for results may take long with each
                     for worker in self._answering(busy, wait_for_it=given not in done):
                         portion = [at for unit in busy.pop(worker) for at in unit]
@@ -106,8 +109,8 @@ class PoolEngine(Engine):
                 worker.give([[tasks[at] for at in unit] for unit in busy[worker]])
 
     def _portions(self, tasks: Sequence[ClientTask], units: Units) -> list[Units]:
-        """The most work first, in portions that shrink with what is left (guided self-scheduling,
-        Polychronopoulos & Kuck, 1987)."""
+        """Return the units in portions, the most work first and each smaller than the one before: so the
+        workers end together with what is left (guided self-scheduling, Polychronopoulos & Kuck, 1987)."""
         efforts = {id(unit): sum(work(tasks[at], self.data.batch_size) for at in unit) for unit in units}
         left, portions, room = sum(efforts.values()), [], 0.0  # type: tuple[float, list[Units], float]
         for unit in sorted(units, key=lambda unit: (-efforts[id(unit)], unit)):
@@ -120,7 +123,7 @@ class PoolEngine(Engine):
         return portions
 
     def _answering(self, busy: dict[Worker, Units], wait_for_it: bool) -> list[Worker]:
-        """The workers that have an answer; at least one of them if ``wait_for_it``.
+        """Return the workers that have answered; wait until one has if ``wait_for_it``.
 
         Raises:
             RankLost: none had for ``timeout`` seconds. Time in which this process was stopped itself does not
@@ -136,7 +139,7 @@ class PoolEngine(Engine):
                     "continue with --ckpt_path, with a longer --trainer.rank_timeout if they were still "
                     "training",
                 )
-            pause = min(LOOK, self.timeout - waited)
+            pause = min(MAX_WAIT_SECONDS, self.timeout - waited)
             ready = wait(pipes, pause)
             waited += pause
         return [worker for worker in busy if worker.pipe in ready]
@@ -148,7 +151,7 @@ class PoolEngine(Engine):
 
 
 class Worker:
-    """A fork of this process, seen from here.
+    """A worker process as its parent sees it.
 
     Args:
         engine: trains what it is given.
@@ -159,7 +162,9 @@ class Worker:
     def __init__(self, engine: Engine, method: Method, others: Sequence[Worker]) -> None:
         context = multiprocessing.get_context("fork")
         self.pipe, there = context.Pipe()
-        room = ROOM + 2 * sum(tensor.numel() * tensor.element_size() for tensor in method.server.values())
+        room = MIN_SHARED_BYTES + 2 * sum(
+            tensor.numel() * tensor.element_size() for tensor in method.server.values()
+        )
         self.down, self.ups = mmap(-1, room), (mmap(-1, room), mmap(-1, room))
         self.message = b""
         pipes = [self.pipe, *(other.pipe for other in others)]
@@ -198,7 +203,7 @@ class Worker:
         self._say((None if same else _write(self.down, messages), packed))
 
     def hear(self) -> Answer:
-        """What it answers to what it was given last, once it does.
+        """Wait for the answer to the portion that was given last, and return it.
 
         Raises:
             RankLost: it died.
@@ -214,8 +219,10 @@ class Worker:
         raise error from RuntimeError(f"in a worker process:\n{where}")
 
     def take(self, answer: Answer, tasks: Sequence[ClientTask]) -> list[ClientResult]:
-        """The results in an answer. Its memory is written to again in the portion after the next: read it
-        before that is given."""
+        """Return the results in an answer.
+
+        Its memory is written to again in the portion after the next, so it is read before that one is given.
+        """
         results = []
         uploads = _read(self.ups[answer.memory], answer.places)
         for task, upload, (kept, losses, steps) in zip(tasks, uploads, answer.kept, strict=True):
@@ -225,7 +232,7 @@ class Worker:
         return results
 
     def state(self) -> str:
-        """The process in words: its id, and whether somebody has stopped it."""
+        """Return the process in words: its id, and whether somebody has stopped it."""
         with suppress(OSError):
             fields = Path(f"/proc/{self.process.pid}/stat").read_text().rpartition(")")[2].split()
             if fields[0] in "Tt":
@@ -260,7 +267,7 @@ class Worker:
 
 
 class Answer(NamedTuple):
-    """What a portion gave.
+    """The results of one portion.
 
     Args:
         memory: which of the two memories for uploads it lies in.
@@ -282,8 +289,10 @@ def _serve(
     pipes: Sequence[Connection],
     parent: int,
 ) -> None:
-    """Answer portions until the pipe closes. Signals are for the parent, who ends its workers, and who takes
-    them with it."""
+    """Answer portions until the pipe closes.
+
+    Signals are ignored: the parent handles them and ends its workers, and they end with it.
+    """
     end_with(parent)
     torch.set_num_threads(1)
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGCHLD):
@@ -330,7 +339,7 @@ def end_with(parent: int) -> None:
 
 
 def _joined(labels: Sequence[Tensor]) -> list[np.ndarray]:
-    """One array instead of many, where they are of one kind."""
+    """Return one array instead of many, where they are of one kind."""
     kinds = {(each.dtype, each.shape[1:]) for each in labels}
     return [each.numpy() for each in ([torch.cat(list(labels))] if len(kinds) == 1 else labels)]
 
@@ -341,7 +350,7 @@ def _parted(arrays: Sequence[np.ndarray], lengths: Sequence[int]) -> Sequence[Te
 
 
 def _write(memory: mmap, blobs: Sequence[bytes]) -> list[tuple[int, int] | bytes]:
-    """Where each blob is in the shared memory, or the blob itself where there is no room."""
+    """Return where each blob is in the shared memory, or the blob itself where there is no room."""
     places: list[tuple[int, int] | bytes] = []
     offset = 0
     for blob in blobs:
@@ -367,7 +376,7 @@ def _unpack(packed: bytes) -> dict[str, Tensor]:
 
 
 def _sendable(error: Exception) -> Exception:
-    """The error if it survives the pipe, else one that says the same."""
+    """Return the error if it survives the pipe, else one that says the same."""
     try:
         ForkingPickler.loads(ForkingPickler.dumps(error))
     except Exception:

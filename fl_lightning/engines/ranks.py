@@ -1,5 +1,5 @@
-"""Several processes, each training its share of the cohort; every one of them ends up with all results, in
-the order of the tasks."""
+"""Several processes that each train their share of the cohort; each ends up with all results, in the tasks'
+order."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from fl_lightning.engines.base import ClientResult, ClientTask, Engine, Units
 from fl_lightning.metrics import Mean
 from fl_lightning.wire.payload import HEADER
 
-OVERHEAD = 0.25  # of a batch: what a client costs beside its training
+CLIENT_OVERHEAD_BATCHES = 0.25  # of a batch: what a client costs beside its training
 
 
 class RankedEngine(Engine):
@@ -68,12 +68,16 @@ class RankedEngine(Engine):
 
 
 def work(task: ClientTask, batch_size: int) -> float:
-    """What a task costs, in examples: those of its steps, and something for the client itself."""
-    return min(task.steps * batch_size, task.epochs * len(task.client.train)) + OVERHEAD * batch_size
+    """Return what a task costs, in examples: those of its steps, and something for the client itself."""
+    return (
+        min(task.steps * batch_size, task.epochs * len(task.client.train))
+        + CLIENT_OVERHEAD_BATCHES * batch_size
+    )
 
 
 def deal(works: Sequence[float], size: int) -> list[list[int]]:
-    """Positions for each of ``size`` ranks: longest first, each to the rank with least to do (Graham, 1969).
+    """Deal work to ranks and return the positions of each: longest first, to the rank with least (Graham,
+    1969).
 
     >>> deal([1, 5, 2, 2], 2)
     [[1], [0, 2, 3]]
@@ -87,11 +91,10 @@ def deal(works: Sequence[float], size: int) -> list[list[int]]:
 
 
 def require_agreement(tasks: Sequence[ClientTask]) -> None:
-    """All ranks are about to do the same round.
+    """Refuse to go on where ranks are not about to do the same round.
 
     Raises:
-        RuntimeError: they are not: a callback or a method on the way here drew from something else than its
-            streams.
+        RuntimeError: a callback or a method drew from something else than its streams.
     """
     digest = blake2b(digest_size=16)
     for task in tasks:

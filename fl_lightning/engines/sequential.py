@@ -68,8 +68,8 @@ class SequentialEngine(Engine):
         return self.end(self.begin(task))
 
     def begin(self, task: ClientTask) -> RunningClient:
-        """Ask for all local steps. A device may still be at them afterwards; the module is taken until
-        :meth:`end`."""
+        """Queue all local steps of one client. A device may still work on them afterwards, so the module is
+        in use until :meth:`end`."""
         method, client, local = self.method, task.client, self.steps
         local.before()
         start_client(method, task)
@@ -87,7 +87,7 @@ class SequentialEngine(Engine):
         return RunningClient(client, local.losses, steps, local.optimizer)
 
     def end(self, begun: RunningClient) -> ClientResult:
-        """Read what the steps of the client begun last made of it."""
+        """Wait for the client that was begun last and return its result."""
         client, losses = begun.client, begun.losses
         upload = upload_of(self.method, client, begun.steps, begun.optimizer).to_bytes()
         return ClientResult(client, upload, client.state, losses.means(), begun.steps, verified=upload)

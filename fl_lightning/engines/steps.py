@@ -16,31 +16,31 @@ from fl_lightning.methods.optimizing import clip_gradients
 
 
 class Steps:
-    """Eager: every operation of a step is started by itself. For each client :meth:`before`, :meth:`start`,
-    its steps, :meth:`end`."""
+    """Takes local steps eagerly. For each client come :meth:`before`, :meth:`start`, its steps and
+    :meth:`end`."""
 
     def __init__(self, fabric: Fabric, method: Method) -> None:
         self.fabric, self.method = fabric, method
         self.losses = LossSums()
 
     def before(self) -> None:
-        """The client's message has not been received yet."""
+        """Prepare for a client whose message has not been received yet."""
 
     def start(self) -> None:
-        """The module is what the client starts from, in training mode."""
+        """Make the optimiser of a client: the module is what it starts from, in training mode."""
         self.optimizer = local_optimizer(self.method)
         self.losses = LossSums()
         self._reset_loss_scale()
 
     def step(self, batch: Any, index: int) -> None:
-        """Local step number ``index``, counted from 0; its loss terms are added to ``losses``."""
+        """Make local step number ``index``, counted from 0, and add its loss terms to ``losses``."""
         self.losses.add(local_step(self.fabric, self.method, self.optimizer, batch, index), size_of(batch))
 
     def end(self) -> None:
-        """The steps are done; the module's tensors are what they made of them."""
+        """Finish a client: its steps are done and the module's tensors are its own."""
 
     def _reset_loss_scale(self) -> None:
-        """16-mixed: a client's loss scale must not depend on who trained before it."""
+        """Start with a fresh loss scale in 16-mixed: it must not depend on who trained before."""
         precision = self.fabric.strategy.precision
         if isinstance(precision, MixedPrecision) and precision.scaler is not None:
             precision.scaler = type(precision.scaler)(precision.device)
@@ -49,7 +49,7 @@ class Steps:
 def local_step(
     fabric: Fabric, method: Method, optimizer: Optimizer, batch: Any, index: int
 ) -> dict[str, Tensor]:
-    """One local step; its loss terms, cut off from the graph that made them."""
+    """Make one local step and return its loss terms, detached from the graph."""
     with fabric.autocast():
         outputs = method.training_step(batch, index)
     optimizer.zero_grad()

@@ -1,4 +1,5 @@
-"""The upload of a client; those of a stack of clients as a whole, where a method leaves it at the default."""
+"""How uploads are made: of one client, and of a whole stack where the method leaves ``upload`` at the
+default."""
 
 from __future__ import annotations
 
@@ -19,7 +20,8 @@ from fl_lightning.wire import Layout, Payload, encode_rows
 
 @torch.no_grad()
 def upload_of(method: Method, client: Client, steps: int, optimizer: Optimizer) -> Payload:
-    """What the client sends after ``steps`` local steps of ``optimizer``, which ``upload`` may ask for."""
+    """Return what the client sends after ``steps`` local steps of ``optimizer``, which ``upload`` may ask
+    for."""
     if steps:
         require_asked(method)
     method.local_work = LocalWork.of(steps, optimizer)
@@ -32,7 +34,7 @@ def upload_of(method: Method, client: Client, steps: int, optimizer: Optimizer) 
 def default_uploads(
     method: Method, clients: Sequence[Client], tensors: Mapping[str, Tensor]
 ) -> list[bytes] | None:
-    """What ``Method.upload`` gives for each client, as bytes; None where the method or its layout does
+    """Return what ``Method.upload`` gives for each client, as bytes; None where the method or its layout does
     something else.
 
     Args:

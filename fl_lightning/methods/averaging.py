@@ -16,11 +16,11 @@ from torch import Tensor
 from fl_lightning.errors import InputError
 from fl_lightning.support.recorded import Recorded
 
-CHUNK = 2**22
+MAX_ORDERED_VALUES = 2**22
 """Values that the order statistics hold at once, in float64: 32 MB, however many clients and weights there
 are."""
 
-BLOCK = 2**16
+MEAN_BLOCK_VALUES = 2**16
 """Values that the mean adds up at once: half a megabyte in float64, which stays in a core's cache from client
 to client."""
 
@@ -30,7 +30,7 @@ class Average(Recorded, ABC):
 
     @abstractmethod
     def __call__(self, vectors: Sequence[Tensor], shares: Sequence[float], start: Tensor) -> Tensor:
-        """The average, float32 ``[P]``.
+        """Return the average, float32 ``[P]``.
 
         Args:
             vectors: what each client ended with, float32 ``[P]``, in cohort order.
@@ -62,7 +62,7 @@ class CoordinateMedian(Average):
 
 
 class TrimmedMean(Average):
-    """For each value, the mean without the largest and the smallest ones (Yin et al., ICML 2018).
+    """The mean of each value without the largest and the smallest ones (Yin et al., ICML 2018).
 
     Clients are trimmed by count; those that are left weigh n_k, so that ``trim`` 0 is the weighted mean.
 
@@ -124,8 +124,8 @@ WEIGHTED_MEAN = WeightedMean()
 
 
 def capped(shares: Sequence[float], largest: float) -> list[float]:
-    """Shares that add up to 1, none above ``largest``: what is cut off goes to the others in proportion to
-    theirs.
+    """Return shares that add up to 1, none above ``largest``: what is cut off goes to the others in
+    proportion to theirs.
 
     Where even equal shares are above ``largest``, the shares are equal. Shares that are all within the bound
     stay as they are.
@@ -149,8 +149,8 @@ def capped(shares: Sequence[float], largest: float) -> list[float]:
 
 
 def weighted_mean(vectors: Sequence[Tensor], shares: Sequence[float]) -> Tensor:
-    """Sum of p_k v_k, added up in float64 in the order given, so that the result does not depend on who
-    computed what; float32."""
+    """Return the sum of p_k v_k, added up in float64 in the order given, so that the result does not depend
+    on who computed what; float32."""
     shape = vectors[0].shape
     if any(vector.shape != shape for vector in vectors):
         raise InputError(
@@ -160,8 +160,8 @@ def weighted_mean(vectors: Sequence[Tensor], shares: Sequence[float]) -> Tensor:
         )
     flat = [vector.reshape(-1) for vector in vectors]
     mean = torch.empty(shape.numel(), dtype=torch.float32)
-    for begin in range(0, len(mean), BLOCK):
-        block = slice(begin, begin + BLOCK)
+    for begin in range(0, len(mean), MEAN_BLOCK_VALUES):
+        block = slice(begin, begin + MEAN_BLOCK_VALUES)
         total = torch.zeros(len(mean[block]), dtype=torch.float64)
         for vector, share in zip(flat, shares, strict=True):
             total.add_(vector[block], alpha=share)
@@ -170,7 +170,7 @@ def weighted_mean(vectors: Sequence[Tensor], shares: Sequence[float]) -> Tensor:
 
 
 def _chunks(vectors: Sequence[Tensor]) -> Iterator[Tensor]:
-    """The rows ``[K, P]`` a few columns at a time, in float64."""
-    width = max(1, CHUNK // len(vectors))
+    """Yield the rows ``[K, P]`` a few columns at a time, in float64."""
+    width = max(1, MAX_ORDERED_VALUES // len(vectors))
     for begin in range(0, max(1, len(vectors[0])), width):
         yield torch.stack([vector[begin : begin + width] for vector in vectors]).to(torch.float64)

@@ -161,7 +161,7 @@ class Method(Recorded, LightningModule):
         self.server = {"weights": self.layout.read(self.network)}
 
     def stream(self, purpose: str, client: Client | None = None) -> np.random.Generator:
-        """The method's own randomness, for this round and client."""
+        """Return the method's own randomness, for this round and client."""
         return rng.stream(self.seed, purpose, self.round, -1 if client is None else client.id)
 
     # The client's half
@@ -174,11 +174,12 @@ class Method(Recorded, LightningModule):
     def local_batches(
         self, data: FederatedData, client: Client, *, epochs: int, labels: Tensor, steps: int
     ) -> Iterator[Any]:
-        """The batches of this client's round, at most ``steps`` of its own data."""
+        """Yield the batches of this client's round, at most ``steps`` of its own data."""
         return data.train_batches(client, round=self.round, epochs=epochs, labels=labels, steps=steps)
 
     def training_step(self, batch: Any, batch_idx: int = 0) -> dict[str, Tensor]:
-        """The local objective: ``loss``, and each term by its metric name (``loss_task``, ...)."""
+        """Return the terms of the local objective: ``loss``, and each term by its metric name (``loss_task``,
+        ...)."""
         if self.module is not None:
             loss = module_loss(self.module, batch, batch_idx)
         else:
@@ -191,8 +192,8 @@ class Method(Recorded, LightningModule):
         return F.cross_entropy(outputs, target)
 
     def configure_optimizers(self) -> Any:
-        """The local optimiser at its own learning rate; as in Lightning, an optimiser of one's own may come
-        with a scheduler, which steps once a round."""
+        """Return the local optimiser at its own learning rate; as in Lightning, an optimiser of one's own may
+        come with a scheduler, which steps once a round."""
         if self.module is not None and self.module_optimizes:
             return self.module.configure_optimizers()
         trainable = self.trainable()
@@ -201,20 +202,20 @@ class Method(Recorded, LightningModule):
         )
 
     def trainable(self) -> Iterable[nn.Parameter]:
-        """What the local optimiser steps on. Override where the module holds parameters of clients other than
-        this one's kind."""
+        """Return what the local optimiser steps on. Override where the module holds parameters of clients
+        other than this one's kind."""
         return [p for p in self.parameters() if p.requires_grad]
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-        """After each optimiser step: projections, teacher refreshes."""
+        """Act after each optimiser step, such as project the weights or refresh a teacher."""
 
     def upload(self, client: Client) -> Payload:
-        """What the client sends. ``examples`` is its weight n_k. ``local_steps`` and ``local_lr`` say what
-        its round was."""
+        """Return what the client sends. ``examples`` is its weight n_k. ``local_steps`` and ``local_lr`` say
+        what its round was."""
         return Payload({"examples": examples_of(client), "weights": self.layout.read(self.network)})
 
     def upload_limits(self, client: Client) -> Mapping[str, int]:
-        """The entries that this client's upload may hold, and the largest number of values of each.
+        """Return the entries that this client's upload may hold, and the largest number of values of each.
 
         The server refuses more, and entries of other names, before it takes memory for them. It holds for the
         ``upload`` of the same
@@ -258,7 +259,7 @@ class Method(Recorded, LightningModule):
     # The server's half; it sees decoded payloads and nothing else of a client
 
     def broadcast(self, client: Client) -> Payload:
-        """What this client is sent at the start of the round."""
+        """Return what this client is sent at the start of the round."""
         return Payload({"weights": self.server["weights"]})
 
     def check(self, upload: Payload, client: Client) -> None:
@@ -272,7 +273,7 @@ class Method(Recorded, LightningModule):
         self.layout.check(self.decode(upload))
 
     def decode(self, upload: Payload) -> Tensor:
-        """What this client's weights are after its round, as one vector of ``layout``; the server still has
+        """Return this client's weights after its round, as one vector of ``layout``. The server still has
         those that it broadcast.
 
         Raises:
@@ -292,12 +293,12 @@ class Method(Recorded, LightningModule):
         return capped([n / sum(examples) for n in examples], self.max_share)
 
     def server_metrics(self) -> dict[str, float]:
-        """What the server knows of its own state, logged once a round."""
+        """Return what the server knows of its own state, logged once a round."""
         return {"bits/average": 32.0}
 
     def deploy(self, client: Client | None = None) -> nn.Module:
-        """The network that is evaluated, images to logits: the global one, or this client's when the method
-        is personalised.
+        """Return the network that is evaluated: the global one, or this client's when the method is
+        personalised.
 
         That one is put together by the client, so it may read ``client.state``; no other half of the server
         may.
@@ -306,7 +307,7 @@ class Method(Recorded, LightningModule):
         return self.network
 
     def full_precision(self) -> nn.Module | None:
-        """What ``deploy`` quantises, before it does, as a network of its own; None where it quantises
+        """Return what ``deploy`` quantises, before it does, as a network of its own; None where it quantises
         nothing."""
         return None
 
@@ -323,7 +324,7 @@ def has_same_start(method: Method) -> bool:
 
 
 def examples_of(client: Client) -> Tensor:
-    """n_k as it travels."""
+    """Return n_k as it travels, an int32 scalar."""
     return torch.tensor(len(client.train), dtype=torch.int32)
 
 

@@ -230,7 +230,7 @@ class FedKD(Method):
             self.server["weights"] = self._distilled(self.server["weights"])
 
     def _distilled(self, weights: Tensor) -> Tensor:
-        """The student that starts from ``weights``, after this round's passes over the public set."""
+        """Return the student that starts from ``weights``, after this round's passes over the public set."""
         self.layout.write(self.network, weights)
         self.train()
         soft_labels = self.server["soft_labels"].to(self.device)
@@ -246,7 +246,7 @@ class FedKD(Method):
 
 
 def normalised(rows: Tensor) -> Tensor:
-    """Rows ``[P, C]`` of values of 0 or more, each scaled to a sum of 1.
+    """Return rows ``[P, C]`` of values of 0 or more, each scaled to a sum of 1.
 
     A median of probabilities need not add up to 1. It is zero for every class where confident clients
     disagree; such a row becomes uniform, since the clients as a whole say nothing about that example.

@@ -214,8 +214,8 @@ class FedMosaic(Method):
         return self
 
     def local_batches(self, data: FederatedData, client: Client, **work: Any) -> Iterator[Any]:
-        """The client's batches; the reference's gradient on the first of them is averaged on the way, equally
-        over examples."""
+        """Yield the client's batches; the reference's gradient on the first of them is averaged on the way,
+        equally over examples."""
         total, seen = torch.zeros_like(self.gradient), 0
         for number, (inputs, target) in enumerate(super().local_batches(data, client, **work)):
             if number < self.sketch_batches:
@@ -294,13 +294,13 @@ class FedMosaic(Method):
         return mix(weights, self.server["adapters"])[0]
 
     def relevance(self) -> tuple[np.ndarray, np.ndarray]:
-        """Ids ``[K]`` of the clients that the server has heard of, and the cosines of their sketches ``[K,
-        K]``."""
+        """Return ids ``[K]`` of the clients that the server has heard of, and the cosines of their sketches
+        ``[K, K]``."""
         return self.server["ids"].numpy(), cosine(self.server["sketches"], self.server["sketches"]).numpy()
 
     def deploy(self, client: Client | None = None) -> nn.Module:
-        """What this client has kept, with the global copy that it would be sent now; without a client, a
-        newcomer's model."""
+        """Return what this client has kept, with the global copy that it would be sent now; without a client,
+        a newcomer's model."""
         client = client or NEWCOMER
         self.receive(self.broadcast(client), client)
         return self.network

@@ -22,17 +22,16 @@ from fl_lightning.client import Client
 from fl_lightning.data import FederatedData
 from fl_lightning.errors import InputError
 from fl_lightning.methods.averaging import weighted_mean
-from fl_lightning.methods.base import Method, examples_of
+from fl_lightning.methods.base import examples_of
 from fl_lightning.methods.lit_module import module_loss
-from fl_lightning.methods.quantized import LayerCodec, check_budgets, encode_layers
+from fl_lightning.methods.quantized import QuantizedMethod, encode_layers
 from fl_lightning.quantization import allocate_bits, average_bits, prune, quantize
-from fl_lightning.quantization.activations import quantize_activations
 from fl_lightning.quantization.allocation import MAX_BITS
 from fl_lightning.quantization.planes import PLANE_MAX, Layer, reconstruct, to_planes, units, views
 from fl_lightning.wire import Codes, Payload, PayloadError
 
 
-class FedMPQ(Method):
+class FedMPQ(QuantizedMethod):
     """Every client trains, sends and is sent its own mix of bit-widths.
 
     Args:
@@ -70,8 +69,7 @@ class FedMPQ(Method):
         quantise_shortcuts: bool = True,
         **settings: Any,
     ) -> None:
-        super().__init__(**settings)
-        self.budgets = check_budgets(bits)
+        super().__init__(bits, download, activation_bits, quantise_shortcuts, **settings)
         if not 0 <= lambda_b < float("inf"):
             raise InputError(
                 f"--model.lambda_b {lambda_b}",
@@ -84,25 +82,14 @@ class FedMPQ(Method):
                 "it is a share in [0, 1)",
                 "write --model.prune_threshold 0.02",
             )
-        if activation_bits is not None and not 1 <= activation_bits <= MAX_BITS:
-            raise InputError(
-                f"--model.activation_bits {activation_bits}",
-                f"1 to {MAX_BITS} bits, or null",
-                "write --model.activation_bits 4",
-            )
         self.lambda_b = lambda_b
         self.prune_threshold = prune_threshold
         self.rounding = rounding
         self.plane_lr = plane_lr
-        self.download = download
-        self.activation_bits = activation_bits
-        self.quantise_shortcuts = quantise_shortcuts
 
     def build(self, data: FederatedData) -> None:
-        check_budgets(self.budgets, data.num_clients)
         super().build(data)
-        self.codec = LayerCodec(self.network, self.layout, self.quantise_shortcuts)
-        self.layers, self.rest = self.codec.names, self.codec.rest
+        self.layers = self.codec.names
         self.layer_shapes, self.layer_sizes = self.codec.shapes, self.codec.sizes
         deep = any(
             not weight.is_contiguous() for weight in self.codec.weights.values()
@@ -110,12 +97,10 @@ class FedMPQ(Method):
         self.channels_last = [deep and weight.ndim == 4 for weight in self.codec.weights.values()]
         for weight in self.codec.weights.values():
             weight.requires_grad_(False)
-        if self.activation_bits is not None:
-            quantize_activations(self.network, self.layers, self.activation_bits)
         self.layer_bits: list[int] = []
         self.planes = nn.Parameter(torch.empty(0))
         self.register_buffer("scales", torch.zeros(len(self.layers)))
-        start = torch.full((len(self.layers),), int(self._mean_budget()), dtype=torch.int32)
+        start = torch.full((len(self.layers),), int(self.mean_budget()), dtype=torch.int32)
         self.server |= {
             "bits": start,
             "delta": torch.ones_like(start),
@@ -210,25 +195,19 @@ class FedMPQ(Method):
 
     # The server's half
 
-    def budget(self, client: Client) -> float:
-        return self.budgets[client.id % len(self.budgets)]
-
     def broadcast(self, client: Client) -> Payload:
-        bits = self._allocate(self.budget(client))
-        if self.download == "full":
-            return Payload({"bits": Codes(torch.tensor(bits), 4), "weights": self.server["weights"]})
-        return self.codec.encode(self.server["weights"], bits)
+        if self.download == "quantised":
+            return super().broadcast(client)
+        bits = torch.tensor(self.allocate(self.budget(client)))
+        return Payload({"bits": Codes(bits, 4), "weights": self.server["weights"]})
 
     def check(self, upload: Payload, client: Client) -> None:
         super().check(upload, client)
-        sent, given = upload.codes("bits").values.tolist(), self._allocate(self.budget(client))
+        sent, given = upload.codes("bits").values.tolist(), self.allocate(self.budget(client))
         if any(n > most for n, most in zip(sent, given, strict=True)):
             raise PayloadError(
                 f"bits {sent} where {given} were dealt out", "a client prunes and never adds", "send no more"
             )
-
-    def decode(self, upload: Payload) -> Tensor:
-        return self.codec.decode(upload, sender="a client")
 
     def aggregate(self, uploads: Mapping[int, Payload]) -> None:
         """W_{t+1} from the de-quantised uploads; b_l and Delta_l weighted by n_k * budget_k."""
@@ -237,7 +216,7 @@ class FedMPQ(Method):
         by_budget = [w * b for w, b in zip(weights, budgets, strict=True)]
         by_budget = [w / sum(by_budget) for w in by_budget]
         sent = [upload.codes("bits").values for upload in uploads.values()]
-        removed = [torch.tensor(self._allocate(b)) - n for b, n in zip(budgets, sent, strict=True)]
+        removed = [torch.tensor(self.allocate(b)) - n for b, n in zip(budgets, sent, strict=True)]
         self.server = {
             "weights": self.average(
                 [self.decode(upload) for upload in uploads.values()], weights, self.server["weights"]
@@ -250,21 +229,7 @@ class FedMPQ(Method):
     def server_metrics(self) -> dict[str, float]:
         return {"bits/average": average_bits(self.layer_sizes, self.server["bits"].tolist())}
 
-    def deploy(self, client: Client | None = None) -> nn.Module:
-        """W_t on the grid (nearest) at the bit-widths that the mean budget gives."""
-        payload = self.codec.encode(self.server["weights"], self._allocate(self._mean_budget()))
-        self.layout.write(self.network, self.codec.decode(payload, sender="server"))
-        return self.network
-
-    def full_precision(self) -> nn.Module:
-        return self.codec.full_precision(self.network, self.server["weights"])
-
-    # Between the two
-
-    def _mean_budget(self) -> float:
-        return sum(self.budgets) / len(self.budgets)
-
-    def _allocate(self, budget: float) -> list[int]:
+    def allocate(self, budget: float) -> list[int]:
         """Bits of each layer for a budget: uniform before the first aggregation, FedMPQ's rule afterwards."""
         if not self.server["aggregated"]:
             return [int(budget)] * len(self.layers)

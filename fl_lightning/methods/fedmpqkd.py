@@ -120,8 +120,8 @@ class FedMPQKD(FedMPQ):
     def local_batches(
         self, data: FederatedData, client: Client, *, epochs: int, labels: Tensor, steps: int
     ) -> Iterator[Any]:
-        """The client's batches, with the frozen teacher's logits as a third element where it is cheaper to
-        have them beforehand."""
+        """Yield the client's batches, with the frozen teacher's logits as a third element where it is cheaper
+        to have them beforehand."""
         frozen = self.teacher_mode == "frozen" and self.alpha > 0
         if not frozen or not self._reads_logits or not teaching.pays(data.device, epochs, data.augments):
             yield from super().local_batches(data, client, epochs=epochs, labels=labels, steps=steps)
@@ -167,7 +167,7 @@ class FedMPQKD(FedMPQ):
         return outputs
 
     def _asked(self, inputs: Any, device: torch.device) -> tuple[Tensor, Callable[[], None] | None]:
-        """The teacher's logits, and what waits for them where it is beside the student."""
+        """Return the teacher's logits, and what waits for them where it is beside the student."""
         if (
             self.teacher_mode == "joint"
         ):  # trained: its backward pass would have to come back to the other stream too
@@ -182,7 +182,7 @@ class FedMPQKD(FedMPQ):
 
     @torch.no_grad()
     def _full_precision(self) -> Tensor:
-        """The student's weights before rounding, as one vector."""
+        """Return the student's weights before rounding, as one vector."""
         return self.layout.pack(
             self.rest.unpack(self.rest.read(self.network)) | self._on_cpu(self.unrounded())
         )

@@ -89,8 +89,7 @@ def check_module(method: Host, module: LightningModule) -> None:
 
 
 def adopt(method: Host, module: LightningModule, data: FederatedData) -> LightningModule:
-    """Make the module fit to be the method's network: its logits and one training step of a copy of it are
-    tried out.
+    """Make the module the method's network: its logits and one training step of a copy are tried out.
 
     Raises:
         ValueError: its ``forward`` gives no logits, its ``training_step`` no loss, or it uses
@@ -123,7 +122,7 @@ def adopt(method: Host, module: LightningModule, data: FederatedData) -> Lightni
 def module_loss(
     module: Any, batch: Any, batch_idx: int, weights: Mapping[str, Tensor] | None = None
 ) -> Tensor:
-    """The loss of the module's ``training_step``.
+    """Return the loss of the module's ``training_step``.
 
     Args:
         weights: by parameter name, what is computed with in place of the module's own.
@@ -202,4 +201,4 @@ class NoTrainer:
 
 
 def _logs_nothing(*args: Any, **settings: Any) -> None:
-    """In place of ``LightningModule.log``, which needs a ``lightning.Trainer``."""
+    """Do nothing: it replaces ``LightningModule.log``, which needs a ``lightning.Trainer``."""

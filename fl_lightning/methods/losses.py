@@ -7,11 +7,14 @@ from torch import Tensor
 
 
 def kl_divergence(p: Tensor, log_q: Tensor, log_p: Tensor | None = None) -> Tensor:
-    """KL(p || q) of distributions ``[B, C]``, mean over the batch. torch's ``kl_div`` has no batching rule
-    for ``vmap``.
+    """Return KL(p || q) of distributions ``[B, C]``, the mean over the batch.
+
+    torch's own ``kl_div`` has no batching rule for ``vmap``.
 
     Args:
-        log_p: where it is known better than from p.
+        p: probabilities.
+        log_q: logarithms of the other probabilities.
+        log_p: logarithm of p, where it is known to more digits than from p.
     """
     entropy = torch.xlogy(p, p) if log_p is None else p * log_p
     return (entropy - p * log_q).sum(dim=1).mean()

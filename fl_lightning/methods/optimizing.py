@@ -26,11 +26,11 @@ if TYPE_CHECKING:
 
 # values of groups, by round and what they began with; there is more than one where clients have different
 # optimisers
-MOST_KEPT = 64
+MAX_SCHEDULES_KEPT = 64
 
 
 def round_optimizer(method: Method) -> Optimizer:
-    """A fresh local optimiser with the learning rates of ``method.round``.
+    """Return a fresh local optimiser with the learning rates of ``method.round``.
 
     Raises:
         InputError: ``configure_optimizers`` returns something else than one optimiser, or its schedule cannot
@@ -48,7 +48,7 @@ def round_optimizer(method: Method) -> Optimizer:
         return optimizer
     key = method.round, repr(_values(optimizer))
     if key not in method.scheduled_groups:
-        if len(method.scheduled_groups) >= MOST_KEPT:
+        if len(method.scheduled_groups) >= MAX_SCHEDULES_KEPT:
             method.scheduled_groups.clear()
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # torch: the optimiser should step first; this one has not yet
@@ -99,8 +99,8 @@ def check_schedule(method: Method, rounds: int) -> None:
 
 
 def unpack(found: Any, name: str) -> tuple[Optimizer, LRScheduler | None, int]:
-    """The optimiser, its scheduler and the rounds between two of the scheduler's steps, from any form that
-    Lightning knows.
+    """Return the optimiser, its scheduler and the rounds between two of the scheduler's steps, from any form
+    that Lightning knows.
 
     Args:
         found: what ``configure_optimizers`` returned.
@@ -177,7 +177,7 @@ def clip_gradients(optimizer: Optimizer, value: float, algorithm: Literal["norm"
 
 
 def _values(optimizer: Optimizer) -> list[dict[str, Any]]:
-    """Everything in its groups but the parameters."""
+    """Return everything in its groups but the parameters."""
     return [
         deepcopy({name: value for name, value in group.items() if name != "params"})
         for group in optimizer.param_groups

@@ -59,7 +59,7 @@ class QFedAvg(CodedUpdates):
         return Method.decode(self, upload) if self.bits == 32 else super().decode(upload)
 
     def encode_updates(self, updates: Sequence[Tensor], client: Client) -> dict[str, Tensor | Codes]:
-        """One stream of codes and one vector of norms for all tensors."""
+        """Return one stream of codes and one vector of norms for all tensors."""
         noise = self.stream("qsgd", client)
         coded = [qsgd.encode(update, self.bits, noise, self.bucket) for update in updates]
         if not coded:

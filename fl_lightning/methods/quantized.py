@@ -1,18 +1,96 @@
-"""The quantised layers of a network, and how they travel: what FedMPQ and AQFL share."""
+"""What FedMPQ and AQFL share: the quantised layers of a network, how they travel and what is deployed."""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from copy import deepcopy
+from typing import Any, Literal
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from fl_lightning.errors import InputError
+from fl_lightning.client import Client
+from fl_lightning.data import FederatedData
+from fl_lightning.errors import InputError, require
+from fl_lightning.methods.base import Method
 from fl_lightning.quantization import Quantized, dequantize_codes, quantize
+from fl_lightning.quantization.activations import quantize_activations
 from fl_lightning.quantization.allocation import MAX_BITS
 from fl_lightning.wire import Codes, Layout, Payload, PayloadError
+
+
+class QuantizedMethod(Method, ABC):
+    """A method whose clients train and send quantised layers, within a budget of bits for each client.
+
+    Args:
+        bits: budget in magnitude bits per weight, 1 to 8; one number, or one for each client.
+        download: what the client is sent: W_t in ``full`` precision, or ``quantised`` within its budget.
+        activation_bits: magnitude bits of the inputs of quantised layers, 1 to 8, or null for full precision.
+        quantise_shortcuts: whether 1x1 convolutions on shortcuts are quantised too.
+        settings: those of every method.
+
+    Raises:
+        InputError: ``bits`` or ``activation_bits`` out of range.
+    """
+
+    def __init__(
+        self,
+        bits: float | list[float] = 4,
+        download: Literal["full", "quantised"] = "full",
+        activation_bits: int | None = None,
+        quantise_shortcuts: bool = True,
+        **settings: Any,
+    ) -> None:
+        super().__init__(**settings)
+        self.budgets = check_budgets(bits)
+        require(
+            activation_bits is None or 1 <= activation_bits <= MAX_BITS,
+            f"--model.activation_bits {activation_bits}",
+            f"1 to {MAX_BITS} bits, or null",
+            "write --model.activation_bits 4",
+        )
+        self.download = download
+        self.activation_bits = activation_bits
+        self.quantise_shortcuts = quantise_shortcuts
+
+    def build(self, data: FederatedData) -> None:
+        check_budgets(self.budgets, data.num_clients)
+        super().build(data)
+        self.codec = LayerCodec(self.network, self.layout, self.quantise_shortcuts)
+        self.rest = self.codec.rest
+        if self.activation_bits is not None:
+            quantize_activations(self.network, self.codec.names, self.activation_bits)
+
+    def budget(self, client: Client) -> float:
+        """The client's budget in magnitude bits per weight."""
+        return self.budgets[client.id % len(self.budgets)]
+
+    def mean_budget(self) -> float:
+        """The clients' mean budget in magnitude bits per weight."""
+        return sum(self.budgets) / len(self.budgets)
+
+    @abstractmethod
+    def allocate(self, budget: float) -> list[int]:
+        """Magnitude bits of each quantised layer for a budget in bits per weight."""
+
+    def broadcast(self, client: Client) -> Payload:
+        if self.download == "full":
+            return super().broadcast(client)
+        return self.codec.encode(self.server["weights"], self.allocate(self.budget(client)))
+
+    def decode(self, upload: Payload) -> Tensor:
+        return self.codec.decode(upload, sender="a client")
+
+    def deploy(self, client: Client | None = None) -> nn.Module:
+        """W_t on the grid (nearest) at the bit-widths that the mean budget gives."""
+        payload = self.codec.encode(self.server["weights"], self.allocate(self.mean_budget()))
+        self.layout.write(self.network, self.codec.decode(payload, sender="server"))
+        return self.network
+
+    def full_precision(self) -> nn.Module:
+        return self.codec.full_precision(self.network, self.server["weights"])
 
 
 class LayerCodec:
@@ -55,8 +133,9 @@ class LayerCodec:
         layers = (len(self.names),)
         if payload.codes("bits").values.shape != layers or payload.tensor("scales").shape != layers:
             raise PayloadError(
-                f"weights of {sender} without one bits and one scale for each of {layers[0]} layers; "
-                "encode them again"
+                f"weights of {sender}",
+                f"one bits and one scale for each of {layers[0]} layers",
+                "encode them again",
             )
         bits, scales = payload.codes("bits").values.tolist(), payload.tensor("scales").tolist()
         if not all(1 <= n <= MAX_BITS for n in bits):

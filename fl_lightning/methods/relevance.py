@@ -65,26 +65,26 @@ def kept_rows(classes: int, features: int, share: float, rng: np.random.Generato
 
 
 def sketch(gradient: Tensor, noise: Tensor, kept: Tensor) -> Tensor:
-    """The noisy values at the flat positions ``kept``."""
+    """Return the noisy values at the flat positions ``kept``."""
     return (gradient + noise).flatten()[kept]
 
 
 def spread(values: Tensor, kept: Tensor, size: int) -> Tensor:
-    """A sketch back at its positions in a vector ``[size]``, zero elsewhere. One set of positions for all can
-    do without."""
+    """Return a sketch back at its positions in a vector ``[size]``, zero elsewhere. One set of positions for
+    all can do without."""
     return values.new_zeros(size).index_put((kept,), values)
 
 
 def cosine(a: Tensor, b: Tensor) -> Tensor:
-    """Cosine of each row of ``a`` ``[M, D]`` with each of ``b`` ``[K, D]``, in float64 ``[M, K]``; 0 where a
-    row is zero."""
+    """Return the cosine of each row of ``a`` ``[M, D]`` with each of ``b`` ``[K, D]``, in float64 ``[M, K]``;
+    0 where a row is zero."""
     a, b = a.double(), b.double()
     return a @ b.T / (torch.outer(a.norm(dim=1), b.norm(dim=1)) + EPSILON)
 
 
 def relevance_weights(relevance: Tensor, tau: float, exclude: Tensor | None = None) -> Tensor:
-    """Softmax over the last dimension of ``relevance / tau`` ``[M, K]``, without what ``exclude`` marks; rows
-    with nothing left are 0.
+    """Return the softmax over the last dimension of ``relevance / tau`` ``[M, K]``, without what ``exclude``
+    marks; rows with nothing left are 0.
 
     >>> exclude = torch.tensor([[True, False, False]])
     >>> relevance_weights(torch.tensor([[1.0, 0.5, 0.5]]), tau=float("inf"), exclude=exclude)

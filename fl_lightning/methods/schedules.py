@@ -52,12 +52,12 @@ class CosineSchedule(Recorded):
 
 
 def at(value: float | LinearSchedule | CosineSchedule, round: int) -> float:
-    """A number, or a schedule's value in this round."""
+    """Return a number, or a schedule's value in this round."""
     return float(value) if isinstance(value, (int, float)) else value(round)
 
 
 def ends(value: float | LinearSchedule | CosineSchedule) -> tuple[float, float]:
-    """The values between which it stays: schedules are monotone."""
+    """Return the values between which it stays: schedules are monotone."""
     return (float(value), float(value)) if isinstance(value, (int, float)) else (value.start, value.end)
 
 

@@ -28,7 +28,7 @@ AHEAD = 8
 
 
 def pays(device: torch.device, epochs: int, augmented: bool) -> bool:
-    """Whether logits beforehand are cheaper than logits within the steps."""
+    """Return whether logits beforehand are cheaper than logits within the steps."""
     return device.type != "cpu" or (epochs > 1 and not augmented)
 
 
@@ -40,8 +40,7 @@ class InTurn:
 
     @contextmanager
     def fork(self, device: torch.device) -> Iterator[Callable[[], None]]:
-        """Within the block the teacher's work is queued. What it yields is to be called before the results
-        are used."""
+        """Queue the teacher's work within the block; call what is yielded before its results are used."""
         yield lambda: None
 
     def ahead(self, items: Iterable[T]) -> Iterator[T]:

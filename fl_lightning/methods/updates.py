@@ -39,7 +39,7 @@ class CodedUpdates(Method, ABC):
 
     @abstractmethod
     def decode_updates(self, upload: Payload) -> list[Tensor]:
-        """The updates, flat, in the order of ``coded``.
+        """Return the updates, flat, in the order of ``coded``.
 
         Raises:
             PayloadError: an entry that is missing or of the wrong size.

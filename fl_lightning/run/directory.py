@@ -76,10 +76,12 @@ class RunDirectory:
         return (path if path.exists() else self.path).stat().st_mtime
 
     def lock(self) -> None:
-        """Until the process ends, nobody else may continue this run.
+        """Keep other processes from continuing this run until this process ends.
+
+        The folder itself is locked, and not by ``filelock``: that would leave a file of its own in every run.
 
         Raises:
-            InputError: another process is at it.
+            InputError: another process holds the lock.
         """
         try:
             import fcntl

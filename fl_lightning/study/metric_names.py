@@ -1,5 +1,5 @@
-"""What a metric's name says: its title, unit and digits in tables and figures, which direction is better,
-whether it is a timing."""
+"""Facts that follow from a metric's name: its title, unit and digits in tables and figures, which direction
+is better, whether it is a timing."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from fl_lightning.study.statistics import mean_std
 
 @dataclass(frozen=True)
 class Column:
-    """A metric in a table.
+    """The column of a metric in a table.
 
     Args:
-        metric: its name.
-        title: heading, with the unit.
-        scale: what values are multiplied by.
-        digits: after the point.
-        unit: of a difference.
+        metric: the name of the metric.
+        title: the heading, with the unit.
+        scale: the factor from values of the metric to those of the table.
+        digits: the digits after the point.
+        unit: the unit of a difference.
     """
 
     metric: str
@@ -31,13 +31,14 @@ class Column:
     unit: str = ""
 
     def number(self, value: float, sign: bool = False) -> str:
+        """Write one value."""
         if not isfinite(value):
             return "-"
         text = f"{value * self.scale:{'+' if sign else ''}.{self.digits}f}"
         return text.replace("-", "−") if sign else text
 
     def mean(self, values: Sequence[float]) -> str:
-        """Mean and standard deviation over seeds.
+        """Write mean and standard deviation over seeds.
 
         >>> Column("a", "a").mean([1.0, 2.0]), Column("a", "a").mean([1.0]), Column("a", "a").mean([])
         ('1.500 ± 0.707', '1.000', '-')
@@ -95,32 +96,36 @@ HEADLINE = (
     "client/download_bytes",
     "total/total_bytes",
 )
-"""Of the table of results, as far as they were measured; the primary metric comes first."""
+"""The columns of the table of results, as far as they were measured, after the primary metric."""
 
 
 LOWER = {
-    "loss",
-    "ece",
-    "brier",
-    "nll",
-    "bytes",
-    "megabytes",
-    "std",
-    "rounds",
-    "seconds",
-    "drop",
-    "flops",
-    "bits",
+    *(
+        "loss",
+        "ece",
+        "brier",
+        "nll",
+        "bytes",
+        "megabytes",
+        "std",
+        "rounds",
+        "seconds",
+        "drop",
+        "flops",
+        "bits",
+    ),
 }
+"""Words of a name that say that lower is better."""
 HIGHER = {"accuracy", "accuracies"}
+"""Words of a name that say that higher is better."""
 LOWER_FAMILIES = {"train", "time", "latency", "memory"}
-"""``train/*``: losses, unless the name says accuracy."""
+"""First parts of names; ``train/*`` are losses, unless the name says accuracy."""
 HIGHER_FAMILIES = {"corrupted"}
-"""``corrupted/fog``: the accuracy under it."""
+"""First parts of names; ``corrupted/fog`` is the accuracy under fog."""
 
 
 def column(metric: str) -> Column:
-    """How ``metric`` is written.
+    """Return how ``metric`` is written.
 
     >>> column("corrupted/fog/accuracy").title, column("new/thing").title
     ('corrupted/fog/accuracy (%)', 'new/thing')
@@ -134,13 +139,13 @@ def column(metric: str) -> Column:
 
 
 def headline(primary: str, measured: Sequence[str]) -> list[Column]:
-    """Columns of the table of results."""
+    """Return the columns of the table of results."""
     names = dict.fromkeys([primary, *HEADLINE])
     return [column(name) for name in names if name in measured]
 
 
 def p_value(p: float) -> str:
-    """To three digits.
+    """Write a p-value with three digits.
 
     >>> p_value(0.0412), p_value(0.00001), p_value(float("nan"))
     ('0.041', '< 0.001', '-')
@@ -151,7 +156,7 @@ def p_value(p: float) -> str:
 
 
 def seeds(count: float) -> str:
-    """How many are needed.
+    """Write how many seeds are needed.
 
     >>> seeds(12), seeds(float("inf")), seeds(float("nan"))
     ('12', '> 10000', '-')
@@ -160,7 +165,7 @@ def seeds(count: float) -> str:
 
 
 def plain(value: float) -> str:
-    """A number without a unit, to four digits.
+    """Write a number without a unit, with four digits.
 
     >>> plain(12345678.0), plain(0.95123), plain(float("nan"))
     ('12345678', '0.9512', '-')
@@ -171,7 +176,7 @@ def plain(value: float) -> str:
 
 
 def direction(metric: str) -> int | None:
-    """1: higher is better; -1: lower is; None: not known.
+    """Return 1 where higher is better, -1 where lower is, None where it is not known.
 
     >>> names = ("corrupted/fog", "fgsm/full_gradient_accuracy", "fgsm/loss", "clients/trained")
     >>> tuple(map(direction, names))
@@ -187,10 +192,10 @@ def direction(metric: str) -> int | None:
 
 
 def higher_is_better(metric: str) -> bool:
-    """:func:`direction` of a metric that something is ranked by.
+    """Return whether higher is better, for a metric that something is ranked by.
 
     Raises:
-        InputError: it is not known of this one.
+        InputError: it is not known.
     """
     found = direction(metric)
     if found is None:
@@ -204,19 +209,19 @@ def higher_is_better(metric: str) -> bool:
             for words, families in ((HIGHER, HIGHER_FAMILIES), (LOWER, LOWER_FAMILIES))
         )
         raise InputError(
-            f"metric {metric}, of which it is not known whether more is better",
-            f"what is ranked by or tested in p(...) has a direction: higher is better {higher}, lower is "
-            f"{lower}",
+            f"metric {metric}",
+            "a ranking and p(...) need to know whether more of it is better, and the name does not say: "
+            f"higher is better {higher}, lower is {lower}",
             "write --metric final/accuracy, or give it such a name",
         )
     return found > 0
 
 
 def is_timing(metric: str) -> bool:
-    """Whether it belongs to the machine: it differs between two runs that are the same."""
+    """Return whether a metric belongs to the machine: it differs between two equal runs."""
     return metric.startswith(("time/", "latency/", "memory/"))
 
 
 def is_exact(metric: str) -> bool:
-    """Whether it is counted, not estimated: one seed is enough to decide on it."""
+    """Return whether a metric is counted and not estimated: one seed is enough to decide on it."""
     return metric.startswith(("total/", "bits/")) or (metric.endswith("_bytes") and not is_timing(metric))

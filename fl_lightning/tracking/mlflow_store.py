@@ -7,7 +7,6 @@ import logging
 import os
 import re
 import sqlite3
-import time
 from bisect import bisect_left
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
@@ -17,9 +16,9 @@ from threading import Thread
 from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
 
+from filelock import FileLock
 from lightning.fabric.loggers import Logger
 
-from fl_lightning.support.disk import open_own
 from fl_lightning.support.redaction import REDACTING, redact
 from fl_lightning.tracking.writer import POLL, AwakeTimer
 
@@ -28,6 +27,7 @@ log = logging.getLogger("fl_lightning")
 SQLITE = "sqlite:///"
 DEFAULT_URI = f"{SQLITE}mlflow.db"
 START_LIMIT, CALL_LIMIT = 60.0, 30.0  # seconds; a new database takes 3-6, a busy one is waited for 20
+LOCK_LIMIT = START_LIMIT - 5  # seconds to wait for another process that opens the same database
 KEY_LENGTH, PARAM_LENGTH, TAG_LENGTH, PER_BATCH = (
     250,
     6000,
@@ -176,29 +176,19 @@ def make_run(logger: Any, started: int | None) -> str:
 
 @contextmanager
 def _database(uri: str) -> Iterator[bool]:
-    """Yields whether the address is sqlite. If so: hold its lock, and fail at once where MLflow would try
-    again for minutes."""
+    """Yield whether the address is sqlite.
+
+    If it is, hold its lock, and fail at once where MLflow would try again for minutes.
+    """
     if not uri.startswith(SQLITE):
         yield False
         return
-    import fcntl
-
     path = _file(uri)
     path.parent.mkdir(parents=True, exist_ok=True)
-    with open_own(path.with_name(f".{path.name}.lock"), "a") as lock:
-        waited = AwakeTimer()
-        while True:
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                if waited.seconds() > START_LIMIT - 5:
-                    raise TimeoutError(f"another process holds {lock.name}") from None
-                time.sleep(0.05)
+    with FileLock(path.with_name(f".{path.name}.lock"), timeout=LOCK_LIMIT):
         with closing(sqlite3.connect(path, timeout=20)) as database:
-            database.execute(
-                "BEGIN IMMEDIATE"
-            ).connection.rollback()  # raises where it is damaged or not writable
+            database.execute("BEGIN IMMEDIATE")  # raises where it is damaged or not writable
+            database.rollback()
         yield True
 
 

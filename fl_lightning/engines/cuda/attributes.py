@@ -27,7 +27,7 @@ class Attributes:
         ]
 
     def changed(self) -> str:
-        """The name of an attribute that is not what it was; empty when there is none."""
+        """Return the name of an attribute that is not what it was; empty when there is none."""
         for child, before in self.held:
             now = {name: value for name, value in vars(child).items() if name not in REGISTERED}
             for name in {**before, **now}:

@@ -8,12 +8,12 @@ pass, the optimiser's step, ``on_train_batch_end``, and the float64 sums of the 
 
 A recording is used only after its first play, on a copy of the state, gave what the eager step gave on the
 same state: bit for bit, or within ``TOLERANCE`` where two eager steps differ already. So where steps repeat
-themselves it changes no result whether a step is played, and resume stays exact. Everything else goes the
-eager way, and the log says why, once: methods that are not ``stackable``; loss scales of 16-mixed; optimisers
+themselves it changes no result whether a step is played, and resume stays exact. Everything else is done
+eagerly, and the log says why, once: methods that are not ``stackable``; loss scales of 16-mixed; optimisers
 other than those of :func:`starts_at_zero`; steps that draw random numbers (PyTorch documents that replays
 advance the default generator as eager steps do; no card was at hand to see it), read the number of the step
-or round, set Python attributes, or wait for the device. So do, without a word, forms of batches that have
-turned up fewer than ``AFTER`` times.
+or round, set Python attributes, or wait for the device. Forms of batches that have turned up fewer than
+``MIN_EAGER_STEPS`` times are done eagerly too.
 
 Of all this only the capture itself (:class:`~fl_lightning.engines.cuda.recorders.CudaGraphs`) has never run:
 the tests play tapes on a CPU.
@@ -44,9 +44,9 @@ from fl_lightning.methods.base import is_stackable
 
 log = logging.getLogger("fl_lightning")
 
-AFTER = 4
+MIN_EAGER_STEPS = 4
 """Eager steps of a kind and form before it is recorded, which takes about as long as twice as many."""
-KINDS = 8
+MAX_KINDS = 8
 """Kinds whose recordings are kept: their memory is that of the activations of a step for each form of batch.
 One more, and all go: a CUDA graph must not outlive others of its recorder
 (:class:`~fl_lightning.engines.cuda.recorders.CudaGraphs`)."""
@@ -55,7 +55,7 @@ TOLERANCE = 1e-4
 
 
 def make_steps(fabric: Fabric, method: Method) -> Steps:
-    """Recorded on CUDA, eager elsewhere."""
+    """Return what takes the steps: recorded on CUDA, eager elsewhere."""
     return (
         RecordedSteps(fabric, method, CudaGraphs(fabric.device))
         if fabric.device.type == "cuda"
@@ -64,7 +64,7 @@ def make_steps(fabric: Fabric, method: Method) -> Steps:
 
 
 def starts_at_zero(optimizer: Optimizer) -> bool:
-    """Whether an optimiser with zeros for a state makes the steps of a fresh one.
+    """Return whether an optimiser with zeros for a state makes the steps of a fresh one.
 
     Adam and AdamW begin with zeros. SGD begins without a momentum buffer and sets it to the first gradient g;
     from zero it would be momentum * 0 + (1 - dampening) g, the same without dampening, with Nesterov's
@@ -83,7 +83,9 @@ class RecordedSteps(Steps):
         after: eager steps of a kind and form of batch before it is recorded.
     """
 
-    def __init__(self, fabric: Fabric, method: Method, recorder: Recorder, after: int = AFTER) -> None:
+    def __init__(
+        self, fabric: Fabric, method: Method, recorder: Recorder, after: int = MIN_EAGER_STEPS
+    ) -> None:
         super().__init__(fabric, method)
         self.recorder, self.after = recorder, after
         self.kinds: OrderedDict[Any, Kind] = OrderedDict()
@@ -105,11 +107,11 @@ class RecordedSteps(Steps):
             return
         form = client_form(self.method, self.optimizer)
         if form not in self.kinds:
-            if len(self.kinds) == KINDS:
+            if len(self.kinds) == MAX_KINDS:
                 oldest = next(iter(self.kinds.values()))
                 if not oldest.recordings and not oldest.refused:
                     self._say(
-                        f"clients are of more than {KINDS} kinds (shapes, modes, plain values that "
+                        f"clients are of more than {MAX_KINDS} kinds (shapes, modes, plain values that "
                         "receive sets)"
                     )
                 self.kinds.clear()
@@ -146,7 +148,7 @@ class RecordedSteps(Steps):
             self.kind.leave()
 
     def _work(self, kind: Kind, batch: Any, index: Any) -> list[str]:
-        """A local step on the static tensors; the names of its loss terms."""
+        """Make a local step on the static tensors and return the names of its loss terms."""
         outputs = local_step(self.fabric, self.method, kind.optimizer, batch, index)
         kind.keep()
         size = size_of(batch)
@@ -159,7 +161,7 @@ class RecordedSteps(Steps):
     # What can be recorded
 
     def _refusal(self) -> str:
-        """Why this client's steps cannot be."""
+        """Return why this client's steps cannot be recorded; empty when they can."""
         precision, name = self.fabric.strategy.precision, type(self.method).__name__
         if not is_stackable(self.method):
             return f"{name} does not say that it is stackable"
@@ -264,7 +266,7 @@ def near(one: Tensor, other: Tensor) -> bool:
 
 @contextmanager
 def _unreadable(method: Method) -> Iterator[None]:
-    """A recording would read the number of this round for ever."""
+    """Make the number of the round unreadable within the block: a recording would read this one for ever."""
     round = vars(method).pop("round", None)
     vars(method)["round"] = Unreadable("the number of the round")
     try:
@@ -276,7 +278,7 @@ def _unreadable(method: Method) -> Iterator[None]:
 
 
 def wait_for(device: torch.device) -> None:
-    """Until nothing is under way on any of its streams."""
+    """Wait until nothing is under way on any stream of the device."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 

@@ -35,7 +35,7 @@ class Recording:
     names: list[str]
 
     def again(self, batch: Any) -> list[str]:
-        """The recorded step on another batch."""
+        """Play the recorded step on another batch and return its loss terms' names."""
         for static, leaf in zip(tree_leaves(self.inputs), tree_leaves(batch), strict=True):
             if isinstance(static, Tensor):
                 static.copy_(leaf)
@@ -112,8 +112,8 @@ class Kind:
                     self.own[number] = place, tensor
 
     def settle(self) -> bool:
-        """What happened to the module's own attributes between two steps; False: nothing that recordings can
-        live with."""
+        """Follow what happened to the module's own attributes between two steps; return False where
+        recordings cannot."""
         now = self._top()
         if now == self.known:
             return True
@@ -128,7 +128,7 @@ class Kind:
         return True
 
     def _top(self) -> list[int]:
-        """What the method itself holds: parameters, buffers, modules, then all else."""
+        """Return what the method itself holds: parameters, buffers, modules, then all else."""
         mine = vars(self.method)
         held = [id(tensor) for name in REGISTERED for tensor in mine[name].values()]
         return held + [id(value) for name, value in mine.items() if name not in REGISTERED]
@@ -146,8 +146,8 @@ class Kind:
     # States: what a step may change
 
     def elsewhere(self) -> list[tuple[int, int]]:
-        """Which tensors of the module are not on the device, and how often they were written to: a replay
-        would not."""
+        """Return which tensors of the module are not on the device, and how often they were written to: a
+        replay would not."""
         tensors = map(_at, places(self.method))
         return [(id(tensor), tensor._version) for tensor in tensors if tensor.device != self.device]
 
@@ -169,7 +169,7 @@ class Kind:
 
     @torch.no_grad()
     def restore(self, saved: Saved) -> None:
-        """As it was; what did not exist then starts at zero."""
+        """Put all tensors back to what they were; those that did not exist then become zero."""
         self.keep()
         values = {id(tensor): value for tensor, value in saved}
         for tensor in self._tensors():
@@ -180,7 +180,7 @@ class Kind:
 
 
 def places(method: nn.Module) -> list[Place]:
-    """Where the module and its children hold a tensor."""
+    """Return where the module and its children hold a tensor."""
     return [
         (held, name)
         for module in method.modules()
@@ -191,8 +191,10 @@ def places(method: nn.Module) -> list[Place]:
 
 
 def client_form(method: Method, optimizer: Optimizer) -> Any:
-    """Equal for clients of one kind: modules and their modes, tensors but for their values, plain attributes,
-    optimiser."""
+    """Return a key that is equal for clients of one kind.
+
+    It holds modules and their modes, tensors but for their values, plain attributes and the optimiser.
+    """
     tensors = [_at(place) for place in places(method)]
     first: dict[int, int] = {}
     for number, tensor in enumerate(tensors):
@@ -220,7 +222,7 @@ def client_form(method: Method, optimizer: Optimizer) -> Any:
 
 
 def _baked_in(tensor: Tensor, method: Method) -> float | None:
-    """The value of a number on the host that a recording on a device would keep for ever."""
+    """Return the value of a number on the host that a recording on a device would keep for ever."""
     return (
         tensor.item()
         if tensor.ndim == 0 and tensor.device.type == "cpu" and method.device.type != "cpu"
@@ -229,8 +231,8 @@ def _baked_in(tensor: Tensor, method: Method) -> float | None:
 
 
 def strange_value(method: Method, before: Mapping[str, Any]) -> str:
-    """The name of an attribute that is new since ``before`` and neither registered nor plain; empty when
-    there is none."""
+    """Return the name of an attribute that is new since ``before`` and neither registered nor plain; empty
+    when there is none."""
     for name, value in vars(method).items():
         if name not in REGISTERED and before.get(name) is not value and not is_plain(value):
             return name

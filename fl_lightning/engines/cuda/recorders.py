@@ -19,12 +19,12 @@ class Recorder(Protocol):
     """Records work that reads and writes tensors in place, and nothing else."""
 
     def refuses(self, optimizer: Optimizer) -> str:
-        """Why the steps of this optimiser cannot be recorded; empty when they can. It may set what recording
-        needs on it."""
+        """Return why the steps of this optimiser cannot be recorded; empty when they can. It may set what
+        recording needs on it."""
 
     def record(self, work: Callable[[], None], pool: Any = None) -> tuple[Callable[[], None], Any]:
-        """What does ``work`` again when called, and the memory pool that it uses. ``work`` may be run on the
-        way, any number of times.
+        """Return what does ``work`` again when called, and the memory pool that it uses. ``work`` may be run
+        on the way, any number of times.
 
         Args:
             pool: of an earlier recording that is still there and never plays at the same time.
@@ -66,7 +66,7 @@ class CudaGraphs:
         return ""
 
     def record(self, work: Callable[[], None], pool: Any = None) -> tuple[Callable[[], None], Any]:
-        """As PyTorch's notes on CUDA graphs demand: warm-up on a side stream, then one capture."""
+        """Warm up on a side stream, then capture once, as PyTorch's notes on CUDA graphs demand."""
         self.side = self.side or torch.cuda.Stream(self.device)
         current, side = torch.cuda.current_stream(self.device), self.side
         torch.cuda.synchronize(self.device)

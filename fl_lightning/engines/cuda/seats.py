@@ -99,7 +99,8 @@ class Seat:
 
 
 class SeatsEngine(Engine):
-    """
+    """Trains several clients at once on one device, each on a seat of its own.
+
     Args:
         seats: how many clients are on the device at once.
         make_steps: what takes the steps of a seat's clients, for its copy of the module.

@@ -97,8 +97,8 @@ class BatchedEngine(Engine):
         yield from (results[at] for at in range(len(tasks)))
 
     def train_unit(self, tasks: Sequence[ClientTask]) -> list[ClientResult]:
-        """As one stack for each kind of client among them; one by one where that cannot be, which the log
-        says once."""
+        """Train clients as one stack for each kind among them, or one by one where that cannot be, which is
+        logged once."""
         if not self.reason:
             try:
                 with one_thread(self.fabric.device):
@@ -158,7 +158,7 @@ class BatchedEngine(Engine):
         return rows
 
     def _train_stack(self, rows: Sequence[Row]) -> Callable[[], list[ClientResult]]:
-        """Trains them; what is returned makes their uploads."""
+        """Train clients of one kind and return a function that makes their results."""
         if len(rows) == 1:
             return lambda: [self.one_by_one.train_client(rows[0].task)]
         rows[0].start.restore(self.method, self.names)
@@ -175,7 +175,7 @@ class BatchedEngine(Engine):
         return lambda: self._results(rows, stack, losses, steps)
 
     def _batches(self, rows: Sequence[Row]) -> Iterator[list[tuple[list[int], Any]]]:
-        """For each step, groups of rows whose batches have one form, and these as a stack."""
+        """Yield each step's groups: rows whose batches have one form, and those batches as a stack."""
         if rows[0].batches is not None:
             yield from _stacked([row.batches or [] for row in rows])
             return
@@ -195,8 +195,11 @@ class BatchedEngine(Engine):
             yield groups
 
     def _step(self, stack: Stack, where: Sequence[int], batch: Any, step: int) -> dict[str, Tensor]:
-        """One local step of the clients at ``where``; ``batch`` is a stack of theirs. Each loss term as
-        ``[len(where)]``."""
+        """Make one local step of the clients at ``where`` and return each loss term ``[len(where)]``.
+
+        Args:
+            batch: their batches as a stack.
+        """
         leaves, others = stack.part(where)
         before = dict(vars(self.method))
         try:
@@ -228,8 +231,8 @@ class BatchedEngine(Engine):
     def _call(
         self, trained: Mapping[str, Tensor], others: Mapping[str, Tensor], hook: str, *arguments: Any
     ) -> tuple[Any, dict[str, Tensor]]:
-        """A hook of the method with these tensors in place of its own; what it returns, and the tensors as it
-        left them."""
+        """Call a hook of the method with these tensors in place of its own; return what it returns and the
+        tensors after it."""
         tensors = {f"method.{name}": tensor for name, tensor in {**trained, **others}.items()}
         returned = functional_call(_Caller(self.method), tensors, (hook, *arguments), tie_weights=self.tied)
         return returned or {}, {name.removeprefix("method."): tensor for name, tensor in tensors.items()}
@@ -259,7 +262,7 @@ class BatchedEngine(Engine):
 
 
 class _Caller(nn.Module):
-    """``functional_call`` calls ``forward``; this one calls any hook."""
+    """A module whose ``forward``, which is what ``functional_call`` calls, calls any hook of the method."""
 
     def __init__(self, method: Method) -> None:
         super().__init__()
@@ -270,7 +273,7 @@ class _Caller(nn.Module):
 
 
 def _has_tied_weights(method: Method) -> bool:
-    """Whether two modules share a parameter. One module under two names is no such case, and
+    """Return whether two modules share a parameter. One module under two names is no such case, and
     ``functional_call`` mistakes it for one.
 
     Raises:
@@ -285,7 +288,7 @@ def _has_tied_weights(method: Method) -> bool:
 
 
 def _stacked(rows: Sequence[Sequence[Any]]) -> Iterator[list[tuple[list[int], Any]]]:
-    """For each step, who has a batch of one form, and these as one."""
+    """Yield each step's groups of rows that have batches of one form, and those batches as a stack."""
     for step in range(max(map(len, rows))):
         groups: dict[Any, list[int]] = defaultdict(list)
         for at, batches in enumerate(rows):

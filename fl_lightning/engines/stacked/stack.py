@@ -15,11 +15,11 @@ from fl_lightning.metrics import Mean
 
 
 class CannotStackError(Exception):
-    """Clients of this method, network or optimiser cannot be trained as one."""
+    """Raised where clients of this method, network or optimiser cannot be trained as one stack."""
 
 
 class Stack:
-    """K clients between two local steps.
+    """The tensors of K clients between two local steps.
 
     In a step some of them take part, in one group or several (:meth:`part`, :meth:`step`, :meth:`put`), and
     :meth:`end_step` ends it. Whoever takes part in a step took part in all before it, so that what an
@@ -60,7 +60,7 @@ class Stack:
         self.counts: dict[str, dict[str, Any]] = {}
 
     def part(self, where: Sequence[int]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        """The rows ``where``: leaves to differentiate by, and all other tensors."""
+        """Return the rows ``where``: leaves to differentiate by, and all other tensors."""
         rows = {name: self._take(tensor, where) for name, tensor in self.tensors.items()}
         leaves = {
             name: rows.pop(name).detach().requires_grad_() for name in self.tensors if name in self.trained
@@ -69,8 +69,8 @@ class Stack:
 
     @torch.no_grad()
     def step(self, where: Sequence[int], leaves: Mapping[str, Tensor]) -> None:
-        """An optimiser step on ``leaves``, the rows ``where``, by their gradients, each row's clipped by
-        itself."""
+        """Make an optimiser step on ``leaves``, the rows ``where``, with each row's gradients clipped by
+        themselves."""
         optimizer = self.optimizer
         clip_rows([leaves[name].grad for names in self.groups for name in names], *self.clip)
         optimizer.state.clear()
@@ -101,11 +101,11 @@ class Stack:
             self.tensors[name] = self._put(self.tensors[name], where, tensor)
 
     def end_step(self) -> None:
-        """Everyone who takes part in this step has."""
+        """End a step: all who take part in it have."""
         self.state, self.counts = {**self.state, **self.counts}, {}
 
     def rows(self) -> list[dict[str, Tensor]]:
-        """The tensors of each client, by name."""
+        """Return the tensors of each client, by name."""
         columns = [tensor.unbind() for tensor in self.tensors.values()]
         return [dict(zip(self.tensors, row, strict=True)) for row in zip(*columns, strict=True)]
 
@@ -132,7 +132,7 @@ class StackLosses:
         self.seen: dict[str, np.ndarray] = {}
 
     def add(self, outputs: Mapping[str, Tensor], size: int, where: Sequence[int]) -> None:
-        """Terms ``[len(where)]``, each a mean over ``size`` examples, of the clients ``where``."""
+        """Add terms ``[len(where)]``, each a mean over ``size`` examples, of the clients ``where``."""
         for name, value in outputs.items():
             if name not in self.sums:
                 self.sums[name] = torch.zeros(self.size, dtype=torch.float64, device=value.device)

@@ -1,4 +1,4 @@
-"""What a sweep or a search shows: a line for everything that ends and, on a terminal, a live table of the
+"""The display of a sweep or a search: a line for every job that ends and, on a terminal, a live table of the
 runs at work."""
 
 from __future__ import annotations
@@ -12,22 +12,22 @@ from types import TracebackType
 from rich.console import Console
 from rich.table import Table
 
-from fl_lightning.study.execute.jobs import Job, Running
-from fl_lightning.study.results.found import read_metrics
+from fl_lightning.study.execute.jobs import Job, RunningJob
+from fl_lightning.study.results.run_records import read_metrics
 from fl_lightning.support.terminal import ResizableLive
 
-REFRESH = 1.0  # seconds
+REFRESH_SECONDS = 1.0
 ACCURACY = "test/accuracy"
 COLUMNS = ("run", "round", "accuracy", "s/round", "since")
 
 
 class Display:
-    """A context: the live table is there as long as it is entered.
+    """A context in which a live table is shown.
 
     Args:
-        state: one line on the whole.
-        find: the folder of a job's run, once there is one, and its number of rounds.
-        console: where; default: standard error.
+        state: returns one line on the whole.
+        find: returns the folder of a job's run, once there is one, and its number of rounds.
+        console: where it is shown; default: standard error.
     """
 
     def __init__(
@@ -64,18 +64,18 @@ class Display:
         self.console.print(text, markup=False)
 
     def failed(self, name: str, job: Job, code: int) -> None:
-        """With the last lines of its log."""
+        """Print that a job failed, with the last lines of its log."""
         how = f"exit code {code}" if code >= 0 else f"signal {-code}"
         lines = "".join(f"\n    {line}" for line in job.tail())
         self.line(f"{name} failed ({job.args[0]}, {how}); {job.log} ends with{lines}")
 
-    def look(self, running: list[Running]) -> None:
-        """Draw the table anew, now and then."""
-        if self.live and time.monotonic() - self.shown >= REFRESH:
+    def look(self, running: list[RunningJob]) -> None:
+        """Draw the table anew, if the last time is long enough ago."""
+        if self.live and time.monotonic() - self.shown >= REFRESH_SECONDS:
             self.shown = time.monotonic()
             self.live.update(self.table(running), refresh=True)
 
-    def table(self, running: list[Running]) -> Table:
+    def table(self, running: list[RunningJob]) -> Table:
         table = Table(*COLUMNS, title=f"{self.state()}, {self.elapsed}", title_justify="left")
         for one in running:
             run, rounds = self.find(one.job)
@@ -88,7 +88,7 @@ class Display:
 
 
 def clock(seconds: float) -> str:
-    """As hours, minutes and seconds.
+    """Return a duration as hours, minutes and seconds.
 
     >>> clock(3725.4)
     '1:02:05'

@@ -1,98 +1,61 @@
-"""What the rest of a study will take, told from the rounds that runs of the same method have recorded."""
+"""How long the rest of a study will take, estimated from the rounds that runs of the same method recorded."""
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
-from pathlib import Path
-from tempfile import TemporaryDirectory
 
 from rich.console import Console
 from rich.table import Table
 
-from fl_lightning.study.execute.board import Board, Record
+from fl_lightning.study.execute.cells import CellState, StudyCells
 from fl_lightning.study.execute.display import clock
 
-START = 10.0  # seconds of imports and set-up of a run
-PROBE = 3  # rounds
+START_SECONDS = 10.0
+"""Seconds of imports and set-up of a run."""
 
 
 @dataclass(frozen=True)
-class Cost:
-    """Of one round.
+class RoundCost:
+    """The cost of one round.
 
     Args:
-        seconds: wall-clock.
-        bytes: over the wire, up and down.
-        source: where it is known from.
+        seconds: its wall-clock time.
+        bytes: its bytes over the wire, up and down.
+        source: the cell that it was measured in.
     """
 
     seconds: float
     bytes: float
     source: str
 
-    @classmethod
-    def of(cls, rows: list[dict[str, float]], source: str) -> Cost | None:
-        """Means over the rounds; the first one warms up and does not count, unless it is alone."""
-        rows = rows[1:] or rows
-        if not rows:
-            return None
-        means = [
-            sum(row.get(name, 0.0) for row in rows) / len(rows) for name in ("time/round", "comm/total_bytes")
-        ]
-        return cls(means[0], means[1], source)
 
+def find_cost(cells: StudyCells, state: CellState) -> RoundCost | None:
+    """Return the mean cost of a round in a cell of the same method: of the same levels if there is one, and
+    of these the longest.
 
-def known_cost(board: Board, record: Record) -> Cost | None:
-    """From a run of the same method: of the same levels if there is one, the longest."""
-    own = [other for other in board.records if other.cell.method == record.cell.method]
-    same = [other for other in own if other.cell.levels == record.cell.levels]
-    for others in (same, own):
-        rows, name = max(
-            ((other.metrics(), other.cell.name) for other in others), key=lambda found: len(found[0])
-        )
+    The first round warms up and does not count, unless it is alone. None: no such cell has a round.
+    """
+    same_method = [other for other in cells if other.cell.method == state.cell.method]
+    same_levels = [other for other in same_method if other.cell.levels == state.cell.levels]
+    for others in (same_levels, same_method):
+        measured = [(other.metrics(), other.cell.name) for other in others]
+        rows, name = max(measured, key=lambda one: len(one[0]))
         if rows:
-            return Cost.of(rows, name)
+            counted = rows[1:] or rows
+            sums = [sum(row.get(key, 0.0) for row in counted) for key in ("time/round", "comm/total_bytes")]
+            return RoundCost(sums[0] / len(counted), sums[1] / len(counted), name)
     return None
 
 
-def probed_cost(record: Record) -> Cost | None:
-    """From a few rounds of the cell in a folder that is thrown away."""
-    with TemporaryDirectory() as folder:
-        limits = [
-            f"--trainer.max_rounds={PROBE}",
-            f"--trainer.default_root_dir={folder}",
-            "--trainer.logger=false",
-        ]
-        command = [
-            sys.executable,
-            "-m",
-            "fl_lightning",
-            "fit",
-            *record.cell.args,
-            *limits,
-            "--trainer.run_name=probe",
-        ]
-        environment = {**os.environ, "OMP_NUM_THREADS": str(record.threads)}
-        if subprocess.run(command, capture_output=True, env=environment).returncode:
-            return None
-        (run,) = Path(folder).glob("*/probe")
-        return Cost.of(
-            Record(record.cell, record.config, record.hash, run=run).metrics(), f"a probe of {PROBE} rounds"
-        )
-
-
 @dataclass(frozen=True)
-class Total:
-    """Of the cells that are left.
+class RemainingCost:
+    """The cost of the cells that are left.
 
     Args:
-        seconds: of work, one cell after another.
-        bytes: over the wire.
-        unknown: names of the methods that nothing is known of.
+        seconds: the time of their work, one cell after another.
+        bytes: their bytes over the wire.
+        unknown: the names of the methods whose cost is not known.
     """
 
     seconds: float
@@ -100,76 +63,55 @@ class Total:
     unknown: list[str]
 
 
-def total(records: Iterable[Record], costs: dict[str, Cost | None]) -> Total:
-    """Sum over the rounds that are left, and the start of each process.
+def remaining_cost(states: Iterable[CellState], costs: dict[str, RoundCost | None]) -> RemainingCost:
+    """Add up the rounds that are left, and the start of each process.
 
     Args:
-        costs: by name of cell.
+        states: all cells of a study.
+        costs: the cost of a round by the name of the cell.
     """
     seconds, size, unknown = 0.0, 0.0, dict[str, None]()
-    for record in records:
-        if record.status == "finished":
+    for state in states:
+        if state.status == "finished":
             continue
-        left = record.rounds - len(record.metrics())
-        cost = costs.get(record.cell.name)
+        cost, left = costs[state.cell.name], state.rounds - len(state.metrics())
         if cost is None:
-            unknown[record.cell.method] = None
+            unknown[state.cell.method] = None
             continue
-        seconds += START + left * cost.seconds
+        seconds += START_SECONDS + left * cost.seconds
         size += left * cost.bytes
-    return Total(seconds, size, list(unknown))
+    return RemainingCost(seconds, size, list(unknown))
 
 
-def show_plan(board: Board, jobs: int, *, probe: bool = False, console: Console | None = None) -> None:
-    """Every cell with its state and cost, and the sum of what is left.
+def show_plan(cells: StudyCells, jobs: int, console: Console | None = None) -> None:
+    """Print every cell with its state and cost, and the sum of what is left.
 
     Args:
-        board: the study.
-        jobs: cells that run at a time.
-        probe: whether to run a few rounds of each method that nothing is known of.
+        cells: the cells of the study.
+        jobs: the number of cells that run at a time.
         console: where to print; default: standard output.
     """
     console = console or Console(highlight=False, soft_wrap=True)
-    costs = find_costs(board, probe)
+    costs = {state.cell.name: find_cost(cells, state) for state in cells}
     table = Table("cell", "state", "rounds", "minutes", "MB", "known from")
-    for record in board.records:
-        cost, figures = costs[record.cell.name], ["unknown", "unknown", ""]
+    for state in cells:
+        cost, figures = costs[state.cell.name], ["unknown", "unknown", ""]
         if cost:
-            figures = [
-                f"{record.rounds * cost.seconds / 60:.1f}",
-                f"{record.rounds * cost.bytes / 1e6:.1f}",
-                cost.source,
-            ]
-        table.add_row(record.cell.name, record.status, f"{len(record.metrics())}/{record.rounds}", *figures)
+            minutes, megabytes = state.rounds * cost.seconds / 60, state.rounds * cost.bytes / 1e6
+            figures = [f"{minutes:.1f}", f"{megabytes:.1f}", cost.source]
+        table.add_row(state.cell.name, state.status, f"{len(state.metrics())}/{state.rounds}", *figures)
     console.print(table)
-    for record in board.records:
-        if record.problem:
-            console.print(f"{record.cell.name}: {record.problem}", markup=False)
-    rest = total(board.records, costs)
-    left = len(board.records) - board.count("finished")
+    for line in cells.problems():
+        console.print(line, markup=False)
+    rest, count = remaining_cost(cells, costs), len(cells.states)
     about = (
         f"about {clock(rest.seconds / jobs)} (h:mm:ss) with --jobs {jobs} and "
-        f"{rest.bytes / 1000000.0:.1f} MB over the wire"
+        f"{rest.bytes / 1e6:.1f} MB over the wire"
     )
     if rest.unknown:  # what is known of the others is a lower bound, and of nothing it is no bound
         about = f"more than {about.removeprefix('about ')}" if rest.seconds else "time and bytes unknown"
-    console.print(f"{board.study.name}: {len(board.records)} cells, {left} to run: {about}", markup=False)
+    left = count - cells.count("finished")
+    console.print(f"{cells.study.name}: {count} cells, {left} to run: {about}", markup=False)
     if rest.unknown:
-        hint = "" if probe else f"; --probe true runs {PROBE} rounds of each to find out"
-        console.print(
-            f"not counted, since nothing is known of their cost: {', '.join(rest.unknown)}{hint}",
-            markup=False,
-        )
-
-
-def find_costs(board: Board, probe: bool) -> dict[str, Cost | None]:
-    """By name of cell; None where nothing is known."""
-    probed: dict[tuple[str, ...], Cost | None] = {}
-    costs = {}
-    for record in board.records:
-        cost = known_cost(board, record)
-        if cost is None and probe:
-            key = (record.cell.method, *record.cell.levels.values())
-            cost = probed[key] = probed[key] if key in probed else probed_cost(record)
-        costs[record.cell.name] = cost
-    return costs
+        names = ", ".join(rest.unknown)
+        console.print(f"not counted, since nothing is known of their cost: {names}", markup=False)

@@ -1,5 +1,4 @@
-"""Commands of this program in processes of their own, a few at a time, and the threads and GPUs that each of
-them has.
+"""Commands of this program in processes of their own, a few at a time, and the threads and GPUs of each.
 
 Whatever ends the pool ends them too, each with its checkpoint.
 """
@@ -24,11 +23,12 @@ from fl_lightning.support.disk import open_own
 from fl_lightning.support.redaction import redact_arguments
 
 PROGRAM = (sys.executable, "-m", "fl_lightning.study.execute.worker")
-TAIL = 5  # lines of a log that are shown when its job failed
-POLL, GRACE = (
-    0.2,
-    90.0,
-)  # seconds: between looks; for a process to write its checkpoint once it is told to stop
+TAIL_LINES = 5
+"""Lines of a log that are shown when its job failed."""
+POLL_SECONDS = 0.2
+"""Seconds between two looks at the processes."""
+STOP_SECONDS = 90.0
+"""Seconds that a process has to write its checkpoint once it is told to stop."""
 
 
 @dataclass(frozen=True)
@@ -36,10 +36,10 @@ class Job:
     """One command.
 
     Args:
-        name: of the cell that it is for.
+        name: the name of its cell.
         args: the command line after ``python -m fl_lightning``.
-        log: file that its output is appended to.
-        environment: variables that it has beside those of this process.
+        log: the file that its output is appended to.
+        environment: its variables beside those of this process.
     """
 
     name: str
@@ -48,23 +48,24 @@ class Job:
     environment: Mapping[str, str] = field(default_factory=dict)
 
     def tail(self) -> list[str]:
-        """The last lines of its log."""
+        """Return the last lines of its log."""
         try:
             text = self.log.read_text(errors="replace")
         except OSError:
             return []
-        return [line.rstrip() for line in text.splitlines() if line.strip(" ^~")][-TAIL:]
+        return [line.rstrip() for line in text.splitlines() if line.strip(" ^~")][-TAIL_LINES:]
 
 
 def fit_arguments(
     args: Sequence[str], *, root: Path, experiment: str, name: str, tags: Mapping[str, str], logger: bool
 ) -> list[str]:
-    """``fit`` with these arguments in a folder and under a name of its own, continued if it is there.
+    """Return the command line of a ``fit`` that has a folder and a name of its own, and continues what is
+    there.
 
     Args:
         args: arguments of ``fit``.
         root, experiment, name: the run goes to ``<root>/<experiment>/<name>``.
-        tags: of the run.
+        tags: the tags of the run.
         logger: false: no MLflow.
     """
     own = {
@@ -84,14 +85,14 @@ def fit_arguments(
 
 
 @dataclass
-class Running:
+class RunningJob:
     """A job at work.
 
     Args:
-        job: which.
+        job: the job.
         process: its process, the leader of a session of its own: Ctrl-C in the terminal reaches the pool
             alone.
-        slot: which of the pool's slots it has.
+        slot: the number of its slot in the pool.
         since: ``time.monotonic()`` of its start.
     """
 
@@ -102,32 +103,32 @@ class Running:
 
 
 class Pool:
-    """Runs jobs, as many at a time as there are slots.
+    """The pool runs jobs, as many at a time as there are slots.
 
     Args:
-        slots: the environment variables of each.
+        slots: the environment variables of each slot.
         held: file descriptors that every process keeps open.
-        program: what is started with the arguments of each job.
+        program: the program that is started with the arguments of each job.
     """
 
     def __init__(
         self, slots: Sequence[Mapping[str, str]], held: Sequence[int] = (), program: Sequence[str] = PROGRAM
     ) -> None:
         self.slots, self.held, self.program = slots, held, program
-        self.running: list[Running] = []
+        self.running: list[RunningJob] = []
 
     def run(
         self,
         jobs: Iterable[Job],
-        ended: Callable[[Running, int], Job | None],
-        look: Callable[[list[Running]], None] = lambda running: None,
+        ended: Callable[[RunningJob, int], Job | None],
+        look: Callable[[list[RunningJob]], None] = lambda running: None,
     ) -> None:
-        """Until all have ended.
+        """Run jobs until all have ended.
 
         Args:
-            jobs: in the order in which they start.
-            ended: is told of every job that ended by itself, with its exit code, and may return one that goes
-                next.
+            jobs: the jobs, in the order in which they start.
+            ended: is called with every job that ended by itself and its exit code, and may return a job that
+                goes next.
             look: is called at every look with the jobs that are at work.
 
         Raises:
@@ -140,7 +141,7 @@ class Pool:
                     with interrupts.held():
                         self._fill(waiting)
                     look(self.running)
-                    time.sleep(POLL)
+                    time.sleep(POLL_SECONDS)
                     self._collect(waiting, ended)
             finally:
                 interrupts.ignore()
@@ -148,13 +149,12 @@ class Pool:
                 interrupts.release()
 
     def _fill(self, waiting: deque[Job]) -> None:
-        free = [
-            slot for slot in range(len(self.slots)) if slot not in {running.slot for running in self.running}
-        ]
+        taken = {running.slot for running in self.running}
+        free = [slot for slot in range(len(self.slots)) if slot not in taken]
         for slot in free[: len(waiting)]:
             self.running.append(self._start(waiting.popleft(), slot))
 
-    def _start(self, job: Job, slot: int) -> Running:
+    def _start(self, job: Job, slot: int) -> RunningJob:
         job.log.parent.mkdir(parents=True, exist_ok=True)
         with open_own(job.log, "ab") as log:
             log.write(f"$ python -m fl_lightning {shlex.join(redact_arguments(job.args))}\n".encode())
@@ -168,9 +168,9 @@ class Pool:
                 start_new_session=True,
                 pass_fds=self.held,
             )
-        return Running(job, process, slot)
+        return RunningJob(job, process, slot)
 
-    def _collect(self, waiting: deque[Job], ended: Callable[[Running, int], Job | None]) -> None:
+    def _collect(self, waiting: deque[Job], ended: Callable[[RunningJob, int], Job | None]) -> None:
         for running in list(self.running):
             code = running.process.poll()
             if code is not None:
@@ -180,10 +180,10 @@ class Pool:
                 waiting.extendleft([following] if following else [])
 
     def stop(self) -> None:
-        """End what still runs: a run writes its checkpoint first."""
+        """End what still runs; a run writes its checkpoint first."""
         for running in self.running:
             running.process.terminate()
-        deadline = time.monotonic() + GRACE
+        deadline = time.monotonic() + STOP_SECONDS
         for running in self.running:
             try:
                 running.process.wait(max(0.0, deadline - time.monotonic()))
@@ -194,13 +194,13 @@ class Pool:
         self.running.clear()
 
 
-def _close(running: Running) -> None:
+def _close(running: RunningJob) -> None:
     assert running.process.stdin is not None
     running.process.stdin.close()
 
 
 def cores() -> int:
-    """Cores that this process may use."""
+    """Return the number of cores that this process may use."""
     try:
         return len(os.sched_getaffinity(0))
     except AttributeError:  # not Linux
@@ -208,12 +208,12 @@ def cores() -> int:
 
 
 def threads_per_job(jobs: int, before: int = 0, environment: Mapping[str, str] = os.environ) -> int:
-    """``OMP_NUM_THREADS`` where it is set, else what a cell had in earlier sessions, else its share of the
-    cores.
+    """Return the threads of a cell: ``OMP_NUM_THREADS``, else those of earlier sessions, else its share of
+    the cores.
 
     Args:
-        jobs: how many run at a time.
-        before: threads that this cell had when it was started first; 0: it was not.
+        jobs: the number of jobs that run at a time.
+        before: the threads that this cell had when it was started first; 0: it was not.
 
     >>> threads_per_job(2, 0, {"OMP_NUM_THREADS": "3"}), threads_per_job(2, 5, {})
     (3, 5)
@@ -223,10 +223,10 @@ def threads_per_job(jobs: int, before: int = 0, environment: Mapping[str, str] =
 
 
 def slots_for(jobs: int, devices: str, environment: Mapping[str, str] = os.environ) -> list[dict[str, str]]:
-    """Environment of each of ``jobs`` slots: GPUs are dealt out in turn.
+    """Return the environment of each slot: GPUs are dealt out in turn.
 
     Args:
-        jobs: how many run at a time.
+        jobs: the number of jobs that run at a time.
         devices: ``auto`` for all GPUs that are visible, ``none``, or their numbers.
 
     Raises:
@@ -256,7 +256,7 @@ def slots_for(jobs: int, devices: str, environment: Mapping[str, str] = os.envir
 
 
 def _visible(environment: Mapping[str, str]) -> list[str]:
-    """GPUs, by the names that ``CUDA_VISIBLE_DEVICES`` has for them."""
+    """Return the GPUs, by the names that ``CUDA_VISIBLE_DEVICES`` has for them."""
     if "CUDA_VISIBLE_DEVICES" in environment:
         return [name.strip() for name in environment["CUDA_VISIBLE_DEVICES"].split(",") if name.strip()]
     import torch

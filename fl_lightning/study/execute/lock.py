@@ -9,56 +9,70 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from filelock import FileLock, Timeout
+
 from fl_lightning.errors import InputError
 from fl_lightning.support.disk import NO_FOLLOW
 
 log = logging.getLogger("fl_lightning")
 
-PATIENCE = 90.0  # seconds for cells whose sweep was killed to write their checkpoints
+ORPHANS_LIMIT = 90.0
+"""Seconds that cells whose sweep was killed have to write their checkpoints."""
+POLL = 0.2
+"""Seconds between two attempts."""
 
 
 @contextmanager
 def only_one(folder: Path) -> Iterator[list[int]]:
-    """Hold the study's lock; yields the file descriptors that its processes shall keep open, which says that
-    they live.
+    """Hold the study's locks.
+
+    Yields:
+        the file descriptors that the processes of the cells must inherit: a lock is held as long as one of
+            them
+        lives, also when the sweep itself was killed.
 
     Raises:
-        InputError: another process is at this study.
+        InputError: another process works on this study.
     """
     folder.mkdir(parents=True, exist_ok=True)
+    lock = FileLock(folder / ".sweep.lock", timeout=0)
+    try:
+        lock.acquire()
+    except Timeout:
+        given, rule = f"{folder}", "another process is running this study"
+        raise InputError(given, rule, "wait for it, or end it with Ctrl-C") from None
+    try:
+        cells = _lock_of_cells(folder / ".cells.lock")
+        try:
+            yield [cells]
+        finally:
+            os.close(cells)
+    finally:
+        lock.release()
+
+
+def _lock_of_cells(path: Path) -> int:
+    """Return a descriptor that holds the lock once no cell of an earlier sweep holds it.
+
+    ``filelock`` cannot do this: when it releases a lock it unlocks the file, for the processes that inherited
+    the descriptor as well. Here the descriptor is closed only, and they keep the lock.
+    """
+    cells = os.open(path, os.O_RDWR | os.O_CREAT | NO_FOLLOW, 0o644)
     try:
         import fcntl
-    except ImportError:  # a platform without locks
-        yield []
-        return
-    sweep, cells = (
-        os.open(folder / name, os.O_RDWR | os.O_CREAT | NO_FOLLOW, 0o644)
-        for name in (".sweep.lock", ".cells.lock")
-    )
-    try:
+    except ImportError:  # a platform without such locks
+        return cells
+    deadline, told = time.monotonic() + ORPHANS_LIMIT, False
+    while True:
         try:
-            fcntl.flock(sweep, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(cells, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return cells
         except BlockingIOError:
-            raise InputError(
-                f"{folder}", "another process is running this study", "wait for it, or end it with Ctrl-C"
-            ) from None
-        deadline, said = time.monotonic() + PATIENCE, False
-        while True:
-            try:
-                fcntl.flock(cells, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                if time.monotonic() > deadline:
-                    raise InputError(
-                        f"{folder}",
-                        "runs of a sweep that was killed do not end",
-                        "end them, then start again",
-                    ) from None
-                if not said:
-                    log.warning("waiting for the runs of a sweep that was killed to write their checkpoints")
-                said = True
-                time.sleep(0.2)
-        yield [cells]
-    finally:
-        os.close(cells)
-        os.close(sweep)
+            if time.monotonic() > deadline:
+                os.close(cells)
+                rule = "runs of a sweep that was killed do not end"
+                raise InputError(f"{path.parent}", rule, "end them, then start again") from None
+            if not told:
+                log.warning("waiting for the runs of a sweep that was killed to write their checkpoints")
+            told = True
+            time.sleep(POLL)

@@ -1,74 +1,73 @@
-"""What MLflow's page shows of a study when it is opened by its link: columns, groups and charts.
+"""The link to a study on MLflow's page, and the columns, groups and charts that it shows there.
 
-MLflow keeps such a view as a tag of the experiment, ``mlflow.sharedViewState.<key>``, in JSON (as written by
-its *Share* button, 3.17).
+MLflow keeps such a view as a tag of the experiment, ``mlflow.sharedViewState.<key>``, in JSON of its own that
+no document describes. Here it is as the *Share* button of ``FITTING_SERIES`` writes it; with other versions
+the link leads to the experiment without a view.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from importlib.metadata import version
 from typing import Any
 
+FITTING_SERIES = ("3.17.",)
+"""The versions of MLflow that are known to read this JSON."""
 KEY = "study"
 TAG = f"mlflow.sharedViewState.{KEY}"
 BY_ROUND = ("test/accuracy", "val/accuracy", "test/ece", "train/loss_task", "comm/total_bytes", "time/round")
 AT_THE_END = ("final/accuracy", "final/auc_accuracy", "final/best_val_accuracy")
-RUNS = 100  # drawn at most
+MAX_RUNS = 100
+"""Runs that a chart draws at most."""
 
 
-def view(axes: Sequence[str]) -> str:
-    """The view of a study whose runs have these axes as tags."""
+def has_view() -> bool:
+    """Return whether the installed MLflow reads the view."""
+    return version("mlflow").startswith(FITTING_SERIES)
+
+
+def view_tags(axes: Sequence[str]) -> dict[str, str]:
+    """Return the experiment's tags with the view of a study, whose runs have these axes as tags.
+
+    There is none where the installed MLflow does not read it.
+    """
+    if not has_view():
+        return {}
     columns = [f"tags.`{name}`" for name in ("label", *axes, "seed")]
     columns += [f"metrics.`{name}`" for name in (*AT_THE_END, "comm/total_bytes")]
     sections = {
         "at the end": [_chart("BAR", name) for name in AT_THE_END],
         "by round": [_line(name) for name in BY_ROUND],
     }
-    return json.dumps(
-        {
-            "selectedColumns": columns,
-            "groupBy": {
-                "aggregateFunction": "average",
-                "groupByKeys": [{"mode": "tag", "groupByData": "label"}],
-            },
-            "useGroupedValuesInCharts": True,
-            "hideEmptyCharts": True,
-            "isAccordionReordered": True,
-            "compareRunSections": [
-                {
-                    "uuid": name,
-                    "name": name,
-                    "display": True,
-                    "isReordered": True,
-                    "deleted": False,
-                    "isGenerated": False,
-                }
-                for name in sections
-            ],
-            "compareRunCharts": [
-                chart | {"uuid": f"{name}: {chart['metricKey']}", "metricSectionId": name}
-                for name, charts in sections.items()
-                for chart in charts
-            ],
-        }
-    )
+    shown = {"display": True, "isReordered": True, "deleted": False, "isGenerated": False}
+    groups = {"aggregateFunction": "average", "groupByKeys": [{"mode": "tag", "groupByData": "label"}]}
+    view = {
+        "selectedColumns": columns,
+        "groupBy": groups,
+        "useGroupedValuesInCharts": True,
+        "hideEmptyCharts": True,
+        "isAccordionReordered": True,
+        "compareRunSections": [{"uuid": name, "name": name, **shown} for name in sections],
+        "compareRunCharts": [
+            chart | {"uuid": f"{name}: {chart['metricKey']}", "metricSectionId": name}
+            for name, charts in sections.items()
+            for chart in charts
+        ],
+    }
+    return {TAG: json.dumps(view)}
 
 
 def link(experiment_id: str, port: int = 5000) -> str:
-    """Where ``mlflow ui`` shows the view."""
+    """Return where ``mlflow ui`` shows the runs of an experiment, with the view if there is one."""
     place = f"http://127.0.0.1:{port}/#/experiments/{experiment_id}/runs"
-    return f"{place}?viewStateShareKey={KEY}&workflowType=machine_learning&compareRunsMode=CHART"
+    view = f"?viewStateShareKey={KEY}&workflowType=machine_learning&compareRunsMode=CHART"
+    return place + view if has_view() else place
 
 
 def _chart(kind: str, metric: str) -> dict[str, Any]:
-    return {
-        "type": kind,
-        "runsCountToCompare": RUNS,
-        "metricKey": metric,
-        "deleted": False,
-        "isGenerated": False,
-    }
+    own = {"deleted": False, "isGenerated": False}
+    return {"type": kind, "runsCountToCompare": MAX_RUNS, "metricKey": metric, **own}
 
 
 def _line(metric: str) -> dict[str, Any]:

@@ -1,4 +1,5 @@
-"""``tune``: Optuna chooses settings by validation, then one run with the best of them joins the study.
+"""The command ``tune``: Optuna chooses settings by validation, then one run with the best of them joins the
+study.
 
 The search is in ``<root>/<study>-tune/optuna.db``. Trial n is drawn from the trials before it by a sampler
 seeded with (seed, n). A trial that was at work when the search was killed continues from its checkpoint: with
@@ -21,19 +22,20 @@ from optuna.trial import FrozenTrial, TrialState
 from fl_lightning.errors import InputError
 from fl_lightning.run.directory import read_json
 from fl_lightning.settings import changed_settings, flatten, is_free, settings_hash
-from fl_lightning.study.execute.board import resolved_settings
+from fl_lightning.study.execute.cells import resolved_settings
 from fl_lightning.study.execute.display import Display
-from fl_lightning.study.execute.jobs import Job, Pool, Running, fit_arguments, slots_for, threads_per_job
+from fl_lightning.study.execute.jobs import Job, Pool, RunningJob, fit_arguments, slots_for, threads_per_job
 from fl_lightning.study.execute.lock import only_one
-from fl_lightning.study.results.found import find_run, read_metrics
+from fl_lightning.study.results.run_records import find_run, read_metrics
 from fl_lightning.study.spec.search import Search
 from fl_lightning.support.disk import replace
+from fl_lightning.tracking.mlflow_store import Status
 from fl_lightning.tracking.runs import StudyRun, begin_study, end_study
 
 TUNED = "tuned"
-"""Name of the final run, and its label."""
+"""The name of the final run, and its label."""
 TRIAL = "trial-"
-SHOWN = 4  # changed settings in a message
+MAX_CHANGES_SHOWN = 4
 
 
 def tune(
@@ -67,30 +69,25 @@ def tune(
     resolve(search.args(search.corners()[0], final=True))
     folder = Path(root) / search.name
     with only_one(folder) as held:
-        Tune(
-            search,
-            folder,
-            Pool(slots, held),
-            logger,
-            {"OMP_NUM_THREADS": str(threads_per_job(jobs))},
-            resolve,
-        ).run()
+        environment = {"OMP_NUM_THREADS": str(threads_per_job(jobs))}
+        SearchSession(search, folder, Pool(slots, held), logger, environment, resolve).run()
 
 
 @dataclass
-class Tune:
+class SearchSession:
     """One session of a search.
 
     Args:
-        search: what is looked for.
-        folder: of the trials.
-        pool: where they run.
+        search: the search file.
+        folder: the folder of the trials.
+        pool: runs their processes.
         logger: whether MLflow is used.
-        environment: variables of each run.
+        environment: the variables of each run.
         resolve: turns arguments of ``fit`` into the whole configuration.
+        parent: the search's own run in MLflow.
         at_work, pruned: numbers of trials.
-        settings: of each run of this session, by its name, with dotted keys.
-        runs: run directories, by name, once they are there.
+        settings: the settings of each run of this session, by its name, with dotted keys.
+        runs: the run directories, by name, once they exist.
     """
 
     search: Search
@@ -106,7 +103,7 @@ class Tune:
     runs: dict[str, Path] = field(default_factory=dict)
 
     def run(self) -> None:
-        """Until all trials and the final run have ended.
+        """Run until all trials and the final run have ended.
 
         Raises:
             SystemExit: 1 when every trial failed, or the final run did.
@@ -115,9 +112,9 @@ class Tune:
         if self.logger:
             self.parent = begin_study(self.search.name, self.folder, {"tunes": self.search.study})
         self.display = Display(
-            self.state, lambda job: (self.run_of(job), int(self.settings[job.name]["trainer.max_rounds"]))
+            self.summary, lambda job: (self.run_of(job), int(self.settings[job.name]["trainer.max_rounds"]))
         )
-        self.display.line(f"{self.state()}; {len(self.pool.slots)} at a time, in {self.folder}")
+        self.display.line(f"{self.summary()}; {len(self.pool.slots)} at a time, in {self.folder}")
         done = good = False
         try:
             with self.display:
@@ -126,42 +123,38 @@ class Tune:
                 good = self.finish()
             done = True
         finally:
-            end_study(
-                self.parent, self.folder, "KILLED" if not done else "FINISHED" if good else "FAILED", files=()
-            )
+            status: Status = "KILLED" if not done else "FINISHED" if good else "FAILED"
+            end_study(self.parent, self.folder, status, files=())
             if not done:
                 self.display.line("stopped; the same command continues")
         if not good:
             sys.exit(1)
 
     def trials(self, *states: TrialState) -> list[FrozenTrial]:
-        """Those that were drawn whole."""
-        return [
-            trial
-            for trial in self.study.get_trials(states=states)
-            if set(trial.params) == set(self.search.space)
-        ]
+        """Return the trials that were drawn completely."""
+        trials = self.study.get_trials(states=states)
+        return [trial for trial in trials if set(trial.params) == set(self.search.space)]
 
-    def state(self) -> str:
+    def summary(self) -> str:
+        """Return how far the search is, in one line."""
         ended = self.trials(TrialState.COMPLETE, TrialState.PRUNED, TrialState.FAIL)
         best = self.best()
         shown = f", best {self.search.metric} {best.value:.4g} in {name_of(best)}" if best else ""
         return f"{self.search.name}: {len(ended)} of {self.search.trials} trials{shown}"
 
     def best(self) -> FrozenTrial | None:
-        """Of equals the first."""
+        """Return the best trial; the first of equally good ones."""
         complete, sign = self.trials(TrialState.COMPLETE), 1 if self.search.direction == "maximize" else -1
         return max(complete, key=lambda trial: sign * (trial.value or 0.0), default=None)
 
     def next_job(self) -> Job | None:
-        """A trial that a session that was killed left behind, or a new one, or none."""
+        """Return a trial that a killed session left behind, else a new one, else none."""
         for trial in self.study.get_trials(states=(TrialState.RUNNING,)):
             if trial.number not in self.at_work:
                 if set(trial.params) == set(self.search.space):
                     return self.job(trial)
-                self.study.tell(
-                    trial.number, state=TrialState.FAIL
-                )  # killed while it was drawn: it does not count
+                # killed while it was drawn: it does not count
+                self.study.tell(trial.number, state=TrialState.FAIL)
         if len(self.trials(*TrialState)) >= self.search.trials:
             return None
         self.study.sampler = self.search.sampler(len(self.trials(*TrialState)))
@@ -170,14 +163,10 @@ class Tune:
 
     def job(self, trial: FrozenTrial) -> Job:
         self.at_work.add(trial.number)
-        name, args = name_of(trial), self.search.args(trial.params)
         tags = {"study": self.search.name, "label": "trial", "trial": str(trial.number)}
-        return self.fit(
-            args,
-            self.search.name,
-            name,
-            tags | ({"mlflow.parentRunId": self.parent.run_id} if self.parent else {}),
-        )
+        if self.parent:
+            tags["mlflow.parentRunId"] = self.parent.run_id
+        return self.fit(self.search.args(trial.params), self.search.name, name_of(trial), tags)
 
     def fit(self, args: list[str], experiment: str, name: str, tags: Mapping[str, str]) -> Job:
         root = self.folder.parent
@@ -186,28 +175,32 @@ class Tune:
         return Job(name, args, self.folder / "logs" / f"{name}.log", self.environment)
 
     def run_of(self, job: Job) -> Path | None:
-        """The run directory of a job, once it is there: an older run with other settings may have its
-        name."""
+        """Return the run directory of a job, once it exists.
+
+        An older run with other settings may have its name.
+        """
         if job.name not in self.runs:
             folder = self.folder if job.name.startswith(TRIAL) else self.folder.parent / self.search.study
             if found := find_run(folder, job.name, settings_hash(self.settings[job.name])):
                 self.runs[job.name] = found
         return self.runs.get(job.name)
 
-    def look(self, running: list[Running]) -> None:
-        """Tell Optuna the rounds that have ended, and end what it gives up."""
+    def look(self, running: list[RunningJob]) -> None:
+        """Tell Optuna the rounds that have ended, and end the trials that it prunes."""
         if self.search.prune:
             for one in running:
                 trial = self.study.get_trials()[number_of(one.job)]
-                if trial.number not in self.pruned and self.gives_up(
-                    trial, read_metrics(self.run_of(one.job))
-                ):
+                rows = read_metrics(self.run_of(one.job))
+                if trial.number not in self.pruned and self.should_prune(trial, rows):
                     self.pruned.add(trial.number)
                     one.process.terminate()
         self.display.look(running)
 
-    def gives_up(self, trial: FrozenTrial, rows: list[dict[str, float]]) -> bool:
-        """Round by round, so that it does not matter how many have ended since the last look."""
+    def should_prune(self, trial: FrozenTrial, rows: list[dict[str, float]]) -> bool:
+        """Return whether Optuna prunes a trial.
+
+        It is told the rounds one by one, so that it does not matter how many have ended since the last look.
+        """
         live = optuna.trial.Trial(self.study, trial._trial_id)
         name = "val/accuracy" if self.search.metric.startswith("final/") else self.search.metric
         for row in rows:
@@ -217,25 +210,25 @@ class Tune:
                     return True
         return False
 
-    def ended(self, running: Running, code: int) -> Job | None:
-        """Tell Optuna the outcome; the next trial."""
+    def ended(self, running: RunningJob, code: int) -> Job | None:
+        """Tell Optuna the outcome, and return the next trial."""
         job, number = running.job, number_of(running.job)
         self.at_work.discard(number)
         run = self.run_of(job)
         value = metric_of(run, self.search.metric) if run and code == 0 else None
         if number in self.pruned:
             self.study.tell(number, state=TrialState.PRUNED)
-            self.display.line(f"{job.name} pruned; {self.state()}")
+            self.display.line(f"{job.name} pruned; {self.summary()}")
         elif value is None:
             self.study.tell(number, state=TrialState.FAIL)
             self.display.failed(job.name, job, code)
         else:
             self.study.tell(number, value)
-            self.display.line(f"{job.name} finished: {self.search.metric} {value:.4g}; {self.state()}")
+            self.display.line(f"{job.name} finished: {self.search.metric} {value:.4g}; {self.summary()}")
         return self.next_job()
 
     def finish(self) -> bool:
-        """One run with the best values, in the study; whether there is one."""
+        """Run once with the best values, in the study, and return whether that run finished."""
         best = self.best()
         if best is None:
             self.display.line(f"{self.search.name}: no trial was finished; logs in {self.folder / 'logs'}")
@@ -248,30 +241,24 @@ class Tune:
             "tuned_by": self.search.name,
             "trial": str(best.number),
         }
-        job = self.fit(
-            self.search.args(best.params, final=True),
-            self.search.study,
-            f"{TUNED}-seed{self.search.seed}",
-            tags,
-        )
+        args, name = self.search.args(best.params, final=True), f"{TUNED}-seed{self.search.seed}"
+        job = self.fit(args, self.search.study, name, tags)
         codes: list[int] = []
 
-        def ended(running: Running, code: int) -> None:
+        def ended(running: RunningJob, code: int) -> None:
             codes.append(code)
             if code:
                 self.display.failed(job.name, job, code)
 
         self.pool.run([job], ended, self.display.look)
         if codes == [0]:
-            self.display.line(
-                f"best of {self.search.trials} trials: {json.dumps(best.params)}; run directory "
-                f"{self.run_of(job)}"
-            )
+            found = f"best of {self.search.trials} trials: {json.dumps(best.params)}"
+            self.display.line(f"{found}; run directory {self.run_of(job)}")
         return codes == [0]
 
 
 def open_search(search: Search, folder: Path, resolve: Callable[[list[str]], str]) -> optuna.Study:
-    """The search in the folder's data base, begun or continued.
+    """Begin or continue the search in the folder's database.
 
     Raises:
         InputError: it was begun with another space, metric or configuration.
@@ -303,19 +290,17 @@ def open_search(search: Search, folder: Path, resolve: Callable[[list[str]], str
         else changed_settings(begun["settings"], asked["settings"])
     )
     if changed:
-        more = f" and {len(changed) - SHOWN} more" if len(changed) > SHOWN else ""
-        raise InputError(
-            f"{folder}",
-            f"its trials were made with another configuration ({', '.join(changed[:SHOWN])}{more})",
-            f"remove that folder to search anew, or change 'study: {search.study}' in {search.path} to "
-            "another name",
-        )
+        shown, more = ", ".join(changed[:MAX_CHANGES_SHOWN]), len(changed) - MAX_CHANGES_SHOWN
+        shown += f" and {more} more" if more > 0 else ""
+        rename = f"change 'study: {search.study}' in {search.path} to another name"
+        rule = f"its trials were made with another configuration ({shown})"
+        raise InputError(f"{folder}", rule, f"remove that folder to search anew, or {rename}")
     study.set_user_attr("search", asked)
     return study
 
 
 def metric_of(run: Path, metric: str) -> float | None:
-    """Of a finished run: ``final/*`` from its summary, anything else from its last round that has it."""
+    """Return a metric of a finished run: from its summary, else from the last round that has it."""
     value = read_json(run / "metadata.json").get(metric)
     rows = [row[metric] for row in read_metrics(run) if metric in row]
     return float(value) if value is not None else rows[-1] if rows else None

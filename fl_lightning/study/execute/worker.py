@@ -1,8 +1,8 @@
 """``python -m fl_lightning.study.execute.worker fit ...`` is ``python -m fl_lightning fit ...`` that ends
-when whoever started it is gone.
+when the process that started it is gone.
 
-Its standard input is a pipe that its parent holds open and never writes to: when the parent dies, of
-whatever, the pipe ends, and the run stops as after SIGTERM, with its checkpoint.
+Its standard input is a pipe that its parent holds open and never writes to. When the parent dies, for any
+reason, the pipe ends, and the run stops as after SIGTERM, with its checkpoint.
 """
 
 from __future__ import annotations
@@ -14,15 +14,16 @@ import sys
 import threading
 import time
 
-GRACE = 60.0  # seconds to write the checkpoint
+STOP_SECONDS = 60.0
+"""Seconds that the run has to write its checkpoint."""
 
 
 def leave_with_parent(pipe: int) -> None:
-    """From a thread: wait for the end of ``pipe``, then stop this process."""
+    """Wait for the end of ``pipe``, then stop this process; it is called in a thread."""
     while os.read(pipe, 1024):
         pass
     os.kill(os.getpid(), signal.SIGTERM)
-    time.sleep(GRACE)
+    time.sleep(STOP_SECONDS)
     os._exit(143)  # stuck outside Python
 
 

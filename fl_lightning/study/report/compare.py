@@ -1,4 +1,4 @@
-"""``compare``: from finished runs to tables, tests, verdicts and figures.
+"""The command ``compare``: it makes tables, tests, verdicts and figures of finished runs.
 
 python -m fl_lightning compare --study exp2_embedded --out reports/exp2
 """
@@ -17,8 +17,8 @@ from pathlib import Path
 from rich.console import Console
 
 from fl_lightning.errors import InputError
-from fl_lightning.study.report import tables as tabulate
-from fl_lightning.study.report.comparison import Comparison
+from fl_lightning.study.report import tables
+from fl_lightning.study.report.comparison import Comparison, Levels
 from fl_lightning.study.report.document import differences_csv, report, runs_csv
 from fl_lightning.study.report.figures import FIGURES, figures
 from fl_lightning.study.report.markdown import answers, markdown
@@ -36,7 +36,7 @@ OWN = {
     "timings.tex",
     "figures",
 }
-"""What a report consists of; anything else in its folder is the user's, and stays."""
+"""The files of a report; anything else in its folder is the user's, and stays."""
 
 
 def compare(
@@ -70,10 +70,10 @@ def compare(
 
 
 def check_out(out: Path, overwrite: bool) -> None:
-    """Nothing is written over by accident.
+    """Check that the report would overwrite nothing but an older report that it may overwrite.
 
     Raises:
-        InputError: there is something in the folder.
+        InputError: something else is in the folder.
     """
     if out.exists() and not out.is_dir():
         raise InputError(f"--out {out}", "it is a file", "name a folder")
@@ -93,7 +93,7 @@ def check_out(out: Path, overwrite: bool) -> None:
 
 
 def write(comparison: Comparison, out: Path) -> None:
-    """The report, made aside and put in its place as a whole."""
+    """Write the report: it is made aside and put in its place as a whole."""
     with _in_place_of(out) as folder:
         drawn, empty = [], []
         (folder / "figures").mkdir()
@@ -114,20 +114,21 @@ def write(comparison: Comparison, out: Path) -> None:
             "timings.csv": runs_csv(comparison, timing=True),
             "differences.csv": differences_csv(comparison, timing=False),
             "timing_differences.csv": differences_csv(comparison, timing=True),
-            "tables.tex": _latex(comparison, tabulate.results, tabulate.differences),
-            "timings.tex": _latex(comparison, tabulate.clocks),
+            "tables.tex": _latex(comparison, tables.results, tables.differences),
+            "timings.tex": _latex(comparison, tables.clocks),
         }
         for name, text in texts.items():
             (folder / name).write_text(text, encoding="utf-8")
 
 
-def _latex(comparison: Comparison, *tables: Callable[..., tabulate.Table]) -> str:
-    return "\n".join(table(comparison, levels).latex() for table in tables for levels in comparison.levels)
+def _latex(comparison: Comparison, *kinds: Callable[[Comparison, Levels], tables.ReportTable]) -> str:
+    return "\n".join(make(comparison, levels).latex() for make in kinds for levels in comparison.levels)
 
 
 @contextmanager
 def _in_place_of(out: Path) -> Iterator[Path]:
-    """A new folder that takes the place of ``out``, with what in ``out`` is not of a report."""
+    """Yield a new folder that then takes the place of ``out`` and keeps what is not part of a report
+    there."""
     aside, old = (out.parent / f".{out.name}.{os.getpid()}.{what}" for what in ("writing", "old"))
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
@@ -167,8 +168,7 @@ def _keep(old: Path, new: Path, own: set[str]) -> None:
 
 
 def _own_figures(out: Path) -> set[str]:
-    """Files of the figures that the report in ``out`` shows, among them those of methods or levels that are
-    gone."""
+    """Return the files of the figures that the report in ``out`` shows, also of levels that are gone."""
     try:
         text = (out / "report.md").read_text(encoding="utf-8")
     except (OSError, ValueError):
@@ -180,16 +180,16 @@ def _own_figures(out: Path) -> set[str]:
 
 
 def show(comparison: Comparison, out: Path) -> None:
-    """The most important of it in the terminal; the columns that are left out are in the report."""
+    """Print the most important part in the terminal; the columns that are left out are in the report."""
     console = Console(file=sys.stdout, width=None if sys.stdout.isatty() else 120)
     for levels in comparison.levels:
-        table = tabulate.results(comparison, levels)
+        table = tables.results(comparison, levels)
         console.print(table.without(*table.header[8:]).rich())
         if comparison.pairs:
-            table = tabulate.differences(comparison, levels)
+            table = tables.differences(comparison, levels)
             console.print(table.without("bootstrap", "p (t)", "p (Wilcoxon)", "g_z").rich())
-    drops = tabulate.degradation(comparison)
-    for found in (drops, *(tabulate.verdicts(comparison, timing) for timing in (False, True))):
+    drops = tables.degradation(comparison)
+    for found in (drops, *(tables.verdicts(comparison, timing) for timing in (False, True))):
         if found is not None:
             console.print(found.without("left", "right", "because", "bootstrap").rich())
     for line in closing(comparison, out):
@@ -197,7 +197,7 @@ def show(comparison: Comparison, out: Path) -> None:
 
 
 def closing(comparison: Comparison, out: Path) -> Iterator[str]:
-    """What is said last."""
+    """Yield the last lines of the terminal."""
     yield from (answer.replace("**", "") for answer in answers(comparison))
-    yield from (f"not counted: {entry.name}: {entry.reason}" for entry in comparison.results.uncounted)
+    yield from (f"not counted: {entry.name}: {entry.reason}" for entry in comparison.results.excluded)
     yield f"report: {out / 'report.md'}"

@@ -7,41 +7,33 @@ of files: ``timing*.csv`` apart.
 
 from __future__ import annotations
 
-import csv
-import io
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from math import isfinite
 from typing import Any
 
+import pandas as pd
+
 from fl_lightning.study.metric_names import higher_is_better, is_timing
 from fl_lightning.study.report.comparison import Comparison, Difference, Levels, name_of
 from fl_lightning.study.report.verdicts import Verdict, verdicts
-from fl_lightning.study.results.runs import Run
+from fl_lightning.study.results.runs import FinishedRun
 from fl_lightning.study.statistics import mean_std
 
-TEST_FIELDS = (
-    "mean",
-    "std",
-    "low",
-    "high",
-    "bootstrap_low",
-    "bootstrap_high",
-    "t",
-    "p_t",
-    "p_holm",
-    "p_wilcoxon",
-    "d_z",
-    "g_z",
-    "detectable",
-    "seeds_needed",
-    "family",
-)
+TEST_FIELDS = [
+    *("mean", "std", "low", "high", "bootstrap_low", "bootstrap_high", "t", "p_t", "p_holm", "p_wilcoxon"),
+    *("d_z", "g_z", "detectable", "seeds_needed", "family"),
+]
+PROVENANCE = [
+    *("git", "versions", "command_line", "device", "processes", "threads", "precision"),
+    *("started", "finished", "resumed"),
+]
 
 
 def report(comparison: Comparison) -> dict[str, Any]:
-    """The whole comparison, fit for JSON: what is not a number is null."""
-    study, main = comparison.study, comparison.main_levels
+    """Return the whole comparison, fit for JSON: what is not a number is null."""
+    study, main, runs = comparison.study, comparison.main_levels, comparison.results.runs
+    judged = verdicts(comparison)
     document = {
         "study": study.name,
         "metric": study.metric,
@@ -51,28 +43,24 @@ def report(comparison: Comparison) -> dict[str, Any]:
         "baselines": comparison.baselines,
         "seeds": study.seeds,
         "level": main,
-        **_outcome(comparison, main),
+        **_ranking(comparison, main),
         "levels": [_level(comparison, levels) for levels in comparison.levels],
-        "criteria": [
-            _verdict(verdict) for verdict in verdicts(comparison) if not verdict.criterion.is_timing
-        ],
+        "criteria": [_verdict(verdict) for verdict in judged if not verdict.criterion.is_timing],
         "degradation": [
             {"levels": others, "method": label, **_difference(one)}
             for others, label, one in comparison.degradations()
         ],
         "claimed": study.claimed,
-        "runs": [_run(run, lambda metric: not is_timing(metric)) for run in comparison.results.runs],
-        "not_counted": [asdict(entry) for entry in comparison.results.uncounted],
-        "not_numbers": [{"run": run.name, "metric": metric} for run, metric in comparison.not_numbers()],
+        "runs": [_run(run, lambda metric: not is_timing(metric)) for run in runs],
+        "not_counted": [asdict(entry) for entry in comparison.results.excluded],
+        "not_numbers": comparison.not_numbers(),
         "timings": {
             "levels": [
-                {"levels": levels, "methods": _means(comparison, levels, is_timing)}
+                {"levels": levels, "methods": _methods(comparison, levels, is_timing)}
                 for levels in comparison.levels
             ],
-            "criteria": [
-                _verdict(verdict) for verdict in verdicts(comparison) if verdict.criterion.is_timing
-            ],
-            "runs": [_run(run, is_timing) for run in comparison.results.runs],
+            "criteria": [_verdict(verdict) for verdict in judged if verdict.criterion.is_timing],
+            "runs": [_run(run, is_timing) for run in runs],
         },
         "provenance": provenance(comparison),
     }
@@ -80,7 +68,7 @@ def report(comparison: Comparison) -> dict[str, Any]:
 
 
 def strict(value: Any) -> Any:
-    """NaN and infinities as null: JSON has no such numbers."""
+    """Replace NaN and infinities by null: JSON has no such numbers."""
     if isinstance(value, Mapping):
         return {str(key): strict(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
@@ -89,75 +77,60 @@ def strict(value: Any) -> Any:
 
 
 def comparable(document: Mapping[str, Any]) -> dict[str, Any]:
-    """A report without what may differ between two sweeps of one study."""
+    """Return a report without what may differ between two sweeps of one study."""
     return {key: value for key, value in document.items() if key not in ("timings", "provenance")}
 
 
 def _level(comparison: Comparison, levels: Levels) -> dict[str, Any]:
-    runs = [run for run in comparison.results.runs if dict(run.levels) == dict(levels)]
+    runs = [run for run in comparison.results.runs if run.levels == levels]
+    partitions = {str(run.seed): run.partition for run in reversed(runs)}
     return {
-        "levels": dict(levels),
+        "levels": levels,
         "dataset": runs[0].dataset,
         "rounds": runs[0].asked_rounds,
-        "partition_sha256": {
-            str(seed): next((run.partition for run in runs if run.seed == seed), None)
-            for seed in comparison.study.seeds
-        },
-        **_outcome(comparison, levels),
-        "methods": _means(comparison, levels, lambda metric: not is_timing(metric)),
+        "partition_sha256": {str(seed): partitions.get(str(seed)) for seed in comparison.study.seeds},
+        **_ranking(comparison, levels),
+        "methods": _methods(comparison, levels, lambda metric: not is_timing(metric)),
         "differences": [_difference(one) for one in comparison.differences(comparison.study.metric, levels)],
     }
 
 
-def _means(comparison: Comparison, levels: Levels, wanted: Callable[[str], bool]) -> dict[str, Any]:
-    means: dict[str, Any] = {}
+def _summary(values: pd.Series) -> dict[str, Any]:
+    mean, std = mean_std(values)
+    return {"mean": mean, "std": std, "seeds": values.index.tolist()}
+
+
+def _methods(comparison: Comparison, levels: Levels, wanted: Callable[[str], bool]) -> dict[str, Any]:
+    """Return mean, standard deviation and seeds of the wanted metrics, by method."""
+    tables = {name: comparison.table(name, levels) for name in comparison.metrics if wanted(name)}
+    methods = {}
     for label in comparison.labels:
-        found = {
-            metric: comparison.values(metric, label, levels)
-            for metric in comparison.metrics
-            if wanted(metric)
-        }
-        metrics = {
-            metric: dict(zip(("mean", "std"), mean_std(list(values.values())), strict=True))
-            | {"seeds": list(values)}
-            for metric, values in found.items()
-            if values
-        }
-        if metrics:
-            means[label] = {"seeds": list(comparison.runs(label, levels)), "metrics": metrics}
-    return means
+        found = {name: table[label].dropna() for name, table in tables.items()}
+        if metrics := {name: _summary(values) for name, values in found.items() if not values.empty}:
+            methods[label] = {"seeds": list(comparison.runs(label, levels)), "metrics": metrics}
+    return methods
 
 
-def _outcome(comparison: Comparison, levels: Levels) -> dict[str, Any]:
-    outcome = comparison.outcome(levels)
+def _ranking(comparison: Comparison, levels: Levels) -> dict[str, Any]:
+    ranking, metric = comparison.ranking(levels), comparison.study.metric
 
     def best(label: str | None) -> dict[str, Any] | None:
-        if label is None:
-            return None
-        values = comparison.values(comparison.study.metric, label, levels)
-        mean, std = mean_std(list(values.values()))
-        return {"method": label, "mean": mean, "std": std, "seeds": list(values)}
+        return label and {"method": label, **_summary(comparison.values(metric, label, levels))}  # type: ignore[return-value]
 
-    gap = outcome.gap
-    better = "positive" if higher_is_better(comparison.study.metric) else "negative"
+    gap, better = ranking.gap, "positive" if higher_is_better(metric) else "negative"
     return {
-        "best_proposed": best(outcome.best_proposed),
-        "best_baseline": best(outcome.best_baseline),
+        "best_proposed": best(ranking.best_proposed),
+        "best_baseline": best(ranking.best_baseline),
         "gap": gap and {"direction": f"{gap.a} - {gap.b}; {better}: {gap.a} is better", **_difference(gap)},
-        "winner": outcome.winner,
-        "winner_reason": outcome.reason,
+        "winner": ranking.winner,
+        "winner_reason": ranking.reason,
     }
 
 
 def _difference(one: Difference) -> dict[str, Any]:
-    tested = {name: getattr(one.test, name) for name in TEST_FIELDS}
     return {
-        "a": one.a,
-        "b": one.b,
-        "seeds": one.seeds,
-        "unpaired": one.unpaired,
-        "differences": one.test.differences,
-        **tested,
+        **{name: getattr(one, name) for name in ("a", "b", "seeds", "unpaired")},
+        **{name: getattr(one.test, name) for name in ("differences", *TEST_FIELDS)},
     }
 
 
@@ -166,91 +139,65 @@ def _verdict(verdict: Verdict) -> dict[str, Any]:
     return {"criterion": verdict.criterion.text, "verdict": verdict.decision, "levels": judged}
 
 
-def _run(run: Run, wanted: Callable[[str], bool]) -> dict[str, Any]:
-    metrics = {metric: value for metric, value in run.metrics.items() if wanted(metric)}
-    weights = run.found.metadata.get("weights_sha256")
+def _run(run: FinishedRun, wanted: Callable[[str], bool]) -> dict[str, Any]:
     return {
         "name": run.name,
         "method": run.label,
         "seed": run.seed,
-        "levels": dict(run.levels),
+        "levels": run.levels,
         "rounds": run.rounds,
-        "weights_sha256": weights,
-        "metrics": metrics,
+        "weights_sha256": run.record.metadata.get("weights_sha256"),
+        "metrics": {metric: value for metric, value in run.metrics.items() if wanted(metric)},
     }
 
 
 def provenance(comparison: Comparison) -> dict[str, Any]:
-    """Where the runs come from."""
-    keys = (
-        "git",
-        "versions",
-        "command_line",
-        "device",
-        "processes",
-        "threads",
-        "precision",
-        "started",
-        "finished",
-        "resumed",
-    )
-    found = [(run, run.found.metadata) for run in comparison.results.runs]
+    """Return where the runs come from."""
+    records = [run.record for run in comparison.results.runs]
     return {
         "runs": [
-            {"name": run.name, "where": run.found.where, **{key: data.get(key) for key in keys}}
-            for run, data in found
+            {"name": one.name, "where": one.where, **{key: one.metadata.get(key) for key in PROVENANCE}}
+            for one in records
         ]
     }
 
 
 def runs_csv(comparison: Comparison, timing: bool) -> str:
-    """One line a run; an empty cell where a run has no such number."""
+    """Return one line a run; a cell is empty where a run has no such number."""
     metrics = [metric for metric in comparison.metrics if is_timing(metric) == timing]
     axes = list(comparison.study.grid)
     lines = [
-        [
-            run.name,
-            run.label,
-            run.seed,
-            *(run.levels[axis] for axis in axes),
-            run.rounds,
-            *(cell(run.metrics.get(m)) for m in metrics),
-        ]
+        [run.name, run.label, run.seed, *(run.levels[axis] for axis in axes), run.rounds]
+        + [_digits(run.metrics.get(metric)) for metric in metrics]
         for run in comparison.results.runs
     ]
-    return _csv(["run", "method", "seed", *axes, "rounds", *metrics], lines)
+    return _csv(lines, ["run", "method", "seed", *axes, "rounds", *metrics])
 
 
 def differences_csv(comparison: Comparison, timing: bool) -> str:
-    """One line per level, metric and pair of the family; ``p_holm`` is corrected within level and metric."""
+    """Return one line per level, metric and pair of the family.
+
+    ``p_holm`` is corrected within level and metric.
+    """
     lines = [
-        [
-            name_of(levels),
-            metric,
-            one.a,
-            one.b,
-            " ".join(map(str, one.seeds)),
-            " ".join(map(str, one.unpaired)),
-            one.test.n,
-            *(cell(getattr(one.test, name)) for name in TEST_FIELDS),
-        ]
+        [name_of(levels), metric, one.a, one.b]
+        + [" ".join(map(str, seeds)) for seeds in (one.seeds, one.unpaired)]
+        + [_digits(getattr(one.test, name)) for name in ("n", *TEST_FIELDS)]
         for levels in comparison.levels
         for metric in comparison.metrics
         if is_timing(metric) == timing
         for one in comparison.differences(metric, levels)
     ]
-    return _csv(["levels", "metric", "a", "b", "seeds", "unpaired", "n", *TEST_FIELDS], lines)
+    return _csv(lines, ["levels", "metric", "a", "b", "seeds", "unpaired", "n", *TEST_FIELDS])
 
 
-def cell(value: float | None) -> str:
-    """All digits, so that a test on the file gives what the report says; ``nan`` and ``inf`` as such, nothing
-    for nothing."""
+def _digits(value: float | None) -> str:
+    """Write all digits of a number, so that a test on the file gives what the report says.
+
+    ``nan`` and ``inf`` are written as such; a number that is missing is empty.
+    """
     return "" if value is None else repr(float(value)) if isinstance(value, float) else str(value)
 
 
-def _csv(header: list[str], lines: Iterable[Iterable[Any]]) -> str:
-    text = io.StringIO()
-    writer = csv.writer(text, lineterminator="\n")
-    writer.writerow(header)
-    writer.writerows(lines)
-    return text.getvalue()
+def _csv(lines: list[list[Any]], header: list[str]) -> str:
+    return pd.DataFrame(lines, columns=header, dtype=object).to_csv(index=False, lineterminator="\n")

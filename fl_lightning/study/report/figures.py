@@ -1,5 +1,7 @@
-"""The figures of a report. A curve is the mean over seeds; its band is one standard deviation to either side,
-where there are two seeds."""
+"""The figures of a report.
+
+A curve is the mean over seeds; its band is one standard deviation to either side, where there are two seeds.
+"""
 
 from __future__ import annotations
 
@@ -10,37 +12,33 @@ from textwrap import wrap
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import pandas as pd
 
 from fl_lightning.figures import COLOURS, GREY, LINE_STYLES, MARKERS, legend_outside, new_axes, open_frame
 from fl_lightning.study.metric_names import column
 from fl_lightning.study.report.comparison import Comparison, Difference, Levels, name_of
-from fl_lightning.study.results.runs import Run
+from fl_lightning.study.results.runs import FinishedRun
 from fl_lightning.study.statistics import mean_std
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-LINE = 34  # characters of a name
-MARKED = 8  # markers of a curve
-OUTLYING = 5.0  # times what the others reach: from there on a row of differences is an outlier
-WIDE = 8.0  # ratio of megabytes from which on their axis is logarithmic
+NAME_LENGTH = 34
+"""Characters of a name in a line; longer names are wrapped."""
+MARKERS_PER_CURVE = 8
+OUTLIER_RATIO = 5.0
+"""A row of differences that reaches so many times as far as the others is an outlier."""
+LOGARITHMIC_RATIO = 8.0
+"""Methods whose megabytes differ by this factor are drawn on a logarithmic axis."""
+FIGURES = ("accuracy_over_", "final_by_method", "paired_differences", "degradation_over_rounds")
+"""The beginnings of the figures' file names."""
 Curve = tuple[np.ndarray, np.ndarray]
 """x ``[E]`` and, for every seed, y ``[seeds, E]``."""
 
 
-FIGURES = (
-    "accuracy_over_rounds",
-    "accuracy_over_megabytes",
-    "final_by_method",
-    "paired_differences",
-    "degradation_over_rounds",
-)
-"""What the names of their files begin with."""
-
-
 def figures(comparison: Comparison) -> Iterator[tuple[str, Figure | None]]:
-    """All figures with their file names; None for one that there is nothing to draw in."""
+    """Yield all figures with their file names; None for a figure that has nothing to show."""
     for levels in comparison.levels:
         yield _file("accuracy_over_rounds", levels), _over(comparison, levels, "round", rounds_curve)
         yield (
@@ -50,7 +48,7 @@ def figures(comparison: Comparison) -> Iterator[tuple[str, Figure | None]]:
         yield _file("final_by_method", levels), by_method(comparison, levels)
         if comparison.pairs:
             yield _file("paired_differences", levels), forest(comparison, levels)
-    for others in comparison.other_levels if comparison.study.degradation else []:
+    for others in comparison.without_stressor(comparison.levels) if comparison.study.degradation else []:
         yield _file("degradation_over_rounds", others), degradation(comparison, others)
 
 
@@ -63,32 +61,34 @@ def _title(text: str, levels: Levels) -> str:
 
 
 def _look(comparison: Comparison, label: str) -> tuple[str, object, str]:
-    """Colour, line style and marker of a method: the same in every figure of a study."""
+    """Return colour, line style and marker of a method: the same in every figure of a study."""
     order = [*COLOURS[:6], COLOURS[7], COLOURS[6]]  # yellow is pale on white: last
     place = list(comparison.study.methods).index(label)
     style = LINE_STYLES[(place + place // len(order)) % len(LINE_STYLES)]
     return order[place % len(order)], style, MARKERS[place % len(MARKERS)]
 
 
-def rounds_curve(runs: Sequence[Run]) -> Curve:
-    """Test accuracy in percent over the rounds in which every seed was evaluated."""
-    found = [
-        {row["round"]: 100 * row["test/accuracy"] for row in run.found.history if "test/accuracy" in row}
+def rounds_curve(runs: Sequence[FinishedRun]) -> Curve:
+    """Return test accuracy in percent over the rounds in which every seed was evaluated."""
+    evaluated = [
+        pd.Series(
+            {row["round"]: 100 * row["test/accuracy"] for row in run.record.history if "test/accuracy" in row}
+        )
         for run in runs
     ]
-    rounds = sorted(set.intersection(*(set(one) for one in found)))
-    return np.array(rounds), np.array([[one[r] for r in rounds] for one in found])
+    table = pd.concat(evaluated, axis=1, join="inner").sort_index()
+    return table.index.to_numpy(), table.to_numpy().T
 
 
-def megabytes_curve(runs: Sequence[Run]) -> Curve:
-    """The same over the megabytes that had been on the wire by then, mean over seeds."""
+def megabytes_curve(runs: Sequence[FinishedRun]) -> Curve:
+    """Return the same over the megabytes that had been on the wire by then, mean over seeds."""
     rounds, accuracy = rounds_curve(runs)
-    spent = [np.cumsum([row.get("comm/total_bytes", 0) for row in run.found.history]) / 1e6 for run in runs]
+    spent = [np.cumsum([row.get("comm/total_bytes", 0) for row in run.record.history]) / 1e6 for run in runs]
     return np.mean([one[rounds - 1] for one in spent], axis=0) if rounds.size else rounds, accuracy
 
 
 def _over(
-    comparison: Comparison, levels: Levels, xlabel: str, curve: Callable[[Sequence[Run]], Curve]
+    comparison: Comparison, levels: Levels, xlabel: str, curve: Callable[[Sequence[FinishedRun]], Curve]
 ) -> Figure | None:
     title = _title("Test accuracy, mean and standard deviation over seeds", levels)
     figure, axes = new_axes(title, xlabel, "test accuracy (%)", (6.8, 4.6))
@@ -104,7 +104,7 @@ def _over(
     if xlabel == "round":
         _count(axes)
     axes.set_ylim(max(0.0, axes.get_ylim()[0]), min(102.0, axes.get_ylim()[1]))
-    if "megabytes" in xlabel and min(ends, default=0) > 0 and max(ends) > WIDE * min(ends):
+    if "megabytes" in xlabel and min(ends, default=0) > 0 and max(ends) > LOGARITHMIC_RATIO * min(ends):
         axes.set_xscale("log")
         axes.set_xlabel(f"{xlabel} (logarithmic)")
     _legend(figure, comparison)
@@ -112,20 +112,20 @@ def _over(
 
 
 def _count(axes: Axes) -> None:
-    """Ticks at whole numbers."""
+    """Put ticks at whole numbers."""
     from matplotlib.ticker import MaxNLocator
 
     axes.xaxis.set_major_locator(MaxNLocator("auto", steps=[1, 2, 5, 10], integer=True))
 
 
 def _legend(figure: Figure, comparison: Comparison) -> None:
-    """As many columns as the longest label leaves room for."""
+    """Draw a legend with as many columns as the longest label leaves room for."""
     longest = max(len(label) for label in comparison.labels) + len(" (3 seeds)")
     legend_outside(figure, max(1, min(4, 92 // (longest + 6))))
 
 
 def _band(axes: Axes, comparison: Comparison, label: str, x: np.ndarray, y: np.ndarray) -> None:
-    """Mean and standard deviation of ``y`` ``[seeds, E]``."""
+    """Draw mean and standard deviation of ``y`` ``[seeds, E]``."""
     if not x.size:
         return
     colour, style, marker = _look(comparison, label)
@@ -135,7 +135,7 @@ def _band(axes: Axes, comparison: Comparison, label: str, x: np.ndarray, y: np.n
     axes.plot(x, mean, color=colour, linestyle=style, linewidth=width)
     # curves that lie on top of each other: the markers of each, above all lines, stand where no other has one
     place, methods = list(comparison.study.methods).index(label), len(comparison.study.methods)
-    step = max(methods, len(x) // MARKED)
+    step = max(methods, len(x) // MARKERS_PER_CURVE)
     some = slice(place * step // methods % len(x), None, step)
     look: dict[str, Any] = {
         "color": colour,
@@ -152,9 +152,8 @@ def _band(axes: Axes, comparison: Comparison, label: str, x: np.ndarray, y: np.n
 
 
 def _rows(title: str, xlabel: str, names: Sequence[str]) -> tuple[Figure, Axes]:
-    """A figure with a line per name, the first on top; long names are wrapped, and it is wider and higher for
-    them."""
-    wrapped = ["\n".join(wrap(name, LINE)) for name in names]
+    """Return a figure with a line per name, the first on top; long names make it wider and higher."""
+    wrapped = ["\n".join(wrap(name, NAME_LENGTH)) for name in names]
     lines = [line for name in wrapped for line in name.split("\n")]
     highest = max(name.count("\n") + 1 for name in wrapped)
     width = 6.8 + 0.075 * max(0, max(map(len, lines)) - 16)
@@ -165,18 +164,17 @@ def _rows(title: str, xlabel: str, names: Sequence[str]) -> tuple[Figure, Axes]:
 
 
 def by_method(comparison: Comparison, levels: Levels) -> Figure | None:
-    """The primary metric of every run, and the mean of every method."""
+    """Draw the primary metric of every run, and the mean of every method."""
     written = column(comparison.study.metric)
-    labels = [
-        label for label in comparison.labels if comparison.values(comparison.study.metric, label, levels)
-    ]
+    table = comparison.table(comparison.study.metric, levels)[comparison.labels].dropna(axis=1, how="all")
+    labels = list(table.columns)
     if not labels:
         return None
     figure, axes = _rows(_title("Every seed, and the mean", levels), written.title, labels)
     seeds = comparison.study.seeds
     for row, label in enumerate(labels):
-        values = comparison.values(comparison.study.metric, label, levels)
-        mean = mean_std(list(values.values()))[0] * written.scale
+        values = table[label].dropna()
+        mean = mean_std(values)[0] * written.scale
         colour = _look(comparison, label)[0]
         axes.plot([mean, mean], [row - 0.32, row + 0.32], color=colour, linewidth=2.5)
         for seed, value in values.items():
@@ -201,8 +199,10 @@ def by_method(comparison: Comparison, levels: Levels) -> Figure | None:
 
 
 def forest(comparison: Comparison, levels: Levels) -> Figure | None:
-    """Paired differences: every seed, the mean and both intervals; where one is far from all others, those in
-    a panel of their own."""
+    """Draw paired differences: every seed, the mean and both intervals.
+
+    Where one is far from all others, the others are drawn a second time in a panel of their own.
+    """
     written = column(comparison.study.metric)
     found = [one for one in comparison.differences(comparison.study.metric, levels) if one.seeds]
     if not found:
@@ -243,7 +243,7 @@ def forest(comparison: Comparison, levels: Levels) -> Figure | None:
 
 
 def without_outliers(reaches: Sequence[float]) -> float | None:
-    """How far an axis has to reach for all rows but those far outside; None where there are none.
+    """Return how far an axis has to reach for all rows but those far outside; None where there are none.
 
     With few methods most pairs are far outside where a single method failed, since every other one is
     compared with it.
@@ -253,20 +253,20 @@ def without_outliers(reaches: Sequence[float]) -> float | None:
     """
     ordered = sorted(reaches)
     for count, (inner, outer) in enumerate(pairwise(ordered), start=1):
-        if 3 * count >= len(ordered) and 0 < OUTLYING * inner < outer:
+        if 3 * count >= len(ordered) and 0 < OUTLIER_RATIO * inner < outer:
             return 1.1 * inner
     return None
 
 
 def _reach(one: Difference) -> float:
-    """The largest distance from zero of what is drawn of a pair."""
+    """Return the largest distance from zero of what is drawn of a pair."""
     test = one.test
     ends = [*test.differences, test.mean, test.low, test.high, test.bootstrap_low, test.bootstrap_high]
     return max(abs(end) for end in ends if isfinite(end))
 
 
 def _differences(axes: Axes, found: Sequence[Difference], scale: float, *, labelled: bool = True) -> None:
-    """A row for each pair."""
+    """Draw a row for each pair."""
     axes.axvline(0, color="black", linewidth=0.8)
     for row, one in enumerate(found):
         test, first = one.test, row == 0 and labelled
@@ -292,7 +292,7 @@ def _differences(axes: Axes, found: Sequence[Difference], scale: float, *, label
 
 
 def degradation(comparison: Comparison, others: Levels) -> Figure | None:
-    """Accuracy without the stressor minus accuracy with it, same seed, round by round."""
+    """Draw accuracy without the stressor minus accuracy with it, same seed, round by round."""
     entry = comparison.study.degradation or {}
     stressed, clean = comparison.stressed_and_clean(others)
     title = f"Test accuracy lost under {entry['axis']}: {entry['clean']} − {entry['stressed']}, same seed"

@@ -8,7 +8,7 @@ from math import isfinite
 from typing import Any
 
 from fl_lightning.study.metric_names import column, seeds
-from fl_lightning.study.report import tables as tabulate
+from fl_lightning.study.report import tables
 from fl_lightning.study.report.comparison import Comparison, Difference, Levels, name_of
 from fl_lightning.study.report.document import provenance
 from fl_lightning.study.report.verdicts import verdicts
@@ -28,12 +28,12 @@ HOW_TO_READ = (
 
 
 def markdown(comparison: Comparison, figures: Sequence[str], empty: Sequence[str] = ()) -> str:
-    """The report.
+    """Return the report.
 
     Args:
-        comparison: what it is about.
-        figures: names of the figures in ``figures/``.
-        empty: of those that there is nothing to draw in.
+        comparison: what the report is about.
+        figures: the names of the figures in ``figures/``.
+        empty: the names of the figures that have nothing to show.
     """
     return "\n\n".join(part for part in _parts(comparison, figures, empty) if part) + "\n"
 
@@ -43,16 +43,16 @@ def _parts(comparison: Comparison, figures: Sequence[str], empty: Sequence[str])
     yield f"# {study.name}"
     yield from answers(comparison)
     for levels in comparison.levels:
-        yield _section(tabulate.results(comparison, levels))
+        yield _section(tables.results(comparison, levels))
     yield f"Primary metric: `{study.metric}`. {_setup(comparison)}"
-    yield _section(tabulate.verdicts(comparison, timing=False))
+    yield _section(tables.verdicts(comparison, timing=False))
     for levels in comparison.levels:
         if comparison.pairs:
-            yield _section(tabulate.differences(comparison, levels))
+            yield _section(tables.differences(comparison, levels))
     yield HOW_TO_READ
-    yield _section(tabulate.degradation(comparison))
+    yield _section(tables.degradation(comparison))
     for levels in comparison.levels:
-        yield _section(tabulate.target(comparison, levels))
+        yield _section(tables.target(comparison, levels))
     yield "## What is not decided"
     yield "\n".join(f"- {line}" for line in undecided(comparison))
     yield from _claims(comparison)
@@ -71,28 +71,25 @@ def _parts(comparison: Comparison, figures: Sequence[str], empty: Sequence[str])
         "they do not."
     )
     for levels in comparison.levels:
-        table = tabulate.clocks(comparison, levels)
+        table = tables.clocks(comparison, levels)
         yield f"### {table.title}"
         yield table.markdown()
-    timing = tabulate.verdicts(comparison, timing=True)
+    timing = tables.verdicts(comparison, timing=True)
     yield timing.markdown() if timing else ""
     yield from _provenance(comparison)
 
 
-def _section(table: tabulate.Table | None) -> str:
+def _section(table: tables.ReportTable | None) -> str:
     return f"## {table.title}\n\n{table.markdown()}" if table else ""
 
 
 def answers(comparison: Comparison) -> Iterator[str]:
-    """The answer in a few sentences, level by level."""
+    """Yield the answer in a few sentences, level by level."""
     for levels in comparison.levels:
-        outcome = comparison.outcome(levels)
+        ranking = comparison.ranking(levels)
         where = f"At {name_of(levels)}: " if levels else ""
-        said = (
-            f"**{where}{('winner: ' + outcome.winner if outcome.winner else 'no winner')}.** "
-            f"{_sentence(outcome.reason)}"
-        )
-        yield f"{said} {_gap(outcome.gap)}".strip()
+        winner = f"winner: {ranking.winner}" if ranking.winner else "no winner"
+        yield f"**{where}{winner}.** {_sentence(ranking.reason)} {_gap(ranking.gap)}".strip()
     counted = [verdict.decision for verdict in verdicts(comparison) if not verdict.criterion.is_timing]
     if counted:
         tally = ", ".join(
@@ -110,7 +107,7 @@ def _gap(gap: Difference | None) -> str:
         return ""
     written, test = column(gap.metric), gap.test
     size = f"{gap.a} − {gap.b}: {written.number(test.mean, sign=True)}{written.unit}"
-    bounds = tabulate.interval(written, test.low, test.high)
+    bounds = tables.interval(written, test.low, test.high)
     return (
         f"{size}, 95 % interval {bounds}, {test.n} seed{'s' * (test.n > 1)}."
         if bounds != "-"
@@ -131,18 +128,12 @@ def _setup(comparison: Comparison) -> str:
 
 
 def undecided(comparison: Comparison) -> Iterator[str]:
-    """What these runs cannot tell."""
+    """Yield what these runs cannot tell."""
     study = comparison.study
     for verdict in verdicts(comparison):
         if verdict.decision == "undecided" and not verdict.criterion.is_timing:
-            because = "; ".join(
-                dict.fromkeys(
-                    judgement.reason
-                    for _, judgement in verdict.judgements
-                    if judgement.decision == "undecided"
-                )
-            )
-            yield f"`{verdict.criterion.text}`: {because}."
+            reasons = [one.reason for _, one in verdict.judgements if one.decision == "undecided"]
+            yield f"`{verdict.criterion.text}`: {'; '.join(dict.fromkeys(reasons))}."
     for levels in comparison.levels:
         tests = comparison.differences(study.metric, levels)
         open_ones = [one for one in tests if one.winner is None]
@@ -186,7 +177,7 @@ def _needed(one: Difference) -> str:
 
 
 def _claims(comparison: Comparison) -> Iterator[str]:
-    table, texts = tabulate.claims(comparison)
+    table, texts = tables.claims(comparison)
     if table or texts:
         yield "## What was claimed"
         yield (
@@ -199,18 +190,17 @@ def _claims(comparison: Comparison) -> Iterator[str]:
 
 def _not_counted(comparison: Comparison) -> Iterator[str]:
     yield "## Not counted"
-    lines = [f"- {entry.name}: {entry.reason}" for entry in comparison.results.uncounted]
+    lines = [f"- {entry.name}: {entry.reason}" for entry in comparison.results.excluded]
     lines += [
-        f"- {metric} of {run.name} is not a number, and in no mean"
-        for run, metric in comparison.not_numbers()
+        f"- {one['metric']} of {one['run']} is not a number, and in no mean"
+        for one in comparison.not_numbers()
     ]
     for levels in comparison.levels:
         for one in comparison.differences(comparison.study.metric, levels):
             if one.unpaired:
-                text = (
-                    f"seed {', '.join(map(str, one.unpaired))}: only one of the two has a value, and no pair"
-                )
-                lines.append(f"- {one.a} − {one.b}{' at ' + name_of(levels) if levels else ''}: {text}")
+                pair = f"{one.a} − {one.b}{' at ' + name_of(levels) if levels else ''}"
+                which = f"seed {', '.join(map(str, one.unpaired))}"
+                lines.append(f"- {pair}: {which}: only one of the two has a value, and no pair")
     yield "\n".join(lines) or "Every cell is finished and counted."
 
 
@@ -220,27 +210,22 @@ def _versions(entry: Mapping[str, Any]) -> str:
 
 def _provenance(comparison: Comparison) -> Iterator[str]:
     entries = provenance(comparison)["runs"]
+    started, finished = ([str(entry[key]) for entry in entries] for key in ("started", "finished"))
+    resumed = sum(bool(entry["resumed"]) for entry in entries)
     yield "## Where it comes from"
     yield "\n".join(
         [
             f"- commit: {_counted(entries, _commit)}",
             f"- device: {_counted(entries, _device)}",
             f"- versions: {_counted(entries, _versions)}",
-            (
-                f"- from {min(str(entry['started']) for entry in entries)} to "
-                f"{max(str(entry['finished']) for entry in entries)}"
-            ),
-            (
-                "- continued after an interruption: "
-                f"{sum(bool(entry['resumed']) for entry in entries)} of {len(entries)} runs"
-            ),
+            f"- from {min(started)} to {max(finished)}",
+            f"- continued after an interruption: {resumed} of {len(entries)} runs",
         ]
     )
-    first = {
-        (run.label, *run.levels.values()): entry
-        for run, entry in reversed(list(zip(comparison.results.runs, entries, strict=True)))
-    }
-    lines = [shlex.join(entry["command_line"]) for entry in reversed(first.values()) if entry["command_line"]]
+    first: dict[tuple[str, ...], list[str] | None] = {}
+    for run, entry in zip(comparison.results.runs, entries, strict=True):
+        first.setdefault((run.label, *run.levels.values()), entry["command_line"])
+    lines = [shlex.join(words) for words in first.values() if words]
     if lines:
         yield "One run of each kind; the others differ in seed and name, and all are in `report.json`:"
         yield "```\n" + "\n".join(lines) + "\n```"

@@ -3,13 +3,14 @@ terminal."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import isfinite
 from typing import Any
 
+import pandas as pd
 from rich.box import SIMPLE_HEAD
-from rich.table import Table as RichTable
+from rich.table import Table
 from rich.text import Text
 
 from fl_lightning.study.metric_names import (
@@ -29,83 +30,72 @@ from fl_lightning.study.report.verdicts import verdicts as every_verdict
 from fl_lightning.study.spec.criteria import QUANTITIES
 from fl_lightning.study.statistics import mean_std
 
-LATEX = {
-    "\\": r"\textbackslash{}",
-    "%": r"\%",
-    "&": r"\&",
-    "_": r"\_",
-    "#": r"\#",
-    "$": r"\$",
-    "{": r"\{",
-    "}": r"\}",
-    "~": r"\textasciitilde{}",
-    "^": r"\textasciicircum{}",
-    "±": r"$\pm$",
-    "−": "$-$",
-    "<": "$<$",
-    ">": "$>$",
-    "=": "$=$",
-}
-
+LATEX = str.maketrans(
+    {character: f"\\{character}" for character in "%&_#${}"}
+    | {character: f"${character}$" for character in "<>="}
+    | {"\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}"}
+    | {"±": r"$\pm$", "−": "$-$"}
+)
+"""How characters that mean something to LaTeX are written."""
 STYLES = {"holds": "green", "fails": "red", "undecided": "yellow"}
+"""Colours of decisions in the terminal."""
 
 
 @dataclass(frozen=True)
-class Table:
-    """Text in cells.
+class ReportTable:
+    """A table of a report.
 
     Args:
-        title: above it.
-        header: of its columns.
-        rows: its cells.
-        texts: number of leading columns that are text.
+        title: the line above it.
+        cells: the text of its cells.
+        texts: the number of leading columns that are text; the others are numbers.
     """
 
     title: str
-    header: list[str]
-    rows: list[list[str]]
+    cells: pd.DataFrame
     texts: int = 1
 
+    @classmethod
+    def of(cls, title: str, header: list[str], rows: Sequence[Sequence[str]], texts: int = 1) -> ReportTable:
+        return cls(title, pd.DataFrame(list(rows), columns=header, dtype=object), texts)
+
+    @property
+    def header(self) -> list[str]:
+        return list(self.cells.columns)
+
+    @property
+    def rows(self) -> list[list[str]]:
+        return self.cells.to_numpy().tolist()
+
     def markdown(self) -> str:
-        rule = [" --- " if i < self.texts else " ---: " for i in range(len(self.header))]
-        lines = [self.header, *self.rows]
-        text = [
-            "| " + " | ".join(cell.replace("|", "\\|").replace("\n", " ") for cell in line) + " |"
-            for line in lines
+        """Return the table as Markdown."""
+        rule = ["---"] * self.texts + ["---:"] * (len(self.header) - self.texts)
+        lines = [
+            " | ".join(cell.replace("|", "\\|").replace("\n", " ") for cell in line)
+            for line in (self.header, *self.rows)
         ]
-        return "\n".join([text[0], "|" + "|".join(rule) + "|", *text[1:]])
+        lines.insert(1, " | ".join(rule))
+        return "\n".join(f"| {line} |" for line in lines)
 
     def latex(self) -> str:
-        """A tabular environment; needs the package booktabs."""
-
-        def escape(cell: str) -> str:
-            return "".join(LATEX.get(character, character) for character in cell)
-
-        def row(line: list[str]) -> str:
-            text = " & ".join(escape(cell) for cell in line)
-            if text.startswith(("[", "*")):  # after \\ these would be its arguments
-                text = f"{{{text[0]}}}{text[1:]}"
-            return rf"{text} \\"
-
-        lines = [row(line) for line in [self.header, *self.rows]]
+        """Return a tabular environment; it needs the package booktabs."""
+        cells = self.cells.map(lambda cell: cell.translate(LATEX))
+        cells.columns = [name.translate(LATEX) for name in self.header]
+        # after the \\ of the line above, a first [ or * would be its argument
+        cells.isetitem(0, cells.iloc[:, 0].str.replace(r"^[\[*]", r"{\g<0>}", regex=True))
         columns = "l" * self.texts + "r" * (len(self.header) - self.texts)
-        begin, end = (
-            [f"% {self.title}", rf"\begin{{tabular}}{{{columns}}}", r"\toprule"],
-            [r"\bottomrule", r"\end{tabular}"],
-        )
-        return "\n".join([*begin, lines[0], r"\midrule", *lines[1:], *end]) + "\n"
+        text = cells.style.hide(axis="index").to_latex(hrules=True, column_format=columns)
+        return f"% {self.title}\n{text}"
 
-    def without(self, *names: str) -> Table:
-        """The same without some columns."""
-        kept = [i for i, name in enumerate(self.header) if name not in names]
-        rows = [[row[i] for i in kept] for row in self.rows]
-        return Table(self.title, [self.header[i] for i in kept], rows, sum(i < self.texts for i in kept))
+    def without(self, *names: str) -> ReportTable:
+        """Return the table without some columns."""
+        texts = sum(name not in names for name in self.header[: self.texts])
+        return ReportTable(self.title, self.cells.drop(columns=[*names], errors="ignore"), texts)
 
-    def rich(self) -> RichTable:
-        """For the terminal, where Markdown's marks are left out."""
-        table = RichTable(
-            title=self.title, title_justify="left", title_style="bold", box=SIMPLE_HEAD, pad_edge=False
-        )
+    def rich(self) -> Table:
+        """Return the table for the terminal, where Markdown's marks are left out."""
+        style: dict[str, Any] = {"title_justify": "left", "title_style": "bold", "box": SIMPLE_HEAD}
+        table = Table(title=self.title, pad_edge=False, **style)
         for i, name in enumerate(self.header):
             table.add_column(name, justify="left" if i < self.texts else "right", overflow="fold")
         for row in self.rows:
@@ -120,150 +110,117 @@ def _at(levels: Levels) -> str:
     return f" at {name_of(levels)}" if levels else ""
 
 
-def results(comparison: Comparison, levels: Levels) -> Table:
-    """Mean and standard deviation of the headline metrics, by method, the best first."""
-    columns = headline(comparison.study.metric, [name for name in comparison.metrics if not is_timing(name)])
-    return _means(
-        comparison,
-        levels,
-        columns,
-        f"Results{_at(levels)}, mean ± standard deviation over seeds",
-        best_first=True,
-    )
+def results(comparison: Comparison, levels: Levels) -> ReportTable:
+    """Return mean and standard deviation of the headline metrics, by method, the best first."""
+    measured = [name for name in comparison.metrics if not is_timing(name)]
+    columns, title = headline(comparison.study.metric, measured), f"Results{_at(levels)}"
+    return _means(comparison, levels, columns, f"{title}, mean ± standard deviation over seeds", True)
 
 
-def clocks(comparison: Comparison, levels: Levels) -> Table:
-    """The same of what a clock measured."""
-    columns = [one for one in CLOCKS if one.metric in comparison.metrics]
-    columns += [
-        column(name)
-        for name in comparison.metrics
-        if is_timing(name) and name not in [one.metric for one in CLOCKS]
-    ]
-    return _means(
-        comparison,
-        levels,
-        columns,
-        f"Time{_at(levels)}, mean ± standard deviation over seeds",
-        best_first=False,
-    )
+def clocks(comparison: Comparison, levels: Levels) -> ReportTable:
+    """Return mean and standard deviation of what a clock measured, by method."""
+    measured = [name for name in comparison.metrics if is_timing(name)]
+    names = dict.fromkeys([*(one.metric for one in CLOCKS if one.metric in measured), *measured])
+    columns = [column(name) for name in names]
+    return _means(comparison, levels, columns, f"Time{_at(levels)}, mean ± standard deviation over seeds")
 
 
-def target(comparison: Comparison, levels: Levels) -> Table | None:
-    """Rounds and megabytes until the target accuracy."""
+def target(comparison: Comparison, levels: Levels) -> ReportTable | None:
+    """Return rounds and megabytes until the target accuracy, and how many seeds reach it."""
     if comparison.study.target_accuracy is None:
         return None
     columns = [column("target/rounds"), column("target/megabytes")]
-    table = _means(
-        comparison,
-        levels,
-        columns,
-        f"Until {comparison.study.target_accuracy:.1%} test accuracy{_at(levels)}",
-        False,
-    )
-    for row in table.rows:
-        runs = comparison.runs(row[0], levels)
-        row.append(f"{len(comparison.values('target/rounds', row[0], levels))} of {len(runs)}")
-    return Table(table.title, [*table.header, "seeds that reach it"], table.rows)
+    title = f"Until {comparison.study.target_accuracy:.1%} test accuracy{_at(levels)}"
+    table = _means(comparison, levels, columns, title)
+    reached = comparison.table("target/rounds", levels).count()
+    counts = [f"{reached[row[0]]} of {len(comparison.runs(row[0], levels))}" for row in table.rows]
+    return ReportTable(title, table.cells.assign(**{"seeds that reach it": counts}))
 
 
 def _means(
-    comparison: Comparison, levels: Levels, columns: list[Column], title: str, best_first: bool
-) -> Table:
-    labels = [label for label in comparison.labels if comparison.runs(label, levels)]
+    comparison: Comparison, levels: Levels, columns: list[Column], title: str, best_first: bool = False
+) -> ReportTable:
+    counts = {label: len(comparison.runs(label, levels)) for label in comparison.labels}
+    labels = [label for label in comparison.labels if counts[label]]
     if best_first:
+        means = comparison.means(comparison.study.metric, levels)
         sign = -1 if higher_is_better(comparison.study.metric) else 1
-        means = {
-            label: mean_std(list(comparison.values(comparison.study.metric, label, levels).values()))[0]
-            for label in labels
-        }
-        labels.sort(key=lambda label: sign * means[label] if isfinite(means[label]) else float("inf"))
-    rows = []
-    for label in labels:
-        cells = [one.mean(list(comparison.values(one.metric, label, levels).values())) for one in columns]
-        rows.append([label, str(len(comparison.runs(label, levels))), *cells])
-    return Table(title, ["method", "seeds", *(one.title for one in columns)], rows)
-
-
-def differences(comparison: Comparison, levels: Levels) -> Table:
-    """The tests of the primary metric."""
-    metric = comparison.study.metric
-    header = [
-        "difference",
-        "seeds",
-        f"mean{column(metric).unit}",
-        "95 % interval",
-        "bootstrap",
-        "p (t)",
-        "p (Holm)",
-        "p (Wilcoxon)",
-        "g_z",
-        "detectable",
-        "seeds needed",
+        labels.sort(key=lambda label: sign * means[label] if label in means else float("inf"))
+    cells = {one.title: comparison.table(one.metric, levels) for one in columns}
+    rows = [
+        [label, str(counts[label])] + [one.mean(cells[one.title][label].dropna().tolist()) for one in columns]
+        for label in labels
     ]
-    rows = [[f"{one.a} − {one.b}", *difference_cells(one)] for one in comparison.differences(metric, levels)]
-    return Table(f"Differences in {column(metric).title}{_at(levels)}, paired by seed", header, rows)
+    return ReportTable.of(title, ["method", "seeds", *cells], rows)
 
 
-def difference_cells(one: Difference) -> list[str]:
+def differences(comparison: Comparison, levels: Levels) -> ReportTable:
+    """Return the tests of the primary metric."""
+    written = column(comparison.study.metric)
+    tested = comparison.differences(comparison.study.metric, levels)
+    rows = [{"difference": f"{one.a} − {one.b}", **difference_cells(one, "mean")} for one in tested]
+    title = f"Differences in {written.title}{_at(levels)}, paired by seed"
+    return ReportTable(title, pd.DataFrame(rows, dtype=object))
+
+
+def difference_cells(one: Difference, name: str) -> dict[str, str]:
+    """Return a test by column; ``name`` is what its mean is called."""
     written, test = column(one.metric), one.test
-    return [
-        str(test.n) + (f" ({len(one.unpaired)} unpaired)" if one.unpaired else ""),
-        written.number(test.mean, sign=True),
-        interval(written, test.low, test.high),
-        interval(written, test.bootstrap_low, test.bootstrap_high),
-        p_value(test.p_t),
-        p_value(test.p_holm),
-        p_value(test.p_wilcoxon),
-        f"{test.g_z:+.2f}".replace("-", "−") if isfinite(test.g_z) else "-",
-        written.number(test.detectable),
-        seeds(test.seeds_needed),
-    ]
+    return {
+        "seeds": str(test.n) + (f" ({len(one.unpaired)} unpaired)" if one.unpaired else ""),
+        f"{name}{written.unit}": written.number(test.mean, sign=True),
+        "95 % interval": interval(written, test.low, test.high),
+        "bootstrap": interval(written, test.bootstrap_low, test.bootstrap_high),
+        "p (t)": p_value(test.p_t),
+        "p (Holm)": p_value(test.p_holm),
+        "p (Wilcoxon)": p_value(test.p_wilcoxon),
+        "g_z": f"{test.g_z:+.2f}".replace("-", "−") if isfinite(test.g_z) else "-",
+        "detectable": written.number(test.detectable),
+        "seeds needed": seeds(test.seeds_needed),
+    }
 
 
 def interval(written: Column, low: float, high: float) -> str:
     return f"[{written.number(low, sign=True)}, {written.number(high, sign=True)}]" if isfinite(low) else "-"
 
 
-def degradation(comparison: Comparison) -> Table | None:
-    """How much is lost under stress, against the same seed without it."""
+def degradation(comparison: Comparison) -> ReportTable | None:
+    """Return how much is lost under stress, against the same seed without it."""
     entry = comparison.study.degradation
     if not entry:
         return None
-    written = column(comparison.study.metric)
-    header = ["method", "seeds", f"drop{written.unit}", "95 % interval", "bootstrap", "p (t)", "g_z"]
-    rows = []
-    for others, label, one in comparison.degradations():
-        cells = difference_cells(one)
-        name = f"{label} ({name_of(others)})" if others else label
-        rows.append([name, *cells[:5], cells[7]])
+    rows = [
+        {"method": f"{label} ({name_of(others)})" if others else label, **difference_cells(one, "drop")}
+        for others, label, one in comparison.degradations()
+    ]
     stress = f"{entry['axis']}: {entry['clean']} against {entry['stressed']}"
-    return Table(f"Degradation of {written.title}, {stress}; positive: worse under stress", header, rows)
+    title = f"Degradation of {column(comparison.study.metric).title}, {stress}; positive: worse under stress"
+    table = ReportTable(title, pd.DataFrame(rows, dtype=object))
+    return table.without("p (Holm)", "p (Wilcoxon)", "detectable", "seeds needed")
 
 
-def verdicts(comparison: Comparison, timing: bool) -> Table | None:
-    """Criteria and what became of them; those on time apart, because they differ from machine to machine."""
+def verdicts(comparison: Comparison, timing: bool) -> ReportTable | None:
+    """Return criteria and their verdicts; those on time apart, because they differ from machine to
+    machine."""
     chosen = [verdict for verdict in every_verdict(comparison) if verdict.criterion.is_timing == timing]
     if not chosen:
         return None
-    rows = [row for verdict in chosen for row in _verdict_rows(verdict)]
-    return Table(
-        "Criteria",
-        ["criterion", "verdict", "left", "right", "left − right", "95 % interval", "seeds", "because"],
-        rows,
-        2,
+    header = ["criterion", "verdict", "left", "right", "left − right", "95 % interval", "seeds", "because"]
+    return ReportTable.of(
+        "Criteria", header, [row for verdict in chosen for row in _verdict_rows(verdict)], 2
     )
 
 
 def _verdict_rows(verdict: Verdict) -> Iterator[list[str]]:
-    several = len(verdict.judgements) > 1
+    """Return a line per level, below one of the whole criterion where there are several levels."""
+    name, several = f"`{verdict.criterion.text}`", len(verdict.judgements) > 1
     if several:
         shares = sum(judgement.decision == "holds" for _, judgement in verdict.judgements)
         because = f"holds at {shares} of {len(verdict.judgements)} levels"
-        yield [f"`{verdict.criterion.text}`", f"**{verdict.decision}**", "", "", "", "", "", because]
+        yield [name, f"**{verdict.decision}**", "", "", "", "", "", because]
     for levels, one in verdict.judgements:
-        name = f"... {name_of(levels)}" if several else f"`{verdict.criterion.text}`"
-        yield [name, one.decision if several else f"**{one.decision}**", *judgement_cells(one)]
+        first = [f"... {name_of(levels)}", one.decision] if several else [name, f"**{one.decision}**"]
+        yield [*first, *judgement_cells(one)]
 
 
 def judgement_cells(one: Judgement) -> list[str]:
@@ -271,8 +228,8 @@ def judgement_cells(one: Judgement) -> list[str]:
     return [plain(one.left), plain(one.right), plain(one.difference), bounds, str(len(one.seeds)), one.reason]
 
 
-def claims(comparison: Comparison) -> tuple[Table | None, list[str]]:
-    """What was claimed beside what was measured, and claims that are no figures of a method."""
+def claims(comparison: Comparison) -> tuple[ReportTable | None, list[str]]:
+    """Return what was claimed beside what was measured, and the claims that are no figures of a method."""
     rows, texts = [], []
     levels = comparison.main_levels
     for path, value in _leaves(comparison.study.claimed):
@@ -283,34 +240,31 @@ def claims(comparison: Comparison) -> tuple[Table | None, list[str]]:
             continue
         rows.append([label, names[0], str(value), _measured(comparison, names[0], label, levels)])
     header = ["method", "what", "claimed", f"measured{_at(levels)}"]
-    return (Table("Claimed and measured", header, rows, 2) if rows else None), texts
+    return (ReportTable.of("Claimed and measured", header, rows, 2) if rows else None), texts
 
 
 def _measured(comparison: Comparison, name: str, label: str, levels: Levels) -> str:
-    """In the metric's own unit."""
+    """Return what the runs gave for a claimed figure, in the metric's own unit."""
     if name == "megabytes":
-        columns = [(column(f"client/{way}load_bytes"), way) for way in ("up", "down")]
+        columns = {way: column(f"client/{way}load_bytes") for way in ("up", "down")}
         means = [
-            f"{one.mean(list(comparison.values(one.metric, label, levels).values()))} {way}"
-            for one, way in columns
+            f"{one.mean(comparison.values(one.metric, label, levels).tolist())} {way}"
+            for way, one in columns.items()
         ]
         return f"{', '.join(means)}, per client and round"
     if name in ("time", "seconds per round") or is_timing(name):
         return "see Time"
     if name == "drop" or name.endswith(" drop"):
-        others = {
-            axis: level
-            for axis, level in levels.items()
-            if axis != (comparison.study.degradation or {}).get("axis")
-        }
+        (others,) = comparison.without_stressor([levels])
         found = comparison.drops(comparison.study.metric, label, others)
     else:
         found = comparison.values(QUANTITIES.get(name, name), label, levels)
-    mean, std = mean_std(list(found.values()))
+    mean, std = mean_std(found)
     return plain(mean) + (f" ± {plain(std)}" if isfinite(std) else "")
 
 
 def _leaves(claimed: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
+    """Yield the values in nested mappings and lists, each with its keys."""
     if isinstance(claimed, Mapping):
         for name, value in claimed.items():
             yield from _leaves(value, (*path, str(name)))

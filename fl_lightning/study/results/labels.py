@@ -1,5 +1,5 @@
-"""Runs without a study file, as any folder has them: what is a method, what a level, and what is there
-twice."""
+"""Runs without a study file, as any folder has them: which method and levels each run has, and which runs are
+there twice."""
 
 from __future__ import annotations
 
@@ -9,30 +9,35 @@ from pathlib import Path
 from typing import Any
 
 from fl_lightning.settings import is_free, settings_hash
-from fl_lightning.study.results.found import Found
-from fl_lightning.study.results.runs import Results, Run, Uncounted, run_metrics
+from fl_lightning.study.results.run_records import RunRecord
+from fl_lightning.study.results.runs import ExcludedRun, FinishedRun, Results, run_metrics
 from fl_lightning.study.spec.plan import RESERVED, Study, Variation
 
-MOST_SHOWN = 60  # characters of settings in a label
+MAX_SETTINGS_LENGTH = 60
+"""Characters of settings in a label; longer ones are shown as a hash."""
 OWN_TAGS = {*RESERVED, "tuning", "trial"}
 
 
-def label_all(name: str, folder: Path, found: list[Found]) -> Results:
-    """A folder without a study file: the label of a run is its tag ``label``, or its method and the settings
-    that differ."""
-    good = [one for one in found if not one.problem]
-    uncounted = [Uncounted(one.name, one.problem) for one in found if one.problem]
-    axes = _axes(good)
-    labels = _labels(good, axes)
-    cells: dict[tuple[Any, ...], Found] = {}
-    for one in sorted(good, key=lambda one: (len(one.name), one.name)):
-        key = (labels[one.where], one.metadata["seed"], *_levels(one, axes).items())
+def label_all(name: str, folder: Path, records: list[RunRecord]) -> Results:
+    """Label the runs of a folder without a study file.
+
+    The label of a run is its tag ``label``, or its method and the settings that differ.
+    """
+    complete = [record for record in records if not record.problem]
+    excluded = [ExcludedRun(record.name, record.problem) for record in records if record.problem]
+    axes = _axes(complete)
+    labels = _labels(complete, axes)
+    cells: dict[tuple[Any, ...], RunRecord] = {}
+    for record in sorted(complete, key=lambda record: (len(record.name), record.name)):
+        key = (labels[record.where], record.metadata["seed"], *_levels(record, axes).items())
         if key in cells:
-            uncounted.append(
-                Uncounted(cells[key].name, f"{one.name} has the same settings and seed, and is used")
-            )
-        cells[key] = one
-    runs = [Run(key[0], key[1], dict(key[2:]), one, run_metrics(one)) for key, one in cells.items()]
+            reason = f"{record.name} has the same settings and seed, and is used"
+            excluded.append(ExcludedRun(cells[key].name, reason))
+        cells[key] = record
+    runs = [
+        FinishedRun(label, seed, dict(levels), record, run_metrics(record))
+        for (label, seed, *levels), record in cells.items()
+    ]
     runs.sort(key=lambda run: (run.label, run.seed, *run.levels.values()))
     grid: dict[str, dict[str, Variation]] = {}
     for run in runs:
@@ -45,40 +50,47 @@ def label_all(name: str, folder: Path, found: list[Found]) -> Results:
         methods={run.label: Variation() for run in runs},
         grid=grid,
     )
-    return Results(plan, runs, uncounted)
+    return Results(plan, runs, excluded)
 
 
-def _axes(found: list[Found]) -> list[str]:
-    """Tags that every run has and that are not its own: a level of each axis. What only some runs carry is a
-    remark."""
-    tagged = [one.metadata.get("tags") or {} for one in found]
+def _tags(record: RunRecord) -> Mapping[str, Any]:
+    return record.metadata.get("tags") or {}
+
+
+def _axes(records: list[RunRecord]) -> list[str]:
+    """Return the tags, other than a run's own, that every run has: each is an axis."""
+    tagged = [_tags(record) for record in records]
     if not all("label" in tags for tags in tagged):
         return []
-    names = dict.fromkeys(
-        name for tags in tagged for name in tags if name not in OWN_TAGS and not name.startswith("mlflow.")
-    )
-    return [name for name in names if all(name in tags for tags in tagged)]
+    names = dict.fromkeys(name for tags in tagged for name in tags)
+    return [
+        name
+        for name in names
+        if name not in OWN_TAGS and not name.startswith("mlflow.") and all(name in tags for tags in tagged)
+    ]
 
 
-def _levels(found: Found, axes: Iterable[str]) -> dict[str, str]:
-    return {axis: str(found.metadata["tags"][axis]) for axis in axes}
+def _levels(record: RunRecord, axes: Iterable[str]) -> dict[str, str]:
+    return {axis: str(_tags(record)[axis]) for axis in axes}
 
 
-def _labels(found: list[Found], axes: Iterable[str]) -> dict[str, str]:
-    """Of a tag ``label``, that, and the settings in which two runs of it with one seed and the same levels
-    differ."""
-    by_name: dict[str, list[Found]] = {}
+def _labels(records: list[RunRecord], axes: Iterable[str]) -> dict[str, str]:
+    """Return the label of each run by its folder.
+
+    It is the tag ``label`` or the method's name, followed by the settings in which runs of that name differ.
+    """
+    by_name: dict[str, list[RunRecord]] = {}
     labels = {}
-    for one in found:
-        tag = (one.metadata.get("tags") or {}).get("label")
-        by_name.setdefault(str(tag or one.metadata.get("method")), []).append(one)
+    for record in records:
+        name = _tags(record).get("label") or record.metadata.get("method")
+        by_name.setdefault(str(name), []).append(record)
     for name, several in by_name.items():
-        settings = {one.where: _settings(one) for one in several}
+        settings = {record.where: _relevant_settings(record) for record in several}
         keys = sorted(
             {
                 key
                 for one, other in combinations(several, 2)
-                if _are_told_apart(one, other, axes)
+                if not _are_planned_apart(one, other, axes)
                 for key in _differing(settings[one.where], settings[other.where])
             }
         )
@@ -87,33 +99,32 @@ def _labels(found: list[Found], axes: Iterable[str]) -> dict[str, str]:
     return labels
 
 
-def _are_told_apart(one: Found, other: Found, axes: Iterable[str]) -> bool:
-    """By their settings; not by these when a tag tells what they are, and they are of different levels or
-    seeds."""
-    if not all((each.metadata.get("tags") or {}).get("label") for each in (one, other)):
-        return True
-    return one.metadata["seed"] == other.metadata["seed"] and _levels(one, axes) == _levels(other, axes)
+def _are_planned_apart(one: RunRecord, other: RunRecord, axes: Iterable[str]) -> bool:
+    """Return whether two runs are labelled and differ in seed or level.
+
+    Then their settings need not tell them apart: the grid changed them.
+    """
+    if not all(_tags(record).get("label") for record in (one, other)):
+        return False
+    return one.metadata["seed"] != other.metadata["seed"] or _levels(one, axes) != _levels(other, axes)
 
 
 def _shown(keys: list[str], values: Mapping[str, Any]) -> str:
     short = [key.rpartition(".")[2] for key in keys]
     names = [short[i] if short.count(short[i]) == 1 else key for i, key in enumerate(keys)]
-    text = ", ".join(f"{name}={values.get(key, 'not set')}" for name, key in zip(names, keys, strict=True))
-    return (
-        text
-        if len(text) <= MOST_SHOWN
-        else settings_hash({key: values.get(key, "not set") for key in keys})[:8]
-    )
+    given = {key: values.get(key, "not set") for key in keys}
+    text = ", ".join(f"{name}={value}" for name, value in zip(names, given.values(), strict=True))
+    return text if len(text) <= MAX_SETTINGS_LENGTH else settings_hash(given)[:8]
 
 
-def _settings(found: Found) -> dict[str, Any]:
-    """Those that can change a result, apart from the seed."""
+def _relevant_settings(record: RunRecord) -> dict[str, Any]:
+    """Return the settings that can change a result, without the seed."""
     return {
-        key: value for key, value in found.settings.items() if not is_free(key) and key != "seed_everything"
+        key: value for key, value in record.settings.items() if not is_free(key) and key != "seed_everything"
     }
 
 
-def _differing(one: Mapping[str, Any], other: Mapping[str, Any]) -> Iterable[str]:
+def _differing(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
     return [
         key for key in {**one, **other} if repr(one.get(key, "not set")) != repr(other.get(key, "not set"))
     ]

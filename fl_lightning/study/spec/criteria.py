@@ -1,5 +1,5 @@
-"""Success criteria: ``accuracy(FedMPQKD) - accuracy(FedMPQ) >= 0.01`` as data, and whether the runs decide
-it.
+"""Success criteria, such as ``accuracy(FedMPQKD) - accuracy(FedMPQ) >= 0.01``: how they are parsed and
+checked.
 
 A criterion compares two sides; each is arithmetic (+ - * /) on numbers and quantities. It is computed seed by
 seed, over the seeds that every method in it has, and judged by the 95 % t interval of left - right: it
@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from math import isfinite
 
-from fl_lightning.errors import InputError
+from fl_lightning.errors import InputError, require
 from fl_lightning.study.metric_names import is_exact, is_timing
 
 QUANTITIES = {
@@ -35,7 +35,7 @@ QUANTITIES = {
     "rounds": "target/rounds",
     "megabytes": "target/megabytes",
 }
-"""Those of one method that are a metric of its runs."""
+"""The quantities of one method that are a metric of its runs."""
 ARGUMENTS = {**dict.fromkeys(QUANTITIES, 1), "drop": 1, "gap": 2, "p": 2, "metric": 2}
 OPERATORS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv}
 RELATIONS = {
@@ -44,7 +44,8 @@ RELATIONS = {
     ast.Gt: (">", operator.gt),
     ast.GtE: (">=", operator.ge),
 }
-LONGEST = 500  # characters
+MAX_LENGTH = 500
+"""Characters of a criterion."""
 EXAMPLE = "accuracy(A) - accuracy(B) >= 0.01"
 
 
@@ -54,7 +55,7 @@ class Quantity:
 
     Args:
         name: one of ``ARGUMENTS``.
-        arguments: labels; of ``metric``, the metric and a label.
+        arguments: labels; for ``metric``, the metric and a label.
     """
 
     name: str
@@ -66,7 +67,7 @@ class Quantity:
 
     @property
     def metric(self) -> str | None:
-        """The metric of the runs that it is, if it is one."""
+        """The metric of the runs that the quantity stands for, if it is one."""
         return self.arguments[0] if self.name == "metric" else QUANTITIES.get(self.name)
 
 
@@ -75,10 +76,10 @@ class Criterion:
     """A criterion that can be judged.
 
     Args:
-        text: as written.
+        text: the criterion as it was written.
         left, right: both sides, checked.
-        relation: between them.
-        quantities: all that it mentions, each once.
+        relation: the relation between them.
+        quantities: all quantities that it mentions, each once.
     """
 
     text: str
@@ -108,79 +109,72 @@ def parse(text: str, labels: Sequence[str]) -> Criterion:
 
     Args:
         text: the criterion; a label that is no plain name may be written as it is, or in quotes.
-        labels: of the study.
+        labels: the labels of the study.
 
     Raises:
-        InputError: it is not a comparison, or mentions what is not known; the message names the nearest.
+        InputError: it is no comparison, or mentions an unknown name; the message suggests the nearest.
     """
 
     def wrong(given: object, rule: str, instead: str = f"write {EXAMPLE}") -> InputError:
-        return InputError(f"criterion {text[:LONGEST]!r}: {given}", rule, instead)
+        return InputError(f"criterion {text[:MAX_LENGTH]!r}: {given}", rule, instead)
 
-    if len(text) > LONGEST:
-        raise wrong(f"{len(text)} characters", f"it has {LONGEST} at most")
+    if len(text) > MAX_LENGTH:
+        raise wrong(f"{len(text)} characters", f"it has {MAX_LENGTH} at most")
     try:
         tree = ast.parse(_quote(text.strip(), labels), mode="eval").body
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
-        raise wrong(
-            getattr(error, "msg", None) or "it cannot be read", "two sides and one of < <= > >= between them"
-        ) from None
+        given = getattr(error, "msg", None) or "it cannot be read"
+        raise wrong(given, "two sides and one of < <= > >= between them") from None
     if not isinstance(tree, ast.Compare) or len(tree.ops) != 1 or type(tree.ops[0]) not in RELATIONS:
-        raise wrong(
-            _shown(tree), "it compares two sides once, by < <= > or >=", f"write two criteria, or {EXAMPLE}"
-        )
+        rule = "it compares two sides once, by < <= > or >="
+        raise wrong(_shown(tree), rule, f"write two criteria, or {EXAMPLE}")
     left, right, relation = tree.left, tree.comparators[0], type(tree.ops[0])
     quantities = tuple(dict.fromkeys([*_quantities(left, labels, wrong), *_quantities(right, labels, wrong)]))
     if not quantities:
         raise wrong("no method in it", f"it is about at least one of {', '.join(ARGUMENTS)}")
     criterion = Criterion(text.strip(), left, right, relation, quantities)
     if criterion.mentions("p"):
-        alone = (
-            isinstance(left, ast.Call) and isinstance(right, ast.Constant) and relation in (ast.Lt, ast.LtE)
-        )
-        if not alone:
-            raise wrong("p(...)", "it stands alone on the left, below a number", "write p(A, B) < 0.05")
+        example, below = "write p(A, B) < 0.05", relation in (ast.Lt, ast.LtE)
+        if not (isinstance(left, ast.Call) and isinstance(right, ast.Constant) and below):
+            raise wrong("p(...)", "it stands alone on the left, below a number", example)
         if len(set(quantities[0].labels)) < 2:
-            raise wrong("one method", "p compares two", "write p(A, B) < 0.05")
-        if not (isinstance(right, ast.Constant) and _is_number(right) and 0 < right.value < 1):  # type: ignore[operator]
-            raise wrong(_shown(right), "p is compared with a number between 0 and 1", "write p(A, B) < 0.05")
+            raise wrong("one method", "p compares two", example)
+        if not (_is_number(right) and 0 < right.value < 1):  # type: ignore[operator]
+            raise wrong(_shown(right), "p is compared with a number between 0 and 1", example)
     return criterion
 
 
 def check_needs(criterion: Criterion, degradation: object, target_accuracy: float | None) -> None:
-    """What a criterion is about is asked for in its study; no run is needed to tell.
+    """Check that the study asks for what a criterion is about; no run is needed to tell.
 
     Args:
-        criterion: as parsed.
-        degradation: of the study, or None.
-        target_accuracy: of the study, or None.
+        criterion: the parsed criterion.
+        degradation: the entry of the study, or None.
+        target_accuracy: the entry of the study, or None.
 
     Raises:
-        InputError: it is not.
+        InputError: the study does not ask for it.
     """
-    if criterion.mentions("drop") and not degradation:
-        raise InputError(
-            f"criterion {criterion.text!r}: drop(...)",
-            "it is of a degradation",
-            "add 'degradation: {axis: noise, stressed: on, clean: off}' to the study",
-        )
-    for name in ("rounds", "megabytes"):
-        if criterion.mentions(name) and target_accuracy is None:
-            raise InputError(
-                f"criterion {criterion.text!r}: {name}(...)",
-                "it is counted until a target",
-                "add 'target_accuracy: 0.9' to the study",
-            )
+    needs = {
+        "drop": (
+            degradation,
+            "a drop needs a degradation",
+            "degradation: {axis: noise, stressed: on, clean: off}",
+        ),
+        "rounds": (target_accuracy, "rounds are counted until a target", "target_accuracy: 0.9"),
+        "megabytes": (target_accuracy, "megabytes are counted until a target", "target_accuracy: 0.9"),
+    }
+    for name, (given, rule, entry) in needs.items():
+        valid = given or not criterion.mentions(name)
+        require(valid, f"criterion {criterion.text!r}: {name}(...)", rule, f"add '{entry}' to the study")
 
 
 def _quote(text: str, labels: Sequence[str]) -> str:
-    """Labels that stand alone between the parentheses of a quantity, in quotes: ``accuracy(FedMPQKD
+    """Put labels that stand alone between the parentheses of a quantity in quotes: ``accuracy(FedMPQKD
     a=1)``."""
     longest_first = sorted(labels, key=len, reverse=True)
-    pattern = "|".join(re.escape(label) for label in longest_first)
-    return (
-        re.sub(rf"(?<=[(,])\s*({pattern})\s*(?=[,)])", lambda match: repr(match[1]), text) if labels else text
-    )
+    pattern = "|".join(map(re.escape, longest_first)) or r"(?!)"
+    return re.sub(rf"(?<=[(,])\s*({pattern})\s*(?=[,)])", lambda match: repr(match[1]), text)
 
 
 def _shown(node: ast.AST) -> str:
@@ -193,7 +187,7 @@ def _shown(node: ast.AST) -> str:
 def _quantities(
     node: ast.expr, labels: Sequence[str], wrong: Callable[..., InputError]
 ) -> Iterator[Quantity]:
-    """All that one side mentions; refuses everything that is not arithmetic on them."""
+    """Yield the quantities of one side; refuse everything that is not arithmetic on them."""
     if isinstance(node, ast.BinOp) and type(node.op) in OPERATORS:
         yield from _quantities(node.left, labels, wrong)
         yield from _quantities(node.right, labels, wrong)
@@ -202,11 +196,8 @@ def _quantities(
     elif isinstance(node, ast.Call):
         yield _quantity(node, labels, wrong)
     elif not _is_number(node):
-        raise wrong(
-            _shown(node),
-            "numbers, quantities and + - * / are allowed",
-            f"quantities are {', '.join(ARGUMENTS)}",
-        )
+        rule = "numbers, quantities and + - * / are allowed"
+        raise wrong(_shown(node), rule, f"quantities are {', '.join(ARGUMENTS)}")
 
 
 def _is_number(node: ast.expr) -> bool:
@@ -223,29 +214,22 @@ def _quantity(node: ast.Call, labels: Sequence[str], wrong: Callable[..., InputE
         raise wrong(f"{name}(...)", f"quantities are {', '.join(ARGUMENTS)}", f"write {near}(...)")
     arguments = arguments_of(node)
     if len(arguments) != len(node.args) or len(arguments) != ARGUMENTS[name] or node.keywords:
-        first = (
-            "a metric in quotes and a label"
-            if name == "metric"
-            else f"{ARGUMENTS[name]} label{'s' * (ARGUMENTS[name] > 1)}"
-        )
-        raise wrong(
-            _shown(node),
-            f"{name} takes {first}",
-            'write metric("test/ece", A)' if name == "metric" else f"write {name}(A)",
-        )
+        if name == "metric":
+            takes, example = "a metric in quotes and a label", 'metric("test/ece", A)'
+        else:
+            example = f"{name}({', '.join('AB'[: ARGUMENTS[name]])})"
+            takes = f"{ARGUMENTS[name]} label{'s' * (ARGUMENTS[name] > 1)}"
+        raise wrong(_shown(node), f"{name} takes {takes}", f"write {example}")
     quantity = Quantity(name, arguments)
     for label in quantity.labels:
         if label not in labels:
             nearest = get_close_matches(label, labels, n=1, cutoff=0.0)
-            raise wrong(
-                label,
-                f"methods of the study are {', '.join(labels)}",
-                f"write {nearest[0]}" if nearest else "add it",
-            )
+            rule = f"methods of the study are {', '.join(labels)}"
+            raise wrong(label, rule, f"write {nearest[0]}" if nearest else "add it")
     return quantity
 
 
 def arguments_of(node: ast.Call) -> tuple[str, ...]:
-    """Names and texts among the arguments of a call."""
-    found = [item.id if isinstance(item, ast.Name) else getattr(item, "value", None) for item in node.args]
-    return tuple(item for item in found if isinstance(item, str))
+    """Return the names and texts among the arguments of a call."""
+    words = [item.id if isinstance(item, ast.Name) else getattr(item, "value", None) for item in node.args]
+    return tuple(word for word in words if isinstance(word, str))

@@ -1,4 +1,4 @@
-"""A study file: methods x seeds x grid, and what shall be asked of the results.
+"""The study file: methods x seeds x grid, and the questions to its results.
 
     study: exp2_embedded              # folder under default_root_dir, and experiment in MLflow
     config: kd_default.yaml           # one `fit` configuration or a list, layered; relative to the study file
@@ -35,40 +35,67 @@ from fl_lightning.errors import InputError
 from fl_lightning.probing import PROBES
 from fl_lightning.study.metric_names import CLOCKS, KNOWN, higher_is_better
 from fl_lightning.study.spec.criteria import check_needs, parse
-from fl_lightning.study.spec.yaml_checks import Checks, read_mapping
+from fl_lightning.study.spec.spec_file import Seed, Share, SpecFile
 from fl_lightning.support.redaction import redact_settings
 
-KEYS = (
-    "study",
-    "config",
-    "settings",
-    "seeds",
-    "methods",
-    "overlays",
-    "grid",
-    "test",
-    "metric",
-    "proposed",
-    "degradation",
-    "target_accuracy",
-    "criteria",
-    "claimed",
-)
 RESERVED = ("study", "label", "method", "seed", "dataset", "commit", "dirty", "run_dir", "partition_sha256")
-"""Tags that a run has anyway: no name for an axis."""
+"""Tags that every run has: none of them can name an axis."""
 METRICS = [
     *(column.metric for column in (*KNOWN, *CLOCKS)),
-    "final/best_val_accuracy",
-    "final/best_val_round",
-    "total/wasted_bytes",
+    *("final/best_val_accuracy", "final/best_val_round", "total/wasted_bytes"),
 ]
+MAX_CELLS = 10_000
+"""Runs of one study."""
 
-MAX_CELLS = 10_000  # runs of one study
+
+@dataclass
+class StudyEntries:
+    """The entries of a study file, with their types."""
+
+    study: str
+    seeds: list[Seed]  # type: ignore[valid-type]
+    methods: dict[str, Any]
+    config: str | list[str] | None = None
+    settings: dict[str, Any] = field(default_factory=dict)
+    overlays: str | list[str] | None = None
+    grid: dict[str, Any] = field(default_factory=dict)
+    test: bool | list[str] | dict[str, Any] = False
+    metric: str = "final/accuracy"
+    proposed: list[str] = field(default_factory=list)
+    degradation: dict[str, Any] | None = None
+    target_accuracy: Share | None = None  # type: ignore[valid-type]
+    criteria: list[str] = field(default_factory=list)
+    claimed: Any = None
+
+
+@dataclass
+class VariationEntries:
+    """The entries of a method or a level in a study file."""
+
+    config: str | list[str] | None = None
+    settings: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass
+class DegradationEntries:
+    """The entries of ``degradation`` in a study file."""
+
+    axis: str
+    stressed: str
+    clean: str
+
+
+@dataclass
+class ProbingEntries:
+    """The entries of ``test`` in a study file, where it is a mapping."""
+
+    probes: str | list[str] | None = None
+    checkpoint: str | None = None
 
 
 @dataclass(frozen=True)
 class Variation:
-    """What a method or a level of an axis changes.
+    """The changes that a method or a level of an axis makes.
 
     Args:
         configs: ``fit`` configurations, layered.
@@ -79,7 +106,7 @@ class Variation:
     settings: Mapping[str, Any] = field(default_factory=dict)
 
     def document(self) -> dict[str, Any]:
-        """As it is written in a study file, with absolute paths."""
+        """Return the entry as it is written in a study file, with absolute paths."""
         document = {"config": [str(path.resolve()) for path in self.configs], "settings": dict(self.settings)}
         return {key: value for key, value in document.items() if value}
 
@@ -89,7 +116,7 @@ class Cell:
     """One run of a study.
 
     Args:
-        method: label of its method.
+        method: the label of its method.
         seed: its seed.
         levels: axis -> level.
         args: arguments of ``fit``, without those that the sweep adds.
@@ -102,36 +129,35 @@ class Cell:
 
     @property
     def name(self) -> str:
-        """Name of the run and of its folder.
+        """The name of the run and of its folder.
 
         >>> Cell("FedMPQ", 0, {"noise": "on"}, []).name
         'FedMPQ-noise=on-seed0'
         """
-        return "-".join(
-            [self.method, *(f"{axis}={level}" for axis, level in self.levels.items()), f"seed{self.seed}"]
-        )
+        levels = [f"{axis}={level}" for axis, level in self.levels.items()]
+        return "-".join([self.method, *levels, f"seed{self.seed}"])
 
 
 @dataclass(frozen=True)
 class Study:
-    """What a study file says; :meth:`read` it.
+    """A study, as its file describes it.
 
     Args:
-        name: of the study, of its folder of runs and of its MLflow experiment.
+        name: the name of the study, of its folder of runs and of its MLflow experiment.
         path: the study file.
-        seeds: seeds of every method, each once.
-        methods: label -> what it changes.
-        common: what all cells share before the method.
-        overlays: configurations on top of every method's.
-        grid: axis -> level -> what it changes.
-        test: flags of the ``test`` that is run on every finished cell; None: none is.
-        metric: primary metric of the report.
-        proposed: labels that are not baselines.
-        degradation: ``axis``, ``stressed`` and ``clean``: levels whose difference is reported, paired by
+        seeds: the seeds of every method, each once.
+        methods: label -> its changes.
+        common: the configurations and settings that all cells share before the method's.
+        overlays: the configurations on top of every method's.
+        grid: axis -> level -> its changes.
+        test: the flags of the ``test`` that is run on every finished cell; None: no test is run.
+        metric: the primary metric of the report.
+        proposed: the labels that are not baselines.
+        degradation: ``axis``, ``stressed`` and ``clean``: the levels whose difference is reported, paired by
             seed.
-        target_accuracy: in (0, 1]; rounds and megabytes to it are reported.
-        criteria: what is claimed of the results, as text.
-        claimed: figures that were claimed elsewhere; nothing but the report reads them.
+        target_accuracy: a share in (0, 1]; rounds and megabytes to it are reported.
+        criteria: the claims about the results, as text.
+        claimed: figures that were claimed elsewhere; only the report reads them.
     """
 
     name: str
@@ -151,31 +177,28 @@ class Study:
 
     @classmethod
     def read(cls, path: str | Path, find_configs: bool = True) -> Study:
-        """The study in a YAML file.
+        """Read a study file.
 
         Args:
             path: the file.
-            find_configs: whether the configurations that it names must be there; a report of finished runs
-                needs none.
+            find_configs: whether the configurations that it names must exist; a report of finished runs needs
+                none.
 
         Raises:
             InputError: it cannot be read, or something in it is wrong; the message names the file and the
                 key.
         """
-        path = Path(path)
-        return _study(Checks(path, find_configs), read_mapping(path, "study file", "study: my_study"))
+        file = SpecFile(Path(path), find_configs)
+        return _study(file, file.read(StudyEntries, "study file"))
 
     def cells(self) -> list[Cell]:
-        """Every run, seed by seed, so that a sweep that is stopped early has whole comparisons."""
+        """Return every run, seed by seed, so that a sweep that is stopped early has whole comparisons."""
         axes = list(self.grid)
         count = len(self.seeds) * len(self.methods) * math.prod(map(len, self.grid.values()))
         if count > MAX_CELLS:
-            raise InputError(
-                f"{self.path}: {count} cells of {len(self.methods)} methods, {len(self.seeds)} seeds "
-                f"and a grid of {len(axes)} axes",
-                f"a study has at most {MAX_CELLS}",
-                "leave axes or levels out",
-            )
+            parts = f"{len(self.methods)} methods, {len(self.seeds)} seeds and a grid of {len(axes)} axes"
+            given, rule = f"{self.path}: {count} cells of {parts}", f"a study has at most {MAX_CELLS}"
+            raise InputError(given, rule, "leave axes or levels out")
         return [
             self._cell(label, seed, dict(zip(axes, levels, strict=True)))
             for seed in self.seeds
@@ -198,8 +221,7 @@ class Study:
         return Cell(label, seed, levels, as_arguments(configs, settings, seed))
 
     def to_yaml(self) -> str:
-        """The study file again, with absolute paths, so that a copy of it can be read anywhere on this
-        machine."""
+        """Return the study file with absolute paths, so that a copy can be read anywhere on this machine."""
         document = {
             "study": self.name,
             "seeds": self.seeds,
@@ -223,17 +245,14 @@ class Study:
 
 
 def as_arguments(configs: Sequence[Path], settings: Mapping[str, Any], seed: int) -> list[str]:
-    """Arguments of ``fit``."""
+    """Return the arguments of ``fit``."""
     layered = [part for path in configs for part in ("--config", str(path))]
-    return [
-        *layered,
-        *(f"--{key}={as_flag(value)}" for key, value in settings.items()),
-        f"--seed_everything={seed}",
-    ]
+    flags = [f"--{key}={as_flag(value)}" for key, value in settings.items()]
+    return [*layered, *flags, f"--seed_everything={seed}"]
 
 
 def as_flag(value: Any) -> str:
-    """A setting as it is written after ``--name=``.
+    """Return a setting as it is written after ``--name=``.
 
     >>> as_flag(True), as_flag(None), as_flag(float("inf")), as_flag([1, 2]), as_flag("1e-4")
     ('true', 'null', '.inf', '[1, 2]', '1e-4')
@@ -243,125 +262,92 @@ def as_flag(value: Any) -> str:
     return value if isinstance(value, str) else json.dumps(value)
 
 
-def _study(check: Checks, document: Mapping[str, Any]) -> Study:
-    check.keys(document, KEYS, needed=("study", "seeds", "methods"))
-    methods = _variations(check, document["methods"], "methods")
-    grid = {}
-    for axis, levels in check.mapping(document.get("grid"), "grid", empty=True).items():
-        check.plain(axis, "grid")
+def _study(file: SpecFile, given: StudyEntries) -> Study:
+    """Check what the entries mean together."""
+    if not given.seeds:
+        raise file.wrong("seeds", given.seeds)
+    repeated = len({*given.seeds}) < len(given.seeds)
+    file.require(not repeated, f"seeds: {given.seeds}", "each seed is run once", "remove the repeated one")
+    methods, grid = _variations(file, given.methods, "methods"), {}
+    for axis, levels in given.grid.items():
+        file.name(axis, "grid")
         taken = axis in RESERVED or axis.startswith("mlflow.")
-        check.require(not taken, f"grid.{axis}", "every run has a tag of that name", f"write {axis}_axis")
-        grid[axis] = _variations(check, levels, f"grid.{axis}")
-    target = document.get("target_accuracy")
+        file.require(not taken, f"grid.{axis}", "every run has a tag of that name", f"write {axis}_axis")
+        grid[axis] = _variations(file, levels, f"grid.{axis}")
     study = Study(
-        name=check.plain(document["study"], "study"),
-        path=check.path,
-        seeds=check.seeds(document["seeds"]),
+        name=file.name(given.study, "study"),
+        path=file.path,
+        seeds=[int(seed) for seed in given.seeds],
         methods=methods,
-        common=_variation(
-            check, {key: document[key] for key in ("config", "settings") if key in document}, ""
-        ),
-        overlays=check.configs(document.get("overlays"), "overlays"),
+        common=Variation(file.configs(given.config, "config"), file.settings(given.settings, "settings")),
+        overlays=file.configs(given.overlays, "overlays"),
         grid=grid,
-        test=_test(check, document.get("test", False)),
-        metric=_metric(check, document.get("metric", "final/accuracy")),
-        proposed=[
-            check.one_of(label, methods, "proposed")
-            for label in check.texts(document.get("proposed", []), "proposed", "FedMPQKD")
-        ],
-        degradation=_degradation(check, document.get("degradation"), grid),
-        target_accuracy=None if target is None else check.share(target, "target_accuracy"),
-        criteria=check.texts(document.get("criteria", []), "criteria", "accuracy(A) - accuracy(B) >= 0.01"),
-        claimed=document.get("claimed"),
+        test=_test(file, given.test),
+        metric=_metric(file, given.metric),
+        proposed=[file.one_of(label, methods, "proposed") for label in given.proposed],
+        degradation=None if given.degradation is None else _degradation(file, given.degradation, grid),
+        target_accuracy=given.target_accuracy and float(given.target_accuracy),
+        criteria=given.criteria,
+        claimed=given.claimed,
     )
-    seen: dict[str, str] = {}
+    first: dict[str, str] = {}
     for name in (cell.name for cell in study.cells()):
-        check.short(name, "cell")
-        first = seen.setdefault(name.lower(), name)  # some file systems do not tell A from a
-        check.require(
-            first is name,
-            f"cells {first} and {name}",
-            "their names must differ, in more than case",
-            "rename a method or a level",
-        )
-    for text in study.criteria:
-        check_needs(
-            parse(text, list(methods)), study.degradation, study.target_accuracy
-        )  # hours before the report finds it
+        file.name(name, "cell")
+        same = first.setdefault(name.lower(), name)  # some file systems do not tell A from a
+        rule = "their names must differ, in more than case"
+        file.require(same is name, f"cells {same} and {name}", rule, "rename a method or a level")
+    for text in study.criteria:  # hours before the report finds it
+        check_needs(parse(text, list(methods)), study.degradation, study.target_accuracy)
     higher_is_better(study.metric)
     return study
 
 
-def _test(check: Checks, value: Any) -> dict[str, Any] | None:
-    """``true``, a list of probes, or a mapping of flags."""
-    if isinstance(value, bool):
-        return {} if value else None
-    if isinstance(value, list):
-        return {"probes": _probes(check, value, "test")}
-    near = [value] if isinstance(value, str) and value in PROBES else ["clean", "corruptions"]
-    flags = check.mapping(value, "test", instead=f"write test: true, or test: [{', '.join(near)}]")
-    check.keys(flags, ("probes", "checkpoint"), "test.")
-    if "probes" in flags:
-        flags["probes"] = _probes(check, flags["probes"], "test.probes")
-    which = flags.get("checkpoint", "last")
-    good = isinstance(which, str) and (which in ("last", "best") or re.fullmatch(r"round_\d{6}", which))
-    check.require(
-        good,
-        f"test.checkpoint: {which!r}",
-        "it is last, best or a name like round_000060",
-        "write test: {checkpoint: best}",
-    )
+def _variations(file: SpecFile, given: Any, where: str) -> dict[str, Variation]:
+    found = {}
+    for name, value in file.names(given, where).items():
+        key = f"{where}.{name}."
+        entries = file.parse(VariationEntries, value, key)
+        configs, settings = file.configs(entries.config, f"{key}config"), f"{key}settings"
+        found[name] = Variation(configs, file.settings(entries.settings, settings))
+    return found
+
+
+def _test(file: SpecFile, given: bool | list[str] | dict[str, Any]) -> dict[str, Any] | None:
+    """Return the flags of ``test``, or None where no test is asked for."""
+    if isinstance(given, bool):
+        return {} if given else None
+    entries = ProbingEntries(given) if isinstance(given, list) else file.parse(ProbingEntries, given, "test.")
+    probes, flags = entries.probes, {}
+    if probes is not None:
+        if not probes:
+            raise file.wrong("probes", probes, "test.")
+        names = [name.strip() for name in (probes.split(",") if isinstance(probes, str) else probes)]
+        flags["probes"] = ",".join(file.one_of(name, PROBES, "test") for name in names)
+    if entries.checkpoint is not None:
+        if not re.fullmatch(r"last|best|round_\d{6}", entries.checkpoint):
+            raise file.wrong("checkpoint", entries.checkpoint, "test.")
+        flags["checkpoint"] = entries.checkpoint
     return flags
 
 
-def _probes(check: Checks, value: Any, where: str) -> str:
-    names = check.texts(value.split(",") if isinstance(value, str) else value, where, "clean, corruptions")
-    check.require(
-        names, f"{where}: []", "it names a probe or more", f"leave it out for all, or write {where}: [clean]"
-    )
-    return ",".join(check.one_of(name.strip(), PROBES, where) for name in names)
-
-
-def _metric(check: Checks, value: Any) -> str:
-    """Groups that only this program writes are known whole; methods and callbacks may add to the others."""
-    metric = check.text(value, "metric", "final/accuracy")
+def _metric(file: SpecFile, metric: str) -> str:
+    """Refuse unknown metrics of groups that only this program writes; others may come from methods and
+    callbacks."""
     known = metric in METRICS or ("/" in metric and not metric.startswith(("final/", "total/", "target/")))
-    near = get_close_matches(metric, METRICS, n=1) or ["final/accuracy"]
-    check.require(known, f"metric: {metric}", "no run has such a metric", f"write metric: {near[0]}")
+    near = [*get_close_matches(metric, METRICS, n=1), "final/accuracy"]
+    file.require(known, f"metric: {metric}", "no run has such a metric", f"write metric: {near[0]}")
     return metric
 
 
-def _variations(check: Checks, value: Any, where: str) -> dict[str, Variation]:
-    return {
-        check.plain(name, where): _variation(check, entry, f"{where}.{name}.")
-        for name, entry in check.mapping(value, where).items()
-    }
-
-
-def _variation(check: Checks, value: Any, where: str) -> Variation:
-    entry = check.mapping(value, where.rstrip("."), empty=True)
-    check.keys(entry, ("config", "settings"), where)
-    return Variation(
-        check.configs(entry.get("config"), f"{where}config"),
-        check.settings(entry.get("settings"), f"{where}settings"),
-    )
-
-
 def _degradation(
-    check: Checks, value: Any, grid: Mapping[str, Mapping[str, Variation]]
-) -> dict[str, str] | None:
-    if value is None:
-        return None
-    parts = ("axis", "stressed", "clean")
-    entry = check.mapping(value, "degradation")
-    check.keys(entry, parts, "degradation.", needed=parts)
-    axis = check.one_of(entry["axis"], grid, "degradation.axis")
-    levels = {part: check.one_of(entry[part], grid[axis], f"degradation.{part}") for part in parts[1:]}
-    other = next((level for level in grid[axis] if level != levels["clean"]), "another level")
-    check.require(
-        levels["stressed"] != levels["clean"],
-        f"degradation: stressed and clean are both {levels['clean']}",
-        "it is the difference of two levels",
-        f"write stressed: {other}",
-    )
-    return {"axis": axis} | levels
+    file: SpecFile, given: dict[str, Any], grid: Mapping[str, Mapping[str, Variation]]
+) -> dict[str, str]:
+    entries = file.parse(DegradationEntries, given, "degradation.")
+    levels = grid[file.one_of(entries.axis, grid, "degradation.axis")]
+    for key in ("stressed", "clean"):
+        file.one_of(getattr(entries, key), levels, f"degradation.{key}")
+    other = next((level for level in levels if level != entries.clean), "another level")
+    same = f"degradation: stressed and clean are both {entries.clean}"
+    rule = "it is the difference of two levels"
+    file.require(entries.stressed != entries.clean, same, rule, f"write stressed: {other}")
+    return vars(entries)

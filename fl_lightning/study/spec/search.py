@@ -1,4 +1,4 @@
-"""A search file: which settings ``tune`` may choose, and what it maximises.
+"""The search file: the settings that ``tune`` may choose, and the metric that it optimises.
 
 study: exp2_embedded             # folder and experiment of the tuned run; trials: <study>-tune
 config: kd_default.yaml          # one `fit` configuration or a list, layered; paths are relative to the file
@@ -19,7 +19,7 @@ prune: false                     # end trials early that are below the median of
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import inf
 from pathlib import Path
 from typing import Any, Literal
@@ -29,19 +29,43 @@ from optuna.samplers import TPESampler
 
 from fl_lightning.rng import stream
 from fl_lightning.study.spec.plan import as_arguments
-from fl_lightning.study.spec.yaml_checks import Checks, read_mapping
+from fl_lightning.study.spec.spec_file import Seed, SpecFile
 
-KEYS = ("study", "config", "settings", "final", "space", "trials", "metric", "direction", "seed", "prune")
 METRIC = "final/best_val_accuracy"
+
+
+@dataclass
+class SearchEntries:
+    """The entries of a search file, with their types."""
+
+    study: str
+    space: dict[str, Any]
+    trials: Seed  # type: ignore[valid-type]
+    config: str | list[str] | None = None
+    settings: dict[str, Any] = field(default_factory=dict)
+    final: dict[str, Any] = field(default_factory=dict)
+    metric: str = METRIC
+    direction: Literal["maximize", "minimize"] = "maximize"
+    seed: Seed = 0  # type: ignore[valid-type]
+    prune: bool = False
+
+
+@dataclass
+class RangeEntries:
+    """The entries of a range in a search file."""
+
+    low: int | float
+    high: int | float
+    log: bool = False
 
 
 @dataclass(frozen=True)
 class Range:
-    """Numbers from ``low`` to ``high``, both included; integers if both are.
+    """The numbers from ``low`` to ``high``, both included; integers if both are.
 
     Args:
-        low, high: its ends.
-        log: whether to draw evenly on a logarithmic scale.
+        low, high: the ends.
+        log: whether numbers are drawn evenly on a logarithmic scale.
     """
 
     low: float
@@ -55,19 +79,19 @@ class Range:
 
 @dataclass(frozen=True)
 class Search:
-    """What a search file says; :meth:`read` it.
+    """A search, as its file describes it.
 
     Args:
         study: the study that the tuned run belongs to.
-        path: the file.
+        path: the search file.
         configs: ``fit`` configurations, layered.
-        settings: dotted settings of every run.
-        final: those of the final run alone.
-        space: dotted setting -> what it may be.
-        trials: how many, those that fail or are pruned among them.
-        metric: what is compared.
+        settings: the dotted settings of every run.
+        final: the dotted settings of the final run alone.
+        space: dotted setting -> the values that it may have.
+        trials: the number of trials, those that fail or are pruned among them.
+        metric: the metric that is optimised.
         direction: ``maximize`` or ``minimize``.
-        seed: of every run, and of the search.
+        seed: the seed of every run, and of the search.
         prune: whether trials may be ended early.
     """
 
@@ -85,27 +109,30 @@ class Search:
 
     @classmethod
     def read(cls, path: str | Path) -> Search:
-        """The search in a YAML file.
+        """Read a search file.
 
         Raises:
             InputError: it cannot be read, or something in it is wrong; the message names the file and the
                 key.
         """
-        path = Path(path)
-        return _search(Checks(path), read_mapping(path, "search file", "study: my_study"))
+        file = SpecFile(Path(path))
+        return _search(file, file.read(SearchEntries, "search file"))
 
     @property
     def name(self) -> str:
-        """Of the folder and the experiment of the trials."""
+        """The name of the folder and of the experiment of the trials."""
         return f"{self.study}-tune"
 
     def args(self, chosen: Mapping[str, Any], *, final: bool = False) -> list[str]:
-        """Arguments of ``fit`` with these values of the space."""
+        """Return the arguments of ``fit`` with these values of the space."""
         settings = {**self.settings, **(self.final if final else {}), **chosen}
         return as_arguments(self.configs, settings, self.seed)
 
     def corners(self) -> list[dict[str, Any]]:
-        """Each end of each range and each choice at least once, the other settings at their first value."""
+        """Return combinations in which each end of each range and each choice occurs.
+
+        The other settings have their first value.
+        """
         values = {
             key: [allowed.low, allowed.high] if isinstance(allowed, Range) else allowed
             for key, allowed in self.space.items()
@@ -115,11 +142,11 @@ class Search:
         return [first, *others]
 
     def distributions(self) -> dict[str, BaseDistribution]:
-        """The space in Optuna's words."""
+        """Return the space as Optuna's distributions."""
         return {name: _distribution(allowed) for name, allowed in self.space.items()}
 
     def sampler(self, number: int) -> TPESampler:
-        """Of trial ``number``."""
+        """Return the sampler of trial ``number``."""
         return TPESampler(seed=int(stream(self.seed, "tune", number).integers(2**32)))
 
 
@@ -131,63 +158,42 @@ def _distribution(allowed: Range | list[Any]) -> BaseDistribution:
     return FloatDistribution(allowed.low, allowed.high, log=allowed.log)
 
 
-def _search(check: Checks, document: Mapping[str, Any]) -> Search:
-    check.keys(document, KEYS, needed=("study", "space", "trials"))
-    direction = check.one_of(document.get("direction", "maximize"), ("maximize", "minimize"), "direction")
-    space = check.mapping(document["space"], "space")
-    for key in space:
-        check.setting(key, "space")
-    metric = check.text(document.get("metric", METRIC), "metric", METRIC)
-    allowed = metric == METRIC or metric.startswith(("val/", "train/", "comm/", "bits/"))
-    check.require(
-        allowed,
-        f"metric: {metric}",
-        "the test set must not choose settings",
-        f"write metric: {METRIC}, or one of val/*",
-    )
-    prune = document.get("prune", False)
-    check.require(isinstance(prune, bool), f"prune: {prune!r}", "it is true or false", "write prune: false")
+def _search(file: SpecFile, given: SearchEntries) -> Search:
+    """Check what the entries mean together."""
+    for key in ("trials", "space"):
+        if not getattr(given, key):
+            raise file.wrong(key, getattr(given, key))
+    allowed = given.metric == METRIC or given.metric.startswith(("val/", "train/", "comm/", "bits/"))
+    rule, instead = "the test set must not choose settings", f"write metric: {METRIC}, or one of val/*"
+    file.require(allowed, f"metric: {given.metric}", rule, instead)
+    for key in given.space:
+        file.setting(key, "space")
     return Search(
-        study=check.plain(document["study"], "study"),
-        path=check.path,
-        configs=check.configs(document.get("config"), "config"),
-        settings=check.settings(document.get("settings"), "settings"),
-        final=check.settings(document.get("final"), "final"),
-        space={key: _allowed(check, value, f"space.{key}") for key, value in space.items()},
-        trials=check.whole(document["trials"], "trials", 1),
-        metric=metric,
-        direction="maximize" if direction == "maximize" else "minimize",
-        seed=check.whole(document.get("seed", 0), "seed", 0),
-        prune=prune,
+        study=file.name(given.study, "study"),
+        path=file.path,
+        configs=file.configs(given.config, "config"),
+        settings=file.settings(given.settings, "settings"),
+        final=file.settings(given.final, "final"),
+        space={key: _allowed(file, value, f"space.{key}") for key, value in given.space.items()},
+        trials=int(given.trials),
+        metric=given.metric,
+        direction=given.direction,
+        seed=int(given.seed),
+        prune=given.prune,
     )
 
 
-def _allowed(check: Checks, value: Any, where: str) -> Range | list[Any]:
-    if isinstance(value, list):
-        plain = value and all(isinstance(item, (bool, int, float, str, type(None))) for item in value)
-        check.require(
-            plain,
-            f"{where}: {value!r}",
-            "choices are numbers, strings, true, false or null",
-            f"write {where}: [0.1, 0.2]",
-        )
-        return value
+def _allowed(file: SpecFile, given: Any, where: str) -> Range | list[Any]:
+    """Return the values that a setting may have."""
+    if isinstance(given, list):
+        plain = given and all(isinstance(item, (bool, int, float, str, type(None))) for item in given)
+        rule = "choices are numbers, strings, true, false or null"
+        file.require(plain, f"{where}: {given!r}", rule, f"write {where}: [0.1, 0.2]")
+        return given
     example = f"write {where}: {{low: 0.1, high: 1.0}}, or a list of choices"
-    check.require(isinstance(value, Mapping), f"{where}: {value!r}", "it is a range or a list", example)
-    check.keys(value, ("low", "high", "log"), f"{where}.", needed=("low", "high"))
-    low, high, log = value["low"], value["high"], value.get("log", False)
-    numbers = all(isinstance(end, (int, float)) and not isinstance(end, bool) for end in (low, high))
-    check.require(
-        numbers,
-        f"{where}: {low!r} to {high!r}",
-        "the ends are numbers (YAML takes 1e-3 for a string: write 1.0e-3)",
-        example,
-    )
-    finite = low > -inf and high < inf
-    check.require(finite, f"{where}: {low} to {high}", "the ends are finite numbers", example)
-    check.require(low < high, f"{where}: {low} to {high}", "low is less than high", example)
-    check.require(isinstance(log, bool), f"{where}.log: {log!r}", "it is true or false", "write log: true")
-    check.require(
-        not log or low > 0, f"{where}: {low} to {high}", "a logarithmic range is above 0", "raise low"
-    )
-    return Range(low, high, log)
+    ends = file.parse(RangeEntries, given, f"{where}.", example)
+    shown = f"{where}: {ends.low} to {ends.high}"
+    file.require(ends.low > -inf and ends.high < inf, shown, "the ends are finite numbers", example)
+    file.require(ends.low < ends.high, shown, "low is less than high", example)
+    file.require(not ends.log or ends.low > 0, shown, "a logarithmic range is above 0", "raise low")
+    return Range(**vars(ends))

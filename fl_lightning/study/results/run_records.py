@@ -1,4 +1,4 @@
-"""What is found of a run, in its directory or in MLflow, finished or not."""
+"""The records of runs, read from their directories or from MLflow, finished or not."""
 
 from __future__ import annotations
 
@@ -19,24 +19,24 @@ from fl_lightning.support.recorded import not_recorded
 log = logging.getLogger("fl_lightning")
 
 PROBED = ("corrupted/", "fgsm/", "pgd/", "calibration/", "cost/", "latency/", "memory/")
-"""Metrics that ``test`` alone measures."""
+"""The beginnings of metrics that ``test`` alone measures."""
 
 
 @dataclass(frozen=True)
-class Found:
-    """What is found of a run, finished or not.
+class RunRecord:
+    """What was read of a run, finished or not.
 
     Args:
-        name: of its folder, or in MLflow.
+        name: the name of its folder, or its name in MLflow.
         where: the folder, or the run's id in MLflow.
-        metadata: as in ``metadata.json``.
+        metadata: what ``metadata.json`` says.
         history: a row of metrics per round.
         tested: metrics that ``test`` has measured.
-        problem: why it cannot be counted, or empty.
+        problem: why the run cannot be counted, or empty.
         settings: its configuration, with dotted keys.
-        typed: whether the settings are as in ``config.yaml``; in MLflow's parameters all are text, and have
+        typed: whether the settings have their types, as in ``config.yaml``; in MLflow all are text, and have
             no hash.
-        checkpoint: which one ``test`` was told to take: ``last``, ``best`` or a name.
+        checkpoint: the one that ``test`` was told to take: ``last``, ``best`` or a name.
         tested_round: the round of that checkpoint.
     """
 
@@ -52,8 +52,8 @@ class Found:
     tested_round: Any = None
 
 
-def read_folder(folder: Path) -> list[Found]:
-    """Every run directly in ``folder``, by name; also those that are damaged or still going on."""
+def read_folder(folder: Path) -> list[RunRecord]:
+    """Read every run directly in ``folder``, by name, also those that are damaged or still going on."""
     paths = sorted(
         path
         for path in folder.iterdir()
@@ -62,8 +62,8 @@ def read_folder(folder: Path) -> list[Found]:
     return [read_directory(path) for path in paths if path.is_dir() and not path.name.startswith(".")]
 
 
-def read_directory(path: Path) -> Found:
-    """One run directory."""
+def read_directory(path: Path) -> RunRecord:
+    """Read one run directory."""
     metadata: dict[str, Any] = {}
     history: list[dict[str, float]] = []
     file = "metadata.json"
@@ -79,9 +79,9 @@ def read_directory(path: Path) -> Found:
         unknown = _not_recorded(settings) if (path / file).exists() else ""
     except (OSError, ValueError, AttributeError, TypeError) as error:
         reason = getattr(error, "strerror", None) or str(error)
-        return Found(path.name, str(path), metadata, [], {}, f"{file} cannot be read: {reason}")
+        return RunRecord(path.name, str(path), metadata, [], {}, f"{file} cannot be read: {reason}")
     wrong, checkpoint = problem(metadata, history) or unknown, str(document.get("chosen", "last"))
-    return Found(
+    return RunRecord(
         path.name,
         str(path),
         metadata,
@@ -95,9 +95,11 @@ def read_directory(path: Path) -> Found:
     )
 
 
-def from_store(entry: Mapping[str, Any]) -> Found:
-    """One of :func:`fl_lightning.tracking.runs.read_runs`; what ``test`` measured is among its metrics, at
-    its checkpoint's round."""
+def from_store(entry: Mapping[str, Any]) -> RunRecord:
+    """Convert one entry of :func:`fl_lightning.tracking.runs.read_runs`.
+
+    There, what ``test`` measured is among the metrics, at the round of its checkpoint.
+    """
     metadata, history = entry["metadata"], entry["history"]
     points: dict[str, list[tuple[Any, float]]] = {}
     for row in history:
@@ -107,7 +109,7 @@ def from_store(entry: Mapping[str, Any]) -> Found:
     probed = {name: found[-1] for name, found in points.items() if len(found) == 1 or name.startswith(PROBED)}
     rounds = {round for round, _ in probed.values()}
     last = history[-1]["round"] if history else None
-    return Found(
+    return RunRecord(
         entry["name"],
         entry["id"],
         metadata,
@@ -133,7 +135,7 @@ def _numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
 
 
 def _not_recorded(settings: Mapping[str, Any]) -> str:
-    """Why runs with these settings cannot be told apart from others; empty where they can."""
+    """Return why runs with these settings cannot be told apart from others; empty where they can."""
     if not settings:
         return "its settings were not recorded: config.yaml is empty"
     unknown = [key for key in not_recorded(settings) if not is_free(key)]
@@ -145,7 +147,7 @@ def is_number(value: Any) -> bool:
 
 
 def problem(metadata: Mapping[str, Any], history: list[dict[str, float]]) -> str:
-    """Why a run cannot be counted; empty when it can."""
+    """Return why a run cannot be counted; empty when it can."""
     status = metadata.get("status")
     rounds = [row.get("round") for row in history]
     if status != "finished":
@@ -163,10 +165,10 @@ def problem(metadata: Mapping[str, Any], history: list[dict[str, float]]) -> str
 
 
 def find_run(folder: Path, name: str, hash: str) -> Path | None:
-    """The latest run called ``name``, ``name-2`` ... whose settings have this hash: the one that ``fit``
-    would continue.
+    """Return the latest run called ``name``, ``name-2`` ... whose settings have this hash.
 
-    One whose ``config.yaml`` cannot be read is named in a warning.
+    It is the run that ``fit`` would continue. A run whose ``config.yaml`` cannot be read is named in a
+    warning.
     """
     for run in numbered(folder, name):
         try:
@@ -178,7 +180,7 @@ def find_run(folder: Path, name: str, hash: str) -> Path | None:
 
 
 def read_cells(folder: Path) -> dict[str, dict[str, Any]]:
-    """What a study's ``cells.json`` says of each cell, by name; empty when it cannot be read."""
+    """Return what a study's ``cells.json`` says of each cell, by name; empty when it cannot be read."""
     try:
         return {entry["name"]: entry for entry in json.loads((folder / "cells.json").read_bytes())}
     except (OSError, ValueError, TypeError, KeyError):
@@ -186,8 +188,10 @@ def read_cells(folder: Path) -> dict[str, dict[str, Any]]:
 
 
 def read_metrics(run: Path | None) -> list[dict[str, float]]:
-    """The rounds in a run's ``metrics.csv``; empty when it cannot be read. It may be in the middle of being
-    written."""
+    """Return the rounds in a run's ``metrics.csv``; empty when it cannot be read.
+
+    It may be in the middle of being written.
+    """
     if run is None:
         return []
     try:

@@ -1,9 +1,8 @@
-"""What has become of every cell of a study: ``cells.json``, and the runs in the study's folder."""
+"""The state of every cell of a study: ``cells.json``, and the runs in the study's folder."""
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -14,41 +13,40 @@ from fl_lightning.errors import InputError
 from fl_lightning.probing import PROBES
 from fl_lightning.run.directory import read_json, to_json
 from fl_lightning.settings import flatten, settings_hash
-from fl_lightning.study.results.found import find_run, read_cells, read_metrics
+from fl_lightning.study.results.run_records import find_run, read_cells, read_metrics
 from fl_lightning.study.spec.plan import Cell, Study
 from fl_lightning.support.disk import replace
 from fl_lightning.support.redaction import redact_settings
 
-log = logging.getLogger("fl_lightning")
-
-State = Literal["waiting", "running", "interrupted", "finished", "failed"]
+Status = Literal["waiting", "running", "interrupted", "finished", "failed"]
 
 
 @dataclass
-class Record:
+class CellState:
     """A cell and its run.
 
     Args:
-        cell: which.
+        cell: the cell.
         config: its resolved configuration, with dotted keys.
-        hash: of what counts in it.
+        hash: the hash of the settings that count.
         status: ``waiting``: never started; ``interrupted``: it continues where it stopped.
-        run: folder of its run, once there is one.
-        threads: threads of its process; the same in every session, since they change how sums are rounded.
+        run: the folder of its run, once there is one.
+        threads: the threads of its process; the same in every session, since they change how sums are
+            rounded.
         problem: what keeps a run that has ended from being counted, and what to do; or empty.
     """
 
     cell: Cell
     config: Mapping[str, Any]
     hash: str
-    status: State = "waiting"
+    status: Status = "waiting"
     run: Path | None = None
     threads: int = 0
     problem: str = ""
 
     @property
     def rounds(self) -> int:
-        """Rounds that the run has when it is finished."""
+        """The rounds that the run has when it is finished."""
         return int(self.config.get("trainer.max_rounds", 1))
 
     def find_run(self, folder: Path) -> None:
@@ -67,50 +65,47 @@ class Record:
                 )
 
     def is_tested(self, flags: Mapping[str, Any]) -> bool:
-        """Whether the run, as it is now, has what ``test`` finds with these flags."""
+        """Return whether the run, as it is now, has what ``test`` finds with these flags."""
         if self.run is None:
             return False
         found, run = read_json(self.run / "test.json"), read_json(self.run / "metadata.json")
-        which = flags.get("checkpoint", "last")
+        checkpoint = flags.get("checkpoint", "last")
+        same = {
+            "last": found.get("weights_sha256") == run.get("weights_sha256"),
+            "best": found.get("round") == run.get("final/best_val_round"),
+        }.get(checkpoint, True)
         wanted = {*flags["probes"].split(",")} if "probes" in flags else {*PROBES}
-        present = {
-            "last": ("weights_sha256", "weights_sha256"),
-            "best": ("round", "final/best_val_round"),
-        }.get(which)
-        same = present is None or found.get(present[0]) == run.get(present[1])
-        return (
-            found.get("chosen") == which
-            and same
-            and wanted <= {*found.get("probes", {}), *found.get("skipped", {})}
-        )
+        done = {*found.get("probes", {}), *found.get("skipped", {})}
+        return found.get("chosen") == checkpoint and same and wanted <= done
 
     def metrics(self) -> list[dict[str, float]]:
-        """The rounds that its run has recorded so far."""
+        """Return the rounds that its run has recorded so far."""
         return read_metrics(self.run)
 
 
-class Board:
-    """All records of a study, in the order in which they are run.
+class StudyCells:
+    """The states of all cells of a study, in the order in which they are run.
 
     Args:
         study: the study.
-        folder: of its runs.
-        records: one a cell.
+        folder: the folder of its runs.
+        states: one a cell.
     """
 
-    def __init__(self, study: Study, folder: Path, records: list[Record]) -> None:
-        self.study, self.folder, self.records = study, folder, records
+    def __init__(self, study: Study, folder: Path, states: list[CellState]) -> None:
+        self.study, self.folder, self.states = study, folder, states
 
     @classmethod
-    def plan(cls, study: Study, root: Path, resolve: Callable[[list[str]], str]) -> Board:
+    def plan(cls, study: Study, root: Path, resolve: Callable[[list[str]], str]) -> StudyCells:
         """Resolve every cell and look for its run; nothing is created.
 
         Raises:
             InputError: ``fit`` would refuse a cell; the message begins with its name.
         """
         folder = root / study.name
+        known = read_cells(folder)
         resolved: dict[tuple[str, ...], Any] = {}  # by method and levels: the seed changes one entry
-        records = []
+        states = []
         for cell in study.cells():
             key = (cell.method, *cell.levels.values())
             if key not in resolved:
@@ -119,39 +114,44 @@ class Board:
                 except InputError as error:
                     raise error.within(f"{study.path}, cell {cell.name}") from error
             config = flatten(resolved[key] | {"seed_everything": cell.seed})
-            records.append(Record(cell, config, settings_hash(config)))
-        known = read_cells(folder)
-        for record in records:
-            record.threads = int(known.get(record.cell.name, {}).get("threads", 0))
-            record.find_run(folder)
-        return cls(study, folder, records)
+            threads = int(known.get(cell.name, {}).get("threads", 0))
+            states.append(CellState(cell, config, settings_hash(config), threads=threads))
+            states[-1].find_run(folder)
+        return cls(study, folder, states)
 
-    def __getitem__(self, name: str) -> Record:
-        return next(record for record in self.records if record.cell.name == name)
+    def __getitem__(self, name: str) -> CellState:
+        return next(state for state in self.states if state.cell.name == name)
 
-    def count(self, *states: State) -> int:
-        return sum(record.status in states for record in self.records)
+    def __iter__(self) -> Iterator[CellState]:
+        return iter(self.states)
+
+    def count(self, status: Status) -> int:
+        return sum(state.status == status for state in self.states)
+
+    def problems(self) -> list[str]:
+        """Return what the user must do before some cells can be run."""
+        return [f"{state.cell.name}: {state.problem}" for state in self.states if state.problem]
 
     def write(self) -> None:
-        """``cells.json``."""
+        """Write ``cells.json``."""
         entries = [
             {
-                "name": record.cell.name,
-                "label": record.cell.method,
-                "seed": record.cell.seed,
-                "levels": dict(record.cell.levels),
-                "hash": record.hash,
-                "status": record.status,
-                "run": record.run.name if record.run else None,
-                "threads": record.threads,
+                "name": state.cell.name,
+                "label": state.cell.method,
+                "seed": state.cell.seed,
+                "levels": dict(state.cell.levels),
+                "hash": state.hash,
+                "status": state.status,
+                "run": state.run.name if state.run else None,
+                "threads": state.threads,
             }
-            for record in self.records
+            for state in self.states
         ]
         replace(self.folder / "cells.json", to_json(entries).encode())
 
 
 def resolved_settings(args: list[str], resolve: Callable[[list[str]], str]) -> dict[str, Any]:
-    """The configuration that ``fit`` makes of these arguments, as it stands in the ``config.yaml`` of a
-    run."""
+    """Return the configuration that ``fit`` makes of these arguments, as the ``config.yaml`` of a run has
+    it."""
     settings: dict[str, Any] = redact_settings(yaml.safe_load(resolve(args)))
     return settings

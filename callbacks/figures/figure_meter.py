@@ -1,0 +1,74 @@
+"""The base class of the meters that draw one figure at the end of a run and, if asked, between rounds."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from copy import deepcopy
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from callbacks.figures.drawing import check_every, draw, log
+from fl_lightning.hooks import Context, Meter, RoundRecord
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+
+class FigureMeter(Meter, ABC):
+    """Draws ``figures/<name>`` at the end of a run, and between rounds if asked (``<name>_round_0010``).
+
+    A subclass sets ``name`` and ``figure``. One that does not suit every run overrides ``applies_to`` and
+    says why in ``rule`` and ``instead``; where it does not apply, it logs a warning and draws nothing.
+
+    Args:
+        every: rounds between figures; 0: only at the end.
+    """
+
+    name: ClassVar[str]
+    """The figure's file name, without a suffix."""
+
+    rule: ClassVar[str] = ""
+    """What a run must have for the figure to apply, as the warning says it."""
+
+    instead: ClassVar[str] = ""
+    """What to write instead, as the warning says it."""
+
+    empty: ClassVar[dict[str, Any]] = {}
+    """The value of ``seen`` before the first round."""
+
+    def __init__(self, every: int = 0) -> None:
+        self.every = check_every(self, every)
+        self.applies = True
+        self.seen: dict[str, Any] = deepcopy(self.empty)
+        """What the figure shows of past rounds, as JSON. Checkpoints keep it."""
+
+    @abstractmethod
+    def figure(self, context: Context) -> Figure:
+        """Draw what is known after the last round that was done.
+
+        Raises:
+            ValueError: there is nothing to draw; the log says so and the run goes on.
+        """
+
+    def applies_to(self, context: Context) -> bool:
+        """Whether the run has what the figure shows."""
+        return True
+
+    def on_check(self, context: Context) -> None:
+        self.applies = self.applies_to(context)
+        if not self.applies:
+            names = type(self).__name__, type(context.method).__name__
+            log.warning("%s with %s; %s; %s", *names, self.rule, self.instead)
+
+    def on_round_end(self, record: RoundRecord, context: Context) -> None:
+        if self.applies and self.every and record.round % self.every == 0:
+            draw(context, self.name, lambda: self.figure(context), record.round)
+
+    def on_fit_end(self, summary: dict[str, float], context: Context) -> None:
+        if self.applies:
+            draw(context, self.name, lambda: self.figure(context))
+
+    def state_dict(self) -> dict[str, Any]:
+        return deepcopy(self.seen)
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.seen = state
