@@ -10,6 +10,7 @@ import json
 import math
 import re
 import shlex
+import shutil
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -26,6 +27,7 @@ from fl_lightning.conformance.toy import images, on_images, run
 from fl_lightning.data import FederatedImages
 from fl_lightning.methods import Method
 from fl_lightning.models import SmallCNN
+from fl_lightning.study.spec.plan import Study
 
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
@@ -260,6 +262,16 @@ def test_the_partition_of_the_page():
     data.distribute(0, torch.device("cpu"))
     held = np.concatenate([data.client(id).train for id in range(7)])
     assert held.tolist() == list(range(len(data.train_target)))
+
+
+def test_the_study_of_the_page(tmp_path):
+    """Its two blocks make one file, which the sweep would take."""
+    shutil.copytree(ROOT / "configs", tmp_path / "configs")
+    file = tmp_path / "configs" / "page.yaml"
+    file.write_text("".join(blocks(DOCS / "studies.md", "yaml")))
+    study = Study.read(file)
+    assert len(study.cells()) == 3 * 3 * 2  # methods, seeds, levels of noise
+    assert len(study.criteria) == 3
 
 
 def test_the_citation_and_the_changelog_are_of_this_version():
