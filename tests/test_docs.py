@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import ast
 import csv
+import gc
 import importlib.util
 import json
 import math
@@ -20,11 +21,13 @@ import torch
 import yaml
 
 import fl_lightning
+from callbacks.figures.figure_meter import FigureMeter
 from fl_lightning import methods
 from fl_lightning.__main__ import main
 from fl_lightning.conformance.formulas import fp32, framed, layers, packed, values
 from fl_lightning.conformance.toy import images, on_images, run
-from fl_lightning.data import FederatedImages
+from fl_lightning.data import FederatedImages, Partition
+from fl_lightning.hooks import Meter, Stressor
 from fl_lightning.methods import Method
 from fl_lightning.models import SmallCNN
 from fl_lightning.study.spec.plan import Study
@@ -206,6 +209,15 @@ def test_bytes_on_the_pages_of_methods():
         assert tuple(int(size.replace(" ", "")) for size in found) == sizes, page
 
 
+@pytest.fixture
+def forgotten():
+    """Classes that a page defines are gone afterwards: the commands would offer them to the tests that follow."""
+    yield
+    gc.collect()
+    kinds = [Method, Stressor, Meter, Partition, FigureMeter]
+    assert [cls for kind in kinds for cls in kind.__subclasses__() if cls.__module__ == "page"] == []
+
+
 def code(page: str) -> dict:
     """What the Python blocks of a page define; those that are included from files are another kind of block."""
     names: dict = {"__name__": "page"}
@@ -218,14 +230,14 @@ def test_streams_of_the_page_on_reproducibility():
     code("reproducibility.md")  # it holds an assertion itself
 
 
-def test_the_loss_term_of_the_page_is_fedprox(tmp_path):
+def test_the_loss_term_of_the_page_is_fedprox(tmp_path, forgotten):
     ours, theirs = (on_images(cls(mu=0.5)) for cls in (methods.FedProx, code("howto/method.md")["Proximal"]))
     for method in (ours, theirs):
         run(method, images(), tmp_path, max_rounds=2)
     torch.testing.assert_close(theirs.server["weights"], ours.server["weights"], rtol=0, atol=1e-5)
 
 
-def test_the_stressor_of_the_page(tmp_path):
+def test_the_stressor_of_the_page(tmp_path, forgotten):
     """Who is rejected follows from the stream that it names; nothing is refused at probability 0."""
     stressor = code("howto/stressor.md")["DamagedUploads"]
     with pytest.raises(ValueError, match="lies in"):
@@ -242,7 +254,7 @@ def test_the_stressor_of_the_page(tmp_path):
         assert any(fate.values()) == (probability > 0)
 
 
-def test_the_figure_of_the_page(tmp_path):
+def test_the_figure_of_the_page(tmp_path, forgotten):
     meter = code("howto/figure.md")["UploadFigure"]()
     trainer = run(on_images(methods.FedAvg()), images(), tmp_path, max_rounds=3, callbacks=[meter])
     assert {path.suffix for path in (trainer.run_dir / "figures").glob("uploads.*")} == {".png", ".pdf"}
@@ -256,7 +268,7 @@ def test_the_figure_of_the_page(tmp_path):
     assert again.state_dict() == meter.state_dict()
 
 
-def test_the_partition_of_the_page():
+def test_the_partition_of_the_page(forgotten):
     data = FederatedImages(num_clients=7, partition=code("howto/data.md")["Blocks"](), val_fraction=0.0)
     data.setup("fit")
     data.distribute(0, torch.device("cpu"))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import gc
 import json
 import os
 import re
@@ -18,6 +19,7 @@ from fl_lightning.conformance.kit import run_checks
 from fl_lightning.conformance.subject import subject_of
 from fl_lightning.conformance.toy import images, on_images
 from fl_lightning.errors import InputError
+from fl_lightning.methods import Method
 from fl_lightning.wire import Payload
 
 ROOT = Path(__file__).parent.parent
@@ -87,17 +89,21 @@ def test_own_method(tmp_path):
 
 
 @pytest.fixture
-def server_momentum(monkeypatch):
+def in_examples(monkeypatch):
+    """``own_method`` can be imported; afterwards its class is gone, or the commands would offer it to the tests
+    that follow."""
     monkeypatch.syspath_prepend(EXAMPLES)
+    yield
+    sys.modules.pop("own_method")
+    gc.collect()
+    assert "FedAvgM" not in {cls.__name__ for cls in Method.__subclasses__()}
+
+
+def test_own_methods_formula(in_examples):
+    """Two rounds against the formula, entry by entry; statistics of BatchNorm are averaged and no more."""
     from own_method import FedAvgM
 
-    yield FedAvgM
-    sys.modules.pop("own_method")
-
-
-def test_own_methods_formula(server_momentum):
-    """Two rounds against the formula, entry by entry; statistics of BatchNorm are averaged and no more."""
-    method = on_images(server_momentum(beta=0.5))
+    method = on_images(FedAvgM(beta=0.5))
     data = images()
     data.setup("fit")
     data.distribute(0, torch.device("cpu"))
@@ -123,12 +129,16 @@ def test_own_methods_formula(server_momentum):
     torch.testing.assert_close(method.server["weights"][parameters:].double(), mean[parameters:])
 
 
-def test_own_method_refuses_bad_input(server_momentum):
+def test_own_method_refuses_bad_input(in_examples):
+    from own_method import FedAvgM
+
     with pytest.raises(InputError, match=r"--model.beta 1.5; it is a share in \[0, 1\); write"):
-        server_momentum(beta=1.5)
+        FedAvgM(beta=1.5)
 
 
-def test_own_method_passes_the_kit(server_momentum):
-    outcomes = list(run_checks(subject_of(server_momentum, {"beta": 0.7}, {"beta": 0.0}, None)))
+def test_own_method_passes_the_kit(in_examples):
+    from own_method import FedAvgM
+
+    outcomes = list(run_checks(subject_of(FedAvgM, {"beta": 0.7}, {"beta": 0.0}, None)))
     assert [outcome for outcome in outcomes if outcome.verdict == "failed"] == []
     assert {outcome.check for outcome in outcomes if outcome.verdict == "passed"} >= {"neutral", "resume"}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import gc
 import json
 import re
 import shlex
@@ -15,6 +16,7 @@ from cifar_files import write_cifar
 from synthetic_runs import make_study
 
 from fl_lightning.__main__ import main
+from fl_lightning.methods import Method
 
 ROOT = Path(__file__).parent.parent
 KD = str(ROOT / "configs" / "kd_default.yaml")
@@ -230,7 +232,17 @@ def test_the_script_of_the_readme_leaves_a_run_that_says_what_it_was_made_of(tmp
     assert (folder / "run.log").exists()
 
 
-def test_the_readmes_method_is_the_projects(tmp_path):
+@pytest.fixture
+def forgotten():
+    """A second class named FedProx would make the name ambiguous for the tests that follow."""
+    yield
+    gc.collect()
+    assert [cls.__module__ for cls in Method.__subclasses__() if cls.__name__ == "FedProx"] == [
+        "fl_lightning.methods.fedprox"
+    ]
+
+
+def test_the_readmes_method_is_the_projects(tmp_path, forgotten):
     """The method that the README writes in a dozen lines trains as ours does, one client after another and in
     a stack."""
     from fl_lightning import methods
