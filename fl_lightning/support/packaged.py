@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from fl_lightning.errors import InputError
-from fl_lightning.support.documents import read_document
 
 BASE = re.compile(r"^base:[ ]+(?P<quote>['\"]?)(?P<name>[^\s'\"#]+)(?P=quote)[ ]*(#.*)?$", re.MULTILINE)
 """The line of a configuration that names the file it is layered on."""
@@ -91,6 +90,8 @@ def layers(path: Path) -> list[Path]:
 
 def base_of(path: Path) -> str:
     """Return what a file's ``base`` line names; empty without such a line, or if the file cannot be read."""
+    from fl_lightning.support.documents import read_document  # imports yaml, which --help does without
+
     try:
         match = BASE.search(read_document(path, str(path)))
     except (OSError, ValueError):
