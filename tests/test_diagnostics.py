@@ -7,6 +7,7 @@ import csv
 import io
 import json
 import logging
+import shutil
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -442,8 +443,9 @@ def test_the_overlay_has_every_diagnostic_with_its_settings():
         assert vars(getattr(callbacks, name)(**settings)).keys() >= settings.keys()
 
 
-def test_figures_are_artifacts_of_the_mlflow_run(tmp_path, monkeypatch):
+def test_figures_are_artifacts_of_the_mlflow_run(tmp_path, monkeypatch, database):
     mlflow = pytest.importorskip("mlflow")
+    shutil.copy(database, tmp_path / "mlflow.db")
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
     trainer = run(
