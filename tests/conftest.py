@@ -2,6 +2,8 @@ import logging
 import os
 import signal
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import hypothesis
@@ -48,14 +50,23 @@ def own_tracking_store():
         os.environ["MLFLOW_TRACKING_URI"] = before
 
 
-@pytest.fixture(autouse=True)
-def own_log_level():
-    """The commands set the package's log level and handler; the next test starts without."""
+@contextmanager
+def log_level_kept() -> Iterator[None]:
+    """Put back the package's log level and handlers, which the commands set."""
     log = logging.getLogger("fl_lightning")
     level, handlers = log.level, list(log.handlers)
-    yield
-    log.setLevel(level)
-    log.handlers[:] = handlers
+    try:
+        yield
+    finally:
+        log.setLevel(level)
+        log.handlers[:] = handlers
+
+
+@pytest.fixture(autouse=True)
+def own_log_level():
+    """The next test starts without the log level that a command has set."""
+    with log_level_kept():
+        yield
 
 
 @pytest.fixture(scope="session")

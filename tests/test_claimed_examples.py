@@ -12,6 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from ranks_program import fit, method_of
+from refusals import refused
 from ten import TEN
 
 from callbacks import ByzantineClients
@@ -107,5 +108,5 @@ def test_a_largest_share_bounds_what_a_large_client_weighs(tmp_path):
 
 @pytest.mark.parametrize("claim", [0, -1, 2**63])
 def test_a_claim_that_cannot_be_sent(claim):
-    with pytest.raises(ValueError, match=r"claimed_examples=.*; it lies in .*; write claimed_examples: "):
+    with refused("claimed_examples=", "write claimed_examples: "):
         ByzantineClients(claimed_examples=claim)

@@ -46,8 +46,11 @@ def test_the_command(tmp_path, monkeypatch, capsys):
         "            self.server['weights'] = start + (1 - self.part) * (self.server['weights'] - start)\n"
     )
     monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setenv("COLUMNS", "100")
     assert main(["check", "--model", "mine.Half"]) == 1  # half a step is not a mean
-    assert "partial participation" in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert "partial participation" in shown
+    assert max(map(len, shown.splitlines())) <= 100
     assert (
         main(["check", "--model", "mine.Half", "--settings", "{part: 0.0}", "--neutral", "{part: 0.0}"]) == 0
     )
@@ -83,15 +86,12 @@ def test_bytes_by_hand_at_other_settings(name, settings):
     )
 
 
-def test_fedavg_by_hand(capsys, monkeypatch):
+def test_fedavg_by_hand():
     """2 572 weights of convolutions and classifier, 4 biases, 56 of BatchNorm and 56 of its statistics;
     headers 19, 15 and 14."""
-    monkeypatch.setenv("COLUMNS", "100")
-    assert main(["check", "--model", "FedAvg"]) == 0
-    shown = capsys.readouterr().out
+    (outcome,) = run_checks(subject_of(methods.FedAvg), [bytes_on_the_wire])
     up, down = 4 * (2572 + 4 + 56 + 56) + 19 + 15 + 14, 4 * (2572 + 4 + 56 + 56) + 19 + 14
-    assert f"{up} bytes up, {down} down, as by hand formula" in " ".join(shown.split())
-    assert max(map(len, shown.splitlines())) <= 100
+    assert f"{up} bytes up, {down} down, as by hand formula" in outcome.detail
 
 
 @pytest.mark.parametrize(

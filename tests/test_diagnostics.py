@@ -7,6 +7,7 @@ import csv
 import io
 import json
 import logging
+import shutil
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,6 +16,7 @@ import numpy as np
 import pytest
 import torch
 import yaml
+from refusals import refused
 from torch import nn
 from torch.nn import functional as F
 from toy import run_for_nothing
@@ -358,7 +360,7 @@ def test_figures_of_extreme_runs_can_be_drawn():
     ]
     for figure in figures:
         figure.savefig(io.BytesIO(), dpi=30)
-    for refused in (
+    for impossible in (
         lambda: gradient_figure([]),
         lambda: contour_figure(nothing, {"a": np.full((3, 3), np.nan)}, ""),
         lambda: accuracy_bytes_figure(nothing, nothing, nothing, nothing),
@@ -366,7 +368,7 @@ def test_figures_of_extreme_runs_can_be_drawn():
         lambda: embed(np.full((5, 2), np.nan), 1, rng),
     ):
         with pytest.raises(ValueError, match=r"finite|no round|no client"):
-            refused()
+            impossible()
 
 
 class Fails:
@@ -407,29 +409,22 @@ def test_a_run_that_diverges_ends_with_its_figures(tmp_path, caplog):
 
 
 @pytest.mark.parametrize(
-    ("make", "said"),
+    ("make", "given", "instead"),
     [
-        (
-            lambda: ConfusionMatrix(every=-1),
-            "ConfusionMatrix(every=-1); rounds between figures, 0 or more; write every: 0",
-        ),
-        (
-            lambda: GradientNorms(every=0),
-            "GradientNorms(every=0); rounds between measurements, 1 or more; write every: 5",
-        ),
-        (lambda: GradientNorms(clients=0), "clients=0); clients to measure, 1 or more; write clients: 2"),
-        (lambda: FeatureMap(examples=3), "examples=3); a map needs 10 images or more; write examples: 1000"),
-        (lambda: FeatureMap(perplexity=0), "perplexity=0); it is above 0; write perplexity: 30"),
-        (lambda: LossLandscape(dimensions=3), "dimensions=3); a slice has 1 or 2; write dimensions: 2"),
-        (lambda: LossLandscape(points=4), "points=4); an odd number, 3 or more; write points: 11"),
-        (lambda: LossLandscape(span=float("inf")), "span=inf); above 0 and finite; write span: 1"),
-        (lambda: LossLandscape(examples=0), "examples=0); test images, 1 or more; write examples: 500"),
+        (lambda: ConfusionMatrix(every=-1), "ConfusionMatrix(every=-1)", "every: 0"),
+        (lambda: GradientNorms(every=0), "GradientNorms(every=0)", "every: 5"),
+        (lambda: GradientNorms(clients=0), "GradientNorms(clients=0)", "clients: 2"),
+        (lambda: FeatureMap(examples=3), "FeatureMap(examples=3)", "examples: 1000"),
+        (lambda: FeatureMap(perplexity=0), "FeatureMap(perplexity=0)", "perplexity: 30"),
+        (lambda: LossLandscape(dimensions=3), "LossLandscape(dimensions=3)", "dimensions: 2"),
+        (lambda: LossLandscape(points=4), "LossLandscape(points=4)", "points: 11"),
+        (lambda: LossLandscape(span=float("inf")), "LossLandscape(span=inf)", "span: 1"),
+        (lambda: LossLandscape(examples=0), "LossLandscape(examples=0)", "examples: 500"),
     ],
 )
-def test_bad_arguments(make, said):
-    with pytest.raises(ValueError, match=r"; .*; ") as caught:
+def test_bad_arguments(make, given, instead):
+    with refused(given, instead):
         make()
-    assert said in str(caught.value)
 
 
 def test_the_overlay_has_every_diagnostic_with_its_settings():
@@ -442,8 +437,9 @@ def test_the_overlay_has_every_diagnostic_with_its_settings():
         assert vars(getattr(callbacks, name)(**settings)).keys() >= settings.keys()
 
 
-def test_figures_are_artifacts_of_the_mlflow_run(tmp_path, monkeypatch):
+def test_figures_are_artifacts_of_the_mlflow_run(tmp_path, monkeypatch, database):
     mlflow = pytest.importorskip("mlflow")
+    shutil.copy(database, tmp_path / "mlflow.db")
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
     trainer = run(

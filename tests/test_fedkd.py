@@ -7,12 +7,12 @@ import json
 import numpy as np
 import pytest
 import torch
+from refusals import refused
 from torch import nn
 from toy import CENTRES, Points, on_points, point_network, run, run_for_nothing, sgd
 
 from fl_lightning import rng
 from fl_lightning.data import IID, Dirichlet, FederatedImages
-from fl_lightning.errors import InputError
 from fl_lightning.hooks import Stressor
 from fl_lightning.methods import FedAvg, FedKD
 from fl_lightning.methods.fedkd import soft_label_loss
@@ -200,7 +200,7 @@ def test_bytes_of_the_published_case_are_40_million(tmp_path):
     down = method.broadcast(client)
     assert (down.nbytes, upload.nbytes) == (HEADER + 22 + 20_000_000, HEADER + 22 + 15 + 20_000_000)
     assert len(down.to_bytes()) == down.nbytes
-    with pytest.raises(PayloadError, match=r"\(3, 100\); the public set has \(50000, 100\)"):
+    with refused("(3, 100)", kind=PayloadError):
         method.check(Payload({**upload, "soft_labels": torch.ones(3, 100)}), client)
 
 
@@ -410,10 +410,8 @@ def test_another_data_set_is_public_and_clients_keep_theirs():
     ids=str,
 )
 def test_bad_public_sets_say_what_to_write(settings):
-    with pytest.raises(InputError) as refused:
+    with refused("public_", "write"):
         dealt(**settings)
-    assert refused.value.given.startswith("public_") or "training examples" in refused.value.rule
-    assert refused.value.instead.startswith("write")
 
 
 @pytest.mark.parametrize(
@@ -427,12 +425,12 @@ def test_bad_public_sets_say_what_to_write(settings):
     ],
 )
 def test_bad_settings(settings):
-    with pytest.raises(ValueError, match=r"--model\.\w+ .*;.*; write --model"):
+    with refused(f"--model.{list(settings)[-1]} ", "write --model"):
         FedKD(**settings)
 
 
 def test_a_public_set_is_required():
-    with pytest.raises(ValueError, match=r"no public set;.*; write --data.public_examples"):
+    with refused("no public set", "--data.public_examples"):
         small().build(dealt())
 
 

@@ -105,22 +105,45 @@ ATTACKS = {
 }
 
 
+class InTurn(Stressor):
+    """The first attack in round 1, the second in round 2, and so on; notes the victims."""
+
+    def __init__(self) -> None:
+        self.victims: list[int] = []
+
+    def change_cohort(self, cohort, *, round, context):
+        attack = list(ATTACKS.values())[round - 1]
+        attack.change_cohort(cohort, round=round, context=context)
+        self.victims.append(attack.victim)
+        return cohort
+
+    def change_bytes(self, upload, *, client, round, context):
+        return list(ATTACKS.values())[round - 1].change_bytes(
+            upload, client=client, round=round, context=context
+        )
+
+    def change_upload(self, upload, *, client, round, context):
+        return list(ATTACKS.values())[round - 1].change_upload(
+            upload, client=client, round=round, context=context
+        )
+
+
 @by_method
 def test_every_attack_is_rejected_counted_logged_and_wasted(name, tmp_path, caplog):
     """One round for each attack, of which the others' uploads count."""
-    for number, (attack, stressor) in enumerate(ATTACKS.items()):
-        caplog.clear()
-        trainer = fit(name, tmp_path / str(number), max_rounds=1, callbacks=[stressor])
-        (metrics,), ledger = rows(trainer, "metrics.csv"), rows(trainer, "ledger.csv")
-        assert [row["status"] for row in ledger] == ["rejected", "trained", "trained"], attack
-        assert f"upload of client {stressor.victim} rejected" in caplog.text, attack
-        assert (metrics["clients/rejected"], metrics["clients/trained"], metrics["clients/dropped"]) == (
-            "1",
-            "2",
-            "0",
-        )
-        assert metrics["comm/wasted_bytes"] == ledger[0]["wasted"] == ledger[0]["upload"]
-        assert all(bool(torch.isfinite(tensor).all()) for tensor in trainer.method.server.values()), attack
+    in_turn = InTurn()
+    trainer = fit(name, tmp_path, max_rounds=len(ATTACKS), callbacks=[in_turn])
+    metrics, ledger = rows(trainer, "metrics.csv"), rows(trainer, "ledger.csv")
+    for round, (attack, victim) in enumerate(zip(ATTACKS, in_turn.victims, strict=True), start=1):
+        entries = [row for row in ledger if row["round"] == str(round)]
+        assert [row["status"] for row in entries] == ["rejected", "trained", "trained"], attack
+        assert f"round {round}: upload of client {victim} rejected" in caplog.text, attack
+        row = metrics[round - 1]
+        counts = (row["clients/rejected"], row["clients/trained"], row["clients/dropped"])
+        assert counts == ("1", "2", "0"), attack
+        assert row["comm/wasted_bytes"] == entries[0]["wasted"] == entries[0]["upload"], attack
+        assert np.isfinite(float(row["test/loss"])), attack
+    assert all(bool(torch.isfinite(tensor).all()) for tensor in trainer.method.server.values())
 
 
 @pytest.mark.parametrize("says", [True, False])

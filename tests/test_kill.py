@@ -189,7 +189,11 @@ def touches(server, folder: Path) -> int:
     return int((folder / "touches.txt").read_text())
 
 
-@pytest.mark.parametrize("stride", [29, pytest.param(1, marks=[pytest.mark.slow, pytest.mark.timeout(3600)])])
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "stride",
+    [pytest.param(29, marks=pytest.mark.essential), pytest.param(1, marks=pytest.mark.timeout(3600))],
+)
 def test_killed_before_any_touch_of_the_file_system(stride, server, reference, tmp_path):
     bad = {}
     for event in range(1, touches(server, tmp_path / "count") + 1, stride):

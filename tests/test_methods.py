@@ -8,6 +8,7 @@ import copy
 import pytest
 import torch
 import torch.nn.functional as F
+from refusals import refused
 from toy import run, sgd
 
 from fl_lightning.data import IID, FederatedImages
@@ -188,7 +189,7 @@ def test_schedules():
     ],
 )
 def test_bad_settings_of_fedmpq(settings):
-    with pytest.raises(ValueError, match=r"--model\.\w+ .*;.*; write --model"):
+    with refused(f"--model.{next(iter(settings))} ", "write --model"):
         FedMPQ(**settings)
 
 
@@ -204,7 +205,7 @@ def test_bad_settings_of_fedmpq(settings):
     ids=str,
 )
 def test_bad_settings_of_fedmpqkd(settings):
-    with pytest.raises(ValueError, match=r"--model\.\w+ .*;.*; write --model"):
+    with refused(f"--model.{next(iter(settings))} ", "write --model"):
         FedMPQKD(**settings)
 
 

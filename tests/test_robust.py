@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from refusals import refused
 from toy import CENTRES, Points, on_points, run, sgd
 
 from callbacks import ByzantineClients
@@ -105,13 +106,13 @@ def test_one_client_in_six_moves_a_robust_average_by_little(average):
 
 @pytest.mark.parametrize("trim", [-0.1, 0.5, float("nan")])
 def test_bad_trim(trim):
-    with pytest.raises(ValueError, match=r"TrimmedMean\(trim=.*;.*; write trim: 0.1"):
+    with refused("TrimmedMean(trim=", "trim: 0.1"):
         TrimmedMean(trim)
 
 
 @pytest.mark.parametrize("max_norm", [0.0, -1.0, float("inf"), float("nan")])
 def test_bad_max_norm(max_norm):
-    with pytest.raises(ValueError, match=r"NormClipping\(max_norm=.*;.*; write max_norm: 1.0"):
+    with refused("NormClipping(max_norm=", "max_norm: 1.0"):
         NormClipping(max_norm)
 
 
@@ -264,5 +265,5 @@ def test_other_entries():
     [{"clients": 1.5}, {"attack": "bribe"}, {"strength": 0.0}, {"strength": float("inf")}, {"round": 0}],
 )
 def test_bad_settings_of_byzantine_clients(settings):
-    with pytest.raises(ValueError, match=r"ByzantineClients\(\w+=.*;.*; .*write \w+: "):
+    with refused(f"ByzantineClients({next(iter(settings))}=", f"write {next(iter(settings))}: "):
         ByzantineClients(**settings)

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import csv
 import json
+import shutil
 from hashlib import sha256
 from pathlib import Path
 
 import pytest
+import torch
+from conftest import log_level_kept
 
 from fl_lightning.__main__ import main
 from fl_lightning.probing import PROBES
@@ -43,6 +46,22 @@ def fit(model: str = "FedMPQKD", *more: str, logger: str = "false") -> Path:
     return max(Path("runs").glob("*/*"), key=lambda run: run.stat().st_ctime_ns)
 
 
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory) -> Path:
+    """A run of FedMPQKD, to be copied."""
+    torch.set_num_threads(1)
+    with log_level_kept(), pytest.MonkeyPatch.context() as patch:
+        patch.chdir(tmp_path_factory.mktemp("trained"))
+        return fit().absolute()
+
+
+@pytest.fixture
+def run(trained) -> Path:
+    """A copy of that run in the working directory."""
+    shutil.copytree(trained.parents[1], "runs")
+    return Path("runs", *trained.parts[-2:])
+
+
 def run_test(run: Path, *more: str) -> dict:
     assert main(["test", "--ckpt_path", str(run), *more]) == 0
     return json.loads(
@@ -61,8 +80,7 @@ def files(run: Path) -> dict[str, str]:
     }
 
 
-def test_everything_about_a_run(capsys):
-    run = fit()
+def test_everything_about_a_run(run, capsys):
     before = files(run)
     found = run_test(run)
     assert {name: digest for name, digest in files(run).items() if name != "test.json"} == before
@@ -123,8 +141,7 @@ def test_every_kind_of_method(model):
     assert found["metrics"]["cost/model_bytes_sent"] == sum(sent) / len(sent)
 
 
-def test_the_checkpoint_is_the_one_that_is_named(caplog):
-    run = fit()
+def test_the_checkpoint_is_the_one_that_is_named(run, caplog):
     best = json.loads((run / "checkpoints" / "round_000003" / "progress.json").read_text())["best_round"]
     with (run / "metrics.csv").open() as file:
         accuracies = [float(row["test/accuracy"]) for row in csv.DictReader(file)]
@@ -175,8 +192,7 @@ def test_the_checkpoint_is_the_one_that_is_named(caplog):
     assert files(run) == before
 
 
-def test_bad_input_is_one_line_and_costs_nothing(capsys):
-    run = fit()
+def test_bad_input_is_one_line_and_costs_nothing(run, capsys):
     before = files(run)
     config = str(run / "config.yaml")
     for arguments, said in (
@@ -228,8 +244,9 @@ def test_a_test_that_disagrees_with_training_says_so(caplog, monkeypatch):
 
 
 @pytest.mark.filterwarnings("ignore:The ``noload`` loader strategy:DeprecationWarning")
-def test_the_results_join_the_mlflow_record_of_the_run(monkeypatch, caplog):
+def test_the_results_join_the_mlflow_record_of_the_run(monkeypatch, caplog, database):
     mlflow = pytest.importorskip("mlflow")
+    shutil.copy(database, "mlflow.db")
     for name in ("MLFLOW_TRACKING_URI", *mlflow_store.ENVIRONMENT):
         monkeypatch.setenv(name, "")
         monkeypatch.delenv(name)
