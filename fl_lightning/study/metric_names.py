@@ -200,20 +200,15 @@ def higher_is_better(metric: str) -> bool:
     found = direction(metric)
     if found is None:
         higher, lower = (
-            " and in ".join(
-                [
-                    f"in names with {', '.join(sorted(words))}",
-                    ", ".join(f"{one}/*" for one in sorted(families)),
-                ]
-            )
+            ", ".join([*sorted(words), *(f"{one}/*" for one in sorted(families))])
             for words, families in ((HIGHER, HIGHER_FAMILIES), (LOWER, LOWER_FAMILIES))
         )
-        raise InputError(
-            f"metric {metric}",
-            "a ranking and p(...) need to know whether more of it is better, and the name does not say: "
-            f"higher is better {higher}, lower is {lower}",
-            "write --metric final/accuracy, or give it such a name",
+        rule = (
+            "a ranking and p(...) need to know whether more of it is better, which the name tells: higher is "
+            f"better with {higher}, lower is with {lower}"
         )
+        instead = "write --metric final/accuracy, or give it such a name"
+        raise InputError(f"metric {metric}", rule, instead)
     return found > 0
 
 

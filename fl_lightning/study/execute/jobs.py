@@ -76,12 +76,8 @@ def fit_arguments(
         "fast_dev_run": "false",
         "tags": json.dumps(dict(tags)),
     }
-    return [
-        "fit",
-        *args,
-        *(f"--trainer.{key}={value}" for key, value in own.items()),
-        *([] if logger else ["--trainer.logger=false"]),
-    ]
+    flags = [f"--trainer.{key}={value}" for key, value in own.items()]
+    return ["fit", *args, *flags, *([] if logger else ["--trainer.logger=false"])]
 
 
 @dataclass
@@ -246,11 +242,8 @@ def slots_for(jobs: int, devices: str, environment: Mapping[str, str] = os.envir
         numbers = [number.strip() for number in devices.split(",")]
         if not all(number.isdigit() and int(number) < len(visible) for number in numbers):
             there = f"0 to {len(visible) - 1}" if visible else "none here"
-            raise InputError(
-                f"--devices {devices}",
-                f"it is auto, none, or numbers of GPUs ({there})",
-                "write --devices auto",
-            )
+            rule = f"it is auto, none, or numbers of GPUs ({there})"
+            raise InputError(f"--devices {devices}", rule, "write --devices auto")
         chosen = [visible[int(number)] for number in numbers]
     return [{"CUDA_VISIBLE_DEVICES": chosen[slot % len(chosen)]} if chosen else {} for slot in range(jobs)]
 

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from fl_lightning.errors import InputError
+from fl_lightning.errors import InputError, require
 from fl_lightning.study.report import tables
 from fl_lightning.study.report.comparison import Comparison, Levels
 from fl_lightning.study.report.document import differences_csv, report, runs_csv
@@ -26,15 +26,8 @@ from fl_lightning.study.report.verdicts import check_criteria
 from fl_lightning.study.results.gather import check_comparable, gather, with_metric
 
 OWN = {
-    "report.md",
-    "report.json",
-    "runs.csv",
-    "differences.csv",
-    "timings.csv",
-    "timing_differences.csv",
-    "tables.tex",
-    "timings.tex",
-    "figures",
+    *("report.md", "report.json", "runs.csv", "differences.csv", "timings.csv", "timing_differences.csv"),
+    *("tables.tex", "timings.tex", "figures"),
 }
 """The files of a report; anything else in its folder is the user's, and stays."""
 
@@ -75,21 +68,12 @@ def check_out(out: Path, overwrite: bool) -> None:
     Raises:
         InputError: something else is in the folder.
     """
-    if out.exists() and not out.is_dir():
-        raise InputError(f"--out {out}", "it is a file", "name a folder")
+    require(not out.exists() or out.is_dir(), f"--out {out}", "it is a file", "name a folder")
     if out.is_dir() and any(out.iterdir()):
-        if not overwrite:
-            raise InputError(
-                f"--out {out}",
-                "it is not empty and nothing is overwritten",
-                "name another, or add --overwrite true",
-            )
-        if not (out / "report.json").is_file():
-            raise InputError(
-                f"--out {out}",
-                "only a report is overwritten and there is no report.json in it",
-                "name another folder",
-            )
+        rule, instead = "it is not empty and nothing is overwritten", "name another, or add --overwrite true"
+        require(overwrite, f"--out {out}", rule, instead)
+        rule = "only a report is overwritten and there is no report.json in it"
+        require((out / "report.json").is_file(), f"--out {out}", rule, "name another folder")
 
 
 def write(comparison: Comparison, out: Path) -> None:
@@ -102,10 +86,8 @@ def write(comparison: Comparison, out: Path) -> None:
                 empty.append(name)
                 continue
             figure.savefig(folder / "figures" / f"{name}.png", dpi=150, metadata={"Software": None})
-            figure.savefig(
-                folder / "figures" / f"{name}.pdf",
-                metadata={"Creator": None, "Producer": None, "CreationDate": None},
-            )
+            undated = {"Creator": None, "Producer": None, "CreationDate": None}
+            figure.savefig(folder / "figures" / f"{name}.pdf", metadata=undated)
             drawn.append(name)
         texts = {
             "report.json": json.dumps(report(comparison), indent=1, allow_nan=False, default=str) + "\n",
@@ -135,11 +117,8 @@ def _in_place_of(out: Path) -> Iterator[Path]:
         shutil.rmtree(aside, ignore_errors=True)
         aside.mkdir()
     except OSError as error:
-        raise InputError(
-            f"--out {out}",
-            f"no report can be written there ({error.strerror})",
-            "name a folder you may write to",
-        ) from error
+        rule = f"no report can be written there ({error.strerror})"
+        raise InputError(f"--out {out}", rule, "name a folder you may write to") from error
     try:
         yield aside
         if out.is_dir():
@@ -173,9 +152,8 @@ def _own_figures(out: Path) -> set[str]:
         text = (out / "report.md").read_text(encoding="utf-8")
     except (OSError, ValueError):
         return set()
-    names = [
-        name for name in re.findall(r"!\[[^\]]*\]\(<figures/(.+)\.png>\)", text) if name.startswith(FIGURES)
-    ]
+    shown = re.findall(r"!\[[^\]]*\]\(<figures/(.+)\.png>\)", text)
+    names = [name for name in shown if name.startswith(FIGURES)]
     return {f"{name}.{suffix}" for name in names for suffix in ("png", "pdf")}
 
 

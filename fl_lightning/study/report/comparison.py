@@ -1,4 +1,4 @@
-"""Finished runs compared: within a level of the grid, methods against each other, seed by seed.
+"""The comparison of finished runs: within a level of the grid, methods against each other, seed by seed.
 
 The *family* that Holm's correction is taken over is what is tested together for one metric at one level:
 every proposed method against every other method (without proposed ones: every pair), and the pairs of the
@@ -89,7 +89,7 @@ class Difference:
 
 @dataclass(frozen=True)
 class Ranking:
-    """Which methods lead at one level.
+    """The ranking of the methods at one level.
 
     Args:
         best_proposed: the one with the best mean; None when the study has none with finished runs.

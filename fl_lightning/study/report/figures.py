@@ -41,10 +41,8 @@ def figures(comparison: Comparison) -> Iterator[tuple[str, Figure | None]]:
     """Yield all figures with their file names; None for a figure that has nothing to show."""
     for levels in comparison.levels:
         yield _file("accuracy_over_rounds", levels), _over(comparison, levels, "round", rounds_curve)
-        yield (
-            _file("accuracy_over_megabytes", levels),
-            _over(comparison, levels, "megabytes up and down", megabytes_curve),
-        )
+        figure = _over(comparison, levels, "megabytes up and down", megabytes_curve)
+        yield _file("accuracy_over_megabytes", levels), figure
         yield _file("final_by_method", levels), by_method(comparison, levels)
         if comparison.pairs:
             yield _file("paired_differences", levels), forest(comparison, levels)
@@ -137,13 +135,8 @@ def _band(axes: Axes, comparison: Comparison, label: str, x: np.ndarray, y: np.n
     place, methods = list(comparison.study.methods).index(label), len(comparison.study.methods)
     step = max(methods, len(x) // MARKERS_PER_CURVE)
     some = slice(place * step // methods % len(x), None, step)
-    look: dict[str, Any] = {
-        "color": colour,
-        "marker": marker,
-        "markersize": 6,
-        "markeredgecolor": "white",
-        "markeredgewidth": 0.6,
-    }
+    look: dict[str, Any] = {"color": colour, "marker": marker, "markersize": 6}
+    look |= {"markeredgecolor": "white", "markeredgewidth": 0.6}
     axes.plot(x[some], mean[some], linestyle="none", zorder=3, **look)
     axes.plot([], [], linestyle=style, linewidth=width, label=f"{label} ({count})", **look)
     if len(y) > 1:
@@ -181,15 +174,8 @@ def by_method(comparison: Comparison, levels: Levels) -> Figure | None:
             place = seeds.index(seed)
             height = row + 0.5 * ((place + 0.5) / len(seeds) - 0.5)
             marker = MARKERS[place % len(MARKERS)]
-            axes.plot(
-                value * written.scale,
-                height,
-                marker,
-                color=colour,
-                markersize=5.5,
-                markeredgecolor="white",
-                markeredgewidth=0.5,
-            )
+            look: dict[str, Any] = {"color": colour, "markeredgecolor": "white", "markeredgewidth": 0.5}
+            axes.plot(value * written.scale, height, marker, markersize=5.5, **look)
     axes.plot([], [], "|", color=GREY, markersize=12, markeredgewidth=2.5, label="mean")
     if len(seeds) <= len(MARKERS):
         for place, seed in enumerate(seeds):
@@ -231,13 +217,9 @@ def forest(comparison: Comparison, levels: Levels) -> Figure | None:
             mean = one.test.mean * written.scale
             if abs(mean) > near:
                 side = 1 if mean > 0 else -1
-                words: dict[str, Any] = {
-                    "ha": "right" if side > 0 else "left",
-                    "va": "center",
-                    "color": COLOURS[3],
-                    "fontsize": "small",
-                }
-                closer.text(side * near, row, f"{mean:.3g} →" if side > 0 else f"← {mean:.3g}", **words)
+                text, align = (f"{mean:.3g} →", "right") if side > 0 else (f"← {mean:.3g}", "left")
+                look: dict[str, Any] = {"va": "center", "color": COLOURS[3], "fontsize": "small"}
+                closer.text(side * near, row, text, ha=align, **look)
     legend_outside(figure)
     return figure
 
@@ -271,14 +253,8 @@ def _differences(axes: Axes, found: Sequence[Difference], scale: float, *, label
     for row, one in enumerate(found):
         test, first = one.test, row == 0 and labelled
         if isfinite(test.low):
-            bounds = [test.low * scale, test.high * scale]
-            axes.plot(
-                bounds,
-                [row, row],
-                color=COLOURS[0],
-                linewidth=1.4,
-                label="95 % t interval" if first else None,
-            )
+            bounds, label = [test.low * scale, test.high * scale], "95 % t interval" if first else None
+            axes.plot(bounds, [row, row], color=COLOURS[0], linewidth=1.4, label=label)
         if isfinite(test.bootstrap_low):
             bounds = [test.bootstrap_low * scale, test.bootstrap_high * scale]
             label = "95 % bootstrap" if first else None
@@ -286,9 +262,8 @@ def _differences(axes: Axes, found: Sequence[Difference], scale: float, *, label
         x = np.array(test.differences) * scale
         heights = row + 0.2 + 0.16 * np.arange(len(x)) / len(x)  # equal ones are all seen
         axes.plot(x, heights, "o", color=GREY, markersize=3.5, label="one seed" if first else None)
-        axes.plot(
-            test.mean * scale, row, "D", color=COLOURS[3], markersize=6, label="mean" if first else None
-        )
+        label = "mean" if first else None
+        axes.plot(test.mean * scale, row, "D", color=COLOURS[3], markersize=6, label=label)
 
 
 def degradation(comparison: Comparison, others: Levels) -> Figure | None:

@@ -9,7 +9,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
-from fl_lightning.errors import InputError
+from fl_lightning.errors import InputError, require
 from fl_lightning.settings import settings_hash
 from fl_lightning.study.metric_names import higher_is_better
 from fl_lightning.study.results.labels import label_all
@@ -44,21 +44,14 @@ def gather(study: str, root: Path, mlflow: str | None = None) -> Results:
         records = [from_store(entry) for entry in read_runs(mlflow, name)]
         where = f"the experiment {name} at {redact(mlflow)}"
     else:
-        if not folder.is_dir():
-            raise InputError(
-                f"--study {study}",
-                f"its runs are read from {folder}, which does not exist",
-                "run the sweep, or name --root",
-            )
+        rule = f"its runs are read from {folder}, which does not exist"
+        require(folder.is_dir(), f"--study {study}", rule, "run the sweep, or name --root")
         records, where = read_folder(folder), str(folder)
     results = assign(plan, records, folder) if plan else label_all(name, folder, records)
     if not results.runs:
         reasons = "; ".join(f"{entry.name}: {entry.reason}" for entry in results.excluded[:3])
-        raise InputError(
-            f"--study {study}",
-            f"no finished run in {where} ({reasons or 'it is empty'})",
-            "wait for the sweep, or name --root",
-        )
+        rule = f"no finished run in {where} ({reasons or 'it is empty'})"
+        raise InputError(f"--study {study}", rule, "wait for the sweep, or name --root")
     return with_one_checkpoint(results)
 
 
@@ -76,11 +69,8 @@ def locate(study: str, root: Path, must_exist: bool = True) -> tuple[Study | Non
         known = sorted(entry.name for entry in root.iterdir() if entry.is_dir()) if root.is_dir() else []
         near = get_close_matches(study, known, n=1, cutoff=0.0)
         instead = f"write --study {near[0]}" if near else "name another --root"
-        raise InputError(
-            f"--study {study}",
-            f"it is the name of a study in {root}, a study's YAML file, or a folder of runs",
-            instead,
-        )
+        rule = f"it is the name of a study in {root}, a study's YAML file, or a folder of runs"
+        raise InputError(f"--study {study}", rule, instead)
     file = folder / "study.yaml"
     return (Study.read(file, find_configs=False) if file.is_file() else None), folder
 
@@ -154,12 +144,9 @@ def with_metric(results: Results, metric: str | None) -> Results:
     study = results.study if metric is None else replace(results.study, metric=metric)
     known = sorted({name for run in results.runs for name in run.metrics})
     if study.metric not in known:
-        near = get_close_matches(study.metric, known, n=1, cutoff=0.0)
-        raise InputError(
-            f"metric {study.metric}",
-            f"no run of {study.name} has it",
-            f"write --metric {(near[0] if near else 'final/accuracy')}",
-        )
+        near = [*get_close_matches(study.metric, known, n=1, cutoff=0.0), "final/accuracy"]
+        rule = f"no run of {study.name} has it"
+        raise InputError(f"metric {study.metric}", rule, f"write --metric {near[0]}")
     higher_is_better(study.metric)
     return replace(results, study=study)
 
@@ -198,9 +185,6 @@ def check_comparable(results: Results) -> None:
 def _require_one(runs: list[FinishedRun], what: str, value: Callable[[FinishedRun], str], hint: str) -> None:
     first = runs[0]
     for run in runs:
-        if value(run) != value(first):
-            raise InputError(
-                f"{first.name} has {what} {value(first)[:12]}, {run.name} has {what} {value(run)[:12]}",
-                f"methods are compared on one {what}{(' a seed' if what == 'partition' else '')}",
-                f"{hint}, or leave one out",
-            )
+        given = f"{first.name} has {what} {value(first)[:12]}, {run.name} has {what} {value(run)[:12]}"
+        rule = f"methods are compared on one {what}{(' a seed' if what == 'partition' else '')}"
+        require(value(run) == value(first), given, rule, f"{hint}, or leave one out")

@@ -81,18 +81,8 @@ def read_directory(path: Path) -> RunRecord:
         reason = getattr(error, "strerror", None) or str(error)
         return RunRecord(path.name, str(path), metadata, [], {}, f"{file} cannot be read: {reason}")
     wrong, checkpoint = problem(metadata, history) or unknown, str(document.get("chosen", "last"))
-    return RunRecord(
-        path.name,
-        str(path),
-        metadata,
-        history,
-        tested,
-        wrong,
-        settings,
-        True,
-        checkpoint,
-        document.get("round"),
-    )
+    test = {"checkpoint": checkpoint, "tested_round": document.get("round")}
+    return RunRecord(path.name, str(path), metadata, history, tested, wrong, settings, **test)  # type: ignore[arg-type]
 
 
 def from_store(entry: Mapping[str, Any]) -> RunRecord:
