@@ -30,7 +30,7 @@ from fl_lightning.tracking.mlflow_store import (
     Status,
     between,
     default_uri,
-    find_run,
+    find_mlflow_run,
     is_mlflow,
     log_rounds,
     log_settings,
@@ -289,7 +289,7 @@ class Tracking:
         channel.tries += 1
         if not self._resumes and channel.tries == 1:
             return None
-        return find_run(uri, experiment, "run_dir", str(self.run_dir.absolute()), self._since)
+        return find_mlflow_run(uri, experiment, "run_dir", str(self.run_dir.absolute()), self._since)
 
     def _begin(self, channel: Channel, params: dict[str, str], tags: dict[str, str]) -> None:
         logger = channel.logger

@@ -106,7 +106,7 @@ def connect(uri: str) -> Any:
     return MlflowClient(uri)
 
 
-def find_run(uri: str, experiment: str, tag: str, value: str, since: float = 0.0) -> str | None:
+def find_mlflow_run(uri: str, experiment: str, tag: str, value: str, since: float = 0.0) -> str | None:
     """Id of the newest run of the experiment with this tag that was made after ``since`` (seconds since
     1970), if there is one."""
     if is_missing(uri):

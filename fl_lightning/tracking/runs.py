@@ -25,7 +25,7 @@ from fl_lightning.tracking.mlflow_store import (
     absolute,
     connect,
     default_uri,
-    find_run,
+    find_mlflow_run,
     is_missing,
     is_mlflow,
     log_batches,
@@ -66,7 +66,7 @@ def begin_study(
     marks = {"study": study, "study_dir": str(folder.absolute()), **tags}
 
     def begin() -> StudyRun:
-        run_id = find_run(uri, study, "study_dir", marks["study_dir"])
+        run_id = find_mlflow_run(uri, study, "study_dir", marks["study_dir"])
         logger: Any = open_run(uri, study, study, run_id, marks)
         for key, value in marks.items():
             logger.experiment.set_tag(logger.run_id, key, value)
