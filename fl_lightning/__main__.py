@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from errno import EDQUOT, ENOSPC, EROFS
 from typing import Any
 
-from fl_lightning.cli.commands import TRACEBACK, answer_quickly
+from fl_lightning.cli.commands import TRACEBACK_VARIABLE, answer_quickly
 from fl_lightning.errors import InputError, RunStopped
 
 
@@ -54,7 +54,7 @@ def main(argv: list[str] | None = None) -> int:
 
 def _bug(error: Exception) -> int:
     """One line about an error whose traceback is in the log of the run."""
-    where = f"its traceback is in {error.run_log}; {TRACEBACK}=1 prints it here"  # type: ignore[attr-defined]
+    where = f"its traceback is in {error.run_log}; {TRACEBACK_VARIABLE}=1 prints it here"  # type: ignore[attr-defined]
     return _one_line(error, f"{type(error).__name__}: {error}; {where}", code=1)
 
 
@@ -64,7 +64,7 @@ def _one_line(error: Exception, message: str, *, code: int) -> int:
     from fl_lightning.support.redaction import redact, show_exception
 
     _let_rank_zero_speak()
-    if os.environ.get(TRACEBACK, "") not in ("", "0"):
+    if os.environ.get(TRACEBACK_VARIABLE, "") not in ("", "0"):
         show_exception(type(error), error, error.__traceback__)
     sys.stderr.write(f"fl_lightning: error: {' '.join(redact(message).split())}\n")
     return code

@@ -25,8 +25,7 @@ from fl_lightning.tracking.loggers import as_params
 from fl_lightning.tracking.mlflow_store import (
     Round,
     Status,
-    absolute,
-    between,
+    absolute_uri,
     connect,
     default_uri,
     find_mlflow_run,
@@ -36,6 +35,7 @@ from fl_lightning.tracking.mlflow_store import (
     logged_steps,
     open_run,
     reason,
+    with_ordered_times,
 )
 
 TRACKED_FILES = (
@@ -170,7 +170,7 @@ def track(run_dirs: list[str], uri: str | None = None) -> None:
             "run directories are needed",
             "write python -m fl_lightning track runs/EXPERIMENT/NAME",
         )
-    address = absolute(uri) if uri else default_uri()
+    address = absolute_uri(uri) if uri else default_uri()
     stored = [StoredRun.read(path) for path in run_dirs]
     for one in stored:
         one.run.lock()
@@ -211,7 +211,7 @@ def add_missing(stored: StoredRun, uri: str) -> tuple[int, str]:
     )
     known = logged_steps(client, run_id)
     seen = {step for name, steps in known.items() if "final/" not in name for step in steps}
-    log_rounds(logger, between(stored.rounds, known), known)
+    log_rounds(logger, with_ordered_times(stored.rounds, known), known)
     note_tracked(stored, uri, run_id)
     copy_files(client, run_id, stored.files)
     info = client.get_run(run_id).info
@@ -257,7 +257,7 @@ def note_tracked(stored: StoredRun, uri: str, run_id: str) -> None:
     left = {
         name: rounds
         for name, rounds in lacking.items()
-        if absolute(name.removeprefix("MLflow at ")) != redact(uri)
+        if absolute_uri(name.removeprefix("MLflow at ")) != redact(uri)
     }
     if left:
         stored.metadata["untracked_rounds"] = left
