@@ -55,7 +55,7 @@ VALUES = (
         r"Import path (\S+) does not|class, but (\S+) is|"
         r"Problem with given class_path '([^']+)':\s+(?:No module|module)"
     ),
-    re.compile(r"(?:Got|UserInput) value: (.+?)(?:\. Got value.*)?$", re.MULTILINE),
+    re.compile(r"(?:Got|Given) value: (.+?)(?:\. Got value.*)?$", re.MULTILINE),
     re.compile(r"base 10: '(.*)'|: (\S+) does not conform|: (\S+) not a number"),
     re.compile(r"Unable to load config '([^']*)'"),
 )
