@@ -142,9 +142,8 @@ def changed_settings(before: Mapping[str, Any], after: Mapping[str, Any]) -> lis
     before, after = result_settings(before), result_settings(after)
 
     def shown(settings: Mapping[str, Any], key: str) -> str:
-        return (
-            json.dumps(settings[key]) if key in settings else "not set"
-        )  # as texts, since NaN does not equal itself
+        # texts are compared, since NaN does not equal itself
+        return json.dumps(settings[key]) if key in settings else "not set"
 
     return [
         f"{key}: {shown(before, key)} -> {shown(after, key)}"

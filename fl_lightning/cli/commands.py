@@ -12,7 +12,7 @@ from fl_lightning.errors import InputError
 from fl_lightning.support.packaged import configs
 
 TRACEBACK_VARIABLE = "FL_LIGHTNING_TRACEBACK"
-"""Name of the environment variable with which a command that fails prints a traceback: 1 for yes."""
+"""Name of the environment variable that makes a failing command print its traceback; its value is then 1."""
 
 
 @dataclass(frozen=True)
@@ -127,7 +127,7 @@ def answer_quickly(argv: list[str]) -> int | None:
     if argv[0] not in COMMANDS:
         near = get_close_matches(argv[0], COMMANDS, n=1) or list(COMMANDS)
         raise InputError(
-            f"{argv[0]}",
+            argv[0],
             f"the first argument must be a command: {', '.join(COMMANDS)}",
             f"write python -m fl_lightning {near[0]} ...",
         )

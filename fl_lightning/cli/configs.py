@@ -59,9 +59,7 @@ def check_encoding(args: Iterable[str]) -> None:
             given.encode()
         except UnicodeEncodeError:
             shown = os.fsencode(given).decode(errors="backslashreplace")
-            raise InputError(
-                f"{shown}", "it is not UTF-8, and a configuration is", "write it in UTF-8"
-            ) from None
+            raise InputError(shown, "it is not UTF-8, and a configuration is", "write it in UTF-8") from None
 
 
 def with_config_of_run(args: list[str]) -> list[str]:
@@ -103,7 +101,7 @@ def _read_config(path: str) -> str:
     given = f"--config {path}"
     if Path(path).is_dir():
         raise InputError(
-            f"{given}",
+            given,
             "it is a directory and must be a YAML file",
             f"write --config {_yaml_near(Path(path) / 'x')}",
         )
@@ -112,17 +110,15 @@ def _read_config(path: str) -> str:
     except InputError:
         raise
     except FileNotFoundError:
-        raise InputError(
-            f"{given}", "there is no such file", f"write --config {_yaml_near(Path(path))}"
-        ) from None
+        raise InputError(given, "there is no such file", f"write --config {_yaml_near(Path(path))}") from None
     except UnicodeDecodeError:
         raise InputError(
-            f"{given}", "it is not a text file and must be YAML", f"write --config {_yaml_near(Path(path))}"
+            given, "it is not a text file and must be YAML", f"write --config {_yaml_near(Path(path))}"
         ) from None
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or error
         raise InputError(
-            f"{given}", f"it cannot be read ({reason})", "write the path of a YAML file that can"
+            given, f"it cannot be read ({reason})", "write the path of a YAML file that can"
         ) from None
     try:
         node = yaml.compose(text, Loader=yaml.SafeLoader)
@@ -138,14 +134,14 @@ def _read_config(path: str) -> str:
             "mend that line ('key: value', indented with spaces)",
         ) from None
     except (yaml.YAMLError, ValueError) as error:  # ValueError: a date such as the 31st of February
-        raise InputError(f"{given}", f"it is not valid YAML: {error}", "write 'key: value' lines") from None
+        raise InputError(given, f"it is not valid YAML: {error}", "write 'key: value' lines") from None
     except RecursionError:
         raise InputError(
-            f"{given}", "it is nested too deeply, or in itself", "write a plain mapping of settings"
+            given, "it is nested too deeply, or in itself", "write a plain mapping of settings"
         ) from None
     if not isinstance(node, yaml.MappingNode):
         what = "empty" if node is None else "not a mapping of settings"
-        raise InputError(f"{given}", f"it is {what}", "write for example 'trainer: {max_rounds: 5}' into it")
+        raise InputError(given, f"it is {what}", "write for example 'trainer: {max_rounds: 5}' into it")
     for key, line in repeated:
         raise InputError(f"{path}, line {line}: {key}", "a key may be given once", "remove one of the two")
     return text
@@ -270,11 +266,11 @@ def check_environment(settings: Iterable[str]) -> None:
             raise InputError(
                 f"environment variable {name}",
                 f"settings of {group.lower()} are given together",
-                f"{instead}",
+                instead,
             )
         near = get_close_matches(name, valid, n=1)
         instead = f"write {near[0]}" if near else f"unset {name}"
-        raise InputError(f"environment variable {name}", "there is no such setting", f"{instead}")
+        raise InputError(f"environment variable {name}", "there is no such setting", instead)
 
 
 def dropped_names(args: list[str], texts: Iterable[str], config: Mapping[str, Any]) -> list[str]:

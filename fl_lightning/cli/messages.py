@@ -34,6 +34,7 @@ from fl_lightning.cli.types import (
     settings_of,
     type_in_words,
 )
+from fl_lightning.errors import InputError
 
 KEY = re.compile(r'Parser key "([^"]+)"')
 OWNER = re.compile(r"class_path[ =]'([^']+)'")
@@ -148,8 +149,8 @@ def _shortened(value: str) -> str:
     return value if len(value) <= 60 else f"{value[:60]}..."
 
 
-def explain(message: str, parser: ArgumentParser, given: UserInput, flags: Iterable[str] = ()) -> str:
-    """Return one line in three parts for a message of jsonargparse.
+def explain(message: str, parser: ArgumentParser, given: UserInput, flags: Iterable[str] = ()) -> InputError:
+    """Return the error in three parts for a message of jsonargparse.
 
     Args:
         message: the message.
@@ -162,9 +163,10 @@ def explain(message: str, parser: ArgumentParser, given: UserInput, flags: Itera
         return _unknown_flag(found[1], settings)
     if found := UNTYPED.search(message):
         owner = found["owner"].removesuffix(".__init__")
-        return (
-            f"parameter {found['name']} of {owner} has no type; a setting needs one; write "
-            f"{found['name']}: int, or what it is"
+        return InputError(
+            f"parameter {found['name']} of {owner} has no type",
+            "a setting needs one",
+            f"write {found['name']}: int, or what it is",
         )
     keys = [key for key, _ in groupby(KEY.findall(message)) if key != "config"]
     owners = OWNER.findall(message)
@@ -172,18 +174,20 @@ def explain(message: str, parser: ArgumentParser, given: UserInput, flags: Itera
         path = ".".join([*keys, found[1]])
         action = _action_of(found[1], owners) or settings.get(path)
         example = " or --config configs/kd_default.yaml" if path == "model" else ""
-        return f"no {path} given; it is required; write --{path} {example_of(action)}{example}"
+        return InputError(
+            f"no {path} given", "it is required", f"write --{path} {example_of(action)}{example}"
+        )
     if found := NO_VALUE.search(message):
         example = (
             "FILE" if found[1] == "--config" else example_of(settings.get(found[1].lstrip("-").rstrip("+")))
         )
-        return f"{found[1]} without a value; it needs one; write {found[1]} {example}"
+        return InputError(f"{found[1]} without a value", "it needs one", f"write {found[1]} {example}")
     if found := UNKNOWN_KEY.search(message):
         name = found["key"] or f"{found['group']}.{found['option']}"
         return _unknown_key(keys, name, owners, settings, given)
     if keys:
         return _bad_value(keys, owners, message, settings, given)
-    return f"{' '.join(message.split())[:300]}; see {parser.prog} --help"
+    return InputError(" ".join(message.split())[:300], "", f"see {parser.prog} --help")
 
 
 def constructor_message(message: str) -> str:
@@ -195,31 +199,36 @@ def constructor_message(message: str) -> str:
     return next((text for text in complaints if not text.startswith("Expected a ")), message)
 
 
-def _unknown_flag(token: str, settings: Mapping[str, Any]) -> str:
+def _unknown_flag(token: str, settings: Mapping[str, Any]) -> InputError:
     flag = token.partition("=")[0]
     if not flag.startswith("-"):
-        return (
-            f"{token}; settings are given as --name value; write --config {token} if it is a "
-            "configuration file"
+        return InputError(
+            token,
+            "settings are given as --name value",
+            f"write --config {token} if it is a configuration file",
         )
     near = intended_setting(flag.lstrip("-").rstrip("+"), settings)
-    return f"{flag}; there is no such flag; " + (f"write --{near}" if near else "see --help for all of them")
+    instead = f"write --{near}" if near else "see --help for all of them"
+    return InputError(flag, "there is no such flag", instead)
 
 
 def _unknown_key(
     keys: list[str], name: str, owners: list[str], settings: Mapping[str, Any], given: UserInput
-) -> str:
+) -> InputError:
     path = ".".join([*keys, name])
     leaf = name.rpartition(".")[2]
     flagged = given.flag_value(path) is not None
     shown = f"--{path} {given.flag_value(path)}" if flagged else f"{path}{given.in_file(path)}"
     if leaf in FROM_DATA and path.startswith("model"):
-        return f"{shown}; {leaf} comes from the data; leave it out and choose the data with --data.dataset"
+        return InputError(
+            shown, f"{leaf} comes from the data", "leave it out and choose the data with --data.dataset"
+        )
     if leaf == "class_path" and (found := given.beside_class_path()):
         group, extra = found
-        where = given.in_file(f"{group}.{extra}")
-        return (
-            f"{group}.{extra}{where}; beside class_path stands init_args alone; write {extra} under init_args"
+        return InputError(
+            f"{group}.{extra}{given.in_file(f'{group}.{extra}')}",
+            "beside class_path stands init_args alone",
+            f"write {extra} under init_args",
         )
     owner = import_class(owners[-1]) if owners and keys else None
     valid = settings_of(owner) if owner else settings
@@ -229,14 +238,15 @@ def _unknown_key(
         near, owner = ours, None
     if near is None:
         names = [option for option in valid if not owner or "." not in option]
-        return f"{shown}; {rule}; write one of {', '.join(sorted(names)[:20])}"
+        return InputError(shown, rule, f"write one of {', '.join(sorted(names)[:20])}")
     near = ".".join([*keys, near]) if owner else near
-    return f"{shown}; {rule}; write " + (f"--{near} {given.flag_value(path)}".strip() if flagged else near)
+    instead = f"--{near} {given.flag_value(path)}".strip() if flagged else near
+    return InputError(shown, rule, f"write {instead}")
 
 
 def _bad_value(
     keys: list[str], owners: list[str], message: str, settings: Mapping[str, Any], given: UserInput
-) -> str:
+) -> InputError:
     path = ".".join(keys)
     action = _action_of(keys[-1], owners) if len(keys) > 1 else settings.get(path)
     hint = hint_of(action)
@@ -251,7 +261,9 @@ def _bad_value(
         shown = f"environment variable {variable}={_shortened(os.environ[variable])}"
     if action is not None and action.metavar == "CONFIG":  # a group, such as trainer
         inner = next(name for name in settings if name.startswith(f"{path}."))
-        return f"{shown}; {path} is a group of settings; write --{inner} {example_of(settings[inner])}"
+        return InputError(
+            shown, f"{path} is a group of settings", f"write --{inner} {example_of(settings[inner])}"
+        )
     reason = next(
         (words.format(found[0]) for pattern, words in REASONS if (found := pattern.search(message))), ""
     )
@@ -270,7 +282,7 @@ def _bad_value(
     else:
         instead = f"--{path}+={instead}" if is_list(hint) else f"--{path} {instead}"
     rule = f"it must be {type_in_words(hint)}" if hint is not None else "it is not a valid value"
-    return f"{shown}; {reason + ', and ' if reason else ''}{rule}; write {instead}"
+    return InputError(shown, f"{reason}, and {rule}" if reason else rule, f"write {instead}")
 
 
 def _names_a_class(value: str) -> bool:
@@ -303,10 +315,10 @@ def wrong_nulls(
                 yield from wrong_nulls(spec.init_args, settings_of(cls), f"{path}{name}.")
 
 
-def explain_null(path: str, action: Action, given: UserInput) -> str:
-    """Return one line in three parts for a setting that is null against its type."""
+def explain_null(path: str, action: Action, given: UserInput) -> InputError:
+    """Return the error in three parts for a setting that is null against its type."""
     rule = f"it must be {type_in_words(hint_of(action))}"
-    return f"{path}: null{given.in_file(path)}; {rule}; write {path}: {example_of(action)}"
+    return InputError(f"{path}: null{given.in_file(path)}", rule, f"write {path}: {example_of(action)}")
 
 
 def _action_of(name: str, owners: list[str]) -> Action | None:

@@ -158,7 +158,7 @@ class FederatedCLI(LightningCLI):
             if not isinstance(self.config[group], Namespace):
                 shown = f"{group}: {self.config[group]}{given.in_file(group)}"
                 raise InputError(
-                    f"{shown}",
+                    shown,
                     f"{group} is a group of settings",
                     f"leave it out or write --{group}.NAME VALUE",
                 )
@@ -169,7 +169,7 @@ class FederatedCLI(LightningCLI):
                 "--model.network beside --model.module", "the module is the network", "leave one of them out"
             )
         for path, action in wrong_nulls(self.config, settings_of(parser)):
-            raise InputError.from_text(explain_null(path, action, given))
+            raise explain_null(path, action, given)
         self.config_text = self._resolved_text()
         dropped = dropped_names(self.args, given.texts.values(), yaml.safe_load(self.config_text))
         if dropped:
@@ -314,7 +314,7 @@ def parse(parser: ArgumentParser, given: UserInput, flags: Iterable[str] = ()) -
         check_size(error.document, given.source_of(error.document))
         raise
     except INPUT_ERRORS as error:
-        raise InputError.from_text(explain(str(error), parser, given, flags)) from error
+        raise explain(str(error), parser, given, flags) from error
 
 
 class _OversizeError(Exception):

@@ -1,4 +1,4 @@
-"""Checkpoints: a folder of safetensors and JSON with a manifest of hashes. Nothing in it can run code.
+"""Checkpoints: folders of safetensors and JSON with a manifest of hashes. No file in them can run code.
 
 A checkpoint is written to a hidden folder, synced and then renamed, so a folder with its final name is
 complete. A folder whose files do not match its manifest is refused. Folders whose names begin with a dot are

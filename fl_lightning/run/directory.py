@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
-# bytes; file systems allow 255, and a name gets a number, or ".PID.creating" while its folder is made
+# in bytes: file systems allow 255, and a number or ".PID.creating" may be added to a name
 LONGEST_NAME = 200
 
 
@@ -86,14 +86,14 @@ class RunDirectory:
     @property
     def created(self) -> float:
         """The time at which the run was made, in seconds since 1970."""
-        path = self.path / "partition.json"  # written once
+        path = self.path / "partition.json"  # this file is written once
         return (path if path.exists() else self.path).stat().st_mtime
 
     def lock(self) -> None:
-        """Keep other processes from continuing this run until this process ends, or calls :meth:`unlock`.
+        """Until the process ends, nobody else may continue this run.
 
         Raises:
-            InputError: another process is writing this run.
+            InputError: another process is at it.
         """
         try:
             import fcntl
@@ -245,7 +245,7 @@ def check_name(name: str, given: str) -> None:
     """
     if not is_plain_name(name):
         raise InputError(
-            f"{given}", "it names one folder inside default_root_dir", "write a name without '/', in UTF-8"
+            given, "it names one folder inside default_root_dir", "write a name without '/', in UTF-8"
         )
     if (size := len(name.encode())) > LONGEST_NAME:
         raise InputError(

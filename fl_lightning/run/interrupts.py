@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM become exceptions, which are held back while a file is written."""
+"""A context that turns Ctrl-C and SIGTERM into exceptions, and can hold them back while files are written."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class Interrupts:
         return self._received != 0
 
     def check(self) -> None:
-        """Raise the exception of the first signal, if there was one, again: it may have been lost.
+        """Raise the exception of the first signal again, if there was one, since Python may have dropped it.
 
         Raises:
             KeyboardInterrupt: it was SIGINT.

@@ -1,4 +1,4 @@
-"""``run.log``: what the project logged during a run, and the traceback of the error that ended it."""
+"""The file ``run.log``: the project's log records of a run, and the traceback of the error that ended it."""
 
 from __future__ import annotations
 

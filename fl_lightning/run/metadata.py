@@ -75,7 +75,7 @@ def continued_metadata(before: Mapping[str, Any], here: Mapping[str, Any], round
         here: the metadata that :func:`describe_run` gives now.
         round: the last round that is done.
     """
-    for name in ("device", "threads", "versions"):  # ranks are not among them: they change nothing
+    for name in ("device", "threads", "versions"):  # the number of ranks changes no sum
         if name in before and before[name] != here[name]:
             log.warning(
                 "%s: %s -> %s; from here on sums may be rounded differently", name, before[name], here[name]

@@ -20,7 +20,7 @@ CHECKPOINT_SHARE = 0.02
 
 
 class Progress:
-    """The rounds of a run that are done. :meth:`add` writes a round's rows, and nothing writes them earlier.
+    """The rounds of a run that are done, and its checkpoints.
 
     Args:
         settings: the configuration, nested and without secrets.

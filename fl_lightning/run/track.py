@@ -75,7 +75,7 @@ class StoredRun:
         run = RunDirectory(Path(os.path.abspath(path)))
         if not (run.path / "config.yaml").is_file():
             raise InputError(
-                f"{path}", "it is not a run directory, which holds config.yaml", "write runs/EXPERIMENT/NAME"
+                path, "it is not a run directory, which holds config.yaml", "write runs/EXPERIMENT/NAME"
             )
         metadata = run.read_json("metadata.json")
         if not is_time(metadata.get("started")):  # written by an older release, or damaged
@@ -99,7 +99,7 @@ class StoredRun:
         except (OSError, ValueError, TypeError, KeyError, AttributeError, csv.Error, yaml.YAMLError) as error:
             shown = " ".join(f"{type(error).__name__}: {error}".split())
             raise InputError(
-                f"{path}",
+                path,
                 f"its config.yaml, metadata.json or metrics.csv cannot be read ({shown})",
                 "put it back",
             ) from error
