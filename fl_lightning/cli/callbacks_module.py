@@ -62,7 +62,7 @@ def _find_theirs() -> ModuleSpec | None:
 
 
 def _names_of_old(module: ModuleType) -> set[str]:
-    """Return the former names of submodules, by which ``sys.modules`` knows them since they were moved."""
+    """Return the names that submodules had in an earlier version and by which they can still be imported."""
     parts = {
         name.rpartition(".")[2]: part
         for name, part in sys.modules.items()
