@@ -116,13 +116,13 @@ class RunDirectory:
     def rewind(self, round: int, marks: Mapping[str, Mark], *, changed: bool) -> None:
         """Take the tables and the checkpoints back to the end of a round.
 
-        Nothing is lost: later checkpoints are moved to ``superseded_<n>/``, and the configuration and the
-        tables are copied there before the tables are cut.
+        If there are later checkpoints, or the configuration has changed, nothing is lost: the checkpoints are
+        moved to ``superseded_<n>/``, and the configuration and the tables are copied there first.
 
         Args:
             round: the last round that stays.
             marks: where each table stood at the end of that round, by name.
-            changed: whether the configuration has changed, so that the records are copied in any case.
+            changed: whether the configuration has changed.
         """
         if not self.writes:
             return

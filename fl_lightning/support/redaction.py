@@ -29,7 +29,7 @@ _SECRET = re.compile(
     r"|(?:^|_)token_(?:prod|dev|test|staging|live|read|write|admin)$"
     r"|(?:^|_|auth|access|refresh|session|security|bearer)tokens?$"
 )
-# names that end like that of a secret: tokens of a vocabulary, and numbers of tokens
+# names that look like that of a secret and are not: tokens of a vocabulary, and numbers of tokens
 _ORDINARY = re.compile(
     r"(?:^|_)(?:pad|eos|bos|unk|sep|cls|mask|sos|start|end|stop|special|new|next|first|last|max|min|num|image)_tokens?$|(?:^|_)tokens$"
 )
