@@ -1,5 +1,7 @@
-"""``python -m fl_lightning``: exit codes and the one line for bad input. Torch is imported only when a
-command runs."""
+"""The program ``python -m fl_lightning``: it runs a command and turns errors into a line and an exit code.
+
+Torch is imported only when a command runs.
+"""
 
 from __future__ import annotations
 
@@ -12,20 +14,22 @@ from contextlib import contextmanager
 from errno import EDQUOT, ENOSPC, EROFS
 from typing import Any
 
-from fl_lightning.cli.commands import TRACEBACK, answer_quickly
+from fl_lightning.cli.commands import TRACEBACK_VARIABLE, answer_quickly
 from fl_lightning.errors import InputError, RunStopped
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run one command and return the exit code. A bug passes through with its traceback, unless the run's
-    ``run.log`` has it."""
+    """Run one command and return the exit code.
+
+    An exception that is a bug is raised, unless its traceback is in the ``run.log`` of a run.
+    """
     argv = sys.argv[1:] if argv is None else argv
     try:
         code = answer_quickly(argv)
         if code is None:
-            # threads that wait must not spin: on a busy machine that costs many times what it saves
+            # idle threads that spin would cost many times what they save on a busy machine
             os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-            with no_collections():
+            with garbage_collection_off():
                 from fl_lightning.cli.parser import run
 
             run(argv[0], argv[1:])
@@ -53,39 +57,46 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _bug(error: Exception) -> int:
-    """One line about an error whose traceback is in the log of the run."""
-    where = f"its traceback is in {error.run_log}; {TRACEBACK}=1 prints it here"  # type: ignore[attr-defined]
+    """Write one line about an error whose traceback is in the log of the run; return the exit code."""
+    where = f"its traceback is in {error.run_log}; {TRACEBACK_VARIABLE}=1 prints it here"  # type: ignore[attr-defined]
     return _one_line(error, f"{type(error).__name__}: {error}; {where}", code=1)
 
 
 def _one_line(error: Exception, message: str, *, code: int) -> int:
-    """Write the message as one line, and the traceback where the user asks for it, both without secrets;
-    return the exit code."""
+    """Write the message as one line without secrets, and return the exit code.
+
+    The traceback is written as well if the user asks for it.
+    """
     from fl_lightning.support.redaction import redact, show_exception
 
-    _let_rank_zero_speak()
-    if os.environ.get(TRACEBACK, "") not in ("", "0"):
+    _wait_for_rank_zero()
+    if os.environ.get(TRACEBACK_VARIABLE, "") not in ("", "0"):
         show_exception(type(error), error, error.__traceback__)
     sys.stderr.write(f"fl_lightning: error: {' '.join(redact(message).split())}\n")
     return code
 
 
 @contextmanager
-def no_collections() -> Iterator[None]:
-    """Imports make 700 000 objects that stay: looking among them for garbage, again and again, would take a
-    quarter of their time."""
+def garbage_collection_off() -> Iterator[None]:
+    """Return a context without garbage collection, for imports.
+
+    They make 700 000 objects that stay. Searching them for garbage would take a quarter of the imports' time.
+    """
     gc.disable()
     try:
         yield
     finally:
         gc.freeze()
-        gc.unfreeze()  # now they count as old, and the next collection is not one of them all
+        gc.unfreeze()  # the objects now belong to the oldest generation, which the next collection skips
         gc.enable()
 
 
-def _let_rank_zero_speak() -> None:
-    """All processes of a run find the same fault; rank 0 says it, and its end is that of the others. Alone
-    with it, this one says it."""
+def _wait_for_rank_zero() -> None:
+    """Wait 10 s on ranks other than 0 before they report an error.
+
+    Usually all ranks have the same error. Rank 0 reports it, and its end stops the other processes before
+    they report it too. An error of one other rank alone is reported after the wait.
+    """
     if int(os.environ.get("RANK") or os.environ.get("LOCAL_RANK") or os.environ.get("SLURM_PROCID") or 0):
         time.sleep(10)
 

@@ -1,7 +1,7 @@
-"""One look for every figure: colours that are told apart with any colour vision (Okabe & Ito, 2008), and
-again by dash and by marker.
+"""The look of all figures: colours for any colour vision (Okabe & Ito, 2008), line styles and markers.
 
-Never ``pyplot``, whose figures are global state; matplotlib is imported where something is drawn (0.3 s).
+Figures are made without ``pyplot``, whose figures are global state. Matplotlib is imported only when
+something is drawn, since the import takes 0.3 s.
 """
 
 from __future__ import annotations
@@ -23,8 +23,13 @@ MARKERS = ["o", "s", "^", "D", "v", "P", "X", "*"]
 def new_axes(
     title: str, xlabel: str, ylabel: str, size: tuple[float, float] = (6.4, 4.0)
 ) -> tuple[Figure, Axes]:
-    """A figure of ``size`` inches with one pair of axes. Labels carry their unit: ``round``, ``test accuracy
-    (%)``."""
+    """Return a figure with one pair of axes.
+
+    Args:
+        title: the title above the axes.
+        xlabel, ylabel: the labels of the axes with their units, such as ``test accuracy (%)``.
+        size: width and height in inches.
+    """
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=size, layout="constrained")
@@ -35,7 +40,7 @@ def new_axes(
 
 
 def open_frame(*several: Axes) -> None:
-    """Only the left and the lower edge, and nothing between what is drawn and the grid's pale lines."""
+    """Draw the left and lower edges of the axes only, and a pale grid behind the data."""
     for axes in several:
         axes.spines[["top", "right"]].set_visible(False)
         axes.grid(color="#E6E6E6", linewidth=0.6)
@@ -43,7 +48,7 @@ def open_frame(*several: Axes) -> None:
 
 
 def legend_outside(figure: Figure, columns: int = 4) -> None:
-    """One legend for all axes, under them, where it covers no curve. Nothing when nothing is labelled."""
+    """Add one legend for all axes below them, where it covers no curve; none if nothing has a label."""
     handles = {
         label: handle
         for axes in figure.axes

@@ -1,4 +1,4 @@
-"""Two configurations compared: what may differ between a run and its continuation, and what may not."""
+"""The comparison of two configurations: which settings may differ between a run and its continuation."""
 
 from __future__ import annotations
 
@@ -40,9 +40,9 @@ FREE_KEYS = (
     "ckpt_path",
     "config",
 )
-"""Settings that may differ on resume: they do not change what is computed."""
+"""Settings that may differ when a run is continued, since they do not change what is computed."""
 
-NEUTRAL = {
+NEUTRAL_VALUES = {
     "trainer.gradient_clip_val": None,
     "trainer.gradient_clip_algorithm": "norm",
     "trainer.callbacks.*.init_args.claimed_examples": None,
@@ -50,11 +50,9 @@ NEUTRAL = {
     "model.init_args.max_share": 1.0,
     "model.init_args.module": None,
 }
-"""Settings that came after version 0.1.0, by pattern: a run whose configuration does not have them is the
-same as one with these values."""
-SINCE_THE_START = {"model.init_args.module": "fl_lightning.methods.FedAvg"}
-"""Settings that one method has always had, so that they are part of its runs' hashes, and others came to
-have."""
+"""Settings that came after version 0.1.0, by pattern, with the value that runs of that version had."""
+ALWAYS_HASHED = {"model.init_args.module": "fl_lightning.methods.FedAvg"}
+"""Later settings that one method had in version 0.1.0 already, so that its runs' hashes contain them."""
 SAME_CLASS = {
     "fl_lightning.Meter": "fl_lightning.hooks.Meter",
     "fl_lightning.Method": "fl_lightning.methods.Method",
@@ -64,7 +62,11 @@ SAME_CLASS = {
 
 
 def config_of(run: Path) -> dict[str, Any]:
-    """The configuration that a run began with, with dotted keys."""
+    """Return the configuration in a run directory, with dotted keys.
+
+    Raises:
+        InputError: its ``config.yaml`` cannot be read.
+    """
     try:
         path = run / "config.yaml"
         return flatten(yaml.safe_load(read_document(path, str(path))) or {})
@@ -77,7 +79,7 @@ def config_of(run: Path) -> dict[str, Any]:
 
 
 def flatten(config: Any, prefix: str = "") -> dict[str, Any]:
-    """Nested mappings and lists as one mapping with dotted keys."""
+    """Return nested mappings and lists as one mapping with dotted keys."""
     if isinstance(config, Mapping):
         items = [(str(key), value) for key, value in config.items()]
     elif isinstance(config, list):
@@ -92,12 +94,12 @@ def flatten(config: Any, prefix: str = "") -> dict[str, Any]:
 
 
 def is_free(key: str) -> bool:
-    """Whether a setting with this dotted key changes nothing that is computed."""
+    """Return whether a setting with this dotted key changes nothing that is computed."""
     return is_under(key, FREE_KEYS)
 
 
 def is_under(key: str, names: Sequence[str]) -> bool:
-    """Whether a dotted key is one of these names, or lies below one.
+    """Return whether a dotted key is one of these names, or lies below one.
 
     >>> is_under("model.alpha", ["model"]), is_under("models", ["model"])
     (True, False)
@@ -105,14 +107,19 @@ def is_under(key: str, names: Sequence[str]) -> bool:
     return any(key == name or key.startswith(f"{name}.") for name in names)
 
 
-def counting(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings that can change a result, without secrets; those that came later only where they say
-    something else than before."""
-    always = {key for key, cls in SINCE_THE_START.items() if settings.get("model.class_path") == cls}
+def result_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings that can change a result, without secrets.
+
+    A setting that came after version 0.1.0 is left out while it has its neutral value.
+
+    Args:
+        settings: the settings with dotted keys.
+    """
+    always = {key for key, cls in ALWAYS_HASHED.items() if settings.get("model.class_path") == cls}
 
     def is_neutral(key: str, value: Any) -> bool:
         return key not in always and any(
-            fnmatchcase(key, name) and value == neutral for name, neutral in NEUTRAL.items()
+            fnmatchcase(key, name) and value == neutral for name, neutral in NEUTRAL_VALUES.items()
         )
 
     return {
@@ -123,21 +130,26 @@ def counting(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def settings_hash(settings: Mapping[str, Any]) -> str:
-    """SHA-256 of the settings that count: equal if and only if :func:`changed_settings` finds nothing.
+    """Return the SHA-256 of the settings that can change a result.
+
+    Two hashes are equal if and only if :func:`changed_settings` finds no difference.
 
     Args:
-        settings: with dotted keys, as :func:`config_of` and :func:`flatten` give them.
+        settings: the settings with dotted keys, as :func:`config_of` and :func:`flatten` give them.
     """
-    return sha256(json.dumps(counting(settings), sort_keys=True).encode()).hexdigest()
+    return sha256(json.dumps(result_settings(settings), sort_keys=True).encode()).hexdigest()
 
 
 def changed_settings(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:
-    """``key: before -> after`` for each setting that differs and can change a result; secrets do not count,
-    since no run holds them."""
-    before, after = counting(before), counting(after)
+    """Return ``key: before -> after`` for each setting that differs and can change a result.
+
+    Secrets are not compared, since no run directory holds them.
+    """
+    before, after = result_settings(before), result_settings(after)
 
     def shown(settings: Mapping[str, Any], key: str) -> str:
-        return json.dumps(settings[key]) if key in settings else "not set"  # as text: NaN equals itself
+        # texts are compared, since NaN does not equal itself
+        return json.dumps(settings[key]) if key in settings else "not set"
 
     return [
         f"{key}: {shown(before, key)} -> {shown(after, key)}"

@@ -36,8 +36,8 @@ from fl_lightning.run.journal import Journal
 from fl_lightning.run.log import RunLog
 from fl_lightning.run.metadata import dataset_of
 from fl_lightning.run.progress import Progress
-from fl_lightning.run.resume import Start, everywhere, find_same, find_start
-from fl_lightning.run.trial import tried_out
+from fl_lightning.run.resume import Start, find_same, find_start, start_on_all_ranks
+from fl_lightning.run.trial import trial_run
 from fl_lightning.support.recorded import Recorded, settings_of_run
 from fl_lightning.support.redaction import redact_settings
 from fl_lightning.support.user_code import is_bug_of_user
@@ -216,7 +216,7 @@ class FederatedTrainer(Recorded):
             RunStopped: a process was lost, the run directory cannot be written any more, or no upload ever
                 counted.
         """
-        with deterministic(self.deterministic), self.interrupts, self.log_file, tried_out(self, ckpt_path):
+        with deterministic(self.deterministic), self.interrupts, self.log_file, trial_run(self, ckpt_path):
             self.method, self.data, self.seed = method, data, seed
             outside = launched_from_outside(self.fabric)
             if outside:
@@ -225,7 +225,7 @@ class FederatedTrainer(Recorded):
             config = (
                 self.config_text if settings == self.config else yaml.safe_dump(settings, sort_keys=False)
             )
-            start = everywhere(lambda: self._choose_start(ckpt_path, settings))
+            start = start_on_all_ranks(lambda: self._choose_start(ckpt_path, settings))
             fed = self._prepare()
             self.progress = Progress(
                 settings, data.partition_hash, every=self.checkpoint_every, keep=self.keep_checkpoints
@@ -409,7 +409,7 @@ class FederatedTrainer(Recorded):
         with self.interrupts.held(), self.journal.writing():
             self.progress.save(self.run)
         tell(self.callbacks, "on_fit_end", summary, fed)
-        self.progress.require_counted()
+        self.progress.check_learned()
         early = self.progress.done.round < self.max_rounds
         reason = self._stop_reason if early else ""
         with self.journal.writing():

@@ -17,7 +17,7 @@ from matplotlib.figure import Figure
 from fl_lightning.run.checkpoint import CheckpointError, checkpoints_in, load_checkpoint, save_checkpoint
 from fl_lightning.run.directory import RunDirectory, is_plain_name
 from fl_lightning.run.log import RunLog
-from fl_lightning.run.tables import Table, numbers
+from fl_lightning.run.tables import CsvTable, numbers
 from fl_lightning.support import disk
 from fl_lightning.support.redaction import redact, redact_arguments, redact_settings
 
@@ -139,7 +139,7 @@ def test_a_disk_that_is_really_full(small_disk):
 
 
 def test_a_table_grows_and_goes_back(tmp_path):
-    table = Table(tmp_path / "metrics.csv", tmp_path / "copy.csv")
+    table = CsvTable(tmp_path / "metrics.csv", tmp_path / "copy.csv")
     table.append([{"round": 1, "a": 0.1}])
     first = table.mark
     table.append([{"round": 2, "a": float("nan")}])
@@ -147,11 +147,11 @@ def test_a_table_grows_and_goes_back(tmp_path):
     table.append([{"round": 3, "b": 7}])
     assert table.path.read_text() == "round,a,b\n1,0.1,\n2,nan,\n3,,7\n"
     assert numbers(table.path.read_bytes())[2] == {"round": 3, "b": 7}
-    again = Table(*table.paths)
+    again = CsvTable(*table.paths)
     again.rewind(second)
     assert table.path.read_text() == text == "round,a\n1,0.1\n2,nan\n"
     table.path.write_text(text + "3,half a li")
-    again = Table(*table.paths)
+    again = CsvTable(*table.paths)
     again.rewind(first)
     again.append([{"round": 2, "a": float("nan")}])
     assert (again.mark, table.path.read_text()) == (second, text)
@@ -170,7 +170,7 @@ def test_a_table_grows_and_goes_back(tmp_path):
 @pytest.mark.parametrize("what", ["flipped", "shortened", "removed", "header only"])
 @pytest.mark.parametrize("which", [0, 1])
 def test_one_damaged_copy_of_a_table_is_restored_from_the_other(what, which, tmp_path):
-    table = Table(tmp_path / "metrics.csv", tmp_path / "copy.csv")
+    table = CsvTable(tmp_path / "metrics.csv", tmp_path / "copy.csv")
     table.append([{"round": n, "a": n / 7} for n in range(50)])
     mark, data = table.mark, table.path.read_bytes()
     damaged = {
@@ -182,13 +182,13 @@ def test_one_damaged_copy_of_a_table_is_restored_from_the_other(what, which, tmp
         table.paths[which].unlink()
     else:
         table.paths[which].write_bytes(damaged[what])
-    again = Table(*table.paths)
+    again = CsvTable(*table.paths)
     again.rewind(mark)
     assert [path.read_bytes() for path in table.paths] == [data, data]
 
 
 def test_a_table_that_somebody_shortens_gets_no_hole(tmp_path):
-    table = Table(tmp_path / "metrics.csv", tmp_path / "copy.csv")
+    table = CsvTable(tmp_path / "metrics.csv", tmp_path / "copy.csv")
     table.append([{"round": n} for n in range(50)])
     table.path.write_text("round\n0\n")
     with pytest.raises(OSError, match=r"metrics.csv is shorter than what was written to it"):

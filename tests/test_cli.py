@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import yaml
 
-from fl_lightning.__main__ import main, no_collections
+from fl_lightning.__main__ import garbage_collection_off, main
 from fl_lightning.cli import commands
 from fl_lightning.errors import InputError
 from fl_lightning.trainer import FederatedTrainer
@@ -408,7 +408,7 @@ def test_the_commands_import_only_what_every_command_needs() -> None:
 
 def test_imports_are_made_without_collections_and_the_rest_with_them() -> None:
     assert gc.isenabled()
-    with suppress(ImportError), no_collections():
+    with suppress(ImportError), garbage_collection_off():
         assert not gc.isenabled()
         raise ImportError("no such module")
     assert gc.isenabled()

@@ -81,9 +81,9 @@ def test_a_store_that_comes_back_gets_what_it_lacks(
     """Also when the call that failed had done its work, and its answer got lost on the way."""
     caplog.set_level(logging.INFO, "fl_lightning")
     shutil.copy(database, tmp_path / "mlflow.db")
-    monkeypatch.setattr(tracking, "PAUSE", 0.0)
-    monkeypatch.setattr(writer, "FIRST_RETRY", 0.05)
-    monkeypatch.setattr(writer, "LAST_RETRY", 0.05)
+    monkeypatch.setattr(tracking, "MIN_WRITE_INTERVAL_SECONDS", 0.0)
+    monkeypatch.setattr(writer, "FIRST_RETRY_SECONDS", 0.05)
+    monkeypatch.setattr(writer, "MAX_RETRY_SECONDS", 0.05)
     tracked = track()
     tracked.start({}, {})
     monkeypatch.setattr(tracking, "_now", iter(range(1, 1000)).__next__)  # a double would have another time
@@ -119,7 +119,7 @@ def test_a_run_whose_making_was_not_answered_is_made_once(
     tmp_path: Path, database: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     shutil.copy(database, tmp_path / "mlflow.db")
-    monkeypatch.setattr(writer, "FIRST_RETRY", 0.05)
+    monkeypatch.setattr(writer, "FIRST_RETRY_SECONDS", 0.05)
     original, answers = mlflow.MlflowClient.create_run, iter(["lost"])
 
     def create_run(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -185,7 +185,7 @@ def test_one_failing_logger_leaves_the_others(
 def test_a_csv_file_whose_disk_was_full_has_every_round_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(writer, "FIRST_RETRY", 0.05)
+    monkeypatch.setattr(writer, "FIRST_RETRY_SECONDS", 0.05)
     logger = CSVLogger(tmp_path, name="csv", version=0, flush_logs_every_n_steps=1)
     original, answers = logger.experiment.save, iter(["", "full", "full"])
 
@@ -209,7 +209,7 @@ def test_a_store_that_fails_later_keeps_what_it_has_and_the_training_goes_on(
     tmp_path: Path, database: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     shutil.copy(database, tmp_path / "mlflow.db")
-    monkeypatch.setattr(tracking, "PAUSE", 0.0)
+    monkeypatch.setattr(tracking, "MIN_WRITE_INTERVAL_SECONDS", 0.0)
     original = tracking.log_rounds
 
     def until_five(logger: Any, rounds: Any, known: Any) -> None:
@@ -218,7 +218,7 @@ def test_a_store_that_fails_later_keeps_what_it_has_and_the_training_goes_on(
         original(logger, rounds, known)
 
     monkeypatch.setattr(tracking, "log_rounds", until_five)
-    monkeypatch.setattr(tracking, "TOGETHER", 1)
+    monkeypatch.setattr(tracking, "MAX_ROUNDS_PER_WRITE", 1)
     trainer = run(on_points(FedAvg()), Points(), tmp_path, max_rounds=10, logger=True)
     assert len((trainer.run_dir / "metrics.csv").read_text().splitlines()) == 11
     failed, lacks = [

@@ -22,7 +22,7 @@ from fl_lightning.run.directory import RunDirectory
 from fl_lightning.run.metadata import milliseconds, round_times
 from fl_lightning.tracking import loggers as tracking
 from fl_lightning.tracking import mlflow_store
-from fl_lightning.tracking.mlflow_store import Round, between
+from fl_lightning.tracking.mlflow_store import Round, with_ordered_times
 
 mlflow = pytest.importorskip("mlflow")
 
@@ -162,7 +162,7 @@ def test_a_run_that_was_tracked_gets_only_what_is_missing(
 
     with monkeypatch.context() as patch:
         patch.setattr(tracking, "log_rounds", until_two)
-        patch.setattr(tracking, "TOGETHER", 1)
+        patch.setattr(tracking, "MAX_ROUNDS_PER_WRITE", 1)
         run_dir = fit(tmp_path, experiment="e", logger=True)
     metadata = metadata_of(run_dir)
     assert [*metadata["untracked_rounds"].values()] == [3]
@@ -240,12 +240,8 @@ def test_rounds_have_the_times_of_their_session() -> None:
     history = [{"round": r, "time/round": 10.0} for r in (1, 2, 3, 4)]
     assert [time - start for time in round_times(metadata, history)] == [10_000, 20_000, 7_210_000, 7_220_000]
     known = {"a": {1: 500, 3: 700}, "final/a": {9: 0}}
-    assert [r.time for r in between([Round(s, {}, 600) for s in (0, 2, 4)] + [Round(2, {}, 0)], known)] == [
-        500,
-        600,
-        700,
-        500,
-    ]
+    rounds = [Round(s, {}, 600) for s in (0, 2, 4)] + [Round(2, {}, 0)]
+    assert [r.time for r in with_ordered_times(rounds, known)] == [500, 600, 700, 500]
 
 
 def test_bad_input(

@@ -19,9 +19,9 @@ from fl_lightning.tracking.writer import AwakeTimer, Writer
 
 @pytest.fixture(autouse=True)
 def short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "FIRST_RETRY", 0.01)
-    monkeypatch.setattr(module, "LAST_RETRY", 0.02)
-    monkeypatch.setattr(module, "RETRY_AT_END", 0.01)
+    monkeypatch.setattr(module, "FIRST_RETRY_SECONDS", 0.01)
+    monkeypatch.setattr(module, "MAX_RETRY_SECONDS", 0.02)
+    monkeypatch.setattr(module, "HURRIED_RETRY_SECONDS", 0.01)
 
 
 def wait_for(condition) -> None:
@@ -34,7 +34,7 @@ def wait_for(condition) -> None:
 class Recorder:
     """What is written, in the calls it came in; ``gate`` holds the first write back."""
 
-    def __init__(self, *, most: int = 100, pause: float = 0.0, limit: float = 20.0) -> None:
+    def __init__(self, *, max_rows: int = 100, pause: float = 0.0, limit: float = 20.0) -> None:
         self.calls: list[list[int | str]] = []
         self.errors: list[str] = []
         self.gate = threading.Event()
@@ -44,7 +44,7 @@ class Recorder:
             lambda error: self.errors.append(str(error)),
             lambda: self.errors.append("works again"),
             limit=limit,
-            most=most,
+            max_rows=max_rows,
             pause=pause,
         )
 
@@ -59,7 +59,7 @@ class Recorder:
 
 
 def test_rows_gather_and_nothing_overtakes():
-    it = Recorder(most=4)
+    it = Recorder(max_rows=4)
     it.writer.start((lambda: it.calls.append(["open"]), 1.0))
     it.writer.put(0)
     while it.writer._jobs.qsize():  # the first write is at the gate
@@ -100,7 +100,7 @@ def test_who_waits_ends_the_pause():
 
 
 def test_what_failed_is_tried_again_in_its_order():
-    it = Recorder(most=1)
+    it = Recorder(max_rows=1)
     it.gate.set()
     it.fails = {2}
     it.writer.start()
@@ -153,9 +153,9 @@ def test_an_optional_call_holds_up_nothing_and_gets_another_chance():
 
 def test_who_waits_for_a_dead_store_waits_for_one_more_try(monkeypatch: pytest.MonkeyPatch):
     """Not for the pause between the tries, and not for all that was given to be tried one by one."""
-    monkeypatch.setattr(module, "FIRST_RETRY", 1000.0)
-    monkeypatch.setattr(module, "LAST_RETRY", 1000.0)
-    monkeypatch.setattr(module, "RETRY_AT_END", 0.4)
+    monkeypatch.setattr(module, "FIRST_RETRY_SECONDS", 1000.0)
+    monkeypatch.setattr(module, "MAX_RETRY_SECONDS", 1000.0)
+    monkeypatch.setattr(module, "HURRIED_RETRY_SECONDS", 0.4)
     tries: list[int] = []
 
     def write(rows) -> None:
@@ -163,7 +163,7 @@ def test_who_waits_for_a_dead_store_waits_for_one_more_try(monkeypatch: pytest.M
         raise OSError("dead")
 
     errors: list[BaseException] = []
-    writer: Writer[int] = Writer(write, errors.append, limit=20.0, most=1)
+    writer: Writer[int] = Writer(write, errors.append, limit=20.0, max_rows=1)
     writer.start()
     for row in range(50):
         writer.put(row)
@@ -251,8 +251,8 @@ def test_a_process_that_is_stopped_while_a_call_is_at_work():
 
 
 def test_an_owner_who_is_far_ahead_waits(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(module, "FULL", 10)
-    it = Recorder(most=1)
+    monkeypatch.setattr(module, "MAX_WAITING_JOBS", 10)
+    it = Recorder(max_rows=1)
     it.gate.set()
     it.writer.start()
     waiting = []

@@ -1,1 +1,1 @@
-"""The command line: the only room that knows jsonargparse."""
+"""The command line: the only part of the package that uses jsonargparse."""

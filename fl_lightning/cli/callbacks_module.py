@@ -1,9 +1,8 @@
-"""The module ``callbacks`` that names in YAML refer to: the project's own, joined by a module of that name in
-the user's project.
+"""The module ``callbacks`` that names in YAML refer to: the project's, joined with one of the user's.
 
-The project's package lies beside this one and is called ``callbacks``, and so may a folder or a file of the
-user's. Both are then imported as one module: a name that only one of them has is that one's, a name that both
-have is the user's, and the log says so.
+The project's package lies beside this one and is called ``callbacks``. The user's project may have a folder
+or a file of the same name. Both are then imported as one module. Where both define a name, the user's
+definition is taken, and the log says so.
 """
 
 from __future__ import annotations
@@ -27,11 +26,9 @@ OURS = Path(__file__).resolve().parents[2] / NAME
 
 
 def import_callbacks() -> ModuleType:
-    """Import ``callbacks``, with the names of the user's module or package of that name if there is one on
-    ``sys.path``.
+    """Import ``callbacks``, joined with the user's module or package of that name on ``sys.path``.
 
-    A module of the user's that cannot be imported is named in a warning, and the project's own names are
-    there all the same.
+    If the user's module cannot be imported, a warning says so and the project's own names remain available.
     """
     loaded = sys.modules.get(NAME)
     if loaded is not None and OURS in _folders(loaded.__spec__):
@@ -51,21 +48,21 @@ def import_callbacks() -> ModuleType:
 
 
 def _find_theirs() -> ModuleSpec | None:
-    """The first module or package of that name on the path that is not of this project; the working directory
-    comes first."""
+    """Return the user's module or package: the first of that name on the path that is not this project's.
+
+    The working directory is searched first.
+    """
     for entry in dict.fromkeys([os.getcwd(), *sys.path]):
         spec = PathFinder.find_spec(NAME, [entry or os.getcwd()])
-        copy = Path(entry, *__name__.split(".")).with_suffix(
-            ".py"
-        )  # of this project: an installed one started in a clone, say
+        # a second copy of this project, such as a clone in which the installed program is started
+        copy = Path(entry, *__name__.split(".")).with_suffix(".py")
         if spec is not None and OURS not in _folders(spec) and not copy.is_file():
             return spec
     return None
 
 
 def _names_of_old(module: ModuleType) -> set[str]:
-    """The submodules of ``module`` that are imported by another name than their own: where they lay in an
-    earlier version."""
+    """Return the names that submodules had in an earlier version and by which they can still be imported."""
     parts = {
         name.rpartition(".")[2]: part
         for name, part in sys.modules.items()
@@ -75,12 +72,16 @@ def _names_of_old(module: ModuleType) -> set[str]:
 
 
 def _folders(spec: ModuleSpec | None) -> list[Path]:
+    """Return the folders in which a package looks for its submodules."""
     return [Path(folder).resolve() for folder in (spec and spec.submodule_search_locations) or ()]
 
 
-class _Joined(ModuleType):
-    """Two modules of one name; what neither had when they were joined is asked of the user's, which may make
-    names on demand."""
+class _JoinedModule(ModuleType):
+    """A module with the names of two modules.
+
+    A name that neither had when they were joined is looked up in the user's module, which may have a
+    ``__getattr__`` of its own.
+    """
 
     _theirs: ModuleType | None = None
     _problem = ""
@@ -94,18 +95,19 @@ class _Joined(ModuleType):
 def _join(
     ours: ModuleType, theirs: ModuleSpec, held: Mapping[str, ModuleType], name: str = NAME
 ) -> ModuleType:
-    """One module, in place of both, and the same for submodules that both have. What runs in ``ours`` keeps
-    its own names.
+    """Put one module in place of both in ``sys.modules``, and likewise for submodules that both have.
+
+    Code inside ``ours`` still sees the project's own definitions.
 
     Args:
         ours: the project's module.
-        theirs: the user's, whose code runs here unless ``held`` has it.
-        held: what has been imported of the user's by now.
-        name: what both are imported as.
+        theirs: the user's module; its code is executed here unless ``held`` has it.
+        held: the user's modules that have been imported already, by name.
+        name: the name under which both are imported.
     """
-    joined = _Joined(name, ours.__doc__)
+    joined = _JoinedModule(name, ours.__doc__)
     vars(joined).update(vars(ours))
-    sys.modules[name] = joined  # what the user's code imports while it runs
+    sys.modules[name] = joined  # before the user's code runs, since it may import this name
     parent, _, leaf = name.rpartition(".")
     if parent:
         setattr(sys.modules[parent], leaf, joined)

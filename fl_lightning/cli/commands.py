@@ -1,4 +1,4 @@
-"""The commands, and what can be answered without importing torch: help, version, a mistyped command."""
+"""The commands, and the answers that need no torch: help, version, and the refusal of an unknown command."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from fl_lightning import __version__
 from fl_lightning.errors import InputError
 from fl_lightning.support.packaged import configs
 
-TRACEBACK = "FL_LIGHTNING_TRACEBACK"
-"""Environment variable: 1 prints the traceback of whatever ends a command."""
+TRACEBACK_VARIABLE = "FL_LIGHTNING_TRACEBACK"
+"""Name of the environment variable that makes a failing command print its traceback; its value is then 1."""
 
 
 @dataclass(frozen=True)
@@ -21,13 +21,12 @@ class Command:
 
     Args:
         help: one line for ``--help``.
-        function: ``module:function`` to run with the arguments of its own signature; None: the trainer's
-            method of the command's name, with trainer, model and data from the configuration.
-        words: name of the argument of ``function`` that takes the words of the command line that are no
-            flags.
-        resolves: whether ``function`` is handed ``resolve``, which turns arguments of ``fit`` into the whole
-            configuration.
-        quick: what answers with the arguments as they are and needs no torch, in place of ``function``.
+        function: ``module:function`` to call; its parameters are the flags of the command. None for the
+            trainer's method of the command's name, with trainer, model and data from the configuration.
+        words: the parameter of ``function`` that takes the words of the command line that are not flags.
+        resolves: whether ``function`` has a parameter ``resolve`` for the function that turns arguments of
+            ``fit`` into the whole configuration.
+        quick: a function that needs no torch; it is called with the arguments in place of ``function``.
     """
 
     help: str
@@ -99,20 +98,22 @@ exit codes: 0 done, 2 bad input, 130 interrupted, 1 anything else
 
 
 def help_text() -> str:
+    """Return the text of ``--help``."""
     return _HELP.format(
         commands="\n".join(f"  {name:<20} {command.help}" for name, command in COMMANDS.items())
     )
 
 
 def version_text() -> str:
+    """Return the text of ``--version``."""
     return f"fl_lightning {__version__}\n"
 
 
 def answer_quickly(argv: list[str]) -> int | None:
-    """Exit code when ``argv`` needs no command to run, else None.
+    """Answer what needs no torch and return the exit code, or return None if a command has to be run.
 
     Raises:
-        InputError: when the first argument is not a command.
+        InputError: the first argument is not a command.
     """
     if not argv:
         sys.stderr.write(help_text())
@@ -126,7 +127,7 @@ def answer_quickly(argv: list[str]) -> int | None:
     if argv[0] not in COMMANDS:
         near = get_close_matches(argv[0], COMMANDS, n=1) or list(COMMANDS)
         raise InputError(
-            f"{argv[0]}",
+            argv[0],
             f"the first argument must be a command: {', '.join(COMMANDS)}",
             f"write python -m fl_lightning {near[0]} ...",
         )

@@ -1,5 +1,4 @@
-"""What the user gave, looked at before and after parsing: configuration files, environment variables, unused
-settings."""
+"""Checks of configuration files, environment variables and unused settings, before and after parsing."""
 
 from __future__ import annotations
 
@@ -12,7 +11,7 @@ from typing import Any
 
 import yaml
 
-from fl_lightning.cli.commands import TRACEBACK
+from fl_lightning.cli.commands import TRACEBACK_VARIABLE
 from fl_lightning.errors import InputError
 from fl_lightning.support.documents import read_document
 from fl_lightning.support.packaged import BASE, configs_folder
@@ -21,16 +20,16 @@ ENV_PREFIX = "FL_LIGHTNING_"
 
 
 def read_configs(args: list[str]) -> dict[str, str]:
-    """Path and text of every configuration file of this call, in their order.
+    """Return the text of every configuration file of this call by its path, in the order given.
 
     Raises:
-        InputError: a file that is missing, unreadable, empty, not YAML, not a mapping, or says a key twice.
+        InputError: a file is missing, unreadable, empty, not YAML or not a mapping, or has a key twice.
     """
     finder = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     finder.add_argument("-c", "--config", action="append", default=[])
     try:
         given = finder.parse_known_args(args)[0].config
-    except argparse.ArgumentError:  # --config without a value: the real parser says so
+    except argparse.ArgumentError:  # --config has no value, which the real parser reports
         given = []
     from_environment = os.environ.get(f"{ENV_PREFIX}CONFIG")
     paths = [from_environment, *given] if from_environment else given
@@ -40,20 +39,19 @@ def read_configs(args: list[str]) -> dict[str, str]:
 
 
 _LAYERED: set[str] = set()
-"""The texts of configuration files that begin with ``base``, as the parser will read them again."""
+"""The texts of the configuration files with a ``base`` line; the parser reads these files again."""
 
 
 def without_base(text: str) -> str:
-    """Return a configuration file's text without its ``base`` line, whose file is a layer of its own."""
+    """Return a configuration file's text without its ``base`` line, since that file is read separately."""
     return BASE.sub("", text) if text in _LAYERED else text
 
 
 def check_encoding(args: Iterable[str]) -> None:
-    """Refuse arguments and variables that are not UTF-8: they could not be kept in the configuration of a
-    run.
+    """Refuse arguments and environment variables that are not UTF-8, which no ``config.yaml`` can hold.
 
     Raises:
-        InputError: one is not; it is shown with its odd bytes as ``\\x..``.
+        InputError: one is not; the message shows its other bytes as ``\\x..``.
     """
     variables = (f"{name}={value}" for name, value in os.environ.items() if name.startswith(ENV_PREFIX))
     for given in (*args, *variables):
@@ -61,16 +59,14 @@ def check_encoding(args: Iterable[str]) -> None:
             given.encode()
         except UnicodeEncodeError:
             shown = os.fsencode(given).decode(errors="backslashreplace")
-            raise InputError(
-                f"{shown}", "it is not UTF-8, and a configuration is", "write it in UTF-8"
-            ) from None
+            raise InputError(shown, "it is not UTF-8, and a configuration is", "write it in UTF-8") from None
 
 
 def with_config_of_run(args: list[str]) -> list[str]:
-    """Arguments that name a run but no configuration, with that of the run in front of them.
+    """Return the arguments of ``test``, with the configuration of the run in front if they name none.
 
     Raises:
-        InputError: there is no run, or none that has a configuration.
+        InputError: the arguments name no run, or one without a configuration.
     """
     finder = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     for name in ("--config", "--ckpt_path", "--model"):
@@ -78,7 +74,7 @@ def with_config_of_run(args: list[str]) -> list[str]:
     finder.add_argument("-c", dest="config")
     try:
         given = finder.parse_known_args(args)[0]
-    except argparse.ArgumentError:  # a flag without a value: the real parser says so
+    except argparse.ArgumentError:  # a flag has no value, which the real parser reports
         return args
     if given.config or given.model or f"{ENV_PREFIX}CONFIG" in os.environ or {"-h", "--help"} & {*args}:
         return args
@@ -101,10 +97,11 @@ def with_config_of_run(args: list[str]) -> list[str]:
 
 
 def _read_config(path: str) -> str:
+    """Return the text of a configuration file, or refuse the file with the line that is wrong in it."""
     given = f"--config {path}"
     if Path(path).is_dir():
         raise InputError(
-            f"{given}",
+            given,
             "it is a directory and must be a YAML file",
             f"write --config {_yaml_near(Path(path) / 'x')}",
         )
@@ -113,17 +110,15 @@ def _read_config(path: str) -> str:
     except InputError:
         raise
     except FileNotFoundError:
-        raise InputError(
-            f"{given}", "there is no such file", f"write --config {_yaml_near(Path(path))}"
-        ) from None
+        raise InputError(given, "there is no such file", f"write --config {_yaml_near(Path(path))}") from None
     except UnicodeDecodeError:
         raise InputError(
-            f"{given}", "it is not a text file and must be YAML", f"write --config {_yaml_near(Path(path))}"
+            given, "it is not a text file and must be YAML", f"write --config {_yaml_near(Path(path))}"
         ) from None
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or error
         raise InputError(
-            f"{given}", f"it cannot be read ({reason})", "write the path of a YAML file that can"
+            given, f"it cannot be read ({reason})", "write the path of a YAML file that can"
         ) from None
     try:
         node = yaml.compose(text, Loader=yaml.SafeLoader)
@@ -138,26 +133,25 @@ def _read_config(path: str) -> str:
             f"it is not valid YAML: {seen}",
             "mend that line ('key: value', indented with spaces)",
         ) from None
-    except (yaml.YAMLError, ValueError) as error:  # ValueError: the 31st of February
-        raise InputError(f"{given}", f"it is not valid YAML: {error}", "write 'key: value' lines") from None
+    except (yaml.YAMLError, ValueError) as error:  # ValueError: a date such as the 31st of February
+        raise InputError(given, f"it is not valid YAML: {error}", "write 'key: value' lines") from None
     except RecursionError:
         raise InputError(
-            f"{given}", "it is nested too deeply, or in itself", "write a plain mapping of settings"
+            given, "it is nested too deeply, or in itself", "write a plain mapping of settings"
         ) from None
     if not isinstance(node, yaml.MappingNode):
         what = "empty" if node is None else "not a mapping of settings"
-        raise InputError(f"{given}", f"it is {what}", "write for example 'trainer: {max_rounds: 5}' into it")
+        raise InputError(given, f"it is {what}", "write for example 'trainer: {max_rounds: 5}' into it")
     for key, line in repeated:
         raise InputError(f"{path}, line {line}: {key}", "a key may be given once", "remove one of the two")
     return text
 
 
 def _yaml_near(path: Path) -> str:
-    """The YAML file that was probably meant."""
+    """Return the YAML file with the name nearest to that of ``path``, or a default one."""
     folder = configs_folder()
-    names = {
-        file.name: f"configs/{file.relative_to(folder)}" for file in folder.rglob("*.yaml")
-    }  # found from anywhere
+    # those that come with the project are found from any folder
+    names = {file.name: f"configs/{file.relative_to(folder)}" for file in folder.rglob("*.yaml")}
     files = [*Path("configs").glob("*.y*ml"), *path.parent.glob("*.y*ml")]
     names |= {file.name: str(file) for file in files if file != path}
     near = [
@@ -169,6 +163,7 @@ def _yaml_near(path: Path) -> str:
 
 
 def _repeated_keys(node: yaml.Node) -> Iterator[tuple[str, int]]:
+    """Yield each key that a mapping has twice, and the line of the second one."""
     if isinstance(node, yaml.MappingNode):
         seen: set[str] = set()
         for key, value in node.value:
@@ -183,8 +178,9 @@ def _repeated_keys(node: yaml.Node) -> Iterator[tuple[str, int]]:
 
 
 def line_of(path: str, text: str) -> int | None:
-    """Line, counted from 1, of a dotted setting in a YAML text; the levels ``init_args`` and of lists need no
-    naming.
+    """Return the line, counted from 1, of a dotted setting in a YAML text; None if it is not there.
+
+    The dotted name leaves out the level ``init_args`` and the positions in lists.
 
     >>> line_of("trainer.callbacks.round", "trainer:\\n  callbacks:\\n  - init_args:\\n      round: 3")
     4
@@ -207,7 +203,7 @@ def _line_in(path: list[str], node: yaml.Node) -> int | None:
 
 
 def variable_of(path: str) -> str:
-    """The environment variable of a dotted setting.
+    """Return the name of the environment variable of a dotted setting.
 
     >>> variable_of("trainer.max_rounds")
     'FL_LIGHTNING_TRAINER__MAX_ROUNDS'
@@ -216,8 +212,10 @@ def variable_of(path: str) -> str:
 
 
 def beside_class_path(node: Any, path: str = "") -> Iterator[tuple[str, str]]:
-    """Dotted path of each class of a configuration that has a key beside ``class_path`` and ``init_args``,
-    and that key."""
+    """Yield each wrong key beside a ``class_path`` of a configuration, after the class's dotted path.
+
+    Beside ``class_path`` only ``init_args`` and ``dict_kwargs`` are allowed.
+    """
     if isinstance(node, list):
         for item in node:
             yield from beside_class_path(item, path)
@@ -230,7 +228,10 @@ def beside_class_path(node: Any, path: str = "") -> Iterator[tuple[str, str]]:
 
 
 def check_kind(texts: Mapping[str, str]) -> None:
-    """Refuse files of ``sweep`` and of ``tune`` where a configuration of ``fit`` is due.
+    """Refuse files of ``sweep`` and of ``tune`` in place of a configuration of ``fit``.
+
+    Args:
+        texts: the text of each configuration file, by its path.
 
     Raises:
         InputError: one is such a file.
@@ -247,10 +248,17 @@ def check_kind(texts: Mapping[str, str]) -> None:
 
 
 def check_environment(settings: Iterable[str]) -> None:
-    """Refuse variables with our prefix that set nothing, so that a typo is not silently ignored."""
+    """Refuse environment variables with the project's prefix that set nothing, such as mistyped ones.
+
+    Args:
+        settings: dotted names of all settings.
+
+    Raises:
+        InputError: a variable names no setting.
+    """
     valid = {variable_of(name) for name in settings}
     for name in sorted(os.environ):
-        if not name.startswith(ENV_PREFIX) or name in valid or name == TRACEBACK:
+        if not name.startswith(ENV_PREFIX) or name in valid or name == TRACEBACK_VARIABLE:
             continue
         group, _, setting = name.removeprefix(ENV_PREFIX).partition("__")
         if setting and group in ("MODEL", "DATA"):
@@ -258,16 +266,17 @@ def check_environment(settings: Iterable[str]) -> None:
             raise InputError(
                 f"environment variable {name}",
                 f"settings of {group.lower()} are given together",
-                f"{instead}",
+                instead,
             )
         near = get_close_matches(name, valid, n=1)
         instead = f"write {near[0]}" if near else f"unset {name}"
-        raise InputError(f"environment variable {name}", "there is no such setting", f"{instead}")
+        raise InputError(f"environment variable {name}", "there is no such setting", instead)
 
 
 def dropped_names(args: list[str], texts: Iterable[str], config: Mapping[str, Any]) -> list[str]:
-    """Settings that were given but are not in the resolved ``config``: their class was replaced by one that
-    has no such argument.
+    """Return the settings that were given but are not part of the resolved ``config``.
+
+    They belong to a class that was replaced by one without such an argument.
 
     >>> files = ["model: {class_path: A, init_args: {alpha: 1}}"]
     >>> dropped_names([], files, {"model": {"class_path": "B", "init_args": {}}})
@@ -290,7 +299,7 @@ def dropped_names(args: list[str], texts: Iterable[str], config: Mapping[str, An
 
 
 def _plain(node: Any) -> Any:
-    """Without the levels ``class_path`` and ``init_args``, which may be left out."""
+    """Return a configuration without the levels ``class_path`` and ``init_args``, which may be left out."""
     if not isinstance(node, Mapping):
         return node
     plain = {
@@ -305,6 +314,7 @@ def _plain(node: Any) -> Any:
 
 
 def _missing(given: Any, final: Any, path: str = "") -> Iterator[str]:
+    """Yield the dotted names below ``model`` and ``data`` that ``given`` has and ``final`` has not."""
     if not isinstance(given, Mapping) or not isinstance(final, Mapping):
         return
     for key, value in given.items():

@@ -8,20 +8,27 @@ import textwrap
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from fl_lightning.cli.types import concrete, describe, hint_of, import_class, members, nearest, settings_of
+from fl_lightning.cli.types import (
+    concrete_classes,
+    hint_of,
+    import_class,
+    members,
+    nearest,
+    settings_of,
+    type_in_words,
+)
 from fl_lightning.errors import InputError
 
 
 def class_help(args: list[str], settings: Mapping[str, Any]) -> str | None:
-    """The text for the first ``--SETTING.help`` of a command line; None where there is none that is answered
-    here.
+    """Return the text for the first ``--SETTING.help NAME`` of a command line; None if it has none.
 
     Args:
         args: the command line after the command.
         settings: the parser's settings, by dotted name.
 
     Raises:
-        InputError: there is no such class.
+        InputError: there is no class of that name for that setting.
     """
     for arg, following in zip(args, [*args[1:], ""], strict=False):
         flag, equals, name = arg.partition("=")
@@ -30,11 +37,13 @@ def class_help(args: list[str], settings: Mapping[str, Any]) -> str | None:
             continue
         name = name if equals else "" if following.startswith("-") else following
         known = {
-            cls.__name__: cls for member in _classes(hint_of(settings[path])) for cls in concrete(member)
+            cls.__name__: cls
+            for member in _classes(hint_of(settings[path]))
+            for cls in concrete_classes(member)
         }
         cls = known.get(name) or import_class(name)
         if cls is not None:
-            return "\n".join(_of_class(path, cls)) + "\n"
+            return "\n".join(_class_lines(path, cls)) + "\n"
         if name:
             near = nearest(name, known) or next(iter(sorted(known)), "")
             raise InputError(
@@ -42,11 +51,12 @@ def class_help(args: list[str], settings: Mapping[str, Any]) -> str | None:
                 f"it is one of {', '.join(sorted(known))}, or an import path",
                 f"write {flag} {near}",
             )
-        return "\n".join(_of_choices(path, known)) + "\n"
+        return "\n".join(_choice_lines(path, known)) + "\n"
     return None
 
 
 def _classes(hint: Any) -> Iterator[type]:
+    """Yield the classes that a type names, those inside of lists and unions too."""
     for member in members(hint):
         if (
             inspect.isclass(member)
@@ -58,7 +68,7 @@ def _classes(hint: Any) -> Iterator[type]:
             yield from (cls for part in getattr(member, "__args__", ()) for cls in _classes(part))
 
 
-def _of_class(path: str, cls: type) -> Iterator[str]:
+def _class_lines(path: str, cls: type) -> Iterator[str]:
     width = min(shutil.get_terminal_size((100, 24)).columns, 120)
     yield f"--{path} {cls.__name__}"
     yield from textwrap.wrap(_first_paragraph(cls), width)
@@ -70,7 +80,7 @@ def _of_class(path: str, cls: type) -> Iterator[str]:
             if action.default == "==SUPPRESS==" or action.required
             else f"; default {_shown(action.default)}"
         )
-        rule = describe(hint_of(action)) if hint_of(action) is not None else "any"
+        rule = type_in_words(hint_of(action)) if hint_of(action) is not None else "any"
         yield from textwrap.wrap(
             f"--{path}.{name}  {rule}{default}", width, initial_indent="  ", subsequent_indent="      "
         )
@@ -80,7 +90,7 @@ def _of_class(path: str, cls: type) -> Iterator[str]:
         yield from textwrap.wrap(text, width, initial_indent="      ", subsequent_indent="      ")
 
 
-def _of_choices(path: str, known: Mapping[str, type]) -> Iterator[str]:
+def _choice_lines(path: str, known: Mapping[str, type]) -> Iterator[str]:
     for name, cls in sorted(known.items()):
         yield f"{name:<24} {_first_paragraph(cls)}"[:160]
     yield f"--{path}.help NAME shows the settings of one of them."

@@ -1,8 +1,7 @@
-"""From a command line to a trainer, a method and data. Only this module, ``cli_errors`` and ``cli_types``
-know jsonargparse.
+"""The parser that turns a command line into a trainer, a method and data.
 
-A command has a parser of its own, made by LightningCLI (``run=False``), whose trainer is not a
-``lightning.Trainer``: the three ``add_*`` methods and ``instantiate_classes`` are what that takes.
+Each command has a parser of its own, made by LightningCLI (``run=False``). Its trainer is not a
+``lightning.Trainer``, which is why the three ``add_*`` methods and ``instantiate_classes`` are overridden.
 """
 
 from __future__ import annotations
@@ -48,8 +47,8 @@ from fl_lightning.cli.configs import (
     without_base,
 )
 from fl_lightning.cli.help import class_help
-from fl_lightning.cli.messages import Given, condense, explain, null_refused, nulls
-from fl_lightning.cli.types import Seed, concrete, settings_of
+from fl_lightning.cli.messages import UserInput, constructor_message, explain, explain_null, wrong_nulls
+from fl_lightning.cli.types import Seed, concrete_classes, settings_of
 from fl_lightning.data import FederatedData, FederatedImages
 from fl_lightning.errors import InputError
 from fl_lightning.methods import Method
@@ -61,9 +60,8 @@ from fl_lightning.trainer import FederatedTrainer
 T = TypeVar("T")
 # Fabric and Lightning have loggers of the same names: a short name means Lightning's, which know MLflow too.
 AnyLogger = lightning.pytorch.loggers.Logger | lightning.fabric.loggers.Logger
-# What a parser or a constructor raises when it is given something wrong; anything else is a bug of the code
-# that raised it.
-INPUT_PROBLEMS = (
+# The exceptions of a parser for wrong input; any other exception is a bug of the code that raised it.
+INPUT_ERRORS = (
     ArgumentError,
     ValueError,
     TypeError,
@@ -77,8 +75,10 @@ INPUT_PROBLEMS = (
 
 
 class FederatedCLI(LightningCLI):
-    """Parses ``args`` and builds ``trainer``, ``model`` and ``datamodule``; :meth:`start` runs the trainer's
-    method ``command``.
+    """The parser of a command that is a method of the trainer.
+
+    It parses ``args`` and builds ``trainer``, ``model`` and ``datamodule``; :meth:`start` then calls the
+    trainer's method.
 
     Args:
         command: a method of the trainer; its arguments other than ``method``, ``data`` and ``seed`` become
@@ -151,14 +151,14 @@ class FederatedCLI(LightningCLI):
             sys.stdout.write(text)
             raise SystemExit(0)
         check_environment(settings_of(parser))
-        given = Given(self.args, read_configs(self.args))
+        given = UserInput(self.args, read_configs(self.args))
         check_kind(given.texts)
         self.config = parse(parser, given, flags=_settings_of_classes())
         for group in ("trainer", "model", "data"):
             if not isinstance(self.config[group], Namespace):
                 shown = f"{group}: {self.config[group]}{given.in_file(group)}"
                 raise InputError(
-                    f"{shown}",
+                    shown,
                     f"{group} is a group of settings",
                     f"leave it out or write --{group}.NAME VALUE",
                 )
@@ -168,8 +168,8 @@ class FederatedCLI(LightningCLI):
             raise InputError(
                 "--model.network beside --model.module", "the module is the network", "leave one of them out"
             )
-        for path, action in nulls(self.config, settings_of(parser)):
-            raise InputError.from_text(null_refused(path, action, given))
+        for path, action in wrong_nulls(self.config, settings_of(parser)):
+            raise explain_null(path, action, given)
         self.config_text = self._resolved_text()
         dropped = dropped_names(self.args, given.texts.values(), yaml.safe_load(self.config_text))
         if dropped:
@@ -178,31 +178,30 @@ class FederatedCLI(LightningCLI):
             )
 
     def _parse_ckpt_path(self) -> None:
-        """Nothing: hyper-parameters of a checkpoint must not beat the command line."""
+        """Do nothing: the command line takes precedence over the hyper-parameters of a checkpoint."""
 
     def _set_seed(self) -> None:
-        """Nothing: no global random state; the trainer's streams take the seed."""
+        """Do nothing: the seed goes to the trainer's random streams and not to a global random state."""
 
     def _resolved_text(self) -> str:
-        """The whole configuration as YAML, without what belongs to this call alone (``ckpt_path``)."""
+        """Return the whole configuration as YAML, without arguments of this call such as ``ckpt_path``."""
         config = self.config.clone()
         for name in self.command_arguments:
             config.pop(name)
-        return with_names(lambda: self.parser.dump(config, skip_unset=False))
+        return keeping_names(lambda: self.parser.dump(config, skip_unset=False))
 
     def instantiate_classes(self) -> None:
-        # a module that builds its network in its constructor gets weights that follow from the seed
-        with input_problems(), rng.torch_stream(self.config["seed_everything"], "weights"):
+        # the stream makes the weights of a network that a constructor builds follow from the seed
+        with as_input_errors(), rng.torch_stream(self.config["seed_everything"], "weights"):
             self.config_init = self.parser.instantiate(self.config)
         self.datamodule = self.config_init["data"]
         self.model = self.config_init["model"]
-        with input_problems(
-            MisconfigurationException, RuntimeError
-        ):  # Fabric's words for "this machine cannot do that"
+        # Fabric raises these two where the machine lacks what is asked for
+        with as_input_errors(MisconfigurationException, RuntimeError):
             self.trainer = FederatedTrainer(**self.config_init["trainer"])  # type: ignore[assignment]
 
     def start(self) -> None:
-        """Hand everything to the trainer."""
+        """Call the trainer's method with the method, the data, the seed and the command's arguments."""
         trainer: Any = self.trainer
         trainer.config_text = self.config_text
         trainer.config = yaml.safe_load(self.config_text)
@@ -215,16 +214,15 @@ class FederatedCLI(LightningCLI):
 
 
 class _Stderr(logging.StreamHandler):
-    """Writes to what ``sys.stderr`` is at the time, so that lines appear above a live display and not through
-    it."""
+    """A handler that writes to the current ``sys.stderr``, so that lines appear above a live display."""
 
     def emit(self, record: logging.LogRecord) -> None:
         self.stream = sys.stderr
         super().emit(record)
 
 
-class _FirstRejection(logging.Filter):
-    """Lets through what the log says of the first rejected upload, and counts the others."""
+class _RejectionFilter(logging.Filter):
+    """A filter that shows the first record about a rejected upload, and counts all of them."""
 
     count = 0
 
@@ -237,8 +235,11 @@ class _FirstRejection(logging.Filter):
 
 @contextmanager
 def _log_to_stderr() -> Iterator[None]:
-    """Show the log, and of all rejected uploads the first; the run's summary has their number."""
-    log, rejections = logging.getLogger("fl_lightning"), _FirstRejection()
+    """Return a context in which the log is shown, with the first rejected upload only.
+
+    The summary of the run tells how many there were.
+    """
+    log, rejections = logging.getLogger("fl_lightning"), _RejectionFilter()
     log.setLevel(logging.INFO)
     handler = next((handler for handler in log.handlers if isinstance(handler, _Stderr)), None)
     if handler is None:
@@ -247,7 +248,7 @@ def _log_to_stderr() -> Iterator[None]:
     try:
         yield
     except BaseException:
-        if rejections.count > 1:  # a run that ends well says so in its summary
+        if rejections.count > 1:  # without an error the run's summary tells it
             log.warning(
                 "%d uploads were rejected until then; run.log has the reason of each", rejections.count
             )
@@ -272,7 +273,7 @@ def run(command: str, args: list[str]) -> None:
 
 
 def _run_function(command: str, function: Any, args: list[str]) -> None:
-    """A command without trainer, model and data: its flags are the arguments of ``function``."""
+    """Run a command without trainer, model and data: its flags are the parameters of ``function``."""
     args = with_found_configs(args)
     parser = ArgumentParser(prog=f"python -m fl_lightning {command}", allow_abbrev=False, exit_on_error=False)
     handed = {"resolve": resolve} if COMMANDS[command].resolves else {}
@@ -285,45 +286,50 @@ def _run_function(command: str, function: Any, args: list[str]) -> None:
             words, nargs="*", type=str, metavar=words.upper().removesuffix("S"), help="one or more"
         )
         names.append(words)
-    config = parse(parser, Given(args, read_configs(args)))
-    with input_problems():
+    config = parse(parser, UserInput(args, read_configs(args)))
+    with as_input_errors():
         values = parser.instantiate(config)
     function(**{name: values[name] for name in names}, **handed)
 
 
 def resolve(args: list[str]) -> str:
-    """The whole configuration that ``fit`` has with these arguments, as YAML.
+    """Return the whole configuration that ``fit`` has with these arguments, as YAML.
 
     Raises:
         InputError: ``fit`` would refuse them.
     """
-    with redirect_stderr(StringIO()):  # which settings a class does not know, the run itself says
+    with redirect_stderr(StringIO()):  # the run itself reports the settings that are not used
         return FederatedCLI("fit", args).config_text
 
 
-def parse(parser: ArgumentParser, given: Given, flags: Iterable[str] = ()) -> Namespace:
-    """``parser.parse_args`` whose complaints are :class:`InputError`, in three parts and with the nearest
-    valid name."""
+def parse(parser: ArgumentParser, given: UserInput, flags: Iterable[str] = ()) -> Namespace:
+    """Parse the arguments.
+
+    Raises:
+        InputError: they are wrong; the message has three parts and names the nearest valid name.
+    """
     try:
-        return with_names(lambda: parser.parse_args(given.args))
-    except _TooLarge as error:
+        return keeping_names(lambda: parser.parse_args(given.args))
+    except _OversizeError as error:
         check_size(error.document, given.source_of(error.document))
         raise
-    except INPUT_PROBLEMS as error:
-        raise InputError.from_text(explain(str(error), parser, given, flags)) from error
+    except INPUT_ERRORS as error:
+        raise explain(str(error), parser, given, flags) from error
 
 
-class _TooLarge(Exception):
-    """A YAML text that :func:`check_size` refuses. Not a ValueError: jsonargparse would go on with the next
-    type of a union."""
+class _OversizeError(Exception):
+    """A YAML text that :func:`check_size` refuses.
+
+    It is not a ValueError, after which jsonargparse would try the next type of a union.
+    """
 
     def __init__(self, document: str) -> None:
         super().__init__()
         self.document = document
 
 
-# A class path in a value may not name what runs commands, opens files or loads pickles: jsonargparse would
-# call it.
+# jsonargparse calls what a class path names, so it may not name functions that run commands, open files or
+# load pickles.
 set_parsing_settings(
     import_path_denylist=[
         f"torch.{name}" for name in ("load", "save", "hub", "serialization", "jit", "package")
@@ -332,26 +338,28 @@ set_parsing_settings(
 _load_yaml = get_loader("yaml")
 
 
-def _loaded(document: str) -> Any:
-    """What a flag, a variable of the environment, or a file that is given in place of a value says in
-    YAML."""
+def _load_limited_yaml(document: str) -> Any:
+    """Return the value of a YAML text given by a flag, an environment variable or a file.
+
+    Raises:
+        _OversizeError: the text is too large.
+    """
     try:
         check_size(document, "")
     except InputError:
-        raise _TooLarge(document) from None
+        raise _OversizeError(document) from None
     return _load_yaml(without_base(document))
 
 
-set_loader("yaml", _loaded, exceptions=(yaml.YAMLError,))
+set_loader("yaml", _load_limited_yaml, exceptions=(yaml.YAMLError,))
 
 
-def with_names(function: Callable[[], T]) -> T:
-    """Call what may write a configuration, such that a name given for ``Callable | str`` is written as that
-    name.
+def keeping_names(function: Callable[[], T]) -> T:
+    """Call a function that may write a configuration, so that a name for ``Callable | str`` stays a name.
 
-    jsonargparse tries the callable first, warns that it cannot write a name as one and keeps the warning's
-    text as the value; when the warning is an error it goes on to ``str``. Where that does not help (a lambda
-    as default) it stays a warning.
+    jsonargparse first tries to write such a name as a callable, warns that it cannot, and writes the text of
+    the warning as the value. When the warning is an error, it tries ``str`` next. Where that does not help
+    either, as with a lambda as default, the function is called again and the warning is shown.
     """
     try:
         with warnings.catch_warnings():
@@ -362,16 +370,25 @@ def with_names(function: Callable[[], T]) -> T:
 
 
 def _settings_of_classes() -> Iterator[str]:
-    """``model.alpha``, ``data.num_clients`` and so on, for the suggestion after a mistyped flag."""
+    """Yield the settings of all methods and data, such as ``model.alpha``, to suggest after a typo."""
     for group, cls in (("model", Method), ("data", FederatedData)):
-        for subclass in concrete(cls):
+        for subclass in concrete_classes(cls):
             yield from (f"{group}.{name}" for name in settings_of(subclass))
 
 
 @contextmanager
-def input_problems(*more: type[Exception]) -> Iterator[None]:
-    """What a constructor says about its arguments is about the configuration."""
-    problems: tuple[type[Exception], ...] = (ValueError, ImportError, *more)
+def as_input_errors(*more: type[Exception]) -> Iterator[None]:
+    """Return a context in which an error of a constructor becomes an InputError about the configuration.
+
+    A bug in the user's own code stays the exception that it raised.
+
+    Args:
+        more: exceptions to convert beside ValueError, ImportError and OSError.
+
+    Raises:
+        InputError: a constructor refused its arguments.
+    """
+    converted: tuple[type[Exception], ...] = (ValueError, ImportError, *more)
     try:
         yield
     except InputError:
@@ -382,15 +399,14 @@ def input_problems(*more: type[Exception]) -> Iterator[None]:
             f"it cannot be read ({error.strerror or error})",
             "name one that can",
         ) from error
-    except problems as error:
+    except converted as error:
         if is_bug_of_user(cause := first_cause(error)):
             raise cause from None
-        raise InputError.from_text(condense(str(error))) from error
+        raise InputError.from_text(constructor_message(str(error))) from error
 
 
 def _import_short_names() -> None:
-    """Stressors and meters are known by their class name, and classes of the working directory can be
-    imported."""
+    """Import ``callbacks``, whose classes then have short names; the working directory joins the path."""
     if os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())
     import_callbacks()

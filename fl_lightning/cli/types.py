@@ -1,4 +1,4 @@
-"""Settings and their types in words: what exists, what it may be, what comes close, what could be written."""
+"""Settings for error messages: which ones exist, their types in words, near names, and valid examples."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from lightning.pytorch import LightningModule
 
 Seed = restricted_number_type("Seed", int, [(">=", 0), ("<", 2**63)], docstring="An int >= 0 and below 2^63")
 
-WORDS: dict[Any, str] = {
+TYPE_WORDS: dict[Any, str] = {
     int: "an int",
     float: "a number",
     bool: "true or false",
@@ -26,7 +26,7 @@ WORDS: dict[Any, str] = {
     Seed: "an int >= 0 and below 2^63",
     LightningModule: "the import path of a LightningModule",
 }
-EXAMPLES: dict[Any, str] = {
+TYPE_EXAMPLES: dict[Any, str] = {
     int: "1",
     float: "0.5",
     bool: "true",
@@ -34,11 +34,11 @@ EXAMPLES: dict[Any, str] = {
     Path: "FOLDER",
     LightningModule: "my_package.LitClassifier",
 }
-MANY = 15  # more classes than this are not listed
+MAX_LISTED_CLASSES = 15  # names that a message lists
 
 
 def settings_of(target: ArgumentParser | Callable[..., Any]) -> dict[str, Action]:
-    """Name and action of every setting of a parser, or of every argument of a class."""
+    """Return every setting of a parser, or every argument of a class or function, by its name."""
     if not isinstance(target, ArgumentParser):
         parser = ArgumentParser(exit_on_error=False)
         add = parser.add_class_arguments if inspect.isclass(target) else parser.add_function_arguments
@@ -52,11 +52,12 @@ def settings_of(target: ArgumentParser | Callable[..., Any]) -> dict[str, Action
 
 
 def hint_of(action: Any) -> Any:
-    """The type of a setting, or None when it has none."""
+    """Return the type of a setting; None if it has none."""
     return getattr(action, "_typehint", None) or getattr(action, "type", None)
 
 
 def import_class(class_path: str) -> Any:
+    """Return what a class path names; None if it cannot be imported."""
     module, _, name = class_path.rpartition(".")
     try:
         return getattr(__import__(module, fromlist=[name]), name)
@@ -65,7 +66,9 @@ def import_class(class_path: str) -> Any:
 
 
 def nearest(name: str, valid: Iterable[str]) -> str | None:
-    """The valid name closest to ``name``, compared whole, then by the last part of dotted names.
+    """Return the valid name closest to ``name``; None if none is close.
+
+    Whole names are compared first, then the last parts of dotted names.
 
     >>> nearest("max_round", ["trainer.max_rounds", "seed_everything"])
     'trainer.max_rounds'
@@ -76,14 +79,12 @@ def nearest(name: str, valid: Iterable[str]) -> str | None:
     leaves = {option.rpartition(".")[2].lower(): option for option in reversed(valid)}
     for written, options in ((name.lower(), lowered), (leaf, leaves)):
         if near := get_close_matches(written, options, n=5, cutoff=0.75):
-            swapped = [
-                option for option in near if sorted(option) == sorted(written)
-            ]  # two letters in each other's place
+            swapped = [option for option in near if sorted(option) == sorted(written)]  # letters swapped
             return options[(swapped or near)[0]]
     return None
 
 
-SLIPS = {
+FOREIGN_NAMES = {
     "seed": "seed_everything",
     "random_seed": "seed_everything",
     "random_state": "seed_everything",
@@ -117,21 +118,23 @@ SLIPS = {
     "resume_from_checkpoint": "ckpt_path",
     "checkpoint": "ckpt_path",
 }
-"""What other programs call a setting, by its whole name or by the last part of it, and what it is called
-here."""
-EPOCHS = ("epochs", "max_epochs", "num_epochs", "n_epochs", "max_epoch")
+"""The name of a setting here, by the name that other programs give it (the whole or its last part)."""
+EPOCH_NAMES = ("epochs", "max_epochs", "num_epochs", "n_epochs", "max_epoch")
 
 
-def meant(name: str, valid: Iterable[str]) -> str | None:
-    """The setting that ``name`` probably means, and what to know about it: one that ends alike, a known slip,
-    or the nearest.
+def intended_setting(name: str, valid: Iterable[str]) -> str | None:
+    """Return the setting that ``name`` probably means; None if there is no such setting.
 
-    >>> meant("trainer.gpus", ["trainer.tags"]), meant("batch_size", ["data.batch_size", "data"])
-    ('trainer.devices', 'data.batch_size')
+    It is the one with the same last part, one that other programs call so, or the nearest name.
+
+    >>> intended_setting("trainer.gpus", ["trainer.tags"])
+    'trainer.devices'
+    >>> intended_setting("batch_size", ["data.batch_size", "data"])
+    'data.batch_size'
     """
     valid = list(valid)
     leaf = name.rpartition(".")[2]
-    if leaf in EPOCHS:
+    if leaf in EPOCH_NAMES:
         return (
             "trainer.max_rounds for rounds of the federation, --trainer.local_epochs for a client's "
             "passes over its data"
@@ -139,11 +142,11 @@ def meant(name: str, valid: Iterable[str]) -> str | None:
     alike = [option for option in valid if option.rpartition(".")[2] == leaf]
     if alike:
         return alike[0]
-    return SLIPS.get(name) or SLIPS.get(leaf) or nearest(name, valid)
+    return FOREIGN_NAMES.get(name) or FOREIGN_NAMES.get(leaf) or nearest(name, valid)
 
 
 def members(hint: Any) -> Iterator[Any]:
-    """The members of a union, flattened, or the type itself."""
+    """Yield the members of a union and of the unions in it, or a type that is none."""
     if get_origin(hint) in (Union, UnionType):
         for member in get_args(hint):
             yield from members(member)
@@ -152,58 +155,60 @@ def members(hint: Any) -> Iterator[Any]:
 
 
 def is_list(hint: Any) -> bool:
+    """Return whether a type is a list, or a list or null."""
     return {get_origin(member) for member in members(hint) if member is not NoneType} == {list}
 
 
 def _class_of(hint: Any) -> type | None:
-    """The class whose subclasses may be named: ``C``, ``list[C]`` or ``Callable[..., C]``."""
+    """Return the class C of ``C``, ``list[C]`` or ``Callable[..., C]``, whose subclasses may be named."""
     if get_origin(hint) is list:
         hint = get_args(hint)[0]
     elif get_origin(hint) is not None and get_args(hint) and get_origin(hint) is not Literal:
         hint = get_args(hint)[-1]
-    return hint if inspect.isclass(hint) and hint not in WORDS else None
+    return hint if inspect.isclass(hint) and hint not in TYPE_WORDS else None
 
 
 def choices(hint: Any) -> list[str]:
-    """Names that may be written for a setting: literals and short class names."""
+    """Return the names that may be written for a setting: literals and short class names."""
     names: dict[str, None] = {}
     for member in members(hint):
         if get_origin(member) is Literal:
             names.update(dict.fromkeys(map(str, get_args(member))))
-        elif (
-            cls := _class_of(member)
-        ) is not None and cls is not LightningModule:  # all that are known are methods, which are none
-            subclasses = {c.__name__ for c in concrete(cls) if c is not cls}
+        # of LightningModule no subclass is listed: the known ones are methods
+        elif (cls := _class_of(member)) is not None and cls is not LightningModule:
+            subclasses = {c.__name__ for c in concrete_classes(cls) if c is not cls}
             names.update(dict.fromkeys(sorted(subclasses) or [cls.__name__]))
     return list(names)
 
 
-def concrete(cls: type) -> Iterator[type]:
-    """``cls`` and its subclasses, those that can be built."""
+def concrete_classes(cls: type) -> Iterator[type]:
+    """Yield those of ``cls`` and its subclasses that can be built."""
     if not inspect.isabstract(cls) and not cls.__name__.startswith("_"):
         yield cls
     subclasses: list[type] = cls.__subclasses__()
     for subclass in subclasses:
-        yield from concrete(subclass)
+        yield from concrete_classes(subclass)
 
 
-def describe(hint: Any) -> str:
-    """The rule of a type in words.
+def type_in_words(hint: Any) -> str:
+    """Return the values that a type allows, in words.
 
-    >>> describe(Literal["a", "b"] | None)
+    >>> type_in_words(Literal["a", "b"] | None)
     'a, b or null'
     """
     words: dict[str, None] = {}
     for member in sorted(members(hint), key=lambda member: get_origin(member) is list):
         cls = _class_of(member)
         names = choices(member)
-        if len(names) > MANY and cls is not None:
+        if len(names) > MAX_LISTED_CLASSES and cls is not None:
             names = [f"a class of {cls.__name__}"]
         if get_origin(member) is list:
-            names = [f"a list of {', '.join(names) or describe(get_args(member)[0])}"]
+            names = [f"a list of {', '.join(names) or type_in_words(get_args(member)[0])}"]
         words.update(
             dict.fromkeys(
-                [WORDS[member]] if member in WORDS else names or [getattr(member, "__name__", str(member))]
+                [TYPE_WORDS[member]]
+                if member in TYPE_WORDS
+                else names or [getattr(member, "__name__", str(member))]
             )
         )
     *most, last = words
@@ -211,7 +216,7 @@ def describe(hint: Any) -> str:
 
 
 def example_of(action: Any) -> str:
-    """Something valid to write for a setting: its default, else an example of its type."""
+    """Return a valid value for a setting: its default, or an example of its type."""
     default = getattr(action, "default", None)
     if isinstance(default, bool):
         return str(default).lower()
@@ -219,6 +224,6 @@ def example_of(action: Any) -> str:
         return str(default)
     hint = hint_of(action)
     for member in members(hint):
-        if example := EXAMPLES.get(member) or next(iter(choices(member)), None):
+        if example := TYPE_EXAMPLES.get(member) or next(iter(choices(member)), None):
             return example
     return "VALUE"

@@ -1,8 +1,8 @@
-"""Checkpoints: a folder of safetensors and JSON with a manifest of hashes. Nothing in it can run code.
+"""Checkpoints: folders of safetensors and JSON with a manifest of hashes. No file in them can run code.
 
-A checkpoint is written aside, synced and renamed, so a folder with its final name is complete; a folder whose
-files do not match its manifest is refused by name. Names that begin with a dot are work in progress or on its
-way out, and are never read.
+A checkpoint is written to a hidden folder, synced and then renamed, so a folder with its final name is
+complete. A folder whose files do not match its manifest is refused. Folders whose names begin with a dot are
+being written or being removed, and are never read.
 """
 
 from __future__ import annotations
@@ -27,15 +27,29 @@ Tensors = Mapping[str, Mapping[str, Tensor]]
 
 
 class CheckpointError(ThreePartError, ValueError):
-    """The folder is not a checkpoint, or it is damaged. The parts after the first may be left out."""
+    """A folder that is not a checkpoint, or a damaged one.
+
+    Args:
+        given: the folder, and what is wrong with it.
+        rule: what a checkpoint has to be; may be left out.
+        instead: what to do; may be left out.
+    """
 
     def __init__(self, given: str, rule: str = "", instead: str = "") -> None:
         super().__init__(given, rule, instead)
 
 
 def save_checkpoint(folder: Path, tensors: Tensors, documents: Mapping[str, object]) -> None:
-    """Write ``<name>.safetensors`` for each group of tensors and ``<name>.json`` for each document, or
-    nothing at all."""
+    """Write a checkpoint as a whole, or nothing at all.
+
+    Args:
+        folder: the folder to write; an earlier checkpoint there is replaced.
+        tensors: each group of tensors becomes ``<name>.safetensors``.
+        documents: each document becomes ``<name>.json``.
+
+    Raises:
+        OSError: the disk does not take it.
+    """
     files = {f"{name}.safetensors": save_tensors(_separate(group)) for name, group in tensors.items()}
     files |= {f"{name}.json": json.dumps(document).encode() for name, document in documents.items()}
     files[MANIFEST] = json.dumps(
@@ -57,7 +71,7 @@ def save_checkpoint(folder: Path, tensors: Tensors, documents: Mapping[str, obje
 
 
 def load_checkpoint(folder: Path) -> tuple[dict[str, dict[str, Tensor]], dict[str, Any]]:
-    """Read back what :func:`save_checkpoint` wrote: tensors and documents, by name.
+    """Return the tensors and the documents that :func:`save_checkpoint` wrote, each by name.
 
     Raises:
         CheckpointError: a file is missing, foreign, or does not match the manifest.
@@ -85,17 +99,19 @@ def load_checkpoint(folder: Path) -> tuple[dict[str, dict[str, Tensor]], dict[st
         return tensors, {Path(n).stem: json.loads(data) for n, data in files.items() if n.endswith(".json")}
     except (ValueError, RecursionError, safetensors.SafetensorError) as error:
         raise CheckpointError(
-            f"{folder} holds a file in another format ({error}); use an earlier checkpoint"
+            f"{folder} holds a file in another format ({error})",
+            "a checkpoint holds safetensors and JSON",
+            "use an earlier checkpoint",
         ) from None
 
 
 def checkpoints_in(folder: Path) -> list[Path]:
-    """The complete checkpoints ``round_*`` of a run, newest first."""
+    """Return the complete checkpoints ``round_*`` in a folder, newest first."""
     return sorted((path for path in folder.glob("round_*") if path.is_dir()), reverse=True)
 
 
 def remove_checkpoint(folder: Path) -> None:
-    """Take its name away first: no instant shows half a checkpoint."""
+    """Remove a checkpoint; it is renamed first, so that half a checkpoint is never seen."""
     if folder.exists():
         aside = folder.with_name(f".{folder.name}.removing")
         disk.remove(aside)
@@ -104,7 +120,7 @@ def remove_checkpoint(folder: Path) -> None:
 
 
 def _separate(group: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Contiguous tensors of which no two share memory; safetensors takes no others."""
+    """Return contiguous tensors that share no memory, since safetensors takes no others."""
     seen: set[int] = set()
     tensors = {}
     for name, tensor in group.items():

@@ -1,5 +1,7 @@
-"""What a run leaves on disk: ``config.yaml metadata.json metrics.csv ledger.csv partition.json checkpoints/
-figures/``."""
+"""The directory of a run and the names in it.
+
+It holds ``config.yaml metadata.json metrics.csv ledger.csv partition.json checkpoints/ figures/``.
+"""
 
 from __future__ import annotations
 
@@ -14,26 +16,33 @@ from typing import TYPE_CHECKING, Any
 
 from fl_lightning.errors import InputError
 from fl_lightning.run.checkpoint import Tensors, checkpoints_in, remove_checkpoint, save_checkpoint
-from fl_lightning.run.tables import Mark, Table
+from fl_lightning.run.tables import CsvTable, Mark
 from fl_lightning.support.disk import replace
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
-# bytes; file systems allow 255, and a name gets a number, or ".PID.creating" while its folder is made
+# in bytes: file systems allow 255, and a number or ".PID.creating" may be added to a name
 LONGEST_NAME = 200
 
 
 class RunDirectory:
-    """``<root>/<experiment>/<name>/``."""
+    """The directory ``<root>/<experiment>/<name>/`` of one run.
 
-    def __init__(self, path: Path) -> None:
+    Args:
+        path: the directory.
+        writes: False on ranks other than 0, which know the directory and leave it as it is: whatever would
+            write to it does nothing.
+    """
+
+    def __init__(self, path: Path, *, writes: bool = True) -> None:
         self.path = path
+        self.writes = writes
         self.checkpoints = path / "checkpoints"
         self.figures = path / "figures"
         self.tables = {
-            name: Table(path / f"{name}.csv", self.checkpoints / f"{name}.csv")
+            name: CsvTable(path / f"{name}.csv", self.checkpoints / f"{name}.csv", writes=writes)
             for name in ("metrics", "ledger")
         }
         self._lock: int | None = None
@@ -42,17 +51,22 @@ class RunDirectory:
     def create(
         cls, root: Path, experiment: str, name: str, files: Mapping[str, str], *, only: str = ""
     ) -> RunDirectory:
-        """A new directory with these files in it, made aside and renamed: a run that can be seen has its
-        configuration.
+        """Create the directory of a new run.
 
-        A name that exists gets a number: nothing is overwritten. Of two processes that want the same name,
-        one gets it.
+        It is made under a hidden name and renamed, so a run that can be seen has its configuration. Nothing
+        is overwritten: where ``name`` exists, the run gets ``name-2``, ``name-3`` and so on. Where two
+        processes ask for the same name at once, they get different ones.
 
         Args:
-            only: the one name, number included, that will do; empty: any.
+            root: the folder of all experiments.
+            experiment: the folder of the experiment in it.
+            name: the name that the run is to have.
+            files: text of each file that the new directory holds, by name.
+            only: the name, number included, that the run must get; empty: any number will do.
 
         Raises:
             InputError: another process has taken ``only``.
+            OSError: the folder cannot be written.
         """
         folder = root / experiment
         aside = folder / f".{name}.{os.getpid()}.creating"
@@ -71,8 +85,8 @@ class RunDirectory:
 
     @property
     def created(self) -> float:
-        """When the run was made, seconds since 1970."""
-        path = self.path / "partition.json"  # written once
+        """The time at which the run was made, in seconds since 1970."""
+        path = self.path / "partition.json"  # this file is written once
         return (path if path.exists() else self.path).stat().st_mtime
 
     def lock(self) -> None:
@@ -102,12 +116,18 @@ class RunDirectory:
             self._lock = None
 
     def rewind(self, round: int, marks: Mapping[str, Mark], *, changed: bool) -> None:
-        """Go back to the end of ``round``.
+        """Take the tables and the checkpoints back to the end of a round.
 
-        Where that leaves later checkpoints behind, or the configuration has changed, they and the records as
-        they were go to
-        ``superseded_<n>/``: nothing is lost.
+        If there are later checkpoints, or the configuration has changed, nothing is lost: the checkpoints are
+        moved to ``superseded_<n>/``, and the configuration and the tables are copied there first.
+
+        Args:
+            round: the last round that stays.
+            marks: where each table stood at the end of that round, by name.
+            changed: whether the configuration has changed.
         """
+        if not self.writes:
+            return
         self.figures.mkdir(exist_ok=True)
         self.checkpoints.mkdir(exist_ok=True)
         for leftover in self.checkpoints.glob(".*ing"):
@@ -131,26 +151,39 @@ class RunDirectory:
         return path
 
     def save_checkpoint(self, round: int, tensors: Tensors, documents: Mapping[str, object]) -> None:
-        save_checkpoint(self.checkpoints / checkpoint_name(round), tensors, documents)
+        """Write the checkpoint of a round, see :func:`fl_lightning.run.checkpoint.save_checkpoint`."""
+        if self.writes:
+            save_checkpoint(self.checkpoints / checkpoint_name(round), tensors, documents)
 
     def prune(self, keep: int, best: int) -> None:
         """Remove all checkpoints but the ``keep`` newest and that of round ``best``."""
+        if not self.writes:
+            return
         for old in checkpoints_in(self.checkpoints)[keep:]:
             if old.name != checkpoint_name(best):
                 remove_checkpoint(old)
 
     def write(self, name: str, text: str) -> None:
-        replace(self.path / name, text.encode())
+        """Write or replace one file of the directory, as a whole."""
+        if self.writes:
+            replace(self.path / name, text.encode())
 
     def write_json(self, name: str, document: object) -> None:
+        """Write or replace one JSON file of the directory, as a whole."""
         self.write(name, to_json(document))
 
     def read_json(self, name: str) -> dict[str, Any]:
-        """As :func:`read_json`."""
+        """Return the mapping in a JSON file of the directory, see :func:`read_json`."""
         return read_json(self.path / name)
 
     def save_figure(self, name: str, figure: Figure) -> list[Path]:
-        """As ``figures/<name>.png`` and ``.pdf``."""
+        """Write a figure as ``figures/<name>.png`` and ``.pdf``, and return these paths.
+
+        Raises:
+            InputError: the name leads out of ``figures/``.
+        """
+        if not self.writes:
+            return []
         paths = [self.figure(f"{name}.{suffix}") for suffix in ("png", "pdf")]
         for path in paths:
             data = BytesIO()
@@ -159,10 +192,10 @@ class RunDirectory:
         return paths
 
     def figure(self, name: str) -> Path:
-        """Where a figure's file goes.
+        """Return the path of a file in ``figures/``.
 
         Raises:
-            ValueError: the name leads out of the run directory.
+            InputError: the name leads out of ``figures/``.
         """
         if not is_plain_name(name):
             raise InputError(
@@ -172,7 +205,7 @@ class RunDirectory:
 
 
 def _claim(aside: Path, folder: Path, name: str, only: str) -> Path:
-    """Give ``aside`` the first free name."""
+    """Rename the folder ``aside`` to the first free name of a run, and return its path."""
     while True:
         path = folder / free_name(folder, name)
         if only and path.name != only:
@@ -189,8 +222,7 @@ def _claim(aside: Path, folder: Path, name: str, only: str) -> Path:
 
 
 def free_name(folder: Path, name: str) -> str:
-    """``name`` if there is no such file in ``folder``, else the first of ``name-2``, ``name-3`` ... that is
-    free."""
+    """Return the first of ``name``, ``name-2``, ``name-3`` ... that does not exist in ``folder``."""
     number, free = 1, name
     while os.path.lexists(folder / free):
         number += 1
@@ -199,22 +231,23 @@ def free_name(folder: Path, name: str) -> str:
 
 
 def checkpoint_name(round: int) -> str:
+    """Return the name of a round's checkpoint folder."""
     return f"round_{round:06d}"
 
 
 def check_name(name: str, given: str) -> None:
-    """Refuse what cannot name a run or an experiment.
+    """Refuse a name that a run or an experiment cannot have.
 
     Args:
         name: the name.
         given: how the user gave it, for the message.
 
     Raises:
-        ValueError: it is no plain name, no UTF-8, or longer than ``LONGEST_NAME``.
+        InputError: it is not a plain name, not UTF-8, or longer than ``LONGEST_NAME`` bytes.
     """
     if not is_plain_name(name):
         raise InputError(
-            f"{given}", "it names one folder inside default_root_dir", "write a name without '/', in UTF-8"
+            given, "it names one folder inside default_root_dir", "write a name without '/', in UTF-8"
         )
     if (size := len(name.encode())) > LONGEST_NAME:
         raise InputError(
@@ -225,15 +258,14 @@ def check_name(name: str, given: str) -> None:
 
 
 def is_plain_name(name: str) -> bool:
-    """Whether ``name`` is UTF-8 that names a file or a folder in the folder that it is put in, and nothing
-    else; not a hidden one."""
-    if any("\ud800" <= character <= "\udfff" for character in name):  # what Python makes of other bytes
+    """Return whether ``name`` is UTF-8 and names one visible file or folder, without leading elsewhere."""
+    if any("\ud800" <= character <= "\udfff" for character in name):  # bytes that are not UTF-8
         return False
     return name != "" and Path(name).name == name and not re.search(r"^\.|[\\\x00-\x1f\x7f]", name)
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The mapping in a file; empty when there is none, or it cannot be read."""
+    """Return the mapping in a JSON file; empty when the file is missing, unreadable or no mapping."""
     try:
         document = json.loads(path.read_bytes())
     except (OSError, ValueError, RecursionError):
@@ -242,11 +274,12 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def to_json(document: object) -> str:
+    """Return a document as indented JSON; a value that JSON does not know becomes its text."""
     return json.dumps(document, indent=1, default=str) + "\n"
 
 
 def numbered(folder: Path, name: str) -> list[Path]:
-    """The runs called ``name``, ``name-2``, ``name-3`` ... in ``folder``, latest first."""
+    """Return the runs called ``name``, ``name-2``, ``name-3`` ... in ``folder``, latest first."""
     pattern = re.compile(rf"{re.escape(name)}(?:-(\d+))?")
     found = [
         (int(match[1] or 1), path)

@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM as exceptions, held back where a half-done write would hurt."""
+"""A context that turns Ctrl-C and SIGTERM into exceptions, and can hold them back while files are written."""
 
 from __future__ import annotations
 
@@ -11,14 +11,13 @@ from typing import Any
 
 
 class Interrupts:
-    """While entered, the first SIGINT raises KeyboardInterrupt and the first SIGTERM (SLURM's notice)
-    SystemExit(143).
+    """A context in which SIGINT raises KeyboardInterrupt and SIGTERM raises SystemExit(143).
 
-    Python calls handlers between its own instructions, so the operation at work is finished first. Signals
-    after the first are dropped until :meth:`release`: whoever presses Ctrl-C twice does not interrupt the
-    checkpoint that the first one asked for. A signal that the process ignores (nohup) stays ignored. What a
-    handler raises inside a destructor or a callback of ``os.fork`` Python prints and drops; :meth:`check`
-    raises it again.
+    Only the first signal counts; SLURM sends SIGTERM before it kills a job. Later ones are dropped until
+    :meth:`release`, so a second Ctrl-C does not interrupt the checkpoint that the first one asked for. A
+    signal that the process ignores (nohup) stays ignored. Python calls handlers between its own
+    instructions, so the running operation is finished first. Python prints and drops an exception that a
+    handler raises inside a destructor or a callback of ``os.fork``; :meth:`check` raises it again.
     """
 
     def __init__(self) -> None:
@@ -61,8 +60,12 @@ class Interrupts:
         return self._received != 0
 
     def check(self) -> None:
-        """Raise what the first signal asked for, if there was one: what it raised at the time may have been
-        lost."""
+        """Raise the exception of the first signal again, if there was one, since Python may have dropped it.
+
+        Raises:
+            KeyboardInterrupt: it was SIGINT.
+            SystemExit: it was SIGTERM; the exit code is 143.
+        """
         if self._received == signal.SIGTERM:
             sys.exit(128 + signal.SIGTERM)
         if self._received:
@@ -70,7 +73,7 @@ class Interrupts:
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """A signal that comes within the block is raised at its end."""
+        """Return a context that raises the exception of a signal at its end and not before."""
         self._held = True
         try:
             yield
@@ -79,10 +82,10 @@ class Interrupts:
         self.check()
 
     def ignore(self) -> None:
-        """From here on signals are dropped, until :meth:`release`."""
+        """Drop signals from here on, until :meth:`release`."""
         self._ignored = True
 
     def release(self) -> None:
-        """Signals are raised again, and those of before are forgotten."""
+        """Forget the signals so far, and raise exceptions for new ones again."""
         self._held = self._ignored = False
         self._received = 0

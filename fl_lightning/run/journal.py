@@ -1,4 +1,4 @@
-"""Where a run is written while it goes on: its directory, ``metadata.json`` and the trackers."""
+"""The journal writes a run while it goes on: its directory, ``metadata.json`` and the loggers."""
 
 from __future__ import annotations
 
@@ -15,11 +15,10 @@ from fl_lightning.distributed import collectives
 from fl_lightning.errors import InputError, RunStopped
 from fl_lightning.loop import Federation
 from fl_lightning.run.directory import RunDirectory, to_json
-from fl_lightning.run.follower import Follower
 from fl_lightning.run.log import RunLog
 from fl_lightning.run.metadata import (
-    continued,
-    describe,
+    continued_metadata,
+    describe_run,
     is_tracked_elsewhere,
     milliseconds,
     now,
@@ -40,19 +39,22 @@ log = logging.getLogger("fl_lightning")
 
 
 class Journal:
-    """Begun or continued by :meth:`open`; :meth:`finish` says that the run is complete. Ranks other than 0 go
-    along and write nothing.
+    """The writer of one run's directory, ``metadata.json`` and trackers.
+
+    :meth:`open` begins or continues the run, and :meth:`finish` marks it as complete. On ranks other than 0
+    the same calls write nothing.
 
     Args:
-        start: the run that is continued, or none.
-        progress: how far it is.
+        start: the run that is continued, or a start without one.
+        progress: the rounds that are done.
         config: text of ``config.yaml``.
         root, experiment, name: a new run goes to ``<root>/<experiment>/<name>``.
-        logger: true for MLflow, false for none, or any Lightning loggers.
+        logger: True for MLflow, False for none, or any Lightning loggers.
 
     Attributes:
-        run: its directory; of a new run, from :meth:`open` on.
-        metadata: what ``metadata.json`` holds.
+        run: the run's directory; a new run has one from :meth:`open` on.
+        metadata: the content of ``metadata.json``.
+        tracker: the run's loggers, from :meth:`open` on.
     """
 
     run: RunDirectory
@@ -77,7 +79,7 @@ class Journal:
             self.run = RunDirectory(start.run)
 
     def is_finished(self, max_rounds: int, stopped_early: str) -> bool:
-        """The run that is to be continued has nothing left to do: say so and leave it alone."""
+        """Return whether the run that is to be continued is complete, and log that it is."""
         done = self.progress.done.round
         if self.start.run is None or self.run.read_json("metadata.json").get("status") != "finished":
             return False
@@ -89,7 +91,7 @@ class Journal:
 
     @property
     def engine(self) -> str | None:
-        """The engine that the run was begun with; None for a new one."""
+        """Name of the engine that the run was started with; None for a new run."""
         return None if self.start.run is None else self.run.read_json("metadata.json").get("engine")
 
     def open(
@@ -100,23 +102,25 @@ class Journal:
         tags: Mapping[str, str],
         log_file: RunLog,
     ) -> None:
-        """Create the run, or lock it and take it back to the end of its last whole round.
+        """Create the run, or lock it and take it back to the end of its last complete round.
 
         Args:
-            engine: the name of the engine that trains.
-            tags: what the user wants to find the run by.
-            log_file: what goes to ``run.log`` from here on.
+            fed: the federation that is trained.
+            engine: name of the engine that trains it.
+            command_line: the words of the command that started the run.
+            tags: the user's own tags, by which the run can be found.
+            log_file: the log, which is written to ``run.log`` in the run directory from here on.
 
         Raises:
-            InputError: the folder cannot be written, or another process is at the run.
+            InputError: the folder cannot be written, or another process is writing the run.
         """
-        collectives.barrier()  # all have read what rank 0 is about to change
+        collectives.barrier()  # every rank has read the files that rank 0 changes next
         self.metadata = {
-            **describe(fed, engine, self.progress.partition, command_line),
+            **describe_run(fed, engine, self.progress.partition, command_line),
             "tags": redact_settings(tags or {}),
         }
         if not fed.fabric.is_global_zero:
-            self.run = Follower(Path(collectives.from_rank_zero("")))
+            self.run = RunDirectory(Path(collectives.from_rank_zero("")), writes=False)
         else:
             if self.start.run is None:
                 self.run = self._create(fed)
@@ -144,7 +148,7 @@ class Journal:
             "metadata.json": to_json(self.metadata),
         }
         try:
-            return RunDirectory.create(self.root, self.experiment, self.name, files, only=self.start.free)
+            return RunDirectory.create(self.root, self.experiment, self.name, files, only=self.start.new_name)
         except OSError as error:
             raise InputError(
                 f"--trainer.default_root_dir {self.root}",
@@ -156,36 +160,37 @@ class Journal:
         done, changed = self.progress.done, self.progress.changed
         self.run.lock()
         log.info("continuing %s after round %d", self.run.path, done.round)
-        self.metadata = continued(self.run.read_json("metadata.json"), self.metadata, done.round)
+        self.metadata = continued_metadata(self.run.read_json("metadata.json"), self.metadata, done.round)
         if is_tracked_elsewhere(self.metadata, self.run.path):
             log.info(
-                "%s is a copy of %s: it gets a record of its own",
+                "%s is a copy of %s; it gets a record of its own",
                 self.run.path,
                 self.metadata["tracking_run_dir"],
             )
             self.metadata |= {"tracking_run_id": None, "tracking_run_dir": None}
         self.run.rewind(done.round, done.tables, changed=changed)
         self._restore_partition(fed)
-        self.progress.prune(self.run)  # a kill may have come in between
+        self.progress.prune(self.run)  # the process may have been killed before it pruned
         if changed or changed_settings(config_of(self.run.path), flatten(self.progress.settings)):
             self.run.write("config.yaml", self.config)
         self.note()
 
     def _restore_partition(self, fed: Federation) -> None:
-        """Write ``partition.json`` anew where it does not say what the partition is: that follows from the
-        data and the seed."""
+        """Write ``partition.json`` again where it is not that of the data and the seed."""
         text = to_json(fed.data.partition_summary())
         if self.run.read_json("partition.json") != json.loads(text):
             log.warning(
-                "%s does not describe this run's partition; it is written anew",
+                "%s does not describe this run's partition; it is written again",
                 self.run.path / "partition.json",
             )
             self.run.write("partition.json", text)
 
     @contextmanager
     def writing(self) -> Iterator[None]:
-        """Raises:
-        RunStopped: the run directory cannot be written any more.
+        """Return a context in which an error of the file system stops the run with one line.
+
+        Raises:
+            RunStopped: the run directory cannot be written any more.
         """
         try:
             yield
@@ -197,34 +202,35 @@ class Journal:
             ) from error
 
     def track(self) -> None:
-        """Start the trackers, without waiting for them."""
+        """Start the trackers without waiting for them, and give them the rounds before this start."""
         self.tracker.start(params=self.progress.settings, tags=tags_of(self.metadata, self.run.path))
         if self.start.run is not None:
             self.tracker.catch_up(self.progress.history, round_times(self.metadata, self.progress.history))
         self.tracker.log_artifact(self.run.path / "config.yaml")
 
     def log_round(self, metrics: Mapping[str, float], round: int) -> None:
-        """The round's metrics to the trackers."""
+        """Give the metrics of a round to the trackers."""
         self.tracker.log_metrics(metrics, step=round)
         self._note_tracker()
 
     def _note_tracker(self) -> None:
-        """The store's run, as soon as it is known. A run that is killed before is found by its directory."""
+        """Note the id of the store's run as soon as it is known.
+
+        The run of a process that is killed before that is found by its directory.
+        """
         if self.tracker.run_id not in (None, self.metadata["tracking_run_id"]):
             self.note(tracking_run_id=self.tracker.run_id, tracking_run_dir=str(self.run.path.absolute()))
 
     def stop(self, status: Status) -> None:
-        """Close the trackers of a run that ends early."""
+        """Close the trackers of a run that ends early, and note when it ended."""
         stopped = now()
         missing = self.tracker.finish(status, {}, milliseconds(stopped))
-        with suppress(
-            OSError
-        ):  # a disk that is full has been named already, and so has a directory that is gone
+        with suppress(OSError):  # a full disk or a missing directory has been reported already
             (self.run.path / "metadata.json").stat()
             self.note(stopped=stopped, **self._tracked(missing))
 
     def _tracked(self, missing: Mapping[str, int]) -> dict[str, Any]:
-        """What is noted of the trackers at the end."""
+        """Return the entries of ``metadata.json`` about the trackers at the end of a run."""
         run_id = self.tracker.run_id or self.metadata["tracking_run_id"]
         found = {
             "tracking_run_id": run_id,
@@ -233,7 +239,7 @@ class Journal:
         return found | ({"untracked_rounds": dict(missing)} if missing else {})
 
     def note(self, **entries: Any) -> None:
-        """Write ``metadata.json``, with ``entries`` added."""
+        """Add entries to the metadata and write ``metadata.json``."""
         self.metadata |= entries
         self.run.write_json("metadata.json", self.metadata)
 
@@ -256,11 +262,16 @@ class Journal:
     def finish(
         self, summary: Mapping[str, float], weights: str, *, stopped_early: str = "", kept: bool = True
     ) -> None:
-        """The run is complete; ``weights`` is the hash of its final ones, ``stopped_early`` why it made fewer
-        rounds than it was to, ``kept`` whether its directory stays.
+        """Mark the run as complete and close its trackers.
 
-        Every step can be done twice: ``finished`` is written last, and a run killed before that does them
-        again.
+        Every step can be done twice: ``finished`` is written last, and a run that is killed before that does
+        the steps again when it is continued.
+
+        Args:
+            summary: the ``final/*`` metrics.
+            weights: SHA-256 of the final weights.
+            stopped_early: why the run has fewer rounds than ``max_rounds``; empty if it has not.
+            kept: whether the run directory stays after this call.
         """
         rejected = int(sum(row["clients/rejected"] for row in self.progress.history))
         finished = now()
@@ -279,9 +290,9 @@ class Journal:
         missing = self.tracker.finish("FINISHED", summary, milliseconds(finished))
         self.note(**end, **self._tracked(missing))
         if kept:
-            log.info("%s", self._closing(summary, rejected, stopped_early))
+            log.info("%s", self._closing_text(summary, rejected, stopped_early))
 
-    def _closing(self, summary: Mapping[str, float], rejected: int, stopped_early: str) -> str:
+    def _closing_text(self, summary: Mapping[str, float], rejected: int, stopped_early: str) -> str:
         megabytes = sum(row["comm/total_bytes"] for row in self.progress.history) / 1e6
         lines = [
             f"finished: {self.progress.done.round} rounds, {megabytes:.1f} MB over the wire",
@@ -297,6 +308,6 @@ class Journal:
         return "\n".join(lines)
 
     def close(self) -> None:
-        """Let another process continue the run."""
+        """Unlock the run, so that another process may continue it."""
         if self.is_open or self.start.run is not None:
             self.run.unlock()

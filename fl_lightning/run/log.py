@@ -1,4 +1,4 @@
-"""``run.log``: what the project logged during a run, and the traceback of the error that ended it."""
+"""The file ``run.log``: the project's log records of a run, and the traceback of the error that ended it."""
 
 from __future__ import annotations
 
@@ -19,8 +19,10 @@ MAX_BUFFERED = 10_000  # records before the run has a directory
 
 
 class RunLog:
-    """While entered, keeps the records of the logger ``fl_lightning``; from :meth:`write_to` on they are in
-    the run's ``run.log``."""
+    """A context that keeps the records of the logger ``fl_lightning`` and writes them to ``run.log``.
+
+    The records are kept in memory until :meth:`write_to` names the run directory.
+    """
 
     def __init__(self) -> None:
         self.path: Path | None = None
@@ -40,7 +42,7 @@ class RunLog:
         """Append to ``run.log`` in this run directory from here on, beginning with the records kept so far.
 
         Raises:
-            OSError: it cannot be opened, or is a symbolic link.
+            OSError: the file cannot be opened, or is a symbolic link.
         """
         before, handler = self._handler, _FileHandler(run / NAME)
         if isinstance(before, MemoryHandler):
@@ -70,13 +72,15 @@ class RunLog:
 
 
 class _FileHandler(logging.StreamHandler):
-    """Appends lines with UTC times and without secrets; a disk that takes no more does not end the run from
-    here."""
+    """A log handler that appends lines with UTC times and without secrets.
+
+    It raises nothing: a full disk does not end the run because of the log.
+    """
 
     def __init__(self, path: Path) -> None:
         self.file = open_own(path, "a")
         super().__init__(self.file)
-        formatter = _Redacting("%(asctime)s %(levelname)s %(message)s", "%Y-%m-%dT%H:%M:%SZ")
+        formatter = _RedactingFormatter("%(asctime)s %(levelname)s %(message)s", "%Y-%m-%dT%H:%M:%SZ")
         formatter.converter = time.gmtime
         self.setFormatter(formatter)
 
@@ -88,6 +92,6 @@ class _FileHandler(logging.StreamHandler):
         pass
 
 
-class _Redacting(logging.Formatter):
+class _RedactingFormatter(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
         return redact(super().format(record))

@@ -1,5 +1,7 @@
-"""What ``metadata.json`` says of a run: what it computes, with what, when, and how it ended. Nothing of the
-environment."""
+"""The content of ``metadata.json``: what a run computes, on what, when, and how it ended.
+
+Environment variables are not part of it, since they may hold secrets.
+"""
 
 from __future__ import annotations
 
@@ -34,12 +36,14 @@ PACKAGES = (
 )
 
 
-def describe(fed: Federation, engine: str, partition: str, command_line: Sequence[str]) -> dict[str, Any]:
-    """Describe a run that begins here and now.
+def describe_run(fed: Federation, engine: str, partition: str, command_line: Sequence[str]) -> dict[str, Any]:
+    """Return the metadata of a run that begins now on this machine.
 
     Args:
-        engine: the name of the engine that trains.
-        partition: hash of who holds which examples.
+        fed: the federation that is trained.
+        engine: name of the engine that trains it.
+        partition: SHA-256 of which client holds which examples.
+        command_line: the words of the command that started the run; secrets in it are hidden.
     """
     return {
         "seed": fed.seed,
@@ -61,15 +65,17 @@ def describe(fed: Federation, engine: str, partition: str, command_line: Sequenc
     }
 
 
-def continued(before: Mapping[str, Any], here: Mapping[str, Any], round: int) -> dict[str, Any]:
-    """The metadata of a run that goes on after ``round``; what may round sums differently from here on is in
-    a warning.
+def continued_metadata(before: Mapping[str, Any], here: Mapping[str, Any], round: int) -> dict[str, Any]:
+    """Return the metadata of a run that is continued after ``round``.
+
+    A warning names what has changed and may round sums differently from here on.
 
     Args:
-        before: what its file says.
-        here: what :func:`describe` says.
+        before: the metadata in the run's file.
+        here: the metadata that :func:`describe_run` gives now.
+        round: the last round that is done.
     """
-    for name in ("device", "threads", "versions"):  # ranks are not among them: they change nothing
+    for name in ("device", "threads", "versions"):  # the number of ranks changes no sum
         if name in before and before[name] != here[name]:
             log.warning(
                 "%s: %s -> %s; from here on sums may be rounded differently", name, before[name], here[name]
@@ -85,7 +91,7 @@ def continued(before: Mapping[str, Any], here: Mapping[str, Any], round: int) ->
 
 
 def is_time(value: object) -> bool:
-    """Whether a value is a time as :func:`now` gives it."""
+    """Return whether a value is a time in the form that :func:`now` gives."""
     try:
         return isinstance(value, str) and bool(milliseconds(value))
     except ValueError:
@@ -93,8 +99,10 @@ def is_time(value: object) -> bool:
 
 
 def is_tracked_elsewhere(metadata: Mapping[str, Any], run: Path) -> bool:
-    """Whether this directory is a copy of one that is still there: the run of the tracking store belongs to
-    that one."""
+    """Return whether the run in the tracking store belongs to another directory than ``run``.
+
+    That is so when ``run`` is a copy and the original still exists.
+    """
     original = metadata.get("tracking_run_dir")
     if not isinstance(original, str) or Path(original) == run.absolute():
         return False
@@ -104,8 +112,7 @@ def is_tracked_elsewhere(metadata: Mapping[str, Any], run: Path) -> bool:
 
 
 def tags_of(metadata: Mapping[str, Any], run_dir: Path) -> dict[str, str]:
-    """What the trackers are told, to find the run by; the user's own tags beside the project's, which they
-    cannot replace."""
+    """Return the tags of a run for its trackers: the user's, and the project's, which take precedence."""
     return {
         **metadata.get("tags", {}),
         "method": metadata["method"],
@@ -119,21 +126,30 @@ def tags_of(metadata: Mapping[str, Any], run_dir: Path) -> dict[str, str]:
 
 
 def dataset_of(data: FederatedData) -> str:
+    """Return the name of a data set; that of its class where it has none."""
     return getattr(data, "dataset", type(data).__name__)
 
 
 def now() -> str:
+    """Return the time in UTC as ISO 8601 text, to the millisecond."""
     return datetime.now(timezone.utc).isoformat(timespec="milliseconds")
 
 
 def milliseconds(time: str) -> int:
-    """Milliseconds since 1970 of what :func:`now` gave."""
+    """Return the milliseconds since 1970 of a time in the form that :func:`now` gives.
+
+    Raises:
+        ValueError: the text is not such a time.
+    """
     return round(1000 * datetime.fromisoformat(time).timestamp())
 
 
 def round_times(metadata: Mapping[str, Any], history: Sequence[Mapping[str, float]]) -> list[int]:
-    """When each round ended, in milliseconds since 1970, as far as it is known: when its session began, and
-    the seconds of its rounds."""
+    """Return when each round ended, in milliseconds since 1970.
+
+    The times are sums: the start of the session (the run, or its last continuation) that a round belongs to,
+    and the ``time/round`` seconds of the session's rounds until then.
+    """
     sessions: dict[int, int] = {}
     for session in metadata.get("resumed", []):
         sessions = {after: at for after, at in sessions.items() if after < session["after_round"]}
@@ -146,7 +162,7 @@ def round_times(metadata: Mapping[str, Any], history: Sequence[Mapping[str, floa
 
 
 def versions() -> dict[str, str]:
-    """Of Python and of the packages that can change a result."""
+    """Return the versions of Python and of the packages that can change a result, by name."""
     found = {"python": platform.python_version()}
     for package in PACKAGES:
         try:
@@ -157,8 +173,10 @@ def versions() -> dict[str, str]:
 
 
 def git_state() -> dict[str, object]:
-    """Commit of the project's checkout and whether it has uncommitted changes; both None outside a
-    checkout."""
+    """Return the commit of the project's checkout, and whether it is ``dirty`` (has uncommitted changes).
+
+    Both are None outside a checkout.
+    """
     command = ["git", "-C", str(Path(__file__).parent)]
     try:
         commit = subprocess.run(

@@ -1,4 +1,4 @@
-"""How far a run is, and its checkpoints: when one is written, which are kept."""
+"""The rounds that a run has done, and when its checkpoints are written and removed."""
 
 from __future__ import annotations
 
@@ -15,24 +15,25 @@ from fl_lightning.run.resume import Start, check_same
 from fl_lightning.run.snapshot import Snapshot, restore
 from fl_lightning.run.tables import numbers
 
-# a checkpoint waits until the rounds since the last one took so many times what that cost: 2 % of the run
-PATIENCE = 50
+CHECKPOINT_SHARE = 0.02
+"""Share of a run's time that checkpoints may take where ``checkpoint_every`` is not given."""
 
 
 class Progress:
-    """The rounds that are done. Nothing of them is written before :meth:`add`.
+    """The rounds of a run that are done, and its checkpoints.
 
     Args:
-        settings: the configuration, nested, as it may be written.
-        partition: hash of who holds which examples.
-        every: rounds between checkpoints; 0: only the last one; None: as often as takes 2 % of the time.
-        keep: number of newest checkpoints that are kept, beside the best one.
+        settings: the configuration, nested and without secrets.
+        partition: SHA-256 of which client holds which examples.
+        every: rounds between checkpoints; 0 for one at the end only; None for as many as take
+            :data:`CHECKPOINT_SHARE` of the time.
+        keep: number of newest checkpoints that are kept beside the best one.
 
     Attributes:
-        done: the run at the end of its last whole round.
-        history: a row of metrics per round.
-        saved: round of the newest checkpoint, 0 before any.
-        changed: whether the run goes on with another configuration than before.
+        done: the run at the end of its last complete round.
+        history: one row of metrics per round.
+        saved: round of the newest checkpoint; 0 if there is none.
+        changed: whether the run is continued with another configuration than before.
     """
 
     def __init__(self, settings: Mapping[str, Any], partition: str, *, every: int | None, keep: int) -> None:
@@ -41,20 +42,20 @@ class Progress:
         self.history: list[dict[str, float]] = []
         self.saved = 0
         self.changed = False
-        self._best: Snapshot | None = None  # until it is on disk
-        self._next = 0.0
+        self._unsaved_best: Snapshot | None = None
+        self._next_save = 0.0  # on the clock of time.monotonic
 
     @property
     def summary(self) -> dict[str, float]:
-        """The ``final/*`` metrics."""
+        """The ``final/*`` metrics of the rounds so far."""
         return final_summary(self.history)
 
     def restore(self, fed: Federation, start: Start, allow_changed: bool) -> None:
-        """Take the federation to where it is continued. Reads only.
+        """Bring the federation to the state in which the run is continued. No file is written.
 
         Raises:
-            InputError: the run was of another configuration, which is not allowed, or of another method or
-                network.
+            InputError: the run has another configuration and ``allow_changed`` is false, or it has another
+                method or network.
         """
         if start.run is None:
             return
@@ -67,8 +68,12 @@ class Progress:
             )
 
     def add(self, fed: Federation, record: RoundRecord, run: RunDirectory) -> None:
-        """A round is done: its rows to the tables, then the snapshot that counts on them, then perhaps a
-        checkpoint."""
+        """Add a round that is done: append its rows to the tables, and save a checkpoint if one is due.
+
+        Raises:
+            TypeError: a method or a meter gave a metric that is not a number.
+            OSError: the run directory cannot be written.
+        """
         odd = {name: value for name, value in record.metrics.items() if not isinstance(value, (int, float))}
         if odd:
             raise TypeError(
@@ -82,13 +87,15 @@ class Progress:
         self.history.append(row)
         self.done = self.done.after(fed, record, {name: table.mark for name, table in run.tables.items()})
         if self.done.best_round == record.round:
-            self._best = self.done
+            self._unsaved_best = self.done
         if self._is_due():
             self.save(run)
 
-    def require_counted(self) -> None:
-        """Raises:
-        RunStopped: no upload of the whole run was ever averaged, so that nothing was learned.
+    def check_learned(self) -> None:
+        """Refuse to finish a run that has learned nothing.
+
+        Raises:
+            RunStopped: no upload of any round was averaged.
         """
         if any(row["clients/trained"] for row in self.history):
             return
@@ -104,12 +111,14 @@ class Progress:
 
     def _is_due(self) -> bool:
         if self.every is None:
-            return time.monotonic() >= self._next
+            return time.monotonic() >= self._next_save
         return self.every > 0 and self.done.round % self.every == 0
 
     def save(self, run: RunDirectory) -> None:
-        """Write the last whole round, and the best one if that is another and not on disk yet; then remove
-        what is too old."""
+        """Write a checkpoint of the last complete round, and one of the best round if it has none yet.
+
+        Older checkpoints are then removed.
+        """
         if self.saved == self.done.round:
             return
         started = time.monotonic()
@@ -117,13 +126,13 @@ class Progress:
             table.sync()
         self.done.save(run, self.settings, self.partition)
         self.saved = self.done.round
-        if self._best and self._best is not self.done:
-            self._best.save(run, self.settings, self.partition)
-        self._best = None
+        if self._unsaved_best and self._unsaved_best is not self.done:
+            self._unsaved_best.save(run, self.settings, self.partition)
+        self._unsaved_best = None
         self.prune(run)
         ended = time.monotonic()
-        self._next = ended + PATIENCE * (ended - started)
+        self._next_save = ended + (ended - started) / CHECKPOINT_SHARE
 
     def prune(self, run: RunDirectory) -> None:
-        """Remove the checkpoints that are too old."""
+        """Remove all checkpoints but the ``keep`` newest and the best one."""
         run.prune(self.keep, self.done.best_round)

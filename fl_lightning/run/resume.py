@@ -1,4 +1,4 @@
-"""Which run is continued, from which of its checkpoints, and whether it still is the same run."""
+"""The choice of the run to continue and of its checkpoint, and the check of its configuration."""
 
 from __future__ import annotations
 
@@ -19,43 +19,45 @@ from fl_lightning.support.recorded import not_recorded
 log = logging.getLogger("fl_lightning")
 
 RUN_NAME = "trainer.run_name"
-MAX_SHOWN = 8  # changed settings in an error
+MAX_LISTED_CHANGES = 8  # changed settings that a message lists
 
 
 @dataclass(frozen=True)
 class Start:
-    """What ``--ckpt_path`` and ``--trainer.auto_resume`` found.
+    """The point from which ``--ckpt_path`` or ``--trainer.auto_resume`` starts a run.
 
     Args:
-        run: the run directory to continue in; None: a new one.
-        checkpoint: where to continue; None: from the first round, since the run was stopped before its first
-            checkpoint.
-        free: the name that a new run was to get when ``auto_resume`` found none to continue. If it is taken
-            by the time the run is created, another process has started the same run. Empty: any name will do.
+        run: the run directory to continue in; None for a new run.
+        checkpoint: the checkpoint to continue from; None for the first round, as in a run that was stopped
+            before its first checkpoint.
+        new_name: the name that a new run must get, since ``auto_resume`` found no run to continue. If it is
+            taken by the time the run is created, another process has started the same run. Empty if any name
+            will do.
     """
 
     run: Path | None = None
     checkpoint: Checkpoint | None = None
-    free: str = ""
+    new_name: str = ""
 
     @property
     def name(self) -> str:
-        """What ``find_start`` takes to find the same; empty for a new run."""
+        """The path with which :func:`find_start` finds the same start; empty for a new run."""
         return str(self.checkpoint.path if self.checkpoint else self.run or "")
 
 
 def find_start(ckpt_path: str, experiment: Path, run_name: str | None = None) -> Start:
-    """Read the checkpoint that ``--ckpt_path`` means; a damaged one is named in a warning and the one before
-    it is used.
+    """Read the checkpoint that ``--ckpt_path`` names.
+
+    A damaged checkpoint is reported in a warning, and the one before it is used.
 
     Args:
-        ckpt_path: a checkpoint, a run directory, or ``last``: the run of this experiment that was written
+        ckpt_path: a checkpoint, a run directory, or ``last``, the run of this experiment that was written
             last.
         experiment: the folder of the experiment.
-        run_name: the name that ``last`` has to have, a number after it or not; None: any.
+        run_name: the name that ``last`` must have, with or without a number after it; None for any name.
 
     Raises:
-        InputError: there is none, or none is whole.
+        InputError: there is no such run or checkpoint, or none of its checkpoints can be read.
     """
     path = _last_run(experiment, run_name) if ckpt_path == "last" else Path(ckpt_path).absolute()
     if path.name.startswith("round_") and path.parent.name == "checkpoints":
@@ -90,6 +92,7 @@ def find_start(ckpt_path: str, experiment: Path, run_name: str | None = None) ->
 
 
 def _last_run(experiment: Path, name: str | None) -> Path:
+    """Return the run of an experiment, of this name if one is given, that was written last."""
     runs = [path.parent for path in experiment.glob("*/config.yaml") if not path.parent.name.startswith(".")]
     if name is not None:
         runs = [
@@ -113,26 +116,30 @@ def _last_run(experiment: Path, name: str | None) -> Path:
 
 
 def _asked_name(run: Path) -> str | None:
-    """The ``run_name`` that a run was started with: ``exp-2`` is the second run of ``exp``, or one that
-    somebody called so."""
+    """Return the ``run_name`` that a run was started with; None if its configuration cannot be read.
+
+    The folder does not tell: ``exp-2`` may be the second run of ``exp``, or a run that was named ``exp-2``.
+    """
     try:
         return config_of(run).get(RUN_NAME)
     except InputError:
         return None
 
 
-def everywhere(choose: Callable[[], Start]) -> Start:
-    """What rank 0 chooses, on every rank."""
+def start_on_all_ranks(choose: Callable[[], Start]) -> Start:
+    """Return, on every rank, the start that ``choose`` gives on rank 0."""
     start = choose() if collectives.rank() == 0 else Start()
     path = collectives.from_rank_zero(start.name)
     return start if collectives.rank() == 0 or not path else find_start(path, Path())
 
 
 def find_same(experiment: Path, name: str, config: Mapping[str, Any]) -> Start:
-    """For ``auto_resume``: the latest run of this name whose configuration is the same in what counts;
-    nothing when there is none."""
+    """Return the start for ``auto_resume``: the latest run of this name with the same configuration.
+
+    Settings that do not change results may differ. Without such a run, the start is that of a new run.
+    """
     asked = flatten(config)
-    free = free_name(experiment, name)
+    new_name = free_name(experiment, name)
     for run in numbered(experiment, name):
         if not (run / "config.yaml").exists():
             continue
@@ -140,18 +147,24 @@ def find_same(experiment: Path, name: str, config: Mapping[str, Any]) -> Start:
             before = config_of(run)
             same = before.get(RUN_NAME) == asked.get(RUN_NAME) and not changed_settings(before, asked)
         except InputError as error:
-            log.warning("%s; the run is left alone", error)
+            log.warning("%s; the run is not continued", error)
             continue
         if same:
             return find_start(str(run), experiment)
-    return Start(free=free)
+    return Start(new_name=new_name)
 
 
 def check_same(start: Start, config: Mapping[str, Any], partition: str, allow_changed: bool) -> bool:
-    """Whether the run is continued with another configuration.
+    """Return whether the run is continued with a configuration or data that change its results.
+
+    Args:
+        start: the run to continue.
+        config: the configuration of this call, nested.
+        partition: SHA-256 of which client holds which examples now.
+        allow_changed: whether such a change is allowed; it is then reported in a warning.
 
     Raises:
-        InputError: it differs in a key that changes results, or the data do, and ``allow_changed`` is false.
+        InputError: there is such a change, and ``allow_changed`` is false.
     """
     assert start.run is not None
     saved: Mapping[str, Any] = (
@@ -185,6 +198,6 @@ def check_same(start: Start, config: Mapping[str, Any], partition: str, allow_ch
 
 
 def _shown(changed: Sequence[str]) -> str:
-    """The first of many changes, and how many there are."""
-    more = len(changed) - MAX_SHOWN
-    return ", ".join([*changed[:MAX_SHOWN], *([f"and {more} more"] if more > 0 else [])])
+    """Return the first changes as text, and how many more there are."""
+    more = len(changed) - MAX_LISTED_CHANGES
+    return ", ".join([*changed[:MAX_LISTED_CHANGES], *([f"and {more} more"] if more > 0 else [])])

@@ -1,4 +1,4 @@
-"""A run at the end of a round: as it is kept, as a checkpoint holds it, and back."""
+"""The state of a run at the end of a round, how a checkpoint holds it, and how it is restored."""
 
 from __future__ import annotations
 
@@ -23,20 +23,24 @@ from fl_lightning.support.recorded import import_path
 
 log = logging.getLogger("fl_lightning")
 
-FORMAT = 2
+FORMAT = 2  # version of the checkpoints' layout
 
 
 @dataclass(frozen=True)
 class Snapshot:
-    """A run at the end of ``round``: an interrupted round leaves no trace. Made anew each round, so that it
-    is never half of two.
+    """The state of a run at the end of a round.
+
+    A new snapshot is made after each round and never changed, so an interrupted round is in none of them.
 
     Args:
-        server, states: server tensors, and kept client tensors by client id. Shared, not copied: methods
-            replace them.
-        callbacks: class and state (JSON) of each callback.
+        round: the round, counted from 1; 0 before the first.
+        server: the server's tensors by name. They are shared and not copied: methods replace tensors and do
+            not write to them.
+        states: the tensors that each client keeps, by client id and name; shared as well.
+        callbacks: class path and state (JSON) of each callback.
         tables: where ``metrics.csv`` and ``ledger.csv`` stood.
-        best_round: the first round with the highest validation accuracy, 0 before any.
+        best_round: the first round with the highest validation accuracy; 0 if there is none.
+        best_accuracy: that accuracy, in [0, 1].
     """
 
     round: int = 0
@@ -48,7 +52,7 @@ class Snapshot:
     best_accuracy: float = float("-inf")
 
     def after(self, fed: Federation, record: RoundRecord, tables: Mapping[str, Mark]) -> Snapshot:
-        """The next one, when a round is done and its rows are in the tables."""
+        """Return the snapshot after one more round, whose rows are in the tables already."""
         accuracy = record.metrics.get("val/accuracy", float("-inf"))
         better = accuracy > self.best_accuracy
         return Snapshot(
@@ -64,7 +68,13 @@ class Snapshot:
         )
 
     def save(self, run: RunDirectory, config: Mapping[str, Any], partition: str) -> None:
-        """Write it as a checkpoint; ``partition`` is the hash of who holds which examples."""
+        """Write the snapshot as a checkpoint.
+
+        Args:
+            run: the directory of the run.
+            config: the configuration, nested.
+            partition: SHA-256 of which client holds which examples.
+        """
         clients = {
             f"{id}/{name}": tensor for id, state in self.states.items() for name, tensor in state.items()
         }
@@ -84,7 +94,13 @@ class Snapshot:
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A checkpoint that has been read and found whole, and whose run still has the rows of its rounds."""
+    """A checkpoint that has been read and checked against its manifest and its run's tables.
+
+    Args:
+        path: the folder of the checkpoint.
+        tensors: the groups ``server`` and ``clients``, each by name.
+        progress: the document ``progress.json``.
+    """
 
     path: Path
     tensors: dict[str, dict[str, Tensor]]
@@ -92,9 +108,11 @@ class Checkpoint:
 
     @classmethod
     def read(cls, path: Path) -> Checkpoint:
-        """Raises:
-        CheckpointError: it is not whole, of another format, or its run's files do not hold its rounds any
-            more.
+        """Read a checkpoint and check it.
+
+        Raises:
+            CheckpointError: it is damaged or of another format, or its run's tables do not hold the rows of
+                its rounds any more.
         """
         tensors, documents = load_checkpoint(path)
         progress = documents.get("progress")
@@ -119,7 +137,7 @@ class Checkpoint:
 
 
 def _problem(progress: Mapping[str, Any], clients: Mapping[str, Tensor], folder: str) -> str:
-    """What is odd about a checkpoint's ``progress``; empty if nothing is."""
+    """Name the entries of a checkpoint's ``progress`` that have a wrong form; return "" if none has."""
 
     def is_count(value: object) -> bool:
         return isinstance(value, int) and not isinstance(value, bool) and value >= 0
@@ -166,10 +184,10 @@ def _is_json(text: str) -> bool:
 
 
 def restore(fed: Federation, checkpoint: Checkpoint) -> Snapshot:
-    """Bring the federation to where the checkpoint was written.
+    """Bring the federation to the state that a checkpoint holds, and return that state.
 
     Raises:
-        InputError: its tensors are not this method's and network's.
+        InputError: the checkpoint's tensors are not those of this method and network.
     """
     saved, server = checkpoint.progress, checkpoint.tensors["server"]
     for name, tensor in fed.method.server.items():
@@ -207,8 +225,10 @@ def restore(fed: Federation, checkpoint: Checkpoint) -> Snapshot:
 
 
 def _restore_callbacks(fed: Federation, saved: list[list[str]]) -> None:
-    """By class, and among those of one class by order: a changed list of callbacks keeps what it has in
-    common with the old one."""
+    """Give each callback the saved state of its class; several of one class get theirs in order.
+
+    Callbacks that a changed configuration adds start without a state.
+    """
     left = [(name, json.loads(state)) for name, state in saved]
     for callback in fed.callbacks:
         match = next((entry for entry in left if entry[0] == import_path(type(callback))), None)

@@ -1,8 +1,8 @@
-"""The CSV files of a run, which only ever grow: a checkpoint holds their length and hash, so its cost does
-not grow with the rounds.
+"""The CSV files of a run, which only ever grow.
 
-Each has a second copy in ``checkpoints/``: one flipped bit must not make checkpoints useless whose weights
-are whole.
+A checkpoint holds their length and hash and not their rows, so its cost does not grow with the rounds. Each
+file has a second copy in ``checkpoints/``, without which one flipped bit would make every checkpoint
+useless.
 """
 
 from __future__ import annotations
@@ -23,27 +23,30 @@ from fl_lightning.support.disk import open_own, replace
 log = logging.getLogger("fl_lightning")
 
 Mark = Mapping[str, Any]
-"""Where a table stood: ``rows``, ``columns``, ``bytes``, and the ``sha256`` of those bytes."""
+"""A length of a table: its ``rows``, ``columns`` and ``bytes``, and the ``sha256`` of those bytes."""
 
 
-class Table:
-    """A CSV file with a header, appended to in place; a column that is new rewrites it, which happens a few
-    times in a run.
+class CsvTable:
+    """A CSV file with a header to which rows are appended in place.
+
+    A new column rewrites the file, which happens a few times in a run.
 
     Args:
-        path: of the file.
-        copy: of its second copy, which is read where the first does not hold what it should.
+        path: the file.
+        copy: its second copy, which is read where the first one is damaged.
+        writes: False for a table to which nothing is appended, as on ranks other than 0.
     """
 
-    def __init__(self, path: Path, copy: Path) -> None:
-        self.path, self.paths = path, (path, copy)
-        self._stand(b"", 0, [])
+    def __init__(self, path: Path, copy: Path, *, writes: bool = True) -> None:
+        self.path, self.paths, self.writes = path, (path, copy), writes
+        self._set_length(b"", 0, [])
 
-    def _stand(self, data: bytes, rows: int, columns: Sequence[str]) -> None:
+    def _set_length(self, data: bytes, rows: int, columns: Sequence[str]) -> None:
         self._bytes, self._hash, self._rows, self._columns = len(data), sha256(data), rows, list(columns)
 
     @property
     def mark(self) -> Mark:
+        """The length of the table now."""
         return {
             "rows": self._rows,
             "columns": list(self._columns),
@@ -52,20 +55,21 @@ class Table:
         }
 
     def append(self, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Add rows at the end; an empty cell where a row has no such column. On an error the file is as it
-        was.
+        """Add rows at the end; a row has an empty cell where it lacks a column.
+
+        After an error the file is as it was before.
 
         Raises:
-            OSError: it cannot be written, or somebody else has shortened it.
+            OSError: the file cannot be written, or another program has shortened it.
         """
-        if not rows:
+        if not rows or not self.writes:
             return
         columns = list(dict.fromkeys([*self._columns, *(name for row in rows for name in row)]))
         if columns != self._columns:
             before = self._intact(self.mark).decode()
             data = _render(columns, [*csv.DictReader(io.StringIO(before)), *rows])
             self._replace(data)
-            self._stand(data, self._rows + len(rows), columns)
+            self._set_length(data, self._rows + len(rows), columns)
             return
         data = _render(columns, rows, header=False)
         try:
@@ -86,43 +90,47 @@ class Table:
         self._hash.update(data)
 
     def sync(self) -> None:
-        """What was appended is on the disk. Before the checkpoint that counts on it."""
+        """Make sure that all rows are on the disk, before a checkpoint is written that needs them."""
         if self._bytes:
             for path in self.paths:
                 with path.open("rb") as file:
                     os.fsync(file.fileno())
 
     def until(self, mark: Mark) -> bytes:
-        """The file as it was at ``mark``.
+        """Return the bytes of the table as it was at ``mark``.
 
         Raises:
-            CheckpointError: neither copy holds what it held then.
+            CheckpointError: neither copy holds these bytes any more.
         """
         for data in map(_read, self.paths):
             for candidate in (
                 lambda data=data: data[: mark["bytes"]],
-                lambda data=data: _narrowed(data, mark),
+                lambda data=data: _rendered_at(data, mark),
             ):
                 if sha256(found := candidate()).hexdigest() == mark["sha256"]:
                     return found
         raise CheckpointError(
-            f"neither {self.path} nor {self.paths[1]} begins with the {mark['rows']} rows that they "
-            "had then; both have been changed"
+            f"{self.path} and {self.paths[1]} do not begin with the {mark['rows']} rows of that round",
+            "both have been changed",
         )
 
     def _intact(self, mark: Mark) -> bytes:
-        """:meth:`until` in mid-run, where a damaged file is one that cannot be written to."""
+        """Return what :meth:`until` does, with OSError where the running run's own table is damaged."""
         try:
             return self.until(mark)
         except CheckpointError as error:
             raise OSError(str(error)) from None
 
     def rewind(self, mark: Mark | None) -> None:
-        """Cut off what came after ``mark``; None: everything."""
+        """Cut off the rows after ``mark``, or all rows if it is None.
+
+        Raises:
+            CheckpointError: neither copy holds the rows until ``mark`` any more.
+        """
         if mark is None or not mark["bytes"]:
             for path in self.paths:
                 path.unlink(missing_ok=True)
-            self._stand(b"", 0, [])
+            self._set_length(b"", 0, [])
             return
         data = self.until(mark)
         if _read(self.path)[: len(data)] != data and self.path.exists():
@@ -130,7 +138,7 @@ class Table:
                 "%s has been changed since it was written; it is restored from %s", self.path, self.paths[1]
             )
         self._replace(data)
-        self._stand(data, mark["rows"], mark["columns"])
+        self._set_length(data, mark["rows"], mark["columns"])
 
     def _replace(self, data: bytes) -> None:
         for path in self.paths:
@@ -143,7 +151,7 @@ def _read(path: Path) -> bytes:
 
 
 def numbers(data: bytes) -> list[dict[str, float]]:
-    """The rows of a CSV of numbers; integers stay integers, empty cells are left out."""
+    """Return the rows of a CSV of numbers; integers stay integers, and empty cells are left out."""
     return [
         {name: _number(cell) for name, cell in row.items() if cell}
         for row in csv.DictReader(io.StringIO(data.decode()))
@@ -157,8 +165,8 @@ def _number(cell: str) -> float:
         return float(cell)
 
 
-def _narrowed(data: bytes, mark: Mark) -> bytes:
-    """The first rows without the columns that came later."""
+def _rendered_at(data: bytes, mark: Mark) -> bytes:
+    """Return the first rows without the columns that were added after ``mark``."""
     rows = list(csv.DictReader(io.StringIO(data.decode(errors="replace"))))[: mark["rows"]]
     return _render(mark["columns"], rows)
 

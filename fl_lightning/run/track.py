@@ -1,5 +1,4 @@
-"""The ``track`` command: a run on disk, however it ended and whatever a store has of it, becomes a run in an
-MLflow store."""
+"""The ``track`` command, which adds to an MLflow store whatever it lacks of runs on disk."""
 
 from __future__ import annotations
 
@@ -26,32 +25,39 @@ from fl_lightning.tracking.loggers import as_params
 from fl_lightning.tracking.mlflow_store import (
     Round,
     Status,
-    absolute,
-    between,
+    absolute_uri,
     connect,
     default_uri,
-    find_run,
+    find_mlflow_run,
     is_missing,
     log_rounds,
     log_settings,
     logged_steps,
     open_run,
     reason,
+    with_ordered_times,
 )
 
-FILES = ("config.yaml", "metadata.json", "metrics.csv", "ledger.csv", "partition.json", "test*.json")
-STATUS: Mapping[str, Status] = {"finished": "FINISHED", "failed": "FAILED"}  # of any other run: KILLED
+TRACKED_FILES = (
+    "config.yaml",
+    "metadata.json",
+    "metrics.csv",
+    "ledger.csv",
+    "partition.json",
+    "test*.json",
+)
+MLFLOW_STATUS: Mapping[str, Status] = {"finished": "FINISHED", "failed": "FAILED"}  # any other is KILLED
 
 
 @dataclass
 class StoredRun:
-    """A run directory, read.
+    """The content of a run directory.
 
     Args:
         run: the directory.
-        metadata: of ``metadata.json``.
-        config: of ``config.yaml``.
-        rounds: metrics by round, those of the end and of tests among them.
+        metadata: the content of ``metadata.json``.
+        config: the content of ``config.yaml``.
+        rounds: the metrics of each round, with the ``final/*`` metrics and those of ``test`` among them.
     """
 
     run: RunDirectory
@@ -61,18 +67,18 @@ class StoredRun:
 
     @classmethod
     def read(cls, path: str) -> StoredRun:
-        """Read what is needed, and create nothing.
+        """Read a run directory; nothing is created in it.
 
         Raises:
-            InputError: it is not a run directory, or a file in it cannot be read.
+            InputError: the path is not a run directory, or a file in it cannot be read.
         """
         run = RunDirectory(Path(os.path.abspath(path)))
         if not (run.path / "config.yaml").is_file():
             raise InputError(
-                f"{path}", "it is not a run directory, which holds config.yaml", "write runs/EXPERIMENT/NAME"
+                path, "it is not a run directory, which holds config.yaml", "write runs/EXPERIMENT/NAME"
             )
         metadata = run.read_json("metadata.json")
-        if not is_time(metadata.get("started")):  # an older release, or damage
+        if not is_time(metadata.get("started")):  # written by an older release, or damaged
             metadata["started"] = datetime.fromtimestamp(run.created, timezone.utc).isoformat(
                 timespec="milliseconds"
             )
@@ -93,7 +99,7 @@ class StoredRun:
         except (OSError, ValueError, TypeError, KeyError, AttributeError, csv.Error, yaml.YAMLError) as error:
             shown = " ".join(f"{type(error).__name__}: {error}".split())
             raise InputError(
-                f"{path}",
+                path,
                 f"its config.yaml, metadata.json or metrics.csv cannot be read ({shown})",
                 "put it back",
             ) from error
@@ -123,11 +129,12 @@ class StoredRun:
 
     @property
     def status(self) -> Status:
-        return STATUS.get(self.metadata.get("status", ""), "KILLED")
+        """The status that the run has in MLflow."""
+        return MLFLOW_STATUS.get(self.metadata.get("status", ""), "KILLED")
 
     @property
     def ended(self) -> int:
-        """Milliseconds since 1970; of a run that was killed, when it last wrote a round."""
+        """When the run ended, in milliseconds since 1970; a killed run ended when it last wrote a round."""
         noted = self.metadata.get("finished" if self.status == "FINISHED" else "stopped")
         if noted:
             return milliseconds(noted)
@@ -136,25 +143,26 @@ class StoredRun:
 
     @property
     def files(self) -> list[tuple[Path, str]]:
-        """What is kept beside it in the store, and the folder there."""
+        """The files that the store keeps, each with its folder there."""
         figures = sorted(
             path for path in self.run.figures.glob("*") if path.is_file() and not path.is_symlink()
         )
-        return [(path, "") for name in FILES for path in sorted(self.run.path.glob(name))] + [
+        return [(path, "") for name in TRACKED_FILES for path in sorted(self.run.path.glob(name))] + [
             (path, "figures") for path in figures
         ]
 
 
 def track(run_dirs: list[str], uri: str | None = None) -> None:
-    """Bring runs into an MLflow store: parameters, tags, metrics, files, status and times, as far as the
-    store lacks them.
+    """Add to an MLflow store whatever it lacks of some runs.
+
+    That is parameters, tags, metrics, files, status and times.
 
     Args:
-        run_dirs: run directories; a run that is at work is refused.
+        run_dirs: run directories; a run that another process is writing is refused.
         uri: address of the store; default: MLFLOW_TRACKING_URI, or sqlite:///mlflow.db.
 
     Raises:
-        InputError: a directory holds no run, or the store does not take it.
+        InputError: a directory holds no run, or the store does not accept it.
     """
     if not run_dirs:
         raise InputError(
@@ -162,12 +170,12 @@ def track(run_dirs: list[str], uri: str | None = None) -> None:
             "run directories are needed",
             "write python -m fl_lightning track runs/EXPERIMENT/NAME",
         )
-    address = absolute(uri) if uri else default_uri()
+    address = absolute_uri(uri) if uri else default_uri()
     stored = [StoredRun.read(path) for path in run_dirs]
     for one in stored:
         one.run.lock()
         try:
-            missing, run_id = bring(one, address)
+            missing, run_id = add_missing(one, address)
         except InputError:
             raise
         except Exception as error:
@@ -184,15 +192,16 @@ def track(run_dirs: list[str], uri: str | None = None) -> None:
         )
 
 
-def bring(stored: StoredRun, uri: str) -> tuple[int, str]:
-    """Give the store what it lacks of a run, and note in ``metadata.json`` that it has it.
+def add_missing(stored: StoredRun, uri: str) -> tuple[int, str]:
+    """Add to the store whatever it lacks of a run, and note in ``metadata.json`` that it is complete there.
 
     Returns:
         How many rounds were missing, and the id of the run in the store.
     """
     run, metadata = stored.run, stored.metadata
-    tags, begun = {"run_dir": str(run.path)}, milliseconds(metadata["started"])
-    logger: Any = open_run(uri, run.path.parent.name, run.path.name, find(stored, uri), tags, begun)
+    tags, started = {"run_dir": str(run.path)}, milliseconds(metadata["started"])
+    known_id = find_in_store(stored, uri)
+    logger: Any = open_run(uri, run.path.parent.name, run.path.name, known_id, tags, started)
     client, run_id = logger.experiment, logger.run_id
     tags = {key: str(value) for key, value in redact_settings(tags_of(metadata, run.path)).items()}
     if "mlflow.parentRunId" in tags and not has_run(client, tags["mlflow.parentRunId"]):
@@ -202,8 +211,8 @@ def bring(stored: StoredRun, uri: str) -> tuple[int, str]:
     )
     known = logged_steps(client, run_id)
     seen = {step for name, steps in known.items() if "final/" not in name for step in steps}
-    log_rounds(logger, between(stored.rounds, known), known)
-    note(stored, uri, run_id)
+    log_rounds(logger, with_ordered_times(stored.rounds, known), known)
+    note_tracked(stored, uri, run_id)
     copy_files(client, run_id, stored.files)
     info = client.get_run(run_id).info
     if (info.status, info.end_time) != (stored.status, stored.ended):
@@ -211,20 +220,23 @@ def bring(stored: StoredRun, uri: str) -> tuple[int, str]:
     return sum(round.step not in seen for round in stored.rounds), run_id
 
 
-def find(stored: StoredRun, uri: str) -> str | None:
-    """Id of the run in the store, if it has it: under the id that is noted, or made for this directory."""
+def find_in_store(stored: StoredRun, uri: str) -> str | None:
+    """Return the id of the run in the store; None if the store does not have it.
+
+    It is the id in ``metadata.json`` if the store knows it, else that of the run tagged with this directory.
+    """
     if is_missing(uri):
         return None
     noted, path = stored.metadata.get("tracking_run_id"), stored.run.path
     if noted and not is_tracked_elsewhere(stored.metadata, path) and has_run(connect(uri), noted):
         return str(noted)
-    return find_run(
+    return find_mlflow_run(
         uri, path.parent.name, "run_dir", str(path), milliseconds(stored.metadata["started"]) / 1000
     )
 
 
 def has_run(client: Any, run_id: str) -> bool:
-    """Whether the store has a run of this id that is not deleted."""
+    """Return whether the store has a run of this id that is not deleted."""
     try:
         return bool(client.get_run(run_id).info.lifecycle_stage == "active")
     except Exception as error:
@@ -233,9 +245,11 @@ def has_run(client: Any, run_id: str) -> bool:
         raise
 
 
-def note(stored: StoredRun, uri: str, run_id: str) -> None:
-    """Note in ``metadata.json`` the id of a run that had none, and that no rounds are missing; the file's
-    time stays the run's."""
+def note_tracked(stored: StoredRun, uri: str, run_id: str) -> None:
+    """Note in ``metadata.json`` the id of a run that had none, and that the store lacks no rounds.
+
+    The file keeps its modification time, which tells when the run ended.
+    """
     before = to_json(stored.metadata)
     if not stored.metadata.get("tracking_run_id") or is_tracked_elsewhere(stored.metadata, stored.run.path):
         stored.metadata |= {"tracking_run_id": run_id, "tracking_run_dir": str(stored.run.path)}
@@ -243,20 +257,20 @@ def note(stored: StoredRun, uri: str, run_id: str) -> None:
     left = {
         name: rounds
         for name, rounds in lacking.items()
-        if absolute(name.removeprefix("MLflow at ")) != redact(uri)
+        if absolute_uri(name.removeprefix("MLflow at ")) != redact(uri)
     }
     if left:
         stored.metadata["untracked_rounds"] = left
     path = stored.run.path / "metadata.json"
     if to_json(stored.metadata) != before:
-        with suppress(OSError):  # a run that may only be read
+        with suppress(OSError):  # the user may read the run and not write it
             time = path.stat().st_mtime_ns
             stored.run.write_json("metadata.json", stored.metadata)
             os.utime(path, ns=(time, time))
 
 
 def copy_files(client: Any, run_id: str, files: Sequence[tuple[Path, str]]) -> None:
-    """Copy the files that the store lacks, or has otherwise."""
+    """Copy to the store the files that it lacks or that differ there; each comes with its folder there."""
     sizes = {
         entry.path: entry.file_size
         for folder in ("", "figures")

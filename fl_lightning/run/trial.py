@@ -1,4 +1,4 @@
-"""``--trainer.fast_dev_run``: everything is tried out once, small, and nothing is left behind."""
+"""``--trainer.fast_dev_run``: a few small rounds that run all code once and leave no files."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from fl_lightning.hooks import Context, Stressor
 
 log = logging.getLogger("fl_lightning")
 
-MOST_CLIENTS = 2
-ONE_STEP = 1e-9  # a share of the local steps; one is made at least
+MAX_CLIENTS = 2
+ONE_STEP_SHARE = 1e-9  # share of a client's local steps; every client makes at least one
 
 
-class Trainer(Protocol):
-    """What is changed of a trainer while a configuration is tried out."""
+class TrialSettings(Protocol):
+    """The settings of a trainer that a trial run changes."""
 
     fast_dev_run: int
     root: Path
@@ -34,17 +34,24 @@ class Trainer(Protocol):
 
 
 class FewClients(Stressor):
-    """Leaves a cohort two clients, such as train if any do, and each of them one local step."""
+    """A stressor that leaves a cohort ``MAX_CLIENTS`` clients with one local step each.
+
+    Clients that train and return their upload are preferred.
+    """
 
     def change_cohort(self, cohort: list[Assignment], *, round: int, context: Context) -> list[Assignment]:
         training = [assignment for assignment in cohort if assignment.trains and assignment.returns] or cohort
-        return [replace(one, work=ONE_STEP, trains=True, returns=True) for one in training[:MOST_CLIENTS]]
+        return [
+            replace(one, work=ONE_STEP_SHARE, trains=True, returns=True) for one in training[:MAX_CLIENTS]
+        ]
 
 
 @contextmanager
-def tried_out(trainer: Trainer, ckpt_path: str | None) -> Iterator[None]:
-    """Within the block a trainer with ``fast_dev_run`` is one of few rounds, few clients, no trackers and a
-    folder that goes away.
+def trial_run(trainer: TrialSettings, ckpt_path: str | None) -> Iterator[None]:
+    """Return a context that makes a small trial run of a trainer whose ``fast_dev_run`` is not 0.
+
+    In it the trainer has ``fast_dev_run`` rounds, few clients, no loggers and a temporary run directory;
+    after it the trainer has its own settings again. Without ``fast_dev_run`` the context changes nothing.
 
     Raises:
         InputError: a run is to be continued.
@@ -71,7 +78,7 @@ def tried_out(trainer: Trainer, ckpt_path: str | None) -> Iterator[None]:
     finally:
         for name, value in before.items():
             setattr(trainer, name, value)
-    clients = f"at most {MOST_CLIENTS} clients with one local step each"
+    clients = f"at most {MAX_CLIENTS} clients with one local step each"
     log.info(
         "fast_dev_run: everything ran: %d round%s of %s; nothing was kept", rounds, "s"[: rounds > 1], clients
     )

@@ -1,1 +1,1 @@
-"""The ground floor: what any room may use and what knows no other room."""
+"""Helpers that every part of the package may import; they import no other part but ``errors``."""

@@ -1,4 +1,4 @@
-"""Files that are there as a whole or not at all, and stay when the power goes."""
+"""Functions that write a file as a whole or not at all, such that it survives a loss of power."""
 
 from __future__ import annotations
 
@@ -11,8 +11,11 @@ NO_FOLLOW = getattr(os, "O_NOFOLLOW", 0)  # not on Windows
 
 
 def open_own(path: Path, mode: str) -> IO[Any]:
-    """Open a file for writing, in one of ``open``'s modes, and never through a symbolic link: what that
-    points to is not ours.
+    """Open a file of the project's own for writing, and never through a symbolic link to another file.
+
+    Args:
+        path: the file.
+        mode: one of the modes of ``open``.
 
     Raises:
         OSError: the path is a symbolic link (ELOOP), or cannot be opened.
@@ -22,6 +25,7 @@ def open_own(path: Path, mode: str) -> IO[Any]:
 
 
 def write_synced(path: Path, data: bytes) -> None:
+    """Write a file and wait until it is on the disk."""
     with open_own(path, "wb") as file:
         file.write(data)
         file.flush()
@@ -29,10 +33,14 @@ def write_synced(path: Path, data: bytes) -> None:
 
 
 def replace(path: Path, data: bytes) -> None:
-    """Put ``data`` in the place of a file, at once or not at all."""
+    """Write a file in place of an earlier one, as a whole or not at all.
+
+    Raises:
+        OSError: it cannot be written; the earlier file is then unchanged.
+    """
     aside = path.with_name(f".{path.name}.writing")
     try:
-        aside.unlink(missing_ok=True)  # of a process that was killed, or a link that somebody put there
+        aside.unlink(missing_ok=True)  # a killed process, or somebody with a link, may have left it
         write_synced(aside, data)
         aside.replace(path)
     except OSError:
@@ -42,13 +50,14 @@ def replace(path: Path, data: bytes) -> None:
 
 
 def remove(path: Path) -> None:
-    """Remove a folder with all that is in it, or a link or file that has its name, if there is one."""
+    """Remove a folder with its content, or a file or link of that name, if there is one."""
     if path.is_symlink() or path.is_file():
         path.unlink()
     shutil.rmtree(path, ignore_errors=True)
 
 
 def sync_folder(folder: Path) -> None:
+    """Wait until new and renamed files of a folder are on the disk."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)

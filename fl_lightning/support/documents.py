@@ -1,8 +1,8 @@
-"""How large a YAML or JSON document may be, held before anything is built from it.
+"""A limit on the size of YAML and JSON documents, checked before anything is built from them.
 
-A file of 400 bytes can stand for ten thousand million values, by ten lists that each name the one before ten
-times. What counts is therefore the size after all aliases are written out; it is found from the events of the
-parser, in time linear in the text.
+A file of 400 bytes can stand for ten thousand million values, with ten lists of which each names the one
+before it ten times. The limit is therefore on the size after all aliases are written out. That size is
+computed from the parser's events, in time linear in the text.
 """
 
 from __future__ import annotations
@@ -21,18 +21,19 @@ _Loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 
 def read_document(path: Path, given: str) -> str:
-    """The text of a YAML file.
+    """Return the text of a YAML file.
 
     Args:
         path: the file.
         given: how the user named it, for the message.
 
     Raises:
-        InputError: it has more than ``MAX_BYTES`` bytes, or is one that :func:`check_size` refuses.
-        OSError, UnicodeDecodeError: it cannot be read.
+        InputError: the file has more than ``MAX_BYTES`` bytes, or :func:`check_size` refuses it.
+        OSError: the file cannot be read.
+        UnicodeDecodeError: the file is not UTF-8.
     """
     with path.open("rb") as file:
-        data = file.read(MAX_BYTES + 1)  # and not its size: a device or a pipe has none
+        data = file.read(MAX_BYTES + 1)  # stat would not do: a device or a pipe has no size
     if len(data) > MAX_BYTES:
         raise InputError(f"{given}, which has more than {MAX_BYTES // 2**20} MiB", *_RULE)
     text = data.decode()
@@ -41,19 +42,22 @@ def read_document(path: Path, given: str) -> str:
 
 
 def check_size(text: str, given: str) -> None:
-    """Refuse a document that is too large once its aliases are written out. One that is not valid YAML is
-    left to its reader.
+    """Refuse a YAML text that stands for too large a document when its aliases are written out.
+
+    A text that is not valid YAML is accepted here, since the parser refuses it later.
+
+    Args:
+        text: the document.
+        given: how the user named it, for the message.
 
     Raises:
-        InputError: it has more than ``MAX_VALUES`` values, more than ``MAX_DEPTH`` levels, or contains
-            itself.
+        InputError: it has more than ``MAX_VALUES`` values or ``MAX_DEPTH`` levels, or contains itself.
     """
-    if "*" not in text and 2 * len(text) + 2 <= MAX_VALUES:  # no text has more values than that
+    if "*" not in text and 2 * len(text) + 2 <= MAX_VALUES:  # so short a text cannot have too many values
         return
-    sizes: dict[str, int] = {}  # of the anchors that are complete
-    open_: list[
-        tuple[str | None, int]
-    ] = []  # anchor and size of each list and mapping around the current event
+    sizes: dict[str, int] = {}  # values below each anchor that is complete
+    # anchor, and values so far, of each list and mapping around the current event
+    open_: list[tuple[str | None, int]] = []
     try:
         for event in yaml.parse(text, Loader=_Loader):
             if isinstance(event, yaml.CollectionStartEvent):

@@ -1,5 +1,4 @@
-"""The configurations that come with the project: found by name from any folder, listed, and copied out by
-``configs``."""
+"""The configurations that come with the project, which can be named from any folder, listed and copied."""
 
 from __future__ import annotations
 
@@ -15,19 +14,20 @@ BASE = re.compile(r"^base:[ ]+(?P<quote>['\"]?)(?P<name>[^\s'\"#]+)(?P=quote)[ ]
 
 
 def configs_folder() -> Path:
-    """Where they are: inside the package in a wheel, beside it in the repository."""
+    """Return the folder of the configurations: in the package of a wheel, beside it in the repository."""
     package = Path(__file__).resolve().parents[1]
     inside = package / "configs"
     return inside if inside.is_dir() else package.parent / "configs"
 
 
 def find_config(name: str | Path, folder: Path | None = None) -> Path | None:
-    """The file that a configuration's name means: a file of the user's if there is one, else one that comes
-    with the project.
+    """Return the file that a configuration's name means; None if there is none.
+
+    A file of the user's takes precedence over one that comes with the project.
 
     Args:
         name: a path, or a name such as ``kd_default``, ``overlays/noise_on`` or ``configs/fedavg.yaml``.
-        folder: what a relative path is relative to; default: the working directory.
+        folder: the folder that a relative path starts from; None for the working directory.
     """
     given = Path(name)
     names = [given] if given.suffix in (".yaml", ".yml") else [given, Path(f"{given}.yaml")]
@@ -38,7 +38,7 @@ def find_config(name: str | Path, folder: Path | None = None) -> Path | None:
         candidates += [configs_folder() / each for each in inside if each.suffix]
     try:
         return next((path for path in candidates if path.is_file()), None)
-    except (OSError, ValueError):  # too long for a name, or a NUL in it
+    except (OSError, ValueError):  # the name is too long or has a NUL in it
         return None
 
 

@@ -1,10 +1,9 @@
-"""What a run made from Python was made of: constructors' arguments, in the form that ``config.yaml`` has from
-the command line.
+"""The constructors' arguments of a run made from Python, in the form of the command line's ``config.yaml``.
 
-``FedProx(mu=0.1, optimizer=lambda p: SGD(p, lr=0.1))`` becomes a class path and its arguments; of a function
-without a name that can be imported, such as that lambda, its code is hashed with the values that it closes
-over. So two runs are told apart by whatever their constructors were given. A value of a kind that cannot be
-described becomes a text that begins with ``NOT_RECORDED``.
+``FedProx(mu=0.1, optimizer=lambda p: SGD(p, lr=0.1))`` becomes a class path and its arguments. A function
+that cannot be imported by a name, such as that lambda, becomes a hash of its code and of the values that it
+closes over. Two runs thus differ in their settings if their constructors got different arguments. A value
+that cannot be described becomes a text that begins with ``NOT_RECORDED``.
 """
 
 from __future__ import annotations
@@ -25,20 +24,18 @@ import torch
 from torch import Tensor
 
 NOT_RECORDED = "not recorded: "
-# of a list that is written out; of a longer one the hash, or a configuration would be too large to be read
-# back
+# A longer list is replaced by its hash, or the configuration would be too large to be read back.
 MAX_ITEMS = 1000
 
 _ARGUMENTS: WeakKeyDictionary[Any, dict[str, Any]] = WeakKeyDictionary()
-"""Beside the objects and not in them: attributes of methods and partitions are compared, printed and
-copied."""
+"""The recorded arguments of each object. They are not attributes, since those are compared and copied."""
 
 
 _IN_WORK: set[int] = set()  # functions whose hash is being computed
 
 
 class Recorded:
-    """Base of classes whose constructor's arguments are remembered, those of subclasses too."""
+    """The base of classes whose constructor's arguments are recorded, also those of subclasses."""
 
     def __init_subclass__(cls, **settings: Any) -> None:
         super().__init_subclass__(**settings)
@@ -47,13 +44,14 @@ class Recorded:
 
 
 def _recording(constructor: Callable[..., None]) -> Callable[..., None]:
+    """Return the constructor with the addition that it records its arguments."""
     signature = inspect.signature(constructor)
 
     @wraps(constructor)
     def record(self: Any, *arguments: Any, **named: Any) -> None:
-        if self not in _ARGUMENTS:  # the subclass's constructor is the first that is called
+        if self not in _ARGUMENTS:  # the subclass's constructor is called first, and its arguments count
             _ARGUMENTS[self] = {}
-            bound = signature.bind(self, *arguments, **named)  # a TypeError where they do not fit
+            bound = signature.bind(self, *arguments, **named)  # a TypeError if they do not fit
             _ARGUMENTS[self] = dict(list(bound.arguments.items())[1:])
         constructor(self, *arguments, **named)
 
@@ -61,7 +59,7 @@ def _recording(constructor: Callable[..., None]) -> Callable[..., None]:
 
 
 def settings_of_run(trainer: Recorded, method: Recorded, data: Recorded, seed: int) -> dict[str, Any]:
-    """The whole configuration of a run, nested as in ``config.yaml``."""
+    """Return the whole configuration of a run, nested as in ``config.yaml``."""
     return {
         "seed_everything": seed,
         "trainer": arguments_of(trainer),
@@ -71,7 +69,7 @@ def settings_of_run(trainer: Recorded, method: Recorded, data: Recorded, seed: i
 
 
 def arguments_of(made: Recorded) -> dict[str, Any]:
-    """The arguments of an object's constructor, described, with the defaults of those that were not given."""
+    """Return the arguments of an object's constructor as plain YAML, with the defaults of the others."""
     given = dict(_ARGUMENTS.get(made, {}))
     described = {}
     for parameter in _parameters(type(made)):
@@ -86,7 +84,7 @@ def arguments_of(made: Recorded) -> dict[str, Any]:
 
 
 def _parameters(cls: type) -> Iterator[inspect.Parameter]:
-    """The parameters of a constructor; where it takes ``**settings``, those of the next class's too."""
+    """Yield the parameters of a constructor, and of its base's if it takes ``**settings``."""
     for base in cls.__mro__:
         if "__init__" not in vars(base) or base is object:
             continue
@@ -97,8 +95,10 @@ def _parameters(cls: type) -> Iterator[inspect.Parameter]:
 
 
 def describe(value: Any) -> Any:
-    """A value as plain YAML: numbers, texts, lists, mappings, class paths with their arguments, hashes of
-    arrays and of code."""
+    """Return a value as plain YAML: numbers, texts, lists and mappings.
+
+    An object becomes its class path and arguments; arrays and code become hashes.
+    """
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
     if isinstance(value, Path):
@@ -132,9 +132,8 @@ def describe(value: Any) -> Any:
     if is_dataclass(value):
         attributes = {field.name: describe(getattr(value, field.name)) for field in fields(value)}
         return {"class_path": import_path(type(value)), "init_args": attributes}
-    if hyperparameters := getattr(
-        value, "hparams", None
-    ):  # of a LightningModule that calls save_hyperparameters
+    # a LightningModule that calls save_hyperparameters has this attribute
+    if hyperparameters := getattr(value, "hparams", None):
         return {
             "class_path": import_path(type(value)),
             "init_args": _ignored(value, hyperparameters) | describe(hyperparameters),
@@ -143,7 +142,7 @@ def describe(value: Any) -> Any:
 
 
 def not_recorded(settings: Mapping[str, Any]) -> list[str]:
-    """The settings, with dotted keys, whose values could not be described."""
+    """Return the dotted keys of the settings whose values could not be described."""
     return [
         key for key, value in settings.items() if isinstance(value, str) and value.startswith(NOT_RECORDED)
     ]
@@ -153,10 +152,10 @@ ROOMS_OF_CALLBACKS = ("callbacks.stressors.", "callbacks.meters.", "callbacks.fi
 
 
 def import_path(named: Any) -> str:
-    """The class path by which runs, their hashes and their checkpoints know a class or a function.
+    """Return the class path of a class or a function in configurations, hashes and checkpoints.
 
-    It is the path that can be imported. That of a callback leaves out the room it lies in, as it did in
-    version 0.1.0, whose runs are continued and counted.
+    It is a path that can be imported. The path of a callback leaves out its subpackage, as in version 0.1.0,
+    so that runs of that version can be continued and compared.
     """
     path = f"{named.__module__}.{named.__qualname__}"
     for room in ROOMS_OF_CALLBACKS:
@@ -166,7 +165,7 @@ def import_path(named: Any) -> str:
 
 
 def _ignored(module: Any, hyperparameters: Mapping[str, Any]) -> dict[str, str]:
-    """The arguments that ``save_hyperparameters(ignore=...)`` left out."""
+    """Return a text for each argument that ``save_hyperparameters(ignore=...)`` left out."""
     names = [p.name for p in _parameters(type(module)) if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)]
     return {
         name: f"{NOT_RECORDED}an argument that save_hyperparameters ignores"
@@ -176,6 +175,7 @@ def _ignored(module: Any, hyperparameters: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _described_callable(value: Any) -> Any:
+    """Return the path of a class or function, with a hash of its code if the path is not enough."""
     path = import_path(value)
     importable = "<" not in path and _imported(path) is value
     if isinstance(value, FunctionType):
@@ -184,7 +184,7 @@ def _described_callable(value: Any) -> Any:
         return {"function": path, "code_sha256": _hash_of_function(value)}
     if importable or isinstance(value, BuiltinFunctionType):
         return path
-    return {"class": path, "code_sha256": _hash_of_class(value)}  # made in a function
+    return {"class": path, "code_sha256": _hash_of_class(value)}  # it was made in a function
 
 
 def _imported(path: str) -> Any:
@@ -196,8 +196,11 @@ def _imported(path: str) -> Any:
 
 
 def _hash_of_function(function: FunctionType) -> str:
-    """SHA-256 of a function's code, its default values, what it closes over and the values of the global
-    names that it uses."""
+    """Return the SHA-256 of a function.
+
+    It covers the code, the default values, the values that it closes over, and those of the global names that
+    it uses.
+    """
     if id(function) in _IN_WORK:  # it refers to itself
         return function.__qualname__
     digest = sha256()
@@ -221,8 +224,10 @@ def _content(cell: Any) -> Any:
 
 
 def _globals_of(function: FunctionType) -> dict[str, Any]:
-    """The global values that a function uses, by name, but for modules, classes and functions, which have
-    names of their own."""
+    """Return the global values that a function uses, by name.
+
+    Modules, classes and functions are left out, since their names identify them.
+    """
     found = {
         name: function.__globals__[name]
         for name in sorted(_names(function.__code__))
@@ -241,7 +246,7 @@ def _names(code: CodeType) -> set[str]:
 
 
 def _hash_of_class(cls: type) -> str:
-    """SHA-256 of what a class defines: its functions and its plain attributes."""
+    """Return the SHA-256 of the functions and the plain attributes that a class defines."""
     digest = sha256()
     for name, value in sorted(vars(cls).items()):
         function = inspect.unwrap(getattr(value, "__func__", getattr(value, "fget", value)) or value)
@@ -258,7 +263,7 @@ def _add_code(digest: Any, code: CodeType) -> None:
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
             _add_code(digest, constant)
-        else:  # a frozenset has another order in every process
+        else:  # the order of a frozenset differs between processes, so it is described first
             digest.update(repr(describe(constant) if isinstance(constant, frozenset) else constant).encode())
 
 

@@ -1,9 +1,9 @@
-"""Passwords, tokens and keys are hidden in all that is written and printed about a run.
+"""Functions that hide passwords, tokens and keys in everything that is written and printed about a run.
 
-One rule, :func:`is_secret`, says which names are of secrets: of settings, of flags, of ``name=value`` and
-``"name": "value"`` in a text. Text goes through :func:`redact`, settings through :func:`redact_settings`, a
-command line through :func:`redact_arguments`, and every message of the project's logger through
-:data:`REDACTING`, whatever handler shows it.
+:func:`is_secret` decides whether a name is that of a secret. The name may belong to a setting, to a flag, or
+to ``name=value`` or ``"name": "value"`` in a text. Text goes through :func:`redact`, settings go through
+:func:`redact_settings`, and a command line goes through :func:`redact_arguments`. Every message of the
+project's logger goes through the filter :data:`REDACTING`.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _SECRET = re.compile(
     r"|(?:^|_)token_(?:prod|dev|test|staging|live|read|write|admin)$"
     r"|(?:^|_|auth|access|refresh|session|security|bearer)tokens?$"
 )
-# names that end like a secret's and are none: those of a vocabulary, and numbers of tokens
+# names that look like that of a secret and are not: tokens of a vocabulary, and numbers of tokens
 _ORDINARY = re.compile(
     r"(?:^|_)(?:pad|eos|bos|unk|sep|cls|mask|sos|start|end|stop|special|new|next|first|last|max|min|num|image)_tokens?$|(?:^|_)tokens$"
 )
@@ -51,7 +51,7 @@ _NUMBER = re.compile(r"[-+]?[\d.]+(?:[eE][-+]?\d+)?$")
 
 
 def is_secret(name: str) -> bool:
-    """Whether a value of this name must not be shown; of a dotted name any part may say so.
+    """Return whether a name, or a part of a dotted name, is that of a secret.
 
     >>> [*map(is_secret, ("trainer.logger.token", "AWS_SECRET_ACCESS_KEY", "clientSecret", "sslpassword"))]
     [True, True, True, True]
@@ -66,7 +66,7 @@ def is_secret(name: str) -> bool:
 
 
 def redact(text: str) -> str:
-    """A text without the ``user:password`` of addresses and the values of what is named like a secret.
+    """Return a text without the ``user:password`` of addresses and without values of secrets' names.
 
     >>> redact("--uri=http://me:pw@host:5000/x --trainer.logger.token=abc")
     '--uri=http://***@host:5000/x --trainer.logger.token=***'
@@ -76,7 +76,7 @@ def redact(text: str) -> str:
 
 
 def _hide_named(names: re.Pattern[str], text: str) -> str:
-    """Hide the value after each secret's name that ``names`` finds."""
+    """Return a text in which the value after each secret's name that ``names`` finds is hidden."""
     parts, at, done = [], 0, 0
     while (found := names.search(text, at)) is not None:
         at = found.end()
@@ -89,7 +89,7 @@ def _hide_named(names: re.Pattern[str], text: str) -> str:
 
 
 def _value(text: str, at: int) -> str:
-    """The value that begins at ``at``: a word, a quoted text, or all between brackets that match."""
+    """Return the value that begins at ``at``: a word, a quoted text, or everything between brackets."""
     depth = 0
     for bracket in _BRACKET.finditer(text, at) if text[at : at + 1] in ("{", "[", "(") else ():
         depth += 1 if bracket[0] in "{[(" else -1
@@ -102,13 +102,15 @@ def _value(text: str, at: int) -> str:
 
 
 def _tells(name: str, value: str) -> bool:
-    """Whether the value of a secret's name tells anything."""
+    """Return whether the value of a secret's name can be a secret; null or a number of tokens cannot."""
     bare = value.strip("\\\"'")
     return not (_PLAIN.match(bare) or (_NUMBER.match(bare) and _MAY_BE_NUMBERS.search(name.lower())))
 
 
 def redact_arguments(arguments: Sequence[str]) -> list[str]:
-    """A command line, as a list of words; ``--token VALUE`` in two words too, and JSON within a word.
+    """Return the words of a command line without secrets.
+
+    They are found in ``--token=VALUE``, in the two words ``--token VALUE``, and in a word that is JSON.
 
     >>> tags = '{"api_key": {"deep": "s"}, "note": "n"}'
     >>> redact_arguments(["--x.password", "a b", "--tags", tags, "--y.token=a,b"])
@@ -132,13 +134,12 @@ def _redact_word(word: str, before: str) -> str:
 
 
 def redact_settings(settings: Any, name: str = "", *, secret: bool = False) -> Any:
-    """Nested settings, of the same form.
+    """Return nested settings of the same form without secrets.
 
     Args:
         settings: mappings, lists, texts and numbers.
-        name: what they are called.
-        secret: whether they lie below a secret's name; then texts and numbers are hidden whatever they are
-            called.
+        name: the name of these settings.
+        secret: whether they lie below the name of a secret; all texts and numbers are then hidden.
     """
     secret = secret or is_secret(name)
     if isinstance(settings, Mapping):
@@ -153,22 +154,21 @@ def redact_settings(settings: Any, name: str = "", *, secret: bool = False) -> A
     return redact(settings) if isinstance(settings, str) else settings
 
 
-class Redacting(logging.Filter):
-    """Hides the secrets in a record's message and traceback before any handler sees them. For a logger, or a
-    handler."""
+class RedactionFilter(logging.Filter):
+    """A filter, of a logger or of a handler, that hides secrets in a record's message and traceback."""
 
     def filter(self, record: logging.LogRecord) -> bool:
-        with suppress(TypeError, ValueError):  # arguments that do not fit the message: logging says so itself
+        with suppress(TypeError, ValueError):  # the arguments do not fit the message, which logging reports
             record.msg, record.args = redact(record.getMessage()), ()
         if record.exc_info:
             record.exc_text = redact(record.exc_text or logging.Formatter().formatException(record.exc_info))
         return True
 
 
-REDACTING = Redacting()
+REDACTING = RedactionFilter()
 logging.getLogger("fl_lightning").addFilter(REDACTING)
 
 
 def show_exception(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    """For ``sys.excepthook``: the traceback that Python prints, without secrets."""
+    """Write the traceback that Python prints, without secrets; this is a ``sys.excepthook``."""
     sys.stderr.write(redact("".join(traceback.format_exception(kind, error, trace))))

@@ -1,4 +1,4 @@
-"""A live display that survives what users do to a terminal: change its width, press Ctrl-C."""
+"""A live display that stays whole when the terminal changes its width or the user presses Ctrl-C."""
 
 from __future__ import annotations
 
@@ -7,24 +7,22 @@ from rich.control import Control
 from rich.live import Live
 from rich.segment import ControlType, Segment
 
-ECHO = (
-    3  # columns that stay free, so that the "^C" that a terminal writes behind the display begins no new row
-)
+ECHO_COLUMNS = 3  # left free for the "^C" that a terminal writes, which would otherwise begin a new row
 
 
 class ResizableLive(Live):
-    """``rich.live.Live``, which also removes the rows that a narrower terminal has made of its lines.
+    """A ``rich.live.Live`` that also removes the extra rows which a narrower terminal makes.
 
-    A terminal that is made narrower breaks each line of the display into several rows, and rich would then
-    move up by as many rows as there were lines, and leave the others behind.
+    A terminal that becomes narrower breaks each line of the display into several rows. Rich would move up by
+    as many rows as there were lines, and leave the other rows on the screen.
     """
 
     max_width = 500  # columns
     widths: tuple[int, ...] = ()
-    """Columns of the lines on the screen."""
+    """The width of each line on the screen, in columns."""
 
     def get_renderable(self) -> RenderableType:
-        return _Measured(super().get_renderable(), self)
+        return _MeasuringRenderable(super().get_renderable(), self)
 
     def process_renderables(self, renderables: list[ConsoleRenderable]) -> list[ConsoleRenderable]:
         broken = sum(max(width - 1, 0) // self.console.width for width in self.widths)
@@ -36,12 +34,14 @@ class ResizableLive(Live):
         return processed
 
 
-class _Measured:
+class _MeasuringRenderable:
+    """A renderable that tells the display how wide its lines are."""
+
     def __init__(self, renderable: RenderableType, live: ResizableLive) -> None:
         self.renderable, self.live = renderable, live
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        narrower = options.update_width(max(min(options.max_width, self.live.max_width) - ECHO, 1))
+        narrower = options.update_width(max(min(options.max_width, self.live.max_width) - ECHO_COLUMNS, 1))
         lines = [_without_blanks(line) for line in console.render_lines(self.renderable, narrower, pad=False)]
         self.live.widths = tuple(Segment.get_line_length(line) for line in lines)
         for line in lines:
@@ -50,7 +50,7 @@ class _Measured:
 
 
 def _without_blanks(line: list[Segment]) -> list[Segment]:
-    """Without the spaces at its end: terminals disagree whether they break onto another row."""
+    """Return a line without the spaces at its end, which some terminals break onto another row."""
     while line and not line[-1].text.strip():
         line = line[:-1]
     return [*line[:-1], Segment(line[-1].text.rstrip(), line[-1].style)] if line else []

@@ -1,4 +1,4 @@
-"""How a bug is told from bad input: by whose code was at work."""
+"""The distinction between a bug in the user's code and bad input, by the code that raised the error."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ _LIBRARIES = tuple(Path(sysconfig.get_path(name)) for name in ("stdlib", "platst
 
 
 def is_bug_of_user(error: BaseException) -> bool:
-    """Whether ``error`` came out of code that is neither this project's nor an installed library's, without
-    being raised by it.
+    """Return whether ``error`` is a bug in code of the user, which is neither the project's nor a library's.
 
-    What such code raises with ``raise`` is its own word on what it was given. Frames above the project's
-    first one do not count: a script that calls the trainer is not what failed.
+    An exception that the user's code raises with a ``raise`` statement is no bug: it is that code's answer to
+    wrong arguments. Frames above the project's first frame do not count, since a script that calls the
+    trainer is not what failed.
     """
     steps = list(traceback.walk_tb(error.__traceback__))
     files = [Path(frame.f_code.co_filename) for frame, _ in steps]
@@ -29,7 +29,7 @@ def is_bug_of_user(error: BaseException) -> bool:
 
 
 def first_cause(error: BaseException) -> BaseException:
-    """The exception that ``error`` came from, or ``error`` itself."""
+    """Return the exception at the beginning of the chain of causes of ``error``."""
     while (
         cause := error.__cause__ or (None if error.__suppress_context__ else error.__context__)
     ) is not None:
@@ -38,12 +38,12 @@ def first_cause(error: BaseException) -> BaseException:
 
 
 def _is_users(file: Path) -> bool:
+    """Return whether a file belongs to the user and not to the project or an installed library."""
     return file.suffix == ".py" and not _is_in(file, _OURS) and not _is_in(file, _LIBRARIES)
 
 
 def _is_raised_by_its_last_frame(error: BaseException) -> bool:
-    """Whether a ``raise`` statement raised it, and not an operation or a function written in C, such as
-    ``float("x")``."""
+    """Return whether a ``raise`` statement raised the error, and not a call such as ``float("x")``."""
     last = error.__traceback__
     while last is not None and last.tb_next is not None:
         last = last.tb_next

@@ -1,10 +1,10 @@
-"""Loggers that the training neither waits for nor fails with.
+"""The loggers of a run, for which the training does not wait and with which it does not fail.
 
-The default is MLflow in ``sqlite:///mlflow.db`` (or ``MLFLOW_TRACKING_URI``); any Lightning logger can stand
-in its place. Artifacts go where the logger takes them (MLflow). Each logger has a writer's thread of its own,
-and MLflow gets the rounds of three seconds in one transaction. A logger that raises, or does not answer, is
-reported once and tried again: it gets what it lacks as soon as it works, at the end of the run, or when the
-run is continued; what it lacks even then, ``python -m fl_lightning track`` brings in.
+The default is MLflow in ``sqlite:///mlflow.db`` (or ``MLFLOW_TRACKING_URI``); any Lightning logger can take
+its place. Files go to MLflow only. Each logger has a thread of its own, and MLflow gets the rounds of three
+seconds in one transaction. A logger that raises or does not answer is reported once and tried again. It gets
+the rounds that it lacks as soon as it works, at the end of the run, or when the run is continued. After that,
+``python -m fl_lightning track`` adds them.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from fl_lightning.tracking.mlflow_store import (
     START_LIMIT,
     Round,
     Status,
-    between,
+    accepts_batches,
     default_uri,
-    find_run,
+    find_mlflow_run,
     is_mlflow,
     log_rounds,
     log_settings,
@@ -39,26 +39,25 @@ from fl_lightning.tracking.mlflow_store import (
     open_run,
     prepare,
     reason,
-    takes_many,
+    with_ordered_times,
 )
 from fl_lightning.tracking.writer import Writer
 
 log = logging.getLogger("fl_lightning")
 
-PAUSE = 3.0
-"""Seconds between two transactions: a page that is looked at is no older, and a transaction costs as much as
-100 metrics do."""
-TOGETHER = 100  # rounds of one write at most
+MIN_WRITE_INTERVAL_SECONDS = 3.0
+"""Time between two transactions, each of which costs as much as 100 metrics; pages are no older than this."""
+MAX_ROUNDS_PER_WRITE = 100
 
 
 class Channel:
-    """One logger and the writer that speaks to it.
+    """One logger and the thread that writes to it.
 
     Args:
-        logger: None: the default store, to be opened.
-        name: as people are told.
-        failed: called with the channel and the error when trouble begins.
-        recovered: called with the channel when it is over.
+        logger: the logger; None for the default store, which is opened later.
+        name: name of the logger in messages.
+        failed: a function that is called with the channel and the error when trouble begins.
+        recovered: a function that is called with the channel when the logger works again.
     """
 
     def __init__(
@@ -71,75 +70,78 @@ class Channel:
         self.logger: Any = logger
         self.name = name
         self.is_mlflow = logger is None or is_mlflow(logger)
-        self.resumes: str | None = None  # the run of the store that is continued
-        self.known: dict[str, dict[int, int]] = {}  # what the store had when it was last asked
-        self.tries = 0  # to open it
-        self._unsure = False  # a call raised, and may have been done nevertheless
-        self._together = logger is None or takes_many(logger)
+        self.resumes: str | None = None  # id of the store's run that is continued
+        self.known: dict[str, dict[int, int]] = {}  # steps and times that the store had when last asked
+        self.tries = 0  # attempts to open the store
+        self._unsure = False  # whether a call raised that the store may have carried out all the same
+        self._batches = logger is None or accepts_batches(logger)
         self.writer: Writer[Round] = Writer(
             self._write,
             partial(failed, self),
             partial(recovered, self),
             limit=CALL_LIMIT,
-            most=TOGETHER if self._together else 1,
-            pause=PAUSE if self._together else 0.0,
+            max_rows=MAX_ROUNDS_PER_WRITE if self._batches else 1,
+            pause=MIN_WRITE_INTERVAL_SECONDS if self._batches else 0.0,
         )
 
     def _write(self, rounds: Sequence[Round]) -> None:
         if self._unsure and self.is_mlflow:
             self.known = logged_steps(self.logger.experiment, self.logger.run_id)
         before, self._unsure = self._unsure, True
-        if self._together:
-            log_rounds(self.logger, between(rounds, self.known), self.known)
+        if self._batches:
+            log_rounds(self.logger, with_ordered_times(rounds, self.known), self.known)
         else:
             for round in rounds:
                 self._log(round, again=before)
         self._unsure = False
 
     def _log(self, round: Round, *, again: bool) -> None:
-        """One round, the logger's own way."""
+        """Log one round by the logger's own method."""
         if any(round.step in steps for name, steps in self.known.items() if "final/" not in name):
             return
-        held = getattr(
-            getattr(self.logger, "_experiment", None), "metrics", None
-        )  # of a CSVLogger whose disk was full
+        # a CSVLogger whose disk was full still holds the row
+        held = getattr(getattr(self.logger, "_experiment", None), "metrics", None)
         if again and isinstance(held, list) and held and held[-1].get("step") == round.step:
             self.logger.save()
             return
         self.logger.log_metrics(dict(round.metrics), round.step)
 
-    def summarise(self, summary: Mapping[str, float], step: int) -> None:
-        if self._together:
+    def log_summary(self, summary: Mapping[str, float], step: int) -> None:
+        """Log the ``final/*`` metrics, unless a logger that takes single rounds has them already."""
+        if self._batches:
             self._write([Round(step, summary, _now())])
         elif not any(step in steps for name, steps in self.known.items() if "final/" in name):
             self.logger.log_metrics(dict(summary), step)
 
     def finalize(self, status: Status, ended: int) -> None:
+        """Close the logger's run, which ended at this time (milliseconds since 1970)."""
         self.logger.finalize(
             status
             if self.is_mlflow
             else {"FINISHED": "success", "FAILED": "failed", "KILLED": "aborted"}[status]
         )
-        if self.is_mlflow:  # which says that the run ended now, not when it did
+        if self.is_mlflow:  # its finalize takes the current time as the end of the run
             self.logger.experiment.set_terminated(self.logger.run_id, status, ended)
 
 
 class Tracking:
-    """The loggers of one run. Nothing here raises on their behalf or waits for them but :meth:`flush` and
-    :meth:`finish`, and ranks other than 0 track nothing.
+    """The loggers of one run.
+
+    Only :meth:`flush` and :meth:`finish` wait for them, and no method raises their errors. Ranks other than
+    0 have no loggers.
 
     Args:
-        logger: True: MLflow; False: none; or one or more Lightning loggers.
+        logger: True for MLflow, False for none, or one or more Lightning loggers.
         experiment: name of the MLflow experiment.
         run_name: name of the run in it.
-        run_dir: where the run's own files are; named when a logger fails.
-        run_id: MLflow run to continue: it is set to running, steps that it has are not logged again, and
-            parameters that differ from the recorded ones become tags ``changed.<name>``.
-        resumes: whether the run has been tracked before. Where its id got lost the store is searched for one
-            that was made for this directory.
-        since: when ``run_dir`` was made (seconds since 1970): runs of an earlier directory of that name are
-            others.
-        started: when the run began (milliseconds since 1970); None: now.
+        run_dir: the directory of the run, which a warning names when a logger fails.
+        run_id: id of an MLflow run to continue. Its status becomes running, steps that it has are not logged
+            again, and parameters that differ from the recorded ones become tags ``changed.<name>``.
+        resumes: whether the run has been tracked before. If its id is lost, the store is searched for a run
+            of this directory.
+        since: when ``run_dir`` was made, in seconds since 1970. Runs in the store that are older belong to an
+            earlier directory of that name.
+        started: when the run began, in milliseconds since 1970; None for now.
     """
 
     def __init__(
@@ -167,19 +169,18 @@ class Tracking:
 
     @property
     def loggers(self) -> list[Logger]:
-        """Those that are open."""
+        """The loggers that are open."""
         return [channel.logger for channel in self._channels if channel.logger is not None]
 
     @property
     def run_id(self) -> str | None:
         """Id of the MLflow run, for resuming; None without MLflow, and until its store is open."""
-        return next(
-            (getattr(logger, "_run_id", None) for logger in self.loggers if is_mlflow(logger)), None
-        )  # run_id would open the store
+        # the public attribute run_id would open the store
+        return next((getattr(logger, "_run_id", None) for logger in self.loggers if is_mlflow(logger)), None)
 
     @property
     def hint(self) -> str | None:
-        """The command that shows the run, when the store is a local database."""
+        """The command that shows the run if the store is a local database, else None."""
         uri = next(
             (str(getattr(logger, "_tracking_uri", "")) for logger in self.loggers if is_mlflow(logger)), ""
         )
@@ -189,8 +190,12 @@ class Tracking:
         return f"mlflow ui --backend-store-uri {SQLITE}{path.name if path.parent == Path.cwd() else path}"
 
     def start(self, params: Mapping[str, Any], tags: Mapping[str, Any]) -> None:
-        """Open the stores, record ``params`` (nested; flattened with dots) and ``tags``, then what has been
-        logged already."""
+        """Open the stores, and record the settings, the tags and what has been logged already.
+
+        Args:
+            params: nested settings, which are recorded under dotted names.
+            tags: tags of the run.
+        """
         flat = as_params(redact_settings(params))
         marks = {key: str(value) for key, value in redact_settings(tags).items()}
         for channel in self._channels:
@@ -201,14 +206,17 @@ class Tracking:
                 channel.writer.start(begin)
 
     def catch_up(self, history: Sequence[Mapping[str, float]], times: Sequence[int]) -> None:
-        """Give the rounds before this start to loggers that may lack them: MLflow, and those whose log begins
-        anew.
+        """Give the rounds before this start to the loggers that may lack them.
+
+        Those are MLflow, and loggers that begin a new log at each start.
 
         Args:
-            history: a row of metrics per round.
-            times: when each round was (milliseconds since 1970).
+            history: one row of metrics per round.
+            times: when each round ended, in milliseconds since 1970.
         """
-        channels = [channel for channel in self._channels if channel.is_mlflow or begins_anew(channel.logger)]
+        channels = [
+            channel for channel in self._channels if channel.is_mlflow or starts_new_log(channel.logger)
+        ]
         for row, ended in zip(history, times, strict=True):
             self._step = int(row["round"])
             metrics = {key: value for key, value in row.items() if key != "round"}
@@ -216,49 +224,53 @@ class Tracking:
                 channel.writer.put(Round(self._step, metrics, ended))
 
     def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
-        """The metrics of round ``step``."""
+        """Log the metrics of round ``step``."""
         self._step = step
         round = Round(step, dict(metrics), _now())
         for channel in self._channels:
             channel.writer.put(round)
 
     def log_artifact(self, path: Path | str, folder: str | None = None) -> None:
-        """Copy a file to the loggers that keep files, into ``folder``. It is copied soon, and must still be
-        there then."""
+        """Copy a file to the loggers that keep files, into ``folder``.
+
+        It is copied later by another thread, and must still exist then.
+        """
         for channel in self._channels:
             if channel.is_mlflow:
                 channel.writer.call(partial(_copy, channel, str(path), folder), optional=True)
 
     def log_text(self, name: str, text: Callable[[], str]) -> None:
-        """As :meth:`log_artifact`, for a file that is not there yet; ``text`` is called when its turn comes,
-        once the run has its id."""
+        """Write a text file to the loggers that keep files.
+
+        ``text`` is called by another thread when the run has its id.
+        """
         for channel in self._channels:
             if channel.is_mlflow:
                 channel.writer.call(partial(_copy_text, channel, name, text), optional=True)
 
     def flush(self) -> None:
-        """Wait until the loggers have all that they were given, or cannot take it."""
+        """Wait until the loggers have written everything, or have failed."""
         for channel in self._channels:
             channel.writer.flush()
 
     def finish(
         self, status: Status, summary: Mapping[str, float], ended: int | None = None
     ) -> dict[str, int]:
-        """Record ``summary`` at the last step and close the run, once all that was given is written.
+        """Record a summary at the last step and close the run, after everything else is written.
 
         Args:
             status: how the run ended.
-            summary: the ``final/*`` metrics; empty where it did not end well.
-            ended: when (milliseconds since 1970); None: now.
+            summary: the ``final/*`` metrics; empty if the run did not finish.
+            ended: when the run ended, in milliseconds since 1970; None for now.
 
         Returns:
-            The rounds that a logger is not known to have, by the logger's name; loggers that lack none are
-            left out.
+            The number of rounds that a logger may lack, by the logger's name; loggers that have all are left
+            out.
         """
         ended = _now() if ended is None else ended
         for channel in self._channels:
             if summary:
-                channel.writer.call(partial(channel.summarise, dict(summary), self._step))
+                channel.writer.call(partial(channel.log_summary, dict(summary), self._step))
             channel.writer.call(partial(channel.finalize, status, ended))
         for channel in self._channels:
             if not channel.writer.close() or channel.writer.put_aside:
@@ -285,11 +297,11 @@ class Tracking:
         channel.logger = open_run(uri, self.experiment, self.run_name, channel.resumes, tags, self._started)
 
     def _find(self, channel: Channel, uri: str, experiment: str) -> str | None:
-        """The run whose id got lost, by a kill or since the store's answer did not arrive."""
+        """Return the run whose id is lost, after a kill or because the store's answer did not arrive."""
         channel.tries += 1
         if not self._resumes and channel.tries == 1:
             return None
-        return find_run(uri, experiment, "run_dir", str(self.run_dir.absolute()), self._since)
+        return find_mlflow_run(uri, experiment, "run_dir", str(self.run_dir.absolute()), self._since)
 
     def _begin(self, channel: Channel, params: dict[str, str], tags: dict[str, str]) -> None:
         logger = channel.logger
@@ -297,13 +309,12 @@ class Tracking:
             if (
                 self._resumes
                 and hasattr(logger, "_kwargs")
-                and begins_anew(logger)
+                and starts_new_log(logger)
                 and logger._kwargs.get("purge_step") is None
             ):
-                logger._kwargs["purge_step"] = (
-                    0  # TensorBoard then shows nothing that a file of an earlier start holds
-                )
-            with suppress(NotImplementedError):  # Fabric's own CSVLogger has no place for them
+                # with this TensorBoard hides the rounds in files of earlier starts
+                logger._kwargs["purge_step"] = 0
+            with suppress(NotImplementedError):  # Fabric's own CSVLogger takes no hyper-parameters
                 logger.log_hyperparams(params)
             return
         prepare()
@@ -350,15 +361,18 @@ def _copy_text(channel: Channel, name: str, text: Callable[[], str]) -> None:
     channel.logger.experiment.log_text(channel.logger.run_id, text(), name)
 
 
-def begins_anew(logger: Any) -> bool:
-    """Whether what the logger wrote before this start is gone, elsewhere, or can be made not to count:
-    CSVLogger, TensorBoardLogger."""
+def starts_new_log(logger: Any) -> bool:
+    """Return whether a logger begins a new log at each start, which then needs the earlier rounds too.
+
+    CSVLogger and TensorBoardLogger do.
+    """
     return any(cls.__name__ in ("CSVLogger", "TensorBoardLogger") for cls in type(logger).__mro__)
 
 
 def as_params(tree: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
-    """Nested settings as people read them: strings with dotted names; a list is numbered only where it holds
-    settings itself.
+    """Return nested settings as texts with dotted names.
+
+    The items of a list get numbers only if there are settings among them.
 
     >>> as_params({"data": {"root": None, "crop": [28, 28]}, "callbacks": [{"class_path": "A"}]})
     {'data.root': 'null', 'data.crop': '[28, 28]', 'callbacks.0.class_path': 'A'}

@@ -1,5 +1,7 @@
-"""MLflow's stores: how one is opened, which runs are in it, and patience with it. MLflow is imported when a
-store is first needed."""
+"""Access to MLflow's stores: open one, find its runs, and write to it with a time limit.
+
+MLflow is imported when a store is first needed.
+"""
 
 from __future__ import annotations
 
@@ -20,28 +22,25 @@ from filelock import FileLock
 from lightning.fabric.loggers import Logger
 
 from fl_lightning.support.redaction import REDACTING, redact
-from fl_lightning.tracking.writer import POLL, AwakeTimer
+from fl_lightning.tracking.writer import POLL_SECONDS, AwakeTimer
 
 log = logging.getLogger("fl_lightning")
 
 SQLITE = "sqlite:///"
 DEFAULT_URI = f"{SQLITE}mlflow.db"
-START_LIMIT, CALL_LIMIT = 60.0, 30.0  # seconds; a new database takes 3-6, a busy one is waited for 20
+START_LIMIT, CALL_LIMIT = 60.0, 30.0  # seconds; a new database takes 3-6, and sqlite waits 20 for a lock
 LOCK_LIMIT = START_LIMIT - 5  # seconds to wait for another process that opens the same database
-KEY_LENGTH, PARAM_LENGTH, TAG_LENGTH, PER_BATCH = (
-    250,
-    6000,
-    5000,
-    100,
-)  # what MLflow accepts: characters, and entries per call
-METRICS_PER_CALL = 1000
-# a dead server costs seconds, not minutes; nothing is sent to third parties; whoever sets these is heeded
+# MLflow accepts no more than these
+MAX_KEY_CHARACTERS, MAX_PARAM_CHARACTERS, MAX_TAG_CHARACTERS = 250, 6000, 5000
+MAX_ENTRIES_PER_CALL, MAX_METRICS_PER_CALL = 100, 1000
+# With these a dead server costs seconds and not minutes, and nothing is sent to third parties. Values that
+# the user has set stay.
 ENVIRONMENT = {
     "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1",
     "MLFLOW_HTTP_REQUEST_TIMEOUT": "10",
     "MLFLOW_DISABLE_TELEMETRY": "true",
     "MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR": "false",
-    # it prints the server's address with the password in it
+    # the address that it prints may contain a password
     "MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT": "true",
 }
 Status = Literal["FINISHED", "FAILED", "KILLED"]
@@ -49,7 +48,13 @@ _NOT_IN_NAMES = re.compile(r"[^a-zA-Z0-9_/. -]+")
 
 
 class Round(NamedTuple):
-    """What is logged of a round, and when it was (milliseconds since 1970)."""
+    """The metrics of one round.
+
+    Args:
+        step: the round, counted from 1.
+        metrics: its metrics by name.
+        time: when it ended, in milliseconds since 1970.
+    """
 
     step: int
     metrics: Mapping[str, float]
@@ -57,23 +62,26 @@ class Round(NamedTuple):
 
 
 def store() -> str:
-    """Address of the default store: ``MLFLOW_TRACKING_URI``, or ``mlflow.db`` in the working directory."""
+    """Return the default store: ``MLFLOW_TRACKING_URI``, or ``mlflow.db`` in the working directory."""
     return os.environ.get("MLFLOW_TRACKING_URI") or DEFAULT_URI
 
 
 def default_uri() -> str:
-    """The same as MLflow is given it."""
-    return absolute(store())
+    """Return the default store with an absolute path."""
+    return absolute_uri(store())
 
 
-def absolute(uri: str) -> str:
-    """MLflow keeps one connection per address for the life of the process: a relative one would outlive a
-    change of folder."""
+def absolute_uri(uri: str) -> str:
+    """Return the address of a store with an absolute path.
+
+    MLflow keeps one connection per address as long as the process runs, so after a change of the working
+    directory a relative address would still mean the old database.
+    """
     return f"{SQLITE}{Path(uri.removeprefix(SQLITE)).absolute()}" if uri.startswith(SQLITE) else uri
 
 
 def is_missing(uri: str) -> bool:
-    """Whether it is a database that is not there; MLflow would make an empty one."""
+    """Return whether an address is that of a database that does not exist; MLflow would create it."""
     return uri.startswith(SQLITE) and not _file(uri).is_file()
 
 
@@ -82,33 +90,38 @@ def _file(uri: str) -> Path:
 
 
 def prepare() -> None:
-    """Import MLflow (1.3 s), with its patience shortened and its announcements turned down."""
+    """Import MLflow (1.3 s) with short time limits, and show only its warnings, without secrets."""
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
-    import mlflow  # noqa: F401  (sets up its logging, which is turned down next)
+    import mlflow  # noqa: F401  (the import sets up its logging, which is changed next)
 
-    if logging.lastResort is not None:  # which shows the warnings of libraries that have no handler
+    if logging.lastResort is not None:  # it shows the warnings of libraries that have no handler
         logging.lastResort.addFilter(REDACTING)
     for name in ("alembic", "mlflow"):
         logging.getLogger(name).setLevel(logging.WARNING)
         for handler in logging.getLogger(name).handlers:
             handler.addFilter(REDACTING)
-    logging.getLogger("lightning.pytorch.loggers.mlflow").setLevel(
-        logging.ERROR
-    )  # announces every new experiment
+    # its warnings announce every new experiment
+    logging.getLogger("lightning.pytorch.loggers.mlflow").setLevel(logging.ERROR)
 
 
 def connect(uri: str) -> Any:
-    """An ``MlflowClient``."""
+    """Return an ``MlflowClient`` of a store."""
     prepare()
     from mlflow import MlflowClient
 
     return MlflowClient(uri)
 
 
-def find_run(uri: str, experiment: str, tag: str, value: str, since: float = 0.0) -> str | None:
-    """Id of the newest run of the experiment with this tag that was made after ``since`` (seconds since
-    1970), if there is one."""
+def find_mlflow_run(uri: str, experiment: str, tag: str, value: str, since: float = 0.0) -> str | None:
+    """Return the id of the newest run of an experiment with a tag; None if there is none.
+
+    Args:
+        uri: address of the store.
+        experiment: name of the experiment.
+        tag, value: name and value of the tag.
+        since: earliest start of the run, in seconds since 1970.
+    """
     if is_missing(uri):
         return None
     with _database(uri):
@@ -133,11 +146,17 @@ def open_run(
     tags: Mapping[str, str],
     started: int | None = None,
 ) -> Logger:
-    """Lightning's MLflow logger with its run created, or found by ``run_id``; one process at a time creates
-    the database.
+    """Return Lightning's MLflow logger for a run, which is created unless ``run_id`` is known to the store.
+
+    Only one process at a time creates a database.
 
     Args:
-        started: when a new run began, in milliseconds since 1970; None: now.
+        uri: address of the store.
+        experiment: name of the experiment.
+        run_name: name of the run in it.
+        run_id: id of a run to continue; None for a new one.
+        tags: tags of a new run.
+        started: when a new run began, in milliseconds since 1970; None for now.
     """
     with _database(uri) as local:
         prepare()
@@ -161,13 +180,16 @@ def open_run(
 
 
 def make_run(logger: Any, started: int | None) -> str:
-    """Id of the logger's run. Creates it, and its experiment, where it has none: the run then begins at
-    ``started``."""
+    """Return the id of the logger's run, which is created if it does not exist.
+
+    Args:
+        logger: an MLflow logger of Lightning's.
+        started: when a new run began, in milliseconds since 1970; None for now.
+    """
     client = logger._mlflow_client
     if logger._run_id is None and started is not None:
-        client.create_run = partial(
-            client.create_run, start_time=started
-        )  # Lightning's call has no place for it
+        # Lightning's logger cannot pass a start time on
+        client.create_run = partial(client.create_run, start_time=started)
     try:
         return str(logger.run_id)
     finally:
@@ -193,8 +215,10 @@ def _database(uri: str) -> Iterator[bool]:
 
 
 def logged_steps(client: Any, run_id: str) -> dict[str, dict[int, int]]:
-    """For each metric that the store has of the run: its steps, and the time of each (milliseconds since
-    1970)."""
+    """Return the steps of each metric that the store has of a run, and their times.
+
+    The times are in milliseconds since 1970.
+    """
     names = client.get_run(run_id).data.metrics
     return {
         name: {metric.step: metric.timestamp for metric in client.get_metric_history(run_id, name)}
@@ -202,9 +226,15 @@ def logged_steps(client: Any, run_id: str) -> dict[str, dict[int, int]]:
     }
 
 
-def between(rounds: Sequence[Round], known: Mapping[str, Mapping[int, int]]) -> list[Round]:
-    """Rounds whose times are not known exactly, moved to where they lie between those of ``known``: time goes
-    up with the step."""
+def with_ordered_times(rounds: Sequence[Round], known: Mapping[str, Mapping[int, int]]) -> list[Round]:
+    """Return the rounds with their times moved between those in the store, so that times grow with steps.
+
+    The times of rounds that were not tracked at once are only estimates.
+
+    Args:
+        rounds: the rounds.
+        known: the steps and times in the store, as :func:`logged_steps` gives them.
+    """
     times = {
         step: time for name, steps in known.items() if "final/" not in name for step, time in steps.items()
     }
@@ -220,15 +250,20 @@ def between(rounds: Sequence[Round], known: Mapping[str, Mapping[int, int]]) -> 
 def log_settings(
     client: Any, run_id: str, params: Mapping[str, str], tags: Mapping[str, str], known: Mapping[str, str]
 ) -> None:
-    """Tags, and the parameters that the run lacks; one that differs from the ``known`` one becomes a tag
-    ``changed.<name>``."""
+    """Log tags, and the parameters that a run lacks.
+
+    A parameter that differs from the ``known`` one becomes a tag ``changed.<name>``, since MLflow does not
+    let a parameter change.
+    """
     from mlflow.entities import Param, RunTag
 
-    cut = {key[:KEY_LENGTH]: _cut(value, PARAM_LENGTH) for key, value in params.items()}
+    cut = {key[:MAX_KEY_CHARACTERS]: _cut(value, MAX_PARAM_CHARACTERS) for key, value in params.items()}
     changed = {
-        f"changed.{key}"[:KEY_LENGTH]: value for key, value in cut.items() if known.get(key, value) != value
+        f"changed.{key}"[:MAX_KEY_CHARACTERS]: value
+        for key, value in cut.items()
+        if known.get(key, value) != value
     }
-    marks = {key: _cut(value, TAG_LENGTH) for key, value in {**tags, **changed}.items()}
+    marks = {key: _cut(value, MAX_TAG_CHARACTERS) for key, value in {**tags, **changed}.items()}
     log_batches(client, run_id, params=[Param(key, value) for key, value in cut.items() if key not in known])
     log_batches(client, run_id, tags=[RunTag(key, value) for key, value in marks.items()])
 
@@ -239,14 +274,17 @@ def _cut(value: str, length: int) -> str:
 
 
 def log_batches(client: Any, run_id: str, **entries: Sequence[Any]) -> None:
-    """``metrics``, ``params`` or ``tags``, as many a call as MLflow accepts."""
+    """Log ``metrics``, ``params`` or ``tags`` in as many calls as MLflow needs."""
     for kind, values in entries.items():
-        for i in range(0, len(values), PER_BATCH):
-            client.log_batch(run_id, **{kind: values[i : i + PER_BATCH]})
+        for i in range(0, len(values), MAX_ENTRIES_PER_CALL):
+            client.log_batch(run_id, **{kind: values[i : i + MAX_ENTRIES_PER_CALL]})
 
 
-def takes_many(logger: object) -> bool:
-    """Whether rounds can be logged together: the logger's way to log one is Lightning's own."""
+def accepts_batches(logger: object) -> bool:
+    """Return whether :func:`log_rounds` may log several rounds at once in place of ``logger.log_metrics``.
+
+    That is so for MLflow loggers whose ``log_metrics`` is Lightning's own.
+    """
     return (
         is_mlflow(logger)
         and getattr(type(logger), "log_metrics", log_rounds).__module__ == "lightning.pytorch.loggers.mlflow"
@@ -256,13 +294,14 @@ def takes_many(logger: object) -> bool:
 def log_rounds(
     logger: Any, rounds: Sequence[Round], known: Mapping[str, Container[int]] = MappingProxyType({})
 ) -> None:
-    """What ``logger.log_metrics`` would do, for many rounds in a call; a call is one transaction and holds
-    whole rounds.
+    """Log several rounds as ``logger.log_metrics`` would log each of them, with many rounds per call.
 
-    A call costs MLflow 5 ms, and 0.05 ms a metric.
+    A call is one transaction and holds whole rounds. It costs MLflow 5 ms, and 0.05 ms for each metric.
 
     Args:
-        known: what is not logged again, as :func:`logged_steps` gives it.
+        logger: a logger that :func:`accepts_batches`.
+        rounds: the rounds.
+        known: the steps that are not logged again, by metric, as :func:`logged_steps` gives them.
     """
     from lightning.fabric.utilities.logger import _add_prefix
     from mlflow.entities import Metric
@@ -271,15 +310,14 @@ def log_rounds(
     batch: list[Metric] = []
     for round in rounds:
         named: Mapping[str, Any] = _add_prefix(dict(round.metrics), logger._prefix, logger.LOGGER_JOIN_CHAR)
-        numbers = {
-            key: value for key, value in named.items() if not isinstance(value, str)
-        }  # which Lightning skips as well
+        # Lightning skips texts as well
+        numbers = {key: value for key, value in named.items() if not isinstance(value, str)}
         row = [
             Metric(_NOT_IN_NAMES.sub("", key), value, round.time, round.step)
             for key, value in numbers.items()
         ]
         row = [metric for metric in row if round.step not in known.get(metric.key, ())]
-        if batch and len(batch) + len(row) > METRICS_PER_CALL:
+        if batch and len(batch) + len(row) > MAX_METRICS_PER_CALL:
             client.log_batch(run_id, metrics=batch, **logger._log_batch_kwargs)
             batch = []
         batch += row
@@ -288,12 +326,20 @@ def log_rounds(
 
 
 def is_mlflow(logger: object) -> bool:
-    return any(cls.__name__ == "MLFlowLogger" for cls in type(logger).__mro__)  # without importing it
+    """Return whether a logger is Lightning's MLflow logger or derived from it, without importing MLflow."""
+    return any(cls.__name__ == "MLFlowLogger" for cls in type(logger).__mro__)
 
 
-def within(limit: float, function: Callable[[], Any]) -> Any:
-    """The function's result; raises what it raises, or TimeoutError after ``limit`` seconds in which this
-    process ran."""
+def call_with_limit(limit: float, function: Callable[[], Any]) -> Any:
+    """Return the function's result, or raise its exception.
+
+    Args:
+        limit: seconds to wait; those in which this process is stopped do not count.
+        function: the function, which is called in another thread.
+
+    Raises:
+        TimeoutError: it takes longer than ``limit``.
+    """
     outcome: dict[str, Any] = {}
 
     def work() -> None:
@@ -302,19 +348,20 @@ def within(limit: float, function: Callable[[], Any]) -> Any:
         except Exception as error:
             outcome["error"] = error
 
-    thread = Thread(
-        target=work, name="tracking", daemon=True
-    )  # one that never answers does not keep the process alive
+    # a daemon, so that a store that never answers does not keep the process alive
+    thread = Thread(target=work, name="tracking", daemon=True)
     thread.start()
     waited = AwakeTimer()
     while thread.is_alive() and waited.seconds() < limit:
-        thread.join(POLL)
+        thread.join(POLL_SECONDS)
     if "result" in outcome:
         return outcome["result"]
     raise outcome.get("error", TimeoutError(f"no answer in {limit:g} s"))
 
 
 def reason(error: BaseException) -> str:
-    """The error in one line, without secrets: hidden before it is cut, since half an address is not known as
-    one."""
+    """Return an error as one line without secrets.
+
+    Secrets are hidden before the line is cut, since half of an address would not be recognised.
+    """
     return f"{type(error).__name__}: {redact(str(error)).strip().partition(chr(10))[0][:200]}"

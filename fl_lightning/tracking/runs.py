@@ -1,5 +1,4 @@
-"""Runs in MLflow, apart from the one that is training: a study's own, one that ended and is given more, all
-of an experiment."""
+"""Runs in MLflow that are not training: a study's own run, one that has ended, and all runs of a study."""
 
 from __future__ import annotations
 
@@ -22,23 +21,23 @@ from fl_lightning.tracking.mlflow_store import (
     CALL_LIMIT,
     START_LIMIT,
     Status,
-    absolute,
+    absolute_uri,
+    call_with_limit,
     connect,
     default_uri,
-    find_run,
+    find_mlflow_run,
     is_missing,
     is_mlflow,
     log_batches,
     open_run,
     reason,
-    within,
 )
 
 log = logging.getLogger("fl_lightning")
 
 
 class StudyRun(NamedTuple):
-    """Where a study is in the store."""
+    """The ids of a study's own run and of its experiment in the store."""
 
     run_id: str
     experiment_id: str
@@ -50,23 +49,24 @@ def begin_study(
     tags: Mapping[str, str],
     experiment_tags: Mapping[str, str] = MappingProxyType({}),
 ) -> StudyRun | None:
-    """The run that a study's runs are nested under, in the default store: made once, then found by its
-    folder.
+    """Open the run of the default store under which the runs of a study are nested.
+
+    It is created the first time and then found by the study's folder.
 
     Args:
         study: name of the study and of the experiment.
-        folder: of its runs on disk.
-        tags: shown beside it.
-        experiment_tags: of the experiment.
+        folder: the folder of the study's runs on disk.
+        tags: tags of the run.
+        experiment_tags: tags of the experiment.
 
     Returns:
-        None when the store fails, which is said in a warning: the runs are then on one level.
+        The ids of the run; None if the store fails, which a warning reports. The runs are then not nested.
     """
     uri = default_uri()
     marks = {"study": study, "study_dir": str(folder.absolute()), **tags}
 
     def begin() -> StudyRun:
-        run_id = find_run(uri, study, "study_dir", marks["study_dir"])
+        run_id = find_mlflow_run(uri, study, "study_dir", marks["study_dir"])
         logger: Any = open_run(uri, study, study, run_id, marks)
         for key, value in marks.items():
             logger.experiment.set_tag(logger.run_id, key, value)
@@ -76,7 +76,7 @@ def begin_study(
         return StudyRun(str(logger.run_id), str(logger.experiment_id))
 
     try:
-        return within(START_LIMIT, begin)
+        return call_with_limit(START_LIMIT, begin)
     except Exception as error:
         log.warning(
             "MLflow at %s failed (%s); the study has no run of its own there; "
@@ -89,7 +89,14 @@ def begin_study(
 def end_study(
     begun: StudyRun | None, folder: Path, status: Status, files: Sequence[str] = ("study.yaml", "cells.json")
 ) -> None:
-    """Close what :func:`begin_study` opened; ``files`` of the folder go with it."""
+    """Close the run that :func:`begin_study` opened.
+
+    Args:
+        begun: the ids that ``begin_study`` returned; for None nothing is done.
+        folder: the folder of the study.
+        status: how the study ended.
+        files: names of files in the folder that are copied to the run.
+    """
     if begun is None:
         return
     uri = default_uri()
@@ -101,7 +108,7 @@ def end_study(
         client.set_terminated(begun.run_id, status)
 
     try:
-        within(CALL_LIMIT, end)
+        call_with_limit(CALL_LIMIT, end)
     except Exception as error:
         log.warning(
             "MLflow at %s failed (%s); the study's own run there is not closed", redact(uri), reason(error)
@@ -115,21 +122,22 @@ def add_to_run(
     step: int,
     files: Sequence[Path],
 ) -> None:
-    """Give a run that has ended more metrics, and files; its status stays, and what it has already is not
-    logged again.
+    """Add metrics and files to a run that has ended; its status stays as it is.
+
+    Metrics that the run has already at this step are not logged again.
 
     Args:
-        logger: where the run is: True for the default store, or the loggers that it was made with.
-        run_id: the MLflow run.
-        metrics: by name.
-        step: the round that the metrics are of.
-        files: on disk; copied.
+        logger: the store of the run: True for the default one, or the loggers that the run was made with.
+        run_id: id of the MLflow run.
+        metrics: the metrics by name.
+        step: the round to which the metrics belong.
+        files: files on disk, which are copied to the run.
     """
     given = [] if isinstance(logger, bool) else [logger] if isinstance(logger, Logger) else list(logger)
-    uris = [absolute(str(getattr(each, "_tracking_uri", ""))) for each in given if is_mlflow(each)]
+    uris = [absolute_uri(str(getattr(each, "_tracking_uri", ""))) for each in given if is_mlflow(each)]
     for uri in [default_uri()] if logger is True else uris:
         try:
-            within(START_LIMIT, partial(_add, uri, run_id, metrics, step, files))
+            call_with_limit(START_LIMIT, partial(_add, uri, run_id, metrics, step, files))
         except Exception as error:
             log.warning(
                 "MLflow at %s failed (%s); the results are in %s", redact(uri), reason(error), files[0]
@@ -160,16 +168,20 @@ def _add(uri: str, run_id: str, metrics: Mapping[str, float], step: int, files: 
 
 
 def read_runs(uri: str, experiment: str) -> list[dict[str, Any]]:
-    """The runs of an experiment, by name.
+    """Return the runs of an experiment, sorted by name.
 
-    Each has ``name``, ``id``, ``metadata`` as in ``metadata.json``, ``history``, a row per round,
-    ``settings`` with dotted keys, and
-    ``typed``: whether these are from ``config.yaml``, not from the store's parameters, which are all text.
+    Each is a dictionary with ``name``, ``id``, ``metadata`` (as in ``metadata.json``), ``history`` (one row
+    per round), ``settings`` (with dotted keys) and ``typed``. The last is False if ``config.yaml`` could not
+    be read from the store: the settings are then its parameters, which are all texts.
+
+    Args:
+        uri: address of the store.
+        experiment: name of the experiment.
 
     Raises:
-        InputError: there is no such store or experiment, or it does not answer.
+        InputError: there is no such store or experiment, or the store does not answer.
     """
-    uri = absolute(uri)
+    uri = absolute_uri(uri)
     if is_missing(uri):
         raise InputError(
             f"--mlflow {redact(uri)}",
@@ -198,7 +210,7 @@ def read_runs(uri: str, experiment: str) -> list[dict[str, Any]]:
 
 
 def _search(client: Any, experiment_id: str) -> list[Any]:
-    """The experiment's runs of methods, page by page; a study's own run has no partition."""
+    """Return the experiment's runs of methods, without the study's own run, which has no partition."""
     runs, token = [], None
     while True:
         page = client.search_runs([experiment_id], order_by=["attributes.start_time ASC"], page_token=token)
@@ -213,7 +225,7 @@ def _read_run(client: Any, run: Any) -> dict[str, Any]:
     tags = dict(run.data.tags)
     git = {"commit": tags.get("commit"), "dirty": tags.get("dirty") == "True"}
     metadata: dict[str, Any] = {**tags, "seed": int(tags.get("seed", -1)), "git": git, "tags": tags}
-    with suppress(Exception):  # a run whose artifacts are elsewhere is known by its tags
+    with suppress(Exception):  # the files of some runs are on another machine; their tags remain
         metadata = load_dict(f"{run.info.artifact_uri}/metadata.json")
     settings: dict[str, Any] = dict(run.data.params)
     typed = False

@@ -1,8 +1,7 @@
-"""A thread that writes for its owner: in order, rows together, and again where it failed, while the owner
-goes on.
+"""A thread that writes in the background: in order, several rows at a time, and again after an error.
 
-What the owner's thread touches are queues written in C, which a signal in mid-call leaves whole; a
-``Condition`` it would not.
+The owner's thread only uses ``SimpleQueue``, which is written in C and stays consistent when a signal handler
+raises in the middle of a call. A ``threading.Condition`` would not.
 """
 
 from __future__ import annotations
@@ -18,33 +17,34 @@ from time import monotonic
 from typing import Any, Generic, Literal, TypeVar
 
 T = TypeVar("T")
-FULL = 1000
-"""Jobs that may wait; an owner who is that far ahead of a store that works waits for it."""
-POLL = 0.1  # seconds between looks at a writer that one waits for
-FIRST_RETRY, LAST_RETRY = (
-    5.0,
-    60.0,
-)  # seconds from a failure to the next try: doubled each time, up to the latter
-RETRY_AT_END = 1.0  # seconds, where somebody waits: what fails for the first time then is tried once more
+MAX_WAITING_JOBS = 1000
+"""Jobs that may wait for a store that works; the owner then waits until they are done."""
+POLL_SECONDS = 0.1  # between two checks while the owner waits
+FIRST_RETRY_SECONDS = 5.0  # from a first failure to the next try; doubled after each further failure
+MAX_RETRY_SECONDS = 60.0
+HURRIED_RETRY_SECONDS = 1.0  # from a failure to the next try while the owner waits
 
 
 class AwakeTimer:
-    """Seconds that have passed while this process ran: a pause (SIGSTOP, a closed lid) between two looks
-    counts as ``step`` at most.
+    """A timer that counts the seconds in which this process ran.
+
+    A pause of the process (SIGSTOP, a closed lid) between two calls of :meth:`seconds` counts as ``step``
+    seconds at most.
 
     Args:
-        step: seconds that one look may add. Who looks less often counts too little, never too much.
+        step: seconds that one call may add. With rarer calls the timer counts too little, never too much.
     """
 
-    def __init__(self, step: float = 10 * POLL) -> None:
+    def __init__(self, step: float = 10 * POLL_SECONDS) -> None:
         self._step = step
         self.restart()
 
     def restart(self) -> None:
+        """Count from zero again."""
         self._seconds, self._last = 0.0, monotonic()
 
     def seconds(self) -> float:
-        """Look: seconds since the start."""
+        """Return the seconds since the start."""
         now = monotonic()
         self._seconds += min(now - self._last, self._step)
         self._last = now
@@ -54,26 +54,28 @@ class AwakeTimer:
 @dataclass(frozen=True)
 class _Call:
     function: Callable[[], Any]
-    limit: float  # seconds that one who waits for it waits
+    limit: float  # seconds that the owner waits for it
     kind: Literal["in order", "optional", "marker"] = "in order"
 
 
 class Writer(Generic[T]):
-    """Runs what it is given in a thread of its own; its owner waits only in :meth:`flush` and :meth:`close`.
+    """A thread that writes rows and makes calls for its owner.
 
-    A row or a call that raises is tried again, after a pause that grows, and all that was given after it
-    waits; so nothing is lost while a store is away. A call that takes long delays nobody: the owner only
-    stops waiting for it. An *optional* call that raises is put aside and tried again when the writer is
-    flushed. The thread begins with :meth:`start`, so that a process can be forked before that, and does not
-    keep the process alive.
+    The owner waits for it only in :meth:`flush` and :meth:`close`. When a row or a call raises, it is tried
+    again after a growing pause, and everything that was given after it waits; so nothing is lost while a
+    store is unreachable. A call that takes long delays nobody, since the owner stops waiting for it. An
+    *optional* call that raises is put aside and tried again when the writer is flushed. The thread begins
+    with :meth:`start`, so the process can be forked before that, and it does not keep the process alive.
 
     Args:
-        write: takes rows, oldest first. It is given the same rows again after it raised, and maybe more.
-        failed: called with the error when trouble begins; not again before ``recovered`` was.
-        recovered: called when something could be written after that.
-        limit: seconds that one who waits gives ``write``.
-        most: rows that it takes at a time.
-        pause: seconds at least between two writes, in which rows gather.
+        write: a function that writes rows, oldest first. After an error it gets the same rows again, perhaps
+            with more behind them.
+        failed: a function that is called with the error when trouble begins, and not again before
+            ``recovered`` has been called.
+        recovered: a function that is called when something could be written again.
+        limit: seconds that the owner waits for one call of ``write``.
+        max_rows: rows that ``write`` gets at a time.
+        pause: least number of seconds between two writes, in which rows gather.
     """
 
     def __init__(
@@ -83,28 +85,27 @@ class Writer(Generic[T]):
         recovered: Callable[[], Any] = lambda: None,
         *,
         limit: float,
-        most: int = 1,
+        max_rows: int = 1,
         pause: float = 0.0,
     ) -> None:
         self._write, self._failed, self._recovered = write, failed, recovered
-        self._limit, self._most, self._pause = limit, most, pause
+        self._limit, self._max_rows, self._pause = limit, max_rows, pause
         self._jobs: SimpleQueue[T | _Call | None] = SimpleQueue()
-        self._backlog: deque[T | _Call | None] = (
-            deque()
-        )  # taken from the queue and not done; the thread's own
+        # jobs that were taken from the queue and are not done; only the thread touches it
+        self._backlog: deque[T | _Call | None] = deque()
         self._aside: list[_Call] = []  # optional calls that failed
-        self._alarm: SimpleQueue[None] = SimpleQueue()  # somebody waits: no pause
+        self._alarm: SimpleQueue[None] = SimpleQueue()  # an entry ends a pause, since the owner waits
         self._thread: Thread | None = None
         self._closed = self._abandoned = False
         self._hurry = False
         self._at_work: _Call | None = None
-        self._since = AwakeTimer(step=5.0)  # how long that is at work, as far as the owner has looked
-        self._looked_at: _Call | None = None
+        self._watched: _Call | None = None  # the call that the owner has seen at work
+        self._watched_timer = AwakeTimer(step=5.0)
         self._given = self._written = 0  # rows
         self._successes = self._failures = self._in_a_row = 0  # calls; failures since the last success
         self.in_trouble = False
         self.error: BaseException | None = None
-        """The last one."""
+        """The last error."""
 
     @property
     def waiting(self) -> int:
@@ -117,25 +118,34 @@ class Writer(Generic[T]):
         return len(self._aside)
 
     def start(self, *first: tuple[Callable[[], Any], float]) -> None:
-        """Begin: functions, each tried until it succeeds, and the seconds to wait for it; then what has been
-        given so far."""
+        """Start the thread.
+
+        Args:
+            first: functions to call before anything else, each until it succeeds, and the seconds that the
+                owner waits for it.
+        """
         self._backlog.extendleft(_Call(function, limit) for function, limit in reversed(first))
         self._thread = Thread(target=self._work, name="writer", daemon=True)
         self._thread.start()
 
     def put(self, row: T) -> None:
-        """Write ``row``, sooner or later."""
+        """Give the thread a row to write."""
         self._given += 1
         self._add(row)
 
     def call(self, function: Callable[[], Any], *, optional: bool = False) -> None:
-        """Call ``function`` after all that came before; an optional one holds up nothing where it fails."""
+        """Give the thread a function to call after all that was given before.
+
+        Args:
+            function: the function.
+            optional: whether the thread goes on with the next job when the function raises.
+        """
         self._add(_Call(function, self._limit, "optional" if optional else "in order"))
 
     def flush(self) -> bool:
-        """Wait until all that was given is done; returns False when it could not be done, or takes too long.
+        """Wait until everything that was given is done; return False if it fails or takes too long.
 
-        What fails meanwhile is tried once more; what was failing before gets one try.
+        A job that fails meanwhile is tried once more. If jobs were failing before, they get one try.
         """
         if self._thread is None or self._closed:
             return True
@@ -148,7 +158,7 @@ class Writer(Generic[T]):
         try:
             while True:
                 with suppress(Empty):
-                    done.get(timeout=POLL)
+                    done.get(timeout=POLL_SECONDS)
                     return True
                 if self._successes != successes:
                     allowed, failures, successes = 2, self._failures, self._successes
@@ -157,14 +167,16 @@ class Writer(Generic[T]):
                     return False
                 limit = at_work.limit if (at_work := self._at_work) else self._limit
                 if waited.seconds() > limit:
-                    self._trouble(TimeoutError(f"no answer in {limit:g} s"))
+                    self._report(TimeoutError(f"no answer in {limit:g} s"))
                     return False
         finally:
             self._hurry = False
 
     def close(self) -> bool:
-        """Do what is left and end the thread; what is given after that begins another one. Returns what
-        :meth:`flush` does."""
+        """Wait as :meth:`flush` does, end the thread, and return whether everything is done.
+
+        A job that is given after that starts another thread.
+        """
         drained = self.flush()
         if self._thread is None or self._closed:
             return drained
@@ -176,24 +188,24 @@ class Writer(Generic[T]):
         return drained
 
     def _add(self, job: T | _Call) -> None:
-        self._look()
-        if self._jobs.qsize() >= FULL and not self.in_trouble:
+        self._report_slow_call()
+        if self._jobs.qsize() >= MAX_WAITING_JOBS and not self.in_trouble:
             self.flush()
         self._jobs.put(job)
         if self._closed and not self._abandoned:
             self._closed = False
             self.start()
 
-    def _look(self) -> None:
-        """Tell, once, of a call that takes longer than anybody would wait for it."""
+    def _report_slow_call(self) -> None:
+        """Report a call that takes longer than its limit as trouble."""
         at_work = self._at_work
-        if at_work is not self._looked_at:
-            self._looked_at = at_work
-            self._since.restart()
-        if at_work is not None and self._since.seconds() > at_work.limit:
-            self._trouble(TimeoutError(f"no answer in {at_work.limit:g} s"))
+        if at_work is not self._watched:
+            self._watched = at_work
+            self._watched_timer.restart()
+        if at_work is not None and self._watched_timer.seconds() > at_work.limit:
+            self._report(TimeoutError(f"no answer in {at_work.limit:g} s"))
 
-    def _trouble(self, error: BaseException) -> None:
+    def _report(self, error: BaseException) -> None:
         self.error = error
         if not self.in_trouble:
             self.in_trouble = True
@@ -229,7 +241,7 @@ class Writer(Generic[T]):
         self._backlog.popleft()
 
     def _do_rows(self) -> None:
-        first = islice(self._backlog, self._most)
+        first = islice(self._backlog, self._max_rows)
         rows: Any = list(takewhile(lambda job: job is not None and not isinstance(job, _Call), first))
         if not self._succeeds(_Call(lambda: self._write(rows), self._limit)):
             self._back_off()
@@ -244,13 +256,13 @@ class Writer(Generic[T]):
         self._at_work = call
         try:
             call.function()
-        except BaseException as error:  # whatever it is, it must not end in silence
+        except BaseException as error:  # no exception of any kind may end the thread silently
             if call.kind == "optional":
                 self.error = error
             else:
                 self._failures += 1
                 self._in_a_row += 1
-                self._trouble(error)
+                self._report(error)
             return False
         finally:
             self._at_work = None
@@ -262,10 +274,11 @@ class Writer(Generic[T]):
         return True
 
     def _back_off(self) -> None:
-        self._sleep(min(FIRST_RETRY * 2 ** (self._in_a_row - 1), LAST_RETRY), hurried=RETRY_AT_END)
+        pause = min(FIRST_RETRY_SECONDS * 2 ** (self._in_a_row - 1), MAX_RETRY_SECONDS)
+        self._sleep(pause, hurried=HURRIED_RETRY_SECONDS)
 
     def _sleep(self, seconds: float, hurried: float = 0.0) -> None:
-        """Until then, or until somebody waits; where somebody does already, ``hurried`` seconds."""
+        """Sleep until the time is over or the owner waits; ``hurried`` seconds if it waits already."""
         with suppress(Empty):
             while True:
                 self._alarm.get_nowait()
