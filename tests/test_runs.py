@@ -8,6 +8,7 @@ import json
 import re
 import shlex
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -169,12 +170,16 @@ def test_the_saved_config_is_the_run():
     assert fingerprint(run) == fingerprint(again)
 
 
-def commands_of_the_readme() -> list[str]:
+LONG = [pytest.mark.slow, pytest.mark.essential]
+
+
+def commands_of_the_readme() -> list[Any]:
     blocks = re.findall(r"```bash\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
     lines = [
         line.split("  #")[0].strip() for block in blocks for line in block.replace("\\\n", " ").splitlines()
     ]
-    return [line for line in lines if line.startswith("python -m fl_lightning")]
+    commands = [line for line in lines if line.startswith("python -m fl_lightning")]
+    return [pytest.param(line, marks=LONG if " sweep " in line else ()) for line in commands]
 
 
 @pytest.mark.parametrize("command", commands_of_the_readme())

@@ -211,6 +211,8 @@ def test_no_trial_no_run(tmp_path, monkeypatch):
     assert [job.name for job in runs.jobs][-1] == "trial-0007"
 
 
+@pytest.mark.slow
+@pytest.mark.essential
 def test_from_the_command_line(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
