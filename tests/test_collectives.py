@@ -9,7 +9,7 @@ import socket
 import pytest
 from collectives_program import serve
 
-from fl_lightning.distributed.collectives import FRAME, _frames
+from fl_lightning.distributed.collectives import FRAME_BYTES, _frames
 
 
 def run(what: str, size: int, folder) -> tuple[list[int | None], list[str]]:
@@ -52,5 +52,5 @@ def test_ranks_that_disagree_all_say_so(tmp_path):
 
 def test_frames_hold_whole_parts():
     assert _frames([]) == []
-    assert _frames([0, 1, FRAME - 1, 1, 3 * FRAME, 0, 1]) == [[0, 1, 2], [3, 4], [5, 6]]
-    assert [part for frame in _frames([FRAME // 3] * 100) for part in frame] == list(range(100))
+    assert _frames([0, 1, FRAME_BYTES - 1, 1, 3 * FRAME_BYTES, 0, 1]) == [[0, 1, 2], [3, 4], [5, 6]]
+    assert [part for frame in _frames([FRAME_BYTES // 3] * 100) for part in frame] == list(range(100))

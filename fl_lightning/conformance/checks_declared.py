@@ -28,7 +28,7 @@ def federation_size(bench: Bench) -> None:
             difference > bench.subject.noise,
             (
                 "it declares scales_with_federation, and three more clients that never take part change "
-                "nothing: take that back"
+                "nothing: remove that declaration"
             ),
         )
     else:

@@ -34,8 +34,8 @@ def contract(bench: Bench) -> None:
     data = bench.data
     client = data.client(0)
     message = _attempt("its broadcast fails", lambda: method.broadcast(client))
-    expect(isinstance(message, Payload), f"broadcast gives {form(message)}; a Payload travels")
-    batch = _attempt("it finds no first batch", lambda: first_batch(method, data))
+    expect(isinstance(message, Payload), f"broadcast gives {form(message)}; return a Payload")
+    batch = _attempt("its first batch fails", lambda: first_batch(method, data))
     outputs = _attempt(f"its training_step fails on {form(batch)}", lambda: method.training_step(batch, 0))
     expect(
         isinstance(outputs, Mapping) and "loss" in outputs,
@@ -55,7 +55,7 @@ def contract(bench: Bench) -> None:
         )
     expect(outputs["loss"].requires_grad, "the loss of training_step has no gradient; do not detach it")
     upload = _attempt("its upload fails", lambda: upload_of(method, client, 1, local_optimizer(method)))
-    expect(isinstance(upload, Payload), f"upload gives {form(upload)}; a Payload travels")
+    expect(isinstance(upload, Payload), f"upload gives {form(upload)}; return a Payload")
 
 
 def _attempt(stage: str, action: Callable[[], T]) -> T:
@@ -116,7 +116,7 @@ def resume(bench: Bench) -> None:
 
 def _same_kept(expected: FinishedRun, found: FinishedRun, when: str) -> None:
     for client, kept in found.log.kept.items():
-        expect_same_tensors(expected.log.kept[client], kept, f"what client {client} keeps", when)
+        expect_same_tensors(expected.log.kept[client], kept, f"the state of client {client}", when)
 
 
 def finite(bench: Bench) -> None:
@@ -140,9 +140,10 @@ def diverged_client(bench: Bench) -> None:
     method = on_images(bench.subject.make())
     _poison(method, client=0)
     run = bench.images(method=method)
-    fates = {entry.status for entry in run.ledger if entry.client == 0}
+    statuses = {entry.status for entry in run.ledger if entry.client == 0}
     expect(
-        fates == {"rejected"}, f"the ledger says {', '.join(sorted(fates))} of the client whose loss is NaN"
+        statuses == {"rejected"},
+        f"the ledger has {', '.join(sorted(statuses))} for the client whose loss is NaN",
     )
     _require_finite(run.method)
 

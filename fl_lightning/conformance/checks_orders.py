@@ -47,9 +47,12 @@ def clients_read_messages_only(bench: Bench) -> None:
     """An upload depends on the message to the client, not on the server."""
     expect(
         _upload(bench) == bench.everyone.log.uploads[1, CLIENT],
-        "the same message, in another process, gives another upload",
+        "a new instance sends another upload after the same message",
     )
-    expect(_upload(bench, forget=True) == _upload(bench), "it reads what the server holds and does not send")
+    expect(
+        _upload(bench, forget=True) == _upload(bench),
+        "the upload depends on server tensors that clients do not receive",
+    )
 
 
 def orders_are_obeyed(bench: Bench) -> None:
@@ -58,11 +61,11 @@ def orders_are_obeyed(bench: Bench) -> None:
     changed = (labels + 1) % bench.data.num_classes
     expect(
         _upload(bench, labels=changed) != _upload(bench),
-        "other labels change nothing: noise in them would never arrive",
+        "the upload ignores the labels of the task, so label noise would have no effect",
     )
     expect(
         _upload(bench, steps=1) != _upload(bench),
-        "fewer steps change nothing: a client that is slow would do all its work",
+        "the upload ignores the number of steps of the task, so stragglers would make all steps",
     )
 
 
@@ -75,7 +78,7 @@ def only_its_own_examples(bench: Bench) -> None:
     data.train_target[others] = (data.train_target[others] + 1) % data.num_classes
     expect(
         _upload(bench, data=data) == _upload(bench),
-        f"client {CLIENT} sends something else when only other examples changed",
+        f"the upload of client {CLIENT} changes with examples that are not its own",
     )
 
 
@@ -87,4 +90,4 @@ def deployed_from_the_server(bench: Bench) -> None:
     inputs, _ = next(iter(bench.data.test_batches()))
     other = bench.untrained(run.method.round, run.method.server)
     answers = [method.deploy(client).eval()(inputs).clone() for method in (run.method, other)]
-    expect(torch.equal(*answers), "one that never trained, with the same server, deploys another network")
+    expect(torch.equal(*answers), "a new instance with the same server state deploys another network")

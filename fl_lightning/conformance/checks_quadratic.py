@@ -32,24 +32,27 @@ def partial_participation(bench: Bench) -> None:
 def learning(bench: Bench) -> None:
     """With one client the training loss falls."""
     losses = bench.points((3,), max_rounds=10).log.losses
-    expect(losses[-1] < losses[0], f"it goes from {losses[0]:.4g} in round 1 to {losses[-1]:.4g} in round 10")
+    expect(
+        losses[-1] < losses[0],
+        f"the loss goes from {losses[0]:.4g} in round 1 to {losses[-1]:.4g} in round 10",
+    )
 
 
 def weights_by_examples(bench: Bench) -> str:
     """A client of 3 examples counts like 3 clients of one example."""
     one = bench.points((3, 1, 5, 2, 1, 1), OnlyClients(0, 1), labels=(0, 1, 4, 5, 2, 3))
     if one.method.personalised:
-        raise NotApplicable("it is personalised: what a client is sent need not go by n_k")
+        raise NotApplicable("it is personalised, so its broadcasts need not weigh clients by n_k")
     by_n = (
-        "it declares uniform_clients, and a client of 3 examples counts for more than one of 1: take "
-        "that back, or weigh them alike"
+        "it declares uniform_clients, but a client of 3 examples counts for more than one of 1: remove "
+        "that declaration, or weigh clients alike"
     )
     if one.method.uniform_clients:
         _require_same(bench, one.answers(), _of_one_example(bench), by_n)
         return "declared: every client counts once"
     if one.method.scales_with_federation:
         raise NotApplicable(
-            "it declares that its step scales with the federation: 3 clients are not one of 3 examples"
+            "it declares scales_with_federation, so 3 clients need not count like one of 3 examples"
         )
     three = bench.points((1, 1, 1, 1, 1, 1), OnlyClients(0, 1, 2, 3), labels=(0, 0, 0, 1, 4, 5))
     if (

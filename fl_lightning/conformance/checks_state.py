@@ -18,11 +18,11 @@ def no_stale_state(bench: Bench) -> None:
     alone = bench.images(OnlyClients(CLIENT), max_rounds=1)
     after = bench.images(max_rounds=1)
     sends = alone.log.uploads[1, CLIENT] == after.log.uploads[1, CLIENT]
-    expect(sends, f"client {CLIENT} sends something else when others trained before it")
+    expect(sends, f"the upload of client {CLIENT} changes when others trained before it")
     expect_same_tensors(
         alone.log.kept[CLIENT],
         after.log.kept[CLIENT],
-        f"what client {CLIENT} keeps",
+        f"the state of client {CLIENT}",
         "when others trained before it",
     )
 
@@ -39,7 +39,8 @@ def kept_state_is_used(bench: Bench) -> None:
             != run.log.uploads[2, CLIENT]
         )
         expect(
-            used or _deployed_from(run, name), f"client {CLIENT} keeps {name!r}, and half of it does as well"
+            used or _deployed_from(run, name),
+            f"client {CLIENT} keeps {name!r}, but halving it changes nothing",
         )
 
 
@@ -61,4 +62,6 @@ def nothing_in_place(bench: Bench) -> None:
     """Kept tensors are replaced, not written to: checkpoints share them."""
     bench.everyone  # noqa: B018
     written = bench.in_place_detector.written
-    expect(not written, f"{', '.join(written[:3])}: written into; assign a new tensor, such as a clone")
+    expect(
+        not written, f"written to in place: {', '.join(written[:3])}; assign a new tensor, such as a clone"
+    )

@@ -24,16 +24,17 @@ def bytes_on_the_wire(bench: Bench) -> str:
         lengths = len(sent), len(received)
         payloads = Payload.from_bytes(sent), Payload.from_bytes(received)
         announced = tuple(payload.nbytes for payload in payloads)
-        whose = f"up from and down to client {at[1]} in round {at[0]} went {lengths} bytes"
-        expect(announced == lengths, f"{whose}, {announced} announced")
-        expect(ledger[at] == lengths, f"{whose}, and the ledger has {ledger[at]}")
+        seen = f"client {at[1]} sent and received {lengths} bytes in round {at[0]}"
+        expect(announced == lengths, f"{seen}, but its payloads announce {announced}")
+        expect(ledger[at] == lengths, f"{seen}, but the ledger has {ledger[at]}")
         run.method.round = at[0]
-        for way, formula, payload, length in zip(
-            ("up", "down"), (subject.up, subject.down), payloads, lengths, strict=True
+        for kind, formula, payload, length in zip(
+            ("upload", "broadcast"), (subject.up, subject.down), payloads, lengths, strict=True
         ):
             expected = length if formula is None else formula(run.method, payload)
             expect(
-                length == expected, f"{way} went {length} bytes in round {at[0]}, by hand formula {expected}"
+                length == expected,
+                f"the {kind} in round {at[0]} has {length} bytes, but {expected} by hand formula",
             )
     known = "as by hand formula" if subject.up and subject.down else "no hand formula is known"
     return f"{_range(run.log.uploads)} bytes up, {_range(run.log.broadcasts)} down, {known}"
@@ -56,10 +57,7 @@ def server_reads_uploads_only(bench: Bench) -> None:
             )
             expect(
                 alike,
-                (
-                    f"in round {round} client {client} is sent what the server cannot know: it depends "
-                    "on more than uploads"
-                ),
+                f"the broadcast to client {client} in round {round} depends on more than uploads",
             )
         other.aggregate(run.log.uploads_of(round))
         expect_same_server(after, other.server, "computed from the payloads alone")
@@ -76,13 +74,13 @@ def broadcast(bench: Bench) -> None:
         for client in run.log.cohorts[round - 1]:
             message = Payload.from_bytes(run.log.broadcasts[round, client])
             if "w0" in message:
-                raise NotApplicable("clients are sent codes of weights")
+                raise NotApplicable("the broadcast holds codes of weights")
             found = message.tensor(sent.entry).double()
             expected = sent.formula(history[: round - 1], run.sizes, before, client).double()
             difference = float((found - expected).abs().max()) / max(1.0, float(expected.abs().max()))
             expect(
                 difference <= MAX_ROUNDING_ERROR,
-                f"what client {client} is sent in round {round} is {difference:.3g} off",
+                f"the broadcast to client {client} in round {round} differs by {difference:.3g}",
             )
 
 

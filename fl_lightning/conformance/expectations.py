@@ -89,17 +89,11 @@ class WeightAverage(Expectation):
         others = run.counts if run.method.uniform_clients else [1] * len(run.counts)
         hint = ""
         if self._rests(end, run, others):
-            hint = (
-                (
-                    "; there clients weigh n_k, and it declares uniform_clients: take that back, or "
-                    "weigh them alike"
-                )
-                if run.method.uniform_clients
-                else (
-                    "; there clients count alike: weigh them by n_k, or declare uniform_clients = True "
-                    "if that is meant"
-                )
-            )
+            hint = ", the optimum for equal weights: weigh clients by n_k, or declare uniform_clients = True "
+            hint += "if that is meant"
+            if run.method.uniform_clients:
+                hint = ", the optimum for weights n_k, but it declares uniform_clients: remove that "
+                hint += "declaration, or weigh clients alike"
         expect(False, f"it ends at {show(end)}{hint}")
 
     def _rests(self, end: Tensor, run: QuadraticRun, weights: Sequence[int]) -> bool:
@@ -148,7 +142,7 @@ class SoftLabels(Expectation):
             NotApplicable: the method averages weights as well.
         """
         if run.method.average_weights:
-            raise NotApplicable("weights travel too, and where that leads is not known")
+            raise NotApplicable("it averages weights as well, and where that leads is not known")
         T, student = run.method.temperature, run.start[0].double()
         own: dict[int, Tensor] = {}
         p: Tensor | None = None
@@ -192,4 +186,4 @@ class OwnOptimum(Expectation):
             )
 
     def expect_one_step(self, run: QuadraticRun) -> None:
-        raise NotApplicable("each client has a model of its own; 'broadcast' has its 2 of 6")
+        raise NotApplicable("each client has a model of its own; the check 'broadcast' covers 2 of 6 clients")

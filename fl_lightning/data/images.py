@@ -216,9 +216,8 @@ class FederatedImages(FederatedData):
         """Draw the top and left edge of the crop and whether it is mirrored, int64 ``[E, n, 3]``."""
         if self.crop == "none" and not self.flip:
             return None
-        uniform = rng.random(
-            (epochs, n, 3)
-        )  # one call: the first epochs do not depend on the number of epochs
+        # one call, so that the first epochs do not depend on the number of epochs
+        uniform = rng.random((epochs, n, 3))
         places = {"none": 1, "pad": 2 * self.crop_padding + 1, "shrink": self.side - self.view_side + 1}[
             self.crop
         ]

@@ -43,9 +43,8 @@ def to_planes(weights: Tensor, bits: int, out: Tensor | None = None) -> tuple[Te
     scale = torch.where(scale > 0, scale, flat.numel() ** -0.5)
     units = magnitudes.mul_((2**bits - 1) / scale)
     digits = units.floor().clamp_(max=2**bits - 1)
-    sides = torch.stack([flat > 0, flat < 0]).to(
-        torch.uint8
-    )  # as bytes, because memory traffic dominates the time
+    # as bytes, because memory traffic dominates the time
+    sides = torch.stack([flat > 0, flat < 0]).to(torch.uint8)
     shifts = torch.arange(bits, dtype=torch.uint8, device=flat.device).unsqueeze(1)
     planes.copy_(((sides * digits.to(torch.uint8)).unsqueeze(1) >> shifts).bitwise_and_(1))
     planes[:, 0] += sides * units.sub_(digits)

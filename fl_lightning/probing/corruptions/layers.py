@@ -21,7 +21,8 @@ FROST_FILES = (
     "frost3.png",
     "frost4.jpg",
     "frost5.jpg",
-)  # the published code never uses the sixth
+)
+"""The published photographs that the published code uses; it never uses the sixth."""
 FROST_COLOURS = np.array(
     [[78, 149, 166], [201, 205, 214], [201, 205, 214], [138, 153, 166], [112, 123, 135]], np.float32
 )
