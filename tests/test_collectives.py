@@ -38,7 +38,7 @@ def test_a_rank_that_does_not_answer_leaves_nobody_waiting(tmp_path, what):
     codes, (zero, _, two) = run(what, 3, tmp_path)
     assert what != "killed" or codes[1] == -signal.SIGKILL
     for message in (zero, two):
-        assert message.startswith("RankLost: no answer while rank ")
+        assert message.startswith("RankLost: no answer from rank ")
         assert "a run needs all its processes" in message
 
 

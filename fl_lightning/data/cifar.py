@@ -156,7 +156,7 @@ class Cifar:
 
         for name, md5 in [*self.published.train_list, *self.published.test_list]:
             if not check_integrity(str(self.folder / name), md5):
-                log.warning("%s: not the published file (its checksum differs)", self.folder / name)
+                log.warning("%s: this is not the published file (its checksum differs)", self.folder / name)
 
     def read(self) -> tuple[Arrays, Arrays]:
         """Return training and test images and labels, in the form of :func:`read_batch`.
@@ -175,6 +175,6 @@ class Cifar:
                 raise InputError(
                     f"{self.folder}",
                     f"labels of {self.dataset} are 0 to {limit - 1}, these are not",
-                    "write the data set they are of",
+                    "write the data set to which they belong",
                 )
         return (train_x, train_y), (test_x, test_y)

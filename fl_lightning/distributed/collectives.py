@@ -217,7 +217,7 @@ def _lost_rank_errors(source: int) -> Iterator[None]:
         time.sleep(RANK_REPORT_SECONDS)
         reason = " ".join(str(error).split())
         raise RankLost(
-            f"no answer while rank {source} was to be heard by rank {rank()} of {world_size()} ({reason})",
+            f"no answer from rank {source} to rank {rank()} of {world_size()} ({reason})",
             "a run needs all its processes",
             "see the log of the one that died, then continue with --ckpt_path",
         ) from error

@@ -58,7 +58,7 @@ def build_network(
         raise InputError(
             f"example_shape={example_shape}",
             "an example has one dimension or more, none of them empty",
-            "mend the data",
+            "correct the data",
         )
     if network in _OWN_NETWORKS and (len(example_shape) != 3 or example_shape[0] != 3):
         raise _not_images(f"network={network!r}", example_shape)
@@ -83,7 +83,7 @@ def _make(
     if isinstance(network, nn.Module):
         raise InputError(
             f"network={type(network).__name__}(...)",
-            "already built, clients need new weights",
+            "it is already built, but clients need new weights",
             "write its class",
         )
     if not isinstance(network, str):
@@ -133,7 +133,7 @@ def _call_maker(make: Callable[..., Any], given: object, num_classes: int) -> nn
         raise InputError(
             f"network={_name_of(given)}: it raised {_error_text(error)}",
             f"it is called with the number of classes, {num_classes}, and returns a torch.nn.Module",
-            "mend it, or write small_cnn",
+            "correct it, or write small_cnn",
         ) from error
     if not isinstance(made, nn.Module):
         raise InputError(
@@ -188,7 +188,7 @@ def _check_outputs(
         raise InputError(
             f"network={_name_of(given)}: it raised {_error_text(error)}",
             f"it has to map examples [B, {shape}] to logits [B, {num_classes}]",
-            "mend its forward or its sizes",
+            "correct its forward method or its sizes",
         ) from error
     finally:
         made.train(was_training)
@@ -196,9 +196,9 @@ def _check_outputs(
     if not good or (logits and outputs.shape[1] != num_classes):
         found = tuple(outputs.shape) if isinstance(outputs, torch.Tensor) else type(outputs).__name__
         raise InputError(
-            f"network={_name_of(given)}: makes {found} of two examples",
+            f"network={_name_of(given)} makes {found} of two examples",
             f"logits [2, {num_classes}] are needed",
-            "mend its forward or its sizes",
+            "correct its forward method or its sizes",
         )
 
 

@@ -221,7 +221,7 @@ def make_report(fed: Federation, checkpoint: Checkpoint, found: Mapping[str, Fin
     for name in ("test/accuracy", "test/loss"):
         if name in metrics and name in recorded and not abs(metrics[name] - recorded[name]) <= MAX_DIFFERENCE:
             log.warning(
-                "%s: %.9g, in training %.9g; another device, precision or data?",
+                "%s: %.9g, but %.9g in training; compare device, precision and data",
                 name,
                 metrics[name],
                 recorded[name],

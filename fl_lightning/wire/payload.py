@@ -191,7 +191,9 @@ class Payload(Mapping[str, "Tensor | Codes"]):
         body = memoryview(data)[HEADER.size :]
         if len(body) != length or not (verified or _checksum(count, body) == checksum):
             raise PayloadError(
-                f"a payload of {len(body)} bytes that announced {length}, or damaged (CRC-32); send it again"
+                f"a payload of {len(body)} bytes",
+                f"its header states {length} bytes and their CRC-32",
+                "send it again",
             )
         reader, entries = _Reader(body, limits, max_values), {}  # type: _Reader, dict[str, Tensor | Codes]
         try:
@@ -204,11 +206,13 @@ class Payload(Mapping[str, "Tensor | Codes"]):
                 entries[name] = value
         except (struct.error, UnicodeDecodeError, RuntimeError, IndexError) as error:
             raise PayloadError(
-                f"a payload whose entries cannot be read ({error}); encode it again"
+                "a payload with a damaged entry", f"every entry must be readable ({error})", "encode it again"
             ) from error
         if reader.offset != length:
             raise PayloadError(
-                f"a payload with {length - reader.offset} bytes after its last entry; encode it again"
+                f"a payload with {length - reader.offset} bytes after its last entry",
+                "it ends there",
+                "encode it again",
             )
         decoded = cls.__new__(cls)
         decoded._entries = entries
@@ -231,7 +235,7 @@ class _Reader:
         taken = self.body[self.offset : self.offset + count]
         if len(taken) < count:
             raise PayloadError(
-                f"a payload whose entry needs {count} bytes where {len(taken)} are left; encode it again"
+                f"a payload whose entry needs {count} bytes", f"{len(taken)} are left", "encode it again"
             )
         self.offset += count
         return taken
@@ -253,8 +257,9 @@ class _Reader:
             _require_allowed(name, count, self.limits)
         if count > self.left:
             raise PayloadError(
-                f"entry {name!r} of {count} values where {self.left} are left to this upload; send "
-                "fewer, or declare them in upload_limits"
+                f"entry {name!r} of {count} values",
+                f"{self.left} are left to this upload",
+                "send fewer, or declare them in upload_limits",
             )
         self.left -= count
         if kind > CODES_TYPE:
@@ -268,7 +273,11 @@ class _Reader:
                 unpack(self.take(packed_nbytes(count, bits)), count, bits).reshape(shape), bits, are_indices
             )
         if kind >= len(DTYPES):
-            raise PayloadError(f"entry {name!r} has the unknown type {kind}; encode it with this release")
+            raise PayloadError(
+                f"entry {name!r} has type {kind}",
+                "this release does not know it",
+                "encode it with this release",
+            )
         dtype = DTYPES[kind]
         data = bytearray(self.take(count * dtype.itemsize))
         value = torch.frombuffer(data, dtype=dtype) if count else torch.empty(0, dtype=dtype)

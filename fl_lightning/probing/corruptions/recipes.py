@@ -81,19 +81,23 @@ def _gaussian(x: np.ndarray, sigma: float) -> np.ndarray:
 
 
 def gaussian_noise(images: Images, rng: Generator) -> np.ndarray:
+    """Add Gaussian noise of standard deviation 0.08."""
     return _to_unit_range(images) + rng.normal(0, 0.08, images.shape)
 
 
 def shot_noise(images: Images, rng: Generator) -> np.ndarray:
+    """Replace each value by a Poisson count with mean 100 times the value, divided by 100."""
     return rng.poisson(_to_unit_range(images) * 100) / 100
 
 
 def impulse_noise(images: Images, rng: Generator) -> np.ndarray:
+    """Replace 3 % of the values by 0 or 1."""
     hit, salt = rng.random(images.shape) <= 0.03, rng.random(images.shape) <= 0.5
     return np.where(hit, salt, _to_unit_range(images))
 
 
 def speckle_noise(images: Images, rng: Generator) -> np.ndarray:
+    """Multiply each value by 1 plus Gaussian noise of standard deviation 0.12."""
     return _to_unit_range(images) * (1 + rng.normal(0, 0.12, images.shape))
 
 
@@ -101,6 +105,7 @@ def speckle_noise(images: Images, rng: Generator) -> np.ndarray:
 
 
 def gaussian_blur(images: Images, rng: Generator) -> np.ndarray:
+    """Blur with a Gaussian of 0.7 pixels."""
     return _gaussian(_to_unit_range(images), 0.7)
 
 
@@ -124,10 +129,12 @@ def glass_blur(images: Images, rng: Generator) -> np.ndarray:
 
 
 def motion_blur_recipe(images: Images, rng: Generator) -> np.ndarray:
+    """Blur along a line of random direction within 45 degrees of the horizontal."""
     return motion_blur(_to_unit_range(images), 6, 2, rng.uniform(-45, 45, len(images)))
 
 
 def zoom_blur(images: Images, rng: Generator) -> np.ndarray:
+    """Average the image with enlargements of it, up to a factor of 1.15."""
     x, factors = _to_unit_range(images, np.float32), np.arange(1, 1.16, 0.01)
     return (x + sum(clipped_zoom(x, factor) for factor in factors)) / (len(factors) + 1)
 
@@ -136,6 +143,7 @@ def zoom_blur(images: Images, rng: Generator) -> np.ndarray:
 
 
 def snow(images: Images, rng: Generator) -> np.ndarray:
+    """Brighten the image and add blurred flakes."""
     x = _to_unit_range(images, np.float32)
     flakes = clipped_zoom(rng.normal(0.15, 0.3, (*x.shape[:3], 1)), 1.75)
     flakes = _to_unit_range(_to_bytes(np.where(flakes < 0.55, 0, flakes)))
@@ -150,6 +158,7 @@ def _frost(images: Images, rng: Generator, photographs: Sequence[np.ndarray]) ->
 
 
 def fog(images: Images, rng: Generator) -> np.ndarray:
+    """Add a plasma map and scale the result back to the brightness of the image."""
     x = _to_unit_range(images)
     most = x.max(axis=(1, 2, 3), keepdims=True)
     return (x + 0.75 * plasma(len(x), x.shape[1], 2.5, rng)[..., None]) * most / (most + 0.75)
@@ -178,10 +187,12 @@ def _drops(liquid: np.ndarray) -> np.ndarray:
 
 
 def brightness(images: Images, rng: Generator) -> np.ndarray:
+    """Raise the value in HSV by 0.15."""
     return _in_hsv(images, 2, lambda value: value + 0.15)
 
 
 def saturate(images: Images, rng: Generator) -> np.ndarray:
+    """Multiply the saturation in HSV by 1.5."""
     return _in_hsv(images, 1, lambda saturation: saturation * 1.5)
 
 
@@ -194,6 +205,7 @@ def _in_hsv(images: Images, channel: int, change: Callable[[np.ndarray], np.ndar
 
 
 def contrast(images: Images, rng: Generator) -> np.ndarray:
+    """Reduce the distance to the mean colour to 40 %."""
     x = _to_unit_range(images)
     mean = x.mean(axis=(1, 2), keepdims=True)
     return (x - mean) * 0.4 + mean
@@ -230,6 +242,7 @@ def elastic_transform(images: Images, rng: Generator) -> np.ndarray:
 
 
 def pixelate(images: Images, rng: Generator) -> Images:
+    """Reduce the image to 85 % of its side and enlarge it again."""
     from PIL import Image
 
     side = images.shape[1]
@@ -240,6 +253,7 @@ def pixelate(images: Images, rng: Generator) -> Images:
 
 
 def jpeg_compression(images: Images, rng: Generator) -> Images:
+    """Encode as JPEG at quality 58 and decode."""
     from PIL import Image
 
     done = []
