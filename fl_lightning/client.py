@@ -1,4 +1,4 @@
-"""A client: who it is, which examples are its own, and what stays with it between rounds."""
+"""A client of the federation, and its assignment in one round."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class Client:
-    """One client of the federation.
+    """One client of the federation with its examples and its state.
 
     Args:
         id: 0 .. num_clients - 1.
         train: indices of its training examples in the data module's training set, int64 ``[n_k]``; may be
             empty.
         val: indices of its validation examples in the same set, disjoint from ``train``; may be empty.
-        state: tensors that the method keeps on this client between rounds; never on the wire, saved in
-            checkpoints.
+        state: tensors that the method keeps on this client between rounds; they are saved in checkpoints and
+            never sent.
     """
 
     id: int
@@ -29,13 +29,13 @@ class Client:
 
 @dataclass(frozen=True, slots=True)
 class Assignment:
-    """What one sampled client is asked to do this round, after the stressors have had their say.
+    """The task of one sampled client in this round, after all stressors have changed it.
 
     Args:
         client: the client.
-        work: share of its local steps that it does, in (0, 1]; at least one step is done.
-        trains: False when it drops before training: it receives nothing, does nothing and sends nothing.
-        returns: False when it trains but its upload is lost: its bytes are wasted.
+        work: share of its local steps that it makes, in (0, 1]; it makes at least one step.
+        trains: False if it drops before training: it receives nothing, does nothing and sends nothing.
+        returns: False if it trains but its upload is lost: its bytes are wasted.
     """
 
     client: Client

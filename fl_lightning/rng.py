@@ -2,7 +2,7 @@
 
 No stream has a state that outlives its use, so nothing about randomness needs saving: a resumed round draws
 what the interrupted one drew, a cohort is the same for every method, and the order in which clients run
-cannot matter. Streams are counter based (Philox, Salmon et al., SC 2011), keyed by a hash of the four names.
+has no effect. Streams are counter based (Philox, Salmon et al., SC 2011), keyed by a hash of the four names.
 """
 
 from __future__ import annotations
@@ -18,12 +18,14 @@ from numpy.typing import DTypeLike
 
 
 def key(seed: int, purpose: str, round: int = 0, client: int = 0) -> bytes:
-    """128-bit key of one stream."""
+    """Return the 128-bit key of one stream."""
     return blake2b(f"{seed}/{purpose}/{round}/{client}".encode(), digest_size=16).digest()
 
 
 def stream(seed: int, purpose: str, round: int = 0, client: int = 0) -> np.random.Generator:
-    """NumPy generator for one purpose of one client in one round (0: not bound to a round, or to a client).
+    """Return NumPy's generator for one purpose in one round for one client.
+
+    A round or client of 0 means that the stream belongs to no particular round or client.
 
     >>> int(stream(1, "cohort", round=3).integers(100)) == int(stream(1, "cohort", round=3).integers(100))
     True
@@ -32,7 +34,10 @@ def stream(seed: int, purpose: str, round: int = 0, client: int = 0) -> np.rando
 
 
 def streams(seed: int, purpose: str, clients: Iterable[int]) -> Iterator[np.random.Generator]:
-    """:func:`stream` of each of many clients, for half the time; each lasts until the next one is taken."""
+    """Yield :func:`stream` of each client, in half the time.
+
+    A generator is valid until the next one is requested.
+    """
     generator = stream(seed, purpose)
     bits, state = generator.bit_generator, generator.bit_generator.state
     for client in clients:
@@ -42,8 +47,10 @@ def streams(seed: int, purpose: str, clients: Iterable[int]) -> Iterator[np.rand
 
 
 class _Key(ISeedSequence):
-    """The key itself where NumPy expects something that makes one: given a ``key``, Philox asks the system
-    for entropy all the same."""
+    """The key in the form of a NumPy seed sequence.
+
+    ``Philox(key=...)`` would ask the system for entropy as well, which takes time.
+    """
 
     def __init__(self, key: bytes) -> None:
         self.words = np.frombuffer(key, dtype="<u8")
@@ -54,16 +61,18 @@ class _Key(ISeedSequence):
 
 @contextmanager
 def torch_stream(seed: int, purpose: str, round: int = 0, client: int = 0) -> Iterator[None]:
-    """Within the block torch's global generators (initial weights, dropout) follow this stream; after it they
-    are as before."""
+    """Seed torch's global generators (initial weights, dropout) with this stream within the block.
+
+    Afterwards they have the state from before the block.
+    """
     number = int.from_bytes(key(seed, purpose, round, client), "little") % 2**63
     if torch.cuda.is_initialized():
         with torch.random.fork_rng(devices=range(torch.cuda.device_count())):
             torch.manual_seed(number)
             yield
         return
-    # torch.manual_seed would leave a note for a CUDA that may start later, with the whole call stack: ten
-    # times the cost of the rest
+    # without CUDA, torch.manual_seed records the whole call stack for a later start of CUDA, which takes ten
+    # times as long as the rest
     before = torch.default_generator.get_state()
     torch.default_generator.manual_seed(number)
     try:

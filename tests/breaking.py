@@ -9,7 +9,7 @@ from functools import partial
 import pytest
 import torch
 
-from fl_lightning.conformance import CHECKS, run_checks, subject_of
+from fl_lightning.conformance import CHECKS, method_under_test, run_checks
 
 OPTIMA = {"known optimum", "agreement", "partial participation"}
 BY_N = {"known optimum", "partial participation", "weights by examples", "broadcast"}
@@ -32,7 +32,7 @@ class Breaks(list):
 def failed_checks(broken, names):
     """Which of these checks fail, with what is known of the method that was broken."""
     base = next(c for c in broken.__mro__[1:] if c.__module__.startswith("fl_lightning."))
-    known = subject_of(base)
+    known = method_under_test(base)
     subject = replace(known, make=partial(broken, **known.make.keywords))
     checks = [check for check in CHECKS if check.__name__.replace("_", " ") in names]
     assert len(checks) == len(names)

@@ -20,7 +20,7 @@ from fl_lightning.engines import ClientTask, ranks
 
 def serve(rank: int, size: int, port: int, what: str, folder: Path) -> None:
     """Rank ``rank`` of ``size``; what it raises is written to ``folder``."""
-    collectives.PATIENCE, collectives.FRAME = 0.0, 1000
+    collectives.RANK_REPORT_SECONDS, collectives.FRAME_BYTES = 0.0, 1000
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     dist.init_process_group(
         "gloo", rank=rank, world_size=size, timeout=timedelta(seconds=60 if what != "silent" else 3)

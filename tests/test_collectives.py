@@ -12,7 +12,7 @@ from multiprocessing import forkserver
 import pytest
 from collectives_program import serve
 
-from fl_lightning.distributed.collectives import FRAME, _frames
+from fl_lightning.distributed.collectives import FRAME_BYTES, _frames
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -51,7 +51,7 @@ def test_a_rank_that_does_not_answer_leaves_nobody_waiting(tmp_path, what):
     codes, (zero, _, two) = run(what, 3, tmp_path)
     assert what != "killed" or codes[1] == -signal.SIGKILL
     for message in (zero, two):
-        assert message.startswith("RankLost: no answer while rank ")
+        assert message.startswith("RankLost: no answer from rank ")
         assert "a run needs all its processes" in message
 
 
@@ -65,5 +65,5 @@ def test_ranks_that_disagree_all_say_so(tmp_path):
 
 def test_frames_hold_whole_parts():
     assert _frames([]) == []
-    assert _frames([0, 1, FRAME - 1, 1, 3 * FRAME, 0, 1]) == [[0, 1, 2], [3, 4], [5, 6]]
-    assert [part for frame in _frames([FRAME // 3] * 100) for part in frame] == list(range(100))
+    assert _frames([0, 1, FRAME_BYTES - 1, 1, 3 * FRAME_BYTES, 0, 1]) == [[0, 1, 2], [3, 4], [5, 6]]
+    assert [part for frame in _frames([FRAME_BYTES // 3] * 100) for part in frame] == list(range(100))

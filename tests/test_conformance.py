@@ -6,7 +6,7 @@ import pytest
 
 from fl_lightning import methods
 from fl_lightning.__main__ import main
-from fl_lightning.conformance import run_checks, subject_of
+from fl_lightning.conformance import method_under_test, run_checks
 from fl_lightning.conformance.checks_wire import bytes_on_the_wire
 from fl_lightning.methods import Method
 
@@ -23,7 +23,7 @@ KEEPS = {"FedKD", "FedMosaic"}
 
 @pytest.mark.parametrize("name", METHODS)
 def test_every_method_conforms(name):
-    outcomes = list(run_checks(subject_of(getattr(methods, name))))
+    outcomes = list(run_checks(method_under_test(getattr(methods, name))))
     assert [f"{o.check}: {o.detail}" for o in outcomes if o.verdict == "failed"] == []
     expected = {
         check
@@ -80,7 +80,7 @@ def test_no_such_method(model, capsys):
     ],
 )
 def test_bytes_by_hand_at_other_settings(name, settings):
-    (outcome,) = run_checks(subject_of(getattr(methods, name), settings), [bytes_on_the_wire])
+    (outcome,) = run_checks(method_under_test(getattr(methods, name), settings), [bytes_on_the_wire])
     assert (outcome.verdict, outcome.detail.split(", ")[-1]) == ("passed", "as by hand formula"), (
         outcome.detail
     )

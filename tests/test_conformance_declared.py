@@ -11,8 +11,8 @@ from scaffold import Scaffold
 from torch.optim import SGD
 
 from fl_lightning.__main__ import main
-from fl_lightning.conformance import CHECKS, run_checks, subject_of
-from fl_lightning.conformance.scaffold import Round, path
+from fl_lightning.conformance import CHECKS, method_under_test, run_checks
+from fl_lightning.conformance.scaffold import ScaffoldRound, scaffold_path
 from fl_lightning.conformance.toy import CENTRES
 from fl_lightning.methods import FedAvg, Method
 from fl_lightning.wire import Payload
@@ -20,7 +20,7 @@ from fl_lightning.wire import Payload
 
 def failures(method, *names):
     checks = [check for check in CHECKS if not names or check.__name__.replace("_", " ") in names]
-    return {o.check: o.detail for o in run_checks(subject_of(method), checks) if o.verdict == "failed"}
+    return {o.check: o.detail for o in run_checks(method_under_test(method), checks) if o.verdict == "failed"}
 
 
 class FedNova(Method):
@@ -44,7 +44,7 @@ class FedNova(Method):
 
 @pytest.mark.parametrize("method", [Scaffold, FedNova])
 def test_a_strangers_method_passes(method):
-    outcomes = list(run_checks(subject_of(method)))
+    outcomes = list(run_checks(method_under_test(method)))
     assert [(o.check, o.detail) for o in outcomes if o.verdict == "failed"] == []
     passed = {o.check for o in outcomes if o.verdict == "passed"}
     assert {
@@ -246,12 +246,12 @@ def test_the_reference_is_a_plain_torch_loop_and_ends_where_nothing_drifts():
     """Clients make 1, 2 and 5 steps: averaging ends elsewhere, and so does another sign, which a golden
     number would not notice."""
     steps, lr, clients = {0: 1, 1: 2, 2: 5}, 0.05, 3
-    rounds = [Round(steps, steps, lr)] * 400
-    found = path(torch.zeros(6), rounds, [1.0] * clients)
+    rounds = [ScaffoldRound(steps, steps, lr)] * 400
+    found = scaffold_path(torch.zeros(6), rounds, [1.0] * clients)
     torch.testing.assert_close(found[-1], CENTRES[:clients].double().mean(0), rtol=0, atol=1e-9)
-    averaging = path(torch.zeros(6), rounds, [1.0] * clients, sign=0.0)
+    averaging = scaffold_path(torch.zeros(6), rounds, [1.0] * clients, sign=0.0)
     assert float((averaging[-1] - CENTRES[:clients].double().mean(0)).abs().max()) > 0.3
-    assert not path(torch.zeros(6), rounds, [1.0] * clients, sign=-1.0)[-1].abs().max() < 1e6
+    assert not scaffold_path(torch.zeros(6), rounds, [1.0] * clients, sign=-1.0)[-1].abs().max() < 1e6
 
     x, c, own = (
         torch.zeros(6, dtype=torch.float64),

@@ -8,7 +8,7 @@ from breaking import OPTIMA
 from torch.nn import functional as F
 from torch.optim import SGD
 
-from fl_lightning.conformance import run_checks, subject_of
+from fl_lightning.conformance import method_under_test, run_checks
 from fl_lightning.methods import FedAvg
 
 
@@ -49,7 +49,7 @@ class OwnOptimizer(FedAvg):
     ],
 )
 def test_what_is_ones_own_is_no_failure(unusual, why):
-    outcomes = {outcome.check: outcome for outcome in run_checks(subject_of(unusual))}
+    outcomes = {outcome.check: outcome for outcome in run_checks(method_under_test(unusual))}
     assert [(o.check, o.detail) for o in outcomes.values() if o.verdict == "failed"] == []
     for check in OPTIMA:
         assert outcomes[check].verdict == "not applicable"
@@ -97,7 +97,7 @@ class SendsADictionary(FedAvg):
     ids=lambda value: getattr(value, "__name__", ""),
 )
 def test_a_method_of_another_form_is_told_so_once(wrong, says):
-    first, *others = run_checks(subject_of(wrong))
+    first, *others = run_checks(method_under_test(wrong))
     assert (first.check, first.verdict) == ("contract", "failed")
     assert says in first.detail
     assert {(o.verdict, o.detail) for o in others} == {("not applicable", "it makes no step: see contract")}

@@ -17,7 +17,7 @@ from toy import ready
 
 from fl_lightning import loop
 from fl_lightning.data import IID, Dirichlet, FederatedData, Partition, Shards, holdings
-from fl_lightning.data.partition import deal
+from fl_lightning.data.partition import make_holdings
 from fl_lightning.rng import stream, streams
 
 K = 23
@@ -26,7 +26,7 @@ K = 23
 
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(holdings, "BLOCK", 5)
+    monkeypatch.setattr(holdings, "CLIENTS_PER_BLOCK", 5)
 
 
 class Unsorted(Partition):
@@ -93,7 +93,7 @@ def test_everybody_holds_what_a_loop_over_clients_gives_them(
 def test_iid_deals_like_cards(examples: int) -> None:
     owner = np.empty(examples, np.int64)
     owner[stream(3, "partition").permutation(examples)] = np.arange(examples) % K
-    dealt = deal(IID(), np.zeros(examples, np.int64), K, 3).parts()
+    dealt = make_holdings(IID(), np.zeros(examples, np.int64), K, 3).parts()
     assert [part.tolist() for part in dealt] == [np.flatnonzero(owner == id).tolist() for id in range(K)]
 
 

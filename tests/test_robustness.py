@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from fl_lightning import evaluation
 from fl_lightning.errors import InputError
 from fl_lightning.methods import FedAvg, FedMosaic, FedMPQ
-from fl_lightning.probing import PROBES, chosen, probes
+from fl_lightning.probing import PROBES, probes, select_probes
 from fl_lightning.probing.attacks import EPS, fgsm, pgd
 from fl_lightning.probing.corruptions import recipes
 from fl_lightning.probing.corruptions.layers import (
@@ -29,7 +29,7 @@ from fl_lightning.probing.corruptions.layers import (
 from fl_lightning.probing.corruptions.published import PublishedImages
 from fl_lightning.probing.corruptions.recipes import EXTRA, STANDARD, corrupt
 from fl_lightning.probing.cost import float_bytes, flops, latencies
-from fl_lightning.probing.scaling import BOUNDS, calibration, fit_temperature
+from fl_lightning.probing.scaling import TEMPERATURE_BOUNDS, calibration, fit_temperature
 from fl_lightning.rng import stream
 
 ALL = (*STANDARD, *EXTRA)
@@ -193,7 +193,7 @@ def test_every_corruption_is_visible_and_a_function_of_the_seed(name, monkeypatc
         *("defocus_blur", "zoom_blur", "brightness", "contrast", "pixelate", "jpeg_compression")
     } | {*("gaussian_blur", "saturate")}
     assert random != np.array_equal(found, corrupt(name, images, seed=2))
-    monkeypatch.setattr(recipes, "BLOCK", 4)  # more images leave the first ones as they are
+    monkeypatch.setattr(recipes, "IMAGES_PER_BLOCK", 4)  # more images leave the first ones as they are
     assert np.array_equal(corrupt(name, images, seed=1)[:4], corrupt(name, images[:4], seed=1))
 
 
@@ -361,8 +361,8 @@ def test_a_planted_temperature_is_found():
 
 def test_a_temperature_of_too_few_examples_is_bounded_and_said(tmp_path):
     right = torch.eye(4).repeat(3, 1)
-    assert fit_temperature(right, right.argmax(1)) == BOUNDS[0]
-    assert fit_temperature(right, (right.argmax(1) + 1) % 4) == BOUNDS[1]
+    assert fit_temperature(right, right.argmax(1)) == TEMPERATURE_BOUNDS[0]
+    assert fit_temperature(right, (right.argmax(1) + 1) % 4) == TEMPERATURE_BOUNDS[1]
 
 
 def test_the_temperature_never_sees_the_test_set(tmp_path):
@@ -402,8 +402,8 @@ def test_latency_has_one_time_per_pass_and_model():
 
 
 def test_probes_are_chosen_by_name():
-    assert chosen(None) == list(PROBES)
-    assert chosen("pgd, clean") == ["clean", "pgd"]
+    assert select_probes(None) == list(PROBES)
+    assert select_probes("pgd, clean") == ["clean", "pgd"]
     for wrong in ("clen", "", "clean,,nothing"):
         with pytest.raises(InputError, match="comma-separated list of clean"):
-            chosen(wrong)
+            select_probes(wrong)

@@ -155,7 +155,7 @@ def test_empty_clusters_split_the_one_with_the_largest_error():
     codebook = np.array([[0.0], [500.0], [15.0], [600.0]], np.float32)
     index, error = product.nearest(points, codebook)
     assert index.tolist() == [0, 0, 2, 2, 2]
-    moved = product._move(points, index, error, codebook)
+    moved = product._move_centroids(points, index, error, codebook)
     assert moved[:, 0] == pytest.approx([0.05, 21.0, 17.0, 0.1])
 
 

@@ -5,7 +5,16 @@ python -m fl_lightning check --model my_methods.MyMethod --settings '{beta: 0.5}
 """
 
 from fl_lightning.conformance.command import check, find_method
-from fl_lightning.conformance.kit import CHECKS, Outcome, run_checks
-from fl_lightning.conformance.subject import KNOWN, Subject, subject_of
+from fl_lightning.conformance.kit import CHECKS, CheckResult, run_checks
+from fl_lightning.conformance.known_methods import KNOWN_METHODS, MethodUnderTest, method_under_test
 
-__all__ = ["CHECKS", "KNOWN", "Outcome", "Subject", "check", "find_method", "run_checks", "subject_of"]
+__all__ = [
+    "CHECKS",
+    "KNOWN_METHODS",
+    "CheckResult",
+    "MethodUnderTest",
+    "check",
+    "find_method",
+    "method_under_test",
+    "run_checks",
+]

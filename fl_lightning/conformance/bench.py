@@ -1,5 +1,4 @@
-"""Where a method is tried out: toy federations built on demand and, where several checks look at one, run
-once."""
+"""Toy federations on which a method is checked; runs that several checks need are made once."""
 
 from __future__ import annotations
 
@@ -15,11 +14,11 @@ from torch import Tensor
 from torch.optim.lr_scheduler import LRScheduler
 
 from fl_lightning import rng
-from fl_lightning.conformance.expectations import Averages, Walk
-from fl_lightning.conformance.subject import Subject
+from fl_lightning.conformance.expectations import QuadraticRun, WeightAverage
+from fl_lightning.conformance.known_methods import MethodUnderTest
 from fl_lightning.conformance.toy import CENTRES, Points, Quadratic, images, on_images, on_points, run
-from fl_lightning.conformance.verdicts import NotApplicable, require
-from fl_lightning.conformance.watch import Intact, Log, same
+from fl_lightning.conformance.verdicts import NotApplicable, expect
+from fl_lightning.conformance.watch import InPlaceDetector, RunRecorder, equal_with_nan
 from fl_lightning.data import FederatedData
 from fl_lightning.engines.optimizers import local_optimizer
 from fl_lightning.engines.uploads import upload_of
@@ -28,30 +27,33 @@ from fl_lightning.methods import Method
 from fl_lightning.trainer import FederatedTrainer
 from fl_lightning.wire import Ledger, LedgerEntry, Payload
 
-ALONE = {"engine": "sequential", "workers": 1}  # the verdict is the same on every machine
-RARELY = 10**6
+ONE_PROCESS = {"engine": "sequential", "workers": 1}  # the verdict is the same on every machine
+NO_EVALUATION = 10**6  # rounds: ``eval_every`` beyond the end of every toy run
 
 
 @dataclass(frozen=True)
-class Run:
-    """A run that is over."""
+class FinishedRun:
+    """A finished run with its method, trainer and records."""
 
     method: Method
     trainer: FederatedTrainer
-    log: Log
+    log: RunRecorder
 
     @property
     def ledger(self) -> list[LedgerEntry]:
+        """Entries of the run's ledger."""
         return Ledger.from_csv((self.trainer.run_dir / "ledger.csv").read_text()).entries
 
     @property
     def sizes(self) -> list[int]:
-        """Examples of each client."""
+        """Number of training examples of each client."""
         return [len(self.trainer.data.client(id).train) for id in range(self.trainer.data.num_clients)]
 
     def answers(self) -> list[Tensor]:
-        """Of the deployed model to the input 1, float32 ``[6]``; of a personalised method, one for each
-        client."""
+        """Return the answer of the deployed model to the input 1, float32 ``[6]``.
+
+        A personalised method gives one answer for each client.
+        """
         data = self.trainer.data
         clients = (
             [data.client(id, self.log.kept.get(id)) for id in range(data.num_clients)]
@@ -63,14 +65,15 @@ class Run:
 
 
 class Bench:
-    """One subject and its runs.
+    """The toy runs of one method.
 
     Args:
-        folder: of its runs; each gets a folder of its own.
+        subject: the method under test.
+        folder: folder in which each run gets a folder of its own.
     """
 
-    def __init__(self, subject: Subject, folder: Path) -> None:
-        self.subject, self.folder, self.intact = subject, folder, Intact()
+    def __init__(self, subject: MethodUnderTest, folder: Path) -> None:
+        self.subject, self.folder, self.in_place_detector = subject, folder, InPlaceDetector()
 
     # Images
 
@@ -80,10 +83,10 @@ class Bench:
         method: Method | None = None,
         ckpt_path: str | None = None,
         **settings: Any,
-    ) -> Run:
-        """Six clients with images of their own; every client, two rounds, unless told otherwise."""
-        method, log = on_images(method or self.subject.make()), Log()
-        settings = {"max_rounds": 2, **ALONE, **settings}
+    ) -> FinishedRun:
+        """Run the method on images of six clients; by default two rounds with every client."""
+        method, log = on_images(method or self.subject.make()), RunRecorder()
+        settings = {"max_rounds": 2, **ONE_PROCESS, **settings}
         trainer = run(
             method,
             images(),
@@ -92,27 +95,27 @@ class Bench:
             ckpt_path=ckpt_path,
             **settings,
         )
-        return Run(method, trainer, log)
+        return FinishedRun(method, trainer, log)
 
     @cached_property
-    def everyone(self) -> Run:
-        """Three rounds of every client, watched by ``intact``."""
-        return self.images(self.intact, max_rounds=3)
+    def everyone(self) -> FinishedRun:
+        """A run of three rounds with every client, watched by ``in_place_detector``."""
+        return self.images(self.in_place_detector, max_rounds=3)
 
     @cached_property
-    def two_of_six(self) -> Run:
-        """Four rounds of two clients each."""
+    def two_of_six(self) -> FinishedRun:
+        """A run of four rounds with two clients each."""
         return self.images(max_rounds=4, participation=2 / 6)
 
     @cached_property
     def data(self) -> FederatedData:
-        """Those images, dealt."""
-        return prepared(images())
+        """The toy images, distributed to the clients."""
+        return prepare_data(images())
 
     def untrained(self, round: int = 1, server: Mapping[str, Tensor] | None = None) -> Method:
-        """A method that has seen nothing but this ``server``, that of the start of this round."""
+        """Return a new method in the given round that has seen nothing but this state of the server."""
         method = on_images(self.subject.make())
-        built(method, self.data)
+        build_method(method, self.data)
         method.round = round
         if server is not None:
             method.server = dict(server)
@@ -128,65 +131,84 @@ class Bench:
         batch_size: int = 64,
         scheduler: Callable[[Any], LRScheduler] | None = None,
         **settings: Any,
-    ) -> Run:
-        """Clients with ``counts`` examples at the centres ``labels``; all of them, three rounds of two steps,
-        unless told otherwise.
+    ) -> FinishedRun:
+        """Run the method on the quadratic; by default three rounds of two steps with every client.
+
+        Args:
+            counts: number of examples of each client.
+            callbacks: callbacks of the run.
+            labels: number of the centre of each client; None: the client's id.
+            batch_size: examples of a local step.
+            scheduler: makes the learning rate's scheduler, given the optimiser.
+            settings: arguments of the trainer.
 
         Raises:
-            NotApplicable: the method does not run there.
+            NotApplicable: the method does not run on the quadratic.
         """
         self._require_points()
-        method, log = self._on_points(), Log()
+        method, log = self._on_points(), RunRecorder()
         method.scheduler_spec = scheduler
-        settings = {"max_rounds": 3, "eval_every": RARELY, "checkpoint_every": 0, **ALONE, **settings}
+        settings = {
+            "max_rounds": 3,
+            "eval_every": NO_EVALUATION,
+            "checkpoint_every": 0,
+            **ONE_PROCESS,
+            **settings,
+        }
         data = Points(counts, labels, public=5, batch_size=batch_size)
         trainer = run(method, data, mkdtemp(dir=self.folder), callbacks=[*callbacks, log], **settings)
-        return Run(method, trainer, log)
+        return FinishedRun(method, trainer, log)
 
-    def walk(self, counts: tuple[int, ...], local_epochs: int = 2, **settings: Any) -> Walk:
-        """A run on the quadratic, to be held against what is known of it.
+    def quadratic_run(self, counts: tuple[int, ...], local_epochs: int = 2, **settings: Any) -> QuadraticRun:
+        """Run the method on the quadratic, for a comparison with an :class:`Expectation`.
 
         Raises:
-            NotApplicable: nothing is known of it.
+            NotApplicable: nothing is known of the method's path.
         """
         self.require_known()
         done = self.points(counts, local_epochs=local_epochs, **settings)
         start = self.start_on_points(done.trainer.data)
         epochs, noise = local_epochs, self.subject.noise
-        return Walk(done.method, start, done.answers(), counts, done.log.cohorts, epochs, noise)
+        return QuadraticRun(done.method, start, done.answers(), counts, done.log.cohorts, epochs, noise)
 
     def require_known(self) -> None:
-        """Raises:
-        NotApplicable: it does not run on the quadratic, or where it goes there is not known.
+        """Check that the method's path on the quadratic is known.
+
+        Raises:
+            NotApplicable: it does not run on the quadratic, or its path is not known.
         """
         self._require_points()
-        if self._unknown:
-            raise NotApplicable(self._unknown)
+        if self._why_unknown:
+            raise NotApplicable(self._why_unknown)
 
     def _on_points(self) -> Method:
         return on_points(self.subject.make(**self.subject.on_points))
 
     def start_on_points(self, data: FederatedData) -> Sequence[Tensor]:
+        """Return the answers of the untrained method on the quadratic, in the form of ``answers``."""
         method = self._on_points()
-        built(method, data)
+        build_method(method, data)
         clients = [data.client(id) for id in range(data.num_clients)] if method.personalised else [None]
         with torch.no_grad():
             return [method.deploy(client).eval()(torch.ones(1, 1))[0].clone() for client in clients]
 
     def _require_points(self) -> None:
         try:
-            self._unknown  # noqa: B018
+            self._why_unknown  # noqa: B018
         except Exception as error:
             raise NotApplicable(
                 f"it does not run on the quadratic's points: {type(error).__name__}: {error}"
             ) from error
 
     @cached_property
-    def _unknown(self) -> str:
-        """Why nothing is known of where it goes on the quadratic; "" when something is. Raises whatever its
-        first step there does."""
-        method, data = self._on_points(), prepared(Points((3, 1), public=5))
-        built(method, data)
+    def _why_unknown(self) -> str:
+        """The reason why the path on the quadratic is not known; an empty text if it is known.
+
+        Raises:
+            Exception: any error of the method's first step on the quadratic.
+        """
+        method, data = self._on_points(), prepare_data(Points((3, 1), public=5))
+        build_method(method, data)
         quadratic, batch = method.task_loss, first_batch(method, data)
         assert isinstance(quadratic, Quadratic)
         before = quadratic.calls
@@ -195,7 +217,7 @@ class Bench:
             return "its training_step does not call task_loss, so its loss cannot be made the quadratic"
         if not type(method).configure_optimizers.__module__.startswith("fl_lightning."):
             return "it has an optimiser of its own, so the size of its steps is not known"
-        if not isinstance(self.subject.expects, Averages):
+        if not isinstance(self.subject.expects, WeightAverage):
             return ""
         try:
             with torch.no_grad():
@@ -210,41 +232,52 @@ class Bench:
         )
 
 
-def built(method: Method, data: FederatedData, seed: int = 0) -> None:
-    """As the trainer builds it."""
+def build_method(method: Method, data: FederatedData, seed: int = 0) -> None:
+    """Build the method for round 1, as the trainer does."""
     method.seed = seed
     with rng.torch_stream(seed, "weights"):
         method.build(data)
     method.round = 1
 
 
-def prepared(data: FederatedData, seed: int = 0) -> FederatedData:
+def prepare_data(data: FederatedData, seed: int = 0) -> FederatedData:
+    """Load the data set and distribute it to the clients; return it."""
     data.setup("fit")
     data.distribute(seed, torch.device("cpu"))
     return data
 
 
 def first_batch(method: Method, data: FederatedData) -> Any:
-    """What client 0 trains on first, once it has received the first broadcast."""
+    """Let client 0 receive the first broadcast and return the first batch that it trains on."""
     client = data.client(0)
     method.receive(Payload.from_bytes(method.broadcast(client).to_bytes()), client)
     method.train()
     return next(iter(method.local_batches(data, client, epochs=1, labels=data.labels(client), steps=1)))
 
 
-def same_server(expected: Mapping[str, Tensor], found: Mapping[str, Tensor], when: str) -> None:
-    """The same tensors, bit for bit, or a Violation."""
-    same_tensors(expected, found, "the server's state", when)
+def expect_same_server(expected: Mapping[str, Tensor], found: Mapping[str, Tensor], when: str) -> None:
+    """Require two states of the server to be equal, bit for bit.
+
+    Raises:
+        Violation: they differ.
+    """
+    expect_same_tensors(expected, found, "the server's state", when)
 
 
-def same_tensors(expected: Mapping[str, Tensor], found: Mapping[str, Tensor], what: str, when: str) -> None:
-    """The same tensors by name, bit for bit, or a Violation that names the first that differs.
+def expect_same_tensors(
+    expected: Mapping[str, Tensor], found: Mapping[str, Tensor], what: str, when: str
+) -> None:
+    """Require two sets of named tensors to be equal, bit for bit.
 
     Args:
-        expected, found: tensors by name.
-        what: whose they are.
-        when: the circumstance that must not matter.
+        expected: tensors by name.
+        found: tensors by name.
+        what: what the tensors belong to, for the message.
+        when: the circumstance that must not change them, for the message.
+
+    Raises:
+        Violation: the names differ or one tensor differs; the message names the first one.
     """
-    require(set(expected) == set(found), f"{when} {what} has {sorted(found)} instead of {sorted(expected)}")
+    expect(set(expected) == set(found), f"{when} {what} has {sorted(found)} instead of {sorted(expected)}")
     for name, value in expected.items():
-        require(same(value, found[name]), f"{what} has another {name!r} {when}")
+        expect(equal_with_nan(value, found[name]), f"{what} has another {name!r} {when}")

@@ -1,4 +1,4 @@
-"""Checks of what a method declares of itself: that it is so, and that it is declared where it is so."""
+"""Checks of the properties that a method declares: each is declared exactly if the method has it."""
 
 from __future__ import annotations
 
@@ -9,30 +9,30 @@ from typing import Any
 from torch.optim.lr_scheduler import ExponentialLR
 
 from fl_lightning.conformance.bench import Bench
-from fl_lightning.conformance.scaffold import Round, diagnosis, distance, path
+from fl_lightning.conformance.scaffold import ScaffoldRound, diagnose, distance, scaffold_path
 from fl_lightning.conformance.toy import LR
-from fl_lightning.conformance.verdicts import NotApplicable, require, show
-from fl_lightning.conformance.watch import Answers, Only, Slow
+from fl_lightning.conformance.verdicts import NotApplicable, expect, show
+from fl_lightning.conformance.watch import AnswerRecorder, OnlyClients, SlowClients
 
-COUNTS, EPOCHS, BATCH, ROUNDS, DECAY = (2, 4, 6, 2, 4, 6), 2, 2, 8, 0.8
-SLOW, WORK = (1, 3, 5), 0.5
+EXAMPLES, EPOCHS, BATCH_SIZE, ROUNDS, LR_DECAY = (2, 4, 6, 2, 4, 6), 2, 2, 8, 0.8
+SLOW_CLIENTS, WORK_SHARE = (1, 3, 5), 0.5
 
 
 def federation_size(bench: Bench) -> None:
-    """Clients that never take part do not matter, unless so declared."""
-    runs = [bench.points((3, 1, *[2] * more), Only(0, 1)) for more in (1, 4)]
+    """Clients that never take part change nothing, unless declared."""
+    runs = [bench.points((3, 1, *[2] * more), OnlyClients(0, 1)) for more in (1, 4)]
     few, many = (run.answers()[:2] for run in runs)
     difference = max(float((a - b).abs().max()) for a, b in zip(few, many, strict=True))
     if runs[0].method.scales_with_federation:
-        require(
+        expect(
             difference > bench.subject.noise,
             (
                 "it declares scales_with_federation, and three more clients that never take part change "
-                "nothing: take that back"
+                "nothing: remove that declaration"
             ),
         )
     else:
-        require(
+        expect(
             difference <= bench.subject.noise,
             (
                 "three more clients that never take part change the model's answers by "
@@ -43,27 +43,27 @@ def federation_size(bench: Bench) -> None:
 
 
 def control_variates(bench: Bench) -> str:
-    """2 of 6, stragglers, a falling lr: the path of SCAFFOLD."""
+    """2 of 6 clients, stragglers and a falling lr follow SCAFFOLD's path."""
     if not bench.subject.make().control_variates:
         raise NotApplicable("it declares no control variates")
     bench.require_known()
-    answers, slow = Answers(), Slow(SLOW, WORK)
+    answers, slow = AnswerRecorder(), SlowClients(SLOW_CLIENTS, WORK_SHARE)
     settings: dict[str, Any] = {
         "max_rounds": ROUNDS,
         "participation": 2 / 6,
         "local_epochs": EPOCHS,
-        "batch_size": BATCH,
+        "batch_size": BATCH_SIZE,
     }
-    run = bench.points(COUNTS, slow, answers, scheduler=partial(ExponentialLR, gamma=DECAY), **settings)
-    planned = {k: EPOCHS * n // BATCH for k, n in enumerate(COUNTS)}
-    made = {k: math.ceil(steps * (WORK if k in SLOW else 1)) for k, steps in planned.items()}
+    run = bench.points(EXAMPLES, slow, answers, scheduler=partial(ExponentialLR, gamma=LR_DECAY), **settings)
+    planned = {k: EPOCHS * n // BATCH_SIZE for k, n in enumerate(EXAMPLES)}
+    made = {k: math.ceil(steps * (WORK_SHARE if k in SLOW_CLIENTS else 1)) for k, steps in planned.items()}
     rounds = [
-        Round({k: made[k] for k in cohort}, planned, LR * DECAY**number)
+        ScaffoldRound({k: made[k] for k in cohort}, planned, LR * LR_DECAY**number)
         for number, cohort in enumerate(run.log.cohorts)
     ]
-    weights = [1] * len(COUNTS) if run.method.uniform_clients else COUNTS
+    weights = [1] * len(EXAMPLES) if run.method.uniform_clients else EXAMPLES
     (start,) = bench.start_on_points(run.trainer.data)
-    expected, found = path(start, rounds, weights), answers.seen
+    expected, found = scaffold_path(start, rounds, weights), answers.seen
     wrong = next(
         (
             r
@@ -73,12 +73,12 @@ def control_variates(bench: Bench) -> str:
         None,
     )
     if wrong is not None:
-        why = diagnosis(start, rounds, weights, found, bench.subject.noise)
+        why = diagnose(start, rounds, weights, found, bench.subject.noise)
         if not any(run.log.kept.values()):
             why = "its clients keep nothing: c_i stays with the client, in client.state"
         shown = (
             f"after round {wrong + 1} the model is at {show(found[wrong])}, and SCAFFOLD at "
             f"{show(expected[wrong])}"
         )
-        require(False, f"{why}; {shown}" if why else shown)
+        expect(False, f"{why}; {shown}" if why else shown)
     return "declared: SCAFFOLD's, option II"

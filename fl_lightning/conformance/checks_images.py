@@ -1,4 +1,4 @@
-"""Checks on small images: that a method runs, repeats, resumes, and survives trouble."""
+"""Checks on small images: a method runs, repeats its results, resumes, and survives lost clients and NaN."""
 
 from __future__ import annotations
 
@@ -10,10 +10,16 @@ import torch
 from torch import Tensor
 
 from fl_lightning.client import Client
-from fl_lightning.conformance.bench import Bench, Run, first_batch, same_server, same_tensors
+from fl_lightning.conformance.bench import (
+    Bench,
+    FinishedRun,
+    expect_same_server,
+    expect_same_tensors,
+    first_batch,
+)
 from fl_lightning.conformance.toy import on_images
-from fl_lightning.conformance.verdicts import NotApplicable, Violation, require
-from fl_lightning.conformance.watch import Only
+from fl_lightning.conformance.verdicts import NotApplicable, Violation, expect
+from fl_lightning.conformance.watch import OnlyClients
 from fl_lightning.engines.optimizers import local_optimizer
 from fl_lightning.engines.uploads import upload_of
 from fl_lightning.methods import FedAvg, Method
@@ -23,15 +29,15 @@ T = TypeVar("T")
 
 
 def contract(bench: Bench) -> None:
-    """It makes a step: losses by name, payloads both ways."""
+    """A training step returns losses by name; broadcast and upload return payloads."""
     method = _attempt("it cannot be built on images", bench.untrained)
     data = bench.data
     client = data.client(0)
     message = _attempt("its broadcast fails", lambda: method.broadcast(client))
-    require(isinstance(message, Payload), f"broadcast gives {form(message)}; a Payload travels")
-    batch = _attempt("it finds no first batch", lambda: first_batch(method, data))
+    expect(isinstance(message, Payload), f"broadcast gives {form(message)}; return a Payload")
+    batch = _attempt("its first batch fails", lambda: first_batch(method, data))
     outputs = _attempt(f"its training_step fails on {form(batch)}", lambda: method.training_step(batch, 0))
-    require(
+    expect(
         isinstance(outputs, Mapping) and "loss" in outputs,
         (
             f"training_step gives {form(outputs)}; a dictionary with 'loss' is needed; return {{'loss': "
@@ -40,16 +46,16 @@ def contract(bench: Bench) -> None:
     )
     for name, value in outputs.items():
         one = isinstance(value, Tensor) and value.ndim == 0
-        require(
+        expect(
             one,
             (
                 f"training_step gives {name!r} as {form(value)}; each term is a tensor of one number; "
                 "sum or average it"
             ),
         )
-    require(outputs["loss"].requires_grad, "the loss of training_step has no gradient; do not detach it")
+    expect(outputs["loss"].requires_grad, "the loss of training_step has no gradient; do not detach it")
     upload = _attempt("its upload fails", lambda: upload_of(method, client, 1, local_optimizer(method)))
-    require(isinstance(upload, Payload), f"upload gives {form(upload)}; a Payload travels")
+    expect(isinstance(upload, Payload), f"upload gives {form(upload)}; return a Payload")
 
 
 def _attempt(stage: str, action: Callable[[], T]) -> T:
@@ -60,7 +66,7 @@ def _attempt(stage: str, action: Callable[[], T]) -> T:
 
 
 def form(value: Any) -> str:
-    """What a value looks like.
+    """Describe the type and shape of a value.
 
     >>> form((torch.zeros(2, 3), {"label": 1}))
     'a tuple of Tensor [2, 3], a dictionary of label: int'
@@ -75,7 +81,7 @@ def form(value: Any) -> str:
 
 
 def neutral(bench: Bench) -> None:
-    """At its neutral setting it is FedAvg, bit for bit."""
+    """With its neutral settings the method equals FedAvg, bit for bit."""
     settings = bench.subject.neutral
     if settings is None:
         raise NotApplicable("no neutral setting is known")
@@ -84,41 +90,39 @@ def neutral(bench: Bench) -> None:
         bench.images(method=method, participation=0.5).method.server["weights"] for method in methods
     )
     difference = float((mine - fedavg).abs().max())
-    require(
-        torch.equal(mine, fedavg), f"with {settings} its weights differ by {difference:.3g} from FedAvg's"
-    )
+    expect(torch.equal(mine, fedavg), f"with {settings} its weights differ by {difference:.3g} from FedAvg's")
 
 
 def determinism(bench: Bench) -> None:
-    """One seed, one server, whatever global generators hold."""
+    """The result depends on the seed, not on global random generators."""
     torch.manual_seed(1)
     first = bench.images(participation=0.5)
     torch.manual_seed(2)
     second = bench.images(participation=0.5)
-    same_server(first.method.server, second.method.server, "in a second run")
+    expect_same_server(first.method.server, second.method.server, "in a second run")
     _same_kept(first, second, "in a second run")
 
 
 def resume(bench: Bench) -> None:
-    """Two rounds, a checkpoint, two more: as four in one go."""
+    """A run resumed after two rounds ends like an uninterrupted one."""
     whole = bench.images(max_rounds=4, participation=0.5)
     half = bench.images(max_rounds=2, participation=0.5)
     rest = bench.images(
         max_rounds=4, participation=0.5, ckpt_path=str(half.trainer.run_dir), allow_changed=True
     )
-    same_server(whole.method.server, rest.method.server, "after the resume")
+    expect_same_server(whole.method.server, rest.method.server, "after the resume")
     _same_kept(whole, rest, "after the resume")
 
 
-def _same_kept(expected: Run, found: Run, when: str) -> None:
+def _same_kept(expected: FinishedRun, found: FinishedRun, when: str) -> None:
     for client, kept in found.log.kept.items():
-        same_tensors(expected.log.kept[client], kept, f"what client {client} keeps", when)
+        expect_same_tensors(expected.log.kept[client], kept, f"the state of client {client}", when)
 
 
 def finite(bench: Bench) -> None:
-    """Honest uploads count, and the server stays finite."""
+    """All regular uploads are accepted, and the server stays finite."""
     for entry in bench.everyone.ledger:
-        require(
+        expect(
             entry.status == "trained",
             f"the upload of client {entry.client} in round {entry.round} was {entry.status}",
         )
@@ -126,25 +130,26 @@ def finite(bench: Bench) -> None:
 
 
 def empty_round(bench: Bench) -> None:
-    """All clients of the first round dropped: the server is as before."""
-    run = bench.images(Only(round=1))
-    same_server(run.log.servers[0], run.log.servers[1], "after an empty round")
+    """A round without uploads leaves the server unchanged."""
+    run = bench.images(OnlyClients(round=1))
+    expect_same_server(run.log.servers[0], run.log.servers[1], "after an empty round")
 
 
 def diverged_client(bench: Bench) -> None:
-    """A client whose loss is NaN is rejected, never averaged."""
+    """The upload of a client whose loss is NaN is rejected."""
     method = on_images(bench.subject.make())
     _poison(method, client=0)
     run = bench.images(method=method)
-    fates = {entry.status for entry in run.ledger if entry.client == 0}
-    require(
-        fates == {"rejected"}, f"the ledger says {', '.join(sorted(fates))} of the client whose loss is NaN"
+    statuses = {entry.status for entry in run.ledger if entry.client == 0}
+    expect(
+        statuses == {"rejected"},
+        f"the ledger has {', '.join(sorted(statuses))} for the client whose loss is NaN",
     )
     _require_finite(run.method)
 
 
 def _poison(method: Method, client: int) -> None:
-    """The loss of one client becomes NaN, however the method comes to it."""
+    """Make the loss of one client NaN, whatever the method computes."""
     receive, step = method.receive, method.training_step
     poisoned: list[bool] = []
 
@@ -162,7 +167,7 @@ def _poison(method: Method, client: int) -> None:
 
 def _require_finite(method: Method) -> None:
     for name, value in method.server.items():
-        require(
+        expect(
             not value.is_floating_point() or bool(torch.isfinite(value).all()),
             f"server[{name!r}] is not finite",
         )

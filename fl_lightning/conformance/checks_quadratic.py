@@ -1,4 +1,4 @@
-"""Checks on the quadratic: where a method goes, and how it weighs its clients."""
+"""Checks on the quadratic: the point to which a method moves, and the weights that it gives to clients."""
 
 from __future__ import annotations
 
@@ -6,54 +6,55 @@ import torch
 from torch import Tensor
 
 from fl_lightning.conformance.bench import Bench
-from fl_lightning.conformance.verdicts import NotApplicable, require
-from fl_lightning.conformance.watch import Only
+from fl_lightning.conformance.verdicts import NotApplicable, expect
+from fl_lightning.conformance.watch import OnlyClients
 
 ROUNDS = 60
-"""Of two steps that each leave 0.9 of the way: 3e-6 of it is left."""
+"""Rounds of two steps; each step leaves 0.9 of the distance, so 3e-6 of it is left at the end."""
 
 
 def known_optimum(bench: Bench) -> None:
-    """Clients of 3 and 1 examples: it ends where it should."""
-    bench.subject.expects.settled(bench.walk((3, 1), max_rounds=ROUNDS))
+    """With clients of 3 and 1 examples it ends at the known optimum."""
+    bench.subject.expects.expect_limit(bench.quadratic_run((3, 1), max_rounds=ROUNDS))
 
 
 def agreement(bench: Bench) -> None:
-    """One client: its optimum is reached."""
-    bench.subject.expects.settled(bench.walk((3,), max_rounds=ROUNDS))
+    """With one client it reaches that client's optimum."""
+    bench.subject.expects.expect_limit(bench.quadratic_run((3,), max_rounds=ROUNDS))
 
 
 def partial_participation(bench: Bench) -> None:
-    """2 of 6: only they count, and all of it."""
-    walk = bench.walk((1, 2, 3, 4, 5, 6), max_rounds=1, participation=2 / 6, local_epochs=1)
-    bench.subject.expects.stepped(walk)
+    """A step with 2 of 6 clients is the mean step of these two."""
+    run = bench.quadratic_run((1, 2, 3, 4, 5, 6), max_rounds=1, participation=2 / 6, local_epochs=1)
+    bench.subject.expects.expect_one_step(run)
 
 
 def learning(bench: Bench) -> None:
-    """One client, its own loss: the loss falls."""
+    """With one client the training loss falls."""
     losses = bench.points((3,), max_rounds=10).log.losses
-    require(
-        losses[-1] < losses[0], f"it goes from {losses[0]:.4g} in round 1 to {losses[-1]:.4g} in round 10"
+    expect(
+        losses[-1] < losses[0],
+        f"the loss goes from {losses[0]:.4g} in round 1 to {losses[-1]:.4g} in round 10",
     )
 
 
 def weights_by_examples(bench: Bench) -> str:
-    """A client of 3 examples counts as 3 clients of one."""
-    one = bench.points((3, 1, 5, 2, 1, 1), Only(0, 1), labels=(0, 1, 4, 5, 2, 3))
+    """A client of 3 examples counts like 3 clients of one example."""
+    one = bench.points((3, 1, 5, 2, 1, 1), OnlyClients(0, 1), labels=(0, 1, 4, 5, 2, 3))
     if one.method.personalised:
-        raise NotApplicable("it is personalised: what a client is sent need not go by n_k")
+        raise NotApplicable("it is personalised, so its broadcasts need not weigh clients by n_k")
     by_n = (
-        "it declares uniform_clients, and a client of 3 examples counts for more than one of 1: take "
-        "that back, or weigh them alike"
+        "it declares uniform_clients, but a client of 3 examples counts for more than one of 1: remove "
+        "that declaration, or weigh clients alike"
     )
     if one.method.uniform_clients:
         _require_same(bench, one.answers(), _of_one_example(bench), by_n)
         return "declared: every client counts once"
     if one.method.scales_with_federation:
         raise NotApplicable(
-            "it declares that its step scales with the federation: 3 clients are not one of 3 examples"
+            "it declares scales_with_federation, so 3 clients need not count like one of 3 examples"
         )
-    three = bench.points((1, 1, 1, 1, 1, 1), Only(0, 1, 2, 3), labels=(0, 0, 0, 1, 4, 5))
+    three = bench.points((1, 1, 1, 1, 1, 1), OnlyClients(0, 1, 2, 3), labels=(0, 0, 0, 1, 4, 5))
     if (
         _difference(one.answers(), three.answers())
         > bench.subject.noise
@@ -69,20 +70,19 @@ def weights_by_examples(bench: Bench) -> str:
 
 
 def _of_one_example(bench: Bench) -> list[Tensor]:
-    """What the two clients come to with one example each."""
-    return bench.points((1, 1, 1, 1, 1, 1), Only(0, 1), labels=(0, 1, 4, 5, 2, 3)).answers()
+    """Return the answers when the two clients have one example each."""
+    return bench.points((1, 1, 1, 1, 1, 1), OnlyClients(0, 1), labels=(0, 1, 4, 5, 2, 3)).answers()
 
 
 def copies(bench: Bench) -> None:
-    """A client with each example three times learns the same."""
-    once, thrice = (
-        bench.points((n,), labels=(1,)) for n in (1, 3)
-    )  # blank examples, of class 0, would pull elsewhere
+    """Repeating each example of a client three times changes nothing."""
+    # padding with blank examples, whose class is 0, would pull towards another centre
+    once, thrice = (bench.points((n,), labels=(1,)) for n in (1, 3))
     _require_same(bench, once.answers(), thrice.answers())
 
 
 def permutation(bench: Bench) -> None:
-    """Numbering the clients otherwise changes nothing."""
+    """Numbering the clients in another order changes nothing."""
     order = (2, 0, 1)
     first, second = bench.points((3, 1, 2)), bench.points((2, 3, 1), labels=order)
     expected = [first.answers()[k] for k in order] if first.method.personalised else first.answers()
@@ -92,7 +92,7 @@ def permutation(bench: Bench) -> None:
 def _require_same(bench: Bench, expected: list[Tensor], found: list[Tensor], reason: str = "") -> None:
     difference = _difference(expected, found)
     seen = f"the answers of the deployed model differ by {difference:.3g}"
-    require(difference <= bench.subject.noise, f"{reason} ({seen})" if reason else seen)
+    expect(difference <= bench.subject.noise, f"{reason} ({seen})" if reason else seen)
 
 
 def _difference(expected: list[Tensor], found: list[Tensor]) -> float:

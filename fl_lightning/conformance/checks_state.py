@@ -1,5 +1,4 @@
-"""Checks of what stays: on a client between its rounds, on the server between all, and in the one module that
-serves every client."""
+"""Checks of state that outlives a round, on a client, on the server, or in the module that clients share."""
 
 from __future__ import annotations
 
@@ -7,58 +6,62 @@ import torch
 from torch import Tensor
 
 from fl_lightning.client import Client
-from fl_lightning.conformance.bench import Bench, Run, same_tensors
-from fl_lightning.conformance.verdicts import NotApplicable, require
-from fl_lightning.conformance.watch import Halves, Only, halved
+from fl_lightning.conformance.bench import Bench, FinishedRun, expect_same_tensors
+from fl_lightning.conformance.verdicts import NotApplicable, expect
+from fl_lightning.conformance.watch import OnlyClients, StateHalver, halve_state
 
 CLIENT = 4
 
 
 def no_stale_state(bench: Bench) -> None:
-    """Who trained before a client does not matter to it."""
-    alone = bench.images(Only(CLIENT), max_rounds=1)
+    """A client's result does not depend on which clients trained before it."""
+    alone = bench.images(OnlyClients(CLIENT), max_rounds=1)
     after = bench.images(max_rounds=1)
     sends = alone.log.uploads[1, CLIENT] == after.log.uploads[1, CLIENT]
-    require(sends, f"client {CLIENT} sends something else when others trained before it")
-    same_tensors(
+    expect(sends, f"the upload of client {CLIENT} changes when others trained before it")
+    expect_same_tensors(
         alone.log.kept[CLIENT],
         after.log.kept[CLIENT],
-        f"what client {CLIENT} keeps",
+        f"the state of client {CLIENT}",
         "when others trained before it",
     )
 
 
 def kept_state_is_used(bench: Bench) -> None:
-    """What a client keeps has a part in its next round or model."""
+    """Each tensor that a client keeps changes its next upload or its model."""
     run = bench.everyone
     kept = [name for name, tensor in run.log.kept[CLIENT].items() if tensor.is_floating_point()]
     if not kept:
         raise NotApplicable("clients keep nothing")
     for name in kept:
         used = (
-            bench.images(Halves(CLIENT, name, round=2)).log.uploads[2, CLIENT] != run.log.uploads[2, CLIENT]
+            bench.images(StateHalver(CLIENT, name, round=2)).log.uploads[2, CLIENT]
+            != run.log.uploads[2, CLIENT]
         )
-        require(
-            used or _deployed_from(run, name), f"client {CLIENT} keeps {name!r}, and half of it does as well"
+        expect(
+            used or _deployed_from(run, name),
+            f"client {CLIENT} keeps {name!r}, but halving it changes nothing",
         )
 
 
-def _deployed_from(run: Run, name: str) -> bool:
-    """Whether the client's own model depends on this tensor that only the client has."""
+def _deployed_from(run: FinishedRun, name: str) -> bool:
+    """Return whether the personalised model of the client depends on this kept tensor."""
     client = run.trainer.data.client(CLIENT, run.log.kept[CLIENT])
     return run.method.personalised and not torch.equal(
-        _answers(run, client), _answers(run, halved(client, name))
+        _answers(run, client), _answers(run, halve_state(client, name))
     )
 
 
 @torch.no_grad()
-def _answers(run: Run, client: Client) -> Tensor:
+def _answers(run: FinishedRun, client: Client) -> Tensor:
     inputs, _ = next(iter(run.trainer.data.test_batches()))
     return run.method.deploy(client).eval()(inputs).clone()
 
 
 def nothing_in_place(bench: Bench) -> None:
-    """Kept tensors are replaced: checkpoints hold the old ones."""
+    """Kept tensors are replaced, not written to: checkpoints share them."""
     bench.everyone  # noqa: B018
-    written = bench.intact.written
-    require(not written, f"{', '.join(written[:3])}: written into; assign a new tensor, such as a clone")
+    written = bench.in_place_detector.written
+    expect(
+        not written, f"written to in place: {', '.join(written[:3])}; assign a new tensor, such as a clone"
+    )

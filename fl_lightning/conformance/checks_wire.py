@@ -1,23 +1,22 @@
-"""Checks of what travels: its bytes, that nothing else reaches the server, and what the server makes of
-it."""
+"""Checks of the payloads: their lengths, that the server uses nothing else, and what it broadcasts."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 
-from fl_lightning.conformance.bench import Bench, same_server
-from fl_lightning.conformance.formulas import layers
-from fl_lightning.conformance.verdicts import NotApplicable, require
-from fl_lightning.conformance.watch import stranger
+from fl_lightning.conformance.bench import Bench, expect_same_server
+from fl_lightning.conformance.formulas import layer_sizes
+from fl_lightning.conformance.verdicts import NotApplicable, expect
+from fl_lightning.conformance.watch import client_without_data
 from fl_lightning.quantization import average_bits
 from fl_lightning.wire import Payload
 
-ROUNDING = 1e-5
-"""Of float32 sums in another order, relative to the largest value."""
+MAX_ROUNDING_ERROR = 1e-5
+"""Largest difference of float32 sums that are taken in another order, relative to the largest value."""
 
 
 def bytes_on_the_wire(bench: Bench) -> str:
-    """Payloads are as long as they, ledger and formula say."""
+    """Payload, ledger and hand formula agree on the number of bytes."""
     run, subject = bench.everyone, bench.subject
     ledger = {(entry.round, entry.client): (entry.upload, entry.download) for entry in run.ledger}
     for at, sent in run.log.uploads.items():
@@ -25,16 +24,17 @@ def bytes_on_the_wire(bench: Bench) -> str:
         lengths = len(sent), len(received)
         payloads = Payload.from_bytes(sent), Payload.from_bytes(received)
         announced = tuple(payload.nbytes for payload in payloads)
-        whose = f"up from and down to client {at[1]} in round {at[0]} went {lengths} bytes"
-        require(announced == lengths, f"{whose}, {announced} announced")
-        require(ledger[at] == lengths, f"{whose}, and the ledger has {ledger[at]}")
+        seen = f"client {at[1]} sent and received {lengths} bytes in round {at[0]}"
+        expect(announced == lengths, f"{seen}, but its payloads announce {announced}")
+        expect(ledger[at] == lengths, f"{seen}, but the ledger has {ledger[at]}")
         run.method.round = at[0]
-        for way, formula, payload, length in zip(
-            ("up", "down"), (subject.up, subject.down), payloads, lengths, strict=True
+        for kind, formula, payload, length in zip(
+            ("upload", "broadcast"), (subject.up, subject.down), payloads, lengths, strict=True
         ):
             expected = length if formula is None else formula(run.method, payload)
-            require(
-                length == expected, f"{way} went {length} bytes in round {at[0]}, by hand formula {expected}"
+            expect(
+                length == expected,
+                f"the {kind} in round {at[0]} has {length} bytes, but {expected} by hand formula",
             )
     known = "as by hand formula" if subject.up and subject.down else "no hand formula is known"
     return f"{_range(run.log.uploads)} bytes up, {_range(run.log.broadcasts)} down, {known}"
@@ -46,26 +46,25 @@ def _range(payloads: dict[tuple[int, int], bytes]) -> str:
 
 
 def server_reads_uploads_only(bench: Bench) -> None:
-    """From the same bytes, one that never trained does the same."""
+    """A server that never trained computes the same from the same uploads."""
     run = bench.two_of_six
     states = [*run.log.servers[1:], dict(run.method.server)]
     for round, (before, after) in enumerate(zip(run.log.servers, states, strict=True), start=1):
         other = bench.untrained(round, before)
         for client in run.log.cohorts[round - 1]:
-            alike = other.broadcast(stranger(client)).to_bytes() == run.log.broadcasts[round, client]
-            require(
+            alike = (
+                other.broadcast(client_without_data(client)).to_bytes() == run.log.broadcasts[round, client]
+            )
+            expect(
                 alike,
-                (
-                    f"in round {round} client {client} is sent what the server cannot know: it depends "
-                    "on more than uploads"
-                ),
+                f"the broadcast to client {client} in round {round} depends on more than uploads",
             )
         other.aggregate(run.log.uploads_of(round))
-        same_server(after, other.server, "computed from the payloads alone")
+        expect_same_server(after, other.server, "computed from the payloads alone")
 
 
 def broadcast(bench: Bench) -> None:
-    """Clients are sent the hand formula of what came, 2 of 6."""
+    """The broadcast after uploads of 2 of 6 clients follows the hand formula."""
     run, sent = bench.two_of_six, bench.subject.sent
     if sent is None:
         raise NotApplicable("no hand formula is known")
@@ -75,31 +74,34 @@ def broadcast(bench: Bench) -> None:
         for client in run.log.cohorts[round - 1]:
             message = Payload.from_bytes(run.log.broadcasts[round, client])
             if "w0" in message:
-                raise NotApplicable("clients are sent codes of weights")
+                raise NotApplicable("the broadcast holds codes of weights")
             found = message.tensor(sent.entry).double()
             expected = sent.formula(history[: round - 1], run.sizes, before, client).double()
             difference = float((found - expected).abs().max()) / max(1.0, float(expected.abs().max()))
-            require(
-                difference <= ROUNDING,
-                f"what client {client} is sent in round {round} is {difference:.3g} off",
+            expect(
+                difference <= MAX_ROUNDING_ERROR,
+                f"the broadcast to client {client} in round {round} differs by {difference:.3g}",
             )
 
 
 def budget(bench: Bench) -> None:
-    """No client is ever given, or sends, more bits than its budget."""
+    """No client receives or sends more bits per weight than its budget."""
     if not hasattr(bench.subject.make(), "budgets"):
         raise NotApplicable("it has no budgets")
     for bits in (1, 4, [1, 2, 3, 4, 6, 8]):
         run = bench.images(method=bench.subject.make(bits=bits), max_rounds=3)
-        sizes, budgets = layers(run.method.network), bits if isinstance(bits, list) else [bits] * 6
+        sizes, budgets = layer_sizes(run.method.network), bits if isinstance(bits, list) else [bits] * 6
         for payloads, verb in ((run.log.uploads, "sends"), (run.log.broadcasts, "is given")):
             for client, used in _bits(payloads.items(), sizes):
                 allowed = budgets[client]
-                require(used <= allowed, f"client {client} with a budget of {allowed} bits {verb} {used:.3f}")
+                expect(used <= allowed, f"client {client} with a budget of {allowed} bits {verb} {used:.3f}")
 
 
 def _bits(payloads: Iterable[tuple[tuple[int, int], bytes]], sizes: list[int]) -> Iterable[tuple[int, float]]:
-    """Clients, and the bits per weight that a payload says it has; those that say none are left out."""
+    """Yield each client and the bits per weight that its payload states.
+
+    Payloads without an entry ``bits`` are left out.
+    """
     for (_, client), data in payloads:
         payload = Payload.from_bytes(data)
         if "bits" in payload:

@@ -1,4 +1,4 @@
-"""``python -m fl_lightning check``."""
+"""The command ``python -m fl_lightning check``: run the conformance kit and print its table."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from rich.markup import escape
 from rich.table import Table
 
 from fl_lightning import methods
-from fl_lightning.conformance.kit import Outcome, run_checks
-from fl_lightning.conformance.subject import subject_of
+from fl_lightning.conformance.kit import CheckResult, run_checks
+from fl_lightning.conformance.known_methods import method_under_test
 from fl_lightning.errors import InputError
 from fl_lightning.methods import Method
 
@@ -31,8 +31,12 @@ def check(
         settings: its constructor's arguments, as YAML, other than network and optimizer, which the kit sets.
         neutral: settings under which it must equal FedAvg bit for bit, as YAML.
         noise: largest deviation from the known optimum that its rounding may cause.
+
+    Raises:
+        InputError: there is no such method, or its constructor refuses the settings.
+        SystemExit: a check failed; the exit code is 1.
     """
-    subject = subject_of(find_method(model), settings, neutral, noise)
+    subject = method_under_test(find_method(model), settings, neutral, noise)
     for given, name in ((settings, "settings"), (neutral, "neutral")):
         try:
             subject.make(**(given or {}))
@@ -42,17 +46,17 @@ def check(
                 f"{model} cannot be made with them ({error})",
                 "write the arguments of its constructor as YAML",
             ) from error
-    outcomes = list(run_checks(subject))
-    Console().print(table(model, outcomes))
-    if any(outcome.verdict == "failed" for outcome in outcomes):
+    results = list(run_checks(subject))
+    Console().print(results_table(model, results))
+    if any(result.verdict == "failed" for result in results):
         raise SystemExit(1)
 
 
 def find_method(name: str) -> type[Method]:
-    """A method by class name or import path.
+    """Return the class of a method, given its name in the project or its import path.
 
     Raises:
-        InputError: there is none.
+        InputError: there is no such class, or it is no subclass of :class:`Method`.
     """
     module, _, attribute = name.rpartition(".")
     try:
@@ -73,14 +77,18 @@ def find_method(name: str) -> type[Method]:
     return found
 
 
-def table(model: str, outcomes: Sequence[Outcome]) -> Table:
-    """One row a check; what was seen stands in place of the rule, a figure below it."""
+def results_table(model: str, results: Sequence[CheckResult]) -> Table:
+    """Return a table with one row for each check.
+
+    The last column holds the rule, and below it a figure if the check returned one. For a check that failed
+    or does not apply it holds the reason instead.
+    """
     styles = {
         "passed": ("green", "passed"),
         "failed": ("bold red", "FAILED"),
         "not applicable": ("dim", "n/a"),
     }
-    count = {verdict: sum(outcome.verdict == verdict for outcome in outcomes) for verdict in styles}
+    count = {verdict: sum(result.verdict == verdict for result in results) for verdict in styles}
     title = (
         f"{model}: {count['passed']} passed, {count['failed']} failed, {count['not applicable']} not "
         "applicable"
@@ -89,8 +97,8 @@ def table(model: str, outcomes: Sequence[Outcome]) -> Table:
     grid.add_column("check", no_wrap=True)
     grid.add_column("verdict", no_wrap=True)
     grid.add_column("rule, or what was seen")
-    for outcome in outcomes:
-        style, word = styles[outcome.verdict]
-        seen = [outcome.rule, outcome.detail] if outcome.verdict == "passed" else [outcome.detail]
-        grid.add_row(outcome.check, f"[{style}]{word}[/]", escape("\n".join(filter(None, seen))))
+    for result in results:
+        style, word = styles[result.verdict]
+        seen = [result.rule, result.detail] if result.verdict == "passed" else [result.detail]
+        grid.add_row(result.check, f"[{style}]{word}[/]", escape("\n".join(filter(None, seen))))
     return grid

@@ -1,4 +1,4 @@
-"""Where a method is known to go on the quadratic, worked out without it.
+"""The points to which a method is known to move on the quadratic, computed without the method.
 
 Client k of ``counts[k]`` examples minimises |w - c_k|^2 / 2 by plain gradient steps of ``LR``; the deployed
 model answers w.
@@ -16,19 +16,20 @@ from torch import Tensor
 
 from fl_lightning.conformance.references import sharpened
 from fl_lightning.conformance.toy import CENTRES, LR, pull
-from fl_lightning.conformance.verdicts import NotApplicable, require, show
+from fl_lightning.conformance.verdicts import NotApplicable, expect, show
 
 
 @dataclass(frozen=True)
-class Walk:
-    """A method's run on the quadratic.
+class QuadraticRun:
+    """A finished run of a method on the quadratic.
 
     Args:
-        method: its settings and what it declares, read by name.
-        start, end: answers of the deployed model before and after, float32 ``[6]``; of a personalised method
-            one for each client.
-        counts: examples of each client.
-        cohorts: clients of each round.
+        method: the method; its settings and declarations are read by name.
+        start: answers of the deployed model before the run, float32 ``[6]``: one, or one for each client if
+            the method is personalised.
+        end: answers after the run, in the form of ``start``.
+        counts: number of examples of each client.
+        cohorts: client ids of each round.
         epochs: local steps of a client in a round.
         noise: largest deviation that rounding may cause.
     """
@@ -43,144 +44,146 @@ class Walk:
 
     @property
     def weights(self) -> Sequence[int]:
-        """What each client counts for: its examples, or 1 where the method declares that clients count
-        alike."""
+        """Weights of the clients in the mean: n_k, or 1 if the method declares ``uniform_clients``."""
         return [1] * len(self.counts) if self.method.uniform_clients else self.counts
 
 
 class Expectation(ABC):
+    """What is known of the path of a method on the quadratic."""
+
     @abstractmethod
-    def settled(self, walk: Walk) -> None:
-        """After many rounds of everyone.
+    def expect_limit(self, run: QuadraticRun) -> None:
+        """Check the end of a run of many rounds with all clients.
 
         Raises:
-            Violation: it is not where it is known to end.
+            Violation: the method does not end at the known point.
         """
 
     @abstractmethod
-    def stepped(self, walk: Walk) -> None:
-        """After one round with one local step.
+    def expect_one_step(self, run: QuadraticRun) -> None:
+        """Check the end of a run of one round with one local step.
 
         Raises:
-            Violation: it is not where such a step is known to lead.
+            Violation: the step does not lead to the known point.
         """
 
 
-class Averages(Expectation):
-    """The mean of the clients' weights, n_k each or alike, as declared: the known optimum is where nothing
-    pulls.
+class WeightAverage(Expectation):
+    """The method averages the clients' weights, by n_k or uniformly as it declares.
 
-    Of a method that declares that its server step scales with the federation, one step need only be a share
-    of that pull.
+    It ends where the pulls of the clients cancel. If the method declares that its server step scales with the
+    federation, one step need only be a share of the mean pull.
 
     Args:
-        least_step: least local step relative to SGD's of the same lr, in (0, 1]; the known bias of a
-            two-client optimum follows from it.
+        least_step: smallest local step relative to a step of SGD with the same lr, in (0, 1]. The known bias
+            of the optimum of two clients follows from it.
     """
 
     def __init__(self, least_step: float = 1.0) -> None:
         self.least_step = least_step
 
-    def settled(self, walk: Walk) -> None:
-        (end,) = walk.end
-        if self._rests(end, walk, walk.weights):
+    def expect_limit(self, run: QuadraticRun) -> None:
+        (end,) = run.end
+        if self._rests(end, run, run.weights):
             return
-        others = walk.counts if walk.method.uniform_clients else [1] * len(walk.counts)
+        others = run.counts if run.method.uniform_clients else [1] * len(run.counts)
         hint = ""
-        if self._rests(end, walk, others):
-            hint = (
-                (
-                    "; there clients weigh n_k, and it declares uniform_clients: take that back, or "
-                    "weigh them alike"
-                )
-                if walk.method.uniform_clients
-                else (
-                    "; there clients count alike: weigh them by n_k, or declare uniform_clients = True "
-                    "if that is meant"
-                )
-            )
-        require(False, f"it ends at {show(end)}{hint}")
+        if self._rests(end, run, others):
+            hint = ", the optimum for equal weights: weigh clients by n_k, or declare uniform_clients = True "
+            hint += "if that is meant"
+            if run.method.uniform_clients:
+                hint = ", the optimum for weights n_k, but it declares uniform_clients: remove that "
+                hint += "declaration, or weigh clients alike"
+        expect(False, f"it ends at {show(end)}{hint}")
 
-    def _rests(self, end: Tensor, walk: Walk, weights: Sequence[int]) -> bool:
-        low, high = pull(end, weights, range(len(walk.counts)), self.least_step)
-        return bool((low <= walk.noise).all() and (high >= -walk.noise).all())
+    def _rests(self, end: Tensor, run: QuadraticRun, weights: Sequence[int]) -> bool:
+        """Return whether the pulls of all clients with these weights cancel at ``end``."""
+        low, high = pull(end, weights, range(len(run.counts)), self.least_step)
+        return bool((low <= run.noise).all() and (high >= -run.noise).all())
 
-    def stepped(self, walk: Walk) -> None:
-        (start,), (end,) = walk.start, walk.end
-        low, high = pull(start, walk.weights, walk.cohorts[0], self.least_step)
+    def expect_one_step(self, run: QuadraticRun) -> None:
+        (start,), (end,) = run.start, run.end
+        low, high = pull(start, run.weights, run.cohorts[0], self.least_step)
         moved = end - start
-        if walk.method.scales_with_federation:
+        if run.method.scales_with_federation:
             share = float(moved @ high / (high @ high)) / LR
-            require(
-                0 < share <= 1 + walk.noise,
+            expect(
+                0 < share <= 1 + run.noise,
                 f"a step of lr {LR} moved it by {share:.3g} of the clients' mean step",
             )
             low, high = share * low, share * high
-        inside = (moved >= LR * low - walk.noise).all() and (moved <= LR * high + walk.noise).all()
-        require(
+        inside = (moved >= LR * low - run.noise).all() and (moved <= LR * high + run.noise).all()
+        expect(
             bool(inside),
             f"a step of lr {LR} moved it by {show(moved)}, outside [{show(LR * low)}, {show(LR * high)}]",
         )
 
 
 class SoftLabels(Expectation):
-    """Soft labels of one public input, n_k each: FedKD as a recursion in R^6, its losses' gradients written
-    out.
+    """FedKD with soft labels of one public input, written out as a recursion in R^6.
 
     w_k <- w_k - lr T (softmax(w_k / T) - p), then w_k <- w_k + lr (c_k - w_k); p = sum_k n_k softmax(w_k / T)
     / sum_k n_k; the student's w <- w - lr T (softmax(w / T) - p).
     """
 
-    def settled(self, walk: Walk) -> None:
-        (end,), expected = walk.end, self.walk(walk)
-        require(
-            bool(((end - expected).abs() <= walk.noise).all()),
+    def expect_limit(self, run: QuadraticRun) -> None:
+        (end,), expected = run.end, self.solve(run)
+        expect(
+            bool(((end - expected).abs() <= run.noise).all()),
             f"its student is at {show(end)} instead of {show(expected)}",
         )
 
-    stepped = settled
+    expect_one_step = expect_limit
 
-    def walk(self, walk: Walk) -> Tensor:
-        if walk.method.average_weights:
-            raise NotApplicable("weights travel too, and where that leads is not known")
-        T, student = walk.method.temperature, walk.start[0].double()
+    def solve(self, run: QuadraticRun) -> Tensor:
+        """Return the weights of the student after the run, float64 ``[6]``.
+
+        Raises:
+            NotApplicable: the method averages weights as well.
+        """
+        if run.method.average_weights:
+            raise NotApplicable("it averages weights as well, and where that leads is not known")
+        T, student = run.method.temperature, run.start[0].double()
         own: dict[int, Tensor] = {}
         p: Tensor | None = None
-        for cohort in walk.cohorts:
+        for cohort in run.cohorts:
             for k in cohort:
-                w = own.get(k, walk.start[0].double())
+                w = own.get(k, run.start[0].double())
                 if p is not None:
-                    w = self._towards(p, w, T, walk.method.distill_epochs)
-                for _ in range(walk.epochs):
+                    w = self._towards(p, w, T, run.method.distill_epochs)
+                for _ in range(run.epochs):
                     w = w + LR * (CENTRES[k] - w)
                 own[k] = w
-            total = sum(walk.weights[k] for k in cohort)
-            p = torch.stack([walk.weights[k] / total * torch.softmax(own[k] / T, 0) for k in cohort]).sum(0)
-            p = sharpened(p, walk.method.sharpen)
-            student = self._towards(p, student, T, walk.method.server_epochs)
+            total = sum(run.weights[k] for k in cohort)
+            p = torch.stack([run.weights[k] / total * torch.softmax(own[k] / T, 0) for k in cohort]).sum(0)
+            p = sharpened(p, run.method.sharpen)
+            student = self._towards(p, student, T, run.method.server_epochs)
         return student
 
     @staticmethod
     def _towards(p: Tensor, w: Tensor, T: float, epochs: int) -> Tensor:
+        """Return ``w`` after ``epochs`` distillation steps towards the soft labels ``p``."""
         for _ in range(epochs):
             w = w - LR * T * (torch.softmax(w / T, 0) - p)
         return w
 
 
 class OwnOptimum(Expectation):
-    """A model for each client, with an adapter of rank 1: it ends where its own client's loss no longer falls
-    along the adapter."""
+    """Each client has a model of its own with an adapter of rank 1.
 
-    def settled(self, walk: Walk) -> None:
-        for k, (start, end) in enumerate(zip(walk.start, walk.end, strict=True)):
+    The model ends where the loss of its client no longer falls along the direction of the adapter.
+    """
+
+    def expect_limit(self, run: QuadraticRun) -> None:
+        for k, (start, end) in enumerate(zip(run.start, run.end, strict=True)):
             moved, left = end - start, CENTRES[k] - end
             length = float(moved.norm())
-            require(length > 0.1, f"the model of client {k} stays at {show(end)}")
+            expect(length > 0.1, f"the model of client {k} stays at {show(end)}")
             slope = float(moved @ left) / length
-            require(
-                abs(slope) <= walk.noise,
+            expect(
+                abs(slope) <= run.noise,
                 f"the model of client {k} ends at {show(end)}, where its loss still has slope {slope:.3g}",
             )
 
-    def stepped(self, walk: Walk) -> None:
-        raise NotApplicable("each client has a model of its own; 'broadcast' has its 2 of 6")
+    def expect_one_step(self, run: QuadraticRun) -> None:
+        raise NotApplicable("each client has a model of its own; the check 'broadcast' covers 2 of 6 clients")

@@ -1,4 +1,4 @@
-"""All checks, in order, and how they are run."""
+"""The list of all checks in their order, and the function that runs them."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from fl_lightning.conformance import (
     checks_wire,
 )
 from fl_lightning.conformance.bench import Bench
-from fl_lightning.conformance.subject import Subject
+from fl_lightning.conformance.known_methods import MethodUnderTest
 from fl_lightning.conformance.verdicts import NotApplicable, Violation
 
 Check = Callable[[Bench], str | None]
-"""Docstring: the rule. What it returns is a figure to print beside the rule."""
+"""The docstring of a check is its rule; the text that it may return is printed beside the rule."""
 
 CHECKS: tuple[Check, ...] = (
     checks_images.contract,
@@ -57,11 +57,14 @@ CHECKS: tuple[Check, ...] = (
 
 
 @dataclass(frozen=True)
-class Outcome:
-    """Of one check.
+class CheckResult:
+    """The result of one check.
 
     Args:
-        detail: what was seen, when it failed; why it does not apply; or a figure.
+        check: name of the check.
+        rule: what the check demands of a method.
+        verdict: whether the method passed.
+        detail: what was seen, if the check failed; why it does not apply; or a figure, if it passed.
     """
 
     check: str
@@ -70,30 +73,33 @@ class Outcome:
     detail: str = ""
 
 
-def run_checks(subject: Subject, checks: Sequence[Check] = CHECKS) -> Iterator[Outcome]:
-    """These checks, in order; where the method cannot make a step, the others have nothing to look at."""
+def run_checks(subject: MethodUnderTest, checks: Sequence[Check] = CHECKS) -> Iterator[CheckResult]:
+    """Run the checks in order and yield the result of each.
+
+    A method that fails ``contract`` cannot make a training step, so the checks after it do not apply.
+    """
     broken = False
     with _quiet(), tempfile.TemporaryDirectory() as folder:
         bench = Bench(subject, Path(folder))
         for check in checks:
             name, rule = check.__name__.replace("_", " "), (check.__doc__ or "").strip()
             if broken:
-                yield Outcome(name, rule, "not applicable", "it makes no step: see contract")
+                yield CheckResult(name, rule, "not applicable", "it makes no step: see contract")
                 continue
             try:
-                yield Outcome(name, rule, "passed", check(bench) or "")
+                yield CheckResult(name, rule, "passed", check(bench) or "")
             except NotApplicable as reason:
-                yield Outcome(name, rule, "not applicable", str(reason))
+                yield CheckResult(name, rule, "not applicable", str(reason))
             except Violation as violation:
-                yield Outcome(name, rule, "failed", str(violation))
+                yield CheckResult(name, rule, "failed", str(violation))
                 broken = check is checks_images.contract
             except Exception as error:  # a method that cannot run breaks the rule too
-                yield Outcome(name, rule, "failed", f"{type(error).__name__}: {error}")
+                yield CheckResult(name, rule, "failed", f"{type(error).__name__}: {error}")
 
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """What toy runs log is expected: clients that diverge are rejected, callbacks never start."""
+    """Silence the project's log: the toy runs warn about diverging clients on purpose."""
     log = logging.getLogger("fl_lightning")
     before = log.level
     log.setLevel(logging.CRITICAL)

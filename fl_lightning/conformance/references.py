@@ -1,4 +1,4 @@
-"""What the server makes of uploads, by formulas that share no code with the methods."""
+"""Formulas for the broadcast that follows from given uploads; they share no code with the methods."""
 
 from __future__ import annotations
 
@@ -17,13 +17,14 @@ History = Sequence[Mapping[int, Payload]]
 
 
 @dataclass(frozen=True)
-class Sent:
-    """What clients are sent.
+class BroadcastFormula:
+    """The formula of one entry of the broadcast.
 
     Args:
-        entry: name of the broadcast's entry that holds it.
-        formula: its values, from the history, the examples of every client, the method with the server as it
-            was when the last uploads came, and the client's id.
+        entry: name of the entry.
+        formula: returns the values of the entry. Its arguments are the history, the number of examples of
+            every client, the method with the server's state at the arrival of the last uploads, and the id
+            of the client that receives the broadcast.
     """
 
     entry: str
@@ -31,20 +32,27 @@ class Sent:
 
 
 def mean_of_weights(history: History, sizes: Sequence[int], method: Method, client: int) -> Tensor:
-    """sum_k n_k w_k / sum_k n_k over the clients of the last round; w_k as the method decodes it."""
+    """Return sum_k n_k w_k / sum_k n_k over the clients of the last round, float64 ``[size]``.
+
+    w_k are the weights that the method decodes from the upload of client k.
+    """
     return _mean({id: method.decode(upload) for id, upload in history[-1].items()}, sizes)
 
 
 def mean_of_soft_labels(history: History, sizes: Sequence[int], method: Method, client: int) -> Tensor:
-    """p = sum_k n_k p_k / sum_k n_k over the clients of the last round, or softmax(p / tau) where it is
-    sharpened."""
+    """Return p = sum_k n_k p_k / sum_k n_k over the clients of the last round, float64 ``[|P|, C]``.
+
+    A method that sharpens sends softmax(p / tau) instead.
+    """
     mean = _mean({id: upload.tensor("soft_labels") for id, upload in history[-1].items()}, sizes)
     return sharpened(mean, method.sharpen)  # type: ignore[arg-type]
 
 
 def mean_by_relevance(history: History, sizes: Sequence[int], method: Method, client: int) -> Tensor:
-    """sum_j w_j (P_j, Q_j) over all others ever heard of, w = softmax(cos(sketch, sketch_j) / tau); equal w
-    before a first sketch."""
+    """Return sum_j w_j (P_j, Q_j) over all other clients that ever sent an upload.
+
+    w = softmax(cos(sketch, sketch_j) / tau). The w_j are equal for a client that has sent no sketch yet.
+    """
     newest = {id: upload for uploads in history for id, upload in uploads.items()}
     others = {id: upload for id, upload in newest.items() if id != client or method.include_self}
     mine = newest[client].tensor("sketch").double() if client in newest else None
@@ -63,7 +71,7 @@ def mean_by_relevance(history: History, sizes: Sequence[int], method: Method, cl
 
 
 def sharpened(p: Tensor, tau: float | None) -> Tensor:
-    """Entropy reduction of rows of probabilities; null: none."""
+    """Return softmax(p / tau) of rows of probabilities, or p itself if tau is None."""
     return p if tau is None else torch.softmax(p / tau, dim=-1)
 
 

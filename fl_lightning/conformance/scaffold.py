@@ -1,11 +1,12 @@
-"""SCAFFOLD on the quadratic (Karimireddy et al., ICML 2020, Algorithm 1 with option II), written out without
-any method's code.
+"""SCAFFOLD on the quadratic, written out without the code of any method.
+
+Source: Karimireddy et al., ICML 2020, Algorithm 1 with option II.
 
     y_i <- y_i - eta_l (g_i(y_i) - c_i + c),  K_i times from x   c_i+ = c_i - c + (x - y_i) / (K_i eta_l)
     x <- x + sum_{i in S} p_i (y_i - x)                          c <- c + 1/N sum_{i in S} (c_i+ - c_i)
 
-g_i(y) = y - c_i* with c_i* the client's centre; p_i as the method declares, 1 / |S| in the paper. All in
-float64.
+g_i(y) = y - c_i*, where c_i* is the client's centre. p_i is what the method declares; it is 1 / |S| in the
+paper. All values are float64.
 """
 
 from __future__ import annotations
@@ -17,19 +18,19 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from fl_lightning.conformance.expectations import Expectation, Walk
+from fl_lightning.conformance.expectations import Expectation, QuadraticRun
 from fl_lightning.conformance.toy import CENTRES, LR
-from fl_lightning.conformance.verdicts import require, show
+from fl_lightning.conformance.verdicts import expect, show
 
 
 @dataclass(frozen=True)
-class Round:
-    """What is done in a round.
+class ScaffoldRound:
+    """The local steps of one round.
 
     Args:
         made: local steps that each client of the cohort makes, by id.
-        planned: those that it would make if it were not a straggler.
-        lr: eta_l.
+        planned: local steps that each client would make if it were no straggler, by id.
+        lr: local learning rate eta_l.
     """
 
     made: Mapping[int, int]
@@ -37,31 +38,36 @@ class Round:
     lr: float
 
 
-Factor = Callable[[Round, int], float]
+Factor = Callable[[ScaffoldRound, int], float]
 
 
-def one(round: Round, k: int) -> float:
+def factor_one(round: ScaffoldRound, k: int) -> float:
+    """Return 1, the factor of a correct implementation."""
     return 1.0
 
 
-def path(
+def scaffold_path(
     start: Tensor,
-    rounds: Sequence[Round],
+    rounds: Sequence[ScaffoldRound],
     weights: Sequence[float],
     *,
     sign: float = 1.0,
     keeps: bool = True,
     divisor: Callable[[int, int], int] = max,
-    factor: Factor = one,
+    factor: Factor = factor_one,
 ) -> list[Tensor]:
-    """x after each round, float64 ``[6]``; the keywords are the ways to get it wrong.
+    """Return x after each round, float64 ``[6]``.
+
+    The defaults are SCAFFOLD; other keywords stand for known mistakes.
 
     Args:
-        weights: what each client of the federation counts for in the mean.
-        sign: of the correction c - c_i.
-        keeps: whether c_i is there in the client's next round.
-        divisor: of the sum of the clients' changes, from N and |S|.
-        factor: of (x - y_i) / (K_i eta_l), from the round and the client.
+        start: x before the first round, ``[6]``.
+        rounds: the local steps of each round.
+        weights: weight of each client of the federation in the mean.
+        sign: sign of the correction c - c_i.
+        keeps: whether a client keeps c_i until its next round.
+        divisor: what the sum of the clients' changes is divided by, given N and |S|.
+        factor: factor of (x - y_i) / (K_i eta_l), given the round and the client.
     """
     x, c, own = start.double(), torch.zeros(CENTRES.shape[1], dtype=torch.float64), dict[int, Tensor]()
     answers = []
@@ -81,17 +87,22 @@ def path(
     return answers
 
 
-def diagnosis(
-    start: Tensor, rounds: Sequence[Round], weights: Sequence[float], found: Sequence[Tensor], noise: float
+def diagnose(
+    start: Tensor,
+    rounds: Sequence[ScaffoldRound],
+    weights: Sequence[float],
+    found: Sequence[Tensor],
+    noise: float,
 ) -> str:
-    """Which known mistake leads along the path that was found; empty when none does."""
-    for slip, wrong in _slips():
+    """Name the known mistake that explains the path ``found``; return an empty text if none does."""
+    for mistake, wrong in _known_mistakes():
         if distance(wrong(start, rounds, weights), found) <= 10 * noise:
-            return slip
+            return mistake
     # after two rounds x is a linear function of the factor
-    zero, unit = (path(start, rounds[:2], weights, factor=lambda r, k, f=f: f)[-1] for f in (0.0, 1.0))  # type: ignore[misc]
+    zero = scaffold_path(start, rounds[:2], weights, factor=lambda r, k: 0.0)[-1]
+    unit = scaffold_path(start, rounds[:2], weights, factor=lambda r, k: 1.0)[-1]
     factor = float((found[1].double() - zero) @ (unit - zero) / ((unit - zero) @ (unit - zero)))
-    if distance(path(start, rounds, weights, factor=lambda r, k: factor), found) <= 10 * noise:
+    if distance(scaffold_path(start, rounds, weights, factor=lambda r, k: factor), found) <= 10 * noise:
         return (
             f"c_i+ takes {factor:.3g} (x - y_i) / (K eta_l): K is local_steps and eta_l is local_lr, "
             "which upload may read"
@@ -99,19 +110,23 @@ def diagnosis(
     return ""
 
 
-def _slips() -> Iterator[tuple[str, Callable[..., list[Tensor]]]]:
-    yield "the correction has the wrong sign: a local step goes along g - c_i + c", partial(path, sign=-1.0)
+def _known_mistakes() -> Iterator[tuple[str, Callable[..., list[Tensor]]]]:
+    """Yield the description of each known mistake, and the path of an implementation that makes it."""
+    yield (
+        "the correction has the wrong sign: a local step goes along g - c_i + c",
+        partial(scaffold_path, sign=-1.0),
+    )
     yield (
         "c moves by the sum of the clients' changes: divide it by N, the clients of the federation",
-        partial(path, divisor=lambda N, S: 1),
+        partial(scaffold_path, divisor=lambda N, S: 1),
     )
     yield (
         "c moves by the mean change of the clients that returned: it is |S|/N of that, the sum divided by N",
-        partial(path, divisor=lambda N, S: S),
+        partial(scaffold_path, divisor=lambda N, S: S),
     )
     yield (
         "c_i is not there in the client's next round: keep it in client.state and read it in receive",
-        partial(path, keeps=False),
+        partial(scaffold_path, keeps=False),
     )
     factors: list[tuple[str, Factor]] = [
         ("(x - y_i) / eta_l: divide by K too, which is local_steps", lambda r, k: r.made[k]),
@@ -123,26 +138,26 @@ def _slips() -> Iterator[tuple[str, Callable[..., list[Tensor]]]]:
         ("the first round's learning rate for eta_l: that of this round is local_lr", lambda r, k: r.lr / LR),
     ]
     for takes, factor in factors:
-        yield f"c_i+ takes {takes}", partial(path, factor=factor)
+        yield f"c_i+ takes {takes}", partial(scaffold_path, factor=factor)
 
 
 def distance(expected: Sequence[Tensor], found: Sequence[Tensor]) -> float:
-    """The largest difference between two paths; infinite where one of them is not finite."""
+    """Return the largest difference between two paths; infinity if one of them is not finite."""
     difference = (torch.stack(list(expected)).double() - torch.stack(list(found)).double()).abs()
     return float(difference.nan_to_num(float("inf"), float("inf")).max())
 
 
 class ControlVariates(Expectation):
-    """The path of SCAFFOLD, with every client making as many steps."""
+    """The path of SCAFFOLD when all clients make the same number of local steps."""
 
-    def settled(self, walk: Walk) -> None:
-        (start,), (end,) = walk.start, walk.end
+    def expect_limit(self, run: QuadraticRun) -> None:
+        (start,), (end,) = run.start, run.end
         rounds = [
-            Round(dict.fromkeys(cohort, walk.epochs), dict.fromkeys(cohort, walk.epochs), LR)
-            for cohort in walk.cohorts
+            ScaffoldRound(dict.fromkeys(cohort, run.epochs), dict.fromkeys(cohort, run.epochs), LR)
+            for cohort in run.cohorts
         ]
-        expected = path(start, rounds, walk.weights)[-1]
-        right = distance([expected], [end]) <= walk.noise
-        require(right, f"it ends at {show(end)}, and SCAFFOLD at {show(expected)}: see control variates")
+        expected = scaffold_path(start, rounds, run.weights)[-1]
+        right = distance([expected], [end]) <= run.noise
+        expect(right, f"it ends at {show(end)}, and SCAFFOLD at {show(expected)}: see control variates")
 
-    stepped = settled
+    expect_one_step = expect_limit

@@ -30,7 +30,7 @@ CENTRES = torch.tensor(
 """The optimum of each of six clients, in R^6."""
 
 LR = 0.1
-"""Of the local steps on points."""
+"""Learning rate of the local steps on points."""
 
 
 class Sizes(Partition):
@@ -44,13 +44,14 @@ class Sizes(Partition):
 
 
 class Points(FederatedData):
-    """Client k has ``counts[k]`` identical examples: input 1, label ``labels[k]``. At most six clients; a
-    public set of the input 1.
+    """At most six clients, where client k has ``counts[k]`` identical examples: input 1, label ``labels[k]``.
+
+    The public set holds the input 1.
 
     Args:
-        counts: examples of each client.
-        labels: the client's row in ``CENTRES``; null: its own number.
-        public: public examples.
+        counts: number of examples of each client.
+        labels: row of each client in ``CENTRES``; None: its own id.
+        public: number of public examples.
         batch_size: examples of a local step.
     """
 
@@ -93,7 +94,7 @@ class Points(FederatedData):
 
 
 def images(**settings: Any) -> FederatedImages:
-    """Six clients with a few small images each, and a public set."""
+    """Return a data set of six clients with a few small images each, and a public set."""
     defaults = {
         "dataset": "synthetic",
         "num_clients": 6,
@@ -109,17 +110,20 @@ def images(**settings: Any) -> FederatedImages:
 
 
 def point_network(num_classes: int) -> nn.Module:
-    """Its weights, returned as they are, for every input."""
+    """Return a network whose output for the input 1 is its weights."""
     return nn.Linear(1, num_classes, bias=False)
 
 
 def small_network(num_classes: int) -> nn.Module:
-    """A few hundred weights, with BatchNorm."""
+    """Return a small CNN with BatchNorm."""
     return SmallCNN(num_classes, norm="batch", width=4)
 
 
 class Quadratic:
-    """In place of ``task_loss``: ``|w - CENTRES[label]|^2 / 2``, mean over the batch. ``calls`` counts."""
+    """The loss ``|w - CENTRES[label]|^2 / 2``, mean over the batch, in place of ``task_loss``.
+
+    ``calls`` counts how often it was computed.
+    """
 
     def __init__(self) -> None:
         self.calls = 0
@@ -130,7 +134,7 @@ class Quadratic:
 
 
 def on_points(method: Method) -> Method:
-    """Make client k's loss ``|w - c_k|^2 / 2``, where the method asks its ``task_loss`` for one."""
+    """Set up the method for the quadratic: ``task_loss`` of client k becomes ``|w - c_k|^2 / 2``."""
     method.network_spec = point_network
     method.optimizer_spec = sgd(LR)
     method.task_loss = Quadratic()  # type: ignore[method-assign]
@@ -150,8 +154,10 @@ def pull(
     least: float = 1.0,
     centres: Tensor = CENTRES,
 ) -> tuple[Tensor, Tensor]:
-    """Bounds of ``sum_k p_k a_k (c_k - w)``, a_k in [least, 1]: the pull on a method whose step is between
-    ``least`` and 1 times SGD's."""
+    """Return the bounds of ``sum_k p_k a_k (c_k - w)`` for a_k in [least, 1], each ``[6]``.
+
+    This is the pull on a method whose local step is between ``least`` and 1 times a step of SGD.
+    """
     share = torch.tensor([float(counts[k]) for k in cohort])
     full = (share / share.sum()).unsqueeze(1) * (centres[list(cohort)] - weights)
     return torch.minimum(full, least * full).sum(0), torch.maximum(full, least * full).sum(0)
@@ -162,7 +168,7 @@ def sgd(lr: float = 0.1, **settings: Any) -> Callable[[Any], SGD]:
 
 
 def trainer_in(folder: Path | str, **settings: Any) -> FederatedTrainer:
-    """A trainer without a tracking store whose runs are in ``folder``; every client takes part."""
+    """Return a trainer without a tracking store that writes to ``folder`` and samples every client."""
     settings = {"participation": 1.0, "local_epochs": 2, "logger": False, "accelerator": "cpu", **settings}
     return FederatedTrainer(default_root_dir=str(folder), **settings)
 
@@ -176,7 +182,7 @@ def run(
     ckpt_path: str | None = None,
     **settings: Any,
 ) -> FederatedTrainer:
-    """Fit, without a tracking store, and return the trainer."""
+    """Fit without a tracking store and return the trainer."""
     trainer = trainer_in(folder, **settings)
     trainer.fit(method, data, seed=seed, ckpt_path=ckpt_path)
     return trainer

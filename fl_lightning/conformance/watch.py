@@ -1,4 +1,4 @@
-"""What the checks see of a run: a log of it, clients kept from it, tensors that must not change under it."""
+"""Callbacks by which the checks observe a run or change its cohorts."""
 
 from __future__ import annotations
 
@@ -14,14 +14,17 @@ from fl_lightning.hooks import Context, Meter, RoundRecord, Stressor
 from fl_lightning.wire import Payload
 
 
-def stranger(id: int) -> Client:
-    """All that a server knows of a client: its number."""
+def client_without_data(id: int) -> Client:
+    """Return a client without examples: a server knows nothing of a client but its id."""
     return Client(id=id, train=np.empty(0, np.int64), val=np.empty(0, np.int64))
 
 
-class Log(Stressor, Meter):
-    """Notes cohorts, broadcasts and uploads as bytes by (round, client), losses, the server at the start of
-    each round, and what clients keep after theirs."""
+class RunRecorder(Stressor, Meter):
+    """Records what happens in a run.
+
+    It holds the cohorts, the losses, broadcasts and uploads as bytes by (round, client), the server's tensors
+    at the start of each round, and the tensors that each client kept last.
+    """
 
     def __init__(self) -> None:
         self.cohorts: list[list[int]] = []
@@ -32,7 +35,7 @@ class Log(Stressor, Meter):
         self.losses: list[float] = []
 
     def on_round_start(self, round: int, context: Context) -> None:
-        self.servers.append(copy_of(context.method.server))
+        self.servers.append(copy_tensors(context.method.server))
 
     def on_cohort(self, cohort: list[Assignment], round: int, context: Context) -> None:
         self.cohorts.append([assignment.client.id for assignment in cohort if assignment.trains])
@@ -40,7 +43,7 @@ class Log(Stressor, Meter):
             self.broadcasts[round, client.id] = context.method.broadcast(client).to_bytes()
 
     def on_client_end(self, client: Client, round: int, context: Context) -> None:
-        self.kept[client.id] = copy_of(client.state)
+        self.kept[client.id] = copy_tensors(client.state)
 
     def change_upload(self, upload: Payload, *, client: Client, round: int, context: Context) -> Payload:
         self.uploads[round, client.id] = upload.to_bytes()
@@ -50,11 +53,12 @@ class Log(Stressor, Meter):
         self.losses.append(record.metrics.get("train/loss", 0.0))
 
     def uploads_of(self, round: int) -> dict[int, Payload]:
+        """Return the decoded uploads of one round by client id."""
         return {client: Payload.from_bytes(data) for (r, client), data in self.uploads.items() if r == round}
 
 
-class Only(Stressor):
-    """Everyone else drops before training, in one ``round`` or in all."""
+class OnlyClients(Stressor):
+    """Drops all clients but these before training, in one ``round``, or in every round if it is None."""
 
     def __init__(self, *clients: int, round: int | None = None) -> None:
         self.clients, self.round = clients, round
@@ -65,8 +69,8 @@ class Only(Stressor):
         return [a if a.client.id in self.clients else replace(a, trains=False, returns=False) for a in cohort]
 
 
-class Slow(Stressor):
-    """These clients do a share of their local steps."""
+class SlowClients(Stressor):
+    """Lets these clients do only the share ``work`` of their local steps."""
 
     def __init__(self, clients: Collection[int], work: float) -> None:
         self.clients, self.work = clients, work
@@ -75,8 +79,8 @@ class Slow(Stressor):
         return [replace(a, work=self.work) if a.client.id in self.clients else a for a in cohort]
 
 
-class Answers(Meter):
-    """Notes what the deployed model of points answers after each round, float32 ``[6]``."""
+class AnswerRecorder(Meter):
+    """Records the answer of the deployed model on the quadratic after each round, float32 ``[6]``."""
 
     def __init__(self) -> None:
         self.seen: list[Tensor] = []
@@ -86,18 +90,19 @@ class Answers(Meter):
         self.seen.append(context.method.deploy(None).eval()(torch.ones(1, 1))[0].clone())
 
 
-class Halves(Stressor):
-    """Halves one tensor of what a client kept, before a round."""
+class StateHalver(Stressor):
+    """Halves one tensor that a client kept, before one round."""
 
     def __init__(self, client: int, name: str, round: int) -> None:
         self.client, self.name, self.round = client, name, round
 
     def change_cohort(self, cohort: list[Assignment], *, round: int, context: Context) -> list[Assignment]:
         return [
-            replace(a, client=halved(a.client, self.name)) if self._meant(a, round) else a for a in cohort
+            replace(a, client=halve_state(a.client, self.name)) if self._is_target(a, round) else a
+            for a in cohort
         ]
 
-    def _meant(self, assignment: Assignment, round: int) -> bool:
+    def _is_target(self, assignment: Assignment, round: int) -> bool:
         return (
             round == self.round
             and assignment.client.id == self.client
@@ -105,13 +110,17 @@ class Halves(Stressor):
         )
 
 
-def halved(client: Client, name: str) -> Client:
+def halve_state(client: Client, name: str) -> Client:
+    """Return the client with one tensor of its state halved."""
     return replace(client, state={**client.state, name: client.state[name] / 2})
 
 
-class Intact(Meter):
-    """Holds on to every tensor that the server or a client kept, with a copy, and names those whose content
-    changes."""
+class InPlaceDetector(Meter):
+    """Finds kept tensors that are written to in place.
+
+    It holds every tensor that the server or a client kept, with a copy, and lists the names of those whose
+    content changes in ``written``.
+    """
 
     def __init__(self) -> None:
         self.held: list[tuple[str, Tensor, Tensor]] = []
@@ -121,27 +130,28 @@ class Intact(Meter):
         self._hold("server", context.method.server)
 
     def on_client_end(self, client: Client, round: int, context: Context) -> None:
-        self._look(round)
+        self._compare(round)
         self._hold(f"client {client.id}'s state", client.state)
 
     def on_round_end(self, record: RoundRecord, context: Context) -> None:
-        self._look(record.round)
+        self._compare(record.round)
 
     def _hold(self, owner: str, tensors: dict[str, Tensor]) -> None:
         self.held += [(f"{owner}[{name!r}]", tensor, tensor.clone()) for name, tensor in tensors.items()]
 
-    def _look(self, round: int) -> None:
-        changed = [name for name, tensor, copy in self.held if not same(tensor, copy)]
+    def _compare(self, round: int) -> None:
+        changed = [name for name, tensor, copy in self.held if not equal_with_nan(tensor, copy)]
         self.written += [f"{name} in round {round}" for name in changed]
         self.held = [held for held in self.held if held[0] not in changed]
 
 
-def copy_of(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+def copy_tensors(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Return clones of the tensors by name."""
     return {name: tensor.clone() for name, tensor in tensors.items()}
 
 
-def same(a: Tensor, b: Tensor) -> bool:
-    """Of one shape and equal everywhere, NaN to NaN."""
+def equal_with_nan(a: Tensor, b: Tensor) -> bool:
+    """Return whether two tensors have the same shape and values, where NaN equals NaN."""
     if a.is_floating_point():
         return a.shape == b.shape and bool(torch.allclose(a, b, rtol=0, atol=0, equal_nan=True))
     return torch.equal(a, b)

@@ -1,4 +1,4 @@
-"""Data sets and how they are dealt to clients."""
+"""Data sets, and partitions that distribute them to clients."""
 
 from fl_lightning.data.base import FederatedData
 from fl_lightning.data.images import FederatedImages

@@ -1,5 +1,6 @@
-"""What the loop asks of data: clients, their batches, the global test set. Nothing here knows what an example
-looks like.
+"""The interface of a federated data set: clients, their batches, the global test set.
+
+Nothing here depends on what an example looks like.
 
 ``N`` training examples, ``K`` clients, ``B`` batch, ``E`` epochs, ``n`` examples of one client, ``D``
 augmentation numbers.
@@ -22,8 +23,8 @@ from torch.utils._pytree import tree_map
 from fl_lightning.client import Client
 from fl_lightning.data.batches import Draws, Pass, batch_sizes, draw_pass, side_by_side
 from fl_lightning.data.holdings import Holdings
-from fl_lightning.data.partition import Partition, check_memory, deal
-from fl_lightning.data.summary import summarise
+from fl_lightning.data.partition import Partition, check_memory, make_holdings
+from fl_lightning.data.summary import summarise_clients
 from fl_lightning.errors import require
 from fl_lightning.rng import stream
 from fl_lightning.support.overriding import overrides
@@ -33,8 +34,9 @@ Split = Literal["train", "test"]
 
 
 class FederatedData(Recorded, LightningDataModule, ABC):
-    """A data set dealt to clients: ``prepare_data()``, ``setup()``, ``distribute(seed, device)``, then
-    batches.
+    """A data set whose training examples are distributed to clients.
+
+    Call ``prepare_data()``, ``setup()`` and ``distribute(seed, device)``, in this order, before batches.
 
     A batch is a pair of inputs (a tensor; a dictionary of tensors where a network takes several) and int64
     target ``[B]``. A subclass sets ``num_classes`` and ``example_shape`` in its constructor, ``train_target``
@@ -42,20 +44,24 @@ class FederatedData(Recorded, LightningDataModule, ABC):
 
     Args:
         dataset: name of the data set.
-        num_clients: number of clients that the training examples are dealt to.
-        partition: how they are dealt.
+        num_clients: number of clients that hold the training examples.
+        partition: rule that assigns training examples to clients.
         batch_size: examples of one local step.
         val_fraction: share of each client's examples that is held out for validation, in [0, 1).
-        public_examples: examples of the public set, unlabelled and the same for every client and the server;
-            0: none.
-        public_dataset: data set that they are drawn from; null: the training examples, and no client then
-            holds them.
+        public_examples: examples of the public set, which is unlabelled and the same for every client and
+            the server; 0: no public set.
+        public_dataset: data set from which the public set is drawn; null: the training examples, and no
+            client then holds public examples.
+
+    Raises:
+        InputError: an argument is out of range, or the clients do not fit into memory.
     """
 
     examplewise: bool = False
-    """Whether ``inputs`` makes each example by itself, from its arguments alone, and ``draws`` augments all
-    clients or none, so that the batches of many clients may be made at once. It holds for the class that says
-    so and not for its subclasses."""
+    """Whether the batches of many clients may be made at once.
+
+    That needs ``inputs`` to make each example independently of the others and from its arguments alone, and
+    ``draws`` to augment either all clients or none. A subclass does not inherit this declaration."""
 
     num_classes: int
     example_shape: tuple[int, ...]
@@ -107,27 +113,37 @@ class FederatedData(Recorded, LightningDataModule, ABC):
 
     @abstractmethod
     def inputs(self, split: Split, index: Tensor, draws: Tensor | None = None) -> Any:
-        """What the network sees of the examples ``index`` int64 ``[B]``; ``draws`` int64 ``[B, D]``, None:
-        not augmented."""
+        """Return the network's inputs for some examples.
+
+        Args:
+            split: part of the data set.
+            index: positions of the examples in it, int64 ``[B]``.
+            draws: numbers that decide the augmentation, int64 ``[B, D]``; None: no augmentation.
+        """
 
     def draws(self, rng: np.random.Generator, epochs: int, n: int) -> np.ndarray | None:
-        """Augmentation of every example in every epoch, int64 ``[E, n, D]``; None when there is none."""
+        """Draw the augmentation of each example in each epoch, int64 ``[E, n, D]``; None: no augmentation."""
         return None
 
     @property
     def augments(self) -> bool:
-        """Whether an example looks different each time."""
+        """Whether training examples are augmented."""
         return self.draws(stream(self.seed, "augment"), 1, 1) is not None
 
     def move(self, device: torch.device) -> None:
-        """Put the examples on the device."""
+        """Move the examples to the device."""
         self.device = device
         self._public_moved = None
         self.train_target, self.test_target = self.train_target.to(device), self.test_target.to(device)
 
     def distribute(self, seed: int, device: torch.device) -> None:
-        """Take out the public set, deal the other training examples to the clients, put everything on the
-        device. After ``setup``."""
+        """Assign the training examples to clients; call it after ``setup``.
+
+        The public set is taken out first. Everything is moved to the device.
+
+        Raises:
+            InputError: the public set is too large, or the partition refuses the data.
+        """
         self.seed = seed
         label = self.train_target.cpu().numpy()
         self.public = self._draw_public(seed)
@@ -136,9 +152,9 @@ class FederatedData(Recorded, LightningDataModule, ABC):
             if self.public_dataset or not len(self.public)
             else np.delete(np.arange(len(label)), self.public)
         )
-        for cached in ("sizes", "active", "partition_hash", "_all_validation"):  # of another seed
+        for cached in ("sizes", "active", "partition_hash", "_all_validation"):  # values of another seed
             self.__dict__.pop(cached, None)
-        holdings = deal(self.partition, label if own is None else label[own], self.num_clients, seed)
+        holdings = make_holdings(self.partition, label if own is None else label[own], self.num_clients, seed)
         self._holdings = holdings.of_examples(own).hold_out(self.val_fraction, seed)
         assert own is None or not np.isin(self._holdings.index, self.public).any(), (
             "a client holds public examples"
@@ -146,7 +162,11 @@ class FederatedData(Recorded, LightningDataModule, ABC):
         self.move(torch.device(device))
 
     def _draw_public(self, seed: int) -> np.ndarray:
-        """Sorted indices of the public set, in the data set that it is drawn from."""
+        """Return the sorted indices of the public set in the data set from which it is drawn, int64.
+
+        Raises:
+            InputError: the data set has too few examples.
+        """
         pool, size = self.public_pool(), self.public_examples
         if self.public_dataset:
             size = size or pool
@@ -168,17 +188,20 @@ class FederatedData(Recorded, LightningDataModule, ABC):
         )
 
     def public_pool(self) -> int:
-        """How many examples the public set is drawn from."""
+        """Return the number of examples from which the public set is drawn."""
         return len(self.train_target)
 
     def public_inputs(self, position: Tensor) -> Any:
-        """What the network sees, not augmented, of the public examples at ``position`` int64 ``[B]``, each in
-        [0, len(public))."""
+        """Return the network's inputs for public examples, not augmented.
+
+        Args:
+            position: positions in the public set, int64 ``[B]`` in [0, len(public)).
+        """
         return self.inputs("train", self.public_index[position])
 
     @property
     def public_index(self) -> Tensor:
-        """``public`` on the device; moved once."""
+        """The indices ``public`` on the device."""
         if self._public_moved is None or self._public_moved[0] is not self.public:
             self._public_moved = self.public, self._to_device(self.public)
         return self._public_moved[1]
@@ -186,10 +209,11 @@ class FederatedData(Recorded, LightningDataModule, ABC):
     def public_batches(
         self, rng: np.random.Generator | None = None, batch_size: int = 512
     ) -> Iterator[tuple[Any, Tensor]]:
-        """The public set once: inputs and their positions in it, int64 ``[B]``. Its labels are not to be had.
+        """Yield the public set once, as inputs and their positions in it, int64 ``[B]``; labels are hidden.
 
-        In order; with ``rng``, in an order drawn from it and in batches to train on, of the size of a local
-        step.
+        Args:
+            rng: draws the order, and batches then have the size of a local step; None: in order.
+            batch_size: examples of a batch if there is no ``rng``.
         """
         n = len(self.public)
         position, sizes = np.arange(n), [min(batch_size, n - start) for start in range(0, n, batch_size)]
@@ -200,8 +224,12 @@ class FederatedData(Recorded, LightningDataModule, ABC):
             yield self.public_inputs(index), index
 
     def client(self, id: int, state: dict[str, Tensor] | None = None) -> Client:
-        """Client ``id`` with its training and validation indices, and the ``state`` that the caller keeps for
-        it."""
+        """Return a client with its training and validation indices.
+
+        Args:
+            id: 0 .. num_clients - 1.
+            state: tensors that the caller keeps for this client; None: an empty state.
+        """
         assert 0 <= id < len(self._holdings), (
             f"client {id} of {len(self._holdings)}: distribute() comes first"
         )
@@ -210,33 +238,35 @@ class FederatedData(Recorded, LightningDataModule, ABC):
 
     @cached_property
     def sizes(self) -> np.ndarray:
-        """Training examples n_k of every client, int64 ``[K]``."""
+        """Number n_k of training examples of every client, int64 ``[K]``."""
         return self._holdings.sizes - self._holdings.held_out
 
     @cached_property
     def active(self) -> np.ndarray:
-        """Clients that have training examples, sorted ids, int64."""
+        """Sorted ids of the clients that have training examples, int64."""
         return np.flatnonzero(self.sizes)
 
     @property
     def validating(self) -> np.ndarray:
-        """Clients that have validation examples, sorted ids, int64."""
+        """Sorted ids of the clients that have validation examples, int64."""
         return np.flatnonzero(self._holdings.held_out)
 
     def labels(self, client: Client) -> Tensor:
-        """Labels of the client's training examples, int64 ``[n]`` on the device, in the order of
-        ``client.train``."""
+        """Return the labels of the client's training examples in the order of ``client.train``.
+
+        They are int64 ``[n]`` on the device.
+        """
         return self.train_target[self._to_device(client.train)]
 
     def labels_of(self, clients: Sequence[Client]) -> tuple[Tensor, ...]:
-        """:meth:`labels` of each, gathered at once."""
+        """Return :meth:`labels` of each client, gathered in one operation."""
         if not clients or overrides(self, FederatedData, "labels"):
             return tuple(map(self.labels, clients))
         index = self._to_device(np.concatenate([client.train for client in clients]))
         return self.train_target[index].split([len(client.train) for client in clients])
 
     def num_steps(self, client: Client, epochs: int) -> int:
-        """Local steps of ``epochs`` epochs."""
+        """Return the number of local steps in so many epochs."""
         return epochs * len(batch_sizes(len(client.train), self.batch_size))
 
     def train_batches(
@@ -248,9 +278,14 @@ class FederatedData(Recorded, LightningDataModule, ABC):
         labels: Tensor | None = None,
         steps: int | None = None,
     ) -> Iterator[tuple[Any, Tensor]]:
-        """The client's batches of one round: a new order in every epoch; at most ``steps`` of them.
+        """Yield the client's training batches of one round, with a new order in every epoch.
 
-        ``labels`` int64 ``[n]`` in the order of ``client.train`` replace its own.
+        Args:
+            client: the client.
+            round: number of the round.
+            epochs: number of epochs.
+            labels: labels in place of the client's own, int64 ``[n]`` in the order of ``client.train``.
+            steps: largest number of batches; None: all.
         """
         one = self._pass(client, epochs, steps, round, self.draws)
         if not one.sizes:
@@ -274,11 +309,20 @@ class FederatedData(Recorded, LightningDataModule, ABC):
         labels: Sequence[Tensor],
         steps: Sequence[int],
     ) -> Iterator[list[tuple[list[int], tuple[Any, Tensor]]]]:
-        """:meth:`train_batches` of many clients side by side, gathered at once, of a data module for which
-        :meth:`can_stack` holds.
+        """Yield the batches of many clients step by step, if :meth:`can_stack` allows it.
 
-        Each step as groups of clients whose batches have the same size: their positions in ``clients``, and
-        inputs and target ``[K, B, ...]`` in this order.
+        The batches are those of :meth:`train_batches`, gathered in one operation for each step.
+
+        Args:
+            clients: the clients.
+            round: number of the round.
+            epochs: number of epochs of each client.
+            labels: labels of each client, int64 ``[n]``.
+            steps: largest number of batches of each client.
+
+        Yields:
+            For each step, groups of clients whose batches have the same size. A group holds the positions of
+            its clients in ``clients``, and inputs and targets ``[K, B, ...]`` in the same order.
         """
         draws_of = self.draws if self.augments else None
         passes = [self._pass(*one, round, draws_of) for one in zip(clients, epochs, steps, strict=True)]
@@ -308,7 +352,7 @@ class FederatedData(Recorded, LightningDataModule, ABC):
             yield step
 
     def can_stack(self, clients: Sequence[Client], labels: Sequence[Tensor]) -> bool:
-        """Whether :meth:`stacked_batches` gives what :meth:`train_batches` gives."""
+        """Return whether :meth:`stacked_batches` yields the same batches as :meth:`train_batches`."""
         examplewise = vars(type(self)).get("examplewise", False)
         own = not overrides(self, FederatedData, "train_batches")
         whole = all(len(given) == len(client.train) for given, client in zip(labels, clients, strict=True))
@@ -330,11 +374,11 @@ class FederatedData(Recorded, LightningDataModule, ABC):
 
     @property
     def evaluation_batch(self) -> int:
-        """Examples that are evaluated at once: as many as a CPU's cache bears, or as keep a GPU busy."""
+        """Batch size of evaluation: 512 on a CPU, to stay in its cache; 4096 on a GPU, to keep it busy."""
         return 512 if self.device.type == "cpu" else 4096
 
     def test_batches(self, batch_size: int | None = None) -> Iterator[tuple[Any, Tensor]]:
-        """The global test set, in order."""
+        """Yield the global test set in order, as inputs and targets int64 ``[B]``."""
         for index in torch.arange(len(self.test_target), device=self.device).split(
             batch_size or self.evaluation_batch
         ):
@@ -343,8 +387,15 @@ class FederatedData(Recorded, LightningDataModule, ABC):
     def val_batches(
         self, clients: Iterable[Client] | None = None, batch_size: int | None = None
     ) -> Iterator[tuple[Any, Tensor, Tensor]]:
-        """Validation examples of these clients, or of all, with ``owner`` int64 ``[B]``, the client's id; a
-        batch may span clients."""
+        """Yield validation examples as inputs, targets and owners; a batch may span clients.
+
+        Args:
+            clients: whose examples; None: those of all clients.
+            batch_size: examples of a batch; None: ``evaluation_batch``.
+
+        Yields:
+            Inputs, targets int64 ``[B]``, and ids of the clients that own the examples, int64 ``[B]``.
+        """
         index_all, owner_all = self._all_validation if clients is None else self._validation_of(clients)
         size = batch_size or self.evaluation_batch
         for index, owner in zip(index_all.split(size), owner_all.split(size), strict=True):
@@ -353,7 +404,7 @@ class FederatedData(Recorded, LightningDataModule, ABC):
 
     @cached_property
     def _all_validation(self) -> tuple[Tensor, Tensor]:
-        """Moved once."""
+        """Validation examples of all clients and their owners, on the device."""
         index, owner = self._holdings.validation()
         return self._to_device(index), self._to_device(owner)
 
@@ -365,33 +416,34 @@ class FederatedData(Recorded, LightningDataModule, ABC):
 
     def _to_device(self, array: np.ndarray) -> Tensor:
         tensor = torch.from_numpy(array)
-        if (
-            self.device.type == "cuda"
-        ):  # from pinned memory, or the host would wait for all that the device has still to do
+        if self.device.type == "cuda":
+            # a copy from pageable memory would wait until the device has finished all queued work
             return tensor.pin_memory().to(self.device, non_blocking=True)
         return tensor.to(self.device)
 
     def class_counts(self) -> np.ndarray:
-        """Examples (training and validation) of every client and class, int64 ``[K, C]``."""
+        """Return the number of examples (training and validation) by client and class, ``[K, C]``."""
         return np.concatenate(
             list(self._holdings.class_counts(self.train_target.cpu().numpy(), self.num_classes))
         )
 
     @cached_property
     def partition_hash(self) -> str:
-        """SHA-256 over the training and validation indices of every client and their numbers."""
+        """SHA-256 over the training and validation indices of every client and over their numbers."""
         return self._holdings.sha256()
 
     def partition_summary(self) -> dict[str, Any]:
-        """What ``partition.json`` holds; of many clients less of each, see
-        :mod:`fl_lightning.data.summary`."""
+        """Return the content of ``partition.json``.
+
+        It holds less about each client if there are many, see :mod:`fl_lightning.data.summary`.
+        """
         summary = {
             "seed": self.seed,
             "dataset": self.dataset,
             "num_clients": self.num_clients,
             "method": repr(self.partition),
             "sha256": self.partition_hash,
-            **summarise(self._holdings, self.train_target.cpu().numpy(), self.num_classes),
+            **summarise_clients(self._holdings, self.train_target.cpu().numpy(), self.num_classes),
         }
         if len(self.public):
             digest = hashlib.sha256(self.public.astype("<i8").tobytes()).hexdigest()

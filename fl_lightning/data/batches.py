@@ -1,5 +1,4 @@
-"""In which order a client sees its examples in a round, and in batches of which sizes; for one client, or for
-many side by side.
+"""The order in which clients see their examples in a round, and the sizes of their batches.
 
 ``n`` examples of a client, ``S`` examples of its round, ``B`` batch, ``K`` clients, ``D`` augmentation
 numbers.
@@ -19,10 +18,11 @@ Draws = Callable[[np.random.Generator, int, int], "np.ndarray | None"]
 
 
 def batch_sizes(n: int, batch_size: int) -> list[int]:
-    """Sizes of the batches of one epoch over ``n`` examples.
+    """Return the sizes of the batches of one epoch over ``n`` examples.
 
-    BatchNorm cannot normalise one value, so no batch has a single example: a lone last one joins the batch
-    before it, and the only example of a client is taken twice. A batch size of 1 is taken at its word.
+    BatchNorm cannot normalise one value, so no batch has a single example: a single last example joins the
+    batch before it, and the only example of a client is taken twice. With a batch size of 1 all batches have
+    one example.
 
     >>> batch_sizes(9, 4), batch_sizes(10, 4), batch_sizes(1, 4), batch_sizes(0, 4)
     ([4, 5], [4, 4, 2], [2], [])
@@ -38,9 +38,9 @@ class Pass:
     """A client's examples in the order of its round.
 
     Args:
-        position: in ``client.train``, int64 ``[S]``.
-        sizes: of its batches; they add up to S.
-        draws: augmentation of each, int64 ``[S, D]``; None when there is none.
+        position: positions in ``client.train``, int64 ``[S]``.
+        sizes: sizes of the batches; they add up to S.
+        draws: augmentation of each example, int64 ``[S, D]``; None: no augmentation.
     """
 
     position: np.ndarray
@@ -59,11 +59,20 @@ def draw_pass(
     steps: int | None,
     draws: Draws | None,
 ) -> Pass:
-    """A new order in every epoch, at most ``steps`` batches. ``draws`` (rng, epochs, n) augments; None:
-    nobody does.
+    """Draw the order and augmentation of a client's examples in one round.
 
-    Order and augmentation are a function of (seed, round, client) alone, and the first epochs are the same
-    however many follow.
+    They are a function of (seed, round, client) alone. The order is a new one in every epoch, and the first
+    epochs do not depend on the number of epochs.
+
+    Args:
+        n: number of the client's examples.
+        batch_size: examples of a batch.
+        seed: seed of the run.
+        round: number of the round.
+        client: id of the client.
+        epochs: number of epochs.
+        steps: largest number of batches; None: all.
+        draws: draws the augmentation, given a generator, ``epochs`` and ``n``; None: no augmentation.
     """
     sizes = (batch_sizes(n, batch_size) * epochs)[:steps]
     rng = stream(seed, "batches", round, client)
@@ -78,8 +87,11 @@ def draw_pass(
 
 
 def side_by_side(passes: Sequence[Pass]) -> Iterator[list[tuple[list[int], np.ndarray]]]:
-    """For each step, the clients that still have a batch, grouped by its size: who they are, and which of all
-    passes' examples, one pass after another, are theirs, int64 ``[K, B]``."""
+    """Yield for each step the clients that still have a batch, in groups of equal batch size.
+
+    A group holds the positions of its clients in ``passes``, and the positions of their examples in the
+    concatenation of all passes, int64 ``[K, B]``.
+    """
     start = np.concatenate([[0], np.cumsum([len(one.position) for one in passes])])[:-1]
     for step in range(max((len(one.sizes) for one in passes), default=0)):
         groups: dict[int, list[int]] = defaultdict(list)

@@ -1,8 +1,8 @@
-"""CIFAR-10 and CIFAR-100 from the files as published: pickled batches, read without trusting them.
+"""CIFAR-10 and CIFAR-100 from the published files, which are pickles and are read as untrusted input.
 
-torchvision knows where the files are and their checksums. The reading is our own: a pickle is a program, and
-this one may build arrays, lists and dictionaries and nothing else. It also spares the old files' dtype a
-NumPy deprecation warning.
+torchvision provides the addresses and checksums of the files. They are unpickled here, because a pickle can
+run any code: this unpickler builds arrays, lists and dictionaries only. It also avoids NumPy's deprecation
+warning about the dtype in these old files.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def _dtype(spec: str, align: int = 0, copy: int = 0) -> np.dtype:
 
 
 def _encode(text: str, encoding: str = "latin1") -> bytes:
-    return text.encode("latin1")  # how Python 3 writes bytes for Python 2
+    return text.encode("latin1")  # Python 3 pickles bytes for Python 2 as latin1 text
 
 
 _RECONSTRUCT, _SCALAR = np.empty(0).__reduce__()[0], np.float64(0).__reduce__()[0]
@@ -46,6 +46,8 @@ _ALLOWED: dict[tuple[str, str], Any] = {
 
 
 class _ArrayUnpickler(pickle.Unpickler):
+    """An unpickler that refuses all globals but those that rebuild arrays."""
+
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) not in _ALLOWED:
             raise pickle.UnpicklingError(f"it asks for {module}.{name}")
@@ -53,8 +55,11 @@ class _ArrayUnpickler(pickle.Unpickler):
 
 
 def read_batch(path: Path) -> Arrays:
-    """Images uint8 ``[n, 3, 32, 32]`` and labels int64 ``[n]`` of one batch file; ValueError names a file
-    that is not one."""
+    """Return the images uint8 ``[n, 3, 32, 32]`` and labels int64 ``[n]`` of one batch file.
+
+    Raises:
+        InputError: the file is damaged or no batch in CIFAR's format.
+    """
     try:
         with path.open("rb") as file:
             content = _ArrayUnpickler(file, encoding="latin1").load()
@@ -67,9 +72,7 @@ def read_batch(path: Path) -> Arrays:
         )
         if images.dtype != np.uint8 or images.shape != (len(labels), 3 * 32 * 32):
             raise ValueError(f"{images.dtype} {images.shape} for {len(labels)} labels")
-    except (
-        Exception
-    ) as error:  # a damaged pickle can raise nearly anything; whatever it is, the file is refused by name
+    except Exception as error:  # a damaged pickle can raise nearly any error
         reason = " ".join(f"{type(error).__name__}: {error}".split())
         raise InputError(
             f"{path}",
@@ -80,11 +83,11 @@ def read_batch(path: Path) -> Arrays:
 
 
 @contextmanager
-def _give_up_after(seconds: float) -> Iterator[None]:
+def _socket_timeout(seconds: float) -> Iterator[None]:
+    """Set the timeout of new sockets within the block."""
     before = socket.getdefaulttimeout()
-    socket.setdefaulttimeout(
-        seconds
-    )  # torchvision sets none, and a firewall that says nothing would hang the run
+    # torchvision sets no timeout, so a firewall that drops packets would hang the run
+    socket.setdefaulttimeout(seconds)
     try:
         yield
     finally:
@@ -92,7 +95,7 @@ def _give_up_after(seconds: float) -> Iterator[None]:
 
 
 class Cifar:
-    """The files of one of the two data sets.
+    """The files of CIFAR-10 or CIFAR-100.
 
     Args:
         dataset: ``cifar10`` or ``cifar100``.
@@ -107,11 +110,16 @@ class Cifar:
         self.folder = self.root / self.published.base_folder
 
     def missing(self) -> list[str]:
+        """Return the names of the files that are not in the folder."""
         files = [*self.published.train_list, *self.published.test_list]
         return [name for name, _ in files if not (self.folder / name).is_file()]
 
     def prepare(self, download: bool) -> None:
-        """Fetch what is missing if allowed. Files that are there are never replaced."""
+        """Download missing files if ``download`` allows it; existing files are never replaced.
+
+        Raises:
+            InputError: a file is missing and was not downloaded.
+        """
         if self.missing():
             reason = self._fetch() if download else "--data.download is false"
             if self.missing():
@@ -124,11 +132,12 @@ class Cifar:
         self._compare_checksums()
 
     def _fetch(self) -> str:
+        """Download and unpack the archive; return the reason why a file may still be missing."""
         from torchvision.datasets.utils import download_and_extract_archive
 
         new = [folder for folder in (self.root, *self.root.parents) if not folder.exists()]
         try:
-            with _give_up_after(30):
+            with _socket_timeout(30):
                 download_and_extract_archive(
                     self.published.url,
                     str(self.root),
@@ -136,7 +145,7 @@ class Cifar:
                     md5=self.published.tgz_md5,
                 )
         except (OSError, RuntimeError) as error:
-            with suppress(OSError):  # stops at a folder with anything in it
+            with suppress(OSError):  # rmdir refuses a folder that is not empty
                 for folder in new:
                     folder.rmdir()
             return " ".join(str(error).split()) or type(error).__name__
@@ -147,10 +156,14 @@ class Cifar:
 
         for name, md5 in [*self.published.train_list, *self.published.test_list]:
             if not check_integrity(str(self.folder / name), md5):
-                log.warning("%s: not the published file (its checksum differs)", self.folder / name)
+                log.warning("%s: this is not the published file (its checksum differs)", self.folder / name)
 
     def read(self) -> tuple[Arrays, Arrays]:
-        """Training and test images and labels."""
+        """Return training and test images and labels, in the form of :func:`read_batch`.
+
+        Raises:
+            InputError: a file is damaged or has labels of another data set.
+        """
         train = [read_batch(self.folder / name) for name, _ in self.published.train_list]
         test = [read_batch(self.folder / name) for name, _ in self.published.test_list]
         (train_x, train_y), (test_x, test_y) = (
@@ -162,6 +175,6 @@ class Cifar:
                 raise InputError(
                     f"{self.folder}",
                     f"labels of {self.dataset} are 0 to {limit - 1}, these are not",
-                    "write the data set they are of",
+                    "write the data set to which they belong",
                 )
         return (train_x, train_y), (test_x, test_y)

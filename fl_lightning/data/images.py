@@ -1,4 +1,4 @@
-"""Images on the device as bytes; crop, flip and normalisation batched there. No DataLoader per client.
+"""Images that lie on the device as bytes, where they are cropped, flipped and normalised in batches.
 
 ``N`` examples, ``B`` batch, ``E`` epochs, ``n`` examples of one client.
 """
@@ -24,15 +24,15 @@ Crop = Literal["none", "pad", "shrink"]
 
 
 class FederatedImages(FederatedData):
-    """Images and their classes, dealt to clients.
+    """Images and their classes, distributed to clients.
 
     Args:
         dataset: cifar10, cifar100 (read from root), digits (1 797 scanned digits, no files needed) or
             synthetic.
         root: folder of the CIFAR files (the one that holds cifar-10-batches-py or cifar-100-python).
         download: whether missing CIFAR files may be fetched from the network.
-        num_clients: number of clients that the training examples are dealt to.
-        partition: how they are dealt; by default Dirichlet with beta 0.1.
+        num_clients: number of clients that hold the training examples.
+        partition: rule that assigns training examples to clients; by default Dirichlet with beta 0.1.
         batch_size: examples of one local step.
         val_fraction: share of each client's examples held out for validation, in [0, 1); at least one of two
             or more.
@@ -162,14 +162,21 @@ class FederatedImages(FederatedData):
         self.example_shape = (3, self.view_side, self.view_side)
 
     def prepare_data(self) -> None:
-        """Fetch and check files. ValueError in one line when there are none to be had."""
+        """Download missing CIFAR files if allowed, and check the files.
+
+        Raises:
+            InputError: a file is missing.
+        """
         for dataset in (self.dataset, self.public_dataset):
             if dataset and dataset.startswith("cifar"):
                 Cifar(dataset, root=self.root).prepare(self.download)
 
     def setup(self, stage: str | None = None) -> None:
-        """Load the images and the constants that normalise them, mean and standard deviation of the training
-        pixels."""
+        """Load the images and compute the mean and standard deviation of the training pixels.
+
+        Raises:
+            InputError: a file is damaged.
+        """
         train, test = self._read(self.dataset)
         self.public_images = (
             torch.from_numpy(self._read(self.public_dataset)[0][0]) if self.public_dataset else None
@@ -180,9 +187,8 @@ class FederatedImages(FederatedData):
         counts = np.stack([np.bincount(train[0][:, channel].ravel(), minlength=256) for channel in range(3)])
         share = counts / counts.sum(axis=1, keepdims=True)
         mean = share @ level
-        std = np.sqrt(share @ level**2 - mean**2 + 1e-12).clip(
-            min=1 / 255
-        )  # a constant channel must not divide by zero
+        # the lower bound avoids a division by zero where a channel is constant
+        std = np.sqrt(share @ level**2 - mean**2 + 1e-12).clip(min=1 / 255)
         self.train_mean, self.train_std = tuple(mean.tolist()), tuple(std.tolist())
         self.move(self.device)
 
@@ -197,6 +203,7 @@ class FederatedImages(FederatedData):
         return Cifar(dataset, root=self.root).read()
 
     def move(self, device: torch.device) -> None:
+        """Move the images to the device."""
         super().move(device)
         if self.public_images is not None:
             self.public_images = self.public_images.to(device)
@@ -206,18 +213,23 @@ class FederatedImages(FederatedData):
         ]
 
     def draws(self, rng: np.random.Generator, epochs: int, n: int) -> np.ndarray | None:
-        """Top, left and mirrored or not, int64 ``[E, n, 3]``."""
+        """Draw the top and left edge of the crop and whether it is mirrored, int64 ``[E, n, 3]``."""
         if self.crop == "none" and not self.flip:
             return None
-        uniform = rng.random((epochs, n, 3))  # one call: the first epochs are the same however many follow
+        # one call, so that the first epochs do not depend on the number of epochs
+        uniform = rng.random((epochs, n, 3))
         places = {"none": 1, "pad": 2 * self.crop_padding + 1, "shrink": self.side - self.view_side + 1}[
             self.crop
         ]
         return (uniform * [places, places, 2 if self.flip else 1]).astype(np.int64)
 
     def view(self, images: Tensor, draws: Tensor | None = None) -> Tensor:
-        """The part of uint8 ``images`` ``[B, 3, side, side]`` that the network sees; without ``draws``, as at
-        test."""
+        """Return the part of the images that the network sees.
+
+        Args:
+            images: uint8 ``[B, 3, side, side]``.
+            draws: crop and mirroring as :meth:`draws` returns them, ``[B, 3]``; None: the centre crop.
+        """
         side = self.view_side
         if draws is None:
             margin = (images.shape[-1] - side) // 2
@@ -233,24 +245,27 @@ class FederatedImages(FederatedData):
         return images[example, channel, row[:, None, :, None], column[:, None, None, :]]  # a single gather
 
     def normalise(self, pixels: Tensor) -> Tensor:
-        """Pixels in [0, 1] to what the network sees."""
+        """Normalise pixels in [0, 1] with the constants of the training set."""
         return (pixels - self._mean) / self._std
 
     def denormalise(self, inputs: Tensor) -> Tensor:
-        """What the network sees to pixels in [0, 1]."""
+        """Return the pixels in [0, 1] of normalised inputs; the inverse of :meth:`normalise`."""
         return inputs * self._std + self._mean
 
     def inputs(self, split: Split, index: Tensor, draws: Tensor | None = None) -> Tensor:
-        """float32 ``[B, *example_shape]``."""
+        """Return the images at ``index``, cropped and normalised, float32 ``[B, *example_shape]``."""
         images = self.train_images if split == "train" else self.test_images
         return self.normalise(self.view(images[index], draws).float() / 255)
 
     def public_pool(self) -> int:
+        """Return the number of images from which the public set is drawn."""
         return super().public_pool() if self.public_images is None else len(self.public_images)
 
     def public_inputs(self, position: Tensor) -> Tensor:
-        """float32 ``[B, *example_shape]``; as at test: not augmented, normalised with the constants of
-        ``dataset``."""
+        """Return public images, float32 ``[B, *example_shape]``.
+
+        They are not augmented, and are normalised with the constants of ``dataset``.
+        """
         if self.public_images is None:
             return super().public_inputs(position)
         return self.normalise(self.view(self.public_images[self.public_index[position]]).float() / 255)

@@ -1,5 +1,7 @@
-"""Images that need no network: scikit-learn's scanned digits, and synthetic ones. Both are the same in every
-run."""
+"""Images that need no download: scikit-learn's scanned digits, and synthetic images.
+
+Both data sets are the same in every run.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,7 @@ from torch.nn.functional import interpolate
 from fl_lightning.rng import stream
 
 Arrays = tuple[np.ndarray, np.ndarray]
-SPLIT_SEED = 0  # of the digits' test set: never the run's seed, the test set is the same for everyone
+DIGITS_SPLIT_SEED = 0  # not the run's seed: all runs have the same test set
 
 
 def _to_uint8(values: torch.Tensor) -> np.ndarray:
@@ -18,8 +20,10 @@ def _to_uint8(values: torch.Tensor) -> np.ndarray:
 
 
 def digits() -> tuple[Arrays, Arrays]:
-    """1 797 scanned digits (8x8, 17 grey levels) as RGB 32x32: 80 % training, 20 % test, the same share of
-    every class."""
+    """Return 1 797 scanned digits (8x8, 17 grey levels), enlarged to RGB 32x32.
+
+    Of every class, 80 % are training and 20 % are test images.
+    """
     from sklearn.datasets import load_digits
 
     pixels, labels = load_digits(return_X_y=True)
@@ -28,7 +32,7 @@ def digits() -> tuple[Arrays, Arrays]:
         3, axis=1
     )
     labels = labels.astype(np.int64)
-    rng = stream(SPLIT_SEED, "digits/test")
+    rng = stream(DIGITS_SPLIT_SEED, "digits/test")
     in_test = np.zeros(len(labels), bool)
     for value in range(10):
         members = rng.permutation(np.flatnonzero(labels == value))
@@ -37,10 +41,16 @@ def digits() -> tuple[Arrays, Arrays]:
 
 
 def synthetic(*, sizes: tuple[int, int], side: int, num_classes: int, seed: int) -> tuple[Arrays, Arrays]:
-    """Learnable images: a smooth pattern for each class, a smooth pattern of the example's own, and pixel
-    noise.
+    """Return synthetic training and test images that a network can learn to classify.
 
-    The two patterns live in the same 4x4 grid, so the classes overlap and accuracy stays below 1.
+    An image is the sum of a smooth pattern of its class, a smooth pattern of its own, and pixel noise. Both
+    patterns come from a 4x4 grid, so classes overlap and the accuracy stays below 1.
+
+    Args:
+        sizes: number of training and of test images.
+        side: side of an image in pixels.
+        num_classes: number of classes.
+        seed: seed of the images.
     """
     prototype = 0.5 * stream(seed, "synthetic/classes").standard_normal((num_classes, 3, 4, 4), np.float32)
 

@@ -1,7 +1,7 @@
-"""Who holds what: how the training examples are dealt to the clients.
+"""Partitions: rules that assign the training examples to clients.
 
-``N`` examples, ``K`` clients, ``C`` classes. A partition is ``K`` sorted int64 arrays of indices, disjoint,
-that together are ``0 .. N - 1``. Nothing larger than ``C x K`` is ever held.
+``N`` examples, ``K`` clients, ``C`` classes. The result of a partition is ``K`` sorted, disjoint int64 arrays
+of indices that together cover ``0 .. N - 1``. No array is larger than ``C x K``.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ MAX_DRAWS = 1000
 
 
 def check_memory(given: str, size: int) -> None:
-    """Refuse what cannot fit into this machine's memory.
+    """Refuse data that cannot fit into this machine's memory.
 
     Args:
-        given: what was asked for.
-        size: its size in bytes; at least that much will be used.
+        given: the setting, for the message.
+        size: lower bound of the memory that it needs, in bytes.
 
     Raises:
-        ValueError: the machine has less memory than that.
+        InputError: the machine has less memory.
     """
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     require(
@@ -66,33 +66,32 @@ def _check_clients(num_clients: int) -> None:
 def _draw(
     by_class: list[np.ndarray], num_clients: int, beta: float, rng: np.random.Generator
 ) -> tuple[np.ndarray, np.ndarray]:
-    """One Dirichlet draw: owner of every example ``[N]`` and examples of every client ``[K]``."""
+    """Draw once; return the owner of every example ``[N]`` and the number of examples per client ``[K]``."""
     total = sum(map(len, by_class))
     owner, held = np.empty(total, np.int64), np.zeros(num_clients, np.int64)
     for members in by_class:
         share = rng.dirichlet(np.full(num_clients, min(beta, 1e12)))
-        hungry = held * num_clients < total  # fewer than N / K, in integers
-        share[~hungry] = 0.0
-        # a small beta underflows to zero for most clients: when those with a share are all full, the others
-        # take turns
-        cumulative = np.cumsum(share if share.sum() > 0 else hungry.astype(float))
-        # divided by its own last value, so that rounding never gives the last example to a client with no
-        # share
+        below_mean = held * num_clients < total  # fewer than N / K, in integers
+        share[~below_mean] = 0.0
+        # with a small beta the shares of most clients underflow to zero; once all clients with a share are
+        # full, the others get equal shares
+        cumulative = np.cumsum(share if share.sum() > 0 else below_mean.astype(float))
+        # the division by the last value keeps rounding from giving the last example to a client without share
         cuts = np.floor(cumulative / cumulative[-1] * len(members)).astype(np.int64)
-        takers = np.searchsorted(cuts, np.arange(len(members)), side="right")
-        owner[rng.permutation(members)] = takers
-        held += np.bincount(takers, minlength=num_clients)
+        owners = np.searchsorted(cuts, np.arange(len(members)), side="right")
+        owner[rng.permutation(members)] = owners
+        held += np.bincount(owners, minlength=num_clients)
     return owner, held
 
 
 def dirichlet_partition(
     labels: ArrayLike, num_clients: int, beta: float = 0.5, seed: int = 0, min_size: int = 1
 ) -> list[np.ndarray]:
-    """Label-skewed partition: per class, proportions ~ Dirichlet(beta) over the clients (Yurochkin et al.,
-    ICML 2019).
+    """Partition by label skew: for each class, the clients' shares follow Dirichlet(beta).
 
-    A client that already holds ``N / K`` examples or more gets nothing of the classes that follow. Drawn
-    again, at most 1000 times, until every client has ``min_size`` examples.
+    Source: Yurochkin et al., ICML 2019. A client that already holds ``N / K`` examples or more gets none of
+    the following classes. The draw is repeated, at most 1000 times, until every client has ``min_size``
+    examples.
 
     Args:
         labels: class of every training example, ``[N]``.
@@ -102,7 +101,7 @@ def dirichlet_partition(
         min_size: fewest examples of a client; 0 allows empty clients.
 
     Raises:
-        ValueError: an argument is out of range, or no draw gave every client its ``min_size``.
+        InputError: an argument is out of range, or no draw gave every client ``min_size`` examples.
 
     >>> [part.tolist() for part in dirichlet_partition([0, 0, 1, 1], num_clients=1)]
     [[0, 1, 2, 3]]
@@ -137,11 +136,19 @@ def _dirichlet(label: np.ndarray, num_clients: int, beta: float, seed: int, min_
 
 
 class Partition(Recorded, ABC):
-    """How examples are dealt to clients; subclasses say how. A pure function of its arguments."""
+    """A rule that assigns examples to clients: a pure function of its arguments."""
 
     @abstractmethod
     def __call__(self, labels: np.ndarray, num_clients: int, seed: int) -> list[np.ndarray]:
-        """Sorted, disjoint index arrays, one per client, that cover ``labels`` ``[N]``."""
+        """Return one sorted int64 array of indices for each client.
+
+        The arrays are disjoint and cover all examples.
+
+        Args:
+            labels: class of every example, int64 ``[N]``.
+            num_clients: K.
+            seed: seed of the run.
+        """
 
     def __repr__(self) -> str:
         return (
@@ -150,26 +157,28 @@ class Partition(Recorded, ABC):
 
 
 class IndexPartition(Partition):
-    """A partition that makes index arrays at once, without an array for each client: subclasses say
-    :meth:`holdings`."""
+    """A partition that returns the examples of all clients as :class:`Holdings`.
+
+    It needs no separate array for each client. Subclasses implement :meth:`holdings`.
+    """
 
     @abstractmethod
     def holdings(self, labels: np.ndarray, num_clients: int, seed: int) -> Holdings:
-        """The examples of each client in order."""
+        """Return the examples of each client in order; the arguments are those of a call."""
 
     def __call__(self, labels: np.ndarray, num_clients: int, seed: int) -> list[np.ndarray]:
         return self.holdings(labels, num_clients, seed).parts()
 
 
-def deal(partition: Partition, labels: np.ndarray, num_clients: int, seed: int) -> Holdings:
-    """What ``partition(labels, num_clients, seed)`` says, as index arrays."""
+def make_holdings(partition: Partition, labels: np.ndarray, num_clients: int, seed: int) -> Holdings:
+    """Return the result of ``partition(labels, num_clients, seed)`` as :class:`Holdings`."""
     if isinstance(partition, IndexPartition) and type(partition).__call__ is IndexPartition.__call__:
         return partition.holdings(labels, num_clients, seed)
     return Holdings.of(partition(labels, num_clients, seed))
 
 
 class Dirichlet(IndexPartition):
-    """Label skew: per class, proportions ~ Dirichlet(beta) over the clients.
+    """Label skew: for each class, the clients' shares follow Dirichlet(beta).
 
     Args:
         beta: concentration; 0.1 is strongly skewed, 0.5 mildly, .inf is IID.
@@ -186,29 +195,31 @@ class Dirichlet(IndexPartition):
 
 
 class IID(IndexPartition):
-    """Every client draws from the same distribution: the shuffled examples in equal parts (sizes differ by
-    one at most)."""
+    """The shuffled examples in equal parts: all clients draw from one distribution.
+
+    The numbers of examples of two clients differ by at most one.
+    """
 
     def holdings(self, labels: np.ndarray, num_clients: int, seed: int) -> Holdings:
         _check_clients(num_clients)
-        shuffled = stream(seed, "partition").permutation(len(labels))  # dealt like cards, one to each in turn
-        turns, more = divmod(len(labels), num_clients)
+        shuffled = stream(seed, "partition").permutation(len(labels))
+        # client k gets the shuffled examples k, k + K, k + 2 K and so on
+        turns, more = divmod(len(labels), num_clients)  # the first ``more`` clients have one example more
+        by_turn = shuffled[: turns * num_clients].reshape(turns, num_clients)
         index, cut = np.empty(len(labels), np.int64), more * (turns + 1)
-        hands = index[:cut].reshape(more, turns + 1), index[cut:].reshape(num_clients - more, turns)
-        whole = shuffled[: turns * num_clients].reshape(turns, num_clients)
-        hands[0][:, :turns], hands[0][:, turns:], hands[1][:] = (
-            whole[:, :more].T,
-            shuffled[whole.size :, None],
-            whole[:, more:].T,
-        )
-        for hand in hands:
-            hand.sort(axis=1)
+        larger, smaller = index[:cut].reshape(more, turns + 1), index[cut:].reshape(num_clients - more, turns)
+        larger[:, :turns] = by_turn[:, :more].T
+        larger[:, turns:] = shuffled[turns * num_clients :, None]
+        smaller[:] = by_turn[:, more:].T
+        larger.sort(axis=1)
+        smaller.sort(axis=1)
         return Holdings.of_sizes(index, np.repeat([turns + 1, turns], [more, num_clients - more]))
 
 
 class Shards(IndexPartition):
-    """Sort by label, cut into equal shards, deal the same number to every client (McMahan et al., AISTATS
-    2017).
+    """Examples sorted by label and cut into equal shards, the same number of shards for every client.
+
+    Source: McMahan et al., AISTATS 2017.
 
     Args:
         classes_per_client: shards of one client; about the number of classes that it sees.

@@ -1,1 +1,1 @@
-"""Several processes of one run: how they start, and what they exchange."""
+"""Several processes of one run: starting them, and exchanging data between them."""

@@ -1,8 +1,8 @@
-"""How several processes start, and how they end together.
+"""Start of several processes, and their common end.
 
-Rank 0 starts the others as Fabric's script launcher does (the same command again, once per rank), or torchrun
-or SLURM starts all. A rank that dies is noticed by rank 0 within a second and named; ranks whose parent dies
-leave by themselves.
+Either rank 0 starts the others as Fabric's script launcher does (the same command again for each rank), or
+torchrun or SLURM starts all of them. Rank 0 notices and names a rank that dies within a second. A rank whose
+parent dies exits.
 """
 
 from __future__ import annotations
@@ -32,75 +32,85 @@ from fl_lightning.errors import InputError, RankLost
 
 log = logging.getLogger("fl_lightning")
 
-PARENT = "_FL_RANK_ZERO_PID"  # in the environment of ranks that rank 0 started
-POLL, GRACE = 0.2, 45.0  # seconds: between looks; for rank 0 to write its checkpoint after another rank died
+PARENT_VARIABLE = "_FL_RANK_ZERO_PID"  # environment variable of ranks that rank 0 started
+POLL_SECONDS = 0.2  # between two looks at other processes
+CHECKPOINT_GRACE_SECONDS = 45.0  # for rank 0 to write its checkpoint after another rank died
 
 
-class Ranks(DDPStrategy):
-    """DDP's processes without its reduction of gradients, which would mix those of different clients. Only
-    CPU bytes travel: gloo."""
+class RankStrategy(DDPStrategy):
+    """The processes of DDP without its reduction of gradients, which would mix those of different clients.
+
+    Only bytes on the CPU are sent, through gloo.
+    """
 
     def __init__(self, timeout: int) -> None:
         super().__init__(process_group_backend="gloo", timeout=timedelta(seconds=timeout))
 
     def _configure_launcher(self) -> None:
         assert self.cluster_environment is not None
-        self._launcher = Launcher(self.cluster_environment, self.num_processes, self.num_nodes)
+        self._launcher = RankLauncher(self.cluster_environment, self.num_processes, self.num_nodes)
 
     def _setup_distributed(self) -> None:
         self._set_world_ranks()
         assert self.cluster_environment is not None
-        logging.getLogger("lightning.fabric").setLevel(logging.WARNING)  # announces every process
+        logging.getLogger("lightning.fabric").setLevel(logging.WARNING)  # INFO announces every process
         _init_dist_connection(self.cluster_environment, "gloo", timeout=self._timeout)
 
 
-class Launcher(_SubprocessScriptLauncher):
-    """Fabric's, with rank 0 in charge: the others take no Ctrl-C or SIGTERM of their own, and go where rank 0
-    goes."""
+class RankLauncher(_SubprocessScriptLauncher):
+    """Fabric's script launcher with rank 0 in control.
 
-    watch: Watch | None = None  # of this process: a script may fit more than once, with the same ranks
+    The other ranks ignore Ctrl-C and SIGTERM and end when rank 0 ends.
+    """
+
+    watch: ProcessWatch | None = None
+    """The watch of this process, shared by all launchers: several calls of ``fit`` use the same ranks."""
 
     def launch(self, function: Callable, *args: Any, **kwargs: Any) -> Any:
         self.cluster_environment.validate_settings(num_devices=self.num_processes, num_nodes=self.num_nodes)
         if not self.cluster_environment.creates_processes_externally:
-            os.environ[PARENT] = str(os.getpid())
-            with _ignored(signal.SIGINT, signal.SIGTERM):  # across exec too
+            os.environ[PARENT_VARIABLE] = str(os.getpid())
+            with _ignore_signals(signal.SIGINT, signal.SIGTERM):  # children inherit this across exec
                 self._call_children_scripts()
-            Launcher.watch = Watch(self.procs, self.cluster_environment.node_rank() * self.num_processes)
-        elif Launcher.watch is None:
-            leave_with(int(os.environ.get(PARENT, os.getppid())))
+            RankLauncher.watch = ProcessWatch(
+                self.procs, self.cluster_environment.node_rank() * self.num_processes
+            )
+        elif RankLauncher.watch is None:
+            exit_with_parent(int(os.environ.get(PARENT_VARIABLE, os.getppid())))
         _set_num_threads_if_needed(num_processes=self.num_processes)
         return function(*args, **kwargs)
 
 
-class Watch:
-    """Looks after the processes that rank 0 started. When one dies: names it, ends the others, and raises
-    ``RankLost`` in the main thread.
+class ProcessWatch:
+    """A watch over the processes that rank 0 started.
+
+    When one dies, the watch logs its rank, ends the others, and raises ``RankLost`` in the main thread.
 
     Args:
-        processes: ranks ``first + 1`` and following.
+        processes: the processes of ranks ``first + 1`` and following.
+        first: rank of this process.
     """
 
     def __init__(self, processes: list[subprocess.Popen], first: int) -> None:
         self.processes, self.first = processes, first
         self.error: RankLost | None = None
         self.stopped = threading.Event()
-        with suppress(ValueError):  # not in the main thread: the broken connection has to tell
+        with suppress(ValueError):  # not in the main thread: the broken connection reports the loss
             signal.signal(signal.SIGCHLD, self._raise)
         threading.Thread(target=self._look, daemon=True, name="ranks").start()
 
     def stop(self) -> None:
-        """The run is over for all of them."""
+        """End the processes and the watch."""
         self.stopped.set()
         self.error = None
         for process in self.processes:
             process.kill()
 
     def _look(self) -> None:
-        while not self.stopped.wait(POLL):
+        while not self.stopped.wait(POLL_SECONDS):
             for rank, process in enumerate(self.processes, self.first + 1):
                 if process.poll():
-                    self._fail(f"rank {rank} (process {process.pid}) {_how(process.returncode)}")
+                    self._fail(f"rank {rank} (process {process.pid}) {_end_of_process(process.returncode)}")
                     return
 
     def _fail(self, what: str) -> None:
@@ -112,8 +122,8 @@ class Watch:
         log.error("%s: the run stops", what)
         for process in self.processes:
             process.kill()
-        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGCHLD)  # interrupts its sleep too
-        if not self.stopped.wait(GRACE):  # the main thread is stuck outside Python
+        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGCHLD)  # also interrupts a sleep
+        if not self.stopped.wait(CHECKPOINT_GRACE_SECONDS):  # the main thread is stuck outside Python
             os._exit(1)
 
     def _raise(self, number: int, frame: FrameType | None) -> None:
@@ -122,18 +132,19 @@ class Watch:
             raise error
 
 
-def _how(code: int) -> str:
+def _end_of_process(code: int) -> str:
+    """Describe the end of a process by its exit code."""
     with suppress(ValueError):
         return f"was killed by {signal.Signals(-code).name}"
     return f"exited with code {code}"
 
 
-def leave_with(parent: int) -> None:
-    """End this process when its parent is gone: nobody would ever answer it."""
+def exit_with_parent(parent: int) -> None:
+    """Start a thread that ends this process once its parent is gone, since no rank would answer then."""
 
     def look() -> None:
         while os.getppid() == parent:
-            time.sleep(POLL)
+            time.sleep(POLL_SECONDS)
         os._exit(1)
 
     threading.Thread(target=look, daemon=True, name="parent").start()
@@ -149,12 +160,20 @@ def make_fabric(
     precision: Any,
     callbacks: list[Any],
 ) -> Fabric:
-    """Fabric, whose processes are :class:`Ranks` where there may be several; ``timeout`` in seconds is
-    theirs.
+    """Return Fabric, with :class:`RankStrategy` if there may be several processes.
+
+    Args:
+        accelerator: as in Fabric.
+        devices: as in Fabric.
+        strategy: ``auto`` or ``ddp``.
+        num_nodes: number of machines.
+        timeout: time that a rank may take to answer, in seconds.
+        precision: as in Fabric.
+        callbacks: as in Fabric.
 
     Raises:
-        ValueError: what Fabric refuses, a strategy that cannot share clients, or other processes than were
-            started.
+        InputError: Fabric refuses the settings, the strategy cannot share clients, or the number of
+            processes is not that of the processes that were started.
     """
     if strategy not in ("auto", "ddp"):
         raise InputError(
@@ -173,7 +192,7 @@ def make_fabric(
     )
     try:
         fabric = make(strategy=strategy)
-        return make(strategy=Ranks(timeout)) if isinstance(fabric.strategy, DDPStrategy) else fabric
+        return make(strategy=RankStrategy(timeout)) if isinstance(fabric.strategy, DDPStrategy) else fabric
     except Exception as error:
         raise InputError(
             f"--trainer.accelerator {accelerator} devices {devices} strategy {strategy} precision "
@@ -184,13 +203,13 @@ def make_fabric(
 
 
 def launched_from_outside(fabric: Fabric) -> bool:
-    """Whether this process is one of several that something else started: rank 0, torchrun, SLURM."""
+    """Return whether rank 0, torchrun or SLURM started this process as one of several."""
     launcher = fabric.strategy.launcher
-    return isinstance(launcher, Launcher) and launcher.cluster_environment.creates_processes_externally
+    return isinstance(launcher, RankLauncher) and launcher.cluster_environment.creates_processes_externally
 
 
 def join(fabric: Fabric) -> None:
-    """Join the processes that something else started. Ranks other than 0 keep quiet from here on."""
+    """Join processes that were started from outside; ranks other than 0 log nothing from here on."""
     fabric.launch()
     atexit.register(_leave)
     if not fabric.is_global_zero:
@@ -198,23 +217,29 @@ def join(fabric: Fabric) -> None:
 
 
 def _leave() -> None:
-    """Or gloo's threads may outlive the interpreter, and the process ends with SIGABRT after all its work is
-    done."""
+    """Close the process group at exit.
+
+    Otherwise gloo's threads may outlive the interpreter, and the finished process ends with SIGABRT.
+    """
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
 
 
 def start_others(fabric: Fabric, start: str) -> None:
-    """Start the other processes and tell them where the run starts from: they wait for that before their own
-    preparations."""
+    """Start the other processes and send them ``start``, the place from which the run starts.
+
+    They wait for it before they prepare anything.
+    """
     fabric.launch()
     collectives.from_rank_zero(start)
     collectives.barrier()
 
 
 def one_first(fabric: Fabric, function: Callable[[], None]) -> None:
-    """Run ``function`` in one process of each machine, then in the others: it may write what the others then
-    read."""
+    """Run ``function`` in one process of each machine, then in the others.
+
+    The function may write files that the other processes then read.
+    """
     if fabric.local_rank:
         collectives.barrier()
     function()
@@ -223,20 +248,21 @@ def one_first(fabric: Fabric, function: Callable[[], None]) -> None:
 
 
 def stop_others() -> None:
-    """End the processes that this one started."""
-    if Launcher.watch is not None:
-        Launcher.watch.stop()
+    """End the processes that this process started."""
+    if RankLauncher.watch is not None:
+        RankLauncher.watch.stop()
 
 
 def processes(devices: int | str, num_nodes: int) -> tuple[int | str, int]:
-    """``devices`` and ``num_nodes``, taken from torchrun or srun where they started several processes and
-    ``devices`` is 1.
+    """Return the number of devices and of machines.
+
+    They are those of torchrun or srun if these started several processes and ``devices`` is 1.
 
     Raises:
-        ValueError: they started another number of processes than was asked for: as many silent copies of one
-            run would follow.
+        InputError: torchrun or srun started another number of processes than ``devices``; each process would
+            run its own copy of the same run.
     """
-    started = _started()
+    started = _started_processes()
     if started is None:
         return devices, num_nodes
     local, nodes = started
@@ -251,8 +277,8 @@ def processes(devices: int | str, num_nodes: int) -> tuple[int | str, int]:
     return devices, nodes
 
 
-def _started() -> tuple[int, int] | None:
-    """Processes on this machine, and machines, when torchrun or srun started several."""
+def _started_processes() -> tuple[int, int] | None:
+    """Return processes on this machine and machines if torchrun or srun started several, else None."""
     read = os.environ.get
     if "TORCHELASTIC_RUN_ID" in os.environ:
         local, total = int(read("LOCAL_WORLD_SIZE", 1)), int(read("WORLD_SIZE", 1))
@@ -263,7 +289,8 @@ def _started() -> tuple[int, int] | None:
 
 
 @contextmanager
-def _ignored(*signals: signal.Signals) -> Iterator[None]:
+def _ignore_signals(*signals: signal.Signals) -> Iterator[None]:
+    """Ignore the signals within the block; outside the main thread do nothing."""
     try:
         before = {number: signal.signal(number, signal.SIG_IGN) for number in signals}
     except ValueError:  # not in the main thread

@@ -1,4 +1,4 @@
-"""Networks by name, by class path or by callable. Weights are always drawn, never fetched."""
+"""Networks by name, class path or callable; their weights are always drawn, never downloaded."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from fl_lightning.models.small_cnn import SmallCNN
 __all__ = ["NETWORKS", "ResNet20", "ResidualMLP", "SmallCNN", "build_network", "lay_out"]
 
 NETWORKS = ("small_cnn", "resnet20", "mobilenetv2", "vit_small", "residual_mlp")
-_OURS: dict[str, Callable[[int], nn.Module]] = {
+_OWN_NETWORKS: dict[str, Callable[[int], nn.Module]] = {
     "small_cnn": SmallCNN,
     "resnet20": ResNet20,
     "residual_mlp": ResidualMLP,
@@ -37,30 +37,32 @@ def build_network(
     *,
     logits: bool = True,
 ) -> nn.Module:
-    """The network with new weights from torch's current generator. Convolutions have theirs channels last
-    (:func:`lay_out`).
+    """Return a network with new weights from torch's current generator.
+
+    Convolutional networks are channels last, see :func:`lay_out`.
 
     Args:
         network: one of ``NETWORKS``, any other timm name, a class path (``torchvision.models.resnet18``), or
             a callable that takes the number of classes, as ``num_classes`` or as its first argument.
         num_classes: number of logits.
-        example_shape: ``(3, H, W)``, what the data module yields.
-        logits: whether the network has to give ``[B, num_classes]``; if not, ``[B, any]``.
+        example_shape: shape of an example of the data module, ``(3, H, W)`` for images.
+        logits: whether the outputs must be ``[B, num_classes]``; if not, ``[B, any]``.
 
     Raises:
-        ValueError: no network of that name, what was given does not make one, or what it makes gives no
-            logits ``[B, num_classes]`` for examples of this shape. What its own code raised is the cause of
-            the error.
+        InputError: there is no network of that name, ``network`` does not return a network, or its outputs
+            for examples of this shape are not ``[B, num_classes]``. An error of the network's own code is
+            the cause of this error.
+        ValueError: the network refuses its own settings.
     """
     if not example_shape or min(example_shape) < 1:
         raise InputError(
             f"example_shape={example_shape}",
             "an example has one dimension or more, none of them empty",
-            "mend the data",
+            "correct the data",
         )
-    if network in _OURS and (len(example_shape) != 3 or example_shape[0] != 3):
+    if network in _OWN_NETWORKS and (len(example_shape) != 3 or example_shape[0] != 3):
         raise _not_images(f"network={network!r}", example_shape)
-    made = _built(network, num_classes, example_shape)
+    made = _make(network, num_classes, example_shape)
     _check_outputs(made, network, num_classes, example_shape, logits)
     return lay_out(made)
 
@@ -75,33 +77,33 @@ def _not_images(network: str, example_shape: tuple[int, ...]) -> InputError:
     )
 
 
-def _built(
+def _make(
     network: str | Callable[[int], nn.Module], num_classes: int, example_shape: tuple[int, ...]
 ) -> nn.Module:
     if isinstance(network, nn.Module):
         raise InputError(
             f"network={type(network).__name__}(...)",
-            "already built, clients need new weights",
+            "it is already built, but clients need new weights",
             "write its class",
         )
     if not isinstance(network, str):
-        return _called(network, network, num_classes)
+        return _call_maker(network, network, num_classes)
     if network == "small_cnn" and min(example_shape[1:]) < 16:
         raise InputError(
             f"network='small_cnn' on {example_shape[1]}x{example_shape[2]} images",
             "it needs 16x16",
             "write resnet20",
         )
-    if network in _OURS:
-        return _OURS[network](num_classes)
-    import timm  # slow to import, and not needed for our own
+    if network in _OWN_NETWORKS:
+        return _OWN_NETWORKS[network](num_classes)
+    import timm  # slow to import, and not needed for the project's own networks
 
     if timm.is_model(_TIMM_NAMES.get(network, network)):
         if len(example_shape) != 3:
             raise _not_images(f"network={network!r}", example_shape)
         return _from_timm(network, num_classes, example_shape)
     if "." in network:
-        return _called(_imported(network), network, num_classes)
+        return _call_maker(_import(network), network, num_classes)
     known = [*NETWORKS, *timm.list_models()]
     near = (get_close_matches(network.lower(), known, n=1, cutoff=0.0) or [NETWORKS[0]])[0]
     raise InputError(
@@ -111,8 +113,12 @@ def _built(
     )
 
 
-def _called(make: Callable[..., Any], given: object, num_classes: int) -> nn.Module:
-    """By keyword where there is one: the first argument of torchvision's makers is ``weights``."""
+def _call_maker(make: Callable[..., Any], given: object, num_classes: int) -> nn.Module:
+    """Call ``make`` with the number of classes and return its network.
+
+    The number is passed as keyword ``num_classes`` where possible, because the first argument of
+    torchvision's functions is ``weights``.
+    """
     _check_maker(make, given)
     try:
         parameters = signature(make).parameters.values()
@@ -121,17 +127,17 @@ def _called(make: Callable[..., Any], given: object, num_classes: int) -> nn.Mod
         named = False
     try:
         made = make(num_classes=num_classes) if named else make(num_classes)
-    except ValueError:  # about its own settings
+    except ValueError:  # the network refuses its own settings
         raise
     except Exception as error:
         raise InputError(
-            f"network={_shown(given)}: it raised {_words(error)}",
+            f"network={_name_of(given)}: it raised {_error_text(error)}",
             f"it is called with the number of classes, {num_classes}, and returns a torch.nn.Module",
-            "mend it, or write small_cnn",
+            "correct it, or write small_cnn",
         ) from error
     if not isinstance(made, nn.Module):
         raise InputError(
-            f"network={_shown(given)}",
+            f"network={_name_of(given)}",
             f"made a {type(made).__name__}",
             "write something that returns a torch.nn.Module",
         )
@@ -139,11 +145,14 @@ def _called(make: Callable[..., Any], given: object, num_classes: int) -> nn.Mod
 
 
 def _check_maker(make: Any, given: object) -> None:
-    """Refuse, before it is called, what can be no maker of networks, and might do harm: ``os.system``,
-    ``sys.exit``, a reader of pickles.
+    """Refuse a callable that cannot return a network, before it is called.
 
-    A class has to be a ``nn.Module``. A function has to come from elsewhere than Python itself and torch,
-    which have none that make networks, unless it is annotated to return one.
+    The call could do harm: ``os.system``, ``sys.exit``, a reader of pickles. A class must be a subclass of
+    ``nn.Module``. A function must not come from Python's standard library or from torch, which have no
+    functions that return networks, unless its annotation says that it returns one.
+
+    Raises:
+        InputError: the callable is refused.
     """
     make = _innermost(make)
     if isclass(make):
@@ -155,7 +164,7 @@ def _check_maker(make: Any, given: object) -> None:
         good = good or (isclass(returned) and issubclass(returned, nn.Module))
     if not (callable(make) and good):
         raise InputError(
-            f"network={_shown(given)}",
+            f"network={_name_of(given)}",
             "a network is a subclass of torch.nn.Module, or a function of yours, of timm or of "
             "torchvision that returns one",
             "write e.g. torchvision.models.resnet18",
@@ -165,8 +174,11 @@ def _check_maker(make: Any, given: object) -> None:
 def _check_outputs(
     made: nn.Module, given: object, num_classes: int, example_shape: tuple[int, ...], logits: bool
 ) -> None:
-    """Refuse a network that does not map two examples ``[2, *example_shape]`` to logits ``[2,
-    num_classes]``."""
+    """Refuse a network that does not map examples ``[2, *example_shape]`` to logits ``[2, num_classes]``.
+
+    Raises:
+        InputError: the network is refused.
+    """
     was_training = made.training
     try:
         with torch.no_grad():
@@ -174,9 +186,9 @@ def _check_outputs(
     except Exception as error:
         shape = ", ".join(map(str, example_shape))
         raise InputError(
-            f"network={_shown(given)}: it raised {_words(error)}",
+            f"network={_name_of(given)}: it raised {_error_text(error)}",
             f"it has to map examples [B, {shape}] to logits [B, {num_classes}]",
-            "mend its forward or its sizes",
+            "correct its forward method or its sizes",
         ) from error
     finally:
         made.train(was_training)
@@ -184,21 +196,24 @@ def _check_outputs(
     if not good or (logits and outputs.shape[1] != num_classes):
         found = tuple(outputs.shape) if isinstance(outputs, torch.Tensor) else type(outputs).__name__
         raise InputError(
-            f"network={_shown(given)}: makes {found} of two examples",
+            f"network={_name_of(given)} makes {found} of two examples",
             f"logits [2, {num_classes}] are needed",
-            "mend its forward or its sizes",
+            "correct its forward method or its sizes",
         )
 
 
 def _innermost(make: Any) -> Any:
-    """What a ``partial`` calls in the end; those of jsonargparse hand the class to a function that builds
-    it."""
+    """Return the class or function that nested ``partial`` objects call.
+
+    The partials of jsonargparse pass the class to a function that builds it.
+    """
     while isinstance(make, partial):
         make = make.args[-1] if make.args and isclass(make.args[-1]) else make.func
     return make
 
 
-def _shown(given: object) -> str:
+def _name_of(given: object) -> str:
+    """Return the name of a class or callable, for a message."""
     given = _innermost(given)
     if isinstance(given, str):
         return repr(given)
@@ -209,11 +224,11 @@ def _shown(given: object) -> str:
     )
 
 
-def _words(error: Exception) -> str:
+def _error_text(error: Exception) -> str:
     return f"{type(error).__name__} ({' '.join(str(error).split())[:300]})"
 
 
-def _imported(path: str) -> Callable[..., Any]:
+def _import(path: str) -> Callable[..., Any]:
     module, _, name = path.rpartition(".")
     try:
         return getattr(import_module(module), name)

@@ -1,12 +1,13 @@
-"""PQ-LoRA layers (Seo et al. 2025, arXiv 2506.11024): adapters of one shape for networks of any width and
-depth.
+"""PQ-LoRA layers: adapters that have one shape in networks of any width and depth.
+
+Source: Seo et al. 2025, arXiv 2506.11024.
 
     h = W x + scale * [ (1 - g) * B(P A x + Q) + g * B(Pg A x + Qg) ]
 
-W and the projections A, B are frozen (rows of A and columns of B orthonormal). P [r, r] and Q [r] are the
-client's own and start at zero; Pg, Qg are its copy of what the server mixed for it; g, a number or a sigmoid
-of x, weighs one against the other. Only P, Q, Pg and Qg travel: with one rank and one number of blocks for
-all, they have one shape for all.
+W and the projections A, B are frozen (the rows of A and the columns of B are orthonormal). P [r, r] and Q [r]
+are the client's own and start at zero. Pg and Qg are its copy of the mixture that the server made for it. The
+gate g, a number or a sigmoid of x, weighs the global adapter against the own one. Only P, Q, Pg and Qg are
+sent: if all clients have one rank and one number of blocks, these tensors have one shape for all clients.
 
 ``L`` layers of a network, ``r`` rank.
 """
@@ -23,20 +24,20 @@ from torch.nn import functional as F
 from fl_lightning.errors import InputError
 
 Gate = Literal["scalar", "input"]
-START = 0.5  # of the gate
+INITIAL_GATE = 0.5
 
 
 class PQLoRALinear(nn.Module):
-    """A frozen linear layer with an adapter. New A and B come from torch's current generator.
+    """A frozen linear layer with an adapter, whose A and B are drawn from torch's current generator.
 
     Args:
-        base: the layer; frozen from here on.
+        base: the linear layer; this class freezes it.
         rank: r, at most the smaller side of the layer.
         scale: factor of the adapter.
         gate: g as one trained number (``scalar``), or as a trained sigmoid of the layer's input (``input``).
-        full_gradient: P and Q get their gradient without the factor (1 - g), so that a gate that trusts the
-            global copy does not stop the client's own one from learning; g and x get the derivative as it is.
-            False: the plain derivative everywhere.
+        full_gradient: whether P and Q get their gradient without the factor (1 - g), so that they learn even
+            if the gate prefers the global copy; g and x get the exact derivative. False: all get the exact
+            derivative.
     """
 
     A: Tensor
@@ -61,10 +62,10 @@ class PQLoRALinear(nn.Module):
         self.P, self.Q = nn.Parameter(like.new_zeros(rank, rank)), nn.Parameter(like.new_zeros(rank))
         self.register_buffer("global_P", like.new_zeros(rank, rank))
         self.register_buffer("global_Q", like.new_zeros(rank))
-        self.gate = nn.Parameter(like.new_tensor(START)) if gate == "scalar" else _input_gate(base)
+        self.gate = nn.Parameter(like.new_tensor(INITIAL_GATE)) if gate == "scalar" else _input_gate(base)
 
     def forward(self, x: Tensor) -> Tensor:
-        """``[..., in]`` to ``[..., out]``."""
+        """Map inputs ``[..., in]`` to outputs ``[..., out]``."""
         low = F.linear(x, self.A)
         g = self.gate if isinstance(self.gate, Tensor) else self.gate(x).sigmoid()
         mixed = (1 - g) * self._own(low) + g * F.linear(low, self.global_P, self.global_Q)
@@ -84,12 +85,12 @@ class PQLoRALinear(nn.Module):
 def _input_gate(base: nn.Linear) -> nn.Linear:
     gate = nn.Linear(base.in_features, 1).to(base.weight)
     nn.init.zeros_(gate.weight)
-    nn.init.zeros_(gate.bias)  # sigmoid(0) = START
+    nn.init.zeros_(gate.bias)  # sigmoid(0) = INITIAL_GATE
     return gate
 
 
 def orthonormal(size: int, rank: int) -> Tensor:
-    """``[size, rank]`` with orthonormal columns, from torch's current generator."""
+    """Return a float64 matrix ``[size, rank]`` with orthonormal columns, from torch's current generator."""
     return torch.linalg.qr(torch.randn(size, rank, dtype=torch.float64))[0]
 
 
@@ -101,11 +102,21 @@ def attach(
     gate: Gate = "scalar",
     full_gradient: bool = True,
 ) -> nn.Module:
-    """Freeze the network and put an adapter on the last linear layer of each block. Returns the network, or
-    what stands for it.
+    """Freeze the network and put an adapter on the last linear layer of each block.
+
+    Args:
+        network: the network; it is changed in place.
+        num_blocks: number of adapted layers.
+        rank: r of every adapter.
+        scale: factor of the adapters.
+        gate: kind of gate, see :class:`PQLoRALinear`.
+        full_gradient: see :class:`PQLoRALinear`.
+
+    Returns:
+        The network; if it is itself a linear layer, the adapted layer in place of it.
 
     Raises:
-        ValueError: the network has fewer blocks or narrower layers.
+        InputError: the network has fewer blocks, or a layer is narrower than the rank.
     """
     network.requires_grad_(False)
     for name in target_layers(network, num_blocks):
@@ -127,11 +138,14 @@ def attach(
 
 
 def target_layers(network: nn.Module, num_blocks: int) -> list[str]:
-    """Names of the last linear layer of each of ``num_blocks`` blocks: the network's trunk cut into groups as
-    equal as possible.
+    """Return the name of the last linear layer of each of ``num_blocks`` blocks.
 
-    The trunk is the longest list of children that all hold a linear layer; a network without one is cut by
-    its linear layers. Block i of one depth pairs with block i of another.
+    The blocks are groups of the network's trunk of as equal size as possible. The trunk is the longest list
+    of children that all hold a linear layer. A network without a trunk of that length is cut by its linear
+    layers. Block i of a network corresponds to block i of a network of another depth.
+
+    Raises:
+        InputError: the network has fewer linear layers than blocks.
 
     >>> blocks = [nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4)) for _ in range(6)]
     >>> target_layers(nn.Sequential(*blocks), 2)
@@ -160,21 +174,29 @@ def target_layers(network: nn.Module, num_blocks: int) -> list[str]:
 
 
 def adapted_layers(network: nn.Module) -> list[PQLoRALinear]:
-    """The adapted layers, first block first."""
+    """Return the adapted layers in the order of the blocks."""
     return [module for module in network.modules() if isinstance(module, PQLoRALinear)]
 
 
 @torch.no_grad()
 def align(network: nn.Module, to: nn.Module, inputs: Tensor) -> None:
-    """Turn A and B of every layer of ``network`` towards those of its partner in ``to``, so that a P means
-    the same in both.
+    """Align A and B of every layer with its partner in ``to``, so that P means the same in both networks.
 
-    Orthogonal Procrustes (Schönemann 1966) per layer: of all A with orthonormal rows the one whose A x comes
-    closest to the partner's on these inputs, and of all B with orthonormal columns the one for which B^T W x
-    does.
+    Each layer solves two orthogonal Procrustes problems (Schönemann 1966): A is the matrix with orthonormal
+    rows whose A x comes closest to the partner's on these inputs, and B the matrix with orthonormal columns
+    whose B^T W x does.
+
+    Args:
+        network: network with adapters; it is changed in place.
+        to: network with as many adapters.
+        inputs: examples, ``[n, ...]``.
     """
     pairs = zip(
-        adapted_layers(network), adapted_layers(to), _seen(network, inputs), _seen(to, inputs), strict=True
+        adapted_layers(network),
+        adapted_layers(to),
+        _layer_inputs_and_outputs(network, inputs),
+        _layer_inputs_and_outputs(to, inputs),
+        strict=True,
     )
     for layer, partner, (x, h), (partner_x, partner_h) in pairs:
         layer.A.copy_(_procrustes(x, partner_x @ partner.A.T).T)
@@ -182,16 +204,20 @@ def align(network: nn.Module, to: nn.Module, inputs: Tensor) -> None:
 
 
 def _procrustes(features: Tensor, wanted: Tensor) -> Tensor:
-    """The matrix with orthonormal columns that takes ``features`` ``[n, d]`` closest to ``wanted`` ``[n,
-    r]``, both centred."""
+    """Return the matrix with orthonormal columns that maps ``features`` closest to ``wanted``, both centred.
+
+    Args:
+        features: ``[n, d]``.
+        wanted: ``[n, r]``.
+    """
     left, _, right = torch.linalg.svd(
         (features - features.mean(0)).double().T @ (wanted - wanted.mean(0)).double(), full_matrices=False
     )
     return (left @ right).to(features)
 
 
-def _seen(network: nn.Module, inputs: Tensor) -> list[tuple[Tensor, Tensor]]:
-    """Inputs and base outputs of every adapted layer, ``[n, in]`` and ``[n, out]``."""
+def _layer_inputs_and_outputs(network: nn.Module, inputs: Tensor) -> list[tuple[Tensor, Tensor]]:
+    """Return the inputs ``[n, in]`` and base outputs ``[n, out]`` of every adapted layer."""
     seen: list[tuple[Tensor, Tensor]] = []
     hooks = [
         layer.register_forward_hook(
@@ -208,13 +234,13 @@ def _seen(network: nn.Module, inputs: Tensor) -> list[tuple[Tensor, Tensor]]:
 
 
 def read_adapters(layers: Iterable[PQLoRALinear]) -> Tensor:
-    """P and Q as ``[L, r, r + 1]``, Q in the last column; a copy."""
+    """Return a copy of P and Q of all layers, ``[L, r, r + 1]``, with Q in the last column."""
     return torch.stack([torch.cat([layer.P, layer.Q.unsqueeze(1)], dim=1) for layer in layers]).detach()
 
 
 @torch.no_grad()
 def write_global(layers: Iterable[PQLoRALinear], adapters: Tensor) -> None:
-    """Set Pg and Qg from ``[L, r, r + 1]``."""
+    """Set Pg and Qg of all layers from ``[L, r, r + 1]``, with Qg in the last column."""
     for layer, adapter in zip(layers, adapters, strict=True):
         layer.global_P.copy_(adapter[:, :-1])
         layer.global_Q.copy_(adapter[:, -1])

@@ -1,5 +1,7 @@
-"""A residual MLP of any width and depth for small images: the family of networks for heterogeneous
-federations."""
+"""A residual MLP of any width and depth for small images.
+
+Federations whose clients have networks of different sizes take all of them from this family.
+"""
 
 from __future__ import annotations
 
@@ -8,17 +10,19 @@ from torch.nn.functional import avg_pool2d
 
 from fl_lightning.errors import InputError
 
-GRID = 8  # side of the grid of pixels that the first layer sees
+GRID_SIDE = 8  # side of the grid of pixels that the first layer sees
 
 
 class ResidualMLP(nn.Module):
-    """Images of 8 pixels or more averaged to an 8x8 grid, one linear layer, residual blocks, one linear
-    layer.
+    """A linear layer, residual blocks and a linear layer on images averaged to an 8x8 grid.
 
     Args:
         num_classes: number of logits.
         width: features between the blocks; inside a block twice as many.
         depth: number of blocks.
+
+    Raises:
+        InputError: width or depth is less than 1.
     """
 
     def __init__(self, num_classes: int, width: int = 64, depth: int = 4) -> None:
@@ -27,25 +31,23 @@ class ResidualMLP(nn.Module):
             raise InputError(
                 f"width={width}, depth={depth}", "both are 1 or more", "write e.g. width 64, depth 4"
             )
-        self.stem = nn.Linear(3 * GRID**2, width)
+        self.stem = nn.Linear(3 * GRID_SIDE**2, width)
         self.blocks = nn.Sequential(*(ResidualBlock(width) for _ in range(depth)))
         self.norm = nn.LayerNorm(width)
         self.classifier = nn.Linear(width, num_classes)
 
     def forward(self, images: Tensor) -> Tensor:
-        """``[B, 3, H, W]`` to logits ``[B, C]``."""
+        """Map images ``[B, 3, H, W]`` of 8x8 pixels or more to logits ``[B, C]``."""
         height, width = images.shape[-2:]
-        stride = (height // GRID, width // GRID)
-        kernel = (
-            height - (GRID - 1) * stride[0],
-            width - (GRID - 1) * stride[1],
-        )  # exactly 8x8 whatever the size
+        stride = (height // GRID_SIDE, width // GRID_SIDE)
+        # this kernel makes the grid exactly 8x8 for every image size
+        kernel = (height - (GRID_SIDE - 1) * stride[0], width - (GRID_SIDE - 1) * stride[1])
         pixels = avg_pool2d(images, kernel, stride).flatten(1)
         return self.classifier(self.norm(self.blocks(self.stem(pixels))))
 
 
 class ResidualBlock(nn.Module):
-    """``x + W2 gelu(W1 norm(x))``."""
+    """The residual block ``x + W2 gelu(W1 norm(x))``."""
 
     def __init__(self, width: int) -> None:
         super().__init__()

@@ -13,8 +13,10 @@ Shortcut = Literal["projection", "A"]
 
 
 class BasicBlock(nn.Module):
-    """Two 3x3 convolutions and a shortcut. Where the shape changes, ``A`` subsamples and pads channels with
-    zeros."""
+    """Two 3x3 convolutions and a shortcut.
+
+    Where the shape changes, shortcut ``A`` subsamples the input and pads the channels with zeros.
+    """
 
     def __init__(self, inputs: int, outputs: int, *, stride: int, shortcut: Shortcut) -> None:
         super().__init__()
@@ -47,6 +49,9 @@ class ResNet20(nn.Module):
         num_classes: number of logits.
         shortcut: projection (1x1 convolution and BatchNorm; 272 474 weights with 10 classes) or A (no
             weights; 269 722).
+
+    Raises:
+        InputError: there is no such shortcut.
     """
 
     def __init__(self, num_classes: int, shortcut: Shortcut = "projection") -> None:
@@ -69,5 +74,5 @@ class ResNet20(nn.Module):
                 nn.init.kaiming_normal_(module.weight)
 
     def forward(self, images: Tensor) -> Tensor:
-        """``[B, 3, H, W]`` to logits ``[B, C]``."""
+        """Map images ``[B, 3, H, W]`` to logits ``[B, C]``."""
         return self.classifier(self.blocks(self.stem(images)).mean(dim=(2, 3)))

@@ -1,7 +1,7 @@
-"""The modules and tensors of a module: what torch's own iterators give, without their price.
+"""The modules and tensors of a module, as torch's own iterators give them, but faster.
 
-A client's round reads and writes them several times; for a small network the general iterators then take
-longer than training it.
+A client's round reads and writes them several times. For a small network torch's general iterators then take
+longer than the training.
 """
 
 from __future__ import annotations
@@ -10,14 +10,17 @@ from torch import Tensor, nn
 
 
 def modules_of(module: nn.Module) -> list[nn.Module]:
-    """As ``module.modules()``."""
-    return list(_named(module).values())
+    """Return the modules that ``module.modules()`` yields, in the same order."""
+    return list(_modules_by_prefix(module).values())
 
 
 def tensors_of(module: nn.Module) -> dict[str, Tensor]:
-    """As ``named_parameters()`` and then ``named_buffers()``: one that two modules share appears once, under
-    its first name."""
-    named = _named(module)
+    """Return the parameters by name, then the buffers by name.
+
+    They are those of ``named_parameters()`` and ``named_buffers()``: a tensor that two modules share appears
+    once, under its first name.
+    """
+    named = _modules_by_prefix(module)
     return _registered(named, "_parameters") | _registered(named, "_buffers")
 
 
@@ -32,8 +35,8 @@ def _registered(named: dict[str, nn.Module], kind: str) -> dict[str, Tensor]:
     return found
 
 
-def _named(module: nn.Module) -> dict[str, nn.Module]:
-    """Each module once, by the start of the names of its tensors."""
+def _modules_by_prefix(module: nn.Module) -> dict[str, nn.Module]:
+    """Return each module once, by the prefix of the names of its tensors."""
     found: dict[str, nn.Module] = {}
     seen: set[int] = set()
 

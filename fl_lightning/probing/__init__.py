@@ -1,4 +1,6 @@
-from fl_lightning.probing.probes import PROBES, chosen, probe
-from fl_lightning.probing.subject import Finding, Subject
+"""Probes of a checkpoint for the ``test`` command: accuracy, robustness, calibration and cost."""
 
-__all__ = ["PROBES", "Finding", "Subject", "chosen", "probe"]
+from fl_lightning.probing.probed_model import Finding, ProbedModel
+from fl_lightning.probing.probes import PROBES, probe, select_probes
+
+__all__ = ["PROBES", "Finding", "ProbedModel", "probe", "select_probes"]

@@ -3,8 +3,8 @@
     FGSM   x + eps * sign(grad_x L(x, y))                                       Goodfellow et al., ICLR 2015
     PGD    x_{i+1} = clip(x_i + step * sign(grad_x L(x_i, y))), random start     Madry et al., ICLR 2018
 
-L is the cross-entropy, clip keeps x within eps and within [0, 1]. Pure functions of a network as ``forward``:
-pixels to logits. ``B`` batch, ``C`` classes.
+L is the cross-entropy; clip keeps x within eps of the original and within [0, 1]. The attacks are pure
+functions of a network that maps pixels to logits. ``B`` batch, ``C`` classes.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from torch import Tensor
 from torch.nn import functional as F
 
 Forward = Callable[[Tensor], Tensor]
-EPS = 2 / 255
-STEPS = 10
+EPS = 2 / 255  # largest change of a pixel in [0, 1]
+STEPS = 10  # steps of PGD
 
 
 def fgsm(forward: Forward, pixels: Tensor, target: Tensor, eps: float = EPS) -> Tensor:
-    """One step of the gradient's sign.
+    """Return the pixels after one step along the sign of the gradient.
 
     Args:
         forward: pixels ``[B, ...]`` to logits ``[B, C]``.
@@ -42,13 +42,18 @@ def pgd(
     steps: int = STEPS,
     share: float = 0.25,
 ) -> Tensor:
-    """The example of highest loss among the steps and FGSM's, so it is never the weaker attack.
+    """Return the pixels with the highest loss among all PGD steps and FGSM.
+
+    The result is therefore never weaker than FGSM.
 
     Args:
-        forward, pixels, target, eps: as in :func:`fgsm`.
-        start: uniform in [-1, 1], of the form of ``pixels``: where in the eps-ball it begins.
+        forward: pixels ``[B, ...]`` to logits ``[B, C]``.
+        pixels: in [0, 1].
+        target: int64 ``[B]``.
+        start: starting point relative to eps, uniform in [-1, 1], in the shape of ``pixels``.
+        eps: largest change of a pixel.
         steps: number of steps.
-        share: of eps that one step goes; 0.25 over 10 steps is 2.5 times across, as Madry et al. have it.
+        share: length of a step relative to eps; 10 steps of 0.25 cover 2.5 eps, as in Madry et al.
     """
     best = fgsm(forward, pixels, target, eps)
     highest, _ = _loss_and_gradient(forward, best, target)
@@ -63,8 +68,10 @@ def pgd(
 
 
 def _loss_and_gradient(forward: Forward, pixels: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
-    """Loss of each example ``[B]``, and its gradient by the pixels; of a sum, so that examples do not depend
-    on each other."""
+    """Return the loss of each example ``[B]`` and its gradient with respect to the pixels.
+
+    The gradient is that of the sum of the losses, so it does not depend on other examples of the batch.
+    """
     x = pixels.detach().requires_grad_(True)
     with torch.enable_grad():
         loss = F.cross_entropy(forward(x), target, reduction="none")

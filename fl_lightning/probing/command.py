@@ -1,5 +1,4 @@
-"""The ``test`` command: which checkpoint of a run is probed, that it is loaded exactly, and what is written
-about it."""
+"""The ``test`` command: choose a checkpoint of a run, load it, run the probes and write the results."""
 
 from __future__ import annotations
 
@@ -17,7 +16,7 @@ from rich.table import Table
 
 from fl_lightning.errors import InputError
 from fl_lightning.loop import Federation, weights_hash
-from fl_lightning.probing import Finding, Subject, chosen, probe
+from fl_lightning.probing import Finding, ProbedModel, probe, select_probes
 from fl_lightning.run.checkpoint import CheckpointError, checkpoints_in
 from fl_lightning.run.directory import RunDirectory, checkpoint_name
 from fl_lightning.run.metadata import git_state, now, versions
@@ -30,12 +29,12 @@ from fl_lightning.wire import Ledger
 
 log = logging.getLogger("fl_lightning")
 
-FILE = "test.json"
-BEARING = ("seed_everything", "model", "data", "trainer.precision")
-"""Settings that a test rests on; the others (rounds, participation, stressors ...) are training's."""
-SAME = ("checkpoint", "weights_sha256", "settings_sha256", "versions", "git", "machine")
-"""What two tests have in common whose results stand side by side in one file."""
-DIGITS = 1e-6  # a test result that is further from the one recorded in training is another result
+RESULTS_FILE = "test.json"
+RELEVANT_SETTINGS = ("seed_everything", "model", "data", "trainer.precision")
+"""Settings that change test results; others (rounds, participation, stressors ...) change only training."""
+IDENTITY_KEYS = ("checkpoint", "weights_sha256", "settings_sha256", "versions", "git", "machine")
+"""Entries that must be equal for the results of two tests to be merged into one file."""
+MAX_DIFFERENCE = 1e-6  # between a result of the test and of training; a larger one is reported
 
 
 def examine(
@@ -49,48 +48,57 @@ def examine(
     allow_changed: bool,
     logger: bool | Logger | list[Logger],
 ) -> dict[str, float]:
-    """Probe a checkpoint, write ``test.json``, show it and give it to the run's MLflow record.
+    """Probe a checkpoint, write ``test.json``, print the results and add them to the tracked run.
 
     Args:
-        prepare: makes the federation; called when the checkpoint is there and whole.
-        ckpt_path, checkpoint, probes: as the user gave them.
-        experiment: folder of the experiment, where ``last`` is looked for.
+        prepare: makes the federation; it is called after the checkpoint was read.
+        ckpt_path: the run, as given by the user, see :func:`choose_checkpoint`.
+        experiment: folder of the experiment, in which ``last`` is searched.
+        checkpoint: name of the checkpoint, ``last`` or ``best``; None: ``last``.
+        probes: comma-separated names of probes; None: all.
         settings: the configuration, nested.
-        allow_changed: whether it may differ from the run's.
+        allow_changed: whether the configuration may differ from the run's.
         logger: where the run is tracked.
 
+    Returns:
+        The metrics of the checkpoint by name.
+
     Raises:
-        InputError: nothing was written.
+        InputError: a request cannot be met; nothing was written.
     """
-    names = chosen(probes)
-    place, which = asked_for(ckpt_path, checkpoint)
+    names = select_probes(probes)
+    place, which = parse_request(ckpt_path, checkpoint)
     saved = choose_checkpoint(place, which, experiment)
     run = RunDirectory(saved.path.parent.parent)
     run.lock()
     try:
         fed = prepare()
-        found = probe(load(fed, saved, settings, allow_changed), names)
-        results = write(
+        found = probe(load_model(fed, saved, settings, allow_changed), names)
+        results = write_results(
             run,
             {
                 "chosen": which,
-                "settings_sha256": settings_hash(bearing(settings)),
-                **report(fed, saved, found),
+                "settings_sha256": settings_hash(relevant_settings(settings)),
+                **make_report(fed, saved, found),
             },
         )
     finally:
         run.unlock()
-    show(run, results, found)
+    print_results(run, results, found)
     tracked = run.read_json("metadata.json").get("tracking_run_id")
     if tracked and logger:
         add_to_run(
-            logger, tracked, {**results["metrics"], **results["timings"]}, results["round"], [run.path / FILE]
+            logger,
+            tracked,
+            {**results["metrics"], **results["timings"]},
+            results["round"],
+            [run.path / RESULTS_FILE],
         )
     return results["metrics"]
 
 
-def asked_for(ckpt_path: str | None, checkpoint: str | None) -> tuple[str, str]:
-    """The run, and which of its checkpoints: ``last`` unless one is named, by either flag.
+def parse_request(ckpt_path: str | None, checkpoint: str | None) -> tuple[str, str]:
+    """Return the run and the name of the checkpoint; that is ``last`` if neither flag names one.
 
     Raises:
         InputError: no run is named, or a checkpoint is named twice.
@@ -114,15 +122,15 @@ def asked_for(ckpt_path: str | None, checkpoint: str | None) -> tuple[str, str]:
 
 
 def choose_checkpoint(ckpt_path: str, which: str, experiment: Path) -> Checkpoint:
-    """Read the checkpoint that is meant, and no other.
+    """Read the requested checkpoint; never fall back to another one.
 
     Args:
-        ckpt_path: a run directory, or ``last``, the run of this experiment that was written last.
+        ckpt_path: a run directory, or ``last`` for the latest run of the experiment.
         which: ``last``, ``best`` or a checkpoint's name.
         experiment: folder of the experiment.
 
     Raises:
-        InputError: there is none such, or it is damaged.
+        InputError: there is no such checkpoint, or it is damaged.
     """
     start = find_start(ckpt_path, experiment)
     if start.run is None or start.checkpoint is None:
@@ -157,17 +165,17 @@ def _read(run: Path, name: str) -> Checkpoint:
         ) from error
 
 
-def load(
+def load_model(
     fed: Federation, checkpoint: Checkpoint, settings: Mapping[str, Any], allow_changed: bool
-) -> Subject:
-    """Bring the federation to the checkpoint and make it the subject of probes.
+) -> ProbedModel:
+    """Restore the federation from the checkpoint and return its model for the probes.
 
     Raises:
         InputError: it was trained with other data, another method or another seed, and ``allow_changed`` is
             false.
     """
     saved = checkpoint.progress
-    changed = changed_settings(bearing(saved["config"]), bearing(settings))
+    changed = changed_settings(relevant_settings(saved["config"]), relevant_settings(settings))
     if saved["partition"] != fed.data.partition_hash and not changed:
         changed = [
             (
@@ -184,20 +192,20 @@ def load(
         )
     if changed:
         log.warning("testing with a changed configuration: %s", ", ".join(changed))
-    fed.callbacks = ()  # they belong to training
+    fed.callbacks = ()  # callbacks are for training only
     done = restore(fed, checkpoint)
     fed.method.round = done.round
     uploads = _mean_upload(RunDirectory(checkpoint.path.parent.parent), done.round)
-    return Subject(fed.fabric, fed.method, fed.data, fed.states, fed.seed, uploads)
+    return ProbedModel(fed.fabric, fed.method, fed.data, fed.states, fed.seed, uploads)
 
 
-def bearing(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings that a test rests on, with dotted keys."""
-    return {key: value for key, value in flatten(settings).items() if is_under(key, BEARING)}
+def relevant_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings that change test results, with dotted keys."""
+    return {key: value for key, value in flatten(settings).items() if is_under(key, RELEVANT_SETTINGS)}
 
 
 def _mean_upload(run: RunDirectory, round: int) -> float | None:
-    """Bytes of an upload of this round that counted, on average."""
+    """Return the mean bytes of the uploads of this round that were used; None if there are none."""
     try:
         entries = Ledger.from_csv(run.tables["ledger"].path.read_text()).entries
     except (OSError, ValueError, StopIteration):
@@ -206,14 +214,14 @@ def _mean_upload(run: RunDirectory, round: int) -> float | None:
     return sum(sizes) / len(sizes) if sizes else None
 
 
-def report(fed: Federation, checkpoint: Checkpoint, found: Mapping[str, Finding]) -> dict[str, Any]:
-    """What ``test.json`` holds."""
+def make_report(fed: Federation, checkpoint: Checkpoint, found: Mapping[str, Finding]) -> dict[str, Any]:
+    """Return the content of ``test.json``; warn of results that differ from those of training."""
     recorded = _recorded(checkpoint)
     metrics = {name: value for finding in found.values() for name, value in finding.metrics.items()}
     for name in ("test/accuracy", "test/loss"):
-        if name in metrics and name in recorded and not abs(metrics[name] - recorded[name]) <= DIGITS:
+        if name in metrics and name in recorded and not abs(metrics[name] - recorded[name]) <= MAX_DIFFERENCE:
             log.warning(
-                "%s: %.9g, in training %.9g; another device, precision or data?",
+                "%s: %.9g, but %.9g in training; compare device, precision and data",
                 name,
                 metrics[name],
                 recorded[name],
@@ -239,14 +247,14 @@ def report(fed: Federation, checkpoint: Checkpoint, found: Mapping[str, Finding]
 
 
 def _recorded(checkpoint: Checkpoint) -> dict[str, float]:
-    """The metrics of the checkpoint's round, as training wrote them."""
+    """Return the metrics of the checkpoint's round that training wrote."""
     table = RunDirectory(checkpoint.path.parent.parent).tables["metrics"]
     rows = numbers(table.until(checkpoint.progress["tables"]["metrics"]))
     return rows[-1] if rows else {}
 
 
 def _machine(fed: Federation) -> dict[str, Any]:
-    """Whose the timings are."""
+    """Describe the machine on which the timings were taken."""
     device = fed.fabric.device
     return {
         "device": torch.cuda.get_device_name(device)
@@ -258,11 +266,14 @@ def _machine(fed: Federation) -> dict[str, Any]:
     }
 
 
-def write(run: RunDirectory, new: dict[str, Any]) -> dict[str, Any]:
-    """Write ``test.json``, with what other probes found before in the same circumstances; a test in others is
-    kept beside it."""
-    before = run.read_json(FILE)
-    if before and all(before.get(name) == new[name] for name in SAME):
+def write_results(run: RunDirectory, new: dict[str, Any]) -> dict[str, Any]:
+    """Write ``test.json`` and return its content.
+
+    Results of other probes are kept if all of ``IDENTITY_KEYS`` are equal. Otherwise the old file is kept
+    under another name.
+    """
+    before = run.read_json(RESULTS_FILE)
+    if before and all(before.get(name) == new[name] for name in IDENTITY_KEYS):
         parts = ("metrics", "recorded", "timings", "probes")
         skipped = {name: said for name, said in before["skipped"].items() if name not in new["probes"]}
         new = {
@@ -272,20 +283,20 @@ def write(run: RunDirectory, new: dict[str, Any]) -> dict[str, Any]:
         }
     elif before:
         run.write_json(f"test_{before.get('checkpoint', 'before')}.json", before)
-    run.write_json(FILE, new)
+    run.write_json(RESULTS_FILE, new)
     return new
 
 
-def show(run: RunDirectory, new: Mapping[str, Any], found: Mapping[str, Finding]) -> None:
-    """The results as a table on stdout, and below it what was left out."""
+def print_results(run: RunDirectory, new: Mapping[str, Any], found: Mapping[str, Finding]) -> None:
+    """Print the results as a table, and below it what was left out."""
     grid = Table()
     for column, justify in (("probe", "left"), ("metric", "left"), ("value", "right")):
         grid.add_column(column, justify=justify)  # type: ignore[arg-type]
     for name, finding in found.items():
         label = f"{name} ({finding.details['source']})" if "source" in finding.details else name
         rows = [
-            *((k, _shown(k, v)) for k, v in finding.metrics.items()),
-            *((k, _shown(k, v)) for k, v in finding.timings.items()),
+            *((k, _format_value(k, v)) for k, v in finding.metrics.items()),
+            *((k, _format_value(k, v)) for k, v in finding.timings.items()),
         ]
         for number, (metric, value) in enumerate(rows or [("-", "left out")]):
             grid.add_row("" if number else label, metric, value, end_section=number == max(len(rows), 1) - 1)
@@ -297,10 +308,10 @@ def show(run: RunDirectory, new: Mapping[str, Any], found: Mapping[str, Finding]
         for sentence in finding.skipped:
             console.print(f"{name}: {sentence}", style="yellow", markup=False, highlight=False)
     console.print(f"timings and memory are of this machine: {new['machine']}", markup=False, highlight=False)
-    console.print(f"written to {run.path / FILE}", markup=False, highlight=False, soft_wrap=True)
+    console.print(f"written to {run.path / RESULTS_FILE}", markup=False, highlight=False, soft_wrap=True)
 
 
-def _shown(name: str, value: float) -> str:
+def _format_value(name: str, value: float) -> str:
     if name.startswith("latency/"):
         return f"{1000 * value:.3f} ms"
     if name == "cost/flops":

@@ -1,5 +1,7 @@
-"""What one answer costs: floating-point operations, seconds, memory, bytes. Seconds and memory are this
-machine's, and this moment's."""
+"""The cost of a forward pass: floating-point operations, seconds, memory, bytes.
+
+Seconds and memory are measured, so they depend on the machine and its load.
+"""
 
 from __future__ import annotations
 
@@ -14,37 +16,41 @@ import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
-WARM_UP = 10  # forward passes before the clock runs
+WARM_UP_PASSES = 10  # forward passes before the measurement
 
 
 @torch.no_grad()
 def flops(network: nn.Module, inputs: Any) -> int:
-    """Floating-point operations of a forward pass, as torch counts them: matrix products and convolutions,
-    two a multiply-add."""
+    """Return the floating-point operations of a forward pass, as torch counts them.
+
+    They are those of matrix products and convolutions; a multiply-add counts as two.
+    """
     with FlopCounterMode(display=False) as counter:
         network(inputs)
     return int(counter.get_total_flops())
 
 
 def float_bytes(network: nn.Module) -> int:
-    """Parameters and floating-point statistics at 4 bytes each."""
+    """Return the bytes of all parameters and floating-point buffers, 4 bytes for each value."""
     tensors = [*network.parameters(), *(buffer for buffer in network.buffers() if buffer.is_floating_point())]
     return 4 * sum(tensor.numel() for tensor in tensors)
 
 
 @torch.no_grad()
 def latencies(networks: Mapping[str, nn.Module], inputs: Tensor, batch_size: int) -> dict[str, np.ndarray]:
-    """Seconds of each forward pass over ``inputs``, by network; they take turns, so that a slow moment meets
-    them all.
+    """Return the seconds of each forward pass by network.
+
+    The networks take turns, so that other load on the machine affects all of them alike.
 
     Args:
-        inputs: on the device, ``[n, ...]``.
+        networks: networks by name.
+        inputs: examples on the device, ``[n, ...]``.
         batch_size: examples of one pass.
     """
     batches = inputs.split(batch_size)
     taken: dict[str, list[float]] = {name: [] for name in networks}
     for network in networks.values():
-        for batch in batches[:WARM_UP]:
+        for batch in batches[:WARM_UP_PASSES]:
             network(batch)
     for batch in batches:
         for name, network in networks.items():
@@ -52,15 +58,16 @@ def latencies(networks: Mapping[str, nn.Module], inputs: Tensor, batch_size: int
     return {name: np.array(seconds) for name, seconds in taken.items()}
 
 
-def _seconds(work: Callable[[], Any], device: torch.device) -> float:
-    _wait(device)
+def _seconds(function: Callable[[], Any], device: torch.device) -> float:
+    """Return the seconds of one call of ``function``, including its work on the device."""
+    _synchronize(device)
     started = perf_counter()
-    work()
-    _wait(device)
+    function()
+    _synchronize(device)
     return perf_counter() - started
 
 
-def _wait(device: torch.device) -> None:
+def _synchronize(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     elif device.type == "mps":
@@ -69,12 +76,14 @@ def _wait(device: torch.device) -> None:
 
 @torch.no_grad()
 def peak_memory(network: nn.Module, inputs: Tensor) -> tuple[int, str]:
-    """Bytes, and of what: on CUDA the most that is allocated during a forward pass; elsewhere the most this
-    process ever held."""
+    """Return the peak memory in bytes, and a description of what it counts.
+
+    On CUDA it is the peak allocation during one forward pass; elsewhere the peak of the whole process so far.
+    """
     if inputs.device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(inputs.device)
         network(inputs)
-        _wait(inputs.device)
+        _synchronize(inputs.device)
         return torch.cuda.max_memory_allocated(
             inputs.device
         ), "allocated on the device at the peak of one forward pass"

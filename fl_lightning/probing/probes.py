@@ -1,5 +1,4 @@
-"""The probes of the ``test`` command (METHODS.md, section 11): each a function of a :class:`Subject` that
-gives a :class:`Finding`."""
+"""The probes of the ``test`` command: functions of a :class:`ProbedModel` that return a :class:`Finding`."""
 
 from __future__ import annotations
 
@@ -26,20 +25,20 @@ from fl_lightning.probing.corruptions.layers import frost_photographs
 from fl_lightning.probing.corruptions.published import PublishedImages
 from fl_lightning.probing.corruptions.recipes import EXTRA, SEVERITY, STANDARD, corrupt
 from fl_lightning.probing.cost import float_bytes, flops, latencies, peak_memory
-from fl_lightning.probing.scaling import BOUNDS, calibration, fit_temperature
-from fl_lightning.probing.subject import Finding, Forward, Subject
+from fl_lightning.probing.probed_model import Finding, Forward, ProbedModel
+from fl_lightning.probing.scaling import TEMPERATURE_BOUNDS, calibration, fit_temperature
 from fl_lightning.rng import stream
 
 log = logging.getLogger("fl_lightning")
 
 TIMED_IMAGES = 1000
 LARGE_BATCH = 100
-NO_PIXELS = "{} left out: the examples of {} are no images in [0, 1]"
+NO_IMAGES = "{} left out: the examples of {} are no images in [0, 1]"
 NOT_QUANTISED = "{} left out: {} deploys its weights in full precision, there is no second model"
 
 
-def clean(subject: Subject) -> Finding:
-    """The test set as it is."""
+def clean(subject: ProbedModel) -> Finding:
+    """Evaluate the clean test set."""
     metrics, probs, target = on_test_set(subject.fabric, subject.method, subject.data, subject.states)
     if torch.isfinite(probs).all():
         metrics |= {
@@ -54,11 +53,11 @@ def clean(subject: Subject) -> Finding:
     return Finding(metrics, details={"examples": len(target), "answered_by": who})
 
 
-def corruptions(subject: Subject) -> Finding:
-    """CIFAR-C at severity 3: the published arrays, or images made by the published recipe."""
+def corruptions(subject: ProbedModel) -> Finding:
+    """Evaluate CIFAR-C at severity 3, with the published arrays or with images made by their recipe."""
     data = subject.images
     if data is None:
-        return Finding(skipped=[NO_PIXELS.format("corruptions", type(subject.data).__name__)])
+        return Finding(skipped=[NO_IMAGES.format("corruptions", type(subject.data).__name__)])
     published = PublishedImages(data.dataset, data.root)
     skipped, details = [], {"severity": SEVERITY, "source": "published", "folder": str(published.folder)}
     photographs: list[np.ndarray] = []
@@ -94,26 +93,29 @@ def corruptions(subject: Subject) -> Finding:
     return Finding(metrics, details=details, skipped=skipped)
 
 
-def fgsm_attack(subject: Subject) -> Finding:
-    """FGSM at 2/255, with the gradient of the deployed model and with that of the full-precision weights."""
-    return _attacked(subject, "fgsm", lambda forward, pixels, target, number: fgsm(forward, pixels, target))
+def fgsm_attack(subject: ProbedModel) -> Finding:
+    """Attack with FGSM at 2/255, with the gradient of the deployed and of the full-precision model."""
+    return _attack_finding(
+        subject, "fgsm", lambda forward, pixels, target, number: fgsm(forward, pixels, target)
+    )
 
 
-def pgd_attack(subject: Subject) -> Finding:
-    """PGD at 2/255, as FGSM; the random start is a function of seed and place in the test set."""
+def pgd_attack(subject: ProbedModel) -> Finding:
+    """Attack with PGD at 2/255, with both gradients; the start depends on the seed and the batch only."""
 
     def attack(forward: Forward, pixels: Tensor, target: Tensor, number: int) -> Tensor:
         start = stream(subject.seed, "pgd", number).uniform(-1, 1, tuple(pixels.shape)).astype(np.float32)
         return pgd(forward, pixels, target, torch.from_numpy(start).to(pixels))
 
-    return _attacked(subject, "pgd", attack, {"steps": STEPS})
+    return _attack_finding(subject, "pgd", attack, {"steps": STEPS})
 
 
-def _attacked(
-    subject: Subject, name: str, attack: Callable[..., Tensor], details: dict | None = None
+def _attack_finding(
+    subject: ProbedModel, name: str, attack: Callable[..., Tensor], details: dict | None = None
 ) -> Finding:
+    """Evaluate the deployed model under an attack, with its own gradient and the full-precision one."""
     if subject.images is None:
-        return Finding(skipped=[NO_PIXELS.format(name, type(subject.data).__name__)])
+        return Finding(skipped=[NO_IMAGES.format(name, type(subject.data).__name__)])
     details = {"eps": EPS, "deployed": "gradient of the model that answers", **(details or {})}
     logits = subject.answers_to(change=attack)
     metrics = {
@@ -128,7 +130,7 @@ def _attacked(
             skipped=[_not_quantised(subject, f"{name} with the full-precision gradient")],
         )
     with evaluation_mode(teacher):
-        gradient = subject.from_pixels(teacher)
+        gradient = subject.pixel_function(teacher)
         logits = subject.answers_to(change=lambda forward, *shown: attack(gradient, *shown))
     metrics |= {
         f"{name}/full_gradient_accuracy": accuracy(logits, subject.target),
@@ -143,12 +145,12 @@ def _attacked(
     )
 
 
-def _not_quantised(subject: Subject, what: str) -> str:
+def _not_quantised(subject: ProbedModel, what: str) -> str:
     return NOT_QUANTISED.format(what, type(subject.method).__name__)
 
 
-def clients(subject: Subject) -> Finding:
-    """Accuracy on each client's own validation examples: mean, standard deviation, worst decile."""
+def clients(subject: ProbedModel) -> Finding:
+    """Evaluate each client's own validation examples: mean, standard deviation and worst decile."""
     answers = predict_validation(subject.fabric, subject.method, subject.data, subject.states)
     if not answers:
         return Finding(
@@ -165,8 +167,8 @@ def clients(subject: Subject) -> Finding:
     return Finding(metrics, details={"clients": each}, skipped=skipped)
 
 
-def calibrated(subject: Subject) -> Finding:
-    """ECE, NLL and Brier before and after temperature scaling, fitted on the clients' validation examples."""
+def calibration_probe(subject: ProbedModel) -> Finding:
+    """Measure ECE, NLL and Brier score before and after temperature scaling on validation examples."""
     logits, target = subject.answers(), subject.target
     if not torch.isfinite(logits).all():
         return Finding(skipped=["calibration left out: the model's outputs are not finite"])
@@ -188,15 +190,15 @@ def calibrated(subject: Subject) -> Finding:
     details = {"fitted_on": f"{len(held[1])} validation examples of clients", "bins": 15}
     at_bound = (
         [f"the temperature {temperature:g} is at its bound: the validation examples ask for more"]
-        if temperature in BOUNDS
+        if temperature in TEMPERATURE_BOUNDS
         else []
     )
     return Finding(metrics, details=details, skipped=at_bound)
 
 
-def cost(subject: Subject) -> Finding:
-    """FLOPs of one image, and bytes of the model: in fp32, and as a client sends it."""
-    network, inputs = _one(subject)
+def cost(subject: ProbedModel) -> Finding:
+    """Count the FLOPs of one image and the bytes of the model, in fp32 and as clients send it."""
+    network, inputs = _network_and_example(subject)
     with evaluation_mode(network):
         metrics = {
             "cost/flops": float(flops(network, inputs)),
@@ -214,16 +216,18 @@ def cost(subject: Subject) -> Finding:
     return Finding(metrics | {"cost/model_bytes_sent": subject.uploads}, details=details)
 
 
-def latency(subject: Subject) -> Finding:
-    """Seconds of the deployed model and of the full-precision one on 1000 images, singly and in batches; peak
-    memory."""
+def latency(subject: ProbedModel) -> Finding:
+    """Measure the seconds of the deployed and the full-precision model, and the peak memory.
+
+    The time is taken on 1000 images, one by one and in batches.
+    """
     if not isinstance(
         subject.data.inputs("test", torch.zeros(1, dtype=torch.int64, device=subject.data.device)), Tensor
     ):
         return Finding(skipped=["latency left out: the inputs are no tensors"])
     index = torch.arange(TIMED_IMAGES, device=subject.data.device) % len(subject.data.test_target)
     inputs = subject.data.inputs("test", index)
-    networks, skipped = {"student": _one(subject)[0]}, []
+    networks, skipped = {"student": _network_and_example(subject)[0]}, []
     teacher = subject.method.full_precision()
     if teacher is None:
         skipped.append(_not_quantised(subject, "latency of the teacher"))
@@ -247,18 +251,18 @@ def latency(subject: Subject) -> Finding:
     return Finding(timings=timings, details=details, skipped=skipped)
 
 
-def _one(subject: Subject) -> tuple[nn.Module, Tensor]:
-    """The deployed network, of client 0 where each has its own, and one example."""
+def _network_and_example(subject: ProbedModel) -> tuple[nn.Module, Tensor]:
+    """Return the deployed network (that of client 0 if it is personalised) and one example."""
     client = subject.data.client(0, subject.states.get(0)) if subject.method.personalised else None
     return subject.method.deploy(client), subject.data.inputs(
         "test", torch.zeros(1, dtype=torch.int64, device=subject.data.device)
     )
 
 
-PROBES: dict[str, Callable[[Subject], Finding]] = {
+PROBES: dict[str, Callable[[ProbedModel], Finding]] = {
     "clean": clean,
     "clients": clients,
-    "calibration": calibrated,
+    "calibration": calibration_probe,
     "corruptions": corruptions,
     "fgsm": fgsm_attack,
     "pgd": pgd_attack,
@@ -267,11 +271,11 @@ PROBES: dict[str, Callable[[Subject], Finding]] = {
 }
 
 
-def chosen(names: str | None) -> list[str]:
-    """The probes in a comma-separated list, in the order of ``PROBES``; None: all.
+def select_probes(names: str | None) -> list[str]:
+    """Return the probes of a comma-separated list in the order of ``PROBES``; None: all probes.
 
     Raises:
-        InputError: a name that is none, or no name.
+        InputError: a name is not that of a probe, or the list is empty.
     """
     if names is None:
         return list(PROBES)
@@ -286,8 +290,8 @@ def chosen(names: str | None) -> list[str]:
     return [name for name in PROBES if name in given]
 
 
-def probe(subject: Subject, names: list[str]) -> dict[str, Finding]:
-    """Run the probes; what each left out goes to the log at once."""
+def probe(subject: ProbedModel, names: list[str]) -> dict[str, Finding]:
+    """Run the probes, log what each one leaves out, and return the findings by name."""
     found = {}
     for name in names:
         found[name] = PROBES[name](subject)

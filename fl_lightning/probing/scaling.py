@@ -1,5 +1,6 @@
-"""Temperature scaling (Guo et al., ICML 2017): probabilities softmax(z / T), with the one T that fits
-held-out examples best.
+"""Temperature scaling: probabilities softmax(z / T) with the T that fits held-out examples best.
+
+Source: Guo et al., ICML 2017.
 
 ``n`` examples, ``C`` classes.
 """
@@ -13,15 +14,17 @@ from torch.optim import LBFGS
 
 from fl_lightning.metrics import brier_score, expected_calibration_error
 
-BOUNDS = (0.05, 20.0)
-"""T of a few examples that are all answered rightly, or all wrongly, would be 0 or infinite."""
+TEMPERATURE_BOUNDS = (0.05, 20.0)
+"""Bounds of T; without them T would be 0 or infinite if all held-out answers are right, or all are wrong."""
 
 
 def fit_temperature(logits: Tensor, target: Tensor) -> float:
-    """T > 0 of least negative log-likelihood, kept in ``BOUNDS``; the likelihood has one peak in log T.
+    """Return the temperature T with the smallest negative log-likelihood, within ``TEMPERATURE_BOUNDS``.
+
+    The likelihood has a single maximum in log T.
 
     Args:
-        logits: of examples that neither training nor the test saw, ``[n, C]``.
+        logits: logits ``[n, C]`` of examples that belong neither to training nor to the test.
         target: int64 ``[n]``.
     """
     z = logits.double()
@@ -37,12 +40,18 @@ def fit_temperature(logits: Tensor, target: Tensor) -> float:
         return loss
 
     optimizer.step(closure)  # type: ignore[arg-type]
-    low, high = BOUNDS
+    low, high = TEMPERATURE_BOUNDS
     return min(max(float(log_t.detach().exp()), low), high)
 
 
 def calibration(logits: Tensor, target: Tensor, temperature: float = 1.0) -> dict[str, float]:
-    """``ece`` in [0, 1], ``nll`` in nats and ``brier`` in [0, 2] of softmax(z / T)."""
+    """Return ``ece`` in [0, 1], ``nll`` in nats and ``brier`` in [0, 2] of softmax(z / T).
+
+    Args:
+        logits: z, ``[n, C]``.
+        target: int64 ``[n]``.
+        temperature: T.
+    """
     z = logits.double() / temperature
     probs = z.softmax(1)
     return {

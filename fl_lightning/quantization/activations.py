@@ -1,4 +1,4 @@
-"""Fake quantisation of a layer's input."""
+"""Fake quantisation of the inputs of layers."""
 
 from __future__ import annotations
 
@@ -8,14 +8,16 @@ from torch import Tensor, nn
 
 
 def fake_quantize(x: Tensor, bits: int) -> Tensor:
-    """``x`` on a symmetric grid of ``bits`` magnitude bits up to its largest magnitude; its gradient passes
-    straight through."""
+    """Round ``x`` to a symmetric grid of ``bits`` magnitude bits up to its largest magnitude.
+
+    The backward pass is the identity (straight-through gradient).
+    """
     step = (x.detach().abs().amax() / (2**bits - 1)).clamp_min(1e-12)
     return x + ((x / step).round() * step - x).detach()
 
 
 def quantize_activations(network: nn.Module, weights: Iterable[str], bits: int) -> None:
-    """Quantise the input of the layers that own these weights, from now on."""
+    """Quantise the inputs of the layers that own these named weights in every later forward pass."""
     for name in weights:
         layer = network.get_submodule(name.rpartition(".")[0])
         layer.register_forward_pre_hook(lambda module, args: (fake_quantize(args[0], bits), *args[1:]))

@@ -1,5 +1,7 @@
-"""Which layer gets how many bits: FedMPQ's server rule (Chen & Vikalo, CVPR 2024, section 3.3), in
-integers."""
+"""Allocation of bits to layers: FedMPQ's server rule, in integers.
+
+Source: Chen & Vikalo, CVPR 2024, section 3.3.
+"""
 
 from __future__ import annotations
 
@@ -14,21 +16,20 @@ MAX_BITS = 8
 def allocate_bits(
     sizes: Sequence[int], mean_bits: Sequence[int], delta: Sequence[int], budget: float
 ) -> list[int]:
-    """Bits per layer within a budget, by pruning and then growing.
+    """Return the bits of each layer within a budget, by pruning and then growing.
 
-    Prune: while ``sum(n * b) > budget * sum(n)`` the layer with the highest ``n * delta`` that has more than
-        one bit loses one. Grow:
-    in ascending ``n * delta``, layer by layer, one bit at a time up to 8, while the budget still holds. Ties
-    go to the lower index.
+    Prune: while ``sum(n * b) > budget * sum(n)``, the layer with the highest ``n * delta`` that has more than
+    one bit loses one bit. Grow: in ascending order of ``n * delta``, each layer gains one bit at a time, up
+    to 8, while the budget holds. Ties go to the lower index.
 
     Args:
         sizes: weights n_l of each layer.
-        mean_bits: bits b_l of each layer before, 1 to 8; FedMPQ's weighted mean over clients.
+        mean_bits: bits b_l of each layer before, 1 to 8; in FedMPQ the weighted mean over clients.
         delta: Delta_l, at least 1: one more than the mean number of bits that clients pruned.
-        budget: bits per weight on average, at least 1.
+        budget: mean bits per weight, at least 1.
 
     Raises:
-        ValueError: lengths differ, or a value is outside its range.
+        InputError: lengths differ, or a value is outside its range.
 
     >>> allocate_bits([432, 2304, 36864], [4, 4, 4], [1, 1, 1], budget=2)
     [8, 8, 1]
@@ -70,5 +71,5 @@ def allocate_bits(
 
 
 def average_bits(sizes: Sequence[int], bits: Sequence[int]) -> float:
-    """Bits per weight, the sign not counted (the paper's accounting)."""
+    """Return the mean bits per weight; as in the paper, the sign is not counted."""
     return sum(n * b for n, b in zip(sizes, bits, strict=True)) / sum(sizes)

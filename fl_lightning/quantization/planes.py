@@ -1,9 +1,11 @@
-"""Bit planes as trainable parameters (BSQ, Yang et al., ICLR 2021, equations 3 to 6).
+"""Bit planes as trainable parameters.
+
+Source: BSQ, Yang et al., ICLR 2021, equations 3 to 6.
 
 A layer of n weights at N bits is two stacks of N non-negative planes, ``planes [2, N, n]``: p for positive, n
 for negative weights.
 
-    W_q = s / (2^N - 1) * R( sum_b 2^b (p_b - n_b) )        R rounds; its backward is the identity
+    W_q = s / (2^N - 1) * R( sum_b 2^b (p_b - n_b) )        R rounds; its backward pass is the identity
 
 ``[N]`` bits, ``[n]`` weights.
 """
@@ -22,18 +24,17 @@ PLANE_MAX = 2.0
 
 
 def to_planes(weights: Tensor, bits: int, out: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Planes ``[2, N, n]`` that hold ``weights`` exactly, and their scale ``s = max |W|`` (0-dim).
+    """Return planes ``[2, N, n]`` that equal ``weights`` exactly, and their scale ``s = max |W|`` (0-dim).
+
+    The digits of ``|W| (2^N - 1) / s`` fill the planes. The remainder below one step stays in the lowest
+    plane, which is continuous: rounding it away at the start of every round would lose every update smaller
+    than half a step. A layer of zeros, such as a head that starts at zero, gets s = 1 / sqrt(n); with s = 0
+    it could never leave zero.
 
     Args:
         weights: n values of any shape.
         bits: N, 1 to 8.
-        out: where the planes are to be, float32 ``[2, N, n]``; default: in new memory.
-
-    A layer of zeros (a head that starts so) gets s = 1 / sqrt(n), or it could never leave zero.
-
-    The digits of ``|W| (2^N - 1) / s`` fill the planes; what is left below one step stays in the lowest
-    plane, which is continuous. (Rounding it away at the start of every round would lose any update smaller
-    than half a step.)
+        out: memory for the planes, float32 ``[2, N, n]``; None: new memory.
     """
     flat = weights.detach().reshape(-1).to(torch.float32)
     planes = flat.new_empty(2, bits, flat.numel()) if out is None else out
@@ -42,7 +43,8 @@ def to_planes(weights: Tensor, bits: int, out: Tensor | None = None) -> tuple[Te
     scale = torch.where(scale > 0, scale, flat.numel() ** -0.5)
     units = magnitudes.mul_((2**bits - 1) / scale)
     digits = units.floor().clamp_(max=2**bits - 1)
-    sides = torch.stack([flat > 0, flat < 0]).to(torch.uint8)  # bytes: what takes time here is memory
+    # as bytes, because memory traffic dominates the time
+    sides = torch.stack([flat > 0, flat < 0]).to(torch.uint8)
     shifts = torch.arange(bits, dtype=torch.uint8, device=flat.device).unsqueeze(1)
     planes.copy_(((sides * digits.to(torch.uint8)).unsqueeze(1) >> shifts).bitwise_and_(1))
     planes[:, 0] += sides * units.sub_(digits)
@@ -50,24 +52,24 @@ def to_planes(weights: Tensor, bits: int, out: Tensor | None = None) -> tuple[Te
 
 
 def units(planes: Tensor) -> Tensor:
-    """sum_b 2^b (p_b - n_b), not rounded: ``[2, N, n] -> [n]``."""
+    """Return sum_b 2^b (p_b - n_b), not rounded, ``[n]``, of planes ``[2, N, n]``."""
     return _signed_powers(planes) @ planes.flatten(0, 1)
 
 
 class Layer(NamedTuple):
-    """What a layer takes of a flat vector of planes: ``size`` weights at ``bits`` bits, as ``[2, bits,
-    size]``."""
+    """The planes ``[2, bits, size]`` of one layer with ``size`` weights in a flat vector of planes."""
 
     bits: int
     size: int
 
     @property
     def length(self) -> int:
+        """Number of plane entries of the layer."""
         return 2 * self.bits * self.size
 
 
 def views(flat: Tensor, layers: Sequence[Layer]) -> list[Tensor]:
-    """The planes of each layer, ``[2, N, n]``, in those of all, ``flat``."""
+    """Return the planes ``[2, N, n]`` of each layer as views into ``flat``, the planes of all layers."""
     pieces = flat.split([layer.length for layer in layers])
     return [piece.view(2, layer.bits, layer.size) for layer, piece in zip(layers, pieces, strict=True)]
 
@@ -75,7 +77,7 @@ def views(flat: Tensor, layers: Sequence[Layer]) -> list[Tensor]:
 def reconstruct(
     flat: Tensor, scales: Tensor, layers: Sequence[Layer], matched: bool = False
 ) -> tuple[list[Tensor], Tensor]:
-    """W_q ``[n_l]`` of each layer, with a straight-through gradient to the planes, and L_bit.
+    """Return W_q ``[n_l]`` of each layer, with a straight-through gradient to the planes, and L_bit.
 
         L_bit = 1 / (sum n_l) sum_l n_l N_l sum_b || [p_b ; n_b] ||_2, smoothed at zero as sqrt(1e-8 + sum of
         squares)
@@ -83,15 +85,18 @@ def reconstruct(
     Args:
         flat: the planes of all layers, one after another.
         scales: s of each layer ``[L]``.
-        matched: the gradient of a layer's planes is divided by :func:`gain`.
+        layers: bits and size of each layer.
+        matched: whether the gradient of a layer's planes is divided by :func:`gain`.
     """
     *weights, penalty, _ = _Reconstruct.apply(flat, scales, tuple(layers), matched)
     return weights, penalty
 
 
 class _Reconstruct(torch.autograd.Function):
-    """By hand, because there are up to 16 plane entries for each weight, and each pass over them costs more
-    than the layer itself."""
+    """Forward and backward pass of :func:`reconstruct`, written by hand.
+
+    There are up to 16 plane entries for each weight, and each pass over them costs more than the layer.
+    """
 
     @staticmethod
     def forward(flat: Tensor, scales: Tensor, layers: tuple[Layer, ...], matched: bool) -> tuple[Tensor, ...]:
@@ -144,7 +149,7 @@ class _Reconstruct(torch.autograd.Function):
     def vmap(
         info: Any, in_dims: Any, flat: Tensor, scales: Tensor, layers: tuple[Layer, ...], matched: bool
     ) -> Any:
-        """One after another: what is stacked is small."""
+        """Process the stacked clients one after another; stacked tensors are small."""
         flat, scales = (
             tensor.expand(info.batch_size, *tensor.shape) if dim is None else tensor.movedim(dim, 0)
             for tensor, dim in zip((flat, scales), in_dims, strict=False)
@@ -154,20 +159,24 @@ class _Reconstruct(torch.autograd.Function):
 
 
 def _signed_powers(planes: Tensor) -> Tensor:
-    """2^b of the planes of positive weights, -2^b of the others: ``[2 N]``; one pass over both is twice as
-    fast as one over each."""
+    """Return 2^b for the planes of positive weights and -2^b for the others, ``[2 N]``.
+
+    One pass over both stacks is twice as fast as one pass over each.
+    """
     powers = 2.0 ** torch.arange(planes.shape[1], device=planes.device, dtype=planes.dtype)
     return torch.cat([powers, -powers])
 
 
 def _norms(planes: Tensor) -> Tensor:
-    """|| [p_b ; n_b] ||_2 of each bit ``[N]``."""
+    """Return || [p_b ; n_b] ||_2 of each bit, smoothed at zero, ``[N]``."""
     both = torch.linalg.vector_norm(planes, dim=2)
     return (both.square().sum(dim=0) + 1e-8).sqrt()
 
 
 def gain(bits: int, scale: Tensor) -> Tensor:
-    """How far a gradient step on the planes moves W, relative to the same step on W itself: 2 c^2 sum_b 4^b,
-    c = s / (2^N - 1)."""
+    """Return how far a gradient step on the planes moves W, relative to the same step on W itself.
+
+    This is 2 c^2 sum_b 4^b with c = s / (2^N - 1).
+    """
     step = scale / (2**bits - 1)
     return 2 * step.square() * ((4**bits - 1) // 3)

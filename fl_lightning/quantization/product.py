@@ -1,50 +1,52 @@
-"""Product quantisation (Jegou et al., TPAMI 2011): sub-vectors of length d, each replaced by the nearest of K
-centroids.
+"""Product quantisation: sub-vectors of length d, each replaced by the nearest of K centroids.
 
-Lloyd's k-means, written out element by element: no matrix product, whose rounding depends on the number of
-threads, so the same seed gives the same bytes on any number of them. ``[n, d]`` sub-vectors, ``[K, d]``
-centroids.
+Source: Jegou et al., TPAMI 2011. Lloyd's k-means is written out element by element, without a matrix product,
+whose rounding depends on the number of threads: the same seed gives the same bytes with any number of
+threads. ``[n, d]`` sub-vectors, ``[K, d]`` centroids.
 """
 
 from __future__ import annotations
 
 import numpy as np
 
-ROWS = 256
-"""Sub-vectors compared at once: with 256 centroids their distances stay in the cache."""
+POINTS_PER_BLOCK = 256
+"""Sub-vectors that are compared at once; with 256 centroids their distances fit into the cache."""
 
 
 def num_centroids(subvectors: int, centroids: int) -> int:
-    """K: ``centroids``, but at most a quarter of the sub-vectors, or the codebook would weigh more than it
-    saves."""
+    """Return K: ``centroids``, but at most a quarter of the sub-vectors.
+
+    A larger codebook would take more bytes than it saves.
+    """
     return min(centroids, subvectors // 4)
 
 
 def index_bits(centroids: int) -> int:
-    """Bits of an index into a codebook."""
+    """Return the bits of an index into a codebook of so many centroids."""
     return max(1, (centroids - 1).bit_length())
 
 
 def split(values: np.ndarray, dim: int) -> np.ndarray:
-    """float32 ``[n, d]``, the last sub-vector filled up with zeros."""
+    """Return the values as sub-vectors, float32 ``[n, d]``; zeros fill the last one."""
     flat = np.asarray(values, dtype=np.float32).reshape(-1)
-    return np.pad(flat, (0, -len(flat) % dim)).reshape(-1, dim) + np.float32(
-        0
-    )  # -0.0 becomes 0.0: one value, one pattern
+    padded = np.pad(flat, (0, -len(flat) % dim)).reshape(-1, dim)
+    return padded + np.float32(0)  # -0.0 becomes 0.0, so that equal values have equal bytes
 
 
 def kmeans(
     points: np.ndarray, centroids: int, iterations: int, noise: np.random.Generator
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Indices int64 ``[n]`` and codebook float32 ``[K, d]``; at most ``centroids`` different points are kept
-    exactly.
+    """Cluster the points; return indices int64 ``[n]`` and codebook float32 ``[K, d]``.
 
-    Starts from points chosen at random. A centroid that nobody chose moves to the point that is worst served
-    in the cluster with the largest error, so that cluster is split; several take one cluster each.
+    The start is a random choice of points. A centroid without points moves to the point with the largest
+    error in the cluster with the largest error, which splits that cluster; several such centroids split one
+    cluster each. If there are at most ``centroids`` different points, they are kept exactly.
 
     Args:
         points: float32 ``[n, d]``, finite.
-        iterations: times that the centroids move; it ends sooner when no point changes its cluster.
+        centroids: K.
+        iterations: largest number of moves of the centroids; fewer if no point changes its cluster.
+        noise: generator for the start.
     """
     chosen = points[np.sort(noise.choice(len(points), centroids, replace=False))]
     if len(np.unique(chosen, axis=0)) < centroids:  # few different points, as in a layer of zeros
@@ -54,7 +56,7 @@ def kmeans(
         chosen = different[np.sort(noise.choice(len(different), centroids, replace=False))]
     index, error = nearest(points, chosen)
     for _ in range(iterations):
-        chosen = _move(points, index, error, chosen)
+        chosen = _move_centroids(points, index, error, chosen)
         before, (index, error) = index, nearest(points, chosen)
         if np.array_equal(before, index):
             break
@@ -62,15 +64,17 @@ def kmeans(
 
 
 def nearest(points: np.ndarray, codebook: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Index of the nearest centroid, the lowest of equals, int64 ``[n]``, and the squared distance to it,
-    float32 ``[n]``."""
+    """Return the index of the nearest centroid, int64 ``[n]``, and its squared distance, float32 ``[n]``.
+
+    Of equally near centroids it is the one with the lowest index.
+    """
     index, error = np.empty(len(points), np.int64), np.empty(len(points), np.float32)
     columns = np.ascontiguousarray(codebook.T)
-    total, part = np.empty((2, ROWS, len(codebook)), np.float32)
-    for begin in range(0, len(points), ROWS):
-        rows = points[begin : begin + ROWS]
+    total, part = np.empty((2, POINTS_PER_BLOCK, len(codebook)), np.float32)
+    for begin in range(0, len(points), POINTS_PER_BLOCK):
+        rows = points[begin : begin + POINTS_PER_BLOCK]
         distance, term = total[: len(rows)], part[: len(rows)]
-        with np.errstate(over="ignore"):  # beyond 1e19; all are equally far then
+        with np.errstate(over="ignore"):  # squares of values beyond 1e19; all centroids are then equally far
             for axis, column in enumerate(columns):
                 out = distance if axis == 0 else term
                 np.subtract(rows[:, axis, None], column, out=out)
@@ -78,14 +82,18 @@ def nearest(points: np.ndarray, codebook: np.ndarray) -> tuple[np.ndarray, np.nd
                 if axis:
                     np.add(distance, term, out=distance)
         best = distance.argmin(axis=1)
-        index[begin : begin + ROWS] = best
-        error[begin : begin + ROWS] = distance[np.arange(len(rows)), best]
+        index[begin : begin + POINTS_PER_BLOCK] = best
+        error[begin : begin + POINTS_PER_BLOCK] = distance[np.arange(len(rows)), best]
     return index, error
 
 
-def _move(points: np.ndarray, index: np.ndarray, error: np.ndarray, codebook: np.ndarray) -> np.ndarray:
-    """Each centroid to the mean of its points, added up in float64; the empty ones into the clusters with the
-    largest error."""
+def _move_centroids(
+    points: np.ndarray, index: np.ndarray, error: np.ndarray, codebook: np.ndarray
+) -> np.ndarray:
+    """Return the codebook with each centroid at the mean of its points, summed in float64.
+
+    Centroids without points move into the clusters with the largest error.
+    """
     count = np.bincount(index, minlength=len(codebook))
     sums = np.stack(
         [np.bincount(index, weights=column, minlength=len(codebook)) for column in points.T], axis=1

@@ -13,12 +13,14 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Quantized:
-    """A layer on the grid: ``values = scale / (2^bits - 1) * magnitude * (-1 if negative else 1)``.
+    """The weights of a layer on the grid.
+
+    ``values = scale / (2^bits - 1) * magnitude * (-1 if negative else 1)``.
 
     Args:
         magnitude: int32 ``[n]`` in [0, 2^bits - 1].
         negative: bool ``[n]``.
-        scale: s, the largest magnitude that the grid holds; float32.
+        scale: s, the largest magnitude on the grid; float32.
         bits: N, magnitude bits, 1 to 8.
     """
 
@@ -29,35 +31,35 @@ class Quantized:
 
     @property
     def step(self) -> float:
+        """Distance of neighbouring points of the grid."""
         return self.scale / (2**self.bits - 1)
 
     def dequantize(self) -> Tensor:
-        """float32 ``[n]``."""
+        """Return the values, float32 ``[n]``."""
         return torch.where(self.negative, -self.magnitude, self.magnitude).to(torch.float32) * self.step
 
     def codes(self) -> Tensor:
-        """Codes of ``bits + 1`` bits: the magnitude, then the sign as the highest bit; int32 ``[n]``."""
+        """Return codes of ``bits + 1`` bits, int32 ``[n]``: magnitude, and sign as the highest bit."""
         return self.magnitude | (self.negative.to(torch.int32) << self.bits)
 
     @classmethod
     def from_codes(cls, codes: Tensor, scale: float, bits: int) -> Quantized:
+        """Return the layer whose :meth:`codes` are these."""
         return cls(codes & (2**bits - 1), (codes >> bits).bool(), scale, bits)
 
 
 SMALLEST_SCALE = 1e-30
-"""A layer whose largest weight is smaller is one of zeros; steps of a smaller scale would not be finite in
-float32."""
+"""Scale below which a layer counts as zeros: the inverse of its step would not be finite in float32."""
 
 
 def dequantize_codes(codes: Tensor, scale: float, bits: int) -> Tensor:
-    """float32 ``[n]`` of codes of ``bits + 1`` bits, any shape: looked up in a table of what each code stands
-    for."""
+    """Return the values float32 ``[n]`` of codes of ``bits + 1`` bits and any shape, from a lookup table."""
     return (_steps(bits) * (scale / (2**bits - 1))).index_select(0, codes.flatten())
 
 
 @cache
 def _steps(bits: int) -> Tensor:
-    """How many steps each code of ``bits + 1`` bits stands for: float32 ``[2^(bits + 1)]``."""
+    """Return the signed number of steps of each code of ``bits + 1`` bits, float32 ``[2^(bits + 1)]``."""
     steps = torch.arange(2**bits, dtype=torch.int32, device="cpu")
     return torch.cat([steps, -steps]).to(torch.float32)
 
@@ -65,16 +67,16 @@ def _steps(bits: int) -> Tensor:
 def quantize(
     values: Tensor, bits: int, scale: float | None = None, noise: np.random.Generator | None = None
 ) -> Quantized:
-    """Put ``values`` (any shape) on the grid of ``bits`` magnitude bits.
+    """Round ``values`` to the grid of ``bits`` magnitude bits.
+
+    With a scale below ``SMALLEST_SCALE`` all magnitudes are zero. If ``values`` hold NaN or infinity, that
+    becomes the scale, so that the receiver notices it, and all magnitudes are zero.
 
     Args:
-        scale: s; default ``max |values|``. Values beyond it saturate.
-        noise: rounds to a neighbour with the probability that makes the result unbiased; without it, to the
-            nearest.
-
-    A scale below ``SMALLEST_SCALE`` counts as 0: all magnitudes are zero.
-    NaN or infinity in ``values`` becomes the scale, so that whoever reads it sees it; the magnitudes are zero
-    then.
+        values: float values of any shape.
+        bits: N, 1 to 8.
+        scale: s; None: ``max |values|``. Larger values saturate.
+        noise: generator for unbiased stochastic rounding; None: rounding to the nearest point.
     """
     flat = values.detach().reshape(-1).to("cpu", torch.float32)
     top = 2**bits - 1
@@ -99,12 +101,16 @@ def quantize(
 
 
 def prune(layer: Quantized, threshold: float = 0.02) -> Quantized:
-    """Drop bit planes that hardly any weight sets (FedMPQ's local pruning, METHODS.md section 4); never below
-    one bit.
+    """Drop bit planes that hardly any weight sets; keep at least one.
 
-    From the highest plane down: a plane set in less than ``threshold`` of the weights is dropped, and the
-    weights that had it saturate; the step stays. Then from the lowest up: a plane set in at most
-    ``threshold`` is dropped and the step doubles.
+    This is FedMPQ's local pruning. From the highest plane down, a plane that is set in less than
+    ``threshold`` of the weights is dropped; weights that had it set saturate, and the step stays the same.
+    Then, from the lowest plane up, a plane that is set in at most ``threshold`` of the weights is dropped,
+    and the step doubles.
+
+    Args:
+        layer: the layer on its grid.
+        threshold: share of the weights, in [0, 1].
     """
     magnitude, bits, step = layer.magnitude, layer.bits, layer.step
     if not magnitude.numel():

@@ -1,3 +1,5 @@
+"""Payloads between clients and server, their encoding as bytes, and the ledger of these bytes."""
+
 from fl_lightning.wire.codes import Codes
 from fl_lightning.wire.layout import Layout
 from fl_lightning.wire.ledger import Ledger, LedgerEntry

@@ -1,4 +1,4 @@
-"""Packing of b-bit unsigned integers, without padding between them."""
+"""Packing of unsigned integers of b bits, without padding between them."""
 
 from __future__ import annotations
 
@@ -19,9 +19,11 @@ class Codes:
     Args:
         values: integers in [0, 2**bits), any shape, int32 on the CPU.
         bits: 1 to 16.
-        are_indices: whether they are positions in a table, such as a codebook, and not numbers: neighbouring
-            indices need not stand for neighbouring values, and the highest one that exists may be below
-            2**bits - 1.
+        are_indices: whether they are positions in a table, such as a codebook, and not numbers. Neighbouring
+            indices need not stand for neighbouring values, and the table may have fewer than 2**bits rows.
+
+    Raises:
+        InputError: ``bits`` is out of range.
     """
 
     values: Tensor
@@ -36,15 +38,15 @@ class Codes:
 
 
 def packed_nbytes(count: int, bits: int) -> int:
-    """Bytes that ``count`` codes of ``bits`` bits take: the last byte is filled with zero bits."""
+    """Return the number of bytes of ``count`` packed codes; zero bits fill the last byte."""
     return (count * bits + 7) // 8
 
 
 def pack(codes: Codes) -> bytes:
-    """Little-endian bit stream: code i is at bits [i * b, (i + 1) * b), lowest bit first.
+    """Return the codes as a little-endian bit stream: code i has bits [i * b, (i + 1) * b), lowest bit first.
 
     Raises:
-        ValueError: a value does not fit into ``bits`` bits.
+        InputError: a value does not fit into ``bits`` bits.
 
     >>> pack(Codes(torch.tensor([1, 2, 3]), bits=2)).hex()
     '39'
@@ -67,16 +69,15 @@ def pack(codes: Codes) -> bytes:
 
 
 def _places(bits: int) -> list[tuple[int, int, int]]:
-    """Eight codes fill ``bits`` bytes: position of a code, the byte where it starts, and its lowest bit
-    there."""
+    """Return position, first byte and lowest bit in it for each of the eight codes in ``bits`` bytes."""
     return [(position, position * bits // 8, position * bits % 8) for position in range(8)]
 
 
 def unpack(data: bytes | memoryview, count: int, bits: int) -> Tensor:
-    """Inverse of :func:`pack`: int32 ``[count]``.
+    """Return the codes that :func:`pack` packed, int32 ``[count]``.
 
     Raises:
-        ValueError: more or fewer bytes than ``count`` codes take.
+        InputError: the number of bytes is not that of ``count`` codes.
     """
     raw = np.frombuffer(data, dtype=np.uint8)
     if raw.size != packed_nbytes(count, bits):
@@ -104,7 +105,7 @@ def unpack(data: bytes | memoryview, count: int, bits: int) -> Tensor:
 
 
 def _words(raw: np.ndarray, bits: int) -> np.ndarray:
-    """int64 ``[G, 1]``: eight codes in each, the last one filled up with zeros."""
+    """Return eight codes in each word, int64 ``[G, 1]``; zeros fill the last word."""
     whole, left = divmod(raw.size, bits)
     words = np.zeros((whole + (left > 0), 8), dtype=np.uint8)
     words[:whole, :bits] = raw[: raw.size - left].reshape(whole, bits)
@@ -114,13 +115,15 @@ def _words(raw: np.ndarray, bits: int) -> np.ndarray:
 
 @cache
 def _codes_of_pairs(bits: int) -> np.ndarray:
-    """int32 ``[4**bits, 2]``: the two codes in each number of ``2 * bits`` bits."""
+    """Return the two codes in each number of ``2 * bits`` bits, int32 ``[4**bits, 2]``."""
     pairs = np.arange(4**bits)
     return np.stack([pairs & 2**bits - 1, pairs >> bits], axis=1).astype(np.int32)
 
 
 @cache
 def _codes_of_bytes(bits: int) -> np.ndarray:
-    """int32 ``[256, 8 / bits]``: the codes in each byte, looked up instead of shifted out: 2 to 9 times as
-    fast."""
+    """Return the codes in each byte, int32 ``[256, 8 / bits]``.
+
+    Looking codes up in this table is 2 to 9 times as fast as shifting them out.
+    """
     return (np.arange(256)[:, None] >> np.arange(0, 8, bits) & 2**bits - 1).astype(np.int32)

@@ -1,4 +1,4 @@
-"""Named tensors as one vector: what both sides agree on, so that names and shapes need not travel."""
+"""Named tensors as one vector. Both sides know the layout, so names and shapes need not be sent."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from fl_lightning.wire.payload import PayloadError
 
 
 class Layout:
-    """Order, shapes and offsets of named tensors in a vector of ``size`` float32 values.
+    """The order, shapes and offsets of named tensors in a vector of ``size`` float32 values.
 
     >>> layout = Layout({"a": torch.zeros(2, 2), "b": torch.zeros(3)})
     >>> vector = layout.pack({"a": torch.ones(2, 2), "b": torch.zeros(3)})
@@ -27,18 +27,28 @@ class Layout:
 
     @classmethod
     def of(cls, module: nn.Module, include: Callable[[str], bool] = lambda name: True) -> Layout:
-        """What of a module travels: its trainable parameters, then its float buffers (BatchNorm statistics,
-        not their counter)."""
+        """Return the layout of a module: its trainable parameters, then its float buffers.
+
+        Float buffers are the statistics of BatchNorm, without its counter.
+
+        Args:
+            module: the module.
+            include: returns whether the tensor of this name belongs to the layout.
+        """
         trainable = {name: p for name, p in module.named_parameters() if p.requires_grad}
         statistics = {name: b for name, b in module.named_buffers() if b.is_floating_point()}
         return cls({name: tensor for name, tensor in (trainable | statistics).items() if include(name)})
 
     def read(self, module: nn.Module) -> Tensor:
-        """The module's values, float32 ``[size]`` on the CPU; a copy."""
+        """Return a copy of the module's values, float32 ``[size]`` on the CPU."""
         return self.pack(tensors_of(module))
 
     def write(self, module: nn.Module, vector: Tensor) -> None:
-        """Set the module's values in place, on its device."""
+        """Set the module's values in place, on its device, from ``vector`` ``[size]``.
+
+        Raises:
+            PayloadError: the vector has another shape.
+        """
         tensors = tensors_of(module)
         own = [tensors[name] for name in self.shapes]
         values = self.unpack(vector.to(own[0].device) if own else vector)
@@ -47,18 +57,25 @@ class Layout:
                 tensor.copy_(value)
 
     def pack(self, tensors: Mapping[str, Tensor]) -> Tensor:
-        """One contiguous float32 vector on the CPU; a copy."""
+        """Return a copy of the named tensors as one contiguous vector, float32 ``[size]`` on the CPU."""
         flat = [tensors[name].detach().reshape(-1) for name in self.shapes]
         return torch.cat(flat).to("cpu", torch.float32) if flat else torch.empty(0)
 
     def pack_rows(self, tensors: Mapping[str, Tensor], count: int) -> Tensor:
-        """:meth:`pack` of ``count`` modules at once: tensors ``[count, *shape]`` as ``[count, size]``."""
+        """Return the result of :meth:`pack` for ``count`` modules at once, float32 ``[count, size]``.
+
+        Args:
+            tensors: stacked tensors ``[count, *shape]`` by name.
+            count: number of modules.
+        """
         flat = [tensors[name].detach().reshape(count, -1) for name in self.shapes]
         return torch.cat(flat, dim=1).to("cpu", torch.float32) if flat else torch.empty(count, 0)
 
     def check(self, vector: Tensor) -> None:
-        """Raises:
-        PayloadError: the vector is not ``[size]``.
+        """Check the shape of a vector.
+
+        Raises:
+            PayloadError: the shape is not ``[size]``.
         """
         if vector.shape != (self.size,):
             raise PayloadError(
@@ -68,7 +85,7 @@ class Layout:
             )
 
     def unpack(self, vector: Tensor) -> dict[str, Tensor]:
-        """Views into ``vector`` (``[size]``), by name.
+        """Return views into ``vector`` (``[size]``) by name.
 
         Raises:
             PayloadError: the vector has another shape.

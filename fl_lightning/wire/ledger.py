@@ -1,4 +1,4 @@
-"""The ledger: every byte that crossed the wire, per client and round."""
+"""The ledger: all bytes that were sent, by client and round."""
 
 from __future__ import annotations
 
@@ -10,12 +10,16 @@ from dataclasses import astuple, dataclass, fields
 
 @dataclass(frozen=True, slots=True)
 class LedgerEntry:
-    """One client in one round; sizes in bytes.
+    """The bytes of one client in one round.
 
     Args:
-        status: ``trained``; ``dropped`` (before training: nothing was sent either way); ``lost`` (it trained,
-            its upload never counted); ``rejected`` (the upload came and was refused).
-        wasted: bytes uploaded that never counted; part of ``upload``.
+        round: number of the round.
+        client: id of the client.
+        status: ``trained``; ``dropped`` (before training, so nothing was sent in either direction); ``lost``
+            (it trained, but its upload was not used); ``rejected`` (its upload arrived and was refused).
+        download: bytes of the broadcast.
+        upload: bytes of the upload.
+        wasted: bytes of the upload that were not used; part of ``upload``.
     """
 
     round: int
@@ -26,22 +30,23 @@ class LedgerEntry:
     wasted: int = 0
 
     def row(self) -> dict[str, int | str]:
-        """Its values by column."""
+        """Return the values of the entry by column."""
         return {name: getattr(self, name) for name in self.__slots__}
 
 
 class Ledger:
-    """An append-only list of entries and its sums."""
+    """An append-only list of entries."""
 
     def __init__(self, entries: Iterable[LedgerEntry] = ()) -> None:
         self.entries = list(entries)
 
     def add(self, entry: LedgerEntry) -> None:
+        """Append an entry."""
         self.entries.append(entry)
 
     @staticmethod
     def totals(entries: Iterable[LedgerEntry]) -> dict[str, int]:
-        """The ``comm/*`` metrics of these entries, in bytes over the whole cohort."""
+        """Return the ``comm/*`` metrics of these entries: sums in bytes."""
         entries = list(entries)
         upload, download = sum(e.upload for e in entries), sum(e.download for e in entries)
         return {
@@ -52,7 +57,7 @@ class Ledger:
         }
 
     def to_csv(self) -> str:
-        """``ledger.csv``: one line per entry, in order of round, then cohort."""
+        """Return the text of ``ledger.csv``: one line per entry, ordered by round and then by cohort."""
         text = io.StringIO()
         writer = csv.writer(text, lineterminator="\n")
         writer.writerow(field.name for field in fields(LedgerEntry))
@@ -61,6 +66,12 @@ class Ledger:
 
     @classmethod
     def from_csv(cls, text: str) -> Ledger:
+        """Read a ledger from the text of ``ledger.csv``.
+
+        Raises:
+            ValueError: a line has another number of columns, or no number where one is needed.
+            StopIteration: the text is empty.
+        """
         rows = csv.reader(io.StringIO(text))
         next(rows)
         return cls(

@@ -1,4 +1,4 @@
-"""What travels between client and server: named arrays and packed codes, as bytes.
+"""Payloads between client and server: named arrays and packed codes, encoded as bytes.
 
 Layout, little endian::
 
@@ -7,8 +7,8 @@ Layout, little endian::
 
 A type below 32 is an index into ``DTYPES``; 32 + b is a stream of b-bit codes without padding between them,
 64 + b one of codes that are indices into a table.
-Both sides know the model, so methods send few, long entries (all fp32 values as one vector) and names cost
-next to nothing.
+Both sides know the model, so methods send few, long entries (all fp32 values as one vector), and names take
+hardly any bytes.
 """
 
 from __future__ import annotations
@@ -38,15 +38,15 @@ DTYPES = (
     torch.int32,
     torch.int64,
 )
-KINDS = {dtype: kind for kind, dtype in enumerate(DTYPES)}
-CODES, INDICES = 32, 64
-GLANCE = 4096  # values that are compared rather than encoded again
+TYPE_NUMBERS = {dtype: kind for kind, dtype in enumerate(DTYPES)}
+CODES_TYPE, INDICES_TYPE = 32, 64
+MAX_COMPARED_VALUES = 4096  # values of an entry: ``identity`` compares larger ones by their memory only
 
 
 class PayloadError(ThreePartError, ValueError):
-    """An upload that must not count: its bytes are no payload, or its entries not what the method expects.
+    """An upload that must be refused: its bytes are no payload, or its entries are not those of the method.
 
-    ``Method.check`` and ``decode`` raise it; the parts after the first may be left out.
+    ``Method.check`` and ``decode`` raise it. The parts of the message after the first are optional.
     """
 
     def __init__(self, given: str, rule: str = "", instead: str = "") -> None:
@@ -81,10 +81,10 @@ class Payload(Mapping[str, "Tensor | Codes"]):
         return self._entries.items()
 
     def tensor(self, name: str) -> Tensor:
-        """The entry ``name``, which must be there and a tensor.
+        """Return the tensor in entry ``name``.
 
         Raises:
-            PayloadError: it is not.
+            PayloadError: there is no such entry, or it holds codes.
         """
         value = self._required(name)
         if isinstance(value, Codes):
@@ -94,10 +94,10 @@ class Payload(Mapping[str, "Tensor | Codes"]):
         return value
 
     def codes(self, name: str) -> Codes:
-        """The entry ``name``, which must be there and codes.
+        """Return the codes in entry ``name``.
 
         Raises:
-            PayloadError: it is not.
+            PayloadError: there is no such entry, or it holds a tensor.
         """
         value = self._required(name)
         if not isinstance(value, Codes):
@@ -115,13 +115,19 @@ class Payload(Mapping[str, "Tensor | Codes"]):
 
     @property
     def nbytes(self) -> int:
-        """Length of :meth:`to_bytes`, header included, without encoding."""
+        """Length of :meth:`to_bytes` including the header, computed without encoding."""
         return HEADER.size + sum(_entry_nbytes(name, value) for name, value in self._entries.items())
 
     def to_bytes(self) -> bytes:
-        """The bytes on the wire."""
+        """Encode the payload.
+
+        Raises:
+            InputError: a code does not fit into its bits.
+        """
         parts = [
-            part for name, value in self._entries.items() for part in (entry_head(name, value), _data(value))
+            part
+            for name, value in self._entries.items()
+            for part in (entry_head(name, value), _entry_data(value))
         ]
         length = sum(len(part) for part in parts)
         return b"".join(
@@ -129,13 +135,20 @@ class Payload(Mapping[str, "Tensor | Codes"]):
         )
 
     def identity(self) -> tuple[object, ...]:
-        """Equal for two payloads with the same entries, while the first one is alive; where many values would
-        have to be compared, only if they are the same tensors, not written to since."""
-        return tuple((name, *_identity(value)) for name, value in self.items())
+        """Return a key by which two payloads can be compared without encoding them.
+
+        Payloads with equal keys have equal entries, as long as the first one is alive. Payloads with
+        different keys may still be equal: an entry of more than ``MAX_COMPARED_VALUES`` values enters the
+        key by its memory and version counter, so only the same tensor, not written to since, gives the same
+        key.
+        """
+        return tuple((name, *_entry_identity(value)) for name, value in self.items())
 
     def require_within(self, limits: Mapping[str, int]) -> None:
-        """Raises:
-        PayloadError: an entry that ``limits`` does not name, or with more values than it allows.
+        """Check the entries against the largest number of values of each.
+
+        Raises:
+            PayloadError: ``limits`` does not name an entry, or allows fewer values.
         """
         for name, value in self._entries.items():
             _require_allowed(name, (value.values if isinstance(value, Codes) else value).numel(), limits)
@@ -149,16 +162,18 @@ class Payload(Mapping[str, "Tensor | Codes"]):
         limits: Mapping[str, int] | None = None,
         max_values: int | None = None,
     ) -> Payload:
-        """Decode. What ``limits`` and ``max_values`` forbid is refused before memory is taken for it.
+        """Decode a payload; refuse entries beyond the limits before memory is allocated for them.
 
         Args:
-            verified: the checksum of these very bytes has been found right before, or nothing can have
-                happened to them.
-            limits: the entries that may occur, and the largest number of values of each. None: any.
-            max_values: largest number of values of all entries together. None: any.
+            data: the bytes.
+            verified: whether to skip the checksum, because these bytes were checked before or never left
+                this machine's memory.
+            limits: names of the allowed entries, with the largest number of values of each; None: no limits.
+            max_values: largest number of values of all entries together; None: no limit.
 
         Raises:
-            PayloadError: not a payload, another version, truncated, damaged (CRC-32), or beyond the limits.
+            PayloadError: the bytes are no payload, have another version, are truncated or damaged (CRC-32),
+                or exceed the limits.
         """
         if len(data) < HEADER.size or data[:4] != MAGIC:
             raise PayloadError(
@@ -176,7 +191,9 @@ class Payload(Mapping[str, "Tensor | Codes"]):
         body = memoryview(data)[HEADER.size :]
         if len(body) != length or not (verified or _checksum(count, body) == checksum):
             raise PayloadError(
-                f"a payload of {len(body)} bytes that announced {length}, or damaged (CRC-32); send it again"
+                f"a payload of {len(body)} bytes",
+                f"its header states {length} bytes and their CRC-32",
+                "send it again",
             )
         reader, entries = _Reader(body, limits, max_values), {}  # type: _Reader, dict[str, Tensor | Codes]
         try:
@@ -189,11 +206,13 @@ class Payload(Mapping[str, "Tensor | Codes"]):
                 entries[name] = value
         except (struct.error, UnicodeDecodeError, RuntimeError, IndexError) as error:
             raise PayloadError(
-                f"a payload whose entries cannot be read ({error}); encode it again"
+                "a payload with a damaged entry", f"every entry must be readable ({error})", "encode it again"
             ) from error
         if reader.offset != length:
             raise PayloadError(
-                f"a payload with {length - reader.offset} bytes after its last entry; encode it again"
+                f"a payload with {length - reader.offset} bytes after its last entry",
+                "it ends there",
+                "encode it again",
             )
         decoded = cls.__new__(cls)
         decoded._entries = entries
@@ -201,20 +220,32 @@ class Payload(Mapping[str, "Tensor | Codes"]):
 
 
 class _Reader:
+    """Reads one entry after another from the body of a payload."""
+
     def __init__(self, body: memoryview, limits: Mapping[str, int] | None, max_values: int | None) -> None:
         self.body, self.offset, self.limits = body, 0, limits
-        self.left = 8 * len(body) if max_values is None else max_values  # the shortest codes have one bit
+        self.left = 8 * len(body) if max_values is None else max_values  # codes have at least one bit
 
     def take(self, count: int) -> memoryview:
+        """Return the next ``count`` bytes.
+
+        Raises:
+            PayloadError: fewer bytes are left.
+        """
         taken = self.body[self.offset : self.offset + count]
         if len(taken) < count:
             raise PayloadError(
-                f"a payload whose entry needs {count} bytes where {len(taken)} are left; encode it again"
+                f"a payload whose entry needs {count} bytes", f"{len(taken)} are left", "encode it again"
             )
         self.offset += count
         return taken
 
     def entry(self) -> tuple[str, Tensor | Codes]:
+        """Return name and value of the next entry.
+
+        Raises:
+            PayloadError: the entry is damaged or beyond the limits.
+        """
         (length,) = self.take(1)
         if not length:
             raise PayloadError("an entry without a name", "names have 1 to 255 bytes", "encode it again")
@@ -226,13 +257,14 @@ class _Reader:
             _require_allowed(name, count, self.limits)
         if count > self.left:
             raise PayloadError(
-                f"entry {name!r} of {count} values where {self.left} are left to this upload; send "
-                "fewer, or declare them in upload_limits"
+                f"entry {name!r} of {count} values",
+                f"{self.left} are left to this upload",
+                "send fewer, or declare them in upload_limits",
             )
         self.left -= count
-        if kind > CODES:
-            are_indices = kind > INDICES
-            bits = kind - (INDICES if are_indices else CODES)
+        if kind > CODES_TYPE:
+            are_indices = kind > INDICES_TYPE
+            bits = kind - (INDICES_TYPE if are_indices else CODES_TYPE)
             if bits > 16:
                 raise PayloadError(
                     f"entry {name!r} has codes of {bits} bits", "1 to 16 exist", "encode it again"
@@ -241,7 +273,11 @@ class _Reader:
                 unpack(self.take(packed_nbytes(count, bits)), count, bits).reshape(shape), bits, are_indices
             )
         if kind >= len(DTYPES):
-            raise PayloadError(f"entry {name!r} has the unknown type {kind}; encode it with this release")
+            raise PayloadError(
+                f"entry {name!r} has type {kind}",
+                "this release does not know it",
+                "encode it with this release",
+            )
         dtype = DTYPES[kind]
         data = bytearray(self.take(count * dtype.itemsize))
         value = torch.frombuffer(data, dtype=dtype) if count else torch.empty(0, dtype=dtype)
@@ -260,7 +296,7 @@ def _require_allowed(name: str, count: int, limits: Mapping[str, int]) -> None:
 
 
 def checksum_of_header(count: int) -> int:
-    """Where the checksum of a payload of ``count`` entries starts."""
+    """Return the CRC-32 of version and number of entries, with which the checksum of the body starts."""
     return zlib.crc32(struct.pack("<BH", VERSION, count))
 
 
@@ -276,7 +312,7 @@ def _on_cpu(name: str, value: Tensor | Codes) -> Tensor | Codes:
         raise InputError(f"an entry name of {len(name.encode())} bytes", "names have 1 to 255", "shorten it")
     if isinstance(value, Codes):
         return replace(value, values=value.values.detach().to("cpu", torch.int32))
-    if value.dtype not in KINDS:
+    if value.dtype not in TYPE_NUMBERS:
         raise InputError(
             f"entry {name!r} is {value.dtype}",
             f"the wire carries {', '.join(map(str, DTYPES))}",
@@ -286,27 +322,27 @@ def _on_cpu(name: str, value: Tensor | Codes) -> Tensor | Codes:
 
 
 def entry_head(name: str, value: Tensor | Codes) -> bytes:
-    """What an entry says of itself."""
+    """Return the bytes of an entry before its data: name, type and shape."""
     kind, shape = (
-        ((INDICES if value.are_indices else CODES) + value.bits, value.values.shape)
+        ((INDICES_TYPE if value.are_indices else CODES_TYPE) + value.bits, value.values.shape)
         if isinstance(value, Codes)
-        else (KINDS[value.dtype], value.shape)
+        else (TYPE_NUMBERS[value.dtype], value.shape)
     )
     encoded = name.encode()
     return struct.pack(f"<B{len(encoded)}sBB{len(shape)}I", len(encoded), encoded, kind, len(shape), *shape)
 
 
-def _data(value: Tensor | Codes) -> bytes | memoryview:
+def _entry_data(value: Tensor | Codes) -> bytes | memoryview:
     if isinstance(value, Codes):
         return pack(value)
     return value.contiguous().view(-1).view(torch.uint8).numpy().data if value.numel() else b""
 
 
-def _identity(value: Tensor | Codes) -> tuple[object, ...]:
+def _entry_identity(value: Tensor | Codes) -> tuple[object, ...]:
     if isinstance(value, Codes):
-        return (value.bits, *_identity(value.values))
-    if value.numel() <= GLANCE:
-        return value.dtype, value.shape, bytes(_data(value))
+        return (value.bits, *_entry_identity(value.values))
+    if value.numel() <= MAX_COMPARED_VALUES:
+        return value.dtype, value.shape, bytes(_entry_data(value))
     return value.dtype, value.shape, value.stride(), value.data_ptr(), value._version
 
 

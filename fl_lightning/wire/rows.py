@@ -1,4 +1,4 @@
-"""Payloads of one form, many at once: what they have in common is written once."""
+"""Encoding of many payloads with the same names and shapes at once; their common bytes are written once."""
 
 from __future__ import annotations
 
@@ -13,7 +13,10 @@ from fl_lightning.wire.payload import HEADER, MAGIC, VERSION, checksum_of_header
 
 
 def encode_rows(entries: Mapping[str, Tensor]) -> list[bytes]:
-    """``Payload({name: tensor[k] for ...}).to_bytes()`` for each k, of entries ``[K, ...]``.
+    """Return ``Payload({name: tensor[k] for ...}).to_bytes()`` for each k.
+
+    Args:
+        entries: stacked entries ``[K, ...]`` by name.
 
     >>> from fl_lightning.wire import Payload
     >>> encode_rows({"x": torch.eye(2)})[1] == Payload({"x": torch.tensor([0.0, 1.0])}).to_bytes()
@@ -37,7 +40,7 @@ def encode_rows(entries: Mapping[str, Tensor]) -> list[bytes]:
 
 
 def _columns(name: str, tensor: Tensor) -> tuple[np.ndarray, np.ndarray]:
-    """What an entry says of itself, uint8 ``[B]``, and the data of all, uint8 ``[K, B]``."""
+    """Return the head of an entry, uint8 ``[H]``, and its data in each payload, uint8 ``[K, B]``."""
     head = np.frombuffer(entry_head(name, tensor[0]), np.uint8)
     rows = tensor.detach().cpu().contiguous()
     data = rows.view(-1).view(torch.uint8).numpy() if rows.numel() else np.empty(0, np.uint8)

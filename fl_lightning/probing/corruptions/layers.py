@@ -1,8 +1,7 @@
-"""What the corruptions lay over an image: plasma, frost, motion blur, zoom. Helpers of ``corruptions.py``,
-with its sources.
+"""Helpers of the corruptions: plasma, frost, motion blur, zoom. The sources are those of ``recipes.py``.
 
-Arrays are batches: ``n`` images, height ``H``, width ``W``, ``C`` channels. Colours are in [0, 1] where
-nothing else is said.
+Arrays are batches: ``n`` images, height ``H``, width ``W``, ``C`` channels. Colours are in [0, 1] unless
+stated otherwise.
 """
 
 from __future__ import annotations
@@ -22,19 +21,21 @@ FROST_FILES = (
     "frost3.png",
     "frost4.jpg",
     "frost5.jpg",
-)  # the published code never draws the sixth
+)
+"""The published photographs that the published code uses; it never uses the sixth."""
 FROST_COLOURS = np.array(
     [[78, 149, 166], [201, 205, 214], [201, 205, 214], [138, 153, 166], [112, 123, 135]], np.float32
 )
-"""Mean colours (RGB, 0 to 255) of the five photographs, measured."""
+"""Measured mean colours (RGB, 0 to 255) of the five photographs."""
 FROST_CONTRAST, FROST_SLOPE = 22.0, 0.47
-"""Of 32x32 cuts of those photographs, measured: standard deviation of grey, and exponent of amplitude over
-frequency."""
+"""Standard deviation of grey, and exponent of amplitude over frequency, of 32x32 cuts of the photographs."""
 
 
 def plasma(n: int, side: int, decay: float, rng: np.random.Generator) -> np.ndarray:
-    """Height maps in [0, 1] by the diamond-square algorithm, ``[n, side, side]``; each level's wobble is
-    ``decay`` times smaller."""
+    """Return height maps in [0, 1] by the diamond-square algorithm, ``[n, side, side]``.
+
+    The noise of each level is ``decay`` times smaller than that of the level before.
+    """
     size = 2 ** math.ceil(math.log2(side))
     height = np.zeros((n, size, size))
     step, wobble = size, 100.0
@@ -57,7 +58,7 @@ def plasma(n: int, side: int, decay: float, rng: np.random.Generator) -> np.ndar
 
 
 def clipped_zoom(images: np.ndarray, factor: float) -> np.ndarray:
-    """The middle of ``[n, side, side, C]``, enlarged to the same size."""
+    """Return the centre of ``images`` ``[n, side, side, C]``, enlarged by ``factor`` to the same size."""
     side = images.shape[1]
     cut = math.ceil(side / factor)
     top = (side - cut) // 2
@@ -67,12 +68,15 @@ def clipped_zoom(images: np.ndarray, factor: float) -> np.ndarray:
 
 
 def motion_blur(images: np.ndarray, radius: int, sigma: float, angles: np.ndarray) -> np.ndarray:
-    """ImageMagick's: half a Gaussian along a line of ``2 radius + 1`` pixels, edges repeated.
+    """Blur images along a line as ImageMagick does; return ``[n, H, W, C]``.
+
+    The kernel is half a Gaussian over ``2 radius + 1`` pixels. Pixels at the edges are repeated.
 
     Args:
         images: float ``[n, H, W, C]``.
-        radius, sigma: in pixels.
-        angles: of each image, degrees ``[n]``.
+        radius: half length of the line in pixels.
+        sigma: standard deviation of the Gaussian in pixels.
+        angles: direction of the line for each image in degrees, ``[n]``.
     """
     n, H, W, _ = images.shape
     step = np.arange(2 * radius + 1)
@@ -89,8 +93,13 @@ def motion_blur(images: np.ndarray, radius: int, sigma: float, angles: np.ndarra
 
 
 def frost_photographs(folder: Path) -> list[np.ndarray]:
-    """The published photographs at a fifth of their size, RGB uint8; none unless all five are in
-    ``folder``."""
+    """Return the published photographs at a fifth of their size, RGB uint8.
+
+    The list is empty unless all five are in ``folder``.
+
+    Raises:
+        InputError: a file is no picture.
+    """
     import cv2
 
     if not all((folder / name).is_file() for name in FROST_FILES):
@@ -109,9 +118,10 @@ def frost_photographs(folder: Path) -> list[np.ndarray]:
 def frost_layers(
     n: int, side: int, rng: np.random.Generator, photographs: Sequence[np.ndarray] = ()
 ) -> np.ndarray:
-    """Frost, RGB in 0 to 255, ``[n, side, side, 3]``: random cuts of the photographs.
+    """Return layers of frost, float32 RGB in 0 to 255, ``[n, side, side, 3]``.
 
-    Without them: noise of their mean colours, contrast and spectrum.
+    They are random cuts of the photographs or, without photographs, noise with the mean colours, contrast
+    and spectrum of the published ones.
     """
     which = rng.integers(5, size=n)
     if not photographs:
@@ -126,7 +136,7 @@ def frost_layers(
 
 def _drawn_frost(colours: np.ndarray, side: int, rng: np.random.Generator) -> np.ndarray:
     frequency = np.hypot(np.fft.fftfreq(side)[:, None], np.fft.rfftfreq(side)[None, :])
-    frequency[0, 0] = np.inf  # no mean: the colour has it
+    frequency[0, 0] = np.inf  # the noise has mean zero; the colour is added below
     spectrum = np.fft.rfft2(rng.standard_normal((len(colours), side, side))) * frequency**-FROST_SLOPE
     noise = np.fft.irfft2(spectrum, s=(side, side))
     noise *= FROST_CONTRAST / noise.std(axis=(1, 2), keepdims=True)

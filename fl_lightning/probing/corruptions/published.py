@@ -1,5 +1,7 @@
-"""CIFAR-10-C and CIFAR-100-C as published: one ``.npy`` per corruption, five severities of 10 000 images
-after each other."""
+"""CIFAR-10-C and CIFAR-100-C as published.
+
+There is one ``.npy`` file for each corruption, with 10 000 images for each of five severities in order.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,7 @@ ROWS = slice(10_000 * (SEVERITY - 1), 10_000 * SEVERITY)
 
 
 class PublishedImages:
-    """The arrays of a data set under ``root``. Nothing is read before :meth:`read`.
+    """The published corrupted images of a data set under ``root``; :meth:`read` reads them.
 
     Args:
         dataset: name of the data set.
@@ -34,7 +36,7 @@ class PublishedImages:
 
     @property
     def why_not(self) -> str | None:
-        """Why they are not used; None when they are."""
+        """The reason why the published images cannot be used; None if they can."""
         if not self.known:
             return "the data set has no published corrupted images"
         return (
@@ -44,7 +46,11 @@ class PublishedImages:
         )
 
     def read(self, name: str) -> np.ndarray:
-        """Severity 3 of one corruption, uint8 RGB ``[10000, 32, 32, 3]``."""
+        """Return the images of one corruption at severity 3, uint8 RGB ``[10000, 32, 32, 3]``.
+
+        Raises:
+            InputError: the file cannot be read or has another shape or type.
+        """
         images = self._load(name)
         if images.shape != (50_000, 32, 32, 3) or images.dtype != np.uint8:
             raise InputError(
@@ -55,10 +61,10 @@ class PublishedImages:
         return np.array(images[ROWS])
 
     def check_labels(self, target: np.ndarray) -> None:
-        """Their rows are the classes of this test set, int64 ``[10000]``.
+        """Check that the published labels are those of this test set, int64 ``[10000]``.
 
         Raises:
-            InputError: they are not.
+            InputError: they differ.
         """
         labels = self._load("labels")[ROWS]
         if not np.array_equal(labels, target):

@@ -1,4 +1,4 @@
-"""The run that is probed, and what it answers to the test set as it is, corrupted or attacked."""
+"""The model that is probed, and its answers to the clean, corrupted or attacked test set."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ from fl_lightning.data import FederatedData, FederatedImages
 from fl_lightning.evaluation import deal_test_set, evaluation_mode
 from fl_lightning.methods import Method
 
-BATCH = 512  # as in ``evaluation``: the clean test set is answered bit for bit as during training
+BATCH_SIZE = 512  # as in ``evaluation``, so that clean answers equal those during training bit for bit
 Forward = Callable[[Tensor], Tensor]
 Change = Callable[[Forward, Tensor, Tensor, int], Tensor]
-"""A network from pixels to logits, pixels in [0, 1], targets, and the number of the batch: the pixels to show
-instead."""
+"""A function that returns changed pixels. Its arguments are a network that maps pixels to logits, pixels in
+[0, 1], targets, and the number of the batch."""
 
 
 @dataclass(frozen=True)
 class Finding:
-    """What one probe found.
+    """The results of one probe.
 
     Args:
-        metrics: numbers that follow from the checkpoint and the seed.
-        timings: seconds and bytes that belong to this machine and moment.
-        details: what a reader needs to trust them, as JSON.
-        skipped: what was left out and why, a sentence each.
+        metrics: numbers that depend on the checkpoint and the seed only.
+        timings: measured seconds and bytes, which depend on the machine and its load.
+        details: the circumstances of the probe, ready for JSON.
+        skipped: a sentence for each part that was left out, with the reason.
     """
 
     metrics: dict[str, float] = field(default_factory=dict)
@@ -40,12 +40,16 @@ class Finding:
 
 
 @dataclass(frozen=True)
-class Subject:
+class ProbedModel:
     """A method in the state of one checkpoint.
 
     Args:
-        states: what clients keep, by id.
-        uploads: mean bytes of an upload of this round that counted; None when none did.
+        fabric: runs the forward passes.
+        method: the method.
+        data: its data set.
+        states: tensors that clients keep, by client id.
+        seed: seed of the run.
+        uploads: mean bytes of the uploads of this round that were used; None if there are none.
     """
 
     fabric: Fabric
@@ -62,12 +66,14 @@ class Subject:
 
     @property
     def images(self) -> FederatedImages | None:
-        """The data, if their examples are pixels that can be changed."""
+        """The data set if its examples are images, None otherwise."""
         return self.data if isinstance(self.data, FederatedImages) else None
 
     def networks(self) -> Iterator[tuple[nn.Module, Tensor]]:
-        """Each network that answers test examples, in evaluation mode, and which ones; a personalised method
-        has one a client."""
+        """Yield each deployed network in evaluation mode with the indices of the test examples it answers.
+
+        A personalised method has one network for each client.
+        """
         if not self.method.personalised:
             with evaluation_mode(self.method.deploy()) as network:
                 yield network, torch.arange(len(self.data.test_target), device=self.data.device)
@@ -78,17 +84,17 @@ class Subject:
                 yield network, torch.from_numpy(np.flatnonzero(owner == id)).to(self.data.device)
 
     def answers(self) -> Tensor:
-        """Logits of the test set as it is, float32 ``[n, C]`` on the CPU, in its order."""
+        """Return the logits of the clean test set in its order, float32 ``[n, C]`` on the CPU."""
         return self._collect(
             lambda network, index, number: self._logits(network, self.data.inputs("test", index))
         )
 
     def answers_to(self, images: Tensor | None = None, change: Change | None = None) -> Tensor:
-        """As :meth:`answers`, of other images and of what ``change`` makes of them.
+        """Return the logits of other or changed images, in the form of :meth:`answers`.
 
         Args:
             images: uint8 ``[n, 3, side, side]`` on the data's device; None: the test images.
-            change: what is shown instead; None: they are.
+            change: changes the pixels of each batch; None: no change.
         """
         data = self.images
         assert data is not None
@@ -97,13 +103,13 @@ class Subject:
         def one(network: nn.Module, index: Tensor, number: int) -> Tensor:
             pixels = data.view(shown[index]).float() / 255
             if change is not None:
-                pixels = change(self.from_pixels(network), pixels, data.test_target[index], number)
+                pixels = change(self.pixel_function(network), pixels, data.test_target[index], number)
             return self._logits(network, data.normalise(pixels))
 
         return self._collect(one)
 
-    def from_pixels(self, network: nn.Module) -> Forward:
-        """The network as a function of pixels in [0, 1], for gradients."""
+    def pixel_function(self, network: nn.Module) -> Forward:
+        """Return the network as a differentiable function of pixels in [0, 1]."""
         data = self.images
         assert data is not None
 
@@ -114,9 +120,14 @@ class Subject:
         return forward
 
     def _collect(self, one: Callable[[nn.Module, Tensor, int], Tensor]) -> Tensor:
+        """Return the logits of all batches in the order of the test set, float32 ``[n, C]`` on the CPU.
+
+        Args:
+            one: logits of a batch, given network, indices and number of the batch.
+        """
         logits, places, number = [], [], 0
         for network, indices in self.networks():
-            for index in indices.split(BATCH):
+            for index in indices.split(BATCH_SIZE):
                 logits.append(one(network, index, number).cpu())
                 places.append(index.cpu())
                 number += 1
