@@ -89,7 +89,7 @@ def test_bytes_by_hand_at_other_settings(name, settings):
 def test_fedavg_by_hand():
     """2 572 weights of convolutions and classifier, 4 biases, 56 of BatchNorm and 56 of its statistics;
     headers 19, 15 and 14."""
-    (outcome,) = run_checks(subject_of(methods.FedAvg), [bytes_on_the_wire])
+    (outcome,) = run_checks(method_under_test(methods.FedAvg), [bytes_on_the_wire])
     up, down = 4 * (2572 + 4 + 56 + 56) + 19 + 15 + 14, 4 * (2572 + 4 + 56 + 56) + 19 + 14
     assert f"{up} bytes up, {down} down, as by hand formula" in outcome.detail
 

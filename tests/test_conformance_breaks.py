@@ -55,6 +55,17 @@ class KeepsStaleState(FedAvg):
             buffer.copy_(before[name])
 
 
+@BROKEN.fails("same start as declared")
+class StartsByClient(FedAvg):
+    """It says that all clients start alike, and reads who it is."""
+
+    same_start = True
+
+    def receive(self, message, client):
+        super().receive(message, client)
+        self.layout.write(self.network, message.tensor("weights") * (1 + client.id % 2))
+
+
 @BROKEN.fails("clients read messages only")
 class ReadsTheServer(FedAvg):
     def receive(self, message, client):

@@ -9,8 +9,13 @@ from fl_lightning.client import Client
 from fl_lightning.conformance.bench import Bench, FinishedRun, expect_same_tensors
 from fl_lightning.conformance.verdicts import NotApplicable, expect
 from fl_lightning.conformance.watch import OnlyClients, StateHalver, halve_state
+from fl_lightning.engines import ClientTask
+from fl_lightning.engines.attributes import is_plain
+from fl_lightning.engines.base import start_client
+from fl_lightning.methods.base import has_same_start
+from fl_lightning.models.tensors import tensors_of
 
-CLIENT = 4
+CLIENT, OTHER = 4, 1
 
 
 def no_stale_state(bench: Bench) -> None:
@@ -42,6 +47,25 @@ def kept_state_is_used(bench: Bench) -> None:
             used or _deployed_from(run, name),
             f"client {CLIENT} keeps {name!r}, but halving it changes nothing",
         )
+
+
+def same_start_as_declared(bench: Bench) -> None:
+    """Where ``same_start`` is declared, ``receive`` makes the same of a message whoever gets it."""
+    if not has_same_start(bench.subject.make()):
+        raise NotApplicable("it does not declare same_start")
+    run = bench.everyone
+    message = run.log.broadcasts[1, CLIENT]
+    started = []
+    for id in (CLIENT, OTHER):
+        method = bench.untrained()
+        kept = dict(run.log.kept[CLIENT]) if id == CLIENT else {}
+        client = bench.data.client(id, kept)
+        start_client(method, ClientTask(client, 1, message, bench.data.labels(client), 1, 1))
+        plain = {name: value for name, value in vars(method).items() if is_plain(value)}
+        started.append(({name: tensor.clone() for name, tensor in tensors_of(method).items()}, plain))
+    (tensors, plain), (other_tensors, other_plain) = started
+    expect_same_tensors(tensors, other_tensors, "what a client starts from", "when another one receives it")
+    expect(plain == other_plain, f"receive sets {plain} for one client and {other_plain} for another")
 
 
 def _deployed_from(run: FinishedRun, name: str) -> bool:

@@ -52,6 +52,7 @@ CHECKS: tuple[Check, ...] = (
     checks_orders.deployed_from_the_server,
     checks_state.no_stale_state,
     checks_state.kept_state_is_used,
+    checks_state.same_start_as_declared,
     checks_state.nothing_in_place,
 )
 
