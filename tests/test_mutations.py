@@ -1,4 +1,4 @@
-"""Random damage to kd_default.yaml: two rounds, exit code 2, or a run in which all diverge, never a
+"""Random damage to kd_default.yaml and its federation: two rounds, exit code 2, or a run in which all diverge, never a
 traceback."""
 
 from __future__ import annotations
@@ -14,7 +14,11 @@ from hypothesis import strategies as st
 
 from fl_lightning.__main__ import main
 
-CONFIG = yaml.safe_load((Path(__file__).parent.parent / "configs" / "kd_default.yaml").read_text())
+CONFIGS = Path(__file__).parent.parent / "configs"
+FEDERATION, METHOD = (
+    yaml.safe_load((CONFIGS / name).read_text()) for name in ("federations/digits.yaml", "kd_default.yaml")
+)
+CONFIG = {**FEDERATION, "trainer": FEDERATION["trainer"] | METHOD["trainer"], "model": METHOD["model"]}
 CONFIG["data"]["init_args"]["num_clients"] = 6
 WORDS = st.sampled_from(["x", "", "FedAvg", "digits", "none", "nan", ".inf", "callbacks.Calibration", "full"])
 SMALL = st.integers(-2, 3) | st.floats(-1, 2) | st.sampled_from([float("nan"), float("inf")])
