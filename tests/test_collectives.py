@@ -58,7 +58,7 @@ def test_a_rank_that_does_not_answer_leaves_nobody_waiting(tmp_path, what):
 def test_ranks_that_disagree_all_say_so(tmp_path):
     _, messages = run("disagree", 2, tmp_path)
     assert all(
-        message.startswith("RuntimeError: ranks [1] have other orders for this round than rank 0")
+        message.startswith("RuntimeError: ranks [1] have other tasks for this round than rank 0")
         for message in messages
     )
 

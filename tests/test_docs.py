@@ -24,7 +24,7 @@ import fl_lightning
 from callbacks.figures.figure_meter import FigureMeter
 from fl_lightning import methods
 from fl_lightning.__main__ import main
-from fl_lightning.conformance.formulas import fp32, framed, layers, packed, values
+from fl_lightning.conformance.formulas import fp32_bytes, layer_sizes, num_values, packed_bytes, payload_bytes
 from fl_lightning.conformance.toy import images, on_images, run
 from fl_lightning.data import FederatedImages, Partition
 from fl_lightning.hooks import Meter, Stressor
@@ -179,29 +179,34 @@ def test_diagrams_name_what_exists_and_fetch_nothing(diagram):
 def test_bytes_on_the_pages_of_methods():
     """By hand formula, for ``kd_default.yaml``'s network and each method's configuration."""
     network = SmallCNN(10)
-    n, rest = layers(network), values(network) - sum(layers(network))
-    everything, examples = fp32(sum(n) + rest), {"examples": (0, 4)}
-    down = framed({"weights": (1, everything)})
-    codes = {f"w{layer}": (1, packed(size, 5)) for layer, size in enumerate(n)}
-    planes = {"bits": (1, packed(len(n), 4)), "scales": (1, fp32(len(n))), **codes, "rest": (1, fp32(rest))}
+    n, rest = layer_sizes(network), num_values(network) - sum(layer_sizes(network))
+    everything, examples = fp32_bytes(sum(n) + rest), {"examples": (0, 4)}
+    down = payload_bytes({"weights": (1, everything)})
+    codes = {f"w{layer}": (1, packed_bytes(size, 5)) for layer, size in enumerate(n)}
+    planes = {
+        "bits": (1, packed_bytes(len(n), 4)),
+        "scales": (1, fp32_bytes(len(n))),
+        **codes,
+        "rest": (1, fp32_bytes(rest)),
+    }
     books: dict[str, tuple[int, int]] = {}
     for layer, size in enumerate(n):
         centroids = min(256, math.ceil(size / 2) // 4)
-        books[f"i{layer}"] = (1, packed(math.ceil(size / 2), math.ceil(math.log2(centroids))))
-        books[f"c{layer}"] = (2, fp32(2 * centroids))
-    norms = {"norms": (1, fp32(len(n))), "rest": (1, fp32(rest))}
-    labels, adapters = {"soft_labels": (2, fp32(400 * 10))}, {"adapters": (3, fp32(4 * 8 * 9))}
+        books[f"i{layer}"] = (1, packed_bytes(math.ceil(size / 2), math.ceil(math.log2(centroids))))
+        books[f"c{layer}"] = (2, fp32_bytes(2 * centroids))
+    norms = {"norms": (1, fp32_bytes(len(n))), "rest": (1, fp32_bytes(rest))}
+    labels, adapters = {"soft_labels": (2, fp32_bytes(400 * 10))}, {"adapters": (3, fp32_bytes(4 * 8 * 9))}
     expected = {
-        "fedavg": (framed(examples | {"weights": (1, everything)}), down),
-        "qfedavg": (framed(examples | {"codes": (1, packed(sum(n), 4))} | norms), down),
-        "aqfl": (framed(examples | planes), down),
-        "fedpq": (framed(examples | books | {"rest": (1, fp32(rest))}), down),
+        "fedavg": (payload_bytes(examples | {"weights": (1, everything)}), down),
+        "qfedavg": (payload_bytes(examples | {"codes": (1, packed_bytes(sum(n), 4))} | norms), down),
+        "aqfl": (payload_bytes(examples | planes), down),
+        "fedpq": (payload_bytes(examples | books | {"rest": (1, fp32_bytes(rest))}), down),
         "fedmpq": (
-            framed(examples | planes),
-            framed({"bits": (1, packed(len(n), 4)), "weights": (1, everything)}),
+            payload_bytes(examples | planes),
+            payload_bytes({"bits": (1, packed_bytes(len(n), 4)), "weights": (1, everything)}),
         ),
-        "fedkd": (framed(examples | labels), framed(labels)),
-        "fedmosaic": (framed(adapters | {"sketch": (1, fp32(1020))}), framed(adapters)),
+        "fedkd": (payload_bytes(examples | labels), payload_bytes(labels)),
+        "fedmosaic": (payload_bytes(adapters | {"sketch": (1, fp32_bytes(1020))}), payload_bytes(adapters)),
     }
     for page, sizes in expected.items():
         text = " ".join((DOCS / "methods" / f"{page}.md").read_text().split())

@@ -15,8 +15,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from fl_lightning.conformance import method_under_test
 from fl_lightning.conformance.kit import run_checks
-from fl_lightning.conformance.subject import subject_of
 from fl_lightning.conformance.toy import images, on_images
 from fl_lightning.errors import InputError
 from fl_lightning.methods import Method
@@ -139,6 +139,6 @@ def test_own_method_refuses_bad_input(in_examples):
 def test_own_method_passes_the_kit(in_examples):
     from own_method import FedAvgM
 
-    outcomes = list(run_checks(subject_of(FedAvgM, {"beta": 0.7}, {"beta": 0.0}, None)))
+    outcomes = list(run_checks(method_under_test(FedAvgM, {"beta": 0.7}, {"beta": 0.0}, None)))
     assert [outcome for outcome in outcomes if outcome.verdict == "failed"] == []
     assert {outcome.check for outcome in outcomes if outcome.verdict == "passed"} >= {"neutral", "resume"}
