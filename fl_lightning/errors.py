@@ -37,6 +37,13 @@ class InputError(ThreePartError, ValueError):
     """Bad input, found anywhere: the command line prints the message as one line and exits with 2."""
 
 
+class MisuseError(ThreePartError, ValueError):
+    """A function was given what it cannot take: a bug of the code that calls it, and not of the user's input.
+
+    So it keeps its type and its traceback, and a run that it ends exits with 1.
+    """
+
+
 def require(valid: object, given: str, rule: str, instead: str) -> None:
     """Refuse bad input.
 

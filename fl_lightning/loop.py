@@ -20,7 +20,7 @@ from fl_lightning.client import Assignment, Client
 from fl_lightning.data import FederatedData
 from fl_lightning.engines import ClientResult, ClientTask, Engine
 from fl_lightning.engines.base import one_thread
-from fl_lightning.errors import InputError
+from fl_lightning.errors import MisuseError
 from fl_lightning.hooks import Callback, RoundRecord, RunFiles, stress, tell
 from fl_lightning.methods import Method
 from fl_lightning.methods.base import declared_limits
@@ -162,7 +162,7 @@ def make_tasks(fed: Federation, round: int, assignments: Sequence[Assignment]) -
         client = assignment.client
         labels = stress(fed.callbacks, "change_labels", labels, client=client, round=round, context=fed)
         if len(labels) != len(client.train):
-            raise InputError(
+            raise MisuseError(
                 f"change_labels of a stressor gave {len(labels)} labels for client {client.id}",
                 f"each of its {len(client.train)} training examples has one",
                 "return a new tensor as long as the one given",

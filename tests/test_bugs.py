@@ -31,8 +31,10 @@ QUICK = [
     "1",
 ]
 METHODS = """
+import torch
 from fl_lightning.methods import FedAvg
-from fl_lightning.wire import PayloadError
+from fl_lightning.wire import Codes, PayloadError
+from fl_lightning.wire.codes import pack
 
 class Typo(FedAvg):
     def check(self, upload, client):
@@ -51,6 +53,10 @@ class Leaves(FedAvg):
 class Reads(FedAvg):
     def aggregate(self, uploads):
         open("/nowhere/at/all")
+
+class Overflows(FedAvg):
+    def upload(self, client):
+        pack(Codes(torch.tensor([9], dtype=torch.int32), 3))
 
 class Says(FedAvg):
     def server_metrics(self):
@@ -95,6 +101,7 @@ def command(name: str) -> int:
         ("Silent", "ValueError: a local step went wrong"),
         ("Leaves", "RuntimeError: code of this run called sys.exit(0)"),
         ("Reads", "FileNotFoundError"),
+        ("Overflows", "MisuseError: a code lies outside [0, 8)"),
     ],
 )
 def test_a_bug_ends_the_run_and_its_traceback_is_in_the_log_of_the_run(name, error, project, capsys):

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from fl_lightning.errors import InputError
+from fl_lightning.errors import InputError, MisuseError
 from fl_lightning.support.recorded import Recorded
 
 MAX_ORDERED_VALUES = 2**22
@@ -153,7 +153,7 @@ def weighted_mean(vectors: Sequence[Tensor], shares: Sequence[float]) -> Tensor:
     on who computed what; float32."""
     shape = vectors[0].shape
     if any(vector.shape != shape for vector in vectors):
-        raise InputError(
+        raise MisuseError(
             f"vectors of shapes {sorted({tuple(v.shape) for v in vectors})}",
             "a mean is taken of one shape",
             "pad or split them",

@@ -15,7 +15,7 @@ from torch.func import functional_call
 from torch.utils._pytree import tree_map
 
 from fl_lightning.data import FederatedData
-from fl_lightning.errors import InputError
+from fl_lightning.errors import InputError, MisuseError
 
 log = logging.getLogger("fl_lightning")
 
@@ -128,7 +128,7 @@ def module_loss(
         weights: by parameter name, what is computed with in place of the module's own.
 
     Raises:
-        ValueError: there is none.
+        MisuseError: there is none.
     """
     module.gave_loss = True
     if module._trainer is None:  # a copy has lost it
@@ -141,7 +141,7 @@ def module_loss(
         )
     loss: Any = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
     if not isinstance(loss, Tensor):
-        raise InputError(
+        raise MisuseError(
             f"{type(module).__name__}.training_step returned {type(loss).__name__} as loss",
             "a local step needs a loss",
             "return one",

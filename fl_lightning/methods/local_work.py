@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from torch.optim import Optimizer
 
-from fl_lightning.errors import InputError
+from fl_lightning.errors import MisuseError
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +34,7 @@ class LocalWork:
             ValueError: there are several.
         """
         if len(set(self.lrs)) != 1:
-            raise InputError(
+            raise MisuseError(
                 f"local_lr of an optimiser with learning rates {list(self.lrs)}",
                 "it is one number",
                 "give all parameters one lr",

@@ -17,7 +17,7 @@ from typing import NamedTuple
 import numpy as np
 from torch import Tensor
 
-from fl_lightning.errors import InputError
+from fl_lightning.errors import MisuseError
 
 Numbers = Tensor | np.ndarray | Sequence
 
@@ -64,7 +64,7 @@ def calibration_bins(probs: Numbers, target: Numbers, bins: int = 15) -> Calibra
     """Count, mean confidence and accuracy per bin; arguments and errors as
     :func:`expected_calibration_error`."""
     if bins < 1:
-        raise InputError(f"calibration with {bins} bins", "at least 1 is needed", "15 is usual")
+        raise MisuseError(f"calibration with {bins} bins", "at least 1 is needed", "15 is usual")
     p, t = _checked(probs, target)
     confidence = p.max(axis=1)
     edges = (np.arange(1, bins) / bins).astype(
@@ -100,13 +100,13 @@ def _checked(probs: Numbers, target: Numbers) -> tuple[np.ndarray, np.ndarray]:
     """Probabilities as a float array ``[n, C]``, targets as int64 ``[n]``."""
     p, t = _array(probs), _array(target)
     if p.ndim != 2 or t.shape != p.shape[:1]:
-        raise InputError(
+        raise MisuseError(
             f"probs {list(p.shape)} and target {list(t.shape)}",
             "[n, C] and [n] are needed",
             "give one row per target",
         )
     if not p.size:
-        raise InputError(
+        raise MisuseError(
             f"probs of shape {list(p.shape)}", "calibration of no examples is undefined", "give at least one"
         )
     if p.dtype not in (np.float32, np.float64):
@@ -118,14 +118,14 @@ def _checked(probs: Numbers, target: Numbers) -> tuple[np.ndarray, np.ndarray]:
         and np.abs(p.sum(axis=1) - 1).max() < 1e-3
     ):
         sums = p.sum(axis=1)
-        raise InputError(
+        raise MisuseError(
             f"probs from {p.min():g} to {p.max():g} in rows that sum to {sums.min():g} to {sums.max():g}",
             "probabilities lie in [0, 1] and sum to 1",
             "give softmax(logits)",
         )
     whole = t.astype(np.int64)
     if (whole != t).any() or whole.min() < 0 or whole.max() >= p.shape[1]:
-        raise InputError(
+        raise MisuseError(
             f"target from {t.min()} to {t.max()}",
             f"class indices 0 to {p.shape[1] - 1} are needed",
             "check the labels",

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from fl_lightning.errors import InputError
+from fl_lightning.errors import MisuseError
 
 
 def auc_accuracy(accuracies: Sequence[float], rounds: Sequence[int] | None = None) -> float:
@@ -31,15 +31,15 @@ def auc_accuracy(accuracies: Sequence[float], rounds: Sequence[int] | None = Non
     a = np.asarray(accuracies, np.float64)
     r = np.arange(1.0, a.size + 1) if rounds is None else np.asarray(rounds, np.float64)
     if r.shape != a.shape or r.ndim != 1:
-        raise InputError(
+        raise MisuseError(
             f"{a.size} accuracies for {r.size} rounds",
             "one per evaluated round is needed",
             "leave out the other rounds",
         )
     if (np.diff(r) <= 0).any():
-        raise InputError(f"rounds {r.tolist()}", "they must increase", "sort them and drop the doubles")
+        raise MisuseError(f"rounds {r.tolist()}", "they must increase", "sort them and drop the doubles")
     if a.size and (a.min() < 0 or a.max() > 1):
-        raise InputError(
+        raise MisuseError(
             f"accuracies from {a.min():g} to {a.max():g}", "they lie in [0, 1]", "divide percentages by 100"
         )
     return float((np.diff(r) * (a[1:] + a[:-1]) / 2).sum() * 100)

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from fractions import Fraction
 
-from fl_lightning.errors import InputError
+from fl_lightning.errors import MisuseError
 
 MAX_BITS = 8
 
@@ -29,19 +29,19 @@ def allocate_bits(
         budget: mean bits per weight, at least 1.
 
     Raises:
-        InputError: lengths differ, or a value is outside its range.
+        MisuseError: lengths differ, or a value is outside its range.
 
     >>> allocate_bits([432, 2304, 36864], [4, 4, 4], [1, 1, 1], budget=2)
     [8, 8, 1]
     """
     if not len(sizes) == len(mean_bits) == len(delta):
-        raise InputError(
+        raise MisuseError(
             f"{len(sizes)} sizes, {len(mean_bits)} mean_bits, {len(delta)} delta",
             "one of each per layer",
             "give equal lengths",
         )
     if not budget >= 1:
-        raise InputError(
+        raise MisuseError(
             f"a budget of {budget} bits", "a weight takes at least 1", f"give a budget from 1 to {MAX_BITS}"
         )
     if (
@@ -49,7 +49,7 @@ def allocate_bits(
         or any(n < 1 for n in sizes)
         or any(d < 1 for d in delta)
     ):
-        raise InputError(
+        raise MisuseError(
             f"bits {list(mean_bits)}, delta {list(delta)}",
             f"bits are 1 to {MAX_BITS}, sizes and delta at least 1",
             "correct them",

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fl_lightning.errors import InputError
+from fl_lightning.errors import MisuseError
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -23,7 +23,7 @@ class Codes:
             indices need not stand for neighbouring values, and the table may have fewer than 2**bits rows.
 
     Raises:
-        InputError: ``bits`` is out of range.
+        MisuseError: ``bits`` is out of range.
     """
 
     values: Tensor
@@ -32,7 +32,7 @@ class Codes:
 
     def __post_init__(self) -> None:
         if not 1 <= self.bits <= 16:
-            raise InputError(
+            raise MisuseError(
                 f"codes of {self.bits} bits", "1 to 16 can be packed", "choose bits in that range"
             )
 
@@ -46,14 +46,14 @@ def pack(codes: Codes) -> bytes:
     """Return the codes as a little-endian bit stream: code i has bits [i * b, (i + 1) * b), lowest bit first.
 
     Raises:
-        InputError: a value does not fit into ``bits`` bits.
+        MisuseError: a value does not fit into ``bits`` bits.
 
     >>> pack(Codes(torch.tensor([1, 2, 3]), bits=2)).hex()
     '39'
     """
     values, bits = codes.values.numpy().reshape(-1), codes.bits
     if values.size and (values.min() < 0 or values.max() >> bits):
-        raise InputError(
+        raise MisuseError(
             f"a code lies outside [0, {2**bits})", f"{bits} bits cannot hold it", "clamp before packing"
         )
     if bits in (8, 16):
@@ -77,11 +77,11 @@ def unpack(data: bytes | memoryview, count: int, bits: int) -> Tensor:
     """Return the codes that :func:`pack` packed, int32 ``[count]``.
 
     Raises:
-        InputError: the number of bytes is not that of ``count`` codes.
+        MisuseError: the number of bytes is not that of ``count`` codes.
     """
     raw = np.frombuffer(data, dtype=np.uint8)
     if raw.size != packed_nbytes(count, bits):
-        raise InputError(
+        raise MisuseError(
             f"{raw.size} bytes for {count} codes of {bits} bits",
             f"they take {packed_nbytes(count, bits)}",
             "pass those",

@@ -22,7 +22,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from fl_lightning.errors import InputError, ThreePartError
+from fl_lightning.errors import MisuseError, ThreePartError
 from fl_lightning.wire.codes import Codes, pack, packed_nbytes, unpack
 
 MAGIC, VERSION = b"FLPW", 1
@@ -122,7 +122,7 @@ class Payload(Mapping[str, "Tensor | Codes"]):
         """Encode the payload.
 
         Raises:
-            InputError: a code does not fit into its bits.
+            MisuseError: a code does not fit into its bits.
         """
         parts = [
             part
@@ -309,11 +309,11 @@ def _checksum(count: int, *body: bytes | memoryview) -> int:
 
 def _on_cpu(name: str, value: Tensor | Codes) -> Tensor | Codes:
     if not 1 <= len(name.encode()) <= 255:
-        raise InputError(f"an entry name of {len(name.encode())} bytes", "names have 1 to 255", "shorten it")
+        raise MisuseError(f"an entry name of {len(name.encode())} bytes", "names have 1 to 255", "shorten it")
     if isinstance(value, Codes):
         return replace(value, values=value.values.detach().to("cpu", torch.int32))
     if value.dtype not in TYPE_NUMBERS:
-        raise InputError(
+        raise MisuseError(
             f"entry {name!r} is {value.dtype}",
             f"the wire carries {', '.join(map(str, DTYPES))}",
             "convert it first",
