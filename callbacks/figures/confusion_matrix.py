@@ -62,7 +62,7 @@ def confusion_counts(probs: Tensor, target: Tensor) -> np.ndarray:
 
 
 def as_csv(counts: np.ndarray) -> str:
-    """A line per true class, a column per predicted one."""
+    """Return the counts as CSV: a line for each true class, a column for each predicted one."""
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
     writer.writerow(["true class", *range(len(counts))])

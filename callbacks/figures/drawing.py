@@ -56,13 +56,13 @@ def draw(context: Context, name: str, make: Callable[[], Figure], round: int | N
 
 
 def own_copy(context: Context) -> Any:
-    """The method, to do anything with: the resident one stays as it is. The data are not copied."""
+    """Return a copy of the method, whose changes leave the resident one as it is. The data are not copied."""
     return deepcopy(context.method, {id(context.data): context.data})
 
 
 def student_and_teacher(method: Method) -> dict[str, nn.Module]:
-    """What is deployed and, where that is quantised, the same in full precision, by name and in evaluation
-    mode."""
+    """Return what is deployed and, where that is quantised, the same in full precision, by name and in
+    evaluation mode."""
     teacher = method.full_precision()
     if teacher is None:
         return {"deployed in full precision": method.deploy().eval()}
@@ -75,5 +75,5 @@ def evenly_spaced(total: int, most: int) -> np.ndarray:
 
 
 def sample(shown: int, total: int) -> str:
-    """How many clients a figure shows, for its title."""
+    """Return how many clients a figure shows, for its title."""
     return f"{total} clients" if shown == total else f"{shown} of {total} clients (evenly spaced sample)"

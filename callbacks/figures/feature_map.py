@@ -81,8 +81,8 @@ class FeatureMap(FigureMeter):
 
 @torch.no_grad()
 def penultimate(network: nn.Module, data: Any, position: Tensor) -> np.ndarray:
-    """The input of the last linear layer for the test images at ``position`` int64 ``[n]``, float32 ``[n,
-    F]``."""
+    """Return the input of the last linear layer for the test images at ``position`` int64 ``[n]``, float32
+    ``[n, F]``."""
     linear = [
         module
         for module in network.modules()
@@ -126,7 +126,8 @@ def silhouette(features: np.ndarray, target: np.ndarray) -> float:
 def feature_figure(
     features: dict[str, np.ndarray], points: list[np.ndarray], target: np.ndarray, title: str
 ) -> Figure:
-    """A panel per network. Up to 20 classes have a colour and a marker each, more are colours on a scale."""
+    """Draw a panel for each network. Up to 20 classes have a colour and a marker each, more are colours on a
+    scale."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(5.2 * len(points), 5.4), layout="constrained")

@@ -50,7 +50,7 @@ class FigureMeter(Meter, ABC):
         """
 
     def applies_to(self, context: Context) -> bool:
-        """Whether the run has what the figure shows."""
+        """Return whether the run has what the figure shows."""
         return True
 
     def on_check(self, context: Context) -> None:

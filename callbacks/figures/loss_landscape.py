@@ -85,8 +85,8 @@ class LossLandscape(FigureMeter):
         )
 
     def _losses(self, context: Context, steps: np.ndarray) -> tuple[dict[str, np.ndarray], int]:
-        """The loss of each network at every point of the slice, ``[points]`` or ``[points, points]`` (b, a);
-        number of images."""
+        """Return the loss of each network at every point of the slice, ``[points]`` or ``[points, points]``
+        (b, a); number of images."""
         method, data, total = own_copy(context), context.data, len(context.data.test_target)
         index = np.sort(
             stream(context.seed, "landscape_images").choice(total, min(self.examples, total), replace=False)
@@ -111,8 +111,8 @@ class LossLandscape(FigureMeter):
 def filter_normalised(
     layout: Layout, network: nn.Module, weights: Tensor, rng: np.random.Generator
 ) -> Tensor:
-    """A random direction, float32 ``[size]``: of each filter (row of a weight) the norm of that filter of
-    ``weights``; 0 elsewhere."""
+    """Return a random direction, float32 ``[size]``: of each filter (row of a weight) the norm of that filter
+    of ``weights``; 0 elsewhere."""
     learned = {name for name, parameter in network.named_parameters() if parameter.ndim >= 2}
     direction = {}
     for name, tensor in layout.unpack(weights).items():
@@ -127,7 +127,7 @@ def filter_normalised(
 
 @torch.no_grad()
 def loss(network: nn.Module, batches: list[tuple[Any, Tensor]]) -> float:
-    """Mean cross-entropy, in nats."""
+    """Return the mean cross-entropy, in nats."""
     total = sum(
         float(F.cross_entropy(network(inputs).double(), target, reduction="sum"))
         for inputs, target in batches
@@ -136,7 +136,7 @@ def loss(network: nn.Module, batches: list[tuple[Any, Tensor]]) -> float:
 
 
 def contour_figure(steps: np.ndarray, losses: dict[str, np.ndarray], title: str) -> Figure:
-    """A panel per network, one scale of colours for all, levels at equal ratios."""
+    """Draw a panel for each network, one scale of colours for all, levels at equal ratios."""
     from matplotlib.colors import LogNorm
     from matplotlib.figure import Figure
 

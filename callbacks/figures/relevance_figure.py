@@ -55,7 +55,7 @@ class RelevanceFigure(FigureMeter):
 
 
 def label_similarity(counts: np.ndarray) -> np.ndarray:
-    """Cosine of the clients' label counts ``[K, C]``, as ``[K, K]`` in [0, 1]."""
+    """Return the cosine of the clients' label counts ``[K, C]``, as ``[K, K]`` in [0, 1]."""
     unit = counts / np.maximum(np.linalg.norm(counts, axis=1, keepdims=True), 1e-12)
     return unit @ unit.T
 
@@ -71,7 +71,7 @@ def label_correlation(relevance: np.ndarray, counts: np.ndarray) -> float:
 
 
 def similar_next_to_each_other(similarity: np.ndarray) -> np.ndarray:
-    """An order of clients: leaves of average-linkage clustering on ``1 - similarity`` ``[K, K]``."""
+    """Return an order of clients: leaves of average-linkage clustering on ``1 - similarity`` ``[K, K]``."""
     from scipy.cluster.hierarchy import leaves_list, linkage, optimal_leaf_ordering
 
     distance = (1 - similarity)[np.triu_indices(len(similarity), 1)].clip(0)

@@ -55,7 +55,7 @@ class Calibration(Meter):
             self._draw(context)
 
     def state_dict(self) -> dict[str, Any]:
-        """The last bins: a run that was killed between its last evaluation and its end still draws its
+        """Return the last bins: a run that was killed between its last evaluation and its end still draws its
         diagram."""
         if self._last is None:
             return {}
@@ -71,8 +71,8 @@ class Calibration(Meter):
 
 
 def reliability_diagram(bins: CalibrationBins, title: str) -> Figure:
-    """Accuracy and mean confidence per bin with the gap between them; below, how many examples each bin
-    holds."""
+    """Draw accuracy and mean confidence of each bin with the gap between them; below, how many examples each
+    bin holds."""
     from matplotlib.figure import Figure
 
     M = len(bins.counts)

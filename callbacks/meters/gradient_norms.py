@@ -88,8 +88,8 @@ class GradientNorms(Meter):
 
 
 def gradient_norms(context: Context, client: Client, message: bytes, labels: Tensor) -> dict[str, float]:
-    """The norm of each term on the first batch that has it: the client's own first one, and what it learns
-    from before."""
+    """Return the norm of each term on the first batch that has it: the client's own first one, and what it
+    learns from before."""
     method, seed = own_copy(context), context.seed
     method.receive(Payload.from_bytes(message), client)
     method.train()
@@ -119,8 +119,8 @@ def norms_of(outputs: Mapping[str, Tensor], parameters: list[Tensor]) -> dict[st
 
 
 def gradient_figure(history: list[tuple[int, dict[str, float]]]) -> Figure:
-    """A curve per term over the rounds, the norms on a log scale, where 0 has no place: such rounds are left
-    out, and said so."""
+    """Draw a curve for each term over the rounds, the norms on a log scale, where 0 has no place: such rounds
+    are left out, and said so."""
     from matplotlib.ticker import MaxNLocator
 
     names = list(dict.fromkeys(name for _, norms in history for name in norms))

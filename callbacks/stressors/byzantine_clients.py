@@ -112,7 +112,7 @@ class ByzantineClients(Stressor):
         )
 
     def attackers(self, context: Context) -> frozenset[int]:
-        """Who attacks: a function of the seed and of which clients have training data."""
+        """Return who attacks: a function of the seed and of which clients have training data."""
         if self._attackers is None:
             candidates = np.flatnonzero(context.data.sizes)
             count = max(
@@ -159,8 +159,8 @@ class ByzantineClients(Stressor):
 
 
 def broadcast_of(name: str, value: Tensor, method: Any) -> Tensor:
-    """What the server sent for this entry: the values from which its update is counted; zeros where the entry
-    is no weight."""
+    """Return what the server sent for this entry: the values from which its update is counted; zeros where
+    the entry is no weight."""
     layout, start = getattr(method, "layout", None), method.server.get("weights")
     if isinstance(layout, Layout) and start is not None:
         if name == "weights" and value.shape == start.shape:

@@ -56,7 +56,7 @@ class AQFL(QuantizedMethod):
         self.bits = int(self.budgets[0])
 
     def allocate(self, budget: float) -> list[int]:
-        """The same bit-width for every layer: the budget, rounded down."""
+        """Return the same bit-width for every layer: the budget, rounded down."""
         return [int(budget)] * len(self.codec.names)
 
     # The client's half

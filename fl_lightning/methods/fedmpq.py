@@ -124,7 +124,7 @@ class FedMPQ(QuantizedMethod):
         self.scales = torch.stack(scales)
 
     def _in_memory(self, layer: int, weight: Tensor) -> Tensor:
-        """The weight, flat, in the order that the network's own has in memory."""
+        """Return the weight, flat, in the order that the network's own has in memory."""
         return (weight.permute(0, 2, 3, 1) if self.channels_last[layer] else weight).reshape(-1)
 
     def _as_weight(self, layer: int, flat: Tensor) -> Tensor:
@@ -138,7 +138,7 @@ class FedMPQ(QuantizedMethod):
         return [Layer(bits, size) for bits, size in zip(self.layer_bits, self.layer_sizes, strict=True)]
 
     def unrounded(self) -> dict[str, Tensor]:
-        """What the planes hold before rounding, by parameter name."""
+        """Return what the planes hold before rounding, by parameter name."""
         layers = self._plane_layers()
         each = zip(layers, views(self.planes.detach(), layers), self.scales, strict=True)
         values = [units(planes) * (scale / (2**layer.bits - 1)) for layer, planes, scale in each]
@@ -184,7 +184,7 @@ class FedMPQ(QuantizedMethod):
         return {"examples": 1, **self.codec.limits()}
 
     def _on_cpu(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-        """All of them in one transfer: a device would be waited for once for each layer."""
+        """Return all layers on the CPU in one transfer: one by one, each layer would wait for the device."""
         if self.device.type == "cpu":
             return tensors
         pieces = torch.cat([tensor.reshape(-1) for tensor in tensors.values()]).cpu().split(self.layer_sizes)

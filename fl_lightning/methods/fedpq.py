@@ -57,7 +57,7 @@ class FedPQ(CodedUpdates):
         return product.num_centroids(-(-size // self.dim), self.centroids)
 
     def encode_updates(self, updates: Sequence[Tensor], client: Client) -> dict[str, Tensor | Codes]:
-        """For each tensor indices ``i0`` and a codebook ``c0`` float32 ``[K, d]``."""
+        """Return for each tensor indices ``i0`` and a codebook ``c0`` float32 ``[K, d]``."""
         noise = self.stream("kmeans", client)
         entries: dict[str, Tensor | Codes] = {}
         for tensor, update in enumerate(updates):

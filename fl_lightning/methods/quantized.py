@@ -64,11 +64,11 @@ class QuantizedMethod(Method, ABC):
             quantize_activations(self.network, self.codec.names, self.activation_bits)
 
     def budget(self, client: Client) -> float:
-        """The client's budget in magnitude bits per weight."""
+        """Return the client's budget in magnitude bits per weight."""
         return self.budgets[client.id % len(self.budgets)]
 
     def mean_budget(self) -> float:
-        """The clients' mean budget in magnitude bits per weight."""
+        """Return the clients' mean budget in magnitude bits per weight."""
         return sum(self.budgets) / len(self.budgets)
 
     @abstractmethod
@@ -115,14 +115,14 @@ class LayerCodec:
     def encode(
         self, vector: Tensor, bits: Sequence[int], noise: np.random.Generator | None = None
     ) -> Payload:
-        """A vector of ``layout`` with layer l at ``bits[l]``, rounded stochastically with ``noise``, to the
-        nearest without."""
+        """Return a vector of ``layout`` with layer l at ``bits[l]``, rounded stochastically with ``noise``,
+        to the nearest without."""
         tensors = self.layout.unpack(vector)
         layers = [quantize(tensors[name], n, noise=noise) for name, n in zip(self.names, bits, strict=True)]
         return Payload({**encode_layers(layers), "rest": self.rest.pack(tensors)})
 
     def decode(self, payload: Payload, sender: str) -> Tensor:
-        """The weights in a payload, de-quantised where they are codes, as one vector of ``layout``.
+        """Return the weights in a payload, de-quantised where they are codes, as one vector of ``layout``.
 
         Raises:
             PayloadError: an entry that is missing or of the wrong size.
@@ -162,7 +162,8 @@ class LayerCodec:
         return {"bits": layers, "scales": layers, "rest": self.rest.size, **each}
 
     def full_precision(self, network: nn.Module, vector: Tensor) -> nn.Module:
-        """A copy of ``network`` with these weights as they are, and activations that nobody quantises."""
+        """Return a copy of ``network`` with these weights as they are, and activations that nobody
+        quantises."""
         copy = deepcopy(network)
         for module in copy.modules():
             module._forward_pre_hooks.clear()
@@ -194,7 +195,7 @@ def encode_layers(layers: Sequence[Quantized]) -> dict[str, Tensor | Codes]:
 
 
 def check_budgets(bits: float | Sequence[float], num_clients: int | None = None) -> list[float]:
-    """The budgets in ``--model.bits``: one, or one for each client.
+    """Return the budgets in ``--model.bits``: one, or one for each client.
 
     Raises:
         ValueError: a value out of range, or, once ``num_clients`` is known, a list of another length.

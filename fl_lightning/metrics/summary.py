@@ -46,7 +46,7 @@ def auc_accuracy(accuracies: Sequence[float], rounds: Sequence[int] | None = Non
 
 
 def client_spread(accuracies: Sequence[float] | np.ndarray) -> dict[str, float]:
-    """How evenly clients are served: ``val/accuracy``, ``val/accuracy_std`` and
+    """Return how evenly clients are served: ``val/accuracy``, ``val/accuracy_std`` and
     ``val/accuracy_worst_decile``.
 
     Every client weighs the same, however many examples it has. The standard deviation is the population's
@@ -69,7 +69,7 @@ def client_spread(accuracies: Sequence[float] | np.ndarray) -> dict[str, float]:
 
 
 def final_summary(history: Iterable[Mapping[str, Any]]) -> dict[str, float]:
-    """The ``final/*`` metrics of a run.
+    """Return the ``final/*`` metrics of a run.
 
     Args:
         history: one row per round, in order, with ``round`` and, where the round was evaluated,

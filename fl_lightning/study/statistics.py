@@ -28,7 +28,7 @@ from scipy import optimize, stats
 from fl_lightning import rng
 
 LEVEL = 0.05
-"""Of every test, two-sided; intervals have 1 - LEVEL."""
+"""Significance level of every test, two-sided; intervals hold with 1 - LEVEL."""
 POWER = 0.8
 RESAMPLES = 2000
 MOST_SEEDS = 10_000
@@ -139,7 +139,7 @@ def is_constant(values: Sequence[float] | np.ndarray) -> bool:
 
 
 def t_interval(values: Sequence[float] | np.ndarray) -> tuple[float, float]:
-    """Of the mean. NaN for one value, and for equal ones: their spread cannot be estimated.
+    """Return the t interval of the mean; NaN for one value and for equal ones, whose spread cannot be estimated.
 
     >>> [round(bound, 4) for bound in t_interval([1.0, 2.0, 3.0])]
     [-0.4841, 4.4841]
