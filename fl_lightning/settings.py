@@ -22,6 +22,7 @@ FREE_KEYS = (
     "trainer.rank_timeout",
     "trainer.engine",
     "trainer.workers",
+    "trainer.cuda_graphs",
     "trainer.accelerator",
     "trainer.logger",
     "trainer.default_root_dir",

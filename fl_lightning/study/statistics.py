@@ -139,7 +139,9 @@ def is_constant(values: Sequence[float] | np.ndarray) -> bool:
 
 
 def t_interval(values: Sequence[float] | np.ndarray) -> tuple[float, float]:
-    """Return the t interval of the mean; NaN for one value and for equal ones, whose spread cannot be estimated.
+    """Return the t interval of the mean.
+
+    It is NaN for one value and for equal ones, whose spread cannot be estimated.
 
     >>> [round(bound, 4) for bound in t_interval([1.0, 2.0, 3.0])]
     [-0.4841, 4.4841]

@@ -1,0 +1,47 @@
+"""Runs of version 0.1.0 are continued and counted: settings that came later change no hash while they are
+neutral."""
+
+from __future__ import annotations
+
+import inspect
+from fnmatch import fnmatchcase
+
+import pytest
+
+from fl_lightning import methods
+from fl_lightning.settings import FREE_KEYS, NEUTRAL_VALUES, changed_settings, settings_hash
+from fl_lightning.trainer import FederatedTrainer
+
+TRAINER_OF_0_1_0 = """accelerator devices strategy num_nodes rank_timeout precision engine workers max_rounds
+participation local_epochs eval_every checkpoint_every keep_checkpoints callbacks logger default_root_dir experiment
+run_name deterministic auto_resume allow_changed tags""".split()
+METHOD_OF_0_1_0 = ["network", "optimizer", "average"]
+
+
+@pytest.mark.parametrize(
+    ("cls", "group", "known"),
+    [
+        (FederatedTrainer, "trainer", TRAINER_OF_0_1_0),
+        (methods.Method, "model.init_args", METHOD_OF_0_1_0),
+    ],
+    ids=["trainer", "method"],
+)
+def test_a_later_setting_is_free_or_has_a_neutral_value(cls, group, known):
+    parameters = inspect.signature(cls.__init__).parameters
+    for name in [name for name in parameters if name not in ("self", *known)]:
+        key = f"{group}.{name}"
+        neutral = [value for pattern, value in NEUTRAL_VALUES.items() if fnmatchcase(key, pattern)]
+        assert key in FREE_KEYS or neutral == [parameters[name].default], key
+
+
+def test_a_configuration_of_then_and_one_of_now_are_the_same():
+    before = {"trainer.max_rounds": 3, "model.class_path": "fl_lightning.methods.FedProx"}
+    later = {
+        "trainer.cuda_graphs": False,
+        "trainer.gradient_clip_val": None,
+        "model.init_args.module": None,
+        "model.init_args.max_share": 1.0,
+    }
+    assert settings_hash(before) == settings_hash(before | later)
+    assert changed_settings(before, before | later) == []
+    assert changed_settings(before, before | {"model.init_args.max_share": 0.5})
