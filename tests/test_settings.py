@@ -12,9 +12,31 @@ from fl_lightning import methods
 from fl_lightning.settings import FREE_KEYS, NEUTRAL_VALUES, changed_settings, settings_hash
 from fl_lightning.trainer import FederatedTrainer
 
-TRAINER_OF_0_1_0 = """accelerator devices strategy num_nodes rank_timeout precision engine workers max_rounds
-participation local_epochs eval_every checkpoint_every keep_checkpoints callbacks logger default_root_dir experiment
-run_name deterministic auto_resume allow_changed tags""".split()
+TRAINER_OF_0_1_0 = [
+    "accelerator",
+    "devices",
+    "strategy",
+    "num_nodes",
+    "rank_timeout",
+    "precision",
+    "engine",
+    "workers",
+    "max_rounds",
+    "participation",
+    "local_epochs",
+    "eval_every",
+    "checkpoint_every",
+    "keep_checkpoints",
+    "callbacks",
+    "logger",
+    "default_root_dir",
+    "experiment",
+    "run_name",
+    "deterministic",
+    "auto_resume",
+    "allow_changed",
+    "tags",
+]
 METHOD_OF_0_1_0 = ["network", "optimizer", "average"]
 
 
