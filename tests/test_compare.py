@@ -174,7 +174,7 @@ def test_the_winner_under_corruption_is_the_most_accurate(tmp_path):
             )
     assert Comparison(with_metric(gather("study", tmp_path), "corrupted/fog")).ranking({}).winner == "good"
     make_run(folder, "good", 3, 0.9, **{"mine/strange": 1.0})
-    with pytest.raises(InputError, match="whether more is better"):
+    with pytest.raises(InputError, match="metric mine/strange"):
         with_metric(gather("study", tmp_path), "mine/strange")
 
 
@@ -362,6 +362,8 @@ FIT = ["fit", "--config", str(CONFIG), "--trainer.max_rounds", "2", "--trainer.p
        "--trainer.experiment", "real", "--data.num_clients", "8", "--data.partition", "IID"]  # fmt: skip
 
 
+@pytest.mark.slow
+@pytest.mark.essential
 def test_mlflow_and_directories_give_one_report_and_equal_methods_are_equal(tmp_path, monkeypatch):
     """FedProx with mu = 0 is FedAvg bit for bit: every difference is exactly 0, and that is no win."""
     monkeypatch.chdir(tmp_path)

@@ -37,6 +37,8 @@ def test_every_method_conforms(name):
     assert "as by hand formula" in next(o.detail for o in outcomes if o.check == "bytes on the wire")
 
 
+@pytest.mark.slow
+@pytest.mark.essential
 def test_the_command(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "mine.py").write_text(

@@ -159,11 +159,18 @@ def test_what_a_worker_raises_is_raised_here(tmp_path):
     assert "in a worker process" in str(caught.value.__cause__)
 
 
+def children():
+    return {int(pid) for pid in Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()}
+
+
 class Workers(Meter):
-    """Notes the processes that this one has forked."""
+    """Notes the processes that a run has forked; those of other tests may be there before."""
+
+    def on_check(self, context):
+        self.before = children()
 
     def on_round_end(self, record, context):
-        self.pids = [int(pid) for pid in Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()]
+        self.pids = children() - self.before
 
 
 def test_workers_end_with_the_run(tmp_path):

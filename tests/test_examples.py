@@ -40,6 +40,8 @@ def recorded(folder: Path, run: str) -> float:
     return json.loads((folder / run / "metadata.json").read_text())["final/accuracy"]
 
 
+@pytest.mark.slow
+@pytest.mark.essential
 def test_train_script(tmp_path):
     """Both methods learn, on the same clients and cohorts, and what is printed is what is recorded."""
     output = python(tmp_path, str(EXAMPLES / "train_script.py"))

@@ -27,6 +27,8 @@ from fl_lightning.loop import Payload
 from fl_lightning.methods import FedAvg, Method
 from fl_lightning.models import SmallCNN
 
+pytestmark = [pytest.mark.slow, pytest.mark.essential]  # of code that is opt-in until a card has run it
+
 NORMED = partial(SmallCNN, width=4, norm="batch")
 MOMENTUM = partial(torch.optim.SGD, lr=0.05, momentum=0.9)
 OPTIMIZERS = {

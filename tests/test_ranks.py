@@ -77,6 +77,8 @@ def test_two_processes_are_one(tmp_path):
         assert json.loads((two / "metadata.json").read_text())["processes"] == 2
 
 
+@pytest.mark.slow
+@pytest.mark.essential
 def test_a_rank_that_dies_is_named_and_the_run_can_go_on(tmp_path):
     program = start(tmp_path, "1")
     _, errors = program.communicate(timeout=120)

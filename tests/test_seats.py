@@ -24,6 +24,8 @@ from fl_lightning.errors import InputError
 from fl_lightning.methods import FedAvg
 from fl_lightning.methods.teaching import InTurn
 
+pytestmark = [pytest.mark.slow, pytest.mark.essential]
+
 
 @pytest.mark.parametrize("name", TEN)
 def test_three_seats_are_one(name):

@@ -19,6 +19,8 @@ from fl_lightning.engines.cuda.seats import SeatsEngine
 from fl_lightning.engines.cuda.side_stream import SideStream
 from fl_lightning.methods import FedAvg
 
+pytestmark = [pytest.mark.slow, pytest.mark.essential]
+
 
 class Carries(FedAvg):
     """Keeps a tensor where it was made, without a look at it, and takes up the one before, which then nobody
