@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from fl_lightning.trainer import FederatedTrainer
     from fl_lightning.wire import Payload
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 __all__ = [
     "FederatedData",

@@ -29,7 +29,7 @@ class Client:
 
 @dataclass(frozen=True, slots=True)
 class Assignment:
-    """The task of one sampled client in this round, after all stressors have changed it.
+    """What is asked of one sampled client in this round: whether it trains, how much, whether it returns.
 
     Args:
         client: the client.

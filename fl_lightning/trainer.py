@@ -25,7 +25,7 @@ from fl_lightning.distributed.launch import (
 )
 from fl_lightning.engines import Engine, EngineName, check_optimizer, check_workers, make_engine
 from fl_lightning.engines.determinism import deterministic
-from fl_lightning.errors import InputError
+from fl_lightning.errors import InputError, MisuseError
 from fl_lightning.hooks import Callback, stop_reason, tell
 from fl_lightning.loop import Federation, cohort_size, run_round, weights_hash
 from fl_lightning.methods import Method
@@ -335,6 +335,8 @@ class FederatedTrainer(Recorded):
         """Build all that can refuse its input, before anything is created."""
         try:
             self._build()
+        except (InputError, MisuseError):
+            raise
         except (ValueError, OSError) as error:
             if isinstance(error, ValueError) and is_bug_of_user(error):
                 raise
@@ -352,6 +354,8 @@ class FederatedTrainer(Recorded):
         )
         try:
             tell(self.callbacks, "on_check", fed)
+        except (InputError, MisuseError):
+            raise
         except ValueError as error:
             if is_bug_of_user(error):
                 raise

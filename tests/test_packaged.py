@@ -188,6 +188,58 @@ def test_a_file_is_layered_on_its_base(here: Path, capsys: pytest.CaptureFixture
     }
 
 
+FORMS = {
+    "plain": "base: {}\nmodel: FedAvg\n",
+    "quoted": 'base: "{}"   # with a comment\nmodel: FedAvg\n',
+    "blank before the colon": "base : {}\nmodel: FedAvg\n",
+    "quoted key": '"base": {}\nmodel: FedAvg\n',
+    "last": "model: FedAvg\nbase: {}\n",
+    "flow": "{{base: {}, model: FedAvg}}\n",
+    "Windows": "base: {}\r\nmodel: FedAvg\r\n",
+    "byte order mark": "\ufeffbase: {}\nmodel: FedAvg\n",
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_every_form_that_yaml_has_of_a_base_is_one(
+    here: Path, capsys: pytest.CaptureFixture[str], form: str
+) -> None:
+    (here / "my folder").mkdir()
+    (here / "my folder" / "low#er.yaml").write_text("trainer: {max_rounds: 7}\n")
+    (here / "mine.yaml").write_bytes(FORMS[form].format("my folder/low#er.yaml").encode())
+    found = printed(capsys, "--config", "mine.yaml")
+    assert (found["trainer"]["max_rounds"], found["model"]["class_path"]) == (
+        7,
+        "fl_lightning.methods.FedAvg",
+    )
+
+
+def test_a_file_that_has_a_base_only_is_that_base(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (here / "mine.yaml").write_text("# nothing of my own\nbase: fedavg\n")
+    assert printed(capsys, "--config", "mine.yaml") == printed(capsys, "--config", "fedavg")
+
+
+def test_a_file_may_be_based_on_the_packaged_one_of_its_name(
+    here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (here / "fedavg.yaml").write_text("base: fedavg\ntrainer: {max_rounds: 7}\n")
+    found = printed(capsys, "--config", "fedavg")
+    assert (found["trainer"]["max_rounds"], found["trainer"]["experiment"]) == (7, "fedavg")
+
+
+def test_variables_of_the_environment_beat_the_configuration_in_it(
+    here: Path, capsys: pytest.CaptureFixture[str], monkeypatch
+) -> None:
+    """Whether it has a base or not; and the variable stays as it is, for the ranks that inherit it."""
+    monkeypatch.setenv("FL_LIGHTNING_CONFIG", "kd_default")
+    monkeypatch.setenv("FL_LIGHTNING_TRAINER__MAX_ROUNDS", "5")
+    monkeypatch.setenv("FL_LIGHTNING_TRAINER__LOCAL_EPOCHS", "3")
+    found = printed(capsys, "--trainer.local_epochs", "4")
+    assert found["model"]["class_path"].endswith("FedMPQKD")
+    assert (found["trainer"]["max_rounds"], found["trainer"]["local_epochs"]) == (5, 4)
+    assert Path(os.environ["FL_LIGHTNING_CONFIG"]).name == "kd_default.yaml"
+
+
 def test_a_base_that_cannot_be_used_is_named(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (here / "mine.yaml").write_text("base: nothing.yaml\nmodel: FedAvg\n")
     assert main(["fit", "--config", "mine.yaml"]) == 2
@@ -195,7 +247,10 @@ def test_a_base_that_cannot_be_used_is_named(here: Path, capsys: pytest.CaptureF
     (here / "one.yaml").write_text("base: other.yaml\n")
     (here / "other.yaml").write_text("base: one.yaml\n")
     assert main(["fit", "--config", "one.yaml"]) == 2
-    assert "not based on itself" in capsys.readouterr().err
+    assert "files are not based on each other" in capsys.readouterr().err
+    (here / "list.yaml").write_text("base: [fedavg]\n")
+    assert main(["fit", "--config", "list.yaml"]) == 2
+    assert "list.yaml, base; it names one configuration file" in capsys.readouterr().err
     (here / "late.yaml").write_text(
         "base: federations/digits.yaml\nmodel: FedAvg\ntrainer:\n  max_round: 3\n"
     )

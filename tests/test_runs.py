@@ -179,7 +179,10 @@ def commands_of_the_readme() -> list[Any]:
         line.split("  #")[0].strip() for block in blocks for line in block.replace("\\\n", " ").splitlines()
     ]
     commands = [line for line in lines if line.startswith("python -m fl_lightning")]
-    return [pytest.param(line, marks=LONG if " sweep " in line or "diagnostics" in line else ()) for line in commands]
+    return [
+        pytest.param(line, marks=LONG if " sweep " in line or "diagnostics" in line else ())
+        for line in commands
+    ]
 
 
 @pytest.mark.parametrize("command", commands_of_the_readme())

@@ -14,7 +14,7 @@ import yaml
 from fl_lightning.cli.commands import TRACEBACK_VARIABLE
 from fl_lightning.errors import InputError
 from fl_lightning.support.documents import read_document
-from fl_lightning.support.packaged import BASE, configs_folder
+from fl_lightning.support.packaged import configs_folder, layers, without_base
 
 ENV_PREFIX = "FL_LIGHTNING_"
 
@@ -33,18 +33,31 @@ def read_configs(args: list[str]) -> dict[str, str]:
         given = []
     from_environment = os.environ.get(f"{ENV_PREFIX}CONFIG")
     paths = [from_environment, *given] if from_environment else given
+    paths = [*map(str, bases_of_environment()), *paths]
     texts = {path: _read_config(path) for path in paths}
-    _LAYERED.update(text for text in texts.values() if BASE.search(text))
-    return {path: without_base(text) for path, text in texts.items()}
+    blanked = {path: without_base(text) for path, text in texts.items()}
+    _LAYERED.update({_lines(texts[path]): blanked[path] for path in texts if texts[path] != blanked[path]})
+    return blanked
 
 
-_LAYERED: set[str] = set()
-"""The texts of the configuration files with a ``base`` line; the parser reads these files again."""
+def bases_of_environment() -> list[Path]:
+    """Return the files that the configuration in the environment is based on, the lowest first."""
+    name = os.environ.get(f"{ENV_PREFIX}CONFIG")
+    return layers(Path(name))[:-1] if name and Path(name).is_file() else []
 
 
-def without_base(text: str) -> str:
-    """Return a configuration file's text without its ``base`` line, since that file is read separately."""
-    return BASE.sub("", text) if text in _LAYERED else text
+_LAYERED: dict[str, str] = {}
+"""The texts of configuration files that have a base, as the parser reads them, and without it."""
+
+
+def as_layer(document: str) -> str:
+    """Return what the parser is to read of a document: of a file with a base, the text without it."""
+    return _LAYERED.get(_lines(document), document)
+
+
+def _lines(text: str) -> str:
+    """Return a text with Unix line ends, whichever it was read with."""
+    return text.replace("\r\n", "\n")
 
 
 def check_encoding(args: Iterable[str]) -> None:

@@ -15,6 +15,7 @@ import warnings
 from argparse import ArgumentError
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, redirect_stderr
+from glob import escape
 from importlib import import_module
 from io import StringIO
 from typing import Any, TypeVar
@@ -38,22 +39,23 @@ from fl_lightning.cli.callbacks_module import import_callbacks
 from fl_lightning.cli.commands import COMMANDS
 from fl_lightning.cli.configs import (
     ENV_PREFIX,
+    as_layer,
+    bases_of_environment,
     check_encoding,
     check_environment,
     check_kind,
     dropped_names,
     read_configs,
     with_config_of_run,
-    without_base,
 )
 from fl_lightning.cli.help import class_help
 from fl_lightning.cli.messages import UserInput, constructor_message, explain, explain_null, wrong_nulls
 from fl_lightning.cli.types import Seed, concrete_classes, settings_of
 from fl_lightning.data import FederatedData, FederatedImages
-from fl_lightning.errors import InputError
+from fl_lightning.errors import InputError, MisuseError
 from fl_lightning.methods import Method
 from fl_lightning.support.documents import check_size
-from fl_lightning.support.packaged import find_config, layers, with_found_configs
+from fl_lightning.support.packaged import find_config, with_found_configs
 from fl_lightning.support.user_code import first_cause, is_bug_of_user
 from fl_lightning.trainer import FederatedTrainer
 
@@ -151,6 +153,8 @@ class FederatedCLI(LightningCLI):
             sys.stdout.write(text)
             raise SystemExit(0)
         check_environment(settings_of(parser))
+        # below the variables of the environment, as the file is that they come with
+        parser.default_config_files = [escape(str(path)) for path in bases_of_environment()]
         given = UserInput(self.args, read_configs(self.args))
         check_kind(given.texts)
         self.config = parse(parser, given, flags=_settings_of_classes())
@@ -262,8 +266,7 @@ def run(command: str, args: list[str]) -> None:
     check_encoding(args)
     _import_short_names()
     if config := find_config(os.environ.get(f"{ENV_PREFIX}CONFIG", "")):
-        os.environ[f"{ENV_PREFIX}CONFIG"], *more = map(str, layers(config))
-        args = [*(part for layer in more for part in ("--config", layer)), *args]
+        os.environ[f"{ENV_PREFIX}CONFIG"] = str(config)
     function = COMMANDS[command].function
     if function is None:
         FederatedCLI(command, with_config_of_run(args) if command == "test" else args).start()
@@ -348,7 +351,7 @@ def _load_limited_yaml(document: str) -> Any:
         check_size(document, "")
     except InputError:
         raise _OversizeError(document) from None
-    return _load_yaml(without_base(document))
+    return _load_yaml(as_layer(document))
 
 
 set_loader("yaml", _load_limited_yaml, exceptions=(yaml.YAMLError,))
@@ -391,7 +394,7 @@ def as_input_errors(*more: type[Exception]) -> Iterator[None]:
     converted: tuple[type[Exception], ...] = (ValueError, ImportError, *more)
     try:
         yield
-    except InputError:
+    except (InputError, MisuseError):
         raise
     except OSError as error:
         raise InputError(

@@ -110,7 +110,10 @@ def adopt(method: Host, module: LightningModule, data: FederatedData) -> Lightni
     client = data.client(int(data.active[0]))
     batch = next(iter(data.train_batches(client, round=1, epochs=1, steps=1)))
     module.gave_loss = False  # type: ignore[assignment]
-    module_loss(deepcopy(module).train(), tree_map(lambda tensor: tensor.cpu(), batch), 0)
+    try:
+        module_loss(deepcopy(module).train(), tree_map(lambda tensor: tensor.cpu(), batch), 0)
+    except MisuseError as error:
+        raise InputError(error.given, error.rule, error.instead) from error
     if method.optimizer_spec is not None:
         used, unused = f"{name}.configure_optimizers", "--model.optimizer"
         if not method.module_optimizes:

@@ -31,7 +31,7 @@ class LocalWork:
         """The one learning rate.
 
         Raises:
-            ValueError: there are several.
+            MisuseError: there are several.
         """
         if len(set(self.lrs)) != 1:
             raise MisuseError(

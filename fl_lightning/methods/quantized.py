@@ -198,7 +198,7 @@ def check_budgets(bits: float | Sequence[float], num_clients: int | None = None)
     """Return the budgets in ``--model.bits``: one, or one for each client.
 
     Raises:
-        ValueError: a value out of range, or, once ``num_clients`` is known, a list of another length.
+        InputError: a value out of range, or, once ``num_clients`` is known, a list of another length.
     """
     budgets = [bits] if isinstance(bits, (int, float)) else list(bits)
     if not budgets or not all(1 <= b <= MAX_BITS for b in budgets):

@@ -52,7 +52,7 @@ def expected_calibration_error(probs: Numbers, target: Numbers, bins: int = 15) 
         bins: number of bins M, at least 1.
 
     Raises:
-        ValueError: wrong shapes or ranges, or no examples.
+        MisuseError: wrong shapes or ranges, or no examples.
 
     >>> round(expected_calibration_error([[0.9, 0.1], [0.9, 0.1]], [0, 1]), 6)
     0.4

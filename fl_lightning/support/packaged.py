@@ -6,11 +6,9 @@ import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from fl_lightning.errors import InputError
-
-BASE = re.compile(r"^base:[ ]+(?P<quote>['\"]?)(?P<name>[^\s'\"#]+)(?P=quote)[ ]*(#.*)?$", re.MULTILINE)
-"""The line of a configuration that names the file it is layered on."""
 
 
 def configs_folder() -> Path:
@@ -20,7 +18,7 @@ def configs_folder() -> Path:
     return inside if inside.is_dir() else package.parent / "configs"
 
 
-def find_config(name: str | Path, folder: Path | None = None) -> Path | None:
+def find_config(name: str | Path, folder: Path | None = None, other_than: Path | None = None) -> Path | None:
     """Return the file that a configuration's name means; None if there is none.
 
     A file of the user's takes precedence over one that comes with the project.
@@ -37,7 +35,8 @@ def find_config(name: str | Path, folder: Path | None = None) -> Path | None:
         inside = [each.relative_to("configs") if each.parts[:1] == ("configs",) else each for each in names]
         candidates += [configs_folder() / each for each in inside if each.suffix]
     try:
-        return next((path for path in candidates if path.is_file()), None)
+        files = (path for path in candidates if path.is_file())
+        return next((path for path in files if not other_than or not path.samefile(other_than)), None)
     except (OSError, ValueError):  # the name is too long or has a NUL in it
         return None
 
@@ -67,36 +66,74 @@ def with_found_configs(args: Sequence[str]) -> list[str]:
 def layers(path: Path) -> list[Path]:
     """Return a configuration file after those that it is based on, the lowest first.
 
-    A file may begin with ``base: FILE``, as the methods' configurations do with their federation: that file
-    is read before it. The name is relative to the file's folder, or one that :func:`find_config` knows.
+    A file may have a key ``base: FILE``, as the methods' configurations do for their federation: that file is
+    read before it. The name is relative to the file's folder, or one that :func:`find_config` knows; a file
+    that has the name of a packaged one can be based on that one.
 
     Raises:
-        InputError: there is no such file, or it is based on itself.
+        InputError: there is no such file, or files are the base of each other.
     """
     found = [path]
     while name := base_of(found[0]):
-        base = find_config(name, found[0].parent)
+        base = find_config(name, found[0].parent, other_than=found[0])
         if base is None:
             raise InputError(
                 f"{found[0]}, base: {name}",
                 "it names the configuration file to layer this one on, and there is none",
                 "write base: federations/digits.yaml, or remove the line",
             )
-        if base.resolve() in [other.resolve() for other in found]:
-            raise InputError(f"{found[0]}, base: {name}", "a file is not based on itself", "remove the line")
+        if any(base.samefile(other) for other in found):
+            chain = " on ".join(map(str, (base, *found)))
+            raise InputError(f"base: {chain}", "files are not based on each other", "remove one of the lines")
         found.insert(0, base)
     return found
 
 
 def base_of(path: Path) -> str:
-    """Return what a file's ``base`` line names; empty without such a line, or if the file cannot be read."""
+    """Return what the key ``base`` of a file names; empty without it, or if the file cannot be read.
+
+    Raises:
+        InputError: the key has no single name as its value.
+    """
     from fl_lightning.support.documents import read_document  # imports yaml, which --help does without
 
     try:
-        match = BASE.search(read_document(path, str(path)))
+        nodes = _base_nodes(read_document(path, str(path)))
     except (OSError, ValueError):
         return ""
-    return str(match["name"]) if match else ""
+    name = nodes[1].value if nodes else ""
+    if nodes and not (name and isinstance(name, str)):
+        raise InputError(
+            f"{path}, base", "it names one configuration file", "write base: federations/digits.yaml"
+        )
+    return str(name)
+
+
+def without_base(text: str) -> str:
+    """Return a configuration file's text with its key ``base`` blanked out; every line keeps its number."""
+    nodes = _base_nodes(text)
+    if not nodes:
+        return text
+    start, end = nodes[0].start_mark.index, nodes[1].end_mark.index
+    if comma := re.match(r"\s*,", text[end:]):
+        end += comma.end()
+    blank = re.sub(r"\S", " ", text[start:end])
+    rest = text[:start] + blank + text[end:]
+    lines = (line.lstrip("\ufeff ") for line in rest.splitlines())
+    is_empty = all(not line or line.startswith(("#", "---")) for line in lines)
+    return f"{rest}\n{{}}\n" if is_empty else rest
+
+
+def _base_nodes(text: str) -> list[Any]:
+    """Return the key ``base`` of a YAML mapping and its value as nodes; nothing where there is none."""
+    import yaml
+
+    try:
+        node = yaml.compose(text, Loader=yaml.SafeLoader)
+    except (yaml.YAMLError, RecursionError):
+        return []
+    entries = node.value if isinstance(node, yaml.MappingNode) else []
+    return next(([key, value] for key, value in entries if key.value == "base"), [])
 
 
 def configs(args: Sequence[str]) -> None:
