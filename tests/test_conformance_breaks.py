@@ -11,6 +11,8 @@ from torch.optim import SGD
 from fl_lightning.methods import AQFL, FedAvg, FedMPQ
 from fl_lightning.wire import Layout, Payload
 
+pytestmark = [pytest.mark.slow, pytest.mark.essential]  # what proves the kit, which itself runs in every run
+
 BROKEN = Breaks()
 
 

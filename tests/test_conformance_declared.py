@@ -17,6 +17,8 @@ from fl_lightning.conformance.toy import CENTRES
 from fl_lightning.methods import FedAvg, Method
 from fl_lightning.wire import Payload
 
+pytestmark = [pytest.mark.slow, pytest.mark.essential]  # what proves the kit, which itself runs in every run
+
 
 def failures(method, *names):
     checks = [check for check in CHECKS if not names or check.__name__.replace("_", " ") in names]

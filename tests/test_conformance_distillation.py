@@ -9,6 +9,8 @@ from breaking import BY_N, Breaks, failed_checks, padded
 from fl_lightning.methods import FedKD, FedMosaic
 from fl_lightning.wire import Payload
 
+pytestmark = [pytest.mark.slow, pytest.mark.essential]  # what proves the kit, which itself runs in every run
+
 BROKEN = Breaks()
 
 

@@ -11,6 +11,8 @@ from torch.optim import SGD
 from fl_lightning.conformance import method_under_test, run_checks
 from fl_lightning.methods import FedAvg
 
+pytestmark = [pytest.mark.slow, pytest.mark.essential]  # what proves the kit, which itself runs in every run
+
 
 class OwnLoss(FedAvg):
     """Never asks ``task_loss``."""
