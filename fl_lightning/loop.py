@@ -115,9 +115,8 @@ def train_round(fed: Federation, engine: Engine, record: RoundRecord) -> None:
     cohort = stress(fed.callbacks, "change_cohort", sample_cohort(fed, round), round=round, context=fed)
     tell(fed.callbacks, "on_cohort", cohort, round, fed)
     tasks = make_tasks(fed, round, [assignment for assignment in cohort if assignment.trains])
-    results = zip(
-        tasks, engine.train(tasks), strict=True
-    )  # one by one, while workers train those that follow
+    # results come one by one, while workers train the clients that follow
+    results = zip(tasks, engine.train(tasks), strict=True)
     uploads: dict[int, Payload] = {}
     losses: dict[str, Mean] = {}
     entries = []

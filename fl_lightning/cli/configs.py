@@ -20,7 +20,7 @@ ENV_PREFIX = "FL_LIGHTNING_"
 
 
 def read_configs(args: list[str]) -> dict[str, str]:
-    """Return the text of every configuration file of this call by its path, in the order given.
+    """Return the text of every configuration file by its path, without ``base``, the lowest first.
 
     Raises:
         InputError: a file is missing, unreadable, empty, not YAML or not a mapping, or has a key twice.
@@ -32,8 +32,7 @@ def read_configs(args: list[str]) -> dict[str, str]:
     except argparse.ArgumentError:  # --config has no value, which the real parser reports
         given = []
     from_environment = os.environ.get(f"{ENV_PREFIX}CONFIG")
-    paths = [from_environment, *given] if from_environment else given
-    paths = [*map(str, bases_of_environment()), *paths]
+    paths = [*map(str, bases_of_environment()), *([from_environment] if from_environment else []), *given]
     texts = {path: _read_config(path) for path in paths}
     blanked = {path: without_base(text) for path, text in texts.items()}
     _LAYERED.update({_lines(texts[path]): blanked[path] for path in texts if texts[path] != blanked[path]})
