@@ -21,6 +21,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import exp, inf, isnan, lgamma, nan, sqrt
+from typing import Protocol
 
 import numpy as np
 from scipy import optimize, stats
@@ -138,8 +139,17 @@ def is_constant(values: Sequence[float] | np.ndarray) -> bool:
     return bool(x.size) and bool(np.ptp(x) <= 1e-12 * max(1.0, np.abs(x).max()))
 
 
-def t_interval(values: Sequence[float] | np.ndarray) -> tuple[float, float]:
-    """Return the t interval of the mean.
+class Interval(Protocol):
+    """An interval of a mean that holds it with probability ``1 - level``, such as :func:`t_interval`.
+
+    It is NaN where the values cannot tell, and may be infinite.
+    """
+
+    def __call__(self, values: Sequence[float] | np.ndarray, level: float = LEVEL) -> tuple[float, float]: ...
+
+
+def t_interval(values: Sequence[float] | np.ndarray, level: float = LEVEL) -> tuple[float, float]:
+    """Return the t interval of the mean, two-sided, that holds it with probability ``1 - level``.
 
     It is NaN for one value and for equal ones, whose spread cannot be estimated.
 
@@ -150,7 +160,7 @@ def t_interval(values: Sequence[float] | np.ndarray) -> tuple[float, float]:
     mean, std = mean_std(x)
     if not std > 0:
         return nan, nan
-    half = float(stats.t.ppf(1 - LEVEL / 2, x.size - 1)) * std / sqrt(x.size)
+    half = float(stats.t.ppf(1 - level / 2, x.size - 1)) * std / sqrt(x.size)
     return mean - half, mean + half
 
 
