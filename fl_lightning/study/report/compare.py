@@ -177,5 +177,5 @@ def show(comparison: Comparison, out: Path) -> None:
 def closing(comparison: Comparison, out: Path) -> Iterator[str]:
     """Yield the last lines of the terminal."""
     yield from (answer.replace("**", "") for answer in answers(comparison))
-    yield from (f"not counted: {entry.name}: {entry.reason}" for entry in comparison.results.excluded)
+    yield from (f"not counted: {entry.name}: {entry.reason}" for entry in comparison.results.not_counted)
     yield f"report: {out / 'report.md'}"

@@ -18,6 +18,7 @@ from fl_lightning.study.metric_names import higher_is_better, is_timing
 from fl_lightning.study.report.comparison import Comparison, Difference, Levels, name_of
 from fl_lightning.study.report.verdicts import Verdict, verdicts
 from fl_lightning.study.results.runs import FinishedRun
+from fl_lightning.study.spec.selection import SELECTION_OF
 from fl_lightning.study.statistics import mean_std
 
 TEST_FIELDS = [
@@ -37,6 +38,7 @@ def report(comparison: Comparison) -> dict[str, Any]:
     document = {
         "study": study.name,
         "metric": study.metric,
+        "selection": study.selection,
         "higher_is_better": higher_is_better(study.metric),
         "methods": comparison.labels,
         "proposed": comparison.proposed,
@@ -45,6 +47,13 @@ def report(comparison: Comparison) -> dict[str, Any]:
         "level": main,
         **_ranking(comparison, main),
         "levels": [_level(comparison, levels) for levels in comparison.levels],
+        "other_model": {
+            "selection": comparison.other.study.selection,
+            "levels": [
+                {"levels": levels, "methods": _methods(comparison.other, levels, _is_of_the_model)}
+                for levels in comparison.levels
+            ],
+        },
         "criteria": [_verdict(verdict) for verdict in judged if not verdict.criterion.is_timing],
         "degradation": [
             {"levels": others, "method": label, **_difference(one)}
@@ -52,7 +61,7 @@ def report(comparison: Comparison) -> dict[str, Any]:
         ],
         "claimed": study.claimed,
         "runs": [_run(run, lambda metric: not is_timing(metric)) for run in runs],
-        "not_counted": [asdict(entry) for entry in comparison.results.excluded],
+        "not_counted": [asdict(entry) for entry in comparison.results.not_counted],
         "not_numbers": comparison.not_numbers(),
         "timings": {
             "levels": [
@@ -93,6 +102,12 @@ def _level(comparison: Comparison, levels: Levels) -> dict[str, Any]:
         "methods": _methods(comparison, levels, lambda metric: not is_timing(metric)),
         "differences": [_difference(one) for one in comparison.differences(comparison.study.metric, levels)],
     }
+
+
+def _is_of_the_model(metric: str) -> bool:
+    """Return whether a metric can differ between two rounds of one run, or is the accuracy of one."""
+    of_the_run = is_timing(metric) or metric.startswith(("total/", "client/", "target/", "final/"))
+    return metric in SELECTION_OF or not of_the_run
 
 
 def _summary(values: pd.Series) -> dict[str, Any]:

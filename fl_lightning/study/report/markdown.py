@@ -44,7 +44,9 @@ def _parts(comparison: Comparison, figures: Sequence[str], empty: Sequence[str])
     yield from answers(comparison)
     for levels in comparison.levels:
         yield _section(tables.results(comparison, levels))
-    yield f"Primary metric: `{study.metric}`. {_setup(comparison)}"
+    yield f"Primary metric: `{study.metric}`; selection: `{study.selection}`. {_setup(comparison)}"
+    for levels in comparison.levels:
+        yield _section(tables.other_results(comparison, levels))
     yield _section(tables.verdicts(comparison, timing=False))
     for levels in comparison.levels:
         if comparison.pairs:
@@ -190,7 +192,7 @@ def _claims(comparison: Comparison) -> Iterator[str]:
 
 def _not_counted(comparison: Comparison) -> Iterator[str]:
     yield "## Not counted"
-    lines = [f"- {entry.name}: {entry.reason}" for entry in comparison.results.excluded]
+    lines = [f"- {entry.name}: {entry.reason}" for entry in comparison.results.not_counted]
     lines += [
         f"- {one['metric']} of {one['run']} is not a number, and in no mean"
         for one in comparison.not_numbers()

@@ -15,6 +15,7 @@ from rich.text import Text
 
 from fl_lightning.study.metric_names import (
     CLOCKS,
+    OF_THE_RUN,
     Column,
     column,
     headline,
@@ -28,6 +29,7 @@ from fl_lightning.study.report.comparison import Comparison, Difference, Levels,
 from fl_lightning.study.report.verdicts import Judgement, Verdict
 from fl_lightning.study.report.verdicts import verdicts as every_verdict
 from fl_lightning.study.spec.quantities import ACCURACY, QUANTITIES
+from fl_lightning.study.spec.selection import ACCURACIES, MODELS
 from fl_lightning.study.statistics import mean_std
 
 LATEX = str.maketrans(
@@ -111,10 +113,28 @@ def _at(levels: Levels) -> str:
 
 
 def results(comparison: Comparison, levels: Levels) -> ReportTable:
-    """Return mean and standard deviation of the headline metrics, by method, the best first."""
-    measured = [name for name in comparison.metrics if not is_timing(name)]
-    columns, title = headline(comparison.study.metric, measured), f"Results{_at(levels)}"
-    return _means(comparison, levels, columns, f"{title}, mean ± standard deviation over seeds", True)
+    """Return mean and standard deviation of the headline metrics, by method, the best first.
+
+    All columns are of the model that the study selects, or of the whole run.
+    """
+    measured, selection = comparison.metrics, comparison.study.selection
+    columns = headline(comparison.study.metric, ACCURACIES[selection], measured)
+    title = f"Results{_at(levels)}: {MODELS[selection]}; mean ± standard deviation over seeds"
+    return _means(comparison, levels, columns, title, True)
+
+
+def other_results(comparison: Comparison, levels: Levels) -> ReportTable | None:
+    """Return the same of the model that the study does not select; None where no run has it."""
+    other = comparison.other
+    columns = [
+        one
+        for one in headline(other.study.metric, ACCURACIES[other.study.selection], other.metrics)
+        if one.metric not in OF_THE_RUN
+    ]
+    if not columns:
+        return None
+    title = f"Beside it{_at(levels)}: {MODELS[other.study.selection]}; mean ± standard deviation over seeds"
+    return _means(other, levels, columns, title, True)
 
 
 def clocks(comparison: Comparison, levels: Levels) -> ReportTable:

@@ -18,8 +18,7 @@ from fl_lightning.study.results.runs import (
     ExcludedRun,
     FinishedRun,
     Results,
-    run_metrics,
-    with_one_checkpoint,
+    selected,
 )
 from fl_lightning.study.spec.plan import Cell, Study
 from fl_lightning.support.packaged import find_config
@@ -52,7 +51,7 @@ def gather(study: str, root: Path, mlflow: str | None = None) -> Results:
         reasons = "; ".join(f"{entry.name}: {entry.reason}" for entry in results.excluded[:3])
         rule = f"no finished run in {where} ({reasons or 'it is empty'})"
         raise InputError(f"--study {study}", rule, "wait for the sweep, or name --root")
-    return with_one_checkpoint(results)
+    return selected(results)
 
 
 def locate(study: str, root: Path, must_exist: bool = True) -> tuple[Study | None, Path]:
@@ -104,8 +103,7 @@ def assign(plan: Study, records: list[RunRecord], folder: Path) -> Results:
             failed = ", failed in the sweep" if entry.get("status") == "failed" else ""
             excluded.append(ExcludedRun(cell.name, chosen.problem + failed))
         else:
-            metrics = run_metrics(chosen, plan.target_accuracy)
-            runs.append(FinishedRun(cell.method, cell.seed, cell.levels, chosen, metrics))
+            runs.append(FinishedRun(cell.method, cell.seed, cell.levels, chosen))
     excluded += [ExcludedRun(one.name, "not a cell of the study") for one in records if one.where not in used]
     return Results(plan, runs, excluded)
 
@@ -138,13 +136,19 @@ def _latest(records: list[RunRecord]) -> RunRecord | None:
 def with_metric(results: Results, metric: str | None) -> Results:
     """Return the results with another primary metric.
 
+    An accuracy of another model, such as ``final/accuracy`` in a study that selects by validation, changes
+    the selection with it, so that all columns are of that model.
+
     Raises:
         InputError: no run has the metric, or it is not known whether more of it is better.
     """
-    study = results.study if metric is None else replace(results.study, metric=metric)
+    if metric is not None:
+        study = results.study.with_metric(metric)
+        results = selected(replace(results, study=study))
+    study = results.study
     known = sorted({name for run in results.runs for name in run.metrics})
     if study.metric not in known:
-        near = [*get_close_matches(study.metric, known, n=1, cutoff=0.0), "final/accuracy"]
+        near = [*get_close_matches(study.metric, known, n=1, cutoff=0.0), study.accuracy_metric]
         rule = f"no run of {study.name} has it"
         raise InputError(f"metric {study.metric}", rule, f"write --metric {near[0]}")
     higher_is_better(study.metric)
