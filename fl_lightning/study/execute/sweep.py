@@ -14,7 +14,9 @@ from fl_lightning.study.execute.display import ACCURACY, Display, clock
 from fl_lightning.study.execute.estimate import show_plan
 from fl_lightning.study.execute.jobs import Job, Pool, RunningJob, fit_arguments, slots_for, threads_per_job
 from fl_lightning.study.execute.lock import only_one
+from fl_lightning.study.results.run_records import runs_in
 from fl_lightning.study.spec.plan import Study, as_flag
+from fl_lightning.study.spec.registration import FIXED, TAG, StoppingRule, plan_of, register
 from fl_lightning.support.disk import replace
 from fl_lightning.support.redaction import redact
 from fl_lightning.tracking.mlflow_store import Status, store
@@ -67,12 +69,14 @@ class SweepSession:
         pool: runs their processes.
         logger: whether MLflow is used.
         parent: the study's own run in MLflow.
+        stopping: when no more seeds are added; it is registered before the first cell.
         tested: the exit code of each ``test`` of this session, by cell.
     """
 
     cells: StudyCells
     pool: Pool
     logger: bool
+    stopping: StoppingRule = FIXED
     parent: StudyRun | None = None
     tested: dict[str, int] = field(default_factory=dict)
 
@@ -83,6 +87,10 @@ class SweepSession:
             SystemExit: 1 when one failed.
         """
         cells, study = self.cells, self.cells.study
+        plan = plan_of(
+            study, ((one.cell.method, one.cell.levels, one.config) for one in cells), self.stopping
+        )
+        self.registration = register(cells.folder, plan, runs_in(cells.folder))
         replace(cells.folder / "study.yaml", study.to_yaml().encode())
         for state in cells:
             if state.status == "failed" and not state.problem:
@@ -158,7 +166,7 @@ class SweepSession:
         log = folder / "logs" / f"{cell.name}.log"
         environment = {"OMP_NUM_THREADS": str(state.threads)}
         if state.status != "finished":
-            tags = {"study": study.name, "label": cell.method, **cell.levels}
+            tags = {"study": study.name, "label": cell.method, **cell.levels, TAG: self.registration.tag}
             if self.parent:
                 tags["mlflow.parentRunId"] = self.parent.run_id
             own = {"root": folder.parent, "experiment": study.name, "name": cell.name}

@@ -16,7 +16,8 @@ import pandas as pd
 
 from fl_lightning.study.metric_names import higher_is_better, is_timing
 from fl_lightning.study.report.comparison import Comparison, Difference, Levels, name_of
-from fl_lightning.study.report.verdicts import Verdict, verdicts
+from fl_lightning.study.report.registered import NOT_REGISTERED, RegistrationReport
+from fl_lightning.study.report.verdicts import Verdict, premise_verdicts, verdicts
 from fl_lightning.study.results.runs import FinishedRun
 from fl_lightning.study.spec.selection import SELECTION_OF
 from fl_lightning.study.statistics import mean_std
@@ -31,11 +32,12 @@ PROVENANCE = [
 ]
 
 
-def report(comparison: Comparison) -> dict[str, Any]:
+def report(comparison: Comparison, registration: RegistrationReport = NOT_REGISTERED) -> dict[str, Any]:
     """Return the whole comparison, fit for JSON: what is not a number is null."""
     study, main, runs = comparison.study, comparison.main_levels, comparison.results.runs
     judged = verdicts(comparison)
     document = {
+        "registration": _registration(registration),
         "study": study.name,
         "metric": study.metric,
         "selection": study.selection,
@@ -54,6 +56,7 @@ def report(comparison: Comparison) -> dict[str, Any]:
                 for levels in comparison.levels
             ],
         },
+        "premises": [_verdict(verdict) for verdict in premise_verdicts(comparison)],
         "criteria": [_verdict(verdict) for verdict in judged if not verdict.criterion.is_timing],
         "degradation": [
             {"levels": others, "method": label, **_difference(one)}
@@ -71,7 +74,7 @@ def report(comparison: Comparison) -> dict[str, Any]:
             "criteria": [_verdict(verdict) for verdict in judged if verdict.criterion.is_timing],
             "runs": [_run(run, is_timing) for run in runs],
         },
-        "provenance": provenance(comparison),
+        "provenance": {**provenance(comparison), "registration": list(registration.dates)},
     }
     return strict(document)
 
@@ -151,7 +154,31 @@ def _difference(one: Difference) -> dict[str, Any]:
 
 def _verdict(verdict: Verdict) -> dict[str, Any]:
     judged = [{"levels": dict(levels), **asdict(judgement)} for levels, judgement in verdict.judgements]
-    return {"criterion": verdict.criterion.text, "verdict": verdict.decision, "levels": judged}
+    criterion = verdict.criterion
+    named = {"name": criterion.name, "text": criterion.claim}
+    return {
+        "criterion": criterion.text,
+        **{key: value for key, value in named.items() if value},
+        "verdict": verdict.decision,
+        "needed_levels": verdict.needed,
+        "levels": judged,
+    }
+
+
+def _registration(registration: RegistrationReport) -> dict[str, Any]:
+    """Return how the report stands to what was registered, and the registered verdicts if it has others."""
+    registered = registration.registered
+    return {
+        "status": registration.status,
+        "sha256": registration.sha256 or None,
+        "differences": list(registration.differences),
+        "registered": registered
+        and {
+            "metric": registered.study.metric,
+            "selection": registered.study.selection,
+            "criteria": [_verdict(verdict) for verdict in verdicts(registered)],
+        },
+    }
 
 
 def _run(run: FinishedRun, wanted: Callable[[str], bool]) -> dict[str, Any]:

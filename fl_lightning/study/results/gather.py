@@ -21,6 +21,7 @@ from fl_lightning.study.results.runs import (
     selected,
 )
 from fl_lightning.study.spec.plan import Cell, Study
+from fl_lightning.study.spec.registration import level_key, registered_study, seedless_hash
 from fl_lightning.support.packaged import find_config
 from fl_lightning.support.redaction import redact
 from fl_lightning.tracking.runs import read_runs
@@ -54,6 +55,26 @@ def gather(study: str, root: Path, mlflow: str | None = None) -> Results:
     return selected(results)
 
 
+def gather_registered(results: Results, plan: Mapping[str, Any], folder: Path) -> Results:
+    """Return the same runs as a registered plan assigns them: its methods, settings, seeds and selection.
+
+    Args:
+        results: the runs of the study as it is now.
+        plan: the registered plan.
+        folder: the folder of the study.
+
+    Raises:
+        InputError: no run is one that was registered, or no run has its metric.
+    """
+    study = registered_study(results.study, plan)
+    hashes = {label: method["sha256"] for label, method in plan["methods"].items()}
+    found = assign(study, results.records, folder, hashes)
+    if not found.runs:
+        given = f"the plan of {study.name} that was registered"
+        raise InputError(given, "no finished run was made by it", "run the sweep")
+    return with_metric(selected(found), None)
+
+
 def locate(study: str, root: Path, must_exist: bool = True) -> tuple[Study | None, Path]:
     """Return the study, if there is a file of it, and the folder of its runs."""
     path = Path(study)
@@ -74,15 +95,30 @@ def locate(study: str, root: Path, must_exist: bool = True) -> tuple[Study | Non
     return (Study.read(file, find_configs=False) if file.is_file() else None), folder
 
 
-def assign(plan: Study, records: list[RunRecord], folder: Path) -> Results:
+def assign(
+    plan: Study,
+    records: list[RunRecord],
+    folder: Path,
+    registered: Mapping[str, Mapping[str, str]] | None = None,
+) -> Results:
     """Give every cell of the study its run.
 
     It is the run that ``cells.json`` names, or else the latest run of the cell's name or tags.
 
     Where there is a ``cells.json``, only runs with the cell's own settings count: others are left from an
     earlier form of the study.
+
+    Args:
+        plan: the study.
+        records: the runs that there are.
+        folder: the folder of the study.
+        registered: the hash of the settings of each method and level, without the seed, in place of what
+            ``cells.json`` says.
     """
     named = read_cells(folder)
+    if registered is not None:
+        hashes = {one.name: registered[one.method][level_key(one.levels)] for one in plan.cells()}
+        named = {name: {**named.get(name, {}), "registered": hash} for name, hash in hashes.items()}
     runs, excluded, used = [], [], set()
     for cell in plan.cells():
         entry = named.get(cell.name, {})
@@ -105,7 +141,7 @@ def assign(plan: Study, records: list[RunRecord], folder: Path) -> Results:
         else:
             runs.append(FinishedRun(cell.method, cell.seed, cell.levels, chosen))
     excluded += [ExcludedRun(one.name, "not a cell of the study") for one in records if one.where not in used]
-    return Results(plan, runs, excluded)
+    return Results(plan, runs, excluded, records=records)
 
 
 def _belongs_to(record: RunRecord, cell: Cell) -> bool:
@@ -124,6 +160,8 @@ def _has_settings(record: RunRecord, entry: Mapping[str, Any]) -> bool:
     MLflow keeps settings as text, which cannot tell: there the name decides.
     """
     if record.settings and record.typed:
+        if "registered" in entry:
+            return seedless_hash(record.settings) == entry["registered"]
         return settings_hash(record.settings) == entry.get("hash")
     return bool(record.problem) or (not record.typed and record.name == entry.get("run"))
 

@@ -49,7 +49,7 @@ def label_all(name: str, folder: Path, records: list[RunRecord]) -> Results:
         methods={run.label: Variation() for run in runs},
         grid=grid,
     )
-    return Results(plan, runs, excluded)
+    return Results(plan, runs, excluded, records=records)
 
 
 def _tags(record: RunRecord) -> Mapping[str, Any]:

@@ -104,12 +104,14 @@ class Results:
         runs: finished runs, one a cell, in the study's order.
         excluded: all others.
         other_tests: results of ``test`` that are of another round than the study's tables.
+        records: everything that was read, finished or not.
     """
 
     study: Study
     runs: list[FinishedRun]
     excluded: list[ExcludedRun]
     other_tests: list[ExcludedRun] = field(default_factory=list)
+    records: list[RunRecord] = field(default_factory=list)
 
     @property
     def not_counted(self) -> list[ExcludedRun]:

@@ -39,7 +39,10 @@ from fl_lightning.study.spec.selection import ACCURACY_METRICS, SELECTION_OF, Se
 from fl_lightning.study.spec.spec_file import Seed, Share, SpecFile
 from fl_lightning.support.redaction import redact_settings
 
-RESERVED = ("study", "label", "method", "seed", "dataset", "commit", "dirty", "run_dir", "partition_sha256")
+RESERVED = (
+    *("study", "label", "method", "seed", "dataset", "commit", "dirty", "run_dir", "partition_sha256"),
+    "registration",
+)
 """Tags that every run has: none of them can name an axis."""
 METRICS = [
     *(column.metric for column in (*KNOWN, *CLOCKS)),
@@ -364,6 +367,11 @@ def as_entry(given: str | Mapping[str, Any]) -> dict[str, Any]:
         return {"text": given}
     names = {"criterion": "text", "text": "claim"}
     return {names.get(key, key): value for key, value in given.items()}
+
+
+def as_document(given: str | Mapping[str, Any]) -> dict[str, Any]:
+    """Return a criterion or premise as the mapping that it can be in a study file."""
+    return {"criterion": given} if isinstance(given, str) else dict(given)
 
 
 def _criterion(file: SpecFile, given: Any, where: str, schema: type) -> str | dict[str, Any]:
