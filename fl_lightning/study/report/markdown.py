@@ -59,6 +59,8 @@ def _parts(
     yield from answers(comparison)
     for levels in comparison.levels:
         yield _section(tables.results(comparison, levels))
+    for levels in comparison.levels:
+        yield _section(tables.bits(comparison, levels))
     yield f"Primary metric: `{study.metric}`; selection: `{study.selection}`. {_setup(comparison)}"
     for levels in comparison.levels:
         yield _section(tables.other_results(comparison, levels))

@@ -378,7 +378,9 @@ def _criterion(file: SpecFile, given: Any, where: str, schema: type) -> str | di
     """Check the form of a criterion or premise; what it says is checked later."""
     if isinstance(given, str):
         return given
-    entries = vars(file.parse(schema, given, f"{where}."))
+    entries = dict(vars(file.parse(schema, given, f"{where}.")))
+    if entries.get("share") is not None:
+        entries["share"] = float(entries["share"])
     return {key: value for key, value in entries.items() if value not in (None, "", [])}
 
 
