@@ -16,7 +16,17 @@ from fl_lightning.study.execute.jobs import Job, Pool, RunningJob, fit_arguments
 from fl_lightning.study.execute.lock import only_one
 from fl_lightning.study.results.run_records import runs_in
 from fl_lightning.study.spec.plan import Study, as_flag
-from fl_lightning.study.spec.registration import FIXED, TAG, StoppingRule, plan_of, register
+from fl_lightning.study.spec.registration import (
+    FILE,
+    FIXED,
+    TAG,
+    TAG_LENGTH,
+    Registration,
+    StoppingRule,
+    plan_differences,
+    plan_of,
+    register,
+)
 from fl_lightning.support.disk import replace
 from fl_lightning.support.redaction import redact
 from fl_lightning.tracking.mlflow_store import Status, store
@@ -90,6 +100,7 @@ class SweepSession:
         plan = plan_of(
             study, ((one.cell.method, one.cell.levels, one.config) for one in cells), self.stopping
         )
+        known = Registration.read(cells.folder)
         self.registration = register(cells.folder, plan, runs_in(cells.folder))
         replace(cells.folder / "study.yaml", study.to_yaml().encode())
         for state in cells:
@@ -103,6 +114,7 @@ class SweepSession:
             self.summary, lambda job: (self.at_work(job.name).run, self.at_work(job.name).rounds)
         )
         self.display.line(f"{self.summary()}; {len(self.pool.slots)} at a time, in {cells.folder}")
+        self.show_registration(known)
         self.show_problems()
         done = False
         try:
@@ -132,6 +144,17 @@ class SweepSession:
             self.display.line(f"               {mlflow_page.link(self.parent.experiment_id)}")
         compare = f"python -m fl_lightning compare --study {study.name} --out reports/{study.name}"
         self.display.line(f"what holds     {compare}")
+
+    def show_registration(self, before: Registration | None) -> None:
+        """Print the hash of what is registered, and how this session differs from it."""
+        first = self.registration.first
+        mark = f"{first.sha256[:TAG_LENGTH]} of {first.date[:10]} {first.date[11:16]} UTC"
+        self.display.line(f"registered     {mark}, in {self.cells.folder / FILE}")
+        last = self.registration.entries[-1]
+        if last.sha256 != first.sha256:
+            what = "; ".join(plan_differences(first.plan, last.plan))
+            added = "this is an amendment" + (", added now" if before != self.registration else "")
+            self.display.line(f"not as registered: {what}; {added}; compare will say so")
 
     def show_problems(self) -> None:
         """Print what the user must do before some cells can be run."""

@@ -42,6 +42,8 @@ LATEX = str.maketrans(
 """How characters that mean something to LaTeX are written."""
 AVERAGE, LAYER = "bits/average", "bits/layer/"
 """The metric of the average, and the beginning of the metrics of the layers."""
+FULL_PRECISION = 32
+"""Bits of a method that does not quantise."""
 BIT_CHANGES = {
     "total/bits_pruned": "bit planes that clients pruned, all rounds",
     "total/bits_moved": "changes of a layer's width by the server, all rounds",
@@ -109,7 +111,7 @@ class ReportTable:
         for i, name in enumerate(self.header):
             table.add_column(name, justify="left" if i < self.texts else "right", overflow="fold")
         for row in self.rows:
-            cells = [Text(cell.replace("**", "").strip("`")) for cell in row]
+            cells = [Text(cell.replace("**", "").replace("`", "")) for cell in row]
             for cell in cells:
                 cell.stylize(STYLES.get(cell.plain, ""))
             table.add_row(*cells)
@@ -137,7 +139,7 @@ def other_results(comparison: Comparison, levels: Levels) -> ReportTable | None:
     columns = [
         one
         for one in headline(other.study.metric, ACCURACIES[other.study.selection], other.metrics)
-        if one.metric not in OF_THE_RUN
+        if one.metric not in OF_THE_RUN and _is_complete(other, one.metric, levels)
     ]
     if not columns:
         return None
@@ -145,12 +147,22 @@ def other_results(comparison: Comparison, levels: Levels) -> ReportTable | None:
     return _means(other, levels, columns, title, True)
 
 
+def _is_complete(comparison: Comparison, metric: str, levels: Levels) -> bool:
+    """Return whether all runs of a method have the metric, or none has, whatever the method.
+
+    What ``test`` measured of the model that was selected can be of the other one by chance, in some seeds.
+    """
+    counts = comparison.table(metric, levels).count()
+    return all(counts[label] in (0, len(comparison.runs(label, levels))) for label in comparison.labels)
+
+
 def bits(comparison: Comparison, levels: Levels) -> ReportTable | None:
     """Return the bits that every quantised method ends with, layer by layer, and how often they changed.
 
     None where no method has bits.
     """
-    quantised = [label for label in comparison.labels if not comparison.values(AVERAGE, label, levels).empty]
+    means = comparison.means(AVERAGE, levels)
+    quantised = [label for label in comparison.labels if means.get(label, FULL_PRECISION) < FULL_PRECISION]
     if not quantised:
         return None
     layers = [name for name in comparison.metrics if name.startswith(LAYER)]
