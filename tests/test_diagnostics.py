@@ -345,7 +345,7 @@ def test_figures_of_extreme_runs_can_be_drawn():
     ones, rng = np.ones(1), np.random.default_rng(0)
     nothing = np.full(3, np.nan)
     figures = [
-        bit_width_figure([7], np.array([[3, 8]]), ["a", "b"], np.array([10, 20])),
+        bit_width_figure([7], np.array([[3, 8]]), np.zeros(1), ["a", "b"], np.array([10, 20])),
         client_accuracy_figure(ones, np.array([1]), 1),
         confusion_figure(np.diag([1, 0, 2]), "a class without examples"),
         confusion_figure(rng.integers(0, 9, (100, 100)), "many classes"),

@@ -96,4 +96,4 @@ class AQFL(QuantizedMethod):
             )
 
     def server_metrics(self) -> dict[str, float]:
-        return {"bits/average": self.mean_budget()}
+        return {**super().server_metrics(), "bits/average": self.mean_budget()}
