@@ -82,6 +82,8 @@ class FedMosaic(Method):
         "it cuts the networks of its clients into blocks with adapters, which a module does not have"
     )
 
+    received_refused = "its clients receive adapters for models of their own, and no model"
+
     personalised = True
     growing = frozenset({"ids", "adapters", "sketches"})
 
@@ -198,6 +200,7 @@ class FedMosaic(Method):
         self.network = self.families[index]
         self.layouts[index].write(self.network, client.state.get("trained", self.start[index]))
         write_global(adapted_layers(self.network), message.tensor("adapters"))
+        self.remember_received()
         self.gradient = torch.zeros_like(self.gradient)
 
     def trainable(self) -> Iterable[nn.Parameter]:
