@@ -416,6 +416,14 @@ class Method(Recorded, LightningModule):
         examples = [int(upload.tensor("examples")) for upload in uploads]
         return capped([n / sum(examples) for n in examples], self.max_share)
 
+    def work_kind(self, client: Client) -> str:
+        """Return what decides, beside its number of examples, how much this client computes in this round.
+
+        Clients of one kind do the same work for each example; it is read where the cost of training is
+        measured.
+        """
+        return ""
+
     def server_metrics(self) -> dict[str, float]:
         """Return what the server knows of its own state, logged once a round."""
         return {"bits/average": 32.0}

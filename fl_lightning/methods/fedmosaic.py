@@ -216,6 +216,9 @@ class FedMosaic(Method):
             self.reference.eval()
         return self
 
+    def work_kind(self, client: Client) -> str:
+        return f"family {self.family(client)}"
+
     def local_batches(self, data: FederatedData, client: Client, **work: Any) -> Iterator[Any]:
         """Yield the client's batches; the reference's gradient on the first of them is averaged on the way,
         equally over examples."""

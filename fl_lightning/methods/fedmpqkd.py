@@ -117,6 +117,9 @@ class FedMPQKD(FedMPQ):
             at(self.temperature_schedule, self.round),
         )
 
+    def work_kind(self, client: Client) -> str:
+        return f"teacher {at(self.alpha_schedule, self.round) > 0}"
+
     def local_batches(
         self, data: FederatedData, client: Client, *, epochs: int, labels: Tensor, steps: int
     ) -> Iterator[Any]:
