@@ -109,10 +109,11 @@ def bit_width_figure(
     below.yaxis.set_major_locator(MaxNLocator(integer=True, nbins=3))
     average = bits @ sizes / sizes.sum()
     open_frame(right)
-    for row, offset, style in (
+    styles: list[tuple[int, float, dict[str, Any]]] = [
         (0, -0.2, {"color": "white", "edgecolor": RED, "hatch": "////"}),
         (-1, 0.2, {"color": BLUE}),
-    ):
+    ]
+    for row, offset, style in styles:
         share = [100 * sizes[bits[row] == n].sum() / sizes.sum() for n in range(1, MAX_BITS + 1)]
         label = (
             f"{'before training' if rounds[row] == 0 else f'round {rounds[row]}'}, average {average[row]:.2f}"

@@ -23,14 +23,12 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call
 
 from fl_lightning.client import Client
 from fl_lightning.data import FederatedData
 from fl_lightning.errors import InputError
 from fl_lightning.methods.averaging import weighted_mean
 from fl_lightning.methods.base import examples_of
-from fl_lightning.methods.lit_module import module_loss
 from fl_lightning.methods.quantized import QuantizedMethod, encode_layers
 from fl_lightning.quantization import allocate_bits, quantize_and_prune
 from fl_lightning.quantization.allocation import MAX_BITS
@@ -76,6 +74,7 @@ class FedMPQ(QuantizedMethod):
 
     stackable = True
     same_start = True
+    own_terms = frozenset({"bit"})
     module_optimizes = False  # it would step on weights that are made of the variables
 
     def __init__(
@@ -147,6 +146,7 @@ class FedMPQ(QuantizedMethod):
         self.scales, self.pull = (message.tensor(name).to(self.device) for name in ("grid", "pull"))
         flat = [self._in_memory(at, tensors[name]) for at, name in enumerate(self.layers)]
         self.variables = nn.Parameter(self.representation.variables(flat, self.grid))
+        self.remember_received()
 
     @property
     def grid(self) -> Grid:
@@ -182,14 +182,16 @@ class FedMPQ(QuantizedMethod):
 
     def training_step(self, batch: Any, batch_idx: int = 0) -> dict[str, Tensor]:
         """``loss = loss_task + loss_bit``; ``loss_bit`` is lambda_b * L_bit, as it enters."""
-        inputs, target = batch
         weights, bit_norm = self.quantized_weights()
-        if self.module is not None:
-            task = module_loss(self.module, batch, batch_idx, weights)
-        else:
-            task = self.task_loss(functional_call(self.network, weights, (inputs,)), target)
+        task, student = self.task_and_logits(batch, batch_idx, weights)
         bit = self.lambda_b * bit_norm
-        return {"loss": task + bit, "loss_task": task, "loss_bit": bit}
+        return self.with_terms({"loss": task + bit, "loss_task": task, "loss_bit": bit}, batch, student)
+
+    def trained_weights(self) -> dict[str, Tensor]:
+        """Return what the clients train, before rounding: its gradient is that of W_q by the identity."""
+        quantized, before = self.quantized_weights()[0], self.unrounded()
+        straight = {name: before[name].detach() + (w - w.detach()) for name, w in quantized.items()}
+        return {**super().trained_weights(), **straight}
 
     @torch.no_grad()
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
