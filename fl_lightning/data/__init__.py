@@ -3,6 +3,7 @@
 from fl_lightning.data.base import FederatedData
 from fl_lightning.data.images import FederatedImages
 from fl_lightning.data.partition import IID, Dirichlet, Partition, Shards, dirichlet_partition
+from fl_lightning.data.two_clients import TwoClients
 
 __all__ = [
     "IID",
@@ -11,5 +12,6 @@ __all__ = [
     "FederatedImages",
     "Partition",
     "Shards",
+    "TwoClients",
     "dirichlet_partition",
 ]

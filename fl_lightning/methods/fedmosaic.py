@@ -74,6 +74,8 @@ class FedMosaic(Method):
             client and round.
         sketch_batches: batches of a round that the gradient is averaged over, at least 1.
         sigma: standard deviation of the noise on each value of the sketch, 0 or more.
+        loss: L_task: ``cross_entropy``, or ``squared_error``, || outputs - one-hot target ||^2, as in the
+            paper's example of two clients.
         settings: those of every method.
     """
 
@@ -105,6 +107,7 @@ class FedMosaic(Method):
         sketch_rows: float = 0.4,
         sketch_batches: int = 4,
         sigma: float = 0.01,
+        loss: Literal["cross_entropy", "squared_error"] = "cross_entropy",
         **settings: Any,
     ) -> None:
         super().__init__(network=network, **settings)
@@ -143,7 +146,7 @@ class FedMosaic(Method):
         self.adapter_settings = (num_blocks, rank, scale, gate, full_gradient)
         self.local_head, self.align = head == "local", align
         self.tau, self.include_self = tau, include_self
-        self.ema, self.sigma = ema, sigma
+        self.ema, self.sigma, self.squared_error = ema, sigma, loss == "squared_error"
         self.sketch_rows, self.sketch_batches = sketch_rows, sketch_batches
 
     def build(self, data: FederatedData) -> None:
@@ -202,6 +205,12 @@ class FedMosaic(Method):
         write_global(adapted_layers(self.network), message.tensor("adapters"))
         self.remember_received()
         self.gradient = torch.zeros_like(self.gradient)
+
+    def task_loss(self, outputs: Tensor, target: Tensor) -> Tensor:
+        if not self.squared_error:
+            return super().task_loss(outputs, target)
+        one_hot = target.unsqueeze(1) == torch.arange(outputs.shape[1], device=outputs.device)
+        return (outputs - one_hot.to(outputs)).square().sum(dim=1).mean()
 
     def trainable(self) -> Iterable[nn.Parameter]:
         return [p for p in self.network.parameters() if p.requires_grad]

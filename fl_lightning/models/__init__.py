@@ -15,11 +15,12 @@ from torch import nn
 
 from fl_lightning.errors import InputError
 from fl_lightning.models.channels_last import lay_out
+from fl_lightning.models.first_inputs import FirstInputs
 from fl_lightning.models.residual_mlp import ResidualMLP
 from fl_lightning.models.resnet import ResNet20
 from fl_lightning.models.small_cnn import SmallCNN
 
-__all__ = ["NETWORKS", "ResNet20", "ResidualMLP", "SmallCNN", "build_network", "lay_out"]
+__all__ = ["NETWORKS", "FirstInputs", "ResNet20", "ResidualMLP", "SmallCNN", "build_network", "lay_out"]
 
 NETWORKS = ("small_cnn", "resnet20", "mobilenetv2", "vit_small", "residual_mlp")
 _OWN_NETWORKS: dict[str, Callable[[int], nn.Module]] = {

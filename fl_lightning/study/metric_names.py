@@ -78,6 +78,8 @@ KNOWN = [
     _bytes("total/download_bytes", "down, all rounds", 1),
     Column("client/upload_bytes", "up per client and round (kB)", 1e-3, 1, " kB"),
     Column("client/download_bytes", "down per client and round (kB)", 1e-3, 1, " kB"),
+    Column("cost/train_flops", "training, all clients of a round (GFLOP)", 1e-9, 2, " GFLOP"),
+    _bytes("cost/train_memory", "peak of a local step", 1),
     Column("target/rounds", "rounds to target", 1, 1),
     Column("target/megabytes", "MB to target", 1, 2),
 ]
@@ -114,6 +116,7 @@ LOWER = {
         "seconds",
         "drop",
         "flops",
+        "memory",
         "bits",
     ),
 }
