@@ -21,6 +21,7 @@ from fl_lightning.study.report import tables
 from fl_lightning.study.report.comparison import Comparison, Levels
 from fl_lightning.study.report.document import differences_csv, report, runs_csv
 from fl_lightning.study.report.figures import FIGURES, figures
+from fl_lightning.study.report.looks import counted
 from fl_lightning.study.report.markdown import answers, markdown
 from fl_lightning.study.report.verdicts import check_criteria
 from fl_lightning.study.results.gather import check_comparable, gather, with_metric
@@ -54,7 +55,7 @@ def compare(
         InputError: there is nothing to compare, the runs cannot be compared, or ``out`` holds something.
     """
     check_out(out, overwrite)
-    results = with_metric(gather(study, root, mlflow), metric)
+    results = with_metric(counted(gather(study, root, mlflow)), metric)
     check_comparable(results)
     comparison = Comparison(results)
     check_criteria(comparison)

@@ -27,7 +27,7 @@ from fl_lightning.study.spec.criteria import (
     arguments_of,
     check_needs,
 )
-from fl_lightning.study.statistics import PairedTest, mean_std, paired_test, t_interval
+from fl_lightning.study.statistics import PairedTest, mean_interval, mean_std, paired_test
 
 Decision = Literal["holds", "fails", "undecided"]
 
@@ -90,10 +90,12 @@ def _judgements(comparison: Comparison, criterion: Criterion) -> Iterator[tuple[
     elif criterion.mentions("drop"):
         for others in comparison.without_stressor(planned):
             stressed, _ = comparison.stressed_and_clean(others)
-            yield others, judge(criterion, partial(_values, comparison, levels=stressed, others=others))
+            values = partial(_values, comparison, levels=stressed, others=others)
+            yield others, judge(criterion, values, comparison.is_sequential)
     else:
         for levels in planned:
-            yield levels, judge(criterion, partial(_values, comparison, levels=levels, others=levels))
+            values = partial(_values, comparison, levels=levels, others=levels)
+            yield levels, judge(criterion, values, comparison.is_sequential)
 
 
 def _values(comparison: Comparison, quantity: Quantity, *, levels: Levels, others: Levels) -> pd.Series:
@@ -107,7 +109,9 @@ def _values(comparison: Comparison, quantity: Quantity, *, levels: Levels, other
     return (a - b).dropna()
 
 
-def judge(criterion: Criterion, values: Callable[[Quantity], pd.Series]) -> Judgement:
+def judge(
+    criterion: Criterion, values: Callable[[Quantity], pd.Series], sequential: bool = False
+) -> Judgement:
     """Decide a criterion that has no ``p``.
 
     Args:
@@ -123,7 +127,7 @@ def judge(criterion: Criterion, values: Callable[[Quantity], pd.Series]) -> Judg
     if not seeds or differences.isna().any():
         reason = "division by zero" if seeds else _missing(known)
         return Judgement("undecided", nan, nan, nan, nan, nan, seeds, reason)
-    low, high = t_interval(differences)
+    low, high = mean_interval(differences, sequential)
     decision, reason = _decide(criterion, left, right, low, high)
     of_left, of_right, of_both = (mean_std(side)[0] for side in (left, right, differences))
     return Judgement(decision, of_left, of_right, of_both, low, high, seeds, reason)

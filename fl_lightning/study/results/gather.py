@@ -55,13 +55,24 @@ def gather(study: str, root: Path, mlflow: str | None = None) -> Results:
     return with_one_checkpoint(results)
 
 
+def _with_rule_of_sweep(plan: Study, folder: Path) -> Study:
+    """Return the study with the rule by which its sweep added seeds, where the file itself has none.
+
+    A sweep has it from a flag then, and the runs' folder keeps it.
+    """
+    swept = folder / "study.yaml"
+    if plan.until is not None or not swept.is_file():
+        return plan
+    return replace(plan, until=Study.read(swept, find_configs=False).until)
+
+
 def locate(study: str, root: Path, must_exist: bool = True) -> tuple[Study | None, Path]:
     """Return the study, if there is a file of it, and the folder of its runs."""
     path = Path(study)
     if path.suffix in (".yaml", ".yml") or path.is_file():
         path = find_config(path) or path
         plan = Study.read(path, find_configs=False)
-        return plan, root / plan.name
+        return _with_rule_of_sweep(plan, root / plan.name), root / plan.name
     folder = next((folder for folder in (root / study, path) if folder.is_dir()), None)
     if folder is None:
         if not must_exist:
@@ -78,14 +89,15 @@ def locate(study: str, root: Path, must_exist: bool = True) -> tuple[Study | Non
 def assign(plan: Study, records: list[RunRecord], folder: Path) -> Results:
     """Give every cell of the study its run.
 
-    It is the run that ``cells.json`` names, or else the latest run of the cell's name or tags.
+    It is the run that ``cells.json`` names, or else the latest run of the cell's name or tags. Of a study
+    that adds seeds, cells of all seeds that may be added are looked for.
 
     Where there is a ``cells.json``, only runs with the cell's own settings count: others are left from an
     earlier form of the study.
     """
     named = read_cells(folder)
     runs, excluded, used = [], [], set()
-    for cell in plan.cells():
+    for cell in replace(plan, seeds=plan.seed_order).cells():
         entry = named.get(cell.name, {})
         mine = [record for record in records if _belongs_to(record, cell)]
         used |= {one.where for one in mine}

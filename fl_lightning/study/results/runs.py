@@ -13,6 +13,7 @@ from fl_lightning.study.results.run_records import RunRecord
 
 if TYPE_CHECKING:
     from fl_lightning.study.spec.plan import Study
+    from fl_lightning.study.spec.stopping import Stopping
 
 WARM_UP_ROUNDS = 3
 """Rounds whose seconds do not count: memory is allocated and libraries choose their algorithms."""
@@ -80,11 +81,13 @@ class Results:
         study: what was asked; for a plain folder of runs, what can be seen from them.
         runs: finished runs, one a cell, in the study's order.
         excluded: all others.
+        stopping: where a study that adds seeds has stopped; None: its seeds are fixed.
     """
 
     study: Study
     runs: list[FinishedRun]
     excluded: list[ExcludedRun]
+    stopping: Stopping | None = None
 
 
 def run_metrics(record: RunRecord, target: float | None = None) -> dict[str, float]:

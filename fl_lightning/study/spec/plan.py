@@ -11,6 +11,7 @@
       noise: {on: {}, off: {config: overlays/noise_off.yaml}}
     settings: {trainer.max_rounds: 100}   # optional: dotted `fit` settings of every cell
     seeds: [0, 1, 2]
+    until: {max_seeds: 40}            # optional: seeds are added until every criterion is decided
 
 The rest is for the report: ``metric proposed degradation target_accuracy criteria claimed``; ``test`` is for
 the sweep. Of two settings of one name the later wins: config, method, overlays, grid; then `settings` of
@@ -23,7 +24,7 @@ import json
 import math
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from itertools import product
 from pathlib import Path
@@ -36,6 +37,7 @@ from fl_lightning.probing import PROBES
 from fl_lightning.study.metric_names import CLOCKS, KNOWN, higher_is_better
 from fl_lightning.study.spec.criteria import check_needs, parse
 from fl_lightning.study.spec.spec_file import Seed, Share, SpecFile
+from fl_lightning.study.spec.stopping import StoppingRule, stopping_rule
 from fl_lightning.support.redaction import redact_settings
 
 RESERVED = ("study", "label", "method", "seed", "dataset", "commit", "dirty", "run_dir", "partition_sha256")
@@ -66,6 +68,7 @@ class StudyEntries:
     target_accuracy: Share | None = None  # type: ignore[valid-type]
     criteria: list[str] = field(default_factory=list)
     claimed: Any = None
+    until: str | dict[str, Any] | None = None
 
 
 @dataclass
@@ -158,6 +161,7 @@ class Study:
         target_accuracy: a share in (0, 1]; rounds and megabytes to it are reported.
         criteria: the claims about the results, as text.
         claimed: figures that were claimed elsewhere; only the report reads them.
+        until: the rule by which seeds are added to ``seeds``; None: these are all.
     """
 
     name: str
@@ -174,6 +178,7 @@ class Study:
     target_accuracy: float | None = None
     criteria: list[str] = field(default_factory=list)
     claimed: Any = None
+    until: StoppingRule | None = None
 
     @classmethod
     def read(cls, path: str | Path, find_configs: bool = True) -> Study:
@@ -190,6 +195,11 @@ class Study:
         """
         file = SpecFile(Path(path), find_configs)
         return _study(file, file.read(StudyEntries, "study file"))
+
+    @property
+    def seed_order(self) -> list[int]:
+        """All seeds that may be run, in the order in which they are run and looked at."""
+        return self.seeds if self.until is None else self.until.seeds(self.seeds)
 
     def cells(self) -> list[Cell]:
         """Return every run, seed by seed, so that a sweep that is stopped early has whole comparisons."""
@@ -239,6 +249,7 @@ class Study:
             "target_accuracy": self.target_accuracy,
             "criteria": self.criteria,
             "claimed": self.claimed,
+            "until": self.until and self.until.document(),
         }
         given = {key: value for key, value in document.items() if value not in (None, [], {})}
         return yaml.safe_dump(redact_settings(given), sort_keys=False, allow_unicode=True, width=130)
@@ -289,9 +300,10 @@ def _study(file: SpecFile, given: StudyEntries) -> Study:
         target_accuracy=given.target_accuracy and float(given.target_accuracy),
         criteria=given.criteria,
         claimed=given.claimed,
+        until=None if given.until is None else stopping_rule(file, given.until, given.seeds, given.criteria),
     )
     first: dict[str, str] = {}
-    for name in (cell.name for cell in study.cells()):
+    for name in (cell.name for cell in replace(study, seeds=study.seed_order).cells()):
         file.name(name, "cell")
         same = first.setdefault(name.lower(), name)  # some file systems do not tell A from a
         rule = "their names must differ, in more than case"

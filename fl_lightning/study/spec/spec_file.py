@@ -62,10 +62,15 @@ RULES = {
     ("seed",): ("it is an integer, 0 or more, below 2^63", "0"),
     ("prune", "log"): ("it is true or false", "true"),
     ("low", "high"): ("it is a number", "0.1"),
+    ("until",): ("it is decided, or a mapping of max_seeds and max_hours", "{max_seeds: 40, max_hours: 6}"),
+    ("max_seeds",): ("it is an integer, 1 or more", "40"),
+    ("max_hours",): ("it is a number above 0", "6"),
+    ("tuned",): ("it is the path of a record of tune", "tuned/my_study.yaml"),
 }
 """What an entry has to be, and an example: for the message that refuses another one."""
 Seed = restricted_number_type("StudySeed", int, [(">=", 0), ("<=", 2**63 - 1)])
 Share = restricted_number_type("StudyShare", float, [(">", 0), ("<=", 1)])
+Hours = restricted_number_type("StudyHours", float, [(">", 0)])
 set_loader("text", lambda text: text, exceptions=())
 
 
