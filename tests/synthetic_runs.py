@@ -113,6 +113,8 @@ def make_study(
     seeds = sorted({seed for found in by_level.values() for values in found.values() for seed in values})
     folder.mkdir(parents=True, exist_ok=True)
     document = {"study": name, "seeds": seeds, "methods": {label: {} for label in accuracies}, **keys}
+    if not {"selection", "metric"} & {*keys}:
+        document["selection"] = "last"  # the accuracy that was given
     (folder / "study.yaml").write_text(yaml.safe_dump(document, sort_keys=False))
     for label, found in by_level.items():
         for levels, values in found.items():

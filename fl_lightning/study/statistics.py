@@ -32,6 +32,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import exp, inf, isnan, lgamma, log, log1p, nan, sqrt
+from typing import Protocol
 
 import numpy as np
 from scipy import optimize, stats
@@ -115,7 +116,7 @@ def paired_test(differences: Sequence[float], family: int = 1, sequential: bool 
     """
     x = np.asarray(differences, np.float64)
     mean, std = mean_std(x)
-    low, high = mean_interval(x, sequential)
+    low, high = (sequence_interval if sequential else t_interval)(x)
     bootstrap_low, bootstrap_high = bootstrap_interval(x)
     t, p_t = t_test(x)
     if sequential:
@@ -168,8 +169,17 @@ def is_constant(values: Sequence[float] | np.ndarray) -> bool:
     return bool(x.size) and bool(np.ptp(x) <= 1e-12 * max(1.0, np.abs(x).max()))
 
 
-def t_interval(values: Sequence[float] | np.ndarray) -> tuple[float, float]:
-    """Return the t interval of the mean.
+class Interval(Protocol):
+    """An interval of a mean that holds it with probability ``1 - level``, such as :func:`t_interval`.
+
+    It is NaN where the values cannot tell, and may be infinite.
+    """
+
+    def __call__(self, values: Sequence[float] | np.ndarray, level: float = LEVEL) -> tuple[float, float]: ...
+
+
+def t_interval(values: Sequence[float] | np.ndarray, level: float = LEVEL) -> tuple[float, float]:
+    """Return the t interval of the mean, two-sided, that holds it with probability ``1 - level``.
 
     It is NaN for one value and for equal ones, whose spread cannot be estimated.
 
@@ -180,7 +190,7 @@ def t_interval(values: Sequence[float] | np.ndarray) -> tuple[float, float]:
     mean, std = mean_std(x)
     if not std > 0:
         return nan, nan
-    half = float(stats.t.ppf(1 - LEVEL / 2, x.size - 1)) * std / sqrt(x.size)
+    half = float(stats.t.ppf(1 - level / 2, x.size - 1)) * std / sqrt(x.size)
     return mean - half, mean + half
 
 
@@ -236,12 +246,6 @@ def sequence_p(values: Sequence[float] | np.ndarray) -> float:
     log_p = 0.5 * log((n + SEQUENCE_C2) / SEQUENCE_C2)
     log_p += n / 2 * (log((n + SEQUENCE_C2 * (1 + r)) / (n + SEQUENCE_C2)) - log1p(r))
     return min(1.0, exp(log_p))
-
-
-def mean_interval(values: Sequence[float] | np.ndarray, sequential: bool = False) -> tuple[float, float]:
-    """Return the 95 % interval of the mean that decides: the t interval, or where seeds are added until the
-    answer is clear, that of the confidence sequence."""
-    return sequence_interval(values) if sequential else t_interval(values)
 
 
 def bootstrap_interval(values: Sequence[float] | np.ndarray) -> tuple[float, float]:

@@ -18,14 +18,21 @@ import numpy as np
 import pandas as pd
 
 from fl_lightning.study.metric_names import higher_is_better
+from fl_lightning.study.report.judging import NO_SPREAD
 from fl_lightning.study.results.runs import FinishedRun, Results
-from fl_lightning.study.spec.criteria import parse
-from fl_lightning.study.statistics import PairedTest, mean_std, paired_test, with_holm
+from fl_lightning.study.statistics import (
+    Interval,
+    PairedTest,
+    mean_std,
+    paired_test,
+    sequence_interval,
+    t_interval,
+    with_holm,
+)
 
 Levels = Mapping[str, str]
 """The level of every axis of the grid; empty without a grid."""
 INSIDE_NOISE = "inside the noise: no method is significantly better than every other, and no winner is named"
-NO_SPREAD = "all seeds give the same difference, so that its spread cannot be estimated"
 
 
 @dataclass(frozen=True)
@@ -115,18 +122,21 @@ class Comparison:
 
     Args:
         results: runs that :func:`fl_lightning.study.results.gather.check_comparable` accepts.
+        interval: the interval of a mean that decides criteria; the t interval is for a number of seeds that
+            was fixed before the first of them.
 
     Raises:
         InputError: a criterion of the study cannot be read.
     """
 
-    def __init__(self, results: Results) -> None:
+    def __init__(self, results: Results, interval: Interval | None = None) -> None:
         self.results, self.study = results, results.study
+        self.interval = interval or (sequence_interval if self.is_sequential else t_interval)
         with_runs = {run.label for run in results.runs}
         self.labels = [label for label in self.study.methods if label in with_runs]
         self.proposed = [label for label in self.labels if label in self.study.proposed]
         self.baselines = [label for label in self.labels if label not in self.study.proposed]
-        self.criteria = [parse(text, list(self.study.methods)) for text in self.study.criteria]
+        self.criteria, self.premises = self.study.parsed_criteria(), self.study.parsed_premises()
         rows = [
             (run.name, run.label, run.seed, name_of(run.levels), metric, value)
             for run in results.runs
@@ -187,6 +197,12 @@ class Comparison:
         """Return the numbers of one method, by seed."""
         return self.table(metric, levels)[label].dropna()
 
+    def over_rounds(self, aggregate: str, metric: str, label: str, levels: Levels) -> pd.Series:
+        """Return the aggregate over rounds of a metric of one method, by seed."""
+        found = {seed: run.over_rounds(aggregate, metric) for seed, run in self.runs(label, levels).items()}
+        values = pd.Series(found, dtype=float)
+        return values[np.isfinite(values)]
+
     def not_numbers(self) -> list[dict[str, str]]:
         """Return ``run`` and ``metric`` of each value that is NaN or infinite, so that it is in no mean.
 
@@ -202,11 +218,12 @@ class Comparison:
             pairs = [*product(self.proposed, self.baselines), *combinations(self.proposed, 2)]
         else:
             pairs = list(combinations(self.labels, 2))
-        for criterion in self.criteria:
-            if criterion.is_p:
-                a, b = criterion.quantities[0].labels
-                if a != b and {a, b} <= set(self.labels) and {a, b} not in map(set, pairs):
-                    pairs.append((a, b))
+        for criterion in (*self.criteria, *self.premises):
+            for quantity in criterion.quantities:
+                if quantity.name == "p":
+                    a, b = quantity.labels
+                    if {a, b} <= set(self.labels) and {a, b} not in map(set, pairs):
+                        pairs.append((a, b))
         return pairs
 
     def differences(self, metric: str, levels: Levels) -> list[Difference]:

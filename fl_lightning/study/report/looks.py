@@ -13,6 +13,7 @@ from fl_lightning.study.report.comparison import Comparison
 from fl_lightning.study.report.verdicts import Verdict, verdicts
 from fl_lightning.study.results.runs import Results
 from fl_lightning.study.results.seeds import complete_seeds, of_seeds
+from fl_lightning.study.spec.criteria import Inequality
 from fl_lightning.study.spec.stopping import Ending, Stopping
 
 
@@ -20,15 +21,21 @@ def is_awaited(verdict: Verdict) -> bool:
     """Return whether seeds are added because of this verdict.
 
     They are not for what a clock measured, since two sweeps would then stop at different seeds, nor for what
-    is counted: it has no interval that more seeds would narrow.
+    is only counted (bytes): it has no interval that more seeds would narrow.
     """
-    criterion = verdict.criterion
-    return verdict.decision == "undecided" and not criterion.is_timing and not criterion.is_exact
+    return verdict.decision == "undecided" and not verdict.criterion.is_timing and not _is_counted(verdict)
+
+
+def _is_counted(verdict: Verdict) -> bool:
+    return all(
+        isinstance(one, Inequality) and all(quantity.is_exact for quantity in one.quantities)
+        for one in verdict.criterion.conditions
+    )
 
 
 def look(results: Results) -> list[str]:
     """Return the criteria that are not decided by these results and may be by more seeds."""
-    return [verdict.criterion.text for verdict in verdicts(Comparison(results)) if is_awaited(verdict)]
+    return [verdict.criterion.title for verdict in verdicts(Comparison(results)) if is_awaited(verdict)]
 
 
 def looks(results: Results, listed: int) -> Iterator[Stopping]:

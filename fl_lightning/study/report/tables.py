@@ -27,7 +27,7 @@ from fl_lightning.study.metric_names import (
 from fl_lightning.study.report.comparison import Comparison, Difference, Levels, name_of
 from fl_lightning.study.report.verdicts import Judgement, Verdict
 from fl_lightning.study.report.verdicts import verdicts as every_verdict
-from fl_lightning.study.spec.criteria import QUANTITIES
+from fl_lightning.study.spec.quantities import ACCURACY, QUANTITIES
 from fl_lightning.study.statistics import mean_std
 
 LATEX = str.maketrans(
@@ -37,7 +37,7 @@ LATEX = str.maketrans(
     | {"±": r"$\pm$", "−": "$-$"}
 )
 """How characters that mean something to LaTeX are written."""
-STYLES = {"holds": "green", "fails": "red", "undecided": "yellow"}
+STYLES = {"holds": "green", "fails": "red", "undecided": "yellow", "not tested": "magenta"}
 """Colours of decisions in the terminal."""
 
 
@@ -258,7 +258,8 @@ def _measured(comparison: Comparison, name: str, label: str, levels: Levels) -> 
         (others,) = comparison.without_stressor([levels])
         found = comparison.drops(comparison.study.metric, label, others)
     else:
-        found = comparison.values(QUANTITIES.get(name, name), label, levels)
+        metric = comparison.study.accuracy_metric if name == ACCURACY else QUANTITIES.get(name, name)
+        found = comparison.values(metric, label, levels)
     mean, std = mean_std(found)
     return plain(mean) + (f" ± {plain(std)}" if isfinite(std) else "")
 

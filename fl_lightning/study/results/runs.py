@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
-from math import nan
-from statistics import median
+from math import fsum, isfinite, nan
+from statistics import fmean, median
 from typing import TYPE_CHECKING
 
 from fl_lightning.study.results.run_records import RunRecord
@@ -50,6 +50,28 @@ class FinishedRun:
         """The rounds that it was to make: more than ``rounds`` where early stopping ended it."""
         early = self.record.metadata.get("stopped_early")
         return int(self.record.settings.get("trainer.max_rounds", self.rounds)) if early else self.rounds
+
+    def over_rounds(self, aggregate: str, metric: str) -> float:
+        """Return an aggregate of a metric over the rounds that have it.
+
+        Args:
+            aggregate: ``sum``, ``mean``, ``max``, ``min`` or ``last``.
+            metric: a metric of the rounds.
+
+        It is NaN where no round has it, or one has it as NaN or an infinity.
+        """
+        values = [row[metric] for row in self.record.history if metric in row]
+        if not values or not all(map(isfinite, values)):
+            return nan
+        if aggregate == "last":
+            return values[-1]
+        functions: dict[str, Callable[[list[float]], float]] = {
+            "sum": fsum,
+            "mean": fmean,
+            "max": max,
+            "min": min,
+        }
+        return functions[aggregate](values)
 
     @property
     def dataset(self) -> str:

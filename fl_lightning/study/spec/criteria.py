@@ -1,14 +1,15 @@
-"""Success criteria, such as ``accuracy(FedMPQKD) - accuracy(FedMPQ) >= 0.01``: how they are parsed and
-checked.
+"""Success criteria, such as ``accuracy(FedMPQKD) - accuracy(FedMPQ) >= 0.01``: what they consist of, how they
+are parsed and checked.
 
-A criterion compares two sides; each is arithmetic (+ - * /) on numbers and quantities. It is computed seed by
-seed, over the seeds that every method in it has, and judged by the 95 % t interval of left - right: it
-*holds* when the whole interval satisfies it, *fails* when no point of it does, and is *undecided* otherwise.
-Quantities that are counted (bytes) need no interval: all seeds, no seed, or undecided. ``p(A, B) < 0.05``
-holds when A is significantly better, fails when it is significantly worse, and is undecided when the test
-says nothing.
+A criterion is made of conditions, joined by ``and`` and ``or``. A condition is
 
-The text is parsed by ``ast`` and walked; nothing in it is ever executed.
+- a comparison of two sides, each arithmetic (+ - * /) on numbers and quantities;
+- ``p(A, B) < 0.05``, the test of the study's metric;
+- ``no_increase(upload, A, B)``, "no significant increase", or with a relative margin
+  ``no_increase(upload, A, B, 0.01)``.
+
+How they are judged is written in ``report/verdicts.py``. The text is parsed by ``ast`` and walked; nothing in
+it is ever executed.
 """
 
 from __future__ import annotations
@@ -16,27 +17,23 @@ from __future__ import annotations
 import ast
 import operator
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from difflib import get_close_matches
-from math import isfinite
+from math import ceil
 
 from fl_lightning.errors import InputError, require
-from fl_lightning.study.metric_names import is_exact, is_timing
+from fl_lightning.study.spec.quantities import (
+    ARGUMENTS,
+    QUANTITIES,
+    Quantity,
+    Wrong,
+    arguments_of,
+    is_finite_number,
+    quantities_in,
+    require_labels,
+    shown,
+)
 
-QUANTITIES = {
-    "accuracy": "final/accuracy",
-    "auc": "final/auc_accuracy",
-    "ece": "test/ece",
-    "bytes": "total/total_bytes",
-    "upload": "total/upload_bytes",
-    "download": "total/download_bytes",
-    "time": "time/round",
-    "rounds": "target/rounds",
-    "megabytes": "target/megabytes",
-}
-"""The quantities of one method that are a metric of its runs."""
-ARGUMENTS = {**dict.fromkeys(QUANTITIES, 1), "drop": 1, "gap": 2, "p": 2, "metric": 2}
 OPERATORS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv}
 RELATIONS = {
     ast.Lt: ("<", operator.lt),
@@ -47,36 +44,16 @@ RELATIONS = {
 MAX_LENGTH = 500
 """Characters of a criterion."""
 EXAMPLE = "accuracy(A) - accuracy(B) >= 0.01"
+NO_INCREASE = "no_increase"
+NO_INCREASE_EXAMPLE = "write no_increase(upload, A, B), or with a margin no_increase(upload, A, B, 0.01)"
 
 
 @dataclass(frozen=True)
-class Quantity:
-    """A call in a criterion.
+class Inequality:
+    """A comparison of two sides.
 
     Args:
-        name: one of ``ARGUMENTS``.
-        arguments: labels; for ``metric``, the metric and a label.
-    """
-
-    name: str
-    arguments: tuple[str, ...]
-
-    @property
-    def labels(self) -> tuple[str, ...]:
-        return self.arguments[1:] if self.name == "metric" else self.arguments
-
-    @property
-    def metric(self) -> str | None:
-        """The metric of the runs that the quantity stands for, if it is one."""
-        return self.arguments[0] if self.name == "metric" else QUANTITIES.get(self.name)
-
-
-@dataclass(frozen=True)
-class Criterion:
-    """A criterion that can be judged.
-
-    Args:
-        text: the criterion as it was written.
+        text: the comparison as it was written.
         left, right: both sides, checked.
         relation: the relation between them.
         quantities: all quantities that it mentions, each once.
@@ -89,27 +66,116 @@ class Criterion:
     quantities: tuple[Quantity, ...]
 
     @property
-    def is_timing(self) -> bool:
-        return any(quantity.metric is not None and is_timing(quantity.metric) for quantity in self.quantities)
-
-    @property
-    def is_exact(self) -> bool:
-        return all(quantity.metric is not None and is_exact(quantity.metric) for quantity in self.quantities)
-
-    @property
     def is_p(self) -> bool:
         return self.quantities[0].name == "p"
+
+
+@dataclass(frozen=True)
+class NoIncrease:
+    """The statement that A's quantity is not greater than B's.
+
+    Args:
+        text: the statement as it was written.
+        quantities: the quantity of A, and that of B.
+        margin: None: A is not significantly greater; a number of 0 or more: A is at most ``1 + margin`` times
+            B.
+    """
+
+    text: str
+    quantities: tuple[Quantity, Quantity]
+    margin: float | None
+
+
+@dataclass(frozen=True)
+class AllOf:
+    """A statement that is true when all of its ``parts`` are."""
+
+    parts: tuple[Condition, ...]
+
+
+@dataclass(frozen=True)
+class AnyOf:
+    """A statement that is true when at least one of its ``parts`` is."""
+
+    parts: tuple[Condition, ...]
+
+
+Condition = Inequality | NoIncrease | AllOf | AnyOf
+
+
+@dataclass(frozen=True)
+class Criterion:
+    """A criterion, or a premise, that can be judged.
+
+    Args:
+        text: the criterion as it was written.
+        condition: what it states of one level of the grid.
+        name: what it is called; without a name, its text.
+        share: the share of the grid's levels, in (0, 1], at which it has to hold.
+        claim: what is claimed, in words.
+        needed_by: for a premise, the names of the criteria that it belongs to; none: all of them.
+    """
+
+    text: str
+    condition: Condition
+    name: str = ""
+    share: float = 1.0
+    claim: str = ""
+    needed_by: tuple[str, ...] = ()
+
+    @property
+    def title(self) -> str:
+        return self.name or self.text
+
+    @property
+    def conditions(self) -> tuple[Inequality | NoIncrease, ...]:
+        """The conditions that it is made of, from left to right."""
+        return tuple(_leaves(self.condition))
+
+    @property
+    def quantities(self) -> tuple[Quantity, ...]:
+        """All quantities that it mentions, each once."""
+        return tuple(dict.fromkeys(one for leaf in self.conditions for one in leaf.quantities))
+
+    @property
+    def is_timing(self) -> bool:
+        return any(quantity.is_timing for quantity in self.quantities)
+
+    def needed_levels(self, levels: int) -> int:
+        """Return at how many of so many levels it has to hold.
+
+        >>> Criterion("", AllOf(()), share=0.8).needed_levels(6)
+        5
+        """
+        return max(1, ceil(self.share * levels - 1e-9))
 
     def mentions(self, name: str) -> bool:
         return any(quantity.name == name for quantity in self.quantities)
 
 
-def parse(text: str, labels: Sequence[str]) -> Criterion:
+def _leaves(condition: Condition) -> Iterator[Inequality | NoIncrease]:
+    if isinstance(condition, (AllOf, AnyOf)):
+        for part in condition.parts:
+            yield from _leaves(part)
+    else:
+        yield condition
+
+
+def parse(
+    text: str,
+    labels: Sequence[str],
+    *,
+    name: str = "",
+    share: float = 1.0,
+    claim: str = "",
+    needed_by: Sequence[str] = (),
+) -> Criterion:
     """Check a criterion.
 
     Args:
         text: the criterion; a label that is no plain name may be written as it is, or in quotes.
         labels: the labels of the study.
+        name, share, claim, needed_by: see :class:`Criterion`.
 
     Raises:
         InputError: it is no comparison, or mentions an unknown name; the message suggests the nearest.
@@ -121,27 +187,65 @@ def parse(text: str, labels: Sequence[str]) -> Criterion:
     if len(text) > MAX_LENGTH:
         raise wrong(f"{len(text)} characters", f"it has {MAX_LENGTH} at most")
     try:
-        tree = ast.parse(_quote(text.strip(), labels), mode="eval").body
+        one_line = " ".join(text.split()) if "\n" in text else text.strip()
+        tree = ast.parse(_quote(one_line, labels), mode="eval")
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         given = getattr(error, "msg", None) or "it cannot be read"
         raise wrong(given, "two sides and one of < <= > >= between them") from None
-    if not isinstance(tree, ast.Compare) or len(tree.ops) != 1 or type(tree.ops[0]) not in RELATIONS:
-        rule = "it compares two sides once, by < <= > or >="
-        raise wrong(_shown(tree), rule, f"write two criteria, or {EXAMPLE}")
-    left, right, relation = tree.left, tree.comparators[0], type(tree.ops[0])
-    quantities = tuple(dict.fromkeys([*_quantities(left, labels, wrong), *_quantities(right, labels, wrong)]))
+    condition = _condition(tree.body, labels, wrong)
+    return Criterion(text.strip(), condition, name, share, claim, tuple(needed_by))
+
+
+def _condition(node: ast.expr, labels: Sequence[str], wrong: Wrong) -> Condition:
+    if isinstance(node, ast.BoolOp):
+        parts = tuple(_condition(value, labels, wrong) for value in node.values)
+        return AllOf(parts) if isinstance(node.op, ast.And) else AnyOf(parts)
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == NO_INCREASE:
+        return _no_increase(node, labels, wrong)
+    if not isinstance(node, ast.Compare) or len(node.ops) != 1 or type(node.ops[0]) not in RELATIONS:
+        rule = "it compares two sides once, by < <= > or >=; comparisons are joined by 'and' and 'or'"
+        raise wrong(shown(node), rule, f"write two criteria, or {EXAMPLE}")
+    return _inequality(node, labels, wrong)
+
+
+def _inequality(node: ast.Compare, labels: Sequence[str], wrong: Wrong) -> Inequality:
+    left, right, relation = node.left, node.comparators[0], type(node.ops[0])
+    quantities = tuple(
+        dict.fromkeys([*quantities_in(left, labels, wrong), *quantities_in(right, labels, wrong)])
+    )
     if not quantities:
         raise wrong("no method in it", f"it is about at least one of {', '.join(ARGUMENTS)}")
-    criterion = Criterion(text.strip(), left, right, relation, quantities)
-    if criterion.mentions("p"):
+    if any(quantity.name == "p" for quantity in quantities):
         example, below = "write p(A, B) < 0.05", relation in (ast.Lt, ast.LtE)
         if not (isinstance(left, ast.Call) and isinstance(right, ast.Constant) and below):
             raise wrong("p(...)", "it stands alone on the left, below a number", example)
         if len(set(quantities[0].labels)) < 2:
             raise wrong("one method", "p compares two", example)
-        if not (_is_number(right) and 0 < right.value < 1):  # type: ignore[operator]
-            raise wrong(_shown(right), "p is compared with a number between 0 and 1", example)
-    return criterion
+        if not (is_finite_number(right) and 0 < right.value < 1):  # type: ignore[operator]
+            raise wrong(shown(right), "p is compared with a number between 0 and 1", example)
+    return Inequality(ast.unparse(node), left, right, relation, quantities)
+
+
+def _no_increase(node: ast.Call, labels: Sequence[str], wrong: Wrong) -> NoIncrease:
+    """Read ``no_increase(QUANTITY, A, B)`` or ``no_increase(QUANTITY, A, B, MARGIN)``."""
+    words, margin = arguments_of(node), node.args[3] if len(node.args) == 4 else None
+    rule = "no_increase takes a quantity of one method or a metric in quotes, two labels and a margin or none"
+    if node.keywords or len(words) != 3 or len(node.args) not in (3, 4) or isinstance(margin, ast.Name):
+        raise wrong(shown(node), rule, NO_INCREASE_EXAMPLE)
+    what, *pair = words
+    known = what in QUANTITIES and isinstance(node.args[0], ast.Name)
+    if not known and not (isinstance(node.args[0], ast.Constant) and "/" in what):
+        raise wrong(what, f"{rule}; quantities are {', '.join(QUANTITIES)}", NO_INCREASE_EXAMPLE)
+    if len(set(pair)) < 2:
+        raise wrong("one method", "no_increase compares two", NO_INCREASE_EXAMPLE)
+    require_labels(pair, labels, wrong)
+    share = margin.value if isinstance(margin, ast.Constant) and is_finite_number(margin) else None
+    if margin is not None and not (isinstance(share, (int, float)) and share >= 0):
+        raise wrong(shown(margin), "the margin is a share of B, a number of 0 or more", NO_INCREASE_EXAMPLE)
+    one, other = (Quantity(what, (x,)) if known else Quantity("metric", (what, x)) for x in pair)
+    return NoIncrease(
+        ast.unparse(node), (one, other), float(share) if isinstance(share, (int, float)) else None
+    )
 
 
 def check_needs(criterion: Criterion, degradation: object, target_accuracy: float | None) -> None:
@@ -175,61 +279,3 @@ def _quote(text: str, labels: Sequence[str]) -> str:
     longest_first = sorted(labels, key=len, reverse=True)
     pattern = "|".join(map(re.escape, longest_first)) or r"(?!)"
     return re.sub(rf"(?<=[(,])\s*({pattern})\s*(?=[,)])", lambda match: repr(match[1]), text)
-
-
-def _shown(node: ast.AST) -> str:
-    try:
-        return ast.unparse(node)[:80]
-    except (RecursionError, ValueError):
-        return "a deep expression"
-
-
-def _quantities(
-    node: ast.expr, labels: Sequence[str], wrong: Callable[..., InputError]
-) -> Iterator[Quantity]:
-    """Yield the quantities of one side; refuse everything that is not arithmetic on them."""
-    if isinstance(node, ast.BinOp) and type(node.op) in OPERATORS:
-        yield from _quantities(node.left, labels, wrong)
-        yield from _quantities(node.right, labels, wrong)
-    elif isinstance(node, ast.UnaryOp) and isinstance(node.op, (ast.USub, ast.UAdd)):
-        yield from _quantities(node.operand, labels, wrong)
-    elif isinstance(node, ast.Call):
-        yield _quantity(node, labels, wrong)
-    elif not _is_number(node):
-        rule = "numbers, quantities and + - * / are allowed"
-        raise wrong(_shown(node), rule, f"quantities are {', '.join(ARGUMENTS)}")
-
-
-def _is_number(node: ast.expr) -> bool:
-    try:
-        return isinstance(node, ast.Constant) and type(node.value) in (int, float) and isfinite(node.value)  # type: ignore[arg-type]
-    except OverflowError:
-        return False
-
-
-def _quantity(node: ast.Call, labels: Sequence[str], wrong: Callable[..., InputError]) -> Quantity:
-    name = node.func.id if isinstance(node.func, ast.Name) else _shown(node.func)
-    if name not in ARGUMENTS:
-        near = get_close_matches(name, ARGUMENTS, n=1, cutoff=0.0)[0]
-        raise wrong(f"{name}(...)", f"quantities are {', '.join(ARGUMENTS)}", f"write {near}(...)")
-    arguments = arguments_of(node)
-    if len(arguments) != len(node.args) or len(arguments) != ARGUMENTS[name] or node.keywords:
-        if name == "metric":
-            takes, example = "a metric in quotes and a label", 'metric("test/ece", A)'
-        else:
-            example = f"{name}({', '.join('AB'[: ARGUMENTS[name]])})"
-            takes = f"{ARGUMENTS[name]} label{'s' * (ARGUMENTS[name] > 1)}"
-        raise wrong(_shown(node), f"{name} takes {takes}", f"write {example}")
-    quantity = Quantity(name, arguments)
-    for label in quantity.labels:
-        if label not in labels:
-            nearest = get_close_matches(label, labels, n=1, cutoff=0.0)
-            rule = f"methods of the study are {', '.join(labels)}"
-            raise wrong(label, rule, f"write {nearest[0]}" if nearest else "add it")
-    return quantity
-
-
-def arguments_of(node: ast.Call) -> tuple[str, ...]:
-    """Return the names and texts among the arguments of a call."""
-    words = [item.id if isinstance(item, ast.Name) else getattr(item, "value", None) for item in node.args]
-    return tuple(word for word in words if isinstance(word, str))

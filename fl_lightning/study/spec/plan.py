@@ -28,14 +28,14 @@ from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import yaml
 
 from fl_lightning.errors import InputError
 from fl_lightning.probing import PROBES
 from fl_lightning.study.metric_names import CLOCKS, KNOWN, higher_is_better
-from fl_lightning.study.spec.criteria import check_needs, parse
+from fl_lightning.study.spec.criteria import Criterion, check_needs, parse
 from fl_lightning.study.spec.spec_file import Seed, Share, SpecFile
 from fl_lightning.study.spec.stopping import StoppingRule, stopping_rule
 from fl_lightning.support.redaction import redact_settings
@@ -48,6 +48,13 @@ METRICS = [
 ]
 MAX_CELLS = 10_000
 """Runs of one study."""
+Selection = Literal["last5", "best_val", "last"]
+ACCURACY_METRICS: dict[Selection, str] = {
+    "last5": "final/last5_accuracy",
+    "best_val": "final/best_val_test_accuracy",
+    "last": "final/accuracy",
+}
+"""The accuracy that each selection stands for."""
 
 
 @dataclass
@@ -62,11 +69,13 @@ class StudyEntries:
     overlays: str | list[str] | None = None
     grid: dict[str, Any] = field(default_factory=dict)
     test: bool | list[str] | dict[str, Any] = False
-    metric: str = "final/accuracy"
+    selection: Selection | None = None
+    metric: str | None = None
     proposed: list[str] = field(default_factory=list)
     degradation: dict[str, Any] | None = None
     target_accuracy: Share | None = None  # type: ignore[valid-type]
-    criteria: list[str] = field(default_factory=list)
+    criteria: list[str | dict[str, Any]] = field(default_factory=list)
+    premises: list[str | dict[str, Any]] = field(default_factory=list)
     claimed: Any = None
     until: str | dict[str, Any] | None = None
 
@@ -77,6 +86,26 @@ class VariationEntries:
 
     config: str | list[str] | None = None
     settings: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass
+class CriterionEntries:
+    """The entries of a criterion in a study file, where it is a mapping."""
+
+    criterion: str
+    name: str = ""
+    text: str = ""
+    share: Share | None = None  # type: ignore[valid-type]
+
+
+@dataclass
+class PremiseEntries:
+    """The entries of a premise in a study file, where it is a mapping."""
+
+    criterion: str
+    name: str = ""
+    text: str = ""
+    needed_by: list[str] = field(default_factory=list)
 
 
 @dataclass
@@ -154,12 +183,16 @@ class Study:
         overlays: the configurations on top of every method's.
         grid: axis -> level -> its changes.
         test: the flags of the ``test`` that is run on every finished cell; None: no test is run.
-        metric: the primary metric of the report.
+        selection: the model that all tables hold, and what ``accuracy(L)`` stands for: ``last5``, the last
+            round's model and the mean accuracy of the last five evaluated rounds; ``best_val``, the model of
+            the round that validation chose; ``last``, the last round's.
+        metric: the primary metric of the report; by default the accuracy of the selection.
         proposed: the labels that are not baselines.
         degradation: ``axis``, ``stressed`` and ``clean``: the levels whose difference is reported, paired by
             seed.
         target_accuracy: a share in (0, 1]; rounds and megabytes to it are reported.
-        criteria: the claims about the results, as text.
+        criteria: the claims about the results, each a text or a mapping as in the study file.
+        premises: what must occur for the criteria to be tested, in the same form.
         claimed: figures that were claimed elsewhere; only the report reads them.
         until: the rule by which seeds are added to ``seeds``; None: these are all.
     """
@@ -172,13 +205,36 @@ class Study:
     overlays: tuple[Path, ...] = ()
     grid: Mapping[str, Mapping[str, Variation]] = field(default_factory=dict)
     test: Mapping[str, Any] | None = None
-    metric: str = "final/accuracy"
+    selection: Selection = "last5"
+    metric: str = ACCURACY_METRICS["last5"]
     proposed: list[str] = field(default_factory=list)
     degradation: Mapping[str, str] | None = None
     target_accuracy: float | None = None
-    criteria: list[str] = field(default_factory=list)
+    criteria: list[str | dict[str, Any]] = field(default_factory=list)
+    premises: list[str | dict[str, Any]] = field(default_factory=list)
     claimed: Any = None
     until: StoppingRule | None = None
+
+    @property
+    def accuracy_metric(self) -> str:
+        """The metric that ``accuracy(L)`` stands for."""
+        return ACCURACY_METRICS[self.selection]
+
+    def parsed_criteria(self) -> list[Criterion]:
+        """Return the criteria, checked.
+
+        Raises:
+            InputError: one cannot be read.
+        """
+        return [parse(**entry, labels=list(self.methods)) for entry in map(as_entry, self.criteria)]
+
+    def parsed_premises(self) -> list[Criterion]:
+        """Return the premises, checked.
+
+        Raises:
+            InputError: one cannot be read.
+        """
+        return [parse(**entry, labels=list(self.methods)) for entry in map(as_entry, self.premises)]
 
     @classmethod
     def read(cls, path: str | Path, find_configs: bool = True) -> Study:
@@ -243,11 +299,13 @@ class Study:
                 for axis, levels in self.grid.items()
             },
             "test": True if self.test == {} else self.test,
+            "selection": self.selection,
             "metric": self.metric,
             "proposed": self.proposed,
             "degradation": self.degradation,
             "target_accuracy": self.target_accuracy,
             "criteria": self.criteria,
+            "premises": self.premises,
             "claimed": self.claimed,
             "until": self.until and self.until.document(),
         }
@@ -294,11 +352,12 @@ def _study(file: SpecFile, given: StudyEntries) -> Study:
         overlays=file.configs(given.overlays, "overlays"),
         grid=grid,
         test=_test(file, given.test),
-        metric=_metric(file, given.metric),
+        **_selected(file, given),
         proposed=[file.one_of(label, methods, "proposed") for label in given.proposed],
         degradation=None if given.degradation is None else _degradation(file, given.degradation, grid),
         target_accuracy=given.target_accuracy and float(given.target_accuracy),
-        criteria=given.criteria,
+        criteria=[_criterion(file, entry, "criteria", CriterionEntries) for entry in given.criteria],
+        premises=[_criterion(file, entry, "premises", PremiseEntries) for entry in given.premises],
         claimed=given.claimed,
         until=None if given.until is None else stopping_rule(file, given.until, given.seeds, given.criteria),
     )
@@ -308,10 +367,41 @@ def _study(file: SpecFile, given: StudyEntries) -> Study:
         same = first.setdefault(name.lower(), name)  # some file systems do not tell A from a
         rule = "their names must differ, in more than case"
         file.require(same is name, f"cells {same} and {name}", rule, "rename a method or a level")
-    for text in study.criteria:  # hours before the report finds it
-        check_needs(parse(text, list(methods)), study.degradation, study.target_accuracy)
+    _check_criteria(file, study)  # hours before the report finds it
     higher_is_better(study.metric)
     return study
+
+
+def as_entry(given: str | Mapping[str, Any]) -> dict[str, Any]:
+    """Return a criterion or premise of a study file as the arguments of :func:`parse`."""
+    if isinstance(given, str):
+        return {"text": given}
+    names = {"criterion": "text", "text": "claim"}
+    return {names.get(key, key): value for key, value in given.items()}
+
+
+def _criterion(file: SpecFile, given: Any, where: str, schema: type) -> str | dict[str, Any]:
+    """Check the form of a criterion or premise; what it says is checked later."""
+    if isinstance(given, str):
+        return given
+    entries = vars(file.parse(schema, given, f"{where}."))
+    return {key: value for key, value in entries.items() if value not in (None, "", [])}
+
+
+def _check_criteria(file: SpecFile, study: Study) -> None:
+    """Check what criteria and premises say, and that their names fit together."""
+    criteria, premises = study.parsed_criteria(), study.parsed_premises()
+    for criterion in (*criteria, *premises):
+        check_needs(criterion, study.degradation, study.target_accuracy)
+    names = [criterion.name for criterion in (*criteria, *premises) if criterion.name]
+    for name in names:
+        file.require(names.count(name) == 1, f"name: {name}", "each name is given once", "write another")
+    known = [criterion.name for criterion in criteria if criterion.name]
+    for premise in premises:
+        for name in premise.needed_by:
+            near = [*get_close_matches(name, known, n=1, cutoff=0.0), "and give a criterion that name"]
+            rule = f"it is the name of a criterion: {', '.join(known) or 'none has a name'}"
+            file.require(name in known, f"premises.needed_by: {name}", rule, f"write {near[0]}")
 
 
 def _variations(file: SpecFile, given: Any, where: str) -> dict[str, Variation]:
@@ -340,6 +430,14 @@ def _test(file: SpecFile, given: bool | list[str] | dict[str, Any]) -> dict[str,
             raise file.wrong("checkpoint", entries.checkpoint, "test.")
         flags["checkpoint"] = entries.checkpoint
     return flags
+
+
+def _selected(file: SpecFile, given: StudyEntries) -> dict[str, Any]:
+    """Return ``selection`` and ``metric``, which must be about one model."""
+    of_metric = {metric: name for name, metric in ACCURACY_METRICS.items()}
+    metric = None if given.metric is None else _metric(file, given.metric)
+    selection = given.selection or of_metric.get(metric or "", "last5")
+    return {"selection": selection, "metric": metric or ACCURACY_METRICS[selection]}
 
 
 def _metric(file: SpecFile, metric: str) -> str:

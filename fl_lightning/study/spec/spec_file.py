@@ -18,7 +18,7 @@ from typing import Any, TypeVar, cast
 
 import yaml
 from jsonargparse import ArgumentParser, set_loader
-from jsonargparse.typing import restricted_number_type
+from jsonargparse.typing import PositiveFloat, restricted_number_type
 
 from fl_lightning.errors import InputError, require
 from fl_lightning.run.directory import LONGEST_NAME, is_plain_name
@@ -55,7 +55,15 @@ RULES = {
     ("axis",): ("it is an axis of the grid", "noise"),
     ("stressed", "clean"): ("it is a level of the axis", "on"),
     ("target_accuracy",): ("it is a share in (0, 1]", "0.9"),
-    ("criteria",): ("it is a list of strings", "[accuracy(A) - accuracy(B) >= 0.01]"),
+    ("criteria", "premises"): (
+        "it is a list of texts, or of mappings with a key 'criterion'",
+        "[accuracy(A) - accuracy(B) >= 0.01]",
+    ),
+    ("criterion",): ("it is a text", "accuracy(A) - accuracy(B) >= 0.01"),
+    ("name", "text"): ("it is a string", "gain"),
+    ("share",): ("it is a share of the grid's levels, in (0, 1]", "0.8"),
+    ("needed_by",): ("it is a list of names of criteria", "[gain]"),
+    ("selection",): ("it is one of last5, best_val, last", "last5"),
     ("space",): ("it is a mapping with at least one entry", "{model.alpha: {low: 0.0, high: 1.0}}"),
     ("trials",): ("it is an integer, 1 or more", "20"),
     ("direction",): ("it is one of maximize, minimize", "maximize"),
@@ -70,7 +78,7 @@ RULES = {
 """What an entry has to be, and an example: for the message that refuses another one."""
 Seed = restricted_number_type("StudySeed", int, [(">=", 0), ("<=", 2**63 - 1)])
 Share = restricted_number_type("StudyShare", float, [(">", 0), ("<=", 1)])
-Hours = restricted_number_type("StudyHours", float, [(">", 0)])
+Hours = PositiveFloat
 set_loader("text", lambda text: text, exceptions=())
 
 

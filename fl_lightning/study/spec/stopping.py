@@ -97,7 +97,7 @@ class Stopping:
         return f"{after}, {why}; {open_ones}" if self.undecided else f"{after}, {why}"
 
 
-def stopping_rule(file: SpecFile, given: Any, seeds: Sequence[int], criteria: Sequence[str]) -> StoppingRule:
+def stopping_rule(file: SpecFile, given: Any, seeds: Sequence[int], criteria: Sequence[Any]) -> StoppingRule:
     """Return the rule that the entry ``until`` of a study file describes.
 
     Raises:
@@ -115,7 +115,7 @@ def stopping_rule(file: SpecFile, given: Any, seeds: Sequence[int], criteria: Se
     return rule
 
 
-def check_rule(rule: StoppingRule, seeds: Sequence[int], criteria: Sequence[str], where: str) -> None:
+def check_rule(rule: StoppingRule, seeds: Sequence[int], criteria: Sequence[Any], where: str) -> None:
     """Check that a rule fits a study.
 
     Args:

@@ -1,0 +1,147 @@
+"""The quantities that criteria are about, as ``accuracy(FedMPQKD)`` and ``sum("bits/moved", FedMPQ)``: how
+they are found in a parsed expression."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from difflib import get_close_matches
+from math import isfinite
+
+from fl_lightning.errors import InputError
+from fl_lightning.study.metric_names import is_exact, is_timing
+
+Wrong = Callable[..., InputError]
+"""Makes the error of a criterion of what was given, the rule, and what to write instead."""
+ACCURACY = "accuracy"
+"""The quantity whose metric depends on the study's ``selection``."""
+QUANTITIES = {
+    ACCURACY: "final/last5_accuracy",
+    "auc": "final/auc_accuracy",
+    "ece": "test/ece",
+    "bytes": "total/total_bytes",
+    "upload": "total/upload_bytes",
+    "download": "total/download_bytes",
+    "time": "time/round",
+    "rounds": "target/rounds",
+    "megabytes": "target/megabytes",
+}
+"""The quantities of one method that are a metric of its runs; ``accuracy`` has this one by default."""
+OVER_ROUNDS = ("sum", "mean", "max", "min", "last")
+"""Aggregates of a metric over the rounds in which it was measured, run by run: ``sum("bits/moved", A)``."""
+COUNTS = ("bits/", "clients/", "comm/")
+"""First parts of the metrics of rounds that count something; what is counted can be the same in every run."""
+WITH_METRIC = ("metric", *OVER_ROUNDS)
+"""Quantities whose first argument is the name of a metric, in quotes."""
+ARGUMENTS = {**dict.fromkeys(QUANTITIES, 1), "drop": 1, "gap": 2, "p": 2, **dict.fromkeys(WITH_METRIC, 2)}
+"""The number of arguments of every quantity."""
+
+
+@dataclass(frozen=True)
+class Quantity:
+    """A call in a criterion.
+
+    Args:
+        name: one of ``ARGUMENTS``.
+        arguments: labels; for ``metric`` and the aggregates over rounds, the metric and a label.
+    """
+
+    name: str
+    arguments: tuple[str, ...]
+
+    @property
+    def labels(self) -> tuple[str, ...]:
+        return self.arguments[1:] if self.name in WITH_METRIC else self.arguments
+
+    @property
+    def metric(self) -> str | None:
+        """The metric that the quantity stands for or is an aggregate of, if it is one."""
+        return self.arguments[0] if self.name in WITH_METRIC else QUANTITIES.get(self.name)
+
+    @property
+    def is_over_rounds(self) -> bool:
+        return self.name in OVER_ROUNDS
+
+    @property
+    def is_timing(self) -> bool:
+        return self.metric is not None and is_timing(self.metric)
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether it is counted and not estimated, so that one seed is enough to decide on it."""
+        return self.metric is not None and is_exact(self.metric) and not self.is_over_rounds
+
+    @property
+    def is_count(self) -> bool:
+        """Whether it counts something that can be the same in every seed, as no bit that ever moved is."""
+        return self.is_exact or (self.is_over_rounds and self.arguments[0].startswith(COUNTS))
+
+    def __str__(self) -> str:
+        return f"{self.name}({', '.join(self.arguments)})"
+
+
+def quantities_in(node: ast.expr, labels: Sequence[str], wrong: Wrong) -> Iterator[Quantity]:
+    """Yield the quantities of one side of a comparison.
+
+    Raises:
+        InputError: it is more than arithmetic on them and on numbers.
+    """
+    if isinstance(node, ast.BinOp) and isinstance(node.op, (ast.Add, ast.Sub, ast.Mult, ast.Div)):
+        yield from quantities_in(node.left, labels, wrong)
+        yield from quantities_in(node.right, labels, wrong)
+    elif isinstance(node, ast.UnaryOp) and isinstance(node.op, (ast.USub, ast.UAdd)):
+        yield from quantities_in(node.operand, labels, wrong)
+    elif isinstance(node, ast.Call):
+        yield _quantity(node, labels, wrong)
+    elif not is_finite_number(node):
+        rule = "numbers, quantities and + - * / are allowed"
+        raise wrong(shown(node), rule, f"quantities are {', '.join(ARGUMENTS)}")
+
+
+def _quantity(node: ast.Call, labels: Sequence[str], wrong: Wrong) -> Quantity:
+    name = node.func.id if isinstance(node.func, ast.Name) else shown(node.func)
+    if name not in ARGUMENTS:
+        near = get_close_matches(name, ARGUMENTS, n=1, cutoff=0.0)[0]
+        raise wrong(f"{name}(...)", f"quantities are {', '.join(ARGUMENTS)}", f"write {near}(...)")
+    arguments = arguments_of(node)
+    if len(arguments) != len(node.args) or len(arguments) != ARGUMENTS[name] or node.keywords:
+        if name in WITH_METRIC:
+            takes, example = "a metric in quotes and a label", f'{name}("test/ece", A)'
+        else:
+            example = f"{name}({', '.join('AB'[: ARGUMENTS[name]])})"
+            takes = f"{ARGUMENTS[name]} label{'s' * (ARGUMENTS[name] > 1)}"
+        raise wrong(shown(node), f"{name} takes {takes}", f"write {example}")
+    quantity = Quantity(name, arguments)
+    require_labels(quantity.labels, labels, wrong)
+    return quantity
+
+
+def require_labels(given: Sequence[str], labels: Sequence[str], wrong: Wrong) -> None:
+    """Refuse a label that the study does not have, and suggest the nearest."""
+    for label in given:
+        if label not in labels:
+            nearest = get_close_matches(label, labels, n=1, cutoff=0.0)
+            rule = f"methods of the study are {', '.join(labels)}"
+            raise wrong(label, rule, f"write {nearest[0]}" if nearest else "add it")
+
+
+def arguments_of(node: ast.Call) -> tuple[str, ...]:
+    """Return the names and texts among the arguments of a call."""
+    words = [item.id if isinstance(item, ast.Name) else getattr(item, "value", None) for item in node.args]
+    return tuple(word for word in words if isinstance(word, str))
+
+
+def is_finite_number(node: ast.expr) -> bool:
+    try:
+        return isinstance(node, ast.Constant) and type(node.value) in (int, float) and isfinite(node.value)  # type: ignore[arg-type]
+    except OverflowError:
+        return False
+
+
+def shown(node: ast.AST) -> str:
+    """Return the beginning of an expression as text."""
+    try:
+        return ast.unparse(node)[:80]
+    except (RecursionError, ValueError):
+        return "a deep expression"
