@@ -76,7 +76,7 @@ class UntilSession(SweepSession):
     """
 
     jobs_at_a_time: int = 1
-    stopping: Stopping = field(default_factory=lambda: Stopping((), "open", ()))
+    stopping: Stopping = field(default_factory=Stopping)
     ending: Ending | None = None
     records: dict[str, RunRecord] = field(default_factory=dict)
     looked: int = 0
@@ -100,6 +100,9 @@ class UntilSession(SweepSession):
         if self.rule.max_hours is not None:
             limits += f", {self.rule.max_hours:g} hours at most ({self.hours:.2f} are spent)"
         self.display.line(f"seeds are added until every criterion is decided; {limits}")
+        for criterion in self.cells.study.parsed_criteria():
+            if criterion.is_timing:
+                self.display.line(f"no seed is added for `{criterion.title}`: a clock decides it")
 
     @property
     def hours(self) -> float:
@@ -217,11 +220,9 @@ class UntilSession(SweepSession):
 
     def progress(self, stopping: Stopping) -> str:
         """Return the outcome of a look in one line."""
-        name = self.cells.study.name
-        total, left = len(self.cells.study.criteria), len(stopping.undecided)
-        return (
-            f"{name}: {len(stopping.seeds)} seeds, {total - left} of {total} criteria wait for no more seeds"
-        )
+        waiting = ", ".join(f"`{text}`" for text in stopping.undecided)
+        said = f"undecided: {waiting}" if waiting else "every criterion that seeds can decide is decided"
+        return f"{self.cells.study.name}: {len(stopping.seeds)} complete seeds; {said}"
 
     def document(self) -> dict[str, Any]:
         ending = self.ending or self.stopping.ending

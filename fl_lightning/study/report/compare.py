@@ -166,7 +166,7 @@ def show(comparison: Comparison, out: Path) -> None:
         console.print(table.without(*table.header[8:]).rich())
         if comparison.pairs:
             table = tables.differences(comparison, levels)
-            console.print(table.without("bootstrap", "p (t)", "p (Wilcoxon)", "g_z").rich())
+            console.print(table.without("bootstrap", "p (t)", "p (sequence)", "p (Wilcoxon)", "g_z").rich())
     drops = tables.degradation(comparison)
     for found in (drops, *(tables.verdicts(comparison, timing) for timing in (False, True))):
         if found is not None:

@@ -33,7 +33,7 @@ PROVENANCE = [
 def report(comparison: Comparison) -> dict[str, Any]:
     """Return the whole comparison, fit for JSON: what is not a number is null."""
     study, main, runs = comparison.study, comparison.main_levels, comparison.results.runs
-    judged = verdicts(comparison)
+    judged, stopping = verdicts(comparison), comparison.results.stopping
     document = {
         "study": study.name,
         "metric": study.metric,
@@ -42,6 +42,8 @@ def report(comparison: Comparison) -> dict[str, Any]:
         "proposed": comparison.proposed,
         "baselines": comparison.baselines,
         "seeds": study.seeds,
+        "interval": "confidence sequence" if comparison.is_sequential else "t",
+        "stopping": stopping and {key: getattr(stopping, key) for key in ("seeds", "ending", "undecided")},
         "level": main,
         **_ranking(comparison, main),
         "levels": [_level(comparison, levels) for levels in comparison.levels],
@@ -158,7 +160,8 @@ def provenance(comparison: Comparison) -> dict[str, Any]:
         "runs": [
             {"name": one.name, "where": one.where, **{key: one.metadata.get(key) for key in PROVENANCE}}
             for one in records
-        ]
+        ],
+        "begun_beyond": comparison.results.stopping.beyond if comparison.results.stopping else (),
     }
 
 

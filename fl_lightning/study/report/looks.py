@@ -12,7 +12,7 @@ from dataclasses import replace
 from fl_lightning.study.report.comparison import Comparison
 from fl_lightning.study.report.verdicts import Verdict, verdicts
 from fl_lightning.study.results.runs import Results
-from fl_lightning.study.results.seeds import complete_seeds, of_seeds
+from fl_lightning.study.results.seeds import begun_beyond, complete_seeds, of_seeds
 from fl_lightning.study.spec.criteria import Inequality
 from fl_lightning.study.spec.stopping import Ending, Stopping
 
@@ -69,9 +69,7 @@ def counted(results: Results) -> Results:
     study = results.study
     if study.until is None:
         return results
-    stopping = None
-    for stopping in looks(results, len(study.seeds)):  # noqa: B007 (the last one is used)
-        pass
-    if stopping is None:
-        return replace(of_seeds(results, study.seeds), stopping=Stopping((), "open", ()))
-    return replace(of_seeds(results, stopping.seeds), stopping=stopping)
+    *_, stopping = [Stopping(), *looks(results, len(study.seeds))]
+    seeds = stopping.seeds or study.seeds
+    stopping = replace(stopping, beyond=tuple(begun_beyond(results, seeds)))
+    return replace(of_seeds(results, seeds), stopping=stopping)

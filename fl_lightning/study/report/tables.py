@@ -171,7 +171,7 @@ def difference_cells(one: Difference, name: str) -> dict[str, str]:
         f"{name}{written.unit}": written.number(test.mean, sign=True),
         "95 % interval": interval(written, test.low, test.high),
         "bootstrap": interval(written, test.bootstrap_low, test.bootstrap_high),
-        "p (t)": p_value(test.p_t),
+        "p (sequence)" if test.sequential else "p (t)": p_value(test.p_t),
         "p (Holm)": p_value(test.p_holm),
         "p (Wilcoxon)": p_value(test.p_wilcoxon),
         "g_z": f"{test.g_z:+.2f}".replace("-", "−") if isfinite(test.g_z) else "-",

@@ -15,6 +15,7 @@ from fl_lightning.study.metric_names import higher_is_better
 from fl_lightning.study.results.labels import label_all
 from fl_lightning.study.results.run_records import RunRecord, from_store, read_cells, read_folder
 from fl_lightning.study.results.runs import (
+    NO_RUN,
     ExcludedRun,
     FinishedRun,
     Results,
@@ -111,7 +112,7 @@ def assign(plan: Study, records: list[RunRecord], folder: Path) -> Results:
             ExcludedRun(one.name, f"{chosen.name} is used") for one in mine if chosen and one is not chosen
         ]
         if chosen is None:
-            excluded.append(ExcludedRun(cell.name, f"no run; {entry.get('status', 'never started')}"))
+            excluded.append(ExcludedRun(cell.name, f"{NO_RUN}; {entry.get('status', 'never started')}"))
         elif chosen.problem:
             failed = ", failed in the sweep" if entry.get("status") == "failed" else ""
             excluded.append(ExcludedRun(cell.name, chosen.problem + failed))

@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     from fl_lightning.study.spec.plan import Study
     from fl_lightning.study.spec.stopping import Stopping
 
+NO_RUN = "no run"
+"""The beginning of the reason why a cell without a run is not in the comparison."""
 WARM_UP_ROUNDS = 3
 """Rounds whose seconds do not count: memory is allocated and libraries choose their algorithms."""
 

@@ -8,10 +8,12 @@ the results alone, and not on which cell ended first, on ``--jobs``, or on wheth
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from fl_lightning.study.results.runs import ExcludedRun, Results
+from fl_lightning.study.results.runs import NO_RUN, ExcludedRun, Results
+from fl_lightning.study.spec.plan import Study
 
 
 def complete_seeds(results: Results) -> list[int]:
@@ -32,14 +34,30 @@ def complete_seeds(results: Results) -> list[int]:
 
 
 def of_seeds(results: Results, seeds: Sequence[int]) -> Results:
-    """Return the results of these seeds, as those of a study that has them.
-
-    What is left out of the study's other seeds is said in one line a seed.
-    """
+    """Return the results of these seeds, as those of a study that has them; nothing is said of others."""
+    study = results.study
+    others = _cells(study, [seed for seed in study.seed_order if seed not in seeds])
     kept = [run for run in results.runs if run.seed in seeds]
-    beyond = sorted({run.seed for run in results.runs} - {*seeds})
-    others = {cell.name for cell in replace(results.study, seeds=results.study.seed_order).cells()}
-    others -= {cell.name for cell in replace(results.study, seeds=list(seeds)).cells()}
-    excluded = [entry for entry in results.excluded if entry.name not in others]
-    excluded += [ExcludedRun(f"seed {seed}", "it is after the last seed that counts") for seed in beyond]
-    return replace(results, study=replace(results.study, seeds=list(seeds)), runs=kept, excluded=excluded)
+    excluded = [entry for entry in results.excluded if _cell_of(entry, others) is None]
+    return replace(results, study=replace(study, seeds=list(seeds)), runs=kept, excluded=excluded)
+
+
+def begun_beyond(results: Results, seeds: Sequence[int]) -> list[int]:
+    """Return the seeds other than these that have a run, finished or not."""
+    others = _cells(results.study, [seed for seed in results.study.seed_order if seed not in seeds])
+    begun = {run.seed for run in results.runs}
+    for entry in results.excluded:
+        cell = _cell_of(entry, others)
+        begun |= {others[cell]} if cell and not entry.reason.startswith(NO_RUN) else set()
+    return sorted(begun - {*seeds})
+
+
+def _cells(study: Study, seeds: list[int]) -> dict[str, int]:
+    """Return the seed of each cell of these seeds, by name."""
+    return {cell.name: cell.seed for cell in replace(study, seeds=seeds).cells()}
+
+
+def _cell_of(entry: ExcludedRun, cells: Mapping[str, int]) -> str | None:
+    """Return the one of these cells that an entry is about; a second run of a cell has a number at its
+    end."""
+    return next((name for name in (entry.name, re.sub(r"-\d+$", "", entry.name)) if name in cells), None)

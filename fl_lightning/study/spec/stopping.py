@@ -73,11 +73,13 @@ class Stopping:
         ending: ``decided``: every criterion is; ``max_seeds``, ``max_hours``: a budget is spent; ``failed``:
             a cell failed, so that no seed after it can count; ``open``: the sweep is to go on.
         undecided: the criteria that more seeds may decide.
+        beyond: the seeds after these that were begun, since a slot was free for them.
     """
 
-    seeds: tuple[int, ...]
-    ending: Ending
-    undecided: tuple[str, ...]
+    seeds: tuple[int, ...] = ()
+    ending: Ending = "open"
+    undecided: tuple[str, ...] = ()
+    beyond: tuple[int, ...] = ()
 
     def sentence(self) -> str:
         """Return where it stopped, and why, in words."""
@@ -87,7 +89,7 @@ class Stopping:
             after = f"after {len(self.seeds)} seed{plural} ({', '.join(map(str, self.seeds))})"
         open_ones = f"undecided: {', '.join(f'`{text}`' for text in self.undecided)}"
         if self.ending == "decided":
-            return f"no seed is added {after}: every criterion is decided"
+            return f"no seed is added {after}: every criterion that seeds can decide is decided"
         why = {
             "max_seeds": "max_seeds is reached",
             "max_hours": "max_hours is spent",
