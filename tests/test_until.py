@@ -213,7 +213,11 @@ def test_a_study_that_cannot_be_decided_so_is_refused(tmp_path):
         ("{{max_seeds: 20}}", "bored", "until: 'bored'.*it is decided, or a mapping"),
         ("max_seeds: 20", "max_hours: 0", "until.max_hours: 0.*above 0"),
         ("max_seeds: 20", "max_sed: 2", "until.max_sed.*write until.max_seeds"),
-        (STUDY[STUDY.index("criteria:") : STUDY.index("until:")], "", "until; seeds are added until criteria.*none"),
+        (
+            STUDY[STUDY.index("criteria:") : STUDY.index("until:")],
+            "",
+            "until; seeds are added until criteria.*none",
+        ),
     ]:
         with pytest.raises(InputError, match=f"(?s){said}"):
             read(old, new)

@@ -12,10 +12,11 @@
     settings: {trainer.max_rounds: 100}   # optional: dotted `fit` settings of every cell
     seeds: [0, 1, 2]
     until: {max_seeds: 40}            # optional: seeds are added until every criterion is decided
+    tuned: tuned/exp2_embedded.yaml   # optional: what `tune` chose for each method
 
 The rest is for the report: ``metric proposed degradation target_accuracy criteria claimed``; ``test`` is for
 the sweep. Of two settings of one name the later wins: config, method, overlays, grid; then `settings` of
-study, method, grid.
+study, method, record of `tune`, grid.
 """
 
 from __future__ import annotations
@@ -38,6 +39,7 @@ from fl_lightning.study.metric_names import CLOCKS, KNOWN, higher_is_better
 from fl_lightning.study.spec.criteria import Criterion, check_needs, parse
 from fl_lightning.study.spec.spec_file import Seed, Share, SpecFile
 from fl_lightning.study.spec.stopping import StoppingRule, stopping_rule
+from fl_lightning.study.spec.tuned import TunedRecord, method_hash, tuned_record
 from fl_lightning.support.redaction import redact_settings
 
 RESERVED = ("study", "label", "method", "seed", "dataset", "commit", "dirty", "run_dir", "partition_sha256")
@@ -78,6 +80,7 @@ class StudyEntries:
     premises: list[str | dict[str, Any]] = field(default_factory=list)
     claimed: Any = None
     until: str | dict[str, Any] | None = None
+    tuned: str | dict[str, Any] | None = None
 
 
 @dataclass
@@ -195,6 +198,7 @@ class Study:
         premises: what must occur for the criteria to be tested, in the same form.
         claimed: figures that were claimed elsewhere; only the report reads them.
         until: the rule by which seeds are added to ``seeds``; None: these are all.
+        tuned: what ``tune`` chose for each method; None: nothing.
     """
 
     name: str
@@ -214,6 +218,7 @@ class Study:
     premises: list[str | dict[str, Any]] = field(default_factory=list)
     claimed: Any = None
     until: StoppingRule | None = None
+    tuned: TunedRecord | None = None
 
     @property
     def accuracy_metric(self) -> str:
@@ -237,20 +242,25 @@ class Study:
         return [parse(**entry, labels=list(self.methods)) for entry in map(as_entry, self.premises)]
 
     @classmethod
-    def read(cls, path: str | Path, find_configs: bool = True) -> Study:
+    def read(cls, path: str | Path, find_configs: bool = True, with_record: bool = True) -> Study:
         """Read a study file.
 
         Args:
             path: the file.
             find_configs: whether the configurations that it names must exist; a report of finished runs needs
                 none.
+            with_record: whether the record of ``tune`` that it names is read; it need not be there before
+                ``tune`` has written it.
 
         Raises:
             InputError: it cannot be read, or something in it is wrong; the message names the file and the
                 key.
         """
         file = SpecFile(Path(path), find_configs)
-        return _study(file, file.read(StudyEntries, "study file"))
+        entries = file.read(StudyEntries, "study file")
+        if not with_record:
+            entries.tuned = None
+        return _study(file, entries)
 
     @property
     def seed_order(self) -> list[int]:
@@ -281,10 +291,14 @@ class Study:
             *self.overlays,
             *(path for level in chosen for path in level.configs),
         ]
-        settings = {**self.common.settings, **method.settings}
+        settings = {**self.common.settings, **method.settings, **self.tuned_settings(label)}
         for level in chosen:
             settings |= level.settings
         return Cell(label, seed, levels, as_arguments(configs, settings, seed))
+
+    def tuned_settings(self, label: str) -> Mapping[str, Any]:
+        """Return the settings that ``tune`` chose for a method."""
+        return {} if self.tuned is None else self.tuned.methods[label].settings
 
     def to_yaml(self) -> str:
         """Return the study file with absolute paths, so that a copy can be read anywhere on this machine."""
@@ -308,6 +322,7 @@ class Study:
             "premises": self.premises,
             "claimed": self.claimed,
             "until": self.until and self.until.document(),
+            "tuned": self.tuned and self.tuned.document(),
         }
         given = {key: value for key, value in document.items() if value not in (None, [], {})}
         return yaml.safe_dump(redact_settings(given), sort_keys=False, allow_unicode=True, width=130)
@@ -360,7 +375,11 @@ def _study(file: SpecFile, given: StudyEntries) -> Study:
         premises=[_criterion(file, entry, "premises", PremiseEntries) for entry in given.premises],
         claimed=given.claimed,
         until=None if given.until is None else stopping_rule(file, given.until, given.seeds, given.criteria),
+        tuned=None if given.tuned is None else tuned_record(file, given.tuned),
     )
+    if study.tuned is not None:
+        hashes = {label: method_hash(one.configs, one.settings) for label, one in methods.items()}
+        study.tuned.check(f"{file.path}: ", hashes)
     first: dict[str, str] = {}
     for name in (cell.name for cell in replace(study, seeds=study.seed_order).cells()):
         file.name(name, "cell")

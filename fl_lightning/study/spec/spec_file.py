@@ -71,6 +71,7 @@ RULES = {
     ("prune", "log"): ("it is true or false", "true"),
     ("low", "high"): ("it is a number", "0.1"),
     ("until",): ("it is decided, or a mapping of max_seeds and max_hours", "{max_seeds: 40, max_hours: 6}"),
+    ("record",): ("it is a path", "tuned/my_study.yaml"),
     ("max_seeds",): ("it is an integer, 1 or more", "40"),
     ("max_hours",): ("it is a number above 0", "6"),
     ("tuned",): ("it is the path of a record of tune", "tuned/my_study.yaml"),
@@ -138,7 +139,7 @@ class SpecFile:
         Raises:
             InputError: it cannot be read, or an entry is wrong; the message names the file and the key.
         """
-        document = self._load(kind)
+        document = self.load(kind)
         begin = "begin with 'study: my_study'"
         require(isinstance(document, dict), f"{self.path}", f"a {kind} is a mapping", begin)
         commands = {"model": "fit", "trainer": "fit", "space": "tune", "methods": "sweep"}
@@ -148,7 +149,15 @@ class SpecFile:
         require(other == own, f"{self.path}", f"it is no {kind}, but one for {other}", instead)
         return self.parse(schema, document, "")
 
-    def _load(self, kind: str) -> Any:
+    def load(self, kind: str) -> Any:
+        """Return the YAML document in the file, whatever it says.
+
+        Args:
+            kind: what the file should be, for the message.
+
+        Raises:
+            InputError: it cannot be read, or is no YAML.
+        """
         try:
             return yaml.load(read_document(self.path, str(self.path)), Loader=_TextLoader)
         except InputError:
