@@ -355,7 +355,8 @@ def evaluate(fed: Federation, record: RoundRecord) -> None:
     started = perf_counter()
     metrics, probs, target = evaluation.on_test_set(fed.fabric, fed.method, fed.data, fed.states)
     accuracies = evaluation.validate(fed.fabric, fed.method, fed.data, fed.states)
-    record.metrics |= metrics | client_spread(list(accuracies.values()))
+    examples = fed.data.val_sizes[list(accuracies)]
+    record.metrics |= metrics | client_spread(list(accuracies.values()), examples)
     tell(fed.callbacks, "on_evaluate", probs, target, record, fed)
     tell(fed.callbacks, "on_validate", accuracies, record, fed)
     record.metrics["time/evaluate"] = perf_counter() - started

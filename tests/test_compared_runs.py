@@ -176,7 +176,8 @@ def test_a_run_of_other_settings_is_not_taken_for_a_cell(tmp_path):
     ("of_b", "left"),
     [
         ({}, {"A", "B"}),
-        ({"chosen": "best", "tested_round": 3}, set()),  # nothing says which of the two was meant
+        ({"chosen": "best", "tested_round": 3}, {"A"}),  # the tables are of the last round
+        ({"chosen": "best"}, {"A", "B"}),  # which is the round that validation chose
         ({"tested_round": 3}, {"A"}),  # tested before the run went on
     ],
 )
@@ -186,7 +187,7 @@ def test_tests_of_different_checkpoints_are_not_put_side_by_side(tmp_path, of_b,
         make_run(tmp_path / "study", "B", seed, 0.9, tested={"fgsm/accuracy": 0.4}, **of_b)
     results = gather("study", tmp_path)
     assert {run.label for run in results.runs if "fgsm/accuracy" in run.metrics} == left
-    said = {entry.name for entry in results.excluded}
+    said = {entry.name for entry in results.not_counted}
     assert said == {f"test.json of {label}-seed{seed}" for label in {"A", "B"} - left for seed in range(2)}
     assert len(results.runs) == 4
 
@@ -229,7 +230,7 @@ def test_one_label_of_different_settings_is_not_one_method(tmp_path, monkeypatch
         ("A lr=0.1", True),
         ("A lr=0.5", False),
     ]
-    assert [entry.name for entry in results.excluded] == ["test.json of A1"]
+    assert [entry.name for entry in results.not_counted] == ["test.json of A1"]
 
 
 @pytest.mark.parametrize("value", [None, "0.9", [1]])

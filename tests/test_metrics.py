@@ -90,6 +90,40 @@ def test_client_spread_weighs_clients_equally() -> None:
     assert client_spread([]) == {}
 
 
+def test_the_corrected_spread_is_that_of_the_clients_and_not_of_their_few_examples() -> None:
+    """The accuracies of 100 clients vary by 0.1, or not at all, and are seen through 5 to 40 examples."""
+    draws = np.random.default_rng(0)
+    found: dict[float, list[dict[str, float]]] = {0.0: [], 0.1: []}
+    for true_std, spreads in found.items():
+        for _ in range(200):
+            n = draws.integers(1, 41, 100)  # one in ten has fewer than 5, which say nothing of a client
+            p = np.clip(draws.normal(0.7, true_std, 100), 0, 1)
+            spreads.append(client_spread(draws.binomial(n, p) / n, n))
+    corrected, plain = (
+        {
+            true: np.array([one[f"val/accuracy_std{suffix}"] for one in spreads])
+            for true, spreads in found.items()
+        }
+        for suffix in ("_corrected", "")
+    )
+    variance = {true: np.mean(values**2) for true, values in corrected.items()}
+    assert np.sqrt(variance[0.1]) == pytest.approx(0.1, abs=0.01)
+    assert np.median(corrected[0.0]) < 0.03 < 0.12 < np.median(plain[0.0])
+    assert (corrected[0.0] == 0).mean() > 0.3  # half of the estimates of a variance of 0 lie below it
+
+
+def test_clients_with_few_examples_have_no_spread() -> None:
+    """82 clients with one example each: the plain figure is sqrt(p (1 - p)), and nothing else is given."""
+    hits = np.r_[np.ones(72), np.zeros(10)]
+    spread = client_spread(hits, np.ones(82, int))
+    p = 72 / 82
+    assert spread["val/accuracy_std"] == pytest.approx(np.sqrt(p * (1 - p)))
+    assert spread["val/clients_min5"] == 0
+    assert not [name for name in spread if name.endswith(("_corrected", "decile_min5"))]
+    two = client_spread([*hits, 0.8, 0.4], [*np.ones(82, int), 5, 10])
+    assert (two["val/clients_min5"], two["val/accuracy_worst_decile_min5"]) == (2, 0.4)
+
+
 def test_final_summary() -> None:
     history = [{"round": r} for r in range(1, 8)]
     for row, accuracy in zip(history[1:], (0.1, 0.2, 0.6, 0.4, 0.5, 0.3), strict=True):

@@ -46,6 +46,7 @@ METRICS = {
         "val/accuracy",
         "val/accuracy_std",
         "val/accuracy_worst_decile",
+        "val/clients_min5",
     ),
     *(
         "train/loss",

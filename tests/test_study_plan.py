@@ -141,6 +141,11 @@ def test_a_copy_says_the_same_from_anywhere(write, tmp_path):
         ("proposed: [B b=1]", "test: [clean, corrupt]", "test: corrupt; one of clean.*write corruptions"),
         ("proposed: [B b=1]", "test: {probes: 5}", "test.probes: 5; it is a list of strings"),
         ("proposed: [B b=1]", "test: {checkpoint: bset}", "test.checkpoint: 'bset'; it is last, best or"),
+        ("proposed: [B b=1]", "test: {checkpoint: round_000060}", "all tables are of one model"),
+        ("proposed: [B b=1]", "test: {checkpoint: last}\nselection: best_val", "write checkpoint: best"),
+        ("proposed: [B b=1]", "test: {checkpoint: best}\nmetric: final/accuracy", "selection: best_val"),
+        ("proposed: [B b=1]", "selection: best_val\nmetric: final/accuracy", "selection: last"),
+        ("proposed: [B b=1]", "selection: best", "one of last5, best_val, last"),
         ("proposed: [B b=1]", "test: {checkpoint: 3}", "test.checkpoint: 3; it is last, best or"),
     ],
 )
@@ -159,7 +164,6 @@ def test_a_mistake_is_named_with_its_file(write, old, new, said):
         ("true", {}),
         ("[clean, pgd]", {"probes": "clean,pgd"}),
         ("{probes: 'clean, pgd', checkpoint: best}", {"probes": "clean,pgd", "checkpoint": "best"}),
-        ("{checkpoint: round_000060}", {"checkpoint": "round_000060"}),
     ],
 )
 def test_what_a_test_may_be(write, test, flags):

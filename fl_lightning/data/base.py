@@ -251,6 +251,11 @@ class FederatedData(Recorded, LightningDataModule, ABC):
         """Sorted ids of the clients that have validation examples, int64."""
         return np.flatnonzero(self._holdings.held_out)
 
+    @property
+    def val_sizes(self) -> np.ndarray:
+        """Number of validation examples of every client, int64 ``[K]``."""
+        return self._holdings.held_out
+
     def labels(self, client: Client) -> Tensor:
         """Return the labels of the client's training examples in the order of ``client.train``.
 

@@ -158,7 +158,7 @@ def clients(subject: ProbedModel) -> Finding:
         )
     found = client_accuracies(*answers)
     examples = np.bincount(answers[2].numpy(), minlength=subject.data.num_clients)
-    metrics = client_spread(list(found.values()))
+    metrics = client_spread(list(found.values()), examples[list(found)])
     skipped = []
     if len(found) < subject.data.num_clients:
         few = f"{len(found)} of {subject.data.num_clients} clients"

@@ -56,15 +56,19 @@ def _bytes(metric: str, title: str, digits: int = 3) -> Column:
 
 
 KNOWN = [
-    _accuracy("final/accuracy", "accuracy"),
-    _accuracy("final/last5_accuracy", "last five rounds"),
-    _accuracy("final/best_val_test_accuracy", "best-validation round"),
+    _accuracy("final/last5_accuracy", "accuracy, last five rounds"),
+    _accuracy("final/accuracy", "accuracy, last round"),
+    _accuracy("final/best_val_test_accuracy", "accuracy, best-validation round"),
+    Column("final/best_val_round", "best-validation round", 1, 1),
     Column("final/auc_accuracy", "AUC (% x rounds)", 1, 0),
     Column("test/ece", "ECE (%)", 100, 2, " points"),
     Column("test/loss", "test loss (nats)"),
     Column("test/brier", "Brier score"),
-    _accuracy("val/accuracy_std", "std over clients"),
-    _accuracy("val/accuracy_worst_decile", "worst decile of clients"),
+    _accuracy("val/accuracy_std_corrected", "std over clients with 5+ validation examples, noise removed"),
+    _accuracy("val/accuracy_worst_decile_min5", "worst decile of these clients"),
+    Column("val/clients_min5", "clients with 5+ validation examples", 1, 0),
+    _accuracy("val/accuracy_std", "std over clients, binomial noise included"),
+    _accuracy("val/accuracy_worst_decile", "worst decile of clients, binomial noise included"),
     _accuracy("corrupted/accuracy", "corrupted"),
     _accuracy("fgsm/accuracy", "FGSM"),
     _accuracy("pgd/accuracy", "PGD"),
@@ -82,21 +86,19 @@ CLOCKS = [
     Column("time/train", "training (s)"),
     Column("time/total", "all rounds (s)", 1, 1),
 ]
-HEADLINE = (
-    "final/accuracy",
-    "final/last5_accuracy",
-    "final/best_val_test_accuracy",
-    "final/auc_accuracy",
+OF_THE_RUN = ("final/auc_accuracy", "client/upload_bytes", "client/download_bytes", "total/total_bytes")
+"""Headline columns that are of all rounds, whichever model is selected."""
+OF_THE_MODEL = (
     "test/ece",
-    "val/accuracy_std",
+    "val/accuracy_std_corrected",
+    "val/accuracy_worst_decile_min5",
+    "val/clients_min5",
     "corrupted/accuracy",
     "fgsm/accuracy",
     "pgd/accuracy",
-    "client/upload_bytes",
-    "client/download_bytes",
-    "total/total_bytes",
+    "bits/average",
 )
-"""The columns of the table of results, as far as they were measured, after the primary metric."""
+"""Headline columns that are of the selected model."""
 
 
 LOWER = {
@@ -138,9 +140,15 @@ def column(metric: str) -> Column:
     return _bytes(metric, metric) if metric.endswith("_bytes") else Column(metric, metric, 1, 4)
 
 
-def headline(primary: str, measured: Sequence[str]) -> list[Column]:
-    """Return the columns of the table of results."""
-    names = dict.fromkeys([primary, *HEADLINE])
+def headline(primary: str, accuracies: Sequence[str], measured: Sequence[str]) -> list[Column]:
+    """Return the columns of the table of results, as far as they were measured.
+
+    Args:
+        primary: the primary metric, which comes first.
+        accuracies: the accuracies of the selected model.
+        measured: the names of all metrics that there are.
+    """
+    names = dict.fromkeys([primary, *accuracies, OF_THE_RUN[0], *OF_THE_MODEL, *OF_THE_RUN[1:]])
     return [column(name) for name in names if name in measured]
 
 
@@ -207,7 +215,7 @@ def higher_is_better(metric: str) -> bool:
             "a ranking and p(...) need to know whether more of it is better, which the name tells: higher is "
             f"better with {higher}, lower is with {lower}"
         )
-        instead = "write --metric final/accuracy, or give it such a name"
+        instead = "write --metric final/last5_accuracy, or give it such a name"
         raise InputError(f"metric {metric}", rule, instead)
     return found > 0
 

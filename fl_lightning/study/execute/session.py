@@ -10,7 +10,9 @@ from fl_lightning.study.execute import mlflow_page
 from fl_lightning.study.execute.cells import CellState, StudyCells
 from fl_lightning.study.execute.display import ACCURACY, Display, clock
 from fl_lightning.study.execute.jobs import Job, Pool, RunningJob, fit_arguments
+from fl_lightning.study.results.run_records import runs_in
 from fl_lightning.study.spec.plan import as_flag
+from fl_lightning.study.spec.registration import TAG, plan_of, register
 from fl_lightning.support.disk import replace
 from fl_lightning.support.redaction import redact
 from fl_lightning.tracking.mlflow_store import Status, store
@@ -42,6 +44,8 @@ class SweepSession:
             SystemExit: 1 when one failed.
         """
         cells, study = self.cells, self.cells.study
+        plan = plan_of(study, ((one.cell.method, one.cell.levels, one.config) for one in cells))
+        self.registration = register(cells.folder, plan, runs_in(cells.folder))
         replace(cells.folder / "study.yaml", study.to_yaml().encode())
         for state in cells:
             if state.status == "failed" and not state.problem:
@@ -128,7 +132,7 @@ class SweepSession:
         log = folder / "logs" / f"{cell.name}.log"
         environment = {"OMP_NUM_THREADS": str(state.threads)}
         if state.status != "finished":
-            tags = {"study": study.name, "label": cell.method, **cell.levels}
+            tags = {"study": study.name, "label": cell.method, **cell.levels, TAG: self.registration.tag}
             if self.parent:
                 tags["mlflow.parentRunId"] = self.parent.run_id
             own = {"root": folder.parent, "experiment": study.name, "name": cell.name}

@@ -21,7 +21,7 @@ from fl_lightning.study.execute.jobs import Job, RunningJob, threads_per_job
 from fl_lightning.study.execute.session import SweepSession
 from fl_lightning.study.report.looks import looks
 from fl_lightning.study.results.run_records import RunRecord, read_directory
-from fl_lightning.study.results.runs import FinishedRun, Results, run_metrics
+from fl_lightning.study.results.runs import FinishedRun, Results, selected
 from fl_lightning.study.spec.plan import Study
 from fl_lightning.study.spec.stopping import Ending, Stopping, StoppingRule, check_rule
 from fl_lightning.support.disk import replace as replace_file
@@ -211,12 +211,11 @@ class UntilSession(SweepSession):
                 state.cell.seed,
                 state.cell.levels,
                 self.records[state.cell.name],
-                run_metrics(self.records[state.cell.name], study.target_accuracy),
             )
             for seed in study.seed_order[:count]
             for state in self.cells.of_seed(seed)
         ]
-        return Results(study, runs, [])
+        return selected(Results(study, runs, [], records=list(self.records.values())))
 
     def progress(self, stopping: Stopping) -> str:
         """Return the outcome of a look in one line."""

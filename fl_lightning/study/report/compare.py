@@ -13,6 +13,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 
@@ -22,9 +23,10 @@ from fl_lightning.study.report.comparison import Comparison, Levels
 from fl_lightning.study.report.document import differences_csv, report, runs_csv
 from fl_lightning.study.report.figures import FIGURES, figures
 from fl_lightning.study.report.looks import counted
-from fl_lightning.study.report.markdown import answers, markdown
+from fl_lightning.study.report.markdown import answers, criteria_tables, markdown
+from fl_lightning.study.report.registered import NOT_REGISTERED, RegistrationReport, registration_report
 from fl_lightning.study.report.verdicts import check_criteria
-from fl_lightning.study.results.gather import check_comparable, gather, with_metric
+from fl_lightning.study.results.gather import check_comparable, gather, locate, with_metric
 
 OWN = {
     *("report.md", "report.json", "runs.csv", "differences.csv", "timings.csv", "timing_differences.csv"),
@@ -59,8 +61,10 @@ def compare(
     check_comparable(results)
     comparison = Comparison(results)
     check_criteria(comparison)
-    write(comparison, out.resolve())  # of a link, what it leads to
-    show(comparison, out)
+    _, folder = locate(study, root, must_exist=False)
+    registration = registration_report(results, folder)
+    write(comparison, out.resolve(), registration)  # of a link, what it leads to
+    show(comparison, out, registration)
 
 
 def check_out(out: Path, overwrite: bool) -> None:
@@ -77,7 +81,7 @@ def check_out(out: Path, overwrite: bool) -> None:
         require((out / "report.json").is_file(), f"--out {out}", rule, "name another folder")
 
 
-def write(comparison: Comparison, out: Path) -> None:
+def write(comparison: Comparison, out: Path, registration: RegistrationReport = NOT_REGISTERED) -> None:
     """Write the report: it is made aside and put in its place as a whole."""
     with _in_place_of(out) as folder:
         drawn, empty = [], []
@@ -91,8 +95,11 @@ def write(comparison: Comparison, out: Path) -> None:
             figure.savefig(folder / "figures" / f"{name}.pdf", metadata=undated)
             drawn.append(name)
         texts = {
-            "report.json": json.dumps(report(comparison), indent=1, allow_nan=False, default=str) + "\n",
-            "report.md": markdown(comparison, drawn, empty),
+            "report.json": json.dumps(
+                report(comparison, registration), indent=1, allow_nan=False, default=str
+            )
+            + "\n",
+            "report.md": markdown(comparison, drawn, empty, registration),
             "runs.csv": runs_csv(comparison, timing=False),
             "timings.csv": runs_csv(comparison, timing=True),
             "differences.csv": differences_csv(comparison, timing=False),
@@ -102,6 +109,10 @@ def write(comparison: Comparison, out: Path) -> None:
         }
         for name, text in texts.items():
             (folder / name).write_text(text, encoding="utf-8")
+
+
+def _json(document: dict[str, Any]) -> str:
+    return json.dumps(document, indent=1, allow_nan=False, default=str) + "\n"
 
 
 def _latex(comparison: Comparison, *kinds: Callable[[Comparison, Levels], tables.ReportTable]) -> str:
@@ -158,9 +169,10 @@ def _own_figures(out: Path) -> set[str]:
     return {f"{name}.{suffix}" for name in names for suffix in ("png", "pdf")}
 
 
-def show(comparison: Comparison, out: Path) -> None:
+def show(comparison: Comparison, out: Path, registration: RegistrationReport = NOT_REGISTERED) -> None:
     """Print the most important part in the terminal; the columns that are left out are in the report."""
     console = Console(file=sys.stdout, width=None if sys.stdout.isatty() else 120)
+    _print_line(console, registration.line.replace("**", ""))
     for levels in comparison.levels:
         table = tables.results(comparison, levels)
         console.print(table.without(*table.header[8:]).rich())
@@ -168,15 +180,22 @@ def show(comparison: Comparison, out: Path) -> None:
             table = tables.differences(comparison, levels)
             console.print(table.without("bootstrap", "p (t)", "p (sequence)", "p (Wilcoxon)", "g_z").rich())
     drops = tables.degradation(comparison)
-    for found in (drops, *(tables.verdicts(comparison, timing) for timing in (False, True))):
+    judged = [tables.premises(comparison)]
+    for one, title in criteria_tables(comparison, registration):
+        judged += [tables.verdicts(one, timing, title) for timing in (False, True)]
+    for found in (drops, *judged):
         if found is not None:
             console.print(found.without("left", "right", "because", "bootstrap").rich())
     for line in closing(comparison, out):
-        console.print(line, markup=False, highlight=False, soft_wrap=True)
+        _print_line(console, line)
+
+
+def _print_line(console: Console, line: str) -> None:
+    console.print(line, markup=False, highlight=False, soft_wrap=True)
 
 
 def closing(comparison: Comparison, out: Path) -> Iterator[str]:
     """Yield the last lines of the terminal."""
     yield from (answer.replace("**", "") for answer in answers(comparison))
-    yield from (f"not counted: {entry.name}: {entry.reason}" for entry in comparison.results.excluded)
+    yield from (f"not counted: {entry.name}: {entry.reason}" for entry in comparison.results.not_counted)
     yield f"report: {out / 'report.md'}"

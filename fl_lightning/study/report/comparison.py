@@ -19,7 +19,8 @@ import pandas as pd
 
 from fl_lightning.study.metric_names import higher_is_better
 from fl_lightning.study.report.judging import NO_SPREAD
-from fl_lightning.study.results.runs import FinishedRun, Results
+from fl_lightning.study.results.runs import FinishedRun, Results, selected
+from fl_lightning.study.spec.selection import ACCURACY_METRICS, Selection
 from fl_lightning.study.statistics import (
     Interval,
     PairedTest,
@@ -172,6 +173,14 @@ class Comparison:
     def metrics(self) -> list[str]:
         """The names of all metrics, sorted."""
         return sorted(self.frame.metric.unique())
+
+    @cached_property
+    def other(self) -> Comparison:
+        """The same runs with the other model: the last round's beside the one that validation chose, and the
+        other way round."""
+        selection: Selection = "last" if self.study.selection == "best_val" else "best_val"
+        study = self.study.with_metric(ACCURACY_METRICS[selection])
+        return Comparison(selected(replace(self.results, study=study)), self.interval)
 
     @property
     def main_levels(self) -> dict[str, str]:

@@ -16,8 +16,10 @@ import pandas as pd
 
 from fl_lightning.study.metric_names import higher_is_better, is_timing
 from fl_lightning.study.report.comparison import Comparison, Difference, Levels, name_of
-from fl_lightning.study.report.verdicts import Verdict, verdicts
+from fl_lightning.study.report.registered import NOT_REGISTERED, RegistrationReport
+from fl_lightning.study.report.verdicts import Verdict, premise_verdicts, verdicts
 from fl_lightning.study.results.runs import FinishedRun
+from fl_lightning.study.spec.selection import SELECTION_OF
 from fl_lightning.study.statistics import mean_std
 
 TEST_FIELDS = [
@@ -30,13 +32,15 @@ PROVENANCE = [
 ]
 
 
-def report(comparison: Comparison) -> dict[str, Any]:
+def report(comparison: Comparison, registration: RegistrationReport = NOT_REGISTERED) -> dict[str, Any]:
     """Return the whole comparison, fit for JSON: what is not a number is null."""
     study, main, runs = comparison.study, comparison.main_levels, comparison.results.runs
     judged, stopping = verdicts(comparison), comparison.results.stopping
     document = {
+        "registration": _registration(registration),
         "study": study.name,
         "metric": study.metric,
+        "selection": study.selection,
         "higher_is_better": higher_is_better(study.metric),
         "methods": comparison.labels,
         "proposed": comparison.proposed,
@@ -47,6 +51,14 @@ def report(comparison: Comparison) -> dict[str, Any]:
         "level": main,
         **_ranking(comparison, main),
         "levels": [_level(comparison, levels) for levels in comparison.levels],
+        "other_model": {
+            "selection": comparison.other.study.selection,
+            "levels": [
+                {"levels": levels, "methods": _methods(comparison.other, levels, _is_of_the_model)}
+                for levels in comparison.levels
+            ],
+        },
+        "premises": [_verdict(verdict) for verdict in premise_verdicts(comparison)],
         "criteria": [_verdict(verdict) for verdict in judged if not verdict.criterion.is_timing],
         "degradation": [
             {"levels": others, "method": label, **_difference(one)}
@@ -54,7 +66,7 @@ def report(comparison: Comparison) -> dict[str, Any]:
         ],
         "claimed": study.claimed,
         "runs": [_run(run, lambda metric: not is_timing(metric)) for run in runs],
-        "not_counted": [asdict(entry) for entry in comparison.results.excluded],
+        "not_counted": [asdict(entry) for entry in comparison.results.not_counted],
         "not_numbers": comparison.not_numbers(),
         "timings": {
             "levels": [
@@ -64,7 +76,7 @@ def report(comparison: Comparison) -> dict[str, Any]:
             "criteria": [_verdict(verdict) for verdict in judged if verdict.criterion.is_timing],
             "runs": [_run(run, is_timing) for run in runs],
         },
-        "provenance": provenance(comparison),
+        "provenance": {**provenance(comparison), "registration": list(registration.dates)},
     }
     return strict(document)
 
@@ -95,6 +107,12 @@ def _level(comparison: Comparison, levels: Levels) -> dict[str, Any]:
         "methods": _methods(comparison, levels, lambda metric: not is_timing(metric)),
         "differences": [_difference(one) for one in comparison.differences(comparison.study.metric, levels)],
     }
+
+
+def _is_of_the_model(metric: str) -> bool:
+    """Return whether a metric can differ between two rounds of one run, or is the accuracy of one."""
+    of_the_run = is_timing(metric) or metric.startswith(("total/", "client/", "target/", "final/"))
+    return metric in SELECTION_OF or not of_the_run
 
 
 def _summary(values: pd.Series) -> dict[str, Any]:
@@ -138,7 +156,31 @@ def _difference(one: Difference) -> dict[str, Any]:
 
 def _verdict(verdict: Verdict) -> dict[str, Any]:
     judged = [{"levels": dict(levels), **asdict(judgement)} for levels, judgement in verdict.judgements]
-    return {"criterion": verdict.criterion.text, "verdict": verdict.decision, "levels": judged}
+    criterion = verdict.criterion
+    named = {"name": criterion.name, "text": criterion.claim}
+    return {
+        "criterion": criterion.text,
+        **{key: value for key, value in named.items() if value},
+        "verdict": verdict.decision,
+        "needed_levels": verdict.needed,
+        "levels": judged,
+    }
+
+
+def _registration(registration: RegistrationReport) -> dict[str, Any]:
+    """Return how the report stands to what was registered, and the registered verdicts if it has others."""
+    registered = registration.registered
+    return {
+        "status": registration.status,
+        "sha256": registration.sha256 or None,
+        "differences": list(registration.differences),
+        "registered": registered
+        and {
+            "metric": registered.study.metric,
+            "selection": registered.study.selection,
+            "criteria": [_verdict(verdict) for verdict in verdicts(registered)],
+        },
+    }
 
 
 def _run(run: FinishedRun, wanted: Callable[[str], bool]) -> dict[str, Any]:

@@ -11,6 +11,8 @@ from fl_lightning.study.metric_names import column, seeds
 from fl_lightning.study.report import tables
 from fl_lightning.study.report.comparison import Comparison, Difference, Levels, name_of
 from fl_lightning.study.report.document import provenance
+from fl_lightning.study.report.judging import DECISIONS
+from fl_lightning.study.report.registered import NOT_REGISTERED, RegistrationReport
 from fl_lightning.study.report.verdicts import verdicts
 from fl_lightning.study.statistics import POWER
 
@@ -23,7 +25,8 @@ HOW_TO_READ = (
     f"{POWER:.0%} probability at the strictest step of the correction; seeds needed: to find an "
     "effect of g_z so. A criterion holds when its whole interval satisfies it and fails when none "
     "of it does; it is computed in raw units (accuracies in [0, 1], bytes, seconds) and is not "
-    "corrected for the other criteria."
+    "corrected for the other criteria. It is not tested where one of its premises fails, and undecided "
+    "where one is undecided. Each part of an `or` keeps its own 95 %."
 )
 IN_A_SEQUENCE = {
     "The 95 % t interval decides; the bootstrap (BCa) beside it is too narrow below about ten seeds. ": (
@@ -45,27 +48,43 @@ def how_to_read(comparison: Comparison) -> str:
     return text
 
 
-def markdown(comparison: Comparison, figures: Sequence[str], empty: Sequence[str] = ()) -> str:
+def markdown(
+    comparison: Comparison,
+    figures: Sequence[str],
+    empty: Sequence[str] = (),
+    registration: RegistrationReport = NOT_REGISTERED,
+) -> str:
     """Return the report.
 
     Args:
         comparison: what the report is about.
         figures: the names of the figures in ``figures/``.
         empty: the names of the figures that have nothing to show.
+        registration: whether it asks what was registered; the first line of the report says so.
     """
-    return "\n\n".join(part for part in _parts(comparison, figures, empty) if part) + "\n"
+    return "\n\n".join(part for part in _parts(comparison, figures, empty, registration) if part) + "\n"
 
 
-def _parts(comparison: Comparison, figures: Sequence[str], empty: Sequence[str]) -> Iterator[str]:
+def _parts(
+    comparison: Comparison,
+    figures: Sequence[str],
+    empty: Sequence[str],
+    registration: RegistrationReport,
+) -> Iterator[str]:
     study = comparison.study
+    yield registration.line
     yield f"# {study.name}"
     yield from answers(comparison)
     if stopping := comparison.results.stopping:
         yield f"Seeds are added until the criteria are decided: {stopping.sentence()}."
     for levels in comparison.levels:
         yield _section(tables.results(comparison, levels))
-    yield f"Primary metric: `{study.metric}`. {_setup(comparison)}"
-    yield _section(tables.verdicts(comparison, timing=False))
+    yield f"Primary metric: `{study.metric}`; selection: `{study.selection}`. {_setup(comparison)}"
+    for levels in comparison.levels:
+        yield _section(tables.other_results(comparison, levels))
+    yield _section(tables.premises(comparison))
+    for one, title in criteria_tables(comparison, registration):
+        yield _section(tables.verdicts(one, timing=False, title=title))
     for levels in comparison.levels:
         if comparison.pairs:
             yield _section(tables.differences(comparison, levels))
@@ -94,9 +113,24 @@ def _parts(comparison: Comparison, figures: Sequence[str], empty: Sequence[str])
         table = tables.clocks(comparison, levels)
         yield f"### {table.title}"
         yield table.markdown()
-    timing = tables.verdicts(comparison, timing=True)
-    yield timing.markdown() if timing else ""
-    yield from _provenance(comparison)
+    for one, title in criteria_tables(comparison, registration):
+        timing = tables.verdicts(one, timing=True, title=title)
+        yield f"### {timing.title}\n\n{timing.markdown()}" if timing else ""
+    yield from _provenance(comparison, registration)
+
+
+def criteria_tables(
+    comparison: Comparison, registration: RegistrationReport
+) -> Iterator[tuple[Comparison, str]]:
+    """Yield whose criteria are judged, and the title of their table: the registered ones first."""
+    if registration.registered is not None:
+        metric = registration.registered.study.metric
+        yield registration.registered, f"Criteria as registered, with metric {metric}"
+    changed = registration.status == "not as registered"
+    yield (
+        comparison,
+        f"Criteria as they are now, with metric {comparison.study.metric}" if changed else "Criteria",
+    )
 
 
 def _section(table: tables.ReportTable | None) -> str:
@@ -113,7 +147,9 @@ def answers(comparison: Comparison) -> Iterator[str]:
     counted = [verdict.decision for verdict in verdicts(comparison) if not verdict.criterion.is_timing]
     if counted:
         tally = ", ".join(
-            f"{counted.count(decision)} {decision}" for decision in ("holds", "fails", "undecided")
+            f"{counted.count(decision)} {decision}"
+            for decision in DECISIONS
+            if decision != "not tested" or decision in counted
         )
         yield f"Criteria that no clock decides: {tally}."
 
@@ -210,7 +246,7 @@ def _claims(comparison: Comparison) -> Iterator[str]:
 
 def _not_counted(comparison: Comparison) -> Iterator[str]:
     yield "## Not counted"
-    lines = [f"- {entry.name}: {entry.reason}" for entry in comparison.results.excluded]
+    lines = [f"- {entry.name}: {entry.reason}" for entry in comparison.results.not_counted]
     lines += [
         f"- {one['metric']} of {one['run']} is not a number, and in no mean"
         for one in comparison.not_numbers()
@@ -228,7 +264,7 @@ def _versions(entry: Mapping[str, Any]) -> str:
     return ", ".join(f"{name} {version}" for name, version in (entry["versions"] or {}).items())
 
 
-def _provenance(comparison: Comparison) -> Iterator[str]:
+def _provenance(comparison: Comparison, registration: RegistrationReport) -> Iterator[str]:
     entries = provenance(comparison)["runs"]
     started, finished = ([str(entry[key]) for entry in entries] for key in ("started", "finished"))
     resumed = sum(bool(entry["resumed"]) for entry in entries)
@@ -241,6 +277,7 @@ def _provenance(comparison: Comparison) -> Iterator[str]:
             f"- from {min(started)} to {max(finished)}",
             f"- continued after an interruption: {resumed} of {len(entries)} runs",
             *_beyond(comparison),
+            f"- registered: {', amended '.join(registration.dates) or 'no'}",
         ]
     )
     first: dict[tuple[str, ...], list[str] | None] = {}

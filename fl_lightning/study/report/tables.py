@@ -15,6 +15,7 @@ from rich.text import Text
 
 from fl_lightning.study.metric_names import (
     CLOCKS,
+    OF_THE_RUN,
     Column,
     column,
     headline,
@@ -25,9 +26,11 @@ from fl_lightning.study.metric_names import (
     seeds,
 )
 from fl_lightning.study.report.comparison import Comparison, Difference, Levels, name_of
-from fl_lightning.study.report.verdicts import Judgement, Verdict
+from fl_lightning.study.report.judging import Judgement
+from fl_lightning.study.report.verdicts import Verdict, premise_verdicts
 from fl_lightning.study.report.verdicts import verdicts as every_verdict
 from fl_lightning.study.spec.quantities import ACCURACY, QUANTITIES
+from fl_lightning.study.spec.selection import ACCURACIES, MODELS
 from fl_lightning.study.statistics import mean_std
 
 LATEX = str.maketrans(
@@ -111,10 +114,28 @@ def _at(levels: Levels) -> str:
 
 
 def results(comparison: Comparison, levels: Levels) -> ReportTable:
-    """Return mean and standard deviation of the headline metrics, by method, the best first."""
-    measured = [name for name in comparison.metrics if not is_timing(name)]
-    columns, title = headline(comparison.study.metric, measured), f"Results{_at(levels)}"
-    return _means(comparison, levels, columns, f"{title}, mean ± standard deviation over seeds", True)
+    """Return mean and standard deviation of the headline metrics, by method, the best first.
+
+    All columns are of the model that the study selects, or of the whole run.
+    """
+    measured, selection = comparison.metrics, comparison.study.selection
+    columns = headline(comparison.study.metric, ACCURACIES[selection], measured)
+    title = f"Results{_at(levels)}: {MODELS[selection]}; mean ± standard deviation over seeds"
+    return _means(comparison, levels, columns, title, True)
+
+
+def other_results(comparison: Comparison, levels: Levels) -> ReportTable | None:
+    """Return the same of the model that the study does not select; None where no run has it."""
+    other = comparison.other
+    columns = [
+        one
+        for one in headline(other.study.metric, ACCURACIES[other.study.selection], other.metrics)
+        if one.metric not in OF_THE_RUN
+    ]
+    if not columns:
+        return None
+    title = f"Beside it{_at(levels)}: {MODELS[other.study.selection]}; mean ± standard deviation over seeds"
+    return _means(other, levels, columns, title, True)
 
 
 def clocks(comparison: Comparison, levels: Levels) -> ReportTable:
@@ -199,28 +220,40 @@ def degradation(comparison: Comparison) -> ReportTable | None:
     return table.without("p (Holm)", "p (Wilcoxon)", "detectable", "seeds needed")
 
 
-def verdicts(comparison: Comparison, timing: bool) -> ReportTable | None:
+def verdicts(comparison: Comparison, timing: bool, title: str = "Criteria") -> ReportTable | None:
     """Return criteria and their verdicts; those on time apart, because they differ from machine to
     machine."""
     chosen = [verdict for verdict in every_verdict(comparison) if verdict.criterion.is_timing == timing]
-    if not chosen:
+    return _verdict_table(title, "criterion", chosen)
+
+
+def premises(comparison: Comparison) -> ReportTable | None:
+    """Return the premises and whether they hold."""
+    return _verdict_table("Premises", "premise", premise_verdicts(comparison))
+
+
+def _verdict_table(title: str, what: str, judged: Sequence[Verdict]) -> ReportTable | None:
+    if not judged:
         return None
-    header = ["criterion", "verdict", "left", "right", "left − right", "95 % interval", "seeds", "because"]
-    return ReportTable.of(
-        "Criteria", header, [row for verdict in chosen for row in _verdict_rows(verdict)], 2
-    )
+    header = [what, "verdict", "left", "right", "left − right", "95 % interval", "seeds", "because"]
+    return ReportTable.of(title, header, [row for verdict in judged for row in _verdict_rows(verdict)], 2)
 
 
 def _verdict_rows(verdict: Verdict) -> Iterator[list[str]]:
     """Return a line per level, below one of the whole criterion where there are several levels."""
-    name, several = f"`{verdict.criterion.text}`", len(verdict.judgements) > 1
+    criterion, several = verdict.criterion, len(verdict.judgements) > 1
+    name = f"{criterion.name}: `{criterion.text}`" if criterion.name else f"`{criterion.text}`"
+    if criterion.claim:
+        name += f" ({criterion.claim})"
     if several:
-        shares = sum(judgement.decision == "holds" for _, judgement in verdict.judgements)
-        because = f"holds at {shares} of {len(verdict.judgements)} levels"
+        because = f"holds at {verdict.count('holds')} of {len(verdict.judgements)} levels"
+        because += f"; {verdict.needed} are needed" if verdict.needed < len(verdict.judgements) else ""
         yield [name, f"**{verdict.decision}**", "", "", "", "", "", because]
     for levels, one in verdict.judgements:
         first = [f"... {name_of(levels)}", one.decision] if several else [name, f"**{one.decision}**"]
         yield [*first, *judgement_cells(one)]
+        for text, part in one.parts:
+            yield [f"... ... `{text}`", part.decision, *judgement_cells(part)]
 
 
 def judgement_cells(one: Judgement) -> list[str]:

@@ -19,10 +19,10 @@ from fl_lightning.study.results.runs import (
     ExcludedRun,
     FinishedRun,
     Results,
-    run_metrics,
-    with_one_checkpoint,
+    selected,
 )
 from fl_lightning.study.spec.plan import Cell, Study
+from fl_lightning.study.spec.registration import level_key, registered_study, seedless_hash
 from fl_lightning.support.packaged import find_config
 from fl_lightning.support.redaction import redact
 from fl_lightning.tracking.runs import read_runs
@@ -53,7 +53,27 @@ def gather(study: str, root: Path, mlflow: str | None = None) -> Results:
         reasons = "; ".join(f"{entry.name}: {entry.reason}" for entry in results.excluded[:3])
         rule = f"no finished run in {where} ({reasons or 'it is empty'})"
         raise InputError(f"--study {study}", rule, "wait for the sweep, or name --root")
-    return with_one_checkpoint(results)
+    return selected(results)
+
+
+def gather_registered(results: Results, plan: Mapping[str, Any], folder: Path) -> Results:
+    """Return the same runs as a registered plan assigns them: its methods, settings, seeds and selection.
+
+    Args:
+        results: the runs of the study as it is now.
+        plan: the registered plan.
+        folder: the folder of the study.
+
+    Raises:
+        InputError: no run is one that was registered, or no run has its metric.
+    """
+    study = registered_study(results.study, plan)
+    hashes = {label: method["sha256"] for label, method in plan["methods"].items()}
+    found = assign(study, results.records, folder, hashes)
+    if not found.runs:
+        given = f"the plan of {study.name} that was registered"
+        raise InputError(given, "no finished run was made by it", "run the sweep")
+    return with_metric(selected(found), None)
 
 
 def _with_rule_of_sweep(plan: Study, folder: Path) -> Study:
@@ -87,7 +107,12 @@ def locate(study: str, root: Path, must_exist: bool = True) -> tuple[Study | Non
     return (Study.read(file, find_configs=False) if file.is_file() else None), folder
 
 
-def assign(plan: Study, records: list[RunRecord], folder: Path) -> Results:
+def assign(
+    plan: Study,
+    records: list[RunRecord],
+    folder: Path,
+    registered: Mapping[str, Mapping[str, str]] | None = None,
+) -> Results:
     """Give every cell of the study its run.
 
     It is the run that ``cells.json`` names, or else the latest run of the cell's name or tags. Of a study
@@ -95,10 +120,21 @@ def assign(plan: Study, records: list[RunRecord], folder: Path) -> Results:
 
     Where there is a ``cells.json``, only runs with the cell's own settings count: others are left from an
     earlier form of the study.
+
+    Args:
+        plan: the study.
+        records: the runs that there are.
+        folder: the folder of the study.
+        registered: the hash of the settings of each method and level, without the seed, in place of what
+            ``cells.json`` says.
     """
     named = read_cells(folder)
+    cells = replace(plan, seeds=plan.seed_order).cells()
+    if registered is not None:
+        hashes = {one.name: registered[one.method][level_key(one.levels)] for one in cells}
+        named = {name: {**named.get(name, {}), "registered": hash} for name, hash in hashes.items()}
     runs, excluded, used = [], [], set()
-    for cell in replace(plan, seeds=plan.seed_order).cells():
+    for cell in cells:
         entry = named.get(cell.name, {})
         mine = [record for record in records if _belongs_to(record, cell)]
         used |= {one.where for one in mine}
@@ -117,10 +153,9 @@ def assign(plan: Study, records: list[RunRecord], folder: Path) -> Results:
             failed = ", failed in the sweep" if entry.get("status") == "failed" else ""
             excluded.append(ExcludedRun(cell.name, chosen.problem + failed))
         else:
-            metrics = run_metrics(chosen, plan.target_accuracy)
-            runs.append(FinishedRun(cell.method, cell.seed, cell.levels, chosen, metrics))
+            runs.append(FinishedRun(cell.method, cell.seed, cell.levels, chosen))
     excluded += [ExcludedRun(one.name, "not a cell of the study") for one in records if one.where not in used]
-    return Results(plan, runs, excluded)
+    return Results(plan, runs, excluded, records=records)
 
 
 def _belongs_to(record: RunRecord, cell: Cell) -> bool:
@@ -139,6 +174,8 @@ def _has_settings(record: RunRecord, entry: Mapping[str, Any]) -> bool:
     MLflow keeps settings as text, which cannot tell: there the name decides.
     """
     if record.settings and record.typed:
+        if "registered" in entry:
+            return seedless_hash(record.settings) == entry["registered"]
         return settings_hash(record.settings) == entry.get("hash")
     return bool(record.problem) or (not record.typed and record.name == entry.get("run"))
 
@@ -151,13 +188,19 @@ def _latest(records: list[RunRecord]) -> RunRecord | None:
 def with_metric(results: Results, metric: str | None) -> Results:
     """Return the results with another primary metric.
 
+    An accuracy of another model, such as ``final/accuracy`` in a study that selects by validation, changes
+    the selection with it, so that all columns are of that model.
+
     Raises:
         InputError: no run has the metric, or it is not known whether more of it is better.
     """
-    study = results.study if metric is None else replace(results.study, metric=metric)
+    if metric is not None:
+        study = results.study.with_metric(metric)
+        results = selected(replace(results, study=study))
+    study = results.study
     known = sorted({name for run in results.runs for name in run.metrics})
     if study.metric not in known:
-        near = [*get_close_matches(study.metric, known, n=1, cutoff=0.0), "final/accuracy"]
+        near = [*get_close_matches(study.metric, known, n=1, cutoff=0.0), study.accuracy_metric]
         rule = f"no run of {study.name} has it"
         raise InputError(f"metric {study.metric}", rule, f"write --metric {near[0]}")
     higher_is_better(study.metric)

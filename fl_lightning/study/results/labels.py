@@ -10,7 +10,7 @@ from typing import Any
 
 from fl_lightning.settings import is_free, settings_hash
 from fl_lightning.study.results.run_records import RunRecord
-from fl_lightning.study.results.runs import ExcludedRun, FinishedRun, Results, run_metrics
+from fl_lightning.study.results.runs import ExcludedRun, FinishedRun, Results
 from fl_lightning.study.spec.plan import RESERVED, Study, Variation
 
 MAX_SETTINGS_LENGTH = 60
@@ -35,8 +35,7 @@ def label_all(name: str, folder: Path, records: list[RunRecord]) -> Results:
             excluded.append(ExcludedRun(cells[key].name, reason))
         cells[key] = record
     runs = [
-        FinishedRun(label, seed, dict(levels), record, run_metrics(record))
-        for (label, seed, *levels), record in cells.items()
+        FinishedRun(label, seed, dict(levels), record) for (label, seed, *levels), record in cells.items()
     ]
     runs.sort(key=lambda run: (run.label, run.seed, *run.levels.values()))
     grid: dict[str, dict[str, Variation]] = {}
@@ -50,7 +49,7 @@ def label_all(name: str, folder: Path, records: list[RunRecord]) -> Results:
         methods={run.label: Variation() for run in runs},
         grid=grid,
     )
-    return Results(plan, runs, excluded)
+    return Results(plan, runs, excluded, records=records)
 
 
 def _tags(record: RunRecord) -> Mapping[str, Any]:

@@ -54,12 +54,21 @@ class RunRecord:
 
 def read_folder(folder: Path) -> list[RunRecord]:
     """Read every run directly in ``folder``, by name, also those that are damaged or still going on."""
+    return [read_directory(path) for path in _run_directories(folder)]
+
+
+def runs_in(folder: Path) -> int:
+    """Return how many runs there are directly in ``folder``, whatever their state."""
+    return len(_run_directories(folder)) if folder.is_dir() else 0
+
+
+def _run_directories(folder: Path) -> list[Path]:
     paths = sorted(
         path
         for path in folder.iterdir()
         if (path / "metadata.json").exists() or (path / "config.yaml").exists()
     )
-    return [read_directory(path) for path in paths if path.is_dir() and not path.name.startswith(".")]
+    return [path for path in paths if path.is_dir() and not path.name.startswith(".")]
 
 
 def read_directory(path: Path) -> RunRecord:

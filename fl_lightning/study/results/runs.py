@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from math import fsum, isfinite, nan
 from statistics import fmean, median
 from typing import TYPE_CHECKING
@@ -13,6 +13,7 @@ from fl_lightning.study.results.run_records import RunRecord
 
 if TYPE_CHECKING:
     from fl_lightning.study.spec.plan import Study
+    from fl_lightning.study.spec.selection import Selection
     from fl_lightning.study.spec.stopping import Stopping
 
 NO_RUN = "no run"
@@ -30,14 +31,14 @@ class FinishedRun:
         seed: its seed.
         levels: axis -> level.
         record: what was read of it.
-        metrics: one number per metric, see :func:`run_metrics`.
+        metrics: one number per metric, see :func:`run_metrics`; :func:`selected` fills them in.
     """
 
     label: str
     seed: int
     levels: Mapping[str, str]
     record: RunRecord
-    metrics: Mapping[str, float]
+    metrics: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def name(self) -> str:
@@ -106,35 +107,53 @@ class Results:
         runs: finished runs, one a cell, in the study's order.
         excluded: all others.
         stopping: where a study that adds seeds has stopped; None: its seeds are fixed.
+        other_tests: results of ``test`` that are of another round than the study's tables.
+        records: everything that was read, finished or not.
     """
 
     study: Study
     runs: list[FinishedRun]
     excluded: list[ExcludedRun]
     stopping: Stopping | None = None
+    other_tests: list[ExcludedRun] = field(default_factory=list)
+    records: list[RunRecord] = field(default_factory=list)
+
+    @property
+    def not_counted(self) -> list[ExcludedRun]:
+        """Everything that is in no table, with the reason."""
+        return [*self.excluded, *self.other_tests]
 
 
-def run_metrics(record: RunRecord, target: float | None = None) -> dict[str, float]:
-    """Return one number per metric of a run.
+def run_metrics(
+    record: RunRecord, target: float | None = None, selection: Selection = "last5"
+) -> dict[str, float]:
+    """Return one number per metric of a run, all of one model: that of :func:`selected_round`.
 
     - ``final/*`` is taken as the run gives it, and ``final/best_val_test_accuracy`` is the accuracy on the
       test set in the round that validation chose.
     - ``total/*`` is the bytes over all rounds, ``client/*`` the bytes per client that trained and round.
     - ``time/round`` and ``time/train`` are the median seconds of a round without the first three;
       ``time/total`` is the seconds of all rounds.
-    - Of the other metrics of the rounds, the last one measured counts.
-    - What ``test`` measured is added, except what has the name of a round's metric.
+    - Of the other metrics of the rounds, the last one measured until the selected round counts.
+    - What ``test`` measured of that round is added, except what the round has itself.
     - With a ``target`` accuracy, ``target/rounds`` and ``target/megabytes`` count until ``test/accuracy``
       first reaches it; they are NaN when it never does.
+
+    Args:
+        record: what was read of the run.
+        target: a share in (0, 1].
+        selection: the study's.
     """
-    history = record.history
+    history, chosen = record.history, selected_round(record, selection)
     columns: dict[str, list[float]] = {}
     for row in history:
         for name, value in row.items():
             columns.setdefault(name, []).append(value)
     metrics = {
-        name: values[-1]
-        for name, values in columns.items()
+        name: value
+        for row in history
+        if row["round"] <= chosen  # of nothing, where no round was chosen
+        for name, value in row.items()
         if not re.match("round$|comm/|clients/|time/", name)
     }
     metrics |= {name: value for name, value in record.metadata.items() if name.startswith("final/")}
@@ -152,10 +171,18 @@ def run_metrics(record: RunRecord, target: float | None = None) -> dict[str, flo
             metrics[name] = median(columns[name][WARM_UP_ROUNDS:] or columns[name])
     if "time/round" in columns:
         metrics["time/total"] = sum(columns["time/round"])
-    metrics |= {name: value for name, value in record.tested.items() if name not in metrics}
+    if record.tested_round == chosen:
+        metrics |= {name: value for name, value in record.tested.items() if name not in metrics}
     if target is not None:
         metrics |= dict(zip(("target/rounds", "target/megabytes"), to_target(history, target), strict=True))
     return {name: float(metrics[name]) for name in sorted(metrics)}  # floats, as MLflow has them
+
+
+def selected_round(record: RunRecord, selection: Selection) -> float:
+    """Return the round whose model the tables hold; NaN where validation was to choose and none was made."""
+    if selection == "best_val":
+        return float(record.metadata.get("final/best_val_round", nan))
+    return float(record.history[-1]["round"])
 
 
 def to_target(history: Iterable[Mapping[str, float]], target: float) -> tuple[float, float]:
@@ -174,41 +201,26 @@ def to_target(history: Iterable[Mapping[str, float]], target: float) -> tuple[fl
     return nan, nan
 
 
-def with_one_checkpoint(results: Results) -> Results:
-    """Leave out the metrics of ``test`` that belong to another checkpoint than those of other runs.
+def selected(results: Results) -> Results:
+    """Give every run the metrics of the model that the study selects.
 
-    ``last`` is the run's final round: a test made before the run went on belongs to an earlier one. When some
-    runs were tested at ``last`` and some at ``best``, none of their tests counts, since nothing says which
-    was meant. What is left out is listed in ``excluded``.
+    What ``test`` measured of another round is left out, and listed in ``other_tests``.
     """
-    reasons = {run.record.where: reason for run in results.runs if (reason := _outdated_test(run))}
-    tested = [run for run in results.runs if run.record.tested and run.record.where not in reasons]
-    checkpoints = sorted({run.record.checkpoint for run in tested})
-    for run in tested if len(checkpoints) > 1 else []:
-        others = ", ".join(name for name in checkpoints if name != run.record.checkpoint)
-        reasons[run.record.where] = (
-            f"it is of the checkpoint {run.record.checkpoint}, those of other runs of {others}; test all "
-            "with one --checkpoint"
-        )
-    runs = [
-        _without_test(run, results.study.target_accuracy) if run.record.where in reasons else run
-        for run in results.runs
-    ]
-    left_out = [
-        ExcludedRun(f"test.json of {run.name}", reasons[run.record.where])
-        for run in results.runs
-        if run.record.where in reasons
-    ]
-    return replace(results, runs=runs, excluded=[*results.excluded, *left_out])
+    study, runs, others = results.study, [], []
+    for run in results.runs:
+        record, chosen = run.record, selected_round(run.record, study.selection)
+        if record.tested and record.tested_round != chosen:
+            others.append(ExcludedRun(f"test.json of {run.name}", _why_other(run, chosen, study.selection)))
+        runs.append(replace(run, metrics=run_metrics(record, study.target_accuracy, study.selection)))
+    return replace(results, runs=runs, other_tests=others)
 
 
-def _outdated_test(run: FinishedRun) -> str:
-    record = run.record
-    if not record.tested or record.checkpoint != "last" or record.tested_round == run.rounds:
-        return ""
-    return f"it is of round {record.tested_round}, the run has {run.rounds}; test it again"
-
-
-def _without_test(run: FinishedRun, target: float | None) -> FinishedRun:
-    record = replace(run.record, tested={})
-    return replace(run, record=record, metrics=run_metrics(record, target))
+def _why_other(run: FinishedRun, chosen: float, selection: Selection) -> str:
+    tested = f"it is of round {run.record.tested_round}"
+    if selection == "best_val":
+        which = "no round was validated" if chosen != chosen else f"the tables are of round {chosen:.0f}"
+        return f"{tested}, {which}, which validation chose; test it with --checkpoint best"
+    if run.record.checkpoint == "last":
+        return f"{tested}, the run has {run.rounds}; test it again"
+    instead = "test it with --checkpoint last, or write selection: best_val"
+    return f"{tested}, the tables are of the last round, {run.rounds}; {instead}"

@@ -39,7 +39,10 @@ def of_seeds(results: Results, seeds: Sequence[int]) -> Results:
     others = _cells(study, [seed for seed in study.seed_order if seed not in seeds])
     kept = [run for run in results.runs if run.seed in seeds]
     excluded = [entry for entry in results.excluded if _cell_of(entry, others) is None]
-    return replace(results, study=replace(study, seeds=list(seeds)), runs=kept, excluded=excluded)
+    tests = {f"test.json of {run.name}" for run in kept}
+    other_tests = [entry for entry in results.other_tests if entry.name in tests]
+    study = replace(study, seeds=list(seeds))
+    return replace(results, study=study, runs=kept, excluded=excluded, other_tests=other_tests)
 
 
 def begun_beyond(results: Results, seeds: Sequence[int]) -> list[int]:

@@ -29,7 +29,7 @@ from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from itertools import product
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import yaml
 
@@ -37,12 +37,16 @@ from fl_lightning.errors import InputError
 from fl_lightning.probing import PROBES
 from fl_lightning.study.metric_names import CLOCKS, KNOWN, higher_is_better
 from fl_lightning.study.spec.criteria import Criterion, check_needs, parse
+from fl_lightning.study.spec.selection import ACCURACY_METRICS, SELECTION_OF, Selection
 from fl_lightning.study.spec.spec_file import Seed, Share, SpecFile
 from fl_lightning.study.spec.stopping import StoppingRule, stopping_rule
 from fl_lightning.study.spec.tuned import TunedRecord, method_hash, tuned_record
 from fl_lightning.support.redaction import redact_settings
 
-RESERVED = ("study", "label", "method", "seed", "dataset", "commit", "dirty", "run_dir", "partition_sha256")
+RESERVED = (
+    *("study", "label", "method", "seed", "dataset", "commit", "dirty", "run_dir", "partition_sha256"),
+    "registration",
+)
 """Tags that every run has: none of them can name an axis."""
 METRICS = [
     *(column.metric for column in (*KNOWN, *CLOCKS)),
@@ -50,13 +54,6 @@ METRICS = [
 ]
 MAX_CELLS = 10_000
 """Runs of one study."""
-Selection = Literal["last5", "best_val", "last"]
-ACCURACY_METRICS: dict[Selection, str] = {
-    "last5": "final/last5_accuracy",
-    "best_val": "final/best_val_test_accuracy",
-    "last": "final/accuracy",
-}
-"""The accuracy that each selection stands for."""
 
 
 @dataclass
@@ -225,6 +222,11 @@ class Study:
         """The metric that ``accuracy(L)`` stands for."""
         return ACCURACY_METRICS[self.selection]
 
+    def with_metric(self, metric: str) -> Study:
+        """Return the study with another primary metric, and with the selection that it is about."""
+        selection = SELECTION_OF.get(metric, self.selection)
+        return replace(self, metric=metric, selection=selection)
+
     def parsed_criteria(self) -> list[Criterion]:
         """Return the criteria, checked.
 
@@ -366,8 +368,7 @@ def _study(file: SpecFile, given: StudyEntries) -> Study:
         common=Variation(file.configs(given.config, "config"), file.settings(given.settings, "settings")),
         overlays=file.configs(given.overlays, "overlays"),
         grid=grid,
-        test=_test(file, given.test),
-        **_selected(file, given),
+        **_selected(file, given, _test(file, given.test)),
         proposed=[file.one_of(label, methods, "proposed") for label in given.proposed],
         degradation=None if given.degradation is None else _degradation(file, given.degradation, grid),
         target_accuracy=given.target_accuracy and float(given.target_accuracy),
@@ -397,6 +398,11 @@ def as_entry(given: str | Mapping[str, Any]) -> dict[str, Any]:
         return {"text": given}
     names = {"criterion": "text", "text": "claim"}
     return {names.get(key, key): value for key, value in given.items()}
+
+
+def as_document(given: str | Mapping[str, Any]) -> dict[str, Any]:
+    """Return a criterion or premise as the mapping that it can be in a study file."""
+    return {"criterion": given} if isinstance(given, str) else dict(given)
 
 
 def _criterion(file: SpecFile, given: Any, where: str, schema: type) -> str | dict[str, Any]:
@@ -451,19 +457,37 @@ def _test(file: SpecFile, given: bool | list[str] | dict[str, Any]) -> dict[str,
     return flags
 
 
-def _selected(file: SpecFile, given: StudyEntries) -> dict[str, Any]:
-    """Return ``selection`` and ``metric``, which must be about one model."""
-    of_metric = {metric: name for name, metric in ACCURACY_METRICS.items()}
-    metric = None if given.metric is None else _metric(file, given.metric)
-    selection = given.selection or of_metric.get(metric or "", "last5")
-    return {"selection": selection, "metric": metric or ACCURACY_METRICS[selection]}
+def _selected(file: SpecFile, given: StudyEntries, test: dict[str, Any] | None) -> dict[str, Any]:
+    """Return ``selection``, ``metric`` and ``test``, which must be about one model.
+
+    A study whose runs are made already is read as it was written: what ``test`` measured of another round is
+    then left out of its report, and listed.
+    """
+    metric, tested = given.metric and _metric(file, given.metric), (test or {}).get("checkpoint")
+    of_test: Selection = "best_val" if tested == "best" else "last5"
+    selection = given.selection or SELECTION_OF.get(metric or "", of_test)
+    of_metric = SELECTION_OF.get(metric or "", selection)
+    rule = f"all tables of a study are of one model, and this is that of selection: {of_metric}"
+    instead = f"leave metric out, or write selection: {of_metric}"
+    said = f"metric: {metric} with selection: {selection}"
+    file.require(of_metric == selection, said, rule, instead)
+    needed = "best" if selection == "best_val" else "last"
+    rule = f"all tables are of one model, and that of selection: {selection} is in checkpoint: {needed}"
+    other = "best_val" if tested == "best" else "last5"
+    hint = f", or selection: {other}" if tested in ("best", "last") else ""
+    instead = f"write checkpoint: {needed}{hint}"
+    fits = tested in (None, needed) or not file.find_configs
+    file.require(fits, f"test.checkpoint: {tested} with selection: {selection}", rule, instead)
+    if test is not None and tested is None and needed == "best":
+        test = {**test, "checkpoint": needed}
+    return {"selection": selection, "metric": metric or ACCURACY_METRICS[selection], "test": test}
 
 
 def _metric(file: SpecFile, metric: str) -> str:
     """Refuse unknown metrics of groups that only this program writes; others may come from methods and
     callbacks."""
     known = metric in METRICS or ("/" in metric and not metric.startswith(("final/", "total/", "target/")))
-    near = [*get_close_matches(metric, METRICS, n=1), "final/accuracy"]
+    near = [*get_close_matches(metric, METRICS, n=1), ACCURACY_METRICS["last5"]]
     file.require(known, f"metric: {metric}", "no run has such a metric", f"write metric: {near[0]}")
     return metric
 

@@ -6,7 +6,7 @@ until: {max_seeds: 40, max_hours: 6}    # or just: until: decided
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
@@ -51,7 +51,14 @@ class StoppingRule:
 
     def registered(self) -> dict[str, Any]:
         """Return everything that the decisions depend on, for the pre-registration."""
-        return {"until": DECIDED, **asdict(self)}
+        return {"rule": DECIDED, **asdict(self)}
+
+    @classmethod
+    def from_registered(cls, document: Mapping[str, Any]) -> StoppingRule | None:
+        """Return the rule that was registered; None where the seeds are fixed."""
+        if document["rule"] != DECIDED:
+            return None
+        return cls(**{key: value for key, value in document.items() if key != "rule"})
 
     def seeds(self, listed: Sequence[int]) -> list[int]:
         """Return every seed that may be run, in order: those of the study, then the numbers after the

@@ -1,0 +1,137 @@
+"""What a report says of the registration of its study: whether it asks what was registered, and what the
+registered criteria say if it does not."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from fl_lightning.errors import InputError
+from fl_lightning.study.report.comparison import Comparison
+from fl_lightning.study.report.looks import counted
+from fl_lightning.study.results.gather import check_comparable, gather_registered
+from fl_lightning.study.results.runs import FinishedRun, Results
+from fl_lightning.study.spec.registration import (
+    TAG,
+    TAG_LENGTH,
+    Registration,
+    differences,
+    level_key,
+    seedless_hash,
+)
+
+Status = Literal["as registered", "not as registered", "registered late", "not registered"]
+
+
+@dataclass(frozen=True)
+class RegistrationReport:
+    """How a report stands to the registration of its study.
+
+    Args:
+        status: ``registered late``: runs were there before.
+        line: the first line of the report.
+        differences: what differs from the registered plan, one clause each.
+        sha256: the hash of the registered plan, or empty.
+        dates: of the registration and its amendments.
+        registered: the runs under the registered plan, where the report has another one.
+    """
+
+    status: Status
+    line: str
+    differences: Sequence[str] = ()
+    sha256: str = ""
+    dates: Sequence[str] = ()
+    registered: Comparison | None = None
+
+
+NOT_REGISTERED = RegistrationReport(
+    "not registered",
+    "**Not registered**: nothing shows that criteria, metric, methods and seeds were chosen before the runs.",
+)
+
+
+def registration_report(results: Results, folder: Path) -> RegistrationReport:
+    """Compare what a report asks with what was registered.
+
+    Args:
+        results: the runs under the study of the report.
+        folder: the folder of the study.
+
+    Raises:
+        InputError: the registration cannot be read.
+    """
+    registration = Registration.read(folder)
+    if registration is None:
+        return NOT_REGISTERED
+    first = registration.first
+    found = [*differences(first.plan, results.study), *_different_runs(registration, results)]
+    later = [entry for entry in registration.entries if entry.sha256 != first.sha256]
+    found += [f"amended {_day(entry.date)}" for entry in later]
+    if not all(entry.is_intact for entry in registration.entries):
+        found.insert(0, "registration.json was edited: a plan in it does not have its hash")
+    if found and first.runs:
+        found.append(f"{first.runs} runs are older than the registration")
+    dates = [entry.date for entry in registration.entries]
+    mark = f"SHA-256 {first.sha256[:TAG_LENGTH]}"
+    if found:
+        comparison, why = _registered(results, registration, folder)
+        line = f"**Not as registered** on {_day(first.date)} ({mark}): {'; '.join(found)}. {why}"
+        return RegistrationReport("not as registered", line, found, first.sha256, dates, comparison)
+    if first.runs:
+        were = f"{first.runs} run{'s were' if first.runs > 1 else ' was'}"
+        line = f"**Registered late**, on {_day(first.date)} ({mark}), when {were} in the folder already."
+        return RegistrationReport("registered late", line, (), first.sha256, dates)
+    line = (
+        f"As registered before the first run ({mark}): selection, metric, criteria, premises, methods, seeds "
+        "and stopping rule are unchanged."
+    )
+    return RegistrationReport("as registered", line, (), first.sha256, dates)
+
+
+def _registered(results: Results, registration: Registration, folder: Path) -> tuple[Comparison | None, str]:
+    """Return the runs under the registered plan, and a sentence on where its verdicts are."""
+    try:
+        found = counted(gather_registered(results, registration.first.plan, folder))
+        check_comparable(found)
+        return Comparison(found), "The verdicts of both are below."
+    except InputError as error:
+        return None, f"The registered criteria cannot be judged: {error}."
+
+
+def _different_runs(registration: Registration, results: Results) -> list[str]:
+    """Return what of the runs themselves was not registered: their settings, or their registration."""
+    plan, found = registration.first.plan, []
+    changed = [run for run in results.runs if _has_other_settings(run, plan["methods"])]
+    if changed:
+        labels = ", ".join(dict.fromkeys(run.label for run in changed))
+        found.append(f"{len(changed)} runs of {labels} have other settings than registered")
+    strange = [run.name for run in results.runs if _tag(run) not in {*registration.tags, None}]
+    if strange:
+        found.append(f"{_some(strange)} made under a registration that is not in registration.json")
+    unmarked = [run.name for run in results.runs if _tag(run) is None]
+    if unmarked and not registration.first.runs:
+        found.append(f"{_some(unmarked)} not made by the sweep that registered the study")
+    return found
+
+
+def _some(names: Sequence[str]) -> str:
+    return f"{len(names)} runs, such as {names[0]}, were" if len(names) > 1 else f"{names[0]} was"
+
+
+def _has_other_settings(run: FinishedRun, methods: dict) -> bool:
+    record = run.record
+    registered = methods.get(run.label, {}).get("sha256", {}).get(level_key(run.levels))
+    if registered is None or not (record.settings and record.typed):
+        return False  # a method or level that was not registered is named as such
+    return seedless_hash(record.settings) != registered
+
+
+def _tag(run: FinishedRun) -> str | None:
+    tag = (run.record.metadata.get("tags") or {}).get(TAG)
+    return None if tag is None else str(tag)
+
+
+def _day(date: str) -> str:
+    return f"{date[:10]} {date[11:16]} UTC"

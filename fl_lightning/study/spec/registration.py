@@ -1,0 +1,284 @@
+"""Pre-registration: what a study asks, written down with a hash and a date before its first cell is run.
+
+``registration.json`` in the folder of the study holds the first plan for ever, and every later one as an
+amendment with its date. It is no proof against somebody who writes a new file, but every run carries the hash
+of the plan that it was made under, so that a new file does not fit the runs.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+from fl_lightning.errors import InputError
+from fl_lightning.run.directory import to_json
+from fl_lightning.run.metadata import now
+from fl_lightning.settings import result_settings, settings_hash
+from fl_lightning.study.spec.plan import Study, Variation, as_document
+from fl_lightning.study.spec.stopping import StoppingRule
+from fl_lightning.support.disk import replace
+
+FILE = "registration.json"
+TAG = "registration"
+"""The tag of a run with the beginning of the hash of the plan that it was made under."""
+TAG_LENGTH = 16
+SEED = "seed_everything"
+
+
+FIXED = {"rule": "fixed"}
+"""What is registered of the stopping rule of a study whose seeds are fixed."""
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One plan of a study, and when it was written down.
+
+    Args:
+        date: UTC, ISO 8601.
+        sha256: the hash of ``plan``.
+        runs: the runs that the folder held at that time, finished or not.
+        plan: see :func:`plan_of`.
+    """
+
+    date: str
+    sha256: str
+    runs: int
+    plan: Mapping[str, Any]
+
+    @property
+    def is_intact(self) -> bool:
+        return hash_of(self.plan) == self.sha256
+
+    @property
+    def stopping(self) -> StoppingRule | None:
+        """The rule by which seeds are added; None: the seeds are fixed."""
+        return StoppingRule.from_registered(self.plan["stopping"])
+
+
+@dataclass(frozen=True)
+class Registration:
+    """The content of ``registration.json``.
+
+    Args:
+        entries: the plan that was registered, and its amendments, in the order of their dates.
+    """
+
+    entries: tuple[Entry, ...]
+
+    @property
+    def first(self) -> Entry:
+        """The plan that the study is held to."""
+        return self.entries[0]
+
+    @property
+    def tag(self) -> str:
+        """The mark of runs that are made now."""
+        return self.entries[-1].sha256[:TAG_LENGTH]
+
+    @property
+    def tags(self) -> set[str]:
+        """The marks that runs of this study can carry."""
+        return {entry.sha256[:TAG_LENGTH] for entry in self.entries}
+
+    @classmethod
+    def read(cls, folder: Path) -> Registration | None:
+        """Read the registration in the folder of a study; None where there is none.
+
+        Raises:
+            InputError: there is one that cannot be read.
+        """
+        path = folder / FILE
+        if not path.exists():
+            return None
+        try:
+            entries = json.loads(path.read_bytes())["entries"]
+            found = cls(tuple(Entry(**entry) for entry in entries))
+            _ = [(entry.stopping, entry.date[:16], entry.sha256[:1]) for entry in found.entries], found.first
+            return found
+        except (OSError, ValueError, TypeError, KeyError, IndexError, AttributeError) as error:
+            rule = f"it is the registration of the study and cannot be read ({error})"
+            instead = "put it back; without it the study counts as not registered"
+            raise InputError(f"{path}", rule, instead) from None
+
+    def write(self, folder: Path) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        replace(folder / FILE, to_json({"entries": [asdict(entry) for entry in self.entries]}).encode())
+
+
+def register(folder: Path, plan: Mapping[str, Any], runs: int) -> Registration:
+    """Write the plan down, unless it is the one that was written down last. What is there stays.
+
+    Args:
+        folder: the folder of the study.
+        plan: what the study asks now, from :func:`plan_of`.
+        runs: the runs that the folder holds already.
+
+    Raises:
+        InputError: there is a registration that cannot be read.
+    """
+    before = Registration.read(folder)
+    if before is not None and before.entries[-1].sha256 == hash_of(plan):
+        return before
+    entry = Entry(now(), hash_of(plan), runs, plan)
+    registration = Registration((*(before.entries if before else ()), entry))
+    registration.write(folder)
+    return registration
+
+
+def plan_of(
+    study: Study,
+    cells: Iterable[tuple[str, Mapping[str, str], Mapping[str, Any]]],
+) -> dict[str, Any]:
+    """Return what is registered of a study, fit for JSON.
+
+    Args:
+        study: the study.
+        cells: of every cell the label, the levels, and the resolved configuration with dotted keys.
+    """
+    resolved = {
+        (label, level_key(levels)): {key: value for key, value in config.items() if key != SEED}
+        for label, levels, config in cells
+    }
+    return {
+        **question_of(study),
+        "stopping": _stopping(study),
+        "methods": {
+            label: {"changes": _changes(label, resolved), "sha256": _hashes(label, resolved)}
+            for label in study.methods
+        },
+    }
+
+
+def _stopping(study: Study) -> dict[str, Any]:
+    return FIXED if study.until is None else study.until.registered()
+
+
+def _hashes(label: str, resolved: Mapping[tuple[str, str], Mapping[str, Any]]) -> dict[str, str]:
+    """Return the hash of a method's settings at each level."""
+    return {level: settings_hash(config) for (own, level), config in resolved.items() if own == label}
+
+
+def question_of(study: Study) -> dict[str, Any]:
+    """Return the part of the plan that a study file alone tells, without its methods."""
+    return {
+        "study": study.name,
+        "selection": study.selection,
+        "metric": study.metric,
+        "criteria": [as_document(entry) for entry in study.criteria],
+        "premises": [as_document(entry) for entry in study.premises],
+        "proposed": list(study.proposed),
+        "degradation": None if study.degradation is None else dict(study.degradation),
+        "target_accuracy": study.target_accuracy,
+        "grid": {axis: list(levels) for axis, levels in study.grid.items()},
+        "seeds": list(study.seeds),
+    }
+
+
+def level_key(levels: Mapping[str, str]) -> str:
+    """Return levels as one text: ``noise=on,bits=4``."""
+    return ",".join(f"{axis}={level}" for axis, level in levels.items())
+
+
+def seedless_hash(settings: Mapping[str, Any]) -> str:
+    """Return the hash of the settings of a run that count, without its seed."""
+    return settings_hash({key: value for key, value in settings.items() if key != SEED})
+
+
+def hash_of(plan: Mapping[str, Any]) -> str:
+    """Return the SHA-256 of a plan, whatever the order of its keys."""
+    return sha256(json.dumps(plan, sort_keys=True, default=str).encode()).hexdigest()
+
+
+def _changes(label: str, resolved: Mapping[tuple[str, str], Mapping[str, Any]]) -> dict[str, Any]:
+    """Return the settings of a method in which it differs from some other method, at the first level."""
+    first: dict[str, Mapping[str, Any]] = {}
+    for (own, _), config in resolved.items():
+        first.setdefault(own, config)
+    settings = {own: result_settings(config) for own, config in first.items()}
+    mine, absent = settings.get(label, {}), "not set"
+    return {
+        key: mine.get(key, absent)
+        for key in sorted({key for other in settings.values() for key in other})
+        if any(repr(other.get(key, absent)) != repr(mine.get(key, absent)) for other in settings.values())
+    }
+
+
+def registered_study(study: Study, plan: Mapping[str, Any]) -> Study:
+    """Return the study as it was registered, for a report: its methods and levels are names alone."""
+    return dataclasses.replace(
+        study,
+        seeds=list(plan["seeds"]),
+        until=StoppingRule.from_registered(plan["stopping"]),
+        methods={label: Variation() for label in plan["methods"]},
+        grid={axis: {level: Variation() for level in levels} for axis, levels in plan["grid"].items()},
+        **{
+            key: plan[key]
+            for key in ("selection", "metric", "criteria", "premises", "proposed", "degradation")
+        },
+        target_accuracy=plan["target_accuracy"],
+    )
+
+
+def differences(plan: Mapping[str, Any], study: Study) -> list[str]:
+    """Return in which points a study differs from a registered plan, one clause each."""
+    found, now_asked = [], question_of(study)
+    for key, what in (("criteria", "criterion"), ("premises", "premise")):
+        found += _different_claims(what, plan[key], now_asked[key])
+    for key in ("selection", "metric", "degradation", "target_accuracy"):
+        if plan[key] != now_asked[key]:
+            found.append(f"{key}: registered {plan[key]}, now {now_asked[key]}")
+    found += _different_names("methods", list(plan["methods"]), list(study.methods))
+    found += _different_names("proposed", plan["proposed"], study.proposed)
+    for axis in dict.fromkeys([*plan["grid"], *now_asked["grid"]]):
+        found += _different_names(f"grid.{axis}", plan["grid"].get(axis, []), now_asked["grid"].get(axis, []))
+    return found + _different_stopping(plan["stopping"], _stopping(study)) + _different_seeds(plan, study)
+
+
+def _different_stopping(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:
+    keys = [key for key in {**before, **after} if before.get(key) != after.get(key)]
+    return [f"stopping {key}: registered {before.get(key)}, now {after.get(key)}" for key in keys]
+
+
+def _different_seeds(plan: Mapping[str, Any], study: Study) -> list[str]:
+    """Compare the seeds; where they are added, those of the study are the ones that count, in order."""
+    rule = StoppingRule.from_registered(plan["stopping"])
+    if rule is None or study.until is None:
+        return _different_names("seeds", plan["seeds"], study.seeds)
+    order, seeds = dataclasses.replace(rule, max_seeds=len(study.seeds)).seeds(plan["seeds"]), study.seeds
+    if seeds == order[: len(seeds)]:
+        return []
+    registered, now = (", ".join(map(str, some)) for some in (order[: len(seeds)], seeds))
+    return [f"seeds: registered in the order {registered}, now {now}"]
+
+
+def _different_names(what: str, before: Sequence[Any], after: Sequence[Any]) -> list[str]:
+    added, removed = (
+        [str(name) for name in some if name not in others]
+        for some, others in ((after, before), (before, after))
+    )
+    parts = [f"{', '.join(added)} added"] if added else []
+    parts += [f"{', '.join(removed)} removed"] if removed else []
+    return [f"{what}: {', '.join(parts)}"] if parts else []
+
+
+def _different_claims(what: str, before: Sequence[Mapping], after: Sequence[Mapping]) -> list[str]:
+    def by_title(entries: Sequence[Mapping]) -> dict[str, Mapping]:
+        return {entry.get("name") or entry["criterion"]: entry for entry in entries}
+
+    old, new, found = by_title(before), by_title(after), []
+    for title, entry in old.items():
+        if title not in new:
+            found.append(f"{what} `{entry['criterion']}` removed")
+        elif new[title] != entry:
+            found.append(f"{what} {title}: registered {_written(entry)}, now {_written(new[title])}")
+    return [*found, *(f"{what} `{new[title]['criterion']}` added" for title in new if title not in old)]
+
+
+def _written(entry: Mapping[str, Any]) -> str:
+    rest = ", ".join(f"{key} {value}" for key, value in entry.items() if key not in ("criterion", "name"))
+    return f"`{entry['criterion']}`{f' ({rest})' if rest else ''}"

@@ -1,0 +1,170 @@
+"""What was registered before the runs stands at the head of every report, whatever was edited afterwards."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import yaml
+from compared import A, B, C, report_of
+from synthetic_runs import make_study
+
+from fl_lightning.__main__ import main
+from fl_lightning.errors import InputError
+from fl_lightning.settings import config_of
+from fl_lightning.study.report.compare import compare
+from fl_lightning.study.spec.plan import Study
+from fl_lightning.study.spec.registration import Registration, plan_of, register
+
+pytestmark = pytest.mark.usefixtures("figures_only_where_looked_at")
+STRICT, LAX = "accuracy(A) - accuracy(B) >= 0.045", "accuracy(A) - accuracy(B) >= -0.05"
+
+
+@pytest.fixture
+def runs(tmp_path) -> Path:
+    """A study whose one criterion fails, registered before its runs, which carry its mark."""
+    root = tmp_path / "runs"
+    folder = make_study(root, {"A": A, "B": B, "C": C}, criteria=[STRICT])
+    register_as(folder, 0)
+    return root
+
+
+def register_as(folder: Path, runs: int) -> Registration:
+    """Register the study in the folder as a sweep would, and mark the runs."""
+    study = Study.read(folder / "study.yaml")
+    cells = [(one.method, one.levels, config_of(folder / one.name)) for one in study.cells()]
+    registration = register(folder, plan_of(study, cells), runs)
+    for path in folder.glob("*/metadata.json"):
+        metadata = json.loads(path.read_text())
+        metadata["tags"]["registration"] = registration.tag
+        path.write_text(json.dumps(metadata))
+    return registration
+
+
+def edit(root: Path, **changes) -> None:
+    path = root / "study/study.yaml"
+    path.write_text(yaml.safe_dump({**yaml.safe_load(path.read_text()), **changes}, sort_keys=False))
+
+
+def head(root: Path, **flags) -> tuple[str, dict]:
+    """The first line of the report, and ``report.json``."""
+    out = root.parent / "out"
+    compare("study", out, root, overwrite=True, **flags)
+    return (out / "report.md").read_text().splitlines()[0], report_of(out)
+
+
+def test_an_edited_criterion_is_visible_in_the_first_line_and_both_verdicts_are_shown(runs, capsys):
+    line, report = head(runs)
+    assert line.startswith("As registered before the first run")
+    assert [entry["verdict"] for entry in report["criteria"]] == ["fails"]
+    edit(runs, criteria=[LAX])
+    line, report = head(runs)
+    date = Registration.read(runs / "study").first.date
+    assert line.startswith("**Not as registered**")
+    assert f"{date[:10]} {date[11:16]} UTC" in line
+    assert f"`{STRICT}` removed" in line
+    assert f"`{LAX}` added" in line
+    assert [entry["verdict"] for entry in report["criteria"]] == ["holds"]
+    assert [entry["verdict"] for entry in report["registration"]["registered"]["criteria"]] == ["fails"]
+    text = (runs.parent / "out/report.md").read_text()
+    assert text.index("## Criteria as registered") < text.index("## Criteria as they are now")
+    assert "Not as registered" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"selection": "last5"}, "selection: registered last, now last5"),
+        ({"metric": "final/auc_accuracy"}, "metric: registered final/accuracy, now final/auc_accuracy"),
+        ({"methods": {"A": {}, "B": {}}}, "methods: C removed"),
+        ({"methods": {"A": {}, "B": {}, "C": {}, "D": {}}}, "methods: D added"),
+        ({"seeds": [0, 1]}, "seeds: 2 removed"),
+        ({"seeds": [0, 1, 2, 3]}, "seeds: 3 added"),
+        ({"proposed": ["A"]}, "proposed: A added"),
+        ({"premises": ["accuracy(A) > 0"]}, "premise `accuracy(A) > 0` added"),
+        (
+            {"criteria": [{"criterion": STRICT, "share": 0.5}]},
+            f"registered `{STRICT}`, now `{STRICT}` (share",
+        ),
+        ({"target_accuracy": 0.5}, "target_accuracy: registered None, now 0.5"),
+    ],
+)
+def test_whatever_is_edited_is_named(runs, changes, said):
+    edit(runs, **changes)
+    line, report = head(runs)
+    assert line.startswith("**Not as registered**")
+    assert said in line
+    assert said in report["registration"]["differences"][0]
+    assert report["registration"]["registered"]["criteria"][0]["verdict"] == "fails"
+
+
+def test_another_metric_on_the_command_line_is_named_too(runs):
+    line, report = head(runs, metric="test/ece")
+    assert "metric: registered final/accuracy, now test/ece" in line
+    assert report["registration"]["registered"]["metric"] == "final/accuracy"
+
+
+def test_runs_of_other_settings_and_of_another_registration_are_named(runs):
+    folder = runs / "study"
+    for seed in range(3):
+        path = folder / f"A-seed{seed}/config.yaml"
+        path.write_text(yaml.safe_dump({"seed_everything": seed, "model": {"lr": 9.0}}))
+    assert "3 runs of A have other settings than registered" in head(runs)[0]
+    shutil.rmtree(folder)
+    make_study(runs, {"A": A, "B": B, "C": C}, criteria=[STRICT])
+    register_as(folder, 0)
+    (folder / "registration.json").unlink()
+    edit(runs, criteria=[LAX])
+    study = Study.read(folder / "study.yaml")
+    cells = [(one.method, one.levels, config_of(folder / one.name)) for one in study.cells()]
+    register(folder, plan_of(study, cells), 0)  # as if there had been no runs yet
+    assert "such as A-seed0, were made under a registration that is not in" in head(runs)[0]
+
+
+def test_the_first_registration_stays_and_later_ones_are_amendments(runs):
+    folder = runs / "study"
+    first = Registration.read(folder).first
+    again = register_as(folder, 9)
+    assert again.entries == (first,)  # nothing has changed
+    edit(runs, criteria=[LAX])
+    amended = register_as(folder, 9)
+    assert amended.first == first
+    assert [entry.runs for entry in amended.entries] == [0, 9]
+    line, _ = head(runs)
+    assert "amended" in line
+    (folder / "registration.json").write_text("{")
+    with pytest.raises(InputError, match="registration"):
+        register_as(folder, 9)
+    assert main(["compare", "--study", "study", "--root", str(runs), "--out", str(runs.parent / "o")]) == 2
+
+
+def test_an_edited_registration_and_one_that_came_late_are_told(runs):
+    path = runs / "study/registration.json"
+    written = path.read_text()
+    path.write_text(written.replace("0.045", "-0.05"))
+    edit(runs, criteria=[LAX])
+    assert "registration.json was edited" in head(runs)[0]
+    path.unlink()
+    assert head(runs)[0].startswith("**Not registered**")
+    register_as(runs / "study", 9)
+    line, _ = head(runs)
+    assert line.startswith("**Registered late**")
+    assert "9 runs were" in line
+
+
+def test_a_stopping_rule_allows_the_seeds_that_it_names_and_no_choice_among_them(tmp_path):
+    root = tmp_path / "runs"
+    folder = make_study(root, {"A": A, "B": B, "C": C}, criteria=[STRICT])
+    edit(root, seeds=[0, 1], until={"max_seeds": 3})
+    register_as(folder, 0)
+    line, report = head(root)
+    assert line.startswith("As registered")
+    assert report["seeds"] == [0, 1, 2]
+    edit(root, until={"max_seeds": 9})
+    assert "stopping max_seeds: registered 3, now 9" in head(root)[0]
+    edit(root, until={"max_seeds": 3}, seeds=[1, 2])
+    assert "seeds: registered in the order 0, 1, now 1, 2" in head(root)[0]
+    edit(root, until=None, seeds=[0, 1, 2])
+    assert "stopping rule: registered decided, now fixed" in head(root)[0]
