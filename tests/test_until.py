@@ -194,6 +194,23 @@ def test_budgets_end_it_and_more_budget_goes_on(tmp_path):
     assert said["seconds"] >= 1900
 
 
+def test_what_was_registered_is_decided_too_when_the_criteria_were_changed(tmp_path):
+    """An easier criterion is put in place of the registered ones: the sweep goes on until these are decided,
+    and both verdicts are on the seeds that their own looks ended at."""
+    count = first_decided()
+    _, said = sweep(tmp_path, lives=7)
+    easy = STUDY[: STUDY.index("criteria:")] + "criteria: ['metric(\"final/accuracy\", A) >= 0.2']\n"
+    _, said = sweep(tmp_path, text=easy + "until: {{max_seeds: 20}}\n", slots=2)
+    assert said["ending"] == "decided"
+    assert len(said["seeds"]) < count
+    compare("small", tmp_path / "report", tmp_path)
+    found = json.loads((tmp_path / "report" / "report.json").read_text())
+    assert len(found["seeds"]) == len(said["seeds"])
+    assert len({run.name for run in (tmp_path / "small").glob("A-seed*")}) >= count
+    text = (tmp_path / "report" / "report.md").read_text()
+    assert text.splitlines()[0].startswith("**Not as registered**")
+
+
 def test_a_cell_that_fails_ends_it_since_no_seed_after_it_can_count(tmp_path):
     pool, said = sweep(tmp_path, slots=2, failing="A-seed4")
     assert (pool.code, said["ending"], said["seeds"]) == (1, "failed", [])

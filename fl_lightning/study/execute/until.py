@@ -14,14 +14,16 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from fl_lightning.errors import require
+from fl_lightning.errors import InputError, require
 from fl_lightning.run.directory import read_json, to_json
 from fl_lightning.study.execute.cells import CellState
 from fl_lightning.study.execute.jobs import Job, RunningJob, threads_per_job
 from fl_lightning.study.execute.session import SweepSession
-from fl_lightning.study.report.looks import looks
+from fl_lightning.study.report.looks import counted, looks
+from fl_lightning.study.results.gather import gather_registered
 from fl_lightning.study.results.run_records import RunRecord, read_directory
 from fl_lightning.study.results.runs import FinishedRun, Results, selected
+from fl_lightning.study.results.seeds import complete_seeds
 from fl_lightning.study.spec.plan import Study
 from fl_lightning.study.spec.stopping import Ending, Stopping, StoppingRule, check_rule
 from fl_lightning.support.disk import replace as replace_file
@@ -171,13 +173,33 @@ class UntilSession(SweepSession):
         complete = self.count_complete()
         if self.ending is not None or complete <= self.looked or complete < len(study.seeds):
             return
-        for stopping in looks(self.results(complete), max(len(study.seeds), self.looked + 1)):
-            self.stopping = stopping
-            self.display.line(self.progress(stopping))
-            if stopping.ending != "open":
-                self.end(stopping.ending)
+        results = self.results(complete)
+        for stopping in looks(results, max(len(study.seeds), self.looked + 1)):
+            if self.stopping.ending != "decided":
+                self.stopping = stopping
+                self.display.line(self.progress(stopping))
+            if stopping.ending == "max_seeds":
+                self.end("max_seeds")
+        if self.ending is None and self.stopping.ending == "decided":
+            self.check_registered(results)
         self.looked = complete
         self.save()
+
+    def check_registered(self, results: Results) -> None:
+        """End the sweep if what was registered, where the study has changed since, is decided as well."""
+        entries = self.registration.entries
+        undecided: tuple[str, ...] = ()
+        if entries[-1].sha256 != entries[0].sha256:
+            try:
+                found = counted(gather_registered(results, entries[0].plan, self.cells.folder))
+                undecided = found.stopping.undecided if found.stopping else ()
+            except InputError:  # no run was made by that plan
+                undecided = ()
+        if not undecided or len(complete_seeds(results)) >= self.rule.max_seeds:
+            self.end("decided")
+        else:
+            waiting = ", ".join(f"`{text}`" for text in undecided)
+            self.display.line(f"{self.cells.study.name}: registered, and undecided: {waiting}")
 
     def count_complete(self) -> int:
         """Return the number of seeds, from the first on, whose cells are finished and tested."""
