@@ -10,12 +10,14 @@ from pathlib import Path
 
 import pytest
 import yaml
+from synthetic_runs import make_run
 from test_tune import Process, new_run, resolve
 
 from fl_lightning.__main__ import main
 from fl_lightning.errors import InputError
 from fl_lightning.study.execute.jobs import RunningJob
 from fl_lightning.study.execute.tune_study import StudySearchSession, check_record
+from fl_lightning.study.report.compare import compare
 from fl_lightning.study.spec.plan import Study
 from fl_lightning.study.spec.search import Search
 from fl_lightning.study.spec.tuned import TunedRecord
@@ -104,9 +106,9 @@ def test_every_method_has_its_own_best_of_the_same_number_of_trials(tmp_path):
     record = TunedRecord.read(tmp_path / "tuned" / "small.yaml")
     assert (record.study, record.trials, record.seed, record.search) == ("small", 6, 7, "../search.yaml")
     assert record.settings["data.num_clients"] == 4
-    chosen = {label: method.settings[LR] for label, method in record.methods.items()}
+    chosen = {label: method.settings[LR] for label, method in record.chosen.items()}
     assert 0.001 <= chosen["Low"] < 0.02 < chosen["High"] <= 0.1
-    for label, method in record.methods.items():
+    for label, method in record.chosen.items():
         assert (method.finished, method.pruned, method.failed) == (6, 0, 0)
         assert method.value == pytest.approx(1 - abs(chosen[label] - BEST[label]))
         values = [
@@ -133,7 +135,7 @@ def test_a_study_runs_with_what_was_chosen_for_each_method(tmp_path):
     tune(tmp_path)
     chosen = {
         label: one.settings[LR]
-        for label, one in TunedRecord.read(tmp_path / "tuned/small.yaml").methods.items()
+        for label, one in TunedRecord.read(tmp_path / "tuned/small.yaml").chosen.items()
     }
     study = Study.read(tmp_path / "study.yaml")
     for cell in study.cells():
@@ -144,6 +146,16 @@ def test_a_study_runs_with_what_was_chosen_for_each_method(tmp_path):
     copy.write_text(study.to_yaml())  # what a sweep leaves beside the runs needs no other file
     assert [cell.args[-3:] for cell in Study.read(copy).cells()] == [cell.args[-3:] for cell in study.cells()]
     assert Study.read(copy, find_configs=False).tuned == study.tuned
+    with_runs = tmp_path / "small"
+    for seed in (0, 1):
+        for label in chosen:
+            for level in ("few", "many"):
+                make_run(with_runs, label, seed, 0.5 + 0.1 * seed, levels={"clients": level})
+    (with_runs / "study.yaml").write_text(study.to_yaml())
+    compare("small", tmp_path / "report", tmp_path)
+    text = (tmp_path / "report" / "report.md").read_text()
+    assert "## Settings that tune chose" in text
+    assert f"| High | lr {chosen['High']:.4g} |" in text
     levels = STUDY.replace("data.num_clients: 9", f"{LR}: 0.7")
     write(tmp_path, study=levels)
     cells = {cell.name: cell.args for cell in Study.read(tmp_path / "study.yaml").cells()}
@@ -170,7 +182,7 @@ def test_numbers_of_unknown_origin_are_refused(tmp_path):
     refused(r"search.yaml; the search was changed after", search=SEARCH.replace("trials: 6", "trials: 60"))
     write(tmp_path, search=SEARCH + "# a comment\n")
     Study.read(tmp_path / "study.yaml")
-    (tmp_path / "tuned" / "small.yaml").write_text("study: small\nmethods: {}\n")
+    (tmp_path / "tuned" / "small.yaml").write_text("study: small\nchosen: {}\n")
     refused("it is no record of tune")
 
 
@@ -221,4 +233,4 @@ def test_from_the_command_line(tmp_path, monkeypatch, capfd):
     assert "the study reads it by 'tuned: tuned/small.yaml'" in capfd.readouterr().err
     assert main(["sweep", "--config", "study.yaml", "--dry_run", "true"]) == 0
     record = yaml.safe_load(Path("tuned/small.yaml").read_text())
-    assert {one["finished"] for one in record["methods"].values()} == {1}
+    assert {one["finished"] for one in record["chosen"].values()} == {1}

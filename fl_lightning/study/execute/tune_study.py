@@ -176,7 +176,7 @@ class StudySearchSession:
                 "config": [os.path.relpath(path, search.path.parent) for path in search.configs],
                 **search.settings,
             },
-            methods={label: _chosen(session) for label, session in self.parts.items()},
+            chosen={label: _chosen(session) for label, session in self.parts.items()},
         )
 
 

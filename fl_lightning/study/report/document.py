@@ -65,6 +65,7 @@ def report(comparison: Comparison, registration: RegistrationReport = NOT_REGIST
             for others, label, one in comparison.degradations()
         ],
         "claimed": study.claimed,
+        "tuned": study.tuned and study.tuned.document(),
         "runs": [_run(run, lambda metric: not is_timing(metric)) for run in runs],
         "not_counted": [asdict(entry) for entry in comparison.results.not_counted],
         "not_numbers": comparison.not_numbers(),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from math import isfinite
+from pathlib import Path
 from typing import Any
 
 from fl_lightning.study.metric_names import column, seeds
@@ -82,6 +83,7 @@ def _parts(
     yield f"Primary metric: `{study.metric}`; selection: `{study.selection}`. {_setup(comparison)}"
     for levels in comparison.levels:
         yield _section(tables.other_results(comparison, levels))
+    yield from _tuned(comparison)
     yield _section(tables.premises(comparison))
     for one, title in criteria_tables(comparison, registration):
         yield _section(tables.verdicts(one, timing=False, title=title))
@@ -169,6 +171,20 @@ def _gap(gap: Difference | None) -> str:
         if bounds != "-"
         else f"{size}, no interval."
     )
+
+
+def _tuned(comparison: Comparison) -> Iterator[str]:
+    """Yield which settings ``tune`` chose, and how."""
+    record = comparison.study.tuned
+    if record is None:
+        return
+    yield "## Settings that tune chose"
+    yield (
+        f"Chosen for each method by `{record.metric}` ({record.direction}d), of {record.trials} trials over "
+        f"the same values at seed {record.seed}, on {record.date}; search `{Path(record.search).name}`, SHA-256 "
+        f"{record.search_sha256[:16]}. The test set chose nothing."
+    )
+    yield tables.tuned(record).markdown()
 
 
 def _setup(comparison: Comparison) -> str:

@@ -31,6 +31,7 @@ from fl_lightning.study.report.verdicts import Verdict, premise_verdicts
 from fl_lightning.study.report.verdicts import verdicts as every_verdict
 from fl_lightning.study.spec.quantities import ACCURACY, QUANTITIES
 from fl_lightning.study.spec.selection import ACCURACIES, MODELS
+from fl_lightning.study.spec.tuned import TunedRecord
 from fl_lightning.study.statistics import mean_std
 
 LATEX = str.maketrans(
@@ -182,6 +183,24 @@ def differences(comparison: Comparison, levels: Levels) -> ReportTable:
     rows = [{"difference": f"{one.a} − {one.b}", **difference_cells(one, "mean")} for one in tested]
     title = f"Differences in {written.title}{_at(levels)}, paired by seed"
     return ReportTable(title, pd.DataFrame(rows, dtype=object))
+
+
+def tuned(record: TunedRecord) -> ReportTable:
+    """Return what ``tune`` chose for each method, and how good it was on validation."""
+    rows = [
+        [
+            label,
+            ", ".join(f"{key.rpartition('.')[2]} {_rounded(value)}" for key, value in one.settings.items()),
+            f"{one.value:.4g}",
+            f"{one.finished} finished, {one.pruned} pruned, {one.failed} failed",
+        ]
+        for label, one in record.chosen.items()
+    ]
+    return ReportTable.of("Settings that tune chose", ["method", "chosen", record.metric, "trials"], rows)
+
+
+def _rounded(value: Any) -> str:
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
 def difference_cells(one: Difference, name: str) -> dict[str, str]:

@@ -300,7 +300,7 @@ class Study:
 
     def tuned_settings(self, label: str) -> Mapping[str, Any]:
         """Return the settings that ``tune`` chose for a method."""
-        return {} if self.tuned is None else self.tuned.methods[label].settings
+        return {} if self.tuned is None else self.tuned.chosen[label].settings
 
     def to_yaml(self) -> str:
         """Return the study file with absolute paths, so that a copy can be read anywhere on this machine."""

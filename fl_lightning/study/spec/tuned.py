@@ -61,7 +61,7 @@ class TunedRecord:
         metric, direction, trials, seed: as in the search file; ``trials`` is the number for each method.
         space: the values that each setting may have, the same for every method.
         settings: the settings of every trial, beside those of the study.
-        methods: label -> what was chosen.
+        chosen: label -> what was chosen.
         path: the file that it was read from; None: it stands in the study file.
     """
 
@@ -76,7 +76,7 @@ class TunedRecord:
     seed: int
     space: Mapping[str, Any]
     settings: Mapping[str, Any]
-    methods: Mapping[str, TunedMethod]
+    chosen: Mapping[str, TunedMethod]
     path: Path | None = field(default=None, compare=False)
 
     @classmethod
@@ -90,12 +90,12 @@ class TunedRecord:
         of_method = {one.name for one in fields(TunedMethod)}
         rule, instead = "it is no record of tune", "write the path of a file that tune has written"
         right = isinstance(document, Mapping) and {*document} == known
-        require(right and isinstance(document["methods"], Mapping), where, rule, instead)
-        for label, method in document["methods"].items():
+        require(right and isinstance(document["chosen"], Mapping), where, rule, instead)
+        for label, method in document["chosen"].items():
             right = isinstance(method, Mapping) and {*method} == of_method
             require(right and isinstance(method["settings"], Mapping), f"{where}: {label}", rule, instead)
-        methods = {label: TunedMethod(**method) for label, method in document["methods"].items()}
-        return cls(**{**document, "methods": methods}, path=path)
+        chosen = {label: TunedMethod(**method) for label, method in document["chosen"].items()}
+        return cls(**{**document, "chosen": chosen}, path=path)
 
     @classmethod
     def read(cls, path: Path) -> TunedRecord:
@@ -128,9 +128,9 @@ class TunedRecord:
         """
         again = "run tune again, or leave 'tuned' out"
         given = f"{where}tuned{f': {self.path}' if self.path else ''}"
-        missing = [label for label in methods if label not in self.methods]
+        missing = [label for label in methods if label not in self.chosen]
         require(not missing, f"{given}; {', '.join(missing)}", "the record has no such method", again)
-        changed = [label for label, hash in methods.items() if hash != self.methods[label].method_sha256]
+        changed = [label for label, hash in methods.items() if hash != self.chosen[label].method_sha256]
         rule = "the method was changed in the study after it was tuned"
         require(not changed, f"{given}; {', '.join(changed)}", rule, again)
         search = self.path.parent / self.search if self.path else None
