@@ -181,8 +181,8 @@ def _tuned(comparison: Comparison) -> Iterator[str]:
     yield "## Settings that tune chose"
     yield (
         f"Chosen for each method by `{record.metric}` ({record.direction}d), of {record.trials} trials over "
-        f"the same values at seed {record.seed}, on {record.date}; search `{Path(record.search).name}`, SHA-256 "
-        f"{record.search_sha256[:16]}. The test set chose nothing."
+        f"the same values at seed {record.seed}, on {record.date}; search `{Path(record.search).name}`, "
+        f"SHA-256 {record.search_sha256[:16]}. The test set chose nothing."
     )
     yield tables.tuned(record).markdown()
 
