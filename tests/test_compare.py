@@ -15,6 +15,7 @@ from synthetic_runs import history_of, make_run, make_study
 
 from fl_lightning.__main__ import main
 from fl_lightning.errors import InputError
+from fl_lightning.metrics import final_summary
 from fl_lightning.study import statistics
 from fl_lightning.study.report import compare as command
 from fl_lightning.study.report.compare import compare
@@ -154,6 +155,91 @@ def test_metrics_of_a_run(tmp_path):
     assert run.metrics["final/best_val_test_accuracy"] == 0.5  # validation rises to the end
     assert (run.metrics["target/rounds"], run.metrics["target/megabytes"]) == (3, 0.009)
     assert run.metrics["test/ece"] == 0.1
+
+
+def test_every_column_is_of_the_selected_model(tmp_path):
+    """Validation chose round 2 of 5. All that can differ between rounds is of that round, and of no other."""
+    at_best = {"corrupted/accuracy": 0.3, "fgsm/accuracy": 0.2, "test/brier": 0.6}
+    for label in "AB":
+        for seed in range(3):
+            path = make_run(
+                tmp_path / "runs/study", label, seed, 0.9, tested=at_best, chosen="best", tested_round=2
+            )
+            rows = rows_of(path / "metrics.csv")
+            for row, validation in zip(rows, (0.5, 0.9, 0.6, 0.6, 0.6), strict=True):
+                number = int(row["round"])
+                row |= {"val/accuracy": validation, "test/ece": 0.01 * number, "bits/average": number}
+                row["test/accuracy"] = 0.1 * number + 0.01 * seed
+            text = "\n".join([",".join(rows[0]), *(",".join(map(str, row.values())) for row in rows)])
+            (path / "metrics.csv").write_text(text + "\n")
+            metadata = json.loads((path / "metadata.json").read_text())
+            metadata |= final_summary([{key: float(value) for key, value in row.items()} for row in rows])
+            (path / "metadata.json").write_text(json.dumps(metadata))
+    document = {"study": "study", "seeds": [0, 1, 2], "methods": {"A": {}, "B": {}}, "test": True}
+    criteria = ["ece(A) <= 0.02", "accuracy(A) <= 0.3"]  # 0.05 and 0.5 in the last round
+    for selection, expected, said, left_out in (
+        (
+            "best_val",
+            {"accuracy": 0.21, "ece": 0.02, "fgsm": 0.2, "bits": 2},
+            "round that validation chose",
+            0,
+        ),
+        ("last", {"accuracy": 0.51, "ece": 0.05, "fgsm": None, "bits": 5}, "the last round's model", 6),
+        ("last5", {"accuracy": 0.31, "ece": 0.05, "fgsm": None, "bits": 5}, "of the last five rounds", 6),
+    ):
+        text = json.dumps(document | {"selection": selection, "criteria": criteria})
+        (tmp_path / "runs/study/study.yaml").write_text(text)
+        compare("study", tmp_path / selection, tmp_path / "runs")
+        report = report_of(tmp_path / selection)
+        found = report["levels"][0]["methods"]["A"]["metrics"]
+        names = {
+            "ece": "test/ece",
+            "fgsm": "fgsm/accuracy",
+            "bits": "bits/average",
+            "accuracy": report["metric"],
+        }
+        means = {key: found.get(name, {}).get("mean") for key, name in names.items()}
+        assert means == {
+            key: value if value is None else pytest.approx(value) for key, value in expected.items()
+        }
+        assert [one["levels"][0]["left"] for one in report["criteria"]] == pytest.approx(
+            [expected["ece"], expected["accuracy"]]
+        )
+        assert len(report["not_counted"]) == left_out
+        main_table, beside = (
+            next(
+                line
+                for line in (tmp_path / selection / "report.md").read_text().splitlines()
+                if begin in line
+            )
+            for begin in ("## Results", "## Beside it")
+        )
+        assert said in main_table
+        assert said not in beside
+        other = report["other_model"]["levels"][0]["methods"]["A"]["metrics"]
+        assert other["test/ece"]["mean"] == pytest.approx(0.07 - expected["ece"])
+
+
+def test_the_bits_of_every_layer_are_in_the_report(tmp_path):
+    layers = {"bits/layer/conv1": 8.0, "bits/layer/a_late_one": 2.0, "bits/pruned": 3, "bits/moved": 1}
+    for seed in range(2):
+        make_run(tmp_path / "runs/study", "MPQ", seed, 0.9 + seed / 100, **layers)
+        make_run(tmp_path / "runs/study", "AQFL", seed, 0.8)
+        make_run(tmp_path / "runs/study", "FedAvg", seed, 0.9, **{"bits/average": 32.0})
+    compare("study", tmp_path / "out", tmp_path / "runs")
+    lines = (tmp_path / "out/report.md").read_text().splitlines()
+    [start] = [number for number, line in enumerate(lines) if line.startswith("## Magnitude bits")]
+    assert lines[start + 2 : start + 9] == [  # FedAvg is not quantised
+        "| layer | AQFL | MPQ |",
+        "| --- | ---: | ---: |",
+        "| average | 4.00 ± 0.00 | 4.00 ± 0.00 |",
+        "| conv1 | - | 8.00 ± 0.00 |",
+        "| a_late_one | - | 2.00 ± 0.00 |",
+        "| bit planes that clients pruned, all rounds | - | 15.0 ± 0.0 |",
+        "| changes of a layer's width by the server, all rounds | - | 5.0 ± 0.0 |",
+    ]
+    assert "bits per weight" in next(line for line in lines if line.startswith("| method | seeds"))
+    assert "a\\_late\\_one" in (tmp_path / "out/tables.tex").read_text()
 
 
 def test_when_all_are_proposed_they_are_compared_with_each_other(tmp_path):

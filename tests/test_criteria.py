@@ -14,7 +14,8 @@ from fl_lightning.__main__ import main
 from fl_lightning.errors import InputError
 from fl_lightning.study.metric_names import direction
 from fl_lightning.study.report.compare import compare
-from fl_lightning.study.report.verdicts import verdicts
+from fl_lightning.study.report.comparison import Comparison
+from fl_lightning.study.report.verdicts import all_decided, verdicts
 from fl_lightning.study.results.gather import check_comparable, gather
 from fl_lightning.study.spec.criteria import parse
 from fl_lightning.study.spec.plan import Study
@@ -41,6 +42,31 @@ pytestmark = pytest.mark.usefixtures("figures_only_where_looked_at")
         ("p(C, A) < 0.2", "fails"),  # significant, and C is the worse
         ("p(A, C) <= 0.2", "holds"),
         ("accuracy(A) / (accuracy(B) - accuracy(B)) > 1", "undecided"),
+        # or and and: A - B >= 0.045 fails, >= -0.005 holds, >= 0 is undecided
+        ("gap(A, B) >= 0.045 or gap(A, B) >= -0.005", "holds"),
+        ("gap(A, B) >= 0 or gap(A, B) >= -0.005", "holds"),
+        ("gap(A, B) >= 0 or gap(A, B) >= 0.045", "undecided"),
+        ("gap(A, B) >= 0.045 or accuracy(A) < 0.5", "fails"),
+        ("gap(A, B) >= -0.005 and gap(A, B) >= 0.045", "fails"),
+        ("gap(A, B) >= -0.005 and gap(A, B) >= 0", "undecided"),
+        ("gap(A, B) >= -0.005 and p(A, C) <= 0.2", "holds"),
+        ("gap(A, B) >= 0.045 and accuracy(A) > 0 or (gap(A, B) >= -0.005)", "holds"),
+        # t of A - B is 0.02 / (0.01 / sqrt 3) = 3.46, one-sided p 0.037; two-sided 0.074
+        ("no_increase(accuracy, A, B)", "fails"),
+        ("no_increase(accuracy, B, A)", "holds"),
+        # A - 1.05 B = -0.0345, -0.025, -0.0155: mean -0.025, sd 0.0095, one-sided bound -0.025 + 2.92 x 0.00548
+        ("no_increase(accuracy, A, B, 0.05)", "holds"),
+        ("no_increase(accuracy, A, B, 0.03)", "undecided"),
+        ("no_increase(accuracy, A, C, 0.01)", "fails"),
+        ("no_increase(upload, A, B)", "holds"),  # counted, the same in every seed
+        ('no_increase("final/accuracy", A, B)', "fails"),
+        # over the rounds: val/accuracy is 0.51, 0.52 ... 0.55 in every seed, bits/average 4 in 5 rounds
+        ('max("test/accuracy", A) >= 0.85', "holds"),
+        ('min("test/accuracy", A) >= 0.2', "fails"),  # a fifth of the last: 0.18, 0.184, 0.188
+        ('sum("bits/average", A) >= 20', "holds"),
+        ('sum("bits/average", A) > 20', "fails"),
+        ('mean("val/accuracy", A) < 0.6', "undecided"),  # estimated, without a spread
+        ('last("test/accuracy", A) - accuracy(A) <= 0.01 * accuracy(A)', "holds"),
     ],
 )
 def test_criteria_by_hand(tmp_path, criterion, decision):
@@ -108,6 +134,17 @@ def test_labels_that_are_no_names(tmp_path):
         "import os",
         "accuracy(A) > 0; accuracy(B) > 0",
         "accuracy(A) >",
+        "accuracy(A) > 0 or open('pwned', 'w')",
+        "no_increase(upload, A)",
+        "no_increase(upload, A, A)",
+        "no_increase(uplaod, A, B)",
+        "no_increase('upload', A, B)",
+        "no_increase(upload, A, B, -0.1)",
+        "no_increase(upload, A, B, A)",
+        "no_increase(upload, A, B) > 0",
+        "no_increase(open('pwned', 'w'), A, B)",
+        "sum(A) > 0",
+        "max('bits/moved') > 0",
     ],
 )
 def test_nothing_but_arithmetic_is_a_criterion(text, tmp_path, monkeypatch):
@@ -196,6 +233,111 @@ def test_a_criterion_is_undecided_while_a_whole_level_has_no_run(tmp_path):
     for verdict in verdicts(comparison_of(tmp_path)):
         assert [one.decision for _, one in verdict.judgements] == ["holds", "undecided"]
         assert verdict.decision == "undecided"
+
+
+LEVELS = [(("bits", str(level)),) for level in range(5)]
+
+
+def five_levels(tmp_path, holds: int, **keys) -> str:
+    """A is better than B at the first so many of five levels, and equal, but for noise, at the others."""
+    worse = {seed: value - 0.1 - 0.001 * seed for seed, value in A.items()}
+    accuracies = {
+        "A": dict.fromkeys(LEVELS, A),
+        "B": {level: worse if place < holds else B for place, level in enumerate(LEVELS)},
+    }
+    criterion = {"name": "gain", "criterion": "accuracy(A) - accuracy(B) >= 0.05", **keys.pop("entry", {})}
+    grid = {"bits": {str(level): {} for level in range(5)}}
+    make_study(tmp_path, accuracies, criteria=[criterion], grid=grid, **keys)
+    return verdicts(comparison_of(tmp_path))[0].decision
+
+
+@pytest.mark.parametrize(
+    ("holds", "share", "decision"),
+    [(5, 1.0, "holds"), (4, 1.0, "fails"), (4, 0.8, "holds"), (3, 0.8, "fails"), (3, 0.6, "holds")],
+)
+def test_a_share_of_the_levels(tmp_path, holds, share, decision):
+    assert five_levels(tmp_path, holds, entry={"share": share}) == decision
+
+
+@pytest.mark.parametrize(
+    ("premises", "decision"),
+    [
+        (['sum("bits/average", B) >= 20'], "holds"),
+        (['sum("bits/average", B) >= 21'], "not tested"),
+        ([{"name": "off the ceiling", "criterion": "accuracy(A) <= 0.85"}], "not tested"),
+        (["accuracy(A) <= 0.925"], "undecided"),  # 0.92, interval [0.87, 0.97]
+        (["accuracy(A) <= 0.925", "accuracy(A) <= 0.85"], "not tested"),
+        ([{"criterion": "accuracy(A) <= 0.85", "needed_by": ["other"]}], "holds"),
+        ([{"criterion": "accuracy(A) <= 0.85", "needed_by": ["gap"]}], "not tested"),
+    ],
+)
+def test_a_criterion_whose_premise_fails_is_not_tested(tmp_path, premises, decision):
+    criteria = [
+        {"name": "gap", "criterion": "gap(A, C) >= 0.05"},
+        {"name": "other", "criterion": "gap(A, B) < 9"},
+    ]
+    make_study(tmp_path / "runs", {"A": A, "B": B, "C": C}, criteria=criteria, premises=premises)
+    comparison = comparison_of(tmp_path / "runs")
+    assert verdicts(comparison)[0].decision == decision
+    assert all_decided(comparison) == (decision != "undecided")
+    compare("study", tmp_path / "out", tmp_path / "runs")
+    text = (tmp_path / "out/report.md").read_text()
+    assert "## Premises" in text
+    assert f"| gap: `gap(A, C) >= 0.05` | **{decision}** |" in text
+    first = report_of(tmp_path / "out")["criteria"][0]
+    assert first["verdict"] == decision
+    assert ("alone it holds" in first["levels"][0]["reason"]) == (decision == "not tested")
+
+
+def test_a_premise_counts_at_its_own_level(tmp_path):
+    """It fails at the two levels where B is as good as A: the criterion is tested at three of five."""
+    premise = ["accuracy(B) <= 0.87"]
+    assert five_levels(tmp_path / "all", 3, premises=premise) == "not tested"
+    assert five_levels(tmp_path / "60 %", 3, premises=premise, entry={"share": 0.6}) == "holds"
+    assert five_levels(tmp_path / "none", 0, premises=premise, entry={"share": 0.2}) == "not tested"
+    found = verdicts(comparison_of(tmp_path / "all"))[0]
+    assert [one.decision for _, one in found.judgements] == ["holds"] * 3 + ["not tested"] * 2
+
+
+def test_the_interval_decides_and_may_be_another(tmp_path):
+    """A wider one, as a confidence sequence is, leaves open what the t interval decides."""
+    make_study(
+        tmp_path, {"A": A, "B": B}, criteria=["gap(A, B) >= -0.005", "no_increase(accuracy, B, A, 0.01)"]
+    )
+    results = gather("study", tmp_path)
+    assert all_decided(Comparison(results))
+    wide = Comparison(results, interval=lambda values, level=0.05: (-np.inf, np.inf))
+    assert [verdict.decision for verdict in verdicts(wide)] == ["undecided", "undecided"]
+    assert not all_decided(wide)
+
+
+def test_names_of_criteria_and_premises_fit_together(tmp_path):
+    path = tmp_path / "study.yaml"
+    start = {"study": "s", "seeds": [0], "methods": {"A": {}, "B": {}}}
+    one = {"name": "gain", "criterion": "accuracy(A) > 0"}
+    for keys, said in [
+        ({"criteria": [one, one]}, "each name is given once"),
+        (
+            {"criteria": [one], "premises": [{"criterion": "accuracy(A) > 0", "needed_by": ["gian"]}]},
+            "write gain",
+        ),
+        ({"criteria": [{"name": "gain"}]}, "criterion"),
+        ({"criteria": [{**one, "share": 1.5}]}, "share"),
+        ({"premises": [{"criterion": "accuracy(C) > 0"}]}, "methods of the study are A, B"),
+        ({"premises": [{"criterion": "drop(A) > 0"}]}, "a drop needs a degradation"),
+        ({"criteria": [3]}, "criteria"),
+    ]:
+        path.write_text(json.dumps(start | keys))
+        with pytest.raises(InputError, match=said):
+            Study.read(path)
+    premise = {"criterion": "accuracy(A) > 0", "needed_by": ["gain"], "text": "it learns"}
+    path.write_text(json.dumps(start | {"criteria": [{**one, "share": 0.8}], "premises": [premise]}))
+    study = Study.read(path)
+    path.write_text(study.to_yaml())
+    again = Study.read(path)
+    assert (again.criteria, again.premises) == (study.criteria, study.premises)
+    assert again.parsed_criteria()[0].share == 0.8
+    assert again.parsed_premises()[0].needed_by == ("gain",)
 
 
 def test_which_way_a_metric_is_better():

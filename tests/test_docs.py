@@ -43,7 +43,7 @@ ALL = [*PAGES.values(), *WRITTEN[-3:]]
 MKDOCS = yaml.safe_load((ROOT / "mkdocs.yml").read_text())
 
 OF_A_RUN = {
-    "config.yaml", "metadata.json", "metrics.csv", "ledger.csv", "run.log", "partition.json", "test.json",
+    "config.yaml", "metadata.json", "metrics.csv", "ledger.csv", "run.log", "partition.json", "registration.json", "test.json",
     "cells.json", "until.json", "report.md", "report.json", "runs.csv", "differences.csv", "timings.csv",
     "timing_differences.csv", "confusion_matrix.csv",
 }  # fmt: skip
@@ -288,7 +288,8 @@ def test_the_study_of_the_page(tmp_path):
     file.write_text("".join(blocks(DOCS / "studies.md", "yaml")))
     study = Study.read(file)
     assert len(study.cells()) == 3 * 3 * 2  # methods, seeds, levels of noise
-    assert len(study.criteria) == 3
+    assert len(study.criteria) == 5
+    assert len(study.premises) == 2
 
 
 def test_the_citation_and_the_changelog_are_of_this_version():

@@ -29,6 +29,7 @@ from fl_lightning.study.execute.display import Display
 from fl_lightning.study.execute.estimate import RemainingCost, RoundCost, find_cost, remaining_cost, show_plan
 from fl_lightning.study.execute.jobs import Job, Pool, slots_for
 from fl_lightning.study.spec.plan import Cell
+from fl_lightning.study.spec.registration import Registration
 from fl_lightning.tracking.loggers import Tracking
 from fl_lightning.tracking.runs import begin_study, end_study
 
@@ -119,10 +120,14 @@ def test_killed_and_continued_a_study_is_as_if_never_killed(write, capfd):
     }
     assert cells()["Long"] | {"hash": ""} == {"name": "Long-seed3", "label": "Long", "seed": 3, "levels": {}, "hash": "",
                                               "status": "finished", "run": "Long-seed3", "threads": 1}  # fmt: skip
+    registration = Registration.read(Path("runs/small"))
     assert json.loads(Path("runs/small/Long-seed3/metadata.json").read_text())["tags"] == {
         "study": "small",
         "label": "Long",
+        "registration": registration.first.sha256[:16],  # of the sweep that was killed, and of the next
     }
+    assert registration.first.runs == 0
+    assert registration.first.plan["methods"]["Long"]["changes"]["trainer.max_rounds"] == 60
     small = [
         "--trainer.max_rounds=60",
         "--trainer.eval_every=30",

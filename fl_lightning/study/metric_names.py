@@ -137,6 +137,8 @@ def column(metric: str) -> Column:
             return known
     if metric.endswith("accuracy") or metric.startswith("corrupted/"):
         return _accuracy(metric, metric)
+    if metric.startswith(("bits/", "total/bits_")):
+        return Column(metric, metric, 1, 2 if metric.startswith("bits/") else 1)
     return _bytes(metric, metric) if metric.endswith("_bytes") else Column(metric, metric, 1, 4)
 
 

@@ -43,6 +43,10 @@ class StudyRun(NamedTuple):
     experiment_id: str
 
 
+STUDY_FILES = ("study.yaml", "cells.json", "registration.json")
+"""The files of a study that are copied to its own run."""
+
+
 def begin_study(
     study: str,
     folder: Path,
@@ -87,7 +91,7 @@ def begin_study(
 
 
 def end_study(
-    begun: StudyRun | None, folder: Path, status: Status, files: Sequence[str] = ("study.yaml", "cells.json")
+    begun: StudyRun | None, folder: Path, status: Status, files: Sequence[str] = STUDY_FILES
 ) -> None:
     """Close the run that :func:`begin_study` opened.
 
@@ -95,7 +99,7 @@ def end_study(
         begun: the ids that ``begin_study`` returned; for None nothing is done.
         folder: the folder of the study.
         status: how the study ended.
-        files: names of files in the folder that are copied to the run.
+        files: names of files in the folder that are copied to the run, as far as they are there.
     """
     if begun is None:
         return
@@ -104,7 +108,8 @@ def end_study(
     def end() -> None:
         client = connect(uri)
         for name in files:
-            client.log_artifact(begun.run_id, str(folder / name))
+            if (folder / name).exists():
+                client.log_artifact(begun.run_id, str(folder / name))
         client.set_terminated(begun.run_id, status)
 
     try:

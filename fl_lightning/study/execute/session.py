@@ -12,7 +12,15 @@ from fl_lightning.study.execute.display import ACCURACY, Display, clock
 from fl_lightning.study.execute.jobs import Job, Pool, RunningJob, fit_arguments
 from fl_lightning.study.results.run_records import runs_in
 from fl_lightning.study.spec.plan import as_flag
-from fl_lightning.study.spec.registration import TAG, plan_of, register
+from fl_lightning.study.spec.registration import (
+    FILE,
+    TAG,
+    TAG_LENGTH,
+    Registration,
+    plan_differences,
+    plan_of,
+    register,
+)
 from fl_lightning.support.disk import replace
 from fl_lightning.support.redaction import redact
 from fl_lightning.tracking.mlflow_store import Status, store
@@ -45,6 +53,7 @@ class SweepSession:
         """
         cells, study = self.cells, self.cells.study
         plan = plan_of(study, ((one.cell.method, one.cell.levels, one.config) for one in cells))
+        known = Registration.read(cells.folder)
         self.registration = register(cells.folder, plan, runs_in(cells.folder))
         replace(cells.folder / "study.yaml", study.to_yaml().encode())
         for state in cells:
@@ -58,6 +67,7 @@ class SweepSession:
             self.summary, lambda job: (self.at_work(job.name).run, self.at_work(job.name).rounds)
         )
         self.display.line(f"{self.summary()}; {len(self.pool.slots)} at a time, in {cells.folder}")
+        self.show_registration(known)
         self.show_problems()
         self.begin()
         done = False
@@ -98,6 +108,17 @@ class SweepSession:
 
     def finish(self) -> None:
         """Do what comes after the last job, however the session ended."""
+
+    def show_registration(self, before: Registration | None) -> None:
+        """Print the hash of what is registered, and how this session differs from it."""
+        first = self.registration.first
+        mark = f"{first.sha256[:TAG_LENGTH]} of {first.date[:10]} {first.date[11:16]} UTC"
+        self.display.line(f"registered     {mark}, in {self.cells.folder / FILE}")
+        last = self.registration.entries[-1]
+        if last.sha256 != first.sha256:
+            what = "; ".join(plan_differences(first.plan, last.plan))
+            added = "this is an amendment" + (", added now" if before != self.registration else "")
+            self.display.line(f"not as registered: {what}; {added}; compare will say so")
 
     def show_problems(self) -> None:
         """Print what the user must do before some cells can be run."""

@@ -104,7 +104,7 @@ def write(comparison: Comparison, out: Path, registration: RegistrationReport = 
             "timings.csv": runs_csv(comparison, timing=True),
             "differences.csv": differences_csv(comparison, timing=False),
             "timing_differences.csv": differences_csv(comparison, timing=True),
-            "tables.tex": _latex(comparison, tables.results, tables.differences),
+            "tables.tex": _latex(comparison, tables.results, tables.bits, tables.differences),
             "timings.tex": _latex(comparison, tables.clocks),
         }
         for name, text in texts.items():
@@ -115,8 +115,9 @@ def _json(document: dict[str, Any]) -> str:
     return json.dumps(document, indent=1, allow_nan=False, default=str) + "\n"
 
 
-def _latex(comparison: Comparison, *kinds: Callable[[Comparison, Levels], tables.ReportTable]) -> str:
-    return "\n".join(make(comparison, levels).latex() for make in kinds for levels in comparison.levels)
+def _latex(comparison: Comparison, *kinds: Callable[[Comparison, Levels], tables.ReportTable | None]) -> str:
+    made = (make(comparison, levels) for make in kinds for levels in comparison.levels)
+    return "\n".join(table.latex() for table in made if table is not None)
 
 
 @contextmanager

@@ -202,8 +202,10 @@ def _decide_no_increase(
         return "undecided", f"the margin of {condition.margin:.1%} is inside the interval"
     if low > 0:
         return "fails", "significantly greater, one-sided 5 %"
-    could_be = f"the increase could be {high:.4g}" if isfinite(high) else "any increase is possible"
-    return "holds", f"not significantly greater, one-sided 5 %; {could_be}: this is absence of evidence"
+    if high <= 0:
+        return "holds", "not greater: the one-sided 95 % bound is not above 0"
+    could_be = f"an increase of {high:.4g}" if isfinite(high) else "any increase"
+    return "holds", f"not significantly greater, one-sided 5 %; absence of evidence: {could_be} is possible"
 
 
 def judge_p(

@@ -80,6 +80,8 @@ def _parts(
         yield f"Seeds are added until the criteria are decided: {stopping.sentence()}."
     for levels in comparison.levels:
         yield _section(tables.results(comparison, levels))
+    for levels in comparison.levels:
+        yield _section(tables.bits(comparison, levels))
     yield f"Primary metric: `{study.metric}`; selection: `{study.selection}`. {_setup(comparison)}"
     for levels in comparison.levels:
         yield _section(tables.other_results(comparison, levels))

@@ -41,6 +41,15 @@ LATEX = str.maketrans(
     | {"±": r"$\pm$", "−": "$-$"}
 )
 """How characters that mean something to LaTeX are written."""
+AVERAGE, LAYER = "bits/average", "bits/layer/"
+"""The metric of the average, and the beginning of the metrics of the layers."""
+FULL_PRECISION = 32
+"""Bits of a method that does not quantise."""
+BIT_CHANGES = {
+    "total/bits_pruned": "bit planes that clients pruned, all rounds",
+    "total/bits_moved": "changes of a layer's width by the server, all rounds",
+}
+"""The sums over rounds below the table of bits."""
 STYLES = {"holds": "green", "fails": "red", "undecided": "yellow", "not tested": "magenta"}
 """Colours of decisions in the terminal."""
 
@@ -103,7 +112,7 @@ class ReportTable:
         for i, name in enumerate(self.header):
             table.add_column(name, justify="left" if i < self.texts else "right", overflow="fold")
         for row in self.rows:
-            cells = [Text(cell.replace("**", "").strip("`")) for cell in row]
+            cells = [Text(cell.replace("**", "").replace("`", "")) for cell in row]
             for cell in cells:
                 cell.stylize(STYLES.get(cell.plain, ""))
             table.add_row(*cells)
@@ -131,12 +140,52 @@ def other_results(comparison: Comparison, levels: Levels) -> ReportTable | None:
     columns = [
         one
         for one in headline(other.study.metric, ACCURACIES[other.study.selection], other.metrics)
-        if one.metric not in OF_THE_RUN
+        if one.metric not in OF_THE_RUN and _is_complete(other, one.metric, levels)
     ]
     if not columns:
         return None
     title = f"Beside it{_at(levels)}: {MODELS[other.study.selection]}; mean ± standard deviation over seeds"
     return _means(other, levels, columns, title, True)
+
+
+def _is_complete(comparison: Comparison, metric: str, levels: Levels) -> bool:
+    """Return whether all runs of a method have the metric, or none has, whatever the method.
+
+    What ``test`` measured of the model that was selected can be of the other one by chance, in some seeds.
+    """
+    counts = comparison.table(metric, levels).count()
+    return all(counts[label] in (0, len(comparison.runs(label, levels))) for label in comparison.labels)
+
+
+def bits(comparison: Comparison, levels: Levels) -> ReportTable | None:
+    """Return the bits that every quantised method ends with, layer by layer, and how often they changed.
+
+    None where no method has bits.
+    """
+    means = comparison.means(AVERAGE, levels)
+    quantised = [label for label in comparison.labels if means.get(label, FULL_PRECISION) < FULL_PRECISION]
+    if not quantised:
+        return None
+    layers = [name for name in comparison.metrics if name.startswith(LAYER)]
+    rows = [
+        (AVERAGE, "average"),
+        *((name, name.removeprefix(LAYER)) for name in _in_order(comparison, layers)),
+    ]
+    rows += [(name, said) for name, said in BIT_CHANGES.items() if name in comparison.metrics]
+    cells = [
+        [said, *(column(name).mean(comparison.values(name, label, levels).tolist()) for label in quantised)]
+        for name, said in rows
+    ]
+    model = MODELS[comparison.study.selection].partition(",")[0]
+    title = f"Magnitude bits per weight{_at(levels)}: {model}; mean ± standard deviation over seeds"
+    return ReportTable.of(title, ["layer", *quantised], cells)
+
+
+def _in_order(comparison: Comparison, layers: Sequence[str]) -> list[str]:
+    """Return metrics in the order in which the runs record them, which is that of the network."""
+    recorded = (name for run in comparison.results.runs for row in run.record.history[-1:] for name in row)
+    place = {name: number for number, name in enumerate(dict.fromkeys(recorded))}
+    return sorted(layers, key=lambda name: (place.get(name, len(place)), name))
 
 
 def clocks(comparison: Comparison, levels: Levels) -> ReportTable:

@@ -18,7 +18,7 @@ from fl_lightning.study.metric_names import higher_is_better
 from fl_lightning.study.report.comparison import Comparison, Levels, name_of
 from fl_lightning.study.report.judging import Decision, Judgement, judge
 from fl_lightning.study.spec.criteria import Criterion, check_needs
-from fl_lightning.study.spec.quantities import ACCURACY, Quantity
+from fl_lightning.study.spec.quantities import ACCURACY, WITH_METRIC, Quantity
 from fl_lightning.study.statistics import PairedTest, paired_test
 
 
@@ -186,7 +186,7 @@ class RunEvidence:
 def check_criteria(comparison: Comparison) -> None:
     """Check that some run has the metrics that criteria and premises mention.
 
-    In a study whose runs are still to be tested they may be missing.
+    They may be missing for a method without a finished run, and in a study whose runs are still to be tested.
 
     Raises:
         InputError: a metric is missing.
@@ -196,7 +196,7 @@ def check_criteria(comparison: Comparison) -> None:
         check_needs(criterion, comparison.study.degradation, comparison.study.target_accuracy)
         for quantity in criterion.quantities:
             metric, known = quantity.arguments[0], rounds if quantity.is_over_rounds else comparison.metrics
-            by_name = quantity.name == "metric" or quantity.is_over_rounds
+            by_name = quantity.name in WITH_METRIC and quantity.labels[0] in comparison.labels
             if by_name and metric not in known and not comparison.study.test:
                 near = get_close_matches(metric, known, n=1, cutoff=0.0)[0]
                 given = f"criterion {criterion.text!r}: {metric}"

@@ -131,7 +131,8 @@ def run_metrics(
 
     - ``final/*`` is taken as the run gives it, and ``final/best_val_test_accuracy`` is the accuracy on the
       test set in the round that validation chose.
-    - ``total/*`` is the bytes over all rounds, ``client/*`` the bytes per client that trained and round.
+    - ``total/*`` is the bytes over all rounds, ``total/bits_pruned`` and ``total/bits_moved`` the sums of
+      ``bits/pruned`` and ``bits/moved``, and ``client/*`` the bytes per client that trained and round.
     - ``time/round`` and ``time/train`` are the median seconds of a round without the first three;
       ``time/total`` is the seconds of all rounds.
     - Of the other metrics of the rounds, the last one measured until the selected round counts.
@@ -163,6 +164,9 @@ def run_metrics(
     for name in ("upload", "download", "wasted", "total"):
         if f"comm/{name}_bytes" in columns:
             metrics[f"total/{name}_bytes"] = sum(columns[f"comm/{name}_bytes"])
+    for name in ("pruned", "moved"):
+        if f"bits/{name}" in columns:
+            metrics[f"total/bits_{name}"] = sum(columns[f"bits/{name}"])
     trained = sum(columns.get("clients/trained", []))
     for name in ("upload", "download") if trained else ():
         metrics[f"client/{name}_bytes"] = sum(columns.get(f"comm/{name}_bytes", [])) / trained

@@ -223,7 +223,7 @@ def _inequality(node: ast.Compare, labels: Sequence[str], wrong: Wrong) -> Inequ
             raise wrong("one method", "p compares two", example)
         if not (is_finite_number(right) and 0 < right.value < 1):  # type: ignore[operator]
             raise wrong(shown(right), "p is compared with a number between 0 and 1", example)
-    return Inequality(ast.unparse(node), left, right, relation, quantities)
+    return Inequality(_written(node, labels), left, right, relation, quantities)
 
 
 def _no_increase(node: ast.Call, labels: Sequence[str], wrong: Wrong) -> NoIncrease:
@@ -244,7 +244,7 @@ def _no_increase(node: ast.Call, labels: Sequence[str], wrong: Wrong) -> NoIncre
         raise wrong(shown(margin), "the margin is a share of B, a number of 0 or more", NO_INCREASE_EXAMPLE)
     one, other = (Quantity(what, (x,)) if known else Quantity("metric", (what, x)) for x in pair)
     return NoIncrease(
-        ast.unparse(node), (one, other), float(share) if isinstance(share, (int, float)) else None
+        _written(node, labels), (one, other), float(share) if isinstance(share, (int, float)) else None
     )
 
 
@@ -271,6 +271,14 @@ def check_needs(criterion: Criterion, degradation: object, target_accuracy: floa
     for name, (given, rule, entry) in needs.items():
         valid = given or not criterion.mentions(name)
         require(valid, f"criterion {criterion.text!r}: {name}(...)", rule, f"add '{entry}' to the study")
+
+
+def _written(node: ast.expr, labels: Sequence[str]) -> str:
+    """Return a part of a criterion as text, with labels as they are written in a study."""
+    text = ast.unparse(node)
+    for label in labels:
+        text = text.replace(f"({label!r}", f"({label}").replace(f", {label!r}", f", {label}")
+    return text
 
 
 def _quote(text: str, labels: Sequence[str]) -> str:

@@ -14,9 +14,9 @@
     until: {max_seeds: 40}            # optional: seeds are added until every criterion is decided
     tuned: tuned/exp2_embedded.yaml   # optional: what `tune` chose for each method
 
-The rest is for the report: ``metric proposed degradation target_accuracy criteria claimed``; ``test`` is for
-the sweep. Of two settings of one name the later wins: config, method, overlays, grid; then `settings` of
-study, method, record of `tune`, grid.
+The rest is for the report: ``selection metric proposed degradation target_accuracy criteria premises
+claimed``; ``test`` is for the sweep. Of two settings of one name the later wins: config, method, overlays,
+grid; then `settings` of study, method, record of `tune`, grid.
 """
 
 from __future__ import annotations
@@ -37,8 +37,17 @@ from fl_lightning.errors import InputError
 from fl_lightning.probing import PROBES
 from fl_lightning.study.metric_names import CLOCKS, KNOWN, higher_is_better
 from fl_lightning.study.spec.criteria import Criterion, check_needs, parse
+from fl_lightning.study.spec.entries import (
+    CriterionEntries,
+    DegradationEntries,
+    PremiseEntries,
+    ProbingEntries,
+    StudyEntries,
+    VariationEntries,
+    as_entry,
+)
 from fl_lightning.study.spec.selection import ACCURACY_METRICS, SELECTION_OF, Selection
-from fl_lightning.study.spec.spec_file import Seed, Share, SpecFile
+from fl_lightning.study.spec.spec_file import SpecFile
 from fl_lightning.study.spec.stopping import StoppingRule, stopping_rule
 from fl_lightning.study.spec.tuned import TunedRecord, method_hash, tuned_record
 from fl_lightning.support.redaction import redact_settings
@@ -54,75 +63,6 @@ METRICS = [
 ]
 MAX_CELLS = 10_000
 """Runs of one study."""
-
-
-@dataclass
-class StudyEntries:
-    """The entries of a study file, with their types."""
-
-    study: str
-    seeds: list[Seed]  # type: ignore[valid-type]
-    methods: dict[str, Any]
-    config: str | list[str] | None = None
-    settings: dict[str, Any] = field(default_factory=dict)
-    overlays: str | list[str] | None = None
-    grid: dict[str, Any] = field(default_factory=dict)
-    test: bool | list[str] | dict[str, Any] = False
-    selection: Selection | None = None
-    metric: str | None = None
-    proposed: list[str] = field(default_factory=list)
-    degradation: dict[str, Any] | None = None
-    target_accuracy: Share | None = None  # type: ignore[valid-type]
-    criteria: list[str | dict[str, Any]] = field(default_factory=list)
-    premises: list[str | dict[str, Any]] = field(default_factory=list)
-    claimed: Any = None
-    until: str | dict[str, Any] | None = None
-    tuned: str | dict[str, Any] | None = None
-
-
-@dataclass
-class VariationEntries:
-    """The entries of a method or a level in a study file."""
-
-    config: str | list[str] | None = None
-    settings: dict[str, Any] = field(default_factory=dict)
-
-
-@dataclass
-class CriterionEntries:
-    """The entries of a criterion in a study file, where it is a mapping."""
-
-    criterion: str
-    name: str = ""
-    text: str = ""
-    share: Share | None = None  # type: ignore[valid-type]
-
-
-@dataclass
-class PremiseEntries:
-    """The entries of a premise in a study file, where it is a mapping."""
-
-    criterion: str
-    name: str = ""
-    text: str = ""
-    needed_by: list[str] = field(default_factory=list)
-
-
-@dataclass
-class DegradationEntries:
-    """The entries of ``degradation`` in a study file."""
-
-    axis: str
-    stressed: str
-    clean: str
-
-
-@dataclass
-class ProbingEntries:
-    """The entries of ``test`` in a study file, where it is a mapping."""
-
-    probes: str | list[str] | None = None
-    checkpoint: str | None = None
 
 
 @dataclass(frozen=True)
@@ -392,24 +332,13 @@ def _study(file: SpecFile, given: StudyEntries) -> Study:
     return study
 
 
-def as_entry(given: str | Mapping[str, Any]) -> dict[str, Any]:
-    """Return a criterion or premise of a study file as the arguments of :func:`parse`."""
-    if isinstance(given, str):
-        return {"text": given}
-    names = {"criterion": "text", "text": "claim"}
-    return {names.get(key, key): value for key, value in given.items()}
-
-
-def as_document(given: str | Mapping[str, Any]) -> dict[str, Any]:
-    """Return a criterion or premise as the mapping that it can be in a study file."""
-    return {"criterion": given} if isinstance(given, str) else dict(given)
-
-
 def _criterion(file: SpecFile, given: Any, where: str, schema: type) -> str | dict[str, Any]:
     """Check the form of a criterion or premise; what it says is checked later."""
     if isinstance(given, str):
         return given
-    entries = vars(file.parse(schema, given, f"{where}."))
+    entries = dict(vars(file.parse(schema, given, f"{where}.")))
+    if entries.get("share") is not None:
+        entries["share"] = float(entries["share"])
     return {key: value for key, value in entries.items() if value not in (None, "", [])}
 
 

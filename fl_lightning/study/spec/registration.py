@@ -19,7 +19,8 @@ from fl_lightning.errors import InputError
 from fl_lightning.run.directory import to_json
 from fl_lightning.run.metadata import now
 from fl_lightning.settings import result_settings, settings_hash
-from fl_lightning.study.spec.plan import Study, Variation, as_document
+from fl_lightning.study.spec.entries import as_document
+from fl_lightning.study.spec.plan import Study, Variation
 from fl_lightning.study.spec.stopping import StoppingRule
 from fl_lightning.support.disk import replace
 
@@ -225,18 +226,34 @@ def registered_study(study: Study, plan: Mapping[str, Any]) -> Study:
 
 
 def differences(plan: Mapping[str, Any], study: Study) -> list[str]:
-    """Return in which points a study differs from a registered plan, one clause each."""
-    found, now_asked = [], question_of(study)
+    """Return in which points a study file differs from a registered plan, one clause each."""
+    asked = {**question_of(study), "stopping": _stopping(study), "methods": dict(study.methods)}
+    return _differences(plan, asked)
+
+
+def plan_differences(plan: Mapping[str, Any], later: Mapping[str, Any]) -> list[str]:
+    """Return in which points a later plan differs from a registered one, one clause each."""
+    found = _differences(plan, later)
+    both = [label for label in plan["methods"] if label in later["methods"]]
+    changed = [
+        label for label in both if plan["methods"][label]["sha256"] != later["methods"][label]["sha256"]
+    ]
+    return [*found, *(f"methods: the settings of {label} are others" for label in changed)]
+
+
+def _differences(plan: Mapping[str, Any], later: Mapping[str, Any]) -> list[str]:
+    found = []
     for key, what in (("criteria", "criterion"), ("premises", "premise")):
-        found += _different_claims(what, plan[key], now_asked[key])
+        found += _different_claims(what, plan[key], later[key])
     for key in ("selection", "metric", "degradation", "target_accuracy"):
-        if plan[key] != now_asked[key]:
-            found.append(f"{key}: registered {plan[key]}, now {now_asked[key]}")
-    found += _different_names("methods", list(plan["methods"]), list(study.methods))
-    found += _different_names("proposed", plan["proposed"], study.proposed)
-    for axis in dict.fromkeys([*plan["grid"], *now_asked["grid"]]):
-        found += _different_names(f"grid.{axis}", plan["grid"].get(axis, []), now_asked["grid"].get(axis, []))
-    return found + _different_stopping(plan["stopping"], _stopping(study)) + _different_seeds(plan, study)
+        if plan[key] != later[key]:
+            found.append(f"{key}: registered {plan[key]}, now {later[key]}")
+    for key in ("methods", "proposed"):
+        found += _different_names(key, list(plan[key]), list(later[key]))
+    for axis in dict.fromkeys([*plan["grid"], *later["grid"]]):
+        found += _different_names(f"grid.{axis}", plan["grid"].get(axis, []), later["grid"].get(axis, []))
+    found += _different_stopping(plan["stopping"], later["stopping"])
+    return found + _different_seeds(plan, later)
 
 
 def _different_stopping(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:
@@ -244,12 +261,12 @@ def _different_stopping(before: Mapping[str, Any], after: Mapping[str, Any]) -> 
     return [f"stopping {key}: registered {before.get(key)}, now {after.get(key)}" for key in keys]
 
 
-def _different_seeds(plan: Mapping[str, Any], study: Study) -> list[str]:
-    """Compare the seeds; where they are added, those of the study are the ones that count, in order."""
-    rule = StoppingRule.from_registered(plan["stopping"])
-    if rule is None or study.until is None:
-        return _different_names("seeds", plan["seeds"], study.seeds)
-    order, seeds = dataclasses.replace(rule, max_seeds=len(study.seeds)).seeds(plan["seeds"]), study.seeds
+def _different_seeds(plan: Mapping[str, Any], later: Mapping[str, Any]) -> list[str]:
+    """Compare the seeds; where seeds are added, those of a report are the ones that count, in order."""
+    rule, seeds = StoppingRule.from_registered(plan["stopping"]), list(later["seeds"])
+    if rule is None or later["stopping"] == FIXED:
+        return _different_names("seeds", plan["seeds"], seeds)
+    order = dataclasses.replace(rule, max_seeds=len(seeds)).seeds(plan["seeds"])
     if seeds == order[: len(seeds)]:
         return []
     registered, now = (", ".join(map(str, some)) for some in (order[: len(seeds)], seeds))
