@@ -44,7 +44,7 @@ MKDOCS = yaml.safe_load((ROOT / "mkdocs.yml").read_text())
 
 OF_A_RUN = {
     "config.yaml", "metadata.json", "metrics.csv", "ledger.csv", "run.log", "partition.json", "registration.json", "test.json",
-    "cells.json", "report.md", "report.json", "runs.csv", "differences.csv", "timings.csv",
+    "cells.json", "until.json", "report.md", "report.json", "runs.csv", "differences.csv", "timings.csv",
     "timing_differences.csv", "confusion_matrix.csv",
 }  # fmt: skip
 OF_A_USER = {"my_methods.py", "my_stressors.py", "my_meters.py"}

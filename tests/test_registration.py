@@ -16,7 +16,7 @@ from fl_lightning.errors import InputError
 from fl_lightning.settings import config_of
 from fl_lightning.study.report.compare import compare
 from fl_lightning.study.spec.plan import Study
-from fl_lightning.study.spec.registration import Registration, StoppingRule, plan_of, register
+from fl_lightning.study.spec.registration import Registration, plan_of, register
 
 pytestmark = pytest.mark.usefixtures("figures_only_where_looked_at")
 STRICT, LAX = "accuracy(A) - accuracy(B) >= 0.045", "accuracy(A) - accuracy(B) >= -0.05"
@@ -31,11 +31,11 @@ def runs(tmp_path) -> Path:
     return root
 
 
-def register_as(folder: Path, runs: int, stopping: StoppingRule | None = None) -> Registration:
+def register_as(folder: Path, runs: int) -> Registration:
     """Register the study in the folder as a sweep would, and mark the runs."""
     study = Study.read(folder / "study.yaml")
     cells = [(one.method, one.levels, config_of(folder / one.name)) for one in study.cells()]
-    registration = register(folder, plan_of(study, cells, stopping or StoppingRule()), runs)
+    registration = register(folder, plan_of(study, cells), runs)
     for path in folder.glob("*/metadata.json"):
         metadata = json.loads(path.read_text())
         metadata["tags"]["registration"] = registration.tag
@@ -154,12 +154,17 @@ def test_an_edited_registration_and_one_that_came_late_are_told(runs):
     assert "9 runs were" in line
 
 
-def test_a_stopping_rule_allows_the_seeds_that_it_names(tmp_path):
+def test_a_stopping_rule_allows_the_seeds_that_it_names_and_no_choice_among_them(tmp_path):
     root = tmp_path / "runs"
     folder = make_study(root, {"A": A, "B": B, "C": C}, criteria=[STRICT])
-    edit(root, seeds=[0, 1])
-    register_as(folder, 0, StoppingRule("decided", max_seeds=3))
-    edit(root, seeds=[0, 1, 2])
-    assert head(root)[0].startswith("As registered")
-    edit(root, seeds=[0, 1, 2, 3])
-    assert "registered at most 3, now 4" in head(root)[0]
+    edit(root, seeds=[0, 1], until={"max_seeds": 3})
+    register_as(folder, 0)
+    line, report = head(root)
+    assert line.startswith("As registered")
+    assert report["seeds"] == [0, 1, 2]
+    edit(root, until={"max_seeds": 9})
+    assert "stopping max_seeds: registered 3, now 9" in head(root)[0]
+    edit(root, until={"max_seeds": 3}, seeds=[1, 2])
+    assert "seeds: registered in the order 0, 1, now 1, 2" in head(root)[0]
+    edit(root, until=None, seeds=[0, 1, 2])
+    assert "stopping rule: registered decided, now fixed" in head(root)[0]

@@ -278,6 +278,18 @@ def test_the_search_of_the_project_resolves_at_the_ends_of_its_space():
     assert final["trainer"]["max_rounds"] == 100
 
 
+def test_the_search_of_a_study_resolves_for_every_method_at_the_ends_of_its_space():
+    search = Search.read(CONFIGS / "tune_exp2_embedded.yaml")
+    study = Study.read(CONFIGS / "exp2_embedded.yaml", with_record=False)
+    assert [part.label for part in search.parts] == list(study.methods)
+    for part in search.parts:
+        corner = part.corners()[-1]
+        resolved = yaml.safe_load(cli.resolve(part.args(corner)))
+        optimizer = resolved["model"]["init_args"]["optimizer"]
+        assert optimizer["init_args"]["lr"] == corner["model.optimizer.init_args.lr"]
+        assert resolved["data"]["init_args"]["public_examples"] == 200
+
+
 def test_a_search_file_says_what_may_be_chosen(write):
     text = """
 study: small

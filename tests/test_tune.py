@@ -11,9 +11,9 @@ import yaml
 
 from fl_lightning.__main__ import main
 from fl_lightning.errors import InputError
-from fl_lightning.study.execute import tune as module
+from fl_lightning.study.execute import trials as module
 from fl_lightning.study.execute.jobs import Job, RunningJob
-from fl_lightning.study.execute.tune import SearchSession, open_search
+from fl_lightning.study.execute.trials import SearchSession, open_search
 from fl_lightning.study.spec.search import Search
 
 CONFIGS = Path(__file__).parent.parent / "configs"

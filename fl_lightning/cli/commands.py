@@ -39,12 +39,13 @@ class Command:
 COMMANDS = {
     "fit": Command("train a federation; every round goes to MLflow and to the run directory"),
     "sweep": Command(
-        "run every cell of a study, in parallel; killed or not, the next start continues",
+        "run every cell of a study, in parallel, or add seeds until its criteria are decided; the next start "
+        "continues",
         "fl_lightning.study.execute.sweep:sweep",
         resolves=True,
     ),
     "tune": Command(
-        "search for the best settings by validation, then run once with them",
+        "search for the best settings by validation, of one configuration or of every method of a study",
         "fl_lightning.study.execute.tune:tune",
         resolves=True,
     ),

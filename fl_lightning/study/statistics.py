@@ -12,6 +12,17 @@ The t interval is the one that decides. The bootstrap (BCa, Efron 1987) stands b
 distribution, but it cannot know of values that it has not seen. Of normal differences it holds the true mean
 in 73 % of cases with 3 seeds, 84 % with 5 and 90 % with 10 (2000 trials each), the t interval in 95 % with
 any. With n seeds Wilcoxon's p is at least 2^(1 - n): 0.25 for three.
+
+The t interval is valid for one look, at a number of seeds that was fixed before. Where seeds are added until
+the answer is clear, a *confidence sequence* takes its place: one interval after every seed, and with
+probability 1 - a all of them hold the true mean, whenever one looks and whatever makes one stop (Wang &
+Ramdas, "Anytime-valid t-tests and confidence sequences for Gaussian means with unknown variance", 2023,
+arXiv 2310.03722, theorem 4.9; S_n is the standard deviation divided by n):
+
+    m -+ S_n sqrt((n + c2)(1 - q) / max(q (n + c2) - c2, 0)),  q = (a^2 c2 / (n + c2))^(1/n)
+    p_n = sqrt((n + c2) / c2) ((n + c2 + c2 r) / ((n + c2)(1 + r)))^(n/2),  r = m^2 / S_n^2
+
+p_n is the level at which the interval after n seeds ends at 0. The theorem is about normal differences.
 """
 
 from __future__ import annotations
@@ -20,7 +31,7 @@ import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from math import exp, inf, isnan, lgamma, nan, sqrt
+from math import exp, inf, isnan, lgamma, log, log1p, nan, sqrt
 from typing import Protocol
 
 import numpy as np
@@ -32,6 +43,9 @@ LEVEL = 0.05
 """Significance level of every test, two-sided; intervals hold with 1 - LEVEL."""
 POWER = 0.8
 RESAMPLES = 2000
+SEQUENCE_C2 = 0.25
+"""c2 of the confidence sequence, which mixes over effect sizes drawn from N(0, 1 / c2). It is fixed before
+the first seed."""
 MOST_SEEDS = 10_000
 """More seeds than these are not counted, but called ``inf``."""
 
@@ -41,14 +55,17 @@ class PairedTest:
     """The mean of differences that are paired by seed, and what is known of it; what n seeds cannot give is
     NaN.
 
+    Of a ``sequential`` test, ``low`` and ``high`` are those of the confidence sequence, ``p_t`` is its p, and
+    ``detectable`` and ``seeds_needed`` are about one look at it.
+
     Args:
         differences: a - b of every seed ``[n]``.
         mean: their mean.
         std: their standard deviation, divided by n - 1.
-        low, high: 95 % t interval of the mean.
+        low, high: 95 % t interval of the mean, or that of the confidence sequence.
         bootstrap_low, bootstrap_high: 95 % BCa bootstrap interval of the mean.
         t: Student's t.
-        p_t: its two-sided p.
+        p_t: its two-sided p, or that of the confidence sequence.
         p_wilcoxon: two-sided p of the signed ranks.
         d_z: Cohen's effect size: the mean in standard deviations of the differences.
         g_z: the same without its bias in small samples.
@@ -56,6 +73,8 @@ class PairedTest:
         seeds_needed: seeds that find an effect of ``g_z`` with 80 % power, at the level of ``family``.
         family: number of tests that are made together; power is of the strictest step of Holm's correction.
         p_holm: ``p_t`` corrected for ``family`` tests.
+        sequential: whether interval and p are valid at every look, and not only at a number of seeds that was
+            fixed before.
     """
 
     differences: tuple[float, ...]
@@ -74,6 +93,7 @@ class PairedTest:
     seeds_needed: float
     family: int = 1
     p_holm: float = nan
+    sequential: bool = False
 
     @property
     def n(self) -> int:
@@ -84,14 +104,23 @@ class PairedTest:
         return self.p_holm < LEVEL
 
 
-def paired_test(differences: Sequence[float], family: int = 1) -> PairedTest:
-    """Everything about one set of differences; NaN where n seeds, or seeds that all say the same, cannot
-    tell."""
+def paired_test(differences: Sequence[float], family: int = 1, sequential: bool = False) -> PairedTest:
+    """Return everything about one set of differences.
+
+    What n seeds, or seeds that all say the same, cannot tell is NaN.
+
+    Args:
+        differences: a - b of every seed ``[n]``.
+        family: number of tests that are made together.
+        sequential: whether interval and p are those of the confidence sequence.
+    """
     x = np.asarray(differences, np.float64)
     mean, std = mean_std(x)
-    low, high = t_interval(x)
+    low, high = (sequence_interval if sequential else t_interval)(x)
     bootstrap_low, bootstrap_high = bootstrap_interval(x)
     t, p_t = t_test(x)
+    if sequential:
+        p_t = sequence_p(x)
     d_z = mean / std if std > 0 else nan
     g_z = d_z * hedges_correction(x.size)
     return PairedTest(
@@ -107,10 +136,11 @@ def paired_test(differences: Sequence[float], family: int = 1) -> PairedTest:
         p_wilcoxon=wilcoxon(x),
         d_z=d_z,
         g_z=g_z,
-        detectable=std * detectable_effect(x.size, LEVEL / family) if std > 0 else nan,
-        seeds_needed=seeds_needed(g_z, LEVEL / family),
+        detectable=std * detectable_effect(x.size, LEVEL / family, sequential) if std > 0 else nan,
+        seeds_needed=seeds_needed(g_z, LEVEL / family, sequential),
         family=family,
         p_holm=p_t,
+        sequential=sequential,
     )
 
 
@@ -162,6 +192,60 @@ def t_interval(values: Sequence[float] | np.ndarray, level: float = LEVEL) -> tu
         return nan, nan
     half = float(stats.t.ppf(1 - level / 2, x.size - 1)) * std / sqrt(x.size)
     return mean - half, mean + half
+
+
+def sequence_width(n: int, level: float = LEVEL) -> float:
+    """Return half the width of the confidence sequence after ``n`` values, in standard deviations (divided by
+    n).
+
+    It is infinite for the first values: fewer than four at a level of 0.05.
+    """
+    if n < 1:
+        return inf
+    q = (level**2 * SEQUENCE_C2 / (n + SEQUENCE_C2)) ** (1 / n)
+    below = q * (n + SEQUENCE_C2) - SEQUENCE_C2
+    return sqrt((n + SEQUENCE_C2) * (1 - q) / below) if below > 0 else inf
+
+
+def sequence_threshold(n: int, level: float = LEVEL) -> float:
+    """Return the |t| beyond which the confidence sequence after ``n`` values leaves 0 out.
+
+    >>> [round(sequence_threshold(n), 2) for n in (5, 10, 20)]
+    [5.36, 3.97, 3.63]
+    """
+    return sequence_width(n, level) * sqrt(n - 1) if n > 1 else inf
+
+
+def sequence_interval(values: Sequence[float] | np.ndarray, level: float = LEVEL) -> tuple[float, float]:
+    """Return the confidence sequence's interval of the mean after all these values.
+
+    With probability 1 - ``level`` the intervals after 1, 2, 3 ... normal values *all* hold the true mean. The
+    interval is infinite after too few values, and NaN for equal ones, whose spread cannot be estimated.
+    """
+    x = np.asarray(values, np.float64)
+    mean, std = mean_std(x)
+    if not std > 0:
+        return (nan, nan) if x.size != 1 else (-inf, inf)
+    half = sequence_threshold(x.size, level) * std / sqrt(x.size)
+    return mean - half, mean + half
+
+
+def sequence_p(values: Sequence[float] | np.ndarray) -> float:
+    """Return the p of a mean of 0 that is valid at every look: it is below a when the interval of level a
+    leaves 0 out.
+
+    With probability 1 - a, it is never below a after any number of normal values of mean 0. It is NaN for
+    equal values other than 0, and 1 for zeros.
+    """
+    x = np.asarray(values, np.float64)
+    n = x.size
+    mean, std = mean_std(x)
+    if not std > 0:
+        return 1.0 if n > 1 and mean == 0 else nan
+    r = n / (n - 1) * (mean / std) ** 2
+    log_p = 0.5 * log((n + SEQUENCE_C2) / SEQUENCE_C2)
+    log_p += n / 2 * (log((n + SEQUENCE_C2 * (1 + r)) / (n + SEQUENCE_C2)) - log1p(r))
+    return min(1.0, exp(log_p))
 
 
 def bootstrap_interval(values: Sequence[float] | np.ndarray) -> tuple[float, float]:
@@ -234,41 +318,51 @@ def hedges_correction(n: int) -> float:
     return exp(lgamma(v / 2) - lgamma((v - 1) / 2)) / sqrt(v / 2) if v >= 2 else nan
 
 
-def power(effect: float, n: int, level: float = LEVEL) -> float:
-    """Probability that the two-sided t-test of ``n`` differences finds an effect of that many standard
-    deviations.
+def power(effect: float, n: int, level: float = LEVEL, sequential: bool = False) -> float:
+    """Return the probability that ``n`` differences show an effect of that many standard deviations.
+
+    It is the power of the two-sided t-test, or of one look at the confidence sequence; whoever also looked
+    before has found the effect at least as often.
 
     >>> round(power(1.0, 10), 3)  # Cohen (1988) and every power table
     0.803
     """
-    critical = stats.t.isf(level / 2, n - 1)
+    critical = sequence_threshold(n, level) if sequential else float(stats.t.isf(level / 2, n - 1))
+    if critical == inf:
+        return 0.0
     return float(
         stats.ncf.sf(critical**2, 1, n - 1, n * effect**2)
     )  # T^2 is an F; scipy's noncentral t gives NaN for few seeds
 
 
 @lru_cache(maxsize=256)
-def detectable_effect(n: int, level: float = LEVEL) -> float:
-    """Smallest effect, in standard deviations, that ``n`` differences find with 80 % power; NaN below 2."""
-    if n < 2:
+def detectable_effect(n: int, level: float = LEVEL, sequential: bool = False) -> float:
+    """Return the smallest effect, in standard deviations, that ``n`` differences find with 80 % power.
+
+    It is NaN below 2 differences, and where the confidence sequence is infinite.
+    """
+    if n < 2 or (sequential and sequence_threshold(n, level) == inf):
         return nan
     high = 1.0
-    while power(high, n, level) < POWER:
+    while power(high, n, level, sequential) < POWER:
         high *= 2
-    return float(optimize.brentq(lambda effect: power(effect, n, level) - POWER, 0.0, high, xtol=1e-10))
+    return float(
+        optimize.brentq(lambda effect: power(effect, n, level, sequential) - POWER, 0.0, high, xtol=1e-10)
+    )
 
 
-def seeds_needed(effect: float, level: float = LEVEL) -> float:
-    """Fewest seeds that find the effect with 80 % power; infinite beyond 10 000, NaN without an effect
-    size."""
+def seeds_needed(effect: float, level: float = LEVEL, sequential: bool = False) -> float:
+    """Return the fewest seeds that find the effect with 80 % power; infinite beyond 10 000, NaN without an
+    effect size."""
     if isnan(effect):
         return nan
     low, high = 1, 2
-    while power(effect, high, level) < POWER:
+    while power(effect, high, level, sequential) < POWER:
         low, high = high, 2 * high
         if low > MOST_SEEDS:
             return inf
     while high - low > 1:
         middle = (low + high) // 2
-        low, high = (low, middle) if power(effect, middle, level) >= POWER else (middle, high)
+        found = power(effect, middle, level, sequential) >= POWER
+        low, high = (low, middle) if found else (middle, high)
     return high if high <= MOST_SEEDS else inf

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from dataclasses import replace as replaced
 from pathlib import Path
 from typing import Any, Literal
 
@@ -84,40 +85,67 @@ class CellState:
 
 
 class StudyCells:
-    """The states of all cells of a study, in the order in which they are run.
+    """The states of the cells of a study, in the order in which they are run.
 
     Args:
         study: the study.
         folder: the folder of its runs.
         states: one a cell.
+        resolve: turns arguments of ``fit`` into the whole configuration.
     """
 
-    def __init__(self, study: Study, folder: Path, states: list[CellState]) -> None:
-        self.study, self.folder, self.states = study, folder, states
+    def __init__(
+        self,
+        study: Study,
+        folder: Path,
+        states: list[CellState],
+        resolve: Callable[[list[str]], str] = lambda args: "",
+    ) -> None:
+        self.study, self.folder, self.states, self.resolve = study, folder, states, resolve
+        self._known = read_cells(folder)
+        self._resolved: dict[tuple[str, ...], Any] = {}  # by method and levels: the seed changes one entry
 
     @classmethod
     def plan(cls, study: Study, root: Path, resolve: Callable[[list[str]], str]) -> StudyCells:
         """Resolve every cell and look for its run; nothing is created.
 
+        Of a study that adds seeds until its criteria are decided, these are the cells of the seeds that it
+        lists and of those that were begun.
+
         Raises:
             InputError: ``fit`` would refuse a cell; the message begins with its name.
         """
-        folder = root / study.name
-        known = read_cells(folder)
-        resolved: dict[tuple[str, ...], Any] = {}  # by method and levels: the seed changes one entry
+        cells = cls(study, root / study.name, [], resolve)
+        begun = {entry.get("seed") for entry in cells._known.values()}
+        count = max(i + 1 for i, seed in enumerate(study.seed_order) if seed in {*study.seeds, *begun})
+        for seed in study.seed_order[:count]:
+            cells.add_seed(seed)
+        return cells
+
+    def add_seed(self, seed: int) -> list[CellState]:
+        """Add the cells of one more seed, look for their runs, and return them.
+
+        Raises:
+            InputError: ``fit`` would refuse a cell; the message begins with its name.
+        """
         states = []
-        for cell in study.cells():
+        for cell in replaced(self.study, seeds=[seed]).cells():
             key = (cell.method, *cell.levels.values())
-            if key not in resolved:
+            if key not in self._resolved:
                 try:
-                    resolved[key] = resolved_settings(cell.args, resolve)
+                    self._resolved[key] = resolved_settings(cell.args, self.resolve)
                 except InputError as error:
-                    raise error.within(f"{study.path}, cell {cell.name}") from error
-            config = flatten(resolved[key] | {"seed_everything": cell.seed})
-            threads = int(known.get(cell.name, {}).get("threads", 0))
+                    raise error.within(f"{self.study.path}, cell {cell.name}") from error
+            config = flatten(self._resolved[key] | {"seed_everything": cell.seed})
+            threads = int(self._known.get(cell.name, {}).get("threads", 0))
             states.append(CellState(cell, config, settings_hash(config), threads=threads))
-            states[-1].find_run(folder)
-        return cls(study, folder, states)
+            states[-1].find_run(self.folder)
+        self.states += states
+        return states
+
+    def of_seed(self, seed: int) -> list[CellState]:
+        """Return the cells of a seed; none when the seed was not added."""
+        return [state for state in self.states if state.cell.seed == seed]
 
     def __getitem__(self, name: str) -> CellState:
         return next(state for state in self.states if state.cell.name == name)

@@ -13,7 +13,7 @@ import subprocess
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -122,7 +122,7 @@ class Pool:
         """Run jobs until all have ended.
 
         Args:
-            jobs: the jobs, in the order in which they start.
+            jobs: the jobs, in the order in which they start; each is asked for when a slot is free for it.
             ended: is called with every job that ended by itself and its exit code, and may return a job that
                 goes next.
             look: is called at every look with the jobs that are at work.
@@ -130,25 +130,35 @@ class Pool:
         Raises:
             KeyboardInterrupt, SystemExit: Ctrl-C or SIGTERM, after the jobs have stopped.
         """
-        waiting = deque(jobs)
+        following, others = deque[Job](), iter(jobs)
         with Interrupts() as interrupts:
             try:
-                while waiting or self.running:
+                while True:
                     with interrupts.held():
-                        self._fill(waiting)
+                        self._fill(following, others)
+                    if not self.running:
+                        break
                     look(self.running)
                     time.sleep(POLL_SECONDS)
-                    self._collect(waiting, ended)
+                    self._collect(following, ended)
             finally:
                 interrupts.ignore()
                 self.stop()
                 interrupts.release()
 
-    def _fill(self, waiting: deque[Job]) -> None:
+    def _fill(self, following: deque[Job], others: Iterator[Job]) -> None:
         taken = {running.slot for running in self.running}
-        free = [slot for slot in range(len(self.slots)) if slot not in taken]
-        for slot in free[: len(waiting)]:
-            self.running.append(self._start(waiting.popleft(), slot))
+        for slot in range(len(self.slots)):
+            if slot not in taken:
+                job = following.popleft() if following else next(others, None)
+                if job is None:
+                    return
+                self.running.append(self._start(job, slot))
+
+    def terminate(self) -> None:
+        """Tell what still runs to stop; each run writes its checkpoint and ends as any job does."""
+        for running in self.running:
+            running.process.terminate()
 
     def _start(self, job: Job, slot: int) -> RunningJob:
         job.log.parent.mkdir(parents=True, exist_ok=True)
@@ -166,19 +176,18 @@ class Pool:
             )
         return RunningJob(job, process, slot)
 
-    def _collect(self, waiting: deque[Job], ended: Callable[[RunningJob, int], Job | None]) -> None:
+    def _collect(self, following: deque[Job], ended: Callable[[RunningJob, int], Job | None]) -> None:
         for running in list(self.running):
             code = running.process.poll()
             if code is not None:
                 self.running.remove(running)
                 _close(running)
-                following = ended(running, code)
-                waiting.extendleft([following] if following else [])
+                if job := ended(running, code):
+                    following.appendleft(job)
 
     def stop(self) -> None:
         """End what still runs; a run writes its checkpoint first."""
-        for running in self.running:
-            running.process.terminate()
+        self.terminate()
         deadline = time.monotonic() + STOP_SECONDS
         for running in self.running:
             try:

@@ -3,34 +3,19 @@ it before."""
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Literal
 
-from fl_lightning.study.execute import mlflow_page
-from fl_lightning.study.execute.cells import CellState, StudyCells
-from fl_lightning.study.execute.display import ACCURACY, Display, clock
+from rich.console import Console
+
+from fl_lightning.study.execute.cells import StudyCells
 from fl_lightning.study.execute.estimate import show_plan
-from fl_lightning.study.execute.jobs import Job, Pool, RunningJob, fit_arguments, slots_for, threads_per_job
+from fl_lightning.study.execute.jobs import Pool, slots_for, threads_per_job
 from fl_lightning.study.execute.lock import only_one
-from fl_lightning.study.results.run_records import runs_in
-from fl_lightning.study.spec.plan import Study, as_flag
-from fl_lightning.study.spec.registration import (
-    FILE,
-    FIXED,
-    TAG,
-    TAG_LENGTH,
-    Registration,
-    StoppingRule,
-    plan_differences,
-    plan_of,
-    register,
-)
-from fl_lightning.support.disk import replace
-from fl_lightning.support.redaction import redact
-from fl_lightning.tracking.mlflow_store import Status, store
-from fl_lightning.tracking.runs import StudyRun, begin_study, end_study
+from fl_lightning.study.execute.session import SweepSession
+from fl_lightning.study.execute.until import UntilSession, with_flags
+from fl_lightning.study.spec.plan import Study
 
 Resolve = Callable[[list[str]], str]
 
@@ -42,10 +27,16 @@ def sweep(
     devices: str = "auto",
     logger: bool = True,
     dry_run: bool = False,
+    until: Literal["decided"] | None = None,
+    max_seeds: int | None = None,
+    max_hours: float | None = None,
     *,
     resolve: Resolve,
 ) -> None:
     """Run every cell of a study that is not finished yet; failed cells are listed and do not stop the rest.
+
+    With ``until``, or where the study file has it, the seeds that the study lists are run first, and then one
+    after another is added until every criterion is decided by confidence sequences.
 
     Args:
         config: the study file.
@@ -55,180 +46,27 @@ def sweep(
             ``0,2``.
         logger: false: no MLflow, neither for the study nor for its cells.
         dry_run: print the cells and an estimate of time and bytes, and create nothing.
+        until: ``decided``: add seeds until every criterion of the study is decided.
+        max_seeds: the number of seeds at which that ends, those that the study lists among them; 50 if
+            neither this flag nor the study file says otherwise.
+        max_hours: the hours of sweeping, over all sessions of this study, at which it ends.
     """
-    study = Study.read(config)
+    study = with_flags(Study.read(config), until, max_seeds, max_hours)
     slots = slots_for(jobs, devices)
     cells = StudyCells.plan(study, Path(root), resolve)
     for state in cells:
         state.threads = threads_per_job(jobs, state.threads)
     if dry_run:
         show_plan(cells, jobs)
+        if study.until is not None:
+            most = study.until.max_seeds
+            Console(soft_wrap=True).print(f"seeds are added until every criterion is decided: {most} at most")
         return
     with only_one(cells.folder) as held:
         for state in cells:
             state.find_run(cells.folder)  # those of a sweep that was killed have stopped by now
-        SweepSession(cells, Pool(slots, held), logger).run()
-
-
-@dataclass
-class SweepSession:
-    """One session of a sweep.
-
-    Args:
-        cells: the cells of the study.
-        pool: runs their processes.
-        logger: whether MLflow is used.
-        parent: the study's own run in MLflow.
-        stopping: when no more seeds are added; it is registered before the first cell.
-        tested: the exit code of each ``test`` of this session, by cell.
-    """
-
-    cells: StudyCells
-    pool: Pool
-    logger: bool
-    stopping: StoppingRule = FIXED
-    parent: StudyRun | None = None
-    tested: dict[str, int] = field(default_factory=dict)
-
-    def run(self) -> None:
-        """Run until all cells are finished or failed.
-
-        Raises:
-            SystemExit: 1 when one failed.
-        """
-        cells, study = self.cells, self.cells.study
-        plan = plan_of(
-            study, ((one.cell.method, one.cell.levels, one.config) for one in cells), self.stopping
-        )
-        known = Registration.read(cells.folder)
-        self.registration = register(cells.folder, plan, runs_in(cells.folder))
-        replace(cells.folder / "study.yaml", study.to_yaml().encode())
-        for state in cells:
-            if state.status == "failed" and not state.problem:
-                state.status = "interrupted"  # it is tried again
-        cells.write()
-        if self.logger and any(state.config.get("trainer.logger") is True for state in cells):
-            tags, view = {"cells": str(len(cells.states))}, mlflow_page.view_tags(list(study.grid))
-            self.parent = begin_study(study.name, cells.folder, tags, view)
-        self.display = Display(
-            self.summary, lambda job: (self.at_work(job.name).run, self.at_work(job.name).rounds)
-        )
-        self.display.line(f"{self.summary()}; {len(self.pool.slots)} at a time, in {cells.folder}")
-        self.show_registration(known)
-        self.show_problems()
-        done = False
-        try:
-            with self.display:
-                jobs = [job for state in cells if (job := self.next_job(state))]
-                self.pool.run(jobs, self.ended, self.look)
-            done = True
-        finally:
-            for state in cells:
-                if state.status == "running":
-                    state.status = "interrupted"
-                    state.find_run(cells.folder)
-            cells.write()
-            status: Status = "KILLED" if not done else "FAILED" if self.failures() else "FINISHED"
-            end_study(self.parent, cells.folder, status)
-            self.display.line(f"{self.summary()}, in {self.display.elapsed}")
-            if not done:
-                self.display.line("stopped; the same command continues")
-        if failures := self.failures():
-            if tried := ", ".join(name for name in failures if not cells[name].problem):
-                logs = cells.folder / "logs"
-                self.display.line(f"failed: {tried}; logs in {logs}; the same command tries again")
-                self.show_problems()
-            sys.exit(1)
-        if self.parent:
-            self.display.line(f"curves         mlflow ui --backend-store-uri {redact(store())}")
-            self.display.line(f"               {mlflow_page.link(self.parent.experiment_id)}")
-        compare = f"python -m fl_lightning compare --study {study.name} --out reports/{study.name}"
-        self.display.line(f"what holds     {compare}")
-
-    def show_registration(self, before: Registration | None) -> None:
-        """Print the hash of what is registered, and how this session differs from it."""
-        first = self.registration.first
-        mark = f"{first.sha256[:TAG_LENGTH]} of {first.date[:10]} {first.date[11:16]} UTC"
-        self.display.line(f"registered     {mark}, in {self.cells.folder / FILE}")
-        last = self.registration.entries[-1]
-        if last.sha256 != first.sha256:
-            what = "; ".join(plan_differences(first.plan, last.plan))
-            added = "this is an amendment" + (", added now" if before != self.registration else "")
-            self.display.line(f"not as registered: {what}; {added}; compare will say so")
-
-    def show_problems(self) -> None:
-        """Print what the user must do before some cells can be run."""
-        for line in self.cells.problems():
-            self.display.line(line)
-
-    def summary(self) -> str:
-        """Return how many cells have which status, in one line."""
-        count, statuses = self.cells.count, ("running", "interrupted", "waiting", "failed")
-        others = "".join(f", {count(status)} {status}" for status in statuses if count(status))  # type: ignore[arg-type]
-        name, total = self.cells.study.name, len(self.cells.states)
-        return f"{name}: {count('finished')} of {total} cells finished{others}"
-
-    def failures(self) -> list[str]:
-        """Return the names of the cells whose run or test failed."""
-        names = [(state.cell.name, state.status) for state in self.cells]
-        return [name for name, status in names if status == "failed" or self.tested.get(name)]
-
-    def at_work(self, name: str) -> CellState:
-        """Return a cell at work, with its run once there is one."""
-        state = self.cells[name]
-        if state.run is None:
-            state.find_run(self.cells.folder)
-            state.status = "running"
-        return state
-
-    def next_job(self, state: CellState) -> Job | None:
-        """Return what is left to do for a cell, if it can be done."""
-        if state.problem:
-            return None
-        cell, study, folder = state.cell, self.cells.study, self.cells.folder
-        log = folder / "logs" / f"{cell.name}.log"
-        environment = {"OMP_NUM_THREADS": str(state.threads)}
-        if state.status != "finished":
-            tags = {"study": study.name, "label": cell.method, **cell.levels, TAG: self.registration.tag}
-            if self.parent:
-                tags["mlflow.parentRunId"] = self.parent.run_id
-            own = {"root": folder.parent, "experiment": study.name, "name": cell.name}
-            args = fit_arguments(cell.args, **own, tags=tags, logger=self.logger)  # type: ignore[arg-type]
-            return Job(cell.name, args, log, environment)
-        if study.test is not None and cell.name not in self.tested and not state.is_tested(study.test):
-            flags = [f"--{name}={as_flag(value)}" for name, value in study.test.items()]
-            return Job(cell.name, ["test", "--ckpt_path", str(state.run), *flags], log, environment)
-        return None
-
-    def look(self, running: list[RunningJob]) -> None:
-        """Note which cells have started, and show how far the cells at work are."""
-        for one in running:
-            state = self.cells[one.job.name]
-            if state.status in ("waiting", "interrupted"):
-                rounds = len(state.metrics())
-                self.display.line(
-                    f"{state.cell.name} {f'continues after round {rounds}' if rounds else 'starts'}"
-                )
-                state.status = "running"
-                self.cells.write()
-        self.display.look(running)
-
-    def ended(self, running: RunningJob, code: int) -> Job | None:
-        """Note that a job ended, and return the next job of its cell."""
-        job, state = running.job, self.cells[running.job.name]
-        if job.args[0] == "test":
-            self.tested[job.name] = code
-            if code:
-                self.display.failed(job.name, job, code)
-            return None
-        state.find_run(self.cells.folder)
-        if code or state.status != "finished":
-            state.status = "failed"
-            self.display.failed(job.name, job, code)
+        pool = Pool(slots, held)
+        if study.until is None:
+            SweepSession(cells, pool, logger).run()
         else:
-            rows = state.metrics()
-            accuracy = f"accuracy {rows[-1][ACCURACY]:.3f}, " if rows and ACCURACY in rows[-1] else ""
-            took = f"{len(rows)} rounds in {clock(sum(row.get('time/round', 0.0) for row in rows))}"
-            self.display.line(f"{job.name} finished: {accuracy}{took}; {self.summary()}")
-        self.cells.write()
-        return self.next_job(state) if state.status == "finished" else None
+            UntilSession(cells, pool, logger, jobs_at_a_time=jobs).run()

@@ -22,6 +22,7 @@ from fl_lightning.study.report import tables
 from fl_lightning.study.report.comparison import Comparison, Levels
 from fl_lightning.study.report.document import differences_csv, report, runs_csv
 from fl_lightning.study.report.figures import FIGURES, figures
+from fl_lightning.study.report.looks import counted
 from fl_lightning.study.report.markdown import answers, criteria_tables, markdown
 from fl_lightning.study.report.registered import NOT_REGISTERED, RegistrationReport, registration_report
 from fl_lightning.study.report.verdicts import check_criteria
@@ -56,7 +57,7 @@ def compare(
         InputError: there is nothing to compare, the runs cannot be compared, or ``out`` holds something.
     """
     check_out(out, overwrite)
-    results = with_metric(gather(study, root, mlflow), metric)
+    results = with_metric(counted(gather(study, root, mlflow)), metric)
     check_comparable(results)
     comparison = Comparison(results)
     check_criteria(comparison)
@@ -178,7 +179,7 @@ def show(comparison: Comparison, out: Path, registration: RegistrationReport = N
         console.print(table.without(*table.header[8:]).rich())
         if comparison.pairs:
             table = tables.differences(comparison, levels)
-            console.print(table.without("bootstrap", "p (t)", "p (Wilcoxon)", "g_z").rich())
+            console.print(table.without("bootstrap", "p (t)", "p (sequence)", "p (Wilcoxon)", "g_z").rich())
     drops = tables.degradation(comparison)
     judged = [tables.premises(comparison)]
     for one, title in criteria_tables(comparison, registration):

@@ -21,7 +21,15 @@ from fl_lightning.study.metric_names import higher_is_better
 from fl_lightning.study.report.judging import NO_SPREAD
 from fl_lightning.study.results.runs import FinishedRun, Results, selected
 from fl_lightning.study.spec.selection import ACCURACY_METRICS, Selection
-from fl_lightning.study.statistics import Interval, PairedTest, mean_std, paired_test, t_interval, with_holm
+from fl_lightning.study.statistics import (
+    Interval,
+    PairedTest,
+    mean_std,
+    paired_test,
+    sequence_interval,
+    t_interval,
+    with_holm,
+)
 
 Levels = Mapping[str, str]
 """The level of every axis of the grid; empty without a grid."""
@@ -49,12 +57,13 @@ class Difference:
 
     @classmethod
     def between(
-        cls, metric: str, a: str, b: str, of_a: pd.Series, of_b: pd.Series, family: int
+        cls, metric: str, a: str, b: str, of_a: pd.Series, of_b: pd.Series, family: int, sequential: bool
     ) -> Difference:
-        """Test ``of_a`` - ``of_b``, two series over the same seeds with NaN where there is no value."""
+        """Test ``of_a`` - ``of_b``, two series over the same seeds with NaN where there is no value; where
+        seeds are added, by a confidence sequence."""
         differences = (of_a - of_b).dropna()
         seeds, unpaired = differences.index, of_a.index[of_a.isna() ^ of_b.isna()]
-        test = paired_test(differences.tolist(), family)
+        test = paired_test(differences.tolist(), family, sequential)
         return cls(metric, a, b, tuple(seeds.tolist()), tuple(sorted(unpaired.tolist())), test)
 
     @property
@@ -121,8 +130,9 @@ class Comparison:
         InputError: a criterion of the study cannot be read.
     """
 
-    def __init__(self, results: Results, interval: Interval = t_interval) -> None:
-        self.results, self.study, self.interval = results, results.study, interval
+    def __init__(self, results: Results, interval: Interval | None = None) -> None:
+        self.results, self.study = results, results.study
+        self.interval = interval or (sequence_interval if self.is_sequential else t_interval)
         with_runs = {run.label for run in results.runs}
         self.labels = [label for label in self.study.methods if label in with_runs]
         self.proposed = [label for label in self.labels if label in self.study.proposed]
@@ -140,6 +150,11 @@ class Comparison:
             for key, group in finite.groupby(["metric", "level"])
         }
         self._differences: dict[tuple[str, str], list[Difference]] = {}
+
+    @property
+    def is_sequential(self) -> bool:
+        """Whether seeds are added until the criteria are decided, so that a confidence sequence decides."""
+        return self.study.until is not None
 
     @cached_property
     def planned_levels(self) -> list[dict[str, str]]:
@@ -225,7 +240,10 @@ class Comparison:
         key = (metric, name_of(levels))
         if key not in self._differences:
             table, family = self.table(metric, levels), max(1, len(self.pairs))
-            found = [Difference.between(metric, a, b, table[a], table[b], family) for a, b in self.pairs]
+            found = [
+                Difference.between(metric, a, b, table[a], table[b], family, self.is_sequential)
+                for a, b in self.pairs
+            ]
             tests = with_holm([one.test for one in found])
             self._differences[key] = [replace(one, test=test) for one, test in zip(found, tests, strict=True)]
         return self._differences[key]
@@ -316,7 +334,8 @@ class Comparison:
         for others in self.without_stressor(self.levels) if self.study.degradation else []:
             for label in self.labels:
                 of_stressed, of_clean = self._degraded(metric, label, others)
-                yield others, label, Difference.between(metric, label, label, of_clean, of_stressed, 1)
+                sides = of_clean, of_stressed
+                yield others, label, Difference.between(metric, label, label, *sides, 1, self.is_sequential)
 
     def _degraded(self, metric: str, label: str, others: Levels) -> list[pd.Series]:
         """Return the metric with and without stress, with its sign changed where lower is better."""

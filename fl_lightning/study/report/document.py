@@ -35,7 +35,7 @@ PROVENANCE = [
 def report(comparison: Comparison, registration: RegistrationReport = NOT_REGISTERED) -> dict[str, Any]:
     """Return the whole comparison, fit for JSON: what is not a number is null."""
     study, main, runs = comparison.study, comparison.main_levels, comparison.results.runs
-    judged = verdicts(comparison)
+    judged, stopping = verdicts(comparison), comparison.results.stopping
     document = {
         "registration": _registration(registration),
         "study": study.name,
@@ -46,6 +46,8 @@ def report(comparison: Comparison, registration: RegistrationReport = NOT_REGIST
         "proposed": comparison.proposed,
         "baselines": comparison.baselines,
         "seeds": study.seeds,
+        "interval": "confidence sequence" if comparison.is_sequential else "t",
+        "stopping": stopping and {key: getattr(stopping, key) for key in ("seeds", "ending", "undecided")},
         "level": main,
         **_ranking(comparison, main),
         "levels": [_level(comparison, levels) for levels in comparison.levels],
@@ -63,6 +65,7 @@ def report(comparison: Comparison, registration: RegistrationReport = NOT_REGIST
             for others, label, one in comparison.degradations()
         ],
         "claimed": study.claimed,
+        "tuned": study.tuned and study.tuned.document(),
         "runs": [_run(run, lambda metric: not is_timing(metric)) for run in runs],
         "not_counted": [asdict(entry) for entry in comparison.results.not_counted],
         "not_numbers": comparison.not_numbers(),
@@ -200,7 +203,8 @@ def provenance(comparison: Comparison) -> dict[str, Any]:
         "runs": [
             {"name": one.name, "where": one.where, **{key: one.metadata.get(key) for key in PROVENANCE}}
             for one in records
-        ]
+        ],
+        "begun_beyond": comparison.results.stopping.beyond if comparison.results.stopping else (),
     }
 
 

@@ -252,8 +252,9 @@ def _differences(axes: Axes, found: Sequence[Difference], scale: float, *, label
     axes.axvline(0, color="black", linewidth=0.8)
     for row, one in enumerate(found):
         test, first = one.test, row == 0 and labelled
+        kind = "confidence sequence" if test.sequential else "t interval"
         if isfinite(test.low):
-            bounds, label = [test.low * scale, test.high * scale], "95 % t interval" if first else None
+            bounds, label = [test.low * scale, test.high * scale], f"95 % {kind}" if first else None
             axes.plot(bounds, [row, row], color=COLOURS[0], linewidth=1.4, label=label)
         if isfinite(test.bootstrap_low):
             bounds = [test.bootstrap_low * scale, test.bootstrap_high * scale]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from math import isfinite
+from pathlib import Path
 from typing import Any
 
 from fl_lightning.study.metric_names import column, seeds
@@ -28,6 +29,24 @@ HOW_TO_READ = (
     "corrected for the other criteria. It is not tested where one of its premises fails, and undecided "
     "where one is undecided. Each part of an `or` keeps its own 95 %."
 )
+IN_A_SEQUENCE = {
+    "The 95 % t interval decides; the bootstrap (BCa) beside it is too narrow below about ten seeds. ": (
+        "Seeds were added until the criteria were decided, so that the interval that decides is that of a "
+        "95 % confidence sequence: with 95 % probability it holds the true mean after every number of seeds, "
+        "however often one looks (Wang & Ramdas 2023, theorem 4.9, for normal differences). The bootstrap "
+        "(BCa) and Wilcoxon's p beside it are not valid under such looks. "
+    ),
+    "p (Holm) is the t-test's,": "p (sequence) is valid at every look; p (Holm) is the same,",
+}
+"""What of :data:`HOW_TO_READ` is said otherwise where seeds are added."""
+
+
+def how_to_read(comparison: Comparison) -> str:
+    """Return what the numbers of the report mean."""
+    text = HOW_TO_READ
+    for fixed, sequential in IN_A_SEQUENCE.items() if comparison.is_sequential else ():
+        text = text.replace(fixed, sequential)
+    return text
 
 
 def markdown(
@@ -57,6 +76,8 @@ def _parts(
     yield registration.line
     yield f"# {study.name}"
     yield from answers(comparison)
+    if stopping := comparison.results.stopping:
+        yield f"Seeds are added until the criteria are decided: {stopping.sentence()}."
     for levels in comparison.levels:
         yield _section(tables.results(comparison, levels))
     for levels in comparison.levels:
@@ -64,13 +85,14 @@ def _parts(
     yield f"Primary metric: `{study.metric}`; selection: `{study.selection}`. {_setup(comparison)}"
     for levels in comparison.levels:
         yield _section(tables.other_results(comparison, levels))
+    yield from _tuned(comparison)
     yield _section(tables.premises(comparison))
     for one, title in criteria_tables(comparison, registration):
         yield _section(tables.verdicts(one, timing=False, title=title))
     for levels in comparison.levels:
         if comparison.pairs:
             yield _section(tables.differences(comparison, levels))
-    yield HOW_TO_READ
+    yield how_to_read(comparison)
     yield _section(tables.degradation(comparison))
     for levels in comparison.levels:
         yield _section(tables.target(comparison, levels))
@@ -151,6 +173,20 @@ def _gap(gap: Difference | None) -> str:
         if bounds != "-"
         else f"{size}, no interval."
     )
+
+
+def _tuned(comparison: Comparison) -> Iterator[str]:
+    """Yield which settings ``tune`` chose, and how."""
+    record = comparison.study.tuned
+    if record is None:
+        return
+    yield "## Settings that tune chose"
+    yield (
+        f"Chosen for each method by `{record.metric}` ({record.direction}d), of {record.trials} trials over "
+        f"the same values at seed {record.seed}, on {record.date}; search `{Path(record.search).name}`, "
+        f"SHA-256 {record.search_sha256[:16]}. The test set chose nothing."
+    )
+    yield tables.tuned(record).markdown()
 
 
 def _setup(comparison: Comparison) -> str:
@@ -259,6 +295,7 @@ def _provenance(comparison: Comparison, registration: RegistrationReport) -> Ite
             f"- versions: {_counted(entries, _versions)}",
             f"- from {min(started)} to {max(finished)}",
             f"- continued after an interruption: {resumed} of {len(entries)} runs",
+            *_beyond(comparison),
             f"- registered: {', amended '.join(registration.dates) or 'no'}",
         ]
     )
@@ -269,6 +306,13 @@ def _provenance(comparison: Comparison, registration: RegistrationReport) -> Ite
     if lines:
         yield "One run of each kind; the others differ in seed and name, and all are in `report.json`:"
         yield "```\n" + "\n".join(lines) + "\n```"
+
+
+def _beyond(comparison: Comparison) -> Iterator[str]:
+    stopping = comparison.results.stopping
+    if stopping and stopping.beyond:
+        begun = ", ".join(map(str, stopping.beyond))
+        yield f"- begun before it was known that they are not needed, and not counted: seeds {begun}"
 
 
 def _counted(entries: Sequence[Mapping[str, Any]], text: Any) -> str:

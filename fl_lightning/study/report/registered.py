@@ -10,6 +10,7 @@ from typing import Literal
 
 from fl_lightning.errors import InputError
 from fl_lightning.study.report.comparison import Comparison
+from fl_lightning.study.report.looks import counted
 from fl_lightning.study.results.gather import check_comparable, gather_registered
 from fl_lightning.study.results.runs import FinishedRun, Results
 from fl_lightning.study.spec.registration import (
@@ -20,7 +21,6 @@ from fl_lightning.study.spec.registration import (
     level_key,
     seedless_hash,
 )
-from fl_lightning.study.statistics import Interval, t_interval
 
 Status = Literal["as registered", "not as registered", "registered late", "not registered"]
 
@@ -52,15 +52,12 @@ NOT_REGISTERED = RegistrationReport(
 )
 
 
-def registration_report(
-    results: Results, folder: Path, interval: Interval = t_interval
-) -> RegistrationReport:
+def registration_report(results: Results, folder: Path) -> RegistrationReport:
     """Compare what a report asks with what was registered.
 
     Args:
         results: the runs under the study of the report.
         folder: the folder of the study.
-        interval: the interval that decides the registered criteria.
 
     Raises:
         InputError: the registration cannot be read.
@@ -79,7 +76,7 @@ def registration_report(
     dates = [entry.date for entry in registration.entries]
     mark = f"SHA-256 {first.sha256[:TAG_LENGTH]}"
     if found:
-        comparison, why = _registered(results, registration, folder, interval)
+        comparison, why = _registered(results, registration, folder)
         line = f"**Not as registered** on {_day(first.date)} ({mark}): {'; '.join(found)}. {why}"
         return RegistrationReport("not as registered", line, found, first.sha256, dates, comparison)
     if first.runs:
@@ -93,14 +90,12 @@ def registration_report(
     return RegistrationReport("as registered", line, (), first.sha256, dates)
 
 
-def _registered(
-    results: Results, registration: Registration, folder: Path, interval: Interval
-) -> tuple[Comparison | None, str]:
+def _registered(results: Results, registration: Registration, folder: Path) -> tuple[Comparison | None, str]:
     """Return the runs under the registered plan, and a sentence on where its verdicts are."""
     try:
-        found = gather_registered(results, registration.first.plan, folder)
+        found = counted(gather_registered(results, registration.first.plan, folder))
         check_comparable(found)
-        return Comparison(found, interval), "The verdicts of both are below."
+        return Comparison(found), "The verdicts of both are below."
     except InputError as error:
         return None, f"The registered criteria cannot be judged: {error}."
 

@@ -31,6 +31,7 @@ from fl_lightning.study.report.verdicts import Verdict, premise_verdicts
 from fl_lightning.study.report.verdicts import verdicts as every_verdict
 from fl_lightning.study.spec.quantities import ACCURACY, QUANTITIES
 from fl_lightning.study.spec.selection import ACCURACIES, MODELS
+from fl_lightning.study.spec.tuned import TunedRecord
 from fl_lightning.study.statistics import mean_std
 
 LATEX = str.maketrans(
@@ -233,6 +234,24 @@ def differences(comparison: Comparison, levels: Levels) -> ReportTable:
     return ReportTable(title, pd.DataFrame(rows, dtype=object))
 
 
+def tuned(record: TunedRecord) -> ReportTable:
+    """Return what ``tune`` chose for each method, and how good it was on validation."""
+    rows = [
+        [
+            label,
+            ", ".join(f"{key.rpartition('.')[2]} {_rounded(value)}" for key, value in one.settings.items()),
+            f"{one.value:.4g}",
+            f"{one.finished} finished, {one.pruned} pruned, {one.failed} failed",
+        ]
+        for label, one in record.chosen.items()
+    ]
+    return ReportTable.of("Settings that tune chose", ["method", "chosen", record.metric, "trials"], rows)
+
+
+def _rounded(value: Any) -> str:
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
 def difference_cells(one: Difference, name: str) -> dict[str, str]:
     """Return a test by column; ``name`` is what its mean is called."""
     written, test = column(one.metric), one.test
@@ -241,7 +260,7 @@ def difference_cells(one: Difference, name: str) -> dict[str, str]:
         f"{name}{written.unit}": written.number(test.mean, sign=True),
         "95 % interval": interval(written, test.low, test.high),
         "bootstrap": interval(written, test.bootstrap_low, test.bootstrap_high),
-        "p (t)": p_value(test.p_t),
+        "p (sequence)" if test.sequential else "p (t)": p_value(test.p_t),
         "p (Holm)": p_value(test.p_holm),
         "p (Wilcoxon)": p_value(test.p_wilcoxon),
         "g_z": f"{test.g_z:+.2f}".replace("-", "−") if isfinite(test.g_z) else "-",

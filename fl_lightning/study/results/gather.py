@@ -15,6 +15,7 @@ from fl_lightning.study.metric_names import higher_is_better
 from fl_lightning.study.results.labels import label_all
 from fl_lightning.study.results.run_records import RunRecord, from_store, read_cells, read_folder
 from fl_lightning.study.results.runs import (
+    NO_RUN,
     ExcludedRun,
     FinishedRun,
     Results,
@@ -75,13 +76,24 @@ def gather_registered(results: Results, plan: Mapping[str, Any], folder: Path) -
     return with_metric(selected(found), None)
 
 
+def _with_rule_of_sweep(plan: Study, folder: Path) -> Study:
+    """Return the study with the rule by which its sweep added seeds, where the file itself has none.
+
+    A sweep has it from a flag then, and the runs' folder keeps it.
+    """
+    swept = folder / "study.yaml"
+    if plan.until is not None or not swept.is_file():
+        return plan
+    return replace(plan, until=Study.read(swept, find_configs=False).until)
+
+
 def locate(study: str, root: Path, must_exist: bool = True) -> tuple[Study | None, Path]:
     """Return the study, if there is a file of it, and the folder of its runs."""
     path = Path(study)
     if path.suffix in (".yaml", ".yml") or path.is_file():
         path = find_config(path) or path
         plan = Study.read(path, find_configs=False)
-        return plan, root / plan.name
+        return _with_rule_of_sweep(plan, root / plan.name), root / plan.name
     folder = next((folder for folder in (root / study, path) if folder.is_dir()), None)
     if folder is None:
         if not must_exist:
@@ -103,7 +115,8 @@ def assign(
 ) -> Results:
     """Give every cell of the study its run.
 
-    It is the run that ``cells.json`` names, or else the latest run of the cell's name or tags.
+    It is the run that ``cells.json`` names, or else the latest run of the cell's name or tags. Of a study
+    that adds seeds, cells of all seeds that may be added are looked for.
 
     Where there is a ``cells.json``, only runs with the cell's own settings count: others are left from an
     earlier form of the study.
@@ -116,11 +129,12 @@ def assign(
             ``cells.json`` says.
     """
     named = read_cells(folder)
+    cells = replace(plan, seeds=plan.seed_order).cells()
     if registered is not None:
-        hashes = {one.name: registered[one.method][level_key(one.levels)] for one in plan.cells()}
+        hashes = {one.name: registered[one.method][level_key(one.levels)] for one in cells}
         named = {name: {**named.get(name, {}), "registered": hash} for name, hash in hashes.items()}
     runs, excluded, used = [], [], set()
-    for cell in plan.cells():
+    for cell in cells:
         entry = named.get(cell.name, {})
         mine = [record for record in records if _belongs_to(record, cell)]
         used |= {one.where for one in mine}
@@ -134,7 +148,7 @@ def assign(
             ExcludedRun(one.name, f"{chosen.name} is used") for one in mine if chosen and one is not chosen
         ]
         if chosen is None:
-            excluded.append(ExcludedRun(cell.name, f"no run; {entry.get('status', 'never started')}"))
+            excluded.append(ExcludedRun(cell.name, f"{NO_RUN}; {entry.get('status', 'never started')}"))
         elif chosen.problem:
             failed = ", failed in the sweep" if entry.get("status") == "failed" else ""
             excluded.append(ExcludedRun(cell.name, chosen.problem + failed))

@@ -15,7 +15,10 @@ from fl_lightning.study.spec.quantities import OVER
 if TYPE_CHECKING:
     from fl_lightning.study.spec.plan import Study
     from fl_lightning.study.spec.selection import Selection
+    from fl_lightning.study.spec.stopping import Stopping
 
+NO_RUN = "no run"
+"""The beginning of the reason why a cell without a run is not in the comparison."""
 WARM_UP_ROUNDS = 3
 """Rounds whose seconds do not count: memory is allocated and libraries choose their algorithms."""
 
@@ -109,6 +112,7 @@ class Results:
         study: what was asked; for a plain folder of runs, what can be seen from them.
         runs: finished runs, one a cell, in the study's order.
         excluded: all others.
+        stopping: where a study that adds seeds has stopped; None: its seeds are fixed.
         other_tests: results of ``test`` that are of another round than the study's tables.
         records: everything that was read, finished or not.
     """
@@ -116,6 +120,7 @@ class Results:
     study: Study
     runs: list[FinishedRun]
     excluded: list[ExcludedRun]
+    stopping: Stopping | None = None
     other_tests: list[ExcludedRun] = field(default_factory=list)
     records: list[RunRecord] = field(default_factory=list)
 

@@ -30,6 +30,8 @@ class StudyEntries:
     criteria: list[str | dict[str, Any]] = field(default_factory=list)
     premises: list[str | dict[str, Any]] = field(default_factory=list)
     claimed: Any = None
+    until: str | dict[str, Any] | None = None
+    tuned: str | dict[str, Any] | None = None
 
 
 @dataclass

@@ -11,10 +11,12 @@
       noise: {on: {}, off: {config: overlays/noise_off.yaml}}
     settings: {trainer.max_rounds: 100}   # optional: dotted `fit` settings of every cell
     seeds: [0, 1, 2]
+    until: {max_seeds: 40}            # optional: seeds are added until every criterion is decided
+    tuned: tuned/exp2_embedded.yaml   # optional: what `tune` chose for each method
 
 The rest is for the report: ``selection metric proposed degradation target_accuracy criteria premises
 claimed``; ``test`` is for the sweep. Of two settings of one name the later wins: config, method, overlays,
-grid; then `settings` of study, method, grid.
+grid; then `settings` of study, method, record of `tune`, grid.
 """
 
 from __future__ import annotations
@@ -46,6 +48,8 @@ from fl_lightning.study.spec.entries import (
 )
 from fl_lightning.study.spec.selection import ACCURACY_METRICS, SELECTION_OF, Selection
 from fl_lightning.study.spec.spec_file import SpecFile
+from fl_lightning.study.spec.stopping import StoppingRule, stopping_rule
+from fl_lightning.study.spec.tuned import TunedRecord, method_hash, tuned_record
 from fl_lightning.support.redaction import redact_settings
 
 RESERVED = (
@@ -130,6 +134,8 @@ class Study:
         criteria: the claims about the results, each a text or a mapping as in the study file.
         premises: what must occur for the criteria to be tested, in the same form.
         claimed: figures that were claimed elsewhere; only the report reads them.
+        until: the rule by which seeds are added to ``seeds``; None: these are all.
+        tuned: what ``tune`` chose for each method; None: nothing.
     """
 
     name: str
@@ -148,6 +154,8 @@ class Study:
     criteria: list[str | dict[str, Any]] = field(default_factory=list)
     premises: list[str | dict[str, Any]] = field(default_factory=list)
     claimed: Any = None
+    until: StoppingRule | None = None
+    tuned: TunedRecord | None = None
 
     @property
     def accuracy_metric(self) -> str:
@@ -176,20 +184,30 @@ class Study:
         return [parse(**entry, labels=list(self.methods)) for entry in map(as_entry, self.premises)]
 
     @classmethod
-    def read(cls, path: str | Path, find_configs: bool = True) -> Study:
+    def read(cls, path: str | Path, find_configs: bool = True, with_record: bool = True) -> Study:
         """Read a study file.
 
         Args:
             path: the file.
             find_configs: whether the configurations that it names must exist; a report of finished runs needs
                 none.
+            with_record: whether the record of ``tune`` that it names is read; it need not be there before
+                ``tune`` has written it.
 
         Raises:
             InputError: it cannot be read, or something in it is wrong; the message names the file and the
                 key.
         """
         file = SpecFile(Path(path), find_configs)
-        return _study(file, file.read(StudyEntries, "study file"))
+        entries = file.read(StudyEntries, "study file")
+        if not with_record:
+            entries.tuned = None
+        return _study(file, entries)
+
+    @property
+    def seed_order(self) -> list[int]:
+        """All seeds that may be run, in the order in which they are run and looked at."""
+        return self.seeds if self.until is None else self.until.seeds(self.seeds)
 
     def cells(self) -> list[Cell]:
         """Return every run, seed by seed, so that a sweep that is stopped early has whole comparisons."""
@@ -215,10 +233,14 @@ class Study:
             *self.overlays,
             *(path for level in chosen for path in level.configs),
         ]
-        settings = {**self.common.settings, **method.settings}
+        settings = {**self.common.settings, **method.settings, **self.tuned_settings(label)}
         for level in chosen:
             settings |= level.settings
         return Cell(label, seed, levels, as_arguments(configs, settings, seed))
+
+    def tuned_settings(self, label: str) -> Mapping[str, Any]:
+        """Return the settings that ``tune`` chose for a method."""
+        return {} if self.tuned is None else self.tuned.chosen[label].settings
 
     def to_yaml(self) -> str:
         """Return the study file with absolute paths, so that a copy can be read anywhere on this machine."""
@@ -241,6 +263,8 @@ class Study:
             "criteria": self.criteria,
             "premises": self.premises,
             "claimed": self.claimed,
+            "until": self.until and self.until.document(),
+            "tuned": self.tuned and self.tuned.document(),
         }
         given = {key: value for key, value in document.items() if value not in (None, [], {})}
         return yaml.safe_dump(redact_settings(given), sort_keys=False, allow_unicode=True, width=130)
@@ -291,9 +315,14 @@ def _study(file: SpecFile, given: StudyEntries) -> Study:
         criteria=[_criterion(file, entry, "criteria", CriterionEntries) for entry in given.criteria],
         premises=[_criterion(file, entry, "premises", PremiseEntries) for entry in given.premises],
         claimed=given.claimed,
+        until=None if given.until is None else stopping_rule(file, given.until, given.seeds, given.criteria),
+        tuned=None if given.tuned is None else tuned_record(file, given.tuned),
     )
+    if study.tuned is not None:
+        hashes = {label: method_hash(one.configs, one.settings) for label, one in methods.items()}
+        study.tuned.check(f"{file.path}: ", hashes)
     first: dict[str, str] = {}
-    for name in (cell.name for cell in study.cells()):
+    for name in (cell.name for cell in replace(study, seeds=study.seed_order).cells()):
         file.name(name, "cell")
         same = first.setdefault(name.lower(), name)  # some file systems do not tell A from a
         rule = "their names must differ, in more than case"

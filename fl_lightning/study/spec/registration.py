@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from hashlib import sha256
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from fl_lightning.errors import InputError
 from fl_lightning.run.directory import to_json
@@ -21,6 +21,7 @@ from fl_lightning.run.metadata import now
 from fl_lightning.settings import result_settings, settings_hash
 from fl_lightning.study.spec.entries import as_document
 from fl_lightning.study.spec.plan import Study, Variation
+from fl_lightning.study.spec.stopping import StoppingRule
 from fl_lightning.support.disk import replace
 
 FILE = "registration.json"
@@ -30,23 +31,8 @@ TAG_LENGTH = 16
 SEED = "seed_everything"
 
 
-@dataclass(frozen=True)
-class StoppingRule:
-    """When no more seeds are added to a study.
-
-    Args:
-        rule: ``fixed``: the seeds of the study file and no others; ``decided``: seeds are added until every
-            criterion is decided, or a limit is reached.
-        max_seeds: the limit of seeds; None: no limit.
-        max_hours: the limit of hours; None: no limit.
-    """
-
-    rule: Literal["fixed", "decided"] = "fixed"
-    max_seeds: int | None = None
-    max_hours: float | None = None
-
-
-FIXED = StoppingRule()
+FIXED = {"rule": "fixed"}
+"""What is registered of the stopping rule of a study whose seeds are fixed."""
 
 
 @dataclass(frozen=True)
@@ -70,8 +56,9 @@ class Entry:
         return hash_of(self.plan) == self.sha256
 
     @property
-    def stopping(self) -> StoppingRule:
-        return StoppingRule(**self.plan["stopping"])
+    def stopping(self) -> StoppingRule | None:
+        """The rule by which seeds are added; None: the seeds are fixed."""
+        return StoppingRule.from_registered(self.plan["stopping"])
 
 
 @dataclass(frozen=True)
@@ -147,14 +134,12 @@ def register(folder: Path, plan: Mapping[str, Any], runs: int) -> Registration:
 def plan_of(
     study: Study,
     cells: Iterable[tuple[str, Mapping[str, str], Mapping[str, Any]]],
-    stopping: StoppingRule = FIXED,
 ) -> dict[str, Any]:
     """Return what is registered of a study, fit for JSON.
 
     Args:
         study: the study.
         cells: of every cell the label, the levels, and the resolved configuration with dotted keys.
-        stopping: when no more seeds are added.
     """
     resolved = {
         (label, level_key(levels)): {key: value for key, value in config.items() if key != SEED}
@@ -162,12 +147,16 @@ def plan_of(
     }
     return {
         **question_of(study),
-        "stopping": asdict(stopping),
+        "stopping": _stopping(study),
         "methods": {
             label: {"changes": _changes(label, resolved), "sha256": _hashes(label, resolved)}
             for label in study.methods
         },
     }
+
+
+def _stopping(study: Study) -> dict[str, Any]:
+    return FIXED if study.until is None else study.until.registered()
 
 
 def _hashes(label: str, resolved: Mapping[tuple[str, str], Mapping[str, Any]]) -> dict[str, str]:
@@ -222,10 +211,10 @@ def _changes(label: str, resolved: Mapping[tuple[str, str], Mapping[str, Any]]) 
 
 def registered_study(study: Study, plan: Mapping[str, Any]) -> Study:
     """Return the study as it was registered, for a report: its methods and levels are names alone."""
-    seeds = study.seeds if plan["stopping"]["rule"] == "decided" else plan["seeds"]
     return dataclasses.replace(
         study,
-        seeds=list(seeds),
+        seeds=list(plan["seeds"]),
+        until=StoppingRule.from_registered(plan["stopping"]),
         methods={label: Variation() for label in plan["methods"]},
         grid={axis: {level: Variation() for level in levels} for axis, levels in plan["grid"].items()},
         **{
@@ -238,14 +227,13 @@ def registered_study(study: Study, plan: Mapping[str, Any]) -> Study:
 
 def differences(plan: Mapping[str, Any], study: Study) -> list[str]:
     """Return in which points a study file differs from a registered plan, one clause each."""
-    return _differences(plan, {**question_of(study), "methods": dict(study.methods)})
+    asked = {**question_of(study), "stopping": _stopping(study), "methods": dict(study.methods)}
+    return _differences(plan, asked)
 
 
 def plan_differences(plan: Mapping[str, Any], later: Mapping[str, Any]) -> list[str]:
     """Return in which points a later plan differs from a registered one, one clause each."""
     found = _differences(plan, later)
-    if plan["stopping"] != later["stopping"]:
-        found.append(f"stopping: registered {plan['stopping']}, now {later['stopping']}")
     both = [label for label in plan["methods"] if label in later["methods"]]
     changed = [
         label for label in both if plan["methods"][label]["sha256"] != later["methods"][label]["sha256"]
@@ -264,16 +252,25 @@ def _differences(plan: Mapping[str, Any], later: Mapping[str, Any]) -> list[str]
         found += _different_names(key, list(plan[key]), list(later[key]))
     for axis in dict.fromkeys([*plan["grid"], *later["grid"]]):
         found += _different_names(f"grid.{axis}", plan["grid"].get(axis, []), later["grid"].get(axis, []))
-    return found + _different_seeds(plan, later["seeds"])
+    found += _different_stopping(plan["stopping"], later["stopping"])
+    return found + _different_seeds(plan, later)
 
 
-def _different_seeds(plan: Mapping[str, Any], seeds: Sequence[int]) -> list[str]:
-    if plan["stopping"]["rule"] == "fixed":
+def _different_stopping(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:
+    keys = [key for key in {**before, **after} if before.get(key) != after.get(key)]
+    return [f"stopping {key}: registered {before.get(key)}, now {after.get(key)}" for key in keys]
+
+
+def _different_seeds(plan: Mapping[str, Any], later: Mapping[str, Any]) -> list[str]:
+    """Compare the seeds; where seeds are added, those of a report are the ones that count, in order."""
+    rule, seeds = StoppingRule.from_registered(plan["stopping"]), list(later["seeds"])
+    if rule is None or later["stopping"] == FIXED:
         return _different_names("seeds", plan["seeds"], seeds)
-    most = plan["stopping"]["max_seeds"]
-    if most is not None and len(seeds) > most:
-        return [f"seeds: registered at most {most}, now {len(seeds)}"]
-    return []
+    order = dataclasses.replace(rule, max_seeds=len(seeds)).seeds(plan["seeds"])
+    if seeds == order[: len(seeds)]:
+        return []
+    registered, now = (", ".join(map(str, some)) for some in (order[: len(seeds)], seeds))
+    return [f"seeds: registered in the order {registered}, now {now}"]
 
 
 def _different_names(what: str, before: Sequence[Any], after: Sequence[Any]) -> list[str]:

@@ -14,6 +14,15 @@ metric: final/best_val_accuracy  # of validation or training, never of the test 
 direction: maximize
 seed: 0                          # of every run and of the search
 prune: false                     # end trials early that are below the median of those before, round by round
+
+Where ``study`` is the path of a study file, every method of the study is tuned, each with the same space and
+the same number of trials. ``config`` and ``settings`` are then layered over the method's, there is no
+``final``, and the outcome is a record that the study reads by ``tuned``:
+
+study: exp2_embedded.yaml
+config: overlays/noise_off.yaml  # optional: the level of the study's grid at which it is tuned
+record: tuned/exp2_embedded.yaml # optional; the default has the study's name
+seed: 1000                       # none of the study's seeds
 """
 
 from __future__ import annotations
@@ -28,8 +37,9 @@ from optuna.distributions import BaseDistribution, CategoricalDistribution, Floa
 from optuna.samplers import TPESampler
 
 from fl_lightning.rng import stream
-from fl_lightning.study.spec.plan import as_arguments
+from fl_lightning.study.spec.plan import Study, as_arguments
 from fl_lightning.study.spec.spec_file import Seed, SpecFile
+from fl_lightning.study.spec.tuned import method_hash
 
 METRIC = "final/best_val_accuracy"
 
@@ -48,6 +58,7 @@ class SearchEntries:
     direction: Literal["maximize", "minimize"] = "maximize"
     seed: Seed = 0  # type: ignore[valid-type]
     prune: bool = False
+    record: str | None = None
 
 
 @dataclass
@@ -93,6 +104,9 @@ class Search:
         direction: ``maximize`` or ``minimize``.
         seed: the seed of every run, and of the search.
         prune: whether trials may be ended early.
+        label: the method of the study that is tuned; empty: the configuration of the file.
+        parts: the searches of all methods of a study; empty where there is one alone.
+        record: the file that the outcome of all parts is written to; None where there are none.
     """
 
     study: str
@@ -106,6 +120,9 @@ class Search:
     direction: Literal["maximize", "minimize"] = "maximize"
     seed: int = 0
     prune: bool = False
+    label: str = ""
+    parts: tuple[MethodSearch, ...] = ()
+    record: Path | None = None
 
     @classmethod
     def read(cls, path: str | Path) -> Search:
@@ -158,6 +175,17 @@ def _distribution(allowed: Range | list[Any]) -> BaseDistribution:
     return FloatDistribution(allowed.low, allowed.high, log=allowed.log)
 
 
+@dataclass(frozen=True)
+class MethodSearch(Search):
+    """The search of one method of a study.
+
+    Args:
+        method_sha256: the hash of the method's entry in the study.
+    """
+
+    method_sha256: str = ""
+
+
 def _search(file: SpecFile, given: SearchEntries) -> Search:
     """Check what the entries mean together."""
     for key in ("trials", "space"):
@@ -168,18 +196,56 @@ def _search(file: SpecFile, given: SearchEntries) -> Search:
     file.require(allowed, f"metric: {given.metric}", rule, instead)
     for key in given.space:
         file.setting(key, "space")
+    shared: dict[str, Any] = {
+        "path": file.path,
+        "space": {key: _allowed(file, value, f"space.{key}") for key, value in given.space.items()},
+        "trials": int(given.trials),
+        "metric": given.metric,
+        "direction": given.direction,
+        "seed": int(given.seed),
+        "prune": given.prune,
+    }
+    configs, settings = file.configs(given.config, "config"), file.settings(given.settings, "settings")
+    final = file.settings(given.final, "final")
+    if Path(given.study).suffix in (".yaml", ".yml"):
+        return _search_of_study(file, given, shared, configs, settings)
+    rule, instead = "one configuration is tuned, of which there is no record", "write study: my_study.yaml"
+    file.require(given.record is None, f"record: {given.record}", rule, instead)
     return Search(
-        study=file.name(given.study, "study"),
-        path=file.path,
-        configs=file.configs(given.config, "config"),
-        settings=file.settings(given.settings, "settings"),
-        final=file.settings(given.final, "final"),
-        space={key: _allowed(file, value, f"space.{key}") for key, value in given.space.items()},
-        trials=int(given.trials),
-        metric=given.metric,
-        direction=given.direction,
-        seed=int(given.seed),
-        prune=given.prune,
+        study=file.name(given.study, "study"), configs=configs, settings=settings, final=final, **shared
+    )
+
+
+def _search_of_study(
+    file: SpecFile,
+    given: SearchEntries,
+    shared: Mapping[str, Any],
+    configs: tuple[Path, ...],
+    settings: Mapping[str, Any],
+) -> Search:
+    """Return the search over every method of a study."""
+    rule = "what is chosen goes to the record, and the study runs with it"
+    file.require(not given.final, "final", rule, "leave it out")
+    (path,) = file.configs(given.study, "study")
+    study = Study.read(path, with_record=False)
+    rule = f"the study {study.name} runs this seed: settings would be chosen on what they are judged by"
+    free = max(study.seed_order) + 1000
+    file.require(given.seed not in study.seed_order, f"seed: {given.seed}", rule, f"write seed: {free}")
+    parts = tuple(
+        MethodSearch(
+            study=study.name,
+            configs=(*study.common.configs, *method.configs, *study.overlays, *configs),
+            settings={**study.common.settings, **method.settings, **settings},
+            final={},
+            label=label,
+            method_sha256=method_hash(method.configs, method.settings),
+            **shared,
+        )
+        for label, method in study.methods.items()
+    )
+    record = file.path.parent / (given.record or f"tuned/{study.name}.yaml")
+    return Search(
+        study=study.name, configs=configs, settings=settings, final={}, parts=parts, record=record, **shared
     )
 
 

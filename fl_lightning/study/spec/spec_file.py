@@ -18,7 +18,7 @@ from typing import Any, TypeVar, cast
 
 import yaml
 from jsonargparse import ArgumentParser, set_loader
-from jsonargparse.typing import restricted_number_type
+from jsonargparse.typing import PositiveFloat, restricted_number_type
 
 from fl_lightning.errors import InputError, require
 from fl_lightning.run.directory import LONGEST_NAME, is_plain_name
@@ -70,10 +70,16 @@ RULES = {
     ("seed",): ("it is an integer, 0 or more, below 2^63", "0"),
     ("prune", "log"): ("it is true or false", "true"),
     ("low", "high"): ("it is a number", "0.1"),
+    ("until",): ("it is decided, or a mapping of max_seeds and max_hours", "{max_seeds: 40, max_hours: 6}"),
+    ("record",): ("it is a path", "tuned/my_study.yaml"),
+    ("max_seeds",): ("it is an integer, 1 or more", "40"),
+    ("max_hours",): ("it is a number above 0", "6"),
+    ("tuned",): ("it is the path of a record of tune", "tuned/my_study.yaml"),
 }
 """What an entry has to be, and an example: for the message that refuses another one."""
 Seed = restricted_number_type("StudySeed", int, [(">=", 0), ("<=", 2**63 - 1)])
 Share = restricted_number_type("StudyShare", float, [(">", 0), ("<=", 1)])
+Hours = PositiveFloat
 set_loader("text", lambda text: text, exceptions=())
 
 
@@ -133,7 +139,7 @@ class SpecFile:
         Raises:
             InputError: it cannot be read, or an entry is wrong; the message names the file and the key.
         """
-        document = self._load(kind)
+        document = self.load(kind)
         begin = "begin with 'study: my_study'"
         require(isinstance(document, dict), f"{self.path}", f"a {kind} is a mapping", begin)
         commands = {"model": "fit", "trainer": "fit", "space": "tune", "methods": "sweep"}
@@ -143,7 +149,15 @@ class SpecFile:
         require(other == own, f"{self.path}", f"it is no {kind}, but one for {other}", instead)
         return self.parse(schema, document, "")
 
-    def _load(self, kind: str) -> Any:
+    def load(self, kind: str) -> Any:
+        """Return the YAML document in the file, whatever it says.
+
+        Args:
+            kind: what the file should be, for the message.
+
+        Raises:
+            InputError: it cannot be read, or is no YAML.
+        """
         try:
             return yaml.load(read_document(self.path, str(self.path)), Loader=_TextLoader)
         except InputError:

@@ -1,0 +1,288 @@
+"""The trials of one search: Optuna chooses, the pool runs them, and a killed search goes on as if it had not
+been killed."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import optuna
+import yaml
+from optuna.trial import FrozenTrial, TrialState
+
+from fl_lightning.errors import InputError
+from fl_lightning.run.directory import read_json
+from fl_lightning.settings import changed_settings, flatten, is_free, settings_hash
+from fl_lightning.study.execute.cells import resolved_settings
+from fl_lightning.study.execute.display import Display
+from fl_lightning.study.execute.jobs import Job, Pool, RunningJob, fit_arguments
+from fl_lightning.study.results.run_records import find_run, read_metrics
+from fl_lightning.study.spec.search import Search
+from fl_lightning.support.disk import replace
+from fl_lightning.tracking.mlflow_store import Status
+from fl_lightning.tracking.runs import StudyRun, begin_study, end_study
+
+TUNED = "tuned"
+"""The name of the final run, and its label."""
+TRIAL = "trial-"
+MAX_CHANGES_SHOWN = 4
+
+
+@dataclass
+class SearchSession:
+    """One session of a search.
+
+    Args:
+        search: the search file.
+        folder: the folder of the trials.
+        pool: runs their processes.
+        logger: whether MLflow is used.
+        environment: the variables of each run.
+        resolve: turns arguments of ``fit`` into the whole configuration.
+        parent: the search's own run in MLflow.
+        at_work, pruned: numbers of trials.
+        settings: the settings of each run of this session, by its name, with dotted keys.
+        runs: the run directories, by name, once they exist.
+    """
+
+    search: Search
+    folder: Path
+    pool: Pool
+    logger: bool
+    environment: Mapping[str, str]
+    resolve: Callable[[list[str]], str]
+    parent: StudyRun | None = None
+    at_work: set[int] = field(default_factory=set)
+    pruned: set[int] = field(default_factory=set)
+    settings: dict[str, Mapping[str, Any]] = field(default_factory=dict)
+    runs: dict[str, Path] = field(default_factory=dict)
+
+    @property
+    def what(self) -> str:
+        """The name of the search, with the method that is tuned."""
+        return f"{self.search.name}, {self.search.label}" if self.search.label else self.search.name
+
+    def run(self) -> None:
+        """Run until all trials and the final run have ended.
+
+        Raises:
+            SystemExit: 1 when every trial failed, or the final run did.
+        """
+        self.study = open_search(self.search, self.folder, self.resolve)
+        if self.logger:
+            self.parent = begin_study(self.search.name, self.folder, {"tunes": self.search.study})
+        self.display = Display(
+            self.summary, lambda job: (self.run_of(job), int(self.settings[job.name]["trainer.max_rounds"]))
+        )
+        self.display.line(f"{self.summary()}; {len(self.pool.slots)} at a time, in {self.folder}")
+        done = good = False
+        try:
+            with self.display:
+                first = [job for _ in self.pool.slots if (job := self.next_job())]
+                self.pool.run(first, self.ended, self.look)
+                good = self.finish()
+            done = True
+        finally:
+            status: Status = "KILLED" if not done else "FINISHED" if good else "FAILED"
+            end_study(self.parent, self.folder, status, files=())
+            if not done:
+                self.display.line("stopped; the same command continues")
+        if not good:
+            sys.exit(1)
+
+    def trials(self, *states: TrialState) -> list[FrozenTrial]:
+        """Return the trials that were drawn completely."""
+        trials = self.study.get_trials(states=states)
+        return [trial for trial in trials if set(trial.params) == set(self.search.space)]
+
+    def summary(self) -> str:
+        """Return how far the search is, in one line."""
+        ended = self.trials(TrialState.COMPLETE, TrialState.PRUNED, TrialState.FAIL)
+        best = self.best()
+        shown = f", best {self.search.metric} {best.value:.4g} in {self.name_of(best)}" if best else ""
+        return f"{self.what}: {len(ended)} of {self.search.trials} trials{shown}"
+
+    def best(self) -> FrozenTrial | None:
+        """Return the best trial; the first of equally good ones."""
+        complete, sign = self.trials(TrialState.COMPLETE), 1 if self.search.direction == "maximize" else -1
+        return max(complete, key=lambda trial: sign * (trial.value or 0.0), default=None)
+
+    def next_job(self) -> Job | None:
+        """Return a trial that a killed session left behind, else a new one, else none."""
+        for trial in self.study.get_trials(states=(TrialState.RUNNING,)):
+            if trial.number not in self.at_work:
+                if set(trial.params) == set(self.search.space):
+                    return self.job(trial)
+                # killed while it was drawn: it does not count
+                self.study.tell(trial.number, state=TrialState.FAIL)
+        if len(self.trials(*TrialState)) >= self.search.trials:
+            return None
+        self.study.sampler = self.search.sampler(len(self.trials(*TrialState)))
+        number = self.study.ask(self.search.distributions()).number
+        return self.job(self.study.get_trials()[number])
+
+    def job(self, trial: FrozenTrial) -> Job:
+        self.at_work.add(trial.number)
+        tags = {"study": self.search.name, "label": "trial", "trial": str(trial.number)}
+        if self.search.label:
+            tags["label"] = self.search.label
+        if self.parent:
+            tags["mlflow.parentRunId"] = self.parent.run_id
+        return self.fit(self.search.args(trial.params), self.search.name, self.name_of(trial), tags)
+
+    def fit(self, args: list[str], experiment: str, name: str, tags: Mapping[str, str]) -> Job:
+        root = self.folder.parent
+        self.settings[name] = flatten(resolved_settings(args, self.resolve))
+        args = fit_arguments(args, root=root, experiment=experiment, name=name, tags=tags, logger=self.logger)
+        return Job(name, args, self.folder / "logs" / f"{name}.log", self.environment)
+
+    def run_of(self, job: Job) -> Path | None:
+        """Return the run directory of a job, once it exists.
+
+        An older run with other settings may have its name.
+        """
+        if job.name not in self.runs:
+            is_final = job.name == f"{TUNED}-seed{self.search.seed}" and not self.search.label
+            folder = self.folder.parent / self.search.study if is_final else self.folder
+            if found := find_run(folder, job.name, settings_hash(self.settings[job.name])):
+                self.runs[job.name] = found
+        return self.runs.get(job.name)
+
+    def look(self, running: list[RunningJob]) -> None:
+        """Tell Optuna the rounds that have ended, and end the trials that it prunes."""
+        self.prune(running)
+        self.display.look(running)
+
+    def prune(self, running: list[RunningJob]) -> None:
+        """Tell Optuna the rounds of these trials, which are of this search, and end those that it prunes."""
+        if self.search.prune:
+            for one in running:
+                trial = self.study.get_trials()[number_of(one.job)]
+                rows = read_metrics(self.run_of(one.job))
+                if trial.number not in self.pruned and self.should_prune(trial, rows):
+                    self.pruned.add(trial.number)
+                    one.process.terminate()
+
+    def should_prune(self, trial: FrozenTrial, rows: list[dict[str, float]]) -> bool:
+        """Return whether Optuna prunes a trial.
+
+        It is told the rounds one by one, so that it does not matter how many have ended since the last look.
+        """
+        live = optuna.trial.Trial(self.study, trial._trial_id)
+        name = "val/accuracy" if self.search.metric.startswith("final/") else self.search.metric
+        for row in rows:
+            if name in row and int(row["round"]) not in trial.intermediate_values:
+                live.report(row[name], int(row["round"]))
+                if live.should_prune():
+                    return True
+        return False
+
+    def ended(self, running: RunningJob, code: int) -> Job | None:
+        """Tell Optuna the outcome, and return the next trial."""
+        job, number = running.job, number_of(running.job)
+        self.at_work.discard(number)
+        run = self.run_of(job)
+        value = metric_of(run, self.search.metric) if run and code == 0 else None
+        if number in self.pruned:
+            self.study.tell(number, state=TrialState.PRUNED)
+            self.display.line(f"{job.name} pruned; {self.summary()}")
+        elif value is None:
+            self.study.tell(number, state=TrialState.FAIL)
+            self.display.failed(job.name, job, code)
+        else:
+            self.study.tell(number, value)
+            self.display.line(f"{job.name} finished: {self.search.metric} {value:.4g}; {self.summary()}")
+        return self.next_job()
+
+    def name_of(self, trial: FrozenTrial) -> str:
+        prefix = f"{self.search.label}-" if self.search.label else ""
+        return f"{prefix}{TRIAL}{trial.number:04d}"
+
+    def finish(self) -> bool:
+        """Run once with the best values, in the study, and return whether that run finished."""
+        best = self.best()
+        if best is None:
+            self.display.line(f"{self.search.name}: no trial was finished; logs in {self.folder / 'logs'}")
+            return False
+        chosen = {"trial": best.number, self.search.metric: best.value, "settings": best.params}
+        replace(self.folder / "best.yaml", yaml.safe_dump(chosen, sort_keys=False).encode())
+        tags = {
+            "study": self.search.study,
+            "label": TUNED,
+            "tuned_by": self.search.name,
+            "trial": str(best.number),
+        }
+        args, name = self.search.args(best.params, final=True), f"{TUNED}-seed{self.search.seed}"
+        job = self.fit(args, self.search.study, name, tags)
+        codes: list[int] = []
+
+        def ended(running: RunningJob, code: int) -> None:
+            codes.append(code)
+            if code:
+                self.display.failed(job.name, job, code)
+
+        self.pool.run([job], ended, self.display.look)
+        if codes == [0]:
+            found = f"best of {self.search.trials} trials: {json.dumps(best.params)}"
+            self.display.line(f"{found}; run directory {self.run_of(job)}")
+        return codes == [0]
+
+
+def open_search(search: Search, folder: Path, resolve: Callable[[list[str]], str]) -> optuna.Study:
+    """Begin or continue the search in the folder's database.
+
+    Raises:
+        InputError: it was begun with another space, metric or configuration.
+    """
+    optuna.logging.set_verbosity(optuna.logging.WARNING)
+    study = optuna.create_study(
+        storage=f"sqlite:///{(folder / 'optuna.db').absolute()}",
+        study_name=f"{search.name}: {search.label}" if search.label else search.name,
+        direction=search.direction,
+        load_if_exists=True,
+        pruner=optuna.pruners.MedianPruner(n_startup_trials=4)
+        if search.prune
+        else optuna.pruners.NopPruner(),
+    )
+    settings = flatten(resolved_settings(search.args(search.corners()[0]), resolve))
+    asked: dict[str, Any] = {
+        "space": repr(dict(search.space)),
+        "metric": search.metric,
+        "direction": search.direction,
+        "settings": {key: value for key, value in settings.items() if not is_free(key)},
+    }
+    begun = {**asked, **study.user_attrs.get("search", {})}
+    changed = [
+        f"{key}: {begun[key]} -> {asked[key]}" for key in ("metric", "direction") if begun[key] != asked[key]
+    ]
+    changed += (
+        ["another space"]
+        if begun["space"] != asked["space"]
+        else changed_settings(begun["settings"], asked["settings"])
+    )
+    if changed:
+        shown, more = ", ".join(changed[:MAX_CHANGES_SHOWN]), len(changed) - MAX_CHANGES_SHOWN
+        shown += f" and {more} more" if more > 0 else ""
+        rename = f"change 'study: {search.study}' in {search.path} to another name"
+        if search.label:
+            changed[0] = f"of {search.label}: {changed[0]}"
+            rename = "move it away"
+        rule = f"its trials were made with another configuration ({shown})"
+        raise InputError(f"{folder}", rule, f"remove that folder to search anew, or {rename}")
+    study.set_user_attr("search", asked)
+    return study
+
+
+def metric_of(run: Path, metric: str) -> float | None:
+    """Return a metric of a finished run: from its summary, else from the last round that has it."""
+    value = read_json(run / "metadata.json").get(metric)
+    rows = [row[metric] for row in read_metrics(run) if metric in row]
+    return float(value) if value is not None else rows[-1] if rows else None
+
+
+def number_of(job: Job) -> int:
+    return int(job.name.rpartition("-")[2])

@@ -1,0 +1,200 @@
+"""A search over all methods of a study, and the record of what it chose.
+
+Every method has the same space and the same number of trials. Each runs one trial at a time, and several
+methods are at work together, so that what is tried does not depend on which trial ends first: with any
+``--jobs``, killed or not, the record is the same.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from optuna.trial import TrialState
+
+from fl_lightning import __version__
+from fl_lightning.errors import InputError, require
+from fl_lightning.study.execute.display import Display
+from fl_lightning.study.execute.jobs import Job, Pool, RunningJob
+from fl_lightning.study.execute.trials import SearchSession, open_search
+from fl_lightning.study.spec.search import MethodSearch, Range, Search
+from fl_lightning.study.spec.spec_file import SpecFile
+from fl_lightning.study.spec.tuned import TunedMethod, TunedRecord, file_hash
+from fl_lightning.support.disk import replace
+from fl_lightning.tracking.mlflow_store import Status
+from fl_lightning.tracking.runs import StudyRun, begin_study, end_study
+
+
+def check_record(search: Search) -> None:
+    """Check that the record can be written and replaces none of another search.
+
+    Raises:
+        InputError: it cannot, or would.
+    """
+    assert search.record is not None
+    folder = next(parent for parent in search.record.parents if parent.exists())
+    writable = folder.is_dir() and os.access(folder, os.W_OK)
+    another = "write record: and the path of a file that can be written"
+    require(writable, f"{search.record}", "the record cannot be written there", another)
+    if search.record.exists():
+        try:
+            same = TunedRecord.read(search.record).search_sha256 == file_hash(SpecFile(search.path))
+        except InputError:
+            same = False
+        rule = "another search, or an earlier form of this one, has its record there"
+        require(same, f"{search.record}", rule, "move it away, or name another record:")
+
+
+@dataclass
+class StudySearchSession:
+    """One session of a search over all methods of a study.
+
+    Args:
+        search: the search file.
+        folder: the folder of the trials.
+        pool: runs their processes.
+        logger: whether MLflow is used.
+        environment: the variables of each run.
+        resolve: turns arguments of ``fit`` into the whole configuration.
+        parts: the search of each method, by label.
+    """
+
+    search: Search
+    folder: Path
+    pool: Pool
+    logger: bool
+    environment: Mapping[str, str]
+    resolve: Callable[[list[str]], str]
+    parts: dict[str, SearchSession] = field(default_factory=dict)
+
+    def run(self) -> None:
+        """Run until all trials have ended, and write the record.
+
+        Raises:
+            SystemExit: 1 when every trial of a method failed.
+        """
+        parent: StudyRun | None = None
+        for part in self.search.parts:
+            session = SearchSession(part, self.folder, self.pool, self.logger, self.environment, self.resolve)
+            session.study = open_search(part, self.folder, self.resolve)
+            self.parts[part.label] = session
+        if self.logger:
+            parent = begin_study(self.search.name, self.folder, {"tunes": self.search.study})
+        self.display = Display(self.summary, self.shown)
+        for session in self.parts.values():
+            session.parent, session.display = parent, self.display
+        self.display.line(f"{self.summary()}; {len(self.pool.slots)} at a time, in {self.folder}")
+        done = good = False
+        try:
+            with self.display:
+                self.pool.run(self.jobs(), self.ended, self.look)
+                good = self.finish()
+            done = True
+        finally:
+            status: Status = "KILLED" if not done else "FINISHED" if good else "FAILED"
+            end_study(parent, self.folder, status, files=())
+            if not done:
+                self.display.line("stopped; the same command continues")
+        if not good:
+            sys.exit(1)
+
+    def jobs(self) -> Iterator[Job]:
+        """Yield the first trial of each method that has trials left."""
+        for session in self.parts.values():
+            if job := session.next_job():
+                yield job
+
+    def part_of(self, job: Job) -> SearchSession:
+        return next(session for session in self.parts.values() if job.name in session.settings)
+
+    def shown(self, job: Job) -> tuple[Path | None, int]:
+        """Return the run directory of a trial, once it exists, and its number of rounds."""
+        session = self.part_of(job)
+        return session.run_of(job), int(session.settings[job.name]["trainer.max_rounds"])
+
+    def summary(self) -> str:
+        """Return how far the search is, in one line."""
+        states = (TrialState.COMPLETE, TrialState.PRUNED, TrialState.FAIL)
+        ended = sum(len(session.trials(*states)) for session in self.parts.values())
+        total = self.search.trials * len(self.parts)
+        return f"{self.search.name}: {ended} of {total} trials of {len(self.parts)} methods"
+
+    def ended(self, running: RunningJob, code: int) -> Job | None:
+        """Tell Optuna the outcome, and return the next trial of the method."""
+        return self.part_of(running.job).ended(running, code)
+
+    def look(self, running: list[RunningJob]) -> None:
+        """Tell Optuna the rounds that have ended, and show how far the trials are."""
+        for session in self.parts.values():
+            session.prune([one for one in running if one.job.name in session.settings])
+        self.display.look(running)
+
+    def finish(self) -> bool:
+        """Write the record, and return whether there is one: every method needs a finished trial."""
+        without = [label for label, session in self.parts.items() if session.best() is None]
+        if without:
+            logs = self.folder / "logs"
+            self.display.line(f"no trial of {', '.join(without)} was finished, and no record; logs in {logs}")
+            return False
+        assert self.search.record is not None
+        self.search.record.parent.mkdir(parents=True, exist_ok=True)
+        replace(self.search.record, self.record().to_yaml().encode())
+        for label, session in self.parts.items():
+            best = session.best()
+            assert best is not None
+            self.display.line(f"{label}: {self.search.metric} {best.value:.4g} with {best.params}")
+        entry = f"tuned: {os.path.relpath(self.search.record, self.search.path.parent)}"
+        self.display.line(f"record: {self.search.record}; the study reads it by '{entry}'")
+        return True
+
+    def record(self) -> TunedRecord:
+        """Return what was chosen, and how; it is a function of the search alone."""
+        search = self.search
+        assert search.record is not None
+        ends = [
+            trial.datetime_complete
+            for session in self.parts.values()
+            for trial in session.trials(TrialState.COMPLETE, TrialState.PRUNED, TrialState.FAIL)
+            if trial.datetime_complete
+        ]
+        return TunedRecord(
+            study=search.study,
+            search=os.path.relpath(search.path, search.record.parent),
+            search_sha256=file_hash(SpecFile(search.path)),
+            date=max(ends).date().isoformat(),
+            version=__version__,
+            metric=search.metric,
+            direction=search.direction,
+            trials=search.trials,
+            seed=search.seed,
+            space={key: _as_written(allowed) for key, allowed in search.space.items()},
+            settings={
+                "config": [os.path.relpath(path, search.path.parent) for path in search.configs],
+                **search.settings,
+            },
+            chosen={label: _chosen(session) for label, session in self.parts.items()},
+        )
+
+
+def _as_written(allowed: Range | list[Any]) -> Any:
+    return asdict(allowed) if isinstance(allowed, Range) else allowed
+
+
+def _chosen(session: SearchSession) -> TunedMethod:
+    best = session.best()
+    assert best is not None
+    assert best.value is not None
+    assert isinstance(session.search, MethodSearch)
+    return TunedMethod(
+        settings=best.params,
+        value=float(best.value),
+        trial=best.number,
+        finished=len(session.trials(TrialState.COMPLETE)),
+        pruned=len(session.trials(TrialState.PRUNED)),
+        failed=len(session.trials(TrialState.FAIL)),
+        method_sha256=session.search.method_sha256,
+    )

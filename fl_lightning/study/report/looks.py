@@ -1,0 +1,75 @@
+"""The looks at a study that adds seeds: after each complete seed, which criteria are decided.
+
+The intervals are confidence sequences, which hold the truth at all looks together, so that looking costs
+nothing and any reason to stop is a fair one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from fl_lightning.study.report.comparison import Comparison
+from fl_lightning.study.report.verdicts import Verdict, verdicts
+from fl_lightning.study.results.runs import Results
+from fl_lightning.study.results.seeds import begun_beyond, complete_seeds, of_seeds
+from fl_lightning.study.spec.criteria import Inequality
+from fl_lightning.study.spec.stopping import Ending, Stopping
+
+
+def is_awaited(verdict: Verdict) -> bool:
+    """Return whether seeds are added because of this verdict.
+
+    They are not for what a clock measured, since two sweeps would then stop at different seeds, nor for what
+    is only counted (bytes): it has no interval that more seeds would narrow.
+    """
+    return verdict.decision == "undecided" and not verdict.criterion.is_timing and not _is_counted(verdict)
+
+
+def _is_counted(verdict: Verdict) -> bool:
+    return all(
+        isinstance(one, Inequality) and all(quantity.is_exact for quantity in one.quantities)
+        for one in verdict.criterion.conditions
+    )
+
+
+def look(results: Results) -> list[str]:
+    """Return the criteria that are not decided by these results and may be by more seeds."""
+    return [verdict.criterion.title for verdict in verdicts(Comparison(results)) if is_awaited(verdict)]
+
+
+def looks(results: Results, listed: int) -> Iterator[Stopping]:
+    """Yield one look after each complete seed, beginning with the last that the study lists, up to the first
+    at which every criterion is decided.
+
+    Args:
+        results: the results of all seeds that there are.
+        listed: the number of seeds that the study lists.
+    """
+    rule, complete = results.study.until, complete_seeds(results)
+    assert rule is not None
+    for count in range(listed, len(complete) + 1):
+        seeds = tuple(complete[:count])
+        undecided = tuple(look(of_seeds(results, seeds)))
+        ending: Ending = "decided"
+        if undecided:
+            ending = "max_seeds" if count == rule.max_seeds else "open"
+        yield Stopping(seeds, ending, undecided)
+        if not undecided:
+            return
+
+
+def counted(results: Results) -> Results:
+    """Return the results of the seeds that count.
+
+    Of a study whose seeds are fixed, these are all of them. Of one that adds seeds, they are the complete
+    seeds up to the first look at which every criterion is decided. As long as not all seeds that it lists are
+    complete, these count as far as they are there.
+    """
+    study = results.study
+    if study.until is None:
+        return results
+    *_, stopping = [Stopping(), *looks(results, len(study.seeds))]
+    seeds = stopping.seeds or study.seeds
+    stopping = replace(stopping, beyond=tuple(begun_beyond(results, seeds)))
+    return replace(of_seeds(results, seeds), stopping=stopping)

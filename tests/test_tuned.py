@@ -1,0 +1,236 @@
+"""Settings of every method of a study, chosen with one budget, recorded, and used by the study."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections import deque
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+import yaml
+from synthetic_runs import make_run
+from test_tune import Process, new_run, resolve
+
+from fl_lightning.__main__ import main
+from fl_lightning.errors import InputError
+from fl_lightning.study.execute.jobs import RunningJob
+from fl_lightning.study.execute.tune_study import StudySearchSession, check_record
+from fl_lightning.study.report.compare import compare
+from fl_lightning.study.spec.plan import Study
+from fl_lightning.study.spec.search import Search
+from fl_lightning.study.spec.tuned import TunedRecord
+
+CONFIGS = Path(__file__).parent.parent / "configs"
+STUDY = """
+study: small
+config: {configs}/fedavg.yaml
+seeds: [0, 1]
+settings: {{trainer.local_epochs: 2}}
+methods:
+  Low: {{settings: {{model.optimizer.init_args.lr: 0.5}}}}
+  High: {{}}
+grid: {{clients: {{few: {{}}, many: {{settings: {{data.num_clients: 9}}}}}}}}
+tuned: tuned/small.yaml
+"""
+SEARCH = """
+study: study.yaml
+settings: {trainer.max_rounds: 5, data.num_clients: 4}
+space: {model.optimizer.init_args.lr: {low: 1.0e-3, high: 1.0e-1, log: true}}
+trials: 6
+seed: 7
+"""
+LR = "model.optimizer.init_args.lr"
+BEST = {"Low": 0.004, "High": 0.05}
+
+
+class Trials:
+    """Stands in for the pool: trials end in any order, their validation accuracy is a function of method and
+    learning rate, and the search can be killed before any of them ends."""
+
+    def __init__(self, folder: Path, slots: int, lives: int, seed: int, failing: str = "") -> None:
+        self.slots, self.folder, self.lives, self.failing = [{}] * slots, folder, lives, failing
+        self.choose = random.Random(seed)
+
+    def run(self, jobs, ended, look):
+        running, following, others = [], deque(), iter(jobs)
+        while True:
+            while len(running) < len(self.slots):
+                job = following.popleft() if following else next(others, None)
+                if job is None:
+                    break
+                running.append(RunningJob(job, Process(), 0))
+            if not running:
+                return
+            look(running)
+            if self.lives == 0:
+                raise SystemExit(143)
+            self.lives -= 1
+            one = running.pop(self.choose.randrange(len(running)))
+            flags = dict(word.removeprefix("--").split("=", 1) for word in one.job.args if "=" in word)
+            assert (flags["seed_everything"], flags["trainer.local_epochs"]) == ("7", "2")
+            label = json.loads(flags["trainer.tags"])["label"]
+            run = new_run(self.folder, one.job.name)
+            own = (word for word in one.job.args[1:] if not word.startswith("--trainer.tags"))
+            (run / "config.yaml").write_text(resolve(list(own)))
+            (run / "metrics.csv").write_text("round,val/accuracy\n1,0.5\n")
+            value = 1 - abs(float(flags[LR]) - BEST[label])
+            (run / "metadata.json").write_text(json.dumps({"final/best_val_accuracy": value}))
+            if job := ended(one, int(label == self.failing)):
+                following.append(job)
+
+
+def write(folder: Path, study: str = STUDY, search: str = SEARCH) -> None:
+    folder.mkdir(exist_ok=True)
+    (folder / "study.yaml").write_text(study.format(configs=CONFIGS))
+    (folder / "search.yaml").write_text(search)
+
+
+def tune(folder: Path, slots: int = 1, lives: int = 1000, seed: int = 0, failing: str = "") -> str:
+    """One session; the record, without its day, or nothing."""
+    search = Search.read(folder / "search.yaml")
+    check_record(search)
+    trials = folder / search.name
+    trials.mkdir(exist_ok=True)
+    pool = Trials(trials, slots, lives, seed, failing)
+    with suppress(SystemExit):  # killed, or a method has no finished trial
+        StudySearchSession(search, trials, pool, False, {}, resolve).run()
+    record = folder / "tuned" / "small.yaml"
+    return record.read_text() if record.exists() else ""
+
+
+def test_every_method_has_its_own_best_of_the_same_number_of_trials(tmp_path):
+    write(tmp_path)
+    tune(tmp_path)
+    record = TunedRecord.read(tmp_path / "tuned" / "small.yaml")
+    assert (record.study, record.trials, record.seed, record.search) == ("small", 6, 7, "../search.yaml")
+    assert record.settings["data.num_clients"] == 4
+    chosen = {label: method.settings[LR] for label, method in record.chosen.items()}
+    assert 0.001 <= chosen["Low"] < 0.02 < chosen["High"] <= 0.1
+    for label, method in record.chosen.items():
+        assert (method.finished, method.pruned, method.failed) == (6, 0, 0)
+        assert method.value == pytest.approx(1 - abs(chosen[label] - BEST[label]))
+        values = [
+            json.loads(path.read_text())["final/best_val_accuracy"]
+            for path in (tmp_path / "small-tune").glob(f"{label}-trial-*/metadata.json")
+        ]
+        assert (len(values), max(values)) == (6, method.value)
+
+
+def test_the_record_does_not_depend_on_jobs_order_or_kills(tmp_path):
+    write(tmp_path / "whole")
+    whole = tune(tmp_path / "whole")
+    assert whole
+    write(tmp_path / "killed")
+    for lives in (1, 3, 0, 2, 1000):
+        record = tune(tmp_path / "killed", slots=2, lives=lives, seed=lives)
+    assert record == whole
+    assert tune(tmp_path / "killed", slots=2) == whole  # nothing is left to do
+
+
+def test_a_study_runs_with_what_was_chosen_for_each_method(tmp_path):
+    """The chosen value takes the place of the method's own, and a level of the grid that of the chosen."""
+    write(tmp_path)
+    tune(tmp_path)
+    chosen = {
+        label: one.settings[LR]
+        for label, one in TunedRecord.read(tmp_path / "tuned/small.yaml").chosen.items()
+    }
+    study = Study.read(tmp_path / "study.yaml")
+    for cell in study.cells():
+        assert f"--{LR}={chosen[cell.method]}" in cell.args
+        assert [word for word in cell.args if LR in word] == [f"--{LR}={chosen[cell.method]}"]
+    (tmp_path / "elsewhere").mkdir()
+    copy = tmp_path / "elsewhere" / "copy.yaml"
+    copy.write_text(study.to_yaml())  # what a sweep leaves beside the runs needs no other file
+    assert [cell.args[-3:] for cell in Study.read(copy).cells()] == [cell.args[-3:] for cell in study.cells()]
+    assert Study.read(copy, find_configs=False).tuned == study.tuned
+    with_runs = tmp_path / "small"
+    for seed in (0, 1):
+        for label in chosen:
+            for level in ("few", "many"):
+                make_run(with_runs, label, seed, 0.5 + 0.1 * seed, levels={"clients": level})
+    (with_runs / "study.yaml").write_text(study.to_yaml())
+    compare("small", tmp_path / "report", tmp_path)
+    text = (tmp_path / "report" / "report.md").read_text()
+    assert "## Settings that tune chose" in text
+    assert f"| High | lr {chosen['High']:.4g} |" in text
+    levels = STUDY.replace("data.num_clients: 9", f"{LR}: 0.7")
+    write(tmp_path, study=levels)
+    cells = {cell.name: cell.args for cell in Study.read(tmp_path / "study.yaml").cells()}
+    assert f"--{LR}=0.7" in cells["Low-clients=many-seed0"]
+
+
+def test_numbers_of_unknown_origin_are_refused(tmp_path):
+    def refused(said: str, study: str = STUDY, search: str = SEARCH) -> None:
+        write(tmp_path, study, search)
+        with pytest.raises(InputError, match=f"(?s){said}"):
+            Study.read(tmp_path / "study.yaml")
+
+    refused(r"tuned: tuned/small.yaml; there is no such record.*run python -m fl_lightning tune")
+    tune(tmp_path)
+    write(tmp_path)
+    Study.read(tmp_path / "study.yaml")
+    refused(
+        "Third; the record has no such method; run tune again",
+        STUDY.replace("High: {{}}", "High: {{}}\n  Third: {{}}"),
+    )
+    refused(
+        "Low; the method was changed in the study after it was tuned", STUDY.replace("lr: 0.5", "lr: 0.6")
+    )
+    refused(r"search.yaml; the search was changed after", search=SEARCH.replace("trials: 6", "trials: 60"))
+    write(tmp_path, search=SEARCH + "# a comment\n")
+    Study.read(tmp_path / "study.yaml")
+    (tmp_path / "tuned" / "small.yaml").write_text("study: small\nchosen: {}\n")
+    refused("it is no record of tune")
+
+
+def test_a_search_that_could_mislead_is_refused(tmp_path):
+    for old, new, said in [
+        ("seed: 7", "seed: 1", r"seed: 1; the study small runs this seed.*write seed: 1001"),
+        ("seed: 7", "final: {trainer.max_rounds: 9}", r"final; what is chosen goes to the record"),
+        ("study: study.yaml", "study: nothing.yaml", r"study: nothing.yaml; there is no such file"),
+        ("study: study.yaml", "study: small\nrecord: x.yaml", r"record: x.yaml; one configuration is tuned"),
+    ]:
+        write(tmp_path, search=SEARCH.replace(old, new))
+        with pytest.raises(InputError, match=f"(?s){said}"):
+            Search.read(tmp_path / "search.yaml")
+    write(tmp_path)
+    tune(tmp_path)
+    write(tmp_path, search=SEARCH.replace("trials: 6", "trials: 7"))
+    with pytest.raises(
+        InputError, match=r"another search, or an earlier form.*move it away, or name another"
+    ):
+        check_record(Search.read(tmp_path / "search.yaml"))
+    write(tmp_path, search=SEARCH + "record: study.yaml/record.yaml\n")
+    with pytest.raises(InputError, match="the record cannot be written there"):
+        check_record(Search.read(tmp_path / "search.yaml"))
+
+
+def test_a_method_without_a_finished_trial_leaves_no_record(tmp_path):
+    write(tmp_path)
+    assert tune(tmp_path, failing="Low") == ""
+
+
+@pytest.mark.slow
+@pytest.mark.essential
+def test_from_the_command_line(tmp_path, monkeypatch, capfd):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    tiny = "settings: {trainer.max_rounds: 1, trainer.local_epochs: 1, data.num_clients: 4}"
+    search = SEARCH.replace("trials: 6", "trials: 1").replace(
+        "trainer.max_rounds: 5, data.num_clients: 4", ""
+    )
+    write(
+        tmp_path,
+        STUDY.replace("settings: {{trainer.local_epochs: 2}}", tiny.replace("{", "{{").replace("}", "}}")),
+        search,
+    )
+    assert main(["sweep", "--config", "study.yaml"]) == 2
+    assert "there is no such record" in capfd.readouterr().err
+    assert main(["tune", "--config", "search.yaml", "--jobs", "2", "--logger", "false"]) == 0
+    assert "the study reads it by 'tuned: tuned/small.yaml'" in capfd.readouterr().err
+    assert main(["sweep", "--config", "study.yaml", "--dry_run", "true"]) == 0
+    record = yaml.safe_load(Path("tuned/small.yaml").read_text())
+    assert {one["finished"] for one in record["chosen"].values()} == {1}
