@@ -97,6 +97,8 @@ HEADLINE = (
     "client/upload_bytes",
     "client/download_bytes",
     "total/total_bytes",
+    "cost/train_flops",
+    "cost/train_memory",
 )
 """The columns of the table of results, as far as they were measured, after the primary metric."""
 
