@@ -1,5 +1,5 @@
-"""What quantisation and distillation cost: a client's round of FedAvg, FedMPQ and FedMPQ-KD in turn, on one
-CPU thread.
+"""What quantisation and distillation cost: a client's round of FedAvg, FedMPQ in both representations, and
+FedMPQ-KD in turn, on one CPU thread.
 
 python benchmarks/prices.py [--network mobilenetv2] [--examples 256] [--epochs 2] [--repeats 5] [--no-augment]
 
@@ -25,7 +25,12 @@ from fl_lightning.engines import ClientTask, SequentialEngine
 from fl_lightning.engines.memory import keep_freed_memory
 from fl_lightning.methods import teaching
 
-METHODS = ("FedAvg", "FedMPQ", "FedMPQKD")
+METHODS = {
+    "FedAvg": methods.FedAvg,
+    "FedMPQ": methods.FedMPQ,
+    "FedMPQ planes": partial(methods.FedMPQ, representation="planes"),
+    "FedMPQKD": methods.FedMPQKD,
+}
 IN_STEPS = "FedMPQKD, teacher in every step"
 
 
@@ -70,6 +75,7 @@ def main() -> None:
     middle = {name: median(found) for name, found in times.items()}
     print(" ".join(f"{name} {1e3 * seconds:.0f} ms" for name, seconds in middle.items()))
     print(f"quantisation: FedMPQ / FedAvg   {middle['FedMPQ'] / middle['FedAvg']:.2f}")
+    print(f"              planes / FedAvg   {middle['FedMPQ planes'] / middle['FedAvg']:.2f}")
     print(f"distillation: FedMPQKD / FedMPQ {middle['FedMPQKD'] / middle['FedMPQ']:.2f}")
     print(f"              {IN_STEPS} / FedMPQ {middle[IN_STEPS] / middle['FedMPQ']:.2f}")
 
@@ -81,9 +87,7 @@ def in_steps(one: Callable[[], object]) -> None:
 
 
 def client_round(name: str, data: FederatedImages, fabric: Fabric, network: str, epochs: int) -> partial:
-    method = getattr(methods, name)(
-        network=network, optimizer=partial(torch.optim.SGD, lr=0.01, momentum=0.9)
-    )
+    method = METHODS[name](network=network, optimizer=partial(torch.optim.SGD, lr=0.01, momentum=0.9))
     with rng.torch_stream(0, "weights"):
         method.build(data)
     method.to(fabric.device)

@@ -14,7 +14,9 @@ from callbacks.figures.relevance_figure import RelevanceFigure
 from callbacks.meters.calibration import Calibration
 from callbacks.meters.early_stopping import EarlyStopping
 from callbacks.meters.gradient_norms import GradientNorms
+from callbacks.meters.profile import Profile
 from callbacks.meters.progress_bar import ProgressBar
+from callbacks.meters.training_cost import TrainingCost
 from callbacks.stressors.byzantine_clients import ByzantineClients
 from callbacks.stressors.label_noise import LabelNoise
 from callbacks.stressors.straggler_dropout import StragglerDropout
@@ -53,7 +55,9 @@ __all__ = [
     "LabelNoise",
     "LossLandscape",
     "PartitionFigure",
+    "Profile",
     "ProgressBar",
     "RelevanceFigure",
     "StragglerDropout",
+    "TrainingCost",
 ]

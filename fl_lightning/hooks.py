@@ -45,6 +45,8 @@ class Context(RunFiles, Protocol):
 
     seed: int
     max_rounds: int
+    local_epochs: int
+    fabric: Any
     method: Any
     data: Any
 

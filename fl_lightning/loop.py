@@ -24,6 +24,7 @@ from fl_lightning.errors import MisuseError
 from fl_lightning.hooks import Callback, RoundRecord, RunFiles, stress, tell
 from fl_lightning.methods import Method
 from fl_lightning.methods.base import declared_limits
+from fl_lightning.methods.terms import require_terms
 from fl_lightning.metrics import Mean, client_spread
 from fl_lightning.wire import Ledger, LedgerEntry, Payload, PayloadError
 
@@ -130,6 +131,8 @@ def train_round(fed: Federation, engine: Engine, record: RoundRecord) -> None:
         losses = add_means(losses, result.losses)
         entries.append(receive_upload(fed, assignment, task, result, uploads))
     record.metrics["time/train"] = perf_counter() - started
+    if losses:
+        require_terms(fed.method.active_terms(), losses, type(fed.method).__name__)
     if uploads:
         aggregate(fed, round, uploads)
     for entry in entries:

@@ -50,6 +50,7 @@ NEUTRAL_VALUES = {
     "model.init_args.scheduler": None,
     "model.init_args.max_share": 1.0,
     "model.init_args.module": None,
+    "model.init_args.terms": None,
 }
 """Settings that came after version 0.1.0, by pattern, with the value that runs of that version had."""
 ALWAYS_HASHED = {"model.init_args.module": "fl_lightning.methods.FedAvg"}

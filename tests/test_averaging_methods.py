@@ -16,7 +16,7 @@ from toy import CENTRES, Points, on_points, run, run_for_nothing, sgd
 
 from fl_lightning import rng
 from fl_lightning.methods import AQFL, FedAvg, FedMPQ, FedNTD, FedPQ, FedProx, QFedAvg
-from fl_lightning.methods.fedntd import not_true_distillation
+from fl_lightning.methods.losses import not_true_distillation
 from fl_lightning.wire import Payload
 
 

@@ -66,6 +66,9 @@ pytestmark = pytest.mark.usefixtures("figures_only_where_looked_at")
         ('sum("bits/average", A) >= 20', "holds"),
         ('sum("bits/average", A) > 20', "fails"),
         ('mean("val/accuracy", A) < 0.6', "undecided"),  # estimated, without a spread
+        # test/accuracy over val/accuracy grows with the rounds: 0.2 a / 0.51 ... a / 0.55
+        ('max("test/accuracy / val/accuracy", A) > 1.5', "holds"),
+        ('min("test/accuracy / val/accuracy", A) > 0.5', "fails"),
         ('last("test/accuracy", A) - accuracy(A) <= 0.01 * accuracy(A)', "holds"),
     ],
 )
@@ -160,6 +163,8 @@ def test_nothing_but_arithmetic_is_a_criterion(text, tmp_path, monkeypatch):
         ("acuracy(A) > 0", "accuracy"),
         ("accuracy(Aa) > 0", "write A"),
         ('metric("test/ecce", A) > 0', "test/ece"),
+        ('sum("bits/mooved", A) > 0', "bits/average"),
+        ('max("test/ecce / test/accuracy", A) > 0', "write test/ece"),
         ("drop(A) < 0.1", "degradation"),
         ("rounds(A) < 10", "target_accuracy"),
         ("p(A, A) < 0.05", "p compares two"),

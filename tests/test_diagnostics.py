@@ -196,16 +196,31 @@ def test_gradient_norms_of_the_loss_terms(tmp_path):
             if key.startswith("gradient/")
         }
 
+    def of_terms(found: dict[str, float]) -> dict[str, float]:
+        return {key: value for key, value in found.items() if not key.endswith("_over_task")}
+
     one, two, none = (
         norms(lambda_b=0.01, alpha=0.5),
         norms(lambda_b=0.02, alpha=1.0),
         norms(lambda_b=0.0, alpha=0.0),
     )
+    assert one["gradient/bit_over_task"] == pytest.approx(one["gradient/bit"] / one["gradient/task"], rel=0.2)
+    one, two, none = map(of_terms, (one, two, none))
     assert two == pytest.approx(
         {"gradient/task": one["gradient/task"], **{k: 2 * one[k] for k in ("gradient/bit", "gradient/kd")}}
     )
     assert none == pytest.approx({"gradient/task": one["gradient/task"], "gradient/bit": 0, "gradient/kd": 0})
     assert min(one.values()) > 0
+
+
+def test_gradient_norms_at_the_last_step(tmp_path):
+    """Of |w - c|^2 / 2: every step of SGD leaves 1 - lr of w - c, and a round has one step an epoch."""
+    method = on_points(FedAvg())
+    settings = {"max_rounds": 1, "local_epochs": 3, "callbacks": [GradientNorms(clients=1, last_step=True)]}
+    (row,) = rows(run(method, Points((1,)), tmp_path, **settings).run_dir)
+    lr = method.configure_optimizers().param_groups[0]["lr"]
+    expected = float(row["gradient/task"]) * (1 - lr) ** 2
+    assert float(row["gradient/last_task"]) == pytest.approx(expected, rel=1e-5)
 
 
 def test_gradients_are_of_the_labels_that_the_client_trains_on(tmp_path):
@@ -345,7 +360,7 @@ def test_figures_of_extreme_runs_can_be_drawn():
     ones, rng = np.ones(1), np.random.default_rng(0)
     nothing = np.full(3, np.nan)
     figures = [
-        bit_width_figure([7], np.array([[3, 8]]), ["a", "b"], np.array([10, 20])),
+        bit_width_figure([7], np.array([[3, 8]]), np.zeros(1), ["a", "b"], np.array([10, 20])),
         client_accuracy_figure(ones, np.array([1]), 1),
         confusion_figure(np.diag([1, 0, 2]), "a class without examples"),
         confusion_figure(rng.integers(0, 9, (100, 100)), "many classes"),

@@ -114,7 +114,7 @@ def test_every_method_has_a_page():
         if isinstance(cls, type) and issubclass(cls, Method) and cls is not Method
     }
     pages = {path.stem: path.read_text() for path in (DOCS / "methods").glob("*.md")}
-    assert set(pages) - {"index"} == {name.lower() for name in types}
+    assert set(pages) - {"index", "controls"} == {name.lower() for name in types}
     for name in types:
         text = pages[name.lower()]
         for part in ("What travels", "Settings", "Traps", "Neutral", "Source"):
@@ -183,12 +183,13 @@ def test_bytes_on_the_pages_of_methods():
     everything, examples = fp32_bytes(sum(n) + rest), {"examples": (0, 4)}
     down = payload_bytes({"weights": (1, everything)})
     codes = {f"w{layer}": (1, packed_bytes(size, 5)) for layer, size in enumerate(n)}
-    planes = {
+    layers = {
         "bits": (1, packed_bytes(len(n), 4)),
         "scales": (1, fp32_bytes(len(n))),
         **codes,
         "rest": (1, fp32_bytes(rest)),
     }
+    grids = {"grid": (1, fp32_bytes(len(n))), "pull": (1, fp32_bytes(len(n)))}
     books: dict[str, tuple[int, int]] = {}
     for layer, size in enumerate(n):
         centroids = min(256, math.ceil(size / 2) // 4)
@@ -199,11 +200,11 @@ def test_bytes_on_the_pages_of_methods():
     expected = {
         "fedavg": (payload_bytes(examples | {"weights": (1, everything)}), down),
         "qfedavg": (payload_bytes(examples | {"codes": (1, packed_bytes(sum(n), 4))} | norms), down),
-        "aqfl": (payload_bytes(examples | planes), down),
+        "aqfl": (payload_bytes(examples | layers), down),
         "fedpq": (payload_bytes(examples | books | {"rest": (1, fp32_bytes(rest))}), down),
         "fedmpq": (
-            payload_bytes(examples | planes),
-            payload_bytes({"bits": (1, packed_bytes(len(n), 4)), "weights": (1, everything)}),
+            payload_bytes(examples | layers | {"tops": (1, packed_bytes(len(n), 4))}),
+            payload_bytes({"bits": (1, packed_bytes(len(n), 4)), "weights": (1, everything), **grids}),
         ),
         "fedkd": (payload_bytes(examples | labels), payload_bytes(labels)),
         "fedmosaic": (payload_bytes(adapters | {"sketch": (1, fp32_bytes(1020))}), payload_bytes(adapters)),

@@ -7,8 +7,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fl_lightning import rng
-from fl_lightning.quantization import Quantized, allocate_bits, dequantize_codes, prune, quantize
-from fl_lightning.quantization.planes import Layer, gain, reconstruct, to_planes, units
+from fl_lightning.quantization import (
+    Quantized,
+    allocate_bits,
+    dequantize_codes,
+    prune,
+    quantize,
+    quantize_and_prune,
+)
+from fl_lightning.quantization.latent import Latent
+from fl_lightning.quantization.layer import Grid, Layer
+from fl_lightning.quantization.planes import PLANE_MAX, TOP_MAX, Planes, gain, length, to_planes, units
+from fl_lightning.quantization.uniform import nearest_scale
 
 
 def test_allocation_golden(golden):
@@ -46,8 +56,8 @@ def test_allocation_refuses_nonsense():
 
 def from_planes(planes, scale, matched=False):
     """One layer."""
-    weights, _ = reconstruct(planes.flatten(), scale.view(1), [Layer(*planes.shape[1:])], matched)
-    return weights[0]
+    grid = Grid([Layer(*planes.shape[1:])], scale.view(1), torch.ones(1))
+    return Planes(matched).quantized(planes.flatten(), grid)[0][0]
 
 
 weights = st.integers(0, 1000).map(
@@ -55,19 +65,26 @@ weights = st.integers(0, 1000).map(
 )
 
 
-@given(weights, st.integers(1, 8))
-def test_planes_hold_the_weights_exactly(w, bits):
-    planes, scale = to_planes(w, bits)
+@given(weights, st.integers(1, 8), st.floats(0.3, 3))
+def test_planes_hold_the_weights_exactly(w, bits, room):
+    """On a grid that is finer or coarser than the weights need."""
+    scale = w.abs().max() * room
+    planes = to_planes(w, bits, scale)
     assert planes.shape == (2, bits, 200)
     assert planes.min() >= 0
-    assert planes.max() <= 2
-    torch.testing.assert_close(units(planes) * scale / (2**bits - 1), w, rtol=0, atol=1e-6)
-    torch.testing.assert_close(from_planes(planes, scale), quantize(w, bits).dequantize(), rtol=0, atol=1e-6)
+    assert planes[:, :-1].numpy().max(initial=0) <= PLANE_MAX
+    assert planes[:, -1].max() <= TOP_MAX
+    torch.testing.assert_close(units(planes) * scale / (2**bits - 1), w, rtol=1e-5, atol=1e-6)
+
+
+def test_planes_of_weights_far_above_the_grid_saturate():
+    planes = to_planes(torch.tensor([100.0, -0.5]), 3, torch.tensor(1.0))
+    assert units(planes).tolist() == [TOP_MAX * 4, -3.5]
 
 
 def test_plane_gradients_by_hand():
-    planes, scale = to_planes(torch.tensor([0.7, -0.1, 0.3]), bits=3)
-    planes.requires_grad_()
+    scale = torch.tensor(0.7)
+    planes = to_planes(torch.tensor([0.7, -0.1, 0.3]), 3, scale).requires_grad_()
     upstream = torch.tensor([1.0, 2.0, -1.0])
     from_planes(planes, scale).backward(upstream)
     step = scale / 7
@@ -77,30 +94,37 @@ def test_plane_gradients_by_hand():
 
 
 @pytest.mark.parametrize("bits", [1, 2, 4, 8])
-def test_a_matched_step_on_planes_is_an_sgd_step_on_the_weights(bits):
-    w, upstream = torch.tensor([0.7, -0.4, 0.3]), torch.tensor([0.2, -0.1, 0.05])
-    planes, scale = to_planes(w, bits)
-    planes.requires_grad_()
+def test_a_matched_step_on_both_sides_is_two_sgd_steps_on_the_weights(bits):
+    w, upstream, scale = torch.tensor([0.7, -0.4, 0.3]), torch.tensor([0.2, -0.1, 0.05]), torch.tensor(0.7)
+    planes = to_planes(w, bits, scale).requires_grad_()
     from_planes(planes, scale, matched=True).backward(upstream)
     moved = units(planes.detach() - 0.01 * planes.grad) * scale / (2**bits - 1)
-    torch.testing.assert_close(moved, w - 0.01 * upstream, rtol=0, atol=1e-6)
+    torch.testing.assert_close(moved, w - 0.02 * upstream, rtol=0, atol=1e-6)
 
 
 def test_the_regulariser_by_hand():
     """Norms 3 and 4 of a layer of 3 weights at 2 bits, beside a layer of 1 weight at 1 bit whose norm is
-    2."""
+    2: in planes, and in weights whose digits these are."""
     planes = torch.zeros(2, 2, 3)
     planes[0, 0] = torch.tensor([1.0, 2.0, 2.0])
     planes[1, 1, 0] = 4.0
     flat = torch.cat([planes.flatten(), torch.tensor([0.0, 2.0])])
-    _, penalty = reconstruct(flat, torch.ones(2), [Layer(2, 3), Layer(1, 1)])
+    grid = Grid([Layer(2, 3), Layer(1, 1)], torch.ones(2), torch.ones(2))
+    _, penalty = Planes().quantized(flat, grid)
     torch.testing.assert_close(penalty, torch.tensor((3 * 2 * 7.0 + 1 * 1 * 2.0) / 4), rtol=0, atol=1e-4)
 
+    # magnitudes 3, 1, 8 have lowest digits 1, 1, 0 and 1, 0, 4 above; magnitude 2 at one bit has digit 2
+    grid = grid._replace(scales=torch.tensor([3.0, 1.0]))
+    rounded, penalty = Latent().quantized(torch.tensor([3.2, -0.9, 8.0, -2.0]), grid)
+    expected = (3 * 2 * (2**0.5 + 17**0.5) + 1 * 1 * 2.0) / 4
+    assert torch.cat(rounded).tolist() == [3.0, -1.0, 8.0, -2.0]
+    torch.testing.assert_close(penalty, torch.tensor(expected), rtol=0, atol=1e-4)
 
-def by_autograd(flat, scales, layers, matched):
+
+def planes_by_autograd(flat, scales, pull, layers, matched):
     """The same in torch's own operations, in the order of the paper's equations."""
     weights, penalty, at = [], 0.0, 0
-    for (bits, n), scale in zip(layers, scales, strict=True):
+    for (bits, n), scale, strength in zip(layers, scales, pull, strict=True):
         planes = flat[at : at + 2 * bits * n].view(2, bits, n)
         at += 2 * bits * n
         if matched:
@@ -108,47 +132,88 @@ def by_autograd(flat, scales, layers, matched):
             planes = planes * factor + (planes - planes * factor).detach()
         value = torch.einsum("b,bn->n", 2.0 ** torch.arange(bits, dtype=flat.dtype), planes[0] - planes[1])
         weights.append((value + (value.round() - value).detach()) * scale / (2**bits - 1))
-        penalty = penalty + n * bits * (planes.square().sum(dim=(0, 2)) + 1e-8).sqrt().sum()
+        norm = n * bits * (planes.square().sum(dim=(0, 2)) + 1e-8).sqrt().sum()
+        penalty = penalty + norm * strength + (norm - norm * strength).detach()
     return weights, penalty / sum(n for _, n in layers)
 
 
-@pytest.mark.parametrize("matched", [False, True])
-@pytest.mark.parametrize("batched", [False, True])
-def test_reconstruction_is_autograds(matched, batched):
-    """In float64, for layers of several sizes and bits; under vmap for three clients at once."""
-    generator = torch.Generator().manual_seed(0)
-    layers = [Layer(1, 5), Layer(4, 7), Layer(8, 3)]
-    flats = 2 * torch.rand(3, sum(layer.length for layer in layers), generator=generator, dtype=torch.float64)
-    scales = torch.rand(3, 3, generator=generator, dtype=torch.float64) + 0.1
-    upstream = torch.randn(3, 15, generator=generator, dtype=torch.float64)
+def latent_by_autograd(flat, scales, pull, layers, _):
+    """Each weight's digits move with it as a step on the planes of one side would move them: digit b by
+    2^b / (c sum_b 4^b) of what W moves. Their group lasso is then torch's own."""
+    weights, penalty, at = [], 0.0, 0
+    for (bits, n), scale, strength in zip(layers, scales, pull, strict=True):
+        w, step = flat[at : at + n], scale / (2**bits - 1)
+        at += n
+        q = (w / step).round().detach()
+        weights.append(w + (q * step - w).detach())
+        magnitude, side = q.abs().long(), torch.copysign(torch.ones_like(w), w).detach()
+        rise = strength * side * (w - w.detach()) / (step * sum(4**b for b in range(bits)))
+        for b in range(bits):
+            digit = magnitude >> b if b == bits - 1 else magnitude >> b & 1
+            p = digit.to(w.dtype) + 2**b * rise
+            penalty = penalty + n * bits * (p.square().sum() + 1e-8).sqrt()
+    return weights, penalty / sum(n for _, n in layers)
 
-    def loss(function, flat, scales, upstream):
-        weights, penalty = function(flat, scales, layers, matched)
-        return torch.cat(weights) @ upstream + 0.3 * penalty
+
+@pytest.mark.parametrize("batched", [False, True])
+@pytest.mark.parametrize(
+    ("representation", "by_autograd"),
+    [
+        (Planes(False), planes_by_autograd),
+        (Planes(True), planes_by_autograd),
+        (Latent(), latent_by_autograd),
+    ],
+    ids=["raw planes", "matched planes", "latent"],
+)
+def test_quantized_weights_are_autograds(representation, by_autograd, batched):
+    """For layers of several sizes and bits, some weights above their grid; under vmap for three clients at
+    once."""
+    generator = torch.Generator().manual_seed(0)
+    layers, is_latent = [Layer(1, 5), Layer(4, 7), Layer(8, 3)], isinstance(representation, Latent)
+    entries, dtype = sum(layer.size if is_latent else length(layer) for layer in layers), torch.float64
+    flats = 2 * torch.rand(3, entries, generator=generator, dtype=dtype) - (1 if is_latent else 0)
+    scales, pull = torch.rand(2, 3, 3, generator=generator, dtype=dtype) + 0.1
+    upstream = torch.randn(3, 15, generator=generator, dtype=dtype)
+
+    def ours(flat, scales, pull, layers, _):
+        return representation.quantized(flat, Grid(layers, scales, pull))
+
+    def loss(function, flat, scales, pull, upstream):
+        weights, penalty = function(flat, scales, pull, layers, getattr(representation, "matched", None))
+        return torch.cat(list(weights)) @ upstream + 0.3 * penalty
 
     expected, found = flats.clone().requires_grad_(), flats.clone().requires_grad_()
-    before = sum(loss(by_autograd, *row) for row in zip(expected, scales, upstream, strict=True))
-    one = lambda *row: loss(reconstruct, *row)  # noqa: E731
+    rows = list(zip(scales, pull, upstream, strict=True))
+    before = sum(loss(by_autograd, flat, *row) for flat, row in zip(expected, rows, strict=True))
+    one = lambda *row: loss(ours, *row)  # noqa: E731
     after = (
-        torch.func.vmap(one)(found, scales, upstream)
+        torch.func.vmap(one)(found, scales, pull, upstream)
         if batched
-        else torch.stack(list(map(one, found, scales, upstream)))
+        else torch.stack([one(flat, *row) for flat, row in zip(found, rows, strict=True)])
     )
-    torch.testing.assert_close(after.sum(), before)
+    precision = {"rtol": 1e-5, "atol": 1e-6} if is_latent else {"rtol": 1e-12, "atol": 1e-12}
+    torch.testing.assert_close(after.sum(), before, **precision)  # its table of digits is float32
     before.backward()
     after.sum().backward()
-    torch.testing.assert_close(found.grad, expected.grad, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(found.grad, expected.grad, **precision)
 
 
-def test_regulariser_has_the_papers_size():
+@pytest.mark.parametrize("representation", [Planes(), Latent()])
+def test_regulariser_has_the_papers_size(representation):
     """METHODS.md 4: ResNet-20 with half the bits set gives about 457 / 1826 / 7305 at N = 2 / 4 / 8."""
     from fl_lightning.methods.quantized import quantized_layers
     from fl_lightning.models import build_network
 
-    sizes = [w.numel() for w in quantized_layers(build_network("resnet20", 10, (3, 32, 32)), True).values()]
+    network = build_network("resnet20", 10, (3, 32, 32))
+    sizes = [w.numel() for w in quantized_layers(network, True).values()]
+    generator = torch.Generator().manual_seed(0)
     for bits, expected in ((2, 457), (4, 1826), (8, 7305)):
-        total = sum(n * bits * bits * np.sqrt(n / 2) for n in sizes) / sum(sizes)
-        assert abs(total - expected) / expected < 0.02
+        grid = Grid(
+            [Layer(bits, n) for n in sizes], torch.full((len(sizes),), 2.0**bits - 1), torch.ones(len(sizes))
+        )
+        weights = [torch.randint(2**bits, (n,), generator=generator).float() for n in sizes]
+        _, penalty = representation.quantized(representation.variables(weights, grid), grid)
+        assert abs(float(penalty) - expected) / expected < 0.02
 
 
 def test_stochastic_rounding_is_unbiased_and_seeded():
@@ -181,17 +246,57 @@ def layer_of(magnitudes: list[int], bits: int) -> Quantized:
 
 
 def test_pruning_by_hand():
-    empty_top = prune(layer_of([3, 1, 2, 3] * 25, bits=4))
+    empty_top, empty_top_dropped = prune(layer_of([3, 1, 2, 3] * 25, bits=4))
     assert (empty_top.bits, empty_top.step) == (2, 1.0)  # two empty planes on top: the step stays
     torch.testing.assert_close(empty_top.dequantize(), layer_of([3, 1, 2, 3] * 25, 4).dequantize())
 
-    rare_top = prune(layer_of([15] + [7, 5, 6, 1] * 25, bits=4))  # one in 101 has the top digit
+    rare_top, rare_top_dropped = prune(
+        layer_of([15] + [7, 5, 6, 1] * 25, bits=4)
+    )  # one in 101 has the top digit
     assert (rare_top.bits, rare_top.step) == (3, 1.0)
     assert rare_top.magnitude[0] == 7  # saturates: all lower digits 1
 
-    empty_low = prune(layer_of([8, 4, 12, 0] * 25, bits=4))
+    empty_low, empty_low_dropped = prune(layer_of([8, 4, 12, 0] * 25, bits=4))
     assert (empty_low.bits, empty_low.step) == (2, 4.0)  # two empty planes below: the step doubles twice
     torch.testing.assert_close(empty_low.dequantize(), layer_of([8, 4, 12, 0] * 25, 4).dequantize())
 
-    assert prune(layer_of([0] * 100, bits=4)).bits == 1  # never below one bit
-    assert prune(layer_of([15, 9, 6, 1] * 25, bits=4)).bits == 4
+    assert (empty_top_dropped, rare_top_dropped, empty_low_dropped) == (2, 1, 0)
+
+    assert prune(layer_of([0] * 100, bits=4))[0].bits == 1  # never below one bit
+    assert prune(layer_of([15, 9, 6, 1] * 25, bits=4))[0].bits == 4
+
+
+@pytest.mark.parametrize("bits", [1, 2, 4, 8])
+def test_the_nearest_scale_is_no_worse_than_any_other(bits):
+    """By trying; a uniform layer keeps its whole range, one with outliers loses them at few bits."""
+    generator = torch.Generator().manual_seed(0)
+    uniform = torch.rand(5000, generator=generator) * 2 - 1
+    heavy = torch.randn(5000, generator=generator) ** 3
+
+    def error(values, scale):
+        return float((quantize(values, bits, scale).dequantize() - values).square().sum())
+
+    for values in (uniform, heavy):
+        largest = float(values.abs().max())
+        best = min(error(values, largest * k / 16) for k in range(1, 17))
+        assert error(values, nearest_scale(values, bits)) <= 1.001 * best
+    assert nearest_scale(heavy, 2) < 0.5 * float(heavy.abs().max())
+    assert nearest_scale(torch.zeros(3), bits) == 0
+
+
+def test_what_outgrows_the_grid():
+    """A few large weights empty no plane and are not cut off; what pruning drops saturates them."""
+    full = torch.tensor([15.0, -9.0, 6.0, 1.0] * 25)
+    outlier = torch.cat([full, torch.tensor([45.0])])
+    layer, top = quantize_and_prune(outlier, 4, scale=15.0, threshold=0.02)
+    assert (layer.bits, top, layer.scale) == (4, 0, 45.0)  # the top plane is full: 4 bits, a longer step
+    assert layer.dequantize()[-1] == 45
+
+    layer, top = quantize_and_prune(full, 4, scale=15.0, threshold=0.02)
+    assert (layer.bits, top) == (4, 0)
+    torch.testing.assert_close(layer.dequantize(), full)
+
+    low = torch.cat([torch.tensor([7.0, -4.0, 3.0, 1.0] * 25), torch.tensor([45.0])])  # half of the grid
+    layer, top = quantize_and_prune(low, 4, scale=15.0, threshold=0.02)
+    assert (layer.bits, top, layer.step) == (3, 1, 1.0)
+    assert layer.dequantize()[-1] == 7

@@ -9,6 +9,7 @@ import numpy as np
 from callbacks.figures.figure_meter import FigureMeter
 from fl_lightning.figures import BLUE, RED, legend_outside, open_frame
 from fl_lightning.hooks import Context, RoundRecord
+from fl_lightning.methods.quantized import QuantizedMethod
 from fl_lightning.quantization.allocation import MAX_BITS
 
 if TYPE_CHECKING:
@@ -16,60 +17,56 @@ if TYPE_CHECKING:
 
 
 class BitWidthFigure(FigureMeter):
-    """Draws ``figures/bit_widths``: magnitude bits of every quantised layer, the sign not counted, in every
-    round.
+    """Draws ``figures/bit_widths``: magnitude bits of every quantised layer of the deployed model, the sign
+    not counted, in every round (``bits/layer/*``), and how many planes clients pruned (``bits/pruned``).
 
-    For FedMPQ and FedMPQKD they are those that came back, averaged over the clients that returned, which
-    ``bits/average`` sums up; for AQFL those that are deployed, the clients' mean rounded down. Other methods
-    have no bit-width per layer: the meter says so and is idle.
+    Methods that give no layer a bit-width have nothing to draw: the meter says so and is idle.
     """
 
     name = "bit_widths"
     rule = "it draws methods that give each layer a bit-width"
     instead = "write --model FedMPQ, FedMPQKD or AQFL, or leave it out"
-    empty: ClassVar = {"rounds": [], "bits": []}
+    empty: ClassVar = {"rounds": [], "bits": [], "pruned": []}
 
     def applies_to(self, context: Context) -> bool:
         return layer_bits(context.method) is not None
 
     def on_round_start(self, round: int, context: Context) -> None:
         if not self.seen["rounds"]:
-            self._note(round - 1, context)
+            self._note(round - 1, 0.0, context)
 
     def on_round_end(self, record: RoundRecord, context: Context) -> None:
-        self._note(record.round, context)
+        self._note(record.round, record.metrics.get("bits/pruned", 0.0), context)
         super().on_round_end(record, context)
 
     def figure(self, context: Context) -> Figure:
         codec = context.method.codec
         names = [name.removesuffix(".weight") for name in codec.names]
-        return bit_width_figure(
-            self.seen["rounds"], np.array(self.seen["bits"]), names, np.array(codec.sizes)
-        )
+        bits, pruned = (np.array(self.seen[key]) for key in ("bits", "pruned"))
+        return bit_width_figure(self.seen["rounds"], bits, pruned, names, np.array(codec.sizes))
 
-    def _note(self, round: int, context: Context) -> None:
+    def _note(self, round: int, pruned: float, context: Context) -> None:
         if self.applies:
             self.seen["rounds"].append(round)
             self.seen["bits"].append(layer_bits(context.method))
+            self.seen["pruned"].append(pruned)
 
 
 def layer_bits(method: Any) -> list[int] | None:
-    """Magnitude bits of each quantised layer; None where the method has no such thing."""
-    codec = getattr(method, "codec", None)
-    if codec is None:
-        return None
-    if "bits" in method.server:
-        return method.server["bits"].tolist()
-    return [sum(method.budgets) // len(method.budgets)] * len(codec.names)
+    """Magnitude bits of each quantised layer as deployed; None where the method has no such thing."""
+    return method.allocate(method.mean_budget()) if isinstance(method, QuantizedMethod) else None
 
 
-def bit_width_figure(rounds: list[int], bits: np.ndarray, names: list[str], sizes: np.ndarray) -> Figure:
-    """Left: rounds across, layers down, colour = bits. Right: share of the weights with that many, after the
-    last and the first round.
+def bit_width_figure(
+    rounds: list[int], bits: np.ndarray, pruned: np.ndarray, names: list[str], sizes: np.ndarray
+) -> Figure:
+    """Left: rounds across, layers down, colour = bits; below it the planes that clients pruned. Right: share
+    of the weights with that many bits, after the last and the first round.
 
     Args:
         rounds: consecutive, ``[R]``; 0 is the state before training.
         bits: of each round and layer ``[R, L]``.
+        pruned: planes that clients pruned in each round ``[R]``.
         names: of the layers, input first.
         sizes: weights of each layer ``[L]``.
     """
@@ -79,8 +76,13 @@ def bit_width_figure(rounds: list[int], bits: np.ndarray, names: list[str], size
     from matplotlib.ticker import MaxNLocator
 
     L = len(names)
-    figure = Figure(figsize=(11, max(3.4, 1.6 + 0.24 * L)), layout="constrained")
-    left, right = figure.subplots(1, 2, width_ratios=[2.2, 1])
+    figure = Figure(figsize=(11, max(3.4, 1.6 + 0.24 * L) + 1), layout="constrained")
+    axes = figure.subplot_mosaic(
+        [["bits", "share"], ["pruned", "share"]],
+        width_ratios=[2.2, 1],
+        height_ratios=[max(2.2, 0.24 * L), 1],
+    )
+    left, below, right = axes["bits"], axes["pruned"], axes["share"]
     colours = ListedColormap(colormaps["viridis"](np.linspace(0.05, 1, MAX_BITS)))
     image = left.imshow(
         bits.T,
@@ -98,13 +100,20 @@ def bit_width_figure(rounds: list[int], bits: np.ndarray, names: list[str], size
         range(L), [f"{name}  ({size:,})" for name, size in zip(names, sizes, strict=True)], fontsize=8
     )
     left.xaxis.set_major_locator(MaxNLocator(integer=True, steps=[1, 2, 5, 10]))
-    left.set(xlabel="round", ylabel="layer (weights)", title="Bits of each layer")
+    left.set(ylabel="layer (weights)", title="Bits of each layer")
+    open_frame(below)
+    below.bar(rounds, pruned, 1.0, color=RED)
+    below.set(xlabel="round", ylabel="planes pruned\nby clients", xlim=left.get_xlim())
+    below.set_ylim(0, max(1.0, 1.1 * pruned.max()))
+    below.xaxis.set_major_locator(MaxNLocator(integer=True, steps=[1, 2, 5, 10]))
+    below.yaxis.set_major_locator(MaxNLocator(integer=True, nbins=3))
     average = bits @ sizes / sizes.sum()
     open_frame(right)
-    for row, offset, style in (
+    styles: list[tuple[int, float, dict[str, Any]]] = [
         (0, -0.2, {"color": "white", "edgecolor": RED, "hatch": "////"}),
         (-1, 0.2, {"color": BLUE}),
-    ):
+    ]
+    for row, offset, style in styles:
         share = [100 * sizes[bits[row] == n].sum() / sizes.sum() for n in range(1, MAX_BITS + 1)]
         label = (
             f"{'before training' if rounds[row] == 0 else f'round {rounds[row]}'}, average {average[row]:.2f}"

@@ -2,9 +2,9 @@
 
     g_term = || d loss_term / d theta ||_2
 
-at the start of a client's round, on its first batch. theta is what the local optimiser steps on: for FedMPQ
-the bit planes, BatchNorm and biases. A regulariser that outweighs the task (METHODS.md 1: FedMPQ at few local
-epochs) is seen here first.
+at the start of a client's round, on its first batch, and where asked also at its last local step. theta is
+what the local optimiser steps on: for FedMPQ the latent weights or the bit planes, BatchNorm and biases. A
+regulariser that outweighs the task is seen here: FedMPQ's is said to do so at few local epochs.
 """
 
 from __future__ import annotations
@@ -19,6 +19,8 @@ from torch import Tensor
 from callbacks.figures.drawing import draw, never_fatal, own_copy
 from fl_lightning import rng
 from fl_lightning.client import Assignment, Client
+from fl_lightning.engines.base import one_thread
+from fl_lightning.engines.steps import Steps
 from fl_lightning.errors import require
 from fl_lightning.figures import COLOURS, LINE_STYLES, MARKERS, legend_outside, new_axes
 from fl_lightning.hooks import Context, Meter, RoundRecord
@@ -32,15 +34,21 @@ class GradientNorms(Meter):
     """Adds ``gradient/task``, ``gradient/bit``, ``gradient/kd`` (or what else the method's loss is made of)
     to some rounds, draws ``figures/gradient_norms`` at the end.
 
+    ``gradient/bit_over_task`` (and so on) is the norm of a term by the task's, the mean of the clients'
+    ratios. With ``last_step`` the same are measured at the client's last local step of the round, as
+    ``gradient/last_task``, ``gradient/last_bit``, ``gradient/last_bit_over_task``.
+
     Measured on a copy of the method in float32: the run ends with the same weights as without. The time that
     it takes is part of ``time/train``.
 
     Args:
         every: rounds from one measurement to the next, at least 1; the first round is measured.
         clients: first so many clients of the cohort that are measured, at least 1; the metric is their mean.
+        last_step: whether the copy also trains, as long as a client without a stressor does, so that the last
+            step can be measured. A measured client then costs about twice its round.
     """
 
-    def __init__(self, every: int = 5, clients: int = 2) -> None:
+    def __init__(self, every: int = 5, clients: int = 2, last_step: bool = False) -> None:
         require(
             every >= 1,
             f"GradientNorms(every={every})",
@@ -53,7 +61,7 @@ class GradientNorms(Meter):
             "clients to measure, 1 or more",
             "write clients: 2",
         )
-        self.every, self.clients = every, clients
+        self.every, self.clients, self.last_step = every, clients, last_step
         self._measured: list[dict[str, float]] = []
         self._history: list[tuple[int, dict[str, float]]] = []
 
@@ -65,7 +73,11 @@ class GradientNorms(Meter):
     ) -> None:
         if (round - 1) % self.every == 0 and len(self._measured) < self.clients:
             with never_fatal(f"round {round}: gradient norms of client {client.id}"):
-                self._measured.append(gradient_norms(context, client, message, labels))
+                norms = with_ratios(gradient_norms(context, client, message, labels))
+                if self.last_step:
+                    last = with_ratios(last_gradient_norms(context, client, message, labels))
+                    norms |= {f"last_{name}": value for name, value in last.items()}
+                self._measured.append(norms)
 
     def on_round_end(self, record: RoundRecord, context: Context) -> None:
         if self._measured and (record.round - 1) % self.every == 0:
@@ -75,7 +87,8 @@ class GradientNorms(Meter):
                 for name in names
             }
             record.metrics |= {f"gradient/{name}": value for name, value in means.items()}
-            self._history.append((record.round, means))
+            shown = {name: value for name, value in means.items() if not name.endswith("_over_task")}
+            self._history.append((record.round, shown))
 
     def on_fit_end(self, summary: dict[str, float], context: Context) -> None:
         draw(context, "gradient_norms", lambda: gradient_figure(self._history))
@@ -100,6 +113,32 @@ def gradient_norms(context: Context, client: Client, message: bytes, labels: Ten
             outputs = method.training_step(batch, 0)
         norms = norms_of(outputs, list(method.trainable())) | norms
     return norms
+
+
+def last_gradient_norms(context: Context, client: Client, message: bytes, labels: Tensor) -> dict[str, float]:
+    """Return the norm of each term at the last local step of the client's round, of the batch that it has
+    then."""
+    method, data, epochs = own_copy(context), context.data, context.local_epochs
+    steps = data.num_steps(client, epochs)
+    engine = Steps(context.fabric, method)
+    method.receive(Payload.from_bytes(message), client)
+    method.train()
+    engine.start()
+    with (
+        one_thread(context.fabric.device),
+        rng.torch_stream(context.seed, "dropout", method.round, client.id),
+    ):
+        batches = list(method.local_batches(data, client, epochs=epochs, labels=labels, steps=steps))
+        for index, batch in enumerate(batches[:-1]):
+            engine.step(batch, index)
+        return norms_of(method.training_step(batches[-1], len(batches) - 1), list(method.trainable()))
+
+
+def with_ratios(norms: dict[str, float]) -> dict[str, float]:
+    """Add the norm of each term by the task's, where the task has one."""
+    task = norms.get("task", 0.0)
+    ratios = {f"{name}_over_task": value / task for name, value in norms.items() if name != "task" and task}
+    return norms | ratios
 
 
 def norms_of(outputs: Mapping[str, Tensor], parameters: list[Tensor]) -> dict[str, float]:

@@ -90,12 +90,19 @@ def product_up(method: Any, upload: Payload) -> int:
     )
 
 
-def planes_up(method: Any, upload: Payload) -> int:
-    """Uploads of FedMPQ, FedMPQKD, AQFL hold n_k and the bit planes."""
-    return payload_bytes({**EXAMPLES, **_planes(method, upload)})
+def codes_up(method: Any, upload: Payload) -> int:
+    """Uploads of AQFL hold n_k and the codes."""
+    return payload_bytes({**EXAMPLES, **_codes(method, upload)})
 
 
-def _planes(method: Any, payload: Payload) -> dict[str, tuple[int, int]]:
+def pruned_codes_up(method: Any, upload: Payload) -> int:
+    """Uploads of FedMPQ and FedMPQKD hold n_k, the codes, and for each layer 4 bits for the planes dropped at
+    the top."""
+    tops = (1, packed_bytes(len(layer_sizes(method.network)), 4))
+    return payload_bytes({**EXAMPLES, **_codes(method, upload), "tops": tops})
+
+
+def _codes(method: Any, payload: Payload) -> dict[str, tuple[int, int]]:
     """For each layer: 4 bits for N_l, an fp32 scale, N_l + 1 bits for each weight; other values in fp32."""
     n, N = layer_sizes(method.network), payload.codes("bits").values.tolist()
     codes = {
@@ -111,26 +118,25 @@ def _planes(method: Any, payload: Payload) -> dict[str, tuple[int, int]]:
     }
 
 
-def planes_down(method: Any, message: Payload) -> int:
-    """Broadcasts of FedMPQ and FedMPQKD hold 4 bits for each layer and every value in fp32.
+def grids_down(method: Any, message: Payload) -> int:
+    """Broadcasts of FedMPQ and FedMPQKD hold for each layer 4 bits, its grid's scale and the regulariser's
+    pull in fp32, and every value in fp32.
 
-    With ``download: quantised`` they hold the planes instead, and the teacher in fp32 where clients need it.
+    With ``download: quantised`` they hold the codes instead, and the teacher in fp32 where clients need it.
     """
-    weights = (1, fp32_bytes(num_values(method.network)))
+    weights, layers = (1, fp32_bytes(num_values(method.network))), len(layer_sizes(method.network))
+    grids = {"grid": (1, fp32_bytes(layers)), "pull": (1, fp32_bytes(layers))}
     if method.download == "full":
-        return payload_bytes(
-            {"bits": (1, packed_bytes(len(layer_sizes(method.network)), 4)), "weights": weights}
-        )
+        return payload_bytes({"bits": (1, packed_bytes(layers, 4)), "weights": weights, **grids})
     sends_teacher = getattr(method, "teacher_source", "received") == "full" and method.alpha > 0
-    return payload_bytes(_planes(method, message) | ({"teacher": weights} if sends_teacher else {}))
+    teacher = {"teacher": weights} if sends_teacher else {}
+    return payload_bytes(_codes(method, message) | grids | teacher)
 
 
 def one_width_down(method: Any, message: Payload) -> int:
-    """Broadcasts of AQFL hold every value in fp32, or the planes with ``download: quantised``."""
+    """Broadcasts of AQFL hold every value in fp32, or the codes with ``download: quantised``."""
     return (
-        weights_down(method, message)
-        if method.download == "full"
-        else payload_bytes(_planes(method, message))
+        weights_down(method, message) if method.download == "full" else payload_bytes(_codes(method, message))
     )
 
 

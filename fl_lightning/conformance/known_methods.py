@@ -50,10 +50,8 @@ class MethodUnderTest:
 
 MEAN = {"sent": BroadcastFormula("weights", mean_of_weights), "down": formulas.weights_down}
 FULL = {**MEAN, "up": formulas.weights_up}
-PLANES = {"sent": BroadcastFormula("weights", mean_of_weights), "up": formulas.planes_up, "noise": 0.1}
-# One of the two planes of a weight is zero and is clamped there. A step on planes is therefore between half
-# and all of a step of SGD.
-MPQ = {**PLANES, "down": formulas.planes_down, "expects": WeightAverage(least_step=0.5)}
+CODES = {"sent": BroadcastFormula("weights", mean_of_weights), "up": formulas.codes_up, "noise": 0.1}
+MPQ = {**CODES, "up": formulas.pruned_codes_up, "down": formulas.grids_down}
 
 KNOWN_METHODS: dict[str, dict[str, Any]] = {
     "FedAvg": FULL,
@@ -66,7 +64,7 @@ KNOWN_METHODS: dict[str, dict[str, Any]] = {
         "noise": 0.05,
         "neutral": {"bits": 32},
     },
-    "AQFL": {**PLANES, "down": formulas.one_width_down, "settings": {"bits": 8}},
+    "AQFL": {**CODES, "down": formulas.one_width_down, "settings": {"bits": 8}},
     "FedPQ": {**MEAN, "up": formulas.product_up, "noise": 0.05},
     "FedMPQ": {**MPQ, "settings": {"bits": 8, "lambda_b": 0.0}},
     "FedMPQKD": {**MPQ, "settings": {"bits": 8, "lambda_b": 0.0, "alpha": 0.1}},

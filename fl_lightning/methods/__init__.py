@@ -11,12 +11,21 @@ from fl_lightning.methods.fedpq import FedPQ
 from fl_lightning.methods.fedprox import FedProx
 from fl_lightning.methods.qfedavg import QFedAvg
 from fl_lightning.methods.schedules import CosineSchedule, LinearSchedule
+from fl_lightning.methods.terms import (
+    DistillationTerm,
+    LabelSmoothing,
+    NotTrueTerm,
+    ProximalTerm,
+    ScaledLoss,
+    Term,
+)
 
 __all__ = [
     "AQFL",
     "Average",
     "CoordinateMedian",
     "CosineSchedule",
+    "DistillationTerm",
     "FedAvg",
     "FedKD",
     "FedMPQ",
@@ -25,10 +34,15 @@ __all__ = [
     "FedNTD",
     "FedPQ",
     "FedProx",
+    "LabelSmoothing",
     "LinearSchedule",
     "Method",
     "NormClipping",
+    "NotTrueTerm",
+    "ProximalTerm",
     "QFedAvg",
+    "ScaledLoss",
+    "Term",
     "TrimmedMean",
     "WeightedMean",
 ]

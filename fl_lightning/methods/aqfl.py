@@ -14,12 +14,10 @@ from collections.abc import Mapping
 from typing import Any, Literal
 
 from torch import Tensor
-from torch.func import functional_call
 
 from fl_lightning.client import Client
 from fl_lightning.data import FederatedData
 from fl_lightning.methods.base import examples_of
-from fl_lightning.methods.lit_module import module_loss
 from fl_lightning.methods.quantized import QuantizedMethod, check_budgets
 from fl_lightning.quantization.activations import fake_quantize
 from fl_lightning.wire import Payload, PayloadError
@@ -64,16 +62,13 @@ class AQFL(QuantizedMethod):
     def receive(self, message: Payload, client: Client) -> None:
         self.layout.write(self.network, self.codec.decode(message, sender="server"))
         self.bits = int(self.budget(client))
+        self.remember_received()
 
     def training_step(self, batch: Any, batch_idx: int = 0) -> dict[str, Tensor]:
-        inputs, target = batch
         parameters = dict(self.network.named_parameters())
         weights = {name: fake_quantize(parameters[name], self.bits) for name in self.codec.names}
-        if self.module is not None:
-            loss = module_loss(self.module, batch, batch_idx, weights)
-        else:
-            loss = self.task_loss(functional_call(self.network, weights, (inputs,)), target)
-        return {"loss": loss, "loss_task": loss}
+        task, logits = self.task_and_logits(batch, batch_idx, weights)
+        return self.with_terms({"loss": task, "loss_task": task}, batch, logits)
 
     def upload(self, client: Client) -> Payload:
         weights, noise = self.layout.read(self.network), self.stream("rounding", client)
@@ -96,4 +91,4 @@ class AQFL(QuantizedMethod):
             )
 
     def server_metrics(self) -> dict[str, float]:
-        return {"bits/average": self.mean_budget()}
+        return {**super().server_metrics(), "bits/average": self.mean_budget()}

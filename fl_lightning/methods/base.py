@@ -15,7 +15,7 @@ run it under ``torch.func.vmap``.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from typing import Any, Literal
 
@@ -23,6 +23,7 @@ import numpy as np
 import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
+from torch.func import functional_call
 from torch.nn import functional as F
 from torch.optim import SGD, Optimizer
 from torch.optim.lr_scheduler import LRScheduler
@@ -30,11 +31,13 @@ from torch.optim.lr_scheduler import LRScheduler
 from fl_lightning import rng
 from fl_lightning.client import Client
 from fl_lightning.data import FederatedData
-from fl_lightning.errors import InputError
+from fl_lightning.errors import InputError, MisuseError
 from fl_lightning.methods.averaging import WEIGHTED_MEAN, Average, capped
 from fl_lightning.methods.lit_module import adopt, check_module, module_loss
 from fl_lightning.methods.local_work import LocalWork
+from fl_lightning.methods.terms import LocalStep, Term, check_terms
 from fl_lightning.models import build_network
+from fl_lightning.models.tensors import tensors_of
 from fl_lightning.support.recorded import Recorded
 from fl_lightning.wire import Layout, Payload
 
@@ -62,6 +65,9 @@ class Method(Recorded, LightningModule):
             logits that are evaluated, ``configure_optimizers`` the local optimiser and perhaps a schedule
             over rounds; what it logs is dropped. It replaces ``network`` and, except for FedMPQ and FedMPQKD,
             ``optimizer``.
+        terms: what is added to the local loss: ``ScaledLoss``, ``LabelSmoothing``, ``ProximalTerm``,
+            ``NotTrueTerm``, ``DistillationTerm``, or a subclass of ``Term``; null for none. Each is logged as
+            ``train/loss_<name>``.
     """
 
     personalised: bool = False
@@ -96,6 +102,18 @@ class Method(Recorded, LightningModule):
     """Declares to ``check`` that the server's step depends on how many clients the federation has, not on
     those that returned alone."""
 
+    own_terms: frozenset[str] = frozenset()
+    """Names of the terms that the method's loss has by itself; none of ``terms`` may have one of them."""
+
+    received_refused: str = ""
+    """Why no term of ``terms`` can read what clients receive; empty when it can."""
+
+    trained_names: Sequence[str] = ()
+    """Names of the network's weights that clients train; ``build`` finds them."""
+
+    has_received: bool = False
+    """Whether the terms know what the client received: ``remember_received`` says so."""
+
     module_refused: str = ""
     """Why no LightningModule can be the network; empty when one can."""
 
@@ -117,6 +135,7 @@ class Method(Recorded, LightningModule):
         max_share: float = 1.0,
         scheduler: SchedulerCallable | None = None,
         module: LightningModule | None = None,
+        terms: list[Term] | None = None,
     ) -> None:
         super().__init__()
         if not 0 < max_share <= 1:
@@ -130,6 +149,8 @@ class Method(Recorded, LightningModule):
         self.average = average
         self.max_share = max_share
         self.scheduler_spec = scheduler
+        self.terms: list[Term] = list(terms or [])
+        check_terms(self.terms, self.own_terms, type(self).__name__, self.received_refused)
         self.scheduled_groups: dict[
             Any, list[dict[str, Any]]
         ] = {}  # by round and what the optimiser began with
@@ -159,6 +180,17 @@ class Method(Recorded, LightningModule):
             self.network = adopt(self, self.module, data)
         self.layout = Layout.of(self.network)
         self.server = {"weights": self.layout.read(self.network)}
+        self._build_terms()
+
+    def _build_terms(self) -> None:
+        """Make room for what the terms read of what clients receive."""
+        terms = self.active_terms()
+        self.trained_names = [name for name, p in self.network.named_parameters() if p.requires_grad]
+        if any(term.reads_received_weights for term in terms):
+            self.anchored = Layout.of(self.network, include={*self.trained_names}.__contains__)
+            self.register_buffer("received_weights", torch.zeros(self.anchored.size))
+        if any(term.reads_received_logits for term in terms):
+            self.received_network = deepcopy(self.network).requires_grad_(False)
 
     def stream(self, purpose: str, client: Client | None = None) -> np.random.Generator:
         """Return the method's own randomness, for this round and client."""
@@ -168,8 +200,45 @@ class Method(Recorded, LightningModule):
 
     def receive(self, message: Payload, client: Client) -> None:
         """Set every parameter and buffer that training reads or writes from ``message`` and ``client.state``,
-        and nothing else."""
+        and nothing else.
+
+        One that does not call this one ends with ``self.remember_received()``.
+        """
         self.layout.write(self.network, message.tensor("weights"))
+        self.remember_received()
+
+    @torch.no_grad()
+    def remember_received(self) -> None:
+        """Tell the terms that the model is now what the client received."""
+        terms = self.active_terms()
+        if any(term.reads_received_weights for term in terms):
+            trained = self.trained_weights()
+            self.received_weights = torch.cat([trained[name].reshape(-1) for name in self.anchored.shapes])
+        if any(term.reads_received_logits for term in terms):
+            received, own = tensors_of(self.received_network), tensors_of(self.network)
+            for name in self.layout.shapes:
+                received[name].copy_(own[name])
+        self.has_received = bool(terms)
+
+    def train(self, mode: bool = True) -> Method:
+        super().train(mode)
+        if "received_network" in self._modules:
+            self.received_network.eval()
+        return self
+
+    def trained_weights(self) -> dict[str, Tensor]:
+        """Return the network's weights that the local optimiser moves, by parameter name, before any
+        rounding.
+
+        Override where the optimiser steps on other tensors: the values are those before rounding, the
+        gradient leads to what the optimiser steps on.
+        """
+        parameters = dict(self.network.named_parameters())
+        return {name: parameters[name] for name in self.trained_names}
+
+    def active_terms(self) -> list[Term]:
+        """Return the terms that add something to the loss."""
+        return [term for term in self.terms if not term.neutral]
 
     def local_batches(
         self, data: FederatedData, client: Client, *, epochs: int, labels: Tensor, steps: int
@@ -180,12 +249,67 @@ class Method(Recorded, LightningModule):
     def training_step(self, batch: Any, batch_idx: int = 0) -> dict[str, Tensor]:
         """Return the terms of the local objective: ``loss``, and each term by its metric name (``loss_task``,
         ...)."""
+        task, logits = self.task_and_logits(batch, batch_idx)
+        return self.with_terms({"loss": task, "loss_task": task}, batch, logits)
+
+    def task_and_logits(
+        self, batch: Any, batch_idx: int, weights: Mapping[str, Tensor] | None = None
+    ) -> tuple[Tensor, Tensor | None]:
+        """Return L_task and the logits that it is of.
+
+        Args:
+            batch: inputs and target; of a module, what its ``training_step`` takes.
+            batch_idx: number of the local step.
+            weights: by parameter name, what is computed with in place of the network's own.
+
+        Returns:
+            L_task, a scalar, and logits ``[B, C]``; None where the loss is a module's and no term reads them.
+        """
         if self.module is not None:
-            loss = module_loss(self.module, batch, batch_idx)
-        else:
-            inputs, target = batch
-            loss = self.task_loss(self.network(inputs), target)
-        return {"loss": loss, "loss_task": loss}
+            reads = any(term.reads_logits for term in self.active_terms())
+            logits = self._logits(batch[0], weights) if reads else None
+            return module_loss(self.module, batch, batch_idx, weights), logits
+        inputs, target = batch
+        outputs = self._logits(inputs, weights)
+        return self.task_loss(outputs, target), outputs
+
+    def _logits(self, inputs: Any, weights: Mapping[str, Tensor] | None) -> Tensor:
+        if weights is None:
+            return self.network(inputs)
+        return functional_call(self.network, dict(weights), (inputs,))
+
+    def with_terms(self, outputs: dict[str, Tensor], batch: Any, logits: Tensor | None) -> dict[str, Tensor]:
+        """Return the losses of a step with those of ``terms``.
+
+        Args:
+            outputs: of the method itself: ``loss``, ``loss_task``, ...
+            batch: inputs and target.
+            logits: ``[B, C]`` of the model that is trained.
+
+        Raises:
+            MisuseError: a term needs what the client received, and ``receive`` did not remember it.
+        """
+        terms = self.active_terms()
+        if not terms:
+            return outputs
+        if not self.has_received:
+            raise MisuseError(
+                f"{type(self).__name__}.receive with --model.terms",
+                "terms may read what the client received",
+                "call super().receive or end it with self.remember_received()",
+            )
+        inputs, target = batch
+        step = LocalStep(
+            inputs,
+            target,
+            outputs["loss_task"],
+            logits,
+            trained=self.trained_weights,
+            received=lambda: self.anchored.unpack(self.received_weights),
+            teacher=lambda inputs: self.received_network(inputs),
+        )
+        added = {f"loss_{term.name}": term(step) for term in terms}
+        return {**outputs, "loss": sum(added.values(), outputs["loss"]), **added}
 
     def task_loss(self, outputs: Tensor, target: Tensor) -> Tensor:
         """L_task of outputs ``[B, C]`` and target int64 ``[B]``, mean over the batch."""
@@ -291,6 +415,14 @@ class Method(Recorded, LightningModule):
         """p_k = n_k / sum n_k over the clients that returned, none above ``max_share``."""
         examples = [int(upload.tensor("examples")) for upload in uploads]
         return capped([n / sum(examples) for n in examples], self.max_share)
+
+    def work_kind(self, client: Client) -> str:
+        """Return what decides, beside its number of examples, how much this client computes in this round.
+
+        Clients of one kind do the same work for each example; it is read where the cost of training is
+        measured.
+        """
+        return ""
 
     def server_metrics(self) -> dict[str, float]:
         """Return what the server knows of its own state, logged once a round."""

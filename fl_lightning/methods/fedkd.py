@@ -56,6 +56,7 @@ class FedKD(Method):
     """
 
     stackable = True
+    own_terms = frozenset({"kd"})
 
     def __init__(
         self,
@@ -66,6 +67,8 @@ class FedKD(Method):
         average_weights: bool = False,
         **settings: Any,
     ) -> None:
+        if not average_weights:
+            self.received_refused = "its clients receive soft labels, and no weights unless they are averaged"
         super().__init__(**settings)
         if not temperature > 0:
             raise InputError(
@@ -129,6 +132,7 @@ class FedKD(Method):
             message.tensor("weights") if self.average_weights else client.state.get("weights", self.initial)
         )
         self.layout.write(self.network, kept)
+        self.remember_received()
         self.received = message.tensor("soft_labels").to(self.device) if "soft_labels" in message else None
 
     def local_batches(

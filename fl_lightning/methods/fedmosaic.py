@@ -82,6 +82,8 @@ class FedMosaic(Method):
         "it cuts the networks of its clients into blocks with adapters, which a module does not have"
     )
 
+    received_refused = "its clients receive adapters for models of their own, and no model"
+
     personalised = True
     growing = frozenset({"ids", "adapters", "sketches"})
 
@@ -198,6 +200,7 @@ class FedMosaic(Method):
         self.network = self.families[index]
         self.layouts[index].write(self.network, client.state.get("trained", self.start[index]))
         write_global(adapted_layers(self.network), message.tensor("adapters"))
+        self.remember_received()
         self.gradient = torch.zeros_like(self.gradient)
 
     def trainable(self) -> Iterable[nn.Parameter]:
@@ -212,6 +215,9 @@ class FedMosaic(Method):
         if hasattr(self, "reference"):
             self.reference.eval()
         return self
+
+    def work_kind(self, client: Client) -> str:
+        return f"family {self.family(client)}"
 
     def local_batches(self, data: FederatedData, client: Client, **work: Any) -> Iterator[Any]:
         """Yield the client's batches; the reference's gradient on the first of them is averaged on the way,

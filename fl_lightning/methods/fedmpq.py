@@ -1,34 +1,48 @@
 """FedMPQ: mixed-precision quantised federated learning (Chen & Vikalo, CVPR 2024), on BSQ's bit planes (Yang
 et al., ICLR 2021).
 
-    L = L_task + lambda_b * L_bit,     L_bit = 1 / (sum n_l) * sum_l n_l N_l * sum_b || [p_b ; n_b] ||_2
+    L = L_task + lambda_b * L_bit,     L_bit = 1 / (sum n_l) * sum_l n_l N_l * sum_b || p_b ||_2
 
-n_l weights of layer l, N_l its magnitude bits. Clients train the planes of every quantised layer, prune
-planes that hardly any weight sets, and send codes of N_l + 1 bits; the server averages the de-quantised
-weights and deals out bits within each client's budget.
+n_l weights of layer l, N_l its magnitude bits, p_b its bit plane b. Clients train every quantised layer
+through its grid, prune planes that hardly any weight sets, and send codes of N_l + 1 bits; the server
+averages the de-quantised weights and deals out bits within each client's budget.
+
+The grid of a layer, s_l / (2^N_l - 1), belongs to the server and travels down. s_l starts at max |W_0|, is
+halved with every plane that clients dropped at the top on average, and doubles while ``GROWTH`` times the
+pruning threshold of the weights lie above it. A client that makes a few weights large keeps its grid: read
+off max |W| again in each round, the grid follows outliers, empties its own top plane, and clients prune
+whatever the regulariser weighs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call
-from torch.nn.functional import hardtanh_
 
 from fl_lightning.client import Client
 from fl_lightning.data import FederatedData
 from fl_lightning.errors import InputError
 from fl_lightning.methods.averaging import weighted_mean
 from fl_lightning.methods.base import examples_of
-from fl_lightning.methods.lit_module import module_loss
 from fl_lightning.methods.quantized import QuantizedMethod, encode_layers
-from fl_lightning.quantization import allocate_bits, average_bits, prune, quantize
+from fl_lightning.quantization import allocate_bits, quantize_and_prune
 from fl_lightning.quantization.allocation import MAX_BITS
-from fl_lightning.quantization.planes import PLANE_MAX, Layer, reconstruct, to_planes, units, views
+from fl_lightning.quantization.latent import Latent
+from fl_lightning.quantization.layer import Grid, Layer, Representation
+from fl_lightning.quantization.planes import Planes
+from fl_lightning.quantization.uniform import SMALLEST_SCALE, nearest_scale
 from fl_lightning.wire import Codes, Payload, PayloadError
+
+GROWTH = 2.5
+"""Share of a layer's weights above s, in units of the pruning threshold, at which s doubles. At 1 a grid that
+has just grown has a top plane that clients prune again."""
+LEAST_GROWTH = 1e-3
+"""That share where the threshold is zero."""
 
 
 class FedMPQ(QuantizedMethod):
@@ -37,16 +51,21 @@ class FedMPQ(QuantizedMethod):
     Args:
         bits: budget in magnitude bits per weight on average, 1 to 8; one number, or one for each client.
         lambda_b: weight of the bit regulariser; 0.01 in the paper, 0.001 in its later configurations,
-            meaningful with this normalisation only. L_bit does not fall with s, so nothing but the task holds
-            the weights up against it: layers before a normalisation, whose size the task does not feel,
-            shrink for as long as it acts, the faster the larger lambda_b.
+            meaningful with this normalisation only. In W, the gradient of L_bit is
+            ``pull / c * n_l N_l / (sum n_l) * sign(W) sum_b 2^b p_b / ||p_b|| / sum_b 4^b``, c the step of
+            the grid: behind the task's gradient as far as in the paper's own planes where pull is 1, as it is
+            at the start. ``pull = min(1, (m / s_0)^2) s / m``, m the larger of s and max |W|: a layer that
+            shrinks below what it started with, s_0, is pulled the less.
         prune_threshold: share of set digits at which a client drops a bit plane, in [0, 1); 0.02 in the
             paper.
+        representation: what the clients' optimiser steps on. ``latent``: the weights themselves, so that a
+            step is the optimiser's own on W. ``planes``: two planes for each bit, as in the paper; four times
+            the memory at 4 bits, and Adam moves W there by up to 2 s times its learning rate.
         rounding: of uploads: ``stochastic`` (unbiased) or ``nearest``, which loses every update below half a
             step.
-        plane_lr: ``matched`` scales the gradient of a layer's planes so that a step on them moves W about as
-            far as a step of the same lr on W (half as far where a plane is clamped); ``raw`` leaves it, 2 s^2
-            sum 4^b / (2^N - 1)^2 of that: with s = max |W| below 1 the lr of every layer shrinks with s^2.
+        plane_lr: of ``planes``: ``matched`` divides their gradients, the task's and the regulariser's, by
+            c^2 sum_b 4^b, so that a step of SGD on them moves W about as far as a step of the same lr on W;
+            ``raw`` leaves them: with s = max |W| below 1 the lr of every layer shrinks with s^2.
         download: what the client is sent: W_t in ``full`` precision, or ``quantised`` at its own bit-widths.
         activation_bits: magnitude bits of the inputs of quantised layers, 1 to 8, or null for full precision.
         quantise_shortcuts: whether 1x1 convolutions on shortcuts are quantised too.
@@ -55,13 +74,15 @@ class FedMPQ(QuantizedMethod):
 
     stackable = True
     same_start = True
-    module_optimizes = False  # it would step on weights that are made of the planes
+    own_terms = frozenset({"bit"})
+    module_optimizes = False  # it would step on weights that are made of the variables
 
     def __init__(
         self,
         bits: float | list[float] = 4,
-        lambda_b: float = 0.001,
+        lambda_b: float = 0.01,
         prune_threshold: float = 0.02,
+        representation: Literal["latent", "planes"] = "latent",
         rounding: Literal["stochastic", "nearest"] = "stochastic",
         plane_lr: Literal["matched", "raw"] = "matched",
         download: Literal["full", "quantised"] = "full",
@@ -85,7 +106,9 @@ class FedMPQ(QuantizedMethod):
         self.lambda_b = lambda_b
         self.prune_threshold = prune_threshold
         self.rounding = rounding
-        self.plane_lr = plane_lr
+        self.representation: Representation = (
+            Latent() if representation == "latent" else Planes(plane_lr == "matched")
+        )
 
     def build(self, data: FederatedData) -> None:
         super().build(data)
@@ -98,14 +121,20 @@ class FedMPQ(QuantizedMethod):
         for weight in self.codec.weights.values():
             weight.requires_grad_(False)
         self.layer_bits: list[int] = []
-        self.planes = nn.Parameter(torch.empty(0))
+        self.variables = nn.Parameter(torch.empty(0))
         self.register_buffer("scales", torch.zeros(len(self.layers)))
+        self.register_buffer("pull", torch.ones(len(self.layers)))
         start = torch.full((len(self.layers),), int(self.mean_budget()), dtype=torch.int32)
         self.server |= {
             "bits": start,
             "delta": torch.ones_like(start),
             "aggregated": torch.zeros(1, dtype=torch.int32),
         }
+        largest = self._largest(self.server["weights"])
+        # a layer of zeros, such as a head that starts at zero, could never leave zero with s = 0
+        scales = torch.where(largest > 0, largest, torch.tensor(self.layer_sizes).float().rsqrt())
+        self.server |= {"grid": scales, "first_grid": scales.clone()}
+        self.changes = BitChanges()
 
     # The client's half
 
@@ -114,14 +143,16 @@ class FedMPQ(QuantizedMethod):
         self.layout.write(self.network, weights)
         self.layer_bits = message.codes("bits").values.tolist()
         tensors = self.layout.unpack(weights.to(self.device))
-        layers = self._plane_layers()
-        planes = torch.empty(sum(layer.length for layer in layers), dtype=torch.float32, device=self.device)
-        scales = [
-            to_planes(self._in_memory(at, tensors[name]), self.layer_bits[at], out=own)[1]
-            for at, (name, own) in enumerate(zip(self.layers, views(planes, layers), strict=True))
-        ]
-        self.planes = nn.Parameter(planes)
-        self.scales = torch.stack(scales)
+        self.scales, self.pull = (message.tensor(name).to(self.device) for name in ("grid", "pull"))
+        flat = [self._in_memory(at, tensors[name]) for at, name in enumerate(self.layers)]
+        self.variables = nn.Parameter(self.representation.variables(flat, self.grid))
+        self.remember_received()
+
+    @property
+    def grid(self) -> Grid:
+        """The grids that this client trains on."""
+        layers = [Layer(bits, size) for bits, size in zip(self.layer_bits, self.layer_sizes, strict=True)]
+        return Grid(layers, self.scales, self.pull)
 
     def _in_memory(self, layer: int, weight: Tensor) -> Tensor:
         """Return the weight, flat, in the order that the network's own has in memory."""
@@ -134,54 +165,57 @@ class FedMPQ(QuantizedMethod):
             return flat.view(shape)
         return flat.view(shape[0], *shape[2:], shape[1]).permute(0, 3, 1, 2)
 
-    def _plane_layers(self) -> list[Layer]:
-        return [Layer(bits, size) for bits, size in zip(self.layer_bits, self.layer_sizes, strict=True)]
+    def _by_name(self, values: Iterable[Tensor]) -> dict[str, Tensor]:
+        """Return flat layers in the network's shapes, by parameter name."""
+        pairs = zip(self.layers, values, strict=True)
+        return {name: self._as_weight(layer, flat) for layer, (name, flat) in enumerate(pairs)}
 
     def unrounded(self) -> dict[str, Tensor]:
-        """Return what the planes hold before rounding, by parameter name."""
-        layers = self._plane_layers()
-        each = zip(layers, views(self.planes.detach(), layers), self.scales, strict=True)
-        values = [units(planes) * (scale / (2**layer.bits - 1)) for layer, planes, scale in each]
-        return {name: self._as_weight(layer, values[layer]) for layer, name in enumerate(self.layers)}
+        """Return the weights of each layer before rounding, by parameter name."""
+        return self._by_name(self.representation.unrounded(self.variables.detach(), self.grid))
 
     def quantized_weights(self) -> tuple[dict[str, Tensor], Tensor]:
         """W_q of each layer by parameter name, and L_bit."""
-        with torch.autocast(self.planes.device.type, enabled=False):
-            weights, penalty = reconstruct(
-                self.planes, self.scales, self._plane_layers(), self.plane_lr == "matched"
-            )
-        return {
-            name: self._as_weight(layer, weights[layer]) for layer, name in enumerate(self.layers)
-        }, penalty
+        with torch.autocast(self.variables.device.type, enabled=False):
+            weights, penalty = self.representation.quantized(self.variables, self.grid)
+        return self._by_name(weights), penalty
 
     def training_step(self, batch: Any, batch_idx: int = 0) -> dict[str, Tensor]:
         """``loss = loss_task + loss_bit``; ``loss_bit`` is lambda_b * L_bit, as it enters."""
-        inputs, target = batch
         weights, bit_norm = self.quantized_weights()
-        if self.module is not None:
-            task = module_loss(self.module, batch, batch_idx, weights)
-        else:
-            task = self.task_loss(functional_call(self.network, weights, (inputs,)), target)
+        task, student = self.task_and_logits(batch, batch_idx, weights)
         bit = self.lambda_b * bit_norm
-        return {"loss": task + bit, "loss_task": task, "loss_bit": bit}
+        return self.with_terms({"loss": task + bit, "loss_task": task, "loss_bit": bit}, batch, student)
+
+    def trained_weights(self) -> dict[str, Tensor]:
+        """Return what the clients train, before rounding: its gradient is that of W_q by the identity."""
+        quantized, before = self.quantized_weights()[0], self.unrounded()
+        straight = {name: before[name].detach() + (w - w.detach()) for name, w in quantized.items()}
+        return {**super().trained_weights(), **straight}
 
     @torch.no_grad()
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-        hardtanh_(self.planes, 0, PLANE_MAX)  # clamp_ has no batching rule
+        self.representation.project(self.variables, self.grid)
 
     def upload(self, client: Client) -> Payload:
         noise = self.stream("rounding", client) if self.rounding == "stochastic" else None
-        layers = []
-        unrounded, scales = self._on_cpu(self.unrounded()), self.scales.tolist()
-        for values, bits, scale in zip(unrounded.values(), self.layer_bits, scales, strict=True):
-            grown = max(scale, float(values.abs().max()))
-            layers.append(prune(quantize(values, bits, grown, noise), self.prune_threshold))
+        values = self._on_cpu(self.unrounded()).values()
+        layers, tops = [], []
+        for each, bits, scale in zip(values, self.layer_bits, self.scales.tolist(), strict=True):
+            layer, top = quantize_and_prune(each, bits, scale, self.prune_threshold, noise)
+            layers.append(layer)
+            tops.append(top)
         return Payload(
-            {"examples": examples_of(client), **encode_layers(layers), "rest": self.rest.read(self.network)}
+            {
+                "examples": examples_of(client),
+                **encode_layers(layers),
+                "tops": Codes(torch.tensor(tops, dtype=torch.int32), 4),
+                "rest": self.rest.read(self.network),
+            }
         )
 
     def upload_limits(self, client: Client) -> Mapping[str, int]:
-        return {"examples": 1, **self.codec.limits()}
+        return {"examples": 1, "tops": len(self.layers), **self.codec.limits()}
 
     def _on_cpu(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         """Return all layers on the CPU in one transfer: one by one, each layer would wait for the device."""
@@ -196,10 +230,18 @@ class FedMPQ(QuantizedMethod):
     # The server's half
 
     def broadcast(self, client: Client) -> Payload:
+        largest = torch.maximum(self.server["grid"], self._largest(self.server["weights"]))
+        shrunk = (largest / self.server["first_grid"]).square().clamp(max=1)
+        grid = {"grid": self.server["grid"], "pull": shrunk * self.server["grid"] / largest}
         if self.download == "quantised":
-            return super().broadcast(client)
+            return Payload({**super().broadcast(client), **grid})
         bits = torch.tensor(self.allocate(self.budget(client)))
-        return Payload({"bits": Codes(bits, 4), "weights": self.server["weights"]})
+        return Payload({"bits": Codes(bits, 4), **grid, "weights": self.server["weights"]})
+
+    def _largest(self, vector: Tensor) -> Tensor:
+        """Return max |W| of each quantised layer, ``[L]``."""
+        tensors = self.layout.unpack(vector)
+        return torch.stack([tensors[name].abs().max() for name in self.layers])
 
     def check(self, upload: Payload, client: Client) -> None:
         super().check(upload, client)
@@ -207,6 +249,15 @@ class FedMPQ(QuantizedMethod):
         if any(n > most for n, most in zip(sent, given, strict=True)):
             raise PayloadError(
                 f"bits {sent} where {given} were dealt out", "a client prunes and never adds", "send no more"
+            )
+        tops = upload.codes("tops").values.flatten().tolist()
+        if len(tops) != len(given) or any(
+            top > most - n for top, n, most in zip(tops, sent, given, strict=True)
+        ):
+            raise PayloadError(
+                f"tops {tops} with bits {sent} where {given} were dealt out",
+                "it counts the bits of each layer that were dropped at the top",
+                "send one for each layer",
             )
 
     def aggregate(self, uploads: Mapping[int, Payload]) -> None:
@@ -217,17 +268,53 @@ class FedMPQ(QuantizedMethod):
         by_budget = [w / sum(by_budget) for w in by_budget]
         sent = [upload.codes("bits").values for upload in uploads.values()]
         removed = [torch.tensor(self.allocate(b)) - n for b, n in zip(budgets, sent, strict=True)]
+        deployed = self.allocate(self.mean_budget())
+        vectors = [self.decode(upload) for upload in uploads.values()]
+        average = self.average(vectors, weights, self.server["weights"])
+        tops = weighted_mean([upload.codes("tops").values for upload in uploads.values()], by_budget)
         self.server = {
-            "weights": self.average(
-                [self.decode(upload) for upload in uploads.values()], weights, self.server["weights"]
-            ),
+            "weights": average,
             "bits": weighted_mean(sent, by_budget).round().to(torch.int32).clamp(1, MAX_BITS),
             "delta": (1 + weighted_mean(removed, by_budget)).round().to(torch.int32).clamp_min(1),
             "aggregated": torch.ones(1, dtype=torch.int32),
+            "grid": self._next_grid(average, tops),
+            "first_grid": self.server["first_grid"],
         }
+        pairs = zip(deployed, self.allocate(self.mean_budget()), strict=True)
+        self.changes = BitChanges(
+            self.round,
+            pruned=int(torch.stack(removed).sum()),
+            moved=sum(before != after for before, after in pairs),
+        )
+
+    def _next_grid(self, vector: Tensor, tops: Tensor) -> Tensor:
+        """Return s of each layer ``[L]``: half for each plane that was dropped at the top on average, twice
+        while too many weights lie above it."""
+        tensors, scales = self.layout.unpack(vector), []
+        share = max(GROWTH * self.prune_threshold, LEAST_GROWTH)
+        for name, scale, top in zip(self.layers, self.server["grid"].tolist(), tops.tolist(), strict=True):
+            sizes = tensors[name].abs().flatten()
+            rank = min(math.ceil(share * len(sizes)), len(sizes))
+            edge = float(sizes.topk(rank).values[-1])
+            scale = max(scale * 2.0 ** -round(top), SMALLEST_SCALE)
+            while scale < edge:  # so many weights lie above it
+                scale *= 2
+            scales.append(scale)
+        return torch.tensor(scales, dtype=torch.float32)
 
     def server_metrics(self) -> dict[str, float]:
-        return {"bits/average": average_bits(self.layer_sizes, self.server["bits"].tolist())}
+        changes = self.changes if self.changes.round == self.round else BitChanges()
+        return {
+            **super().server_metrics(),
+            "bits/pruned": float(changes.pruned),
+            "bits/moved": float(changes.moved),
+        }
+
+    def quantized(self, bits: Sequence[int]) -> Payload:
+        """Return W_t with layer l at ``bits[l]``, on the grid of these bits that is nearest to it."""
+        tensors = self.layout.unpack(self.server["weights"])
+        scales = [nearest_scale(tensors[name], n) for name, n in zip(self.layers, bits, strict=True)]
+        return self.codec.encode(self.server["weights"], bits, scales=scales)
 
     def allocate(self, budget: float) -> list[int]:
         """Bits of each layer for a budget: uniform before the first aggregation, FedMPQ's rule afterwards."""
@@ -236,3 +323,18 @@ class FedMPQ(QuantizedMethod):
         return allocate_bits(
             self.layer_sizes, self.server["bits"].tolist(), self.server["delta"].tolist(), budget
         )
+
+
+@dataclass(frozen=True, slots=True)
+class BitChanges:
+    """What a round did to the bits.
+
+    Args:
+        round: the round.
+        pruned: planes that clients removed, summed over clients and layers.
+        moved: layers whose width in the deployed model the server changed.
+    """
+
+    round: int = 0
+    pruned: int = 0
+    moved: int = 0

@@ -16,7 +16,6 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 from torch.func import functional_call
-from torch.nn import functional as F
 
 from fl_lightning.client import Client
 from fl_lightning.data import FederatedData
@@ -24,7 +23,7 @@ from fl_lightning.errors import InputError
 from fl_lightning.methods import teaching
 from fl_lightning.methods.fedmpq import FedMPQ
 from fl_lightning.methods.lit_module import module_loss
-from fl_lightning.methods.losses import kl_divergence
+from fl_lightning.methods.losses import distillation
 from fl_lightning.methods.schedules import CosineSchedule, LinearSchedule, at, ends
 from fl_lightning.support.overriding import overrides
 from fl_lightning.wire import Payload
@@ -48,6 +47,7 @@ class FedMPQKD(FedMPQ):
 
     stackable = True
     same_start = True
+    own_terms = frozenset({"bit", "kd", "teacher"})
     teacher_stream = teaching.InTurn()
     """Where the teacher computes."""
 
@@ -117,6 +117,9 @@ class FedMPQKD(FedMPQ):
             at(self.temperature_schedule, self.round),
         )
 
+    def work_kind(self, client: Client) -> str:
+        return f"teacher {at(self.alpha_schedule, self.round) > 0}"
+
     def local_batches(
         self, data: FederatedData, client: Client, *, epochs: int, labels: Tensor, steps: int
     ) -> Iterator[Any]:
@@ -164,7 +167,7 @@ class FedMPQKD(FedMPQ):
                 else module_loss(self.teacher, (inputs, target), batch_idx)
             )
             outputs["loss"] = outputs["loss"] + outputs["loss_teacher"]
-        return outputs
+        return self.with_terms(outputs, (inputs, target), student)
 
     def _asked(self, inputs: Any, device: torch.device) -> tuple[Tensor, Callable[[], None] | None]:
         """Return the teacher's logits, and what waits for them where it is beside the student."""
@@ -186,20 +189,3 @@ class FedMPQKD(FedMPQ):
         return self.layout.pack(
             self.rest.unpack(self.rest.read(self.network)) | self._on_cpu(self.unrounded())
         )
-
-
-def distillation(
-    student: Tensor, teacher: Tensor, temperature: float, kl: Literal["forward", "reverse"] = "forward"
-) -> Tensor:
-    """T^2 * KL between softened distributions, ``batchmean``.
-
-    Args:
-        student, teacher: logits ``[B, C]``.
-        kl: ``forward``: KL(teacher || student); ``reverse``: KL(student || teacher).
-    """
-    log_student = F.log_softmax(
-        student.float() / temperature, dim=1
-    )  # in bfloat16 the difference of two near logits is noise
-    log_teacher = F.log_softmax(teacher.float() / temperature, dim=1)
-    log_p, log_q = (log_teacher, log_student) if kl == "forward" else (log_student, log_teacher)
-    return temperature**2 * kl_divergence(log_p.exp(), log_q, log_p)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 
 def kl_divergence(p: Tensor, log_q: Tensor, log_p: Tensor | None = None) -> Tensor:
@@ -18,3 +21,42 @@ def kl_divergence(p: Tensor, log_q: Tensor, log_p: Tensor | None = None) -> Tens
     """
     entropy = torch.xlogy(p, p) if log_p is None else p * log_p
     return (entropy - p * log_q).sum(dim=1).mean()
+
+
+def distillation(
+    student: Tensor, teacher: Tensor, temperature: float, kl: Literal["forward", "reverse"] = "forward"
+) -> Tensor:
+    """T^2 * KL between softened distributions, ``batchmean``.
+
+    Args:
+        student, teacher: logits ``[B, C]``.
+        kl: ``forward``: KL(teacher || student); ``reverse``: KL(student || teacher).
+    """
+    log_student = F.log_softmax(
+        student.float() / temperature, dim=1
+    )  # in bfloat16 the difference of two near logits is noise
+    log_teacher = F.log_softmax(teacher.float() / temperature, dim=1)
+    log_p, log_q = (log_teacher, log_student) if kl == "forward" else (log_student, log_teacher)
+    return temperature**2 * kl_divergence(log_p.exp(), log_q, log_p)
+
+
+def not_true_distillation(local: Tensor, received: Tensor, target: Tensor, tau: float) -> Tensor:
+    """tau^2 * KL(q_g || q) over the classes other than the target, mean over the batch.
+
+    Args:
+        local, received: logits ``[B, C]`` of the client's and of the global model, C at least 2.
+        target: int64 ``[B]``.
+    """
+    log_local = F.log_softmax(not_true(local, target) / tau, dim=1)
+    log_received = F.log_softmax(not_true(received, target) / tau, dim=1)
+    return tau**2 * kl_divergence(log_received.exp(), log_local, log_received)
+
+
+def not_true(logits: Tensor, target: Tensor) -> Tensor:
+    """``[B, C - 1]``: the logits without the target's.
+
+    >>> not_true(torch.tensor([[1.0, 2.0, 3.0], [4.0, 5.0, 6.0]]), torch.tensor([0, 2])).tolist()
+    [[2.0, 3.0], [4.0, 5.0]]
+    """
+    index = torch.arange(logits.shape[1] - 1, device=logits.device)
+    return logits.gather(1, index + (index >= target.unsqueeze(1)))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from copy import deepcopy
+from itertools import repeat
 from typing import Any, Literal
 
 import numpy as np
@@ -15,7 +16,7 @@ from fl_lightning.client import Client
 from fl_lightning.data import FederatedData
 from fl_lightning.errors import InputError, require
 from fl_lightning.methods.base import Method
-from fl_lightning.quantization import Quantized, dequantize_codes, quantize
+from fl_lightning.quantization import Quantized, average_bits, dequantize_codes, quantize
 from fl_lightning.quantization.activations import quantize_activations
 from fl_lightning.quantization.allocation import MAX_BITS
 from fl_lightning.wire import Codes, Layout, Payload, PayloadError
@@ -78,14 +79,27 @@ class QuantizedMethod(Method, ABC):
     def broadcast(self, client: Client) -> Payload:
         if self.download == "full":
             return super().broadcast(client)
-        return self.codec.encode(self.server["weights"], self.allocate(self.budget(client)))
+        return self.quantized(self.allocate(self.budget(client)))
+
+    def quantized(self, bits: Sequence[int]) -> Payload:
+        """Return W_t with layer l at ``bits[l]``, rounded to the nearest point."""
+        return self.codec.encode(self.server["weights"], bits)
+
+    def server_metrics(self) -> dict[str, float]:
+        """Return the magnitude bits of the deployed model: per weight on average, and of each layer."""
+        bits = self.allocate(self.mean_budget())
+        names = [name.removesuffix(".weight") for name in self.codec.names]
+        return {
+            "bits/average": average_bits(self.codec.sizes, bits),
+            **{f"bits/layer/{name}": float(n) for name, n in zip(names, bits, strict=True)},
+        }
 
     def decode(self, upload: Payload) -> Tensor:
         return self.codec.decode(upload, sender="a client")
 
     def deploy(self, client: Client | None = None) -> nn.Module:
         """W_t on the grid (nearest) at the bit-widths that the mean budget gives."""
-        payload = self.codec.encode(self.server["weights"], self.allocate(self.mean_budget()))
+        payload = self.quantized(self.allocate(self.mean_budget()))
         self.layout.write(self.network, self.codec.decode(payload, sender="server"))
         return self.network
 
@@ -113,12 +127,21 @@ class LayerCodec:
         return list(self.weights)
 
     def encode(
-        self, vector: Tensor, bits: Sequence[int], noise: np.random.Generator | None = None
+        self,
+        vector: Tensor,
+        bits: Sequence[int],
+        noise: np.random.Generator | None = None,
+        scales: Sequence[float] | None = None,
     ) -> Payload:
         """Return a vector of ``layout`` with layer l at ``bits[l]``, rounded stochastically with ``noise``,
-        to the nearest without."""
+        to the nearest without.
+
+        Args:
+            scales: s of each layer, above which weights saturate; None: max |W|.
+        """
         tensors = self.layout.unpack(vector)
-        layers = [quantize(tensors[name], n, noise=noise) for name, n in zip(self.names, bits, strict=True)]
+        each = zip(self.names, bits, scales or repeat(None), strict=False)
+        layers = [quantize(tensors[name], n, scale, noise) for name, n, scale in each]
         return Payload({**encode_layers(layers), "rest": self.rest.pack(tensors)})
 
     def decode(self, payload: Payload, sender: str) -> Tensor:

@@ -205,9 +205,10 @@ def undecided(comparison: Comparison) -> Iterator[str]:
     """Yield what these runs cannot tell."""
     study = comparison.study
     for verdict in verdicts(comparison):
-        if verdict.decision == "undecided" and not verdict.criterion.is_timing:
-            reasons = [one.reason for _, one in verdict.judgements if one.decision == "undecided"]
-            yield f"`{verdict.criterion.text}`: {'; '.join(dict.fromkeys(reasons))}."
+        if verdict.decision in ("undecided", "not tested") and not verdict.criterion.is_timing:
+            reasons = [one.reason for _, one in verdict.judgements if one.decision == verdict.decision]
+            said = "was not tested: " if verdict.decision == "not tested" else ""
+            yield f"`{verdict.criterion.text}`: {said}{'; '.join(dict.fromkeys(reasons))}."
     for levels in comparison.levels:
         tests = comparison.differences(study.metric, levels)
         open_ones = [one for one in tests if one.winner is None]

@@ -18,7 +18,7 @@ from fl_lightning.study.metric_names import higher_is_better
 from fl_lightning.study.report.comparison import Comparison, Levels, name_of
 from fl_lightning.study.report.judging import Decision, Judgement, judge
 from fl_lightning.study.spec.criteria import Criterion, check_needs
-from fl_lightning.study.spec.quantities import ACCURACY, WITH_METRIC, Quantity
+from fl_lightning.study.spec.quantities import ACCURACY, Quantity
 from fl_lightning.study.statistics import PairedTest, paired_test
 
 
@@ -195,9 +195,10 @@ def check_criteria(comparison: Comparison) -> None:
     for criterion in (*comparison.criteria, *comparison.premises):
         check_needs(criterion, comparison.study.degradation, comparison.study.target_accuracy)
         for quantity in criterion.quantities:
-            metric, known = quantity.arguments[0], rounds if quantity.is_over_rounds else comparison.metrics
-            by_name = quantity.name in WITH_METRIC and quantity.labels[0] in comparison.labels
-            if by_name and metric not in known and not comparison.study.test:
-                near = get_close_matches(metric, known, n=1, cutoff=0.0)[0]
-                given = f"criterion {criterion.text!r}: {metric}"
-                raise InputError(given, "no run has this metric", f"write {near}")
+            known = rounds if quantity.is_over_rounds else comparison.metrics
+            for metric in quantity.recorded:
+                there = metric in known or quantity.labels[0] not in comparison.labels
+                if not there and not comparison.study.test:
+                    near = get_close_matches(metric, known, n=1, cutoff=0.0)[0]
+                    given = f"criterion {criterion.text!r}: {metric}"
+                    raise InputError(given, "no run has this metric", f"write {near}")

@@ -10,6 +10,7 @@ from statistics import fmean, median
 from typing import TYPE_CHECKING
 
 from fl_lightning.study.results.run_records import RunRecord
+from fl_lightning.study.spec.quantities import OVER
 
 if TYPE_CHECKING:
     from fl_lightning.study.spec.plan import Study
@@ -55,15 +56,20 @@ class FinishedRun:
         return int(self.record.settings.get("trainer.max_rounds", self.rounds)) if early else self.rounds
 
     def over_rounds(self, aggregate: str, metric: str) -> float:
-        """Return an aggregate of a metric over the rounds that have it.
+        """Return an aggregate of a metric over the rounds that have it, or of a quotient of two.
 
         Args:
             aggregate: ``sum``, ``mean``, ``max``, ``min`` or ``last``.
-            metric: a metric of the rounds.
+            metric: a metric of the rounds, or two with ``OVER`` between them, divided round by round.
 
         It is NaN where no round has it, or one has it as NaN or an infinity.
         """
-        values = [row[metric] for row in self.record.history if metric in row]
+        above, _, below = metric.partition(OVER)
+        values = [
+            (row[above] / row[below] if row[below] else nan) if below else row[above]
+            for row in self.record.history
+            if above in row and (not below or below in row)
+        ]
         if not values or not all(map(isfinite, values)):
             return nan
         if aggregate == "last":

@@ -30,6 +30,9 @@ QUANTITIES = {
 """The quantities of one method that are a metric of its runs; ``accuracy`` has this one by default."""
 OVER_ROUNDS = ("sum", "mean", "max", "min", "last")
 """Aggregates of a metric over the rounds in which it was measured, run by run: ``sum("bits/moved", A)``."""
+OVER = " / "
+"""What stands between two metrics that an aggregate divides round by round:
+``max("gradient/bit / gradient/task", A)``."""
 COUNTS = ("bits/", "clients/", "comm/")
 """First parts of the metrics of rounds that count something; what is counted can be the same in every run."""
 WITH_METRIC = ("metric", *OVER_ROUNDS)
@@ -75,7 +78,17 @@ class Quantity:
     @property
     def is_count(self) -> bool:
         """Whether it counts something that can be the same in every seed, as no bit that ever moved is."""
-        return self.is_exact or (self.is_over_rounds and self.arguments[0].startswith(COUNTS))
+        counts = (
+            self.is_over_rounds and self.arguments[0].startswith(COUNTS) and OVER not in self.arguments[0]
+        )
+        return self.is_exact or counts
+
+    @property
+    def recorded(self) -> tuple[str, ...]:
+        """The metrics that the runs must have recorded by name."""
+        if self.name not in WITH_METRIC:
+            return ()
+        return tuple(self.arguments[0].split(OVER)) if self.is_over_rounds else self.arguments[:1]
 
     def __str__(self) -> str:
         return f"{self.name}({', '.join(self.arguments)})"

@@ -1,0 +1,279 @@
+"""The cost of training: floating-point operations of a round, memory of a local step.
+
+Both are measured on a copy of the method that trains one client again after the round, so that the run ends
+with the same weights and the same times as without. Operations are counted by
+``torch.utils.flop_counter.FlopCounterMode`` while the client's batches are made (a teacher's cached logits,
+say), while each kind of local step is taken once (forward, backward, a teacher's pass), and while its upload
+is made (FedKD's soft labels). What each kind costs is then multiplied by how often it occurs, and scaled to
+the other clients of the round by their numbers of examples.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten, tree_leaves
+from torch.utils.flop_counter import FlopCounterMode
+
+from callbacks.figures.drawing import never_fatal, own_copy
+from fl_lightning import rng
+from fl_lightning.client import Assignment, Client
+from fl_lightning.data.batches import batch_sizes
+from fl_lightning.engines.base import one_thread
+from fl_lightning.engines.optimizers import local_optimizer
+from fl_lightning.engines.steps import local_step
+from fl_lightning.engines.uploads import upload_of
+from fl_lightning.hooks import Context, Meter, RoundRecord
+from fl_lightning.wire import Payload
+
+
+@dataclass(frozen=True)
+class ClientCost:
+    """What the clients of one kind cost in a round.
+
+    Args:
+        fixed_flops: operations that do not depend on the client's examples, such as those on public ones.
+        example_flops: operations for each example that it trains on, counted once for each epoch.
+        step_bytes: bytes at the peak of one local step.
+    """
+
+    fixed_flops: float
+    example_flops: float
+    step_bytes: int
+
+
+@dataclass(frozen=True)
+class Work:
+    """One client's round, as it began."""
+
+    client: Client
+    message: bytes
+    labels: Tensor
+    steps: int
+    examples: int
+
+
+class TrainingCost(Meter):
+    """Adds ``cost/train_flops`` and ``cost/train_memory`` to each round.
+
+    ``cost/train_flops`` is the number of floating-point operations of all clients of the round that train: of
+    matrix products and convolutions, forward and backward, a multiply-add as two. Elementwise work, such as
+    the making of weights from bit planes, is not counted, nor is what the server computes (FedKD's student).
+
+    ``cost/train_memory`` is bytes at the peak of one local step of one client: parameters, buffers, the state
+    of the optimiser, the batch, activations and gradients. On a CUDA device it is what its allocator reports;
+    elsewhere it is the storage of all tensors that are alive at once, without what an operation takes for
+    itself while it runs. Data set and server state are not part of it.
+
+    Each kind of client (:meth:`fl_lightning.methods.Method.work_kind`, entries of the broadcast) is measured
+    in the first round in which it occurs, on the client with most examples. That takes about as long as that
+    client's round.
+    """
+
+    def __init__(self) -> None:
+        self._costs: dict[str, ClientCost | None] = {}
+        self._assigned: dict[int, float] = {}
+        self._cohort: dict[str, list[Work]] = {}
+        self._entries: tuple[bytes, str] = (b"", "")
+
+    def on_cohort(self, cohort: list[Assignment], round: int, context: Context) -> None:
+        self._assigned = {assignment.client.id: assignment.work for assignment in cohort}
+        self._cohort = {}
+
+    def on_client_start(
+        self, client: Client, message: bytes, labels: Tensor, round: int, context: Context
+    ) -> None:
+        if self._entries[0] is not message:
+            entries = sorted(Payload.from_bytes(message, verified=True))
+            self._entries = message, ",".join(entries)
+        kind = f"{context.method.work_kind(client)}|{self._entries[1]}"
+        fed: Any = context
+        steps, examples = steps_and_examples(context, client, self._assigned[client.id], fed.local_epochs)
+        before = Client(client.id, client.train, client.val, dict(client.state))
+        self._cohort.setdefault(kind, []).append(Work(before, message, labels, steps, examples))
+
+    def on_round_end(self, record: RoundRecord, context: Context) -> None:
+        flops, peaks = 0.0, [0]
+        for kind, works in self._cohort.items():
+            if kind not in self._costs:
+                self._costs[kind] = None
+                with never_fatal("the cost of training"), one_thread(context.method.device):
+                    self._costs[kind] = measure(context, max(works, key=lambda work: work.examples))
+            cost = self._costs[kind]
+            if cost is None:
+                return
+            flops += sum(cost.fixed_flops + cost.example_flops * work.examples for work in works)
+            peaks.append(cost.step_bytes)
+        self._cohort = {}
+        record.metrics |= {"cost/train_flops": float(round(flops)), "cost/train_memory": float(max(peaks))}
+
+    def state_dict(self) -> dict[str, Any]:
+        return {kind: None if cost is None else asdict(cost) for kind, cost in self._costs.items()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._costs = {kind: None if cost is None else ClientCost(**cost) for kind, cost in state.items()}
+
+
+def steps_and_examples(context: Context, client: Client, work: float, epochs: int) -> tuple[int, int]:
+    """Return how many local steps a client makes, and on how many of its own examples, each counted once an
+    epoch.
+
+    Args:
+        context: the run.
+        client: who trains.
+        work: share of its local steps that it makes.
+        epochs: passes over its data.
+    """
+    sizes = batch_sizes(len(client.train), context.data.batch_size)
+    steps = max(1, -int(-work * epochs * len(sizes) // 1))
+    whole, part = divmod(steps, max(1, len(sizes)))
+    return steps, whole * sum(sizes) + sum(sizes[:part])
+
+
+def measure(context: Context, work: Work) -> ClientCost:
+    """Train one client on a copy of the method and return what it cost."""
+    on_cuda = context.method.device.type == "cuda"
+    before = torch.cuda.memory_allocated(context.method.device) if on_cuda else 0
+    trial = TrialRound(context, work)
+    with rng.torch_stream(context.seed, "dropout", trial.method.round, trial.client.id):
+        fixed = trial.flops(0)
+        if on_cuda:
+            torch.cuda.reset_peak_memory_stats(context.method.device)
+        memory = TensorMemory()
+        whole = trial.flops(work.steps, nullcontext() if on_cuda else memory)
+    if on_cuda:
+        step_bytes = torch.cuda.max_memory_allocated(context.method.device) - before
+    else:
+        step_bytes = memory.peak + bytes_of(trial.method)
+    sent = trial.flops_of_upload()
+    return ClientCost(fixed + sent, (whole - fixed) / max(1, work.examples), step_bytes)
+
+
+class TrialRound:
+    """One client's round on a copy of the method, which is thrown away."""
+
+    def __init__(self, context: Context, work: Work) -> None:
+        self.fed: Any = context
+        self.work, self.method = work, own_copy(context)
+        self.client = Client(work.client.id, work.client.train, work.client.val, dict(work.client.state))
+        self.method.receive(Payload.from_bytes(work.message), self.client)
+        self.method.train()
+        self.optimizer = local_optimizer(self.method)
+        self.counter = FlopCounterMode(display=False)
+        self.steps = 0
+
+    def flops(self, steps: int, tracker: Any = None) -> int:
+        """Return the operations of at most so many steps on the client's own batches, and of what comes
+        before them.
+
+        A step of one kind is taken once, and counted as often as it occurs.
+
+        Args:
+            steps: at most so many; 0: only what does not depend on the client's examples.
+            tracker: follows the memory.
+        """
+        batches = iter(
+            self.method.local_batches(
+                self.fed.data,
+                self.client,
+                epochs=self.fed.local_epochs,
+                labels=self.work.labels,
+                steps=steps,
+            )
+        )
+        total, known, self.steps = 0, {}, 0
+        with tracker or nullcontext():
+            while True:
+                with self.fed.fabric.autocast():
+                    made, batch = counted(self.counter, lambda: next(batches, None))
+                if batch is None:
+                    return total
+                kind = form_of(batch)
+                if kind not in known:
+                    known[kind] = self._step(batch)
+                total, self.steps = total + made + known[kind], self.steps + 1
+
+    def _step(self, batch: Any) -> int:
+        """Take a step and return its operations; then once more, now that the optimiser has its state, for
+        the peak of memory."""
+        flops, _ = counted(self.counter, lambda: self._step_once(batch))
+        self._step_once(batch)
+        return flops
+
+    def _step_once(self, batch: Any) -> None:
+        local_step(self.fed.fabric, self.method, self.optimizer, batch, self.steps)
+
+    def flops_of_upload(self) -> int:
+        """Return the operations that the upload takes."""
+        flops, _ = counted(
+            self.counter, lambda: upload_of(self.method, self.client, self.steps, self.optimizer)
+        )
+        return flops
+
+
+def form_of(batch: Any) -> Any:
+    """Return the structure of a batch, and shapes and types of its tensors: steps on batches of one form do
+    the same work."""
+    leaves, form = tree_flatten(batch)
+    return str(form), tuple((leaf.shape, leaf.dtype) for leaf in leaves)
+
+
+def counted(counter: FlopCounterMode, function: Callable[[], Any]) -> tuple[int, Any]:
+    """Return the operations of a call, and what it returns."""
+    with counter:
+        result = function()
+    return int(counter.get_total_flops()), result
+
+
+def bytes_of(module: torch.nn.Module) -> int:
+    """Return the bytes of a module's parameters and buffers; a storage that two share counts once."""
+    storages = {
+        tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes()
+        for tensor in (*module.parameters(), *module.buffers())
+    }
+    return sum(storages.values())
+
+
+class TensorMemory(TorchDispatchMode):
+    """Follows the storages that operations make, within its blocks: ``now`` and at its ``peak``, in bytes.
+
+    A storage counts from the operation that made it until nothing refers to it. What an operation takes for
+    itself while it runs is not seen.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = self.peak = 0
+        self._counted: dict[int, int] = {}  # bytes by address; 0 for what was there before
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        for tensor in tree_leaves((args, kwargs)):
+            self._see(tensor, own=False)
+        result = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(result):
+            self._see(tensor, own=True)
+        return result
+
+    def _see(self, tensor: Any, own: bool) -> None:
+        if not isinstance(tensor, Tensor):
+            return
+        storage = tensor.untyped_storage()
+        address = storage.data_ptr()
+        if address == 0 or address in self._counted:
+            return
+        self._counted[address] = storage.nbytes() if own else 0
+        self.now += self._counted[address]
+        self.peak = max(self.peak, self.now)
+        weakref.finalize(storage, self._forget, address)
+
+    def _forget(self, address: int) -> None:
+        self.now -= self._counted.pop(address, 0)
