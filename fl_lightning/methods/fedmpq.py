@@ -59,8 +59,8 @@ class FedMPQ(QuantizedMethod):
         prune_threshold: share of set digits at which a client drops a bit plane, in [0, 1); 0.02 in the
             paper.
         representation: what the clients' optimiser steps on. ``latent``: the weights themselves, so that a
-            step is the optimiser's own on W. ``planes``: two planes for each bit, as in the paper; four times
-            the memory at 4 bits, and Adam moves W there by up to 2 s times its learning rate.
+            step is the optimiser's own on W. ``planes``: two planes for each bit, as in the paper, 2 N
+            numbers for each weight; Adam moves W there by up to 2 s times its learning rate.
         rounding: of uploads: ``stochastic`` (unbiased) or ``nearest``, which loses every update below half a
             step.
         plane_lr: of ``planes``: ``matched`` divides their gradients, the task's and the regulariser's, by

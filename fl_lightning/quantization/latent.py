@@ -19,7 +19,7 @@ task's gradient as it is in :mod:`fl_lightning.quantization.planes` where ``pull
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cache
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -69,7 +69,7 @@ class _Tables(NamedTuple):
     fours: Tensor
 
 
-@cache
+@lru_cache(maxsize=16)  # allocations change over the rounds, and a table may have megabytes
 def _tables(layers: tuple[Layer, ...], device: torch.device) -> _Tables:
     bits = torch.tensor([layer.bits for layer in layers])
     sizes = torch.tensor([layer.size for layer in layers])
