@@ -256,6 +256,47 @@ def five_levels(tmp_path, holds: int, **keys) -> str:
     return verdicts(comparison_of(tmp_path))[0].decision
 
 
+def test_quantities_at_levels_that_the_criterion_names(tmp_path):
+    """A drops by 0.1 from noise off to on, B by 0.02 to 0.03: judged once, or once at each other level."""
+    accuracies = {
+        "A": {OFF: A, ON: {seed: value - 0.1 - 0.001 * seed for seed, value in A.items()}},
+        "B": {OFF: A, ON: {seed: value - 0.02 - 0.005 * seed for seed, value in A.items()}},
+    }
+    criteria = [
+        "accuracy(A, noise=off) - accuracy(A, noise=on) > accuracy(B, noise=off) - accuracy(B, noise=on)",
+        "gap(A, B, noise=on) > gap(B, A, noise=on)",
+        "accuracy(A) > 0.5",
+    ]
+    make_study(tmp_path, accuracies, criteria=criteria, grid=GRID["grid"])
+    found = verdicts(comparison_of(tmp_path))
+    assert [[dict(levels) for levels, _ in verdict.judgements] for verdict in found] == [
+        [{}],
+        [{}],
+        [{"noise": "on"}, {"noise": "off"}],
+    ]
+    assert [verdict.decision for verdict in found] == ["holds", "fails", "holds"]
+    assert found[0].judgements[0][1].left == pytest.approx(0.101)
+
+
+@pytest.mark.parametrize(
+    ("criterion", "instead"),
+    [
+        ("accuracy(A, noise=loud) > 0", "write one of them"),
+        ("accuracy(A, nois=on) > 0", "write noise"),
+        ("accuracy(A, noise=on) > accuracy(A)", "name its level of noise too"),
+        ("p(A, B, noise=on) < 0.05", "leave noise out"),
+        ("accuracy(A, **noise) > 0", "write noise"),
+    ],
+)
+def test_levels_that_cannot_be_named(tmp_path, criterion, instead):
+    path = tmp_path / "study.yaml"
+    entries = {"study": "s", "seeds": [0], "methods": {"A": {}, "B": {}}, "grid": GRID["grid"]}
+    path.write_text(json.dumps({**entries, "criteria": [criterion]}))
+    with pytest.raises(InputError) as refused:
+        Study.read(path)
+    assert refused.value.instead == instead
+
+
 @pytest.mark.parametrize(
     ("holds", "share", "decision"),
     [(5, 1.0, "holds"), (4, 1.0, "fails"), (4, 0.8, "holds"), (3, 0.8, "fails"), (3, 0.6, "holds")],

@@ -222,3 +222,15 @@ def test_looks_cost_about_twice_the_seeds_of_one_look():
     assert np.mean(first <= 40) > 0.97
     assert statistics.seeds_needed(1.0, sequential=True) == 21  # one look, which is a bound on many
     assert np.mean(first <= 21) > 0.8
+
+
+def test_one_sided_bounds_of_the_confidence_sequence_at_ten_percent_are_wrong_in_five_at_most():
+    """What ``no_increase`` relies on: each end of the interval of level 0.1 is a bound of level 0.05, at all
+    looks together."""
+    n = np.arange(1, 301)
+    x = np.random.default_rng(3).normal(size=(4000, 300))
+    means = x.cumsum(1) / n
+    spread = np.sqrt(np.maximum((x * x).cumsum(1) / n - means**2, 0.0))
+    width = np.array([statistics.sequence_width(int(count), 0.1) for count in n])
+    above = means[:, 1:] > spread[:, 1:] * width[1:]
+    assert 0.01 < float(above.any(1).mean()) < 0.05

@@ -14,7 +14,7 @@ from refusals import refused
 from toy import CENTRES, Points, on_points, run, sgd
 
 from fl_lightning.__main__ import main
-from fl_lightning.conformance import method_under_test, run_checks
+from fl_lightning.conformance import command, method_under_test, run_checks
 from fl_lightning.methods import (
     AQFL,
     DistillationTerm,
@@ -221,6 +221,7 @@ def test_a_method_that_would_ignore_a_term_is_refused(kind, hint, tmp_path):
         (lambda: DistillationTerm(temperature=-1), "DistillationTerm(temperature=-1)"),
         (lambda: FedProx(terms=[ProximalTerm()]), "--model.terms ProximalTerm with --model FedProx"),
         (lambda: FedMPQKD(terms=[DistillationTerm()]), "--model.terms DistillationTerm with"),
+        (lambda: FedAvg(terms=[{"class_path": "ScaledLoss"}]), "an item of type dict"),
         (lambda: FedAvg(terms=[ScaledLoss(), ScaledLoss(1)]), "two terms of the name loss_scaled"),
         (lambda: FedKD(terms=[ProximalTerm()]), "--model.terms ProximalTerm with --model FedKD"),
         (lambda: FedMosaic(terms=[NotTrueTerm()]), "--model.terms NotTrueTerm with --model FedMosaic"),
@@ -274,6 +275,19 @@ def test_a_term_of_ones_own(tmp_path):
     run(method, Points((3, 1)), tmp_path, max_rounds=60, local_epochs=1)
     middle = 0.75 * CENTRES[0] + 0.25 * CENTRES[1]
     torch.testing.assert_close(method.server["weights"], middle / 2, rtol=0, atol=1e-4)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # the parser's, of class paths within a dictionary
+def test_terms_in_the_command_that_checks_a_method(capsys, monkeypatch):
+    checked = []
+    monkeypatch.setattr(command, "run_checks", lambda subject: checked.append(subject.make()) or [])
+    terms = "{terms: [{class_path: ScaledLoss, init_args: {alpha: 0.25}}, {class_path: NotTrueTerm}]}"
+    assert main(["check", "--model", "FedMPQ", "--settings", terms]) == 0
+    assert [type(term) for term in checked[0].terms] == [ScaledLoss, NotTrueTerm]
+    assert checked[0].terms[0].alpha == 0.25
+    for wrong in ("{terms: [{class_path: NoTerm}]}", "{terms: [LabelSmoothing]}"):
+        assert main(["check", "--model", "FedMPQ", "--settings", wrong]) == 2
+        assert capsys.readouterr().err.count("\n") == 1
 
 
 WEAK = [ScaledLoss(0.01), LabelSmoothing(0.01), ProximalTerm(0.01), NotTrueTerm(0.01), DistillationTerm(0.01)]

@@ -142,6 +142,25 @@ def test_families_are_measured_each(tmp_path):
     assert narrow < wide
 
 
+def test_flops_of_convolutions_by_hand(tmp_path):
+    """Dense, in groups, depthwise: of each layer forward and two gradients, of the first one no input's."""
+
+    def layers(classes):
+        return nn.Sequential(
+            nn.Conv2d(3, 6, 3, padding=1, bias=False),  # 8x8 outputs
+            nn.Conv2d(6, 6, 3, stride=2, padding=1, groups=6, bias=False),  # 4x4
+            nn.Conv2d(6, 4, 1, groups=2, bias=False),
+            nn.Flatten(),
+            nn.Linear(4 * 16, classes, bias=False),
+        )
+
+    method = FedAvg(network=layers, optimizer=sgd(0.01))
+    trainer = run(method, data(), tmp_path, max_rounds=1, local_epochs=1, callbacks=[TrainingCost()])
+    first, others = 2 * 64 * 6 * 27, [2 * 16 * 6 * 9, 2 * 16 * 4 * 3, 2 * 64 * C]
+    expected = EXAMPLES * (2 * first + 3 * sum(others))
+    assert float(rows_of(trainer)[0]["cost/train_flops"]) == expected
+
+
 def bytes_at_peak(step) -> int:
     """The peak of torch's CPU allocator during a call, by the profiler's own events."""
     import tempfile

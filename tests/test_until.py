@@ -21,6 +21,7 @@ from fl_lightning.study.report.compare import compare
 from fl_lightning.study.report.comparison import Comparison
 from fl_lightning.study.report.document import comparable, report
 from fl_lightning.study.report.looks import counted
+from fl_lightning.study.report.markdown import HOW_TO_READ, IN_A_SEQUENCE
 from fl_lightning.study.results.gather import gather
 from fl_lightning.study.spec.plan import Study
 from fl_lightning.study.statistics import sequence_interval
@@ -166,6 +167,8 @@ def test_the_report_says_which_interval_decides_and_where_the_sweep_stopped(tmp_
     assert "confidence sequence" in text
     assert f"no seed is added after {count} seeds" in text
     assert "t interval decides" not in text
+    assert all(fixed in HOW_TO_READ and fixed not in text for fixed in IN_A_SEQUENCE)
+    assert "p (sequence)" in text
 
 
 def test_p_is_the_sequential_one_in_a_study_that_adds_seeds(tmp_path):

@@ -11,7 +11,7 @@ the other clients of the round by their numbers of examples.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_leaves
-from torch.utils.flop_counter import FlopCounterMode
+from torch.utils.flop_counter import FlopCounterMode, conv_flop_count
 
 from callbacks.figures.drawing import never_fatal, own_copy
 from fl_lightning import rng
@@ -166,7 +166,9 @@ class TrialRound:
         self.method.receive(Payload.from_bytes(work.message), self.client)
         self.method.train()
         self.optimizer = local_optimizer(self.method)
-        self.counter = FlopCounterMode(display=False)
+        self.counter = FlopCounterMode(
+            display=False, custom_mapping={torch.ops.aten.convolution_backward: backward_flops}
+        )
         self.steps = 0
 
     def flops(self, steps: int, tracker: Any = None) -> int:
@@ -216,6 +218,30 @@ class TrialRound:
             self.counter, lambda: upload_of(self.method, self.client, self.steps, self.optimizer)
         )
         return flops
+
+
+def backward_flops(
+    output_shape: Sequence[int],
+    inputs_shape: Sequence[int],
+    weight_shape: Sequence[int],
+    bias: Any,
+    stride: Any,
+    padding: Any,
+    dilation: Any,
+    transposed: bool,
+    output_padding: Any,
+    groups: int,
+    wanted: Sequence[bool],
+    **other: Any,
+) -> int:
+    """Return the operations of a convolution's backward pass: as many for each gradient, of inputs and of
+    weights, as the forward pass takes.
+
+    torch's own formula forgets the groups: for a depthwise convolution of C channels it counts the weights'
+    gradient C times.
+    """
+    forward = conv_flop_count(list(inputs_shape), list(weight_shape), list(output_shape), transposed)
+    return forward * sum(wanted[:2])
 
 
 def form_of(batch: Any) -> Any:

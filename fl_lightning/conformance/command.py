@@ -15,7 +15,7 @@ from fl_lightning import methods
 from fl_lightning.conformance.kit import CheckResult, run_checks
 from fl_lightning.conformance.known_methods import method_under_test
 from fl_lightning.errors import InputError
-from fl_lightning.methods import Method
+from fl_lightning.methods import Method, Term
 
 
 def check(
@@ -36,10 +36,14 @@ def check(
         InputError: there is no such method, or its constructor refuses the settings.
         SystemExit: a check failed; the exit code is 1.
     """
-    subject = method_under_test(find_method(model), settings, neutral, noise)
-    for given, name in ((settings, "settings"), (neutral, "neutral")):
+    given_settings, given_neutral = made_terms(settings), made_terms(neutral)
+    subject = method_under_test(find_method(model), given_settings, given_neutral, noise)
+    for given, made, name in (
+        (settings, given_settings, "settings"),
+        (neutral, given_neutral, "neutral"),
+    ):
         try:
-            subject.make(**(given or {}))
+            subject.make(**(made or {}))
         except (TypeError, ValueError) as error:
             raise InputError(
                 f"--{name} {given}",
@@ -75,6 +79,32 @@ def find_method(name: str) -> type[Method]:
             "name one, such as FedAvg",
         )
     return found
+
+
+def made_terms(settings: dict[str, Any] | None) -> dict[str, Any] | None:
+    """Return the settings with the loss terms that ``terms`` names, as in a configuration.
+
+    Raises:
+        InputError: there is no such term, or it refuses its arguments.
+    """
+    if not isinstance(settings, dict) or not isinstance(settings.get("terms"), list):
+        return settings
+    made = []
+    for term in settings["terms"]:
+        if isinstance(term, Term):  # the parser made it of a full class path
+            made.append(term)
+            continue
+        try:
+            module, _, name = str(term["class_path"]).rpartition(".")
+            cls = getattr(import_module(module) if module else methods, name)
+            made.append(cls(**term.get("init_args", {})))
+        except (TypeError, KeyError, ImportError, AttributeError) as error:
+            raise InputError(
+                f"terms with {term}",
+                f"it cannot be made ({type(error).__name__}: {error})",
+                "write {class_path: LabelSmoothing, init_args: {smoothing: 0.1}}",
+            ) from error
+    return {**settings, "terms": made}
 
 
 def results_table(model: str, results: Sequence[CheckResult]) -> Table:

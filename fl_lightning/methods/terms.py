@@ -242,11 +242,17 @@ def check_terms(terms: Sequence[Term], own: frozenset[str], method: str, refused
         refused: why no term can read what its clients receive; empty when it can.
 
     Raises:
-        InputError: two terms of one name, or a term that reads what is not there.
+        InputError: something that is no term, two terms of one name, or a term that reads what is not there.
     """
     seen: set[str] = set()
     for term in terms:
         kind = type(term).__name__
+        if not isinstance(term, Term):
+            raise InputError(
+                f"terms with an item of type {kind}",
+                "each is a Term",
+                "write terms=[LabelSmoothing(0.1)], or class_path and init_args in YAML",
+            )
         if term.name in own | {"task"}:
             raise InputError(
                 f"--model.terms {kind} with --model {method}",

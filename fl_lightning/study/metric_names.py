@@ -88,7 +88,14 @@ CLOCKS = [
     Column("time/train", "training (s)"),
     Column("time/total", "all rounds (s)", 1, 1),
 ]
-OF_THE_RUN = ("final/auc_accuracy", "client/upload_bytes", "client/download_bytes", "total/total_bytes")
+OF_THE_RUN = (
+    "final/auc_accuracy",
+    "client/upload_bytes",
+    "client/download_bytes",
+    "total/total_bytes",
+    "cost/train_flops",
+    "cost/train_memory",
+)
 """Headline columns that are of all rounds, whichever model is selected."""
 OF_THE_MODEL = (
     "test/ece",

@@ -31,7 +31,7 @@ from fl_lightning.study.spec.criteria import (
     Inequality,
     NoIncrease,
 )
-from fl_lightning.study.spec.quantities import Quantity, arguments_of
+from fl_lightning.study.spec.quantities import Quantity, quantity_of
 from fl_lightning.study.statistics import LEVEL, Interval, PairedTest, mean_std, t_interval
 
 NO_SPREAD = "all seeds give the same difference, so that its spread cannot be estimated"
@@ -236,7 +236,6 @@ def _evaluated(node: ast.expr, columns: dict[Quantity, pd.Series], seeds: pd.Ind
         value = _evaluated(node.operand, columns, seeds)
         return -value if isinstance(node.op, ast.USub) else value
     if isinstance(node, ast.Call):
-        assert isinstance(node.func, ast.Name)
-        return columns[Quantity(node.func.id, arguments_of(node))]
+        return columns[quantity_of(node)]
     assert isinstance(node, ast.Constant)
     return pd.Series(float(node.value), index=seeds)  # type: ignore[arg-type]

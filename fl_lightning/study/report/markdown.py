@@ -76,8 +76,6 @@ def _parts(
     yield registration.line
     yield f"# {study.name}"
     yield from answers(comparison)
-    if stopping := comparison.results.stopping:
-        yield f"Seeds are added until the criteria are decided: {stopping.sentence()}."
     for levels in comparison.levels:
         yield _section(tables.results(comparison, levels))
     for levels in comparison.levels:
@@ -156,6 +154,8 @@ def answers(comparison: Comparison) -> Iterator[str]:
             if decision != "not tested" or decision in counted
         )
         yield f"Criteria that no clock decides: {tally}."
+    if stopping := comparison.results.stopping:
+        yield f"Seeds are added until the criteria are decided: {stopping.sentence()}."
 
 
 def _sentence(text: str) -> str:

@@ -143,9 +143,17 @@ def _judgements(comparison: Comparison, criterion: Criterion) -> Iterator[tuple[
             evidence = RunEvidence(comparison, stressed, others)
             yield others, judge(criterion.condition, evidence, comparison.interval)
     else:
-        for levels in planned:
+        for levels in _unpinned(planned, criterion):
             evidence = RunEvidence(comparison, levels, levels)
             yield levels, judge(criterion.condition, evidence, comparison.interval)
+
+
+def _unpinned(planned: Sequence[Levels], criterion: Criterion) -> list[Levels]:
+    """Return the levels without the axes that the criterion names itself, each once."""
+    kept = [
+        {axis: level for axis, level in levels.items() if axis not in criterion.pinned} for levels in planned
+    ]
+    return [levels for number, levels in enumerate(kept) if levels not in kept[:number]]
 
 
 @dataclass(frozen=True)
@@ -164,16 +172,18 @@ class RunEvidence:
 
     def values(self, quantity: Quantity) -> pd.Series:
         comparison, metric = self.comparison, quantity.metric
+        given = {**self.levels, **dict(quantity.at)}
+        levels = {axis: given[axis] for axis in comparison.study.grid}
         if quantity.is_over_rounds:
             of_round, label = quantity.arguments
-            return comparison.over_rounds(quantity.name, of_round, label, self.levels)
+            return comparison.over_rounds(quantity.name, of_round, label, levels)
         if quantity.name == ACCURACY:
             metric = comparison.study.accuracy_metric
         if metric is not None:
-            return comparison.values(metric, quantity.labels[-1], self.levels)
+            return comparison.values(metric, quantity.labels[-1], levels)
         if quantity.name == "drop":
             return comparison.drops(comparison.study.metric, quantity.labels[0], self.others)
-        a, b = (comparison.values(comparison.study.metric, label, self.levels) for label in quantity.labels)
+        a, b = (comparison.values(comparison.study.metric, label, levels) for label in quantity.labels)
         return (a - b).dropna()
 
     def test(self, a: str, b: str) -> tuple[PairedTest, Sequence[int], bool]:

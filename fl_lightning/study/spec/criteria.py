@@ -17,7 +17,7 @@ from __future__ import annotations
 import ast
 import operator
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import ceil
 
@@ -31,6 +31,7 @@ from fl_lightning.study.spec.quantities import (
     is_finite_number,
     quantities_in,
     require_labels,
+    require_levels,
     shown,
 )
 
@@ -149,6 +150,11 @@ class Criterion:
         """
         return max(1, ceil(self.share * levels - 1e-9))
 
+    @property
+    def pinned(self) -> tuple[str, ...]:
+        """The axes of the grid whose levels its quantities name."""
+        return tuple(dict.fromkeys(axis for quantity in self.quantities for axis, _ in quantity.at))
+
     def mentions(self, name: str) -> bool:
         return any(quantity.name == name for quantity in self.quantities)
 
@@ -164,6 +170,7 @@ def _leaves(condition: Condition) -> Iterator[Inequality | NoIncrease]:
 def parse(
     text: str,
     labels: Sequence[str],
+    grid: Mapping[str, Collection[str]] | None = None,
     *,
     name: str = "",
     share: float = 1.0,
@@ -175,6 +182,7 @@ def parse(
     Args:
         text: the criterion; a label that is no plain name may be written as it is, or in quotes.
         labels: the labels of the study.
+        grid: its axes, each with its levels.
         name, share, claim, needed_by: see :class:`Criterion`.
 
     Raises:
@@ -193,7 +201,9 @@ def parse(
         given = getattr(error, "msg", None) or "it cannot be read"
         raise wrong(given, "two sides and one of < <= > >= between them") from None
     condition = _condition(tree.body, labels, wrong)
-    return Criterion(text.strip(), condition, name, share, claim, tuple(needed_by))
+    criterion = Criterion(text.strip(), condition, name, share, claim, tuple(needed_by))
+    require_levels(criterion.quantities, grid or {}, wrong)
+    return criterion
 
 
 def _condition(node: ast.expr, labels: Sequence[str], wrong: Wrong) -> Condition:

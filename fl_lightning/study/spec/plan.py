@@ -173,7 +173,10 @@ class Study:
         Raises:
             InputError: one cannot be read.
         """
-        return [parse(**entry, labels=list(self.methods)) for entry in map(as_entry, self.criteria)]
+        return [
+            parse(**entry, labels=list(self.methods), grid=self.grid)
+            for entry in map(as_entry, self.criteria)
+        ]
 
     def parsed_premises(self) -> list[Criterion]:
         """Return the premises, checked.
@@ -181,7 +184,10 @@ class Study:
         Raises:
             InputError: one cannot be read.
         """
-        return [parse(**entry, labels=list(self.methods)) for entry in map(as_entry, self.premises)]
+        return [
+            parse(**entry, labels=list(self.methods), grid=self.grid)
+            for entry in map(as_entry, self.premises)
+        ]
 
     @classmethod
     def read(cls, path: str | Path, find_configs: bool = True, with_record: bool = True) -> Study:

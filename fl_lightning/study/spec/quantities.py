@@ -4,7 +4,7 @@ they are found in a parsed expression."""
 from __future__ import annotations
 
 import ast
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from math import isfinite
@@ -37,6 +37,8 @@ COUNTS = ("bits/", "clients/", "comm/")
 """First parts of the metrics of rounds that count something; what is counted can be the same in every run."""
 WITH_METRIC = ("metric", *OVER_ROUNDS)
 """Quantities whose first argument is the name of a metric, in quotes."""
+AT_ITS_LEVEL = ("drop", "p")
+"""Quantities that cannot be taken at another level than the one that is judged."""
 ARGUMENTS = {**dict.fromkeys(QUANTITIES, 1), "drop": 1, "gap": 2, "p": 2, **dict.fromkeys(WITH_METRIC, 2)}
 """The number of arguments of every quantity."""
 
@@ -48,10 +50,13 @@ class Quantity:
     Args:
         name: one of ``ARGUMENTS``.
         arguments: labels; for ``metric`` and the aggregates over rounds, the metric and a label.
+        at: axes of the grid and the level at which it is taken, as in ``accuracy(A, epochs=1)``; on the other
+            axes it is taken at the level that is judged.
     """
 
     name: str
     arguments: tuple[str, ...]
+    at: tuple[tuple[str, str], ...] = ()
 
     @property
     def labels(self) -> tuple[str, ...]:
@@ -91,7 +96,7 @@ class Quantity:
         return tuple(self.arguments[0].split(OVER)) if self.is_over_rounds else self.arguments[:1]
 
     def __str__(self) -> str:
-        return f"{self.name}({', '.join(self.arguments)})"
+        return f"{self.name}({', '.join([*self.arguments, *(f'{axis}={level}' for axis, level in self.at)])})"
 
 
 def quantities_in(node: ast.expr, labels: Sequence[str], wrong: Wrong) -> Iterator[Quantity]:
@@ -118,16 +123,53 @@ def _quantity(node: ast.Call, labels: Sequence[str], wrong: Wrong) -> Quantity:
         near = get_close_matches(name, ARGUMENTS, n=1, cutoff=0.0)[0]
         raise wrong(f"{name}(...)", f"quantities are {', '.join(ARGUMENTS)}", f"write {near}(...)")
     arguments = arguments_of(node)
-    if len(arguments) != len(node.args) or len(arguments) != ARGUMENTS[name] or node.keywords:
+    if len(arguments) != len(node.args) or len(arguments) != ARGUMENTS[name]:
         if name in WITH_METRIC:
             takes, example = "a metric in quotes and a label", f'{name}("test/ece", A)'
         else:
             example = f"{name}({', '.join('AB'[: ARGUMENTS[name]])})"
             takes = f"{ARGUMENTS[name]} label{'s' * (ARGUMENTS[name] > 1)}"
         raise wrong(shown(node), f"{name} takes {takes}", f"write {example}")
-    quantity = Quantity(name, arguments)
+    quantity = quantity_of(node)
     require_labels(quantity.labels, labels, wrong)
+    if quantity.at and name in AT_ITS_LEVEL:
+        raise wrong(
+            shown(node), f"{name} is about the level that is judged", f"leave {quantity.at[0][0]} out"
+        )
     return quantity
+
+
+def quantity_of(node: ast.Call) -> Quantity:
+    """Return the quantity that a call is."""
+    assert isinstance(node.func, ast.Name)
+    at = [(word.arg or "**", str(getattr(word.value, "value", shown(word.value)))) for word in node.keywords]
+    return Quantity(node.func.id, arguments_of(node), tuple(at))
+
+
+def require_levels(quantities: Sequence[Quantity], grid: Mapping[str, Collection[str]], wrong: Wrong) -> None:
+    """Refuse a level that the grid does not have, and an axis that only some of the quantities name: the
+    others would have no level of it.
+
+    Raises:
+        InputError: one of them.
+    """
+    axes = list(dict.fromkeys(axis for quantity in quantities for axis, _ in quantity.at))
+    for axis in axes:
+        if axis not in grid:
+            rule = f"axes of the grid are {', '.join(grid) or 'not given'}"
+            raise wrong(
+                axis,
+                rule,
+                f"write {get_close_matches(axis, grid, n=1, cutoff=0.0)[0]}" if grid else "leave it out",
+            )
+        for quantity in quantities:
+            level = dict(quantity.at).get(axis)
+            if level is None:
+                raise wrong(
+                    str(quantity), f"the others name a level of {axis}", f"name its level of {axis} too"
+                )
+            if level not in grid[axis]:
+                raise wrong(f"{axis}={level}", f"its levels are {', '.join(grid[axis])}", "write one of them")
 
 
 def require_labels(given: Sequence[str], labels: Sequence[str], wrong: Wrong) -> None:
