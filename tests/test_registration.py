@@ -134,9 +134,11 @@ def test_the_first_registration_stays_and_later_ones_are_amendments(runs):
     assert [entry.runs for entry in amended.entries] == [0, 9]
     line, _ = head(runs)
     assert "amended" in line
-    (folder / "registration.json").write_text("{")
-    with pytest.raises(InputError, match="registration"):
-        register_as(folder, 9)
+    written = (folder / "registration.json").read_text()
+    for damaged in ("{", "[]", '{"entries": []}', written.replace('"grid"', '"gird"')):
+        (folder / "registration.json").write_text(damaged)
+        with pytest.raises(InputError, match="registration"):
+            register_as(folder, 9)
     assert main(["compare", "--study", "study", "--root", str(runs), "--out", str(runs.parent / "o")]) == 2
 
 

@@ -29,6 +29,11 @@ TAG = "registration"
 """The tag of a run with the beginning of the hash of the plan that it was made under."""
 TAG_LENGTH = 16
 SEED = "seed_everything"
+PLAN_KEYS = (
+    *("study", "selection", "metric", "criteria", "premises", "proposed", "degradation", "target_accuracy"),
+    *("grid", "seeds", "stopping", "methods"),
+)
+"""The keys of a plan."""
 
 
 FIXED = {"rule": "fixed"}
@@ -99,7 +104,8 @@ class Registration:
         try:
             entries = json.loads(path.read_bytes())["entries"]
             found = cls(tuple(Entry(**entry) for entry in entries))
-            _ = [(entry.stopping, entry.date[:16], entry.sha256[:1]) for entry in found.entries], found.first
+            for entry in (found.first, *found.entries[1:]):
+                _require_complete(entry)
             return found
         except (OSError, ValueError, TypeError, KeyError, IndexError, AttributeError) as error:
             rule = f"it is the registration of the study and cannot be read ({error})"
@@ -109,6 +115,15 @@ class Registration:
     def write(self, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         replace(folder / FILE, to_json({"entries": [asdict(entry) for entry in self.entries]}).encode())
+
+
+def _require_complete(entry: Entry) -> None:
+    """Raise KeyError, TypeError or AttributeError where something is missing that a report reads."""
+    missing = [key for key in PLAN_KEYS if key not in entry.plan]
+    missing += [label for label, method in entry.plan.get("methods", {}).items() if "sha256" not in method]
+    if missing or not (isinstance(entry.date, str) and isinstance(entry.sha256, str)):
+        raise KeyError(", ".join(missing) or "date")
+    StoppingRule.from_registered(entry.plan["stopping"])
 
 
 def register(folder: Path, plan: Mapping[str, Any], runs: int) -> Registration:
