@@ -1,0 +1,93 @@
+"""What docs/results says in words is what its reports hold.
+
+In a section of docs/results/README.md whose title is a study's name, every number and every verdict is
+followed by where it stands in that study's report.json, in a comment that nobody sees on the page:
+
+    FedMPQ-KD ends 1.2<!-- levels[epochs=1].differences[FedMPQKD,FedMPQ].mean * 100 --> points above
+
+Numbers in code, in links and in tables of code need none.
+"""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+RESULTS = Path(__file__).parent.parent / "docs" / "results"
+CLAIM = re.compile(r"(?P<said>[-−+]?\d[\d.]*|[a-z]+(?: tested)?)(?:\*\*)?<!--\s*(?P<path>[^>]*?)\s*-->")
+STEP = re.compile(r"(\w+)|\[([^\]]+)\]|\.")
+NUMBER = re.compile(r"(?<![\w.])[-−+]?\d[\d.]*(?![\w])")
+WITHOUT_CLAIM = re.compile(r"```.*?```|`[^`]*`|\]\([^)]*\)|\S*<!--.*?-->", re.DOTALL)
+
+
+def value_at(document, path):
+    """What stands at ``criteria[gain].levels[epochs=1].difference * 100``: keys, and in brackets a key that is
+    no word, or what tells an entry of a list from the others: its name or criterion, its levels, or the two
+    methods that it compares."""
+    path, _, factor = path.partition(" * ")
+    for word, bracket in (match.groups() for match in STEP.finditer(path)):
+        if word or isinstance(document, dict):
+            document = document[word or bracket] if (word or bracket) else document
+        elif bracket:
+            (document,) = [entry for entry in document if is_named(entry, bracket)]
+    return document * float(factor) if factor else document
+
+
+def is_named(entry, name):
+    if "=" in name and "levels" in entry and isinstance(entry["levels"], dict):
+        return entry["levels"] == dict(one.split("=") for one in name.split(";"))
+    if "a" in entry and "b" in entry:
+        return name == f"{entry['a']},{entry['b']}"
+    return name in (entry.get("name"), entry.get("criterion"))
+
+
+def wrong_claims(text, document):
+    """Every claim of the text that the document does not hold, and every number without one."""
+    wrong = []
+    for match in CLAIM.finditer(text):
+        said, found = match["said"].replace("−", "-"), value_at(document, match["path"])
+        digits = len(said.partition(".")[2])
+        shown = found if isinstance(found, str) else f"{found:.{digits}f}"
+        if shown.lstrip("-") == "0" + "." * bool(digits) + "0" * digits:
+            shown = shown.lstrip("-")
+        if said.lstrip("+") != shown:
+            wrong.append(f"{match['path']}: said {said}, is {shown}")
+    return wrong + [f"no source: {number}" for number in NUMBER.findall(WITHOUT_CLAIM.sub("", text))]
+
+
+def sections():
+    """The studies that docs/results has a report of, and what its README says of each."""
+    for section in re.split(r"^## ", (RESULTS / "README.md").read_text(), flags=re.MULTILINE)[1:]:
+        title, _, body = section.partition("\n")
+        if (RESULTS / title.strip() / "report.json").exists() and "<!--" in body:
+            yield pytest.param(title.strip(), body, id=title.strip())
+
+
+@pytest.mark.parametrize(("study", "text"), list(sections()))
+def test_what_the_results_say_is_in_the_report(study, text):
+    assert wrong_claims(text, json.loads((RESULTS / study / "report.json").read_text())) == []
+
+
+def test_a_wrong_sentence_is_found():
+    document = {
+        "criteria": [
+            {
+                "name": "gain",
+                "verdict": "not tested",
+                "levels": [{"levels": {"epochs": "1"}, "left": 0.0123}],
+            },
+            {"criterion": "a < b", "verdict": "holds", "levels": []},
+        ],
+        "levels": [{"levels": {"epochs": "1"}, "differences": [{"a": "A", "b": "B", "mean": -0.5}]}],
+        "seeds": [1, 2],
+    }
+    right = (
+        "It is **not tested**<!-- criteria[gain].verdict -->: 1.2<!-- criteria[gain].levels[epochs=1].left * 100"
+        " --> points, −0.50<!-- levels[epochs=1].differences[A,B].mean -->; it holds<!-- criteria[a < b].verdict -->"
+        " for `--jobs 2`."
+    )
+    assert wrong_claims(right, document) == []
+    assert len(wrong_claims(right.replace("1.2", "1.3"), document)) == 1
+    assert len(wrong_claims(right.replace("not tested**", "holds**"), document)) == 1
+    assert wrong_claims(right + " In 3 of 4 runs.", document) == ["no source: 3", "no source: 4"]
