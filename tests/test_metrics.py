@@ -135,6 +135,7 @@ def test_final_summary() -> None:
             "final/auc_accuracy": 15 + 40 + 50 + 45 + 40,
             "final/best_val_round": 4,  # the first of the two at 0.5
             "final/best_val_accuracy": 0.5,
+            "final/last5_val_accuracy": (0.2 + 0.5 + 0.4 + 0.5 + 0.3) / 5,
         }
     )
     assert final_summary([{"round": 1}]) == {}

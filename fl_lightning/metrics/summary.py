@@ -127,9 +127,10 @@ def final_summary(history: Iterable[Mapping[str, Any]]) -> dict[str, float]:
 
     Returns:
         ``final/accuracy`` (last evaluated round), ``final/last5_accuracy`` (mean of the last five evaluated
-        rounds), ``final/auc_accuracy`` (percent x rounds) and, chosen by validation alone,
-        ``final/best_val_round`` (the first of equals) and ``final/best_val_accuracy`` (its validation
-        accuracy). Names whose values do not exist are left out.
+        rounds), ``final/auc_accuracy`` (percent x rounds), ``final/last5_val_accuracy`` (the validation
+        accuracy's mean of the last five) and, chosen by validation alone, ``final/best_val_round`` (the first
+        of equals) and ``final/best_val_accuracy`` (its validation accuracy). Names whose values
+        do not exist are left out.
     """
     rows = list(history)
     tested = [(row["round"], row["test/accuracy"]) for row in rows if row.get("test/accuracy") is not None]
@@ -144,4 +145,5 @@ def final_summary(history: Iterable[Mapping[str, Any]]) -> dict[str, float]:
         best_round, best = max(validated, key=lambda pair: pair[1])  # max keeps the first of equals
         summary["final/best_val_round"] = int(best_round)
         summary["final/best_val_accuracy"] = float(best)
+        summary["final/last5_val_accuracy"] = float(np.mean([accuracy for _, accuracy in validated[-5:]]))
     return summary

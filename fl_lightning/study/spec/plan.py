@@ -59,7 +59,7 @@ RESERVED = (
 """Tags that every run has: none of them can name an axis."""
 METRICS = [
     *(column.metric for column in (*KNOWN, *CLOCKS)),
-    *("final/best_val_accuracy", "final/best_val_round", "total/wasted_bytes"),
+    *("final/best_val_accuracy", "final/last5_val_accuracy", "final/best_val_round", "total/wasted_bytes"),
 ]
 MAX_CELLS = 10_000
 """Runs of one study."""

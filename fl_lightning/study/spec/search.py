@@ -42,6 +42,8 @@ from fl_lightning.study.spec.spec_file import Seed, SpecFile
 from fl_lightning.study.spec.tuned import method_hash
 
 METRIC = "final/best_val_accuracy"
+OF_VALIDATION = (METRIC, "final/last5_val_accuracy")
+"""Metrics of the end of a run that the test set has no part in."""
 
 
 @dataclass
@@ -191,7 +193,7 @@ def _search(file: SpecFile, given: SearchEntries) -> Search:
     for key in ("trials", "space"):
         if not getattr(given, key):
             raise file.wrong(key, getattr(given, key))
-    allowed = given.metric == METRIC or given.metric.startswith(("val/", "train/", "comm/", "bits/"))
+    allowed = given.metric in OF_VALIDATION or given.metric.startswith(("val/", "train/", "comm/", "bits/"))
     rule, instead = "the test set must not choose settings", f"write metric: {METRIC}, or one of val/*"
     file.require(allowed, f"metric: {given.metric}", rule, instead)
     for key in given.space:
