@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TypeVar
 
 T = TypeVar("T", bound="ThreePartError")
@@ -52,6 +53,23 @@ def require(valid: object, given: str, rule: str, instead: str) -> None:
     """
     if not valid:
         raise InputError(given, rule, instead)
+
+
+def require_choice(value: object, choices: Sequence[str], setting: str) -> None:
+    """Refuse what is none of ``choices``, such as a misspelt name that was given in Python, where no parser
+    checks it.
+
+    Args:
+        value: what was given.
+        choices: what is allowed, the one to propose first.
+        setting: its name, as ``--model.rounding``.
+
+    Raises:
+        InputError: it is none of them.
+    """
+    require(
+        value in choices, f"{setting} {value}", f"one of {', '.join(choices)}", f"write {setting} {choices[0]}"
+    )
 
 
 class RunStopped(ThreePartError, RuntimeError):

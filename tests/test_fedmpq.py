@@ -6,12 +6,13 @@ from functools import partial
 import pytest
 import torch
 from torch import nn
+from refusals import refused
 from toy import ready, run, sgd
 
 from fl_lightning import rng
 from fl_lightning.conformance.toy import images, on_images
 from fl_lightning.data import IID, Dirichlet, FederatedImages
-from fl_lightning.methods import FedAvg, FedMPQ
+from fl_lightning.methods import FedAvg, FedMPQ, FedMPQKD
 from fl_lightning.methods.fedmpq import GROWTH
 from fl_lightning.wire import Payload
 
@@ -20,6 +21,26 @@ OPTIMIZERS = {
     "momentum": partial(torch.optim.SGD, lr=0.03, momentum=0.9),
     "AdamW": partial(torch.optim.AdamW, lr=1e-3),
 }
+
+
+@pytest.mark.parametrize(
+    "setting",
+    [
+        {"representation": "plane"},
+        {"rounding": "nearst"},
+        {"plane_lr": "match"},
+        {"download": "quantized"},
+        {"kl": "backward"},
+        {"teacher": "jiont"},
+        {"teacher": True},
+        {"teacher_source": "recieved"},
+    ],
+)
+def test_misspelt_settings_from_python_are_refused(setting):
+    """No parser stands before a constructor: each of these would have been taken for another setting."""
+    ((name, value),) = setting.items()
+    with refused(f"--model.{name} {value}", f"write --model.{name} "):
+        FedMPQKD(**setting)
 
 
 def silos(num_clients=4):

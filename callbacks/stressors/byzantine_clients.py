@@ -19,7 +19,7 @@ from fl_lightning.wire import Codes, Layout, Payload
 
 log = logging.getLogger("fl_lightning")
 
-METADATA = frozenset({"examples", "bits"})
+METADATA = frozenset({"examples", "bits", "tops"})
 NOT_NEGATIVE = frozenset({"scales", "norms"})
 
 
@@ -37,7 +37,8 @@ class ByzantineClients(Stressor):
     - codebooks (FedPQ) and every other float entry, such as soft labels, are treated as u itself; ``noise``
       also draws indices anew.
 
-    Bit-widths stay honest, and so does ``examples`` unless ``claimed_examples`` says otherwise.
+    Bit-widths and the counts of dropped planes (``bits`` and ``tops`` of FedMPQ) stay honest, and so does
+    ``examples`` unless ``claimed_examples`` says otherwise.
 
     Args:
         clients: share of the clients with training data that attack, in [0, 1]; rounded, but at least one

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 from fl_lightning.client import Client
 from fl_lightning.data import FederatedData
-from fl_lightning.errors import InputError
+from fl_lightning.errors import InputError, require_choice
 from fl_lightning.methods.averaging import weighted_mean
 from fl_lightning.methods.base import examples_of
 from fl_lightning.methods.quantized import QuantizedMethod, encode_layers
@@ -103,6 +103,9 @@ class FedMPQ(QuantizedMethod):
                 "it is a share in [0, 1)",
                 "write --model.prune_threshold 0.02",
             )
+        require_choice(representation, ("latent", "planes"), "--model.representation")
+        require_choice(rounding, ("stochastic", "nearest"), "--model.rounding")
+        require_choice(plane_lr, ("matched", "raw"), "--model.plane_lr")
         self.lambda_b = lambda_b
         self.prune_threshold = prune_threshold
         self.rounding = rounding

@@ -19,7 +19,7 @@ from torch.func import functional_call
 
 from fl_lightning.client import Client
 from fl_lightning.data import FederatedData
-from fl_lightning.errors import InputError
+from fl_lightning.errors import InputError, require_choice
 from fl_lightning.methods import teaching
 from fl_lightning.methods.fedmpq import FedMPQ
 from fl_lightning.methods.lit_module import module_loss
@@ -71,7 +71,11 @@ class FedMPQKD(FedMPQ):
                 raise InputError(
                     f"--model.temperature {value}", "a temperature is above 0", "write --model.temperature 2"
                 )
-        if isinstance(teacher, int) and teacher < 1:
+        require_choice(kl, ("forward", "reverse"), "--model.kl")
+        require_choice(teacher_source, ("full", "received"), "--model.teacher_source")
+        if isinstance(teacher, bool) or not isinstance(teacher, int):
+            require_choice(teacher, ("frozen", "joint"), "--model.teacher")
+        elif teacher < 1:
             raise InputError(
                 f"--model.teacher {teacher}",
                 "refreshed every r >= 1 local steps",

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from fl_lightning.client import Client
 from fl_lightning.data import FederatedData
-from fl_lightning.errors import InputError, require
+from fl_lightning.errors import InputError, require, require_choice
 from fl_lightning.methods.base import Method
 from fl_lightning.quantization import Quantized, average_bits, dequantize_codes, quantize
 from fl_lightning.quantization.activations import quantize_activations
@@ -33,7 +33,7 @@ class QuantizedMethod(Method, ABC):
         settings: those of every method.
 
     Raises:
-        InputError: ``bits`` or ``activation_bits`` out of range.
+        InputError: ``bits`` or ``activation_bits`` out of range, or a ``download`` that there is not.
     """
 
     def __init__(
@@ -52,6 +52,7 @@ class QuantizedMethod(Method, ABC):
             f"1 to {MAX_BITS} bits, or null",
             "write --model.activation_bits 4",
         )
+        require_choice(download, ("full", "quantised"), "--model.download")
         self.download = download
         self.activation_bits = activation_bits
         self.quantise_shortcuts = quantise_shortcuts
