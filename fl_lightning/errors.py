@@ -68,7 +68,10 @@ def require_choice(value: object, choices: Sequence[str], setting: str) -> None:
         InputError: it is none of them.
     """
     require(
-        value in choices, f"{setting} {value}", f"one of {', '.join(choices)}", f"write {setting} {choices[0]}"
+        value in choices,
+        f"{setting} {value}",
+        f"one of {', '.join(choices)}",
+        f"write {setting} {choices[0]}",
     )
 
 

@@ -5,8 +5,8 @@ from functools import partial
 
 import pytest
 import torch
-from torch import nn
 from refusals import refused
+from torch import nn
 from toy import ready, run, sgd
 
 from fl_lightning import rng

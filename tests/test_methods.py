@@ -112,13 +112,20 @@ def test_bytes_equal_the_hand_formula(tmp_path):
         {19 + entry("examples", 0, 4) + full},
     )
     bits_entry, examples = entry("bits", 1, 2), entry("examples", 0, 4)
+    tops, grid = entry("tops", 1, 2), entry("grid", 1, 16) + entry("pull", 1, 16)
     for bits in (1, 2, 4, 8):
         method = FedMPQ(optimizer=sgd(), bits=bits, prune_threshold=0.0)
         codes = sum(entry("w0", 1, (n * (bits + 1) + 7) // 8) for n in weights)
         coded = bits_entry + entry("scales", 1, 16) + codes + entry("rest", 1, 4 * rest)
-        assert first_round_bytes(method, tmp_path) == ({19 + bits_entry + full}, {19 + examples + coded})
+        assert first_round_bytes(method, tmp_path) == (
+            {19 + bits_entry + grid + full},
+            {19 + examples + coded + tops},
+        )
         method = FedMPQ(optimizer=sgd(), bits=bits, prune_threshold=0.0, download="quantised")
-        assert first_round_bytes(method, tmp_path) == ({19 + coded}, {19 + examples + coded})
+        assert first_round_bytes(method, tmp_path) == (
+            {19 + coded + grid},
+            {19 + examples + coded + tops},
+        )
 
 
 def test_the_teacher_costs_no_upload_and_its_download_is_counted(tmp_path):
