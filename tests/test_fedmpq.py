@@ -12,9 +12,10 @@ from toy import ready, run, sgd
 from fl_lightning import rng
 from fl_lightning.conformance.toy import images, on_images
 from fl_lightning.data import IID, Dirichlet, FederatedImages
+from fl_lightning.errors import InputError
 from fl_lightning.methods import FedAvg, FedMPQ, FedMPQKD
 from fl_lightning.methods.fedmpq import GROWTH
-from fl_lightning.wire import Payload
+from fl_lightning.wire import Payload, PayloadError
 
 OPTIMIZERS = {
     "SGD": partial(torch.optim.SGD, lr=0.1),
@@ -307,3 +308,21 @@ def test_why_a_depthwise_layer_may_not_move():
     quantized = gradient((tap / step).round() * step).square()
     assert quantized[small].sum() == 0
     assert quantized.sum() < 0.01 * full.sum()
+
+
+def test_a_negative_scale_turns_no_layer():
+    method, data = built()
+    client = data.client(0)
+    method.receive(method.broadcast(client), client)
+    upload = method.upload(client)
+    method.check(upload, client)
+    scales = upload.tensor("scales").clone()
+    scales[0] = -scales[0]
+    with pytest.raises(PayloadError):
+        method.check(Payload({**upload, "scales": scales}), client)
+
+
+@pytest.mark.parametrize("bits", ["4", None, True, [4, "4"], [], 9])
+def test_a_budget_is_a_number(bits):
+    with pytest.raises(InputError, match="budget"):
+        FedMPQ(bits=bits)

@@ -24,8 +24,7 @@ from fl_lightning.wire import Payload, PayloadError
 
 
 class AQFL(QuantizedMethod):
-    """Quantisation-aware training at one bit-width per client; what FedMPQ is without its mixing of
-    precisions.
+    """Quantisation-aware training at one bit-width per client, on grids that reach max |W|.
 
     Args:
         bits: N, magnitude bits of every layer, 1 to 8, the sign not counted, as in FedMPQ; one number, or one

@@ -162,6 +162,10 @@ class LayerCodec:
                 "encode them again",
             )
         bits, scales = payload.codes("bits").values.tolist(), payload.tensor("scales").tolist()
+        if any(scale < 0 for scale in scales):
+            raise PayloadError(
+                f"weights of {sender} with scales {scales}", "a scale is 0 or more", "encode them again"
+            )
         if not all(1 <= n <= MAX_BITS for n in bits):
             raise PayloadError(
                 f"weights of {sender} with bits {bits}",
@@ -224,8 +228,9 @@ def check_budgets(bits: float | Sequence[float], num_clients: int | None = None)
     Raises:
         InputError: a value out of range, or, once ``num_clients`` is known, a list of another length.
     """
-    budgets = [bits] if isinstance(bits, (int, float)) else list(bits)
-    if not budgets or not all(1 <= b <= MAX_BITS for b in budgets):
+    budgets = [bits] if isinstance(bits, (int, float)) else list(bits or [])
+    numbers = all(isinstance(b, (int, float)) and not isinstance(b, bool) for b in budgets)
+    if not budgets or not numbers or not all(1 <= b <= MAX_BITS for b in budgets):
         raise InputError(
             f"--model.bits {bits}", f"a budget is 1 to {MAX_BITS} bits per weight", "write --model.bits 4"
         )

@@ -104,7 +104,8 @@ class Term(Recorded, ABC):
 class ScaledLoss(Term):
     """alpha * L_task: what an extra term does to the size of the step, and nothing else.
 
-    Under plain SGD it is the same as a learning rate 1 + alpha times as large.
+    Under plain SGD it is the same as a learning rate 1 + alpha times as large; other terms of the method,
+    such as FedMPQ's regulariser, are not scaled.
 
     Args:
         alpha: 0 or more; the task loss enters 1 + alpha times. 0: the term is left out.
