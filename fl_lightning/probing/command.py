@@ -188,7 +188,8 @@ def load_model(
         raise InputError(
             f"--ckpt_path {checkpoint.path}",
             f"it was trained with another configuration ({', '.join(changed[:4])}{more})",
-            "leave out --config, which then is the run's own, or write --trainer.allow_changed true",
+            "leave out --config, which then is the run's own, use the version that trained it, "
+            "or write --trainer.allow_changed true",
         )
     if changed:
         log.warning("testing with a changed configuration: %s", ", ".join(changed))
