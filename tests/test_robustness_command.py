@@ -31,6 +31,8 @@ SMALL = [
         "3",
         "--trainer.keep_checkpoints",
         "3",
+        "--trainer.checkpoint_every",
+        "1",
     ),
 ]
 CHEAP = "clean,clients,calibration"

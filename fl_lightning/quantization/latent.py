@@ -18,7 +18,7 @@ task's gradient as it is in :mod:`fl_lightning.quantization.planes` where ``pull
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -71,25 +71,28 @@ class _Tables(NamedTuple):
 
 @lru_cache(maxsize=16)  # allocations change over the rounds, and a table may have megabytes
 def _tables(layers: tuple[Layer, ...], device: torch.device) -> _Tables:
-    bits = torch.tensor([layer.bits for layer in layers])
-    sizes = torch.tensor([layer.size for layer in layers])
-    most = int(bits.max())
+    most, total = max(layer.bits for layer in layers), sum(layer.size for layer in layers)
     # weights up to four times s have digits of their own, larger ones count as those
-    magnitudes = torch.arange(2 ** (most + 2))
-    digits = torch.zeros(len(layers), most, len(magnitudes))
-    for layer, n in enumerate(bits.tolist()):
+    magnitudes = torch.arange(2 ** (most + 2), device=device)
+    digits = torch.zeros(len(layers), most, len(magnitudes), device=device)
+    for layer, (n, _) in enumerate(layers):
         for b in range(n - 1):
             digits[layer, b] = magnitudes >> b & 1
         digits[layer, n - 1] = magnitudes >> (n - 1)
-    tables = _Tables(
+
+    def of_each(values: Iterable[float]) -> Tensor:
+        """Return one value for each layer, filled in on the device: nothing is copied to it."""
+        return torch.stack([torch.full((), float(value), device=device) for value in values])
+
+    bits = of_each(n for n, _ in layers)
+    return _Tables(
         digits,
-        2.0 ** torch.arange(most),
-        torch.arange(most) < bits.unsqueeze(1),
+        2.0 ** torch.arange(most, device=device),
+        torch.arange(most, device=device) < bits.unsqueeze(1),
         2.0**bits - 1,
-        bits * sizes / sizes.sum(),
+        of_each(n * size / total for n, size in layers),
         (4.0**bits - 1) / 3,
     )
-    return _Tables(*(table.to(device) for table in tables))
 
 
 class _Rounded(torch.autograd.Function):
