@@ -15,7 +15,7 @@ from fl_lightning.quantization import (
     quantize,
     quantize_and_prune,
 )
-from fl_lightning.quantization.latent import Latent
+from fl_lightning.quantization.latent import Latent, counts_without_waiting
 from fl_lightning.quantization.layer import Grid, Layer
 from fl_lightning.quantization.planes import PLANE_MAX, TOP_MAX, Planes, gain, length, to_planes, units
 from fl_lightning.quantization.uniform import nearest_scale
@@ -196,6 +196,12 @@ def test_quantized_weights_are_autograds(representation, by_autograd, batched):
     before.backward()
     after.sum().backward()
     torch.testing.assert_close(found.grad, expected.grad, **precision)
+
+
+def test_counts_on_a_device_are_those_on_the_cpu():
+    rows = torch.randint(9, (3, 500), generator=torch.Generator().manual_seed(0), dtype=torch.int32)
+    expected = torch.stack([row.bincount(minlength=12) for row in rows])
+    assert torch.equal(counts_without_waiting(rows, 12), expected)
 
 
 @pytest.mark.parametrize("representation", [Planes(), Latent()])

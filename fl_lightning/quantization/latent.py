@@ -159,7 +159,13 @@ def _counts(places: Tensor, length: int) -> Tensor:
     rows = places.reshape(-1, places.shape[-1])
     if places.device.type == "cpu":
         counts = torch.stack([row.bincount(minlength=length) for row in rows])
-    else:  # bincount would wait for the device to know the largest
-        counts = torch.zeros(len(rows), length, dtype=torch.int64, device=places.device)
-        counts.scatter_add_(1, rows.long(), torch.ones_like(rows, dtype=torch.int64))
+    else:
+        counts = counts_without_waiting(rows, length)
     return counts.view(*places.shape[:-1], length).to(torch.float32)
+
+
+def counts_without_waiting(rows: Tensor, length: int) -> Tensor:
+    """Return the same of each row, int64 ``[B, length]``; ``bincount`` would wait for the device to know the
+    largest."""
+    counts = torch.zeros(len(rows), length, dtype=torch.int64, device=rows.device)
+    return counts.scatter_add_(1, rows.long(), torch.ones_like(rows, dtype=torch.int64))
