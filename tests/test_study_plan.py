@@ -15,7 +15,6 @@ from fl_lightning.cli import parser as cli
 from fl_lightning.errors import InputError
 from fl_lightning.settings import FREE_KEYS, changed_settings, settings_hash
 from fl_lightning.study.execute.cells import StudyCells
-from fl_lightning.study.spec.criteria import parse
 from fl_lightning.study.spec.plan import Study, Variation, as_flag
 from fl_lightning.study.spec.search import Range, Search
 
@@ -233,8 +232,8 @@ def test_noise_on_and_off_differ_in_one_number():
 @pytest.mark.parametrize("path", STUDIES, ids=lambda path: path.stem)
 def test_a_study_of_the_project_can_be_judged_and_its_ends_resolve(path):
     study = Study.read(path)
-    for criterion in study.criteria:
-        parse(criterion, list(study.methods))
+    assert len(study.parsed_criteria()) == len(study.criteria)
+    assert len(study.parsed_premises()) == len(study.premises)
     for cell in (study.cells()[0], study.cells()[-1]):
         resolved = yaml.safe_load(cli.resolve(cell.args))
         assert resolved["seed_everything"] == cell.seed
