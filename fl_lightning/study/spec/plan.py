@@ -173,10 +173,7 @@ class Study:
         Raises:
             InputError: one cannot be read.
         """
-        return [
-            parse(**entry, labels=list(self.methods), grid=self.grid)
-            for entry in map(as_entry, self.criteria)
-        ]
+        return self._parsed(self.criteria)
 
     def parsed_premises(self) -> list[Criterion]:
         """Return the premises, checked.
@@ -184,10 +181,10 @@ class Study:
         Raises:
             InputError: one cannot be read.
         """
-        return [
-            parse(**entry, labels=list(self.methods), grid=self.grid)
-            for entry in map(as_entry, self.premises)
-        ]
+        return self._parsed(self.premises)
+
+    def _parsed(self, entries: Sequence[str | dict[str, Any]]) -> list[Criterion]:
+        return [parse(**entry, labels=list(self.methods), grid=self.grid) for entry in map(as_entry, entries)]
 
     @classmethod
     def read(cls, path: str | Path, find_configs: bool = True, with_record: bool = True) -> Study:
