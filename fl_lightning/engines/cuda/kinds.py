@@ -131,7 +131,7 @@ class Kind:
         """Return what the method itself holds: parameters, buffers, modules, then all else."""
         mine = vars(self.method)
         held = [id(tensor) for name in REGISTERED for tensor in mine[name].values()]
-        return held + [id(value) for name, value in mine.items() if name not in REGISTERED]
+        return held + [id(mine[name]) for name in sorted(mine) if name not in REGISTERED]
 
     @torch.no_grad()
     def leave(self) -> None:
