@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from fl_lightning.hooks import Meter, Stressor
     from fl_lightning.methods import Method
     from fl_lightning.rng import stream
+    from fl_lightning.tasks import Task
     from fl_lightning.trainer import FederatedTrainer
     from fl_lightning.wire import Payload
 
@@ -26,6 +27,7 @@ __all__ = [
     "Method",
     "Payload",
     "Stressor",
+    "Task",
     "__version__",
     "stream",
 ]
@@ -37,6 +39,7 @@ _MODULES = {
     "Method": "methods",
     "Payload": "wire",
     "Stressor": "hooks",
+    "Task": "tasks",
     "stream": "rng",
 }
 

@@ -3,6 +3,9 @@
 Of a personalised method every client's own model is evaluated. The global test set is then dealt to the
 clients, each class in proportion to the training examples of it that they hold: one pass over the test set
 whatever their number, and ``test/accuracy`` is the accuracy where the examples would turn up.
+
+Metrics are sums over batches (:class:`fl_lightning.tasks.Task`), added in the order of the batches whichever
+rank made them. Outputs are collected only for those who ask for probabilities.
 """
 
 from __future__ import annotations
@@ -10,37 +13,42 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from itertools import islice
+from operator import itemgetter
 from types import MappingProxyType
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
 from lightning.fabric import Fabric
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from fl_lightning.client import Client
 from fl_lightning.data import FederatedData
 from fl_lightning.distributed import collectives
 from fl_lightning.methods import Method
+from fl_lightning.metrics import client_spread
 from fl_lightning.rng import stream
+from fl_lightning.tasks import Sums, Task
 
 T = TypeVar("T")
 States = Mapping[int, dict[str, Tensor]]
 NO_STATES: States = MappingProxyType({})
+MAX_PARTS = 2**32
+"""Batches of one client are numbered below it, so that all batches of all clients have an order."""
 
 
-def predict(fabric: Fabric, network: nn.Module, batches: Iterable[tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
-    """Evaluate the network and return logits float32 ``[n, C]`` and then whatever followed the inputs in each
-    batch, concatenated; on the CPU.
+def predict(fabric: Fabric, network: nn.Module, batches: Iterable[tuple[Any, ...]]) -> tuple[Tensor, ...]:
+    """Evaluate the network and return its outputs float32 ``[n, ...]`` and then whatever followed the inputs
+    in each batch, concatenated; on the CPU.
 
-    The batches are dealt to the ranks; every rank gets all of them back.
+    The batches are dealt to the ranks; every rank gets all of them back. This collects all outputs: metrics
+    come from :func:`on_test_set` and :func:`validate`, which do not.
     """
     return gather_columns((number, _forward(fabric, network, [batch])) for number, batch in share(batches))
 
 
 @torch.no_grad()
-def _forward(fabric: Fabric, network: nn.Module, batches: Iterable[tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
+def _forward(fabric: Fabric, network: nn.Module, batches: Iterable[tuple[Any, ...]]) -> tuple[Tensor, ...]:
     with evaluation_mode(network), fabric.autocast():
         columns = [(network(inputs).float(), *rest) for inputs, *rest in batches]
     return tuple(torch.cat(column) for column in zip(*columns, strict=True))
@@ -77,77 +85,170 @@ def evaluation_mode(network: nn.Module) -> Iterator[nn.Module]:
 
 
 def on_test_set(
-    fabric: Fabric, method: Method, data: FederatedData, states: States = NO_STATES
-) -> tuple[dict[str, float], Tensor, Tensor]:
-    """Evaluate the global model, or each client's own: metrics, probabilities ``[n, C]`` and targets ``[n]``.
+    fabric: Fabric,
+    method: Method,
+    data: FederatedData,
+    states: States = NO_STATES,
+    *,
+    answers: bool = True,
+) -> tuple[dict[str, float], tuple[Tensor, Tensor] | None]:
+    """Evaluate the global model, or each client's own, on the global test set.
 
     Args:
         states: what clients keep, by id.
+        answers: whether all outputs are collected; the metrics are sums over batches in any case.
+
+    Returns:
+        Metrics ``test/<metric>``; with ``answers`` the probabilities ``[n, C]`` and the targets ``[n]``, in
+        the order of the test set, else None.
     """
+    task = data.task
     if method.personalised:
-        logits, target = _predict_dealt(fabric, method, data, states)
+        owner = deal_test_set(data)
+        order = np.argsort(owner, kind="stable")
+        batches = _dealt_batches(method, data, owner, states)
     else:
-        logits, target = predict(fabric, method.deploy(), data.test_batches())
-    return (
-        {"test/accuracy": accuracy(logits, target), "test/loss": loss(logits, target)},
-        logits.softmax(1),
-        target,
-    )
+        order = None
+        network = method.deploy()
+        batches = ((number, network, batch) for number, batch in share(data.test_batches()))
+    sums: dict[str, Tensor] = {}
+    columns: list[tuple[int, tuple[Tensor, ...]]] = []
+    for number, network, (inputs, target) in batches:
+        outputs, found = _evaluate(fabric, task, network, inputs, target)
+        sums |= {
+            f"{number}/{name}": torch.stack([total.sum(), weight.sum()]).cpu()
+            for name, (total, weight) in found.items()
+        }
+        if answers:
+            columns.append((number, (outputs, target)))
+    means = {name: total / weight for name, (total, weight) in _totals(sums).items()}
+    metrics = {f"test/{name}": float(value) for name, value in task.finish(means).items()}
+    if not answers:
+        return metrics, None
+    outputs, target = gather_columns(columns)
+    if order is not None:
+        back = torch.from_numpy(np.argsort(order))
+        outputs, target = outputs[back], target[back]
+    return metrics, (outputs.softmax(1), target)
 
 
-def accuracy(logits: Tensor, target: Tensor) -> float:
-    """Return the share of logits ``[n, C]`` whose largest is that of the target, in [0, 1]."""
-    return (logits.argmax(1) == target).double().mean().item()
+@torch.no_grad()
+def _evaluate(
+    fabric: Fabric, task: Task, network: nn.Module, inputs: Any, target: Tensor
+) -> tuple[Any, Sums]:
+    with evaluation_mode(network), fabric.autocast():
+        return task.evaluate(network, inputs, target)
 
 
-def loss(logits: Tensor, target: Tensor) -> float:
-    """Return the mean cross-entropy, in nats."""
-    return F.cross_entropy(logits.double(), target).item()
+def _totals(sums: Mapping[str, Tensor]) -> dict[str, tuple[np.ndarray, np.ndarray]]:
+    """Add up what the ranks found, in the order of the batches and not of the ranks.
+
+    Args:
+        sums: by ``<number of the batch>/<metric>``, sum and weight, float64 ``[2]``.
+    """
+    found: dict[str, list[tuple[int, Tensor]]] = {}
+    for key, pair in collectives.gather_parts(sums).items():
+        number, _, name = key.partition("/")
+        found.setdefault(name, []).append((int(number), pair))
+    totals = {
+        name: torch.stack([pair for _, pair in sorted(pairs, key=itemgetter(0))]).sum(0).numpy()
+        for name, pairs in sorted(found.items())
+    }
+    return {name: (total[0], total[1]) for name, total in totals.items()}
 
 
-def _predict_dealt(
-    fabric: Fabric, method: Method, data: FederatedData, states: States
-) -> tuple[Tensor, Tensor]:
-    """Return the answer to each test example of the client that it is dealt to, in the order of the test
-    set."""
-    owner = deal_test_set(data)
-    order, answers = np.argsort(owner, kind="stable"), []
+def metrics_of(task: Task, outputs: Tensor, target: Tensor) -> dict[str, float]:
+    """Return the task's metrics of outputs ``[n, ...]`` that have been collected."""
+    sums = task.sums(outputs, target)
+    means = {name: (total / weight).numpy() for name, (total, weight) in sums.items()}
+    return {name: float(value) for name, value in task.finish(means).items()}
+
+
+def _dealt_batches(
+    method: Method, data: FederatedData, owner: np.ndarray, states: States
+) -> Iterator[tuple[int, nn.Module, tuple[Any, Tensor]]]:
+    """Yield the test examples of each client of this rank's share with the model of that client."""
     for number, id in share(np.unique(owner)):
         network = method.deploy(data.client(int(id), states.get(int(id))))
         mine = torch.from_numpy(np.flatnonzero(owner == id)).to(data.device)
-        batches = ((data.inputs("test", index), data.test_target[index]) for index in mine.split(512))
-        answers.append((number, _forward(fabric, network, batches)))
-    back = torch.from_numpy(np.argsort(order))
-    logits, target = (column[back] for column in gather_columns(answers))
-    return logits, target
+        for part, index in enumerate(mine.split(512)):
+            batch = data.inputs("test", index), data.test_target[index]
+            yield number * MAX_PARTS + part, network, batch
 
 
 def deal_test_set(data: FederatedData) -> np.ndarray:
     """Return the client that each test example is dealt to, int64 ``[n]``: drawn in proportion to the
-    examples of its class that clients hold, evenly where nobody holds any; the same in every round and for
-    every method."""
-    target, held = data.test_target.cpu().numpy(), data.class_counts().astype(np.float64)
-    rng, owner = stream(data.seed, "test_owners"), np.empty(len(target), np.int64)
-    for label in np.unique(target):
-        share = held[:, label] if held[:, label].any() else np.ones(len(held))
-        owner[target == label] = rng.choice(
-            len(held), size=int((target == label).sum()), p=share / share.sum()
-        )
+    examples of its group (its class, where the data have no other) that clients hold, evenly where nobody
+    holds any; the same in every round and for every method."""
+    group, held = data.test_group.cpu().numpy(), data.group_counts().astype(np.float64)
+    rng, owner = stream(data.seed, "test_owners"), np.empty(len(group), np.int64)
+    for value in np.unique(group):
+        share = held[:, value] if held[:, value].any() else np.ones(len(held))
+        owner[group == value] = rng.choice(len(held), size=int((group == value).sum()), p=share / share.sum())
     return owner
 
 
 def validate(
     fabric: Fabric, method: Method, data: FederatedData, states: States = NO_STATES
-) -> dict[int, float]:
-    """Return the accuracy on its own validation examples of each client that has any, by id."""
-    answers = predict_validation(fabric, method, data, states)
-    return client_accuracies(*answers) if answers else {}
+) -> dict[str, dict[int, float]]:
+    """Return ``task.per_client`` metrics of each client on its own validation examples, where it has any: by
+    metric, then by the client's id."""
+    task, columns, names = data.task, [], ["owner"]
+    for number, network, (inputs, target, owners) in _validation_batches(method, data, states):
+        _, found = _evaluate(fabric, task, network, inputs, target)
+        ids, index = torch.unique(owners, return_inverse=True)
+        names = ["owner", *found]
+        pairs = torch.stack([torch.stack([total, weight], 1) for total, weight in found.values()])
+        sums = pairs.new_zeros(len(found), len(ids), 2).index_add_(1, index, pairs)
+        columns.append((number, (ids, *sums)))
+    gathered = gather_columns(columns)
+    names = collectives.from_rank_zero(" ".join(names)).split()
+    if not gathered:
+        return {}
+    ids, index = np.unique(gathered[0].numpy(), return_inverse=True)
+    means = {}
+    for name, pair in zip(names[1:], gathered[1:], strict=True):
+        total, weight = (np.bincount(index, weights=part) for part in pair.numpy().T)
+        means[name] = total / np.where(weight > 0, weight, np.nan)
+    metrics = task.finish(means)
+    return {name: dict(zip(ids.tolist(), metrics[name].tolist(), strict=True)) for name in task.per_client}
+
+
+def spread_over_clients(data: FederatedData, validated: Mapping[str, dict[int, float]]) -> dict[str, float]:
+    """Return mean and spread over clients of what :func:`validate` found, as ``val/*``."""
+    task = data.task
+    metrics: dict[str, float] = {}
+    for name, of_clients in validated.items():
+        metrics |= client_spread(
+            list(of_clients.values()),
+            data.val_sizes[list(of_clients)],
+            metric=name,
+            higher_is_better=name not in task.lower_is_better,
+            is_hits=name in task.hits,
+        )
+    return metrics
+
+
+def _validation_batches(
+    method: Method, data: FederatedData, states: States
+) -> Iterator[tuple[int, nn.Module, tuple[Any, Tensor, Tensor]]]:
+    """Yield this rank's share of the validation batches, each with the model that is asked."""
+    if method.personalised:
+        for number, id in share(data.validating.tolist()):
+            client = data.client(id, states.get(id))
+            network = method.deploy(client)
+            for part, batch in enumerate(data.val_batches([client])):
+                yield number * MAX_PARTS + part, network, batch
+    else:
+        network = method.deploy()
+        for number, batch in share(data.val_batches()):
+            yield number, network, batch
 
 
 def predict_validation(
     fabric: Fabric, method: Method, data: FederatedData, states: States = NO_STATES
 ) -> tuple[Tensor, ...]:
-    """Return logits ``[n, C]``, targets ``[n]`` and owners ``[n]`` of all clients' validation examples, on
+    """Return outputs ``[n, C]``, targets ``[n]`` and owners ``[n]`` of all clients' validation examples, on
     the CPU; ``()`` when there are none."""
     if method.personalised:
         held = data.validating.tolist()
@@ -156,13 +257,6 @@ def predict_validation(
             for number, id in share(held)
         )
     return predict(fabric, method.deploy(), data.val_batches())
-
-
-def client_accuracies(logits: Tensor, target: Tensor, owners: Tensor) -> dict[int, float]:
-    """Return the accuracy of each client that has examples, by id, from :func:`predict_validation`."""
-    hits = (logits.argmax(1) == target).numpy()
-    ids, index, counts = np.unique(owners.numpy(), return_inverse=True, return_counts=True)
-    return dict(zip(ids.tolist(), (np.bincount(index, weights=hits) / counts).tolist(), strict=True))
 
 
 def _validate_own(fabric: Fabric, method: Method, data: FederatedData, client: Client) -> tuple[Tensor, ...]:

@@ -16,7 +16,10 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 from torch import Tensor
 
 from fl_lightning.client import Assignment, Client
+from fl_lightning.errors import InputError
+from fl_lightning.support.overriding import overrides
 from fl_lightning.support.recorded import Recorded
+from fl_lightning.tasks import Classification, Task
 from fl_lightning.wire import Payload
 
 if TYPE_CHECKING:
@@ -133,10 +136,12 @@ class Meter(Callback):
         """One client of the cohort has been trained; its upload is next, others may still be trained."""
 
     def on_evaluate(self, probs: Tensor, target: Tensor, record: RoundRecord, context: Context) -> None:
-        """The global test set: ``probs`` float32 ``[n, C]`` (softmax output), ``target`` int64 ``[n]``."""
+        """The global test set: ``probs`` float32 ``[n, C]`` (softmax output), ``target`` int64 ``[n]``. Only
+        of classification, and only where a callback overrides this hook: nothing else collects outputs."""
 
-    def on_validate(self, accuracies: dict[int, float], record: RoundRecord, context: Context) -> None:
-        """Validation accuracy in [0, 1] of every client that has validation examples, by id."""
+    def on_validate(self, values: dict[int, float], record: RoundRecord, context: Context) -> None:
+        """The task's primary metric, such as the accuracy in [0, 1], of every client that has validation
+        examples, by id."""
 
     def on_round_end(self, record: RoundRecord, context: Context) -> None:
         pass
@@ -146,6 +151,29 @@ class Meter(Callback):
 
     def on_exception(self, error: BaseException, context: Context) -> None:
         """The run ends early. What was done is on disk, if that could be written."""
+
+
+def reads_probabilities(callback: object) -> bool:
+    """Return whether a callback asks for the probabilities of the whole test set."""
+    if isinstance(callback, Meter):
+        return overrides(callback, Meter, "on_evaluate")
+    return hasattr(callback, "on_evaluate")
+
+
+def check_probabilities(callbacks: Iterable[object], task: Task) -> None:
+    """Refuse callbacks that need probabilities of classes where the task has none.
+
+    Raises:
+        InputError: there is one.
+    """
+    for callback in callbacks:
+        if reads_probabilities(callback) and not isinstance(task, Classification):
+            name = type(callback).__name__
+            raise InputError(
+                f"{name} where the task is {type(task).__name__}",
+                "it reads the probabilities of the classes of every test example",
+                f"leave callbacks.{name} out",
+            )
 
 
 def stop_reason(callbacks: Iterable[object]) -> str:

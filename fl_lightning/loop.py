@@ -21,11 +21,11 @@ from fl_lightning.data import FederatedData
 from fl_lightning.engines import ClientResult, ClientTask, Engine
 from fl_lightning.engines.base import one_thread
 from fl_lightning.errors import MisuseError
-from fl_lightning.hooks import Callback, RoundRecord, RunFiles, stress, tell
+from fl_lightning.hooks import Callback, RoundRecord, RunFiles, reads_probabilities, stress, tell
 from fl_lightning.methods import Method
 from fl_lightning.methods.base import declared_limits
 from fl_lightning.methods.terms import require_terms
-from fl_lightning.metrics import Mean, client_spread
+from fl_lightning.metrics import Mean
 from fl_lightning.wire import Ledger, LedgerEntry, Payload, PayloadError
 
 if TYPE_CHECKING:
@@ -356,12 +356,14 @@ def summarise(
 
 def evaluate(fed: Federation, record: RoundRecord) -> None:
     started = perf_counter()
-    metrics, probs, target = evaluation.on_test_set(fed.fabric, fed.method, fed.data, fed.states)
-    accuracies = evaluation.validate(fed.fabric, fed.method, fed.data, fed.states)
-    examples = fed.data.val_sizes[list(accuracies)]
-    record.metrics |= metrics | client_spread(list(accuracies.values()), examples)
-    tell(fed.callbacks, "on_evaluate", probs, target, record, fed)
-    tell(fed.callbacks, "on_validate", accuracies, record, fed)
+    task, asked = fed.data.task, any(map(reads_probabilities, fed.callbacks))
+    metrics, answers = evaluation.on_test_set(fed.fabric, fed.method, fed.data, fed.states, answers=asked)
+    record.metrics |= metrics
+    validated = evaluation.validate(fed.fabric, fed.method, fed.data, fed.states)
+    record.metrics |= evaluation.spread_over_clients(fed.data, validated)
+    if answers:
+        tell(fed.callbacks, "on_evaluate", *answers, record, fed)
+    tell(fed.callbacks, "on_validate", validated.get(task.primary, {}), record, fed)
     record.metrics["time/evaluate"] = perf_counter() - started
 
 

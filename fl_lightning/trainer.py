@@ -26,7 +26,7 @@ from fl_lightning.distributed.launch import (
 from fl_lightning.engines import Engine, EngineName, check_optimizer, check_workers, make_engine
 from fl_lightning.engines.determinism import deterministic
 from fl_lightning.errors import InputError, MisuseError
-from fl_lightning.hooks import Callback, stop_reason, tell
+from fl_lightning.hooks import Callback, check_probabilities, stop_reason, tell
 from fl_lightning.loop import Federation, cohort_size, run_round, weights_hash
 from fl_lightning.methods import Method
 from fl_lightning.probing import command as probing
@@ -228,7 +228,11 @@ class FederatedTrainer(Recorded):
             start = start_on_all_ranks(lambda: self._choose_start(ckpt_path, settings))
             fed = self._prepare()
             self.progress = Progress(
-                settings, data.partition_hash, every=self.checkpoint_every, keep=self.keep_checkpoints
+                settings,
+                data.partition_hash,
+                data.task,
+                every=self.checkpoint_every,
+                keep=self.keep_checkpoints,
             )
             self.progress.restore(fed, start, self.allow_changed)
             method.round = self.progress.done.round
@@ -353,6 +357,7 @@ class FederatedTrainer(Recorded):
             eval_every=self.eval_every,
         )
         try:
+            check_probabilities(self.callbacks, self.data.task)
             tell(self.callbacks, "on_check", fed)
         except (InputError, MisuseError):
             raise

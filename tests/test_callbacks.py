@@ -22,13 +22,15 @@ from callbacks.figures.partition_figure import partition_figure
 from fl_lightning.client import Assignment, Client
 from fl_lightning.hooks import RoundRecord
 from fl_lightning.metrics import brier_score, expected_calibration_error
+from fl_lightning.tasks import Classification
 
 SIZES = np.array([0 if k % 10 == 3 else 5 + k for k in range(50)])  # five of fifty clients are empty
 STARTS = SIZES.cumsum() - SIZES
 
 
 class Data:
-    num_classes, num_clients, sizes = 10, len(SIZES), SIZES
+    task, num_classes, num_clients, sizes = Classification(), 10, len(SIZES), SIZES
+    train_target = torch.arange(SIZES.sum()) % 10
 
     def client(self, id: int) -> Client:
         indices = np.arange(STARTS[id], STARTS[id] + SIZES[id])
@@ -37,7 +39,7 @@ class Data:
     def labels(self, id: int) -> torch.Tensor:
         return torch.from_numpy(self.client(id).train % 10)
 
-    def class_counts(self) -> np.ndarray:
+    def group_counts(self) -> np.ndarray:
         return np.stack([np.bincount(self.labels(k), minlength=10) for k in range(self.num_clients)])
 
 
@@ -104,7 +106,9 @@ def test_label_noise_is_exact_and_the_same_every_round() -> None:
 
 
 def test_flips_are_uniform_over_the_other_classes() -> None:
-    context = FakeContext(data=SimpleNamespace(num_classes=4, sizes=np.array([30_000])))
+    context = FakeContext(
+        data=SimpleNamespace(task=Classification(), num_classes=4, sizes=np.array([30_000]))
+    )
     client = Client(0, train=np.arange(30_000), val=np.empty(0, np.int64))
     labels = torch.full((30_000,), 2)
     changed = LabelNoise(round=1, clients=1.0, labels=1.0).change_labels(
@@ -145,7 +149,7 @@ def test_label_noise_that_never_comes_is_said(caplog: pytest.LogCaptureFixture) 
 
 def test_label_noise_scales_to_a_large_federation() -> None:
     """100 000 clients: only sizes are read, and no client but the asked one."""
-    data = SimpleNamespace(num_classes=10, sizes=np.ones(100_000, np.int64))
+    data = SimpleNamespace(task=Classification(), num_classes=10, sizes=np.ones(100_000, np.int64))
     noise, context = LabelNoise(round=1, clients=0.1, labels=1.0), FakeContext(data=data)
     noisy = [
         k for k in range(3000)

@@ -170,7 +170,7 @@ def test_what_counts_as_an_improvement(settings, values, stops_after):
 )
 def test_settings_are_checked(settings):
     with refused(f"EarlyStopping({next(iter(settings))}=", "write"):
-        EarlyStopping(**settings)
+        EarlyStopping(**settings).on_check(SimpleNamespace(data=ready()))
 
 
 def test_without_validation_examples_there_is_nothing_to_monitor():

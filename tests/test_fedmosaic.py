@@ -329,7 +329,7 @@ def test_personalised_metrics(tmp_path):
 def test_the_test_set_is_dealt_to_those_who_hold_its_classes():
     data = digits(8)
     built(mosaic(), data)
-    owner, counts = deal_test_set(data), data.class_counts()
+    owner, counts = deal_test_set(data), data.group_counts()
     assert owner.shape == data.test_target.shape
     assert (counts[owner, data.test_target.numpy()] > 0).all()
     assert (owner == deal_test_set(data)).all()
@@ -353,7 +353,7 @@ def test_a_personalised_test_asks_each_owner_and_keeps_the_order(tmp_path):
 
     data = digits(8)
     method = built(Sign(networks=[SMALL], reference=REFERENCE, num_blocks=3), data)
-    metrics, probs, target = evaluate(Fabric(accelerator="cpu"), method, data)
+    metrics, (probs, target) = evaluate(Fabric(accelerator="cpu"), method, data)
     assert torch.equal(target, data.test_target)
     assert (probs.argmax(1).numpy() == deal_test_set(data)).all()
     assert metrics["test/accuracy"] == pytest.approx(float((deal_test_set(data) == target.numpy()).mean()))

@@ -155,7 +155,7 @@ def test_relevance_finds_the_clients_with_similar_classes(tmp_path):
     trainer = run(method, data, tmp_path, max_rounds=3, local_epochs=1, callbacks=[RelevanceFigure(every=2)])
     ids, relevance = method.relevance()
     assert ids.tolist() == list(range(12))
-    assert label_correlation(relevance, data.class_counts()) > 0.9
+    assert label_correlation(relevance, data.group_counts()) > 0.9
     figures = {path.name for path in (trainer.run_dir / "figures").iterdir()}
     assert figures == {
         f"{name}.{suffix}" for name in ("relevance", "relevance_round_0002") for suffix in ("png", "pdf")
@@ -167,7 +167,7 @@ def test_relevance_finds_the_clients_with_similar_classes(tmp_path):
 def test_relevance_sees_nothing_when_the_noise_is_loud(tmp_path):
     data, method = digits(12), mosaic(sigma=100.0)
     run(method, data, tmp_path, max_rounds=2, local_epochs=1)
-    assert abs(label_correlation(method.relevance()[1], data.class_counts())) < 0.4
+    assert abs(label_correlation(method.relevance()[1], data.group_counts())) < 0.4
 
 
 def test_figure_helpers():

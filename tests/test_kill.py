@@ -100,7 +100,7 @@ def outcome(folder: Path) -> dict:
     }
     result |= {
         "callbacks": progress["callbacks"],
-        "best": (progress["best_round"], progress["best_accuracy"]),
+        "best": (progress["best_round"], progress["best_value"]),
     }
     result |= {
         "checkpoints": [c.name for c in checkpoints],

@@ -18,6 +18,7 @@ NAMES = {
     "Method": "methods.base",
     "Payload": "wire.payload",
     "Stressor": "hooks",
+    "Task": "tasks.base",
     "stream": "rng",
 }
 

@@ -294,7 +294,7 @@ def test_two_starts_at_once_are_one_run(tmp_path):
 ODD = {
     "round": [-1, "3", None, 4, True],
     "best_round": ["x", -1],
-    "best_accuracy": [None, "high"],
+    "best_value": ["high", []],
     "tables": [None, {}, {"metrics": {"rows": 3}}, {"metrics": 1, "ledger": 2}],
     "callbacks": [None, [["a"]], [["a", "{"]], "abc"],
     "on_device": [None, [1]],

@@ -150,7 +150,7 @@ def test_attacks_see_pixels_and_leave_no_gradient(tmp_path):
 def test_the_answers_are_those_of_the_evaluation(method, tmp_path):
     """In the order of the test set, from the right client with its own state, bit for bit."""
     subject = subject_of(method(), tmp_path)
-    _, probs, target = evaluation.on_test_set(subject.fabric, subject.method, subject.data, subject.states)
+    _, (probs, target) = evaluation.on_test_set(subject.fabric, subject.method, subject.data, subject.states)
     assert torch.equal(subject.answers().softmax(1), probs)
     assert torch.equal(subject.answers_to().softmax(1), probs)
     assert torch.equal(subject.target, target)

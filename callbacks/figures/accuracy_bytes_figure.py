@@ -1,4 +1,5 @@
-"""What accuracy costs: test accuracy against everything that has crossed the wire."""
+"""What the primary metric costs: accuracy, or what the task has, against everything that has crossed the
+wire."""
 
 from __future__ import annotations
 
@@ -9,60 +10,73 @@ import numpy as np
 from callbacks.figures.figure_meter import FigureMeter
 from fl_lightning.figures import BLACK, BLUE, ORANGE, RED, legend_outside, open_frame
 from fl_lightning.hooks import Context, RoundRecord
+from fl_lightning.tasks import Classification, Task
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-COLUMNS = ("comm/download_bytes", "comm/upload_bytes", "comm/wasted_bytes", "test/accuracy")
+COLUMNS = ("comm/download_bytes", "comm/upload_bytes", "comm/wasted_bytes")
+
+CLASSIFICATION = Classification()
 
 
 class AccuracyBytesFigure(FigureMeter):
-    """Draws ``figures/accuracy_bytes``: test accuracy against cumulative megabytes, down and up, wasted
-    uploads included."""
+    """Draws ``figures/accuracy_bytes``, or the same of another primary metric: its value on the test set
+    against cumulative megabytes, down and up, wasted uploads included."""
 
     name = "accuracy_bytes"
     empty: ClassVar = {"rows": []}
 
     def on_round_end(self, record: RoundRecord, context: Context) -> None:
-        self.seen["rows"].append([float(record.metrics.get(name, float("nan"))) for name in COLUMNS])
+        names = (*COLUMNS, f"test/{context.data.task.primary}")
+        self.seen["rows"].append([float(record.metrics.get(name, float("nan"))) for name in names])
         super().on_round_end(record, context)
 
+    def on_check(self, context: Context) -> None:
+        super().on_check(context)
+        self.name = f"{context.data.task.primary}_bytes"  # type: ignore[misc]
+
     def figure(self, context: Context) -> Figure:
-        rows = np.array(self.seen["rows"]).reshape(-1, len(COLUMNS))
-        return accuracy_bytes_figure(*rows.T)
+        rows = np.array(self.seen["rows"]).reshape(-1, len(COLUMNS) + 1)
+        down, up, wasted, value = rows.T
+        return accuracy_bytes_figure(down, up, wasted, value, context.data.task)
 
 
 def accuracy_bytes_figure(
-    down: np.ndarray, up: np.ndarray, wasted: np.ndarray, accuracy: np.ndarray
+    down: np.ndarray,
+    up: np.ndarray,
+    wasted: np.ndarray,
+    value: np.ndarray,
+    task: Task = CLASSIFICATION,
 ) -> Figure:
-    """Above: accuracy after each evaluated round. Below, on the same axis: what the megabytes of the whole
-    run were.
+    """Above: the primary metric after each evaluated round. Below, on the same axis: what the megabytes of
+    the whole run were.
 
     Args:
         down, up: bytes of each round ``[R]``, over the whole cohort.
         wasted: those of ``up`` that never counted.
-        accuracy: test accuracy in [0, 1], NaN where the round was not evaluated.
+        value: the task's primary metric on the test set, NaN where the round was not evaluated.
+        task: names that metric.
     """
     from matplotlib.figure import Figure
 
-    evaluated = np.isfinite(accuracy)
+    evaluated, primary = np.isfinite(value), task.primary
     if not evaluated.any():
-        raise ValueError("no round has a finite test/accuracy")
+        raise ValueError(f"no round has a finite test/{primary}")
     figure = Figure(figsize=(6.8, 4.6), layout="constrained")
     top, bottom = figure.subplots(2, 1, sharex=True, height_ratios=[5, 1])
     open_frame(top, bottom)
     megabytes = (down + up).cumsum() / 1e6
-    percent = 100 * accuracy[evaluated]
-    top.plot(megabytes[evaluated], percent, color=BLUE, marker=".", markersize=4, linewidth=1.5)
-    best = int(percent.argmax())
-    top.plot(
-        megabytes[evaluated][best], percent[best], "o", markerfacecolor="none", color=BLACK, markersize=9
-    )
+    known = value[evaluated]
+    shown = task.scale(primary) * known
+    top.plot(megabytes[evaluated], shown, color=BLUE, marker=".", markersize=4, linewidth=1.5)
+    best = int(known.argmax() if task.higher_is_better else known.argmin())
+    top.plot(megabytes[evaluated][best], shown[best], "o", markerfacecolor="none", color=BLACK, markersize=9)
     top.set(
-        ylabel="test accuracy (%)",
+        ylabel=f"test {task.title(primary)}",
         title=(
-            f"{len(accuracy)} rounds, {megabytes[-1]:.2f} MB: {percent[-1]:.1f} % at the end, "
-            f"{percent[best]:.1f} % at best (circle)"
+            f"{len(value)} rounds, {megabytes[-1]:.2f} MB: {task.shown(primary, known[-1])} at the end, "
+            f"{task.shown(primary, known[best])} at best (circle)"
         ),
     )
     left = 0.0

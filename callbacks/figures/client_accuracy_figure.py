@@ -9,9 +9,12 @@ import numpy as np
 from callbacks.figures.figure_meter import FigureMeter
 from fl_lightning.figures import BLACK, BLUE, RED, legend_outside, open_frame
 from fl_lightning.hooks import Context, RoundRecord
+from fl_lightning.tasks import Classification, Task
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
+
+CLASSIFICATION = Classification()
 
 
 class ClientAccuracyFigure(FigureMeter):
@@ -26,9 +29,12 @@ class ClientAccuracyFigure(FigureMeter):
     def applies_to(self, context: Context) -> bool:
         return context.data.val_fraction > 0
 
-    def on_validate(self, accuracies: dict[int, float], record: RoundRecord, context: Context) -> None:
-        values = list(accuracies.values())
-        self.seen = {"round": record.round, "ids": list(accuracies), "accuracies": values}
+    def on_check(self, context: Context) -> None:
+        super().on_check(context)
+        self.name = f"client_{context.data.task.primary}"  # type: ignore[misc]
+
+    def on_validate(self, values: dict[int, float], record: RoundRecord, context: Context) -> None:
+        self.seen = {"round": record.round, "ids": list(values), "accuracies": list(values.values())}
 
     def on_round_end(self, record: RoundRecord, context: Context) -> None:
         if self.seen["round"] == record.round:
@@ -36,54 +42,76 @@ class ClientAccuracyFigure(FigureMeter):
 
     def figure(self, context: Context) -> Figure:
         held = [len(context.data.client(id).val) for id in self.seen["ids"]]
-        return client_accuracy_figure(np.array(self.seen["accuracies"]), np.array(held), self.seen["round"])
+        values, round = np.array(self.seen["accuracies"]), self.seen["round"]
+        return client_accuracy_figure(values, np.array(held), round, context.data.task)
 
 
-def client_accuracy_figure(accuracies: np.ndarray, held: np.ndarray, round: int) -> Figure:
-    """Left: clients by accuracy. Right: share of clients with at most that accuracy. Every client counts the
-    same.
+def client_accuracy_figure(
+    values: np.ndarray, held: np.ndarray, round: int, task: Task = CLASSIFICATION
+) -> Figure:
+    """Left: clients by the task's primary metric. Right: share of clients with at most that value. Every
+    client counts the same.
 
     Args:
-        accuracies: in [0, 1], of each client ``[K]``.
+        values: of each client ``[K]``.
         held: validation examples of each client ``[K]``; of one example an accuracy is 0 or 1.
+        task: names the metric.
     """
     from matplotlib.figure import Figure
 
-    K = len(accuracies)
+    K, primary = len(values), task.primary
     if not K:
         raise ValueError("no client has been validated")
-    percent = 100 * np.sort(accuracies)
+    name, title, is_share = primary.replace("_", " "), task.title(primary), primary in task.shares
+    shown = task.scale(primary) * np.sort(values)
     worst = -(-K // 10)
+    is_worst = np.arange(K) < worst if task.higher_is_better else np.arange(K) >= K - worst
     figure = Figure(figsize=(9.6, 4.2), layout="constrained")
     left, right = figure.subplots(1, 2)
     open_frame(left, right)
-    edges = np.linspace(0, 100, 11)
+    low, high = (0.0, 100.0) if is_share else (shown[0], max(shown[-1], shown[0] + 1e-9))
     left.hist(
-        [percent[:worst], percent[worst:]], edges, stacked=True, color=[RED, BLUE], edgecolor="white",
+        [shown[is_worst], shown[~is_worst]],
+        np.linspace(low, high, 11),
+        stacked=True,
+        color=[RED, BLUE],
+        edgecolor="white",
         label=[f"worst decile: {worst} of {K} clients", "other clients"],
-    )  # fmt: skip
-    left.set(xlabel="validation accuracy (%), bins of 10 points", ylabel="clients", xlim=(0, 100))
+    )
+    bins = ", bins of 10 points" if is_share else ""
+    left.set(xlabel=f"validation {title}{bins}", ylabel="clients", xlim=(low, high))
     share = 100 * np.arange(1, K + 1) / K
-    right.step([0, *percent, 100], [0, *share, 100], where="post", color=BLUE, linewidth=1.5, zorder=3)
-    right.axhspan(0, 100 * worst / K, color=RED, alpha=0.25, linewidth=0)
-    mean, low = percent.mean(), percent[:worst].mean()
+    right.step([low, *shown, high], [0, *share, 100], where="post", color=BLUE, linewidth=1.5, zorder=3)
+    shade = (0, 100 * worst / K) if task.higher_is_better else (100 - 100 * worst / K, 100)
+    right.axhspan(*shade, color=RED, alpha=0.25, linewidth=0)
+    scale = task.scale(primary)
+    mean, std, of_worst = shown.mean(), shown.std(), shown[is_worst].mean()
+    spread = f"{std:.1f}" if is_share else f"{std:.3g}"
     right.axvline(
         mean,
         color=BLACK,
         linestyle="--",
         linewidth=1,
-        label=f"mean {mean:.1f} %, standard deviation {percent.std():.1f}",
+        label=f"mean {task.shown(primary, mean / scale)}, standard deviation {spread}",
     )
-    right.axvline(low, color=RED, linestyle=":", linewidth=2, label=f"mean of the worst decile {low:.1f} %")
+    right.axvline(
+        of_worst,
+        color=RED,
+        linestyle=":",
+        linewidth=2,
+        label=f"mean of the worst decile {task.shown(primary, of_worst / scale)}",
+    )
+    margin = 0.01 * (high - low)
     right.set(
-        xlabel="validation accuracy (%)",
-        ylabel="clients with at most that accuracy (%)",
-        xlim=(-1, 101),
+        xlabel=f"validation {title}",
+        ylabel=f"clients with at most that {name} (%)",
+        xlim=(low - margin, high + margin),
         ylim=(0, 101),
     )
     few = f"{held.min()} to {held.max()} validation examples each, median {np.median(held):.0f}"
     figure.suptitle(
-        f"Accuracy of {K} clients on their own examples, round {round} ({few})", fontsize="medium"
+        f"{name.capitalize()} of {K} clients on their own examples, round {round} ({few})",
+        fontsize="medium",
     )
     legend_outside(figure, columns=2)
     return figure

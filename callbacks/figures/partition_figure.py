@@ -17,10 +17,10 @@ SHOWN = 200  # clients; more columns than that cannot be told apart on a page
 
 
 class PartitionFigure(Meter):
-    """Draws ``figures/partition`` before the first round, from ``data.class_counts()``."""
+    """Draws ``figures/partition`` before the first round, from ``data.group_counts()``."""
 
     def on_setup(self, context: Context) -> None:
-        counts = context.data.class_counts()
+        counts = context.data.group_counts()
         draw(context, "partition", lambda: partition_figure(counts))
 
 

@@ -39,7 +39,7 @@ class RelevanceFigure(FigureMeter):
 
     def on_round_end(self, record: RoundRecord, context: Context) -> None:
         ids, relevance = context.method.relevance()
-        correlation = label_correlation(relevance, context.data.class_counts()[ids])
+        correlation = label_correlation(relevance, context.data.group_counts()[ids])
         if not math.isnan(correlation):
             record.metrics["relevance/label_correlation"] = correlation
         if len(ids) >= 2:
@@ -51,7 +51,7 @@ class RelevanceFigure(FigureMeter):
 
     def figure(self, context: Context) -> Figure:
         ids, relevance = context.method.relevance()
-        return relevance_figure(ids, relevance, context.data.class_counts()[ids])
+        return relevance_figure(ids, relevance, context.data.group_counts()[ids])
 
 
 def label_similarity(counts: np.ndarray) -> np.ndarray:

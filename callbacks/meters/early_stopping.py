@@ -3,25 +3,35 @@
 from __future__ import annotations
 
 import math
+import re
 from typing import Any, Literal
 
 from fl_lightning.errors import InputError
 from fl_lightning.hooks import Context, Meter, RoundRecord
 from fl_lightning.metrics import client_spread
+from fl_lightning.tasks import Classification, Task
 
-MONITORS = (*client_spread([0.0]), "train/loss")
-"""Metrics of every round that is evaluated. The test set is not among them: it must not choose when a run
-ends."""
+LOSS = "train/loss"
+
+
+def monitors(task: Task) -> tuple[str, ...]:
+    """Return the metrics of every round that is evaluated. The test set is not among them: it must not choose
+    when a run ends."""
+    return (*(name for metric in task.per_client for name in client_spread([0.0], metric=metric)), LOSS)
+
+
+FORM = re.compile(r"val/\w+|train/loss")
 
 
 class EarlyStopping(Meter):
     """Ends the run, as finished, after ``patience`` evaluated rounds in a row without an improvement.
 
     Args:
-        monitor: ``val/accuracy``, ``val/accuracy_std``, ``val/accuracy_worst_decile`` or ``train/loss``.
+        monitor: ``val/accuracy``, ``val/accuracy_std``, ``val/accuracy_worst_decile``, the same of another
+            metric of the task such as ``val/perplexity``, or ``train/loss``.
         patience: evaluated rounds without an improvement after which the run ends, at least 1.
         mode: whether more of the monitor is better (``max``) or less (``min``); null: less of a loss or a
-            spread, more of an accuracy.
+            spread, more of an accuracy, and of another metric as the task has it.
         min_delta: what a value has to be better by than the best one to count as an improvement, 0 or more.
     """
 
@@ -32,12 +42,8 @@ class EarlyStopping(Meter):
         mode: Literal["max", "min"] | None = None,
         min_delta: float = 0.0,
     ) -> None:
-        if monitor not in MONITORS:
-            raise InputError(
-                f"EarlyStopping(monitor={monitor!r})",
-                f"it is one of {', '.join(MONITORS)}",
-                f"write monitor: {MONITORS[0]}",
-            )
+        if not FORM.fullmatch(monitor):
+            raise _unknown(monitor, Classification())
         if patience < 1:
             raise InputError(
                 f"EarlyStopping(patience={patience})",
@@ -55,7 +61,8 @@ class EarlyStopping(Meter):
                 "write min_delta: 0.001",
             )
         self.monitor, self.patience, self.min_delta = monitor, patience, min_delta
-        self.mode = mode or ("min" if monitor.endswith(("loss", "_std")) else "max")
+        self.mode = mode
+        self._sign = -1 if mode == "min" else 1
         self._forget()
 
     def _forget(self) -> None:
@@ -65,6 +72,10 @@ class EarlyStopping(Meter):
 
     def on_check(self, context: Context) -> None:
         self._forget()  # what another run of the same trainer has shown
+        if self.monitor != LOSS and self.monitor not in monitors(context.data.task):
+            raise _unknown(self.monitor, context.data.task)
+        if self.mode is None:
+            self._sign = -1 if self.monitor == LOSS else _sign_of(self.monitor, context.data.task)
         if self.monitor.startswith("val/") and not len(context.data.validating):
             raise InputError(
                 f"EarlyStopping(monitor={self.monitor!r}) where no client has validation examples",
@@ -72,14 +83,15 @@ class EarlyStopping(Meter):
                 "write --data.val_fraction 0.1",
             )
 
-    def on_validate(self, accuracies: dict[int, float], record: RoundRecord, context: Context) -> None:
+    def on_validate(self, values: dict[int, float], record: RoundRecord, context: Context) -> None:
         self._evaluated = record.round
 
     def on_round_end(self, record: RoundRecord, context: Context) -> None:
         if self._evaluated != record.round or self.monitor not in record.metrics:
             return
-        value, sign = record.metrics[self.monitor], 1 if self.mode == "max" else -1
-        if math.isfinite(value) and (self._best is None or sign * (value - self._best) > self.min_delta):
+        value = record.metrics[self.monitor]
+        gain = math.inf if self._best is None else self._sign * (value - self._best)
+        if math.isfinite(value) and gain > self.min_delta:
             self._best, self._best_round, self._waited = value, record.round, 0
         else:
             self._waited += 1
@@ -96,3 +108,18 @@ class EarlyStopping(Meter):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._best, self._best_round, self._waited = state["best"], state["best_round"], state["waited"]
+
+
+def _sign_of(monitor: str, task: Task) -> int:
+    """Return 1 where more of a ``val/*`` metric is better, -1 where less is."""
+    metric = monitor.removeprefix("val/").removesuffix("_worst_decile")
+    return -1 if metric.endswith("_std") or metric in task.lower_is_better else 1
+
+
+def _unknown(monitor: str, task: Task) -> InputError:
+    known = monitors(task)
+    return InputError(
+        f"EarlyStopping(monitor={monitor!r})",
+        f"it is one of {', '.join(known)}",
+        f"write monitor: {known[0]}",
+    )

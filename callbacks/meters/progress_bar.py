@@ -20,6 +20,7 @@ from fl_lightning.client import Assignment, Client
 from fl_lightning.errors import InputError
 from fl_lightning.hooks import Context, Meter, RoundRecord
 from fl_lightning.support.terminal import ResizableLive
+from fl_lightning.tasks import Classification, Task
 
 log = logging.getLogger("fl_lightning")
 
@@ -51,9 +52,12 @@ class ProgressBar(Meter):
             time.monotonic()
         )  # seconds: the start of the run, the end of the last round
         self._metrics: dict[str, float] = {}
-        self._bytes, self._best = 0.0, 0.0
+        self._bytes = 0.0
+        self._best: float | None = None
+        self._task: Task = Classification()
 
     def on_setup(self, context: Context) -> None:
+        self._task = context.data.task
         self._started = self._mark = time.monotonic()
         self._durations.clear()
 
@@ -74,9 +78,9 @@ class ProgressBar(Meter):
         self._mark = now
         self._metrics |= record.metrics
         self._bytes += record.metrics.get("comm/total_bytes", 0)
-        accuracy = record.metrics.get("test/accuracy")
-        if accuracy is not None and accuracy > self._best:
-            self._best = accuracy
+        value = record.metrics.get(f"test/{self._task.primary}")
+        if value is not None and self._task.is_better(value, self._best):
+            self._best = value
         if (
             self._live is None
             and getattr(rank_zero_only, "rank", 0) == 0
@@ -130,8 +134,11 @@ class ProgressBar(Meter):
 
     def _numbers(self) -> str:
         m, parts = self._metrics, []
-        if "test/accuracy" in m:
-            parts.append(f"accuracy {100 * m['test/accuracy']:.1f} %, best {100 * self._best:.1f} %")
+        primary, shown = self._task.primary, self._task.shown
+        if (value := m.get(f"test/{primary}")) is not None:
+            best = value if self._best is None else self._best
+            name = primary.replace("_", " ")
+            parts.append(f"{name} {shown(primary, value)}, best {shown(primary, best)}")
         if "train/loss" in m:
             parts.append(f"loss {m['train/loss']:.4g}")
         if "clients/trained" in m:

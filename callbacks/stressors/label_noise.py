@@ -7,13 +7,13 @@ import logging
 from typing import Any, Literal
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from fl_lightning.client import Assignment, Client
 from fl_lightning.errors import InputError
 from fl_lightning.hooks import Context, Stressor
 from fl_lightning.rng import stream
+from fl_lightning.tasks import Regression
 
 log = logging.getLogger("fl_lightning")
 
@@ -22,8 +22,9 @@ class LabelNoise(Stressor):
     """From ``round`` on, some clients have some training labels flipped: the same clients and the same flips
     in every round.
 
-    A noisy client has ``round(labels * n_k)`` labels flipped, each to any other class with equal probability.
-    Validation labels stay clean.
+    A noisy client has ``round(labels * n_k)`` labels flipped: of classification each to any other class with
+    equal probability; of regression they change places; of language modelling the labelled tokens of these
+    examples become others. Validation labels stay clean.
 
     Args:
         round: first round with noise, counted from 1.
@@ -61,7 +62,9 @@ class LabelNoise(Stressor):
         self._noisy: frozenset[int] | None = None
 
     def on_check(self, context: Context) -> None:
-        if context.data.num_classes < 2:
+        task, target = context.data.task, context.data.train_target[:0].cpu()
+        task.corrupt(target, np.empty(0, np.int64), stream(context.seed, "label_noise"), 2)  # or it refuses
+        if context.data.num_classes < 2 and not isinstance(task, Regression):
             raise InputError(
                 "LabelNoise on data with one class",
                 "a flipped label needs another class",
@@ -94,13 +97,7 @@ class LabelNoise(Stressor):
             context.seed, "label_noise", self.round, client.id
         )  # two of them, from different rounds, differ
         where = random.choice(len(labels), size=_rounded(self.labels * len(labels)), replace=False)
-        offset = random.integers(
-            1, context.data.num_classes, size=len(where)
-        )  # 1 .. C - 1: never the same class
-        index = torch.from_numpy(where).to(labels.device)
-        flipped = labels.clone()
-        flipped[index] = (labels[index] + torch.from_numpy(offset).to(labels)) % context.data.num_classes
-        return flipped
+        return context.data.task.corrupt(labels, where, random, context.data.num_classes)
 
     def state_dict(self) -> dict[str, Any]:
         return {"noisy": sorted(self._noisy)} if self.among == "cohort" and self._noisy is not None else {}

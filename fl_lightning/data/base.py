@@ -29,6 +29,7 @@ from fl_lightning.errors import require
 from fl_lightning.rng import stream
 from fl_lightning.support.overriding import overrides
 from fl_lightning.support.recorded import Recorded
+from fl_lightning.tasks import Classification, Task
 
 Split = Literal["train", "test"]
 
@@ -38,9 +39,11 @@ class FederatedData(Recorded, LightningDataModule, ABC):
 
     Call ``prepare_data()``, ``setup()`` and ``distribute(seed, device)``, in this order, before batches.
 
-    A batch is a pair of inputs (a tensor; a dictionary of tensors where a network takes several) and int64
-    target ``[B]``. A subclass sets ``num_classes`` and ``example_shape`` in its constructor, ``train_target``
-    and ``test_target`` (int64) in ``setup``, and overrides :meth:`inputs`, :meth:`draws` and :meth:`move`.
+    A batch is a pair of inputs (a tensor; a dictionary of tensors where a network takes several) and target
+    ``[B, ...]``. A subclass sets ``num_classes`` and ``example_shape`` in its constructor, ``train_target``
+    and ``test_target`` in ``setup``, and overrides :meth:`inputs`, :meth:`draws` and :meth:`move`. Where
+    it is not classification it sets ``task`` too, and where partitions go by something else than the target,
+    :attr:`train_group` and :attr:`test_group`.
 
     Args:
         dataset: name of the data set.
@@ -63,7 +66,12 @@ class FederatedData(Recorded, LightningDataModule, ABC):
     That needs ``inputs`` to make each example independently of the others and from its arguments alone, and
     ``draws`` to augment either all clients or none. A subclass does not inherit this declaration."""
 
+    task: Task = Classification()
+    """What is learnt."""
+
     num_classes: int
+    """Outputs of the network: classes, numbers of a regression, or tokens of a vocabulary."""
+
     example_shape: tuple[int, ...]
     train_target: Tensor
     test_target: Tensor
@@ -111,6 +119,29 @@ class FederatedData(Recorded, LightningDataModule, ABC):
         self.device = torch.device("cpu")
         self._holdings = Holdings.of_sizes(np.empty(0, np.int64), np.empty(0, np.int64))
 
+    @property
+    def train_group(self) -> Tensor:
+        """What each training example is grouped by, int64 ``[N]``: its class, or a writer, a hospital, a
+        domain. Partitions go by it. Where the target is not a class and nothing else is given, all examples
+        are of one group."""
+        return group_by_target(self.train_target)
+
+    @property
+    def test_group(self) -> Tensor:
+        """The groups of the test examples, int64 ``[n]``."""
+        return group_by_target(self.test_target)
+
+    @property
+    def num_groups(self) -> int:
+        """Number G of groups; they are 0 .. G - 1."""
+        groups = [int(group.max()) + 1 for group in (self.train_group, self.test_group) if len(group)]
+        return max(groups, default=1) if not isinstance(self.task, Classification) else self.num_classes
+
+    def example_inputs(self) -> Any:
+        """Return inputs of two examples that networks are tried out with; by default zeros, float32
+        ``[2, *example_shape]``."""
+        return torch.zeros(2, *self.example_shape)
+
     @abstractmethod
     def inputs(self, split: Split, index: Tensor, draws: Tensor | None = None) -> Any:
         """Return the network's inputs for some examples.
@@ -145,16 +176,16 @@ class FederatedData(Recorded, LightningDataModule, ABC):
             InputError: the public set is too large, or the partition refuses the data.
         """
         self.seed = seed
-        label = self.train_target.cpu().numpy()
+        group = self.train_group.cpu().numpy()
         self.public = self._draw_public(seed)
         own = (
             None
             if self.public_dataset or not len(self.public)
-            else np.delete(np.arange(len(label)), self.public)
+            else np.delete(np.arange(len(group)), self.public)
         )
         for cached in ("sizes", "active", "partition_hash", "_all_validation"):  # values of another seed
             self.__dict__.pop(cached, None)
-        holdings = make_holdings(self.partition, label if own is None else label[own], self.num_clients, seed)
+        holdings = make_holdings(self.partition, group if own is None else group[own], self.num_clients, seed)
         self._holdings = holdings.of_examples(own).hold_out(self.val_fraction, seed)
         assert own is None or not np.isin(self._holdings.index, self.public).any(), (
             "a client holds public examples"
@@ -257,10 +288,8 @@ class FederatedData(Recorded, LightningDataModule, ABC):
         return self._holdings.held_out
 
     def labels(self, client: Client) -> Tensor:
-        """Return the labels of the client's training examples in the order of ``client.train``.
-
-        They are int64 ``[n]`` on the device.
-        """
+        """Return the targets of the client's training examples in the order of ``client.train``, ``[n, ...]``
+        on the device; of classification int64 ``[n]``."""
         return self.train_target[self._to_device(client.train)]
 
     def labels_of(self, clients: Sequence[Client]) -> tuple[Tensor, ...]:
@@ -426,10 +455,10 @@ class FederatedData(Recorded, LightningDataModule, ABC):
             return tensor.pin_memory().to(self.device, non_blocking=True)
         return tensor.to(self.device)
 
-    def class_counts(self) -> np.ndarray:
-        """Return the number of examples (training and validation) by client and class, ``[K, C]``."""
+    def group_counts(self) -> np.ndarray:
+        """Return the number of examples (training and validation) by client and group, ``[K, G]``."""
         return np.concatenate(
-            list(self._holdings.class_counts(self.train_target.cpu().numpy(), self.num_classes))
+            list(self._holdings.class_counts(self.train_group.cpu().numpy(), self.num_groups))
         )
 
     @cached_property
@@ -448,7 +477,7 @@ class FederatedData(Recorded, LightningDataModule, ABC):
             "num_clients": self.num_clients,
             "method": repr(self.partition),
             "sha256": self.partition_hash,
-            **summarise_clients(self._holdings, self.train_target.cpu().numpy(), self.num_classes),
+            **summarise_clients(self._holdings, self.train_group.cpu().numpy(), self.num_groups),
         }
         if len(self.public):
             digest = hashlib.sha256(self.public.astype("<i8").tobytes()).hexdigest()
@@ -458,3 +487,10 @@ class FederatedData(Recorded, LightningDataModule, ABC):
                 "sha256": digest,
             }
         return summary
+
+
+def group_by_target(target: Tensor) -> Tensor:
+    """Return the classes where the targets are some, int64 ``[N]``, and else one group for all."""
+    if target.ndim == 1 and not target.is_floating_point():
+        return target
+    return torch.zeros(len(target), dtype=torch.int64, device=target.device)

@@ -24,7 +24,6 @@ import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from torch.func import functional_call
-from torch.nn import functional as F
 from torch.optim import SGD, Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
@@ -39,6 +38,7 @@ from fl_lightning.methods.terms import LocalStep, Term, check_terms
 from fl_lightning.models import build_network
 from fl_lightning.models.tensors import tensors_of
 from fl_lightning.support.recorded import Recorded
+from fl_lightning.tasks import Classification, Task
 from fl_lightning.wire import Layout, Payload
 
 OptimizerCallable = Callable[[Iterable], Optimizer]
@@ -121,6 +121,9 @@ class Method(Recorded, LightningModule):
     """Whether a module's ``configure_optimizers`` is the local optimiser; False where clients train other
     tensors than its parameters."""
 
+    task: Task = Classification()
+    """What is learnt: that of the data, once ``build`` has seen them."""
+
     seed: int = 0
     round: int = 0
     gradient_clip_val: float | None = None
@@ -171,9 +174,15 @@ class Method(Recorded, LightningModule):
     def build(self, data: FederatedData) -> None:
         """Make the network for this data and the server's first state. Initial weights come from torch's
         generators as they stand."""
+        self.task = data.task
         if self.module is None:
             self.network = build_network(
-                self.network_spec, data.num_classes, data.example_shape, logits=self.logits
+                self.network_spec,
+                data.num_classes,
+                data.example_shape,
+                logits=self.logits,
+                task=data.task,
+                inputs=data.example_inputs(),
             )
         else:
             self.module.load_state_dict(self.module_start)
@@ -312,8 +321,8 @@ class Method(Recorded, LightningModule):
         return {**outputs, "loss": sum(added.values(), outputs["loss"]), **added}
 
     def task_loss(self, outputs: Tensor, target: Tensor) -> Tensor:
-        """L_task of outputs ``[B, C]`` and target int64 ``[B]``, mean over the batch."""
-        return F.cross_entropy(outputs, target)
+        """L_task of outputs and target, the mean over the batch: of the data's task."""
+        return self.task.loss(outputs, target)
 
     def configure_optimizers(self) -> Any:
         """Return the local optimiser at its own learning rate; as in Lightning, an optimiser of one's own may

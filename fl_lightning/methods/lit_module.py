@@ -99,12 +99,12 @@ def adopt(method: Host, module: LightningModule, data: FederatedData) -> Lightni
     module.trainer = NoTrainer(type(module).__name__)  # type: ignore[assignment]
     name = type(module).__name__
     with torch.no_grad():
-        outputs = module.eval()(torch.zeros(2, *data.example_shape))
-    if not isinstance(outputs, Tensor) or outputs.shape != (2, data.num_classes):
+        outputs = module.eval()(data.example_inputs())
+    if not data.task.accepts(outputs, data.num_classes, 2):
         shape = tuple(outputs.shape) if isinstance(outputs, Tensor) else type(outputs).__name__
         raise InputError(
             f"--model.module {name}, whose forward makes {shape} of two examples",
-            f"logits [2, {data.num_classes}] are evaluated",
+            f"{data.task.outputs_form('2', data.num_classes)} are evaluated",
             "make its forward return them",
         )
     client = data.client(int(data.active[0]))

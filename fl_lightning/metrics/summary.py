@@ -43,7 +43,11 @@ def auc_accuracy(accuracies: Sequence[float], rounds: Sequence[int] | None = Non
         raise MisuseError(
             f"accuracies from {a.min():g} to {a.max():g}", "they lie in [0, 1]", "divide percentages by 100"
         )
-    return float((np.diff(r) * (a[1:] + a[:-1]) / 2).sum() * 100)
+    return _area(a, r) * 100
+
+
+def _area(values: np.ndarray, rounds: np.ndarray) -> float:
+    return float((np.diff(rounds) * (values[1:] + values[:-1]) / 2).sum())
 
 
 MIN_CLIENT_EXAMPLES = 5
@@ -51,35 +55,44 @@ MIN_CLIENT_EXAMPLES = 5
 
 
 def client_spread(
-    accuracies: Sequence[float] | np.ndarray, examples: Sequence[int] | np.ndarray | None = None
+    values: Sequence[float] | np.ndarray,
+    examples: Sequence[int] | np.ndarray | None = None,
+    *,
+    metric: str = "accuracy",
+    higher_is_better: bool = True,
+    is_hits: bool = True,
 ) -> dict[str, float]:
     """Return how evenly clients are served.
 
-    ``val/accuracy``, ``val/accuracy_std`` and ``val/accuracy_worst_decile`` are of all clients, each of the
-    same weight, however many examples it has. The standard deviation is the population's (divided by n). The
-    worst decile is the mean over the worst 10 % of clients, rounded up, so at least one. Both include the
-    binomial noise of few examples: with one example a client they are a function of the mean.
+    ``val/accuracy``, ``val/accuracy_std`` and ``val/accuracy_worst_decile``, or those of another metric, are
+    of all clients, each of the same weight, however many examples it has. The standard deviation is the
+    population's (divided by n). The worst decile is the mean over the worst 10 % of clients, rounded up, so
+    at least one. Both include the binomial noise of few examples: with one example a client they are a
+    function of the mean.
 
     With ``examples`` there are also, over the clients with at least ``MIN_CLIENT_EXAMPLES`` (5) of them,
-    ``val/clients_min5``, their number; ``val/accuracy_worst_decile_min5``; and, of two clients or more,
-    ``val/accuracy_std_corrected``, see :func:`corrected_std`.
+    ``val/clients_min5``, their number; ``val/accuracy_worst_decile_min5``; and, of two clients or more and
+    where the metric is a share of examples, ``val/accuracy_std_corrected``, see :func:`corrected_std`.
 
     Args:
-        accuracies: accuracy of each client in [0, 1] ``[K]``; clients without validation examples are given
-            as NaN and left out; with none left, the result is empty.
+        values: the metric of each client ``[K]``; clients without validation examples are given as NaN and
+            left out; with none left, the result is empty.
         examples: validation examples of each client ``[K]``.
+        metric: its name.
+        higher_is_better: whether the worst clients are those with the lowest values.
+        is_hits: whether a client's value is the share of its examples that are right.
 
     >>> client_spread([1.0, 0.5])
     {'val/accuracy': 0.75, 'val/accuracy_std': 0.25, 'val/accuracy_worst_decile': 0.5}
     """
-    a = np.asarray(accuracies, np.float64)
+    a, name = np.asarray(values, np.float64), f"val/{metric}"
     known = ~np.isnan(a)
     if not known.any():
         return {}
     spread = {
-        "val/accuracy": float(np.sort(a[known]).mean()),
-        "val/accuracy_std": float(np.sort(a[known]).std()),
-        "val/accuracy_worst_decile": worst_decile(a[known]),
+        name: float(np.sort(a[known]).mean()),
+        f"{name}_std": float(np.sort(a[known]).std()),
+        f"{name}_worst_decile": worst_decile(a[known], higher_is_better),
     }
     if examples is None:
         return spread
@@ -87,16 +100,17 @@ def client_spread(
     enough = known & (n >= MIN_CLIENT_EXAMPLES)
     spread["val/clients_min5"] = int(enough.sum())
     if enough.any():
-        spread["val/accuracy_worst_decile_min5"] = worst_decile(a[enough])
-    if enough.sum() > 1:
-        spread["val/accuracy_std_corrected"] = corrected_std(a[enough], n[enough])
+        spread[f"{name}_worst_decile_min5"] = worst_decile(a[enough], higher_is_better)
+    if enough.sum() > 1 and is_hits:
+        spread[f"{name}_std_corrected"] = corrected_std(a[enough], n[enough])
     return spread
 
 
-def worst_decile(accuracies: np.ndarray) -> float:
-    """Return the mean over the lowest 10 % of the values ``[K]``, rounded up, so at least one."""
-    a = np.sort(accuracies)
-    return float(a[: -(-a.size // 10)].mean())
+def worst_decile(values: np.ndarray, higher_is_better: bool = True) -> float:
+    """Return the mean over the worst 10 % of the values ``[K]``, rounded up, so at least one."""
+    a = np.sort(values)
+    worst = -(-a.size // 10)
+    return float((a[:worst] if higher_is_better else a[-worst:]).mean())
 
 
 def corrected_std(accuracies: np.ndarray, examples: np.ndarray) -> float:
@@ -118,32 +132,47 @@ def corrected_std(accuracies: np.ndarray, examples: np.ndarray) -> float:
     return math.sqrt(max(0.0, float(accuracies.var(ddof=1)) - noise))
 
 
-def final_summary(history: Iterable[Mapping[str, Any]]) -> dict[str, float]:
+def final_summary(
+    history: Iterable[Mapping[str, Any]],
+    primary: str = "accuracy",
+    *,
+    higher_is_better: bool = True,
+    is_share: bool = True,
+) -> dict[str, float]:
     """Return the ``final/*`` metrics of a run.
 
     Args:
         history: one row per round, in order, with ``round`` and, where the round was evaluated,
-            ``test/accuracy`` and ``val/accuracy``. Rows without them are skipped.
+            ``test/<primary>`` and ``val/<primary>``. Rows without them are skipped.
+        primary: the task's primary metric.
+        higher_is_better: whether more of it is better.
+        is_share: whether it lies in [0, 1], so that its area is in percent x rounds.
 
     Returns:
-        ``final/accuracy`` (last evaluated round), ``final/last5_accuracy`` (mean of the last five evaluated
-        rounds), ``final/auc_accuracy`` (percent x rounds), ``final/last5_val_accuracy`` (the validation
-        accuracy's mean of the last five) and, chosen by validation alone, ``final/best_val_round`` (the first
-        of equals) and ``final/best_val_accuracy`` (its validation accuracy). Names whose values
-        do not exist are left out.
+        ``final/<primary>`` (last evaluated round), ``final/last5_<primary>`` (mean of the last five evaluated
+        rounds), ``final/auc_<primary>`` (percent x rounds, or the metric's unit x rounds),
+        ``final/last5_val_<primary>`` (the validation's mean of the last five) and, chosen by validation
+        alone, ``final/best_val_round`` (the first of equals) and ``final/best_val_<primary>`` (its value on
+        the validation examples). Names whose values do not exist are left out.
     """
-    rows = list(history)
-    tested = [(row["round"], row["test/accuracy"]) for row in rows if row.get("test/accuracy") is not None]
-    validated = [(row["round"], row["val/accuracy"]) for row in rows if row.get("val/accuracy") is not None]
+    tested: list[tuple[int, float]] = []
+    validated: list[tuple[int, float]] = []
+    for row in history:
+        for found, name in ((tested, f"test/{primary}"), (validated, f"val/{primary}")):
+            if row.get(name) is not None:
+                found.append((row["round"], row[name]))
     summary: dict[str, float] = {}
     if tested:
-        rounds, accuracies = zip(*tested, strict=True)
-        summary["final/accuracy"] = float(accuracies[-1])
-        summary["final/last5_accuracy"] = float(np.mean(accuracies[-5:]))
-        summary["final/auc_accuracy"] = auc_accuracy(accuracies, rounds)
+        rounds, values = zip(*tested, strict=True)
+        summary[f"final/{primary}"] = float(values[-1])
+        summary[f"final/last5_{primary}"] = float(np.mean(values[-5:]))
+        summary[f"final/auc_{primary}"] = (
+            auc_accuracy(values, rounds) if is_share else _area(np.array(values), np.array(rounds))
+        )
     if validated:
-        best_round, best = max(validated, key=lambda pair: pair[1])  # max keeps the first of equals
+        sign = 1 if higher_is_better else -1
+        best_round, best = max(validated, key=lambda pair: sign * pair[1])  # max keeps the first of equals
         summary["final/best_val_round"] = int(best_round)
-        summary["final/best_val_accuracy"] = float(best)
-        summary["final/last5_val_accuracy"] = float(np.mean([accuracy for _, accuracy in validated[-5:]]))
+        summary[f"final/best_val_{primary}"] = float(best)
+        summary[f"final/last5_val_{primary}"] = float(np.mean([value for _, value in validated[-5:]]))
     return summary

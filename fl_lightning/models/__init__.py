@@ -19,6 +19,7 @@ from fl_lightning.models.first_inputs import FirstInputs
 from fl_lightning.models.residual_mlp import ResidualMLP
 from fl_lightning.models.resnet import ResNet20
 from fl_lightning.models.small_cnn import SmallCNN
+from fl_lightning.tasks import Classification, Task
 
 __all__ = ["NETWORKS", "FirstInputs", "ResNet20", "ResidualMLP", "SmallCNN", "build_network", "lay_out"]
 
@@ -37,6 +38,8 @@ def build_network(
     example_shape: tuple[int, ...],
     *,
     logits: bool = True,
+    task: Task | None = None,
+    inputs: Any = None,
 ) -> nn.Module:
     """Return a network with new weights from torch's current generator.
 
@@ -45,14 +48,16 @@ def build_network(
     Args:
         network: one of ``NETWORKS``, any other timm name, a class path (``torchvision.models.resnet18``), or
             a callable that takes the number of classes, as ``num_classes`` or as its first argument.
-        num_classes: number of logits.
+        num_classes: number of outputs.
         example_shape: shape of an example of the data module, ``(3, H, W)`` for images.
-        logits: whether the outputs must be ``[B, num_classes]``; if not, ``[B, any]``.
+        logits: whether the outputs must be those of the task; if not, ``[B, any]``.
+        task: what outputs it needs; default: classification, ``[B, num_classes]``.
+        inputs: of two examples, what the network is tried out with; default: zeros of ``example_shape``.
 
     Raises:
         InputError: there is no network of that name, ``network`` does not return a network, or its outputs
-            for examples of this shape are not ``[B, num_classes]``. An error of the network's own code is
-            the cause of this error.
+            for two examples are not those of the task. An error of the network's own code is the cause of
+            this error.
         ValueError: the network refuses its own settings.
     """
     if not example_shape or min(example_shape) < 1:
@@ -64,7 +69,9 @@ def build_network(
     if network in _OWN_NETWORKS and (len(example_shape) != 3 or example_shape[0] != 3):
         raise _not_images(f"network={network!r}", example_shape)
     made = _make(network, num_classes, example_shape)
-    _check_outputs(made, network, num_classes, example_shape, logits)
+    if inputs is None:
+        inputs = torch.zeros(2, *example_shape)
+    _check_outputs(made, network, num_classes, inputs, logits, task or Classification())
     return lay_out(made)
 
 
@@ -173,34 +180,44 @@ def _check_maker(make: Any, given: object) -> None:
 
 
 def _check_outputs(
-    made: nn.Module, given: object, num_classes: int, example_shape: tuple[int, ...], logits: bool
+    made: nn.Module, given: object, num_outputs: int, inputs: Any, logits: bool, task: Task
 ) -> None:
-    """Refuse a network that does not map examples ``[2, *example_shape]`` to logits ``[2, num_classes]``.
+    """Refuse a network that does not map inputs of two examples to the outputs that the task needs.
 
     Raises:
         InputError: the network is refused.
     """
     was_training = made.training
+    needed = task.outputs_form("B", num_outputs)
     try:
         with torch.no_grad():
-            outputs = made.eval()(torch.zeros(2, *example_shape))
+            outputs = made.eval()(inputs)
     except Exception as error:
-        shape = ", ".join(map(str, example_shape))
         raise InputError(
             f"network={_name_of(given)}: it raised {_error_text(error)}",
-            f"it has to map examples [B, {shape}] to logits [B, {num_classes}]",
+            f"it has to map {_form_of(inputs)} to {needed}",
             "correct its forward method or its sizes",
         ) from error
     finally:
         made.train(was_training)
-    good = isinstance(outputs, torch.Tensor) and outputs.ndim == 2 and len(outputs) == 2
-    if not good or (logits and outputs.shape[1] != num_classes):
+    is_batch = isinstance(outputs, torch.Tensor) and outputs.ndim == 2 and len(outputs) == 2
+    if not (task.accepts(outputs, num_outputs, 2) if logits else is_batch):
         found = tuple(outputs.shape) if isinstance(outputs, torch.Tensor) else type(outputs).__name__
         raise InputError(
             f"network={_name_of(given)} makes {found} of two examples",
-            f"logits [2, {num_classes}] are needed",
+            f"{task.outputs_form('2', num_outputs)} are needed",
             "correct its forward method or its sizes",
         )
+
+
+def _form_of(inputs: Any) -> str:
+    """Return the shape of inputs, or those of a dictionary by name, for a message."""
+    if isinstance(inputs, torch.Tensor):
+        kind = "examples" if inputs.is_floating_point() else f"{str(inputs.dtype).removeprefix('torch.')}"
+        return f"{kind} [B, {', '.join(map(str, inputs.shape[1:]))}]"
+    if isinstance(inputs, dict):
+        return "{" + ", ".join(f"{name!r}: {_form_of(value)}" for name, value in inputs.items()) + "}"
+    return type(inputs).__name__
 
 
 def _innermost(make: Any) -> Any:

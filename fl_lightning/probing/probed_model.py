@@ -12,7 +12,7 @@ from lightning.fabric import Fabric
 from torch import Tensor, nn
 
 from fl_lightning.data import FederatedData, FederatedImages
-from fl_lightning.evaluation import deal_test_set, evaluation_mode
+from fl_lightning.evaluation import deal_test_set, evaluation_mode, metrics_of
 from fl_lightning.methods import Method
 
 BATCH_SIZE = 512  # as in ``evaluation``, so that clean answers equal those during training bit for bit
@@ -88,6 +88,10 @@ class ProbedModel:
         return self._collect(
             lambda network, index, number: self._logits(network, self.data.inputs("test", index))
         )
+
+    def metrics_of(self, outputs: Tensor) -> dict[str, float]:
+        """Return the task's metrics of :meth:`answers`, or of :meth:`answers_to`."""
+        return metrics_of(self.data.task, outputs, self.target)
 
     def answers_to(self, images: Tensor | None = None, change: Change | None = None) -> Tensor:
         """Return the logits of other or changed images, in the form of :meth:`answers`.

@@ -12,14 +12,13 @@ from torch import Tensor, nn
 
 from fl_lightning.errors import InputError
 from fl_lightning.evaluation import (
-    accuracy,
-    client_accuracies,
     evaluation_mode,
-    loss,
     on_test_set,
     predict_validation,
+    spread_over_clients,
+    validate,
 )
-from fl_lightning.metrics import brier_score, client_spread, expected_calibration_error
+from fl_lightning.metrics import brier_score, expected_calibration_error
 from fl_lightning.probing.attacks import EPS, STEPS, fgsm, pgd
 from fl_lightning.probing.corruptions.layers import frost_photographs
 from fl_lightning.probing.corruptions.published import PublishedImages
@@ -28,6 +27,7 @@ from fl_lightning.probing.cost import float_bytes, flops, latencies, peak_memory
 from fl_lightning.probing.probed_model import Finding, Forward, ProbedModel
 from fl_lightning.probing.scaling import TEMPERATURE_BOUNDS, calibration, fit_temperature
 from fl_lightning.rng import stream
+from fl_lightning.tasks import Classification
 
 log = logging.getLogger("fl_lightning")
 
@@ -39,18 +39,21 @@ NOT_QUANTISED = "{} left out: {} deploys its weights in full precision, there is
 
 def clean(subject: ProbedModel) -> Finding:
     """Evaluate the clean test set."""
-    metrics, probs, target = on_test_set(subject.fabric, subject.method, subject.data, subject.states)
-    if torch.isfinite(probs).all():
+    classes = isinstance(subject.data.task, Classification)
+    metrics, answers = on_test_set(
+        subject.fabric, subject.method, subject.data, subject.states, answers=classes
+    )
+    if answers and torch.isfinite(answers[0]).all():
         metrics |= {
-            "test/ece": expected_calibration_error(probs, target),
-            "test/brier": brier_score(probs, target),
+            "test/ece": expected_calibration_error(*answers),
+            "test/brier": brier_score(*answers),
         }
     who = (
         "each client's own model, its share of the test set"
         if subject.method.personalised
         else "the model of the server"
     )
-    return Finding(metrics, details={"examples": len(target), "answered_by": who})
+    return Finding(metrics, details={"examples": len(subject.target), "answered_by": who})
 
 
 def corruptions(subject: ProbedModel) -> Finding:
@@ -84,7 +87,7 @@ def corruptions(subject: ProbedModel) -> Finding:
             else published.read(name)
         )
         shown = torch.from_numpy(images).permute(0, 3, 1, 2).to(data.device)
-        found[name] = accuracy(subject.answers_to(shown), subject.target)
+        found[name] = subject.metrics_of(subject.answers_to(shown))["accuracy"]
     metrics = {
         "corrupted/accuracy": float(np.mean([found[name] for name in STANDARD])),
         "corrupted/extra_accuracy": float(np.mean([found[name] for name in EXTRA])),
@@ -118,10 +121,7 @@ def _attack_finding(
         return Finding(skipped=[NO_IMAGES.format(name, type(subject.data).__name__)])
     details = {"eps": EPS, "deployed": "gradient of the model that answers", **(details or {})}
     logits = subject.answers_to(change=attack)
-    metrics = {
-        f"{name}/accuracy": accuracy(logits, subject.target),
-        f"{name}/loss": loss(logits, subject.target),
-    }
+    metrics = {f"{name}/{metric}": value for metric, value in subject.metrics_of(logits).items()}
     teacher = subject.method.full_precision()
     if teacher is None:
         return Finding(
@@ -133,8 +133,7 @@ def _attack_finding(
         gradient = subject.pixel_function(teacher)
         logits = subject.answers_to(change=lambda forward, *shown: attack(gradient, *shown))
     metrics |= {
-        f"{name}/full_gradient_accuracy": accuracy(logits, subject.target),
-        f"{name}/full_gradient_loss": loss(logits, subject.target),
+        f"{name}/full_gradient_{metric}": value for metric, value in subject.metrics_of(logits).items()
     }
     return Finding(
         metrics,
@@ -151,24 +150,27 @@ def _not_quantised(subject: ProbedModel, what: str) -> str:
 
 def clients(subject: ProbedModel) -> Finding:
     """Evaluate each client's own validation examples: mean, standard deviation and worst decile."""
-    answers = predict_validation(subject.fabric, subject.method, subject.data, subject.states)
-    if not answers:
+    found = validate(subject.fabric, subject.method, subject.data, subject.states)
+    if not found:
         return Finding(
-            skipped=["client accuracies left out: no client has validation examples (data.val_fraction)"]
+            skipped=["metrics of clients left out: no client has validation examples (data.val_fraction)"]
         )
-    found = client_accuracies(*answers)
-    examples = np.bincount(answers[2].numpy(), minlength=subject.data.num_clients)
-    metrics = client_spread(list(found.values()), examples[list(found)])
-    skipped = []
-    if len(found) < subject.data.num_clients:
-        few = f"{len(found)} of {subject.data.num_clients} clients"
-        skipped.append(f"client accuracies are of {few}; the others have no validation examples")
-    each = {str(id): {"accuracy": value, "examples": int(examples[id])} for id, value in found.items()}
+    skipped: list[str] = []
+    each: dict[str, dict[str, float]] = {}
+    for name, values in found.items():
+        for id, value in values.items():
+            each.setdefault(str(id), {"examples": int(subject.data.val_sizes[id])})[name] = value
+    if len(each) < subject.data.num_clients:
+        few = f"{len(each)} of {subject.data.num_clients} clients"
+        skipped.append(f"metrics of clients are of {few}; the others have no validation examples")
+    metrics = spread_over_clients(subject.data, found)
     return Finding(metrics, details={"clients": each}, skipped=skipped)
 
 
 def calibration_probe(subject: ProbedModel) -> Finding:
     """Measure ECE, NLL and Brier score before and after temperature scaling on validation examples."""
+    if not isinstance(subject.data.task, Classification):
+        return Finding(skipped=[f"calibration left out: the task is {type(subject.data.task).__name__}"])
     logits, target = subject.answers(), subject.target
     if not torch.isfinite(logits).all():
         return Finding(skipped=["calibration left out: the model's outputs are not finite"])

@@ -20,6 +20,7 @@ from fl_lightning.data import FederatedData
 from fl_lightning.loop import Federation
 from fl_lightning.run.directory import read_json
 from fl_lightning.support.redaction import redact_arguments
+from fl_lightning.tasks import Task
 
 log = logging.getLogger("fl_lightning")
 
@@ -49,6 +50,7 @@ def describe_run(fed: Federation, engine: str, partition: str, command_line: Seq
         "seed": fed.seed,
         "method": type(fed.method).__name__,
         "dataset": dataset_of(fed.data),
+        "task": task_of(fed.data.task),
         "git": git_state(),
         "versions": versions(),
         "command_line": redact_arguments(list(command_line)),
@@ -62,6 +64,16 @@ def describe_run(fed: Federation, engine: str, partition: str, command_line: Seq
         "weights_sha256": None,
         "status": "running",
         "tracking_run_id": None,
+    }
+
+
+def task_of(task: Task) -> dict[str, Any]:
+    """Return what a report has to know of a task: the metric that selects, and how it is read."""
+    return {
+        "name": type(task).__name__,
+        "primary": task.primary,
+        "higher_is_better": task.higher_is_better,
+        "shares": sorted(task.shares),
     }
 
 

@@ -14,6 +14,7 @@ from fl_lightning.run.directory import RunDirectory
 from fl_lightning.run.resume import Start, check_same
 from fl_lightning.run.snapshot import Snapshot, restore
 from fl_lightning.run.tables import numbers
+from fl_lightning.tasks import Task
 
 CHECKPOINT_SHARE = 0.02
 """Share of a run's time that checkpoints may take where ``checkpoint_every`` is not given."""
@@ -25,6 +26,7 @@ class Progress:
     Args:
         settings: the configuration, nested and without secrets.
         partition: SHA-256 of which client holds which examples.
+        task: names the metric that selects.
         every: rounds between checkpoints; 0 for one at the end only; None for as many as take
             :data:`CHECKPOINT_SHARE` of the time.
         keep: number of newest checkpoints that are kept beside the best one.
@@ -36,8 +38,11 @@ class Progress:
         changed: whether the run is continued with another configuration than before.
     """
 
-    def __init__(self, settings: Mapping[str, Any], partition: str, *, every: int | None, keep: int) -> None:
+    def __init__(
+        self, settings: Mapping[str, Any], partition: str, task: Task, *, every: int | None, keep: int
+    ) -> None:
         self.settings, self.partition, self.every, self.keep = settings, partition, every, keep
+        self.task = task
         self.done = Snapshot()
         self.history: list[dict[str, float]] = []
         self.saved = 0
@@ -48,7 +53,12 @@ class Progress:
     @property
     def summary(self) -> dict[str, float]:
         """The ``final/*`` metrics of the rounds so far."""
-        return final_summary(self.history)
+        return final_summary(
+            self.history,
+            self.task.primary,
+            higher_is_better=self.task.higher_is_better,
+            is_share=self.task.primary in self.task.shares,
+        )
 
     def restore(self, fed: Federation, start: Start, allow_changed: bool) -> None:
         """Bring the federation to the state in which the run is continued. No file is written.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -39,8 +40,9 @@ class Snapshot:
         states: the tensors that each client keeps, by client id and name; shared as well.
         callbacks: class path and state (JSON) of each callback.
         tables: where ``metrics.csv`` and ``ledger.csv`` stood.
-        best_round: the first round with the highest validation accuracy; 0 if there is none.
-        best_accuracy: that accuracy, in [0, 1].
+        best_round: the first round with the best validation, by the task's primary metric; 0 if there is
+            none.
+        best_value: that metric; None if there is none.
     """
 
     round: int = 0
@@ -49,12 +51,13 @@ class Snapshot:
     callbacks: tuple[tuple[str, str], ...] = ()
     tables: Mapping[str, Mark] = field(default_factory=dict)
     best_round: int = 0
-    best_accuracy: float = float("-inf")
+    best_value: float | None = None
 
     def after(self, fed: Federation, record: RoundRecord, tables: Mapping[str, Mark]) -> Snapshot:
         """Return the snapshot after one more round, whose rows are in the tables already."""
-        accuracy = record.metrics.get("val/accuracy", float("-inf"))
-        better = accuracy > self.best_accuracy
+        task = fed.data.task
+        value = record.metrics.get(f"val/{task.primary}", math.nan)
+        better = task.is_better(value, self.best_value)
         return Snapshot(
             round=record.round,
             server=dict(fed.method.server),
@@ -64,7 +67,7 @@ class Snapshot:
             ),
             tables=tables,
             best_round=record.round if better else self.best_round,
-            best_accuracy=accuracy if better else self.best_accuracy,
+            best_value=value if better else self.best_value,
         )
 
     def save(self, run: RunDirectory, config: Mapping[str, Any], partition: str) -> None:
@@ -84,12 +87,21 @@ class Snapshot:
             "callbacks": self.callbacks,
             "tables": self.tables,
             "best_round": self.best_round,
-            "best_accuracy": self.best_accuracy,
+            "best_value": self.best_value,
             "partition": partition,
             "on_device": [name for name, tensor in clients.items() if tensor.device.type != "cpu"],
             "config": flatten(config),
         }
         run.save_checkpoint(self.round, {"server": self.server, "clients": clients}, {"progress": progress})
+
+
+def best_value(progress: Mapping[str, Any]) -> Any:
+    """Return the best validation of a checkpoint's ``progress``; release 0.1 called it ``best_accuracy``, and
+    minus infinity stood for none."""
+    if "best_value" in progress:
+        return progress["best_value"]
+    before = progress.get("best_accuracy", "")
+    return None if before == float("-inf") else before
 
 
 @dataclass(frozen=True)
@@ -158,7 +170,7 @@ def _problem(progress: Mapping[str, Any], clients: Mapping[str, Tensor], folder:
     rules = {
         "round": is_count(progress.get("round")) and folder == checkpoint_name(progress["round"]),
         "best_round": is_count(progress.get("best_round")),
-        "best_accuracy": isinstance(progress.get("best_accuracy"), (int, float)),
+        "best_value": isinstance(best_value(progress), (int, float, type(None))),
         "partition": isinstance(progress.get("partition"), str),
         "config": isinstance(progress.get("config"), dict),
         "tables": isinstance(tables, dict)
@@ -220,7 +232,7 @@ def restore(fed: Federation, checkpoint: Checkpoint) -> Snapshot:
         callbacks=tuple((name, state) for name, state in saved["callbacks"]),
         tables=saved["tables"],
         best_round=saved["best_round"],
-        best_accuracy=saved["best_accuracy"],
+        best_value=best_value(saved),
     )
 
 

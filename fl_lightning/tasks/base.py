@@ -1,0 +1,149 @@
+"""The contract of a task.
+
+``B`` examples of a batch. An *example* is what clients hold and partitions deal out: an image, a row, a
+sequence of tokens.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import abstractmethod
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from fl_lightning.errors import InputError
+from fl_lightning.support.recorded import Recorded
+
+Sums = dict[str, tuple[Tensor, Tensor]]
+"""By metric: a sum and the weight that it is divided by, float64. Of single examples they are ``[B]``, of
+a whole batch scalars. Sums of parts add up to those of the whole, so no output is ever collected."""
+
+
+class Task(Recorded):
+    """What is learnt: the loss, the weight of an example, the metrics and which of them selects a model.
+
+    A task belongs to the data, and has no state.
+    """
+
+    primary: str
+    """The metric that selects: the best checkpoint, ``final/*``, tables, ``tune`` and criteria follow it."""
+
+    lower_is_better: frozenset[str] = frozenset({"loss"})
+    """The metrics of which less is better; of all others more is."""
+
+    shares: frozenset[str] = frozenset()
+    """The metrics that are shares in [0, 1] and shown in percent."""
+
+    hits: frozenset[str] = frozenset()
+    """The metrics of which an example is right or wrong, 1 or 0, with the weight 1."""
+
+    per_client: tuple[str, ...] = ()
+    """The metrics of which the validation reports mean and spread over clients; the primary one is among
+    them."""
+
+    @property
+    def higher_is_better(self) -> bool:
+        """Whether more of the primary metric is better."""
+        return self.primary not in self.lower_is_better
+
+    def scale(self, metric: str) -> float:
+        """Return the factor from a metric to what is shown: shares are shown in percent."""
+        return 100.0 if metric in self.shares else 1.0
+
+    def title(self, metric: str) -> str:
+        """Return a metric's name with its unit, for an axis or a heading."""
+        return metric.replace("_", " ") + (" (%)" if metric in self.shares else "")
+
+    def shown(self, metric: str, value: float) -> str:
+        """Return a value with its unit, for a line of text."""
+        return f"{100 * value:.1f} %" if metric in self.shares else f"{value:.4g}"
+
+    def is_better(self, value: float, other: float | None) -> bool:
+        """Return whether a value of the primary metric is better than another, or than none; NaN never is."""
+        if math.isnan(value) or other is None:
+            return not math.isnan(value)
+        return value > other if self.higher_is_better else value < other
+
+    @abstractmethod
+    def loss(self, outputs: Any, target: Tensor) -> Tensor:
+        """Return the scalar that a local step minimises: the mean over what has weight.
+
+        It has no ``.item()`` and no branch on values, so that it runs under ``torch.func.vmap``.
+
+        Args:
+            outputs: what the network makes of a batch.
+            target: ``[B, ...]``.
+        """
+
+    @abstractmethod
+    def examplewise(self, outputs: Any, target: Tensor) -> Sums:
+        """Return sum and weight of each metric for each example, float64 ``[B]``."""
+
+    def weight(self, target: Tensor) -> Tensor:
+        """Return how much each example counts, float64 ``[B]``: 1, or its labelled tokens."""
+        return torch.ones(len(target), dtype=torch.float64, device=target.device)
+
+    def sums(self, outputs: Any, target: Tensor) -> Sums:
+        """Return sum and weight of each metric over a batch, float64 scalars."""
+        return {
+            name: (total.sum(), weight.sum())
+            for name, (total, weight) in self.examplewise(outputs, target).items()
+        }
+
+    def evaluate(self, network: nn.Module, inputs: Any, target: Tensor) -> tuple[Any, Sums]:
+        """Return the network's outputs for a batch, and :meth:`examplewise` of them.
+
+        Override it where a metric needs more than one forward pass, as text that is generated does.
+        """
+        outputs = in_float32(network(inputs))
+        return outputs, self.examplewise(outputs, target)
+
+    def finish(self, means: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+        """Return the metrics, given the means: here follows what is a function of a mean, as the perplexity
+        is of the loss.
+
+        Args:
+            means: by metric, of everything a scalar, of each client ``[K]``.
+        """
+        return dict(means)
+
+    def accepts(self, outputs: Any, num_outputs: int, examples: int) -> bool:
+        """Return whether outputs for so many examples have the form that :meth:`outputs_form` names."""
+        return isinstance(outputs, Tensor) and outputs.shape == (examples, num_outputs)
+
+    def outputs_form(self, examples: str, num_outputs: int) -> str:
+        """Return what outputs are and their shape, for a message."""
+        return f"outputs [{examples}, {num_outputs}]"
+
+    def corrupt(
+        self, target: Tensor, where: np.ndarray, rng: np.random.Generator, num_outputs: int
+    ) -> Tensor:
+        """Return the targets with wrong ones at some positions, as label noise makes them.
+
+        Args:
+            target: of a client's training examples ``[n, ...]``; it is not changed.
+            where: positions of the examples that get a wrong one, int64 ``[m]``.
+            rng: what it is drawn from.
+            num_outputs: of the data, such as the number of classes.
+
+        Raises:
+            InputError: this task knows no wrong targets.
+        """
+        raise InputError(
+            f"label noise on {type(self).__name__}", "it has no labels that could be wrong", "leave it out"
+        )
+
+
+def in_float32(outputs: Any) -> Any:
+    """Return outputs whose floating-point tensors are float32: under autocast they are not."""
+    if isinstance(outputs, Tensor):
+        return outputs.float() if outputs.is_floating_point() else outputs
+    if isinstance(outputs, Mapping):
+        return {name: in_float32(value) for name, value in outputs.items()}
+    if isinstance(outputs, (tuple, list)):
+        return tuple(in_float32(value) for value in outputs)
+    return outputs

@@ -1,0 +1,311 @@
+"""What is learnt is the data's: every task is evaluated by sums, selects by its own metric, and trains the way
+images do."""
+
+import json
+import math
+from functools import partial
+
+import numpy as np
+import pytest
+import torch
+from lightning.fabric import Fabric
+from torch import nn
+from torch.nn import functional as F
+
+from callbacks import AccuracyBytesFigure, Calibration, ClientAccuracyFigure, EarlyStopping, LabelNoise
+from fl_lightning import FederatedData, FederatedTrainer, evaluation
+from fl_lightning.data import IID, Dirichlet
+from fl_lightning.methods import FedAvg, FedMPQ, FedProx, QFedAvg
+from fl_lightning.rng import stream
+from fl_lightning.tasks import Classification, LanguageModelling, Regression, Task
+
+TRUE = torch.tensor([[2.0, -1.0, 0.5]])
+
+
+class Line(FederatedData):
+    """y = a x with a little noise, for four clients."""
+
+    task = Regression()
+    num_classes, example_shape = 1, (3,)
+
+    def __init__(self, num_clients: int = 4):
+        super().__init__(
+            dataset="line", num_clients=num_clients, partition=IID(), batch_size=16, val_fraction=0.2
+        )
+
+    def setup(self, stage=None):
+        numbers = torch.from_numpy(stream(0, "line").standard_normal((240, 4)).astype(np.float32))
+        self.x, target = numbers[:, :3], (numbers[:, :3] @ TRUE.T).squeeze(1) + 0.1 * numbers[:, 3]
+        self.train_target, self.test_target = target[:200], target[200:]
+
+    def inputs(self, split, index, draws=None):
+        return (self.x[:200] if split == "train" else self.x[200:])[index]
+
+
+class Counting(FederatedData):
+    """Sequences that count upwards modulo 7, from clients that count in steps of 1, 2 or 3: the group. The
+    first two tokens are a prompt."""
+
+    task = LanguageModelling()
+    num_classes, example_shape = 7, (8,)
+
+    def __init__(self, num_clients: int = 6, partition=None):
+        super().__init__(
+            dataset="counting",
+            num_clients=num_clients,
+            partition=partition or Dirichlet(0.1),
+            batch_size=8,
+            val_fraction=0.2,
+        )
+
+    def setup(self, stage=None):
+        start, step = np.arange(210) % 7, np.arange(210) // 7 % 3
+        tokens = torch.from_numpy((start[:, None] + (step[:, None] + 1) * np.arange(9)) % 7)
+        self.tokens, self.group = tokens[:, :-1], torch.from_numpy(step)
+        target = tokens[:, 1:].clone()
+        target[:, 0] = -100
+        self.train_target, self.test_target = target[:168], target[168:]
+
+    @property
+    def train_group(self):
+        return self.group[:168]
+
+    @property
+    def test_group(self):
+        return self.group[168:]
+
+    def example_inputs(self):
+        return {"input_ids": torch.zeros(2, 8, dtype=torch.int64)}
+
+    def inputs(self, split, index, draws=None):
+        return {"input_ids": (self.tokens[:168] if split == "train" else self.tokens[168:])[index]}
+
+
+class Bigrams(nn.Module):
+    """The next token from the last two."""
+
+    def __init__(self, num_classes):
+        super().__init__()
+        self.embedding = nn.Embedding(num_classes, 8)
+        self.head = nn.Linear(16, num_classes)
+
+    def forward(self, inputs):
+        x = self.embedding(inputs["input_ids"])
+        before = torch.cat([torch.zeros_like(x[:, :1]), x[:, :-1]], 1)
+        return self.head(torch.cat([x, before], -1))
+
+
+def linear(num_classes):
+    return nn.Linear(3, num_classes)
+
+
+def trained(method, data, path, **settings):
+    trainer = FederatedTrainer(
+        logger=False,
+        default_root_dir=str(path),
+        **{"max_rounds": 20, "participation": 1.0, "engine": "sequential", "workers": 1, **settings},
+    )
+    return trainer, trainer.fit(method, data, seed=1)
+
+
+def test_a_regression_finds_its_line_and_selects_by_the_smaller_error(tmp_path):
+    method = FedAvg(network=linear, optimizer=partial(torch.optim.SGD, lr=0.05))
+    callbacks = [AccuracyBytesFigure(), ClientAccuracyFigure(), EarlyStopping("val/mse", patience=20)]
+    trainer, final = trained(method, Line(), tmp_path, callbacks=callbacks)
+    assert method.network.weight.detach() == pytest.approx(TRUE, abs=0.05)
+    assert 0.005 < final["final/mse"] < 0.02  # the noise has a variance of 0.01
+    rows = trainer.progress.history
+    assert final["final/best_val_mse"] == min(row["val/mse"] for row in rows)
+    assert rows[-1]["val/mse_worst_decile"] >= rows[-1]["val/mse"] > 0  # the worst is the largest
+    assert trainer.progress.done.best_value == final["final/best_val_mse"]
+    assert {"mse_bytes.png", "client_mse.png"} <= {
+        one.name for one in (trainer.run_dir / "figures").iterdir()
+    }
+    assert json.loads((trainer.run_dir / "metadata.json").read_text())["task"] == {
+        "name": "Regression",
+        "primary": "mse",
+        "higher_is_better": False,
+        "shares": [],
+    }
+
+
+@pytest.mark.parametrize(
+    "method",
+    [FedAvg, partial(FedProx, mu=0.01), QFedAvg, FedMPQ],
+    ids=["FedAvg", "FedProx", "QFedAvg", "FedMPQ"],
+)
+def test_tokens_are_learnt_in_dictionaries_of_integers(method, tmp_path):
+    made = method(network=Bigrams, optimizer=partial(torch.optim.Adam, lr=0.05))
+    data = Counting()
+    trainer, final = trained(
+        made, data, tmp_path, max_rounds=15, callbacks=[LabelNoise(round=14, labels=1.0)]
+    )
+    rows = trainer.progress.history
+    assert rows[0]["test/perplexity"] > 3 > 2 > rows[12]["test/perplexity"]  # of 7 equally likely tokens 7
+    assert final["final/perplexity"] > rows[12]["test/perplexity"]  # two rounds of wrong answers
+    assert rows[-1]["test/perplexity"] == pytest.approx(math.exp(rows[-1]["test/loss"]))
+    assert rows[12]["test/token_accuracy"] > 0.8
+    assert data.group_counts().sum(0).tolist() == [56, 56, 56]
+    assert (data.group_counts() > 0).sum() < 18  # skewed by group, where targets have no classes
+
+
+def test_engines_agree_on_tokens(tmp_path):
+    def ends(**settings):
+        method = FedAvg(network=Bigrams, optimizer=partial(torch.optim.SGD, lr=0.5))
+        trainer, final = trained(method, Counting(), tmp_path, max_rounds=3, **settings)
+        sha = json.loads((trainer.run_dir / "metadata.json").read_text())["weights_sha256"]
+        return sha, final, method.server["weights"]
+
+    one, two, batched = ends(), ends(workers=2), ends(engine="batched")
+    assert one[:2] == two[:2]
+    torch.testing.assert_close(one[2], batched[2])
+
+
+def test_a_run_of_tokens_resumes_exactly(tmp_path):
+    def run(path, rounds, **settings):
+        method = FedAvg(network=Bigrams, optimizer=partial(torch.optim.SGD, lr=0.5))
+        trainer = FederatedTrainer(
+            logger=False,
+            default_root_dir=str(path),
+            max_rounds=rounds,
+            participation=0.5,
+            workers=1,
+            allow_changed=True,
+        )
+        trainer.fit(method, Counting(), seed=2, **settings)
+        return trainer
+
+    run(tmp_path / "halves", 3)
+    again, whole = run(tmp_path / "halves", 6, ckpt_path="last"), run(tmp_path / "whole", 6)
+    sha = [
+        json.loads((one.run_dir / "metadata.json").read_text())["weights_sha256"] for one in (again, whole)
+    ]
+    assert sha[0] == sha[1]
+    assert again.progress.summary == whole.progress.summary
+    assert again.progress.done.best_round == whole.progress.done.best_round
+
+
+TARGETS = {
+    Classification: (torch.randn(40, 5), torch.arange(40) % 5),
+    Regression: (torch.randn(40, 2), torch.randn(40, 2)),
+    LanguageModelling: (
+        torch.randn(40, 6, 9),
+        torch.where(torch.rand(40, 6) < 0.5, torch.randint(9, (40, 6)), torch.tensor(-100)),
+    ),
+}
+
+
+@pytest.mark.parametrize("task", TARGETS)
+def test_sums_of_parts_are_the_sum_and_the_loss_is_their_mean(task):
+    outputs, target = TARGETS[task]
+    task = task()
+    whole = task.sums(outputs, target)
+    parts = [task.sums(outputs[part], target[part]) for part in torch.arange(40).split([7, 13, 20])]
+    for name, (total, weight) in whole.items():
+        assert sum(part[name][0] for part in parts) == pytest.approx(float(total))
+        assert sum(part[name][1] for part in parts) == float(weight)
+    loss = task.loss(outputs, target)
+    assert float(loss) == pytest.approx(float(whole["loss"][0] / whole["loss"][1]), rel=1e-5)
+    assert task.weight(target).sum() == whole["loss"][1]
+    stacked = torch.func.vmap(task.loss)(torch.stack([outputs, 2 * outputs]), torch.stack([target, target]))
+    torch.testing.assert_close(stacked, torch.stack([loss, task.loss(2 * outputs, target)]))
+    assert set(task.per_client) <= set(task.finish({n: np.float64(1) for n in whole}))
+
+
+def test_the_loss_of_tokens_is_torchs_own():
+    outputs, target = TARGETS[LanguageModelling]
+    expected = F.cross_entropy(outputs.transpose(1, 2), target)
+    torch.testing.assert_close(LanguageModelling().loss(outputs, target), expected)
+    nothing = torch.full_like(target, -100)
+    assert LanguageModelling().loss(outputs, nothing) == 0  # and not NaN
+
+
+@pytest.mark.parametrize("task", TARGETS)
+def test_corrupted_targets_are_wrong_where_they_are_asked_to_be(task):
+    _, target = TARGETS[task]
+    where, before = np.array([3, 5, 8, 30]), target.clone()
+    wrong = task().corrupt(target, where, stream(0, "x"), 5 if task is Classification else 9)
+    assert torch.equal(target, before)
+    same = torch.ones(40, dtype=torch.bool)
+    same[where] = False
+    assert torch.equal(wrong[same], target[same])
+    changed = wrong[where] != target[where]
+    if task is LanguageModelling:
+        assert torch.equal(changed, target[where] != -100)
+    elif task is Classification:
+        assert changed.all()
+    else:
+        assert sorted(wrong[where].flatten().tolist()) == sorted(target[where].flatten().tolist())
+
+
+class Unfit(Task):
+    primary = "loss"
+
+    def loss(self, outputs, target):
+        return outputs.sum()
+
+    def examplewise(self, outputs, target):
+        return {"loss": (outputs.double().sum(1), self.weight(target))}
+
+
+@pytest.mark.parametrize(
+    ("callback", "says"),
+    [
+        (
+            Calibration(),
+            "Calibration where the task is Regression; it reads the probabilities of the classes",
+        ),
+        (EarlyStopping(), "monitor='val/accuracy'.; it is one of val/mse, val/mse_std"),
+    ],
+)
+def test_what_does_not_apply_is_refused_by_name(callback, says, tmp_path):
+    with pytest.raises(ValueError, match=says):
+        trained(FedAvg(network=linear), Line(), tmp_path, callbacks=[callback])
+    assert not list(tmp_path.iterdir())
+
+
+def test_label_noise_on_a_task_without_labels_is_refused(tmp_path):
+    data = Line()
+    data.task = Unfit()
+    with pytest.raises(ValueError, match="label noise on Unfit; it has no labels that could be wrong"):
+        trained(FedAvg(network=linear), data, tmp_path, callbacks=[LabelNoise()])
+
+
+def test_a_network_for_another_task_is_refused(tmp_path):
+    def flat(num_classes):
+        return nn.Sequential(nn.Flatten(), nn.Linear(3, 2))
+
+    with pytest.raises(ValueError, match=r"makes \(2, 2\) of two examples; outputs \[2, 1\] are needed"):
+        trained(FedAvg(network=flat), Line(), tmp_path)
+
+
+def test_outputs_are_collected_only_for_those_who_ask(tmp_path, monkeypatch):
+    asked = []
+    original = evaluation.on_test_set
+
+    def spy(*given, answers=True):
+        asked.append(answers)
+        return original(*given, answers=answers)
+
+    monkeypatch.setattr(evaluation, "on_test_set", spy)
+    trained(FedAvg(network=linear), Line(), tmp_path, max_rounds=1)
+    assert asked == [False]
+
+
+def test_streamed_metrics_are_those_of_all_outputs():
+    data = Counting()
+    data.setup()
+    data.distribute(3, torch.device("cpu"))
+    method, fabric = FedAvg(network=Bigrams), Fabric(accelerator="cpu", devices=1)
+    method.build(data)
+    metrics, answers = evaluation.on_test_set(fabric, method, data, answers=False)
+    outputs, target = evaluation.predict(fabric, method.deploy(), data.test_batches(batch_size=5))
+    assert answers is None
+    assert metrics["test/loss"] == pytest.approx(F.cross_entropy(outputs.transpose(1, 2), target).item())
+    outputs, target, owners = evaluation.predict_validation(fabric, method, data)
+    found = evaluation.validate(fabric, method, data)
+    for id in owners.unique().tolist():
+        mine = owners == id
+        nats = F.cross_entropy(outputs[mine].transpose(1, 2), target[mine]).item()
+        assert found["perplexity"][id] == pytest.approx(math.exp(nats), rel=1e-5)
+    assert sorted(found["perplexity"]) == data.validating.tolist()
