@@ -17,6 +17,7 @@ from toy import CENTRES, Points, on_points, run, run_for_nothing, sgd
 from fl_lightning import rng
 from fl_lightning.methods import AQFL, FedAvg, FedMPQ, FedNTD, FedPQ, FedProx, QFedAvg
 from fl_lightning.methods.losses import not_true_distillation
+from fl_lightning.tasks import ClassRows
 from fl_lightning.wire import Payload
 
 
@@ -61,7 +62,9 @@ def test_not_true_distillation_by_hand():
     local, received = torch.tensor([[9.0, 1.0, 0.0]]), torch.tensor([[-9.0, 0.0, 1.0]])
     p = torch.sigmoid(torch.tensor(1.0))
     kl = (1 - p) * torch.log((1 - p) / p) + p * torch.log(p / (1 - p))
-    torch.testing.assert_close(not_true_distillation(local, received, torch.tensor([0]), 1.0), kl)
+    torch.testing.assert_close(
+        not_true_distillation(ClassRows(local, torch.tensor([0]), None), received, 1.0), kl
+    )
     torch.manual_seed(0)
     local, received, target = torch.randn(5, 7), torch.randn(5, 7), torch.tensor([0, 6, 3, 3, 1])
     rows = []
@@ -70,7 +73,7 @@ def test_not_true_distillation_by_hand():
         q, q_g = F.softmax(z[keep] / 3, 0), F.softmax(g[keep] / 3, 0)
         rows.append((q_g * (q_g / q).log()).sum())
     torch.testing.assert_close(
-        not_true_distillation(local, received, target, 3.0), 9 * torch.stack(rows).mean()
+        not_true_distillation(ClassRows(local, target, None), received, 3.0), 9 * torch.stack(rows).mean()
     )
 
 

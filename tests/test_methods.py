@@ -15,7 +15,13 @@ from fl_lightning.data import IID, FederatedImages
 from fl_lightning.methods import CosineSchedule, FedAvg, FedMPQ, FedMPQKD, LinearSchedule
 from fl_lightning.methods.fedmpqkd import distillation
 from fl_lightning.methods.schedules import at
+from fl_lightning.tasks import ClassRows
 from fl_lightning.wire import Payload
+
+
+def rows(logits):
+    """Logits of examples, of which each counts the same."""
+    return ClassRows(logits, torch.zeros(len(logits), dtype=torch.int64), None)
 
 
 def digits(num_clients: int = 4, **settings) -> FederatedImages:
@@ -147,15 +153,15 @@ def test_distillation_by_hand():
     student, teacher = torch.tensor([[2.0, 0.0], [0.0, 0.0]]), torch.tensor([[0.0, 2.0], [0.0, 0.0]])
     p = torch.sigmoid(torch.tensor(1.0))  # softmax of [1, 0], T = 2
     kl = (2 * p - 1) * torch.log(p / (1 - p))  # symmetric here
-    torch.testing.assert_close(distillation(student, teacher, 2.0), 4 * kl / 2)
-    torch.testing.assert_close(distillation(student, teacher, 2.0, "reverse"), 4 * kl / 2)
+    torch.testing.assert_close(distillation(rows(student), teacher, 2.0), 4 * kl / 2)
+    torch.testing.assert_close(distillation(rows(student), teacher, 2.0, "reverse"), 4 * kl / 2)
     student[0, 0] = 1.0
     assert not torch.isclose(
-        distillation(student, teacher, 2.0), distillation(student, teacher, 2.0, "reverse")
+        distillation(rows(student), teacher, 2.0), distillation(rows(student), teacher, 2.0, "reverse")
     )
     log_t, log_s = F.log_softmax(teacher / 3, 1), F.log_softmax(student / 3, 1)
     torch.testing.assert_close(
-        distillation(student, teacher, 3.0), 9 * (log_t.exp() * (log_t - log_s)).sum(1).mean()
+        distillation(rows(student), teacher, 3.0), 9 * (log_t.exp() * (log_t - log_s)).sum(1).mean()
     )
 
 
@@ -237,9 +243,9 @@ def test_a_layer_of_zeros_can_learn(tmp_path):
 def test_distillation_is_in_float32_under_autocast():
     student, teacher = torch.randn(8, 10), torch.randn(8, 10)
     with torch.autocast("cpu", torch.bfloat16):
-        found = distillation(student.bfloat16(), teacher.bfloat16(), 2.0)
+        found = distillation(rows(student.bfloat16()), teacher.bfloat16(), 2.0)
     torch.testing.assert_close(
-        found, distillation(student.bfloat16().float(), teacher.bfloat16().float(), 2.0)
+        found, distillation(rows(student.bfloat16().float()), teacher.bfloat16().float(), 2.0)
     )
 
 

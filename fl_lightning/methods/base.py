@@ -108,6 +108,12 @@ class Method(Recorded, LightningModule):
     received_refused: str = ""
     """Why no term of ``terms`` can read what clients receive; empty when it can."""
 
+    classification_only: str = ""
+    """Why the method knows no other task than classification; empty where it does."""
+
+    distils: bool = False
+    """Whether the method's own loss compares logits of classes."""
+
     trained_names: Sequence[str] = ()
     """Names of the network's weights that clients train; ``build`` finds them."""
 
@@ -174,7 +180,7 @@ class Method(Recorded, LightningModule):
     def build(self, data: FederatedData) -> None:
         """Make the network for this data and the server's first state. Initial weights come from torch's
         generators as they stand."""
-        self.task = data.task
+        self.take_task(data.task)
         if self.module is None:
             self.network = build_network(
                 self.network_spec,
@@ -190,6 +196,25 @@ class Method(Recorded, LightningModule):
         self.layout = Layout.of(self.network)
         self.server = {"weights": self.layout.read(self.network)}
         self._build_terms()
+
+    def take_task(self, learnt: Task) -> None:
+        """Take the data's task, if method and terms can do it.
+
+        Raises:
+            InputError: they compare logits of classes where there are none, or know classes of examples only.
+        """
+        self.task = learnt
+        task, mine = type(learnt).__name__, type(self).__name__
+        if self.classification_only and not isinstance(self.task, Classification):
+            raise InputError(
+                f"--model {mine} where the task is {task}", self.classification_only, "write --model FedAvg"
+            )
+        readers = [type(term).__name__ for term in self.active_terms() if term.reads_logits]
+        if (self.distils or readers) and not self.task.has_classes:
+            what = mine if self.distils else f"--model.terms {', '.join(readers)}"
+            raise InputError(
+                f"{what} where the task is {task}", "it compares logits of classes", "leave it out"
+            )
 
     def _build_terms(self) -> None:
         """Make room for what the terms read of what clients receive."""
@@ -316,6 +341,7 @@ class Method(Recorded, LightningModule):
             trained=self.trained_weights,
             received=lambda: self.anchored.unpack(self.received_weights),
             teacher=lambda inputs: self.received_network(inputs),
+            class_rows=self.task.class_rows,
         )
         added = {f"loss_{term.name}": term(step) for term in terms}
         return {**outputs, "loss": sum(added.values(), outputs["loss"]), **added}

@@ -57,6 +57,7 @@ class FedKD(Method):
 
     stackable = True
     own_terms = frozenset({"kd"})
+    classification_only = "its soft labels are one row of classes for each public example"
 
     def __init__(
         self,
@@ -99,6 +100,7 @@ class FedKD(Method):
         self.average_weights = average_weights
 
     def build(self, data: FederatedData) -> None:
+        self.take_task(data.task)
         if not len(data.public):
             raise InputError(
                 "--model FedKD with no public set",
@@ -267,4 +269,4 @@ def soft_label_loss(outputs: Tensor, soft_labels: Tensor, temperature: float) ->
         soft_labels: probabilities p ``[B, C]``.
         temperature: T of both.
     """
-    return temperature**2 * kl_divergence(soft_labels, F.log_softmax(outputs / temperature, dim=1))
+    return temperature**2 * kl_divergence(soft_labels, F.log_softmax(outputs / temperature, dim=1)).mean()

@@ -84,6 +84,7 @@ class FedMosaic(Method):
         "it cuts the networks of its clients into blocks with adapters, which a module does not have"
     )
 
+    classification_only = "it finds related clients by the gradient of a last layer over classes"
     received_refused = "its clients receive adapters for models of their own, and no model"
 
     personalised = True
@@ -150,6 +151,7 @@ class FedMosaic(Method):
         self.sketch_rows, self.sketch_batches = sketch_rows, sketch_batches
 
     def build(self, data: FederatedData) -> None:
+        self.take_task(data.task)
         shape = data.num_classes, data.example_shape
         self.reference = build_network(self.reference_spec, *shape).requires_grad_(False)
         self.reference_weight = last_linear(self.reference)

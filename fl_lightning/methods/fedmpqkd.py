@@ -26,6 +26,7 @@ from fl_lightning.methods.lit_module import module_loss
 from fl_lightning.methods.losses import distillation
 from fl_lightning.methods.schedules import CosineSchedule, LinearSchedule, at, ends
 from fl_lightning.support.overriding import overrides
+from fl_lightning.tasks import Classification
 from fl_lightning.wire import Payload
 
 Value = float | LinearSchedule | CosineSchedule
@@ -48,6 +49,7 @@ class FedMPQKD(FedMPQ):
     stackable = True
     same_start = True
     own_terms = frozenset({"bit", "kd", "teacher"})
+    distils = True
     teacher_stream = teaching.InTurn()
     """Where the teacher computes."""
 
@@ -135,7 +137,8 @@ class FedMPQKD(FedMPQ):
             return
         numbers = torch.arange(len(labels), device=labels.device)
         batches = super().local_batches(data, client, epochs=epochs, labels=numbers, steps=steps)
-        ahead = 1 if data.device.type == "cpu" else teaching.AHEAD
+        alike = data.device.type != "cpu" and isinstance(self.task, Classification)
+        ahead = teaching.AHEAD if alike else 1  # sequences of two batches differ in length
         yield from teaching.with_logits(
             self.teacher, batches, labels, repeats=not data.augments, ahead=ahead, stream=self.teacher_stream
         )
@@ -162,7 +165,12 @@ class FedMPQKD(FedMPQ):
         bit = self.lambda_b * bit_norm
         if join:
             join()
-        kd = self.alpha * distillation(student, teacher.detach(), self.temperature, self.kl)
+        kd = self.alpha * distillation(
+            self.task.class_rows(student, target),
+            self.task.class_rows(teacher.detach(), target).logits,
+            self.temperature,
+            self.kl,
+        )
         outputs = {"loss": task + bit + kd, "loss_task": task, "loss_bit": bit, "loss_kd": kd}
         if self.teacher_mode == "joint":
             outputs["loss_teacher"] = (

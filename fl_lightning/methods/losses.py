@@ -8,9 +8,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from fl_lightning.tasks import ClassRows
+
 
 def kl_divergence(p: Tensor, log_q: Tensor, log_p: Tensor | None = None) -> Tensor:
-    """Return KL(p || q) of distributions ``[B, C]``, the mean over the batch.
+    """Return KL(p || q) of distributions ``[B, C]``, of each row ``[B]``.
 
     torch's own ``kl_div`` has no batching rule for ``vmap``.
 
@@ -20,36 +22,37 @@ def kl_divergence(p: Tensor, log_q: Tensor, log_p: Tensor | None = None) -> Tens
         log_p: logarithm of p, where it is known to more digits than from p.
     """
     entropy = torch.xlogy(p, p) if log_p is None else p * log_p
-    return (entropy - p * log_q).sum(dim=1).mean()
+    return (entropy - p * log_q).sum(dim=1)
 
 
 def distillation(
-    student: Tensor, teacher: Tensor, temperature: float, kl: Literal["forward", "reverse"] = "forward"
+    student: ClassRows, teacher: Tensor, temperature: float, kl: Literal["forward", "reverse"] = "forward"
 ) -> Tensor:
     """T^2 * KL between softened distributions, ``batchmean``.
 
     Args:
-        student, teacher: logits ``[B, C]``.
+        student: logits ``[M, C]`` and the weight of each row.
+        teacher: logits ``[M, C]``.
         kl: ``forward``: KL(teacher || student); ``reverse``: KL(student || teacher).
     """
     log_student = F.log_softmax(
-        student.float() / temperature, dim=1
+        student.logits.float() / temperature, dim=1
     )  # in bfloat16 the difference of two near logits is noise
     log_teacher = F.log_softmax(teacher.float() / temperature, dim=1)
     log_p, log_q = (log_teacher, log_student) if kl == "forward" else (log_student, log_teacher)
-    return temperature**2 * kl_divergence(log_p.exp(), log_q, log_p)
+    return temperature**2 * student.mean(kl_divergence(log_p.exp(), log_q, log_p))
 
 
-def not_true_distillation(local: Tensor, received: Tensor, target: Tensor, tau: float) -> Tensor:
-    """tau^2 * KL(q_g || q) over the classes other than the target, mean over the batch.
+def not_true_distillation(local: ClassRows, received: Tensor, tau: float) -> Tensor:
+    """tau^2 * KL(q_g || q) over the classes other than the target, mean over the rows.
 
     Args:
-        local, received: logits ``[B, C]`` of the client's and of the global model, C at least 2.
-        target: int64 ``[B]``.
+        local: logits ``[M, C]`` of the client's model, C at least 2, with targets and weights.
+        received: logits ``[M, C]`` of the global model.
     """
-    log_local = F.log_softmax(not_true(local, target) / tau, dim=1)
-    log_received = F.log_softmax(not_true(received, target) / tau, dim=1)
-    return tau**2 * kl_divergence(log_received.exp(), log_local, log_received)
+    log_local = F.log_softmax(not_true(local.logits, local.target) / tau, dim=1)
+    log_received = F.log_softmax(not_true(received, local.target) / tau, dim=1)
+    return tau**2 * local.mean(kl_divergence(log_received.exp(), log_local, log_received))
 
 
 def not_true(logits: Tensor, target: Tensor) -> Tensor:

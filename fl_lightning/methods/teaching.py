@@ -87,7 +87,7 @@ def _answers(
                 logits = teacher(
                     tree_map(lambda *leaves: torch.cat(leaves), *(inputs for inputs, _ in group))
                 )
-                if repeats:
+                if repeats and logits.ndim == 2:  # of sequences each batch has a length of its own
                     known = logits.new_zeros(len(labels), logits.shape[1]) if known is None else known
                     known[position] = logits
             else:

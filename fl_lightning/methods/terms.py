@@ -25,6 +25,7 @@ from torch.nn import functional as F
 from fl_lightning.errors import InputError, require
 from fl_lightning.methods.losses import distillation, not_true_distillation
 from fl_lightning.support.recorded import Recorded
+from fl_lightning.tasks import ClassRows
 
 
 class LocalStep:
@@ -34,10 +35,11 @@ class LocalStep:
         inputs: of the batch.
         target: int64 ``[B]``.
         task: the task loss, a scalar.
-        logits: ``[B, C]`` of the model that is trained; None where no term reads them.
+        logits: outputs of the model that is trained; None where no term reads them.
         trained: returns the weights that the local optimiser moves, by name, before any rounding.
         received: returns what those weights were when the client received them, by name.
         teacher: makes logits of inputs with the received network; it is called without gradient.
+        class_rows: makes rows of logits of classes from outputs and target, as the data's task does.
     """
 
     def __init__(
@@ -49,16 +51,17 @@ class LocalStep:
         trained: Callable[[], Mapping[str, Tensor]],
         received: Callable[[], Mapping[str, Tensor]],
         teacher: Callable[[Any], Tensor],
+        class_rows: Callable[[Any, Tensor], ClassRows],
     ) -> None:
         self.inputs, self.target, self.task = inputs, target, task
-        self._logits, self._teacher = logits, teacher
+        self._logits, self._teacher, self._class_rows = logits, teacher, class_rows
         self._trained, self._received = trained, received
 
-    @property
-    def logits(self) -> Tensor:
-        """Logits ``[B, C]`` of the model that is trained."""
+    @cached_property
+    def rows(self) -> ClassRows:
+        """Logits ``[M, C]`` of the model that is trained, one row for each example or labelled token."""
         assert self._logits is not None, "a term that reads logits says reads_logits"
-        return self._logits
+        return self._class_rows(self._logits, self.target)
 
     @cached_property
     def trained_weights(self) -> Mapping[str, Tensor]:
@@ -72,10 +75,10 @@ class LocalStep:
 
     @cached_property
     def received_logits(self) -> Tensor:
-        """Logits ``[B, C]`` of the network as received, without gradient; one pass, however many terms read
-        them."""
+        """Logits ``[M, C]`` of the network as received, without gradient, in the order of ``rows``; one pass,
+        however many terms read them."""
         with torch.no_grad():
-            return self._teacher(self.inputs)
+            return self._class_rows(self._teacher(self.inputs), self.target).logits
 
 
 class Term(Recorded, ABC):
@@ -152,7 +155,7 @@ class LabelSmoothing(Term):
         return self.smoothing == 0
 
     def __call__(self, step: LocalStep) -> Tensor:
-        uniform = -F.log_softmax(step.logits, dim=1).mean()
+        uniform = step.rows.mean(-F.log_softmax(step.rows.logits, dim=1).mean(dim=1))
         return self.smoothing * (uniform - step.task)
 
 
@@ -205,7 +208,7 @@ class NotTrueTerm(Term):
         return self.beta == 0
 
     def __call__(self, step: LocalStep) -> Tensor:
-        return self.beta * not_true_distillation(step.logits, step.received_logits, step.target, self.tau)
+        return self.beta * not_true_distillation(step.rows, step.received_logits, self.tau)
 
 
 class DistillationTerm(Term):
@@ -230,7 +233,7 @@ class DistillationTerm(Term):
         return self.alpha == 0
 
     def __call__(self, step: LocalStep) -> Tensor:
-        return self.alpha * distillation(step.logits, step.received_logits, self.temperature)
+        return self.alpha * distillation(step.rows, step.received_logits, self.temperature)
 
 
 def check_terms(terms: Sequence[Term], own: frozenset[str], method: str, refused: str) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from abc import abstractmethod
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -21,6 +21,26 @@ from fl_lightning.support.recorded import Recorded
 Sums = dict[str, tuple[Tensor, Tensor]]
 """By metric: a sum and the weight that it is divided by, float64. Of single examples they are ``[B]``, of
 a whole batch scalars. Sums of parts add up to those of the whole, so no output is ever collected."""
+
+
+class ClassRows(NamedTuple):
+    """Logits of classes, one row for each decision: for each example, or for each labelled token.
+
+    Args:
+        logits: ``[M, C]``.
+        target: int64 ``[M]``.
+        weight: of each row, float32 ``[M]``; None where all count the same.
+    """
+
+    logits: Tensor
+    target: Tensor
+    weight: Tensor | None
+
+    def mean(self, values: Tensor) -> Tensor:
+        """Return the mean of one value of each row ``[M]`` over the rows that count."""
+        if self.weight is None:
+            return values.mean()
+        return (values * self.weight).sum() / self.weight.sum().clamp(min=1)
 
 
 class Task(Recorded):
@@ -44,6 +64,9 @@ class Task(Recorded):
     per_client: tuple[str, ...] = ()
     """The metrics of which the validation reports mean and spread over clients; the primary one is among
     them."""
+
+    has_classes: bool = False
+    """Whether outputs are logits of classes, so that they can be distilled: :meth:`class_rows`."""
 
     @property
     def higher_is_better(self) -> bool:
@@ -82,6 +105,10 @@ class Task(Recorded):
     @abstractmethod
     def examplewise(self, outputs: Any, target: Tensor) -> Sums:
         """Return sum and weight of each metric for each example, float64 ``[B]``."""
+
+    def class_rows(self, outputs: Any, target: Tensor) -> ClassRows:
+        """Return the logits of classes that the outputs are, row by row, where ``has_classes``."""
+        raise NotImplementedError(f"{type(self).__name__} has no classes")
 
     def weight(self, target: Tensor) -> Tensor:
         """Return how much each example counts, float64 ``[B]``: 1, or its labelled tokens."""

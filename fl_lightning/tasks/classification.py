@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from fl_lightning.tasks.base import Sums, Task
+from fl_lightning.tasks.base import ClassRows, Sums, Task
 
 
 class Classification(Task):
@@ -19,6 +19,11 @@ class Classification(Task):
     primary = "accuracy"
     shares = hits = frozenset({"accuracy"})
     per_client = ("accuracy",)
+
+    has_classes = True
+
+    def class_rows(self, outputs: Tensor, target: Tensor) -> ClassRows:
+        return ClassRows(outputs, target, None)
 
     def loss(self, outputs: Tensor, target: Tensor) -> Tensor:
         return F.cross_entropy(outputs, target)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from fl_lightning.tasks.base import Sums, Task
+from fl_lightning.tasks.base import ClassRows, Sums, Task
 
 IGNORED = -100
 """The target where no token is labelled: prompts and padding. It is torch's own ``ignore_index``."""
@@ -36,26 +36,28 @@ class LanguageModelling(Task):
     shares = frozenset({"token_accuracy"})
     per_client = ("perplexity", "token_accuracy")
 
-    def loss(self, outputs: Tensor, target: Tensor) -> Tensor:
+    has_classes = True
+
+    def class_rows(self, outputs: Tensor, target: Tensor) -> ClassRows:
+        target = target[:, : outputs.shape[1]]  # inputs may be cut where only padding follows
         labelled = target != IGNORED
-        nats = F.cross_entropy(
-            outputs.flatten(0, -2), target.flatten(), reduction="none", ignore_index=IGNORED
-        )
-        return nats.sum() / labelled.sum().clamp(min=1)
+        return ClassRows(outputs.flatten(0, 1), target.flatten(), labelled.flatten().to(outputs.dtype))
+
+    def loss(self, outputs: Tensor, target: Tensor) -> Tensor:
+        rows = self.class_rows(outputs, target)
+        return rows.mean(F.cross_entropy(rows.logits, rows.target, reduction="none", ignore_index=IGNORED))
 
     def weight(self, target: Tensor) -> Tensor:
-        return (target != IGNORED).flatten(1).sum(1).double()
+        return (target != IGNORED).sum(1).double()
 
     def examplewise(self, outputs: Tensor, target: Tensor) -> Sums:
-        labelled = target != IGNORED
-        nats = F.cross_entropy(
-            outputs.flatten(0, -2), target.flatten(), reduction="none", ignore_index=IGNORED
-        )
-        hits = (outputs.argmax(-1) == target) & labelled
+        rows = self.class_rows(outputs, target)
+        nats = F.cross_entropy(rows.logits, rows.target, reduction="none", ignore_index=IGNORED)
+        hits = rows.logits.argmax(-1) == rows.target  # never of -100
         weight = self.weight(target)
         return {
-            "loss": (nats.view_as(target).double().sum(1), weight),
-            "token_accuracy": (hits.sum(1).double(), weight),
+            "loss": (nats.view(len(target), -1).double().sum(1), weight),
+            "token_accuracy": (hits.view(len(target), -1).sum(1).double(), weight),
         }
 
     def finish(self, means: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
