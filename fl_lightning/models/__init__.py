@@ -1,4 +1,4 @@
-"""Networks by name, class path or callable; their weights are always drawn, never downloaded."""
+"""Networks by name, class path or callable; their weights are drawn, except for those of language models."""
 
 from __future__ import annotations
 
@@ -13,14 +13,25 @@ from typing import Any
 import torch
 from torch import nn
 
-from fl_lightning.errors import InputError
+from fl_lightning.errors import InputError, require
 from fl_lightning.models.channels_last import lay_out
 from fl_lightning.models.first_inputs import FirstInputs
+from fl_lightning.models.language import LlamaTiny
 from fl_lightning.models.residual_mlp import ResidualMLP
 from fl_lightning.models.resnet import ResNet20
 from fl_lightning.models.small_cnn import SmallCNN
 
-__all__ = ["NETWORKS", "FirstInputs", "ResNet20", "ResidualMLP", "SmallCNN", "build_network", "lay_out"]
+__all__ = [
+    "LANGUAGE_NETWORKS",
+    "NETWORKS",
+    "FirstInputs",
+    "LlamaTiny",
+    "ResNet20",
+    "ResidualMLP",
+    "SmallCNN",
+    "build_network",
+    "lay_out",
+]
 
 NETWORKS = ("small_cnn", "resnet20", "mobilenetv2", "vit_small", "residual_mlp")
 _OWN_NETWORKS: dict[str, Callable[[int], nn.Module]] = {
@@ -28,6 +39,7 @@ _OWN_NETWORKS: dict[str, Callable[[int], nn.Module]] = {
     "resnet20": ResNet20,
     "residual_mlp": ResidualMLP,
 }
+LANGUAGE_NETWORKS: dict[str, Callable[[int], nn.Module]] = {"llama_tiny": LlamaTiny}
 _TIMM_NAMES = {"mobilenetv2": "mobilenetv2_100", "vit_small": "vit_small_patch16_224"}
 
 
@@ -43,11 +55,13 @@ def build_network(
     Convolutional networks are channels last, see :func:`lay_out`.
 
     Args:
-        network: one of ``NETWORKS``, any other timm name, a class path (``torchvision.models.resnet18``), or
-            a callable that takes the number of classes, as ``num_classes`` or as its first argument.
-        num_classes: number of logits.
-        example_shape: shape of an example of the data module, ``(3, H, W)`` for images.
-        logits: whether the outputs must be ``[B, num_classes]``; if not, ``[B, any]``.
+        network: one of ``NETWORKS``, any other timm name, ``llama_tiny``, ``hf:NAME_OR_FOLDER`` (see
+            :mod:`fl_lightning.models.language.hf`), a class path (``torchvision.models.resnet18``), or a
+            callable that takes the number of classes, as ``num_classes`` or as its first argument.
+        num_classes: number of logits; of a language model, number of tokens.
+        example_shape: shape of an example of the data module, ``(3, H, W)`` for images, ``(T,)`` for tokens.
+        logits: whether the outputs must be ``[B, num_classes]``; if not, ``[B, any]``. Those of a language
+            model are ``[B, T, V]``, V at least ``num_classes``.
 
     Raises:
         InputError: there is no network of that name, ``network`` does not return a network, or its outputs
@@ -97,6 +111,12 @@ def _make(
         )
     if network in _OWN_NETWORKS:
         return _OWN_NETWORKS[network](num_classes)
+    if network in LANGUAGE_NETWORKS:
+        return LANGUAGE_NETWORKS[network](num_classes)
+    if network.startswith("hf:"):
+        from fl_lightning.models.language.hf import TransformersLM  # imports transformers where it is there
+
+        return TransformersLM(num_classes, network.removeprefix("hf:"))
     import timm  # slow to import, and not needed for the project's own networks
 
     if timm.is_model(_TIMM_NAMES.get(network, network)):
@@ -105,11 +125,11 @@ def _make(
         return _from_timm(network, num_classes, example_shape)
     if "." in network:
         return _call_maker(_import(network), network, num_classes)
-    known = [*NETWORKS, *timm.list_models()]
+    known = [*NETWORKS, *LANGUAGE_NETWORKS, *timm.list_models()]
     near = (get_close_matches(network.lower(), known, n=1, cutoff=0.0) or [NETWORKS[0]])[0]
     raise InputError(
         f"network={network!r}",
-        f"one of {', '.join(NETWORKS)}, a timm name or a class path",
+        f"one of {', '.join([*NETWORKS, *LANGUAGE_NETWORKS])}, a timm name, hf:NAME or a class path",
         f"did you mean {near}?",
     )
 
@@ -177,9 +197,14 @@ def _check_outputs(
 ) -> None:
     """Refuse a network that does not map examples ``[2, *example_shape]`` to logits ``[2, num_classes]``.
 
+    A network that ``reads_tokens`` maps them to logits ``[2, *example_shape, num_classes or more]``.
+
     Raises:
         InputError: the network is refused.
     """
+    if getattr(made, "reads_tokens", False):
+        _check_token_outputs(made, given, num_classes, example_shape)
+        return
     was_training = made.training
     try:
         with torch.no_grad():
@@ -201,6 +226,26 @@ def _check_outputs(
             f"logits [2, {num_classes}] are needed",
             "correct its forward method or its sizes",
         )
+
+
+def _check_token_outputs(
+    made: nn.Module, given: object, num_classes: int, example_shape: tuple[int, ...]
+) -> None:
+    require(
+        len(example_shape) == 1,
+        f"network={_name_of(given)} on examples of shape {list(example_shape)}",
+        "a language model reads examples of tokens, [T]",
+        "write small_cnn for images, or take data of tokens",
+    )
+    with torch.no_grad():
+        outputs = made(torch.zeros(2, *example_shape, dtype=torch.int64))
+    assert outputs.shape[:2] == (2, *example_shape), outputs.shape
+    require(
+        outputs.shape[2] >= num_classes,
+        f"network={_name_of(given)} makes logits of {outputs.shape[2]} tokens",
+        f"the data has {num_classes} tokens",
+        "correct the vocabulary's size",
+    )
 
 
 def _innermost(make: Any) -> Any:
