@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fl_lightning.errors import InputError, MisuseError
 from fl_lightning.models import build_network
-from fl_lightning.models.language import hf
+from fl_lightning.models.language import BYTE_VOCABULARY, LlamaTiny, hf, lora_layers
 
 LENGTHS = [7, 2, 5]
 
@@ -89,6 +89,21 @@ def test_prompts_of_different_lengths_get_what_each_gets_alone(folder: Path):
         network.generate(ids, mask & False, 6)
 
 
+def test_the_byte_model_is_a_folder_for_other_programs(tmp_path: Path):
+    pytest.importorskip("transformers")
+    pytest.importorskip("peft")
+    ours = LlamaTiny(BYTE_VOCABULARY)
+    with torch.no_grad():
+        for layer in lora_layers(ours).values():
+            layer.lora_B.weight.normal_(std=0.1)
+    hf.to_transformers(ours).save_pretrained(tmp_path)
+    theirs = hf.TransformersLM(BYTE_VOCABULARY, str(tmp_path), rank=0)
+    ids = torch.tensor([[256, *b"Copy.\nfour words to copy\n="]])
+    assert not ours(ids).allclose(LlamaTiny(BYTE_VOCABULARY)(ids), atol=0.1)
+    torch.testing.assert_close(theirs(ids), ours(ids), rtol=1e-4, atol=1e-4)
+    assert theirs.generate(ids, None, 24, 257).equal(ours.generate(ids, None, 24, 257))
+
+
 def test_what_does_not_work_is_refused_in_one_line(folder: Path, tmp_path: Path):
     def refused(words: str, name: Path | str = folder, num_classes: int = 50, **settings: object) -> None:
         with pytest.raises(InputError, match=words) as error:
@@ -108,6 +123,6 @@ def test_without_the_extra_one_line_names_it(monkeypatch: pytest.MonkeyPatch):
     with pytest.raises(InputError) as error:
         build_network("hf:somebody/model", 50, (7,))
     assert "pip install 'fl_lightning[language]'" in str(error.value)
-    assert "transformers, peft, accelerate not installed" in str(error.value)
+    assert "hf:somebody/model without transformers, peft, accelerate" in str(error.value)
     with pytest.raises(InputError, match="without bitsandbytes"):
         hf._require_4bit("somebody/model", rank=8)

@@ -6,6 +6,7 @@ from __future__ import annotations
 import hashlib
 import importlib.util
 import math
+import re
 from pathlib import Path
 from types import ModuleType
 
@@ -20,6 +21,7 @@ from fl_lightning.models.language import BYTE_VOCABULARY, Llama, LlamaTiny, lora
 from fl_lightning.models.language.tiny import WEIGHTS_FILE, load_base
 
 ROOT = Path(__file__).parent.parent
+PAGE = ROOT / "docs/howto/language_models.md"
 SHA256 = "b10e6c1be35b980f1aaaed8d20374b45788f94488b9a14d0f95ef8ef9f863df9"
 BOS, EOS, PAD = 256, 257, 258
 
@@ -107,6 +109,18 @@ def test_a_configuration_gives_it_settings(bare_directory: Path):
     assert layers[0].lora_A.weight.shape == (4, 96)
     assert layers[0].scaling == 1
     assert not layers[0].lora_A.weight.requires_grad
+
+
+def test_the_code_of_the_page_runs():
+    (block,) = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
+    exec(block, {})  # it holds an assertion itself
+
+
+def test_the_settings_of_the_page_are_understood(bare_directory: Path):
+    (block,) = re.findall(r"```yaml\n(.*?)```", PAGE.read_text(), re.DOTALL)
+    Path("page.yaml").write_text(block)
+    network = build_network(FederatedCLI("fit", ["--config", "page.yaml"]).model.network_spec, 259, (64,))
+    assert len(lora_layers(network)) == 8
 
 
 @pytest.mark.slow

@@ -15,8 +15,14 @@ import torch
 from torch import Tensor, nn
 
 from fl_lightning.errors import InputError, MisuseError, require, require_choice
-from fl_lightning.models.language.llama import TokenInputs, left_aligned
-from fl_lightning.models.language.lora import ALL_LINEAR, DEFAULT_ALPHA, DEFAULT_RANK
+from fl_lightning.models.language.llama import (
+    Llama,
+    TokenInputs,
+    left_aligned,
+    transformers_settings,
+    transformers_weights,
+)
+from fl_lightning.models.language.lora import ALL_LINEAR, DEFAULT_ALPHA, DEFAULT_RANK, merged_lora
 
 PREFIX = "hf:"
 PRECISIONS = ("float32", "bfloat16", "float16")
@@ -63,7 +69,7 @@ class TransformersLM(nn.Module):
         gradient_checkpointing: bool = False,
     ) -> None:
         super().__init__()
-        _require_extra(name)
+        _require_extra(f"network {PREFIX}{name}")
         require(
             rank >= 0 and alpha > 0,
             f"rank={rank}, alpha={alpha}",
@@ -143,11 +149,33 @@ class TransformersLM(nn.Module):
         return found[:, length:]
 
 
-def _require_extra(name: str) -> None:
+def to_transformers(network: Llama) -> Any:
+    """Return transformers' ``LlamaForCausalLM`` of the same logits, with adapters merged into the weights.
+
+    Its ``save_pretrained(folder)`` writes a folder for ``hf:FOLDER`` and for other programs.
+
+    Raises:
+        InputError: transformers is not installed.
+    """
+    _require_extra(f"{type(network).__name__} for transformers")
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    model = LlamaForCausalLM(LlamaConfig(**transformers_settings(network)))
+    with merged_lora(network):
+        merged = {
+            name.replace(".base_layer.", "."): weight
+            for name, weight in network.state_dict().items()
+            if ".lora_" not in name
+        }
+        model.load_state_dict(transformers_weights(merged))
+    return model
+
+
+def _require_extra(wanted: str) -> None:
     missing = [package for package in ("transformers", "peft", "accelerate") if find_spec(package) is None]
     require(
         not missing,
-        f"network {PREFIX}{name}; {', '.join(missing)} not installed",
+        f"{wanted} without {', '.join(missing)}",
         "models of Hugging Face need the optional extra",
         "run pip install 'fl_lightning[language]'",
     )

@@ -64,7 +64,7 @@ class Llama(nn.Module):
             "all are 1 or more, and the width is a multiple of 2 * heads",
             "write e.g. width 96, depth 4, heads 4",
         )
-        self.heads = heads
+        self.heads, self.hidden = heads, hidden
         self.embed_tokens = nn.Embedding(vocab_size, width)
         self.layers = nn.ModuleList(Block(width, heads, hidden) for _ in range(depth))
         self.norm = nn.RMSNorm(width, NORM_EPSILON)
@@ -317,12 +317,10 @@ def transformers_weights(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 def transformers_settings(network: Llama) -> dict[str, object]:
     """Return the arguments of transformers' ``LlamaConfig`` for a network of this shape."""
-    first = network.layers[0]
-    assert isinstance(first, Block)
     return {
         "vocab_size": network.embed_tokens.num_embeddings,
         "hidden_size": network.embed_tokens.embedding_dim,
-        "intermediate_size": first.mlp.down_proj.in_features,
+        "intermediate_size": network.hidden,
         "num_hidden_layers": len(network.layers),
         "num_attention_heads": network.heads,
         "rms_norm_eps": NORM_EPSILON,
