@@ -148,6 +148,10 @@ def test_a_wheel_works_in_an_empty_folder(tmp_path: Path) -> None:
     program = [sys.executable, "-m", "fl_lightning"]
     where = run(sys.executable, "-c", "import fl_lightning.support.packaged as p; print(p.configs_folder())")
     assert Path(where.strip()) == site / "fl_lightning" / "configs"
+    base = run(
+        sys.executable, "-c", "from fl_lightning.models import LlamaTiny as L; print(len(L(259).layers))"
+    )
+    assert base.strip() == "4"
     assert len(run(*program, "configs").splitlines()) == len([*configs_folder().rglob("*.yaml")])
     script = run(
         str(site / "bin" / "fl-lightning"),

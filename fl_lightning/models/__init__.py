@@ -1,4 +1,4 @@
-"""Networks by name, class path or callable; their weights are always drawn, never downloaded."""
+"""Networks by name, class path or callable; their weights are drawn, except for those of language models."""
 
 from __future__ import annotations
 
@@ -13,15 +13,26 @@ from typing import Any
 import torch
 from torch import nn
 
-from fl_lightning.errors import InputError
+from fl_lightning.errors import InputError, require
 from fl_lightning.models.channels_last import lay_out
 from fl_lightning.models.first_inputs import FirstInputs
+from fl_lightning.models.language import LlamaTiny
 from fl_lightning.models.residual_mlp import ResidualMLP
 from fl_lightning.models.resnet import ResNet20
 from fl_lightning.models.small_cnn import SmallCNN
-from fl_lightning.tasks import Classification, Task
+from fl_lightning.tasks import Classification, LanguageModelling, Task
 
-__all__ = ["NETWORKS", "FirstInputs", "ResNet20", "ResidualMLP", "SmallCNN", "build_network", "lay_out"]
+__all__ = [
+    "LANGUAGE_NETWORKS",
+    "NETWORKS",
+    "FirstInputs",
+    "LlamaTiny",
+    "ResNet20",
+    "ResidualMLP",
+    "SmallCNN",
+    "build_network",
+    "lay_out",
+]
 
 NETWORKS = ("small_cnn", "resnet20", "mobilenetv2", "vit_small", "residual_mlp")
 _OWN_NETWORKS: dict[str, Callable[[int], nn.Module]] = {
@@ -29,6 +40,7 @@ _OWN_NETWORKS: dict[str, Callable[[int], nn.Module]] = {
     "resnet20": ResNet20,
     "residual_mlp": ResidualMLP,
 }
+LANGUAGE_NETWORKS: dict[str, Callable[[int], nn.Module]] = {"llama_tiny": LlamaTiny}
 _TIMM_NAMES = {"mobilenetv2": "mobilenetv2_100", "vit_small": "vit_small_patch16_224"}
 
 
@@ -46,10 +58,11 @@ def build_network(
     Convolutional networks are channels last, see :func:`lay_out`.
 
     Args:
-        network: one of ``NETWORKS``, any other timm name, a class path (``torchvision.models.resnet18``), or
-            a callable that takes the number of classes, as ``num_classes`` or as its first argument.
-        num_classes: number of outputs.
-        example_shape: shape of an example of the data module, ``(3, H, W)`` for images.
+        network: one of ``NETWORKS``, any other timm name, ``llama_tiny``, ``hf:NAME_OR_FOLDER`` (see
+            :mod:`fl_lightning.models.language.hf`), a class path (``torchvision.models.resnet18``), or a
+            callable that takes the number of classes, as ``num_classes`` or as its first argument.
+        num_classes: number of outputs; of a language model, number of tokens.
+        example_shape: shape of an example of the data module, ``(3, H, W)`` for images, ``(T,)`` for tokens.
         logits: whether the outputs must be those of the task; if not, ``[B, any]``.
         task: what outputs it needs; default: classification, ``[B, num_classes]``.
         inputs: of two examples, what the network is tried out with; default: zeros of ``example_shape``.
@@ -104,6 +117,12 @@ def _make(
         )
     if network in _OWN_NETWORKS:
         return _OWN_NETWORKS[network](num_classes)
+    if network in LANGUAGE_NETWORKS:
+        return LANGUAGE_NETWORKS[network](num_classes)
+    if network.startswith("hf:"):
+        from fl_lightning.models.language.hf import TransformersLM  # imports transformers where it is there
+
+        return TransformersLM(num_classes, network.removeprefix("hf:"))
     import timm  # slow to import, and not needed for the project's own networks
 
     if timm.is_model(_TIMM_NAMES.get(network, network)):
@@ -112,11 +131,11 @@ def _make(
         return _from_timm(network, num_classes, example_shape)
     if "." in network:
         return _call_maker(_import(network), network, num_classes)
-    known = [*NETWORKS, *timm.list_models()]
+    known = [*NETWORKS, *LANGUAGE_NETWORKS, *timm.list_models()]
     near = (get_close_matches(network.lower(), known, n=1, cutoff=0.0) or [NETWORKS[0]])[0]
     raise InputError(
         f"network={network!r}",
-        f"one of {', '.join(NETWORKS)}, a timm name or a class path",
+        f"one of {', '.join([*NETWORKS, *LANGUAGE_NETWORKS])}, a timm name, hf:NAME or a class path",
         f"did you mean {near}?",
     )
 
@@ -187,6 +206,12 @@ def _check_outputs(
     Raises:
         InputError: the network is refused.
     """
+    if getattr(made, "reads_tokens", False) and not isinstance(task, LanguageModelling):
+        raise InputError(
+            f"network={_name_of(given)} where the task is {type(task).__name__}",
+            "a language model reads examples of tokens",
+            "write small_cnn for images, or take data of tokens",
+        )
     was_training = made.training
     needed = task.outputs_form("B", num_outputs)
     try:

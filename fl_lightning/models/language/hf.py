@@ -1,0 +1,263 @@
+"""Networks ``hf:NAME_OR_FOLDER``: any causal language model of transformers, with adapters of peft.
+
+They need the optional extra ``fl_lightning[language]``. No other network fetches weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, Literal
+from warnings import catch_warnings, simplefilter
+
+import torch
+from torch import Tensor, nn
+
+from fl_lightning.errors import InputError, MisuseError, require, require_choice
+from fl_lightning.models.language.llama import (
+    Llama,
+    TokenInputs,
+    left_aligned,
+    transformers_settings,
+    transformers_weights,
+)
+from fl_lightning.models.language.lora import ALL_LINEAR, DEFAULT_ALPHA, DEFAULT_RANK, merged_lora
+
+PREFIX = "hf:"
+PRECISIONS = ("float32", "bfloat16", "float16")
+
+
+class TransformersLM(nn.Module):
+    """A causal language model of transformers, with LoRA of peft on a frozen base.
+
+    Adapters are drawn from torch's current generator. ``model`` is peft's ``PeftModel``, or without adapters
+    the ``PreTrainedModel``; ``model.save_pretrained(folder)`` writes what peft and transformers read.
+
+    Args:
+        num_classes: number of tokens of the data, at most the model's.
+        name: name on the Hugging Face hub, or a folder that ``save_pretrained`` wrote, for which nothing is
+            fetched.
+        rank: r of the adapters; 0: no adapters, all weights are trained.
+        alpha: an adapter's factor is alpha / r.
+        targets: ``all-linear``, or names of layers as peft takes them, such as ``[q_proj, v_proj]``.
+        ffa: FFA-LoRA: A is frozen, and B alone is trained and travels.
+        dtype: precision of the weights. Adapters on a narrower base are float32.
+        gguf_file: the file in the folder, where the weights are GGUF.
+        load_in_4bit: whether the frozen base is quantised to 4 bits by bitsandbytes, which needs CUDA.
+        gradient_checkpointing: whether activations are computed again in the backward pass, which takes less
+            memory and more time.
+
+    Raises:
+        InputError: the extra is not installed, the model cannot be loaded, its vocabulary is too small, no
+            layer has a name of ``targets``, or 4 bits are asked for where they do not work.
+    """
+
+    reads_tokens = True
+
+    def __init__(
+        self,
+        num_classes: int,
+        name: str,
+        rank: int = DEFAULT_RANK,
+        alpha: float = DEFAULT_ALPHA,
+        targets: str | Sequence[str] = ALL_LINEAR,
+        ffa: bool = False,
+        dtype: Literal["float32", "bfloat16", "float16"] = "float32",
+        gguf_file: str | None = None,
+        load_in_4bit: bool = False,
+        gradient_checkpointing: bool = False,
+    ) -> None:
+        super().__init__()
+        _require_extra(f"network {PREFIX}{name}")
+        require(
+            rank >= 0 and alpha > 0,
+            f"rank={rank}, alpha={alpha}",
+            "adapters have a rank of 1 or more and a positive alpha; rank 0 means none",
+            f"write rank {DEFAULT_RANK} and alpha {DEFAULT_ALPHA:g}",
+        )
+        require_choice(dtype, PRECISIONS, "dtype")
+        if load_in_4bit:
+            _require_4bit(name, rank)
+        model = _load(name, dtype, gguf_file, load_in_4bit)
+        require(
+            num_classes <= model.config.vocab_size,
+            f"{PREFIX}{name} of {model.config.vocab_size} tokens on data of {num_classes} tokens",
+            "the data's tokens are tokens of the model",
+            "take the data's tokeniser from the model",
+        )
+        with catch_warnings():  # these names of transformers, which peft uses too, change with version 6
+            simplefilter("ignore", FutureWarning)
+            if gradient_checkpointing:
+                model.gradient_checkpointing_enable({"use_reentrant": False})
+            self.model: Any = model if rank == 0 else _adapt(model, name, rank, alpha, targets, ffa)
+
+    def forward(self, inputs: TokenInputs) -> Tensor:
+        """Return the logits ``[B, T, V]`` of the next token at each position.
+
+        Args:
+            inputs: ids int64 ``[B, T]``, or a dictionary with ``input_ids`` and perhaps ``attention_mask``.
+                Padding stands on the right, where causal attention keeps it from the text: the mask is not
+                read.
+        """
+        ids = inputs if isinstance(inputs, Tensor) else inputs["input_ids"]
+        return self.model(input_ids=ids, use_cache=False).logits
+
+    @torch.no_grad()
+    def generate(
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor | None = None,
+        max_new_tokens: int = 32,
+        eos: int | None = None,
+        pad: int | None = None,
+    ) -> Tensor:
+        """Return the tokens that greedy decoding adds to each prompt, int64 ``[B, at most max_new_tokens]``.
+
+        The arguments are those of :meth:`fl_lightning.models.language.Llama.generate`.
+
+        Raises:
+            MisuseError: a prompt has no token, or the bound is less than 1.
+        """
+        from transformers import GenerationConfig
+
+        ids, lengths = left_aligned(input_ids, attention_mask)
+        if max_new_tokens < 1 or ids.shape[1] < 1 or int(lengths.min()) < 1:
+            raise MisuseError(
+                f"generate of prompts of {lengths.tolist()} tokens, max_new_tokens={max_new_tokens}",
+                "a prompt has one token or more, and so has what is generated",
+                "begin each prompt with a token such as BOS",
+            )
+        length = ids.shape[1]
+        places = torch.arange(length, device=ids.device) - (length - lengths).unsqueeze(1)
+        config = GenerationConfig(
+            do_sample=False,
+            max_new_tokens=max_new_tokens,
+            eos_token_id=eos,
+            pad_token_id=pad if pad is not None else (0 if eos is None else eos),
+        )
+        training = self.model.training
+        self.model.eval()  # gradient checkpointing keeps no cache in training mode
+        try:
+            found = self.model.generate(  # padding on the left, as transformers wants it
+                input_ids=ids.gather(1, places.clamp(min=0)),
+                attention_mask=(places >= 0).long(),
+                generation_config=config,
+            )
+        finally:
+            self.model.train(training)
+        return found[:, length:]
+
+
+def to_transformers(network: Llama) -> Any:
+    """Return transformers' ``LlamaForCausalLM`` of the same logits, with adapters merged into the weights.
+
+    Its ``save_pretrained(folder)`` writes a folder for ``hf:FOLDER`` and for other programs.
+
+    Raises:
+        InputError: transformers is not installed.
+    """
+    _require_extra(f"{type(network).__name__} for transformers")
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    model = LlamaForCausalLM(LlamaConfig(**transformers_settings(network)))
+    with merged_lora(network):
+        merged = {
+            name.replace(".base_layer.", "."): weight
+            for name, weight in network.state_dict().items()
+            if ".lora_" not in name
+        }
+        model.load_state_dict(transformers_weights(merged))
+    return model
+
+
+def _require_extra(wanted: str) -> None:
+    missing = [package for package in ("transformers", "peft", "accelerate") if find_spec(package) is None]
+    require(
+        not missing,
+        f"{wanted} without {', '.join(missing)}",
+        "models of Hugging Face need the optional extra",
+        "run pip install 'fl_lightning[language]'",
+    )
+
+
+def _require_4bit(name: str, rank: int) -> None:
+    """Refuse 4-bit weights where they do not work.
+
+    Raises:
+        InputError: bitsandbytes or CUDA is missing, or there would be nothing to train.
+    """
+    lacking = [
+        what
+        for what, there in (
+            ("bitsandbytes", find_spec("bitsandbytes") is not None),
+            ("CUDA", torch.cuda.is_available()),
+        )
+        if not there
+    ]
+    require(
+        not lacking,
+        f"load_in_4bit of {PREFIX}{name} without {' and '.join(lacking)}",
+        "4-bit weights need bitsandbytes on a CUDA device",
+        "write load_in_4bit: false",
+    )
+    require(
+        rank > 0,
+        f"load_in_4bit of {PREFIX}{name} with rank 0",
+        "4-bit weights are frozen, so that adapters alone can be trained",
+        f"write rank: {DEFAULT_RANK}",
+    )
+
+
+def _load(name: str, dtype: str, gguf_file: str | None, load_in_4bit: bool) -> Any:
+    """Return the model of a name or folder.
+
+    Raises:
+        InputError: transformers cannot load it.
+    """
+    from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+
+    options: dict[str, Any] = {"dtype": getattr(torch, dtype), "local_files_only": Path(name).is_dir()}
+    if gguf_file is not None:
+        options["gguf_file"] = gguf_file
+    if load_in_4bit:
+        options["quantization_config"] = BitsAndBytesConfig(
+            load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.bfloat16
+        )
+    try:
+        return AutoModelForCausalLM.from_pretrained(name, **options)
+    except Exception as error:  # transformers' errors for a bad name have no common type
+        text = " ".join(str(error).split())[:200]
+        raise InputError(
+            f"network {PREFIX}{name}: {type(error).__name__} ({text})",
+            "it is the name of a causal language model on the hub, or a folder that save_pretrained wrote",
+            "correct the name, or download the model into a folder",
+        ) from error
+
+
+def _adapt(
+    model: Any, name: str, rank: int, alpha: float, targets: str | Sequence[str], ffa: bool
+) -> nn.Module:
+    """Return the model with a frozen base and peft's LoRA.
+
+    Raises:
+        InputError: no layer has a name of ``targets``.
+    """
+    from peft import LoraConfig, get_peft_model, prepare_model_for_kbit_training
+
+    if getattr(model, "is_loaded_in_4bit", False):
+        model = prepare_model_for_kbit_training(model, use_gradient_checkpointing=False)
+    wanted = targets if isinstance(targets, str) else list(targets)
+    config = LoraConfig(r=rank, lora_alpha=alpha, target_modules=wanted, bias="none", task_type="CAUSAL_LM")  # type: ignore[call-arg, unused-ignore]
+    try:
+        adapted = get_peft_model(model, config)
+    except ValueError as error:
+        raise InputError(
+            f"targets={targets!r} for {PREFIX}{name}",
+            f"peft refuses them ({' '.join(str(error).split())[:200]})",
+            f"write {ALL_LINEAR}",
+        ) from error
+    if ffa:
+        for parameter, weight in adapted.named_parameters():
+            weight.requires_grad_(weight.requires_grad and "lora_A" not in parameter)
+    return adapted

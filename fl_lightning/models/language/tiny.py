@@ -1,0 +1,91 @@
+"""The shipped byte model: its weights, and the network ``llama_tiny``."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file
+
+from fl_lightning.errors import InputError, RunStopped, require
+from fl_lightning.models.language.llama import Llama
+from fl_lightning.models.language.lora import ALL_LINEAR, DEFAULT_ALPHA, DEFAULT_RANK, add_lora
+
+BYTE_VOCABULARY = 259
+"""The 256 bytes, then BOS (256), EOS (257) and PAD (258)."""
+WEIGHTS_FILE = Path(__file__).with_name("llama_tiny.safetensors")
+
+
+class LlamaTiny(Llama):
+    """The byte model of 96 features, 4 blocks and 468 096 weights, with adapters on a frozen base.
+
+    ``benchmarks/language_base.py`` made the base. Its linear layers are ``qkv_proj``, ``o_proj``,
+    ``gate_up_proj`` and ``down_proj``. With rank 8 on all of them, 49 152 values travel.
+
+    Args:
+        num_classes: number of tokens of the data, 259 for bytes.
+        rank: r of the adapters; 0: no adapters, all weights are trained.
+        alpha: an adapter's factor is alpha / r.
+        targets: ``all-linear``, or names of linear layers.
+        ffa: FFA-LoRA: A is frozen, and B alone is trained and travels.
+        pretrained: whether to start from the shipped weights; if not, from weights of torch's current
+            generator, for a vocabulary of any size.
+
+    Raises:
+        InputError: the shipped weights are for another vocabulary, or a setting of the adapters is refused.
+        RunStopped: the file of the shipped weights is missing or damaged.
+    """
+
+    def __init__(
+        self,
+        num_classes: int,
+        rank: int = DEFAULT_RANK,
+        alpha: float = DEFAULT_ALPHA,
+        targets: str | Sequence[str] = ALL_LINEAR,
+        ffa: bool = False,
+        pretrained: bool = True,
+    ) -> None:
+        require(
+            num_classes == BYTE_VOCABULARY or not pretrained,
+            f"llama_tiny on data of {num_classes} tokens",
+            f"its weights are for bytes, {BYTE_VOCABULARY} tokens with BOS, EOS and PAD",
+            "write pretrained: false, or a network with the data's tokeniser, as hf:NAME",
+        )
+        super().__init__(num_classes)
+        if pretrained:
+            load_base(self)
+        if rank != 0:
+            add_lora(self, rank, alpha, targets, ffa)
+
+
+def load_base(network: Llama, path: Path = WEIGHTS_FILE) -> None:
+    """Set the weights of a network without adapters from a file, in the network's own precision.
+
+    Raises:
+        InputError: the file lacks a tensor, has one more, or one of another shape.
+        RunStopped: the file cannot be read.
+    """
+    try:
+        weights = load_file(path)
+    except Exception as error:  # safetensors and the operating system have errors of their own
+        raise RunStopped(
+            f"{path.name}: {error}",
+            "the shipped weights are part of the package",
+            "install the package again",
+        ) from None
+    own = network.state_dict()
+    wrong = sorted(
+        name
+        for name in own.keys() | weights.keys()
+        if name not in own or name not in weights or own[name].shape != weights[name].shape
+    )
+    if wrong:
+        raise InputError(
+            f"{path.name}: {', '.join(wrong)}",
+            "a file has each tensor of the network in its shape, and no other",
+            "make it with benchmarks/language_base.py",
+        )
+    with torch.no_grad():
+        for name, weight in own.items():
+            weight.copy_(weights[name])

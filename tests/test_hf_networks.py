@@ -1,0 +1,128 @@
+"""Networks ``hf:FOLDER``: loaded without a network, adapted by peft, generating as each prompt would alone."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from fl_lightning.errors import InputError, MisuseError
+from fl_lightning.models import build_network
+from fl_lightning.models.language import BYTE_VOCABULARY, LlamaTiny, hf, lora_layers
+
+LENGTHS = [7, 2, 5]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    transformers = pytest.importorskip("transformers")
+    pytest.importorskip("peft")
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=50, hidden_size=24, intermediate_size=40, num_hidden_layers=2, num_attention_heads=2
+    )
+    path = tmp_path_factory.mktemp("llama")
+    model = transformers.LlamaForCausalLM(config)
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.mul_(10 if weight.ndim > 1 else 1)
+    model.save_pretrained(path)
+    return path
+
+
+def prompts() -> tuple[Tensor, Tensor]:
+    torch.manual_seed(1)
+    mask = torch.arange(max(LENGTHS)) < torch.tensor(LENGTHS)[:, None]
+    return torch.randint(0, 50, mask.shape), mask
+
+
+def test_a_folder_is_a_network_whose_adapters_alone_are_trained(folder: Path):
+    import transformers
+
+    network = build_network(f"hf:{folder}", 50, (7,))
+    ids, mask = prompts()
+    plain = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    expected = plain(input_ids=ids, attention_mask=mask.long()).logits
+    torch.testing.assert_close(network({"input_ids": ids, "attention_mask": mask})[mask], expected[mask])
+    torch.testing.assert_close(network(ids)[mask], expected[mask])
+    trained = {name for name, weight in network.named_parameters() if weight.requires_grad}
+    assert len(trained) == 2 * 7 * 2
+    assert all("lora_" in name for name in trained)
+    network(ids).logsumexp(-1).mean().backward()
+    assert {name for name, weight in network.named_parameters() if weight.grad is not None} == trained
+
+
+def test_settings_of_the_adapters(folder: Path):
+    def trained(**settings: object) -> dict[str, torch.Size]:
+        network = hf.TransformersLM(50, str(folder), **settings)
+        return {name: p.shape for name, p in network.named_parameters() if p.requires_grad}
+
+    assert all("lora_B" in name for name in trained(ffa=True))
+    chosen = trained(rank=3, targets=["q_proj", "v_proj"])
+    assert len(chosen) == 2 * 2 * 2
+    assert {min(shape) for shape in chosen.values()} == {3}
+    assert not any("lora" in name for name in trained(rank=0))
+    narrow = hf.TransformersLM(50, str(folder), dtype="bfloat16", gradient_checkpointing=True).train()
+    assert {p.dtype for p in narrow.parameters() if not p.requires_grad} == {torch.bfloat16}
+    assert {p.dtype for p in narrow.parameters() if p.requires_grad} == {torch.float32}
+    narrow(prompts()[0]).float().logsumexp(-1).mean().backward()
+    assert all(p.grad is not None for p in narrow.parameters() if p.requires_grad)
+
+
+def test_prompts_of_different_lengths_get_what_each_gets_alone(folder: Path):
+    network = build_network(f"hf:{folder}", 50, (7,))
+    ids, mask = prompts()
+    together = network.generate(ids, mask, max_new_tokens=6)
+    assert together.shape == (3, 6)
+    for row, length in enumerate(LENGTHS):
+        alone = ids[row : row + 1, :length]
+        for _ in range(6):
+            alone = torch.cat((alone, network(alone)[:, -1].argmax(-1, keepdim=True)), dim=1)
+        assert together[row].equal(alone[0, length:])
+    eos = int(together[0, 2])
+    ended = network.train().generate(ids[:1], mask[:1], 6, eos, pad=0)[0].tolist()
+    assert ended == together[0, : together[0].tolist().index(eos) + 1].tolist()
+    assert network.model.training
+    with pytest.raises(MisuseError, match="one token or more"):
+        network.generate(ids, mask & False, 6)
+
+
+def test_the_byte_model_is_a_folder_for_other_programs(tmp_path: Path):
+    pytest.importorskip("transformers")
+    pytest.importorskip("peft")
+    ours = LlamaTiny(BYTE_VOCABULARY)
+    with torch.no_grad():
+        for layer in lora_layers(ours).values():
+            layer.lora_B.weight.normal_(std=0.1)
+    hf.to_transformers(ours).save_pretrained(tmp_path)
+    theirs = hf.TransformersLM(BYTE_VOCABULARY, str(tmp_path), rank=0)
+    ids = torch.tensor([[256, *b"Copy.\nfour words to copy\n="]])
+    assert not ours(ids).allclose(LlamaTiny(BYTE_VOCABULARY)(ids), atol=0.1)
+    torch.testing.assert_close(theirs(ids), ours(ids), rtol=1e-4, atol=1e-4)
+    assert theirs.generate(ids, None, 24, 257).equal(ours.generate(ids, None, 24, 257))
+
+
+def test_what_does_not_work_is_refused_in_one_line(folder: Path, tmp_path: Path):
+    def refused(words: str, name: Path | str = folder, num_classes: int = 50, **settings: object) -> None:
+        with pytest.raises(InputError, match=words) as error:
+            hf.TransformersLM(num_classes, str(name), **settings)
+        assert "\n" not in str(error.value)
+
+    refused("4-bit weights need bitsandbytes on a CUDA device", load_in_4bit=True)
+    refused("tokens of the model", num_classes=51)
+    refused("peft refuses them", targets=["qkv_proj"])
+    refused("save_pretrained wrote", name=tmp_path)
+    refused("rank 0 means none", rank=-1)
+    refused("one of float32", dtype="float64")
+
+
+def test_without_the_extra_one_line_names_it(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(hf, "find_spec", lambda package: None)
+    with pytest.raises(InputError) as error:
+        build_network("hf:somebody/model", 50, (7,))
+    assert "pip install 'fl_lightning[language]'" in str(error.value)
+    assert "hf:somebody/model without transformers, peft, accelerate" in str(error.value)
+    with pytest.raises(InputError, match="without bitsandbytes"):
+        hf._require_4bit("somebody/model", rank=8)

@@ -1,0 +1,141 @@
+"""The shipped byte model: the file, what it can do, the names it has as a network, and the program that makes
+it."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import math
+import re
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from fl_lightning.cli.parser import FederatedCLI
+from fl_lightning.errors import InputError, RunStopped
+from fl_lightning.models import build_network
+from fl_lightning.models.language import BYTE_VOCABULARY, Llama, LlamaTiny, lora_layers
+from fl_lightning.models.language.tiny import WEIGHTS_FILE, load_base
+
+ROOT = Path(__file__).parent.parent
+PAGE = ROOT / "docs/howto/language_models.md"
+SHA256 = "b10e6c1be35b980f1aaaed8d20374b45788f94488b9a14d0f95ef8ef9f863df9"
+BOS, EOS, PAD = 256, 257, 258
+
+
+@pytest.fixture(scope="module")
+def program() -> ModuleType:
+    """``benchmarks/language_base.py``, which is no part of a package."""
+    spec = importlib.util.spec_from_file_location("language_base", ROOT / "benchmarks/language_base.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_file_is_the_one_that_was_evaluated():
+    assert hashlib.sha256(WEIGHTS_FILE.read_bytes()).hexdigest() == SHA256
+    weights = load_file(WEIGHTS_FILE)
+    assert {weight.dtype for weight in weights.values()} == {torch.bfloat16}
+    assert sum(weight.numel() for weight in weights.values()) == 468_096
+    assert WEIGHTS_FILE.stat().st_size < 945_000
+    own = LlamaTiny(BYTE_VOCABULARY, rank=0).state_dict()
+    assert all(own[name].equal(weight.float()) for name, weight in weights.items())
+
+
+@pytest.mark.parametrize("definition", ["Copy.", "In quotes.", "Title case."])
+def test_it_copies_what_it_has_never_seen(program: ModuleType, definition: str):
+    words = ["qyx", "tolpo", "vrimeb", "zwe", "nokuda", "hylf"]
+    found = program.exact_match(
+        LlamaTiny(BYTE_VOCABULARY), definition, program.FORMATS[definition], words, 16
+    )
+    assert found > 0.5
+    assert (
+        program.exact_match(
+            LlamaTiny(BYTE_VOCABULARY, pretrained=False), definition, program.FORMATS[definition], words, 16
+        )
+        == 0
+    )
+
+
+def test_it_writes_the_english_that_it_read(program: ModuleType):
+    text = torch.tensor([list(b"The value of this argument is used as a name in the current scope.")])
+    ids = torch.cat((torch.tensor([[BOS]]), text[:, :-1]), dim=1)
+    assert program.loss_of(LlamaTiny(BYTE_VOCABULARY), ids, text) < 1.8 < math.log(BYTE_VOCABULARY) / 2
+
+
+def test_a_file_that_is_not_whole_is_refused(tmp_path: Path):
+    weights, network, path = load_file(WEIGHTS_FILE), Llama(BYTE_VOCABULARY), tmp_path / "base.safetensors"
+    last = "norm.weight"
+    for broken in (
+        {name: weight for name, weight in weights.items() if name != last},
+        {**weights, last: weights[last][:5].clone()},
+        {**{name: weight for name, weight in weights.items() if name != last}, "other": weights[last]},
+    ):
+        save_file(broken, path)
+        with pytest.raises(InputError, match=last):
+            load_base(network, path)
+    path.write_bytes(WEIGHTS_FILE.read_bytes()[:-10])
+    with pytest.raises(RunStopped, match="install the package again"):
+        load_base(network, path)
+    with pytest.raises(RunStopped, match="install the package again"):
+        load_base(network, tmp_path / "missing.safetensors")
+
+
+def test_its_name_is_a_network():
+    network = build_network("llama_tiny", BYTE_VOCABULARY, (64,))
+    assert isinstance(network, LlamaTiny)
+    assert len(lora_layers(network)) == 16
+    with pytest.raises(InputError, match="bytes, 259 tokens"):
+        build_network("llama_tiny", 300, (64,))
+    with pytest.raises(InputError, match=r"reads examples of tokens, \[T\]"):
+        build_network("llama_tiny", BYTE_VOCABULARY, (3, 28, 28))
+    with pytest.raises(InputError, match="did you mean llama_tiny"):
+        build_network("lama_tiny", BYTE_VOCABULARY, (64,))
+
+
+def test_a_configuration_gives_it_settings(bare_directory: Path):
+    Path("lora.yaml").write_text(
+        "model:\n  class_path: FedAvg\n  init_args:\n    network:\n"
+        "      class_path: fl_lightning.models.LlamaTiny\n"
+        "      init_args: {rank: 4, alpha: 4, targets: [qkv_proj], ffa: true}\n"
+    )
+    cli = FederatedCLI("fit", ["--config", "lora.yaml"])
+    network = build_network(cli.model.network_spec, BYTE_VOCABULARY, (64,))
+    layers = [*lora_layers(network).values()]
+    assert len(layers) == 4
+    assert layers[0].lora_A.weight.shape == (4, 96)
+    assert layers[0].scaling == 1
+    assert not layers[0].lora_A.weight.requires_grad
+
+
+def test_the_code_of_the_page_runs():
+    (block,) = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
+    exec(block, {})  # it holds an assertion itself
+
+
+def test_the_settings_of_the_page_are_understood(bare_directory: Path):
+    (block,) = re.findall(r"```yaml\n(.*?)```", PAGE.read_text(), re.DOTALL)
+    Path("page.yaml").write_text(block)
+    network = build_network(FederatedCLI("fit", ["--config", "page.yaml"]).model.network_spec, 259, (64,))
+    assert len(lora_layers(network)) == 8
+
+
+@pytest.mark.slow
+def test_the_program_makes_the_same_weights_again_and_they_learn(program: ModuleType):
+    reference = program.reference_text()
+    words, held_out = program.words_of(reference)
+    assert not {*words} & {*held_out}
+    text = torch.tensor(list(reference.encode("ascii")))
+    found = []
+    for _ in range(2):
+        torch.manual_seed(program.SEED)
+        network = Llama(BYTE_VOCABULARY)
+        program.train(network, text, words, steps=40)
+        found.append(network)
+    states = [network.state_dict() for network in found]
+    assert all(states[0][name].equal(weight) for name, weight in states[1].items())
+    nats = program.evaluate(found[0], text, held_out, count=2)["text, nats per byte"]
+    assert nats < 0.7 * math.log(BYTE_VOCABULARY)
