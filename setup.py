@@ -6,5 +6,5 @@ from setuptools import find_packages, setup
 setup(
     packages=[*find_packages(include=["fl_lightning*", "callbacks*"]), "fl_lightning.configs"],
     package_dir={"fl_lightning.configs": "configs"},
-    package_data={"fl_lightning.configs": ["**/*.yaml"]},
+    package_data={"fl_lightning.configs": ["**/*.yaml"], "fl_lightning.data.text": ["words.txt"]},
 )
