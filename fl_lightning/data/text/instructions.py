@@ -22,7 +22,7 @@ from math import prod
 import numpy as np
 
 from fl_lightning.data.text.tokens import Record
-from fl_lightning.errors import InputError
+from fl_lightning.errors import require
 from fl_lightning.rng import key, stream
 
 CLUSTERS = ("translation", "reasoning", "code", "rewriting")
@@ -32,6 +32,9 @@ TEST_SHARE = 0.2
 
 MAX_DRAWS = 1000
 """Draws for one record. A draw is fit with probability 1 - TEST_SHARE or TEST_SHARE."""
+
+MAX_LISTED = 10_000
+"""Tasks with no more inputs have all of them listed to find those of the test; of others they are drawn."""
 
 VOWELS, CONSONANTS = "aeiou", "bdfgklmnprstvz"
 NUMBERS = """
@@ -264,17 +267,26 @@ def test_records(seed: int, task: InstructionTask, count: int) -> list[Record]:
     Raises:
         InputError: the task has too few inputs.
     """
+    if task.size <= MAX_LISTED:
+        listed = [(place_of(seed, record), record) for record in map(task.record, range(task.size))]
+        fit = sorted(pair for pair in listed if pair[0] < TEST_SHARE)
+        _check_count(task, count, len(fit))
+        return [record for _, record in fit[:count]]
+    _check_count(task, count, int(task.size * TEST_SHARE / 2))
     rng = stream(seed, f"text/test/{task.name}")
     found: dict[str, Record] = {}
-    for _ in range(MAX_DRAWS * max(count, 1)):
-        if len(found) == count:
-            return list(found.values())
+    while len(found) < count:
         record = _draw(task, rng, seed, test=True)
         found.setdefault(record.inputs, record)
-    raise InputError(
+    return list(found.values())
+
+
+def _check_count(task: InstructionTask, count: int, most: int) -> None:
+    require(
+        count <= most,
         f"{count} test records of {task.name}",
-        f"with this seed it has {len(found)} different ones",
-        f"write {len(found)} or fewer",
+        f"with this seed it has {most}",
+        f"write {most} or fewer",
     )
 
 

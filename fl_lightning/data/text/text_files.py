@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -26,6 +27,9 @@ from fl_lightning.errors import InputError, require
 from fl_lightning.rng import key
 
 RECORD_SUFFIXES, PROSE_SUFFIXES = (".jsonl", ".json"), (".txt", ".md", ".text")
+SURROGATE = re.compile("[\ud800-\udfff]")
+"""Half a character, which JSON can write and UTF-8 cannot."""
+
 TEXT_BYTES_TO_TENSORS = 16
 """Bytes of the tensors for each byte of text, at most: an int64 id and an int64 target."""
 
@@ -317,7 +321,7 @@ def record_lines(path: Path, text: str, client_key: str | None, group_key: str |
         for name in keys:
             require(name in entry, place, f"the key {name} is missing", f'add "{name}": "..."')
         for name in Record._fields:
-            is_text = isinstance(entry[name], str)
+            is_text = isinstance(entry[name], str) and not SURROGATE.search(entry[name])
             require(is_text, place, f"the value of {name} is no text", f'write "{name}": "..."')
         require(entry["targets"], place, "targets is empty: there is nothing to learn", "remove the line")
         names = [str(entry[name]) if name else path.name for name in (client_key, group_key)]

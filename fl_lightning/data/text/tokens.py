@@ -212,7 +212,7 @@ def encode_records(
             require(
                 too_long == "cut",
                 f"{place} ({record.task_name})",
-                f"it has {context + extra} tokens, and the context {context}",
+                f"it takes {context + extra} tokens of a context of {context}",
                 f"write context: {context + extra}, or too_long: cut",
             )
             cut += 1
