@@ -147,6 +147,8 @@ def test_held_out_records_are_never_trained_on(partition):
     assert not train & val
     assert not train & test
     assert not val & test
+    for records, is_test in ((found.train_records, False), (found.test_records, True)):
+        assert {made.place_of(0, record) < made.TEST_SHARE for record in records} == {is_test}
     held = sum(len(client.val) for client in clients)
     assert 0.07 < held / (12 * 200) < 0.13
     assert sorted(np.concatenate([[*c.train, *c.val] for c in clients])) == [*range(12 * 200)]

@@ -148,6 +148,8 @@ def test_a_wheel_works_in_an_empty_folder(tmp_path: Path) -> None:
     program = [sys.executable, "-m", "fl_lightning"]
     where = run(sys.executable, "-c", "import fl_lightning.support.packaged as p; print(p.configs_folder())")
     assert Path(where.strip()) == site / "fl_lightning" / "configs"
+    words = "from fl_lightning.data.text.instructions import words; print(len(words()))"
+    assert run(sys.executable, "-c", words).strip() == "1500"
     assert len(run(*program, "configs").splitlines()) == len([*configs_folder().rglob("*.yaml")])
     script = run(
         str(site / "bin" / "fl-lightning"),

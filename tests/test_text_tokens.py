@@ -10,13 +10,12 @@ from fl_lightning.data.text.tokens import (
     ByteTokenizer,
     HuggingFaceTokenizer,
     Record,
-    answer_text,
     encode_records,
     encode_windows,
     prompt_of,
-    prompts_and_answers,
 )
 from fl_lightning.errors import InputError
+from fl_lightning.metrics.text import prompts_and_answers, until_end
 from fl_lightning.rng import stream
 
 BYTES = ByteTokenizer()
@@ -127,7 +126,7 @@ def test_prompts_and_answers_are_those_of_the_records(side):
     for record, row, keep, answer in zip(RECORDS, prompts, mask, answers, strict=True):
         assert row[keep].tolist() == [BOS, *BYTES.encode(prompt_of(record))]
         assert answer == [*BYTES.encode(record.targets), EOS]
-        assert answer_text([*answer, *b"more", EOS], BYTES) == record.targets
+        assert BYTES.decode(until_end([*answer, *b"more", EOS], EOS)) == record.targets
     empty, mask, answers = prompts_and_answers(inputs["input_ids"][:0], target[:0], PAD, side)
     assert empty.shape == mask.shape == (0, 0)
     assert answers == []
@@ -158,7 +157,7 @@ def test_a_tokeniser_of_transformers_does_as_well():
     inputs, target = sequences.batch(torch.tensor([0]))
     assert inputs["attention_mask"].sum() == inputs["input_ids"].shape[1] == 10  # PAD is EOS, the mask knows
     _, _, answers = prompts_and_answers(inputs["input_ids"], target, tokenizer.pad)
-    assert answer_text(answers[0], tokenizer) == "3"
+    assert tokenizer.decode(until_end(answers[0], tokenizer.eos)) == "3"
 
 
 def test_tokenisers_that_cannot_be_used_are_refused(tmp_path):

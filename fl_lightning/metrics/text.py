@@ -7,7 +7,9 @@ the whole. ``B`` examples, ``T`` positions, ``V`` tokens of the vocabulary.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from itertools import takewhile
+from typing import Literal
 
 import numpy as np
 import torch
@@ -107,7 +109,7 @@ def token_sums(logits: Tensor, target: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     nats = cross_entropy(
         logits.flatten(0, 1).float(), target.flatten(), reduction="none", ignore_index=IGNORED
     ).view_as(target)
-    right = (logits.argmax(-1) == target) & labelled
+    right = logits.argmax(-1) == target
     return nats.double().sum(1), right.double().sum(1), labelled.double().sum(1)
 
 
@@ -133,6 +135,43 @@ def perplexity(nats: float | np.ndarray | Tensor, tokens: float | np.ndarray | T
     total, count = (np.asarray(torch.as_tensor(part).cpu(), np.float64) for part in (nats, tokens))
     mean = np.divide(total, count, out=np.full(np.broadcast(total, count).shape, np.nan), where=count > 0)
     return np.exp(np.minimum(mean, MAX_NATS))
+
+
+def prompts_and_answers(
+    input_ids: Tensor, target: Tensor, pad: int, side: Literal["left", "right"] = "left"
+) -> tuple[Tensor, Tensor, list[list[int]]]:
+    """Take a batch of records apart into what generation is given and what it is compared with.
+
+    Args:
+        input_ids: int64 ``[B, T]``, padded on the right.
+        target: int64 ``[B, T]``; the labelled positions of a row are consecutive, and each row has some.
+        pad: id of the padding.
+        side: side of the padding of the prompts. left: all prompts end at the last position, as
+            ``generate`` of transformers needs it.
+
+    Returns:
+        Prompts int64 ``[B, P]``, their attention mask bool ``[B, P]``, and the labelled tokens of each row
+        (with EOS, if it was not cut), where P is the length of the longest prompt.
+    """
+    labelled = target != IGNORED
+    length = labelled.int().argmax(1) + 1  # the position that predicts the first labelled token is prompt
+    longest = int(length.max()) if len(length) else 0
+    column = torch.arange(longest, device=input_ids.device).expand(len(input_ids), longest)
+    if side == "left":
+        column = column - (longest - length)[:, None]
+    mask = (column >= 0) & (column < length[:, None])
+    prompts = input_ids.gather(1, column.clamp(min=0)).masked_fill(~mask, pad)
+    answers = [row[mark].tolist() for row, mark in zip(target, labelled, strict=True)]
+    return prompts, mask, answers
+
+
+def until_end(ids: Iterable[int], eos: int) -> list[int]:
+    """Return the tokens before the first EOS: an answer, of which a tokeniser's ``decode`` makes a text.
+
+    >>> until_end([55, 257, 55], eos=257)
+    [55]
+    """
+    return list(takewhile(lambda id: id != eos, ids))
 
 
 def _check_pairs(predictions: Sequence[str], references: Sequence[str]) -> None:

@@ -1,6 +1,6 @@
 """Tokens of text: the byte tokeniser, prompts and answers of instruction records, windows of prose.
 
-``N`` examples, ``B`` batch, ``T`` positions that the network sees (the context), ``P`` those of a prompt.
+``N`` examples, ``B`` batch, ``T`` positions that the network sees (the context).
 A target is aligned with the network's outputs: ``target[:, t]`` is the token that follows
 ``input_ids[:, t]``, and ``IGNORED`` where no loss is taken. Padding is on the right.
 """
@@ -266,45 +266,3 @@ def _padded(rows: Sequence[tuple[list[int], int]], pad: int, context: int, cut: 
 
 def _check_context(context: int) -> None:
     require(context >= 2, f"context={context}", "a network sees at least 2 tokens", "write e.g. 72")
-
-
-def prompts_and_answers(
-    input_ids: Tensor, target: Tensor, pad: int, side: Literal["left", "right"] = "left"
-) -> tuple[Tensor, Tensor, list[list[int]]]:
-    """Take a batch of records apart into what generation is given and what it is compared with.
-
-    Args:
-        input_ids: int64 ``[B, T]``, padded on the right.
-        target: int64 ``[B, T]``; the labelled positions of a row are consecutive, and each row has some.
-        pad: id of the padding.
-        side: side of the padding of the prompts. left: all prompts end at the last position, as
-            ``generate`` of transformers needs it.
-
-    Returns:
-        Prompts int64 ``[B, P]``, their attention mask bool ``[B, P]``, and the labelled tokens of each row
-        (with EOS, if it was not cut).
-    """
-    labelled = target != IGNORED
-    length = labelled.int().argmax(1) + 1  # the position that predicts the first labelled token is prompt
-    longest = int(length.max()) if len(length) else 0
-    column = torch.arange(longest, device=input_ids.device).expand(len(input_ids), longest)
-    if side == "left":
-        column = column - (longest - length)[:, None]
-    mask = (column >= 0) & (column < length[:, None])
-    prompts = input_ids.gather(1, column.clamp(min=0)).masked_fill(~mask, pad)
-    answers = [row[mark].tolist() for row, mark in zip(target, labelled, strict=True)]
-    return prompts, mask, answers
-
-
-def answer_text(ids: Iterable[int], tokenizer: Tokenizer) -> str:
-    """Return the text of generated tokens up to the first EOS.
-
-    >>> answer_text([55, 257, 55], ByteTokenizer())
-    '7'
-    """
-    answer = []
-    for id in ids:
-        if id == tokenizer.eos:
-            break
-        answer.append(id)
-    return tokenizer.decode(answer)
