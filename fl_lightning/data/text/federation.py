@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import hashlib
-import platform
 from abc import abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -348,9 +347,8 @@ class InstructionData(TextData):
 
     @property
     def text_summary(self) -> dict[str, Any]:
-        """Python's version, the seed of the text, and the SHA-256 of the word list and of all records."""
+        """The seed of the text, the dial, and the SHA-256 of the word list and of all records."""
         return {
-            "python": platform.python_version(),
             "seed": self.text_seed,
             "house": self.house,
             "words_sha256": hashlib.sha256("\n".join(instructions.words()).encode()).hexdigest(),
