@@ -113,7 +113,7 @@ def test_prose_is_cut_into_windows_by_file(tmp_path):
     assert found.groups == ("one.txt", "two.md", "three.txt")
 
 
-def test_long_records_are_refused_with_their_line_or_cut_and_counted(tmp_path):
+def test_long_records_are_refused_with_their_line_or_cut_and_counted(tmp_path, caplog):
     (tmp_path / "a.jsonl").write_text("\n".join([line(1), line(2, inputs="5" * 60), *map(line, range(9))]))
     with pytest.raises(
         InputError, match=r"a\.jsonl, line 2 \(task_add\).*takes 69 tokens of a context of 32"
@@ -121,6 +121,9 @@ def test_long_records_are_refused_with_their_line_or_cut_and_counted(tmp_path):
         data(tmp_path, test_fraction=0.01)
     found = data(tmp_path, too_long="cut", test_fraction=0.01)
     assert found.partition_summary()["text"]["examples cut"]["train"] == 1
+    assert "1 of 10 training examples are longer than context=32 and were cut" in caplog.text
+    with pytest.raises(InputError, match="context=1000000000000"):
+        data(tmp_path, context=10**12)
 
 
 MISTAKES = {

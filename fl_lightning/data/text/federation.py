@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import hashlib
+import logging
 from abc import abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -23,6 +24,8 @@ from fl_lightning.data.partition import IndexPartition, Partition, check_memory
 from fl_lightning.data.text import instructions
 from fl_lightning.data.text.tokens import ByteTokenizer, Record, Sequences, Tokenizer, encode_records
 from fl_lightning.errors import require
+
+log = logging.getLogger(__name__)
 
 MAX_LOGITS = {"cpu": 2**24, "cuda": 2**28}
 """Largest number of logits of an evaluation batch by type of device: 64 MB and 1 GB of float32."""
@@ -55,7 +58,7 @@ class TextExamples:
         sequences: tokens and targets.
         group: group of each example, int64 ``[N]``, an index into the names of groups.
         owner: client that wrote each example, int64 ``[N]``; of test examples it is not used.
-        task: name of each example's task; empty strings where there are none.
+        task: name of each example's task; empty where examples have none.
         held_out: whether each example is for validation, bool ``[N]``; None: validation examples are drawn.
     """
 
@@ -140,6 +143,15 @@ class TextData(FederatedData):
             InputError: the text cannot be read.
         """
         train, test = self.read()
+        for split, some in (("training", train.sequences), ("test", test.sequences)):
+            if some.cut:
+                log.warning(
+                    "%d of %d %s examples are longer than context=%d and were cut",
+                    some.cut,
+                    len(some),
+                    split,
+                    self.context,
+                )
         self._owner, self._held_out = train.owner, train.held_out
         self._sequences = {"train": train.sequences, "test": test.sequences}
         self.train_task, self.test_task = list(train.task), list(test.task)

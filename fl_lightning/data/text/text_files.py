@@ -30,9 +30,6 @@ RECORD_SUFFIXES, PROSE_SUFFIXES = (".jsonl", ".json"), (".txt", ".md", ".text")
 SURROGATE = re.compile("[\ud800-\udfff]")
 """Half a character, which JSON can write and UTF-8 cannot."""
 
-TEXT_BYTES_TO_TENSORS = 16
-"""Bytes of the tensors for each byte of text, at most: an int64 id and an int64 target."""
-
 
 @dataclass(frozen=True)
 class Line:
@@ -118,7 +115,8 @@ class TextFiles(TextData):
             tokenizer=tokenizer,
         )
         self.count_clients = num_clients == 0
-        self.train, self.test, self.test_fraction = Path(train), Path(test) if test else None, test_fraction
+        self.train_path, self.test_path = Path(train), Path(test) if test else None
+        self.test_fraction = test_fraction
         self.client_key, self.group_key, self.too_long = client, group, too_long
         self._digest = hashlib.sha256()
         self._left_out = 0
@@ -129,10 +127,10 @@ class TextFiles(TextData):
         Raises:
             InputError: a file or folder is missing, or holds no text or two kinds of it.
         """
-        kinds = {_is_prose(text_files(path)) for path in (self.train, self.test) if path}
+        kinds = {_is_prose(text_files(path)) for path in (self.train_path, self.test_path) if path}
         require(
             len(kinds) == 1,
-            f"train {self.train} and test {self.test}",
+            f"train {self.train_path} and test {self.test_path}",
             "both are JSON lines or both are plain text",
             "give files of one kind",
         )
@@ -145,16 +143,14 @@ class TextFiles(TextData):
         """
         self.prepare_data()
         self._digest, self._left_out = hashlib.sha256(), 0
-        files = text_files(self.train)
-        tests = text_files(self.test) if self.test else []
-        check_memory(
-            f"train {self.train}", TEXT_BYTES_TO_TENSORS * sum(path.stat().st_size for path in files + tests)
-        )
+        files = text_files(self.train_path)
+        tests = text_files(self.test_path) if self.test_path else []
+        check_memory(f"train {self.train_path}", sum(path.stat().st_size for path in files + tests))
         train, test = (self._prose if _is_prose(files) else self._records)(files, tests)
         for split, some in (("train", train), ("test", test)):
             require(
                 len(some.sequences),
-                f"{split} {self.test if split == 'test' and self.test else self.train}",
+                f"{split} {self.test_path if split == 'test' and self.test_path else self.train_path}",
                 f"no example is left for {split}",
                 "give more text",
             )

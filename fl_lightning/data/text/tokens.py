@@ -14,6 +14,7 @@ from typing import Any, Literal, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from fl_lightning.data.partition import check_memory
 from fl_lightning.errors import InputError, require
 from fl_lightning.metrics.text import IGNORED
 from fl_lightning.support.recorded import Recorded
@@ -253,6 +254,7 @@ def encode_windows(text: str, tokenizer: Tokenizer, context: int) -> Sequences:
 
 def _padded(rows: Sequence[tuple[list[int], int]], pad: int, context: int, cut: int) -> Sequences:
     """Return sequences from tokens and the number of the first ones that are no targets."""
+    check_memory(f"{len(rows)} examples of context={context}", 16 * len(rows) * context)
     input_ids = torch.full((len(rows), context), pad, dtype=torch.int64)
     target = torch.full((len(rows), context), IGNORED, dtype=torch.int64)
     for number, (ids, unlabelled) in enumerate(rows):
