@@ -236,6 +236,20 @@ def test_streams_of_the_page_on_reproducibility():
     code("reproducibility.md")  # it holds an assertion itself
 
 
+def test_the_page_on_text(tmp_path, monkeypatch, capsys):
+    """Its code runs, and its configurations are understood."""
+    code("howto/text_data.md")
+    assert "\\n=' ->" in capsys.readouterr().out
+    monkeypatch.syspath_prepend(ROOT)
+    for block in blocks(DOCS / "howto" / "text_data.md", "yaml"):
+        (tmp_path / "text.yaml").write_text(f"base: fedavg\n{block}")
+        assert main(["fit", "--config", str(tmp_path / "text.yaml"), "--print_config"]) == 0
+        printed = yaml.safe_load(capsys.readouterr().out)["data"]["init_args"]
+        for name, value in yaml.safe_load(block)["data"]["init_args"].items():
+            assert name in ("partition", "tokenizer") or printed[name] == value
+        assert printed["partition"]["class_path"].endswith(".Natural")
+
+
 def test_the_loss_term_of_the_page_is_fedprox(tmp_path, forgotten):
     ours, theirs = (on_images(cls(mu=0.5)) for cls in (methods.FedProx, code("howto/method.md")["Proximal"]))
     for method in (ours, theirs):

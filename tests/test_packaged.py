@@ -152,6 +152,8 @@ def test_a_wheel_works_in_an_empty_folder(tmp_path: Path) -> None:
         sys.executable, "-c", "from fl_lightning.models import LlamaTiny as L; print(len(L(259).layers))"
     )
     assert base.strip() == "4"
+    words = "from fl_lightning.data.text.instructions import words; print(len(words()))"
+    assert run(sys.executable, "-c", words).strip() == "1500"
     assert len(run(*program, "configs").splitlines()) == len([*configs_folder().rglob("*.yaml")])
     script = run(
         str(site / "bin" / "fl-lightning"),

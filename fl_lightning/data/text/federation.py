@@ -1,0 +1,376 @@
+"""Federations of text: sequences of tokens that clients hold, and the one that is made by rule.
+
+``N`` training examples, ``M`` test examples, ``K`` clients, ``G`` groups, ``B`` batch, ``T`` context.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from abc import abstractmethod
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fl_lightning.client import Client
+from fl_lightning.data.base import FederatedData, Split
+from fl_lightning.data.holdings import Holdings
+from fl_lightning.data.partition import IndexPartition, Partition, check_memory
+from fl_lightning.data.text import instructions
+from fl_lightning.data.text.tokens import ByteTokenizer, Record, Sequences, Tokenizer, encode_records
+from fl_lightning.errors import require
+
+log = logging.getLogger(__name__)
+
+MAX_LOGITS = {"cpu": 2**24, "cuda": 2**28}
+"""Largest number of logits of an evaluation batch by type of device: 64 MB and 1 GB of float32."""
+
+
+class Natural(IndexPartition):
+    """Every client holds what it wrote: the examples whose owner it is in the data."""
+
+    def holdings(self, labels: np.ndarray, num_clients: int, seed: int) -> Holdings:
+        """Return the examples of each client; ``labels`` are the owners, int64 ``[N]`` in [0, K).
+
+        Raises:
+            InputError: the data has more owners than there are clients.
+        """
+        owners = int(labels.max(initial=-1)) + 1
+        require(
+            owners <= num_clients,
+            f"num_clients={num_clients} with the natural partition",
+            f"the data has {owners} clients of its own",
+            f"write num_clients: {owners}, or another partition",
+        )
+        return Holdings.by_owner(labels, num_clients)
+
+
+@dataclass(frozen=True)
+class TextExamples:
+    """The examples of one split and what is known of each.
+
+    Args:
+        sequences: tokens and targets.
+        group: group of each example, int64 ``[N]``, an index into the names of groups.
+        owner: client that wrote each example, int64 ``[N]``; of test examples it is not used.
+        task: name of each example's task; empty where examples have none.
+        held_out: whether each example is for validation, bool ``[N]``; None: validation examples are drawn.
+    """
+
+    sequences: Sequences
+    group: np.ndarray
+    owner: np.ndarray
+    task: Sequence[str] = field(default_factory=list)
+    held_out: np.ndarray | None = None
+
+
+class TextData(FederatedData):
+    """Sequences of tokens, distributed to clients.
+
+    Inputs are ``{"input_ids": int64 [B, T'], "attention_mask": bool [B, T']}``, padded on the right and
+    trimmed to the longest example of the batch. Targets are int64 ``[B, T']``, aligned with the outputs and
+    -100 where no loss is taken. ``train_target`` and ``test_target`` are int64 ``[N, T]`` and ``[M, T]``.
+
+    Partitions other than :class:`Natural` deal the examples out by their group: ``train_group`` int64
+    ``[N]`` and ``test_group`` int64 ``[M]``, with names in ``groups``. A subclass implements :meth:`read`.
+
+    Args:
+        dataset: name of the data set.
+        num_clients: number of clients.
+        partition: rule that assigns training examples to clients; null: :class:`Natural`.
+        batch_size: examples of one local step.
+        val_fraction: share of each client's examples that is held out for validation, in [0, 1).
+        public_examples: training examples of the public set; 0: no public set.
+        context: T, largest number of tokens that the network sees at once.
+        tokenizer: makes tokens of text; null: bytes.
+
+    Raises:
+        InputError: an argument is out of range.
+    """
+
+    groups: tuple[str, ...] = ()
+    train_group: Tensor
+    test_group: Tensor
+
+    def __init__(
+        self,
+        *,
+        dataset: str,
+        num_clients: int,
+        partition: Partition | None,
+        batch_size: int,
+        val_fraction: float,
+        public_examples: int,
+        context: int,
+        tokenizer: Tokenizer | None,
+    ) -> None:
+        super().__init__(
+            dataset=dataset,
+            num_clients=num_clients,
+            partition=Natural() if partition is None else partition,
+            batch_size=batch_size,
+            val_fraction=val_fraction,
+            public_examples=public_examples,
+        )
+        require(context >= 2, f"context={context}", "a network sees at least 2 tokens", "write e.g. 72")
+        check_memory(f"context={context} for a batch of {batch_size}", 24 * context * batch_size)
+        self.context = context
+        self.tokenizer: Tokenizer = ByteTokenizer() if tokenizer is None else tokenizer
+        self.num_classes, self.example_shape = self.tokenizer.vocab_size, (context,)
+
+    @abstractmethod
+    def read(self) -> tuple[TextExamples, TextExamples]:
+        """Return training and test examples, and set ``groups``.
+
+        Raises:
+            InputError: the text cannot be read.
+        """
+
+    @property
+    def text_summary(self) -> dict[str, Any]:
+        """What identifies the text, as the entry ``text`` of ``partition.json``."""
+        return {}
+
+    def setup(self, stage: str | None = None) -> None:
+        """Read the text and make tokens of it.
+
+        Raises:
+            InputError: the text cannot be read.
+        """
+        train, test = self.read()
+        for split, some in (("training", train.sequences), ("test", test.sequences)):
+            if some.cut:
+                log.warning(
+                    "%d of %d %s examples are longer than context=%d and were cut",
+                    some.cut,
+                    len(some),
+                    split,
+                    self.context,
+                )
+        self._owner, self._held_out = train.owner, train.held_out
+        self._sequences = {"train": train.sequences, "test": test.sequences}
+        self.train_task, self.test_task = list(train.task), list(test.task)
+        self.train_group, self.test_group = torch.from_numpy(train.group), torch.from_numpy(test.group)
+        self.train_target, self.test_target = train.sequences.target, test.sequences.target
+        self.move(self.device)
+
+    def move(self, device: torch.device) -> None:
+        """Move the tokens to the device."""
+        self.device = device
+        self._public_moved = None
+        self._sequences = {split: some.to(device) for split, some in self._sequences.items()}
+        self.train_target, self.test_target = (self._sequences[split].target for split in ("train", "test"))
+        self.train_group, self.test_group = self.train_group.to(device), self.test_group.to(device)
+
+    def inputs(self, split: Split, index: Tensor, draws: Tensor | None = None) -> dict[str, Tensor]:
+        """Return the token ids at ``index`` and their mask, trimmed to the longest example."""
+        return self._sequences[split].batch(index)[0]
+
+    @property
+    def evaluation_batch(self) -> int:
+        """Batch size of evaluation: at most 512, and fewer if the logits would take too much memory."""
+        logits = MAX_LOGITS.get(self.device.type, MAX_LOGITS["cpu"])
+        return max(1, min(512, logits // (self.context * self.tokenizer.vocab_size)))
+
+    # What follows is here because the base class takes one class for each example: it partitions by the
+    # target and yields targets as they are.
+
+    @contextmanager
+    def _labelled_by(self, label: np.ndarray, num_labels: int) -> Iterator[None]:
+        """Let the base class see one label for each example in place of the targets."""
+        target, num_classes = self.train_target, self.num_classes
+        self.train_target, self.num_classes = torch.from_numpy(label), num_labels
+        try:
+            yield
+        finally:
+            self.train_target, self.num_classes = target, num_classes
+
+    def distribute(self, seed: int, device: torch.device) -> None:
+        natural = isinstance(self.partition, Natural)
+        label = self._owner if natural else self.train_group.cpu().numpy()
+        with self._labelled_by(label, len(self.groups)):
+            super().distribute(seed, self.device)
+        if self._held_out is not None:
+            self._holdings = hold_out_marked(self._holdings, self._held_out)
+        self.move(torch.device(device))
+
+    def class_counts(self) -> np.ndarray:
+        """Return the number of examples (training and validation) by client and group, ``[K, G]``."""
+        with self._labelled_by(self.train_group.cpu().numpy(), len(self.groups)):
+            return super().class_counts()
+
+    def partition_summary(self) -> dict[str, Any]:
+        """Return the content of ``partition.json``, with the names of the groups and what identifies the
+        text."""
+        with self._labelled_by(self.train_group.cpu().numpy(), len(self.groups)):
+            summary = super().partition_summary()
+        cut = {split: some.cut for split, some in self._sequences.items()}
+        return summary | {"groups": list(self.groups), "text": self.text_summary | {"examples cut": cut}}
+
+    def train_batches(
+        self,
+        client: Client,
+        *,
+        round: int,
+        epochs: int,
+        labels: Tensor | None = None,
+        steps: int | None = None,
+    ) -> Iterator[tuple[Any, Tensor]]:
+        for batch in super().train_batches(client, round=round, epochs=epochs, labels=labels, steps=steps):
+            yield trimmed(*batch)
+
+    def test_batches(self, batch_size: int | None = None) -> Iterator[tuple[Any, Tensor]]:
+        """Yield the test set in order; the examples of a batch have the same order as ``test_task``."""
+        for batch in super().test_batches(batch_size):
+            yield trimmed(*batch)
+
+    def val_batches(
+        self, clients: Iterable[Client] | None = None, batch_size: int | None = None
+    ) -> Iterator[tuple[Any, Tensor, Tensor]]:
+        for inputs, target, owner in super().val_batches(clients, batch_size):
+            yield (*trimmed(inputs, target), owner)
+
+
+def trimmed(inputs: dict[str, Tensor], target: Tensor) -> tuple[dict[str, Tensor], Tensor]:
+    """Return a batch whose targets ``[B, T]`` have as many positions as its inputs."""
+    return inputs, target[:, : inputs["input_ids"].shape[1]]
+
+
+def hold_out_marked(holdings: Holdings, held_out: np.ndarray) -> Holdings:
+    """Return holdings whose validation examples are the marked ones, whoever holds them.
+
+    Args:
+        holdings: the examples of every client.
+        held_out: marks validation examples, bool ``[N]``.
+    """
+    owner = np.repeat(np.arange(len(holdings)), holdings.sizes)
+    marked = held_out[holdings.index]
+    order = np.lexsort((holdings.index, ~marked, owner))
+    return Holdings(
+        holdings.index[order], holdings.starts, np.bincount(owner[marked], minlength=len(holdings))
+    )
+
+
+class InstructionData(TextData):
+    """Instructions made by rule: four clusters of three tasks, and the house task that they answer
+    differently (:mod:`fl_lightning.data.text.instructions`).
+
+    Client k belongs to cluster k mod 4, and its records are the same whatever the number of clients. The
+    cluster is the group of an example. Validation and test records never equal training records.
+
+    Args:
+        num_clients: number of clients; 8 are two for each cluster.
+        examples_per_client: records that each client makes, for training and validation.
+        house: share of house records, in [0, 1]: how much the clusters contradict each other.
+        tests_per_task: test records of each task, and of the house task in each cluster.
+        partition: rule that assigns records to clients; null: each client holds its own. IID() deals the
+            same records out evenly.
+        batch_size: records of one local step.
+        val_fraction: share of a task's inputs that are held out for validation, of those that are not for
+            the test, in [0, 1).
+        public_examples: training records of the public set; 0: no public set.
+        context: largest number of tokens that the network sees; the longest record in bytes takes 65.
+        tokenizer: makes tokens of text; null: bytes.
+        text_seed: seed of the records; the seed of the run never changes them.
+
+    Raises:
+        InputError: an argument is out of range.
+    """
+
+    def __init__(
+        self,
+        num_clients: int = 8,
+        examples_per_client: int = 400,
+        house: float = 0.25,
+        tests_per_task: int = 24,
+        partition: Partition | None = None,
+        batch_size: int = 16,
+        val_fraction: float = 0.1,
+        public_examples: int = 0,
+        context: int = 72,
+        tokenizer: Tokenizer | None = None,
+        text_seed: int = 0,
+    ) -> None:
+        require(0 <= house <= 1, f"house={house}", "a share in [0, 1]", "write e.g. 0.25")
+        for name, value in (("examples_per_client", examples_per_client), ("tests_per_task", tests_per_task)):
+            require(value >= 1, f"{name}={value}", "at least 1", "write 1 or more")
+        check_memory(
+            f"{num_clients} clients with {examples_per_client} examples of {context} tokens",
+            16 * num_clients * examples_per_client * context,
+        )
+        super().__init__(
+            dataset="instructions",
+            num_clients=num_clients,
+            partition=partition,
+            batch_size=batch_size,
+            val_fraction=val_fraction,
+            public_examples=public_examples,
+            context=context,
+            tokenizer=tokenizer,
+        )
+        self.examples_per_client, self.house, self.tests_per_task = examples_per_client, house, tests_per_task
+        self.text_seed = text_seed
+        self.groups = instructions.CLUSTERS[:num_clients]
+
+    def read(self) -> tuple[TextExamples, TextExamples]:
+        """Make the records.
+
+        Raises:
+            InputError: a record is longer than the context, or a task has too few test inputs.
+        """
+        seed, count = self.text_seed, self.examples_per_client
+        owner = np.repeat(np.arange(self.num_clients, dtype=np.int64), count)
+        self.train_records = [
+            record
+            for client in range(self.num_clients)
+            for record in instructions.training_records(seed, client, count, self.house)
+        ]
+        held_out = np.array(
+            [instructions.is_validation(seed, record, self.val_fraction) for record in self.train_records]
+        )
+        tests = [
+            (group, record)
+            for group, cluster in enumerate(self.groups)
+            for task in self._tasks(cluster)
+            for record in instructions.test_records(seed, task, self.tests_per_task)
+        ]
+        self.test_records = [record for _, record in tests]
+        test_group = np.array([group for group, _ in tests], np.int64)
+        return (
+            self._examples(self.train_records, owner % len(instructions.CLUSTERS), owner, held_out),
+            self._examples(self.test_records, test_group, test_group, None),
+        )
+
+    def _tasks(self, cluster: str) -> list[instructions.InstructionTask]:
+        """Return the tasks of which the clients of a cluster have records."""
+        own = [*instructions.tasks()[cluster]] if self.house < 1 else []
+        return own + ([instructions.house_tasks()[cluster]] if self.house > 0 else [])
+
+    def _examples(
+        self, records: list[Record], group: np.ndarray, owner: np.ndarray, held_out: np.ndarray | None
+    ) -> TextExamples:
+        sequences = encode_records(records, self.tokenizer, self.context)
+        return TextExamples(sequences, group, owner, [record.task_name for record in records], held_out)
+
+    @property
+    def text_summary(self) -> dict[str, Any]:
+        """The seed of the text, the dial, and the SHA-256 of the word list and of all records."""
+        return {
+            "seed": self.text_seed,
+            "house": self.house,
+            "words_sha256": hashlib.sha256("\n".join(instructions.words()).encode()).hexdigest(),
+            "sha256": records_sha256([*self.train_records, *self.test_records]),
+        }
+
+
+def records_sha256(records: Iterable[Record]) -> str:
+    """Return the SHA-256 over the fields of all records in UTF-8, each followed by a zero byte."""
+    digest = hashlib.sha256()
+    for text in (text for record in records for text in record):
+        digest.update(text.encode() + b"\0")
+    return digest.hexdigest()

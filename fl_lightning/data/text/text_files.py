@@ -1,0 +1,350 @@
+"""A federation of one's own text: JSON lines of instruction records, and plain text files."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from fl_lightning.data.partition import Partition, check_memory
+from fl_lightning.data.text.federation import TextData, TextExamples
+from fl_lightning.data.text.tokens import (
+    Record,
+    Sequences,
+    Tokenizer,
+    TooLong,
+    encode_records,
+    encode_windows,
+)
+from fl_lightning.errors import InputError, require
+from fl_lightning.rng import key
+
+RECORD_SUFFIXES, PROSE_SUFFIXES = (".jsonl", ".json"), (".txt", ".md", ".text")
+SURROGATE = re.compile("[\ud800-\udfff]")
+"""Half a character, which JSON can write and UTF-8 cannot."""
+
+
+@dataclass(frozen=True)
+class Line:
+    """A record of a file.
+
+    Args:
+        record: the record.
+        place: file and line, for messages.
+        client: what the file says of who wrote it; the file's name if it says nothing.
+        group: its group.
+    """
+
+    record: Record
+    place: str
+    client: str
+    group: str
+
+
+class TextFiles(TextData):
+    """Text of one's own: JSON lines with instruction records, or plain text that is cut into windows.
+
+    A line of a ``.jsonl`` file is an object with the texts ``task_name``, ``definition``, ``inputs`` and
+    ``targets``, the fields of Natural Instructions; other keys may be there. A plain text file (``.txt``,
+    ``.md``) is one client and one group; its windows do not overlap in what they predict.
+
+    Args:
+        train: a file, or a folder whose files are read in the order of their names.
+        test: a file or folder of the same kind; null: ``test_fraction`` of ``train``.
+        test_fraction: share of the training files that becomes the test set if there is no ``test``, in
+            (0, 1): of records those with certain inputs, of plain text the end of each file.
+        client: key of a record that says whose it is; null: the file.
+        group: key of a record that says its group, by which partitions deal it out; null: the file.
+        num_clients: number of clients; 0: as many as write in the training files.
+        partition: rule that assigns examples to clients; null: each client holds what it wrote.
+        batch_size: examples of one local step.
+        val_fraction: share of each client's examples that is held out for validation, in [0, 1).
+        public_examples: training examples of the public set; 0: no public set.
+        context: largest number of tokens that the network sees, and the length of a window.
+        too_long: what is done with a record longer than the context; refuse: an error; cut: the end of its
+            inputs is left out, and ``partition.json`` says of how many records.
+        tokenizer: makes tokens of text; null: bytes.
+
+    Raises:
+        InputError: an argument is out of range.
+    """
+
+    def __init__(
+        self,
+        train: str,
+        test: str | None = None,
+        test_fraction: float = 0.1,
+        client: str | None = None,
+        group: str | None = "task_name",
+        num_clients: int = 0,
+        partition: Partition | None = None,
+        batch_size: int = 16,
+        val_fraction: float = 0.1,
+        public_examples: int = 0,
+        context: int = 128,
+        too_long: TooLong = "refuse",
+        tokenizer: Tokenizer | None = None,
+    ) -> None:
+        require(
+            num_clients >= 0,
+            f"num_clients={num_clients}",
+            "a federation has at least one client",
+            "write 0 for those of the files",
+        )
+        require(
+            test is not None or 0 < test_fraction < 1,
+            f"test_fraction={test_fraction}",
+            "a share in (0, 1)",
+            "write e.g. 0.1, or name test files",
+        )
+        super().__init__(
+            dataset="text_files",
+            num_clients=num_clients or 1,
+            partition=partition,
+            batch_size=batch_size,
+            val_fraction=val_fraction,
+            public_examples=public_examples,
+            context=context,
+            tokenizer=tokenizer,
+        )
+        self.count_clients = num_clients == 0
+        self.train_path, self.test_path = Path(train), Path(test) if test else None
+        self.test_fraction = test_fraction
+        self.client_key, self.group_key, self.too_long = client, group, too_long
+        self._digest = hashlib.sha256()
+        self._left_out = 0
+
+    def prepare_data(self) -> None:
+        """Check that there are files of one kind.
+
+        Raises:
+            InputError: a file or folder is missing, or holds no text or two kinds of it.
+        """
+        kinds = {_is_prose(text_files(path)) for path in (self.train_path, self.test_path) if path}
+        require(
+            len(kinds) == 1,
+            f"train {self.train_path} and test {self.test_path}",
+            "both are JSON lines or both are plain text",
+            "give files of one kind",
+        )
+
+    def read(self) -> tuple[TextExamples, TextExamples]:
+        """Read the files.
+
+        Raises:
+            InputError: a file cannot be read, a line is no record, or nothing is left to train on.
+        """
+        self.prepare_data()
+        self._digest, self._left_out = hashlib.sha256(), 0
+        files = text_files(self.train_path)
+        tests = text_files(self.test_path) if self.test_path else []
+        check_memory(f"train {self.train_path}", sum(path.stat().st_size for path in files + tests))
+        train, test = (self._prose if _is_prose(files) else self._records)(files, tests)
+        for split, some in (("train", train), ("test", test)):
+            require(
+                len(some.sequences),
+                f"{split} {self.test_path if split == 'test' and self.test_path else self.train_path}",
+                f"no example is left for {split}",
+                "give more text",
+            )
+        return train, test
+
+    def _records(self, files: list[Path], tests: list[Path]) -> tuple[TextExamples, TextExamples]:
+        lines = [line for path in files for line in self._lines(path)]
+        if tests:
+            held = [line for path in tests for line in self._lines(path)]
+            seen = {line.record[:3] for line in lines}
+            test = [line for line in held if line.record[:3] not in seen]
+            self._left_out = len(held) - len(test)
+        else:
+            test = [line for line in lines if _place(line.record) < self.test_fraction]
+            lines = [line for line in lines if _place(line.record) >= self.test_fraction]
+        clients = self._name_clients(sorted({line.client for line in lines}))
+        self.groups = tuple(sorted({line.group for line in lines + test}))
+        groups = {name: number for number, name in enumerate(self.groups)}
+
+        def examples(some: list[Line]) -> TextExamples:
+            sequences = encode_records(
+                [line.record for line in some],
+                self.tokenizer,
+                self.context,
+                self.too_long,
+                [line.place for line in some],
+            )
+            return TextExamples(
+                sequences,
+                np.array([groups[line.group] for line in some], np.int64),
+                np.array([clients.get(line.client, 0) for line in some], np.int64),
+                [line.record.task_name for line in some],
+            )
+
+        train = examples(lines)
+        first = self.test_fraction if not tests else 0.0
+        share = first + (1 - first) * self.val_fraction
+        return replace(train, held_out=np.array([_place(line.record) < share for line in lines])), examples(
+            test
+        )
+
+    def _prose(self, files: list[Path], tests: list[Path]) -> tuple[TextExamples, TextExamples]:
+        names = {path.name: number for number, path in enumerate(files)}
+        self._name_clients(list(names))
+        self.groups = tuple(dict.fromkeys([*names, *(path.name for path in tests)]))
+        numbers = {name: number for number, name in enumerate(self.groups)}
+        train, test = [], []
+        for path in files:
+            windows = encode_windows(self._text(path), self.tokenizer, self.context)
+            first = len(windows) if tests else len(windows) - max(1, round(self.test_fraction * len(windows)))
+            train.append((numbers[path.name], _part(windows, slice(0, first))))
+            test.append((numbers[path.name], _part(windows, slice(first, None))))
+        if tests:
+            test = [
+                (numbers[path.name], encode_windows(self._text(path), self.tokenizer, self.context))
+                for path in tests
+            ]
+        return _joined(train), _joined(test)
+
+    def _name_clients(self, names: list[str]) -> dict[str, int]:
+        """Number the clients that write in the files, and return the numbers by name."""
+        if self.count_clients:
+            self.num_clients = max(len(names), 1)
+        self.client_names = names
+        return {name: number for number, name in enumerate(names)}
+
+    def _text(self, path: Path) -> str:
+        text = read_text(path)
+        self._digest.update(text.encode() + b"\0")
+        return text
+
+    def _lines(self, path: Path) -> Iterator[Line]:
+        yield from record_lines(path, self._text(path), self.client_key, self.group_key)
+
+    @property
+    def text_summary(self) -> dict[str, Any]:
+        """The SHA-256 of all files' texts, the clients' names, and how many test records were left out
+        because they are training records too."""
+        return {
+            "sha256": self._digest.hexdigest(),
+            "clients": self.client_names,
+            "test records left out": self._left_out,
+        }
+
+
+def text_files(path: Path) -> list[Path]:
+    """Return a file, or the text files of a folder in the order of their names.
+
+    Raises:
+        InputError: there is no such file, none in the folder, or they are of two kinds.
+    """
+    suffixes = RECORD_SUFFIXES + PROSE_SUFFIXES
+    if path.is_dir():
+        found = sorted(file for file in path.iterdir() if file.is_file() and file.suffix in suffixes)
+    else:
+        found = [path] if path.is_file() else []
+    require(
+        found,
+        f"{path}",
+        f"no {'such file' if not path.is_dir() else 'text in this folder'}",
+        "write a .jsonl or .txt file, or a folder of them",
+    )
+    require(
+        all(file.suffix in suffixes for file in found),
+        f"{path}",
+        f"a text file's name ends in {', '.join(suffixes)}",
+        "rename it",
+    )
+    require(
+        len({file.suffix in PROSE_SUFFIXES for file in found}) == 1,
+        f"{path}",
+        "it holds JSON lines and plain text",
+        "keep them in two folders",
+    )
+    return found
+
+
+def read_text(path: Path) -> str:
+    """Return the text of a file.
+
+    Raises:
+        InputError: it cannot be read, is not UTF-8, or is empty.
+    """
+    try:
+        text = path.read_text(encoding="utf-8-sig")
+    except OSError as error:
+        raise InputError(f"{path}", f"it cannot be read ({error.strerror})", "check the file") from None
+    except UnicodeDecodeError as error:
+        raise InputError(f"{path}", f"byte {error.start} is not UTF-8", "convert the file to UTF-8") from None
+    require(text.strip(), f"{path}", "the file is empty", "remove it or fill it")
+    return text
+
+
+def record_lines(path: Path, text: str, client_key: str | None, group_key: str | None) -> Iterator[Line]:
+    """Yield the records of a file of JSON lines; empty lines are passed over.
+
+    Args:
+        path: the file, for messages and as the name of a client or group.
+        text: its content.
+        client_key: key that says whose a record is; None: the file's name.
+        group_key: key that says a record's group; None: the file's name.
+
+    Raises:
+        InputError: a line is not JSON, no object, lacks a key, or a value is no text.
+    """
+    for number, line in enumerate(text.split("\n"), 1):
+        if not line.strip():
+            continue
+        place = f"{path}, line {number}"
+        try:
+            entry = json.loads(line)
+        except (ValueError, RecursionError) as error:
+            reason = getattr(error, "msg", type(error).__name__)
+            raise InputError(
+                place, f"it is not JSON ({reason})", "write one JSON object a line, without line breaks"
+            ) from None
+        require(
+            isinstance(entry, dict),
+            place,
+            "it is no JSON object",
+            'write {"task_name": ..., "definition": ...}',
+        )
+        keys = dict.fromkeys([*Record._fields, *filter(None, (client_key, group_key))])
+        for name in keys:
+            require(name in entry, place, f"the key {name} is missing", f'add "{name}": "..."')
+        for name in Record._fields:
+            is_text = isinstance(entry[name], str) and not SURROGATE.search(entry[name])
+            require(is_text, place, f"the value of {name} is no text", f'write "{name}": "..."')
+        require(entry["targets"], place, "targets is empty: there is nothing to learn", "remove the line")
+        names = [str(entry[name]) if name else path.name for name in (client_key, group_key)]
+        yield Line(Record(*(entry[name] for name in Record._fields)), place, *names)
+
+
+def _is_prose(files: list[Path]) -> bool:
+    return files[0].suffix in PROSE_SUFFIXES
+
+
+def _place(record: Record) -> float:
+    """Return a number in [0, 1) that is a hash of a record's prompt: equal prompts are never held apart."""
+    digest = key(0, "text/place/" + "\0".join(record[:3]))
+    return int.from_bytes(digest[:6], "little") / 2**48
+
+
+def _part(windows: Sequences, part: slice) -> Sequences:
+    return Sequences(windows.input_ids[part], windows.target[part], windows.length[part])
+
+
+def _joined(parts: list[tuple[int, Sequences]]) -> TextExamples:
+    """Return the windows of all files; the number of a file is their group and their owner."""
+    number = np.repeat(
+        np.array([number for number, _ in parts], np.int64), [len(windows) for _, windows in parts]
+    )
+    input_ids, target, length = (
+        torch.cat([getattr(windows, name) for _, windows in parts])
+        for name in ("input_ids", "target", "length")
+    )
+    return TextExamples(Sequences(input_ids, target, length), number, number)

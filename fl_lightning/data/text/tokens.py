@@ -1,0 +1,270 @@
+"""Tokens of text: the byte tokeniser, prompts and answers of instruction records, windows of prose.
+
+``N`` examples, ``B`` batch, ``T`` positions that the network sees (the context).
+A target is aligned with the network's outputs: ``target[:, t]`` is the token that follows
+``input_ids[:, t]``, and ``IGNORED`` where no loss is taken. Padding is on the right.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from fl_lightning.data.partition import check_memory
+from fl_lightning.errors import InputError, require
+from fl_lightning.metrics.text import IGNORED
+from fl_lightning.support.recorded import Recorded
+
+PROMPT_END = "\n="
+"""What separates the inputs of a record from the answer that is asked for."""
+
+TooLong = Literal["refuse", "cut"]
+
+
+class Record(NamedTuple):
+    """One instruction in the schema of Natural Instructions (Mishra et al. 2022; Wang et al. 2022).
+
+    Args:
+        task_name: name of the task.
+        definition: instruction, the same for all records of a task.
+        inputs: what the instruction is about.
+        targets: the right answer.
+    """
+
+    task_name: str
+    definition: str
+    inputs: str
+    targets: str
+
+
+class Tokenizer(Protocol):
+    """What text data needs of a tokeniser."""
+
+    vocab_size: int
+    """Number of tokens, special ones included: all ids are below it."""
+    bos: int | None
+    """Id of the token before every sequence; None: there is none."""
+    eos: int
+    """Id of the token after every answer."""
+    pad: int
+    """Id of the padding token; it may be that of another special token."""
+
+    def encode(self, text: str) -> list[int]:
+        """Return the ids of a text, without special tokens."""
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """Return the text of ids; special tokens are left out."""
+
+
+class ByteTokenizer(Recorded):
+    """The 256 bytes of UTF-8, then BOS, EOS and PAD: 259 tokens.
+
+    >>> tokenizer = ByteTokenizer()
+    >>> tokenizer.encode("its"), tokenizer.decode([256, 105, 116, 115, 257])
+    ([105, 116, 115], 'its')
+    """
+
+    vocab_size = 259
+    bos: int | None = 256
+    eos = 257
+    pad = 258
+
+    def encode(self, text: str) -> list[int]:
+        return list(text.encode())
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """Return the text; bytes that are no UTF-8 become the replacement character."""
+        return bytes(id for id in ids if id < 256).decode(errors="replace")
+
+
+class HuggingFaceTokenizer(Recorded):
+    """A tokeniser of transformers, of the extra ``fl_lightning[language]``.
+
+    Args:
+        name: name or folder of a pretrained tokeniser.
+        tokenizer: a ``PreTrainedTokenizerBase`` in place of a name, in Python.
+
+    Raises:
+        InputError: transformers is not installed, there is no such tokeniser, or it has no end token.
+    """
+
+    def __init__(self, name: str = "", tokenizer: Any = None) -> None:
+        if tokenizer is None:
+            tokenizer = _pretrained_tokenizer(name)
+        self.name, self.tokenizer = name, tokenizer
+        require(
+            tokenizer.eos_token_id is not None,
+            f"tokenizer {name or type(tokenizer).__name__}",
+            "it has no end-of-text token, so that an answer would never end",
+            "set its eos_token, or use another one",
+        )
+        self.bos: int | None = tokenizer.bos_token_id
+        self.eos: int = tokenizer.eos_token_id
+        self.pad: int = self.eos if tokenizer.pad_token_id is None else tokenizer.pad_token_id
+        self.vocab_size: int = len(tokenizer)
+
+    def encode(self, text: str) -> list[int]:
+        return list(self.tokenizer.encode(text, add_special_tokens=False))
+
+    def decode(self, ids: Iterable[int]) -> str:
+        return str(self.tokenizer.decode(list(ids), skip_special_tokens=True))
+
+
+def _pretrained_tokenizer(name: str) -> Any:
+    try:
+        from transformers import AutoTokenizer
+    except ImportError:
+        raise InputError(
+            f"tokenizer {name!r}", "transformers is not installed", "pip install 'fl_lightning[language]'"
+        ) from None
+    try:
+        return AutoTokenizer.from_pretrained(name)
+    except (OSError, ValueError) as error:
+        reason = str(error).strip().partition("\n")[0]
+        raise InputError(
+            f"tokenizer {name!r}", f"it cannot be read ({reason})", "write its name or its folder"
+        ) from None
+
+
+@dataclass(frozen=True)
+class Sequences:
+    """Examples as tensors.
+
+    Args:
+        input_ids: int64 ``[N, T]``, padded on the right.
+        target: int64 ``[N, T]``, aligned with the outputs.
+        length: number of positions of each example that are no padding, int64 ``[N]``.
+        cut: number of examples that were longer than the context and lost tokens.
+    """
+
+    input_ids: Tensor
+    target: Tensor
+    length: Tensor
+    cut: int = 0
+
+    def __len__(self) -> int:
+        return len(self.length)
+
+    def to(self, device: torch.device) -> Sequences:
+        """Return the same examples on a device."""
+        return Sequences(self.input_ids.to(device), self.target.to(device), self.length.to(device), self.cut)
+
+    def batch(self, index: Tensor) -> tuple[dict[str, Tensor], Tensor]:
+        """Return inputs and targets of some examples, trimmed to the longest of them.
+
+        Args:
+            index: positions of the examples, int64 ``[B]``.
+
+        Returns:
+            ``{"input_ids": int64 [B, T'], "attention_mask": bool [B, T']}`` and the targets int64
+            ``[B, T']``, where T' is the largest length.
+        """
+        length = self.length[index]
+        longest = int(length.max()) if len(length) else 0
+        mask = torch.arange(longest, device=length.device) < length[:, None]
+        inputs = {"input_ids": self.input_ids[index, :longest], "attention_mask": mask}
+        return inputs, self.target[index, :longest]
+
+
+def prompt_of(record: Record) -> str:
+    """Return the text that the network reads before it answers.
+
+    >>> prompt_of(Record("task_larger", "Larger number.", "3 12", "12"))
+    'Larger number.\\n3 12\\n='
+    """
+    return f"{record.definition}\n{record.inputs}{PROMPT_END}"
+
+
+def encode_records(
+    records: Sequence[Record],
+    tokenizer: Tokenizer,
+    context: int,
+    too_long: TooLong = "refuse",
+    places: Sequence[str] | None = None,
+) -> Sequences:
+    """Return records as sequences: BOS, prompt, answer, EOS. The loss is that of the answer and EOS.
+
+    The last token is only a target, so a record of L tokens takes L - 1 positions.
+
+    Args:
+        records: the records.
+        tokenizer: makes the tokens; prompt and answer are encoded apart.
+        context: T, the largest number of positions.
+        too_long: what is done with a record of more positions. refuse: an error; cut: the end of its inputs
+            is left out, and of its answer too where that is not enough, and ``Sequences.cut`` counts it.
+        places: where each record stands, for the message, such as a file and line; None: its number.
+
+    Raises:
+        InputError: the context is too small for a record, or for any answer.
+    """
+    _check_context(context)
+    rows, cut = [], 0
+    for number, record in enumerate(records):
+        head = tokenizer.encode(f"{record.definition}\n{record.inputs}")
+        tail, answer = tokenizer.encode(PROMPT_END), [*tokenizer.encode(record.targets), tokenizer.eos]
+        start = [] if tokenizer.bos is None else [tokenizer.bos]
+        extra = len(start) + len(head) + len(tail) + len(answer) - 1 - context
+        if extra > 0:
+            place = places[number] if places else f"record {number + 1}"
+            require(
+                too_long == "cut",
+                f"{place} ({record.task_name})",
+                f"it takes {context + extra} tokens of a context of {context}",
+                f"write context: {context + extra}, or too_long: cut",
+            )
+            cut += 1
+            head = head[: max(len(head) - extra, 0)]
+            room = context + 1 - len(start) - len(head) - len(tail)
+            require(
+                room >= 1,
+                f"context={context}",
+                "it holds not even the end of a prompt and one token of the answer",
+                "write a larger context",
+            )
+            answer = answer[:room]
+        prompt = start + head + tail
+        rows.append((prompt + answer, len(prompt)))
+    return _padded(rows, tokenizer.pad, context, cut)
+
+
+def encode_windows(text: str, tokenizer: Tokenizer, context: int) -> Sequences:
+    """Cut a text into windows of consecutive tokens, without overlap of what is predicted.
+
+    Each window starts with BOS and predicts the next ``context`` tokens: every token of the text is a target
+    exactly once. Without BOS a window starts with the last token of the one before it, and the first token
+    of the text is no target. The last window may be shorter.
+
+    Args:
+        text: the text.
+        tokenizer: makes the tokens.
+        context: T, positions of a window.
+    """
+    _check_context(context)
+    ids = tokenizer.encode(text)
+    if tokenizer.bos is None:
+        windows = [ids[start : start + context + 1] for start in range(0, max(len(ids) - 1, 0), context)]
+    else:
+        windows = [[tokenizer.bos, *ids[start : start + context]] for start in range(0, len(ids), context)]
+    return _padded([(window, 1) for window in windows], tokenizer.pad, context, 0)
+
+
+def _padded(rows: Sequence[tuple[list[int], int]], pad: int, context: int, cut: int) -> Sequences:
+    """Return sequences from tokens and the number of the first ones that are no targets."""
+    check_memory(f"{len(rows)} examples of context={context}", 16 * len(rows) * context)
+    input_ids = torch.full((len(rows), context), pad, dtype=torch.int64)
+    target = torch.full((len(rows), context), IGNORED, dtype=torch.int64)
+    for number, (ids, unlabelled) in enumerate(rows):
+        row = torch.tensor(ids)
+        input_ids[number, : len(ids) - 1] = row[:-1]
+        target[number, unlabelled - 1 : len(ids) - 1] = row[unlabelled:]
+    return Sequences(
+        input_ids, target, torch.tensor([len(ids) - 1 for ids, _ in rows], dtype=torch.int64), cut
+    )
+
+
+def _check_context(context: int) -> None:
+    require(context >= 2, f"context={context}", "a network sees at least 2 tokens", "write e.g. 72")
