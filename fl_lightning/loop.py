@@ -56,6 +56,7 @@ class Federation:
         max_rounds: rounds of the run.
         participation: share of the clients with training data that is sampled each round, in (0, 1].
         local_epochs: passes over its data that a client makes in a round.
+        max_local_steps: bound on its local steps; None: no bound.
         eval_every: rounds between evaluations; the last round is always evaluated.
         files: where figures and texts of callbacks go; None outside a run.
         states: what clients keep between rounds, by client id.
@@ -72,6 +73,7 @@ class Federation:
     participation: float
     local_epochs: int
     eval_every: int
+    max_local_steps: int | None = None
     files: RunFiles | None = None
     states: dict[int, dict[str, Tensor]] = field(default_factory=dict)
     ledger: Ledger = field(default_factory=Ledger)
@@ -169,11 +171,17 @@ def make_tasks(fed: Federation, round: int, assignments: Sequence[Assignment]) -
                 f"each of its {len(client.train)} training examples has one",
                 "return a new tensor as long as the one given",
             )
-        steps = max(1, math.ceil(assignment.work * fed.data.num_steps(client, epochs)))
+        steps = max(1, math.ceil(assignment.work * asked_steps(fed, client)))
         message = encode_broadcast(fed, client)
         tell(fed.callbacks, "on_client_start", client, message, labels, round, fed)
         tasks.append(ClientTask(client, round, message, labels, epochs, steps))
     return tasks
+
+
+def asked_steps(fed: Federation, client: Client) -> int:
+    """Return the local steps of a client that does all its work: its epochs, within the bound."""
+    steps = fed.data.num_steps(client, fed.local_epochs)
+    return steps if fed.max_local_steps is None else min(steps, fed.max_local_steps)
 
 
 def encode_broadcast(fed: Federation, client: Client) -> bytes:

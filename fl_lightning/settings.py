@@ -44,6 +44,7 @@ FREE_KEYS = (
 """Settings that may differ when a run is continued, since they do not change what is computed."""
 
 NEUTRAL_VALUES = {
+    "trainer.max_local_steps": None,
     "trainer.gradient_clip_val": None,
     "trainer.gradient_clip_algorithm": "norm",
     "trainer.callbacks.*.init_args.claimed_examples": None,

@@ -71,6 +71,8 @@ class FederatedTrainer(Recorded):
         max_rounds: rounds to run, at least 1.
         participation: share of the clients sampled each round, in (0, 1].
         local_epochs: passes that a client makes over its own data in a round, at least 1.
+        max_local_steps: bound on the local steps of a client in a round, at least 1. Default: no bound. With
+            one, each round of a client begins a new order of its examples.
         eval_every: rounds between evaluations, at least 1; the last round is always evaluated.
         checkpoint_every: rounds between checkpoints, at least 1; 0 writes only the last one. Default: every
             round, or where rounds are short as often as takes 2 % of the time. Resume is exact whichever it
@@ -109,6 +111,7 @@ class FederatedTrainer(Recorded):
         max_rounds: int = 100,
         participation: float = 0.2,
         local_epochs: int = 2,
+        max_local_steps: int | None = None,
         eval_every: int = 1,
         checkpoint_every: int | None = None,
         keep_checkpoints: int = 2,
@@ -126,6 +129,7 @@ class FederatedTrainer(Recorded):
         for name, value, least in (
             ("max_rounds", max_rounds, 1),
             ("local_epochs", local_epochs, 1),
+            ("max_local_steps", 1 if max_local_steps is None else max_local_steps, 1),
             ("eval_every", eval_every, 1),
             ("checkpoint_every", checkpoint_every or 0, 0),
             ("keep_checkpoints", keep_checkpoints, 1),
@@ -175,6 +179,7 @@ class FederatedTrainer(Recorded):
         self.max_rounds = max_rounds
         self.participation = participation
         self.local_epochs = local_epochs
+        self.max_local_steps = max_local_steps
         self.eval_every = eval_every
         self.checkpoint_every = checkpoint_every
         self.keep_checkpoints = keep_checkpoints
@@ -354,6 +359,7 @@ class FederatedTrainer(Recorded):
             max_rounds=self.max_rounds,
             participation=self.participation,
             local_epochs=self.local_epochs,
+            max_local_steps=self.max_local_steps,
             eval_every=self.eval_every,
         )
         try:

@@ -81,7 +81,7 @@ def test_everybody_holds_what_a_loop_over_clients_gives_them(
     assert data.validating.tolist() == [id for id, (_, val) in enumerate(expected) if len(val)]
     label = data.train_target.numpy()
     counts = [np.bincount(label[np.concatenate(both)], minlength=10).tolist() for both in expected]
-    assert data.class_counts().tolist() == counts
+    assert data.group_counts().tolist() == counts
     batches = list(data.val_batches(batch_size=7))
     owners = torch.cat([owner for *_, owner in batches] or [torch.empty(0)]).tolist()
     assert owners == [id for id, (_, val) in enumerate(expected) for _ in val]

@@ -192,10 +192,10 @@ def test_without_conflict_one_model_could_be_always_right():
 
 def test_partitions_see_clusters_and_the_natural_one_sees_clients():
     natural = data()
-    counts = natural.class_counts()
+    counts = natural.group_counts()
     assert [row.nonzero()[0].tolist() for row in counts] == [[k % 4] for k in range(8)]
     assert counts.sum() == len(natural.train_records)
-    even = data(partition=IID()).class_counts()
+    even = data(partition=IID()).group_counts()
     assert even.sum(axis=1).tolist() == [60] * 8
     assert even.min() > 0
     summary = json.loads(json.dumps(natural.partition_summary()))

@@ -253,7 +253,10 @@ def test_corrupted_targets_are_wrong_where_they_are_asked_to_be(task):
     assert torch.equal(wrong[same], target[same])
     changed = wrong[where] != target[where]
     if task is LanguageModelling:
-        assert torch.equal(changed, target[where] != -100)
+        labelled = target[where] != -100
+        is_last = labelled & (labelled.flip(1).cumsum(1).flip(1) == 1)
+        assert torch.equal(changed, labelled & ~is_last)
+        assert set(wrong.flatten().tolist()) <= set(target.flatten().tolist())
     elif task is Classification:
         assert changed.all()
     else:

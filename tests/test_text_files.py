@@ -49,7 +49,7 @@ def test_a_file_is_a_client_and_a_task_a_group(folder):
     assert found.client_names == ["a.jsonl", "b.jsonl"]
     assert found.groups == ("task_add", "task_plus")
     assert found.num_clients == 2
-    counts = found.class_counts()
+    counts = found.group_counts()
     assert (counts > 0).tolist() == [[False, True], [True, False]]
     assert counts.sum() + len(found.test_target) == 60
     summary = json.loads(json.dumps(found.partition_summary()))

@@ -23,9 +23,9 @@ from torch.utils._pytree import tree_map
 from fl_lightning.client import Client
 from fl_lightning.data.batches import Draws, Pass, batch_sizes, draw_pass, side_by_side
 from fl_lightning.data.holdings import Holdings
-from fl_lightning.data.partition import Partition, check_memory, make_holdings
+from fl_lightning.data.partition import Natural, Partition, check_memory, make_holdings
 from fl_lightning.data.summary import summarise_clients
-from fl_lightning.errors import require
+from fl_lightning.errors import InputError, require
 from fl_lightning.rng import stream
 from fl_lightning.support.overriding import overrides
 from fl_lightning.support.recorded import Recorded
@@ -132,6 +132,18 @@ class FederatedData(Recorded, LightningDataModule, ABC):
         return group_by_target(self.test_target)
 
     @property
+    def train_owner(self) -> np.ndarray | None:
+        """The client that each training example belongs to by itself, int64 ``[N]``, for the partition
+        :class:`~fl_lightning.data.Natural`; None where the data say nothing of clients."""
+        return None
+
+    @property
+    def train_held_out(self) -> np.ndarray | None:
+        """Whether each training example is for validation, bool ``[N]``; None: ``val_fraction`` of each
+        client's are drawn."""
+        return None
+
+    @property
     def num_groups(self) -> int:
         """Number G of groups; they are 0 .. G - 1."""
         groups = [int(group.max()) + 1 for group in (self.train_group, self.test_group) if len(group)]
@@ -176,7 +188,7 @@ class FederatedData(Recorded, LightningDataModule, ABC):
             InputError: the public set is too large, or the partition refuses the data.
         """
         self.seed = seed
-        group = self.train_group.cpu().numpy()
+        group = self._dealt_by()
         self.public = self._draw_public(seed)
         own = (
             None
@@ -186,11 +198,27 @@ class FederatedData(Recorded, LightningDataModule, ABC):
         for cached in ("sizes", "active", "partition_hash", "_all_validation"):  # values of another seed
             self.__dict__.pop(cached, None)
         holdings = make_holdings(self.partition, group if own is None else group[own], self.num_clients, seed)
-        self._holdings = holdings.of_examples(own).hold_out(self.val_fraction, seed)
+        holdings, marked = holdings.of_examples(own), self.train_held_out
+        self._holdings = (
+            holdings.hold_out(self.val_fraction, seed) if marked is None else holdings.hold_out_marked(marked)
+        )
         assert own is None or not np.isin(self._holdings.index, self.public).any(), (
             "a client holds public examples"
         )
         self.move(torch.device(device))
+
+    def _dealt_by(self) -> np.ndarray:
+        """Return what the partition goes by: the groups of the training examples, or whose they are."""
+        if not isinstance(self.partition, Natural):
+            return self.train_group.cpu().numpy()
+        owner = self.train_owner
+        if owner is None:
+            raise InputError(
+                f"the natural partition of {self.dataset}",
+                "the data do not say whose an example is",
+                "write another partition, such as Dirichlet",
+            )
+        return owner
 
     def _draw_public(self, seed: int) -> np.ndarray:
         """Return the sorted indices of the public set in the data set from which it is drawn, int64.

@@ -100,6 +100,16 @@ class Holdings:
         index = np.concatenate([self._in_order(block, chosen) for block in self.blocks()])
         return Holdings(index, self.starts, held_out)
 
+    def hold_out_marked(self, held_out: np.ndarray) -> Holdings:
+        """Return holdings whose validation examples are the marked ones, whoever holds them.
+
+        Args:
+            held_out: marks validation examples, bool ``[N]`` by example.
+        """
+        owner, marked = np.repeat(np.arange(len(self)), self.sizes), held_out[self.index]
+        order = np.lexsort((self.index, ~marked, owner))
+        return Holdings(self.index[order], self.starts, np.bincount(owner[marked], minlength=len(self)))
+
     def _in_order(self, clients: slice, first: np.ndarray) -> np.ndarray:
         """Return the examples of ``clients``: for each client those marked in ``first``, then the others.
 

@@ -251,3 +251,22 @@ class Shards(IndexPartition):
             np.arange(total) * shards // total
         ]
         return Holdings.by_owner(owner, num_clients)
+
+
+class Natural(IndexPartition):
+    """Every client holds what it wrote: the examples whose owner it is in the data."""
+
+    def holdings(self, labels: np.ndarray, num_clients: int, seed: int) -> Holdings:
+        """Return the examples of each client; ``labels`` are the owners, int64 ``[N]`` in [0, K).
+
+        Raises:
+            InputError: the data has more owners than there are clients.
+        """
+        owners = int(labels.max(initial=-1)) + 1
+        require(
+            owners <= num_clients,
+            f"num_clients={num_clients} with the natural partition",
+            f"the data has {owners} clients of its own",
+            f"write num_clients: {owners}, or another partition",
+        )
+        return Holdings.by_owner(labels, num_clients)

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from fl_lightning.errors import InputError, require
+from fl_lightning.errors import InputError
 from fl_lightning.models.channels_last import lay_out
 from fl_lightning.models.first_inputs import FirstInputs
 from fl_lightning.models.language import LlamaTiny

@@ -1,45 +1,93 @@
-"""Language modelling: the next token, where it is labelled.
+"""Language modelling: the next token where it is labelled, and answers that are generated.
 
 ``B`` sequences of ``T`` tokens over a vocabulary of ``V``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Iterable, Mapping
+from typing import Any, Literal, Protocol
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
+from fl_lightning.errors import InputError, require, require_choice
+from fl_lightning.metrics.text import (
+    IGNORED,
+    exact_match,
+    perplexity,
+    prompts_and_answers,
+    rouge_l,
+    token_sums,
+    until_end,
+)
 from fl_lightning.tasks.base import ClassRows, Sums, Task
 
-IGNORED = -100
-"""The target where no token is labelled: prompts and padding. It is torch's own ``ignore_index``."""
+Primary = Literal["perplexity", "token_accuracy", "exact_match", "rouge_l"]
+OF_TOKENS = ("perplexity", "token_accuracy")
+OF_ANSWERS = ("exact_match", "rouge_l")
 
-LARGEST_NATS = 700.0
-"""Above it the exponential would not be finite."""
+
+class Decoder(Protocol):
+    """What generation needs of a tokeniser."""
+
+    eos: int
+    pad: int
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """Return the text of ids."""
 
 
 class LanguageModelling(Task):
     """Outputs are logits ``[B, T, V]``, targets int64 ``[B, T]``: the token that follows each position, or
-    -100 where none is asked for.
+    -100 where none is asked for. Inputs are ids int64 ``[B, T]``, or a dictionary with ``input_ids`` and
+    ``attention_mask``; they may be shorter than the target where only -100 follows.
 
-    The loss of a local step is the mean over the labelled tokens of its batch. Metrics, over all labelled
+    The loss of a local step is the mean over the labelled tokens of its batch. Metrics over all labelled
     tokens: ``loss``, the cross-entropy in nats a token; ``perplexity``, its exponential; ``token_accuracy``
     of the likeliest token given the true ones before it.
+
+    Where answers are generated, each prompt (what stands before the first labelled token) is continued
+    greedily by ``network.generate`` until its end or the bound. ``exact_match`` is the share of answers that
+    equal the labelled text character by character; ``rouge_l`` is the mean F-measure of their longest common
+    subsequence of words.
+
+    Args:
+        decoder: makes text of tokens; None: nothing is generated.
+        max_new_tokens: bound on the tokens of an answer, its end included; 0: nothing is generated.
+        primary: the metric that selects.
+
+    Raises:
+        InputError: the primary metric is not measured.
     """
 
-    primary = "perplexity"
     lower_is_better = frozenset({"loss", "perplexity"})
-    shares = frozenset({"token_accuracy"})
-    per_client = ("perplexity", "token_accuracy")
-
+    shares = frozenset({"token_accuracy", *OF_ANSWERS})
+    hits = frozenset({"exact_match"})
     has_classes = True
 
+    def __init__(
+        self, decoder: Decoder | None = None, max_new_tokens: int = 0, primary: Primary = "perplexity"
+    ) -> None:
+        require_choice(primary, (*OF_TOKENS, *OF_ANSWERS), "primary")
+        self.decoder, self.max_new_tokens, self.primary = decoder, max_new_tokens, primary
+        self.per_client = (*OF_TOKENS, *OF_ANSWERS) if self.generates else OF_TOKENS
+        require(
+            primary in self.per_client,
+            f"primary={primary} where no answers are generated",
+            f"it is one of {', '.join(OF_TOKENS)}",
+            "write primary: perplexity, or let answers be generated",
+        )
+
+    @property
+    def generates(self) -> bool:
+        """Whether answers are generated."""
+        return self.decoder is not None and self.max_new_tokens > 0
+
     def class_rows(self, outputs: Tensor, target: Tensor) -> ClassRows:
-        target = target[:, : outputs.shape[1]]  # inputs may be cut where only padding follows
+        target = target[:, : outputs.shape[1]]
         labelled = target != IGNORED
         return ClassRows(outputs.flatten(0, 1), target.flatten(), labelled.flatten().to(outputs.dtype))
 
@@ -51,17 +99,42 @@ class LanguageModelling(Task):
         return (target != IGNORED).sum(1).double()
 
     def examplewise(self, outputs: Tensor, target: Tensor) -> Sums:
-        rows = self.class_rows(outputs, target)
-        nats = F.cross_entropy(rows.logits, rows.target, reduction="none", ignore_index=IGNORED)
-        hits = rows.logits.argmax(-1) == rows.target  # never of -100
-        weight = self.weight(target)
+        nats, right, tokens = token_sums(outputs, target[:, : outputs.shape[1]])
+        return {"loss": (nats, tokens), "token_accuracy": (right, tokens)}
+
+    def evaluate(self, network: nn.Module, inputs: Any, target: Tensor) -> tuple[Any, Sums]:
+        outputs, sums = super().evaluate(network, inputs, target)
+        if self.generates:
+            ids = inputs["input_ids"] if isinstance(inputs, Mapping) else inputs
+            sums |= self._of_answers(network, ids, target)
+        return outputs, sums
+
+    def _of_answers(self, network: Any, ids: Tensor, target: Tensor) -> Sums:
+        decoder = self.decoder
+        assert decoder is not None, "generates"
+        if not hasattr(network, "generate"):
+            raise InputError(
+                f"network {type(network).__name__}, which cannot generate",
+                "answers are generated for exact match and ROUGE-L",
+                "give it generate(input_ids, attention_mask, max_new_tokens, eos, pad), or write "
+                "--data.generate false",
+            )
+        prompts, mask, answers = prompts_and_answers(ids, target[:, : ids.shape[1]], decoder.pad)
+        found = network.generate(
+            prompts, mask, max_new_tokens=self.max_new_tokens, eos=decoder.eos, pad=decoder.pad
+        )
+        said, right = (
+            [decoder.decode(until_end(row, decoder.eos)) for row in rows]
+            for rows in (found.tolist(), answers)
+        )
+        one = torch.ones(len(target), dtype=torch.float64, device=target.device)
         return {
-            "loss": (nats.view(len(target), -1).double().sum(1), weight),
-            "token_accuracy": (hits.view(len(target), -1).sum(1).double(), weight),
+            "exact_match": (torch.from_numpy(exact_match(said, right)).to(one), one),
+            "rouge_l": (torch.from_numpy(rouge_l(said, right)).to(one), one),
         }
 
     def finish(self, means: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-        return {**means, "perplexity": np.exp(np.minimum(means["loss"], LARGEST_NATS))}
+        return {**means, "perplexity": perplexity(means["loss"], np.ones_like(means["loss"]))}
 
     def accepts(self, outputs: Any, num_outputs: int, examples: int) -> bool:
         """A vocabulary may be larger than the data's: it is often rounded up."""
@@ -74,9 +147,15 @@ class LanguageModelling(Task):
     def corrupt(
         self, target: Tensor, where: np.ndarray, rng: np.random.Generator, num_outputs: int
     ) -> Tensor:
-        """Each labelled token of the sequences at ``where`` becomes another one, drawn evenly."""
+        """Each labelled token of the sequences at ``where`` becomes another one of those that the client has
+        as labels, drawn evenly; the last one, which ends an answer, stays."""
         wrong, index = target.clone(), torch.from_numpy(where).to(target.device)
+        labels = target[target != IGNORED].unique()
+        if len(labels) < 2:
+            return wrong
         chosen = target[index]
-        offset = torch.from_numpy(rng.integers(1, num_outputs, size=tuple(chosen.shape))).to(chosen)
-        wrong[index] = torch.where(chosen != IGNORED, (chosen + offset) % num_outputs, chosen)
+        offset = torch.from_numpy(rng.integers(1, len(labels), size=tuple(chosen.shape))).to(chosen)
+        another = labels[(torch.searchsorted(labels, chosen) + offset) % len(labels)]
+        still_to_come = (chosen != IGNORED).flip(1).cumsum(1).flip(1)
+        wrong[index] = torch.where((chosen != IGNORED) & (still_to_come > 1), another, chosen)
         return wrong

@@ -8,8 +8,7 @@ from __future__ import annotations
 import hashlib
 import logging
 from abc import abstractmethod
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,37 +16,19 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fl_lightning.client import Client
 from fl_lightning.data.base import FederatedData, Split
-from fl_lightning.data.holdings import Holdings
-from fl_lightning.data.partition import IndexPartition, Partition, check_memory
+from fl_lightning.data.partition import Natural, Partition, check_memory
 from fl_lightning.data.text import instructions
 from fl_lightning.data.text.tokens import ByteTokenizer, Record, Sequences, Tokenizer, encode_records
 from fl_lightning.errors import require
+from fl_lightning.metrics.text import IGNORED
+from fl_lightning.tasks import LanguageModelling
+from fl_lightning.tasks.language_modelling import Primary
 
 log = logging.getLogger(__name__)
 
 MAX_LOGITS = {"cpu": 2**24, "cuda": 2**28}
 """Largest number of logits of an evaluation batch by type of device: 64 MB and 1 GB of float32."""
-
-
-class Natural(IndexPartition):
-    """Every client holds what it wrote: the examples whose owner it is in the data."""
-
-    def holdings(self, labels: np.ndarray, num_clients: int, seed: int) -> Holdings:
-        """Return the examples of each client; ``labels`` are the owners, int64 ``[N]`` in [0, K).
-
-        Raises:
-            InputError: the data has more owners than there are clients.
-        """
-        owners = int(labels.max(initial=-1)) + 1
-        require(
-            owners <= num_clients,
-            f"num_clients={num_clients} with the natural partition",
-            f"the data has {owners} clients of its own",
-            f"write num_clients: {owners}, or another partition",
-        )
-        return Holdings.by_owner(labels, num_clients)
 
 
 @dataclass(frozen=True)
@@ -73,11 +54,13 @@ class TextData(FederatedData):
     """Sequences of tokens, distributed to clients.
 
     Inputs are ``{"input_ids": int64 [B, T'], "attention_mask": bool [B, T']}``, padded on the right and
-    trimmed to the longest example of the batch. Targets are int64 ``[B, T']``, aligned with the outputs and
-    -100 where no loss is taken. ``train_target`` and ``test_target`` are int64 ``[N, T]`` and ``[M, T]``.
+    trimmed to the longest example of the batch. Targets are int64 ``[B, T]``, aligned with the outputs and
+    -100 where no loss is taken, as everywhere beyond T'. ``train_target`` and ``test_target`` are int64
+    ``[N, T]`` and ``[M, T]``.
 
-    Partitions other than :class:`Natural` deal the examples out by their group: ``train_group`` int64
-    ``[N]`` and ``test_group`` int64 ``[M]``, with names in ``groups``. A subclass implements :meth:`read`.
+    Partitions other than :class:`~fl_lightning.data.Natural` deal the examples out by their group:
+    ``train_group`` int64 ``[N]`` and ``test_group`` int64 ``[M]``, with names in ``groups``. A subclass
+    implements :meth:`read`.
 
     Args:
         dataset: name of the data set.
@@ -88,14 +71,15 @@ class TextData(FederatedData):
         public_examples: training examples of the public set; 0: no public set.
         context: T, largest number of tokens that the network sees at once.
         tokenizer: makes tokens of text; null: bytes.
+        generate: whether answers are generated for exact match and ROUGE-L, up to the longest true one.
+        primary: the metric that selects: perplexity, token_accuracy, exact_match or rouge_l.
 
     Raises:
         InputError: an argument is out of range.
     """
 
+    examplewise = True
     groups: tuple[str, ...] = ()
-    train_group: Tensor
-    test_group: Tensor
 
     def __init__(
         self,
@@ -108,6 +92,8 @@ class TextData(FederatedData):
         public_examples: int,
         context: int,
         tokenizer: Tokenizer | None,
+        generate: bool = False,
+        primary: Primary = "perplexity",
     ) -> None:
         super().__init__(
             dataset=dataset,
@@ -122,6 +108,10 @@ class TextData(FederatedData):
         self.context = context
         self.tokenizer: Tokenizer = ByteTokenizer() if tokenizer is None else tokenizer
         self.num_classes, self.example_shape = self.tokenizer.vocab_size, (context,)
+        self.generate, self.primary = generate, primary
+        decoder = self.tokenizer if generate else None
+        self.task = LanguageModelling(decoder, context if generate else 0, primary)
+        self._groups: dict[Split, Tensor] = {}
 
     @abstractmethod
     def read(self) -> tuple[TextExamples, TextExamples]:
@@ -155,9 +145,42 @@ class TextData(FederatedData):
         self._owner, self._held_out = train.owner, train.held_out
         self._sequences = {"train": train.sequences, "test": test.sequences}
         self.train_task, self.test_task = list(train.task), list(test.task)
-        self.train_group, self.test_group = torch.from_numpy(train.group), torch.from_numpy(test.group)
+        self._groups = {"train": torch.from_numpy(train.group), "test": torch.from_numpy(test.group)}
         self.train_target, self.test_target = train.sequences.target, test.sequences.target
+        if self.generate:
+            longest = int((self.test_target != IGNORED).sum(1).max())
+            self.task = LanguageModelling(self.tokenizer, longest, self.primary)
         self.move(self.device)
+
+    @property
+    def train_group(self) -> Tensor:
+        """Group of each training example, int64 ``[N]``, an index into ``groups``."""
+        return self._groups["train"]
+
+    @property
+    def test_group(self) -> Tensor:
+        """Group of each test example, int64 ``[M]``."""
+        return self._groups["test"]
+
+    @property
+    def num_groups(self) -> int:
+        """Number of groups."""
+        return len(self.groups)
+
+    @property
+    def train_owner(self) -> np.ndarray | None:
+        """The client that wrote each training example, int64 ``[N]``."""
+        return self._owner
+
+    @property
+    def train_held_out(self) -> np.ndarray | None:
+        """Whether each training example is for validation, bool ``[N]``."""
+        return self._held_out
+
+    def example_inputs(self) -> dict[str, Tensor]:
+        """Return two examples of the token 0."""
+        ids = torch.zeros(2, self.context, dtype=torch.int64)
+        return {"input_ids": ids, "attention_mask": torch.ones_like(ids, dtype=torch.bool)}
 
     def move(self, device: torch.device) -> None:
         """Move the tokens to the device."""
@@ -165,7 +188,7 @@ class TextData(FederatedData):
         self._public_moved = None
         self._sequences = {split: some.to(device) for split, some in self._sequences.items()}
         self.train_target, self.test_target = (self._sequences[split].target for split in ("train", "test"))
-        self.train_group, self.test_group = self.train_group.to(device), self.test_group.to(device)
+        self._groups = {split: group.to(device) for split, group in self._groups.items()}
 
     def inputs(self, split: Split, index: Tensor, draws: Tensor | None = None) -> dict[str, Tensor]:
         """Return the token ids at ``index`` and their mask, trimmed to the longest example."""
@@ -177,83 +200,12 @@ class TextData(FederatedData):
         logits = MAX_LOGITS.get(self.device.type, MAX_LOGITS["cpu"])
         return max(1, min(512, logits // (self.context * self.tokenizer.vocab_size)))
 
-    # What follows is here because the base class takes one class for each example: it partitions by the
-    # target and yields targets as they are.
-
-    @contextmanager
-    def _labelled_by(self, label: np.ndarray, num_labels: int) -> Iterator[None]:
-        """Let the base class see one label for each example in place of the targets."""
-        target, num_classes = self.train_target, self.num_classes
-        self.train_target, self.num_classes = torch.from_numpy(label), num_labels
-        try:
-            yield
-        finally:
-            self.train_target, self.num_classes = target, num_classes
-
-    def distribute(self, seed: int, device: torch.device) -> None:
-        natural = isinstance(self.partition, Natural)
-        label = self._owner if natural else self.train_group.cpu().numpy()
-        with self._labelled_by(label, len(self.groups)):
-            super().distribute(seed, self.device)
-        if self._held_out is not None:
-            self._holdings = hold_out_marked(self._holdings, self._held_out)
-        self.move(torch.device(device))
-
-    def class_counts(self) -> np.ndarray:
-        """Return the number of examples (training and validation) by client and group, ``[K, G]``."""
-        with self._labelled_by(self.train_group.cpu().numpy(), len(self.groups)):
-            return super().class_counts()
-
     def partition_summary(self) -> dict[str, Any]:
         """Return the content of ``partition.json``, with the names of the groups and what identifies the
         text."""
-        with self._labelled_by(self.train_group.cpu().numpy(), len(self.groups)):
-            summary = super().partition_summary()
         cut = {split: some.cut for split, some in self._sequences.items()}
-        return summary | {"groups": list(self.groups), "text": self.text_summary | {"examples cut": cut}}
-
-    def train_batches(
-        self,
-        client: Client,
-        *,
-        round: int,
-        epochs: int,
-        labels: Tensor | None = None,
-        steps: int | None = None,
-    ) -> Iterator[tuple[Any, Tensor]]:
-        for batch in super().train_batches(client, round=round, epochs=epochs, labels=labels, steps=steps):
-            yield trimmed(*batch)
-
-    def test_batches(self, batch_size: int | None = None) -> Iterator[tuple[Any, Tensor]]:
-        """Yield the test set in order; the examples of a batch have the same order as ``test_task``."""
-        for batch in super().test_batches(batch_size):
-            yield trimmed(*batch)
-
-    def val_batches(
-        self, clients: Iterable[Client] | None = None, batch_size: int | None = None
-    ) -> Iterator[tuple[Any, Tensor, Tensor]]:
-        for inputs, target, owner in super().val_batches(clients, batch_size):
-            yield (*trimmed(inputs, target), owner)
-
-
-def trimmed(inputs: dict[str, Tensor], target: Tensor) -> tuple[dict[str, Tensor], Tensor]:
-    """Return a batch whose targets ``[B, T]`` have as many positions as its inputs."""
-    return inputs, target[:, : inputs["input_ids"].shape[1]]
-
-
-def hold_out_marked(holdings: Holdings, held_out: np.ndarray) -> Holdings:
-    """Return holdings whose validation examples are the marked ones, whoever holds them.
-
-    Args:
-        holdings: the examples of every client.
-        held_out: marks validation examples, bool ``[N]``.
-    """
-    owner = np.repeat(np.arange(len(holdings)), holdings.sizes)
-    marked = held_out[holdings.index]
-    order = np.lexsort((holdings.index, ~marked, owner))
-    return Holdings(
-        holdings.index[order], holdings.starts, np.bincount(owner[marked], minlength=len(holdings))
-    )
+        text = self.text_summary | {"examples cut": cut}
+        return super().partition_summary() | {"groups": list(self.groups), "text": text}
 
 
 class InstructionData(TextData):
@@ -276,6 +228,8 @@ class InstructionData(TextData):
         public_examples: training records of the public set; 0: no public set.
         context: largest number of tokens that the network sees; the longest record in bytes takes 65.
         tokenizer: makes tokens of text; null: bytes.
+        generate: whether answers are generated for exact match and ROUGE-L.
+        primary: the metric that selects: perplexity, token_accuracy, exact_match or rouge_l.
         text_seed: seed of the records; the seed of the run never changes them.
 
     Raises:
@@ -294,6 +248,8 @@ class InstructionData(TextData):
         public_examples: int = 0,
         context: int = 72,
         tokenizer: Tokenizer | None = None,
+        generate: bool = True,
+        primary: Primary = "perplexity",
         text_seed: int = 0,
     ) -> None:
         require(0 <= house <= 1, f"house={house}", "a share in [0, 1]", "write e.g. 0.25")
@@ -312,6 +268,8 @@ class InstructionData(TextData):
             public_examples=public_examples,
             context=context,
             tokenizer=tokenizer,
+            generate=generate,
+            primary=primary,
         )
         self.examples_per_client, self.house, self.tests_per_task = examples_per_client, house, tests_per_task
         self.text_seed = text_seed
