@@ -38,10 +38,11 @@ def prompts() -> tuple[Tensor, Tensor]:
     return torch.randint(0, 50, mask.shape), mask
 
 
-def test_a_folder_is_a_network_whose_adapters_alone_are_trained(folder: Path):
+def test_a_folder_is_a_network_whose_adapters_alone_are_trained(folder: Path, capfd):
     import transformers
 
     network = build_network(f"hf:{folder}", 50, (7,))
+    assert capfd.readouterr() == ("", "")
     ids, mask = prompts()
     plain = transformers.AutoModelForCausalLM.from_pretrained(folder)
     expected = plain(input_ids=ids, attention_mask=mask.long()).logits
@@ -81,6 +82,10 @@ def test_prompts_of_different_lengths_get_what_each_gets_alone(folder: Path):
         for _ in range(6):
             alone = torch.cat((alone, network(alone)[:, -1].argmax(-1, keepdim=True)), dim=1)
         assert together[row].equal(alone[0, length:])
+    own = network.base.generation_config
+    own.eos_token_id, own.repetition_penalty, own.do_sample = int(together[0, 1]), 1.5, True
+    assert network.generate(ids, mask, max_new_tokens=6).equal(together), "greedy, whatever the model prefers"
+    assert network.base.generation_config is own
     eos = int(together[0, 2])
     ended = network.train().generate(ids[:1], mask[:1], 6, eos, pad=0)[0].tolist()
     assert ended == together[0, : together[0].tolist().index(eos) + 1].tolist()

@@ -54,6 +54,7 @@ class TransformersLM(nn.Module):
     """
 
     reads_tokens = True
+    """Declares to ``build_network`` that examples are token ids and outputs are ``[B, T, V]``."""
 
     def __init__(
         self,
@@ -103,6 +104,11 @@ class TransformersLM(nn.Module):
         ids = inputs if isinstance(inputs, Tensor) else inputs["input_ids"]
         return self.model(input_ids=ids, use_cache=False).logits
 
+    @property
+    def base(self) -> Any:
+        """The ``PreTrainedModel``, whose layers hold the adapters."""
+        return self.model.get_base_model() if hasattr(self.model, "get_base_model") else self.model
+
     @torch.no_grad()
     def generate(
         self,
@@ -136,8 +142,9 @@ class TransformersLM(nn.Module):
             eos_token_id=eos,
             pad_token_id=pad if pad is not None else (0 if eos is None else eos),
         )
-        training = self.model.training
+        training, own = self.model.training, self.base.generation_config
         self.model.eval()  # gradient checkpointing keeps no cache in training mode
+        self.base.generation_config = GenerationConfig()  # else the model's own eos and penalties count too
         try:
             found = self.model.generate(  # padding on the left, as transformers wants it
                 input_ids=ids.gather(1, places.clamp(min=0)),
@@ -146,6 +153,7 @@ class TransformersLM(nn.Module):
             )
         finally:
             self.model.train(training)
+            self.base.generation_config = own
         return found[:, length:]
 
 
@@ -216,14 +224,18 @@ def _load(name: str, dtype: str, gguf_file: str | None, load_in_4bit: bool) -> A
         InputError: transformers cannot load it.
     """
     from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+    from transformers.utils import logging
 
-    options: dict[str, Any] = {"dtype": getattr(torch, dtype), "local_files_only": Path(name).is_dir()}
+    local, bars = Path(name).is_dir(), logging.is_progress_bar_enabled()
+    options: dict[str, Any] = {"dtype": getattr(torch, dtype), "local_files_only": local}
     if gguf_file is not None:
         options["gguf_file"] = gguf_file
     if load_in_4bit:
         options["quantization_config"] = BitsAndBytesConfig(
             load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.bfloat16
         )
+    if local:  # a download is worth a bar, the reading of a file is not
+        logging.disable_progress_bar()
     try:
         return AutoModelForCausalLM.from_pretrained(name, **options)
     except Exception as error:  # transformers' errors for a bad name have no common type
@@ -233,6 +245,9 @@ def _load(name: str, dtype: str, gguf_file: str | None, load_in_4bit: bool) -> A
             "it is the name of a causal language model on the hub, or a folder that save_pretrained wrote",
             "correct the name, or download the model into a folder",
         ) from error
+    finally:
+        if bars:
+            logging.enable_progress_bar()
 
 
 def _adapt(

@@ -52,6 +52,7 @@ class Llama(nn.Module):
     """
 
     reads_tokens = True
+    """Declares to ``build_network`` that examples are token ids and outputs are ``[B, T, V]``."""
 
     def __init__(
         self, vocab_size: int, width: int = 96, depth: int = 4, heads: int = 4, hidden: int | None = None
