@@ -29,14 +29,22 @@ class Layout:
     def of(cls, module: nn.Module, include: Callable[[str], bool] = lambda name: True) -> Layout:
         """Return the layout of a module: its trainable parameters, then its float buffers.
 
-        Float buffers are the statistics of BatchNorm, without its counter.
+        Float buffers are the statistics of BatchNorm, without its counter. A buffer that is not part of the
+        module's ``state_dict`` is a constant, such as a table of rotary positions, and never travels.
 
         Args:
             module: the module.
             include: returns whether the tensor of this name belongs to the layout.
         """
         trainable = {name: p for name, p in module.named_parameters() if p.requires_grad}
-        statistics = {name: b for name, b in module.named_buffers() if b.is_floating_point()}
+        constants = {
+            f"{prefix}.{name}".lstrip(".")
+            for prefix, owner in module.named_modules()
+            for name in owner._non_persistent_buffers_set
+        }
+        statistics = {
+            name: b for name, b in module.named_buffers() if b.is_floating_point() and name not in constants
+        }
         return cls({name: tensor for name, tensor in (trainable | statistics).items() if include(name)})
 
     def read(self, module: nn.Module) -> Tensor:
