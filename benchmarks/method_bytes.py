@@ -24,6 +24,8 @@ CONFIGS = {
     "FedMPQKD": "kd_default",
     "FedKD": "fedkd",
     "FedMosaic": "fedmosaic_digits",
+    "LocalOnly": "local_only",
+    "Oracle": "oracle",
 }
 ROUNDS = 2
 FEW = {"max_rounds": str(ROUNDS), "participation": "0.05", "callbacks": "[]", "logger": "false"}

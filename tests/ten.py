@@ -22,6 +22,7 @@ SETTINGS = {
         "reference": SMALL,
     },
 }
+REFERENCES = ("LocalOnly", "Oracle")
 TEN = ("FedAvg", "FedProx", "FedNTD", "QFedAvg", "AQFL", "FedPQ", "FedMPQ", "FedMPQKD", "FedKD", "FedMosaic")
 
 

@@ -11,16 +11,16 @@ from fl_lightning.conformance.bench import Bench, prepare_data
 from fl_lightning.conformance.toy import images
 from fl_lightning.conformance.verdicts import expect
 from fl_lightning.data import FederatedData
-from fl_lightning.engines import ClientTask, SequentialEngine
+from fl_lightning.engines import ClientResult, ClientTask, SequentialEngine
 from fl_lightning.engines.base import one_thread
 
 CLIENT, EPOCHS = 4, 2
 
 
-def _upload(
+def _result(
     bench: Bench, *, data: FederatedData | None = None, forget: bool = False, **changes: Any
-) -> bytes:
-    """Return the upload of one client in round 1, from a method that has not trained before.
+) -> ClientResult:
+    """Return the result of one client in round 1, from a method that has not trained before.
 
     Args:
         bench: holds the broadcast that the client receives.
@@ -40,7 +40,16 @@ def _upload(
         method.server = {name: torch.ones_like(tensor) for name, tensor in method.server.items()}
     engine = SequentialEngine(run.trainer.fabric, method, data)
     with one_thread(method.device):  # as in a run: the number of threads changes how sums are rounded
-        return engine.train_client(ClientTask(client, 1, run.log.broadcasts[1, CLIENT], **task)).upload
+        return engine.train_client(ClientTask(client, 1, run.log.broadcasts[1, CLIENT], **task))
+
+
+def _upload(bench: Bench, **changes: Any) -> bytes:
+    return _result(bench, **changes).upload
+
+
+def _sent_and_kept(bench: Bench, **changes: Any) -> tuple[bytes, dict[str, bytes]]:
+    result = _result(bench, **changes)
+    return result.upload, {name: tensor.numpy().tobytes() for name, tensor in result.state.items()}
 
 
 def clients_read_messages_only(bench: Bench) -> None:
@@ -60,12 +69,13 @@ def orders_are_obeyed(bench: Bench) -> None:
     labels = bench.data.labels(bench.data.client(CLIENT))
     changed = (labels + 1) % bench.data.num_classes
     expect(
-        _upload(bench, labels=changed) != _upload(bench),
-        "the upload ignores the labels of the task, so label noise would have no effect",
+        _sent_and_kept(bench, labels=changed) != _sent_and_kept(bench),
+        "what the client sends and keeps ignores the labels of the task, so label noise would have no effect",
     )
     expect(
-        _upload(bench, steps=1) != _upload(bench),
-        "the upload ignores the number of steps of the task, so stragglers would make all steps",
+        _sent_and_kept(bench, steps=1) != _sent_and_kept(bench),
+        "what the client sends and keeps ignores the number of steps of the task, so stragglers would make "
+        "all steps",
     )
 
 

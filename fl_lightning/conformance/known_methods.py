@@ -76,6 +76,8 @@ KNOWN_METHODS: dict[str, dict[str, Any]] = {
         "up": formulas.soft_labels_up,
         "down": formulas.soft_labels_down,
     },
+    "LocalOnly": {"expects": OwnOptimum()},
+    "Oracle": {"expects": OwnOptimum(), "up": formulas.weights_up, "down": formulas.weights_down},
     "FedMosaic": {
         "expects": OwnOptimum(),
         "on_points": {

@@ -9,6 +9,8 @@ from fl_lightning.methods.fedmpqkd import FedMPQKD
 from fl_lightning.methods.fedntd import FedNTD
 from fl_lightning.methods.fedpq import FedPQ
 from fl_lightning.methods.fedprox import FedProx
+from fl_lightning.methods.local_only import LocalOnly
+from fl_lightning.methods.oracle import Oracle
 from fl_lightning.methods.qfedavg import QFedAvg
 from fl_lightning.methods.schedules import CosineSchedule, LinearSchedule
 from fl_lightning.methods.terms import (
@@ -36,9 +38,11 @@ __all__ = [
     "FedProx",
     "LabelSmoothing",
     "LinearSchedule",
+    "LocalOnly",
     "Method",
     "NormClipping",
     "NotTrueTerm",
+    "Oracle",
     "ProximalTerm",
     "QFedAvg",
     "ScaledLoss",

@@ -1,0 +1,66 @@
+"""LocalOnly: every client trains alone. The reference for what a federation gains, or costs, a client.
+
+    client k:  w_k <- w_k - lr * gradient of L_k, round after round
+
+Batches, steps and stressors are those of every other method with the same seed, so that client by client it
+is a paired comparison: what a client loses by taking part is *negative transfer*.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import nn
+
+from fl_lightning.client import Client
+from fl_lightning.data import FederatedData
+from fl_lightning.methods.base import Method, examples_of
+from fl_lightning.wire import Payload
+
+
+class LocalOnly(Method):
+    """Clients keep their weights between rounds; nothing but n_k travels.
+
+    A client starts from the initial weights, which follow from the seed, when it is first sampled. Where not
+    all clients take part in every round, each trains in the rounds for which it was sampled.
+
+    Args:
+        settings: those of every method.
+    """
+
+    stackable = True
+    personalised = True
+    received_refused = "its clients receive nothing"
+
+    def build(self, data: FederatedData) -> None:
+        super().build(data)
+        self.initial = self.server.pop("weights")
+
+    def broadcast(self, client: Client) -> Payload:
+        return Payload({})
+
+    def receive(self, message: Payload, client: Client) -> None:
+        self.layout.write(self.network, client.state.get("weights", self.initial))
+        self.remember_received()
+
+    def upload(self, client: Client) -> Payload:
+        weights = self.layout.read(self.network)
+        if not bool(torch.isfinite(weights).all()):
+            return Payload({})  # it is rejected, and the client keeps what it had
+        client.state["weights"] = weights
+        return Payload({"examples": examples_of(client)})
+
+    def upload_limits(self, client: Client) -> Mapping[str, int]:
+        return {"examples": 1}
+
+    def check(self, upload: Payload, client: Client) -> None:
+        upload.tensor("examples")
+
+    def aggregate(self, uploads: Mapping[int, Payload]) -> None:
+        """Do nothing: there is no common model."""
+
+    def deploy(self, client: Client | None = None) -> nn.Module:
+        state = {} if client is None else client.state
+        self.layout.write(self.network, state.get("weights", self.initial))
+        return self.network

@@ -1,0 +1,55 @@
+"""Oracle: FedAvg inside the true groups. The reference for methods that have to find the groups.
+
+    w_g <- sum_{k in g} p_k w_k,     p_k = n_k / sum of n over the clients of g that returned
+
+A client's group is the one that most of its examples have: its domain or cluster where the data say so, else
+its most frequent class. No real server knows it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+from torch import Tensor, nn
+
+from fl_lightning.client import Client
+from fl_lightning.data import FederatedData
+from fl_lightning.methods.base import Method
+from fl_lightning.wire import Payload
+
+
+class Oracle(Method):
+    """One global model for each group of clients, known to the server from the data.
+
+    Args:
+        settings: those of every method.
+    """
+
+    stackable = True
+    personalised = True
+
+    def build(self, data: FederatedData) -> None:
+        super().build(data)
+        self.group = data.group_counts().argmax(1)  # of each client; the lowest of equals
+        weights = self.server.pop("weights")
+        self.server["groups"] = weights.repeat(data.num_groups, 1)
+
+    def broadcast(self, client: Client) -> Payload:
+        return Payload({"weights": self._weights(client)})
+
+    def _weights(self, client: Client) -> Tensor:
+        return self.server["groups"][int(self.group[client.id])]
+
+    def aggregate(self, uploads: Mapping[int, Payload]) -> None:
+        groups = self.server["groups"].clone()
+        for group in np.unique(self.group[list(uploads)]).tolist():
+            mine = [upload for id, upload in uploads.items() if self.group[id] == group]
+            vectors = [self.decode(upload) for upload in mine]
+            groups[group] = self.average(vectors, self.shares(mine), groups[group])
+        self.server["groups"] = groups
+
+    def deploy(self, client: Client | None = None) -> nn.Module:
+        mean = self.server["groups"].mean(0)
+        self.layout.write(self.network, mean if client is None else self._weights(client))
+        return self.network

@@ -1,0 +1,89 @@
+"""References of a comparison: every client alone, and one average inside the true groups."""
+
+import numpy as np
+import pytest
+import torch
+from ten import REFERENCES, SMALL, fit, same
+from toy import run, sgd
+
+from fl_lightning import methods
+from fl_lightning.conformance.toy import images
+from fl_lightning.methods import FedAvg, LocalOnly, Oracle
+
+
+def made(name, **settings):
+    return getattr(methods, name)(network=SMALL, optimizer=sgd(0.05, momentum=0.9), **settings)
+
+
+def test_a_client_alone_is_one_client_that_trains_for_all_rounds(tmp_path):
+    """Its weights after three rounds are those of a federation of which it is the only client."""
+    alone = made("LocalOnly")
+    trainer = run(alone, images(), tmp_path / "alone", max_rounds=3)
+    kept = trainer.progress.done.states
+    assert sorted(kept) == trainer.data.active.tolist()
+    for id in (0, 3):
+        data = images()
+        trained = run(made("FedAvg"), only(data, id), tmp_path / f"only{id}", max_rounds=3)
+        torch.testing.assert_close(kept[id]["weights"], trained.method.server["weights"])
+    rows = trainer.progress.history
+    assert {row["comm/upload_bytes"] / row["clients/trained"] for row in rows} == {34.0}
+
+
+def only(data, id):
+    """The same data where nobody but one client has examples to train on."""
+    distribute = data.distribute
+
+    def distributed(seed, device):
+        distribute(seed, device)
+        data.__dict__["active"] = np.array([id])
+
+    data.distribute = distributed
+    return data
+
+
+def test_an_oracle_with_one_group_is_fedavg(tmp_path):
+    class OneGroup(Oracle):
+        def build(self, data):
+            super().build(data)
+            self.group = np.zeros_like(self.group)
+
+    oracle = OneGroup(network=SMALL, optimizer=sgd(0.05, momentum=0.9))
+    run(oracle, images(), tmp_path / "oracle", max_rounds=2)
+    plain = made("FedAvg")
+    run(plain, images(), tmp_path / "plain", max_rounds=2)
+    assert torch.equal(oracle.server["groups"][0], plain.server["weights"])
+
+
+def test_an_oracle_averages_inside_groups_alone(tmp_path):
+    oracle, data = made("Oracle"), images()
+    trainer = run(oracle, data, tmp_path, max_rounds=1)
+    group = data.group_counts().argmax(1)
+    assert len(set(group.tolist())) > 1
+    for value in set(group.tolist()):
+        members = [data.client(int(id)) for id in np.flatnonzero(group == value) if data.sizes[id]]
+        ones = [trainer.data.sizes[client.id] for client in members]
+        assert torch.isfinite(oracle.server["groups"][value]).all()
+        assert len(ones) >= 1
+    empty = sorted(set(range(data.num_groups)) - set(group.tolist()))
+    start = made("FedAvg")
+    run(start, images(), tmp_path / "start", max_rounds=1)
+    for value in empty[:1]:  # nobody's group keeps the initial weights
+        others = [oracle.server["groups"][one] for one in empty]
+        assert all(torch.equal(oracle.server["groups"][value], other) for other in others)
+
+
+@pytest.mark.parametrize("name", REFERENCES)
+def test_engines_agree_on_references(name, tmp_path):
+    one, _ = fit(made(name), tmp_path / "one")
+    two, _ = fit(made(name), tmp_path / "two", workers=2)
+    batched, _ = fit(made(name), tmp_path / "batched", engine="batched")
+    assert same(one, two)
+    for tensor in one:
+        torch.testing.assert_close(one[tensor], batched[tensor])
+
+
+@pytest.mark.parametrize("method", [LocalOnly, Oracle, FedAvg])
+def test_the_test_set_is_answered_by_whom_it_is_dealt_to(method, tmp_path):
+    trainer = run(made(method.__name__), images(), tmp_path, max_rounds=2)
+    assert method.personalised == (method is not FedAvg)
+    assert 0 <= trainer.progress.history[-1]["test/accuracy"] <= 1
