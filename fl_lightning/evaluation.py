@@ -114,7 +114,7 @@ def on_test_set(
     sums: dict[str, Tensor] = {}
     columns: list[tuple[int, tuple[Tensor, ...]]] = []
     for number, network, (inputs, target) in batches:
-        outputs, found = _evaluate(fabric, task, network, inputs, target)
+        outputs, found = evaluate_batch(fabric, task, network, inputs, target)
         sums |= {
             f"{number}/{name}": torch.stack([total.sum(), weight.sum()]).cpu()
             for name, (total, weight) in found.items()
@@ -133,9 +133,10 @@ def on_test_set(
 
 
 @torch.no_grad()
-def _evaluate(
+def evaluate_batch(
     fabric: Fabric, task: Task, network: nn.Module, inputs: Any, target: Tensor
 ) -> tuple[Any, Sums]:
+    """Return the outputs of a batch, and sum and weight of each metric by example, ``[B]``."""
     with evaluation_mode(network), fabric.autocast():
         return task.evaluate(network, inputs, target)
 
@@ -195,7 +196,7 @@ def validate(
     metric, then by the client's id."""
     task, columns, names = data.task, [], ["owner"]
     for number, network, (inputs, target, owners) in _validation_batches(method, data, states):
-        _, found = _evaluate(fabric, task, network, inputs, target)
+        _, found = evaluate_batch(fabric, task, network, inputs, target)
         ids, index = torch.unique(owners, return_inverse=True)
         names = ["owner", *found]
         pairs = torch.stack([torch.stack([total, weight], 1) for total, weight in found.values()])

@@ -396,7 +396,9 @@ def test_flops_and_bytes_by_hand():
 
 def test_latency_has_one_time_per_pass_and_model():
     network = nn.Linear(3, 2).eval()
-    taken = latencies({"student": network, "teacher": network}, torch.zeros(10, 3), batch_size=4)
+    taken = latencies(
+        {"student": network, "teacher": network}, torch.zeros(10, 3).split(4), torch.device("cpu")
+    )
     assert {name: len(seconds) for name, seconds in taken.items()} == {"student": 3, "teacher": 3}
     assert all((seconds > 0).all() for seconds in taken.values())
 

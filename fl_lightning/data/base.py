@@ -132,6 +132,12 @@ class FederatedData(Recorded, LightningDataModule, ABC):
         return group_by_target(self.test_target)
 
     @property
+    def test_kinds(self) -> Sequence[str]:
+        """What kind of example each test example is, such as the name of its instruction task: ``test``
+        reports each kind by itself. Empty where there are no kinds."""
+        return ()
+
+    @property
     def train_owner(self) -> np.ndarray | None:
         """The client that each training example belongs to by itself, int64 ``[N]``, for the partition
         :class:`~fl_lightning.data.Natural`; None where the data say nothing of clients."""

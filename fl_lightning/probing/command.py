@@ -34,6 +34,7 @@ RELEVANT_SETTINGS = ("seed_everything", "model", "data", "trainer.precision")
 """Settings that change test results; others (rounds, participation, stressors ...) change only training."""
 IDENTITY_KEYS = ("checkpoint", "weights_sha256", "settings_sha256", "versions", "git", "machine")
 """Entries that must be equal for the results of two tests to be merged into one file."""
+SHARES = ("accuracy", "exact_match", "rouge_l")
 MAX_DIFFERENCE = 1e-6  # between a result of the test and of training; a larger one is reported
 
 
@@ -319,4 +320,6 @@ def _format_value(name: str, value: float) -> str:
         return f"{value / 1e6:.2f} MFLOP"
     if "bytes" in name:
         return f"{value / 1e6:.3f} MB"
-    return f"{100 * value:.2f} %" if "accuracy" in name or name.startswith("corrupted/") else f"{value:.4f}"
+    return (
+        f"{100 * value:.2f} %" if name.endswith(SHARES) or name.startswith("corrupted/") else f"{value:.4f}"
+    )

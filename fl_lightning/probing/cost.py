@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import resource
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from time import perf_counter
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 WARM_UP_PASSES = 10  # forward passes before the measurement
@@ -37,24 +37,25 @@ def float_bytes(network: nn.Module) -> int:
 
 
 @torch.no_grad()
-def latencies(networks: Mapping[str, nn.Module], inputs: Tensor, batch_size: int) -> dict[str, np.ndarray]:
+def latencies(
+    networks: Mapping[str, nn.Module], batches: Sequence[Any], device: torch.device
+) -> dict[str, np.ndarray]:
     """Return the seconds of each forward pass by network.
 
     The networks take turns, so that other load on the machine affects all of them alike.
 
     Args:
         networks: networks by name.
-        inputs: examples on the device, ``[n, ...]``.
-        batch_size: examples of one pass.
+        batches: inputs of each pass.
+        device: where they are.
     """
-    batches = inputs.split(batch_size)
     taken: dict[str, list[float]] = {name: [] for name in networks}
     for network in networks.values():
         for batch in batches[:WARM_UP_PASSES]:
             network(batch)
     for batch in batches:
         for name, network in networks.items():
-            taken[name].append(_seconds(lambda network=network, batch=batch: network(batch), inputs.device))  # type: ignore[misc]
+            taken[name].append(_seconds(lambda network=network, batch=batch: network(batch), device))  # type: ignore[misc]
     return {name: np.array(seconds) for name, seconds in taken.items()}
 
 
@@ -75,17 +76,17 @@ def _synchronize(device: torch.device) -> None:
 
 
 @torch.no_grad()
-def peak_memory(network: nn.Module, inputs: Tensor) -> tuple[int, str]:
+def peak_memory(network: nn.Module, inputs: Any, device: torch.device) -> tuple[int, str]:
     """Return the peak memory in bytes, and a description of what it counts.
 
     On CUDA it is the peak allocation during one forward pass; elsewhere the peak of the whole process so far.
     """
-    if inputs.device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(inputs.device)
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
         network(inputs)
-        _synchronize(inputs.device)
+        _synchronize(device)
         return torch.cuda.max_memory_allocated(
-            inputs.device
+            device
         ), "allocated on the device at the peak of one forward pass"
     unit = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(

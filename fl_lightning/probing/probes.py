@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -20,6 +21,7 @@ from fl_lightning.evaluation import (
 )
 from fl_lightning.metrics import brier_score, expected_calibration_error
 from fl_lightning.probing.attacks import EPS, STEPS, fgsm, pgd
+from fl_lightning.probing.by_kind import by_kind, generation
 from fl_lightning.probing.corruptions.layers import frost_photographs
 from fl_lightning.probing.corruptions.published import PublishedImages
 from fl_lightning.probing.corruptions.recipes import EXTRA, SEVERITY, STANDARD, corrupt
@@ -32,6 +34,7 @@ from fl_lightning.tasks import Classification
 log = logging.getLogger("fl_lightning")
 
 TIMED_IMAGES = 1000
+TIMED_OTHERS = 200
 LARGE_BATCH = 100
 NO_IMAGES = "{} left out: the examples of {} are no images in [0, 1]"
 NOT_QUANTISED = "{} left out: {} deploys its weights in full precision, there is no second model"
@@ -199,7 +202,7 @@ def calibration_probe(subject: ProbedModel) -> Finding:
 
 
 def cost(subject: ProbedModel) -> Finding:
-    """Count the FLOPs of one image and the bytes of the model, in fp32 and as clients send it."""
+    """Count the FLOPs of one example and the bytes of the model, in fp32 and as clients send it."""
     network, inputs = _network_and_example(subject)
     with evaluation_mode(network):
         metrics = {
@@ -221,14 +224,10 @@ def cost(subject: ProbedModel) -> Finding:
 def latency(subject: ProbedModel) -> Finding:
     """Measure the seconds of the deployed and the full-precision model, and the peak memory.
 
-    The time is taken on 1000 images, one by one and in batches.
+    The time is taken on 1000 images, or 200 examples of another kind, one by one and in batches.
     """
-    if not isinstance(
-        subject.data.inputs("test", torch.zeros(1, dtype=torch.int64, device=subject.data.device)), Tensor
-    ):
-        return Finding(skipped=["latency left out: the inputs are no tensors"])
-    index = torch.arange(TIMED_IMAGES, device=subject.data.device) % len(subject.data.test_target)
-    inputs = subject.data.inputs("test", index)
+    count = TIMED_IMAGES if subject.images is not None else TIMED_OTHERS
+    index = torch.arange(count, device=subject.data.device) % len(subject.data.test_target)
     networks, skipped = {"student": _network_and_example(subject)[0]}, []
     teacher = subject.method.full_precision()
     if teacher is None:
@@ -240,20 +239,23 @@ def latency(subject: ProbedModel) -> Finding:
         network.eval()
     with subject.fabric.autocast():
         for size in (1, LARGE_BATCH):
-            for name, seconds in latencies(networks, inputs, size).items():
+            batches = [subject.data.inputs("test", part) for part in index.split(size)]
+            for name, seconds in latencies(networks, batches, subject.data.device).items():
                 timings[f"latency/{name}_batch{size}_median"] = float(np.median(seconds))
                 timings[f"latency/{name}_batch{size}_p99"] = float(np.quantile(seconds, 0.99))
-        timings["memory/peak_bytes"], of_what = peak_memory(networks["student"], inputs[:LARGE_BATCH])
+        timings["memory/peak_bytes"], of_what = peak_memory(
+            networks["student"], subject.data.inputs("test", index[:LARGE_BATCH]), subject.data.device
+        )
     details = {
-        "images": TIMED_IMAGES,
-        "latency": "seconds of one forward pass of so many images",
+        "images" if subject.images is not None else "examples": count,
+        "latency": "seconds of one forward pass of so many examples",
         "memory": of_what,
         "arithmetic": "quantised weights are computed with in floating point, as in all of this simulation",
     }
     return Finding(timings=timings, details=details, skipped=skipped)
 
 
-def _network_and_example(subject: ProbedModel) -> tuple[nn.Module, Tensor]:
+def _network_and_example(subject: ProbedModel) -> tuple[nn.Module, Any]:
     """Return the deployed network (that of client 0 if it is personalised) and one example."""
     client = subject.data.client(0, subject.states.get(0)) if subject.method.personalised else None
     return subject.method.deploy(client), subject.data.inputs(
@@ -268,8 +270,10 @@ PROBES: dict[str, Callable[[ProbedModel], Finding]] = {
     "corruptions": corruptions,
     "fgsm": fgsm_attack,
     "pgd": pgd_attack,
+    "kinds": by_kind,
     "cost": cost,
     "latency": latency,
+    "generation": generation,
 }
 
 

@@ -177,6 +177,17 @@ class TextData(FederatedData):
         """Whether each training example is for validation, bool ``[N]``."""
         return self._held_out
 
+    @property
+    def test_kinds(self) -> Sequence[str]:
+        """The task of each test example, with its group where several groups have a task of this name."""
+        groups: dict[str, set[int]] = {}
+        for name, group in zip(self.test_task, self.test_group.tolist(), strict=False):
+            groups.setdefault(name, set()).add(group)
+        return [
+            name if len(groups[name]) == 1 else f"{name} ({self.groups[group]})"
+            for name, group in zip(self.test_task, self.test_group.tolist(), strict=False)
+        ]
+
     def example_inputs(self) -> dict[str, Tensor]:
         """Return two examples of the token 0."""
         ids = torch.zeros(2, self.context, dtype=torch.int64)
