@@ -9,6 +9,7 @@ import numpy as np
 from callbacks.figures.drawing import draw, evenly_spaced, sample
 from fl_lightning.figures import GREY
 from fl_lightning.hooks import Context, Meter
+from fl_lightning.tasks import Classification
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -21,15 +22,17 @@ class PartitionFigure(Meter):
 
     def on_setup(self, context: Context) -> None:
         counts = context.data.group_counts()
-        draw(context, "partition", lambda: partition_figure(counts))
+        group = "class" if isinstance(context.data.task, Classification) else "group"
+        draw(context, "partition", lambda: partition_figure(counts, group))
 
 
-def partition_figure(counts: np.ndarray) -> Figure:
-    """Clients across, classes up, colour = examples; above, the size of each client.
+def partition_figure(counts: np.ndarray, group: str = "class") -> Figure:
+    """Clients across, classes or other groups up, colour = examples; above, the size of each client.
 
     Args:
-        counts: examples per client and class ``[K, C]``. Of more than 200 clients, 200 evenly spaced ones are
+        counts: examples per client and group ``[K, G]``. Of more than 200 clients, 200 evenly spaced ones are
             shown.
+        group: what a group is.
     """
     from matplotlib.colors import LogNorm
     from matplotlib.figure import Figure
@@ -56,15 +59,16 @@ def partition_figure(counts: np.ndarray) -> Figure:
     main.yaxis.set_major_locator(MaxNLocator(min(classes, 10), integer=True))
     ticks = x[:: max(1, -(-len(x) // 20))]
     main.set_xticks(ticks, [str(shown[i]) for i in ticks])
-    main.set(xlabel="client", ylabel="class", xlim=(-0.6, len(shown) - 0.4))
-    bar = figure.colorbar(image, ax=main, label="examples of the class (log scale)", pad=0.01)
+    main.set(xlabel="client", ylabel=group, xlim=(-0.6, len(shown) - 0.4))
+    bar = figure.colorbar(image, ax=main, label=f"examples of the {group} (log scale)", pad=0.01)
     bar.minorticks_off()
     bar.set_ticks(
         marks := [m * 10**e for e in range(7) for m in (1, 2, 5) if m * 10**e <= image.norm.vmax],
         labels=[str(mark) for mark in marks],
     )
     median = (
-        f", median {np.median(sizes):.0f} examples in {np.median(held):.0f} of {classes} classes"
+        f", median {np.median(sizes):.0f} examples in {np.median(held):.0f} of {classes} {group}"
+        f"{'es' if group == 'class' else 's'}"
         if len(held)
         else ""
     )

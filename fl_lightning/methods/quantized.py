@@ -109,7 +109,8 @@ class QuantizedMethod(Method, ABC):
 
 
 class LayerCodec:
-    """Weights of convolutions and linear layers as codes of N_l + 1 bits, everything else in fp32.
+    """Weights of convolutions, linear layers and embeddings as codes of N_l + 1 bits, everything else in
+    fp32.
 
     Args:
         network: whose weights are in ``layout``.
@@ -200,12 +201,12 @@ class LayerCodec:
 
 
 def quantized_layers(network: nn.Module, shortcuts: bool) -> dict[str, Tensor]:
-    """Weights of convolutions and linear layers by name, in the order of the network."""
+    """Weights of convolutions, linear layers and embeddings by name, in the order of the network."""
     found = {}
     for name, module in network.named_modules():
         on_shortcut = "shortcut" in name or "downsample" in name
         if (
-            isinstance(module, (nn.Conv2d, nn.Linear))
+            isinstance(module, (nn.Conv2d, nn.Linear, nn.Embedding))
             and (shortcuts or not on_shortcut)
             and module.weight.requires_grad
         ):
