@@ -26,6 +26,7 @@ CONFIGS = {
     "FedMosaic": "fedmosaic_digits",
     "LocalOnly": "local_only",
     "Oracle": "oracle",
+    "Centralised": "centralised",
 }
 ROUNDS = 2
 FEW = {"max_rounds": str(ROUNDS), "participation": "0.05", "callbacks": "[]", "logger": "false"}

@@ -32,7 +32,7 @@ def test_every_method_has_a_row_and_a_card():
     assert set(ROWS) == set(CARDS) == set(TYPES) - {"Method"}
     for name, card in CARDS.items():
         assert "*Weak:*" in card, name
-        no_paper = ("FedMPQKD", "LocalOnly", "Oracle")
+        no_paper = ("FedMPQKD", "LocalOnly", "Oracle", "Centralised")
         assert name in no_paper or re.search(r"\([^()]*\b20\d\d\)", card), f"{name} without its paper"
 
 

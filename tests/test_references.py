@@ -6,7 +6,7 @@ import torch
 from ten import REFERENCES, SMALL, fit, same
 from toy import run, sgd
 
-from fl_lightning import methods
+from fl_lightning import methods, rng
 from fl_lightning.conformance.toy import images
 from fl_lightning.methods import FedAvg, LocalOnly, Oracle
 
@@ -87,3 +87,26 @@ def test_the_test_set_is_answered_by_whom_it_is_dealt_to(method, tmp_path):
     trainer = run(made(method.__name__), images(), tmp_path, max_rounds=2)
     assert method.personalised == (method is not FedAvg)
     assert 0 <= trainer.progress.history[-1]["test/accuracy"] <= 1
+
+
+def test_everything_in_one_place_is_one_client_with_everything(tmp_path):
+    """Its rounds are those of a federation of one client that holds all examples and makes as many steps."""
+    central, data = made("Centralised"), images()
+    trainer = run(central, data, tmp_path / "central", max_rounds=2)
+    assert len(central.everyone.train) == data.sizes.sum()
+    steps = sum(data.num_steps(data.client(int(k)), trainer.local_epochs) for k in data.active)
+    start = made("FedAvg")
+    with rng.torch_stream(trainer.seed, "weights"):
+        start.build(data)
+    weights = start.server["weights"]
+    for round in (1, 2):
+        start.layout.write(start.network, weights)
+        start.train()
+        optimizer = start.configure_optimizers()
+        for batch in data.train_batches(central.everyone, round=round, epochs=9, steps=steps):
+            optimizer.zero_grad()
+            start.training_step(batch)["loss"].backward()
+            optimizer.step()
+        weights = start.layout.read(start.network)
+    assert torch.equal(weights, central.server["weights"])
+    assert trainer.progress.history[-1]["train/loss"] > 0

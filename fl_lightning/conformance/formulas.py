@@ -50,6 +50,21 @@ def weights_up(method: Any, upload: Payload) -> int:
     return payload_bytes({**EXAMPLES, "weights": (1, fp32_bytes(num_values(method.network)))})
 
 
+def examples_up(method: Any, upload: Payload) -> int:
+    """Uploads of LocalOnly hold n_k."""
+    return payload_bytes(EXAMPLES)
+
+
+def steps_up(method: Any, upload: Payload) -> int:
+    """Uploads of Centralised hold n_k and a number of steps in fp32."""
+    return payload_bytes({**EXAMPLES, "steps": (0, 4)})
+
+
+def nothing_down(method: Any, message: Payload) -> int:
+    """Broadcasts of LocalOnly and Centralised are empty."""
+    return payload_bytes({})
+
+
 def weights_down(method: Any, message: Payload) -> int:
     """A broadcast of weights holds every value in fp32."""
     return payload_bytes({"weights": (1, fp32_bytes(num_values(method.network)))})

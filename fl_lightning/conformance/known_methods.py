@@ -76,7 +76,7 @@ KNOWN_METHODS: dict[str, dict[str, Any]] = {
         "up": formulas.soft_labels_up,
         "down": formulas.soft_labels_down,
     },
-    "LocalOnly": {"expects": OwnOptimum()},
+    "LocalOnly": {"expects": OwnOptimum(), "up": formulas.examples_up, "down": formulas.nothing_down},
     "Oracle": {"expects": OwnOptimum(), "up": formulas.weights_up, "down": formulas.weights_down},
     "FedMosaic": {
         "expects": OwnOptimum(),

@@ -1,6 +1,7 @@
 from fl_lightning.methods.aqfl import AQFL
 from fl_lightning.methods.averaging import Average, CoordinateMedian, NormClipping, TrimmedMean, WeightedMean
 from fl_lightning.methods.base import Method
+from fl_lightning.methods.centralised import Centralised
 from fl_lightning.methods.fedavg import FedAvg
 from fl_lightning.methods.fedkd import FedKD
 from fl_lightning.methods.fedmosaic import FedMosaic
@@ -25,6 +26,7 @@ from fl_lightning.methods.terms import (
 __all__ = [
     "AQFL",
     "Average",
+    "Centralised",
     "CoordinateMedian",
     "CosineSchedule",
     "DistillationTerm",

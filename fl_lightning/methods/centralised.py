@@ -1,0 +1,99 @@
+"""Centralised: all examples in one place. The reference for what it costs that they are not.
+
+    server:    w <- w - lr * gradient of L over all clients' examples
+
+A round has as many steps as its clients were asked for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fl_lightning import rng
+from fl_lightning.client import Client
+from fl_lightning.data import FederatedData
+from fl_lightning.methods.base import Method, examples_of
+from fl_lightning.methods.optimizing import clip_gradients, round_optimizer
+from fl_lightning.metrics import Mean
+from fl_lightning.wire import Payload
+
+
+class Centralised(Method):
+    """The server holds the training examples of every client and trains by itself; clients only say how many
+    steps they were asked for.
+
+    A round has as many steps as the clients that returned would have made, with the clients' optimiser,
+    schedule, clipping and batch size. Labels are those of the data: label noise, which stressors put on
+    clients, does not reach it.
+
+    Args:
+        settings: those of every method.
+    """
+
+    received_refused = "its clients receive nothing"
+
+    def build(self, data: FederatedData) -> None:
+        super().build(data)
+        self.all_data = data
+        clients = [data.client(int(id)) for id in data.active]
+        everything = np.sort(np.concatenate([client.train for client in clients]))
+        self.everyone = Client(data.num_clients, everything, np.empty(0, np.int64))
+        self.asked_steps = 0
+        self.losses: dict[str, Mean] = {}
+
+    def broadcast(self, client: Client) -> Payload:
+        return Payload({})
+
+    def receive(self, message: Payload, client: Client) -> None:
+        """Do nothing: clients do not train."""
+
+    def local_batches(
+        self, data: FederatedData, client: Client, *, epochs: int, labels: Tensor, steps: int
+    ) -> Iterator[Any]:
+        """Yield nothing, and remember how many steps were asked for."""
+        self.asked_steps = steps
+        yield from ()
+
+    def upload(self, client: Client) -> Payload:
+        return Payload(
+            {"examples": examples_of(client), "steps": torch.tensor(self.asked_steps, dtype=torch.float32)}
+        )
+
+    def upload_limits(self, client: Client) -> Mapping[str, int]:
+        return {"examples": 1, "steps": 1}
+
+    def check(self, upload: Payload, client: Client) -> None:
+        upload.tensor("examples")
+        upload.tensor("steps")
+
+    def aggregate(self, uploads: Mapping[int, Payload]) -> None:
+        steps = sum(int(upload.tensor("steps")) for upload in uploads.values())
+        data, everyone = self.all_data, self.everyone
+        epochs = -(-steps // data.num_steps(everyone, 1))
+        self.layout.write(self.network, self.server["weights"])
+        self.train()
+        self.losses = {}
+        optimizer = round_optimizer(self)
+        batches = data.train_batches(everyone, round=self.round, epochs=epochs, steps=steps)
+        with rng.torch_stream(self.seed, "dropout", self.round, everyone.id):
+            for number, batch in enumerate(batches):
+                outputs = self.training_step(batch, number)
+                optimizer.zero_grad()
+                outputs["loss"].backward()
+                if self.gradient_clip_val is not None:
+                    clip_gradients(optimizer, self.gradient_clip_val, self.gradient_clip_algorithm)
+                optimizer.step()
+                for name, value in outputs.items():
+                    size = len(batch[1])
+                    self.losses[name] = self.losses.get(name, Mean()) + Mean(
+                        float(value.detach()) * size, size
+                    )
+        self.server["weights"] = self.layout.read(self.network)
+
+    def server_metrics(self) -> dict[str, float]:
+        return super().server_metrics() | {f"train/{name}": mean.value for name, mean in self.losses.items()}
