@@ -58,6 +58,7 @@ def client_accuracy_figure(
         task: names the metric.
     """
     from matplotlib.figure import Figure
+    from matplotlib.ticker import MaxNLocator
 
     K, primary = len(values), task.primary
     if not K:
@@ -79,6 +80,7 @@ def client_accuracy_figure(
         label=[f"worst decile: {worst} of {K} clients", "other clients"],
     )
     bins = ", bins of 10 points" if is_share else ""
+    left.yaxis.set_major_locator(MaxNLocator(integer=True))
     left.set(xlabel=f"validation {title}{bins}", ylabel="clients", xlim=(low, high))
     share = 100 * np.arange(1, K + 1) / K
     right.step([low, *shown, high], [0, *share, 100], where="post", color=BLUE, linewidth=1.5, zorder=3)
