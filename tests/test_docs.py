@@ -35,6 +35,7 @@ from fl_lightning.study.spec.plan import Study
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
 PAGES = {str(path.relative_to(DOCS)): path for path in sorted(DOCS.rglob("*.md"))}
+REFERENCES = ("LocalOnly", "Oracle", "Centralised")
 WRITTEN = [
     *(path for name, path in PAGES.items() if not name.startswith("results/")),
     *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")),
@@ -114,7 +115,9 @@ def test_every_method_has_a_page():
         if isinstance(cls, type) and issubclass(cls, Method) and cls is not Method
     }
     pages = {path.stem: path.read_text() for path in (DOCS / "methods").glob("*.md")}
-    assert set(pages) - {"index", "controls"} == {name.lower() for name in types}
+    types -= {*REFERENCES}  # which have one page for all of them
+    assert set(pages) - {"index", "controls", "references"} == {name.lower() for name in types}
+    assert all(f"::: {getattr(methods, name).__module__}" in pages["references"] for name in REFERENCES)
     for name in types:
         text = pages[name.lower()]
         for part in ("What travels", "Settings", "Traps", "Neutral", "Source"):

@@ -216,6 +216,8 @@ def test_batches_are_the_records():
     for (inputs, target), (_, target_again) in zip(batches, again, strict=True):
         ids, mask = inputs["input_ids"], inputs["attention_mask"]
         assert torch.equal(target, target_again)
+        assert (target[:, ids.shape[1] :] == IGNORED).all()
+        target = target[:, : ids.shape[1]]
         assert ids.shape == mask.shape == target.shape
         assert mask.any(0).all()  # the longest example fills its row
         assert torch.equal(ids == tokenizer.pad, ~mask)

@@ -19,6 +19,7 @@ from fl_lightning.errors import InputError, RunStopped
 from fl_lightning.models import build_network
 from fl_lightning.models.language import BYTE_VOCABULARY, Llama, LlamaTiny, lora_layers
 from fl_lightning.models.language.tiny import WEIGHTS_FILE, load_base
+from fl_lightning.tasks import LanguageModelling
 
 ROOT = Path(__file__).parent.parent
 PAGE = ROOT / "docs/howto/language_models.md"
@@ -84,16 +85,19 @@ def test_a_file_that_is_not_whole_is_refused(tmp_path: Path):
         load_base(network, tmp_path / "missing.safetensors")
 
 
+TOKENS = {"task": LanguageModelling(), "inputs": torch.zeros(2, 64, dtype=torch.int64)}
+
+
 def test_its_name_is_a_network():
-    network = build_network("llama_tiny", BYTE_VOCABULARY, (64,))
+    network = build_network("llama_tiny", BYTE_VOCABULARY, (64,), **TOKENS)
     assert isinstance(network, LlamaTiny)
     assert len(lora_layers(network)) == 16
     with pytest.raises(InputError, match="bytes, 259 tokens"):
-        build_network("llama_tiny", 300, (64,))
-    with pytest.raises(InputError, match=r"reads examples of tokens, \[T\]"):
+        build_network("llama_tiny", 300, (64,), **TOKENS)
+    with pytest.raises(InputError, match="a language model reads examples of tokens"):
         build_network("llama_tiny", BYTE_VOCABULARY, (3, 28, 28))
     with pytest.raises(InputError, match="did you mean llama_tiny"):
-        build_network("lama_tiny", BYTE_VOCABULARY, (64,))
+        build_network("lama_tiny", BYTE_VOCABULARY, (64,), **TOKENS)
 
 
 def test_a_configuration_gives_it_settings(bare_directory: Path):
@@ -103,7 +107,7 @@ def test_a_configuration_gives_it_settings(bare_directory: Path):
         "      init_args: {rank: 4, alpha: 4, targets: [qkv_proj], ffa: true}\n"
     )
     cli = FederatedCLI("fit", ["--config", "lora.yaml"])
-    network = build_network(cli.model.network_spec, BYTE_VOCABULARY, (64,))
+    network = build_network(cli.model.network_spec, BYTE_VOCABULARY, (64,), **TOKENS)
     layers = [*lora_layers(network).values()]
     assert len(layers) == 4
     assert layers[0].lora_A.weight.shape == (4, 96)
@@ -119,7 +123,8 @@ def test_the_code_of_the_page_runs():
 def test_the_settings_of_the_page_are_understood(bare_directory: Path):
     (block,) = re.findall(r"```yaml\n(.*?)```", PAGE.read_text(), re.DOTALL)
     Path("page.yaml").write_text(block)
-    network = build_network(FederatedCLI("fit", ["--config", "page.yaml"]).model.network_spec, 259, (64,))
+    spec = FederatedCLI("fit", ["--config", "page.yaml"]).model.network_spec
+    network = build_network(spec, BYTE_VOCABULARY, (64,), **TOKENS)
     assert len(lora_layers(network)) == 8
 
 
