@@ -182,6 +182,8 @@ def test_names_that_are_no_utf8(
             FederatedTrainer(**{setting: name})
 
 
+@pytest.mark.slow
+@pytest.mark.essential
 @pytest.mark.parametrize("name", ["x" * 240, "\u00e9" * 101])
 def test_names_that_are_too_long_for_a_folder(
     name: str, capfd: pytest.CaptureFixture[str], here: Path

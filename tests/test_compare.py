@@ -78,6 +78,8 @@ def planted(root: Path, trial: int, effect: float, seeds: int, baselines: int) -
     return comparison_of(root, f"trial{trial}")
 
 
+@pytest.mark.slow
+@pytest.mark.essential
 def test_a_planted_effect_is_found_at_the_stated_power(tmp_path):
     """80 of 100; binomial(100, 0.8) is outside 69 .. 89 once in a hundred times."""
     effect = statistics.detectable_effect(5) * 0.01 * np.sqrt(2)
@@ -86,6 +88,8 @@ def test_a_planted_effect_is_found_at_the_stated_power(tmp_path):
     assert 69 <= wins.count("proposed") <= 89
 
 
+@pytest.mark.slow
+@pytest.mark.essential
 def test_a_planted_null_has_no_winner(tmp_path):
     """Four baselines, three seeds, nothing between them. Broken on purpose: without Holm's correction there
     would be winners."""

@@ -245,6 +245,8 @@ def test_a_schedule_that_cannot_be_played_is_refused_before_anything_is_made(sch
     assert not (tmp_path / "runs").exists()
 
 
+@pytest.mark.slow
+@pytest.mark.essential
 def test_from_the_command_line(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     config = str(Path(__file__).parent.parent / "configs" / "fedavg.yaml")

@@ -76,6 +76,8 @@ def test_alpha_zero_is_fedmpq_bit_for_bit(tmp_path):
     assert not torch.equal(plain, weights_after(FedMPQKD(optimizer=sgd(), alpha=0.5), tmp_path))
 
 
+@pytest.mark.slow
+@pytest.mark.essential
 @pytest.mark.parametrize(
     "settings",
     [

@@ -120,6 +120,8 @@ fit("FedAvg", Path(sys.argv[1]), engine="sequential", workers=2)
 """
 
 
+@pytest.mark.slow
+@pytest.mark.essential
 def test_a_signal_while_a_worker_is_forked_ends_the_run(tmp_path):
     """Python prints what a handler raises there, and drops it."""
     process = start(FORKED, tmp_path, int(signal.SIGTERM))

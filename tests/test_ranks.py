@@ -61,6 +61,8 @@ def is_alive(pid: int) -> bool:
         return False
 
 
+@pytest.mark.slow
+@pytest.mark.essential
 def test_two_processes_are_one(tmp_path):
     """Each of the ten methods, kept client state included, and clipped steps at a falling lr; only rank 0
     leaves anything."""

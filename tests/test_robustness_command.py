@@ -143,6 +143,8 @@ def test_every_kind_of_method(model):
     assert found["metrics"]["cost/model_bytes_sent"] == sum(sent) / len(sent)
 
 
+@pytest.mark.slow
+@pytest.mark.essential
 def test_the_checkpoint_is_the_one_that_is_named(run, caplog):
     best = json.loads((run / "checkpoints" / "round_000003" / "progress.json").read_text())["best_round"]
     with (run / "metrics.csv").open() as file:
@@ -247,6 +249,8 @@ def test_a_test_that_disagrees_with_training_says_so(caplog, monkeypatch):
     assert "0.123 in training" in caplog.text
 
 
+@pytest.mark.slow
+@pytest.mark.essential
 @pytest.mark.filterwarnings("ignore:The ``noload`` loader strategy:DeprecationWarning")
 def test_the_results_join_the_mlflow_record_of_the_run(monkeypatch, caplog, database):
     mlflow = pytest.importorskip("mlflow")

@@ -138,6 +138,8 @@ def fingerprint(run: Path) -> str:
     return json.loads((run / "metadata.json").read_text())["weights_sha256"]
 
 
+@pytest.mark.slow
+@pytest.mark.essential
 def test_one_seed_one_result_two_seeds_two():
     first, second, other = fit(), fit(), fit("--seed_everything", "1")
     assert first.name != second.name  # nothing is overwritten

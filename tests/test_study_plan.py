@@ -277,6 +277,8 @@ def test_the_search_of_the_project_resolves_at_the_ends_of_its_space():
     assert final["trainer"]["max_rounds"] == 100
 
 
+@pytest.mark.slow
+@pytest.mark.essential
 def test_the_search_of_a_study_resolves_for_every_method_at_the_ends_of_its_space():
     search = Search.read(CONFIGS / "tune_exp2_embedded.yaml")
     study = Study.read(CONFIGS / "exp2_embedded.yaml", with_record=False)
