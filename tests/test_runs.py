@@ -88,7 +88,15 @@ def rows(run: Path, name: str) -> list[dict[str, str]]:
         return list(csv.DictReader(file))
 
 
-@pytest.mark.parametrize("config", CONFIGS, ids=lambda path: path.stem)
+def long(text: str) -> list[pytest.MarkDecorator]:
+    """The marks of a command or a configuration: language models, sweeps and diagnostics take longest."""
+    is_long = any(word in text for word in (" sweep ", "diagnostics", "lora_", "language"))
+    return [pytest.mark.slow, pytest.mark.essential] if is_long else []
+
+
+@pytest.mark.parametrize(
+    "config", [pytest.param(path, id=path.stem, marks=long(path.stem)) for path in CONFIGS]
+)
 def test_every_config_runs_two_rounds(config):
     run = fit(config=config)
     assert {path.name for path in run.iterdir()} == RUN_FILES
@@ -173,19 +181,13 @@ def test_the_saved_config_is_the_run():
     assert fingerprint(run) == fingerprint(again)
 
 
-LONG = [pytest.mark.slow, pytest.mark.essential]
-
-
 def commands_of_the_readme() -> list[Any]:
     blocks = re.findall(r"```bash\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
     lines = [
         line.split("  #")[0].strip() for block in blocks for line in block.replace("\\\n", " ").splitlines()
     ]
     commands = [line for line in lines if line.startswith("python -m fl_lightning")]
-    return [
-        pytest.param(line, marks=LONG if " sweep " in line or "diagnostics" in line else ())
-        for line in commands
-    ]
+    return [pytest.param(line, marks=long(line)) for line in commands]
 
 
 @pytest.mark.parametrize("command", commands_of_the_readme())
