@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,24 @@ def configs_folder() -> Path:
     package = Path(__file__).resolve().parents[1]
     inside = package / "configs"
     return inside if inside.is_dir() else package.parent / "configs"
+
+
+def model_folder(name: str) -> str:
+    """Return the folder of an installed Python package that carries a model, of ``package:NAME``; any other
+    name as it is.
+
+    Raises:
+        InputError: the package is not installed.
+    """
+    prefix, _, package = name.partition(":")
+    if prefix != "package":
+        return name
+    spec = find_spec(package) if package.isidentifier() else None
+    if spec is None or not spec.submodule_search_locations:
+        raise InputError(
+            name, f"no Python package {package!r} is installed", f"pip install {package.replace('_', '-')}"
+        )
+    return spec.submodule_search_locations[0]
 
 
 def find_config(name: str | Path, folder: Path | None = None, other_than: Path | None = None) -> Path | None:

@@ -17,6 +17,7 @@ from torch import Tensor
 from fl_lightning.data.partition import check_memory
 from fl_lightning.errors import InputError, require
 from fl_lightning.metrics.text import IGNORED
+from fl_lightning.support.packaged import model_folder
 from fl_lightning.support.recorded import Recorded
 
 PROMPT_END = "\n="
@@ -85,16 +86,17 @@ class HuggingFaceTokenizer(Recorded):
     """A tokeniser of transformers, of the extra ``fl_lightning[language]``.
 
     Args:
-        name: name or folder of a pretrained tokeniser.
+        name: name or folder of a pretrained tokeniser, or ``package:NAME``, an installed Python package.
+        gguf_file: the file in the folder, where the tokeniser is part of GGUF weights.
         tokenizer: a ``PreTrainedTokenizerBase`` in place of a name, in Python.
 
     Raises:
         InputError: transformers is not installed, there is no such tokeniser, or it has no end token.
     """
 
-    def __init__(self, name: str = "", tokenizer: Any = None) -> None:
+    def __init__(self, name: str = "", tokenizer: Any = None, gguf_file: str | None = None) -> None:
         if tokenizer is None:
-            tokenizer = _pretrained_tokenizer(name)
+            tokenizer = _pretrained_tokenizer(name, gguf_file)
         self.name, self.tokenizer = name, tokenizer
         require(
             tokenizer.eos_token_id is not None,
@@ -114,7 +116,7 @@ class HuggingFaceTokenizer(Recorded):
         return str(self.tokenizer.decode(list(ids), skip_special_tokens=True))
 
 
-def _pretrained_tokenizer(name: str) -> Any:
+def _pretrained_tokenizer(name: str, gguf_file: str | None) -> Any:
     try:
         from transformers import AutoTokenizer
     except ImportError:
@@ -122,7 +124,8 @@ def _pretrained_tokenizer(name: str) -> Any:
             f"tokenizer {name!r}", "transformers is not installed", "pip install 'fl_lightning[language]'"
         ) from None
     try:
-        return AutoTokenizer.from_pretrained(name)
+        file = {} if gguf_file is None else {"gguf_file": gguf_file}
+        return AutoTokenizer.from_pretrained(model_folder(name), **file)
     except (OSError, ValueError) as error:
         reason = str(error).strip().partition("\n")[0]
         raise InputError(

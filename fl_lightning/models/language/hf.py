@@ -23,6 +23,7 @@ from fl_lightning.models.language.llama import (
     transformers_weights,
 )
 from fl_lightning.models.language.lora import ALL_LINEAR, DEFAULT_ALPHA, DEFAULT_RANK, merged_lora
+from fl_lightning.support.packaged import model_folder
 
 PREFIX = "hf:"
 PRECISIONS = ("float32", "bfloat16", "float16")
@@ -36,8 +37,8 @@ class TransformersLM(nn.Module):
 
     Args:
         num_classes: number of tokens of the data, at most the model's.
-        name: name on the Hugging Face hub, or a folder that ``save_pretrained`` wrote, for which nothing is
-            fetched.
+        name: name on the Hugging Face hub; a folder that ``save_pretrained`` wrote, or ``package:NAME``, an
+            installed Python package that carries the model, for which nothing is fetched.
         rank: r of the adapters; 0: no adapters, all weights are trained.
         alpha: an adapter's factor is alpha / r.
         targets: ``all-linear``, or names of layers as peft takes them, such as ``[q_proj, v_proj]``.
@@ -226,6 +227,7 @@ def _load(name: str, dtype: str, gguf_file: str | None, load_in_4bit: bool) -> A
     from transformers import AutoModelForCausalLM, BitsAndBytesConfig
     from transformers.utils import logging
 
+    name = model_folder(name)
     local, bars = Path(name).is_dir(), logging.is_progress_bar_enabled()
     options: dict[str, Any] = {"dtype": getattr(torch, dtype), "local_files_only": local}
     if gguf_file is not None:
