@@ -8,8 +8,9 @@ from dataclasses import dataclass, field
 
 from fl_lightning.study.execute import mlflow_page
 from fl_lightning.study.execute.cells import CellState, StudyCells
-from fl_lightning.study.execute.display import ACCURACY, Display, clock
+from fl_lightning.study.execute.display import Display, clock, shown, task_of
 from fl_lightning.study.execute.jobs import Job, Pool, RunningJob, fit_arguments
+from fl_lightning.study.metric_names import CLASSIFICATION, TaskMetrics
 from fl_lightning.study.results.run_records import runs_in
 from fl_lightning.study.spec.plan import as_flag
 from fl_lightning.study.spec.registration import (
@@ -24,7 +25,7 @@ from fl_lightning.study.spec.registration import (
 from fl_lightning.support.disk import replace
 from fl_lightning.support.redaction import redact
 from fl_lightning.tracking.mlflow_store import Status, store
-from fl_lightning.tracking.runs import StudyRun, begin_study, end_study
+from fl_lightning.tracking.runs import StudyRun, begin_study, end_study, tag_experiment
 
 
 @dataclass
@@ -37,6 +38,7 @@ class SweepSession:
         logger: whether MLflow is used.
         parent: the study's own run in MLflow.
         tested: the exit code of each ``test`` of this session, by cell.
+        viewed: the task whose metrics MLflow's page of the study shows.
     """
 
     cells: StudyCells
@@ -44,6 +46,7 @@ class SweepSession:
     logger: bool
     parent: StudyRun | None = None
     tested: dict[str, int] = field(default_factory=dict)
+    viewed: TaskMetrics = CLASSIFICATION
 
     def run(self) -> None:
         """Run until all cells are finished or failed.
@@ -61,7 +64,9 @@ class SweepSession:
                 state.status = "interrupted"  # it is tried again
         cells.write()
         if self.logger and any(state.config.get("trainer.logger") is True for state in cells):
-            tags, view = {"cells": str(len(cells.states))}, mlflow_page.view_tags(list(study.grid))
+            self.viewed = next((task_of(state.run) for state in cells if state.run), CLASSIFICATION)
+            tags = {"cells": str(len(cells.states))}
+            view = mlflow_page.view_tags(list(study.grid), self.viewed)
             self.parent = begin_study(study.name, cells.folder, tags, view)
         self.display = Display(
             self.summary, lambda job: (self.at_work(job.name).run, self.at_work(job.name).rounds)
@@ -98,6 +103,12 @@ class SweepSession:
             self.display.line(f"               {mlflow_page.link(self.parent.experiment_id)}")
         compare = f"python -m fl_lightning compare --study {study.name} --out reports/{study.name}"
         self.display.line(f"what holds     {compare}")
+
+    def show_in_mlflow(self, task: TaskMetrics) -> None:
+        """Let MLflow's page of the study show the metrics of a task, which the first run tells."""
+        if task.primary != self.viewed.primary:
+            self.viewed = task
+            tag_experiment(self.parent, mlflow_page.view_tags(list(self.cells.study.grid), task))
 
     def begin(self) -> None:
         """Do what comes before the first job."""
@@ -190,9 +201,11 @@ class SweepSession:
             state.status = "failed"
             self.display.failed(job.name, job, code)
         else:
-            rows = state.metrics()
-            accuracy = f"accuracy {rows[-1][ACCURACY]:.3f}, " if rows and ACCURACY in rows[-1] else ""
+            rows, task = state.metrics(), task_of(state.run)
+            last = rows[-1].get(f"test/{task.primary}") if rows else None
+            value = "" if last is None else f"{task.primary_in_words} {shown(last, task)}, "
+            self.show_in_mlflow(task)
             took = f"{len(rows)} rounds in {clock(sum(row.get('time/round', 0.0) for row in rows))}"
-            self.display.line(f"{job.name} finished: {accuracy}{took}; {self.summary()}")
+            self.display.line(f"{job.name} finished: {value}{took}; {self.summary()}")
         self.cells.write()
         return self.next_job(state) if state.status == "finished" else None
