@@ -6,11 +6,13 @@ import sys
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+from fl_lightning.errors import InputError
 from fl_lightning.study.execute import mlflow_page
 from fl_lightning.study.execute.cells import CellState, StudyCells
 from fl_lightning.study.execute.display import Display, clock, shown, task_of
 from fl_lightning.study.execute.jobs import Job, Pool, RunningJob, fit_arguments
 from fl_lightning.study.metric_names import CLASSIFICATION, TaskMetrics
+from fl_lightning.study.report.verdicts import check_task
 from fl_lightning.study.results.run_records import runs_in
 from fl_lightning.study.spec.plan import as_flag
 from fl_lightning.study.spec.registration import (
@@ -38,7 +40,7 @@ class SweepSession:
         logger: whether MLflow is used.
         parent: the study's own run in MLflow.
         tested: the exit code of each ``test`` of this session, by cell.
-        viewed: the task whose metrics MLflow's page of the study shows.
+        task: the task of the runs, as far as it is known.
     """
 
     cells: StudyCells
@@ -46,7 +48,7 @@ class SweepSession:
     logger: bool
     parent: StudyRun | None = None
     tested: dict[str, int] = field(default_factory=dict)
-    viewed: TaskMetrics = CLASSIFICATION
+    task: TaskMetrics = CLASSIFICATION
 
     def run(self) -> None:
         """Run until all cells are finished or failed.
@@ -64,9 +66,9 @@ class SweepSession:
                 state.status = "interrupted"  # it is tried again
         cells.write()
         if self.logger and any(state.config.get("trainer.logger") is True for state in cells):
-            self.viewed = next((task_of(state.run) for state in cells if state.run), CLASSIFICATION)
+            self.task = next((task_of(state.run) for state in cells if state.run), CLASSIFICATION)
             tags = {"cells": str(len(cells.states))}
-            view = mlflow_page.view_tags(list(study.grid), self.viewed)
+            view = mlflow_page.view_tags(list(study.grid), self.task)
             self.parent = begin_study(study.name, cells.folder, tags, view)
         self.display = Display(
             self.summary, lambda job: (self.at_work(job.name).run, self.at_work(job.name).rounds)
@@ -104,11 +106,17 @@ class SweepSession:
         compare = f"python -m fl_lightning compare --study {study.name} --out reports/{study.name}"
         self.display.line(f"what holds     {compare}")
 
-    def show_in_mlflow(self, task: TaskMetrics) -> None:
-        """Let MLflow's page of the study show the metrics of a task, which the first run tells."""
-        if task.primary != self.viewed.primary:
-            self.viewed = task
-            tag_experiment(self.parent, mlflow_page.view_tags(list(self.cells.study.grid), task))
+    def learn_task(self, task: TaskMetrics) -> None:
+        """Let MLflow's page show the metrics of the task that a run has, and print what of the study does not
+        fit it."""
+        if task.primary == self.task.primary:
+            return
+        self.task, study = task, self.cells.study
+        tag_experiment(self.parent, mlflow_page.view_tags(list(study.grid), task))
+        try:
+            check_task(study.with_task(task))
+        except InputError as error:
+            self.display.line(f"{study.path}: {error}; compare will refuse it")
 
     def begin(self) -> None:
         """Do what comes before the first job."""
@@ -204,7 +212,7 @@ class SweepSession:
             rows, task = state.metrics(), task_of(state.run)
             last = rows[-1].get(f"test/{task.primary}") if rows else None
             value = "" if last is None else f"{task.primary_in_words} {shown(last, task)}, "
-            self.show_in_mlflow(task)
+            self.learn_task(task)
             took = f"{len(rows)} rounds in {clock(sum(row.get('time/round', 0.0) for row in rows))}"
             self.display.line(f"{job.name} finished: {value}{took}; {self.summary()}")
         self.cells.write()

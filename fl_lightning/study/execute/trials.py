@@ -14,7 +14,7 @@ import optuna
 import yaml
 from optuna.trial import FrozenTrial, TrialState
 
-from fl_lightning.errors import InputError
+from fl_lightning.errors import InputError, require
 from fl_lightning.run.directory import read_json
 from fl_lightning.settings import changed_settings, flatten, is_free, settings_hash
 from fl_lightning.study.execute.cells import resolved_settings
@@ -47,7 +47,8 @@ class SearchSession:
         environment: the variables of each run.
         resolve: turns arguments of ``fit`` into the whole configuration.
         parent: the search's own run in MLflow.
-        task: the task of the runs; the trials tell it.
+        task: the task of the runs.
+        knows_task: whether a trial has told it.
         at_work, pruned: numbers of trials.
         settings: the settings of each run of this session, by its name, with dotted keys.
         runs: the run directories, by name, once they exist.
@@ -61,6 +62,7 @@ class SearchSession:
     resolve: Callable[[list[str]], str]
     parent: StudyRun | None = None
     task: TaskMetrics = CLASSIFICATION
+    knows_task: bool = False
     at_work: set[int] = field(default_factory=set)
     pruned: set[int] = field(default_factory=set)
     settings: dict[str, Mapping[str, Any]] = field(default_factory=dict)
@@ -102,14 +104,26 @@ class SearchSession:
     def open(self) -> None:
         """Begin or continue the search, with what its trials have told of their task."""
         self.study = open_search(self.search, self.folder, self.resolve)
-        self.task = TaskMetrics.of_run(self.study.user_attrs)
+        known = self.study.user_attrs
+        self.task, self.knows_task = TaskMetrics.of_run(known), TASK in known
 
     def learn_task(self, run: Path | None) -> None:
-        """Note the task of a run; it is the same for all trials."""
-        document = read_json(run / "metadata.json") if run else {}
-        if TASK in document and TASK not in self.study.user_attrs:
-            self.study.set_user_attr(TASK, document[TASK])
-            self.task = TaskMetrics.of_run(document)
+        """Note the task of a run; it is the same for all trials.
+
+        Raises:
+            InputError: the search file names the metric of another task.
+        """
+        document = read_json(run / "metadata.json") if run and not self.knows_task else {}
+        if TASK not in document:
+            return
+        task = TaskMetrics.of_run(document)
+        asked = self.search.metric_of(task)
+        fits = not asked.startswith("final/") or measure_of(asked) == task.primary
+        rule = f"the primary metric of the runs is {task.primary}"
+        instead = f"write metric: final/best_val_{task.primary}, or leave it out, and remove {self.folder}"
+        require(fits, f"{self.search.path}: metric: {asked}", rule, instead)
+        self.study.set_user_attr(TASK, document[TASK])
+        self.task, self.knows_task = task, True
 
     @property
     def metric(self) -> str:
