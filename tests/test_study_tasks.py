@@ -15,7 +15,7 @@ from fl_lightning.errors import InputError
 from fl_lightning.study.execute import mlflow_page
 from fl_lightning.study.execute.display import Display
 from fl_lightning.study.execute.jobs import Job, RunningJob
-from fl_lightning.study.metric_names import TaskMetrics, direction
+from fl_lightning.study.metric_names import TaskMetrics, direction, headline
 from fl_lightning.study.report.compare import compare
 from fl_lightning.study.report.figures import figures as figures_of
 from fl_lightning.study.report.figures import rounds_curve
@@ -162,6 +162,10 @@ def test_names_tell_what_the_tasks_say(task):
         for form in ("test/{}", "val/{}_worst_decile", "final/best_val_{}", "final/auc_{}"):
             assert direction(form.format(metric)) == expected
         assert TaskMetrics().is_share(f"final/last5_{metric}") == (metric in task.shares)
+    found = headline(
+        "bits/average", (), ["test/rouge_l", "val/rouge_l_worst_decile"], TaskMetrics(task.primary)
+    )
+    assert [column.title for column in found] == ["ROUGE-L (%)"]
     older = {f"final/last5_{task.primary}": 1.0, f"final/last5_val_{task.primary}": 1.0}
     assert TaskMetrics.of_run(older).primary == task.primary  # MLflow has lost the file
     assert TaskMetrics.of_run(older).higher_is_better == task.higher_is_better

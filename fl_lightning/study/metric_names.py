@@ -139,7 +139,8 @@ def _bytes(metric: str, title: str, digits: int = 3) -> Column:
 
 
 def _of_task(metric: str, title: str, task: TaskMetrics) -> Column:
-    return _share(metric, title) if task.is_share(metric) else Column(metric, title, 1, 4)
+    digits = 3 if measure_of(metric) == "perplexity" else 4
+    return _share(metric, title) if task.is_share(metric) else Column(metric, title, 1, digits)
 
 
 def task_columns(task: TaskMetrics = CLASSIFICATION) -> list[Column]:
@@ -246,7 +247,8 @@ def headline(
     of_model = ["corrupted/accuracy", "fgsm/accuracy", "pgd/accuracy", "bits/average"]
     of_task = [metric, *selected, f"final/auc_{primary}", *others]
     names = [*of_task, "test/ece", *of_clients, *of_model, *OF_THE_RUN]
-    return [column(name, task) for name in dict.fromkeys(names) if name in measured]
+    titled = {name: _of_task(name, words_of(measure_of(name)), task) for name in others}
+    return [titled.get(name) or column(name, task) for name in dict.fromkeys(names) if name in measured]
 
 
 def p_value(p: float) -> str:
