@@ -235,12 +235,12 @@ def test_a_search_follows_the_primary_metric_of_its_runs(tmp_path):
         assert best["final/best_val_perplexity"] == pytest.approx(least)
         assert 4 < least < 5
     assert f"best final/best_val_perplexity {least:.4g} in" in followed.summary()
-    wrong, runs = session(tmp_path / "wrong", text=named, task=Regression())
-    with pytest.raises(
-        InputError, match=r"primary metric of the runs is mse.*write metric: final/best_val_mse"
-    ):
-        wrong.run()
-    assert len(runs.jobs) == 1
+    up = text + "direction: maximize\n"
+    for wrong, said in ((named, "write metric: final/best_val_mse"), (up, "leave direction out")):
+        mistaken, runs = session(tmp_path / said[:5], text=wrong, task=Regression())
+        with pytest.raises(InputError, match=f"primary metric of the runs is mse.*{said}"):
+            mistaken.run()
+        assert len(runs.jobs) == 1
 
 
 def test_no_trial_no_run(tmp_path, monkeypatch):

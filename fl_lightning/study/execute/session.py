@@ -66,15 +66,14 @@ class SweepSession:
                 state.status = "interrupted"  # it is tried again
         cells.write()
         if self.logger and any(state.config.get("trainer.logger") is True for state in cells):
-            self.task = next((task_of(state.run) for state in cells if state.run), CLASSIFICATION)
-            tags = {"cells": str(len(cells.states))}
-            view = mlflow_page.view_tags(list(study.grid), self.task)
+            tags, view = {"cells": str(len(cells.states))}, mlflow_page.view_tags(list(study.grid))
             self.parent = begin_study(study.name, cells.folder, tags, view)
         self.display = Display(
             self.summary, lambda job: (self.at_work(job.name).run, self.at_work(job.name).rounds)
         )
         self.display.line(f"{self.summary()}; {len(self.pool.slots)} at a time, in {cells.folder}")
         self.show_registration(known)
+        self.learn_task(next((task_of(state.run) for state in cells if state.run), self.task))
         self.show_problems()
         self.begin()
         done = False

@@ -7,6 +7,7 @@ import json
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from dataclasses import replace as replaced
 from pathlib import Path
 from typing import Any
 
@@ -111,7 +112,7 @@ class SearchSession:
         """Note the task of a run; it is the same for all trials.
 
         Raises:
-            InputError: the search file names the metric of another task.
+            InputError: the search file names the metric of another task, or only a direction, the wrong one.
         """
         document = read_json(run / "metadata.json") if run and not self.knows_task else {}
         if TASK not in document:
@@ -122,6 +123,11 @@ class SearchSession:
         rule = f"the primary metric of the runs is {task.primary}"
         instead = f"write metric: final/best_val_{task.primary}, or leave it out, and remove {self.folder}"
         require(fits, f"{self.search.path}: metric: {asked}", rule, instead)
+        wanted = replaced(self.search, direction=None).direction_of(task)
+        fits = self.search.metric is not None or self.search.direction in (None, wanted)
+        given = f"{self.search.path}: direction: {self.search.direction}"
+        instead = f"leave direction out, or write {wanted}, and remove {self.folder}"
+        require(fits, given, rule, instead)
         self.study.set_user_attr(TASK, document[TASK])
         self.task, self.knows_task = task, True
 
