@@ -13,19 +13,31 @@ import yaml
 
 from fl_lightning.metrics import final_summary
 from fl_lightning.run.directory import to_json
+from fl_lightning.run.metadata import task_of
+from fl_lightning.tasks import Classification, Task
 
+CLASSIFICATION = Classification()
 Level = tuple[tuple[str, str], ...]
 
 
 def history_of(
-    accuracy: float, *, rounds: int = 5, upload: int = 1000, seconds: float = 0.1, **more: float
+    accuracy: float,
+    *,
+    rounds: int = 5,
+    upload: int = 1000,
+    seconds: float = 0.1,
+    task: Task = CLASSIFICATION,
+    **more: float,
 ) -> list[dict[str, float]]:
-    """A row a round; ``more`` is the same in all of them."""
+    """A row a round; ``more`` is the same in all of them. What is better when it is less falls as 1 / round,
+    and its validation is best in round 3."""
+    up, name = task.higher_is_better, task.primary
     return [
         {
             "round": r, "train/loss": 2.0 / r, "comm/upload_bytes": upload, "comm/download_bytes": 2 * upload, "comm/wasted_bytes": 0,
             "comm/total_bytes": 3 * upload, "clients/trained": 4, "bits/average": 4.0, "time/train": seconds / 2,
-            "test/accuracy": accuracy * r / rounds, "test/ece": 0.1, "val/accuracy": 0.5 + 0.01 * r, "val/accuracy_std": 0.2,
+            f"test/{name}": accuracy * r / rounds if up else accuracy * rounds / r, "test/ece": 0.1,
+            f"val/{name}": 0.5 + 0.01 * r if up else 9 + abs(r - 3), f"val/{name}_std": 0.2,
             "time/round": seconds * (1 + 9 * (r <= 3)), **more,
         }
         for r in range(1, rounds + 1)
@@ -56,7 +68,7 @@ def make_run(
     name = name or "-".join([label, *(f"{axis}={level}" for axis, level in levels.items()), f"seed{seed}"])
     path = folder / name
     path.mkdir(parents=True)
-    rows = history_of(accuracy, **history)
+    rows, task = history_of(accuracy, **history), history.get("task", CLASSIFICATION)
     metadata = {
         "seed": seed,
         "method": label.split()[0],
@@ -75,8 +87,12 @@ def make_run(
         "tracking_run_id": None,
         "tags": {"study": folder.name, "label": label, **levels, **(tags or {})} if tagged else {},
     }
+    if task is not CLASSIFICATION:  # runs of release 0.1 do not say it
+        metadata["task"] = task_of(task)
     if status == "finished":
-        metadata |= {"finished": "2026-01-01T01:00:00+00:00", **final_summary(rows)}
+        up, share = task.higher_is_better, task.primary in task.shares
+        summary = final_summary(rows, task.primary, higher_is_better=up, is_share=share)
+        metadata |= {"finished": "2026-01-01T01:00:00+00:00", **summary}
     (path / "metadata.json").write_text(to_json(metadata))
     (path / "config.yaml").write_text(yaml.safe_dump({"seed_everything": seed, **(config or {})}))
     with (path / "metrics.csv").open("w") as file:
@@ -94,12 +110,15 @@ def make_study(
     root: Path,
     accuracies: Mapping[str, Mapping[int, float] | Mapping[Level, Mapping[int, float]]],
     name: str = "study",
+    task: Task = CLASSIFICATION,
     **keys: Any,
 ) -> Path:
     """A folder of runs with its ``study.yaml``.
 
     Args:
-        accuracies: label -> seed -> final accuracy; with a grid label -> levels -> seed -> accuracy.
+        accuracies: label -> seed -> final accuracy; with a grid label -> levels -> seed -> accuracy. Of
+            another task, its primary metric.
+        task: the task of the runs.
         keys: of the study file.
 
     Returns:
@@ -113,11 +132,11 @@ def make_study(
     seeds = sorted({seed for found in by_level.values() for values in found.values() for seed in values})
     folder.mkdir(parents=True, exist_ok=True)
     document = {"study": name, "seeds": seeds, "methods": {label: {} for label in accuracies}, **keys}
-    if not {"selection", "metric"} & {*keys}:
+    if task is CLASSIFICATION and not {"selection", "metric"} & {*keys}:
         document["selection"] = "last"  # the accuracy that was given
     (folder / "study.yaml").write_text(yaml.safe_dump(document, sort_keys=False))
     for label, found in by_level.items():
         for levels, values in found.items():
             for seed, accuracy in values.items():
-                make_run(folder, label, seed, accuracy, levels=dict(levels))
+                make_run(folder, label, seed, accuracy, levels=dict(levels), task=task)
     return folder

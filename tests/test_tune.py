@@ -11,10 +11,12 @@ import yaml
 
 from fl_lightning.__main__ import main
 from fl_lightning.errors import InputError
+from fl_lightning.run.metadata import task_of
 from fl_lightning.study.execute import trials as module
 from fl_lightning.study.execute.jobs import Job, RunningJob
 from fl_lightning.study.execute.trials import SearchSession, open_search
 from fl_lightning.study.spec.search import Search
+from fl_lightning.tasks import LanguageModelling, Regression, Task
 
 CONFIGS = Path(__file__).parent.parent / "configs"
 SEARCH = """
@@ -34,8 +36,8 @@ class Runs:
     """Stands in for the pool: a run's validation accuracy is a function of its settings, and a session can be
     killed at any job."""
 
-    def __init__(self, folder: Path, lives: int = 1000) -> None:
-        self.slots, self.running, self.folder, self.lives = [{}], [], folder, lives
+    def __init__(self, folder: Path, lives: int = 1000, task: Task | None = None) -> None:
+        self.slots, self.running, self.folder, self.lives, self.task = [{}], [], folder, lives, task
         self.jobs: list[Job] = []
 
     def run(self, jobs, ended, look=lambda running: None):
@@ -56,8 +58,13 @@ class Runs:
             )
             good -= 0.1 * (flags["model.average"] == "CoordinateMedian")
             lines = [f"{round},{good * round / 5}\n" for round in range(1, 6)]
-            (run / "metrics.csv").write_text("round,val/accuracy\n" + "".join(lines))
-            (run / "metadata.json").write_text(json.dumps({"final/best_val_accuracy": good}))
+            metadata, name = {"final/best_val_accuracy": good}, "accuracy"
+            if self.task is not None:
+                name, good = self.task.primary, 5 - good
+                lines = [f"{round},{good + 5 - round}\n" for round in range(1, 6)]
+                metadata = {f"final/best_val_{name}": good, "task": task_of(self.task)}
+            (run / "metrics.csv").write_text(f"round,val/{name}\n" + "".join(lines))
+            (run / "metadata.json").write_text(json.dumps(metadata))
             process = Process()
             look([RunningJob(job, process, 0)])
             following = ended(RunningJob(job, process, 0), 143 if process.stopped else 0)
@@ -90,11 +97,13 @@ def search_in(folder: Path, text: str = SEARCH) -> Search:
     return Search.read(folder / "search.yaml")
 
 
-def session(folder: Path, lives: int = 1000, text: str = SEARCH) -> tuple[SearchSession, Runs]:
+def session(
+    folder: Path, lives: int = 1000, text: str = SEARCH, task: Task | None = None
+) -> tuple[SearchSession, Runs]:
     search = search_in(folder, text)
     trials = folder / search.name
     trials.mkdir(exist_ok=True)
-    runs = Runs(trials, lives)
+    runs = Runs(trials, lives, task)
     return SearchSession(search, trials, runs, False, {}, resolve), runs  # type: ignore[arg-type]
 
 
@@ -201,6 +210,37 @@ def test_a_trial_is_credited_with_its_own_run_and_not_with_one_that_has_its_name
     assert max(value for _, _, value, _ in tried(tmp_path)) < 1
     assert tune.run_of(runs.jobs[0]) == tmp_path / "small-tune" / "trial-0000-2"
     assert tune.run_of(runs.jobs[-1]) == tmp_path / "small" / "tuned-seed0-2"
+
+
+def test_a_search_follows_the_primary_metric_of_its_runs(tmp_path):
+    """Without a metric in its file, it minimises a perplexity with the very trials that a file that names
+    the metric has, killed or not."""
+    text, perplexity = SEARCH + "prune: true\n", LanguageModelling()
+    named = text + "metric: final/best_val_perplexity\n"
+    assert search_in(tmp_path, named).direction == "minimize"
+    session(tmp_path / "named", text=named, task=perplexity)[0].run()
+    for lives in (0, 3):
+        with pytest.raises(SystemExit):
+            session(tmp_path / "followed", lives, text, perplexity)[0].run()
+    followed, _ = session(tmp_path / "followed", text=text, task=perplexity)
+    followed.run()
+    of_named, of_followed = tried(tmp_path / "named"), tried(tmp_path / "followed")
+    assert [(params, state) for _, params, _, state in of_followed] == [
+        (params, state) for _, params, _, state in of_named
+    ]
+    assert {"COMPLETE", "PRUNED"} <= {state for *_, state in of_named}
+    least = min(value for *_, value, state in of_named if state == "COMPLETE")
+    for folder in ("named", "followed"):
+        best = yaml.safe_load((tmp_path / folder / "small-tune" / "best.yaml").read_text())
+        assert best["final/best_val_perplexity"] == pytest.approx(least)
+        assert 4 < least < 5
+    assert f"best final/best_val_perplexity {least:.4g} in" in followed.summary()
+    up = text + "direction: maximize\n"
+    for wrong, said in ((named, "write metric: final/best_val_mse"), (up, "leave direction out")):
+        mistaken, runs = session(tmp_path / said[:5], text=wrong, task=Regression())
+        with pytest.raises(InputError, match=f"primary metric of the runs is mse.*{said}"):
+            mistaken.run()
+        assert len(runs.jobs) == 1
 
 
 def test_no_trial_no_run(tmp_path, monkeypatch):

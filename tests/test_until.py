@@ -5,12 +5,13 @@ from __future__ import annotations
 
 import json
 import random
+import shutil
 from collections import deque
 from pathlib import Path
 
 import pytest
 import yaml
-from synthetic_runs import make_run
+from synthetic_runs import CLASSIFICATION, make_run
 
 from fl_lightning.__main__ import main
 from fl_lightning.errors import InputError
@@ -25,6 +26,7 @@ from fl_lightning.study.report.markdown import HOW_TO_READ, IN_A_SEQUENCE
 from fl_lightning.study.results.gather import gather
 from fl_lightning.study.spec.plan import Study
 from fl_lightning.study.statistics import sequence_interval
+from fl_lightning.tasks import LanguageModelling, Task
 
 CONFIGS = Path(__file__).parent.parent / "configs"
 STUDY = """
@@ -64,9 +66,16 @@ class Cells:
     """Stands in for the pool: cells end in any order, fail when they are told to, and the sweep can be killed
     before any of them ends."""
 
-    def __init__(self, slots: int, lives: int = 1000, failing: str = "", seed: int = 0) -> None:
+    def __init__(
+        self,
+        slots: int,
+        lives: int = 1000,
+        failing: str = "",
+        seed: int = 0,
+        task: Task = CLASSIFICATION,
+    ) -> None:
         self.slots, self.lives, self.failing = [{}] * slots, lives, failing
-        self.choose = random.Random(seed)
+        self.choose, self.task = random.Random(seed), task
         self.running: list[RunningJob] = []
         self.started: list[str] = []
         self.session: UntilSession
@@ -92,7 +101,8 @@ class Cells:
                 state = self.session.cells[one.job.name]
                 label, seed = state.cell.method, state.cell.seed
                 config = {key: value for key, value in state.config.items() if key != "seed_everything"}
-                make_run(self.session.cells.folder, label, seed, accuracy_of(label, seed), config=config)
+                made = {"config": config, "task": self.task}
+                make_run(self.session.cells.folder, label, seed, accuracy_of(label, seed), **made)
             if job := ended(one, code):
                 following.append(job)
 
@@ -124,6 +134,19 @@ def first_decided(listed: int = 3, most: int = 20) -> int:
         if (low >= 0 or high < 0) and (high <= 0.03 or low > 0.03):
             return count
     raise AssertionError
+
+
+def test_a_sweep_of_another_task_ends_by_its_primary_metric(tmp_path):
+    """The same numbers as perplexities end it at the same seed; a criterion on accuracy ends it at the first
+    look, and not after twenty seeds without one."""
+    text = STUDY.replace('metric("final/accuracy", ', "primary(")
+    _, said = sweep(tmp_path, text=text, task=LanguageModelling())
+    assert (said["ending"], len(said["seeds"])) == ("decided", first_decided())
+    shutil.rmtree(tmp_path)
+    text = text.replace("- upload", "- accuracy(A) >= 0.1\n  - upload")
+    with pytest.raises(InputError, match=r"metric of the runs is perplexity; write primary\(A\)"):
+        sweep(tmp_path, text=text, task=LanguageModelling())
+    assert len(list((tmp_path / "small").glob("*-seed*"))) == 6
 
 
 def report_of(root: Path) -> dict:

@@ -4,9 +4,10 @@ is better, whether it is a timing."""
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import inf, isfinite
+from typing import Any
 
 from fl_lightning.errors import InputError
 from fl_lightning.study.statistics import mean_std
@@ -47,7 +48,89 @@ class Column:
         return self.number(mean) + (f" ± {self.number(std)}" if isfinite(std) else "")
 
 
-def _accuracy(metric: str, title: str) -> Column:
+@dataclass(frozen=True)
+class TaskMetrics:
+    """What the runs of a study say of the metrics of their task.
+
+    Args:
+        primary: the task's primary metric, such as ``accuracy``.
+        higher_is_better: whether more of it is better.
+        shares: the task's metrics that lie in [0, 1] and are shown in percent.
+    """
+
+    primary: str = "accuracy"
+    higher_is_better: bool = True
+    shares: frozenset[str] = frozenset({"accuracy"})
+
+    @classmethod
+    def of_run(cls, metadata: Mapping[str, Any]) -> TaskMetrics:
+        """Return what ``metadata.json`` says.
+
+        Where it says nothing of the task, as in runs of release 0.1 and where MLflow has lost the file, the
+        name of ``final/last5_*`` tells the primary metric; without one it is the accuracy.
+        """
+        task = metadata.get("task")
+        if isinstance(task, Mapping) and isinstance(task.get("primary"), str):
+            higher, shares = task.get("higher_is_better") is not False, task.get("shares") or ()
+            return cls(task["primary"], higher, frozenset(map(str, shares)))
+        primary = next((found[1] for name in metadata if (found := LAST5.fullmatch(name))), "accuracy")
+        return cls() if primary == "accuracy" else cls(primary, direction(primary) != -1, SHARES)
+
+    def is_share(self, metric: str) -> bool:
+        """Return whether a metric is a share, or the mean or spread of one, and is shown in percent."""
+        return measure_of(metric) in SHARES | self.shares
+
+    @property
+    def primary_in_words(self) -> str:
+        return words_of(self.primary)
+
+    @property
+    def title(self) -> str:
+        """The primary metric in words, with its unit."""
+        return f"{self.primary_in_words} (%)" if self.is_share(self.primary) else self.primary_in_words
+
+    @property
+    def has_client_noise(self) -> bool:
+        """Whether the primary metric of a client is the share of its examples that are right, so that its
+        spread over clients holds the binomial noise of few examples."""
+        return self.primary in HITS
+
+
+SHARES = frozenset({"accuracy", "token_accuracy", "exact_match", "rouge_l"})
+"""Metrics of the tasks of this package that are shares."""
+HITS = frozenset({"accuracy", "exact_match"})
+"""Those of them of which an example is right or wrong."""
+MEASURES = ("accuracy", "perplexity", "token_accuracy", "exact_match", "rouge_l", "mse", "mae")
+"""Metrics that can be the primary one of a task of this package."""
+SPELLINGS = {"rouge_l": "ROUGE-L", "mse": "MSE", "mae": "MAE"}
+"""Metrics whose name in words is not their name."""
+CLASSIFICATION = TaskMetrics()
+LAST5 = re.compile(r"final/last5_(?!val_)(\w+)")
+FORMS = re.compile(
+    r"(?:final/(?:last5_val_|last5_|best_val_test_|best_val_|auc_)?|.*/|)"
+    r"(.*?)(?:_std_corrected|_std|_worst_decile_min5|_worst_decile)?"
+)
+"""The forms that a metric of a task has in the rounds, at the end of a run and over clients."""
+
+
+def measure_of(metric: str) -> str:
+    """Return the metric of the task that a metric of a run is a form of.
+
+    >>> names = ("final/last5_val_mse", "val/rouge_l_worst_decile", "corrupted/fog/accuracy", "test/ece")
+    >>> tuple(map(measure_of, names))
+    ('mse', 'rouge_l', 'accuracy', 'ece')
+    """
+    found = FORMS.fullmatch(metric)
+    assert found is not None, "it matches every text"
+    return found[1]
+
+
+def words_of(measure: str) -> str:
+    """Return a metric of a task in words."""
+    return SPELLINGS.get(measure, measure.replace("_", " "))
+
+
+def _share(metric: str, title: str) -> Column:
     return Column(metric, f"{title} (%)", 100, 2, " points")
 
 
@@ -55,23 +138,44 @@ def _bytes(metric: str, title: str, digits: int = 3) -> Column:
     return Column(metric, f"{title} (MB)", 1e-6, digits, " MB")
 
 
+def _of_task(metric: str, title: str, task: TaskMetrics) -> Column:
+    digits = 3 if measure_of(metric) == "perplexity" else 4
+    return _share(metric, title) if task.is_share(metric) else Column(metric, title, 1, digits)
+
+
+def task_columns(task: TaskMetrics = CLASSIFICATION) -> list[Column]:
+    """Return the columns of a task's metrics."""
+    primary, name = task.primary, task.primary_in_words
+    clients, noise = "clients with 5+ validation examples", ", binomial noise included"
+    few = "these clients" if task.has_client_noise else clients
+    noise = noise if task.has_client_noise else ""
+    area = "%" if primary in SHARES | task.shares else name
+    titles = {
+        f"final/last5_{primary}": f"{name}, last five rounds",
+        f"final/{primary}": f"{name}, last round",
+        f"final/best_val_test_{primary}": f"{name}, best-validation round",
+        f"val/{primary}_std_corrected": f"std over {clients}, noise removed",
+        f"val/{primary}_worst_decile_min5": f"worst decile of {few}",
+        f"val/{primary}_std": f"std over clients{noise}",
+        f"val/{primary}_worst_decile": f"worst decile of clients{noise}",
+    }
+    columns = [_of_task(metric, title, task) for metric, title in titles.items()]
+    columns.append(Column(f"final/auc_{primary}", f"AUC ({area} x rounds)", 1, 0 if area == "%" else 3))
+    if primary in ("mse", "mae"):
+        columns.append(Column("test/loss", "test loss"))  # not in nats
+    return columns
+
+
 KNOWN = [
-    _accuracy("final/last5_accuracy", "accuracy, last five rounds"),
-    _accuracy("final/accuracy", "accuracy, last round"),
-    _accuracy("final/best_val_test_accuracy", "accuracy, best-validation round"),
+    *task_columns(),
     Column("final/best_val_round", "best-validation round", 1, 1),
-    Column("final/auc_accuracy", "AUC (% x rounds)", 1, 0),
     Column("test/ece", "ECE (%)", 100, 2, " points"),
     Column("test/loss", "test loss (nats)"),
     Column("test/brier", "Brier score"),
-    _accuracy("val/accuracy_std_corrected", "std over clients with 5+ validation examples, noise removed"),
-    _accuracy("val/accuracy_worst_decile_min5", "worst decile of these clients"),
     Column("val/clients_min5", "clients with 5+ validation examples", 1, 0),
-    _accuracy("val/accuracy_std", "std over clients, binomial noise included"),
-    _accuracy("val/accuracy_worst_decile", "worst decile of clients, binomial noise included"),
-    _accuracy("corrupted/accuracy", "corrupted"),
-    _accuracy("fgsm/accuracy", "FGSM"),
-    _accuracy("pgd/accuracy", "PGD"),
+    _share("corrupted/accuracy", "corrupted"),
+    _share("fgsm/accuracy", "FGSM"),
+    _share("pgd/accuracy", "PGD"),
     Column("bits/average", "bits per weight", 1, 2),
     _bytes("total/total_bytes", "up and down, all rounds", 1),
     _bytes("total/upload_bytes", "up, all rounds", 1),
@@ -89,46 +193,18 @@ CLOCKS = [
     Column("time/total", "all rounds (s)", 1, 1),
 ]
 OF_THE_RUN = (
-    "final/auc_accuracy",
-    "client/upload_bytes",
-    "client/download_bytes",
-    "total/total_bytes",
-    "cost/train_flops",
-    "cost/train_memory",
+    *("client/upload_bytes", "client/download_bytes", "total/total_bytes"),
+    *("cost/train_flops", "cost/train_memory"),
 )
-"""Headline columns that are of all rounds, whichever model is selected."""
-OF_THE_MODEL = (
-    "test/ece",
-    "val/accuracy_std_corrected",
-    "val/accuracy_worst_decile_min5",
-    "val/clients_min5",
-    "corrupted/accuracy",
-    "fgsm/accuracy",
-    "pgd/accuracy",
-    "bits/average",
-)
-"""Headline columns that are of the selected model."""
+"""Headline columns that are of all rounds, whichever model is selected, beside the area under the curve."""
 
 
 LOWER = {
-    *(
-        "loss",
-        "ece",
-        "brier",
-        "nll",
-        "bytes",
-        "megabytes",
-        "std",
-        "rounds",
-        "seconds",
-        "drop",
-        "flops",
-        "memory",
-        "bits",
-    ),
+    *("loss", "ece", "brier", "nll", "bytes", "megabytes", "std", "rounds", "seconds", "drop", "flops"),
+    *("memory", "bits", "perplexity", "mse", "mae"),
 }
 """Words of a name that say that lower is better."""
-HIGHER = {"accuracy", "accuracies"}
+HIGHER = {"accuracy", "accuracies", "match", "rouge"}
 """Words of a name that say that higher is better."""
 LOWER_FAMILIES = {"train", "time", "latency", "memory"}
 """First parts of names; ``train/*`` are losses, unless the name says accuracy."""
@@ -136,32 +212,43 @@ HIGHER_FAMILIES = {"corrupted"}
 """First parts of names; ``corrupted/fog`` is the accuracy under fog."""
 
 
-def column(metric: str) -> Column:
-    """Return how ``metric`` is written.
+def column(metric: str, task: TaskMetrics = CLASSIFICATION) -> Column:
+    """Return how ``metric`` is written, in a study of runs of this task.
 
     >>> column("corrupted/fog/accuracy").title, column("new/thing").title
     ('corrupted/fog/accuracy (%)', 'new/thing')
     """
-    for known in (*KNOWN, *CLOCKS):
+    for known in (*task_columns(task), *KNOWN, *CLOCKS):
         if known.metric == metric:
             return known
-    if metric.endswith("accuracy") or metric.startswith("corrupted/"):
-        return _accuracy(metric, metric)
+    if metric.endswith("accuracy") or metric.startswith("corrupted/") or task.is_share(metric):
+        return _share(metric, metric)
     if metric.startswith(("bits/", "total/bits_")):
         return Column(metric, metric, 1, 2 if metric.startswith("bits/") else 1)
     return _bytes(metric, metric) if metric.endswith("_bytes") else Column(metric, metric, 1, 4)
 
 
-def headline(primary: str, accuracies: Sequence[str], measured: Sequence[str]) -> list[Column]:
+def headline(
+    metric: str, selected: Sequence[str], measured: Sequence[str], task: TaskMetrics = CLASSIFICATION
+) -> list[Column]:
     """Return the columns of the table of results, as far as they were measured.
 
     Args:
-        primary: the primary metric, which comes first.
-        accuracies: the accuracies of the selected model.
+        metric: the primary metric of the study, which comes first.
+        selected: the forms of the task's primary metric for the selected model.
         measured: the names of all metrics that there are.
+        task: the task of the runs.
     """
-    names = dict.fromkeys([primary, *accuracies, OF_THE_RUN[0], *OF_THE_MODEL, *OF_THE_RUN[1:]])
-    return [column(name) for name in names if name in measured]
+    primary = task.primary
+    validated = [name.removesuffix("_worst_decile") for name in measured if name.endswith("_worst_decile")]
+    others = [name.replace("val/", "test/", 1) for name in validated if name != f"val/{primary}"]
+    spread = [f"val/{primary}_std_corrected", *([] if task.has_client_noise else [f"val/{primary}_std"])]
+    of_clients = [*spread, f"val/{primary}_worst_decile_min5", "val/clients_min5"]
+    of_model = ["corrupted/accuracy", "fgsm/accuracy", "pgd/accuracy", "bits/average"]
+    of_task = [metric, *selected, f"final/auc_{primary}", *others]
+    names = [*of_task, "test/ece", *of_clients, *of_model, *OF_THE_RUN]
+    titled = {name: _of_task(name, words_of(measure_of(name)), task) for name in others}
+    return [titled.get(name) or column(name, task) for name in dict.fromkeys(names) if name in measured]
 
 
 def p_value(p: float) -> str:
@@ -195,7 +282,7 @@ def plain(value: float) -> str:
     return f"{value:.0f}" if abs(value) >= 1000 else f"{value:.4g}"
 
 
-def direction(metric: str) -> int | None:
+def direction(metric: str, task: TaskMetrics | None = None) -> int | None:
     """Return 1 where higher is better, -1 where lower is, None where it is not known.
 
     >>> names = ("corrupted/fog", "fgsm/full_gradient_accuracy", "fgsm/loss", "clients/trained")
@@ -204,6 +291,8 @@ def direction(metric: str) -> int | None:
     """
     words = set(re.split(r"[/_]", metric))
     family = metric.partition("/")[0]
+    if task is not None and measure_of(metric) == task.primary and "std" not in words:
+        return 1 if task.higher_is_better else -1
     if words & LOWER:
         return -1
     if words & HIGHER:
@@ -211,13 +300,13 @@ def direction(metric: str) -> int | None:
     return -1 if family in LOWER_FAMILIES else 1 if family in HIGHER_FAMILIES else None
 
 
-def higher_is_better(metric: str) -> bool:
+def higher_is_better(metric: str, task: TaskMetrics | None = None) -> bool:
     """Return whether higher is better, for a metric that something is ranked by.
 
     Raises:
         InputError: it is not known.
     """
-    found = direction(metric)
+    found = direction(metric, task)
     if found is None:
         higher, lower = (
             ", ".join([*sorted(words), *(f"{one}/*" for one in sorted(families))])

@@ -90,6 +90,25 @@ def begin_study(
         return None
 
 
+def tag_experiment(begun: StudyRun | None, tags: Mapping[str, str]) -> None:
+    """Set tags of the experiment that :func:`begin_study` opened; where that fails, a warning says so."""
+    if begun is None:
+        return
+
+    def tag() -> None:
+        client = connect(default_uri())
+        for key, value in tags.items():
+            client.set_experiment_tag(begun.experiment_id, key, value)
+
+    try:
+        call_with_limit(CALL_LIMIT, tag)
+    except Exception as error:
+        uri = redact(default_uri())
+        log.warning(
+            "MLflow at %s failed (%s); the view of the study there is not up to date", uri, reason(error)
+        )
+
+
 def end_study(
     begun: StudyRun | None, folder: Path, status: Status, files: Sequence[str] = STUDY_FILES
 ) -> None:

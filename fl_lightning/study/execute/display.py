@@ -12,13 +12,13 @@ from types import TracebackType
 from rich.console import Console
 from rich.table import Table
 
+from fl_lightning.run.directory import read_json
 from fl_lightning.study.execute.jobs import Job, RunningJob
+from fl_lightning.study.metric_names import CLASSIFICATION, TaskMetrics
 from fl_lightning.study.results.run_records import read_metrics
 from fl_lightning.support.terminal import ResizableLive
 
 REFRESH_SECONDS = 1.0
-ACCURACY = "test/accuracy"
-COLUMNS = ("run", "round", "accuracy", "s/round", "since")
 
 
 class Display:
@@ -44,6 +44,7 @@ class Display:
             else None
         )
         self.begun = self.shown = time.monotonic()
+        self.task = CLASSIFICATION
 
     def __enter__(self) -> Display:
         if self.live:
@@ -76,15 +77,31 @@ class Display:
             self.live.update(self.table(running), refresh=True)
 
     def table(self, running: list[RunningJob]) -> Table:
-        table = Table(*COLUMNS, title=f"{self.state()}, {self.elapsed}", title_justify="left")
-        for one in running:
-            run, rounds = self.find(one.job)
-            rows = read_metrics(run)
-            accuracy = next((f"{row[ACCURACY]:.3f}" for row in reversed(rows) if ACCURACY in row), "")
+        found = [(one, *self.find(one.job)) for one in running]
+        self.task = next((task_of(run) for _, run, _ in found if run), self.task)
+        columns = ("run", "round", self.task.primary_in_words, "s/round", "since")
+        table = Table(*columns, title=f"{self.state()}, {self.elapsed}", title_justify="left")
+        for one, run, rounds in found:
+            rows, name = read_metrics(run), f"test/{self.task.primary}"
+            value = next((shown(row[name], self.task) for row in reversed(rows) if name in row), "")
             pace = f"{rows[-1].get('time/round', 0.0):.2f}" if rows else ""
             stage = f"{len(rows)}/{rounds}" if one.job.args[0] == "fit" else one.job.args[0]
-            table.add_row(one.job.name, stage, accuracy, pace, clock(time.monotonic() - one.since))
+            table.add_row(one.job.name, stage, value, pace, clock(time.monotonic() - one.since))
         return table
+
+
+def task_of(run: Path | None) -> TaskMetrics:
+    """Return the task of a run, from its directory."""
+    return TaskMetrics.of_run(read_json(run / "metadata.json") if run else {})
+
+
+def shown(value: float, task: TaskMetrics) -> str:
+    """Return a value of the primary metric for a line of text.
+
+    >>> shown(0.5, CLASSIFICATION), shown(12.34567, TaskMetrics("perplexity", False, frozenset()))
+    ('0.500', '12.35')
+    """
+    return f"{value:.3f}" if task.is_share(task.primary) else f"{value:.4g}"
 
 
 def clock(seconds: float) -> str:

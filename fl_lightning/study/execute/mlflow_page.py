@@ -12,12 +12,15 @@ from collections.abc import Sequence
 from importlib.metadata import version
 from typing import Any
 
+from fl_lightning.study.metric_names import CLASSIFICATION, TaskMetrics
+
 FITTING_SERIES = ("3.17.",)
 """The versions of MLflow that are known to read this JSON."""
 KEY = "study"
 TAG = f"mlflow.sharedViewState.{KEY}"
-BY_ROUND = ("test/accuracy", "val/accuracy", "test/ece", "train/loss_task", "comm/total_bytes", "time/round")
-AT_THE_END = ("final/accuracy", "final/auc_accuracy", "final/best_val_accuracy")
+BY_ROUND = ("test/{}", "val/{}", "test/ece", "train/loss_task", "comm/total_bytes", "time/round")
+AT_THE_END = ("final/{}", "final/auc_{}", "final/best_val_{}")
+"""The charts; braces are the primary metric of the task."""
 MAX_RUNS = 100
 """Runs that a chart draws at most."""
 
@@ -27,18 +30,23 @@ def has_view() -> bool:
     return version("mlflow").startswith(FITTING_SERIES)
 
 
-def view_tags(axes: Sequence[str]) -> dict[str, str]:
-    """Return the experiment's tags with the view of a study, whose runs have these axes as tags.
+def view_tags(axes: Sequence[str], task: TaskMetrics = CLASSIFICATION) -> dict[str, str]:
+    """Return the experiment's tags with the view of a study.
 
     There is none where the installed MLflow does not read it.
+
+    Args:
+        axes: the axes that the study's runs have as tags.
+        task: the task of its runs.
     """
     if not has_view():
         return {}
+    by_round, at_the_end = ([name.format(task.primary) for name in names] for names in (BY_ROUND, AT_THE_END))
     columns = [f"tags.`{name}`" for name in ("label", *axes, "seed")]
-    columns += [f"metrics.`{name}`" for name in (*AT_THE_END, "comm/total_bytes")]
+    columns += [f"metrics.`{name}`" for name in (*at_the_end, "comm/total_bytes")]
     sections = {
-        "at the end": [_chart("BAR", name) for name in AT_THE_END],
-        "by round": [_line(name) for name in BY_ROUND],
+        "at the end": [_chart("BAR", name) for name in at_the_end],
+        "by round": [_line(name) for name in by_round],
     }
     shown = {"display": True, "isReordered": True, "deleted": False, "isGenerated": False}
     groups = {"aggregateFunction": "average", "groupByKeys": [{"mode": "tag", "groupByData": "label"}]}

@@ -6,10 +6,13 @@ import sys
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+from fl_lightning.errors import InputError
 from fl_lightning.study.execute import mlflow_page
 from fl_lightning.study.execute.cells import CellState, StudyCells
-from fl_lightning.study.execute.display import ACCURACY, Display, clock
+from fl_lightning.study.execute.display import Display, clock, shown, task_of
 from fl_lightning.study.execute.jobs import Job, Pool, RunningJob, fit_arguments
+from fl_lightning.study.metric_names import CLASSIFICATION, TaskMetrics
+from fl_lightning.study.report.verdicts import check_task
 from fl_lightning.study.results.run_records import runs_in
 from fl_lightning.study.spec.plan import as_flag
 from fl_lightning.study.spec.registration import (
@@ -24,7 +27,7 @@ from fl_lightning.study.spec.registration import (
 from fl_lightning.support.disk import replace
 from fl_lightning.support.redaction import redact
 from fl_lightning.tracking.mlflow_store import Status, store
-from fl_lightning.tracking.runs import StudyRun, begin_study, end_study
+from fl_lightning.tracking.runs import StudyRun, begin_study, end_study, tag_experiment
 
 
 @dataclass
@@ -37,6 +40,7 @@ class SweepSession:
         logger: whether MLflow is used.
         parent: the study's own run in MLflow.
         tested: the exit code of each ``test`` of this session, by cell.
+        task: the task of the runs, as far as it is known.
     """
 
     cells: StudyCells
@@ -44,6 +48,7 @@ class SweepSession:
     logger: bool
     parent: StudyRun | None = None
     tested: dict[str, int] = field(default_factory=dict)
+    task: TaskMetrics = CLASSIFICATION
 
     def run(self) -> None:
         """Run until all cells are finished or failed.
@@ -68,6 +73,7 @@ class SweepSession:
         )
         self.display.line(f"{self.summary()}; {len(self.pool.slots)} at a time, in {cells.folder}")
         self.show_registration(known)
+        self.learn_task(next((task_of(state.run) for state in cells if state.run), self.task))
         self.show_problems()
         self.begin()
         done = False
@@ -98,6 +104,18 @@ class SweepSession:
             self.display.line(f"               {mlflow_page.link(self.parent.experiment_id)}")
         compare = f"python -m fl_lightning compare --study {study.name} --out reports/{study.name}"
         self.display.line(f"what holds     {compare}")
+
+    def learn_task(self, task: TaskMetrics) -> None:
+        """Let MLflow's page show the metrics of the task that a run has, and print what of the study does not
+        fit it."""
+        if task.primary == self.task.primary:
+            return
+        self.task, study = task, self.cells.study
+        tag_experiment(self.parent, mlflow_page.view_tags(list(study.grid), task))
+        try:
+            check_task(study.with_task(task))
+        except InputError as error:
+            self.display.line(f"{study.path}: {error}; compare will refuse it")
 
     def begin(self) -> None:
         """Do what comes before the first job."""
@@ -190,9 +208,11 @@ class SweepSession:
             state.status = "failed"
             self.display.failed(job.name, job, code)
         else:
-            rows = state.metrics()
-            accuracy = f"accuracy {rows[-1][ACCURACY]:.3f}, " if rows and ACCURACY in rows[-1] else ""
+            rows, task = state.metrics(), task_of(state.run)
+            last = rows[-1].get(f"test/{task.primary}") if rows else None
+            value = "" if last is None else f"{task.primary_in_words} {shown(last, task)}, "
+            self.learn_task(task)
             took = f"{len(rows)} rounds in {clock(sum(row.get('time/round', 0.0) for row in rows))}"
-            self.display.line(f"{job.name} finished: {accuracy}{took}; {self.summary()}")
+            self.display.line(f"{job.name} finished: {value}{took}; {self.summary()}")
         self.cells.write()
         return self.next_job(state) if state.status == "finished" else None

@@ -7,6 +7,7 @@ import json
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from dataclasses import replace as replaced
 from pathlib import Path
 from typing import Any
 
@@ -14,14 +15,15 @@ import optuna
 import yaml
 from optuna.trial import FrozenTrial, TrialState
 
-from fl_lightning.errors import InputError
+from fl_lightning.errors import InputError, require
 from fl_lightning.run.directory import read_json
 from fl_lightning.settings import changed_settings, flatten, is_free, settings_hash
 from fl_lightning.study.execute.cells import resolved_settings
 from fl_lightning.study.execute.display import Display
 from fl_lightning.study.execute.jobs import Job, Pool, RunningJob, fit_arguments
+from fl_lightning.study.metric_names import CLASSIFICATION, TaskMetrics, measure_of
 from fl_lightning.study.results.run_records import find_run, read_metrics
-from fl_lightning.study.spec.search import Search
+from fl_lightning.study.spec.search import Direction, Search
 from fl_lightning.support.disk import replace
 from fl_lightning.tracking.mlflow_store import Status
 from fl_lightning.tracking.runs import StudyRun, begin_study, end_study
@@ -29,6 +31,8 @@ from fl_lightning.tracking.runs import StudyRun, begin_study, end_study
 TUNED = "tuned"
 """The name of the final run, and its label."""
 TRIAL = "trial-"
+TASK = "task"
+"""What ``metadata.json`` calls the task of a run; the search keeps it."""
 MAX_CHANGES_SHOWN = 4
 
 
@@ -44,6 +48,8 @@ class SearchSession:
         environment: the variables of each run.
         resolve: turns arguments of ``fit`` into the whole configuration.
         parent: the search's own run in MLflow.
+        task: the task of the runs.
+        knows_task: whether a trial has told it.
         at_work, pruned: numbers of trials.
         settings: the settings of each run of this session, by its name, with dotted keys.
         runs: the run directories, by name, once they exist.
@@ -56,6 +62,8 @@ class SearchSession:
     environment: Mapping[str, str]
     resolve: Callable[[list[str]], str]
     parent: StudyRun | None = None
+    task: TaskMetrics = CLASSIFICATION
+    knows_task: bool = False
     at_work: set[int] = field(default_factory=set)
     pruned: set[int] = field(default_factory=set)
     settings: dict[str, Mapping[str, Any]] = field(default_factory=dict)
@@ -72,7 +80,7 @@ class SearchSession:
         Raises:
             SystemExit: 1 when every trial failed, or the final run did.
         """
-        self.study = open_search(self.search, self.folder, self.resolve)
+        self.open()
         if self.logger:
             self.parent = begin_study(self.search.name, self.folder, {"tunes": self.search.study})
         self.display = Display(
@@ -94,6 +102,54 @@ class SearchSession:
         if not good:
             sys.exit(1)
 
+    def open(self) -> None:
+        """Begin or continue the search, with what its trials have told of their task."""
+        self.study = open_search(self.search, self.folder, self.resolve)
+        known = self.study.user_attrs
+        self.task, self.knows_task = TaskMetrics.of_run(known), TASK in known
+
+    def learn_task(self, run: Path | None) -> None:
+        """Note the task of a run; it is the same for all trials.
+
+        Raises:
+            InputError: the search file names the metric of another task, or only a direction, the wrong one.
+        """
+        document = read_json(run / "metadata.json") if run and not self.knows_task else {}
+        if TASK not in document:
+            return
+        task = TaskMetrics.of_run(document)
+        asked = self.search.metric_of(task)
+        fits = not asked.startswith("final/") or measure_of(asked) == task.primary
+        rule = f"the primary metric of the runs is {task.primary}"
+        instead = f"write metric: final/best_val_{task.primary}, or leave it out, and remove {self.folder}"
+        require(fits, f"{self.search.path}: metric: {asked}", rule, instead)
+        wanted = replaced(self.search, direction=None).direction_of(task)
+        fits = self.search.metric is not None or self.search.direction in (None, wanted)
+        given = f"{self.search.path}: direction: {self.search.direction}"
+        instead = f"leave direction out, or write {wanted}, and remove {self.folder}"
+        require(fits, given, rule, instead)
+        self.study.set_user_attr(TASK, document[TASK])
+        self.task, self.knows_task = task, True
+
+    @property
+    def metric(self) -> str:
+        """The metric that is optimised."""
+        return self.search.metric_of(self.task)
+
+    @property
+    def sign(self) -> int:
+        """The factor from the metric to what Optuna maximises or minimises.
+
+        The direction of its search is fixed before a run tells its task, and is then ``maximize`` where the
+        search file does not name one.
+        """
+        return 1 if self.search.direction_of(self.task) == optuna_direction(self.search) else -1
+
+    def value_of(self, trial: FrozenTrial) -> float:
+        """Return the metric of a trial that ended."""
+        assert trial.value is not None
+        return self.sign * trial.value
+
     def trials(self, *states: TrialState) -> list[FrozenTrial]:
         """Return the trials that were drawn completely."""
         trials = self.study.get_trials(states=states)
@@ -103,12 +159,13 @@ class SearchSession:
         """Return how far the search is, in one line."""
         ended = self.trials(TrialState.COMPLETE, TrialState.PRUNED, TrialState.FAIL)
         best = self.best()
-        shown = f", best {self.search.metric} {best.value:.4g} in {self.name_of(best)}" if best else ""
+        shown = f", best {self.metric} {self.value_of(best):.4g} in {self.name_of(best)}" if best else ""
         return f"{self.what}: {len(ended)} of {self.search.trials} trials{shown}"
 
     def best(self) -> FrozenTrial | None:
         """Return the best trial; the first of equally good ones."""
-        complete, sign = self.trials(TrialState.COMPLETE), 1 if self.search.direction == "maximize" else -1
+        complete = self.trials(TrialState.COMPLETE)
+        sign = 1 if optuna_direction(self.search) == "maximize" else -1
         return max(complete, key=lambda trial: sign * (trial.value or 0.0), default=None)
 
     def next_job(self) -> Job | None:
@@ -162,6 +219,7 @@ class SearchSession:
         if self.search.prune:
             for one in running:
                 trial = self.study.get_trials()[number_of(one.job)]
+                self.learn_task(self.run_of(one.job))
                 rows = read_metrics(self.run_of(one.job))
                 if trial.number not in self.pruned and self.should_prune(trial, rows):
                     self.pruned.add(trial.number)
@@ -173,10 +231,10 @@ class SearchSession:
         It is told the rounds one by one, so that it does not matter how many have ended since the last look.
         """
         live = optuna.trial.Trial(self.study, trial._trial_id)
-        name = "val/accuracy" if self.search.metric.startswith("final/") else self.search.metric
+        name = f"val/{measure_of(self.metric)}" if self.metric.startswith("final/") else self.metric
         for row in rows:
             if name in row and int(row["round"]) not in trial.intermediate_values:
-                live.report(row[name], int(row["round"]))
+                live.report(self.sign * row[name], int(row["round"]))
                 if live.should_prune():
                     return True
         return False
@@ -186,7 +244,8 @@ class SearchSession:
         job, number = running.job, number_of(running.job)
         self.at_work.discard(number)
         run = self.run_of(job)
-        value = metric_of(run, self.search.metric) if run and code == 0 else None
+        self.learn_task(run)
+        value = metric_of(run, self.metric) if run and code == 0 else None
         if number in self.pruned:
             self.study.tell(number, state=TrialState.PRUNED)
             self.display.line(f"{job.name} pruned; {self.summary()}")
@@ -194,8 +253,8 @@ class SearchSession:
             self.study.tell(number, state=TrialState.FAIL)
             self.display.failed(job.name, job, code)
         else:
-            self.study.tell(number, value)
-            self.display.line(f"{job.name} finished: {self.search.metric} {value:.4g}; {self.summary()}")
+            self.study.tell(number, self.sign * value)
+            self.display.line(f"{job.name} finished: {self.metric} {value:.4g}; {self.summary()}")
         return self.next_job()
 
     def name_of(self, trial: FrozenTrial) -> str:
@@ -208,7 +267,7 @@ class SearchSession:
         if best is None:
             self.display.line(f"{self.search.name}: no trial was finished; logs in {self.folder / 'logs'}")
             return False
-        chosen = {"trial": best.number, self.search.metric: best.value, "settings": best.params}
+        chosen = {"trial": best.number, self.metric: self.value_of(best), "settings": best.params}
         replace(self.folder / "best.yaml", yaml.safe_dump(chosen, sort_keys=False).encode())
         tags = {
             "study": self.search.study,
@@ -242,7 +301,7 @@ def open_search(search: Search, folder: Path, resolve: Callable[[list[str]], str
     study = optuna.create_study(
         storage=f"sqlite:///{(folder / 'optuna.db').absolute()}",
         study_name=f"{search.name}: {search.label}" if search.label else search.name,
-        direction=search.direction,
+        direction=optuna_direction(search),
         load_if_exists=True,
         pruner=optuna.pruners.MedianPruner(n_startup_trials=4)
         if search.prune
@@ -251,8 +310,8 @@ def open_search(search: Search, folder: Path, resolve: Callable[[list[str]], str
     settings = flatten(resolved_settings(search.args(search.corners()[0]), resolve))
     asked: dict[str, Any] = {
         "space": repr(dict(search.space)),
-        "metric": search.metric,
-        "direction": search.direction,
+        "metric": search.metric_of(CLASSIFICATION),
+        "direction": optuna_direction(search),
         "settings": {key: value for key, value in settings.items() if not is_free(key)},
     }
     begun = {**asked, **study.user_attrs.get("search", {})}
@@ -275,6 +334,11 @@ def open_search(search: Search, folder: Path, resolve: Callable[[list[str]], str
         raise InputError(f"{folder}", rule, f"remove that folder to search anew, or {rename}")
     study.set_user_attr("search", asked)
     return study
+
+
+def optuna_direction(search: Search) -> Direction:
+    """Return the direction of Optuna's search, which begins before a run tells its task."""
+    return search.direction_of(CLASSIFICATION)
 
 
 def metric_of(run: Path, metric: str) -> float | None:

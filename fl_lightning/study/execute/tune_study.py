@@ -20,7 +20,7 @@ from fl_lightning import __version__
 from fl_lightning.errors import InputError, require
 from fl_lightning.study.execute.display import Display
 from fl_lightning.study.execute.jobs import Job, Pool, RunningJob
-from fl_lightning.study.execute.trials import SearchSession, open_search
+from fl_lightning.study.execute.trials import SearchSession
 from fl_lightning.study.spec.search import MethodSearch, Range, Search
 from fl_lightning.study.spec.spec_file import SpecFile
 from fl_lightning.study.spec.tuned import TunedMethod, TunedRecord, file_hash
@@ -80,7 +80,7 @@ class StudySearchSession:
         parent: StudyRun | None = None
         for part in self.search.parts:
             session = SearchSession(part, self.folder, self.pool, self.logger, self.environment, self.resolve)
-            session.study = open_search(part, self.folder, self.resolve)
+            session.open()
             self.parts[part.label] = session
         if self.logger:
             parent = begin_study(self.search.name, self.folder, {"tunes": self.search.study})
@@ -146,14 +146,14 @@ class StudySearchSession:
         for label, session in self.parts.items():
             best = session.best()
             assert best is not None
-            self.display.line(f"{label}: {self.search.metric} {best.value:.4g} with {best.params}")
+            self.display.line(f"{label}: {session.metric} {session.value_of(best):.4g} with {best.params}")
         entry = f"tuned: {os.path.relpath(self.search.record, self.search.path.parent)}"
         self.display.line(f"record: {self.search.record}; the study reads it by '{entry}'")
         return True
 
     def record(self) -> TunedRecord:
         """Return what was chosen, and how; it is a function of the search alone."""
-        search = self.search
+        search, first = self.search, next(iter(self.parts.values()))
         assert search.record is not None
         ends = [
             trial.datetime_complete
@@ -167,8 +167,8 @@ class StudySearchSession:
             search_sha256=file_hash(SpecFile(search.path)),
             date=max(ends).date().isoformat(),
             version=__version__,
-            metric=search.metric,
-            direction=search.direction,
+            metric=first.metric,
+            direction=search.direction_of(first.task),
             trials=search.trials,
             seed=search.seed,
             space={key: _as_written(allowed) for key, allowed in search.space.items()},
@@ -187,11 +187,10 @@ def _as_written(allowed: Range | list[Any]) -> Any:
 def _chosen(session: SearchSession) -> TunedMethod:
     best = session.best()
     assert best is not None
-    assert best.value is not None
     assert isinstance(session.search, MethodSearch)
     return TunedMethod(
         settings=best.params,
-        value=float(best.value),
+        value=float(session.value_of(best)),
         trial=best.number,
         finished=len(session.trials(TrialState.COMPLETE)),
         pruned=len(session.trials(TrialState.PRUNED)),

@@ -20,6 +20,7 @@ from fl_lightning.study.execute.cells import CellState
 from fl_lightning.study.execute.jobs import Job, RunningJob, threads_per_job
 from fl_lightning.study.execute.session import SweepSession
 from fl_lightning.study.report.looks import counted, looks
+from fl_lightning.study.report.verdicts import check_task
 from fl_lightning.study.results.gather import gather_registered
 from fl_lightning.study.results.run_records import RunRecord, read_directory
 from fl_lightning.study.results.runs import FinishedRun, Results, selected
@@ -174,6 +175,7 @@ class UntilSession(SweepSession):
         if self.ending is not None or complete <= self.looked or complete < len(study.seeds):
             return
         results = self.results(complete)
+        check_task(results.study)
         for stopping in looks(results, max(len(study.seeds), self.looked + 1)):
             if self.stopping.ending != "decided":
                 self.stopping = stopping

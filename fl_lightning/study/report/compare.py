@@ -166,7 +166,7 @@ def _own_figures(out: Path) -> set[str]:
     except (OSError, ValueError):
         return set()
     shown = re.findall(r"!\[[^\]]*\]\(<figures/(.+)\.png>\)", text)
-    names = [name for name in shown if name.startswith(FIGURES)]
+    names = [name for name in shown if FIGURES.match(name)]
     return {f"{name}.{suffix}" for name in names for suffix in ("png", "pdf")}
 
 

@@ -17,10 +17,10 @@ from math import isnan
 import numpy as np
 import pandas as pd
 
-from fl_lightning.study.metric_names import higher_is_better
+from fl_lightning.study.metric_names import CLASSIFICATION, Column, TaskMetrics, column, higher_is_better
 from fl_lightning.study.report.judging import NO_SPREAD
 from fl_lightning.study.results.runs import FinishedRun, Results, selected
-from fl_lightning.study.spec.selection import ACCURACY_METRICS, Selection
+from fl_lightning.study.spec.selection import Selection, selected_metric
 from fl_lightning.study.statistics import (
     Interval,
     PairedTest,
@@ -46,6 +46,7 @@ class Difference:
         seeds: the seeds that both have.
         unpaired: the seeds that only one of them has.
         test: the test of the differences.
+        task: the task of the runs.
     """
 
     metric: str
@@ -54,24 +55,19 @@ class Difference:
     seeds: tuple[int, ...]
     unpaired: tuple[int, ...]
     test: PairedTest
+    task: TaskMetrics = CLASSIFICATION
 
-    @classmethod
-    def between(
-        cls, metric: str, a: str, b: str, of_a: pd.Series, of_b: pd.Series, family: int, sequential: bool
-    ) -> Difference:
-        """Test ``of_a`` - ``of_b``, two series over the same seeds with NaN where there is no value; where
-        seeds are added, by a confidence sequence."""
-        differences = (of_a - of_b).dropna()
-        seeds, unpaired = differences.index, of_a.index[of_a.isna() ^ of_b.isna()]
-        test = paired_test(differences.tolist(), family, sequential)
-        return cls(metric, a, b, tuple(seeds.tolist()), tuple(sorted(unpaired.tolist())), test)
+    @property
+    def column(self) -> Column:
+        """How the metric is written."""
+        return column(self.metric, self.task)
 
     @property
     def winner(self) -> str | None:
         """The significantly better method, or None."""
         if not self.test.is_significant:
             return None
-        return self.a if (self.test.mean > 0) == higher_is_better(self.metric) else self.b
+        return self.a if (self.test.mean > 0) == higher_is_better(self.metric, self.task) else self.b
 
     @property
     def loser(self) -> str | None:
@@ -179,8 +175,20 @@ class Comparison:
         """The same runs with the other model: the last round's beside the one that validation chose, and the
         other way round."""
         selection: Selection = "last" if self.study.selection == "best_val" else "best_val"
-        study = self.study.with_metric(ACCURACY_METRICS[selection])
+        study = self.study.with_metric(selected_metric(selection, self.study.task.primary))
         return Comparison(selected(replace(self.results, study=study)), self.interval)
+
+    def column(self, metric: str) -> Column:
+        """Return how a metric is written."""
+        return column(metric, self.study.task)
+
+    def higher_is_better(self, metric: str) -> bool:
+        """Return whether more of a metric is better.
+
+        Raises:
+            InputError: it is not known.
+        """
+        return higher_is_better(metric, self.study.task)
 
     @property
     def main_levels(self) -> dict[str, str]:
@@ -240,13 +248,24 @@ class Comparison:
         key = (metric, name_of(levels))
         if key not in self._differences:
             table, family = self.table(metric, levels), max(1, len(self.pairs))
-            found = [
-                Difference.between(metric, a, b, table[a], table[b], family, self.is_sequential)
-                for a, b in self.pairs
-            ]
+            found = [self._tested(metric, (a, b), (table[a], table[b]), family) for a, b in self.pairs]
             tests = with_holm([one.test for one in found])
             self._differences[key] = [replace(one, test=test) for one, test in zip(found, tests, strict=True)]
         return self._differences[key]
+
+    def _tested(
+        self, metric: str, labels: tuple[str, str], values: tuple[pd.Series, pd.Series], family: int
+    ) -> Difference:
+        """Test the difference of two series over the same seeds, with NaN where there is no value.
+
+        Where seeds are added, it is tested by a confidence sequence.
+        """
+        of_a, of_b = values
+        differences = (of_a - of_b).dropna()
+        seeds, unpaired = differences.index, of_a.index[of_a.isna() ^ of_b.isna()]
+        test = paired_test(differences.tolist(), family, self.is_sequential)
+        paired, single = tuple(seeds.tolist()), tuple(sorted(unpaired.tolist()))
+        return Difference(metric, *labels, paired, single, test, self.study.task)
 
     def difference(self, metric: str, a: str, b: str, levels: Levels) -> Difference | None:
         """Return a - b from the family of tests, or None where the family has no such pair."""
@@ -264,7 +283,7 @@ class Comparison:
         """Return which methods lead in the primary metric."""
         metric = self.study.metric
         means = self.means(metric, levels)
-        ranked = sorted(means, key=means.__getitem__, reverse=higher_is_better(metric))
+        ranked = sorted(means, key=means.__getitem__, reverse=self.higher_is_better(metric))
         proposed = [label for label in ranked if label in self.proposed]
         others = [label for label in ranked if label not in self.proposed]
         if 0 < len({*self.study.proposed} & {*self.study.methods}) < len(self.study.methods):
@@ -334,12 +353,11 @@ class Comparison:
         for others in self.without_stressor(self.levels) if self.study.degradation else []:
             for label in self.labels:
                 of_stressed, of_clean = self._degraded(metric, label, others)
-                sides = of_clean, of_stressed
-                yield others, label, Difference.between(metric, label, label, *sides, 1, self.is_sequential)
+                yield others, label, self._tested(metric, (label, label), (of_clean, of_stressed), 1)
 
     def _degraded(self, metric: str, label: str, others: Levels) -> list[pd.Series]:
         """Return the metric with and without stress, with its sign changed where lower is better."""
-        sign = 1 if higher_is_better(metric) else -1
+        sign = 1 if self.higher_is_better(metric) else -1
         return [sign * self.table(metric, levels)[label] for levels in self.stressed_and_clean(others)]
 
 

@@ -14,12 +14,12 @@ from typing import Any
 
 import pandas as pd
 
-from fl_lightning.study.metric_names import higher_is_better, is_timing
+from fl_lightning.study.metric_names import is_timing
 from fl_lightning.study.report.comparison import Comparison, Difference, Levels, name_of
 from fl_lightning.study.report.registered import NOT_REGISTERED, RegistrationReport
 from fl_lightning.study.report.verdicts import Verdict, premise_verdicts, verdicts
 from fl_lightning.study.results.runs import FinishedRun
-from fl_lightning.study.spec.selection import SELECTION_OF
+from fl_lightning.study.spec.selection import selection_of
 from fl_lightning.study.statistics import mean_std
 
 TEST_FIELDS = [
@@ -41,7 +41,7 @@ def report(comparison: Comparison, registration: RegistrationReport = NOT_REGIST
         "study": study.name,
         "metric": study.metric,
         "selection": study.selection,
-        "higher_is_better": higher_is_better(study.metric),
+        "higher_is_better": comparison.higher_is_better(study.metric),
         "methods": comparison.labels,
         "proposed": comparison.proposed,
         "baselines": comparison.baselines,
@@ -111,9 +111,9 @@ def _level(comparison: Comparison, levels: Levels) -> dict[str, Any]:
 
 
 def _is_of_the_model(metric: str) -> bool:
-    """Return whether a metric can differ between two rounds of one run, or is the accuracy of one."""
+    """Return whether a metric can differ between two rounds of one run, or is the primary metric of one."""
     of_the_run = is_timing(metric) or metric.startswith(("total/", "client/", "target/", "final/"))
-    return metric in SELECTION_OF or not of_the_run
+    return selection_of(metric) is not None or not of_the_run
 
 
 def _summary(values: pd.Series) -> dict[str, Any]:
@@ -138,7 +138,7 @@ def _ranking(comparison: Comparison, levels: Levels) -> dict[str, Any]:
     def best(label: str | None) -> dict[str, Any] | None:
         return label and {"method": label, **_summary(comparison.values(metric, label, levels))}  # type: ignore[return-value]
 
-    gap, better = ranking.gap, "positive" if higher_is_better(metric) else "negative"
+    gap, better = ranking.gap, "positive" if comparison.higher_is_better(metric) else "negative"
     return {
         "best_proposed": best(ranking.best_proposed),
         "best_baseline": best(ranking.best_baseline),

@@ -5,7 +5,9 @@ A curve is the mean over seeds; its band is one standard deviation to either sid
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from itertools import pairwise
 from math import isfinite
 from textwrap import wrap
@@ -15,7 +17,7 @@ import numpy as np
 import pandas as pd
 
 from fl_lightning.figures import COLOURS, GREY, LINE_STYLES, MARKERS, legend_outside, new_axes, open_frame
-from fl_lightning.study.metric_names import column
+from fl_lightning.study.metric_names import Column
 from fl_lightning.study.report.comparison import Comparison, Difference, Levels, name_of
 from fl_lightning.study.results.runs import FinishedRun
 from fl_lightning.study.statistics import mean_std
@@ -31,7 +33,7 @@ OUTLIER_RATIO = 5.0
 """A row of differences that reaches so many times as far as the others is an outlier."""
 LOGARITHMIC_RATIO = 8.0
 """Methods whose megabytes differ by this factor are drawn on a logarithmic axis."""
-FIGURES = ("accuracy_over_", "final_by_method", "paired_differences", "degradation_over_rounds")
+FIGURES = re.compile(r"\w+_over_(rounds|megabytes)|final_by_method|paired_differences")
 """The beginnings of the figures' file names."""
 Curve = tuple[np.ndarray, np.ndarray]
 """x ``[E]`` and, for every seed, y ``[seeds, E]``."""
@@ -39,10 +41,11 @@ Curve = tuple[np.ndarray, np.ndarray]
 
 def figures(comparison: Comparison) -> Iterator[tuple[str, Figure | None]]:
     """Yield all figures with their file names; None for a figure that has nothing to show."""
+    primary = comparison.study.task.primary
     for levels in comparison.levels:
-        yield _file("accuracy_over_rounds", levels), _over(comparison, levels, "round", rounds_curve)
+        yield _file(f"{primary}_over_rounds", levels), _over(comparison, levels, "round", rounds_curve)
         figure = _over(comparison, levels, "megabytes up and down", megabytes_curve)
-        yield _file("accuracy_over_megabytes", levels), figure
+        yield _file(f"{primary}_over_megabytes", levels), figure
         yield _file("final_by_method", levels), by_method(comparison, levels)
         if comparison.pairs:
             yield _file("paired_differences", levels), forest(comparison, levels)
@@ -66,11 +69,22 @@ def _look(comparison: Comparison, label: str) -> tuple[str, object, str]:
     return order[place % len(order)], style, MARKERS[place % len(MARKERS)]
 
 
-def rounds_curve(runs: Sequence[FinishedRun]) -> Curve:
-    """Return test accuracy in percent over the rounds in which every seed was evaluated."""
+def _tested(comparison: Comparison) -> Column:
+    """Return how the primary metric on the test set is written."""
+    task = comparison.study.task
+    return replace(comparison.column(f"test/{task.primary}"), title=f"test {task.title}")
+
+
+def rounds_curve(runs: Sequence[FinishedRun], tested: Column) -> Curve:
+    """Return the primary metric on the test set, as it is written, over the rounds in which every seed was
+    evaluated."""
     evaluated = [
         pd.Series(
-            {row["round"]: 100 * row["test/accuracy"] for row in run.record.history if "test/accuracy" in row}
+            {
+                row["round"]: tested.scale * row[tested.metric]
+                for row in run.record.history
+                if tested.metric in row
+            }
         )
         for run in runs
     ]
@@ -78,30 +92,35 @@ def rounds_curve(runs: Sequence[FinishedRun]) -> Curve:
     return table.index.to_numpy(), table.to_numpy().T
 
 
-def megabytes_curve(runs: Sequence[FinishedRun]) -> Curve:
+def megabytes_curve(runs: Sequence[FinishedRun], tested: Column) -> Curve:
     """Return the same over the megabytes that had been on the wire by then, mean over seeds."""
-    rounds, accuracy = rounds_curve(runs)
+    rounds, values = rounds_curve(runs, tested)
     spent = [np.cumsum([row.get("comm/total_bytes", 0) for row in run.record.history]) / 1e6 for run in runs]
-    return np.mean([one[rounds - 1] for one in spent], axis=0) if rounds.size else rounds, accuracy
+    return np.mean([one[rounds - 1] for one in spent], axis=0) if rounds.size else rounds, values
 
 
 def _over(
-    comparison: Comparison, levels: Levels, xlabel: str, curve: Callable[[Sequence[FinishedRun]], Curve]
+    comparison: Comparison,
+    levels: Levels,
+    xlabel: str,
+    curve: Callable[[Sequence[FinishedRun], Column], Curve],
 ) -> Figure | None:
-    title = _title("Test accuracy, mean and standard deviation over seeds", levels)
-    figure, axes = new_axes(title, xlabel, "test accuracy (%)", (6.8, 4.6))
+    task, tested = comparison.study.task, _tested(comparison)
+    title = _title(f"Test {task.primary_in_words}, mean and standard deviation over seeds", levels)
+    figure, axes = new_axes(title, xlabel, tested.title, (6.8, 4.6))
     ends = []
     for label in comparison.labels:
         runs = list(comparison.runs(label, levels).values())
         if runs:
-            x, y = curve(runs)
+            x, y = curve(runs, tested)
             _band(axes, comparison, label, x, y)
             ends += [x[-1]] if x.size else []
     if not ends:
         return None
     if xlabel == "round":
         _count(axes)
-    axes.set_ylim(max(0.0, axes.get_ylim()[0]), min(102.0, axes.get_ylim()[1]))
+    if task.is_share(task.primary):
+        axes.set_ylim(max(0.0, axes.get_ylim()[0]), min(102.0, axes.get_ylim()[1]))
     if "megabytes" in xlabel and min(ends, default=0) > 0 and max(ends) > LOGARITHMIC_RATIO * min(ends):
         axes.set_xscale("log")
         axes.set_xlabel(f"{xlabel} (logarithmic)")
@@ -158,7 +177,7 @@ def _rows(title: str, xlabel: str, names: Sequence[str]) -> tuple[Figure, Axes]:
 
 def by_method(comparison: Comparison, levels: Levels) -> Figure | None:
     """Draw the primary metric of every run, and the mean of every method."""
-    written = column(comparison.study.metric)
+    written = comparison.column(comparison.study.metric)
     table = comparison.table(comparison.study.metric, levels)[comparison.labels].dropna(axis=1, how="all")
     labels = list(table.columns)
     if not labels:
@@ -189,7 +208,7 @@ def forest(comparison: Comparison, levels: Levels) -> Figure | None:
 
     Where one is far from all others, the others are drawn a second time in a panel of their own.
     """
-    written = column(comparison.study.metric)
+    written = comparison.column(comparison.study.metric)
     found = [one for one in comparison.differences(comparison.study.metric, levels) if one.seeds]
     if not found:
         return None
@@ -268,21 +287,26 @@ def _differences(axes: Axes, found: Sequence[Difference], scale: float, *, label
 
 
 def degradation(comparison: Comparison, others: Levels) -> Figure | None:
-    """Draw accuracy without the stressor minus accuracy with it, same seed, round by round."""
-    entry = comparison.study.degradation or {}
+    """Draw how much worse the primary metric is with the stressor than without it, same seed, round by
+    round."""
+    entry, task, tested = comparison.study.degradation or {}, comparison.study.task, _tested(comparison)
     stressed, clean = comparison.stressed_and_clean(others)
-    title = f"Test accuracy lost under {entry['axis']}: {entry['clean']} − {entry['stressed']}, same seed"
-    figure, axes = new_axes(_title(title, others), "round", "accuracy lost (percentage points)", (6.8, 4.6))
+    name, sign = task.primary_in_words, 1 if task.higher_is_better else -1
+    sides = " − ".join((entry["clean"], entry["stressed"])[::sign])
+    worse = "lost" if sign > 0 else "added"
+    title = f"Test {name} {worse} under {entry['axis']}: {sides}, same seed"
+    ylabel = f"{name} {worse}{' (percentage points)' if task.is_share(task.primary) else ''}"
+    figure, axes = new_axes(_title(title, others), "round", ylabel, (6.8, 4.6))
     axes.axhline(0, color="black", linewidth=0.8)
     drawn = 0
     for label in comparison.labels:
         with_stress, without = comparison.runs(label, stressed), comparison.runs(label, clean)
         seeds = [seed for seed in without if seed in with_stress]
         if seeds:
-            x, y = rounds_curve([without[seed] for seed in seeds])
-            other_x, other_y = rounds_curve([with_stress[seed] for seed in seeds])
+            x, y = rounds_curve([without[seed] for seed in seeds], tested)
+            other_x, other_y = rounds_curve([with_stress[seed] for seed in seeds], tested)
             both, here, there = np.intersect1d(x, other_x, return_indices=True)
-            _band(axes, comparison, label, both, y[:, here] - other_y[:, there])
+            _band(axes, comparison, label, both, sign * (y[:, here] - other_y[:, there]))
             drawn += both.size
     if not drawn:
         return None

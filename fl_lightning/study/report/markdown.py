@@ -8,13 +8,14 @@ from math import isfinite
 from pathlib import Path
 from typing import Any
 
-from fl_lightning.study.metric_names import column, seeds
+from fl_lightning.study.metric_names import seeds
 from fl_lightning.study.report import tables
 from fl_lightning.study.report.comparison import Comparison, Difference, Levels, name_of
 from fl_lightning.study.report.document import provenance
 from fl_lightning.study.report.judging import DECISIONS
 from fl_lightning.study.report.registered import NOT_REGISTERED, RegistrationReport
 from fl_lightning.study.report.verdicts import verdicts
+from fl_lightning.study.spec.selection import ACCURACY
 from fl_lightning.study.statistics import POWER
 
 HOW_TO_READ = (
@@ -46,7 +47,7 @@ def how_to_read(comparison: Comparison) -> str:
     text = HOW_TO_READ
     for fixed, sequential in IN_A_SEQUENCE.items() if comparison.is_sequential else ():
         text = text.replace(fixed, sequential)
-    return text
+    return text if comparison.study.task.primary == ACCURACY else text.replace("(accuracies in", "(shares in")
 
 
 def markdown(
@@ -165,7 +166,7 @@ def _sentence(text: str) -> str:
 def _gap(gap: Difference | None) -> str:
     if gap is None or not gap.seeds:
         return ""
-    written, test = column(gap.metric), gap.test
+    written, test = gap.column, gap.test
     size = f"{gap.a} − {gap.b}: {written.number(test.mean, sign=True)}{written.unit}"
     bounds = tables.interval(written, test.low, test.high)
     return (
@@ -235,7 +236,7 @@ def undecided(comparison: Comparison) -> Iterator[str]:
 
 def _open(open_ones: Sequence[Difference], family: int, levels: Levels) -> str:
     where = f"At {name_of(levels)}, " if levels else ""
-    written = column(open_ones[0].metric)
+    written = open_ones[0].column
     needed = [f"{one.a} − {one.b}{_needed(one)}" for one in open_ones]
     smallest = [one.test.detectable for one in open_ones]
     range_ = f"{written.number(min(smallest))} to {written.number(max(smallest))}{written.unit}"

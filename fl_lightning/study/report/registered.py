@@ -11,6 +11,7 @@ from typing import Literal
 from fl_lightning.errors import InputError
 from fl_lightning.study.report.comparison import Comparison
 from fl_lightning.study.report.looks import counted
+from fl_lightning.study.report.verdicts import check_task
 from fl_lightning.study.results.gather import check_comparable, gather_registered
 from fl_lightning.study.results.runs import FinishedRun, Results
 from fl_lightning.study.spec.registration import (
@@ -95,6 +96,7 @@ def _registered(results: Results, registration: Registration, folder: Path) -> t
     try:
         found = counted(gather_registered(results, registration.first.plan, folder))
         check_comparable(found)
+        check_task(found.study)
         return Comparison(found), "The verdicts of both are below."
     except InputError as error:
         return None, f"The registered criteria cannot be judged: {error}."

@@ -19,18 +19,18 @@ from fl_lightning.study.metric_names import (
     Column,
     column,
     headline,
-    higher_is_better,
     is_timing,
     p_value,
     plain,
     seeds,
+    words_of,
 )
 from fl_lightning.study.report.comparison import Comparison, Difference, Levels, name_of
 from fl_lightning.study.report.judging import Judgement
 from fl_lightning.study.report.verdicts import Verdict, premise_verdicts
 from fl_lightning.study.report.verdicts import verdicts as every_verdict
-from fl_lightning.study.spec.quantities import ACCURACY, QUANTITIES
-from fl_lightning.study.spec.selection import ACCURACIES, MODELS
+from fl_lightning.study.spec.quantities import PRIMARY, metric_of
+from fl_lightning.study.spec.selection import described, selected_metrics
 from fl_lightning.study.spec.tuned import TunedRecord
 from fl_lightning.study.statistics import mean_std
 
@@ -128,23 +128,33 @@ def results(comparison: Comparison, levels: Levels) -> ReportTable:
 
     All columns are of the model that the study selects, or of the whole run.
     """
-    measured, selection = comparison.metrics, comparison.study.selection
-    columns = headline(comparison.study.metric, ACCURACIES[selection], measured)
-    title = f"Results{_at(levels)}: {MODELS[selection]}; mean ± standard deviation over seeds"
-    return _means(comparison, levels, columns, title, True)
+    title = f"Results{_at(levels)}: {_model(comparison)}; mean ± standard deviation over seeds"
+    return _means(comparison, levels, _headline(comparison), title, True)
+
+
+def _model(comparison: Comparison) -> str:
+    """Return which model the tables are of, in words."""
+    return described(comparison.study.selection, comparison.study.task.primary_in_words)
+
+
+def _headline(comparison: Comparison) -> list[Column]:
+    study = comparison.study
+    selected = selected_metrics(study.selection, study.task.primary)
+    return headline(study.metric, selected, comparison.metrics, study.task)
 
 
 def other_results(comparison: Comparison, levels: Levels) -> ReportTable | None:
     """Return the same of the model that the study does not select; None where no run has it."""
     other = comparison.other
+    of_the_run = (*OF_THE_RUN, metric_of("auc", other.study.selection, other.study.task.primary))
     columns = [
         one
-        for one in headline(other.study.metric, ACCURACIES[other.study.selection], other.metrics)
-        if one.metric not in OF_THE_RUN and _is_complete(other, one.metric, levels)
+        for one in _headline(other)
+        if one.metric not in of_the_run and _is_complete(other, one.metric, levels)
     ]
     if not columns:
         return None
-    title = f"Beside it{_at(levels)}: {MODELS[other.study.selection]}; mean ± standard deviation over seeds"
+    title = f"Beside it{_at(levels)}: {_model(other)}; mean ± standard deviation over seeds"
     return _means(other, levels, columns, title, True)
 
 
@@ -176,7 +186,7 @@ def bits(comparison: Comparison, levels: Levels) -> ReportTable | None:
         [said, *(column(name).mean(comparison.values(name, label, levels).tolist()) for label in quantised)]
         for name, said in rows
     ]
-    model = MODELS[comparison.study.selection].partition(",")[0]
+    model = _model(comparison).partition(",")[0]
     title = f"Magnitude bits per weight{_at(levels)}: {model}; mean ± standard deviation over seeds"
     return ReportTable.of(title, ["layer", *quantised], cells)
 
@@ -197,11 +207,15 @@ def clocks(comparison: Comparison, levels: Levels) -> ReportTable:
 
 
 def target(comparison: Comparison, levels: Levels) -> ReportTable | None:
-    """Return rounds and megabytes until the target accuracy, and how many seeds reach it."""
-    if comparison.study.target_accuracy is None:
+    """Return rounds and megabytes until the target, and how many seeds reach it."""
+    value, task = comparison.study.target_value, comparison.study.task
+    if value is None:
         return None
     columns = [column("target/rounds"), column("target/megabytes")]
-    title = f"Until {comparison.study.target_accuracy:.1%} test accuracy{_at(levels)}"
+    shown = f"{value:.1%} test {words_of(task.primary)}"
+    if not task.is_share(task.primary):
+        shown = f"a test {words_of(task.primary)} of {value:g}"
+    title = f"Until {shown}{_at(levels)}"
     table = _means(comparison, levels, columns, title)
     reached = comparison.table("target/rounds", levels).count()
     counts = [f"{reached[row[0]]} of {len(comparison.runs(row[0], levels))}" for row in table.rows]
@@ -215,7 +229,7 @@ def _means(
     labels = [label for label in comparison.labels if counts[label]]
     if best_first:
         means = comparison.means(comparison.study.metric, levels)
-        sign = -1 if higher_is_better(comparison.study.metric) else 1
+        sign = -1 if comparison.higher_is_better(comparison.study.metric) else 1
         labels.sort(key=lambda label: sign * means[label] if label in means else float("inf"))
     cells = {one.title: comparison.table(one.metric, levels) for one in columns}
     rows = [
@@ -227,7 +241,7 @@ def _means(
 
 def differences(comparison: Comparison, levels: Levels) -> ReportTable:
     """Return the tests of the primary metric."""
-    written = column(comparison.study.metric)
+    written = comparison.column(comparison.study.metric)
     tested = comparison.differences(comparison.study.metric, levels)
     rows = [{"difference": f"{one.a} − {one.b}", **difference_cells(one, "mean")} for one in tested]
     title = f"Differences in {written.title}{_at(levels)}, paired by seed"
@@ -254,7 +268,7 @@ def _rounded(value: Any) -> str:
 
 def difference_cells(one: Difference, name: str) -> dict[str, str]:
     """Return a test by column; ``name`` is what its mean is called."""
-    written, test = column(one.metric), one.test
+    written, test = one.column, one.test
     return {
         "seeds": str(test.n) + (f" ({len(one.unpaired)} unpaired)" if one.unpaired else ""),
         f"{name}{written.unit}": written.number(test.mean, sign=True),
@@ -283,7 +297,8 @@ def degradation(comparison: Comparison) -> ReportTable | None:
         for others, label, one in comparison.degradations()
     ]
     stress = f"{entry['axis']}: {entry['clean']} against {entry['stressed']}"
-    title = f"Degradation of {column(comparison.study.metric).title}, {stress}; positive: worse under stress"
+    what = comparison.column(comparison.study.metric).title
+    title = f"Degradation of {what}, {stress}; positive: worse under stress"
     table = ReportTable(title, pd.DataFrame(rows, dtype=object))
     return table.without("p (Holm)", "p (Wilcoxon)", "detectable", "seeds needed")
 
@@ -359,7 +374,9 @@ def _measured(comparison: Comparison, name: str, label: str, levels: Levels) -> 
         (others,) = comparison.without_stressor([levels])
         found = comparison.drops(comparison.study.metric, label, others)
     else:
-        metric = comparison.study.accuracy_metric if name == ACCURACY else QUANTITIES.get(name, name)
+        study = comparison.study
+        quantity = PRIMARY if name == study.task.primary else name
+        metric = metric_of(quantity, study.selection, study.task.primary) or name
         found = comparison.values(metric, label, levels)
     mean, std = mean_std(found)
     return plain(mean) + (f" ± {plain(std)}" if isfinite(std) else "")

@@ -13,12 +13,12 @@ from difflib import get_close_matches
 
 import pandas as pd
 
-from fl_lightning.errors import InputError
-from fl_lightning.study.metric_names import higher_is_better
+from fl_lightning.errors import InputError, require
 from fl_lightning.study.report.comparison import Comparison, Levels, name_of
 from fl_lightning.study.report.judging import Decision, Judgement, judge
 from fl_lightning.study.spec.criteria import Criterion, check_needs
-from fl_lightning.study.spec.quantities import ACCURACY, Quantity
+from fl_lightning.study.spec.plan import Study
+from fl_lightning.study.spec.quantities import ACCURACY, PRIMARY, Quantity, metric_of
 from fl_lightning.study.statistics import PairedTest, paired_test
 
 
@@ -171,39 +171,59 @@ class RunEvidence:
     others: Levels
 
     def values(self, quantity: Quantity) -> pd.Series:
-        comparison, metric = self.comparison, quantity.metric
+        comparison, study = self.comparison, self.comparison.study
         given = {**self.levels, **dict(quantity.at)}
-        levels = {axis: given[axis] for axis in comparison.study.grid}
+        levels = {axis: given[axis] for axis in study.grid}
         if quantity.is_over_rounds:
             of_round, label = quantity.arguments
             return comparison.over_rounds(quantity.name, of_round, label, levels)
-        if quantity.name == ACCURACY:
-            metric = comparison.study.accuracy_metric
+        metric = metric_of(quantity.name, study.selection, study.task.primary) or quantity.metric
         if metric is not None:
             return comparison.values(metric, quantity.labels[-1], levels)
         if quantity.name == "drop":
-            return comparison.drops(comparison.study.metric, quantity.labels[0], self.others)
-        a, b = (comparison.values(comparison.study.metric, label, levels) for label in quantity.labels)
+            return comparison.drops(study.metric, quantity.labels[0], self.others)
+        a, b = (comparison.values(study.metric, label, levels) for label in quantity.labels)
         return (a - b).dropna()
 
     def test(self, a: str, b: str) -> tuple[PairedTest, Sequence[int], bool]:
         metric = self.comparison.study.metric
         found = self.comparison.difference(metric, a, b, self.levels)
         test, seeds = (found.test, found.seeds) if found else (paired_test([]), ())
-        return test, seeds, higher_is_better(metric)
+        return test, seeds, self.comparison.higher_is_better(metric)
+
+
+def check_task(study: Study) -> None:
+    """Check that a study with the task of its runs does not ask for the accuracy where they have none.
+
+    Raises:
+        InputError: it does.
+    """
+    primary = study.task.primary
+    if primary == ACCURACY:
+        return
+    rule = f"the primary metric of the runs is {primary}"
+    given = f"target_accuracy: {study.target_accuracy}"
+    require(study.target_accuracy is None, given, rule, f"write target: and a value of {primary}")
+    for criterion in (*study.parsed_criteria(), *study.parsed_premises()):
+        if criterion.mentions(ACCURACY):
+            (asked, *_) = (str(one) for one in criterion.quantities if one.name == ACCURACY)
+            instead = f"write {asked.replace(ACCURACY, PRIMARY, 1)}"
+            raise InputError(f"criterion {criterion.text!r}: {asked}", rule, instead)
 
 
 def check_criteria(comparison: Comparison) -> None:
-    """Check that some run has the metrics that criteria and premises mention.
+    """Check that some run has the metrics that criteria and premises mention, and that these, and the target,
+    are of the runs' task.
 
     They may be missing for a method without a finished run, and in a study whose runs are still to be tested.
 
     Raises:
-        InputError: a metric is missing.
+        InputError: a metric is missing, or the accuracy is asked of runs of another task.
     """
+    check_task(comparison.study)
     rounds = sorted({name for run in comparison.results.runs for row in run.record.history for name in row})
     for criterion in (*comparison.criteria, *comparison.premises):
-        check_needs(criterion, comparison.study.degradation, comparison.study.target_accuracy)
+        check_needs(criterion, comparison.study.degradation, comparison.study.target_value)
         for quantity in criterion.quantities:
             known = rounds if quantity.is_over_rounds else comparison.metrics
             for metric in quantity.recorded:

@@ -200,22 +200,24 @@ def with_metric(results: Results, metric: str | None) -> Results:
     study = results.study
     known = sorted({name for run in results.runs for name in run.metrics})
     if study.metric not in known:
-        near = [*get_close_matches(study.metric, known, n=1, cutoff=0.0), study.accuracy_metric]
+        near = [*get_close_matches(study.metric, known, n=1, cutoff=0.0), study.selected_metric]
         rule = f"no run of {study.name} has it"
         raise InputError(f"metric {study.metric}", rule, f"write --metric {near[0]}")
-    higher_is_better(study.metric)
+    higher_is_better(study.metric, study.task)
     return replace(results, study=study)
 
 
 def check_comparable(results: Results) -> None:
     """Check that what is compared has one data set, one number of rounds and, seed by seed, one partition.
 
-    Levels of a grid may differ in all of them, since methods are compared within a level; the two levels of a
-    degradation may not.
+    All runs have one primary metric. Levels of a grid may differ in the rest, since methods are compared
+    within a level; the two levels of a degradation may not.
 
     Raises:
         InputError: two runs differ.
     """
+    hint = "give each task its own study"
+    _require_one(results.runs, "primary metric", lambda run: run.task.primary, hint)
     degradation = results.study.degradation or {}
     axis, compared = degradation.get("axis", ""), (degradation.get("stressed"), degradation.get("clean"))
     groups: dict[tuple[tuple[str, str], ...], list[FinishedRun]] = {}
@@ -241,6 +243,7 @@ def check_comparable(results: Results) -> None:
 def _require_one(runs: list[FinishedRun], what: str, value: Callable[[FinishedRun], str], hint: str) -> None:
     first = runs[0]
     for run in runs:
-        given = f"{first.name} has {what} {value(first)[:12]}, {run.name} has {what} {value(run)[:12]}"
+        both = (value(one)[:12] if what == "partition" else value(one) for one in (first, run))
+        given = f"{first.name} has {what} {next(both)}, {run.name} has {what} {next(both)}"
         rule = f"methods are compared on one {what}{(' a seed' if what == 'partition' else '')}"
         require(value(run) == value(first), given, rule, f"{hint}, or leave one out")

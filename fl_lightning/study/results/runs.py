@@ -9,6 +9,7 @@ from math import fsum, isfinite, nan
 from statistics import fmean, median
 from typing import TYPE_CHECKING
 
+from fl_lightning.study.metric_names import CLASSIFICATION, TaskMetrics
 from fl_lightning.study.results.run_records import RunRecord
 from fl_lightning.study.spec.quantities import OVER
 
@@ -87,6 +88,10 @@ class FinishedRun:
         return str(self.record.metadata.get("dataset"))
 
     @property
+    def task(self) -> TaskMetrics:
+        return TaskMetrics.of_run(self.record.metadata)
+
+    @property
     def partition(self) -> str:
         return str(self.record.metadata.get("partition_sha256"))
 
@@ -131,25 +136,29 @@ class Results:
 
 
 def run_metrics(
-    record: RunRecord, target: float | None = None, selection: Selection = "last5"
+    record: RunRecord,
+    target: float | None = None,
+    selection: Selection = "last5",
+    task: TaskMetrics = CLASSIFICATION,
 ) -> dict[str, float]:
     """Return one number per metric of a run, all of one model: that of :func:`selected_round`.
 
-    - ``final/*`` is taken as the run gives it, and ``final/best_val_test_accuracy`` is the accuracy on the
-      test set in the round that validation chose.
+    - ``final/*`` is taken as the run gives it, and ``final/best_val_test_accuracy``, or that of another
+      primary metric, is its value on the test set in the round that validation chose.
     - ``total/*`` is the bytes over all rounds, ``total/bits_pruned`` and ``total/bits_moved`` the sums of
       ``bits/pruned`` and ``bits/moved``, and ``client/*`` the bytes per client that trained and round.
     - ``time/round`` and ``time/train`` are the median seconds of a round without the first three;
       ``time/total`` is the seconds of all rounds.
     - Of the other metrics of the rounds, the last one measured until the selected round counts.
     - What ``test`` measured of that round is added, except what the round has itself.
-    - With a ``target`` accuracy, ``target/rounds`` and ``target/megabytes`` count until ``test/accuracy``
-      first reaches it; they are NaN when it never does.
+    - With a ``target``, ``target/rounds`` and ``target/megabytes`` count until the primary metric on the test
+      set first reaches it; they are NaN when it never does.
 
     Args:
         record: what was read of the run.
-        target: a share in (0, 1].
+        target: a value of the primary metric.
         selection: the study's.
+        task: the run's.
     """
     history, chosen = record.history, selected_round(record, selection)
     columns: dict[str, list[float]] = {}
@@ -165,8 +174,8 @@ def run_metrics(
     }
     metrics |= {name: value for name, value in record.metadata.items() if name.startswith("final/")}
     best = next((row for row in history if row["round"] == metrics.get("final/best_val_round")), {})
-    if "test/accuracy" in best:
-        metrics["final/best_val_test_accuracy"] = best["test/accuracy"]
+    if f"test/{task.primary}" in best:
+        metrics[f"final/best_val_test_{task.primary}"] = best[f"test/{task.primary}"]
     for name in ("upload", "download", "wasted", "total"):
         if f"comm/{name}_bytes" in columns:
             metrics[f"total/{name}_bytes"] = sum(columns[f"comm/{name}_bytes"])
@@ -184,7 +193,8 @@ def run_metrics(
     if record.tested_round == chosen:
         metrics |= {name: value for name, value in record.tested.items() if name not in metrics}
     if target is not None:
-        metrics |= dict(zip(("target/rounds", "target/megabytes"), to_target(history, target), strict=True))
+        reached = to_target(history, target, task)
+        metrics |= dict(zip(("target/rounds", "target/megabytes"), reached, strict=True))
     return {name: float(metrics[name]) for name in sorted(metrics)}  # floats, as MLflow has them
 
 
@@ -195,34 +205,40 @@ def selected_round(record: RunRecord, selection: Selection) -> float:
     return float(record.history[-1]["round"])
 
 
-def to_target(history: Iterable[Mapping[str, float]], target: float) -> tuple[float, float]:
-    """Return the rounds, and the megabytes over the wire, until the test accuracy first reaches ``target``.
+def to_target(
+    history: Iterable[Mapping[str, float]], target: float, task: TaskMetrics = CLASSIFICATION
+) -> tuple[float, float]:
+    """Return the rounds, and the megabytes over the wire, until the primary metric on the test set first
+    reaches ``target``.
 
     >>> rows = [{"round": 1, "comm/total_bytes": 2_000_000, "test/accuracy": 0.5}]
     >>> rows += [{"round": 2, "comm/total_bytes": 1_000_000}]
     >>> to_target([*rows, {"round": 3, "comm/total_bytes": 500_000, "test/accuracy": 0.9}], 0.8)
     (3, 3.5)
     """
-    total = 0.0
+    total, sign = 0.0, 1 if task.higher_is_better else -1
     for row in history:
         total += row.get("comm/total_bytes", 0)
-        if row.get("test/accuracy", 0.0) >= target:
+        if sign * row.get(f"test/{task.primary}", nan) >= sign * target:
             return row["round"], total / 1e6
     return nan, nan
 
 
 def selected(results: Results) -> Results:
-    """Give every run the metrics of the model that the study selects.
+    """Give every run the metrics of the model that the study selects, and the study the task of its runs.
 
     What ``test`` measured of another round is left out, and listed in ``other_tests``.
     """
     study, runs, others = results.study, [], []
+    if results.runs:
+        study = study.with_task(results.runs[0].task)
     for run in results.runs:
         record, chosen = run.record, selected_round(run.record, study.selection)
         if record.tested and record.tested_round != chosen:
             others.append(ExcludedRun(f"test.json of {run.name}", _why_other(run, chosen, study.selection)))
-        runs.append(replace(run, metrics=run_metrics(record, study.target_accuracy, study.selection)))
-    return replace(results, runs=runs, other_tests=others)
+        metrics = run_metrics(record, study.target_value, study.selection, study.task)
+        runs.append(replace(run, metrics=metrics))
+    return replace(results, study=study, runs=runs, other_tests=others)
 
 
 def _why_other(run: FinishedRun, chosen: float, selection: Selection) -> str:

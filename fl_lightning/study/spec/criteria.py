@@ -258,13 +258,13 @@ def _no_increase(node: ast.Call, labels: Sequence[str], wrong: Wrong) -> NoIncre
     )
 
 
-def check_needs(criterion: Criterion, degradation: object, target_accuracy: float | None) -> None:
+def check_needs(criterion: Criterion, degradation: object, target: float | None) -> None:
     """Check that the study asks for what a criterion is about; no run is needed to tell.
 
     Args:
         criterion: the parsed criterion.
         degradation: the entry of the study, or None.
-        target_accuracy: the entry of the study, or None.
+        target: the entry ``target`` or ``target_accuracy`` of the study, or None.
 
     Raises:
         InputError: the study does not ask for it.
@@ -275,11 +275,11 @@ def check_needs(criterion: Criterion, degradation: object, target_accuracy: floa
             "a drop needs a degradation",
             "degradation: {axis: noise, stressed: on, clean: off}",
         ),
-        "rounds": (target_accuracy, "rounds are counted until a target", "target_accuracy: 0.9"),
-        "megabytes": (target_accuracy, "megabytes are counted until a target", "target_accuracy: 0.9"),
+        "rounds": (target, "rounds are counted until a target", "target_accuracy: 0.9"),
+        "megabytes": (target, "megabytes are counted until a target", "target_accuracy: 0.9"),
     }
     for name, (given, rule, entry) in needs.items():
-        valid = given or not criterion.mentions(name)
+        valid = given is not None or not criterion.mentions(name)
         require(valid, f"criterion {criterion.text!r}: {name}(...)", rule, f"add '{entry}' to the study")
 
 

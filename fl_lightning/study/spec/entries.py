@@ -27,6 +27,7 @@ class StudyEntries:
     proposed: list[str] = field(default_factory=list)
     degradation: dict[str, Any] | None = None
     target_accuracy: Share | None = None  # type: ignore[valid-type]
+    target: float | None = None
     criteria: list[str | dict[str, Any]] = field(default_factory=list)
     premises: list[str | dict[str, Any]] = field(default_factory=list)
     claimed: Any = None

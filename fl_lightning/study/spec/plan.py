@@ -14,7 +14,7 @@
     until: {max_seeds: 40}            # optional: seeds are added until every criterion is decided
     tuned: tuned/exp2_embedded.yaml   # optional: what `tune` chose for each method
 
-The rest is for the report: ``selection metric proposed degradation target_accuracy criteria premises
+The rest is for the report: ``selection metric proposed degradation target_accuracy target criteria premises
 claimed``; ``test`` is for the sweep. Of two settings of one name the later wins: config, method, overlays,
 grid; then `settings` of study, method, record of `tune`, grid.
 """
@@ -35,7 +35,15 @@ import yaml
 
 from fl_lightning.errors import InputError
 from fl_lightning.probing import PROBES
-from fl_lightning.study.metric_names import CLOCKS, KNOWN, higher_is_better
+from fl_lightning.study.metric_names import (
+    CLASSIFICATION,
+    CLOCKS,
+    KNOWN,
+    MEASURES,
+    TaskMetrics,
+    higher_is_better,
+    task_columns,
+)
 from fl_lightning.study.spec.criteria import Criterion, check_needs, parse
 from fl_lightning.study.spec.entries import (
     CriterionEntries,
@@ -46,7 +54,7 @@ from fl_lightning.study.spec.entries import (
     VariationEntries,
     as_entry,
 )
-from fl_lightning.study.spec.selection import ACCURACY_METRICS, SELECTION_OF, Selection
+from fl_lightning.study.spec.selection import Selection, for_primary, selected_metric, selection_of
 from fl_lightning.study.spec.spec_file import SpecFile
 from fl_lightning.study.spec.stopping import StoppingRule, stopping_rule
 from fl_lightning.study.spec.tuned import TunedRecord, method_hash, tuned_record
@@ -59,7 +67,9 @@ RESERVED = (
 """Tags that every run has: none of them can name an axis."""
 METRICS = [
     *(column.metric for column in (*KNOWN, *CLOCKS)),
-    *("final/best_val_accuracy", "final/last5_val_accuracy", "final/best_val_round", "total/wasted_bytes"),
+    *(column.metric for primary in MEASURES for column in task_columns(TaskMetrics(primary))),
+    *(f"final/{form}_{primary}" for primary in MEASURES for form in ("best_val", "last5_val")),
+    "total/wasted_bytes",
 ]
 MAX_CELLS = 10_000
 """Runs of one study."""
@@ -123,19 +133,22 @@ class Study:
         overlays: the configurations on top of every method's.
         grid: axis -> level -> its changes.
         test: the flags of the ``test`` that is run on every finished cell; None: no test is run.
-        selection: the model that all tables hold, and what ``accuracy(L)`` stands for: ``last5``, the last
-            round's model and the mean accuracy of the last five evaluated rounds; ``best_val``, the model of
-            the round that validation chose; ``last``, the last round's.
-        metric: the primary metric of the report; by default the accuracy of the selection.
+        selection: the model that all tables hold, and what ``primary(L)`` stands for: ``last5``, the last
+            round's model and the mean of the last five evaluated rounds; ``best_val``, the model of the round
+            that validation chose; ``last``, the last round's.
+        metric: the primary metric of the report; by default that of the task, of the selected model.
         proposed: the labels that are not baselines.
         degradation: ``axis``, ``stressed`` and ``clean``: the levels whose difference is reported, paired by
             seed.
-        target_accuracy: a share in (0, 1]; rounds and megabytes to it are reported.
+        target_accuracy: an accuracy in (0, 1]; rounds and megabytes to it are reported.
+        target: the same for any task: a value of its primary metric; None: there is none, or it is
+            ``target_accuracy``.
         criteria: the claims about the results, each a text or a mapping as in the study file.
         premises: what must occur for the criteria to be tested, in the same form.
         claimed: figures that were claimed elsewhere; only the report reads them.
         until: the rule by which seeds are added to ``seeds``; None: these are all.
         tuned: what ``tune`` chose for each method; None: nothing.
+        task: the task of the runs; no part of the study file, since it follows from the data.
     """
 
     name: str
@@ -147,25 +160,37 @@ class Study:
     grid: Mapping[str, Mapping[str, Variation]] = field(default_factory=dict)
     test: Mapping[str, Any] | None = None
     selection: Selection = "last5"
-    metric: str = ACCURACY_METRICS["last5"]
+    metric: str = selected_metric("last5")
     proposed: list[str] = field(default_factory=list)
     degradation: Mapping[str, str] | None = None
     target_accuracy: float | None = None
+    target: float | None = None
     criteria: list[str | dict[str, Any]] = field(default_factory=list)
     premises: list[str | dict[str, Any]] = field(default_factory=list)
     claimed: Any = None
     until: StoppingRule | None = None
     tuned: TunedRecord | None = None
+    task: TaskMetrics = CLASSIFICATION
 
     @property
-    def accuracy_metric(self) -> str:
-        """The metric that ``accuracy(L)`` stands for."""
-        return ACCURACY_METRICS[self.selection]
+    def selected_metric(self) -> str:
+        """The metric that ``primary(L)`` stands for."""
+        return selected_metric(self.selection, self.task.primary)
+
+    @property
+    def target_value(self) -> float | None:
+        """The value of the primary metric that rounds and megabytes are counted to."""
+        return self.target_accuracy if self.target is None else self.target
 
     def with_metric(self, metric: str) -> Study:
         """Return the study with another primary metric, and with the selection that it is about."""
-        selection = SELECTION_OF.get(metric, self.selection)
-        return replace(self, metric=metric, selection=selection)
+        return replace(self, metric=metric, selection=selection_of(metric) or self.selection)
+
+    def with_task(self, task: TaskMetrics) -> Study:
+        """Return the study of runs of this task."""
+        if task == self.task:
+            return self
+        return replace(self, task=task, metric=for_primary(self.metric, self.selection, task.primary))
 
     def parsed_criteria(self) -> list[Criterion]:
         """Return the criteria, checked.
@@ -263,6 +288,7 @@ class Study:
             "proposed": self.proposed,
             "degradation": self.degradation,
             "target_accuracy": self.target_accuracy,
+            "target": self.target,
             "criteria": self.criteria,
             "premises": self.premises,
             "claimed": self.claimed,
@@ -314,7 +340,7 @@ def _study(file: SpecFile, given: StudyEntries) -> Study:
         **_selected(file, given, _test(file, given.test)),
         proposed=[file.one_of(label, methods, "proposed") for label in given.proposed],
         degradation=None if given.degradation is None else _degradation(file, given.degradation, grid),
-        target_accuracy=given.target_accuracy and float(given.target_accuracy),
+        **_target(file, given),
         criteria=[_criterion(file, entry, "criteria", CriterionEntries) for entry in given.criteria],
         premises=[_criterion(file, entry, "premises", PremiseEntries) for entry in given.premises],
         claimed=given.claimed,
@@ -349,7 +375,7 @@ def _check_criteria(file: SpecFile, study: Study) -> None:
     """Check what criteria and premises say, and that their names fit together."""
     criteria, premises = study.parsed_criteria(), study.parsed_premises()
     for criterion in (*criteria, *premises):
-        check_needs(criterion, study.degradation, study.target_accuracy)
+        check_needs(criterion, study.degradation, study.target_value)
     names = [criterion.name for criterion in (*criteria, *premises) if criterion.name]
     for name in names:
         file.require(names.count(name) == 1, f"name: {name}", "each name is given once", "write another")
@@ -397,8 +423,8 @@ def _selected(file: SpecFile, given: StudyEntries, test: dict[str, Any] | None) 
     """
     metric, tested = given.metric and _metric(file, given.metric), (test or {}).get("checkpoint")
     of_test: Selection = "best_val" if tested == "best" else "last5"
-    selection = given.selection or SELECTION_OF.get(metric or "", of_test)
-    of_metric = SELECTION_OF.get(metric or "", selection)
+    selection = given.selection or selection_of(metric or "") or of_test
+    of_metric = selection_of(metric or "") or selection
     rule = f"all tables of a study are of one model, and this is that of selection: {of_metric}"
     instead = f"leave metric out, or write selection: {of_metric}"
     said = f"metric: {metric} with selection: {selection}"
@@ -412,14 +438,25 @@ def _selected(file: SpecFile, given: StudyEntries, test: dict[str, Any] | None) 
     file.require(fits, f"test.checkpoint: {tested} with selection: {selection}", rule, instead)
     if test is not None and tested is None and needed == "best":
         test = {**test, "checkpoint": needed}
-    return {"selection": selection, "metric": metric or ACCURACY_METRICS[selection], "test": test}
+    return {"selection": selection, "metric": metric or selected_metric(selection), "test": test}
+
+
+def _target(file: SpecFile, given: StudyEntries) -> dict[str, Any]:
+    """Return ``target_accuracy`` or ``target``, whichever is given."""
+    both = {"target_accuracy": given.target_accuracy, "target": given.target}
+    found = {name: float(value) for name, value in both.items() if value is not None}
+    rule, instead = "both are the value that rounds are counted to", "leave one of them out"
+    file.require(len(found) < 2, "target_accuracy and target", rule, instead)
+    if not all(map(math.isfinite, found.values())):
+        raise file.wrong("target", given.target)
+    return found
 
 
 def _metric(file: SpecFile, metric: str) -> str:
     """Refuse unknown metrics of groups that only this program writes; others may come from methods and
     callbacks."""
     known = metric in METRICS or ("/" in metric and not metric.startswith(("final/", "total/", "target/")))
-    near = [*get_close_matches(metric, METRICS, n=1), ACCURACY_METRICS["last5"]]
+    near = [*get_close_matches(metric, METRICS, n=1), selected_metric("last5")]
     file.require(known, f"metric: {metric}", "no run has such a metric", f"write metric: {near[0]}")
     return metric
 

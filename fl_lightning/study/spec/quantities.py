@@ -11,12 +11,15 @@ from math import isfinite
 
 from fl_lightning.errors import InputError
 from fl_lightning.study.metric_names import is_exact, is_timing
+from fl_lightning.study.spec.selection import Selection, selected_metric
 
 Wrong = Callable[..., InputError]
 """Makes the error of a criterion of what was given, the rule, and what to write instead."""
-ACCURACY = "accuracy"
-"""The quantity whose metric depends on the study's ``selection``."""
+PRIMARY, ACCURACY = "primary", "accuracy"
+"""The primary metric of the runs' task under the study's ``selection``, and what it is called where it is the
+accuracy."""
 QUANTITIES = {
+    PRIMARY: "final/last5_accuracy",
     ACCURACY: "final/last5_accuracy",
     "auc": "final/auc_accuracy",
     "ece": "test/ece",
@@ -27,7 +30,8 @@ QUANTITIES = {
     "rounds": "target/rounds",
     "megabytes": "target/megabytes",
 }
-"""The quantities of one method that are a metric of its runs; ``accuracy`` has this one by default."""
+"""The quantities of one method that are a metric of its runs, by default; :func:`metric_of` has the metric of
+a study."""
 OVER_ROUNDS = ("sum", "mean", "max", "min", "last")
 """Aggregates of a metric over the rounds in which it was measured, run by run: ``sum("bits/moved", A)``."""
 OVER = " / "
@@ -97,6 +101,22 @@ class Quantity:
 
     def __str__(self) -> str:
         return f"{self.name}({', '.join([*self.arguments, *(f'{axis}={level}' for axis, level in self.at)])})"
+
+
+def metric_of(name: str, selection: Selection, primary: str) -> str | None:
+    """Return the metric that a quantity of one method stands for; None for other quantities.
+
+    Args:
+        name: the name of the quantity.
+        selection: the study's.
+        primary: the primary metric of the runs' task.
+
+    >>> metric_of("primary", "last", "mse"), metric_of("auc", "last", "mse"), metric_of("gap", "last", "mse")
+    ('final/mse', 'final/auc_mse', None)
+    """
+    if name in (PRIMARY, ACCURACY):
+        return selected_metric(selection, primary)
+    return f"final/auc_{primary}" if name == "auc" else QUANTITIES.get(name)
 
 
 def quantities_in(node: ast.expr, labels: Sequence[str], wrong: Wrong) -> Iterator[Quantity]:

@@ -19,6 +19,7 @@ from fl_lightning.errors import InputError
 from fl_lightning.run.directory import to_json
 from fl_lightning.run.metadata import now
 from fl_lightning.settings import result_settings, settings_hash
+from fl_lightning.study.metric_names import CLASSIFICATION
 from fl_lightning.study.spec.entries import as_document
 from fl_lightning.study.spec.plan import Study, Variation
 from fl_lightning.study.spec.stopping import StoppingRule
@@ -190,6 +191,7 @@ def question_of(study: Study) -> dict[str, Any]:
         "proposed": list(study.proposed),
         "degradation": None if study.degradation is None else dict(study.degradation),
         "target_accuracy": study.target_accuracy,
+        **({} if study.target is None else {"target": study.target}),
         "grid": {axis: list(levels) for axis, levels in study.grid.items()},
         "seeds": list(study.seeds),
     }
@@ -226,7 +228,7 @@ def _changes(label: str, resolved: Mapping[tuple[str, str], Mapping[str, Any]]) 
 
 def registered_study(study: Study, plan: Mapping[str, Any]) -> Study:
     """Return the study as it was registered, for a report: its methods and levels are names alone."""
-    return dataclasses.replace(
+    registered = dataclasses.replace(
         study,
         seeds=list(plan["seeds"]),
         until=StoppingRule.from_registered(plan["stopping"]),
@@ -237,11 +239,18 @@ def registered_study(study: Study, plan: Mapping[str, Any]) -> Study:
             for key in ("selection", "metric", "criteria", "premises", "proposed", "degradation")
         },
         target_accuracy=plan["target_accuracy"],
+        target=plan.get("target"),
+        task=CLASSIFICATION,
     )
+    return registered.with_task(study.task)
 
 
 def differences(plan: Mapping[str, Any], study: Study) -> list[str]:
-    """Return in which points a study file differs from a registered plan, one clause each."""
+    """Return in which points a study file differs from a registered plan, one clause each.
+
+    The plan was made before there were runs, so that its metric is read for the task that they have.
+    """
+    plan = {**plan, "metric": registered_study(study, plan).metric}
     asked = {**question_of(study), "stopping": _stopping(study), "methods": dict(study.methods)}
     return _differences(plan, asked)
 
@@ -260,9 +269,9 @@ def _differences(plan: Mapping[str, Any], later: Mapping[str, Any]) -> list[str]
     found = []
     for key, what in (("criteria", "criterion"), ("premises", "premise")):
         found += _different_claims(what, plan[key], later[key])
-    for key in ("selection", "metric", "degradation", "target_accuracy"):
-        if plan[key] != later[key]:
-            found.append(f"{key}: registered {plan[key]}, now {later[key]}")
+    for key in ("selection", "metric", "degradation", "target_accuracy", "target"):
+        if plan.get(key) != later.get(key):
+            found.append(f"{key}: registered {plan.get(key)}, now {later.get(key)}")
     for key in ("methods", "proposed"):
         found += _different_names(key, list(plan[key]), list(later[key]))
     for axis in dict.fromkeys([*plan["grid"], *later["grid"]]):

@@ -10,8 +10,9 @@ space:                           # dotted setting -> range, or list of choices
   trainer.local_epochs: {low: 1, high: 5}
   model.temperature: [1.0, 2.0, 4.0]
 trials: 20
-metric: final/best_val_accuracy  # of validation or training, never of the test set
-direction: maximize
+metric: final/best_val_accuracy  # of validation or training, never of the test set; default: the best
+                                 # validation of the primary metric that the runs have
+direction: maximize              # default: as the name of the metric, or the task of the runs, says
 seed: 0                          # of every run and of the search
 prune: false                     # end trials early that are below the median of those before, round by round
 
@@ -37,13 +38,16 @@ from optuna.distributions import BaseDistribution, CategoricalDistribution, Floa
 from optuna.samplers import TPESampler
 
 from fl_lightning.rng import stream
+from fl_lightning.study.metric_names import MEASURES, TaskMetrics, direction
 from fl_lightning.study.spec.plan import Study, as_arguments
 from fl_lightning.study.spec.spec_file import Seed, SpecFile
 from fl_lightning.study.spec.tuned import method_hash
 
 METRIC = "final/best_val_accuracy"
-OF_VALIDATION = (METRIC, "final/last5_val_accuracy")
+"""What is optimised where a search file names no metric and the runs are of classification."""
+OF_VALIDATION = [f"final/{form}_{primary}" for primary in MEASURES for form in ("best_val", "last5_val")]
 """Metrics of the end of a run that the test set has no part in."""
+Direction = Literal["maximize", "minimize"]
 
 
 @dataclass
@@ -56,8 +60,8 @@ class SearchEntries:
     config: str | list[str] | None = None
     settings: dict[str, Any] = field(default_factory=dict)
     final: dict[str, Any] = field(default_factory=dict)
-    metric: str = METRIC
-    direction: Literal["maximize", "minimize"] = "maximize"
+    metric: str | None = None
+    direction: Direction | None = None
     seed: Seed = 0  # type: ignore[valid-type]
     prune: bool = False
     record: str | None = None
@@ -102,8 +106,8 @@ class Search:
         final: the dotted settings of the final run alone.
         space: dotted setting -> the values that it may have.
         trials: the number of trials, those that fail or are pruned among them.
-        metric: the metric that is optimised.
-        direction: ``maximize`` or ``minimize``.
+        metric: the metric that is optimised; None: the best validation of the runs' primary metric.
+        direction: ``maximize`` or ``minimize``; None: as the primary metric of the runs is better.
         seed: the seed of every run, and of the search.
         prune: whether trials may be ended early.
         label: the method of the study that is tuned; empty: the configuration of the file.
@@ -118,8 +122,8 @@ class Search:
     final: Mapping[str, Any]
     space: Mapping[str, Range | list[Any]]
     trials: int
-    metric: str = METRIC
-    direction: Literal["maximize", "minimize"] = "maximize"
+    metric: str | None = None
+    direction: Direction | None = None
     seed: int = 0
     prune: bool = False
     label: str = ""
@@ -136,6 +140,14 @@ class Search:
         """
         file = SpecFile(Path(path))
         return _search(file, file.read(SearchEntries, "search file"))
+
+    def metric_of(self, task: TaskMetrics) -> str:
+        """Return the metric that is optimised where runs are of this task."""
+        return self.metric or f"final/best_val_{task.primary}"
+
+    def direction_of(self, task: TaskMetrics) -> Direction:
+        """Return the direction in which it is optimised where runs are of this task."""
+        return self.direction or ("maximize" if task.higher_is_better else "minimize")
 
     @property
     def name(self) -> str:
@@ -193,17 +205,24 @@ def _search(file: SpecFile, given: SearchEntries) -> Search:
     for key in ("trials", "space"):
         if not getattr(given, key):
             raise file.wrong(key, getattr(given, key))
-    allowed = given.metric in OF_VALIDATION or given.metric.startswith(("val/", "train/", "comm/", "bits/"))
-    rule, instead = "the test set must not choose settings", f"write metric: {METRIC}, or one of val/*"
-    file.require(allowed, f"metric: {given.metric}", rule, instead)
+    metric, way = given.metric, given.direction
+    if metric is not None:
+        allowed = metric in OF_VALIDATION or metric.startswith(("val/", "train/", "comm/", "bits/"))
+        rule, instead = "the test set must not choose settings", f"write metric: {METRIC}, or one of val/*"
+        file.require(allowed, f"metric: {metric}", rule, instead)
+        rule = "its name does not tell whether more of it is better"
+        better = direction(metric)
+        instead = "write direction: maximize, or minimize"
+        file.require(way or better, f"metric: {metric}, without a direction", rule, instead)
+        way = way or ("maximize" if better == 1 else "minimize")
     for key in given.space:
         file.setting(key, "space")
     shared: dict[str, Any] = {
         "path": file.path,
         "space": {key: _allowed(file, value, f"space.{key}") for key, value in given.space.items()},
         "trials": int(given.trials),
-        "metric": given.metric,
-        "direction": given.direction,
+        "metric": metric,
+        "direction": way,
         "seed": int(given.seed),
         "prune": given.prune,
     }

@@ -55,6 +55,7 @@ RULES = {
     ("axis",): ("it is an axis of the grid", "noise"),
     ("stressed", "clean"): ("it is a level of the axis", "on"),
     ("target_accuracy",): ("it is a share in (0, 1]", "0.9"),
+    ("target",): ("it is a number, a value of the primary metric", "8.0"),
     ("criteria", "premises"): (
         "it is a list of texts, or of mappings with a key 'criterion'",
         "[accuracy(A) - accuracy(B) >= 0.01]",
