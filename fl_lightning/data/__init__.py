@@ -3,6 +3,7 @@
 from fl_lightning.data.base import FederatedData
 from fl_lightning.data.images import FederatedImages
 from fl_lightning.data.partition import IID, Dirichlet, Natural, Partition, Shards, dirichlet_partition
+from fl_lightning.data.table import TableData
 from fl_lightning.data.text.federation import InstructionData, TextData
 from fl_lightning.data.text.text_files import TextFiles
 from fl_lightning.data.two_clients import TwoClients
@@ -16,6 +17,7 @@ __all__ = [
     "Natural",
     "Partition",
     "Shards",
+    "TableData",
     "TextData",
     "TextFiles",
     "TwoClients",
