@@ -16,3 +16,10 @@ def documented(word: str) -> list[list[str]]:
     assert found, f"no command of the page names {word}"
     assert all(words[:3] == ["python", "-m", "fl_lightning"] for words in found)
     return [words[3:] for words in found]
+
+
+def file_of_page(name: str) -> str:
+    """Return the content of a Python file that the page shows after its name."""
+    found = re.search(rf"`{re.escape(name)}`.*?``` \{{\.python\}}\n(.*?)```", PAGE.read_text(), re.DOTALL)
+    assert found, name
+    return found[1]

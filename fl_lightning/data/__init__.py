@@ -2,6 +2,7 @@
 
 from fl_lightning.data.base import FederatedData
 from fl_lightning.data.images import FederatedImages
+from fl_lightning.data.map_style import DataModuleData, DatasetData
 from fl_lightning.data.partition import IID, Dirichlet, Natural, Partition, Shards, dirichlet_partition
 from fl_lightning.data.table import TableData
 from fl_lightning.data.text.federation import InstructionData, TextData
@@ -10,6 +11,8 @@ from fl_lightning.data.two_clients import TwoClients
 
 __all__ = [
     "IID",
+    "DataModuleData",
+    "DatasetData",
     "Dirichlet",
     "FederatedData",
     "FederatedImages",

@@ -92,6 +92,7 @@ class ArrayData(FederatedData):
     """
 
     names = Names()
+    _scale: Tensor | None = None
 
     def __init__(
         self,
@@ -142,6 +143,8 @@ class ArrayData(FederatedData):
         self.example_shape = tuple(tree_leaves(train.inputs)[0].shape[1:])
         if self.count_clients:
             self.num_clients = len(self.names.clients)
+        if _are_images(train.inputs):
+            self._scale = torch.tensor(channel_moments(train.inputs.numpy()))[:, :, None, None]
         self._digest = _sha256(
             [*tree_leaves(train.inputs), *tree_leaves(test.inputs), train.target, test.target]
         )
@@ -179,11 +182,18 @@ class ArrayData(FederatedData):
         self._inputs = {
             split: tree_map(lambda leaf: leaf.to(device), some) for split, some in self._inputs.items()
         }
+        self._scale = None if self._scale is None else self._scale.to(device)
         self._groups = {split: group.to(device) for split, group in self._groups.items()}
 
     def inputs(self, split: Split, index: Tensor, draws: Tensor | None = None) -> Any:
-        """Return the inputs at ``index``, ``[B, *example_shape]`` or a dictionary of such tensors."""
-        return tree_map(lambda leaf: leaf[index], self._inputs[split])
+        """Return the inputs at ``index``, ``[B, *example_shape]`` or a dictionary of such tensors.
+
+        Images of bytes are normalised with the mean and standard deviation of the training images."""
+        found = tree_map(lambda leaf: leaf[index], self._inputs[split])
+        if self._scale is None:
+            return found
+        mean, std = self._scale
+        return (found.float() / 255 - mean) / std
 
     def partition_summary(self) -> dict[str, Any]:
         """Return the content of ``partition.json``, with the names of classes, groups and clients and the
@@ -302,6 +312,26 @@ def check_classes(names: Sequence[Any], place: str) -> None:
             f"all training examples are of the class {names[0] if len(names) else 'none'}",
             "give examples of two classes or more",
         )
+
+
+def channel_moments(images: np.ndarray) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """Return the mean and the standard deviation of each channel of images, with pixels in [0, 1].
+
+    Args:
+        images: uint8 ``[N, C, H, W]``.
+    """
+    level = np.arange(256) / 255
+    channels = range(images.shape[1])
+    counts = np.stack([np.bincount(images[:, channel].ravel(), minlength=256) for channel in channels])
+    share = counts / counts.sum(axis=1, keepdims=True)
+    mean = share @ level
+    # the lower bound avoids a division by zero where a channel is constant
+    std = np.sqrt(share @ level**2 - mean**2 + 1e-12).clip(min=1 / 255)
+    return tuple(mean.tolist()), tuple(std.tolist())
+
+
+def _are_images(inputs: Any) -> bool:
+    return isinstance(inputs, Tensor) and inputs.dtype == torch.uint8 and inputs.ndim == 4
 
 
 def _sha256(tensors: Iterable[Tensor]) -> str:
