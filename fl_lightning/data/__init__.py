@@ -1,6 +1,7 @@
 """Data sets, and partitions that distribute them to clients."""
 
 from fl_lightning.data.base import FederatedData
+from fl_lightning.data.image_base import ImageData
 from fl_lightning.data.images import FederatedImages
 from fl_lightning.data.map_style import DataModuleData, DatasetData
 from fl_lightning.data.partition import IID, Dirichlet, Natural, Partition, Shards, dirichlet_partition
@@ -16,6 +17,7 @@ __all__ = [
     "Dirichlet",
     "FederatedData",
     "FederatedImages",
+    "ImageData",
     "InstructionData",
     "Natural",
     "Partition",
