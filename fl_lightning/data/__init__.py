@@ -2,6 +2,7 @@
 
 from fl_lightning.data.base import FederatedData
 from fl_lightning.data.image_base import ImageData
+from fl_lightning.data.image_folder import ImageFolder
 from fl_lightning.data.images import FederatedImages
 from fl_lightning.data.map_style import DataModuleData, DatasetData
 from fl_lightning.data.partition import IID, Dirichlet, Natural, Partition, Shards, dirichlet_partition
@@ -18,6 +19,7 @@ __all__ = [
     "FederatedData",
     "FederatedImages",
     "ImageData",
+    "ImageFolder",
     "InstructionData",
     "Natural",
     "Partition",

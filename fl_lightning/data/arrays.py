@@ -145,7 +145,7 @@ class ArrayData(FederatedData):
             self.num_clients = len(self.names.clients)
         if _are_images(train.inputs):
             self._scale = torch.tensor(channel_moments(train.inputs.numpy()))[:, :, None, None]
-        self._digest = _sha256(
+        self._digest = sha256_of(
             [*tree_leaves(train.inputs), *tree_leaves(test.inputs), train.target, test.target]
         )
         self.move(self.device)
@@ -334,7 +334,7 @@ def _are_images(inputs: Any) -> bool:
     return isinstance(inputs, Tensor) and inputs.dtype == torch.uint8 and inputs.ndim == 4
 
 
-def _sha256(tensors: Iterable[Tensor]) -> str:
+def sha256_of(tensors: Iterable[Tensor]) -> str:
     """Return the SHA-256 over the types, shapes and bytes of tensors."""
     digest = hashlib.sha256()
     for tensor in tensors:
