@@ -4,6 +4,7 @@ from fl_lightning.data.base import FederatedData
 from fl_lightning.data.image_base import ImageData
 from fl_lightning.data.image_folder import ImageFolder
 from fl_lightning.data.images import FederatedImages
+from fl_lightning.data.index_file import FromFile
 from fl_lightning.data.map_style import DataModuleData, DatasetData
 from fl_lightning.data.partition import IID, Dirichlet, Natural, Partition, Shards, dirichlet_partition
 from fl_lightning.data.table import TableData
@@ -18,6 +19,7 @@ __all__ = [
     "Dirichlet",
     "FederatedData",
     "FederatedImages",
+    "FromFile",
     "ImageData",
     "ImageFolder",
     "InstructionData",
