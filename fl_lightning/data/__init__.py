@@ -1,10 +1,12 @@
 """Data sets, and partitions that distribute them to clients."""
 
 from fl_lightning.data.base import FederatedData
+from fl_lightning.data.hugging_face import HuggingFaceData
 from fl_lightning.data.image_base import ImageData
 from fl_lightning.data.image_folder import ImageFolder
 from fl_lightning.data.images import FederatedImages
 from fl_lightning.data.index_file import FromFile
+from fl_lightning.data.leaf import LeafData
 from fl_lightning.data.map_style import DataModuleData, DatasetData
 from fl_lightning.data.partition import IID, Dirichlet, Natural, Partition, Shards, dirichlet_partition
 from fl_lightning.data.table import TableData
@@ -20,9 +22,11 @@ __all__ = [
     "FederatedData",
     "FederatedImages",
     "FromFile",
+    "HuggingFaceData",
     "ImageData",
     "ImageFolder",
     "InstructionData",
+    "LeafData",
     "Natural",
     "Partition",
     "Shards",
