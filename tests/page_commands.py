@@ -11,7 +11,9 @@ PAGE = Path(__file__).parent.parent / "docs" / "howto" / "data.md"
 
 def documented(word: str) -> list[list[str]]:
     """Return the arguments of every command of the page that names ``word``, in order."""
-    lines = "".join(re.findall(r"```bash\n(.*?)```", PAGE.read_text(), re.DOTALL)).replace("\\\n", " ")
+    lines = "".join(re.findall(r"```(?:bash|text)\n(.*?)```", PAGE.read_text(), re.DOTALL)).replace(
+        "\\\n", " "
+    )
     found = [shlex.split(line) for line in lines.splitlines() if word in shlex.split(line)]
     assert found, f"no command of the page names {word}"
     assert all(words[:3] == ["python", "-m", "fl_lightning"] for words in found)

@@ -305,3 +305,24 @@ def test_code_of_the_page_is_trained_by_its_command(tmp_path, monkeypatch, word,
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
     assert train(command, rounds=6)["final/accuracy"] > 0.8
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ([], "no data.train given; it is required; write --data.train torchvision.datasets.FakeData"),
+        (
+            ["--data.train", "torchvision.datasets.MNIST"],
+            "no data.train.root given; it is required; write --data.train.root FOLDER",
+        ),
+        (
+            ["--data.train", "own.Set"],
+            "(No module named 'own'), and it must be the import path of a torch.utils.data.Dataset; "
+            "write --data.train torchvision.datasets.FakeData",
+        ),
+    ],
+)
+def test_a_mistake_on_the_command_line_is_one_line(arguments, words, capsys):
+    assert main(["fit", "--config", "fedavg", "--data", "DatasetData", *arguments]) == 2
+    (line,) = (line for line in capsys.readouterr().err.splitlines() if "error" in line)
+    assert words in line

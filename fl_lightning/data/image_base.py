@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from typing import Literal, get_args
 
 import numpy as np
@@ -95,6 +96,10 @@ class ImageData(FederatedData):
         self.crop, self.crop_padding, self.flip = crop, crop_padding, flip
         self.view_side = crop_size if crop == "shrink" else side
         self.example_shape = (3, self.view_side, self.view_side)
+
+    @abstractmethod
+    def setup(self, stage: str | None = None) -> None:
+        """Read the images and call :meth:`hold`."""
 
     def hold(self, train: Arrays, test: Arrays, public: np.ndarray | None = None) -> None:
         """Keep the images, and compute the mean and standard deviation of the training pixels.
