@@ -15,10 +15,12 @@ from lightning import LightningDataModule
 from page_commands import documented, file_of_page
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 from torchvision.datasets import MNIST, FakeData
+from toy import run
 
 from fl_lightning.__main__ import main
 from fl_lightning.data import IID, DataModuleData, DatasetData, FederatedData, Natural
 from fl_lightning.errors import InputError
+from fl_lightning.methods import FedAvg
 from fl_lightning.support.recorded import describe
 
 
@@ -326,3 +328,21 @@ def test_a_mistake_on_the_command_line_is_one_line(arguments, words, capsys):
     assert main(["fit", "--config", "fedavg", "--data", "DatasetData", *arguments]) == 2
     (line,) = (line for line in capsys.readouterr().err.splitlines() if "error" in line)
     assert words in line
+
+
+@pytest.mark.parametrize("kind", ["vectors", "images"])
+def test_engines_agree(tmp_path, kind):
+    """Batches that are made at once for all clients are those of each client."""
+    made = {}
+    for engine in ("sequential", "batched"):
+        data = (
+            DatasetData(ListData([(torch.randn(5, generator=torch.Generator().manual_seed(i)), i % 2) for i in range(60)]), num_clients=6, partition=IID(), batch_size=4)
+            if kind == "vectors"
+            else DatasetData(partial(FakeData, size=60, image_size=(3, 16, 16), num_classes=3), num_clients=6, partition=IID(), batch_size=4)
+        )  # fmt: skip
+        method = FedAvg(network="mlp", optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.05))
+        trainer = run(method, data, tmp_path / engine, max_rounds=3, participation=0.5, engine=engine)
+        made[engine] = method.server["weights"]
+        assert json.loads((trainer.run_dir / "partition.json").read_text())["examples"]["sha256"]
+    torch.testing.assert_close(made["batched"], made["sequential"], rtol=1e-4, atol=1e-5)
+    assert made["sequential"].abs().sum() > 0

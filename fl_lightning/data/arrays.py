@@ -11,6 +11,7 @@ from abc import abstractmethod
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
+from pathlib import Path
 from typing import Any, Literal, cast
 
 import numpy as np
@@ -208,6 +209,17 @@ class ArrayData(FederatedData):
         """
         require_choice(task, ("classification", "regression"), "task")
         self.task = Classification() if task == "classification" else Regression()
+
+
+def name_from(path: str) -> str:
+    """Return the name of a data set from that of its training file or folder.
+
+    >>> name_from("/tables/tumours.csv.gz"), name_from("/birds/train")
+    ('tumours', 'birds')
+    """
+    full = Path(path).resolve()
+    name = full.name.partition(".")[0]
+    return (full.parent.name if name == "train" else name) or "data"
 
 
 def check_count(num_clients: int, natural: bool) -> bool:

@@ -5,7 +5,15 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from fl_lightning.data.arrays import ArrayData, Examples, Names, TaskName, check_test_fraction, near_names
+from fl_lightning.data.arrays import (
+    ArrayData,
+    Examples,
+    Names,
+    TaskName,
+    check_test_fraction,
+    name_from,
+    near_names,
+)
 from fl_lightning.data.items import Keys, read_items, to_examples
 from fl_lightning.data.map_style import num_outputs
 from fl_lightning.data.partition import Partition
@@ -70,7 +78,7 @@ class HuggingFaceData(ArrayData):
         public_examples: int = 0,
     ) -> None:
         super().__init__(
-            dataset=Path(path).name.partition(".")[0] or "dataset",
+            dataset=name_from(path),
             num_clients=num_clients,
             partition=partition,
             natural=client is not None,

@@ -19,6 +19,7 @@ from fl_lightning.data.arrays import (
     check_test_fraction,
     default_partition,
     in_test,
+    name_from,
     number_names,
     sha256_of,
 )
@@ -95,9 +96,8 @@ class ImageFolder(ImageData):
         check_test_fraction(test, test_fraction)
         require(size >= 1, f"size={size}", "an image has at least one pixel", "write e.g. 32")
         self.train_path, self.test_path = Path(train), Path(test) if test else None
-        folder = self.train_path.resolve()
         super().__init__(
-            dataset=folder.parent.name if folder.name == "train" else folder.name,
+            dataset=name_from(train),
             side=size,
             root=str(self.train_path.parent),
             num_clients=num_clients or 1,

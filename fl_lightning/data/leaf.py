@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from fl_lightning.data.arrays import ArrayData, Examples, Names, TaskName, check_test_fraction
+from fl_lightning.data.arrays import ArrayData, Examples, Names, TaskName, check_test_fraction, name_from
 from fl_lightning.data.items import Items, to_examples
 from fl_lightning.data.map_style import num_outputs
 from fl_lightning.data.partition import Partition, check_memory
@@ -62,7 +62,7 @@ class LeafData(ArrayData):
         public_examples: int = 0,
     ) -> None:
         super().__init__(
-            dataset=Path(train).resolve().name.partition(".")[0],
+            dataset=name_from(train),
             num_clients=num_clients,
             partition=partition,
             natural=True,

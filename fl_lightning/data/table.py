@@ -21,6 +21,7 @@ from fl_lightning.data.arrays import (
     check_classes,
     check_test_fraction,
     in_test,
+    name_from,
     near_names,
     number_names,
 )
@@ -89,7 +90,7 @@ class TableData(ArrayData):
         public_examples: int = 0,
     ) -> None:
         super().__init__(
-            dataset=Path(train).name.partition(".")[0],
+            dataset=name_from(train),
             num_clients=num_clients,
             partition=partition,
             natural=client is not None,
