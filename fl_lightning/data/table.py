@@ -7,10 +7,9 @@ from __future__ import annotations
 
 import logging
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import pandas as pd
 import torch
 
 from fl_lightning.data.arrays import (
@@ -27,6 +26,9 @@ from fl_lightning.data.arrays import (
 )
 from fl_lightning.data.partition import Partition, check_memory
 from fl_lightning.errors import InputError, require
+
+if TYPE_CHECKING:
+    import pandas as pd  # imported in functions below: it is slow, and most runs need no table
 
 log = logging.getLogger(__name__)
 
@@ -132,6 +134,8 @@ class TableData(ArrayData):
             InputError: a file cannot be read, lacks a column or a value, or has one that is not of its
                 column.
         """
+        import pandas as pd
+
         table = read_table(self.train_path)
         self._check_columns(table)
         used = [
@@ -221,6 +225,8 @@ class TableData(ArrayData):
         Raises:
             InputError: they are.
         """
+        import pandas as pd
+
         if not self._classifies:
             return
         column, place = table[self.target], f"{self.train_path}, column {self.target}"
@@ -262,6 +268,8 @@ class TableData(ArrayData):
         self, train: pd.DataFrame, test: pd.DataFrame, test_file: Path
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the numbers of all features, float32 ``[N, D]`` of both splits."""
+        import pandas as pd
+
         blocks: list[tuple[np.ndarray, np.ndarray]] = []
         width = 0
         for name in self._features(train):
@@ -315,6 +323,8 @@ def read_table(path: Path) -> pd.DataFrame:
     Raises:
         InputError: it cannot be read, has no rows, or has two columns of one name.
     """
+    import pandas as pd
+
     _check_file(path)
     check_memory(f"{path}", path.stat().st_size)
     try:
@@ -397,6 +407,8 @@ def _check_text(table: pd.DataFrame, name: str, path: Path, *, numbers_are_names
     Raises:
         InputError: it has dates, lists or the like, or numbers among which something else stands.
     """
+    import pandas as pd
+
     column = table[name]
     if pd.api.types.is_numeric_dtype(column):
         return
@@ -424,6 +436,8 @@ def _numbers(table: pd.DataFrame, name: str, path: Path) -> np.ndarray:
     Raises:
         InputError: a value is no finite number.
     """
+    import pandas as pd
+
     values = pd.to_numeric(table[name], errors="coerce").to_numpy(np.float64)
     wrong = ~np.isfinite(values)
     if wrong.any():
