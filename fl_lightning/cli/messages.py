@@ -171,8 +171,9 @@ def explain(message: str, parser: ArgumentParser, given: UserInput, flags: Itera
     keys = [key for key, _ in groupby(KEY.findall(message)) if key != "config"]
     owners = OWNER.findall(message)
     if found := REQUIRED.search(message):
-        path = ".".join([*keys, found[1]])
-        action = _action_of(found[1], owners) or settings.get(path)
+        name = found[1].rstrip(".,")
+        path = ".".join([*keys, name])
+        action = _action_of(name, owners) or settings.get(path)
         example = " or --config configs/kd_default.yaml" if path == "model" else ""
         return InputError(
             f"no {path} given", "it is required", f"write --{path} {example_of(action)}{example}"

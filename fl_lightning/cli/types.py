@@ -13,7 +13,10 @@ from typing import Any, Literal, Union, get_args, get_origin
 
 from jsonargparse import ArgumentParser
 from jsonargparse.typing import restricted_number_type
-from lightning.pytorch import LightningModule
+from lightning.pytorch import LightningDataModule, LightningModule
+from torch.utils.data import Dataset
+
+from fl_lightning.data.map_style import DataModuleCallable, DatasetCallable
 
 Seed = restricted_number_type("Seed", int, [(">=", 0), ("<", 2**63)], docstring="An int >= 0 and below 2^63")
 
@@ -25,6 +28,8 @@ TYPE_WORDS: dict[Any, str] = {
     NoneType: "null",
     Seed: "an int >= 0 and below 2^63",
     LightningModule: "the import path of a LightningModule",
+    DatasetCallable: "the import path of a torch.utils.data.Dataset",
+    DataModuleCallable: "the import path of a LightningDataModule",
 }
 TYPE_EXAMPLES: dict[Any, str] = {
     int: "1",
@@ -33,6 +38,8 @@ TYPE_EXAMPLES: dict[Any, str] = {
     Seed: "0",
     Path: "FOLDER",
     LightningModule: "my_package.LitClassifier",
+    DatasetCallable: "torchvision.datasets.FakeData",
+    DataModuleCallable: "my_package.MyDataModule",
 }
 MAX_LISTED_CLASSES = 15  # names that a message lists
 
@@ -174,8 +181,12 @@ def choices(hint: Any) -> list[str]:
     for member in members(hint):
         if get_origin(member) is Literal:
             names.update(dict.fromkeys(map(str, get_args(member))))
-        # of LightningModule no subclass is listed: the known ones are methods
-        elif (cls := _class_of(member)) is not None and cls is not LightningModule:
+        # of these no subclass is listed: the known ones are methods, federations and parts of libraries
+        elif (cls := _class_of(member)) is not None and cls not in (
+            LightningModule,
+            LightningDataModule,
+            Dataset,
+        ):
             subclasses = {c.__name__ for c in concrete_classes(cls) if c is not cls}
             names.update(dict.fromkeys(sorted(subclasses) or [cls.__name__]))
     return list(names)

@@ -1,21 +1,36 @@
 """Data sets, and partitions that distribute them to clients."""
 
 from fl_lightning.data.base import FederatedData
+from fl_lightning.data.hugging_face import HuggingFaceData
+from fl_lightning.data.image_base import ImageData
+from fl_lightning.data.image_folder import ImageFolder
 from fl_lightning.data.images import FederatedImages
+from fl_lightning.data.index_file import FromFile
+from fl_lightning.data.leaf import LeafData
+from fl_lightning.data.map_style import DataModuleData, DatasetData
 from fl_lightning.data.partition import IID, Dirichlet, Natural, Partition, Shards, dirichlet_partition
+from fl_lightning.data.table import TableData
 from fl_lightning.data.text.federation import InstructionData, TextData
 from fl_lightning.data.text.text_files import TextFiles
 from fl_lightning.data.two_clients import TwoClients
 
 __all__ = [
     "IID",
+    "DataModuleData",
+    "DatasetData",
     "Dirichlet",
     "FederatedData",
     "FederatedImages",
+    "FromFile",
+    "HuggingFaceData",
+    "ImageData",
+    "ImageFolder",
     "InstructionData",
+    "LeafData",
     "Natural",
     "Partition",
     "Shards",
+    "TableData",
     "TextData",
     "TextFiles",
     "TwoClients",

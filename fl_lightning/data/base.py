@@ -23,6 +23,7 @@ from torch.utils._pytree import tree_map
 from fl_lightning.client import Client
 from fl_lightning.data.batches import Draws, Pass, batch_sizes, draw_pass, side_by_side
 from fl_lightning.data.holdings import Holdings
+from fl_lightning.data.index_file import FromFile
 from fl_lightning.data.partition import Natural, Partition, check_memory, make_holdings
 from fl_lightning.data.summary import summarise_clients
 from fl_lightning.errors import InputError, require
@@ -201,13 +202,23 @@ class FederatedData(Recorded, LightningDataModule, ABC):
             if self.public_dataset or not len(self.public)
             else np.delete(np.arange(len(group)), self.public)
         )
+        require(
+            own is None or not isinstance(self.partition, FromFile),
+            f"public_examples={self.public_examples} with the partition FromFile",
+            "the file deals out all training examples, and no client may hold public ones",
+            "write public_examples: 0, or a public_dataset",
+        )
         for cached in ("sizes", "active", "partition_hash", "_all_validation"):  # values of another seed
             self.__dict__.pop(cached, None)
         holdings = make_holdings(self.partition, group if own is None else group[own], self.num_clients, seed)
         holdings, marked = holdings.of_examples(own), self.train_held_out
-        self._holdings = (
-            holdings.hold_out(self.val_fraction, seed) if marked is None else holdings.hold_out_marked(marked)
-        )
+        if not holdings.divided:
+            holdings = (
+                holdings.hold_out(self.val_fraction, seed)
+                if marked is None
+                else holdings.hold_out_marked(marked)
+            )
+        self._holdings = holdings
         assert own is None or not np.isin(self._holdings.index, self.public).any(), (
             "a client holds public examples"
         )

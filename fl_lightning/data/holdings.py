@@ -30,11 +30,13 @@ class Holdings:
             examples, each part sorted.
         starts: position of each client's first example in ``index``, then N, int64 ``[K + 1]``.
         held_out: number of validation examples of every client, int64 ``[K]``.
+        divided: whether the partition itself says which examples are for validation.
     """
 
     index: np.ndarray
     starts: np.ndarray
     held_out: np.ndarray
+    divided: bool = False
 
     @classmethod
     def of_sizes(cls, index: np.ndarray, sizes: np.ndarray) -> Holdings:

@@ -17,6 +17,7 @@ from fl_lightning.errors import InputError
 from fl_lightning.models.channels_last import lay_out
 from fl_lightning.models.first_inputs import FirstInputs
 from fl_lightning.models.language import LlamaTiny
+from fl_lightning.models.mlp import MLP
 from fl_lightning.models.residual_mlp import ResidualMLP
 from fl_lightning.models.resnet import ResNet20
 from fl_lightning.models.small_cnn import SmallCNN
@@ -24,6 +25,7 @@ from fl_lightning.tasks import Classification, LanguageModelling, Task
 
 __all__ = [
     "LANGUAGE_NETWORKS",
+    "MLP",
     "NETWORKS",
     "FirstInputs",
     "LlamaTiny",
@@ -34,12 +36,13 @@ __all__ = [
     "lay_out",
 ]
 
-NETWORKS = ("small_cnn", "resnet20", "mobilenetv2", "vit_small", "residual_mlp")
-_OWN_NETWORKS: dict[str, Callable[[int], nn.Module]] = {
+_IMAGE_NETWORKS: dict[str, Callable[..., nn.Module]] = {
     "small_cnn": SmallCNN,
     "resnet20": ResNet20,
     "residual_mlp": ResidualMLP,
 }
+_OWN_NETWORKS: dict[str, Callable[..., nn.Module]] = {**_IMAGE_NETWORKS, "mlp": MLP}
+NETWORKS = ("small_cnn", "resnet20", "mobilenetv2", "vit_small", "residual_mlp", "mlp")
 LANGUAGE_NETWORKS: dict[str, Callable[[int], nn.Module]] = {"llama_tiny": LlamaTiny}
 _TIMM_NAMES = {"mobilenetv2": "mobilenetv2_100", "vit_small": "vit_small_patch16_224"}
 
@@ -60,7 +63,8 @@ def build_network(
     Args:
         network: one of ``NETWORKS``, any other timm name, ``llama_tiny``, ``hf:NAME_OR_FOLDER`` (see
             :mod:`fl_lightning.models.language.hf`), a class path (``torchvision.models.resnet18``), or a
-            callable that takes the number of classes, as ``num_classes`` or as its first argument.
+            callable that takes the number of classes, as ``num_classes`` or as its first argument, and, if
+            it has a parameter of that name, ``example_shape``.
         num_classes: number of outputs; of a language model, number of tokens.
         example_shape: shape of an example of the data module, ``(3, H, W)`` for images, ``(T,)`` for tokens.
         logits: whether the outputs must be those of the task; if not, ``[B, any]``.
@@ -79,7 +83,7 @@ def build_network(
             "an example has one dimension or more, none of them empty",
             "correct the data",
         )
-    if network in _OWN_NETWORKS and (len(example_shape) != 3 or example_shape[0] != 3):
+    if network in _IMAGE_NETWORKS and (len(example_shape) != 3 or example_shape[0] != 3):
         raise _not_images(f"network={network!r}", example_shape)
     made = _make(network, num_classes, example_shape)
     if inputs is None:
@@ -93,8 +97,8 @@ def _not_images(network: str, example_shape: tuple[int, ...]) -> InputError:
     return InputError(
         f"{network} on examples of shape [{shape}]",
         "it needs images [3, H, W]",
-        f"write --model.network my_package.MyNetwork, a class that takes the number of classes and maps "
-        f"[B, {shape}] to logits",
+        f"write --model.network mlp, or my_package.MyNetwork, a class that takes the number of classes and "
+        f"maps [B, {shape}] to logits",
     )
 
 
@@ -108,7 +112,7 @@ def _make(
             "write its class",
         )
     if not isinstance(network, str):
-        return _call_maker(network, network, num_classes)
+        return _call_maker(network, network, num_classes, example_shape)
     if network == "small_cnn" and min(example_shape[1:]) < 16:
         raise InputError(
             f"network='small_cnn' on {example_shape[1]}x{example_shape[2]} images",
@@ -116,7 +120,7 @@ def _make(
             "write resnet20",
         )
     if network in _OWN_NETWORKS:
-        return _OWN_NETWORKS[network](num_classes)
+        return _call_maker(_OWN_NETWORKS[network], network, num_classes, example_shape)
     if network in LANGUAGE_NETWORKS:
         return LANGUAGE_NETWORKS[network](num_classes)
     if network.startswith("hf:"):
@@ -130,7 +134,7 @@ def _make(
             raise _not_images(f"network={network!r}", example_shape)
         return _from_timm(network, num_classes, example_shape)
     if "." in network:
-        return _call_maker(_import(network), network, num_classes)
+        return _call_maker(_import(network), network, num_classes, example_shape)
     known = [*NETWORKS, *LANGUAGE_NETWORKS, *timm.list_models()]
     near = (get_close_matches(network.lower(), known, n=1, cutoff=0.0) or [NETWORKS[0]])[0]
     raise InputError(
@@ -140,11 +144,13 @@ def _make(
     )
 
 
-def _call_maker(make: Callable[..., Any], given: object, num_classes: int) -> nn.Module:
+def _call_maker(
+    make: Callable[..., Any], given: object, num_classes: int, example_shape: tuple[int, ...]
+) -> nn.Module:
     """Call ``make`` with the number of classes and return its network.
 
     The number is passed as keyword ``num_classes`` where possible, because the first argument of
-    torchvision's functions is ``weights``.
+    torchvision's functions is ``weights``. A maker with a parameter ``example_shape`` gets that too.
     """
     _check_maker(make, given)
     try:
@@ -153,7 +159,12 @@ def _call_maker(make: Callable[..., Any], given: object, num_classes: int) -> nn
     except (TypeError, ValueError):
         named = False
     try:
-        made = make(num_classes=num_classes) if named else make(num_classes)
+        takes_shape = "example_shape" in signature(_innermost(make)).parameters
+    except (TypeError, ValueError):
+        takes_shape = False
+    shape = {"example_shape": example_shape} if takes_shape else {}
+    try:
+        made = make(num_classes=num_classes, **shape) if named else make(num_classes, **shape)
     except ValueError:  # the network refuses its own settings
         raise
     except Exception as error:

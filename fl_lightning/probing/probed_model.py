@@ -11,7 +11,7 @@ import torch
 from lightning.fabric import Fabric
 from torch import Tensor, nn
 
-from fl_lightning.data import FederatedData, FederatedImages
+from fl_lightning.data import FederatedData, ImageData
 from fl_lightning.evaluation import deal_test_set, evaluation_mode, metrics_of
 from fl_lightning.methods import Method
 
@@ -65,9 +65,9 @@ class ProbedModel:
         return self.data.test_target.cpu()
 
     @property
-    def images(self) -> FederatedImages | None:
+    def images(self) -> ImageData | None:
         """The data set if its examples are images, None otherwise."""
-        return self.data if isinstance(self.data, FederatedImages) else None
+        return self.data if isinstance(self.data, ImageData) else None
 
     def networks(self) -> Iterator[tuple[nn.Module, Tensor]]:
         """Yield each deployed network in evaluation mode with the indices of the test examples it answers.

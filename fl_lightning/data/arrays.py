@@ -1,0 +1,355 @@
+"""Examples that lie in memory as tensors, and what is known of them beside inputs and target.
+
+``N`` training examples, ``M`` test examples, ``K`` clients, ``G`` groups, ``C`` classes, ``B`` batch.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from abc import abstractmethod
+from collections.abc import Hashable, Iterable, Sequence
+from dataclasses import dataclass
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any, Literal, cast
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map
+
+from fl_lightning.data.base import FederatedData, Split
+from fl_lightning.data.partition import Dirichlet, Natural, Partition
+from fl_lightning.data.summary import MAX_LISTED_CLIENTS
+from fl_lightning.errors import InputError, require, require_choice
+from fl_lightning.rng import stream
+from fl_lightning.tasks import Classification, Regression
+
+log = logging.getLogger(__name__)
+
+TaskName = Literal["classification", "regression"]
+SPLIT_SEED = 0  # not the run's seed: all runs have the same test set
+
+
+@dataclass(frozen=True)
+class Examples:
+    """The examples of one split and what is known of each.
+
+    Args:
+        inputs: what the network sees, ``[N, ...]``: a tensor or a dictionary of tensors.
+        target: classes int64 ``[N]``, or numbers float32 ``[N]`` or ``[N, D]``.
+        group: the group of each example, int64 ``[N]``; None: its class.
+        owner: the client that each example belongs to, int64 ``[N]``; None: the data say nothing of clients.
+    """
+
+    inputs: Any
+    target: Tensor
+    group: np.ndarray | None = None
+    owner: np.ndarray | None = None
+
+
+@dataclass(frozen=True)
+class Names:
+    """The names behind the numbers of a data set.
+
+    Args:
+        classes: of each class; empty where it is not classification.
+        groups: of each group; empty where examples are grouped by their class.
+        clients: of each client of the data's own; empty where the data say nothing of clients.
+    """
+
+    classes: Sequence[Any] = ()
+    groups: Sequence[Any] = ()
+    clients: Sequence[Any] = ()
+
+    def summary(self) -> dict[str, Any]:
+        """Return the names for ``partition.json``; of more than 1000 clients only their number."""
+        found: dict[str, Any] = {
+            key: [str(name) for name in names]
+            for key, names in (("classes", self.classes), ("groups", self.groups), ("clients", self.clients))
+            if len(names)
+        }
+        if len(self.clients) > MAX_LISTED_CLIENTS:
+            found["clients"] = f"{len(self.clients)} clients"
+        return found
+
+
+class ArrayData(FederatedData):
+    """Examples that :meth:`read` returns as tensors, distributed to clients.
+
+    Args:
+        dataset: name of the data set.
+        num_clients: number of clients; 0: as many as the data have of their own.
+        partition: rule that assigns training examples to clients; null: each client holds its own examples
+            where the data say whose they are, else Dirichlet with beta 0.1.
+        natural: whether the data say whose each example is.
+        batch_size: examples of one local step.
+        val_fraction: share of each client's examples that is held out for validation, in [0, 1).
+        public_examples: training examples of the public set; 0: no public set.
+
+    Raises:
+        InputError: an argument is out of range.
+    """
+
+    names = Names()
+    _scale: Tensor | None = None
+
+    def __init__(
+        self,
+        *,
+        dataset: str,
+        num_clients: int,
+        partition: Partition | None,
+        natural: bool,
+        batch_size: int,
+        val_fraction: float,
+        public_examples: int,
+    ) -> None:
+        self.count_clients = check_count(num_clients, natural)
+        super().__init__(
+            dataset=dataset,
+            num_clients=num_clients or 1,
+            partition=default_partition(natural) if partition is None else partition,
+            batch_size=batch_size,
+            val_fraction=val_fraction,
+            public_examples=public_examples,
+        )
+
+    @abstractmethod
+    def read(self) -> tuple[Examples, Examples, Names]:
+        """Return training and test examples, and the names of their classes, groups and clients.
+
+        Raises:
+            InputError: the data cannot be read.
+        """
+
+    def setup(self, stage: str | None = None) -> None:
+        """Read the examples.
+
+        Raises:
+            InputError: they cannot be read, or there are none.
+        """
+        train, test, self.names = self.read()
+        for split, some in (("training", train), ("test", test)):
+            require(
+                len(some.target), f"the data {self.dataset}", f"there are no {split} examples", "give some"
+            )
+        self._inputs: dict[Split, Any] = {"train": train.inputs, "test": test.inputs}
+        self.train_target, self.test_target = train.target, test.target
+        self._groups: dict[Split, Tensor] = {}
+        if train.group is not None and test.group is not None:
+            self._groups = {"train": torch.from_numpy(train.group), "test": torch.from_numpy(test.group)}
+        self._owner = train.owner
+        self.example_shape = tuple(tree_leaves(train.inputs)[0].shape[1:])
+        if self.count_clients:
+            self.num_clients = len(self.names.clients)
+        if _are_images(train.inputs):
+            self._scale = torch.tensor(channel_moments(train.inputs.numpy()))[:, :, None, None]
+        self._digest = sha256_of(
+            [*tree_leaves(train.inputs), *tree_leaves(test.inputs), train.target, test.target]
+        )
+        self.move(self.device)
+
+    @property
+    def train_group(self) -> Tensor:
+        """Group of each training example, int64 ``[N]``; its class where the data have no groups."""
+        return self._groups["train"] if self._groups else super().train_group
+
+    @property
+    def test_group(self) -> Tensor:
+        """Group of each test example, int64 ``[M]``."""
+        return self._groups["test"] if self._groups else super().test_group
+
+    @property
+    def num_groups(self) -> int:
+        """Number G of groups."""
+        return len(self.names.groups) if self._groups else super().num_groups
+
+    @property
+    def train_owner(self) -> np.ndarray | None:
+        """The client that each training example belongs to by itself, int64 ``[N]``."""
+        return self._owner
+
+    def example_inputs(self) -> Any:
+        """Return the first training example twice, on the CPU."""
+        return tree_map(
+            Tensor.cpu, self.inputs("train", torch.zeros(2, dtype=torch.int64, device=self.device))
+        )
+
+    def move(self, device: torch.device) -> None:
+        """Move the examples to the device."""
+        super().move(device)
+        self._inputs = {
+            split: tree_map(lambda leaf: leaf.to(device), some) for split, some in self._inputs.items()
+        }
+        self._scale = None if self._scale is None else self._scale.to(device)
+        self._groups = {split: group.to(device) for split, group in self._groups.items()}
+
+    def inputs(self, split: Split, index: Tensor, draws: Tensor | None = None) -> Any:
+        """Return the inputs at ``index``, ``[B, *example_shape]`` or a dictionary of such tensors.
+
+        Images of bytes are normalised with the mean and standard deviation of the training images."""
+        found = tree_map(lambda leaf: leaf[index], self._inputs[split])
+        if self._scale is None:
+            return found
+        mean, std = self._scale
+        return (found.float() / 255 - mean) / std
+
+    def partition_summary(self) -> dict[str, Any]:
+        """Return the content of ``partition.json``, with the names of classes, groups and clients and the
+        SHA-256 of all examples."""
+        return super().partition_summary() | {"examples": {"sha256": self._digest, **self.names.summary()}}
+
+    def set_task(self, task: TaskName) -> None:
+        """Set :attr:`task` by its name.
+
+        Raises:
+            InputError: it is none of the names.
+        """
+        require_choice(task, ("classification", "regression"), "task")
+        self.task = Classification() if task == "classification" else Regression()
+
+
+def name_from(path: str) -> str:
+    """Return the name of a data set from that of its training file or folder.
+
+    >>> name_from("/tables/tumours.csv.gz"), name_from("/birds/train")
+    ('tumours', 'birds')
+    """
+    full = Path(path).resolve()
+    name = full.name.partition(".")[0]
+    return (full.parent.name if name == "train" else name) or "data"
+
+
+def check_count(num_clients: int, natural: bool) -> bool:
+    """Return whether the clients are those of the data, which is what ``num_clients=0`` says.
+
+    Args:
+        num_clients: number of clients as it was given.
+        natural: whether the data say whose each example is.
+
+    Raises:
+        InputError: the number is negative, or 0 where the data say nothing of clients.
+    """
+    require(
+        num_clients >= 0,
+        f"num_clients={num_clients}",
+        "a federation has at least one client",
+        "write 0 for those of the data",
+    )
+    require(
+        num_clients or natural,
+        "num_clients=0",
+        "it stands for the clients of the data, and nothing says whose an example is",
+        "write num_clients: 10, or name what says it",
+    )
+    return num_clients == 0
+
+
+def default_partition(natural: bool) -> Partition:
+    """Return the partition that is taken if none is given."""
+    return Natural() if natural else Dirichlet(0.1)
+
+
+def check_test_fraction(test: object, test_fraction: float) -> None:
+    """Refuse a share of the training examples that is none, where there is no test set.
+
+    Raises:
+        InputError: it lies outside (0, 1).
+    """
+    require(
+        test is not None or 0 < test_fraction < 1,
+        f"test_fraction={test_fraction}",
+        "a share in (0, 1)",
+        "write e.g. 0.2, or name a test set",
+    )
+
+
+def in_test(labels: np.ndarray, fraction: float) -> np.ndarray:
+    """Mark the examples of the test set, bool ``[N]``; the same ones in every run.
+
+    Args:
+        labels: class of each example ``[N]``, of each of which the share is taken; one value where there are
+            no classes.
+        fraction: share of the test set, rounded.
+
+    Raises:
+        InputError: one of the two parts would be empty.
+    """
+    chosen, rng = np.zeros(len(labels), bool), stream(SPLIT_SEED, "data/test")
+    for value in np.unique(labels):
+        members = rng.permutation(np.flatnonzero(labels == value))
+        chosen[members[: round(fraction * len(members))]] = True
+    require(
+        0 < chosen.sum() < len(chosen),
+        f"test_fraction={fraction} of {len(labels)} examples",
+        f"{int(chosen.sum())} of them are for the test",
+        "give more examples, another share, or a test set",
+    )
+    return chosen
+
+
+def number_names(values: Iterable[Hashable]) -> dict[Any, int]:
+    """Return the number of each name, in the order in which they are sorted.
+
+    >>> number_names(["b", "a", "b"])
+    {'a': 0, 'b': 1}
+    """
+    try:
+        names = sorted(cast("set[Any]", set(values)))
+    except TypeError:  # numbers and texts side by side
+        names = sorted(set(values), key=str)
+    return {name: number for number, name in enumerate(names)}
+
+
+def near_names(name: object, names: Iterable[object]) -> str:
+    """Return what to write in place of a name that is not there: the nearest of those that are."""
+    known = [str(one) for one in names]
+    near = get_close_matches(str(name), known, n=1, cutoff=0.6)
+    if near:
+        return f"did you mean {near[0]}?"
+    return f"write one of {', '.join(known[:20])}{' ...' if len(known) > 20 else ''}"
+
+
+def check_classes(names: Sequence[Any], place: str) -> None:
+    """Refuse a target with a single class.
+
+    Raises:
+        InputError: all training examples are of one class.
+    """
+    if len(names) < 2:
+        raise InputError(
+            place,
+            f"all training examples are of the class {names[0] if len(names) else 'none'}",
+            "give examples of two classes or more",
+        )
+
+
+def channel_moments(images: np.ndarray) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """Return the mean and the standard deviation of each channel of images, with pixels in [0, 1].
+
+    Args:
+        images: uint8 ``[N, C, H, W]``.
+    """
+    level = np.arange(256) / 255
+    channels = range(images.shape[1])
+    counts = np.stack([np.bincount(images[:, channel].ravel(), minlength=256) for channel in channels])
+    share = counts / counts.sum(axis=1, keepdims=True)
+    mean = share @ level
+    # the lower bound avoids a division by zero where a channel is constant
+    std = np.sqrt(share @ level**2 - mean**2 + 1e-12).clip(min=1 / 255)
+    return tuple(mean.tolist()), tuple(std.tolist())
+
+
+def _are_images(inputs: Any) -> bool:
+    return isinstance(inputs, Tensor) and inputs.dtype == torch.uint8 and inputs.ndim == 4
+
+
+def sha256_of(tensors: Iterable[Tensor]) -> str:
+    """Return the SHA-256 over the types, shapes and bytes of tensors."""
+    digest = hashlib.sha256()
+    for tensor in tensors:
+        digest.update(f"{tensor.dtype} {tuple(tensor.shape)}\0".encode())
+        digest.update(np.ascontiguousarray(tensor.cpu().numpy()).data)
+    return digest.hexdigest()

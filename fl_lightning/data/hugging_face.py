@@ -1,0 +1,193 @@
+"""Data sets of the library Hugging Face ``datasets``, by name or from disk."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from fl_lightning.data.arrays import (
+    ArrayData,
+    Examples,
+    Names,
+    TaskName,
+    check_test_fraction,
+    name_from,
+    near_names,
+)
+from fl_lightning.data.items import Keys, read_items, to_examples
+from fl_lightning.data.map_style import num_outputs
+from fl_lightning.data.partition import Partition
+from fl_lightning.errors import InputError, require
+
+FILES = {".parquet": "parquet", ".csv": "csv", ".json": "json", ".jsonl": "json"}
+"""The library's names of the kinds of files."""
+
+SAVED = ("dataset_info.json", "dataset_dict.json")
+"""Files of which a folder has one that ``save_to_disk`` wrote."""
+
+
+class HuggingFaceData(ArrayData):
+    """The rows of a Hugging Face data set, with columns by their names.
+
+    Rows are read once into memory. Images stay bytes and are normalised in batches; other columns are numbers
+    or lists of numbers of one length.
+
+    Args:
+        path: a folder that ``save_to_disk`` wrote, a ``.parquet`` file, a folder of files, or a name on the
+            Hub, which is downloaded.
+        name: configuration of a data set on the Hub; null: its default.
+        train: name of the training split.
+        test: name of the test split; null: ``test_fraction`` of the training split.
+        test_fraction: share of the rows (of classification, of each class) that becomes the test set if there
+            is no ``test``, in (0, 1); the same rows in every run.
+        task: classification or regression.
+        target: column of what is learnt.
+        input: column that the network sees; a list of columns: it takes a dictionary; null: all columns
+            that are nothing else.
+        group: column by which partitions deal the rows out; null: the class.
+        client: column that says whose a row is, for the partition Natural; null: none.
+        num_clients: number of clients; 0: as many as the column ``client`` has.
+        partition: rule that assigns training rows to clients; null: Natural with ``client``, else Dirichlet
+            with beta 0.1.
+        batch_size: rows of one local step.
+        val_fraction: share of each client's rows that is held out for validation, in [0, 1).
+        public_examples: training rows of the public set; 0: no public set.
+
+    Raises:
+        InputError: an argument is out of range, or the library is not installed.
+    """
+
+    examplewise = True
+
+    def __init__(
+        self,
+        path: str,
+        name: str | None = None,
+        train: str = "train",
+        test: str | None = None,
+        test_fraction: float = 0.2,
+        task: TaskName = "classification",
+        target: str = "label",
+        input: str | list[str] | None = None,
+        group: str | None = None,
+        client: str | None = None,
+        num_clients: int = 0,
+        partition: Partition | None = None,
+        batch_size: int = 32,
+        val_fraction: float = 0.1,
+        public_examples: int = 0,
+    ) -> None:
+        super().__init__(
+            dataset=name_from(path),
+            num_clients=num_clients,
+            partition=partition,
+            natural=client is not None,
+            batch_size=batch_size,
+            val_fraction=val_fraction,
+            public_examples=public_examples,
+        )
+        check_test_fraction(test, test_fraction)
+        self.set_task(task)
+        self.path, self.configuration, self.splits = path, name, (train, test)
+        self.test_fraction, self.keys = test_fraction, Keys(input, target, group, client)
+
+    def prepare_data(self) -> None:
+        """Download the data set if it is one of the Hub, and check its splits and columns.
+
+        Raises:
+            InputError: it cannot be loaded, or lacks a split or column.
+        """
+        self._load()
+
+    def read(self) -> tuple[Examples, Examples, Names]:
+        """Read the rows.
+
+        Raises:
+            InputError: the data set cannot be loaded, or a row has another form.
+        """
+        loaded = self._load()
+        train, test = (
+            None if one is None else read_items(one, self.keys, f"{self.path}, {split}")
+            for split, one in zip(self.splits, loaded, strict=True)
+        )
+        assert train is not None
+        first, second, names = to_examples(
+            train, test, classifies=self.task.has_classes, test_fraction=self.test_fraction
+        )
+        self.num_classes = num_outputs((first, second, names))
+        feature = loaded[0].features[self.keys.target]
+        if hasattr(feature, "int2str") and names.classes:
+            names = Names([feature.int2str(number) for number in names.classes], names.groups, names.clients)
+        return first, second, names
+
+    def _load(self) -> list[Any]:
+        """Return the training split and the test split, or None where it is not named."""
+        found = load(self.path, self.configuration)
+        splits: list[Any] = []
+        for split in self.splits:
+            if split is None:
+                splits.append(None)
+                continue
+            if not isinstance(found, dict):  # a single split, which save_to_disk may write
+                require(
+                    self.splits[1] is None,
+                    f"test={self.splits[1]}",
+                    f"{self.path} has a single split",
+                    "leave test out",
+                )
+                splits.append(found)
+                continue
+            require(
+                split in found, f"split {split}", f"{self.path} has no such split", near_names(split, found)
+            )
+            splits.append(found[split])
+        for split, one in zip(self.splits, splits, strict=True):
+            if one is not None:
+                self._check_columns(one, f"{self.path}, {split}")
+        return splits
+
+    def _check_columns(self, split: Any, place: str) -> None:
+        keys = self.keys
+        wanted = keys.input if isinstance(keys.input, list) else [keys.input]
+        for column in [keys.target, keys.group, keys.client, *wanted]:
+            require(
+                column is None or column in split.column_names,
+                place,
+                f"there is no column {column}",
+                near_names(column, split.column_names),
+            )
+
+
+def load(path: str, name: str | None) -> Any:
+    """Return a data set, or a dictionary of its splits.
+
+    Raises:
+        InputError: the library is not installed, or the data set cannot be loaded.
+    """
+    try:
+        import datasets
+    except ImportError as error:
+        raise InputError(
+            "HuggingFaceData",
+            f"it needs the library datasets ({error})",
+            'pip install "fl_lightning[datasets]"',
+        ) from None
+    folder = Path(path)
+    datasets.disable_progress_bars()
+    try:
+        if any((folder / file).is_file() for file in SAVED):
+            return datasets.load_from_disk(path)
+        if folder.is_file():
+            kind = FILES.get(folder.suffix)
+            require(kind, path, f"a file is one of {', '.join(FILES)}", "write one of these, or a folder")
+            return datasets.load_dataset(kind, data_files=str(folder))
+        return datasets.load_dataset(path, name)
+    except InputError:
+        raise
+    except Exception as error:  # the library raises errors of many other libraries
+        reason = " ".join(str(error).split())[:300]
+        raise InputError(
+            f"HuggingFaceData(path={path})",
+            f"it cannot be loaded ({type(error).__name__}: {reason})",
+            "write a folder of save_to_disk, a file, or a name on the Hub that this machine can reach",
+        ) from error

@@ -1,0 +1,184 @@
+"""Images that lie on the device as bytes, where they are cropped, flipped and normalised in batches.
+
+``N`` examples, ``B`` batch, ``E`` epochs, ``n`` examples of one client.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from typing import Literal, get_args
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from fl_lightning.data.arrays import channel_moments
+from fl_lightning.data.base import FederatedData, Split
+from fl_lightning.data.local import Arrays
+from fl_lightning.data.partition import Dirichlet, Partition, check_memory
+from fl_lightning.errors import require
+
+Crop = Literal["none", "pad", "shrink"]
+
+
+class ImageData(FederatedData):
+    """Square images of three channels and their classes; a subclass calls :meth:`hold` in ``setup``.
+
+    Args:
+        dataset: name of the data set.
+        side: side of an image in pixels.
+        root: folder of the files, beside which the ``test`` command looks for those of corruptions.
+        num_clients: number of clients that hold the training examples.
+        partition: rule that assigns training examples to clients; null: Dirichlet with beta 0.1.
+        batch_size: examples of one local step.
+        val_fraction: share of each client's examples held out for validation, in [0, 1).
+        crop: none; pad: random crop after zero padding, test images whole; shrink: random crop, centre crop
+            at test.
+        crop_padding: pixels added on each side before a pad crop.
+        crop_size: side in pixels that a shrink crop leaves; the network sees images of this size.
+        flip: whether training images are mirrored left to right with probability 1/2.
+        public_examples: see :class:`FederatedData`.
+        public_dataset: see :class:`FederatedData`.
+
+    Raises:
+        InputError: an argument is out of range.
+    """
+
+    train_images: Tensor
+    test_images: Tensor
+    train_mean: tuple[float, ...]
+    train_std: tuple[float, ...]
+    public_images: Tensor | None
+
+    def __init__(
+        self,
+        *,
+        dataset: str,
+        side: int,
+        root: str,
+        num_clients: int,
+        partition: Partition | None,
+        batch_size: int,
+        val_fraction: float,
+        crop: Crop,
+        crop_padding: int,
+        crop_size: int,
+        flip: bool,
+        public_examples: int = 0,
+        public_dataset: str | None = None,
+    ) -> None:
+        require(
+            crop in get_args(Crop),
+            f"crop={crop!r}",
+            f"one of {', '.join(get_args(Crop))}",
+            "write none for no crop",
+        )
+        require(crop_padding >= 0, f"crop_padding={crop_padding}", "at least 0", "write 0 or more")
+        require(
+            crop != "shrink" or 1 <= crop_size <= side,
+            f"crop_size={crop_size}",
+            f"a crop lies inside the {side}x{side} image",
+            f"write 1 to {side}",
+        )
+        if crop == "pad":
+            check_memory(f"crop_padding={crop_padding} around an image", 3 * (side + 2 * crop_padding) ** 2)
+        super().__init__(
+            dataset=dataset,
+            num_clients=num_clients,
+            partition=Dirichlet(0.1) if partition is None else partition,
+            batch_size=batch_size,
+            val_fraction=val_fraction,
+            public_examples=public_examples,
+            public_dataset=public_dataset,
+        )
+        self.root, self.side = root, side
+        self.crop, self.crop_padding, self.flip = crop, crop_padding, flip
+        self.view_side = crop_size if crop == "shrink" else side
+        self.example_shape = (3, self.view_side, self.view_side)
+
+    @abstractmethod
+    def setup(self, stage: str | None = None) -> None:
+        """Read the images and call :meth:`hold`."""
+
+    def hold(self, train: Arrays, test: Arrays, public: np.ndarray | None = None) -> None:
+        """Keep the images, and compute the mean and standard deviation of the training pixels.
+
+        Args:
+            train: training images uint8 ``[N, 3, side, side]`` and classes int64 ``[N]``.
+            test: test images and classes, in the same form.
+            public: images of another data set for the public set; None: there are none.
+        """
+        self.public_images = None if public is None else torch.from_numpy(public)
+        self.train_images, self.train_target = map(torch.from_numpy, train)
+        self.test_images, self.test_target = map(torch.from_numpy, test)
+        self.train_mean, self.train_std = channel_moments(train[0])
+        self.move(self.device)
+
+    def move(self, device: torch.device) -> None:
+        """Move the images to the device."""
+        super().move(device)
+        if self.public_images is not None:
+            self.public_images = self.public_images.to(device)
+        self.train_images, self.test_images = self.train_images.to(device), self.test_images.to(device)
+        self._mean, self._std = torch.tensor([self.train_mean, self.train_std], device=device)[
+            :, :, None, None
+        ]
+
+    def draws(self, rng: np.random.Generator, epochs: int, n: int) -> np.ndarray | None:
+        """Draw the top and left edge of the crop and whether it is mirrored, int64 ``[E, n, 3]``."""
+        if self.crop == "none" and not self.flip:
+            return None
+        # one call, so that the first epochs do not depend on the number of epochs
+        uniform = rng.random((epochs, n, 3))
+        places = {"none": 1, "pad": 2 * self.crop_padding + 1, "shrink": self.side - self.view_side + 1}[
+            self.crop
+        ]
+        return (uniform * [places, places, 2 if self.flip else 1]).astype(np.int64)
+
+    def view(self, images: Tensor, draws: Tensor | None = None) -> Tensor:
+        """Return the part of the images that the network sees.
+
+        Args:
+            images: uint8 ``[B, 3, side, side]``.
+            draws: crop and mirroring as :meth:`draws` returns them, ``[B, 3]``; None: the centre crop.
+        """
+        side = self.view_side
+        if draws is None:
+            margin = (images.shape[-1] - side) // 2
+            return images[..., margin : margin + side, margin : margin + side]
+        if self.crop == "pad":
+            images = pad(images, (self.crop_padding,) * 4)
+        top, left, mirrored = draws[:, :, None].unbind(1)
+        steps = torch.arange(side, device=images.device)
+        row = top + steps
+        column = left + torch.where(mirrored.bool(), side - 1 - steps, steps)
+        example = torch.arange(len(images), device=images.device)[:, None, None, None]
+        channel = torch.arange(3, device=images.device)[:, None, None]
+        return images[example, channel, row[:, None, :, None], column[:, None, None, :]]  # a single gather
+
+    def normalise(self, pixels: Tensor) -> Tensor:
+        """Normalise pixels in [0, 1] with the constants of the training set."""
+        return (pixels - self._mean) / self._std
+
+    def denormalise(self, inputs: Tensor) -> Tensor:
+        """Return the pixels in [0, 1] of normalised inputs; the inverse of :meth:`normalise`."""
+        return inputs * self._std + self._mean
+
+    def inputs(self, split: Split, index: Tensor, draws: Tensor | None = None) -> Tensor:
+        """Return the images at ``index``, cropped and normalised, float32 ``[B, *example_shape]``."""
+        images = self.train_images if split == "train" else self.test_images
+        return self.normalise(self.view(images[index], draws).float() / 255)
+
+    def public_pool(self) -> int:
+        """Return the number of images from which the public set is drawn."""
+        return super().public_pool() if self.public_images is None else len(self.public_images)
+
+    def public_inputs(self, position: Tensor) -> Tensor:
+        """Return public images, float32 ``[B, *example_shape]``.
+
+        They are not augmented, and are normalised with the constants of ``dataset``.
+        """
+        if self.public_images is None:
+            return super().public_inputs(position)
+        return self.normalise(self.view(self.public_images[self.public_index[position]]).float() / 255)

@@ -1,0 +1,237 @@
+"""Images in folders: a folder for each class, or a folder for each client with a folder for each class."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from PIL import Image, ImageOps
+
+from fl_lightning.data.arrays import (
+    Names,
+    check_classes,
+    check_count,
+    check_test_fraction,
+    default_partition,
+    in_test,
+    name_from,
+    number_names,
+    sha256_of,
+)
+from fl_lightning.data.image_base import Crop, ImageData
+from fl_lightning.data.local import Arrays
+from fl_lightning.data.partition import Partition, check_memory
+from fl_lightning.errors import InputError, require
+
+log = logging.getLogger(__name__)
+
+SUFFIXES = (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".ppm", ".pgm", ".tif", ".tiff", ".webp")
+DEEP_MODES = ("I", "F", "I;16", "I;16L", "I;16B")
+"""Modes of PIL whose pixels have more than 8 bits."""
+
+
+class ImageFile(NamedTuple):
+    """An image on disk, with the names of its class and, if folders say it, of its client."""
+
+    path: Path
+    label: str
+    client: str | None
+
+
+class ImageFolder(ImageData):
+    """Images of one's own, as ``class/image`` or ``client/class/image``, distributed to clients.
+
+    Images become RGB of ``size`` x ``size`` pixels: what a square of another shape cuts off at the edges is
+    left out, and the rest is resized. They stay bytes, and are cropped, flipped and normalised in batches.
+
+    Args:
+        train: folder of the training images.
+        test: folder of the test images, in the form of ``train``; null: ``test_fraction`` of every class.
+        test_fraction: share of every class that becomes the test set if there is no ``test``, in (0, 1); the
+            same images in every run.
+        client_folders: whether the folders are those of clients, which hold folders of classes.
+        size: side of the images in pixels.
+        num_clients: number of clients; 0: as many as there are folders of clients.
+        partition: rule that assigns training images to clients; null: Natural with folders of clients, else
+            Dirichlet with beta 0.1.
+        batch_size: images of one local step.
+        val_fraction: share of each client's images that is held out for validation, in [0, 1).
+        public_examples: training images of the public set; 0: no public set.
+        crop: none; pad: random crop after zero padding, test images whole; shrink: random crop, centre crop
+            at test.
+        crop_padding: pixels added on each side before a pad crop.
+        crop_size: side in pixels that a shrink crop leaves; the network sees images of this size.
+        flip: whether training images are mirrored left to right with probability 1/2.
+
+    Raises:
+        InputError: an argument is out of range.
+    """
+
+    examplewise = True
+    names = Names()
+
+    def __init__(
+        self,
+        train: str,
+        test: str | None = None,
+        test_fraction: float = 0.2,
+        client_folders: bool = False,
+        size: int = 32,
+        num_clients: int = 0,
+        partition: Partition | None = None,
+        batch_size: int = 64,
+        val_fraction: float = 0.1,
+        public_examples: int = 0,
+        crop: Crop = "none",
+        crop_padding: int = 4,
+        crop_size: int = 28,
+        flip: bool = False,
+    ) -> None:
+        self.count_clients = check_count(num_clients, client_folders)
+        check_test_fraction(test, test_fraction)
+        require(size >= 1, f"size={size}", "an image has at least one pixel", "write e.g. 32")
+        self.train_path, self.test_path = Path(train), Path(test) if test else None
+        super().__init__(
+            dataset=name_from(train),
+            side=size,
+            root=str(self.train_path.parent),
+            num_clients=num_clients or 1,
+            partition=default_partition(client_folders) if partition is None else partition,
+            batch_size=batch_size,
+            val_fraction=val_fraction,
+            crop=crop,
+            crop_padding=crop_padding,
+            crop_size=crop_size,
+            flip=flip,
+            public_examples=public_examples,
+        )
+        self.test_fraction, self.client_folders = test_fraction, client_folders
+        self._owner: np.ndarray | None = None
+        self._digest = ""
+
+    def prepare_data(self) -> None:
+        """Check that the folders hold images.
+
+        Raises:
+            InputError: a folder is missing or holds no images, or its form is another one.
+        """
+        for path in filter(None, (self.train_path, self.test_path)):
+            find_images(path, self.client_folders)
+
+    def setup(self, stage: str | None = None) -> None:
+        """Read the images.
+
+        Raises:
+            InputError: an image is damaged, a class of the test has no training images, or all images are of
+                one class.
+        """
+        train = find_images(self.train_path, self.client_folders)
+        if self.test_path:
+            test = find_images(self.test_path, self.client_folders)
+        else:
+            chosen = in_test(np.array([file.label for file in train]), self.test_fraction)
+            test = [file for file, take in zip(train, chosen, strict=True) if take]
+            train = [file for file, take in zip(train, chosen, strict=True) if not take]
+        classes = number_names(file.label for file in train)
+        check_classes(list(classes), f"{self.train_path}")
+        for file in test:
+            require(
+                file.label in classes,
+                f"{file.path}",
+                f"the class {file.label} has no training images",
+                "remove the folder, or give training images of that class",
+            )
+        clients = number_names(file.client for file in train) if self.client_folders else {}
+        self._owner = np.array([clients[file.client] for file in train], np.int64) if clients else None
+        self.names = Names(classes=list(classes), clients=list(clients))
+        self.num_classes = len(classes)
+        if self.count_clients:
+            self.num_clients = len(clients)
+        held = [self._arrays(files, classes) for files in (train, test)]
+        self._digest = sha256_of(torch.from_numpy(array) for arrays in held for array in arrays)
+        self.hold(held[0], held[1])
+
+    def _arrays(self, files: Sequence[ImageFile], classes: dict[Any, int]) -> Arrays:
+        check_memory(f"{len(files)} images of {self.side}x{self.side} pixels", 3 * self.side**2 * len(files))
+        images = np.empty((len(files), 3, self.side, self.side), np.uint8)
+        for number, file in enumerate(files):
+            images[number] = read_image(file.path, self.side)
+        return images, np.array([classes[file.label] for file in files], np.int64)
+
+    @property
+    def train_owner(self) -> np.ndarray | None:
+        """The client in whose folder each training image lies, int64 ``[N]``; None without such folders."""
+        return self._owner
+
+    def partition_summary(self) -> dict[str, Any]:
+        """Return the content of ``partition.json``, with the names of classes and clients and the SHA-256 of
+        all images."""
+        return super().partition_summary() | {"examples": {"sha256": self._digest, **self.names.summary()}}
+
+
+def find_images(folder: Path, client_folders: bool) -> list[ImageFile]:
+    """Return the images below a folder, in the order of their paths. What is no image is told and left out.
+
+    Args:
+        folder: holds folders of classes, or of clients with folders of classes.
+        client_folders: whether it holds those of clients.
+
+    Raises:
+        InputError: there is no such folder, it holds no images, or its form is another one.
+    """
+    require(folder.is_dir(), f"{folder}", "there is no such folder", "write the path of a folder of images")
+    form = "client/class/image" if client_folders else "class/image"
+    splits = sorted(path.name for path in _folders(folder))
+    require(
+        client_folders or not ({"train", "test"} <= set(splits)),
+        f"{folder}",
+        "it holds train and test, which are no classes",
+        f"write train: {folder / 'train'} and test: {folder / 'test'}",
+    )
+    found: list[ImageFile] = []
+    left_out: Counter[str] = Counter()
+    for outer in _folders(folder):
+        inner = _folders(outer)
+        require(
+            client_folders or not inner,
+            f"{outer}",
+            f"it holds folders, and the form is {form}",
+            "write client_folders: true if they are client/class/image, or move the images up",
+        )
+        for label in inner if client_folders else [outer]:
+            for path in sorted(label.iterdir()):
+                if path.is_file() and path.suffix.lower() in SUFFIXES:
+                    found.append(ImageFile(path, label.name, outer.name if client_folders else None))
+                elif not path.name.startswith("."):
+                    left_out[path.suffix or path.name] += 1
+    require(found, f"{folder}", f"it holds no images as {form}", f"give images: {', '.join(SUFFIXES)}")
+    if left_out:
+        kinds = ", ".join(f"{count} of {kind}" for kind, count in left_out.most_common(5))
+        log.warning("%s: %d files are no images and are left out (%s)", folder, left_out.total(), kinds)
+    return found
+
+
+def read_image(path: Path, side: int) -> np.ndarray:
+    """Return an image as uint8 ``[3, side, side]``.
+
+    Raises:
+        InputError: it is damaged, or has pixels of more than 8 bits.
+    """
+    try:
+        with Image.open(path) as image:
+            deep = image.mode in DEEP_MODES
+            square = ImageOps.fit(image.convert("RGB"), (side, side), method=Image.Resampling.BILINEAR)
+    except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
+        reason = " ".join(str(error).split())
+        raise InputError(f"{path}", f"it is no image or damaged ({reason})", "remove or mend it") from None
+    require(not deep, f"{path}", "its pixels have more than 8 bits", "convert it to 8 bits a channel")
+    return np.asarray(square).transpose(2, 0, 1)
+
+
+def _folders(folder: Path) -> list[Path]:
+    return sorted(path for path in folder.iterdir() if path.is_dir() and not path.name.startswith("."))

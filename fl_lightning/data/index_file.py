@@ -1,0 +1,126 @@
+"""A partition from a file of indices, such as the ``partition.json`` of another run."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from fl_lightning.data.holdings import Holdings
+from fl_lightning.data.partition import IndexPartition
+from fl_lightning.errors import InputError, require
+
+
+class FromFile(IndexPartition):
+    """Every client holds the training examples that a JSON file lists for it, counted from 0.
+
+    The file is ``{"clients": [{"train": [0, 4], "val": [2]}, ...]}``, as ``partition.json`` of a run, whose
+    validation examples it takes over; or a list of a list for each client, ``[[0, 4, 2], ...]``, of which
+    ``val_fraction`` is then held out. Every training example is in one list.
+
+    Args:
+        path: the file.
+    """
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+
+    def holdings(self, labels: np.ndarray, num_clients: int, seed: int) -> Holdings:
+        """Return the examples of each client; of ``labels`` only the number N counts, and no seed.
+
+        Raises:
+            InputError: the file cannot be read, lists another number of clients, or an example twice, not at
+                all, or outside 0 .. N - 1.
+        """
+        clients = self._read()
+        require(
+            len(clients) == num_clients,
+            f"num_clients={num_clients}",
+            f"{self.path} lists {len(clients)} clients",
+            f"write num_clients: {len(clients)}",
+        )
+        divided = any(isinstance(client, dict) for client in clients)
+        parts = [self._parts(client, id) for id, client in enumerate(clients)]
+        sizes = np.array([len(val) + len(train) for val, train in parts], np.int64)
+        index = np.concatenate([np.sort(some) for part in parts for some in part])
+        self._check(index, np.repeat(np.arange(len(parts)), sizes), len(labels))
+        starts = np.concatenate([[0], np.cumsum(sizes)])
+        return Holdings(index, starts, np.array([len(val) for val, _ in parts], np.int64), divided=divided)
+
+    def _read(self) -> list[Any]:
+        try:
+            content = json.loads(Path(self.path).read_text(encoding="utf-8-sig"))
+        except OSError as error:
+            raise InputError(
+                f"{self.path}", f"it cannot be read ({error.strerror})", "write the path of a JSON file"
+            ) from None
+        except (ValueError, RecursionError) as error:
+            reason = getattr(error, "msg", type(error).__name__)
+            raise InputError(
+                f"{self.path}", f"it is not JSON ({reason})", 'write {"clients": [{"train": [0], "val": []}]}'
+            ) from None
+        if isinstance(content, dict) and "left_out" in content:
+            raise InputError(
+                f"{self.path}",
+                f"it leaves out the clients' examples ({content['left_out']})",
+                "use the partition and the seed of that run",
+            )
+        clients = content.get("clients") if isinstance(content, dict) else content
+        if not (isinstance(clients, list) and clients):
+            raise InputError(
+                f"{self.path}", "it lists no clients", 'write {"clients": [{"train": [0], "val": []}]}'
+            )
+        return clients
+
+    def _parts(self, client: Any, id: int) -> tuple[np.ndarray, np.ndarray]:
+        """Return the validation and the training examples of a client as the file lists them."""
+        if isinstance(client, dict):
+            unknown = sorted(set(client) - {"train", "val"})
+            require(
+                "train" in client and not unknown,
+                f"{self.path}, client {id}",
+                f"it has the lists train and val, and not {unknown or 'val alone'}",
+                'write {"train": [0, 4], "val": [2]}',
+            )
+            lists = [client.get("val", []), client["train"]]
+        else:
+            lists = [[], client]
+        for some in lists:
+            whole = isinstance(some, list) and all(type(place) is int for place in some)
+            small = whole and all(abs(place) < 2**63 for place in some)
+            require(
+                small,
+                f"{self.path}, client {id}",
+                "examples are a list of whole numbers",
+                "write e.g. [0, 4, 2]",
+            )
+        return np.array(lists[0], np.int64), np.array(lists[1], np.int64)
+
+    def _check(self, index: np.ndarray, owner: np.ndarray, count: int) -> None:
+        """Refuse lists that do not cover all examples once."""
+        outside = (index < 0) | (index >= count)
+        if outside.any():
+            place = int(outside.argmax())
+            raise InputError(
+                f"{self.path}, client {owner[place]}",
+                f"there is no example {index[place]}: the data has {count}, counted from 0",
+                f"write 0 to {count - 1}, or the data that the file was made for",
+            )
+        times = np.bincount(index, minlength=count)
+        if (times > 1).any():
+            example = int((times > 1).argmax())
+            holders = owner[index == example].tolist()
+            raise InputError(
+                f"{self.path}",
+                f"example {example} is listed twice, by the clients {holders[0]} and {holders[1]}",
+                "leave it in one list",
+            )
+        if (times == 0).any():
+            raise InputError(
+                f"{self.path}",
+                f"{int((times == 0).sum())} of {count} examples are in no list, such as "
+                f"{int((times == 0).argmax())}",
+                "give each to a client",
+            )

@@ -1,0 +1,335 @@
+"""Items of a map-style dataset, read once into tensors.
+
+``N`` items. An item is a pair of input and target, or a dictionary with them and with whatever else is known.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils.data import IterableDataset
+
+from fl_lightning.data.arrays import (
+    Examples,
+    Names,
+    check_classes,
+    in_test,
+    near_names,
+    number_names,
+)
+from fl_lightning.data.partition import check_memory
+from fl_lightning.errors import InputError, require
+from fl_lightning.rng import torch_stream
+
+Key = int | str
+
+
+@dataclass(frozen=True)
+class Keys:
+    """Where the parts of an item are: positions in a tuple, or names in a dictionary.
+
+    Args:
+        input: the input; a list of names makes a dictionary of inputs. None: position 0, or all names of a
+            dictionary that are nothing else.
+        target: the target; None: position 1.
+        group: what partitions deal the items out by; None: the class.
+        client: whose an item is; None: the items say nothing of it.
+    """
+
+    input: Key | Sequence[str] | None = None
+    target: Key | None = None
+    group: Key | None = None
+    client: Key | None = None
+
+
+@dataclass(frozen=True)
+class Items:
+    """The items of one dataset.
+
+    Args:
+        place: name of the dataset, for messages.
+        inputs: a tensor ``[N, ...]`` or a dictionary of tensors.
+        target: as the items have it, one for each.
+        group: name of each item's group; None: there are none.
+        client: name of each item's client; None: there are none.
+    """
+
+    place: str
+    inputs: Any
+    target: list[Any]
+    group: list[Any] | None = None
+    client: list[Any] | None = None
+
+    def part(self, chosen: np.ndarray) -> Items:
+        """Return the items that are marked, bool ``[N]``."""
+        where = np.flatnonzero(chosen).tolist()
+        index = torch.tensor(where)
+
+        def some(values: list[Any] | None) -> list[Any] | None:
+            return None if values is None else [values[position] for position in where]
+
+        return replace(
+            self,
+            inputs=tree_map(lambda leaf: leaf[index], self.inputs),
+            target=[self.target[position] for position in where],
+            group=some(self.group),
+            client=some(self.client),
+        )
+
+
+def read_items(dataset: Any, keys: Keys, place: str) -> Items:
+    """Read all items of a dataset into memory.
+
+    Random numbers that the dataset draws from torch's global generator are the same in every run.
+
+    Raises:
+        InputError: it is not map-style, has no items, or they have not all the same form and shape.
+    """
+    count = _count(dataset, place)
+    inputs: Any = None
+    known: dict[str, list[Any]] = {"target": [], "group": [], "client": []}
+    with torch_stream(0, "data/read"):
+        for number in range(count):
+            where = f"{place}, item {number}"
+            parts = _parts(dataset[number], keys, where)
+            given = parts.pop("input")  # no tree_map here: it would take a list of numbers apart
+            leaves = (
+                {str(key): _tensor(value, where) for key, value in given.items()}
+                if isinstance(given, Mapping)
+                else _tensor(given, where)
+            )
+            if inputs is None:
+                size = sum(leaf.nbytes for leaf in tree_leaves(leaves))
+                check_memory(f"{place} with {count} items", size * count)
+                inputs = tree_map(lambda leaf: torch.empty(count, *leaf.shape, dtype=leaf.dtype), leaves)
+            _put(inputs, number, leaves, where)
+            for name, value in parts.items():
+                known[name].append(value)
+    for leaf in tree_leaves(inputs):
+        bad = ~leaf.isfinite().reshape(count, -1).all(1) if leaf.is_floating_point() else torch.zeros(1)
+        require(
+            not bad.any(),
+            f"{place}, item {int(bad.long().argmax())}",
+            "its input has values that are not finite",
+            "correct it or leave it out",
+        )
+    return Items(
+        place,
+        inputs,
+        known["target"],
+        known["group"] if keys.group is not None else None,
+        known["client"] if keys.client is not None else None,
+    )
+
+
+def to_examples(
+    train: Items, test: Items | None, *, classifies: bool, test_fraction: float
+) -> tuple[Examples, Examples, Names]:
+    """Return the examples of both splits, and the names of classes, groups and clients in sorted order.
+
+    Args:
+        train: the training items, of which ``test_fraction`` is for the test if there are no test items.
+        test: the test items; None: there are none.
+        classifies: whether targets are classes.
+        test_fraction: share of the test, of classification that of each class.
+
+    Raises:
+        InputError: a target is not that of the task, or a class of the test is unknown.
+    """
+    if classifies:
+        train = replace(train, target=_class_names(train))
+    if test is None:
+        labels = np.array([str(name) for name in train.target]) if classifies else np.zeros(len(train.target))
+        chosen = in_test(labels, test_fraction)
+        train, test = train.part(~chosen), train.part(chosen)
+    elif classifies:
+        test = replace(test, target=_class_names(test))
+    _check_same_form(train, test)
+    if classifies:
+        classes = number_names(train.target)
+        check_classes(list(classes), train.place)
+        unknown = [name for name in test.target if name not in classes]
+        require(
+            not unknown,
+            f"{test.place}",
+            f"its class {unknown[:1]} is not among the training items",
+            "leave it out, or give training items of that class",
+        )
+        targets = [torch.tensor([classes[name] for name in some.target]) for some in (train, test)]
+    else:
+        classes, targets = {}, [_numbers(some) for some in (train, test)]
+    groups = number_names([*(train.group or []), *(test.group or [])])
+    clients = number_names(train.client or [])
+    return (
+        Examples(train.inputs, targets[0], _numbered(train.group, groups), _numbered(train.client, clients)),
+        Examples(test.inputs, targets[1], _numbered(test.group, groups)),
+        Names(list(classes), list(groups), list(clients)),
+    )
+
+
+def _count(dataset: Any, place: str) -> int:
+    map_style = hasattr(dataset, "__getitem__") and not isinstance(dataset, IterableDataset)
+    try:
+        count = len(dataset) if map_style else None
+    except (TypeError, NotImplementedError):
+        count = None
+    if count is None:
+        raise InputError(
+            place,
+            f"{type(dataset).__name__} has no length or no items by position",
+            "give a map-style torch.utils.data.Dataset, with __len__ and __getitem__",
+        )
+    require(count, place, "it has no items", "give some")
+    return count
+
+
+def _parts(item: Any, keys: Keys, where: str) -> dict[str, Any]:
+    """Return the input, target, group and client of an item, those that there are."""
+    if isinstance(item, Mapping):
+        return _parts_of_dictionary(item, keys, where)
+    if not (isinstance(item, (tuple, list)) and len(item) >= 2):
+        raise InputError(
+            where,
+            f"an item is (input, target) or a dictionary, and this is a {type(item).__name__}",
+            "return both from __getitem__",
+        )
+    places = {
+        "input": 0 if keys.input is None else keys.input,
+        "target": 1 if keys.target is None else keys.target,
+        "group": keys.group,
+        "client": keys.client,
+    }
+    found = {}
+    for name, place in places.items():
+        if place is None:
+            continue
+        if not (isinstance(place, int) and 0 <= place < len(item)):
+            raise InputError(
+                f"{name}={place}",
+                f"{where} is a tuple of {len(item)}",
+                f"write a position from 0 to {len(item) - 1}",
+            )
+        found[name] = item[place]
+    return {name: _plain(value) if name in ("group", "client") else value for name, value in found.items()}
+
+
+def _parts_of_dictionary(item: Mapping[Any, Any], keys: Keys, where: str) -> dict[str, Any]:
+    named = {"target": keys.target, "group": keys.group, "client": keys.client}
+    found: dict[str, Any] = {}
+    require(
+        keys.target is not None,
+        where,
+        f"it is a dictionary with {', '.join(map(str, item))}, and nothing says which is the target",
+        "write target: NAME",
+    )
+    for name, key in named.items():
+        if key is not None:
+            require(key in item, f"{name}={key}", f"{where} has no such name", near_names(key, item))
+            found[name] = item[key] if name == "target" else _plain(item[key])
+    if isinstance(keys.input, (int, str)):
+        wanted: list[Any] = [keys.input]
+    else:
+        wanted = [key for key in item if key not in named.values()] if keys.input is None else [*keys.input]
+    for key in wanted:
+        require(key in item, f"input={key}", f"{where} has no such name", near_names(key, item))
+    require(wanted, where, "it has nothing beside the target", "give it an input")
+    single = len(wanted) == 1 and not isinstance(keys.input, list)
+    return found | {"input": item[wanted[0]] if single else {key: item[key] for key in wanted}}
+
+
+def _plain(value: Any) -> Any:
+    """Return a number or a text, of a tensor of one value its value."""
+    single = isinstance(value, (Tensor, np.ndarray, np.generic)) and math.prod(value.shape) == 1
+    return value.item() if single else value
+
+
+def _tensor(value: Any, where: str) -> Tensor:
+    """Return an input as a tensor: images as uint8 ``[3, H, W]``, real numbers as float32, others int64."""
+    if hasattr(value, "convert") and hasattr(value, "getbands"):  # an image of PIL
+        return torch.from_numpy(np.array(value.convert("RGB"))).permute(2, 0, 1)
+    try:
+        found = value.detach().cpu() if isinstance(value, Tensor) else torch.as_tensor(np.array(value))
+    except (TypeError, ValueError):
+        raise InputError(
+            where,
+            f"an input is a tensor, an array, an image or numbers, and this is a {type(value).__name__}",
+            "write tokens in place of text, see TextFiles; or give the dataset a transform",
+        ) from None
+    require(not found.is_complex(), where, "an input is of real numbers", "give the dataset a transform")
+    if found.is_floating_point() or found.dtype == torch.bool:
+        return found.float()
+    return found if found.dtype == torch.uint8 and found.ndim == 3 else found.long()
+
+
+def _put(inputs: Any, number: int, leaves: Any, where: str) -> None:
+    """Write an item's input into its row."""
+    into, values = tree_leaves(inputs), tree_leaves(leaves)
+    same = len(into) == len(values) and (not isinstance(inputs, dict) or list(inputs) == list(leaves))
+    require(same, where, "it has other parts than the first item", "give all items the same")
+    for row, value in zip(into, values, strict=True):
+        require(
+            row.shape[1:] == value.shape and row.dtype == value.dtype,
+            f"{where}, input {value.dtype} {list(value.shape)}",
+            f"the first item's is {row.dtype} {list(row.shape[1:])}",
+            "give the dataset a transform, such as torchvision.transforms.Resize, that makes all alike",
+        )
+        row[number] = value
+
+
+def _class_names(items: Items) -> list[Any]:
+    """Return the class of each item: a whole number or a text."""
+    found = [_plain(value) for value in items.target]
+    for number, value in enumerate(found):
+        whole = isinstance(value, (str, bool, int)) or (isinstance(value, float) and value.is_integer())
+        require(
+            whole,
+            f"{items.place}, item {number}",
+            f"a class is a whole number or a text, and this is a {type(value).__name__}",
+            "write task: regression, or name another target",
+        )
+    return found
+
+
+def _numbers(items: Items) -> Tensor:
+    """Return the targets of a regression, float32 ``[N]`` or ``[N, D]``."""
+    rows: list[np.ndarray] = []
+    for number, value in enumerate(items.target):
+        try:
+            row = np.asarray(value, dtype=np.float32)
+        except (TypeError, ValueError):
+            row = np.array(math.nan, np.float32)
+        require(
+            row.ndim <= 1 and np.isfinite(row).all() and row.shape == (rows[0].shape if rows else row.shape),
+            f"{items.place}, item {number}",
+            "its target is not one or several finite numbers, as many as the first item's",
+            "correct it, or name another target",
+        )
+        rows.append(row)
+    return torch.from_numpy(np.stack(rows))
+
+
+def _check_same_form(train: Items, test: Items) -> None:
+    forms = [
+        [(leaf.dtype, tuple(leaf.shape[1:])) for leaf in tree_leaves(some.inputs)] for some in (train, test)
+    ]
+    require(
+        forms[0] == forms[1],
+        f"{test.place}",
+        f"its inputs are {_form(test)}, and the training items' are {_form(train)}",
+        "give both the same transform",
+    )
+
+
+def _form(items: Items) -> str:
+    return ", ".join(f"{leaf.dtype} {list(leaf.shape[1:])}" for leaf in tree_leaves(items.inputs))
+
+
+def _numbered(names: list[Any] | None, numbers: Mapping[Any, int]) -> np.ndarray | None:
+    return None if names is None else np.array([numbers[name] for name in names], np.int64)

@@ -1,0 +1,251 @@
+"""Map-style datasets of torch, torchvision and one's own, and the datasets of a LightningDataModule."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from inspect import isclass
+from typing import Any
+
+from lightning import LightningDataModule
+from torch.utils.data import Dataset
+
+from fl_lightning.data.arrays import ArrayData, Examples, Names, TaskName, check_test_fraction
+from fl_lightning.data.items import Key, Keys, read_items, to_examples
+from fl_lightning.data.partition import Partition
+from fl_lightning.errors import InputError
+from fl_lightning.support.user_code import is_bug_of_user
+
+DatasetCallable = Callable[[], Dataset]
+DataModuleCallable = Callable[[], LightningDataModule]
+
+
+class DatasetData(ArrayData):
+    """The items of a map-style ``torch.utils.data.Dataset``, such as torchvision's or one's own.
+
+    Items are ``(input, target)`` or dictionaries. All are read once into memory, so a dataset's ``transform``
+    is applied once and not in every epoch. Images (of PIL, or uint8 ``[C, H, W]``) stay bytes, and a batch is
+    normalised with the training images' mean and standard deviation; other inputs are taken as they are.
+
+    Args:
+        train: class path and arguments of the training dataset; in Python a function that returns it.
+        test: the test dataset; null: ``test_fraction`` of the training dataset.
+        test_fraction: share of the items (of classification, of each class) that becomes the test set if
+            there is no ``test``, in (0, 1); the same items in every run.
+        task: classification: targets are whole numbers or texts, and their sorted values are the classes;
+            regression: one or several numbers.
+        input: position in a tuple, or name in a dictionary, of the input; a list of names: the network takes
+            a dictionary. null: position 0, or all names that are nothing else.
+        target: position or name of the target; null: position 1.
+        group: position or name of what partitions deal the items out by; null: the class.
+        client: position or name of whose an item is, for the partition Natural; null: none.
+        num_clients: number of clients; 0: as many as the training items have.
+        partition: rule that assigns training items to clients; null: Natural with ``client``, else Dirichlet
+            with beta 0.1.
+        batch_size: items of one local step.
+        val_fraction: share of each client's items that is held out for validation, in [0, 1).
+        public_examples: training items of the public set; 0: no public set.
+
+    Raises:
+        InputError: an argument is out of range.
+    """
+
+    examplewise = True
+
+    def __init__(
+        self,
+        train: DatasetCallable,
+        test: DatasetCallable | None = None,
+        test_fraction: float = 0.2,
+        task: TaskName = "classification",
+        input: Key | list[str] | None = None,
+        target: Key | None = None,
+        group: Key | None = None,
+        client: Key | None = None,
+        num_clients: int = 0,
+        partition: Partition | None = None,
+        batch_size: int = 32,
+        val_fraction: float = 0.1,
+        public_examples: int = 0,
+    ) -> None:
+        super().__init__(
+            dataset=name_of(train),
+            num_clients=num_clients,
+            partition=partition,
+            natural=client is not None,
+            batch_size=batch_size,
+            val_fraction=val_fraction,
+            public_examples=public_examples,
+        )
+        check_test_fraction(test, test_fraction)
+        self.set_task(task)
+        self.sources, self.test_fraction = (train, test), test_fraction
+        self.keys = Keys(input, target, group, client)
+        self._made: list[Any] | None = None
+
+    def prepare_data(self) -> None:
+        """Make the datasets, which may download their files.
+
+        Raises:
+            InputError: a dataset refuses its arguments or lacks its files.
+        """
+        self._made = [
+            None if make is None else made(make, f"data.{split}")
+            for split, make in zip(("train", "test"), self.sources, strict=True)
+        ]
+
+    def read(self) -> tuple[Examples, Examples, Names]:
+        """Make the datasets if that has not been done, and read their items.
+
+        Raises:
+            InputError: a dataset cannot be made or read.
+        """
+        if self._made is None:
+            self.prepare_data()
+        assert self._made is not None
+        train, test = (
+            None if one is None else read_items(one, self.keys, f"data.{split} {name_of(one)}")
+            for split, one in zip(("train", "test"), self._made, strict=True)
+        )
+        self._made = None
+        assert train is not None
+        examples = to_examples(
+            train, test, classifies=self.task.has_classes, test_fraction=self.test_fraction
+        )
+        self.num_classes = num_outputs(examples)
+        return examples
+
+
+class DataModuleData(ArrayData):
+    """The datasets behind the ``train_dataloader`` and ``test_dataloader`` of a ``LightningDataModule``.
+
+    The items of the datasets are read as :class:`DatasetData` reads them; the loaders' batches, samplers and
+    collate functions are not used.
+
+    Args:
+        module: class path and arguments of the module; in Python a function that returns it.
+        test_fraction: share of the items that becomes the test set if the module has no test loader.
+        task: classification or regression, as in :class:`DatasetData`.
+        input: position or name of the input; null: position 0, or all names that are nothing else.
+        target: position or name of the target; null: position 1.
+        group: position or name of what partitions deal the items out by; null: the class.
+        client: position or name of whose an item is, for the partition Natural; null: none.
+        num_clients: number of clients; 0: as many as the training items have.
+        partition: rule that assigns training items to clients; null: Natural with ``client``, else Dirichlet
+            with beta 0.1.
+        batch_size: items of one local step.
+        val_fraction: share of each client's items that is held out for validation, in [0, 1).
+        public_examples: training items of the public set; 0: no public set.
+
+    Raises:
+        InputError: an argument is out of range.
+    """
+
+    examplewise = True
+
+    def __init__(
+        self,
+        module: DataModuleCallable,
+        test_fraction: float = 0.2,
+        task: TaskName = "classification",
+        input: Key | list[str] | None = None,
+        target: Key | None = None,
+        group: Key | None = None,
+        client: Key | None = None,
+        num_clients: int = 0,
+        partition: Partition | None = None,
+        batch_size: int = 32,
+        val_fraction: float = 0.1,
+        public_examples: int = 0,
+    ) -> None:
+        super().__init__(
+            dataset=name_of(module),
+            num_clients=num_clients,
+            partition=partition,
+            natural=client is not None,
+            batch_size=batch_size,
+            val_fraction=val_fraction,
+            public_examples=public_examples,
+        )
+        check_test_fraction(None, test_fraction)
+        self.set_task(task)
+        self.source, self.test_fraction = module, test_fraction
+        self.keys = Keys(input, target, group, client)
+
+    def prepare_data(self) -> None:
+        """Call the module's ``prepare_data``.
+
+        Raises:
+            InputError: the module refuses its arguments or lacks its files.
+        """
+        made(lambda: made(self.source, "data.module").prepare_data(), "data.module")
+
+    def read(self) -> tuple[Examples, Examples, Names]:
+        """Read the items of the module's datasets.
+
+        Raises:
+            InputError: the module has no training loader, or a dataset cannot be read.
+        """
+        module = made(self.source, "data.module")
+        train = self._dataset_of(module, "train_dataloader", "fit")
+        if train is None:
+            raise InputError(
+                f"data.module {name_of(module)}",
+                "its train_dataloader gives no loader with a dataset",
+                "let it return a torch.utils.data.DataLoader",
+            )
+        test = self._dataset_of(module, "test_dataloader", "test")
+        items = [
+            None if one is None else read_items(one, self.keys, f"data.module {name_of(module)}, {split}")
+            for split, one in (("train", train), ("test", test))
+        ]
+        assert items[0] is not None
+        examples = to_examples(
+            items[0], items[1], classifies=self.task.has_classes, test_fraction=self.test_fraction
+        )
+        self.num_classes = num_outputs(examples)
+        return examples
+
+    @staticmethod
+    def _dataset_of(module: LightningDataModule, loader: str, stage: str) -> Any:
+        """Return the dataset of a loader; None if the module does not define the loader."""
+        if getattr(type(module), loader) is getattr(LightningDataModule, loader):
+            return None
+        made(lambda: module.setup(stage), "data.module")
+        return getattr(getattr(module, loader)(), "dataset", None)
+
+
+def num_outputs(examples: tuple[Examples, Examples, Names]) -> int:
+    """Return the number of classes, or of the numbers of a regression's target."""
+    train, _, names = examples
+    return len(names.classes) or (train.target.shape[1] if train.target.ndim == 2 else 1)
+
+
+def made(make: Any, setting: str) -> Any:
+    """Return what a function makes, or what was given instead of one.
+
+    Raises:
+        InputError: a library refuses its arguments, or a file is missing. A bug in the user's own code stays
+            what it is.
+    """
+    if isinstance(make, (Dataset, LightningDataModule)) or not callable(make):
+        return make
+    try:
+        return make()
+    except InputError:
+        raise
+    except (ValueError, RuntimeError, OSError, ImportError) as error:
+        if is_bug_of_user(error):
+            raise
+        reason = " ".join(str(error).split())
+        raise InputError(
+            f"{setting} {name_of(make)}", f"it cannot be made ({reason})", "correct its arguments"
+        ) from error
+
+
+def name_of(make: Any) -> str:
+    """Return the name of the class or function that makes something, or of the class of what is made."""
+    while isinstance(make, partial):
+        make = make.args[-1] if make.args and isclass(make.args[-1]) else make.func
+    name = getattr(make, "__name__", type(make).__name__)
+    return name if name.isidentifier() else "dataset"

@@ -1,0 +1,42 @@
+"""A multilayer perceptron for examples of any shape: the default network of tables."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from math import prod
+
+from torch import Tensor, nn
+
+from fl_lightning.errors import InputError
+
+
+class MLP(nn.Module):
+    """Linear layers with ReLU between them on examples that are flattened.
+
+    Args:
+        num_classes: number of outputs.
+        example_shape: shape of one example; the data give it.
+        width: features of a hidden layer, at least 1.
+        depth: number of hidden layers; 0 is a linear model.
+
+    Raises:
+        InputError: width is less than 1 or depth less than 0.
+    """
+
+    def __init__(
+        self, num_classes: int, example_shape: tuple[int, ...] = (1,), width: int = 64, depth: int = 2
+    ) -> None:
+        super().__init__()
+        if width < 1 or depth < 0:
+            raise InputError(
+                f"width={width}, depth={depth}",
+                "a layer has 1 feature or more, and there are 0 hidden layers or more",
+                "write e.g. width 64, depth 2",
+            )
+        sizes = [prod(example_shape), *[width] * depth]
+        hidden = [layer for n, m in pairwise(sizes) for layer in (nn.Linear(n, m), nn.ReLU())]
+        self.layers = nn.Sequential(nn.Flatten(), *hidden, nn.Linear(sizes[-1], num_classes))
+
+    def forward(self, examples: Tensor) -> Tensor:
+        """Map examples ``[B, *example_shape]`` to outputs ``[B, num_classes]``."""
+        return self.layers(examples)

@@ -1,0 +1,348 @@
+"""Datasets of torch, torchvision, one's own and a LightningDataModule: read once, and refused in one line."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import struct
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from lightning import LightningDataModule
+from page_commands import documented, file_of_page
+from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
+from torchvision.datasets import MNIST, FakeData
+from toy import run
+
+from fl_lightning.__main__ import main
+from fl_lightning.data import IID, DataModuleData, DatasetData, FederatedData, Natural
+from fl_lightning.errors import InputError
+from fl_lightning.methods import FedAvg
+from fl_lightning.support.recorded import describe
+
+
+class ListData(Dataset):
+    """Items from a list."""
+
+    def __init__(self, items: list) -> None:
+        self.items = items
+
+    def __len__(self) -> int:
+        return len(self.items)
+
+    def __getitem__(self, index: int):
+        return self.items[index]
+
+
+def dealt(data: FederatedData) -> FederatedData:
+    data.prepare_data()
+    data.setup()
+    data.distribute(0, torch.device("cpu"))
+    return data
+
+
+def ready(train, **settings) -> DatasetData:
+    source = ListData(train) if isinstance(train, list) else train
+    test = settings.pop("test", None)
+    settings = {"num_clients": 4, "partition": IID(), **settings}
+    return dealt(DatasetData(source, ListData(test) if isinstance(test, list) else test, **settings))  # type: ignore[return-value]
+
+
+def all_inputs(data: FederatedData, split: str = "train"):
+    target = data.train_target if split == "train" else data.test_target
+    return data.inputs(split, torch.arange(len(target)))  # type: ignore[arg-type]
+
+
+def pairs(n: int = 40) -> list:
+    return [(torch.tensor([float(i), -1.0]), "odd" if i % 2 else "even") for i in range(n)]
+
+
+def test_items_are_the_examples_in_their_order():
+    data = ready(pairs(), test=pairs(10))
+    assert torch.equal(all_inputs(data)[:, 0], torch.arange(40.0))
+    assert data.train_target.tolist() == [0, 1] * 20
+    assert data.names.classes == ["even", "odd"]
+    assert data.example_shape == (2,)
+    assert torch.equal(data.example_inputs(), torch.tensor([[0.0, -1.0]] * 2))
+    examples = [
+        *all_inputs(ready(pairs()), "train")[:, 0].tolist(),
+        *all_inputs(ready(pairs()), "test")[:, 0].tolist(),
+    ]
+    assert sorted(examples) == list(range(40))
+    assert len(ready(pairs()).test_target) == 8
+
+
+def test_dictionaries_with_several_inputs_clients_and_groups():
+    """Integer inputs stay integers; every client holds the items that name it."""
+    items = [
+        {"ids": [i, i + 1], "weight": 0.5 * i, "label": i % 3, "writer": f"w{i % 5}", "site": i // 20}
+        for i in range(40)
+    ]
+    data = ready(items, target="label", client="writer", group="site", num_clients=0, partition=None)
+    assert isinstance(data.partition, Natural)
+    assert data.num_clients == 5
+    inputs = all_inputs(data)
+    assert list(inputs) == ["ids", "weight"]
+    assert inputs["ids"].dtype == torch.int64
+    assert inputs["weight"].shape == data.train_target.shape
+    for id, name in enumerate(data.names.clients):
+        held = [*data.client(id).train, *data.client(id).val]
+        assert {f"w{int(i) % 5}" for i in inputs["ids"][held, 0]} == {name}
+    assert data.train_group.tolist() == [int(i) // 20 for i in inputs["ids"][:, 0]]
+    assert data.num_groups == 2
+    assert data.num_classes == 3
+    assert list(all_inputs(ready(items, target="label", input=["ids"]))) == ["ids"]
+    assert all_inputs(ready(items, target="label", input="ids")).shape == (31, 2)
+    batch, _ = next(iter(data.train_batches(data.client(0), round=1, epochs=1)))
+    assert batch["ids"].shape[1:] == (2,)
+
+
+def test_regression_of_several_numbers():
+    items = [(torch.ones(3) * i, [i, 2.0 * i]) for i in range(20)]
+    data = ready(items, task="regression")
+    assert data.num_classes == 2
+    assert torch.equal(data.train_target[:, 1], 2 * data.train_target[:, 0])
+    assert torch.equal(data.train_target[:, 0], all_inputs(data)[:, 0])
+
+
+def test_torchvision_images_are_bytes_and_normalised_with_the_training_images():
+    source = partial(FakeData, size=30, image_size=(3, 20, 20), num_classes=3)
+    data = ready(
+        source, test=partial(FakeData, size=12, image_size=(3, 20, 20), num_classes=3, random_offset=99)
+    )
+    assert data._inputs["train"].dtype == torch.uint8
+    raw = (
+        torch.stack([torch.from_numpy(np.array(source()[i][0])).permute(2, 0, 1) for i in range(30)]).double()
+        / 255
+    )
+    mean, std = raw.mean((0, 2, 3))[:, None, None], raw.std((0, 2, 3), correction=0)[:, None, None]
+    torch.testing.assert_close(all_inputs(data).double(), (raw - mean) / std, rtol=0, atol=1e-5)
+    assert abs(float(all_inputs(data, "test").mean())) < 0.1
+    assert data.example_shape == (3, 20, 20)
+    assert data.dataset == "FakeData"
+
+
+def test_random_transforms_are_the_same_in_every_run():
+    class Noisy(ListData):
+        def __getitem__(self, index: int):
+            return torch.rand(3), index % 2
+
+    torch.manual_seed(1)
+    state = torch.get_rng_state()
+    one = all_inputs(ready(Noisy(pairs())))
+    assert torch.equal(torch.get_rng_state(), state)
+    torch.manual_seed(2)
+    assert torch.equal(one, all_inputs(ready(Noisy(pairs()))))
+
+
+def test_settings_tell_datasets_apart():
+    one, other = (describe(DatasetData(partial(FakeData, size=size), num_clients=2)) for size in (10, 20))
+    assert one != other
+    assert one["init_args"]["train"]["class_path"].endswith("FakeData")
+
+
+class Stream(IterableDataset):
+    def __iter__(self):
+        return iter(pairs())
+
+
+def nan(row: int) -> list:
+    items = pairs()
+    items[row] = (torch.tensor([float("nan"), 0.0]), "odd")
+    return items
+
+
+WRONG = {
+    "no items": ([], {}, "it has no items"),
+    "a stream": (Stream(), {}, "Stream has no length or no items by position"),
+    "no pair": ([torch.ones(3)] * 9, {}, "item 0; an item is .input, target. or a dictionary, and this is a Tensor"),
+    "no target": ([{"x": 1, "y": 2}] * 9, {}, "nothing says which is the target; write target: NAME"),
+    "wrong target": ([{"x": 1, "label": 2}] * 9, {"target": "labl"}, "target=labl; .* did you mean label"),
+    "wrong input": ([{"x": 1, "y": 2}] * 9, {"target": "y", "input": "z"}, "input=z"),
+    "wrong place": (pairs(), {"client": 2}, "client=2; .* is a tuple of 2; write a position from 0 to 1"),
+    "text": ([("a text", 1)] * 9, {}, "an input is a tensor, an array, an image or numbers, and this is a str"),
+    "shapes": ([*pairs(), (torch.ones(3), "odd")], {}, r"item 40, input torch.float32 \[3\]; the first item's"),
+    "not finite": (nan(7), {}, "item 7; its input has values that are not finite"),
+    "fractions": ([(torch.ones(2), 0.5)] * 9, {}, "a class is a whole number or a text, and this is a float"),
+    "one class": ([(torch.ones(2), 1)] * 9, {}, "all training examples are of the class 1"),
+    "names of regression": (pairs(), {"task": "regression"}, "item 0; its target is not one or several finite"),
+    "unknown class": (pairs(), {"test": [(torch.ones(2), "prime")]}, "its class .'prime'. is not among"),
+    "other test": (pairs(), {"test": [(torch.ones(3), "odd")]}, "its inputs are torch.float32 .3., and the training"),
+    "no clients": (pairs(), {"num_clients": 0}, "nothing says whose an example is"),
+    "no files": (partial(MNIST, "nowhere"), {}, "data.train MNIST; it cannot be made .Dataset not found"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("mistake", WRONG)
+def test_a_mistake_is_one_line(mistake):
+    train, settings, words = WRONG[mistake]
+    with pytest.raises(InputError, match=words) as error:
+        ready(train, **settings)
+    assert "\n" not in str(error.value)
+
+
+def test_too_many_items_are_refused_before_they_are_read():
+    class Endless(ListData):
+        def __len__(self) -> int:
+            return 10**15
+
+    with pytest.raises(InputError, match="with 1000000000000000 items; they take"):
+        ready(Endless(pairs()))
+
+
+def test_a_bug_of_the_dataset_keeps_its_type():
+    class Broken(ListData):
+        def __getitem__(self, index: int):
+            return {}["nothing"]
+
+    with pytest.raises(KeyError):
+        ready(Broken(pairs()))
+
+
+# --- a LightningDataModule
+# -----------------------------------------------------------------------------------------------------------------
+
+
+class Module(LightningDataModule):
+    """Its loaders shuffle, drop and collate, none of which may be seen."""
+
+    def __init__(self, n: int = 40) -> None:
+        super().__init__()
+        self.n = n
+
+    def prepare_data(self) -> None:
+        Module.prepared = True
+
+    def setup(self, stage: str) -> None:
+        self.x, self.y = torch.arange(2.0 * self.n).reshape(self.n, 2), torch.arange(self.n) % 2
+
+    def train_dataloader(self) -> DataLoader:
+        return DataLoader(
+            TensorDataset(self.x, self.y), batch_size=7, shuffle=True, drop_last=True, collate_fn=str
+        )
+
+
+class WithTestLoader(Module):
+    def test_dataloader(self) -> DataLoader:
+        return DataLoader(TensorDataset(self.x[:6], self.y[:6]), batch_size=4)
+
+
+def test_the_datasets_behind_the_loaders_are_taken():
+    data = dealt(DataModuleData(WithTestLoader, num_clients=3, partition=IID()))
+    assert Module.prepared
+    assert torch.equal(all_inputs(data), torch.arange(80.0).reshape(40, 2))
+    assert torch.equal(all_inputs(data, "test"), torch.arange(12.0).reshape(6, 2))
+    without = dealt(DataModuleData(Module, num_clients=3, partition=IID(), test_fraction=0.5))
+    assert len(without.train_target) == len(without.test_target) == 20
+    assert dealt(DataModuleData(Module(20), num_clients=3)).dataset == "Module"
+
+
+def test_a_module_without_a_training_loader_is_refused():
+    with pytest.raises(InputError, match="train_dataloader gives no loader"):
+        dealt(DataModuleData(LightningDataModule, num_clients=3))
+
+
+# --- the commands
+# -----------------------------------------------------------------------------------------------------------------
+
+
+def write_mnist(folder: Path, sizes: tuple[int, int] = (300, 60)) -> None:
+    """Files in MNIST's true format; a class is a bright bar in a place of its own."""
+    rng = np.random.default_rng(0)
+    raw = folder / "MNIST" / "raw"
+    raw.mkdir(parents=True)
+    for name, n in zip(("train", "t10k"), sizes, strict=True):
+        labels = (np.arange(n) % 10).astype(np.uint8)
+        images = rng.integers(0, 60, (n, 28, 28), np.uint8)
+        for image, label in zip(images, labels, strict=True):
+            image[2 * label + 4 : 2 * label + 6] += 180
+        for kind, header, content in (
+            ("images-idx3", struct.pack(">IIII", 2051, n, 28, 28), images),
+            ("labels-idx1", struct.pack(">II", 2049, n), labels),
+        ):
+            data = header + content.tobytes()
+            (raw / f"{name}-{kind}-ubyte").write_bytes(data)
+            (raw / f"{name}-{kind}-ubyte.gz").write_bytes(gzip.compress(data))
+
+
+def final(folder: Path) -> dict:
+    (found,) = folder.rglob("metadata.json")
+    return json.loads(found.read_text())
+
+
+def train(command: list[str], rounds: int = 3) -> dict:
+    assert main([*command, "--trainer.max_rounds", str(rounds), "--trainer.logger", "false"]) == 0
+    return final(Path("runs"))
+
+
+def test_mnist_in_its_true_format(tmp_path):
+    write_mnist(tmp_path)
+    data = ready(partial(MNIST, str(tmp_path)), test=partial(MNIST, str(tmp_path), train=False))
+    assert data.example_shape == (3, 28, 28)
+    assert data.num_classes == 10
+    assert data.train_target.tolist() == [*range(10)] * 30
+
+
+@pytest.mark.slow
+@pytest.mark.essential
+def test_mnist_is_trained_by_the_documented_command(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    write_mnist(tmp_path / "files")
+    (command,) = documented("torchvision.datasets.MNIST")
+    assert train(command, rounds=4)["dataset"] == "MNIST"
+    assert final(tmp_path)["final/accuracy"] > 0.15
+
+
+@pytest.mark.slow
+@pytest.mark.essential
+@pytest.mark.parametrize(
+    ("word", "name"), [("own_dataset.Letters", "own_dataset.py"), ("own_module.Moons", "own_module.py")]
+)
+def test_code_of_the_page_is_trained_by_its_command(tmp_path, monkeypatch, word, name):
+    (command,) = documented(word)
+    (tmp_path / name).write_text(file_of_page(name))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    assert train(command, rounds=6)["final/accuracy"] > 0.8
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ([], "no data.train given; it is required; write --data.train torchvision.datasets.FakeData"),
+        (
+            ["--data.train", "torchvision.datasets.MNIST"],
+            "no data.train.root given; it is required; write --data.train.root FOLDER",
+        ),
+        (
+            ["--data.train", "own.Set"],
+            "(No module named 'own'), and it must be the import path of a torch.utils.data.Dataset; "
+            "write --data.train torchvision.datasets.FakeData",
+        ),
+    ],
+)
+def test_a_mistake_on_the_command_line_is_one_line(arguments, words, capsys):
+    assert main(["fit", "--config", "fedavg", "--data", "DatasetData", *arguments]) == 2
+    (line,) = (line for line in capsys.readouterr().err.splitlines() if "error" in line)
+    assert words in line
+
+
+@pytest.mark.parametrize("kind", ["vectors", "images"])
+def test_engines_agree(tmp_path, kind):
+    """Batches that are made at once for all clients are those of each client."""
+    made = {}
+    for engine in ("sequential", "batched"):
+        data = (
+            DatasetData(ListData([(torch.randn(5, generator=torch.Generator().manual_seed(i)), i % 2) for i in range(60)]), num_clients=6, partition=IID(), batch_size=4)
+            if kind == "vectors"
+            else DatasetData(partial(FakeData, size=60, image_size=(3, 16, 16), num_classes=3), num_clients=6, partition=IID(), batch_size=4)
+        )  # fmt: skip
+        method = FedAvg(network="mlp", optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.05))
+        trainer = run(method, data, tmp_path / engine, max_rounds=3, participation=0.5, engine=engine)
+        made[engine] = method.server["weights"]
+        assert json.loads((trainer.run_dir / "partition.json").read_text())["examples"]["sha256"]
+    torch.testing.assert_close(made["batched"], made["sequential"], rtol=1e-4, atol=1e-5)
+    assert made["sequential"].abs().sum() > 0

@@ -1,0 +1,302 @@
+"""Tables from CSV and Parquet: numbers, categories, groups, clients of their own, and one error a mistake."""
+
+from __future__ import annotations
+
+import csv
+import json
+import logging
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+from page_commands import documented
+from sklearn.datasets import load_breast_cancer, load_diabetes
+
+from fl_lightning.__main__ import main
+from fl_lightning.data import IID, Natural, Shards, TableData
+from fl_lightning.data.arrays import in_test
+from fl_lightning.errors import InputError
+from fl_lightning.models import MLP, build_network
+
+
+def rows(n: int = 60) -> pd.DataFrame:
+    """Two numbers, a category, a hospital, and a class that follows from the first number."""
+    rng = np.random.default_rng(0)
+    size = rng.normal(50, 10, n)
+    return pd.DataFrame(
+        {
+            "size": size,
+            "age": rng.integers(20, 80, n),
+            "colour": np.array(["red", "blue", "green"])[np.arange(n) % 3],
+            "hospital": np.array(["west", "east", "north", "south"])[np.arange(n) * 4 // n],
+            "kind": np.where(size > 50, "malignant", "benign"),
+        }
+    )
+
+
+def ready(train: Path, **settings) -> TableData:
+    found = TableData(str(train), **{"target": "kind", "num_clients": 4, "partition": IID(), **settings})
+    found.prepare_data()
+    found.setup()
+    found.distribute(0, torch.device("cpu"))
+    return found
+
+
+def written(folder: Path, table: pd.DataFrame, name: str = "train.csv") -> Path:
+    path = folder / name
+    if name.endswith("parquet"):
+        table.to_parquet(path)
+    else:
+        table.to_csv(path, index=False, sep="\t" if name.endswith("tsv") else ",")
+    return path
+
+
+def test_numbers_are_standardised_with_the_training_rows_alone(tmp_path):
+    """The test rows lie elsewhere, so that any use of them would show."""
+    train, test = rows(), rows(20).assign(size=1e4, age=-5)
+    data = ready(written(tmp_path, train), test=str(written(tmp_path, test, "test.csv")))
+    inputs, held = (
+        data.inputs(split, torch.arange(n)).double() for split, n in (("train", 60), ("test", 20))
+    )
+    names = ["size", "age", "colour=blue", "colour=green", "colour=red"]
+    # the column hospital is a feature here: 4 categories more
+    assert data.example_shape == (len(names) + 4,)
+    for column, name in enumerate(("size", "age")):
+        mean, std = train[name].mean(), train[name].std(ddof=0)
+        torch.testing.assert_close(
+            inputs[:, column], torch.tensor((train[name] - mean).to_numpy() / std), rtol=0, atol=1e-5
+        )
+        torch.testing.assert_close(
+            held[:, column], torch.tensor((test[name] - mean).to_numpy() / std), rtol=1e-5, atol=1e-5
+        )
+    for column, colour in enumerate(("blue", "green", "red"), 2):
+        assert inputs[:, column].tolist() == (train["colour"] == colour).astype(float).tolist()
+    assert data.names.classes == ["benign", "malignant"]
+    assert data.train_target.tolist() == (train["kind"] == "malignant").astype(int).tolist()
+
+
+def test_a_fraction_of_every_class_is_the_test_in_every_run(tmp_path):
+    table = rows(100)
+    table["kind"] = ["a"] * 80 + ["b"] * 20
+    one, other = (ready(written(tmp_path, table), test_fraction=0.25) for _ in range(2))
+    assert torch.bincount(one.test_target).tolist() == [20, 5]
+    assert torch.bincount(one.train_target).tolist() == [60, 15]
+    assert one.partition_summary()["examples"] == other.partition_summary()["examples"]
+    values = one.inputs("train", torch.arange(75))
+    assert values[:, :2].mean(0).abs().max() < 1e-5  # of the training rows, not of the file
+    changed = ready(written(tmp_path, table.assign(age=table["age"] + table["size"])))
+    assert one.partition_summary()["examples"] != changed.partition_summary()["examples"]
+
+
+@pytest.mark.parametrize("name", ["train.parquet", "train.tsv", "train.csv.gz"])
+def test_all_kinds_of_files_are_the_same_data(tmp_path, name):
+    if name.endswith("parquet"):
+        pytest.importorskip("pyarrow")
+    first, second = (ready(written(tmp_path, rows(), kind)) for kind in ("train.csv", name))
+    assert first.partition_summary()["examples"] == second.partition_summary()["examples"]
+
+
+def test_the_natural_partition_separates_the_clients(tmp_path):
+    """Every client holds the rows of one hospital and of no other; there are as many clients as hospitals."""
+    table = rows().sample(frac=1, random_state=1)
+    data = ready(
+        written(tmp_path, table), client="hospital", num_clients=0, partition=None, test_fraction=0.1
+    )
+    assert isinstance(data.partition, Natural)
+    assert data.num_clients == 4
+    assert data.names.clients == ["east", "north", "south", "west"]
+    size = data.inputs("train", torch.arange(len(data.train_target)))[:, 0].numpy()
+    rank = {value: place for place, value in enumerate(np.sort(size))}
+    assert len(rank) == len(size)
+    by_size = dict(zip(table["size"].round(9), table["hospital"], strict=True))
+    train = table[~np.isin(np.arange(60), _test_rows(data, table))].reset_index(drop=True)
+    for id, hospital in enumerate(data.names.clients):
+        client = data.client(id)
+        held = [*client.train, *client.val]
+        assert {by_size[round(train["size"][row], 9)] for row in held} == {hospital}
+        assert len(held) == (train["hospital"] == hospital).sum()
+        assert len(client.val)
+    assert data.example_shape == (5,)  # the network does not see the hospital
+
+
+def _test_rows(data: TableData, table: pd.DataFrame) -> np.ndarray:
+    """Positions of the rows of the file that are in the test set, found by their standardised size."""
+    train = data.inputs("train", torch.arange(len(data.train_target)))[:, 1:].sum(1).numpy()
+    assert len(train) == 54
+    return np.flatnonzero(in_test(table["kind"].to_numpy(str), 0.1))
+
+
+def test_partitions_go_by_a_group(tmp_path):
+    data = ready(written(tmp_path, rows()), group="hospital", partition=Shards(1), test_fraction=0.1)
+    counts = data.group_counts()
+    assert counts.shape == (4, 4)
+    assert ((counts > 0).sum(1) <= 2).all()  # shards are equal, hospitals nearly
+    assert counts.sum() == 54
+    assert data.num_classes == 2
+
+
+def test_regression_in_standard_deviations_of_the_training_target(tmp_path):
+    table = rows().drop(columns="kind").assign(price=lambda t: 1000 * t["size"])
+    data = ready(written(tmp_path, table), target="price", task="regression")
+    assert data.num_classes == 1
+    assert data.train_target.dtype == torch.float32
+    assert float(data.train_target.mean()) == pytest.approx(0, abs=1e-5)
+    assert float(data.train_target.std(correction=0)) == pytest.approx(1, abs=1e-5)
+    plain = ready(written(tmp_path, table), target="price", task="regression", standardise_target=False)
+    assert float(plain.train_target.mean()) == pytest.approx(50_000, rel=0.1)
+
+
+def test_numbers_that_are_names(tmp_path):
+    table = rows().assign(postcode=[10115, 20095, 80331] * 20)
+    path = written(tmp_path, table[["size", "postcode", "kind"]])
+    assert ready(path).example_shape == (2,)
+    data = ready(path, categorical=["postcode"])
+    assert data.example_shape == (4,)
+    assert data.inputs("train", torch.arange(9))[:, 1:].sum(1).tolist() == [1] * 9
+
+
+def test_an_unknown_category_is_told(tmp_path, caplog):
+    test = rows(20).assign(colour="violet")
+    with caplog.at_level(logging.WARNING):
+        data = ready(written(tmp_path, rows()), test=str(written(tmp_path, test, "test.csv")))
+    assert "20 of 20 test rows have a category that no training row has" in caplog.text
+    assert data.inputs("test", torch.arange(20))[:, 2:5].sum() == 0
+
+
+def with_value(column: str, row: int, value: object) -> pd.DataFrame:
+    table = rows().astype(object)
+    table.loc[row - 1, column] = value
+    return table
+
+
+WRONG_FILES = {
+    "missing": (with_value("age", 7, None), {}, "row 7, column age; the value is missing"),
+    "missing target": (with_value("kind", 60, None), {}, "row 60, column kind; the value is missing"),
+    "infinite": (with_value("age", 5, "inf"), {}, "row 5, column age; inf is no finite number"),
+    "among numbers": (with_value("age", 9, "?"), {}, "row 9, column age; . is no number, and nearly all"),
+    "no such target": (rows(), {"target": "Kind"}, "there is no column Kind; did you mean kind"),
+    "no such feature": (rows(), {"features": ["sise"]}, "there is no column sise; did you mean size"),
+    "no such client": (rows(), {"client": "clinic"}, "there is no column clinic; write one of size, age"),
+    "target as feature": (rows(), {"features": ["size", "kind"]}, "the network does not see the target"),
+    "no rows": (rows(0), {}, "the table has no rows"),
+    "fractions": (rows(), {"target": "size"}, "classes are texts or whole numbers"),
+    "many classes": (rows().assign(kind=range(60)), {}, "classes in"),
+    "one class": (rows().assign(kind="a"), {}, "all training examples are of the class a"),
+    "text of regression": (rows(), {"task": "regression"}, "row 2, column kind; benign is no finite number"),
+    "an identifier": (
+        pd.concat([rows(1200), pd.DataFrame({"name": [f"n{i}" for i in range(1200)]})], axis=1),
+        {},
+        "column name; it has .* categories in 960 training rows",
+    ),
+    "a task": (rows(), {"task": "ranking"}, "one of classification, regression"),
+    "no share": (rows(), {"test_fraction": 0.0}, "a share in"),
+    "no test": (rows(), {"test_fraction": 0.001}, "0 of them are for the test"),
+    "nobody": (rows(), {"num_clients": 0}, "nothing says whose an example is"),
+    "too few": (rows(), {"num_clients": 3, "client": "hospital", "partition": None}, "write num_clients: 4"),
+    "natural": (rows(), {"partition": Natural()}, "the data do not say whose an example is"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("mistake", WRONG_FILES)
+def test_a_mistake_is_one_line(tmp_path, mistake):
+    table, settings, words = WRONG_FILES[mistake]
+    path = written(tmp_path, table)
+    with pytest.raises(InputError, match=words) as error:
+        ready(path, **settings)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (b"", "the file is empty"),
+        (b"a,b,kind\n1,2\xff,x\n", "is not UTF-8"),
+        (b"a,b,kind\n1,2,x,4,5\n1,2,3\n1,2,3,4,5,6,7\n", "it is no table"),
+        (b"a,a,kind\n1,2,x\n3,4,y\n", "two columns are named"),
+        (b",a,kind\n0,2,x\n1,4,y\n", "a column has no name"),
+        (b"a;b;kind\n0;2;x\n1;4;y\n", "separate the columns by commas"),
+    ],
+)
+def test_a_damaged_file_is_one_line(tmp_path, content, words):
+    (tmp_path / "train.csv").write_bytes(content)
+    with pytest.raises(InputError, match=words) as error:
+        ready(tmp_path / "train.csv")
+    assert "\n" not in str(error.value)
+
+
+def test_files_that_are_not_there_or_no_tables(tmp_path):
+    with pytest.raises(InputError, match="there is no such file"):
+        ready(tmp_path / "train.csv")
+    (tmp_path / "train.xlsx").write_bytes(b"PK")
+    with pytest.raises(InputError, match="name ends in"):
+        ready(tmp_path / "train.xlsx")
+    (tmp_path / "train.parquet").write_bytes(b"PAR1 or not")
+    with pytest.raises(InputError, match=r"train\.parquet") as error:
+        ready(tmp_path / "train.parquet")
+    assert "\n" not in str(error.value)
+
+
+def test_the_test_file_has_the_columns_and_classes_of_the_training_file(tmp_path):
+    path = written(tmp_path, rows())
+    for test, words in (
+        (rows(9).drop(columns="age"), "test.csv; there is no column age"),
+        (rows(9).assign(kind="unknown"), "test.csv, row 1, column kind; the class unknown is not among"),
+        (rows(9).assign(age="old"), "test.csv, row 1, column age; old is no finite number"),
+    ):
+        with pytest.raises(InputError, match=words):
+            ready(path, test=str(written(tmp_path, test, "test.csv")))
+
+
+def test_dates_are_refused(tmp_path):
+    pytest.importorskip("pyarrow")
+    table = rows().assign(date=pd.Timestamp("2024-01-01"))
+    with pytest.raises(
+        InputError, match="column date; a value is a number or a text, and this is a Timestamp"
+    ):
+        ready(written(tmp_path, table, "train.parquet"))
+
+
+def test_mlp_is_a_plain_network():
+    torch.manual_seed(3)
+    network = build_network("mlp", 3, (4, 5))
+    torch.manual_seed(3)
+    plain = torch.nn.Sequential(
+        torch.nn.Linear(20, 64),
+        torch.nn.ReLU(),
+        torch.nn.Linear(64, 64),
+        torch.nn.ReLU(),
+        torch.nn.Linear(64, 3),
+    )
+    x = torch.randn(6, 4, 5)
+    torch.testing.assert_close(network(x), plain(x.flatten(1)), rtol=0, atol=0)
+    assert build_network(lambda num_classes: MLP(num_classes, (7,), depth=0), 2, (7,))(
+        torch.zeros(3, 7)
+    ).shape == (3, 2)
+    with pytest.raises(InputError, match=r"write --model\.network mlp"):
+        build_network("small_cnn", 2, (7,))
+
+
+def final(folder: Path) -> dict:
+    (found,) = folder.rglob("metadata.json")
+    return json.loads(found.read_text())
+
+
+@pytest.mark.slow
+@pytest.mark.essential
+def test_a_csv_is_trained_by_the_documented_commands(tmp_path, monkeypatch):
+    """Classification by a natural partition, and regression, each better than guessing."""
+    tumours = load_breast_cancer(as_frame=True).frame
+    tumours["hospital"] = np.array(["east", "north", "west"])[np.arange(len(tumours)) % 3]
+    tumours.rename(columns={"target": "kind"}).to_csv(tmp_path / "tumours.csv", index=False)
+    load_diabetes(as_frame=True).frame.to_csv(tmp_path / "diabetes.csv", index=False)
+    monkeypatch.chdir(tmp_path)
+    first, second = documented("TableData")
+    assert main([*first, "--trainer.max_rounds", "5", "--trainer.logger", "false"]) == 0
+    assert final(tmp_path / "runs")["final/accuracy"] > 0.85  # the larger class is 0.63 of the table
+    with next((tmp_path / "runs").rglob("ledger.csv")).open() as file:
+        assert {row["client"] for row in csv.DictReader(file)} == {"0", "1", "2"}
+    (tmp_path / "runs").rename(tmp_path / "first")
+    assert main([*second, "--trainer.max_rounds", "5", "--trainer.logger", "false"]) == 0
+    assert final(tmp_path / "runs")["final/mse"] < 0.8  # the mean alone is 1
