@@ -42,9 +42,7 @@ MEAN = {"last": 6.2, "last5": 6.2 * 137 / 60, "best_val": 6.2 * 5 / 3}
 """Of A; in round r a metric is 5 / r times its last value, and validation chooses round 3."""
 
 
-@pytest.mark.parametrize(
-    "task", [PERPLEXITY, Distances()], ids=lambda task: task.primary, ids=lambda task: type(task).__name__
-)
+@pytest.mark.parametrize("task", [PERPLEXITY, Distances()], ids=lambda task: task.primary)
 @pytest.mark.parametrize("selection", ["last", "last5", "best_val"])
 def test_a_report_follows_the_primary_metric(tmp_path, task, selection):
     """Selection, ranking, tests, criteria, target and the other model's table, in a study whose file says
@@ -159,7 +157,6 @@ def test_the_accuracy_that_was_registered_by_default_is_the_primary_metric(tmp_p
 @pytest.mark.parametrize(
     "task",
     [Classification(), LanguageModelling(), Regression()],
-    ids=repr,
     ids=lambda task: type(task).__name__,
 )
 def test_names_tell_what_the_tasks_say(task):
