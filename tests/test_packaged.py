@@ -166,7 +166,7 @@ def test_a_wheel_works_in_an_empty_folder(tmp_path: Path) -> None:
     assert "run directory" in script or "runs/kd_default" in script
     (empty / "small.yaml").write_text(STUDY)
     run(*program, "sweep", "--config", "small.yaml", "--logger", "false")
-    assert "36 cells" in run(*program, "sweep", "--config", "exp2_embedded", "--dry_run", "true")
+    assert "160 cells" in run(*program, "sweep", "--config", "exp2_embedded", "--dry_run", "true")
     run(*program, "compare", "--study", "small.yaml", "--out", "report")
     assert (empty / "report" / "report.md").is_file()
     metadata = (site / f"fl_lightning-{fl_lightning.__version__}.dist-info" / "METADATA").read_text()
