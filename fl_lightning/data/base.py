@@ -153,8 +153,11 @@ class FederatedData(Recorded, LightningDataModule, ABC):
     @property
     def num_groups(self) -> int:
         """Number G of groups; they are 0 .. G - 1."""
+        by_class = type(self).train_group is FederatedData.train_group
+        if by_class and isinstance(self.task, Classification):
+            return self.num_classes
         groups = [int(group.max()) + 1 for group in (self.train_group, self.test_group) if len(group)]
-        return max(groups, default=1) if not isinstance(self.task, Classification) else self.num_classes
+        return max(groups, default=1)
 
     def example_inputs(self) -> Any:
         """Return inputs of two examples that networks are tried out with; by default zeros, float32
