@@ -42,6 +42,8 @@ def run(what: str, size: int, folder) -> tuple[list[int | None], list[str]]:
     ]
 
 
+@pytest.mark.slow
+@pytest.mark.essential
 def test_what_ranks_give_arrives_as_it_was(tmp_path):
     assert run("exchange", 3, tmp_path) == ([0, 0, 0], ["", "", ""])
 

@@ -57,6 +57,8 @@ def test_train_script(tmp_path):
     assert len(partitions) == len(ledgers) == 1  # FedProx sends what FedAvg sends
 
 
+@pytest.mark.slow
+@pytest.mark.essential
 def test_own_data(tmp_path):
     output = python(tmp_path, str(EXAMPLES / "own_data.py"))
     (accuracy,) = re.findall(r"test accuracy ([\d.]+)", output)
@@ -70,11 +72,13 @@ def test_own_data(tmp_path):
 def test_own_data_from_the_command_line(tmp_path):
     shutil.copy(EXAMPLES / "own_data.py", tmp_path)
     page = (ROOT / "docs/howto/data.md").read_text()
-    (command,) = re.findall(r"python (-m fl_lightning fit .*own_data.*)", page)
+    (command,) = re.findall(r"python (-m fl_lightning fit .*own_data\..*)", page)
     limits = ["--trainer.max_rounds", "1", "--trainer.logger", "false"]
     assert "final/accuracy" in python(tmp_path, *command.split(), *limits)
 
 
+@pytest.mark.slow
+@pytest.mark.essential
 def test_own_method(tmp_path):
     """From a folder that holds nothing but the two files, by the command that they name."""
     for name in ("own_method.py", "own_method.yaml"):

@@ -66,6 +66,8 @@ fit("FedAvg", folder, Busy(network=Dropped, optimizer=sgd(0.05)), engine="sequen
 """
 
 
+@pytest.mark.slow
+@pytest.mark.essential
 def test_workers_end_with_a_parent_that_was_killed(tmp_path):
     """In the middle of work that never looks at its pipe."""
     process = start(BUSY, tmp_path)

@@ -90,7 +90,7 @@ def rows(run: Path, name: str) -> list[dict[str, str]]:
 
 def long(text: str) -> list[pytest.MarkDecorator]:
     """The marks of a command or a configuration: language models, sweeps and diagnostics take longest."""
-    is_long = any(word in text for word in (" sweep ", "diagnostics", "lora_", "language"))
+    is_long = text == "fedkd" or any(word in text for word in (" sweep ", "diagnostics", "lora_", "language"))
     return [pytest.mark.slow, pytest.mark.essential] if is_long else []
 
 
@@ -155,6 +155,8 @@ def test_one_seed_one_result_two_seeds_two():
     assert (first / "ledger.csv").read_text() == (second / "ledger.csv").read_text()
 
 
+@pytest.mark.slow
+@pytest.mark.essential
 def test_methods_share_partition_cohorts_and_drop_outs():
     def fate(run: Path) -> list[tuple[str, str, bool]]:
         return [
@@ -175,6 +177,8 @@ def test_overrides_and_precision():
     assert json.loads((run / "metadata.json").read_text())["precision"] == "bf16-mixed"
 
 
+@pytest.mark.slow
+@pytest.mark.essential
 def test_the_saved_config_is_the_run():
     run = fit("--model.temperature", "3")
     again = fit(config=run / "config.yaml")

@@ -184,6 +184,8 @@ def test_interrupted_a_sweep_ends_its_cells_with_their_checkpoints(write, capfd,
     assert "the same command continues" in capfd.readouterr().err
 
 
+@pytest.mark.slow
+@pytest.mark.essential
 def test_a_bad_cell_is_refused_before_anything_starts(write, capsys):
     for old, new, said in [
         (
