@@ -19,8 +19,9 @@ from fl_lightning.errors import InputError
 from fl_lightning.support.recorded import Recorded
 
 Sums = dict[str, tuple[Tensor, Tensor]]
-"""By metric: a sum and the weight that it is divided by, float64. Of single examples they are ``[B]``, of
-a whole batch scalars. Sums of parts add up to those of the whole, so no output is ever collected."""
+"""What a task has measured: by metric, a sum and the weight that it is divided by, float64. Both are ``[B]``
+where they are of single examples, and scalars where they are of a batch. Sums of parts add up to those of the
+whole, so metrics need no outputs but those of one batch."""
 
 
 class ClassRows(NamedTuple):

@@ -14,11 +14,11 @@ from warnings import catch_warnings, simplefilter
 import torch
 from torch import Tensor, nn
 
-from fl_lightning.errors import InputError, MisuseError, require, require_choice
+from fl_lightning.errors import InputError, require, require_choice
 from fl_lightning.models.language.llama import (
     Llama,
     TokenInputs,
-    left_aligned,
+    prompts_to_continue,
     transformers_settings,
     transformers_weights,
 )
@@ -128,13 +128,7 @@ class TransformersLM(nn.Module):
         """
         from transformers import GenerationConfig
 
-        ids, lengths = left_aligned(input_ids, attention_mask)
-        if max_new_tokens < 1 or ids.shape[1] < 1 or int(lengths.min()) < 1:
-            raise MisuseError(
-                f"generate of prompts of {lengths.tolist()} tokens, max_new_tokens={max_new_tokens}",
-                "a prompt has one token or more, and so has what is generated",
-                "begin each prompt with a token such as BOS",
-            )
+        ids, lengths = prompts_to_continue(input_ids, attention_mask, max_new_tokens)
         length = ids.shape[1]
         places = torch.arange(length, device=ids.device) - (length - lengths).unsqueeze(1)
         config = GenerationConfig(

@@ -136,13 +136,7 @@ class Llama(nn.Module):
         Raises:
             MisuseError: a prompt has no token, or the bound is less than 1.
         """
-        ids, lengths = left_aligned(input_ids, attention_mask)
-        if max_new_tokens < 1 or ids.shape[1] < 1 or int(lengths.min()) < 1:
-            raise MisuseError(
-                f"generate of prompts of {lengths.tolist()} tokens, max_new_tokens={max_new_tokens}",
-                "a prompt has one token or more, and so has what is generated",
-                "begin each prompt with a token such as BOS",
-            )
+        ids, lengths = prompts_to_continue(input_ids, attention_mask, max_new_tokens)
         cache = KeyValueCache()
         positions = torch.arange(ids.shape[1], device=ids.device).unsqueeze(0).expand(len(ids), -1)
         features = self.features(ids, positions, cache)
@@ -296,6 +290,22 @@ def left_aligned(ids: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
     order = text.long().argsort(dim=1, descending=True, stable=True)
     lengths = text.sum(1)
     return ids.gather(1, order)[:, : int(lengths.max()) if len(ids) else 0], lengths
+
+
+def prompts_to_continue(ids: Tensor, mask: Tensor | None, max_new_tokens: int) -> tuple[Tensor, Tensor]:
+    """Return what :func:`left_aligned` makes of prompts that are to be continued.
+
+    Raises:
+        MisuseError: a prompt has no token, or the bound is less than 1.
+    """
+    ids, lengths = left_aligned(ids, mask)
+    if max_new_tokens < 1 or ids.shape[1] < 1 or int(lengths.min()) < 1:
+        raise MisuseError(
+            f"generate of prompts of {lengths.tolist()} tokens, max_new_tokens={max_new_tokens}",
+            "a prompt has one token or more, and so has what is generated",
+            "begin each prompt with a token such as BOS",
+        )
+    return ids, lengths
 
 
 def transformers_weights(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
