@@ -11,8 +11,14 @@ from torch import Tensor
 from fl_lightning.errors import InputError, MisuseError
 from fl_lightning.models import build_network
 from fl_lightning.models.language import BYTE_VOCABULARY, LlamaTiny, hf, lora_layers
+from fl_lightning.tasks import LanguageModelling
 
 LENGTHS = [7, 2, 5]
+
+
+def tokens(length: int) -> dict:
+    """What a network of tokens is tried out with."""
+    return {"task": LanguageModelling(), "inputs": torch.zeros(2, length, dtype=torch.int64)}
 
 
 @pytest.fixture(scope="module")
@@ -41,7 +47,7 @@ def prompts() -> tuple[Tensor, Tensor]:
 def test_a_folder_is_a_network_whose_adapters_alone_are_trained(folder: Path, capfd):
     import transformers
 
-    network = build_network(f"hf:{folder}", 50, (7,))
+    network = build_network(f"hf:{folder}", 50, (7,), **tokens(7))
     assert capfd.readouterr() == ("", "")
     ids, mask = prompts()
     plain = transformers.AutoModelForCausalLM.from_pretrained(folder)
@@ -73,7 +79,7 @@ def test_settings_of_the_adapters(folder: Path):
 
 
 def test_prompts_of_different_lengths_get_what_each_gets_alone(folder: Path):
-    network = build_network(f"hf:{folder}", 50, (7,))
+    network = build_network(f"hf:{folder}", 50, (7,), **tokens(7))
     ids, mask = prompts()
     together = network.generate(ids, mask, max_new_tokens=6)
     assert together.shape == (3, 6)
@@ -126,7 +132,7 @@ def test_what_does_not_work_is_refused_in_one_line(folder: Path, tmp_path: Path)
 def test_without_the_extra_one_line_names_it(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(hf, "find_spec", lambda package: None)
     with pytest.raises(InputError) as error:
-        build_network("hf:somebody/model", 50, (7,))
+        build_network("hf:somebody/model", 50, (7,), **tokens(7))
     assert "pip install 'fl_lightning[language]'" in str(error.value)
     assert "hf:somebody/model without transformers, peft, accelerate" in str(error.value)
     with pytest.raises(InputError, match="without bitsandbytes"):
