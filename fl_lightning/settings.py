@@ -55,6 +55,10 @@ NEUTRAL_VALUES = {
     "model.init_args.loss": "cross_entropy",
 }
 """Settings that came after version 0.1.0, by pattern, with the value that runs of that version had."""
+NEUTRAL_VALUES_OF_CLASS = {
+    "TextFiles": {"data.init_args.generate": False, "data.init_args.primary": "perplexity"},
+}
+"""Settings that a class of data got later and others always had, by the name of the class."""
 ALWAYS_HASHED = {"model.init_args.module": "fl_lightning.methods.FedAvg"}
 """Later settings that one method had in version 0.1.0 already, so that its runs' hashes contain them."""
 SAME_CLASS = {
@@ -119,11 +123,13 @@ def result_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
     Args:
         settings: the settings with dotted keys.
     """
+    data = str(settings.get("data.class_path")).rpartition(".")[2]
+    neutral_values = NEUTRAL_VALUES | NEUTRAL_VALUES_OF_CLASS.get(data, {})
     always = {key for key, cls in ALWAYS_HASHED.items() if settings.get("model.class_path") == cls}
 
     def is_neutral(key: str, value: Any) -> bool:
         return key not in always and any(
-            fnmatchcase(key, name) and value == neutral for name, neutral in NEUTRAL_VALUES.items()
+            fnmatchcase(key, name) and value == neutral for name, neutral in neutral_values.items()
         )
 
     return {

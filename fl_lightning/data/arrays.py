@@ -19,7 +19,8 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
-from fl_lightning.data.base import FederatedData, Split
+from fl_lightning.data.base import FederatedData
+from fl_lightning.data.example_batches import Split
 from fl_lightning.data.partition import Dirichlet, Natural, Partition
 from fl_lightning.data.summary import MAX_LISTED_CLIENTS
 from fl_lightning.errors import InputError, require, require_choice
@@ -78,12 +79,17 @@ class Names:
 class ArrayData(FederatedData):
     """Examples that :meth:`read` returns as tensors, distributed to clients.
 
+    A subclass sets :attr:`dataset`, and where they differ :attr:`natural` and :attr:`has_test`, before it
+    calls this constructor.
+
     Args:
-        dataset: name of the data set.
-        num_clients: number of clients; 0: as many as the data have of their own.
-        partition: rule that assigns training examples to clients; null: each client holds its own examples
-            where the data say whose they are, else Dirichlet with beta 0.1.
-        natural: whether the data say whose each example is.
+        test_fraction: share of the examples (of classification, of each class) that becomes the test set if
+            no other one is named, in (0, 1); the same examples in every run.
+        task: classification: the target's values, whole numbers or texts, in sorted order are the classes;
+            regression: the target is one number or several.
+        num_clients: number of clients; 0: as many as the training examples have of their own.
+        partition: rule that assigns training examples to clients; null: Natural where the data say whose an
+            example is, else Dirichlet with beta 0.1.
         batch_size: examples of one local step.
         val_fraction: share of each client's examples that is held out for validation, in [0, 1).
         public_examples: training examples of the public set; 0: no public set.
@@ -92,29 +98,40 @@ class ArrayData(FederatedData):
         InputError: an argument is out of range.
     """
 
+    dataset: str
+    """Name of the data set."""
+    natural = False
+    """Whether the data say whose each example is."""
+    has_test = False
+    """Whether the data have test examples of their own."""
+
     names = Names()
     _scale: Tensor | None = None
 
     def __init__(
         self,
         *,
-        dataset: str,
-        num_clients: int,
-        partition: Partition | None,
-        natural: bool,
-        batch_size: int,
-        val_fraction: float,
-        public_examples: int,
+        test_fraction: float = 0.2,
+        task: TaskName = "classification",
+        num_clients: int = 0,
+        partition: Partition | None = None,
+        batch_size: int = 32,
+        val_fraction: float = 0.1,
+        public_examples: int = 0,
     ) -> None:
-        self.count_clients = check_count(num_clients, natural)
+        self.count_clients = check_count(num_clients, self.natural)
         super().__init__(
-            dataset=dataset,
+            dataset=self.dataset,
             num_clients=num_clients or 1,
-            partition=default_partition(natural) if partition is None else partition,
+            partition=default_partition(self.natural) if partition is None else partition,
             batch_size=batch_size,
             val_fraction=val_fraction,
             public_examples=public_examples,
         )
+        check_test_fraction(self.has_test, test_fraction)
+        require_choice(task, ("classification", "regression"), "task")
+        self.task = Classification() if task == "classification" else Regression()
+        self.test_fraction = test_fraction
 
     @abstractmethod
     def read(self) -> tuple[Examples, Examples, Names]:
@@ -142,6 +159,8 @@ class ArrayData(FederatedData):
             self._groups = {"train": torch.from_numpy(train.group), "test": torch.from_numpy(test.group)}
         self._owner = train.owner
         self.example_shape = tuple(tree_leaves(train.inputs)[0].shape[1:])
+        numbers = train.target.shape[1] if train.target.ndim == 2 else 1
+        self.num_classes = len(self.names.classes) or numbers
         if self.count_clients:
             self.num_clients = len(self.names.clients)
         if _are_images(train.inputs):
@@ -201,15 +220,6 @@ class ArrayData(FederatedData):
         SHA-256 of all examples."""
         return super().partition_summary() | {"examples": {"sha256": self._digest, **self.names.summary()}}
 
-    def set_task(self, task: TaskName) -> None:
-        """Set :attr:`task` by its name.
-
-        Raises:
-            InputError: it is none of the names.
-        """
-        require_choice(task, ("classification", "regression"), "task")
-        self.task = Classification() if task == "classification" else Regression()
-
 
 def name_from(path: str) -> str:
     """Return the name of a data set from that of its training file or folder.
@@ -252,14 +262,14 @@ def default_partition(natural: bool) -> Partition:
     return Natural() if natural else Dirichlet(0.1)
 
 
-def check_test_fraction(test: object, test_fraction: float) -> None:
+def check_test_fraction(has_test: bool, test_fraction: float) -> None:
     """Refuse a share of the training examples that is none, where there is no test set.
 
     Raises:
         InputError: it lies outside (0, 1).
     """
     require(
-        test is not None or 0 < test_fraction < 1,
+        has_test or 0 < test_fraction < 1,
         f"test_fraction={test_fraction}",
         "a share in (0, 1)",
         "write e.g. 0.2, or name a test set",

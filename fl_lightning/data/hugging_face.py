@@ -5,18 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from fl_lightning.data.arrays import (
-    ArrayData,
-    Examples,
-    Names,
-    TaskName,
-    check_test_fraction,
-    name_from,
-    near_names,
-)
-from fl_lightning.data.items import Keys, read_items, to_examples
-from fl_lightning.data.map_style import num_outputs
-from fl_lightning.data.partition import Partition
+from fl_lightning.data.arrays import Examples, Names, name_from, near_names
+from fl_lightning.data.map_style import ItemData
 from fl_lightning.errors import InputError, require
 
 FILES = {".parquet": "parquet", ".csv": "csv", ".json": "json", ".jsonl": "json"}
@@ -26,7 +16,7 @@ SAVED = ("dataset_info.json", "dataset_dict.json")
 """Files of which a folder has one that ``save_to_disk`` wrote."""
 
 
-class HuggingFaceData(ArrayData):
+class HuggingFaceData(ItemData):
     """The rows of a Hugging Face data set, with columns by their names.
 
     Rows are read once into memory. Images stay bytes and are normalised in batches; other columns are numbers
@@ -38,20 +28,12 @@ class HuggingFaceData(ArrayData):
         name: configuration of a data set on the Hub; null: its default.
         train: name of the training split.
         test: name of the test split; null: ``test_fraction`` of the training split.
-        test_fraction: share of the rows (of classification, of each class) that becomes the test set if there
-            is no ``test``, in (0, 1); the same rows in every run.
-        task: classification or regression.
         target: column of what is learnt.
         input: column that the network sees; a list of columns: it takes a dictionary; null: all columns
             that are nothing else.
         group: column by which partitions deal the rows out; null: the class.
         client: column that says whose a row is, for the partition Natural; null: none.
-        num_clients: number of clients; 0: as many as the column ``client`` has.
-        partition: rule that assigns training rows to clients; null: Natural with ``client``, else Dirichlet
-            with beta 0.1.
-        batch_size: rows of one local step.
-        val_fraction: share of each client's rows that is held out for validation, in [0, 1).
-        public_examples: training rows of the public set; 0: no public set.
+        settings: those of all data in memory, see :class:`~fl_lightning.data.arrays.ArrayData`.
 
     Raises:
         InputError: an argument is out of range, or the library is not installed.
@@ -65,31 +47,15 @@ class HuggingFaceData(ArrayData):
         name: str | None = None,
         train: str = "train",
         test: str | None = None,
-        test_fraction: float = 0.2,
-        task: TaskName = "classification",
         target: str = "label",
         input: str | list[str] | None = None,
         group: str | None = None,
         client: str | None = None,
-        num_clients: int = 0,
-        partition: Partition | None = None,
-        batch_size: int = 32,
-        val_fraction: float = 0.1,
-        public_examples: int = 0,
+        **settings: Any,
     ) -> None:
-        super().__init__(
-            dataset=name_from(path),
-            num_clients=num_clients,
-            partition=partition,
-            natural=client is not None,
-            batch_size=batch_size,
-            val_fraction=val_fraction,
-            public_examples=public_examples,
-        )
-        check_test_fraction(test, test_fraction)
-        self.set_task(task)
+        self.dataset, self.has_test = name_from(path), test is not None
+        super().__init__(input=input, target=target, group=group, client=client, **settings)
         self.path, self.configuration, self.splits = path, name, (train, test)
-        self.test_fraction, self.keys = test_fraction, Keys(input, target, group, client)
 
     def prepare_data(self) -> None:
         """Download the data set if it is one of the Hub, and check its splits and columns.
@@ -106,15 +72,7 @@ class HuggingFaceData(ArrayData):
             InputError: the data set cannot be loaded, or a row has another form.
         """
         loaded = self._load()
-        train, test = (
-            None if one is None else read_items(one, self.keys, f"{self.path}, {split}")
-            for split, one in zip(self.splits, loaded, strict=True)
-        )
-        assert train is not None
-        first, second, names = to_examples(
-            train, test, classifies=self.task.has_classes, test_fraction=self.test_fraction
-        )
-        self.num_classes = num_outputs((first, second, names))
+        first, second, names = self.examples_of(loaded, [f"{self.path}, {split}" for split in self.splits])
         feature = loaded[0].features[self.keys.target]
         if hasattr(feature, "int2str") and names.classes:
             names = Names([feature.int2str(number) for number in names.classes], names.groups, names.clients)

@@ -14,7 +14,8 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from fl_lightning.data.arrays import channel_moments
-from fl_lightning.data.base import FederatedData, Split
+from fl_lightning.data.base import FederatedData
+from fl_lightning.data.example_batches import Split
 from fl_lightning.data.local import Arrays
 from fl_lightning.data.partition import Dirichlet, Partition, check_memory
 from fl_lightning.errors import require
@@ -25,25 +26,31 @@ Crop = Literal["none", "pad", "shrink"]
 class ImageData(FederatedData):
     """Square images of three channels and their classes; a subclass calls :meth:`hold` in ``setup``.
 
+    A subclass sets :attr:`dataset`, :attr:`side` and :attr:`root` before it calls this constructor.
+
     Args:
-        dataset: name of the data set.
-        side: side of an image in pixels.
-        root: folder of the files, beside which the ``test`` command looks for those of corruptions.
         num_clients: number of clients that hold the training examples.
         partition: rule that assigns training examples to clients; null: Dirichlet with beta 0.1.
         batch_size: examples of one local step.
-        val_fraction: share of each client's examples held out for validation, in [0, 1).
+        val_fraction: share of each client's examples held out for validation, in [0, 1); at least one of two
+            or more.
         crop: none; pad: random crop after zero padding, test images whole; shrink: random crop, centre crop
             at test.
         crop_padding: pixels added on each side before a pad crop.
         crop_size: side in pixels that a shrink crop leaves; the network sees images of this size.
         flip: whether training images are mirrored left to right with probability 1/2.
-        public_examples: see :class:`FederatedData`.
-        public_dataset: see :class:`FederatedData`.
+        public_examples: training images of the public set, drawn by the run's seed; 0: no public set.
 
     Raises:
         InputError: an argument is out of range.
     """
+
+    dataset: str
+    """Name of the data set."""
+    side: int
+    """Side of an image in pixels."""
+    root: str
+    """Folder of the files, beside which the ``test`` command looks for those of corruptions."""
 
     train_images: Tensor
     test_images: Tensor
@@ -54,20 +61,17 @@ class ImageData(FederatedData):
     def __init__(
         self,
         *,
-        dataset: str,
-        side: int,
-        root: str,
-        num_clients: int,
-        partition: Partition | None,
-        batch_size: int,
-        val_fraction: float,
-        crop: Crop,
-        crop_padding: int,
-        crop_size: int,
-        flip: bool,
+        num_clients: int = 100,
+        partition: Partition | None = None,
+        batch_size: int = 64,
+        val_fraction: float = 0.05,
+        crop: Crop = "none",
+        crop_padding: int = 4,
+        crop_size: int = 28,
+        flip: bool = False,
         public_examples: int = 0,
-        public_dataset: str | None = None,
     ) -> None:
+        side = self.side
         require(
             crop in get_args(Crop),
             f"crop={crop!r}",
@@ -84,15 +88,13 @@ class ImageData(FederatedData):
         if crop == "pad":
             check_memory(f"crop_padding={crop_padding} around an image", 3 * (side + 2 * crop_padding) ** 2)
         super().__init__(
-            dataset=dataset,
+            dataset=self.dataset,
             num_clients=num_clients,
             partition=Dirichlet(0.1) if partition is None else partition,
             batch_size=batch_size,
             val_fraction=val_fraction,
             public_examples=public_examples,
-            public_dataset=public_dataset,
         )
-        self.root, self.side = root, side
         self.crop, self.crop_padding, self.flip = crop, crop_padding, flip
         self.view_side = crop_size if crop == "shrink" else side
         self.example_shape = (3, self.view_side, self.view_side)

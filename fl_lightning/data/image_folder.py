@@ -23,7 +23,7 @@ from fl_lightning.data.arrays import (
     number_names,
     sha256_of,
 )
-from fl_lightning.data.image_base import Crop, ImageData
+from fl_lightning.data.image_base import ImageData
 from fl_lightning.data.local import Arrays
 from fl_lightning.data.partition import Partition, check_memory
 from fl_lightning.errors import InputError, require
@@ -59,14 +59,8 @@ class ImageFolder(ImageData):
         num_clients: number of clients; 0: as many as there are folders of clients.
         partition: rule that assigns training images to clients; null: Natural with folders of clients, else
             Dirichlet with beta 0.1.
-        batch_size: images of one local step.
         val_fraction: share of each client's images that is held out for validation, in [0, 1).
-        public_examples: training images of the public set; 0: no public set.
-        crop: none; pad: random crop after zero padding, test images whole; shrink: random crop, centre crop
-            at test.
-        crop_padding: pixels added on each side before a pad crop.
-        crop_size: side in pixels that a shrink crop leaves; the network sees images of this size.
-        flip: whether training images are mirrored left to right with probability 1/2.
+        settings: those of all images, see :class:`~fl_lightning.data.image_base.ImageData`.
 
     Raises:
         InputError: an argument is out of range.
@@ -84,31 +78,19 @@ class ImageFolder(ImageData):
         size: int = 32,
         num_clients: int = 0,
         partition: Partition | None = None,
-        batch_size: int = 64,
         val_fraction: float = 0.1,
-        public_examples: int = 0,
-        crop: Crop = "none",
-        crop_padding: int = 4,
-        crop_size: int = 28,
-        flip: bool = False,
+        **settings: Any,
     ) -> None:
         self.count_clients = check_count(num_clients, client_folders)
-        check_test_fraction(test, test_fraction)
+        check_test_fraction(test is not None, test_fraction)
         require(size >= 1, f"size={size}", "an image has at least one pixel", "write e.g. 32")
         self.train_path, self.test_path = Path(train), Path(test) if test else None
+        self.dataset, self.root, self.side = name_from(train), str(self.train_path.parent), size
         super().__init__(
-            dataset=name_from(train),
-            side=size,
-            root=str(self.train_path.parent),
             num_clients=num_clients or 1,
             partition=default_partition(client_folders) if partition is None else partition,
-            batch_size=batch_size,
             val_fraction=val_fraction,
-            crop=crop,
-            crop_padding=crop_padding,
-            crop_size=crop_size,
-            flip=flip,
-            public_examples=public_examples,
+            **settings,
         )
         self.test_fraction, self.client_folders = test_fraction, client_folders
         self._owner: np.ndarray | None = None

@@ -8,11 +8,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from difflib import get_close_matches
+from typing import Any
 
 from fl_lightning.data.cifar import Cifar
-from fl_lightning.data.image_base import Crop, ImageData
+from fl_lightning.data.image_base import ImageData
 from fl_lightning.data.local import Arrays, digits, synthetic
-from fl_lightning.data.partition import Partition, check_memory
+from fl_lightning.data.partition import check_memory
 from fl_lightning.errors import require
 
 
@@ -79,26 +80,18 @@ class FederatedImages(ImageData):
             synthetic.
         root: folder of the CIFAR files (the one that holds cifar-10-batches-py or cifar-100-python).
         download: whether missing CIFAR files may be fetched from the network.
-        num_clients: number of clients that hold the training examples.
-        partition: rule that assigns training examples to clients; by default Dirichlet with beta 0.1.
-        batch_size: examples of one local step.
-        val_fraction: share of each client's examples held out for validation, in [0, 1); at least one of two
-            or more.
-        crop: none; pad: random crop after zero padding, test images whole; shrink: random crop, centre crop
-            at test.
-        crop_padding: pixels added on each side before a pad crop.
-        crop_size: side in pixels that a shrink crop leaves; the network sees images of this size.
-        flip: whether training images are mirrored left to right with probability 1/2.
-        public_dataset: data set whose training images, without labels, are the public set of FedKD; null: a
-            slice of dataset's own training images, taken out before they are dealt to clients. Normalised
-            like dataset's.
-        public_examples: images of the public set, drawn by the run's seed; 0: all of public_dataset's, or
-            with null no public set.
+        public_dataset: data set whose training images, without labels, are the public set of FedKD, all of
+            them if public_examples is 0; null: a slice of dataset's own training images, taken out before
+            they are dealt to clients. Normalised like dataset's.
         synthetic_examples: training examples of the synthetic data set.
         synthetic_test_examples: test examples of the synthetic data set.
         synthetic_size: side in pixels of the synthetic images.
         synthetic_classes: number of classes of the synthetic data set.
         synthetic_seed: seed of the synthetic images; the run's own seed never changes them.
+        settings: those of all images, see :class:`~fl_lightning.data.image_base.ImageData`.
+
+    Raises:
+        InputError: an argument is out of range.
     """
 
     examplewise = True
@@ -108,21 +101,13 @@ class FederatedImages(ImageData):
         dataset: str = "digits",
         root: str = "data",
         download: bool = False,
-        num_clients: int = 100,
-        partition: Partition | None = None,
-        batch_size: int = 64,
-        val_fraction: float = 0.05,
-        crop: Crop = "none",
-        crop_padding: int = 4,
-        crop_size: int = 28,
-        flip: bool = False,
         public_dataset: str | None = None,
-        public_examples: int = 0,
         synthetic_examples: int = 5000,
         synthetic_test_examples: int = 1000,
         synthetic_size: int = 32,
         synthetic_classes: int = 10,
         synthetic_seed: int = 0,
+        **settings: Any,
     ) -> None:
         near = (get_close_matches(str(dataset).lower(), DATASETS, n=1, cutoff=0.0) or ["digits"])[0]
         require(
@@ -154,21 +139,9 @@ class FederatedImages(ImageData):
             synthetic_classes=synthetic_classes,
             synthetic_seed=synthetic_seed,
         )
-        super().__init__(
-            dataset=dataset,
-            side=DATASETS[dataset].side(self.settings),
-            root=root,
-            num_clients=num_clients,
-            partition=partition,
-            batch_size=batch_size,
-            val_fraction=val_fraction,
-            crop=crop,
-            crop_padding=crop_padding,
-            crop_size=crop_size,
-            flip=flip,
-            public_examples=public_examples,
-            public_dataset=public_dataset,
-        )
+        self.dataset, self.root, self.side = dataset, root, DATASETS[dataset].side(self.settings)
+        super().__init__(**settings)
+        self.public_dataset = public_dataset
         self._check_public()
         self.num_classes = DATASETS[dataset].num_classes(self.settings)
 

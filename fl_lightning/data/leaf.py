@@ -13,10 +13,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from fl_lightning.data.arrays import ArrayData, Examples, Names, TaskName, check_test_fraction, name_from
+from fl_lightning.data.arrays import ArrayData, Examples, Names, name_from
 from fl_lightning.data.items import Items, to_examples
-from fl_lightning.data.map_style import num_outputs
-from fl_lightning.data.partition import Partition, check_memory
+from fl_lightning.data.partition import check_memory
 from fl_lightning.errors import InputError, require
 
 EXPECTED = 'write {"users": ["a"], "num_samples": [1], "user_data": {"a": {"x": [[0.5]], "y": [1]}}}'
@@ -31,49 +30,22 @@ class LeafData(ArrayData):
     Args:
         train: a file, or a folder whose ``.json`` files are read in the order of their names.
         test: a file or folder of the test examples; null: ``test_fraction`` of ``train``.
-        test_fraction: share of the examples (of classification, of each class) that becomes the test set if
-            there is no ``test``, in (0, 1); the same examples in every run.
-        task: classification: each ``y`` is a whole number or a text; regression: one or several numbers.
         images: whether an ``x`` holds the grey levels of a square, as in FEMNIST; the network then sees three
             equal channels, ``[3, side, side]``.
-        num_clients: number of clients; 0: as many as there are users with training examples.
-        partition: rule that assigns training examples to clients; null: each user is a client.
-        batch_size: examples of one local step.
-        val_fraction: share of each client's examples that is held out for validation, in [0, 1).
-        public_examples: training examples of the public set; 0: no public set.
+        settings: those of all data in memory, see :class:`~fl_lightning.data.arrays.ArrayData`.
 
     Raises:
         InputError: an argument is out of range.
     """
 
     examplewise = True
+    natural = True
 
-    def __init__(
-        self,
-        train: str,
-        test: str | None = None,
-        test_fraction: float = 0.2,
-        task: TaskName = "classification",
-        images: bool = False,
-        num_clients: int = 0,
-        partition: Partition | None = None,
-        batch_size: int = 32,
-        val_fraction: float = 0.1,
-        public_examples: int = 0,
-    ) -> None:
-        super().__init__(
-            dataset=name_from(train),
-            num_clients=num_clients,
-            partition=partition,
-            natural=True,
-            batch_size=batch_size,
-            val_fraction=val_fraction,
-            public_examples=public_examples,
-        )
-        check_test_fraction(test, test_fraction)
-        self.set_task(task)
+    def __init__(self, train: str, test: str | None = None, images: bool = False, **settings: Any) -> None:
+        self.dataset, self.has_test = name_from(train), test is not None
+        super().__init__(**settings)
         self.train_path, self.test_path = Path(train), Path(test) if test else None
-        self.test_fraction, self.images = test_fraction, images
+        self.images = images
 
     def prepare_data(self) -> None:
         """Check that the files are there.
@@ -92,11 +64,7 @@ class LeafData(ArrayData):
         """
         train = read_leaf(self.train_path, images=self.images)
         test = read_leaf(self.test_path, images=self.images) if self.test_path else None
-        examples = to_examples(
-            train, test, classifies=self.task.has_classes, test_fraction=self.test_fraction
-        )
-        self.num_classes = num_outputs(examples)
-        return examples
+        return to_examples(train, test, classifies=self.task.has_classes, test_fraction=self.test_fraction)
 
 
 def leaf_files(path: Path) -> list[Path]:

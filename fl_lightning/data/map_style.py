@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from inspect import isclass
 from typing import Any
@@ -10,9 +10,8 @@ from typing import Any
 from lightning import LightningDataModule
 from torch.utils.data import Dataset
 
-from fl_lightning.data.arrays import ArrayData, Examples, Names, TaskName, check_test_fraction
+from fl_lightning.data.arrays import ArrayData, Examples, Names
 from fl_lightning.data.items import Key, Keys, read_items, to_examples
-from fl_lightning.data.partition import Partition
 from fl_lightning.errors import InputError
 from fl_lightning.support.user_code import is_bug_of_user
 
@@ -20,7 +19,52 @@ DatasetCallable = Callable[[], Dataset]
 DataModuleCallable = Callable[[], LightningDataModule]
 
 
-class DatasetData(ArrayData):
+class ItemData(ArrayData):
+    """Items that have an input, a target and perhaps more, at positions in a tuple or under names.
+
+    Args:
+        input: position in a tuple, or name in a dictionary, of the input; a list of names: the network takes
+            a dictionary. null: position 0, or all names that are nothing else.
+        target: position or name of the target; null: position 1.
+        group: position or name of what partitions deal the items out by; null: the class.
+        client: position or name of whose an item is, for the partition Natural; null: none.
+        settings: those of all data in memory, see :class:`~fl_lightning.data.arrays.ArrayData`.
+
+    Raises:
+        InputError: an argument is out of range.
+    """
+
+    def __init__(
+        self,
+        *,
+        input: Key | list[str] | None = None,
+        target: Key | None = None,
+        group: Key | None = None,
+        client: Key | None = None,
+        **settings: Any,
+    ) -> None:
+        self.keys, self.natural = Keys(input, target, group, client), client is not None
+        super().__init__(**settings)
+
+    def examples_of(self, datasets: Sequence[Any], places: Sequence[str]) -> tuple[Examples, Examples, Names]:
+        """Read the items of the training and the test dataset.
+
+        Args:
+            datasets: both, map-style; None in place of the test dataset: it is taken from the training items.
+            places: the name of each, for messages.
+
+        Raises:
+            InputError: one cannot be read.
+        """
+        train, test = (
+            None if one is None else read_items(one, self.keys, place)
+            for one, place in zip(datasets, places, strict=True)
+        )
+        assert train is not None
+        return to_examples(train, test, classifies=self.task.has_classes, test_fraction=self.test_fraction)
+
+
+class DatasetData(ItemData):
     """The items of a map-style ``torch.utils.data.Dataset``, such as torchvision's or one's own.
 
     Items are ``(input, target)`` or dictionaries. All are read once into memory, so a dataset's ``transform``
@@ -30,21 +74,7 @@ class DatasetData(ArrayData):
     Args:
         train: class path and arguments of the training dataset; in Python a function that returns it.
         test: the test dataset; null: ``test_fraction`` of the training dataset.
-        test_fraction: share of the items (of classification, of each class) that becomes the test set if
-            there is no ``test``, in (0, 1); the same items in every run.
-        task: classification: targets are whole numbers or texts, and their sorted values are the classes;
-            regression: one or several numbers.
-        input: position in a tuple, or name in a dictionary, of the input; a list of names: the network takes
-            a dictionary. null: position 0, or all names that are nothing else.
-        target: position or name of the target; null: position 1.
-        group: position or name of what partitions deal the items out by; null: the class.
-        client: position or name of whose an item is, for the partition Natural; null: none.
-        num_clients: number of clients; 0: as many as the training items have.
-        partition: rule that assigns training items to clients; null: Natural with ``client``, else Dirichlet
-            with beta 0.1.
-        batch_size: items of one local step.
-        val_fraction: share of each client's items that is held out for validation, in [0, 1).
-        public_examples: training items of the public set; 0: no public set.
+        settings: those of the items and of all data in memory, see :class:`ItemData`.
 
     Raises:
         InputError: an argument is out of range.
@@ -56,31 +86,11 @@ class DatasetData(ArrayData):
         self,
         train: DatasetCallable,
         test: DatasetCallable | None = None,
-        test_fraction: float = 0.2,
-        task: TaskName = "classification",
-        input: Key | list[str] | None = None,
-        target: Key | None = None,
-        group: Key | None = None,
-        client: Key | None = None,
-        num_clients: int = 0,
-        partition: Partition | None = None,
-        batch_size: int = 32,
-        val_fraction: float = 0.1,
-        public_examples: int = 0,
+        **settings: Any,
     ) -> None:
-        super().__init__(
-            dataset=name_of(train),
-            num_clients=num_clients,
-            partition=partition,
-            natural=client is not None,
-            batch_size=batch_size,
-            val_fraction=val_fraction,
-            public_examples=public_examples,
-        )
-        check_test_fraction(test, test_fraction)
-        self.set_task(task)
-        self.sources, self.test_fraction = (train, test), test_fraction
-        self.keys = Keys(input, target, group, client)
+        self.dataset, self.has_test = name_of(train), test is not None
+        super().__init__(**settings)
+        self.sources = (train, test)
         self._made: list[Any] | None = None
 
     def prepare_data(self) -> None:
@@ -103,20 +113,15 @@ class DatasetData(ArrayData):
         if self._made is None:
             self.prepare_data()
         assert self._made is not None
-        train, test = (
-            None if one is None else read_items(one, self.keys, f"data.{split} {name_of(one)}")
-            for split, one in zip(("train", "test"), self._made, strict=True)
-        )
+        places = [
+            f"data.{split} {name_of(one)}" for split, one in zip(("train", "test"), self._made, strict=True)
+        ]
+        examples = self.examples_of(self._made, places)
         self._made = None
-        assert train is not None
-        examples = to_examples(
-            train, test, classifies=self.task.has_classes, test_fraction=self.test_fraction
-        )
-        self.num_classes = num_outputs(examples)
         return examples
 
 
-class DataModuleData(ArrayData):
+class DataModuleData(ItemData):
     """The datasets behind the ``train_dataloader`` and ``test_dataloader`` of a ``LightningDataModule``.
 
     The items of the datasets are read as :class:`DatasetData` reads them; the loaders' batches, samplers and
@@ -124,18 +129,7 @@ class DataModuleData(ArrayData):
 
     Args:
         module: class path and arguments of the module; in Python a function that returns it.
-        test_fraction: share of the items that becomes the test set if the module has no test loader.
-        task: classification or regression, as in :class:`DatasetData`.
-        input: position or name of the input; null: position 0, or all names that are nothing else.
-        target: position or name of the target; null: position 1.
-        group: position or name of what partitions deal the items out by; null: the class.
-        client: position or name of whose an item is, for the partition Natural; null: none.
-        num_clients: number of clients; 0: as many as the training items have.
-        partition: rule that assigns training items to clients; null: Natural with ``client``, else Dirichlet
-            with beta 0.1.
-        batch_size: items of one local step.
-        val_fraction: share of each client's items that is held out for validation, in [0, 1).
-        public_examples: training items of the public set; 0: no public set.
+        settings: those of the items and of all data in memory, see :class:`ItemData`.
 
     Raises:
         InputError: an argument is out of range.
@@ -146,31 +140,11 @@ class DataModuleData(ArrayData):
     def __init__(
         self,
         module: DataModuleCallable,
-        test_fraction: float = 0.2,
-        task: TaskName = "classification",
-        input: Key | list[str] | None = None,
-        target: Key | None = None,
-        group: Key | None = None,
-        client: Key | None = None,
-        num_clients: int = 0,
-        partition: Partition | None = None,
-        batch_size: int = 32,
-        val_fraction: float = 0.1,
-        public_examples: int = 0,
+        **settings: Any,
     ) -> None:
-        super().__init__(
-            dataset=name_of(module),
-            num_clients=num_clients,
-            partition=partition,
-            natural=client is not None,
-            batch_size=batch_size,
-            val_fraction=val_fraction,
-            public_examples=public_examples,
-        )
-        check_test_fraction(None, test_fraction)
-        self.set_task(task)
-        self.source, self.test_fraction = module, test_fraction
-        self.keys = Keys(input, target, group, client)
+        self.dataset = name_of(module)
+        super().__init__(**settings)
+        self.source = module
 
     def prepare_data(self) -> None:
         """Call the module's ``prepare_data``.
@@ -195,16 +169,8 @@ class DataModuleData(ArrayData):
                 "let it return a torch.utils.data.DataLoader",
             )
         test = self._dataset_of(module, "test_dataloader", "test")
-        items = [
-            None if one is None else read_items(one, self.keys, f"data.module {name_of(module)}, {split}")
-            for split, one in (("train", train), ("test", test))
-        ]
-        assert items[0] is not None
-        examples = to_examples(
-            items[0], items[1], classifies=self.task.has_classes, test_fraction=self.test_fraction
-        )
-        self.num_classes = num_outputs(examples)
-        return examples
+        places = [f"data.module {name_of(module)}, {split}" for split in ("train", "test")]
+        return self.examples_of((train, test), places)
 
     @staticmethod
     def _dataset_of(module: LightningDataModule, loader: str, stage: str) -> Any:
@@ -213,12 +179,6 @@ class DataModuleData(ArrayData):
             return None
         made(lambda: module.setup(stage), "data.module")
         return getattr(getattr(module, loader)(), "dataset", None)
-
-
-def num_outputs(examples: tuple[Examples, Examples, Names]) -> int:
-    """Return the number of classes, or of the numbers of a regression's target."""
-    train, _, names = examples
-    return len(names.classes) or (train.target.shape[1] if train.target.ndim == 2 else 1)
 
 
 def made(make: Any, setting: str) -> Any:

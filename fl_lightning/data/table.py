@@ -16,15 +16,22 @@ from fl_lightning.data.arrays import (
     ArrayData,
     Examples,
     Names,
-    TaskName,
     check_classes,
-    check_test_fraction,
     in_test,
     name_from,
-    near_names,
     number_names,
 )
-from fl_lightning.data.partition import Partition, check_memory
+from fl_lightning.data.partition import check_memory
+from fl_lightning.data.table_file import (
+    check_column,
+    check_complete,
+    check_file,
+    check_text,
+    moments,
+    numbers_of,
+    place_of,
+    read_table,
+)
 from fl_lightning.errors import InputError, require
 
 if TYPE_CHECKING:
@@ -32,12 +39,9 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-CSV_SUFFIXES, PARQUET_SUFFIXES = (".csv", ".csv.gz", ".tsv"), (".parquet", ".pq")
 MAX_CATEGORIES, MIN_REPEATED = 1000, 20
 """Largest number of categories of a column. One with more, or with more than 20 of which most stand in one
 row only, is text or a name of the row."""
-MAX_SHARE_OF_NUMBERS = 0.9
-"""A column of text of which more values than this share, but not all, are numbers has a wrong value."""
 
 
 class TableData(ArrayData):
@@ -50,22 +54,13 @@ class TableData(ArrayData):
         train: a file: ``.csv``, ``.tsv`` or ``.parquet``, with the names of the columns in the first line.
         target: column of what is learnt.
         test: a file with the same columns; null: ``test_fraction`` of the rows of ``train``.
-        test_fraction: share of the rows (of classification, of each class) that becomes the test set if there
-            is no ``test``, in (0, 1); the same rows in every run.
-        task: classification: the target's values in sorted order are the classes; regression: the target is
-            a number.
         features: columns that the network sees; null: all but ``target``, ``group`` and ``client``.
         categorical: columns of numbers that are names, such as a postcode, and become categories.
         group: column by which partitions deal the rows out; null: the class.
         client: column that says whose a row is, for the partition Natural; null: the rows say nothing of it.
         standardise_target: whether a regression's target is standardised with the training rows too. Then
             errors are in its standard deviations: ``mse`` is 1 for who always says the mean.
-        num_clients: number of clients; 0: as many as the column ``client`` has in the training rows.
-        partition: rule that assigns training rows to clients; null: Natural with a column ``client``, else
-            Dirichlet with beta 0.1.
-        batch_size: rows of one local step.
-        val_fraction: share of each client's rows that is held out for validation, in [0, 1).
-        public_examples: training rows of the public set; 0: no public set.
+        settings: those of all data in memory, see :class:`~fl_lightning.data.arrays.ArrayData`.
 
     Raises:
         InputError: an argument is out of range.
@@ -78,31 +73,16 @@ class TableData(ArrayData):
         train: str,
         target: str,
         test: str | None = None,
-        test_fraction: float = 0.2,
-        task: TaskName = "classification",
         features: list[str] | None = None,
         categorical: list[str] | None = None,
         group: str | None = None,
         client: str | None = None,
         standardise_target: bool = True,
-        num_clients: int = 0,
-        partition: Partition | None = None,
-        batch_size: int = 32,
-        val_fraction: float = 0.1,
-        public_examples: int = 0,
+        **settings: Any,
     ) -> None:
-        super().__init__(
-            dataset=name_from(train),
-            num_clients=num_clients,
-            partition=partition,
-            natural=client is not None,
-            batch_size=batch_size,
-            val_fraction=val_fraction,
-            public_examples=public_examples,
-        )
-        check_test_fraction(test, test_fraction)
+        self.dataset, self.natural, self.has_test = name_from(train), client is not None, test is not None
+        super().__init__(**settings)
         require(features is None or features, "features=[]", "a network sees one column or more", "name one")
-        self.set_task(task)
         for name, column in (("target", target), ("client", client)):
             require(
                 column is None or column not in (features or []),
@@ -111,11 +91,11 @@ class TableData(ArrayData):
                 f"leave {column} out of features",
             )
         self.train_path, self.test_path = Path(train), Path(test) if test else None
-        self.test_fraction, self.target = test_fraction, target
+        self.target = target
         self.features, self.categorical = features, list(categorical or [])
         self.group, self.client_column = group, client
         self.standardise_target = standardise_target
-        if task == "regression":
+        if not self.task.has_classes:
             self.num_classes = 1
 
     def prepare_data(self) -> None:
@@ -125,7 +105,7 @@ class TableData(ArrayData):
             InputError: a file is missing, or is no table.
         """
         for path in filter(None, (self.train_path, self.test_path)):
-            _check_file(path)
+            check_file(path)
 
     def read(self) -> tuple[Examples, Examples, Names]:
         """Read the files, split the rows and make numbers of them.
@@ -143,14 +123,14 @@ class TableData(ArrayData):
             *dict.fromkeys(filter(None, (self.target, self.group, self.client_column))),
         ]
         used = list(dict.fromkeys(used))
-        _check_complete(table, used, self.train_path)
+        check_complete(table, used, self.train_path)
         if self.test_path:
             self._check_target(table)
             train, test, test_file = table, read_table(self.test_path), self.test_path
             for name in used:
                 if name != self.client_column:
-                    _check_column(test, name, test_file)
-            _check_complete(test, [name for name in used if name in test], test_file)
+                    check_column(test, name, test_file)
+            check_complete(test, [name for name in used if name in test], test_file)
         else:
             self._check_target(table)
             labels = table[self.target].astype(str) if self._classifies else pd.Series(np.zeros(len(table)))
@@ -172,9 +152,9 @@ class TableData(ArrayData):
 
     def _check_columns(self, table: pd.DataFrame) -> None:
         for name in dict.fromkeys([self.target, *self.categorical, *(self.features or [])]):
-            _check_column(table, name, self.train_path)
+            check_column(table, name, self.train_path)
         for name in filter(None, (self.group, self.client_column)):
-            _check_column(table, name, self.train_path)
+            check_column(table, name, self.train_path)
         nameless = [name for name in table.columns if str(name).startswith("Unnamed: ")]
         require(
             self.features is not None or not nameless,
@@ -202,7 +182,7 @@ class TableData(ArrayData):
         name = self.target
         if not self._classifies:
             values = self._numbers_of(name, train, test, test_file)
-            mean, std = _moments(values[0]) if self.standardise_target else (0.0, 1.0)
+            mean, std = moments(values[0]) if self.standardise_target else (0.0, 1.0)
             first, second = (torch.tensor((one - mean) / std, dtype=torch.float32) for one in values)
             return [], (first, second)
         numbers = number_names(train[name].tolist())
@@ -211,11 +191,10 @@ class TableData(ArrayData):
         if unknown.any():
             value = test[name].iloc[int(unknown.argmax())]
             raise InputError(
-                f"{_place(test, int(unknown.argmax()), name, test_file)}",
+                f"{place_of(test, int(unknown.argmax()), name, test_file)}",
                 f"the class {value} is not among the training rows",
                 "remove the row, or give training rows of that class",
             )
-        self.num_classes = len(numbers)
         found = [torch.tensor(some[name].map(numbers).to_numpy(np.int64)) for some in (train, test)]
         return list(numbers), (found[0], found[1])
 
@@ -248,7 +227,7 @@ class TableData(ArrayData):
     def _numbers_of(
         self, name: str, train: pd.DataFrame, test: pd.DataFrame, test_file: Path
     ) -> tuple[np.ndarray, np.ndarray]:
-        return _numbers(train, name, self.train_path), _numbers(test, name, test_file)
+        return numbers_of(train, name, self.train_path), numbers_of(test, name, test_file)
 
     def _numbered(
         self, name: str | None, train: pd.DataFrame, test: pd.DataFrame | None
@@ -277,7 +256,7 @@ class TableData(ArrayData):
                 block = self._one_hot(name, train, test, test_file)
             else:
                 values = self._numbers_of(name, train, test, test_file)
-                mean, std = _moments(values[0])
+                mean, std = moments(values[0])
                 block = (((values[0] - mean) / std)[:, None], ((values[1] - mean) / std)[:, None])
             width += block[0].shape[1]
             check_memory(
@@ -291,7 +270,7 @@ class TableData(ArrayData):
         self, name: str, train: pd.DataFrame, test: pd.DataFrame, test_file: Path
     ) -> tuple[np.ndarray, np.ndarray]:
         """Return 1 where a row has a category, else 0, for each category of the training rows."""
-        _check_text(train, name, self.train_path, numbers_are_names=name in self.categorical)
+        check_text(train, name, self.train_path, numbers_are_names=name in self.categorical)
         texts = [some[name].astype(str) for some in (train, test)]
         numbers = number_names(texts[0].tolist())
         require(
@@ -315,141 +294,3 @@ class TableData(ArrayData):
             place = text.map(numbers).fillna(-1).to_numpy(np.int64)
             found.append(place[:, None] == np.arange(len(numbers)))
         return found[0], found[1]
-
-
-def read_table(path: Path) -> pd.DataFrame:
-    """Return the rows of a file.
-
-    Raises:
-        InputError: it cannot be read, has no rows, or has two columns of one name.
-    """
-    import pandas as pd
-
-    _check_file(path)
-    check_memory(f"{path}", path.stat().st_size)
-    try:
-        if path.name.endswith(PARQUET_SUFFIXES):
-            table = pd.read_parquet(path)
-        else:
-            separator = "\t" if path.name.endswith(".tsv") else ","
-            table = pd.read_csv(path, sep=separator, low_memory=False)
-            first = pd.read_csv(path, sep=separator, header=None, nrows=1, dtype=str)
-            _check_names(first.iloc[0].dropna().tolist(), path)
-    except InputError:
-        raise
-    except ImportError as error:
-        raise InputError(
-            f"{path}", f"Parquet needs pyarrow ({error})", "pip install pyarrow, or write a .csv file"
-        ) from None
-    except OSError as error:
-        raise InputError(
-            f"{path}", f"it cannot be read ({error.strerror or error})", "check the file"
-        ) from None
-    except UnicodeDecodeError as error:
-        raise InputError(f"{path}", f"byte {error.start} is not UTF-8", "convert the file to UTF-8") from None
-    except pd.errors.EmptyDataError:
-        raise InputError(f"{path}", "the file is empty", "fill it") from None
-    except (ValueError, pd.errors.ParserError) as error:  # pyarrow's errors are ValueErrors
-        reason = " ".join(str(error).split())
-        raise InputError(f"{path}", f"it is no table ({reason})", "check the file") from None
-    require(len(table), f"{path}", "the table has no rows", "fill it")
-    kinds = table.dtypes
-    table = table.astype({name: object for name in table if isinstance(kinds[name], pd.CategoricalDtype)})
-    if not isinstance(table.index, pd.RangeIndex):  # of a Parquet file: it may hold a column
-        table = table.reset_index() if all(table.index.names) else table.reset_index(drop=True)
-    return table
-
-
-def _check_file(path: Path) -> None:
-    require(path.is_file(), f"{path}", "there is no such file", "write the path of a .csv or .parquet file")
-    suffixes = CSV_SUFFIXES + PARQUET_SUFFIXES
-    require(
-        path.name.endswith(suffixes), f"{path}", f"a table's name ends in {', '.join(suffixes)}", "rename it"
-    )
-
-
-def _check_names(names: list[str], path: Path) -> None:
-    double = [name for name in dict.fromkeys(names) if names.count(name) > 1]
-    require(not double, f"{path}", f"two columns are named {double[:1]}", "rename one of them")
-
-
-def _check_column(table: pd.DataFrame, name: str, path: Path) -> None:
-    instead = near_names(name, table.columns)
-    if len(table.columns) == 1 and not path.name.endswith(PARQUET_SUFFIXES):
-        instead = "separate the columns by commas (.csv) or tabs (.tsv)"
-    require(name in table.columns, f"{path}", f"there is no column {name}", instead)
-
-
-def _place(table: pd.DataFrame, position: int, name: str, path: Path) -> str:
-    """Return where a value stands; rows count from 1, without the names of the columns."""
-    return f"{path}, row {int(table.index[position]) + 1}, column {name}"
-
-
-def _check_complete(table: pd.DataFrame, names: list[str], path: Path) -> None:
-    """Refuse values that are missing.
-
-    Raises:
-        InputError: one is; the first one is named.
-    """
-    for name in names:
-        missing = table[name].isna().to_numpy()
-        if missing.any():
-            raise InputError(
-                _place(table, int(missing.argmax()), name, path),
-                f"the value is missing (empty, NA, NaN or null), one of {int(missing.sum())} of the column",
-                "fill it in, remove the rows, or name the features without the column",
-            )
-
-
-def _check_text(table: pd.DataFrame, name: str, path: Path, *, numbers_are_names: bool) -> None:
-    """Refuse a column that is neither numbers nor names.
-
-    Raises:
-        InputError: it has dates, lists or the like, or numbers among which something else stands.
-    """
-    import pandas as pd
-
-    column = table[name]
-    if pd.api.types.is_numeric_dtype(column):
-        return
-    plain = column.map(lambda value: isinstance(value, (str, bool, int, float))).to_numpy(bool)
-    if not plain.all():
-        kind = type(column.iloc[int((~plain).argmax())]).__name__
-        raise InputError(
-            _place(table, int((~plain).argmax()), name, path),
-            f"a value is a number or a text, and this is a {kind}",
-            f"name the features without {name}",
-        )
-    wrong = pd.to_numeric(column, errors="coerce").isna().to_numpy()
-    if not numbers_are_names and 0 < wrong.mean() < 1 - MAX_SHARE_OF_NUMBERS:
-        position = int(wrong.argmax())
-        raise InputError(
-            _place(table, position, name, path),
-            f"{column.iloc[position]} is no number, and nearly all values of the column are",
-            f"correct it, or write categorical: [{name}] if they are names",
-        )
-
-
-def _numbers(table: pd.DataFrame, name: str, path: Path) -> np.ndarray:
-    """Return a column as float64 ``[N]``.
-
-    Raises:
-        InputError: a value is no finite number.
-    """
-    import pandas as pd
-
-    values = pd.to_numeric(table[name], errors="coerce").to_numpy(np.float64)
-    wrong = ~np.isfinite(values)
-    if wrong.any():
-        position = int(wrong.argmax())
-        raise InputError(
-            _place(table, position, name, path),
-            f"{table[name].iloc[position]} is no finite number",
-            "correct it, or remove the row",
-        )
-    return values
-
-
-def _moments(values: np.ndarray) -> tuple[float, float]:
-    """Return mean and standard deviation; 1 in place of a deviation of 0."""
-    return float(values.mean()), float(values.std()) or 1.0

@@ -16,7 +16,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fl_lightning.data.base import FederatedData, Split
+from fl_lightning.data.base import FederatedData
+from fl_lightning.data.example_batches import Split
 from fl_lightning.data.partition import Natural, Partition, check_memory
 from fl_lightning.data.text import instructions
 from fl_lightning.data.text.tokens import ByteTokenizer, Record, Sequences, Tokenizer, encode_records
@@ -60,16 +61,16 @@ class TextData(FederatedData):
 
     Partitions other than :class:`~fl_lightning.data.Natural` deal the examples out by their group:
     ``train_group`` int64 ``[N]`` and ``test_group`` int64 ``[M]``, with names in ``groups``. A subclass
-    implements :meth:`read`.
+    sets :attr:`dataset` before it calls this constructor, and implements :meth:`read`.
 
     Args:
-        dataset: name of the data set.
         num_clients: number of clients.
-        partition: rule that assigns training examples to clients; null: :class:`Natural`.
+        partition: rule that assigns examples to clients; null: each client holds its own. IID() deals the
+            same examples out evenly.
         batch_size: examples of one local step.
         val_fraction: share of each client's examples that is held out for validation, in [0, 1).
         public_examples: training examples of the public set; 0: no public set.
-        context: T, largest number of tokens that the network sees at once.
+        context: largest number of tokens that the network sees at once.
         tokenizer: makes tokens of text; null: bytes.
         generate: whether answers are generated for exact match and ROUGE-L, up to the longest true one.
         primary: the metric that selects: perplexity, token_accuracy, exact_match or rouge_l.
@@ -79,24 +80,25 @@ class TextData(FederatedData):
     """
 
     examplewise = True
+    dataset: str
+    """Name of the data set."""
     groups: tuple[str, ...] = ()
 
     def __init__(
         self,
         *,
-        dataset: str,
-        num_clients: int,
-        partition: Partition | None,
-        batch_size: int,
-        val_fraction: float,
-        public_examples: int,
-        context: int,
-        tokenizer: Tokenizer | None,
+        num_clients: int = 8,
+        partition: Partition | None = None,
+        batch_size: int = 16,
+        val_fraction: float = 0.1,
+        public_examples: int = 0,
+        context: int = 128,
+        tokenizer: Tokenizer | None = None,
         generate: bool = False,
         primary: Primary = "perplexity",
     ) -> None:
         super().__init__(
-            dataset=dataset,
+            dataset=self.dataset,
             num_clients=num_clients,
             partition=Natural() if partition is None else partition,
             batch_size=batch_size,
@@ -231,21 +233,16 @@ class InstructionData(TextData):
         examples_per_client: records that each client makes, for training and validation.
         house: share of house records, in [0, 1]: how much the clusters contradict each other.
         tests_per_task: test records of each task, and of the house task in each cluster.
-        partition: rule that assigns records to clients; null: each client holds its own. IID() deals the
-            same records out evenly.
-        batch_size: records of one local step.
-        val_fraction: share of a task's inputs that are held out for validation, of those that are not for
-            the test, in [0, 1).
-        public_examples: training records of the public set; 0: no public set.
         context: largest number of tokens that the network sees; the longest record in bytes takes 65.
-        tokenizer: makes tokens of text; null: bytes.
         generate: whether answers are generated for exact match and ROUGE-L.
-        primary: the metric that selects: perplexity, token_accuracy, exact_match or rouge_l.
         text_seed: seed of the records; the seed of the run never changes them.
+        settings: those of all text, see :class:`TextData`; ``val_fraction`` is the share of a task's inputs.
 
     Raises:
         InputError: an argument is out of range.
     """
+
+    dataset = "instructions"
 
     def __init__(
         self,
@@ -253,15 +250,10 @@ class InstructionData(TextData):
         examples_per_client: int = 400,
         house: float = 0.25,
         tests_per_task: int = 24,
-        partition: Partition | None = None,
-        batch_size: int = 16,
-        val_fraction: float = 0.1,
-        public_examples: int = 0,
         context: int = 72,
-        tokenizer: Tokenizer | None = None,
         generate: bool = True,
-        primary: Primary = "perplexity",
         text_seed: int = 0,
+        **settings: Any,
     ) -> None:
         require(0 <= house <= 1, f"house={house}", "a share in [0, 1]", "write e.g. 0.25")
         for name, value in (("examples_per_client", examples_per_client), ("tests_per_task", tests_per_task)):
@@ -270,18 +262,7 @@ class InstructionData(TextData):
             f"{num_clients} clients with {examples_per_client} examples of {context} tokens",
             16 * num_clients * examples_per_client * context,
         )
-        super().__init__(
-            dataset="instructions",
-            num_clients=num_clients,
-            partition=partition,
-            batch_size=batch_size,
-            val_fraction=val_fraction,
-            public_examples=public_examples,
-            context=context,
-            tokenizer=tokenizer,
-            generate=generate,
-            primary=primary,
-        )
+        super().__init__(num_clients=num_clients, context=context, generate=generate, **settings)
         self.examples_per_client, self.house, self.tests_per_task = examples_per_client, house, tests_per_task
         self.text_seed = text_seed
         self.groups = instructions.CLUSTERS[:num_clients]

@@ -13,12 +13,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from fl_lightning.data.partition import Partition, check_memory
+from fl_lightning.data.partition import check_memory
 from fl_lightning.data.text.federation import TextData, TextExamples
 from fl_lightning.data.text.tokens import (
     Record,
     Sequences,
-    Tokenizer,
     TooLong,
     encode_records,
     encode_windows,
@@ -63,18 +62,16 @@ class TextFiles(TextData):
         client: key of a record that says whose it is; null: the file.
         group: key of a record that says its group, by which partitions deal it out; null: the file.
         num_clients: number of clients; 0: as many as write in the training files.
-        partition: rule that assigns examples to clients; null: each client holds what it wrote.
-        batch_size: examples of one local step.
-        val_fraction: share of each client's examples that is held out for validation, in [0, 1).
-        public_examples: training examples of the public set; 0: no public set.
-        context: largest number of tokens that the network sees, and the length of a window.
         too_long: what is done with a record longer than the context; refuse: an error; cut: the end of its
             inputs is left out, and ``partition.json`` says of how many records.
-        tokenizer: makes tokens of text; null: bytes.
+        settings: those of all text, see :class:`~fl_lightning.data.TextData`; ``context`` is the length of a
+            window of plain text too.
 
     Raises:
         InputError: an argument is out of range.
     """
+
+    dataset = "text_files"
 
     def __init__(
         self,
@@ -84,13 +81,8 @@ class TextFiles(TextData):
         client: str | None = None,
         group: str | None = "task_name",
         num_clients: int = 0,
-        partition: Partition | None = None,
-        batch_size: int = 16,
-        val_fraction: float = 0.1,
-        public_examples: int = 0,
-        context: int = 128,
         too_long: TooLong = "refuse",
-        tokenizer: Tokenizer | None = None,
+        **settings: Any,
     ) -> None:
         require(
             num_clients >= 0,
@@ -104,16 +96,7 @@ class TextFiles(TextData):
             "a share in (0, 1)",
             "write e.g. 0.1, or name test files",
         )
-        super().__init__(
-            dataset="text_files",
-            num_clients=num_clients or 1,
-            partition=partition,
-            batch_size=batch_size,
-            val_fraction=val_fraction,
-            public_examples=public_examples,
-            context=context,
-            tokenizer=tokenizer,
-        )
+        super().__init__(num_clients=num_clients or 1, **settings)
         self.count_clients = num_clients == 0
         self.train_path, self.test_path = Path(train), Path(test) if test else None
         self.test_fraction = test_fraction
