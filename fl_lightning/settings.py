@@ -53,6 +53,7 @@ NEUTRAL_VALUES = {
     "model.init_args.module": None,
     "model.init_args.terms": None,
     "model.init_args.loss": "cross_entropy",
+    "data.init_args.batch_tokens": None,
 }
 """Settings that came after version 0.1.0, by pattern, with the value that runs of that version had."""
 NEUTRAL_VALUES_OF_CLASS = {

@@ -100,7 +100,10 @@ SETTINGS = {
     },
     "TwoClients": {"examples": 64, "noise": 0.3, "batch_size": 8, "val_fraction": 0.5},
 }
-LATER = {"TextFiles": {"generate": False, "primary": "perplexity"}}
+LATER = {
+    "InstructionData": {"batch_tokens": None},
+    "TextFiles": {"batch_tokens": None, "generate": False, "primary": "perplexity"},
+}
 """Settings that a class has got since; at these values they are in no hash."""
 
 

@@ -25,7 +25,6 @@ from torch.utils.flop_counter import FlopCounterMode, conv_flop_count
 from callbacks.figures.drawing import never_fatal, own_copy
 from fl_lightning import rng
 from fl_lightning.client import Assignment, Client
-from fl_lightning.data.batches import batch_sizes
 from fl_lightning.engines.base import one_thread
 from fl_lightning.engines.optimizers import local_optimizer
 from fl_lightning.engines.steps import local_step
@@ -131,7 +130,7 @@ def steps_and_examples(context: Context, client: Client, work: float, epochs: in
         work: share of its local steps that it makes.
         epochs: passes over its data.
     """
-    sizes = batch_sizes(len(client.train), context.data.batch_size)
+    sizes = context.data.epoch_sizes(client)
     steps = max(1, -int(-work * epochs * len(sizes) // 1))
     whole, part = divmod(steps, max(1, len(sizes)))
     return steps, whole * sum(sizes) + sum(sizes[:part])

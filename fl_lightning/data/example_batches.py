@@ -108,7 +108,11 @@ class ExampleBatches(ABC):
 
     def num_steps(self, client: Client, epochs: int) -> int:
         """Return the number of local steps in so many epochs."""
-        return epochs * len(batch_sizes(len(client.train), self.batch_size))
+        return epochs * len(self.epoch_sizes(client))
+
+    def epoch_sizes(self, client: Client) -> list[int]:
+        """Return the sizes of the client's batches in one epoch."""
+        return batch_sizes(len(client.train), self.batch_size)
 
     def train_batches(
         self,
@@ -202,6 +206,7 @@ class ExampleBatches(ABC):
         )
 
     def _pass(self, client: Client, epochs: int, steps: int | None, round: int, draws: Draws | None) -> Pass:
+        """Draw the order of the client's examples in one round, and the sizes of its batches."""
         return draw_pass(
             len(client.train),
             self.batch_size,

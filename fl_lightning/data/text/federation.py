@@ -16,10 +16,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from fl_lightning.client import Client
 from fl_lightning.data.base import FederatedData
+from fl_lightning.data.batches import Draws, Pass
 from fl_lightning.data.example_batches import Split
 from fl_lightning.data.partition import Natural, Partition, check_memory
 from fl_lightning.data.text import instructions
+from fl_lightning.data.text.token_batches import draw_token_pass, token_batch_sizes
 from fl_lightning.data.text.tokens import ByteTokenizer, Record, Sequences, Tokenizer, encode_records
 from fl_lightning.errors import require
 from fl_lightning.metrics.text import IGNORED
@@ -67,7 +70,9 @@ class TextData(FederatedData):
         num_clients: number of clients.
         partition: rule that assigns examples to clients; null: each client holds its own. IID() deals the
             same examples out evenly.
-        batch_size: examples of one local step.
+        batch_size: examples of one local step; with ``batch_tokens`` the largest number of them.
+        batch_tokens: largest number of tokens of a local step, padding included, at least ``context``; null:
+            ``batch_size`` alone bounds it.
         val_fraction: share of each client's examples that is held out for validation, in [0, 1).
         public_examples: training examples of the public set; 0: no public set.
         context: largest number of tokens that the network sees at once.
@@ -90,6 +95,7 @@ class TextData(FederatedData):
         num_clients: int = 8,
         partition: Partition | None = None,
         batch_size: int = 16,
+        batch_tokens: int | None = None,
         val_fraction: float = 0.1,
         public_examples: int = 0,
         context: int = 128,
@@ -107,7 +113,13 @@ class TextData(FederatedData):
         )
         require(context >= 2, f"context={context}", "a network sees at least 2 tokens", "write e.g. 72")
         check_memory(f"context={context} for a batch of {batch_size}", 24 * context * batch_size)
-        self.context = context
+        require(
+            batch_tokens is None or batch_tokens >= context,
+            f"batch_tokens={batch_tokens}",
+            f"a batch holds at least one example of context={context}",
+            f"write {context} or more, or null",
+        )
+        self.context, self.batch_tokens = context, batch_tokens
         self.tokenizer: Tokenizer = ByteTokenizer() if tokenizer is None else tokenizer
         self.num_classes, self.example_shape = self.tokenizer.vocab_size, (context,)
         self.generate, self.primary = generate, primary
@@ -145,6 +157,7 @@ class TextData(FederatedData):
                     self.context,
                 )
         self._owner, self._held_out = train.owner, train.held_out
+        self._length = train.sequences.length.numpy()
         self._sequences = {"train": train.sequences, "test": test.sequences}
         self.train_task, self.test_task = list(train.task), list(test.task)
         self._groups = {"train": torch.from_numpy(train.group), "test": torch.from_numpy(test.group)}
@@ -206,6 +219,27 @@ class TextData(FederatedData):
     def inputs(self, split: Split, index: Tensor, draws: Tensor | None = None) -> dict[str, Tensor]:
         """Return the token ids at ``index`` and their mask, trimmed to the longest example."""
         return self._sequences[split].batch(index)[0]
+
+    def epoch_sizes(self, client: Client) -> list[int]:
+        """Return the sizes of the client's batches in one epoch."""
+        if self.batch_tokens is None:
+            return super().epoch_sizes(client)
+        return token_batch_sizes(self._length[client.train], self.batch_size, self.batch_tokens)
+
+    def _pass(self, client: Client, epochs: int, steps: int | None, round: int, draws: Draws | None) -> Pass:
+        """Draw the order of the client's examples in one round, and the sizes of its batches."""
+        if self.batch_tokens is None:
+            return super()._pass(client, epochs, steps, round, draws)
+        return draw_token_pass(
+            self._length[client.train],
+            self.batch_size,
+            self.batch_tokens,
+            seed=self.seed,
+            round=round,
+            client=client.id,
+            epochs=epochs,
+            steps=steps,
+        )
 
     @property
     def evaluation_batch(self) -> int:
