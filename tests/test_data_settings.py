@@ -98,6 +98,17 @@ SETTINGS = {
         "context": 128,
         "too_long": "refuse",
     },
+    "NaturalInstructions": {
+        **TEXT,
+        **dict.fromkeys(("path", "name", "test", "categories", "max_examples", "batch_tokens")),
+        "train": "train",
+        "test_fraction": 0.1,
+        "num_clients": 8,
+        "context": 512,
+        "too_long": "cut",
+        "generate": True,
+        "primary": "perplexity",
+    },
     "TwoClients": {"examples": 64, "noise": 0.3, "batch_size": 8, "val_fraction": 0.5},
 }
 LATER = {

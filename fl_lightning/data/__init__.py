@@ -11,6 +11,7 @@ from fl_lightning.data.map_style import DataModuleData, DatasetData
 from fl_lightning.data.partition import IID, Dirichlet, Natural, Partition, Shards, dirichlet_partition
 from fl_lightning.data.table import TableData
 from fl_lightning.data.text.federation import InstructionData, TextData
+from fl_lightning.data.text.natural_instructions import NaturalInstructions
 from fl_lightning.data.text.text_files import TextFiles
 from fl_lightning.data.two_clients import TwoClients
 
@@ -28,6 +29,7 @@ __all__ = [
     "InstructionData",
     "LeafData",
     "Natural",
+    "NaturalInstructions",
     "Partition",
     "Shards",
     "TableData",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -80,40 +81,47 @@ class HuggingFaceData(ItemData):
 
     def _load(self) -> list[Any]:
         """Return the training split and the test split, or None where it is not named."""
-        found = load(self.path, self.configuration)
-        splits: list[Any] = []
-        for split in self.splits:
-            if split is None:
-                splits.append(None)
-                continue
-            if not isinstance(found, dict):  # a single split, which save_to_disk may write
-                require(
-                    self.splits[1] is None,
-                    f"test={self.splits[1]}",
-                    f"{self.path} has a single split",
-                    "leave test out",
-                )
-                splits.append(found)
-                continue
-            require(
-                split in found, f"split {split}", f"{self.path} has no such split", near_names(split, found)
-            )
-            splits.append(found[split])
-        for split, one in zip(self.splits, splits, strict=True):
-            if one is not None:
-                self._check_columns(one, f"{self.path}, {split}")
-        return splits
-
-    def _check_columns(self, split: Any, place: str) -> None:
         keys = self.keys
         wanted = keys.input if isinstance(keys.input, list) else [keys.input]
-        for column in [keys.target, keys.group, keys.client, *wanted]:
+        columns = [name for name in (keys.target, keys.group, keys.client, *wanted) if name is not None]
+        return load_splits(self.path, self.configuration, self.splits, columns)
+
+
+def load_splits(
+    path: str, name: str | None, wanted: tuple[str, str | None], columns: Iterable[object]
+) -> list[Any]:
+    """Return the training split and the test split of a data set, or None where it is not named.
+
+    Args:
+        path: as :func:`load` takes it.
+        name: configuration of a data set on the Hub; None: its default.
+        wanted: names of the two splits.
+        columns: names of the columns that both have to have.
+
+    Raises:
+        InputError: it cannot be loaded, or lacks a split or a column.
+    """
+    found = load(path, name)
+    splits: list[Any] = []
+    for split in wanted:
+        if split is None:
+            splits.append(None)
+            continue
+        if not isinstance(found, dict):  # a single split, which save_to_disk may write
+            require(wanted[1] is None, f"test={wanted[1]}", f"{path} has a single split", "leave test out")
+            splits.append(found)
+            continue
+        require(split in found, f"split {split}", f"{path} has no such split", near_names(split, found))
+        splits.append(found[split])
+    for split, one in zip(wanted, splits, strict=True):
+        for column in columns if one is not None else ():
             require(
-                column is None or column in split.column_names,
-                place,
+                column in one.column_names,
+                f"{path}, {split}",
                 f"there is no column {column}",
-                near_names(column, split.column_names),
+                near_names(column, one.column_names),
             )
+    return splits
 
 
 def load(path: str, name: str | None) -> Any:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import logging
 from abc import abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,6 +22,7 @@ from fl_lightning.data.batches import Draws, Pass
 from fl_lightning.data.example_batches import Split
 from fl_lightning.data.partition import Natural, Partition, check_memory
 from fl_lightning.data.text import instructions
+from fl_lightning.data.text.records import records_sha256
 from fl_lightning.data.text.token_batches import draw_token_pass, token_batch_sizes
 from fl_lightning.data.text.tokens import ByteTokenizer, Record, Sequences, Tokenizer, encode_records
 from fl_lightning.errors import require
@@ -350,11 +351,3 @@ class InstructionData(TextData):
             "words_sha256": hashlib.sha256("\n".join(instructions.words()).encode()).hexdigest(),
             "sha256": records_sha256([*self.train_records, *self.test_records]),
         }
-
-
-def records_sha256(records: Iterable[Record]) -> str:
-    """Return the SHA-256 over the fields of all records in UTF-8, each followed by a zero byte."""
-    digest = hashlib.sha256()
-    for text in (text for record in records for text in record):
-        digest.update(text.encode() + b"\0")
-    return digest.hexdigest()

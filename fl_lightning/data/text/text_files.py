@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
-import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -15,6 +13,7 @@ import torch
 
 from fl_lightning.data.partition import check_memory
 from fl_lightning.data.text.federation import TextData, TextExamples
+from fl_lightning.data.text.records import checked_record, json_records, prompt_place, read_text
 from fl_lightning.data.text.tokens import (
     Record,
     Sequences,
@@ -22,12 +21,9 @@ from fl_lightning.data.text.tokens import (
     encode_records,
     encode_windows,
 )
-from fl_lightning.errors import InputError, require
-from fl_lightning.rng import key
+from fl_lightning.errors import require
 
 RECORD_SUFFIXES, PROSE_SUFFIXES = (".jsonl", ".json"), (".txt", ".md", ".text")
-SURROGATE = re.compile("[\ud800-\udfff]")
-"""Half a character, which JSON can write and UTF-8 cannot."""
 
 
 @dataclass(frozen=True)
@@ -147,8 +143,8 @@ class TextFiles(TextData):
             test = [line for line in held if line.record[:3] not in seen]
             self._left_out = len(held) - len(test)
         else:
-            test = [line for line in lines if _place(line.record) < self.test_fraction]
-            lines = [line for line in lines if _place(line.record) >= self.test_fraction]
+            test = [line for line in lines if prompt_place(line.record) < self.test_fraction]
+            lines = [line for line in lines if prompt_place(line.record) >= self.test_fraction]
         clients = self._name_clients(sorted({line.client for line in lines}))
         self.groups = tuple(sorted({line.group for line in lines + test}))
         groups = {name: number for number, name in enumerate(self.groups)}
@@ -171,9 +167,9 @@ class TextFiles(TextData):
         train = examples(lines)
         first = self.test_fraction if not tests else 0.0
         share = first + (1 - first) * self.val_fraction
-        return replace(train, held_out=np.array([_place(line.record) < share for line in lines])), examples(
-            test
-        )
+        return replace(
+            train, held_out=np.array([prompt_place(line.record) < share for line in lines])
+        ), examples(test)
 
     def _prose(self, files: list[Path], tests: list[Path]) -> tuple[TextExamples, TextExamples]:
         names = {path.name: number for number, path in enumerate(files)}
@@ -251,22 +247,6 @@ def text_files(path: Path) -> list[Path]:
     return found
 
 
-def read_text(path: Path) -> str:
-    """Return the text of a file.
-
-    Raises:
-        InputError: it cannot be read, is not UTF-8, or is empty.
-    """
-    try:
-        text = path.read_text(encoding="utf-8-sig")
-    except OSError as error:
-        raise InputError(f"{path}", f"it cannot be read ({error.strerror})", "check the file") from None
-    except UnicodeDecodeError as error:
-        raise InputError(f"{path}", f"byte {error.start} is not UTF-8", "convert the file to UTF-8") from None
-    require(text.strip(), f"{path}", "the file is empty", "remove it or fill it")
-    return text
-
-
 def record_lines(path: Path, text: str, client_key: str | None, group_key: str | None) -> Iterator[Line]:
     """Yield the records of a file of JSON lines; empty lines are passed over.
 
@@ -279,42 +259,14 @@ def record_lines(path: Path, text: str, client_key: str | None, group_key: str |
     Raises:
         InputError: a line is not JSON, no object, lacks a key, or a value is no text.
     """
-    for number, line in enumerate(text.split("\n"), 1):
-        if not line.strip():
-            continue
-        place = f"{path}, line {number}"
-        try:
-            entry = json.loads(line)
-        except (ValueError, RecursionError) as error:
-            reason = getattr(error, "msg", type(error).__name__)
-            raise InputError(
-                place, f"it is not JSON ({reason})", "write one JSON object a line, without line breaks"
-            ) from None
-        require(
-            isinstance(entry, dict),
-            place,
-            "it is no JSON object",
-            'write {"task_name": ..., "definition": ...}',
-        )
-        keys = dict.fromkeys([*Record._fields, *filter(None, (client_key, group_key))])
-        for name in keys:
-            require(name in entry, place, f"the key {name} is missing", f'add "{name}": "..."')
-        for name in Record._fields:
-            is_text = isinstance(entry[name], str) and not SURROGATE.search(entry[name])
-            require(is_text, place, f"the value of {name} is no text", f'write "{name}": "..."')
-        require(entry["targets"], place, "targets is empty: there is nothing to learn", "remove the line")
+    for entry, place in json_records(path, text):
+        record = checked_record(entry, place, *filter(None, (client_key, group_key)))
         names = [str(entry[name]) if name else path.name for name in (client_key, group_key)]
-        yield Line(Record(*(entry[name] for name in Record._fields)), place, *names)
+        yield Line(record, place, *names)
 
 
 def _is_prose(files: list[Path]) -> bool:
     return files[0].suffix in PROSE_SUFFIXES
-
-
-def _place(record: Record) -> float:
-    """Return a number in [0, 1) that is a hash of a record's prompt: equal prompts are never held apart."""
-    digest = key(0, "text/place/" + "\0".join(record[:3]))
-    return int.from_bytes(digest[:6], "little") / 2**48
 
 
 def _part(windows: Sequences, part: slice) -> Sequences:

@@ -1,0 +1,239 @@
+"""Data sets with the fields of Natural Instructions: categories by keyword, clients by category, and the
+overlay on a model and a data set by name."""
+
+from __future__ import annotations
+
+import json
+from importlib.util import find_spec
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import yaml
+
+from fl_lightning.__main__ import main
+from fl_lightning.data import NaturalInstructions
+from fl_lightning.data.text.tokens import IGNORED, ByteTokenizer
+from fl_lightning.errors import InputError
+
+ROOT = Path(__file__).parent.parent
+DEFINITIONS = {
+    "translation": "Translate the word from English to Hausa.",
+    "reasoning": "Calculate the sum of the two numbers.",
+    "code": "Given a PYTHON call, write its value.",
+    "rewriting": "Paraphrase the sentence.",
+    None: "Name the sentiment of the review.",
+}
+COUNT = 40
+"""Records of each definition."""
+
+
+def rows(first: int = 0, count: int = COUNT) -> list[dict[str, str]]:
+    """Records as the Hub has them, with the id that nothing reads."""
+    return [
+        {
+            "task_name": f"task{task:03}",
+            "id": f"task{task:03}-{number}",
+            "definition": definition,
+            "inputs": f"{number} {task}",
+            "targets": f"{task}-{number}",
+        }
+        for task, definition in enumerate(DEFINITIONS.values())
+        for number in range(first, first + count)
+    ]
+
+
+def data(path: object, **settings) -> NaturalInstructions:
+    settings = {"context": 72, "generate": False, **settings}
+    found = NaturalInstructions(str(path), **settings)
+    found.prepare_data()
+    found.setup()
+    found.distribute(0, torch.device("cpu"))
+    return found
+
+
+@pytest.fixture
+def lines(tmp_path) -> Path:
+    path = tmp_path / "records.jsonl"
+    path.write_text("\n".join(map(json.dumps, rows())))
+    return path
+
+
+@pytest.fixture
+def saved(tmp_path) -> Path:
+    """What ``save_to_disk`` writes; ten of the test records of each task are training records too."""
+    datasets = pytest.importorskip("datasets")
+    splits = {"train": rows(), "test": rows(COUNT - 10, 20)}
+    datasets.DatasetDict(
+        {name: datasets.Dataset.from_list(some) for name, some in splits.items()}
+    ).save_to_disk(tmp_path / "saved")
+    return tmp_path / "saved"
+
+
+def answers(target: torch.Tensor) -> list[str]:
+    return [ByteTokenizer().decode(id for id in row if id != IGNORED) for row in target.tolist()]
+
+
+def test_a_client_holds_records_of_its_category_and_records_of_none_are_left_out(lines):
+    found = data(lines, num_clients=6)
+    assert found.groups == ("translation", "reasoning", "code", "rewriting")
+    sizes = []
+    for id in range(6):
+        client = found.client(id)
+        held = np.concatenate([client.train, client.val])
+        assert {answer[0] for answer in answers(found.train_target[held])} == {str(id % 4)}
+        sizes.append(len(held))
+    of_category = np.bincount(found.train_group.numpy())
+    assert abs(sizes[0] - sizes[4]) <= 1
+    assert sizes[0] + sizes[4] == of_category[0]
+    assert sizes[2] == of_category[2]
+    text = found.partition_summary()["text"]
+    assert text["records left out"] == {"of no category": COUNT}
+    assert text["categories"] == dict(zip(found.groups, of_category.tolist(), strict=True))
+
+
+def test_every_record_of_a_category_is_in_one_split_and_equal_prompts_are_not_parted(tmp_path):
+    path = tmp_path / "twice.jsonl"
+    path.write_text("\n".join(map(json.dumps, rows() + rows())))
+    found = data(path)
+    train, test = answers(found.train_target), answers(found.test_target)
+    assert len(train) + len(test) == 2 * 4 * COUNT
+    assert not set(train) & set(test)
+    validation = {int(i) for id in range(8) for i in found.client(id).val}
+    trained = {answer for number, answer in enumerate(train) if number not in validation}
+    assert validation
+    assert not trained & {train[number] for number in validation}
+
+
+def test_a_folder_of_the_library_and_a_file_of_lines_are_the_same_federation(saved, lines):
+    one, two = (data(path, val_fraction=0.2) for path in (saved, lines))
+    assert one.partition_hash == two.partition_hash
+    assert torch.equal(one.train_target, two.train_target)
+    with_test = data(saved, test="test")
+    assert len(with_test.test_target) == 4 * 10
+    left_out = with_test.partition_summary()["text"]["records left out"]
+    assert left_out["test records among the training records"] == 4 * 10
+
+
+def test_categories_of_ones_own_and_a_bound_on_each(lines):
+    found = data(lines, categories={"mood": ["sentiment"], "sums": ["SUM"]}, max_examples=15, num_clients=2)
+    assert found.groups == ("mood", "sums")
+    assert len(found.train_target) + len(found.test_target) == 30
+    first = data(lines, categories={"all": ["the", "given"], "sums": ["sum"]}, num_clients=1)
+    assert first.groups == ("all",)
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        (
+            {"categories": {"law": ["court"]}, "num_clients": 1},
+            r"category law; no training record has a definition",
+        ),
+        ({"categories": {"law": []}}, r"each has a keyword or more"),
+        ({"max_examples": 0}, r"^max_examples=0"),
+        ({"test": "test"}, r"has a single split; leave test out$"),
+        ({"test_fraction": 1.5}, r"^test_fraction=1.5"),
+    ],
+)
+def test_what_is_wrong_is_said_in_one_line(lines, settings, said):
+    with pytest.raises(InputError, match=said) as caught:
+        data(lines, **settings)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_missing_column_and_a_missing_value_are_named(saved, tmp_path):
+    import datasets
+
+    datasets.Dataset.from_dict({"task_name": ["a"], "input": ["b"]}).save_to_disk(tmp_path / "other")
+    with pytest.raises(InputError, match="there is no column definition"):
+        data(tmp_path / "other")
+    datasets.Dataset.from_list([row | {"targets": ""} for row in rows(0, 1)]).save_to_disk(tmp_path / "empty")
+    with pytest.raises(InputError, match=r"empty, train, row 0; targets is empty"):
+        data(tmp_path / "empty")
+
+
+@pytest.fixture
+def model(tmp_path) -> Path:
+    """A causal language model of transformers with a tokeniser of its own, as ``save_pretrained`` writes them."""
+    transformers = pytest.importorskip("transformers")
+    pytest.importorskip("peft")
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    vocabulary = {token: number for number, token in enumerate(["<s>", "</s>", *sorted(alphabet)])}
+    letters = Tokenizer(models.BPE(vocabulary, []))
+    letters.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    transformers.PreTrainedTokenizerFast(
+        tokenizer_object=letters, bos_token="<s>", eos_token="</s>"
+    ).save_pretrained(tmp_path / "model")
+    torch.manual_seed(0)
+    transformers.LlamaForCausalLM(
+        transformers.LlamaConfig(
+            vocab_size=len(vocabulary),
+            hidden_size=16,
+            intermediate_size=32,
+            num_hidden_layers=1,
+            num_attention_heads=2,
+            bos_token_id=0,
+            eos_token_id=1,
+        )
+    ).save_pretrained(tmp_path / "model")
+    return tmp_path / "model"
+
+
+def arguments(model: Path, saved: Path) -> list[str]:
+    configs = [
+        ROOT / "configs" / "lora_default.yaml",
+        ROOT / "configs" / "overlays" / "natural_instructions.yaml",
+    ]
+    flags = {
+        "model.network.name": model,
+        "data.tokenizer.name": model,
+        "data.path": saved,
+        "data.context": 80,
+        "data.batch_tokens": 320,
+        "trainer.max_rounds": 1,
+        "trainer.max_local_steps": 2,
+        "trainer.callbacks": [],
+        "trainer.logger": "false",
+        "trainer.workers": 1,
+    }
+    return [
+        "fit",
+        *(part for config in configs for part in ("--config", str(config))),
+        *(part for name, value in flags.items() for part in (f"--{name}", str(value))),
+    ]
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning")
+def test_the_overlay_trains_a_model_and_a_data_set_by_name(model, saved, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert main([*arguments(model, saved), "--model.network.load_in_4bit", "false"]) == 0
+    (run,) = Path("runs").glob("*/*")
+    assert (run.parent.name, json.loads((run / "metadata.json").read_text())["task"]["primary"]) == (
+        "natural_instructions",
+        "perplexity",
+    )
+    partition = json.loads((run / "partition.json").read_text())
+    assert partition["groups"] == ["translation", "reasoning", "code", "rewriting"]
+    config = yaml.safe_load((run / "config.yaml").read_text())
+    assert config["data"]["init_args"]["batch_tokens"] == 320
+    header, row = (line.split(",") for line in (run / "metrics.csv").read_text().splitlines()[:2])
+    metrics = dict(zip(header, row, strict=True))
+    assert {"test/exact_match", "test/rouge_l", "test/perplexity"} <= set(metrics)
+    assert int(metrics["comm/upload_bytes"]) > 0
+
+
+@pytest.mark.skipif(
+    torch.cuda.is_available() and find_spec("bitsandbytes") is not None, reason="4 bits work here"
+)
+def test_four_bits_are_refused_where_they_do_not_work_and_nothing_is_written(
+    model, saved, tmp_path, monkeypatch, capsys
+):
+    monkeypatch.chdir(tmp_path)
+    assert main(arguments(model, saved)) == 2
+    said = capsys.readouterr().err.strip().splitlines()[-1]
+    assert "4-bit weights need bitsandbytes on a CUDA device; write load_in_4bit: false" in said
+    assert not Path("runs").exists()
