@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from pathlib import Path
 
 import pytest
+import torch
 
+from fl_lightning.__main__ import main
+from fl_lightning.data import CorpusData
 from fl_lightning.data.text import corpora
 from fl_lightning.data.text.corpora import Corpus, docstrings, packages, standard_library, topics
+from fl_lightning.data.text.tokens import IGNORED
 from fl_lightning.errors import InputError
+
+ROOT = Path(__file__).parent.parent
 
 FILES = {
     "toy_text/__init__.py": '"""The package."""\nraise SystemExit("it was imported")\n',
@@ -50,7 +57,7 @@ def test_what_is_cut_is_counted(site):
     whole = packages("toy_text").text
     corpus = packages("toy_text", max_characters=20)
     assert corpus.text == whole[:20]
-    assert corpus.left_out == {"domains too short": 0, "characters cut": len(whole) - 20}
+    assert corpus.left_out == {"domains too short": 0, "domains cut": 1}
     with pytest.raises(InputError, match="max_characters=0"):
         packages("toy_text", max_characters=0)
 
@@ -114,3 +121,66 @@ def test_the_hash_covers_names_and_texts():
     summary = json.loads(json.dumps(corpora_that_differ[0].summary()))
     assert summary["characters"] == {"a": 2}
     assert summary["python"] == ".".join(map(str, sys.version_info[:3]))
+
+
+def federation(**settings) -> CorpusData:
+    found = CorpusData(**{"context": 16, "tokenizer": None, **settings})
+    found.prepare_data()
+    found.setup()
+    found.distribute(0, torch.device("cpu"))
+    return found
+
+
+def test_a_package_is_a_client_and_every_token_of_it_is_asked_for_once(site):
+    (site / "other_text.py").write_text('"""' + "Another text. " * 20 + '"""')
+    found = federation(packages=["toy_text", "other_text"], val_fraction=0.0)
+    assert found.groups == ("other_text", "toy_text")
+    assert found.num_clients == 2
+    for id, name in enumerate(found.groups):
+        held = found.train_target[found.client(id).train]
+        asked = torch.cat([held, found.test_target[found.test_group == id]])
+        text = bytes(asked[asked != IGNORED].tolist()).decode()
+        assert text == packages("toy_text", "other_text").domains[name]
+    inputs, target = next(found.train_batches(found.client(0), round=1, epochs=1))
+    assert torch.equal(target != IGNORED, inputs["attention_mask"])
+    assert set(found.test_kinds) == set(found.groups)
+    summary = found.partition_summary()["text"]
+    assert summary["sha256"] == packages("toy_text", "other_text").sha256
+    only = federation(packages=["toy_text", "other_text"], num_clients=1)
+    assert only.groups == ("other_text",)  # the one with more text
+
+
+def test_what_is_wrong_with_a_federation_of_packages_is_one_line(site):
+    for settings, said in (
+        ({"packages": ["no_such_package"]}, "it is not installed"),
+        ({"packages": []}, "name installed packages"),
+        ({"packages": ["toy_text"], "num_clients": 2}, "the corpus has 1 domains"),
+        ({"packages": ["toy_text"], "context": 500}, "no text for training"),
+        ({"packages": ["toy_text"], "primary": "exact_match"}, "where no answers are generated"),
+        ({"corpus": "wikipedia"}, "^corpus wikipedia; one of packages"),
+    ):
+        with pytest.raises(InputError, match=said) as caught:
+            federation(**settings)
+        assert "\n" not in str(caught.value)
+
+
+def test_the_command_of_the_page_trains_on_packages(site, monkeypatch):
+    (site / "other_text.py").write_text('"""' + "Another text. " * 90 + '"""')
+    monkeypatch.chdir(site)
+    page = (ROOT / "docs" / "howto" / "text_data.md").read_text()
+    (command,) = re.findall(
+        r"(--config configs/lora_default.yaml --data CorpusData .*?)\n```", page, re.DOTALL
+    )
+    own = [
+        "--data.packages",
+        '["toy_text", "other_text"]',
+        "--data.context",
+        "16",
+        "--trainer.max_rounds",
+        "1",
+    ]
+    quick = ["--trainer.max_local_steps", "1", "--trainer.logger", "false", "--trainer.callbacks", "[]"]
+    words = command.replace("\\\n", " ").replace("configs/", f"{ROOT}/configs/").split()
+    assert main(["fit", *words, *own, *quick]) == 0
+    (run,) = Path("runs").glob("*/*")
+    assert json.loads((run / "partition.json").read_text())["groups"] == ["other_text", "toy_text"]

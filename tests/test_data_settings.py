@@ -109,6 +109,18 @@ SETTINGS = {
         "generate": True,
         "primary": "perplexity",
     },
+    "CorpusData": {
+        **TEXT,
+        "corpus": "packages",
+        "packages": ("numpy", "pandas", "scipy", "sklearn"),
+        "max_characters": 100_000,
+        "min_characters": 0,
+        "num_clients": 0,
+        "test_fraction": 0.1,
+        "context": 128,
+        "batch_tokens": None,
+        "primary": "perplexity",
+    },
     "TwoClients": {"examples": 64, "noise": 0.3, "batch_size": 8, "val_fraction": 0.5},
 }
 LATER = {

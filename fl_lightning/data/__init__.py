@@ -10,6 +10,7 @@ from fl_lightning.data.leaf import LeafData
 from fl_lightning.data.map_style import DataModuleData, DatasetData
 from fl_lightning.data.partition import IID, Dirichlet, Natural, Partition, Shards, dirichlet_partition
 from fl_lightning.data.table import TableData
+from fl_lightning.data.text.corpus_data import CorpusData
 from fl_lightning.data.text.federation import InstructionData, TextData
 from fl_lightning.data.text.natural_instructions import NaturalInstructions
 from fl_lightning.data.text.text_files import TextFiles
@@ -17,6 +18,7 @@ from fl_lightning.data.two_clients import TwoClients
 
 __all__ = [
     "IID",
+    "CorpusData",
     "DataModuleData",
     "DatasetData",
     "Dirichlet",

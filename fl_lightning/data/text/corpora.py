@@ -16,6 +16,7 @@ import warnings
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import cache, cached_property
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -141,18 +142,31 @@ def _docstring_corpus(
         "write null for all",
     )
     domains, short, cut = {}, 0, 0
+    enough = inf if max_characters is None else max(max_characters, min_characters)
     for domain in sorted(sources):
-        text = _ascii("\n\n".join(docstrings(sources[domain])))
+        text = _joined(docstrings(sources[domain]), enough)
         if len(text) < max(min_characters, 1):
             short += 1
             continue
         domains[domain] = text[:max_characters]
-        cut += len(text) - len(domains[domain])
+        cut += len(text) > len(domains[domain])
     if not domains:
         raise InputError(
             f"corpus {name}", "no docstring was found", "use a Python that has its source files installed"
         )
-    return Corpus(name, domains, {"domains too short": short, "characters cut": cut})
+    return Corpus(name, domains, {"domains too short": short, "domains cut": cut})
+
+
+def _joined(texts: Iterable[str], enough: float) -> str:
+    """Return texts separated by empty lines, as many as are needed for more than so many characters."""
+    found: list[str] = []
+    length = -2
+    for text in texts:
+        found.append(_ascii(text))
+        length += len(found[-1]) + 2
+        if length > enough:
+            break
+    return "\n\n".join(found)
 
 
 def docstrings(source: Path) -> Iterator[str]:

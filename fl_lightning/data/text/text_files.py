@@ -125,6 +125,12 @@ class TextFiles(TextData):
         files = text_files(self.train_path)
         tests = text_files(self.test_path) if self.test_path else []
         check_memory(f"train {self.train_path}", sum(path.stat().st_size for path in files + tests))
+        require(
+            not (self.generate and _is_prose(files)),
+            "generate=True with plain text",
+            "every token of it is labelled, and there are no answers",
+            "write generate: false",
+        )
         train, test = (self._prose if _is_prose(files) else self._records)(files, tests)
         for split, some in (("train", train), ("test", test)):
             require(
@@ -180,14 +186,14 @@ class TextFiles(TextData):
         for path in files:
             windows = encode_windows(self._text(path), self.tokenizer, self.context)
             first = len(windows) if tests else len(windows) - max(1, round(self.test_fraction * len(windows)))
-            train.append((numbers[path.name], _part(windows, slice(0, first))))
-            test.append((numbers[path.name], _part(windows, slice(first, None))))
+            train.append((numbers[path.name], part_of_windows(windows, slice(0, first))))
+            test.append((numbers[path.name], part_of_windows(windows, slice(first, None))))
         if tests:
             test = [
                 (numbers[path.name], encode_windows(self._text(path), self.tokenizer, self.context))
                 for path in tests
             ]
-        return _joined(train), _joined(test)
+        return joined_windows(train), joined_windows(test)
 
     def _name_clients(self, names: list[str]) -> dict[str, int]:
         """Number the clients that write in the files, and return the numbers by name."""
@@ -269,11 +275,12 @@ def _is_prose(files: list[Path]) -> bool:
     return files[0].suffix in PROSE_SUFFIXES
 
 
-def _part(windows: Sequences, part: slice) -> Sequences:
+def part_of_windows(windows: Sequences, part: slice) -> Sequences:
+    """Return some of the windows."""
     return Sequences(windows.input_ids[part], windows.target[part], windows.length[part])
 
 
-def _joined(parts: list[tuple[int, Sequences]]) -> TextExamples:
+def joined_windows(parts: list[tuple[int, Sequences]]) -> TextExamples:
     """Return the windows of all files; the number of a file is their group and their owner."""
     number = np.repeat(
         np.array([number for number, _ in parts], np.int64), [len(windows) for _, windows in parts]
