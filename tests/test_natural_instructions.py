@@ -224,6 +224,9 @@ def test_the_overlay_trains_a_model_and_a_data_set_by_name(model, saved, tmp_pat
     metrics = dict(zip(header, row, strict=True))
     assert {"test/exact_match", "test/rouge_l", "test/perplexity"} <= set(metrics)
     assert int(metrics["comm/upload_bytes"]) > 0
+    assert main(["test", "--ckpt_path", str(run), "--probes", "corruptions"]) == 0
+    found = json.loads((run / "test.json").read_text())["metrics"]
+    assert {"typos/perplexity", "typos/swap/exact_match", "typos/keyboard/rouge_l"} <= set(found)
 
 
 @pytest.mark.skipif(

@@ -26,10 +26,11 @@ from fl_lightning.probing.corruptions.layers import frost_photographs
 from fl_lightning.probing.corruptions.published import PublishedImages
 from fl_lightning.probing.corruptions.recipes import EXTRA, SEVERITY, STANDARD, corrupt
 from fl_lightning.probing.cost import float_bytes, flops, latencies, peak_memory
+from fl_lightning.probing.noisy_prompts import noisy_prompts
 from fl_lightning.probing.probed_model import Finding, Forward, ProbedModel
 from fl_lightning.probing.scaling import TEMPERATURE_BOUNDS, calibration, fit_temperature
 from fl_lightning.rng import stream
-from fl_lightning.tasks import Classification
+from fl_lightning.tasks import Classification, LanguageModelling
 
 log = logging.getLogger("fl_lightning")
 
@@ -60,7 +61,10 @@ def clean(subject: ProbedModel) -> Finding:
 
 
 def corruptions(subject: ProbedModel) -> Finding:
-    """Evaluate CIFAR-C at severity 3, with the published arrays or with images made by their recipe."""
+    """Evaluate CIFAR-C at severity 3, with the published arrays or with images made by their recipe; of a
+    language model the noise of :func:`noisy_prompts`."""
+    if isinstance(subject.data.task, LanguageModelling):
+        return noisy_prompts(subject)
     data = subject.images
     if data is None:
         return Finding(skipped=[NO_IMAGES.format("corruptions", type(subject.data).__name__)])

@@ -231,7 +231,7 @@ def encode_records(
             answer = answer[:room]
         prompt = start + head + tail
         rows.append((prompt + answer, len(prompt)))
-    return _padded(rows, tokenizer.pad, context, cut)
+    return padded(rows, tokenizer.pad, context, cut)
 
 
 def encode_windows(text: str, tokenizer: Tokenizer, context: int) -> Sequences:
@@ -252,10 +252,10 @@ def encode_windows(text: str, tokenizer: Tokenizer, context: int) -> Sequences:
         windows = [ids[start : start + context + 1] for start in range(0, max(len(ids) - 1, 0), context)]
     else:
         windows = [[tokenizer.bos, *ids[start : start + context]] for start in range(0, len(ids), context)]
-    return _padded([(window, 1) for window in windows], tokenizer.pad, context, 0)
+    return padded([(window, 1) for window in windows], tokenizer.pad, context, 0)
 
 
-def _padded(rows: Sequence[tuple[list[int], int]], pad: int, context: int, cut: int) -> Sequences:
+def padded(rows: Sequence[tuple[list[int], int]], pad: int, context: int, cut: int) -> Sequences:
     """Return sequences from tokens and the number of the first ones that are no targets."""
     check_memory(f"{len(rows)} examples of context={context}", 16 * len(rows) * context)
     input_ids = torch.full((len(rows), context), pad, dtype=torch.int64)
