@@ -127,6 +127,30 @@ def test_what_does_not_work_is_refused_in_one_line(folder: Path, tmp_path: Path)
     refused("save_pretrained wrote", name=tmp_path)
     refused("rank 0 means none", rank=-1)
     refused("one of float32", dtype="float64")
+    refused(f"network hf:{folder}: .*save_pretrained wrote", gguf_file="missing.gguf")
+    (tmp_path / "damaged.gguf").write_bytes(b"GGUF and then nothing")
+    refused(f"network hf:{tmp_path}: .*save_pretrained wrote", name=tmp_path, gguf_file="damaged.gguf")
+
+
+@pytest.mark.parametrize(
+    ("there", "on_cuda", "rank", "said"),
+    [
+        (False, True, 8, "load_in_4bit of hf:a/b without bitsandbytes; 4-bit weights need"),
+        (True, False, 8, "load_in_4bit of hf:a/b without CUDA; 4-bit weights need"),
+        (False, False, 8, "load_in_4bit of hf:a/b without bitsandbytes and CUDA; 4-bit weights need"),
+        (True, True, 0, "load_in_4bit of hf:a/b with rank 0; 4-bit weights are frozen"),
+        (True, True, 8, None),
+    ],
+)
+def test_four_bits_need_a_package_a_device_and_adapters(there, on_cuda, rank, said, monkeypatch):
+    monkeypatch.setattr(hf, "find_spec", lambda package: object() if there else None)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: on_cuda)
+    if said is None:
+        hf._require_4bit("a/b", rank)
+        return
+    with pytest.raises(InputError, match=f"^{said}") as error:
+        hf._require_4bit("a/b", rank)
+    assert "\n" not in str(error.value)
 
 
 def test_without_the_extra_one_line_names_it(monkeypatch: pytest.MonkeyPatch):
