@@ -26,6 +26,7 @@ from fl_lightning.methods import Method
 from fl_lightning.methods.base import declared_limits
 from fl_lightning.methods.terms import require_terms
 from fl_lightning.metrics import Mean
+from fl_lightning.privacy import MAX_MAGNITUDE
 from fl_lightning.wire import Ledger, LedgerEntry, Payload, PayloadError
 
 if TYPE_CHECKING:
@@ -33,10 +34,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("fl_lightning")
 T = TypeVar("T")
-
-MAX_MAGNITUDE = 2.0**20
-"""No weight, statistic or step of a network that trains is as large. One such value in an average would ruin
-it."""
 
 UNDECLARED_FACTOR, MIN_UNDECLARED_VALUES = 8, 2**22
 """An upload of a method that does not declare what its uploads hold has at most so many times the values of
@@ -116,6 +113,7 @@ def train_round(fed: Federation, engine: Engine, record: RoundRecord) -> None:
     started, round = perf_counter(), record.round
     fed.method.round = round
     cohort = stress(fed.callbacks, "change_cohort", sample_cohort(fed, round), round=round, context=fed)
+    fed.method.cohort = len(cohort)
     tell(fed.callbacks, "on_cohort", cohort, round, fed)
     tasks = make_tasks(fed, round, [assignment for assignment in cohort if assignment.trains])
     # results come one by one, while workers train the clients that follow

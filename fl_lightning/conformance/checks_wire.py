@@ -50,8 +50,9 @@ def server_reads_uploads_only(bench: Bench) -> None:
     run = bench.two_of_six
     states = [*run.log.servers[1:], dict(run.method.server)]
     for round, (before, after) in enumerate(zip(run.log.servers, states, strict=True), start=1):
-        other = bench.untrained(round, before)
-        for client in run.log.cohorts[round - 1]:
+        cohort = run.log.cohorts[round - 1]
+        other = bench.untrained(round, before, len(cohort))
+        for client in cohort:
             alike = (
                 other.broadcast(client_without_data(client)).to_bytes() == run.log.broadcasts[round, client]
             )
