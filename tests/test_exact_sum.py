@@ -89,7 +89,7 @@ def test_what_does_not_fit_is_refused():
         ("values up to inf", [torch.tensor([-float("inf")])], [1.0]),
         ("values up to nan", [torch.tensor([float("nan")])], [1.0]),
         ("weights 1.5 to 1.5", [torch.ones(1)], [1.5]),
-        ("vectors of shapes [(2,)]", [torch.ones(2)], [1.0]),
+        ("vectors of shapes [(1,), (2,)]", [torch.ones(2)], [1.0]),
     ]:
         with refused(given, kind=MisuseError):
             ExactSum(1, 1).add(vectors, weights)

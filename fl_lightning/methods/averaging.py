@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from fl_lightning.errors import InputError
-from fl_lightning.privacy import ExactSum
+from fl_lightning.privacy import exact_mean
 from fl_lightning.support.recorded import Recorded
 
 MAX_ORDERED_VALUES = 2**22
@@ -168,9 +168,8 @@ def weighted_mean(vectors: Sequence[Tensor], shares: Sequence[float]) -> Tensor:
     Raises:
         MisuseError: shapes that differ, or a value out of range.
     """
-    exact = ExactSum(vectors[0].numel(), len(vectors))
-    exact.add([vector.reshape(-1) for vector in vectors], shares)
-    return exact.mean(math.fsum(shares)).view(vectors[0].shape)
+    flat = [vector.reshape(-1) for vector in vectors]
+    return exact_mean(flat, shares, math.fsum(shares), len(vectors)).view(vectors[0].shape)
 
 
 def _chunks(vectors: Sequence[Tensor]) -> Iterator[Tensor]:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from fl_lightning.errors import MisuseError
 from fl_lightning.methods.averaging import Average
-from fl_lightning.privacy import ExactSum
+from fl_lightning.privacy import ExactSum, exact_mean
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +46,7 @@ class Sums:
 
     def __init__(self, average: Average, cohort: int) -> None:
         self.average, self.cohort = average, cohort
-        self._sums: dict[str, ExactSum] = {}
+        self._vectors: dict[str, list[Tensor]] = {}
         self._weights: dict[str, list[int]] = {}
         self._most: dict[str, int] = {}
         self._averaged: dict[str, Tensor] = {}
@@ -55,7 +55,7 @@ class Sums:
         """Add what several uploads add to one sum.
 
         Raises:
-            MisuseError: the addends are not of one kind or size, or out of range.
+            MisuseError: the weights are in different units.
         """
         first = addends[0]
         if any(addend.most != first.most for addend in addends):
@@ -72,24 +72,35 @@ class Sums:
                 self._averaged[name] = self.average(vectors, shares, first.start)
                 return
             vectors = [self.average.bounded(vector, first.start) for vector in vectors]
-        self._sums[name] = ExactSum(len(vectors[0]), self.cohort)
-        self._sums[name].add(vectors, [weight / first.most for weight in weights])
-        self._weights[name], self._most[name] = weights, first.most
+        self._vectors[name], self._weights[name], self._most[name] = vectors, weights, first.most
 
     def __iter__(self) -> Iterator[str]:
         """Yield the names of the sums."""
-        yield from (*self._sums, *self._averaged)
+        yield from (*self._vectors, *self._averaged)
 
     def mean(self, name: str) -> Tensor:
         """Return sum w x / sum w over the clients, or what the server's ``average`` makes of them; float32
-        ``[P]``."""
+        ``[P]``.
+
+        Raises:
+            MisuseError: vectors of different sizes, or values out of range.
+        """
         if name in self._averaged:
             return self._averaged[name]
-        return self._sums[name].mean(sum(self._weights[name]) / self._most[name])
+        weights, most = self._weights[name], self._most[name]
+        shares = [weight / most for weight in weights]
+        return exact_mean(self._vectors[name], shares, sum(weights) / most, self.cohort)
 
     def total(self, name: str) -> Tensor:
-        """Return sum w x over the clients; float64 ``[P]``."""
-        return self._sums[name].total()
+        """Return sum w x over the clients; float64 ``[P]``.
+
+        Raises:
+            MisuseError: as :meth:`mean`.
+        """
+        vectors, weights = self._vectors[name], self._weights[name]
+        exact = ExactSum(len(vectors[0]), self.cohort)
+        exact.add(vectors, [weight / self._most[name] for weight in weights])
+        return exact.total()
 
 
 def sums_of(addends: Sequence[Mapping[str, Addend]], average: Average, cohort: int) -> Sums:
