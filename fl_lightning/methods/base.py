@@ -39,6 +39,7 @@ from fl_lightning.methods.terms import LocalStep, Term, check_terms
 from fl_lightning.models import build_network
 from fl_lightning.models.tensors import tensors_of
 from fl_lightning.privacy import MAX_MAGNITUDE, largest
+from fl_lightning.support.overriding import overrides
 from fl_lightning.support.recorded import Recorded
 from fl_lightning.tasks import Classification, Task
 from fl_lightning.wire import Layout, Payload, PayloadError
@@ -462,12 +463,23 @@ class Method(Recorded, LightningModule):
 
         A method whose server needs sums alone overrides :meth:`addends` and :meth:`next_state` instead.
         """
-        weights = self.weights([int(upload.tensor("examples")) for upload in uploads.values()])
-        addends = [
-            self.addends(upload, id, weight)
-            for (id, upload), weight in zip(uploads.items(), weights, strict=True)
-        ]
-        self.next_state(sums_of(addends, self.average, max(self.cohort, len(uploads))))
+        self.next_state(self.sums(uploads, {id: examples_in(upload) for id, upload in uploads.items()}))
+
+    def sums(self, uploads: Mapping[int, Payload], examples: Mapping[int, int]) -> Sums:
+        """Return the sums over some of the clients that returned.
+
+        Args:
+            uploads: client id -> payload, of some clients.
+            examples: client id -> n_k, of all clients that returned.
+        """
+        weights = dict(zip(examples, self.weights(list(examples.values())), strict=True))
+        addends = [self.addends(upload, id, weights[id]) for id, upload in uploads.items()]
+        return sums_of(addends, self.average, max(self.cohort, len(examples)))
+
+    @property
+    def is_sum(self) -> bool:
+        """Whether the server needs nothing but sums over the uploads, so that nobody has to see them all."""
+        return self.average.is_sum and not overrides(self, Method, "aggregate")
 
     def addends(self, upload: Payload, client_id: int, weight: int) -> dict[str, Addend]:
         """Return what an upload adds to the server's sums, by name.
@@ -499,7 +511,7 @@ class Method(Recorded, LightningModule):
 
     def shares(self, uploads: Iterable[Payload]) -> list[float]:
         """p_k = n_k / sum n_k over the clients that returned, none above ``max_share``."""
-        return self._capped([int(upload.tensor("examples")) for upload in uploads])
+        return self._capped([examples_in(upload) for upload in uploads])
 
     def _capped(self, examples: Sequence[int]) -> list[float]:
         return capped([n / sum(examples) for n in examples], self.max_share)
@@ -546,6 +558,11 @@ def has_same_start(method: Method) -> bool:
 def examples_of(client: Client) -> Tensor:
     """Return n_k as it travels, an int32 scalar."""
     return torch.tensor(len(client.train), dtype=torch.int32)
+
+
+def examples_in(upload: Payload) -> int:
+    """Return n_k of an upload."""
+    return int(upload.tensor("examples"))
 
 
 def declared_limits(method: Method, client: Client) -> Mapping[str, int] | None:
