@@ -64,6 +64,21 @@ def server_reads_uploads_only(bench: Bench) -> None:
         expect_same_server(after, other.server, "computed from the payloads alone")
 
 
+def order_of_uploads(bench: Bench) -> None:
+    """Where the server needs sums alone, the order in which uploads arrive changes nothing."""
+    if not bench.untrained().is_sum:
+        raise NotApplicable("its server needs the single uploads")
+    run = bench.everyone
+    before, uploads = run.log.servers[0], run.log.uploads_of(1)
+    states = []
+    for ids in (list(uploads), list(reversed(uploads)), [*list(uploads)[2:], *list(uploads)[:2]]):
+        other = bench.untrained(1, before, len(run.log.cohorts[0]))
+        other.aggregate({id: uploads[id] for id in ids})
+        states.append(other.server)
+    for state in states[1:]:
+        expect_same_server(states[0], state, "after the same uploads in another order")
+
+
 def broadcast(bench: Bench) -> None:
     """The broadcast after uploads of 2 of 6 clients follows the hand formula."""
     run, sent = bench.two_of_six, bench.subject.sent
