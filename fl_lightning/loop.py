@@ -363,7 +363,7 @@ def aggregate(fed: Federation, round: int, uploads: dict[int, Payload], returned
     """
     before, method = dict(fed.method.server), fed.method
     if method.is_sum:
-        sums = method.sums(uploads, returned)
+        sums = method.add_up(uploads, returned)
         sums.merge_ranks()
         method.next_state(sums)
     else:

@@ -463,16 +463,16 @@ class Method(Recorded, LightningModule):
 
         A method whose server needs sums alone overrides :meth:`addends` and :meth:`next_state` instead.
         """
-        self.next_state(self.sums(uploads, {id: examples_in(upload) for id, upload in uploads.items()}))
+        self.next_state(self.add_up(uploads, {id: examples_in(upload) for id, upload in uploads.items()}))
 
-    def sums(self, uploads: Mapping[int, Payload], examples: Mapping[int, int]) -> Sums:
+    def add_up(self, uploads: Mapping[int, Payload], examples: Mapping[int, int]) -> Sums:
         """Return the sums over some of the clients that returned.
 
         Args:
             uploads: client id -> payload, of some clients.
             examples: client id -> n_k, of all clients that returned.
         """
-        weights = dict(zip(examples, self.weights(list(examples.values())), strict=True))
+        weights = dict(zip(examples, self.client_weights(list(examples.values())), strict=True))
         addends = [self.addends(upload, id, weights[id]) for id, upload in uploads.items()]
         return sums_of(addends, self.average, max(self.cohort, len(examples)))
 
@@ -502,7 +502,7 @@ class Method(Recorded, LightningModule):
         knows before anybody has answered."""
         return self.most_examples if self.max_share == 1 else SHARE_UNITS
 
-    def weights(self, examples: Sequence[int]) -> list[int]:
+    def client_weights(self, examples: Sequence[int]) -> list[int]:
         """Return the weights of clients that returned: n_k, or where ``max_share`` bounds them, their shares
         in units of 2^-30."""
         if self.max_share == 1:
