@@ -7,13 +7,13 @@ The clients are FedAvg's. cd examples; python -m fl_lightning fit --config own_m
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import torch
 
-from fl_lightning import FederatedData, Method, Payload
+from fl_lightning import FederatedData, Method
 from fl_lightning.errors import require
+from fl_lightning.methods.sums import Sums
 
 
 class FedAvgM(Method):
@@ -38,8 +38,7 @@ class FedAvgM(Method):
         self.moves = (torch.arange(self.layout.size) < parameters).float()
         self.server["velocity"] = torch.zeros_like(self.moves)  # what is in ``server`` is in every checkpoint
 
-    def aggregate(self, uploads: Mapping[int, Payload]) -> None:
+    def next_state(self, sums: Sums) -> None:
         before, velocity = self.server["weights"], self.server["velocity"]
-        super().aggregate(uploads)
-        after = self.server["weights"] - self.beta * velocity
+        after = sums.mean("weights") - self.beta * velocity
         self.server |= {"weights": after, "velocity": self.moves * (before - after)}

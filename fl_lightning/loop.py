@@ -18,14 +18,16 @@ from torch import Tensor
 from fl_lightning import evaluation, rng
 from fl_lightning.client import Assignment, Client
 from fl_lightning.data import FederatedData
-from fl_lightning.engines import ClientResult, ClientTask, Engine
+from fl_lightning.distributed.collectives import world_size
+from fl_lightning.engines import ClientResult, ClientTask, Engine, Receipt, exchange_receipts
 from fl_lightning.engines.base import one_thread
 from fl_lightning.errors import MisuseError
 from fl_lightning.hooks import Callback, RoundRecord, RunFiles, reads_probabilities, stress, tell
 from fl_lightning.methods import Method
-from fl_lightning.methods.base import declared_limits
+from fl_lightning.methods.base import declared_limits, examples_in
 from fl_lightning.methods.terms import require_terms
 from fl_lightning.metrics import Mean
+from fl_lightning.privacy import MAX_MAGNITUDE
 from fl_lightning.wire import Ledger, LedgerEntry, Payload, PayloadError
 
 if TYPE_CHECKING:
@@ -33,10 +35,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("fl_lightning")
 T = TypeVar("T")
-
-MAX_MAGNITUDE = 2.0**20
-"""No weight, statistic or step of a network that trains is as large. One such value in an average would ruin
-it."""
 
 UNDECLARED_FACTOR, MIN_UNDECLARED_VALUES = 8, 2**22
 """An upload of a method that does not declare what its uploads hold has at most so many times the values of
@@ -116,30 +114,72 @@ def train_round(fed: Federation, engine: Engine, record: RoundRecord) -> None:
     started, round = perf_counter(), record.round
     fed.method.round = round
     cohort = stress(fed.callbacks, "change_cohort", sample_cohort(fed, round), round=round, context=fed)
+    fed.method.cohort = len(cohort)
     tell(fed.callbacks, "on_cohort", cohort, round, fed)
-    tasks = make_tasks(fed, round, [assignment for assignment in cohort if assignment.trains])
-    # results come one by one, while workers train the clients that follow
-    results = zip(tasks, engine.train(tasks), strict=True)
+    trained = [assignment for assignment in cohort if assignment.trains]
+    tasks = make_tasks(fed, round, trained)
     uploads: dict[int, Payload] = {}
+    receipts = train_clients(fed, engine, trained, tasks, uploads)
     losses: dict[str, Mean] = {}
-    entries = []
-    for assignment in cohort:
-        if not assignment.trains:
-            entries.append(LedgerEntry(round, assignment.client.id, "dropped"))
-            continue
-        task, result = next(results)
-        keep_state(fed, result)
-        tell(fed.callbacks, "on_client_end", result.client, round, fed)
-        losses = add_means(losses, result.losses)
-        entries.append(receive_upload(fed, assignment, task, result, uploads))
+    for receipt in receipts:
+        losses = add_means(losses, receipt.losses)
+    ended = iter(receipts)
+    entries = [
+        next(ended).entry if assignment.trains else LedgerEntry(round, assignment.client.id, "dropped")
+        for assignment in cohort
+    ]
     record.metrics["time/train"] = perf_counter() - started
     if losses:
         require_terms(fed.method.active_terms(), losses, type(fed.method).__name__)
-    if uploads:
-        aggregate(fed, round, uploads)
+    returned = {
+        receipt.client.id: receipt.examples for receipt in receipts if receipt.entry.status == "trained"
+    }
+    if returned:
+        aggregate(fed, round, uploads, returned)
     for entry in entries:
         fed.ledger.add(entry)
     record.metrics |= summarise(fed, entries, losses)
+
+
+def train_clients(
+    fed: Federation,
+    engine: Engine,
+    assignments: Sequence[Assignment],
+    tasks: Sequence[ClientTask],
+    uploads: dict[int, Payload],
+) -> list[Receipt]:
+    """Train clients, put the uploads that count into ``uploads``, and return what came of each, in the order
+    of the tasks.
+
+    Where the server needs sums alone, uploads stay with the process that trained the client: they are
+    checked and added up there.
+    """
+    apart = fed.method.is_sum
+    receipts: dict[int, Receipt] = {}
+    # results come one by one, while workers train the clients that follow
+    for position, result in engine.train_own(tasks) if apart else enumerate(engine.train(tasks)):
+        end_client(fed, result.client, tasks[position].round)
+        entry = receive_upload(fed, assignments[position], tasks[position], result, uploads)
+        counted = uploads.get(result.client.id)
+        examples = examples_in(counted) if apart and counted is not None else 0
+        receipts[position] = Receipt(result.client, entry, result.losses, examples)
+    if not apart or world_size() == 1:
+        return [receipts[position] for position in range(len(tasks))]
+    everybody = exchange_receipts(receipts, tasks)
+    for position, receipt in enumerate(everybody):
+        if position not in receipts:
+            end_client(fed, receipt.client, tasks[position].round)
+    return everybody
+
+
+def end_client(fed: Federation, client: Client, round: int) -> None:
+    """Remember what a client keeps until it is next sampled, and tell the callbacks; one that keeps nothing
+    leaves no entry."""
+    if client.state:
+        fed.states[client.id] = client.state
+    else:
+        fed.states.pop(client.id, None)
+    tell(fed.callbacks, "on_client_end", client, round, fed)
 
 
 def sample_cohort(fed: Federation, round: int) -> list[Assignment]:
@@ -191,14 +231,6 @@ def encode_broadcast(fed: Federation, client: Client) -> bytes:
     if fed.last_broadcast is None or identity != fed.last_broadcast[0]:
         fed.last_broadcast = identity, payload.to_bytes(), payload
     return fed.last_broadcast[1]
-
-
-def keep_state(fed: Federation, result: ClientResult) -> None:
-    """Remember what a client keeps until it is next sampled; one that keeps nothing leaves no entry."""
-    if result.state:
-        fed.states[result.client.id] = result.state
-    else:
-        fed.states.pop(result.client.id, None)
 
 
 def add_means(one: Mapping[str, Mean], other: Mapping[str, Mean]) -> dict[str, Mean]:
@@ -322,11 +354,20 @@ def check_examples(upload: Payload, client: Client) -> None:
         )
 
 
-def aggregate(fed: Federation, round: int, uploads: dict[int, Payload]) -> None:
-    """Make the server's next state of the uploads; it keeps its old one where the next would not be
-    finite."""
-    before = dict(fed.method.server)
-    fed.method.aggregate(uploads)
+def aggregate(fed: Federation, round: int, uploads: dict[int, Payload], returned: dict[int, int]) -> None:
+    """Make the server's next state of the uploads; it keeps its old one where the next would not be finite.
+
+    Args:
+        uploads: those that this process has.
+        returned: client id -> n_k of all clients whose uploads count, wherever they are.
+    """
+    before, method = dict(fed.method.server), fed.method
+    if method.is_sum:
+        sums = method.add_up(uploads, returned)
+        sums.merge_ranks()
+        method.next_state(sums)
+    else:
+        method.aggregate(uploads)
     broken = [name for name, tensor in fed.method.server.items() if not is_finite(tensor)]
     if broken:
         fed.method.server = before

@@ -28,7 +28,7 @@ LAYERS = [
     {"tasks"},
     {"metrics"},
     {"settings"},
-    {"rng", "figures", "support"},
+    {"rng", "figures", "privacy", "support"},
     {"errors"},
 ]
 """The rooms and loose files of the package, the uppermost first: a file imports from its own room and from

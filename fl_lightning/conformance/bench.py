@@ -112,11 +112,16 @@ class Bench:
         """The toy images, distributed to the clients."""
         return prepare_data(images())
 
-    def untrained(self, round: int = 1, server: Mapping[str, Tensor] | None = None) -> Method:
-        """Return a new method in the given round that has seen nothing but this state of the server."""
+    def untrained(
+        self, round: int = 1, server: Mapping[str, Tensor] | None = None, cohort: int | None = None
+    ) -> Method:
+        """Return a new method in the given round, with a cohort of so many clients, that has seen nothing but
+        this state of the server."""
         method = on_images(self.subject.make())
         build_method(method, self.data)
         method.round = round
+        if cohort is not None:
+            method.cohort = cohort
         if server is not None:
             method.server = dict(server)
         return method

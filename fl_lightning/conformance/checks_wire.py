@@ -50,8 +50,9 @@ def server_reads_uploads_only(bench: Bench) -> None:
     run = bench.two_of_six
     states = [*run.log.servers[1:], dict(run.method.server)]
     for round, (before, after) in enumerate(zip(run.log.servers, states, strict=True), start=1):
-        other = bench.untrained(round, before)
-        for client in run.log.cohorts[round - 1]:
+        cohort = run.log.cohorts[round - 1]
+        other = bench.untrained(round, before, len(cohort))
+        for client in cohort:
             alike = (
                 other.broadcast(client_without_data(client)).to_bytes() == run.log.broadcasts[round, client]
             )
@@ -61,6 +62,21 @@ def server_reads_uploads_only(bench: Bench) -> None:
             )
         other.aggregate(run.log.uploads_of(round))
         expect_same_server(after, other.server, "computed from the payloads alone")
+
+
+def order_of_uploads(bench: Bench) -> None:
+    """Where the server needs sums alone, the order in which uploads arrive changes nothing."""
+    if not bench.untrained().is_sum:
+        raise NotApplicable("its server needs the single uploads")
+    run = bench.everyone
+    before, uploads = run.log.servers[0], run.log.uploads_of(1)
+    states = []
+    for ids in (list(uploads), list(reversed(uploads)), [*list(uploads)[2:], *list(uploads)[:2]]):
+        other = bench.untrained(1, before, len(run.log.cohorts[0]))
+        other.aggregate({id: uploads[id] for id in ids})
+        states.append(other.server)
+    for state in states[1:]:
+        expect_same_server(states[0], state, "after the same uploads in another order")
 
 
 def broadcast(bench: Bench) -> None:

@@ -44,6 +44,7 @@ CHECKS: tuple[Check, ...] = (
     checks_images.diverged_client,
     checks_wire.bytes_on_the_wire,
     checks_wire.server_reads_uploads_only,
+    checks_wire.order_of_uploads,
     checks_wire.broadcast,
     checks_wire.budget,
     checks_orders.clients_read_messages_only,

@@ -1,9 +1,8 @@
 """Exchange of bytes, tensors and text between processes, without pickle.
 
 With one process nothing is sent. Only bytes on the CPU are sent (gloo, whatever the
-device). No gradient is ever reduced between processes: every process takes sums by itself, in the order of
-the cohort. All ranks first exchange the lengths of their parts, then the parts through two small buffers in
-turn.
+device). What is added up between processes are integers, so that no order changes a sum. All ranks first
+exchange the lengths of their parts, then the parts through two small buffers in turn.
 """
 
 from __future__ import annotations
@@ -79,6 +78,20 @@ def gather_parts(parts: Mapping[str, Part]) -> dict[str, Part]:
         name, kind, shape = forms[source][position]
         found[name] = _to_tensor(view, kind, shape) if kind else bytes(view)
     return cast("dict[str, Part]", found)
+
+
+def sum_over_ranks(integers: Tensor) -> Tensor:
+    """Return the sum of every rank's integers ``[P]``, on every rank; int64, in place of ``integers``.
+
+    Each rank receives about 16 bytes a value: its own share of every other rank, then the sums of the others.
+
+    Raises:
+        RankLost: a rank died or did not answer within ``trainer.rank_timeout``.
+    """
+    if world_size() > 1 and len(integers):
+        with _lost_rank_errors("some rank"):
+            dist.all_reduce(integers, dist.ReduceOp.SUM)
+    return integers
 
 
 def from_rank_zero(text: str) -> str:
@@ -208,8 +221,9 @@ def _wait(work: dist.Work | None, source: int) -> None:
 
 
 @contextmanager
-def _lost_rank_errors(source: int) -> Iterator[None]:
+def _lost_rank_errors(source: int | str) -> Iterator[None]:
     """Turn errors of torch.distributed within the block into :class:`RankLost`."""
+    source = f"rank {source}" if isinstance(source, int) else source
     try:
         yield
     except RuntimeError as error:  # torch.distributed has no narrower type for lost connections and time-outs
@@ -217,7 +231,7 @@ def _lost_rank_errors(source: int) -> Iterator[None]:
         time.sleep(RANK_REPORT_SECONDS)
         reason = " ".join(str(error).split())
         raise RankLost(
-            f"no answer from rank {source} to rank {rank()} of {world_size()} ({reason})",
+            f"no answer from {source} to rank {rank()} of {world_size()} ({reason})",
             "a run needs all its processes",
             "see the log of the one that died, then continue with --ckpt_path",
         ) from error

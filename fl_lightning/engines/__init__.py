@@ -2,7 +2,7 @@ from fl_lightning.engines.base import ClientResult, ClientTask, Engine
 from fl_lightning.engines.choice import EngineName, check_workers, make_engine
 from fl_lightning.engines.optimizers import check_optimizer
 from fl_lightning.engines.pool import PoolEngine
-from fl_lightning.engines.ranks import RankedEngine
+from fl_lightning.engines.ranks import RankedEngine, Receipt, exchange_receipts
 from fl_lightning.engines.sequential import SequentialEngine
 from fl_lightning.engines.stacked.batched import BatchedEngine
 
@@ -14,8 +14,10 @@ __all__ = [
     "EngineName",
     "PoolEngine",
     "RankedEngine",
+    "Receipt",
     "SequentialEngine",
     "check_optimizer",
     "check_workers",
+    "exchange_receipts",
     "make_engine",
 ]

@@ -95,6 +95,11 @@ class Engine(ABC):
             units: what :meth:`units` gives for these tasks, where it is known already.
         """
 
+    def train_own(self, tasks: Sequence[ClientTask]) -> Iterator[tuple[int, ClientResult]]:
+        """Yield position and result of each task that this process is responsible for: with one process of
+        all."""
+        yield from enumerate(self.train(tasks))
+
     def close(self) -> None:  # noqa: B027
         """Release what :meth:`start` took; it can be called twice."""
 

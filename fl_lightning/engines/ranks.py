@@ -4,17 +4,19 @@ order."""
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import astuple, dataclass, replace
 from hashlib import blake2b
 from typing import Any
 
 from torch import Tensor
 
+from fl_lightning.client import Client
 from fl_lightning.data import FederatedData
 from fl_lightning.distributed.collectives import gather_bytes, gather_parts, rank, world_size
 from fl_lightning.engines.base import ClientResult, ClientTask, Engine, Units
 from fl_lightning.metrics import Mean
+from fl_lightning.wire import LedgerEntry
 from fl_lightning.wire.payload import HEADER
 
 CLIENT_OVERHEAD_BATCHES = 0.25  # of a batch: what a client costs beside its training
@@ -43,28 +45,69 @@ class RankedEngine(Engine):
         if world_size() == 1:
             yield from self.engine.train(tasks, units)
             return
+        own = {index: _pack(result) for index, result in self.train_own(tasks, units)}
+        for task, packed in zip(tasks, _gather(own, len(tasks)), strict=True):
+            yield _unpack(packed, task)
+
+    def train_own(
+        self, tasks: Sequence[ClientTask], units: Units | None = None
+    ) -> Iterator[tuple[int, ClientResult]]:
+        """Yield position and result of this rank's share of the tasks."""
+        if world_size() == 1:
+            yield from enumerate(self.engine.train(tasks, units))
+            return
         require_agreement(tasks)
-        units, works = (
-            self.units(tasks) if units is None else units,
-            [work(task, self.data.batch_size) for task in tasks],
-        )
-        mine = [
-            units[at] for at in deal([sum(works[at] for at in unit) for unit in units], world_size())[rank()]
-        ]
+        units = self.units(tasks) if units is None else units
+        works = [work(task, self.data.batch_size) for task in tasks]
+        dealt = deal([sum(works[at] for at in unit) for unit in units], world_size())
+        mine = [units[at] for at in dealt[rank()]]
         share = [at for unit in mine for at in unit]
         place = {at: here for here, at in enumerate(share)}
-        results = self.engine.train(
-            [tasks[at] for at in share], [[place[at] for at in unit] for unit in mine]
+        own_units = [[place[at] for at in unit] for unit in mine]
+        yield from zip(share, self.engine.train([tasks[at] for at in share], own_units), strict=True)
+
+
+@dataclass(frozen=True, slots=True)
+class Receipt:
+    """What came of one client's work, once its upload has been received where it was made.
+
+    Args:
+        client: the client, with what it keeps.
+        entry: its bytes and whether its upload counts.
+        losses: the mean of each loss term.
+        examples: n_k of its upload if that counts and the server needs sums alone, else 0.
+    """
+
+    client: Client
+    entry: LedgerEntry
+    losses: dict[str, Mean]
+    examples: int = 0
+
+
+def exchange_receipts(own: Mapping[int, Receipt], tasks: Sequence[ClientTask]) -> list[Receipt]:
+    """Return the receipts of all ranks in the order of the tasks, on every rank.
+
+    Args:
+        own: receipts of this rank by position of the task.
+        tasks: all tasks.
+
+    Raises:
+        RankLost: a rank died or did not answer in time.
+    """
+    packed = {
+        position: _pack_parts(
+            {"entry": astuple(receipt.entry), "examples": receipt.examples},
+            receipt.losses,
+            receipt.client.state,
         )
-        parts: dict[str, bytes | Tensor] = {}
-        for index, result in zip(share, results, strict=True):
-            parts |= {f"{index}/{name}": part for name, part in _pack(result).items()}
-        everything: list[dict[str, bytes | Tensor]] = [{} for _ in tasks]
-        for key, part in gather_parts(parts).items():
-            at, name = key.split("/", 1)
-            everything[int(at)][name] = part
-        for task, packed in zip(tasks, everything, strict=True):
-            yield _unpack(packed, task)
+        for position, receipt in own.items()
+    }
+    receipts = []
+    for task, parts in zip(tasks, _gather(packed, len(tasks)), strict=True):
+        report, losses, state = _unpack_parts(parts)
+        entry = LedgerEntry(*report["entry"])
+        receipts.append(Receipt(replace(task.client, state=state), entry, losses, report["examples"]))
+    return receipts
 
 
 def work(task: ClientTask, batch_size: int) -> float:
@@ -111,17 +154,39 @@ def require_agreement(tasks: Sequence[ClientTask]) -> None:
         )
 
 
+def _gather(own: Mapping[int, Mapping[str, bytes | Tensor]], count: int) -> list[dict[str, bytes | Tensor]]:
+    """Return the parts of each of ``count`` tasks, whichever rank has them."""
+    parts = {f"{position}/{name}": part for position, of_one in own.items() for name, part in of_one.items()}
+    everything: list[dict[str, bytes | Tensor]] = [{} for _ in range(count)]
+    for key, part in gather_parts(parts).items():
+        position, name = key.split("/", 1)
+        everything[int(position)][name] = part
+    return everything
+
+
 def _pack(result: ClientResult) -> dict[str, bytes | Tensor]:
-    losses = {name: [mean.total, mean.weight] for name, mean in result.losses.items()}
-    report = json.dumps({"losses": losses, "steps": result.steps})
-    kept = {f"state/{name}": tensor for name, tensor in result.state.items()}
-    return {"upload": result.upload, "report": report.encode(), **kept}
+    return {"upload": result.upload, **_pack_parts({"steps": result.steps}, result.losses, result.state)}
 
 
 def _unpack(packed: dict[str, Any], task: ClientTask) -> ClientResult:
+    report, losses, state = _unpack_parts(packed)
+    return ClientResult(replace(task.client, state=state), packed["upload"], state, losses, report["steps"])
+
+
+def _pack_parts(
+    report: dict[str, Any], losses: Mapping[str, Mean], state: Mapping[str, Tensor]
+) -> dict[str, bytes | Tensor]:
+    means = {name: [mean.total, mean.weight] for name, mean in losses.items()}
+    kept = {f"state/{name}": tensor for name, tensor in state.items()}
+    return {"report": json.dumps({**report, "losses": means}).encode(), **kept}
+
+
+def _unpack_parts(
+    packed: Mapping[str, Any],
+) -> tuple[dict[str, Any], dict[str, Mean], dict[str, Tensor]]:
     report = json.loads(packed["report"])
+    losses = {name: Mean(*mean) for name, mean in report["losses"].items()}
     state = {
         name.removeprefix("state/"): tensor for name, tensor in packed.items() if name.startswith("state/")
     }
-    losses = {name: Mean(*mean) for name, mean in report["losses"].items()}
-    return ClientResult(replace(task.client, state=state), packed["upload"], state, losses, report["steps"])
+    return report, losses, state

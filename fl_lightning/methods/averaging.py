@@ -1,7 +1,8 @@
 """How the server averages its clients' weights, and how much a few hostile ones can move it.
 
-Every average takes the vectors in cohort order and adds up in float64, so the result does not depend on who
-computed what. ``[K, P]`` is K clients, P values; p_k = n_k / sum n, as the clients report n_k.
+The weighted mean adds up integers (:mod:`fl_lightning.privacy.exact_sum`), so it depends neither on the order
+of uploads nor on who computed what. ``[K, P]`` is K clients, P values; p_k = n_k / sum n, as the clients
+report n_k.
 """
 
 from __future__ import annotations
@@ -13,20 +14,25 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from fl_lightning.errors import InputError, MisuseError
+from fl_lightning.errors import InputError
+from fl_lightning.privacy import exact_mean
 from fl_lightning.support.recorded import Recorded
 
 MAX_ORDERED_VALUES = 2**22
 """Values that the order statistics hold at once, in float64: 32 MB, however many clients and weights there
 are."""
 
-MEAN_BLOCK_VALUES = 2**16
-"""Values that the mean adds up at once: half a megabyte in float64, which stays in a core's cache from client
-to client."""
-
 
 class Average(Recorded, ABC):
     """K vectors into one."""
+
+    is_sum: bool = False
+    """Whether it is the weighted mean of what :meth:`bounded` makes of each vector by itself. Where it is
+    not, the server needs the single vectors, and they can be neither masked nor added up elsewhere."""
+
+    def bounded(self, vector: Tensor, start: Tensor) -> Tensor:
+        """Return what enters the mean for one client's vector, ``[P]``."""
+        return vector
 
     @abstractmethod
     def __call__(self, vectors: Sequence[Tensor], shares: Sequence[float], start: Tensor) -> Tensor:
@@ -41,6 +47,8 @@ class Average(Recorded, ABC):
 
 class WeightedMean(Average):
     """sum_k p_k v_k (McMahan et al., AISTATS 2017). One client can move it anywhere."""
+
+    is_sum = True
 
     def __call__(self, vectors: Sequence[Tensor], shares: Sequence[float], start: Tensor) -> Tensor:
         return weighted_mean(vectors, shares)
@@ -104,6 +112,8 @@ class NormClipping(Average):
             start.
     """
 
+    is_sum = True
+
     def __init__(self, max_norm: float) -> None:
         if not 0 < max_norm < math.inf:
             raise InputError(
@@ -111,13 +121,13 @@ class NormClipping(Average):
             )
         self.max_norm = max_norm
 
+    def bounded(self, vector: Tensor, start: Tensor) -> Tensor:
+        update = vector.to(torch.float64) - start
+        norm = float(update.square().sum().sqrt())
+        return (start + min(1.0, self.max_norm / max(norm, 1e-300)) * update).to(torch.float32)
+
     def __call__(self, vectors: Sequence[Tensor], shares: Sequence[float], start: Tensor) -> Tensor:
-        total = start.to(torch.float64)
-        for vector, share in zip(vectors, shares, strict=True):
-            update = vector.to(torch.float64) - start
-            norm = float(update.square().sum().sqrt())
-            total = total + share * min(1.0, self.max_norm / max(norm, 1e-300)) * update
-        return total.to(torch.float32)
+        return weighted_mean([self.bounded(vector, start) for vector in vectors], shares)
 
 
 WEIGHTED_MEAN = WeightedMean()
@@ -149,24 +159,17 @@ def capped(shares: Sequence[float], largest: float) -> list[float]:
 
 
 def weighted_mean(vectors: Sequence[Tensor], shares: Sequence[float]) -> Tensor:
-    """Return the sum of p_k v_k, added up in float64 in the order given, so that the result does not depend
-    on who computed what; float32."""
-    shape = vectors[0].shape
-    if any(vector.shape != shape for vector in vectors):
-        raise MisuseError(
-            f"vectors of shapes {sorted({tuple(v.shape) for v in vectors})}",
-            "a mean is taken of one shape",
-            "pad or split them",
-        )
+    """Return the sum of p_k v_k in the shape of v_k, float32; it does not depend on the order of clients.
+
+    Args:
+        vectors: v_k, all of one shape, with values of less than 2^20.
+        shares: p_k, adding up to 1.
+
+    Raises:
+        MisuseError: shapes that differ, or a value out of range.
+    """
     flat = [vector.reshape(-1) for vector in vectors]
-    mean = torch.empty(shape.numel(), dtype=torch.float32)
-    for begin in range(0, len(mean), MEAN_BLOCK_VALUES):
-        block = slice(begin, begin + MEAN_BLOCK_VALUES)
-        total = torch.zeros(len(mean[block]), dtype=torch.float64)
-        for vector, share in zip(flat, shares, strict=True):
-            total.add_(vector[block], alpha=share)
-        mean[block] = total
-    return mean.view(shape)
+    return exact_mean(flat, shares, math.fsum(shares), len(vectors)).view(vectors[0].shape)
 
 
 def _chunks(vectors: Sequence[Tensor]) -> Iterator[Tensor]:

@@ -34,16 +34,22 @@ from fl_lightning.errors import InputError, MisuseError
 from fl_lightning.methods.averaging import WEIGHTED_MEAN, Average, capped
 from fl_lightning.methods.lit_module import adopt, check_module, module_loss
 from fl_lightning.methods.local_work import LocalWork
+from fl_lightning.methods.sums import Addend, Sums, sums_of
 from fl_lightning.methods.terms import LocalStep, Term, check_terms
 from fl_lightning.models import build_network
 from fl_lightning.models.tensors import tensors_of
+from fl_lightning.privacy import MAX_MAGNITUDE, largest
+from fl_lightning.support.overriding import overrides
 from fl_lightning.support.recorded import Recorded
 from fl_lightning.tasks import Classification, Task
-from fl_lightning.wire import Layout, Payload
+from fl_lightning.wire import Layout, Payload, PayloadError
 
 OptimizerCallable = Callable[[Iterable], Optimizer]
 SchedulerCallable = Callable[[Optimizer], LRScheduler]
 NetworkCallable = Callable[[int], nn.Module]
+
+SHARE_UNITS = 2**30
+"""Shares that ``max_share`` bounds are integers in units of 1 / 2^30."""
 
 
 class Method(Recorded, LightningModule):
@@ -132,6 +138,10 @@ class Method(Recorded, LightningModule):
 
     seed: int = 0
     round: int = 0
+    cohort: int = 1
+    """Clients that were asked to take part in this round."""
+    most_examples: int = 1
+    """The largest n_k of the enrolled clients."""
     gradient_clip_val: float | None = None
     """The trainer's: what each local step's gradient is clipped to; None: it is not clipped."""
     gradient_clip_algorithm: Literal["norm", "value"] = "norm"
@@ -194,6 +204,7 @@ class Method(Recorded, LightningModule):
             self.module.load_state_dict(self.module_start)
             self.network = adopt(self, self.module, data)
         self.layout = Layout.of(self.network)
+        self.cohort, self.most_examples = data.num_clients, int(data.sizes.max())
         self.server = {"weights": self.layout.read(self.network)}
         self._build_terms()
 
@@ -429,7 +440,14 @@ class Method(Recorded, LightningModule):
                 finite, not float32, and ``examples`` that are not one positive integer.)
         """
         upload.tensor("examples")
-        self.layout.check(self.decode(upload))
+        weights = self.decode(upload)
+        self.layout.check(weights)
+        if weights is not upload.get("weights") and not largest(weights) < MAX_MAGNITUDE:
+            raise PayloadError(
+                "it decodes to values that are not finite or too large",
+                f"weights are below {MAX_MAGNITUDE:g}",
+                "lower the lr",
+            )
 
     def decode(self, upload: Payload) -> Tensor:
         """Return this client's weights after its round, as one vector of ``layout``. The server still has
@@ -441,14 +459,61 @@ class Method(Recorded, LightningModule):
         return upload.tensor("weights")
 
     def aggregate(self, uploads: Mapping[int, Payload]) -> None:
-        """Make the next server state from what came back: client id -> payload, in cohort order, never
-        empty."""
-        vectors = [self.decode(upload) for upload in uploads.values()]
-        self.server["weights"] = self.average(vectors, self.shares(uploads.values()), self.server["weights"])
+        """Make the next server state from what came back: client id -> payload, never empty.
+
+        A method whose server needs sums alone overrides :meth:`addends` and :meth:`next_state` instead.
+        """
+        self.next_state(self.add_up(uploads, {id: examples_in(upload) for id, upload in uploads.items()}))
+
+    def add_up(self, uploads: Mapping[int, Payload], examples: Mapping[int, int]) -> Sums:
+        """Return the sums over some of the clients that returned.
+
+        Args:
+            uploads: client id -> payload, of some clients.
+            examples: client id -> n_k, of all clients that returned.
+        """
+        weights = dict(zip(examples, self.client_weights(list(examples.values())), strict=True))
+        addends = [self.addends(upload, id, weights[id]) for id, upload in uploads.items()]
+        return sums_of(addends, self.average, max(self.cohort, len(examples)))
+
+    @property
+    def is_sum(self) -> bool:
+        """Whether the server needs nothing but sums over the uploads, so that nobody has to see them all."""
+        return self.average.is_sum and not overrides(self, Method, "aggregate")
+
+    def addends(self, upload: Payload, client_id: int, weight: int) -> dict[str, Addend]:
+        """Return what an upload adds to the server's sums, by name.
+
+        Args:
+            upload: of one client.
+            client_id: whose it is.
+            weight: n_k, within the bound of ``max_share``; an integer of at most ``self.largest_weight``.
+        """
+        start = self.server["weights"]
+        return {"weights": Addend(self.decode(upload), weight, self.largest_weight, start)}
+
+    def next_state(self, sums: Sums) -> None:
+        """Make the next server state of the sums over the clients that returned."""
+        self.server["weights"] = sums.mean("weights")
+
+    @property
+    def largest_weight(self) -> int:
+        """The largest weight that a client can have: the largest n_k of the enrolled clients, which everybody
+        knows before anybody has answered."""
+        return self.most_examples if self.max_share == 1 else SHARE_UNITS
+
+    def client_weights(self, examples: Sequence[int]) -> list[int]:
+        """Return the weights of clients that returned: n_k, or where ``max_share`` bounds them, their shares
+        in units of 2^-30."""
+        if self.max_share == 1:
+            return list(examples)
+        return [max(1, round(share * SHARE_UNITS)) for share in self._capped(examples)]
 
     def shares(self, uploads: Iterable[Payload]) -> list[float]:
         """p_k = n_k / sum n_k over the clients that returned, none above ``max_share``."""
-        examples = [int(upload.tensor("examples")) for upload in uploads]
+        return self._capped([examples_in(upload) for upload in uploads])
+
+    def _capped(self, examples: Sequence[int]) -> list[float]:
         return capped([n / sum(examples) for n in examples], self.max_share)
 
     def work_kind(self, client: Client) -> str:
@@ -493,6 +558,11 @@ def has_same_start(method: Method) -> bool:
 def examples_of(client: Client) -> Tensor:
     """Return n_k as it travels, an int32 scalar."""
     return torch.tensor(len(client.train), dtype=torch.int32)
+
+
+def examples_in(upload: Payload) -> int:
+    """Return n_k of an upload."""
+    return int(upload.tensor("examples"))
 
 
 def declared_limits(method: Method, client: Client) -> Mapping[str, int] | None:

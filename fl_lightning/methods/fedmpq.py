@@ -27,9 +27,9 @@ from torch import Tensor, nn
 from fl_lightning.client import Client
 from fl_lightning.data import FederatedData
 from fl_lightning.errors import InputError, require_choice
-from fl_lightning.methods.averaging import weighted_mean
 from fl_lightning.methods.base import examples_of
 from fl_lightning.methods.quantized import QuantizedMethod, encode_layers
+from fl_lightning.methods.sums import Addend, Sums
 from fl_lightning.quantization import allocate_bits, quantize_and_prune
 from fl_lightning.quantization.allocation import MAX_BITS
 from fl_lightning.quantization.latent import Latent
@@ -43,6 +43,8 @@ GROWTH = 2.5
 has just grown has a top plane that clients prune again."""
 LEAST_GROWTH = 1e-3
 """That share where the threshold is zero."""
+BUDGET_UNITS = 2**16
+"""Budgets weigh uploads as integers, in units of 1 / 2^16 bit."""
 
 
 class FedMPQ(QuantizedMethod):
@@ -263,30 +265,38 @@ class FedMPQ(QuantizedMethod):
                 "send one for each layer",
             )
 
-    def aggregate(self, uploads: Mapping[int, Payload]) -> None:
+    def addends(self, upload: Payload, client_id: int, weight: int) -> dict[str, Addend]:
+        """Return what an upload adds: weights with n_k; bits and planes removed, with n_k times the client's
+        budget; and planes removed once more, to be counted."""
+        budget = self.budgets[client_id % len(self.budgets)]
+        sent = upload.codes("bits").values
+        removed = torch.tensor(self.allocate(budget)) - sent
+        units = round(budget * BUDGET_UNITS)
+        by_budget = weight * units, self.largest_weight * MAX_BITS * BUDGET_UNITS
+        return {
+            **super().addends(upload, client_id, weight),
+            "bits": Addend(sent, *by_budget),
+            "removed": Addend(removed, *by_budget),
+            "tops": Addend(upload.codes("tops").values, *by_budget),
+            "planes": Addend(removed),
+        }
+
+    def next_state(self, sums: Sums) -> None:
         """W_{t+1} from the de-quantised uploads; b_l and Delta_l weighted by n_k * budget_k."""
-        weights = self.shares(uploads.values())
-        budgets = [self.budgets[id % len(self.budgets)] for id in uploads]
-        by_budget = [w * b for w, b in zip(weights, budgets, strict=True)]
-        by_budget = [w / sum(by_budget) for w in by_budget]
-        sent = [upload.codes("bits").values for upload in uploads.values()]
-        removed = [torch.tensor(self.allocate(b)) - n for b, n in zip(budgets, sent, strict=True)]
         deployed = self.allocate(self.mean_budget())
-        vectors = [self.decode(upload) for upload in uploads.values()]
-        average = self.average(vectors, weights, self.server["weights"])
-        tops = weighted_mean([upload.codes("tops").values for upload in uploads.values()], by_budget)
+        average = sums.mean("weights")
         self.server = {
             "weights": average,
-            "bits": weighted_mean(sent, by_budget).round().to(torch.int32).clamp(1, MAX_BITS),
-            "delta": (1 + weighted_mean(removed, by_budget)).round().to(torch.int32).clamp_min(1),
+            "bits": sums.mean("bits").round().to(torch.int32).clamp(1, MAX_BITS),
+            "delta": (1 + sums.mean("removed")).round().to(torch.int32).clamp_min(1),
             "aggregated": torch.ones(1, dtype=torch.int32),
-            "grid": self._next_grid(average, tops),
+            "grid": self._next_grid(average, sums.mean("tops")),
             "first_grid": self.server["first_grid"],
         }
         pairs = zip(deployed, self.allocate(self.mean_budget()), strict=True)
         self.changes = BitChanges(
             self.round,
-            pruned=int(torch.stack(removed).sum()),
+            pruned=int(sums.total("planes").sum()),
             moved=sum(before != after for before, after in pairs),
         )
 

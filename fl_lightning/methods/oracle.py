@@ -8,14 +8,12 @@ its most frequent class. No real server knows it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
-import numpy as np
 from torch import Tensor, nn
 
 from fl_lightning.client import Client
 from fl_lightning.data import FederatedData
 from fl_lightning.methods.base import Method
+from fl_lightning.methods.sums import Addend, Sums
 from fl_lightning.wire import Payload
 
 
@@ -41,12 +39,15 @@ class Oracle(Method):
     def _weights(self, client: Client) -> Tensor:
         return self.server["groups"][int(self.group[client.id])]
 
-    def aggregate(self, uploads: Mapping[int, Payload]) -> None:
+    def addends(self, upload: Payload, client_id: int, weight: int) -> dict[str, Addend]:
+        group = int(self.group[client_id])
+        start = self.server["groups"][group]
+        return {f"groups/{group}": Addend(self.decode(upload), weight, self.largest_weight, start)}
+
+    def next_state(self, sums: Sums) -> None:
         groups = self.server["groups"].clone()
-        for group in np.unique(self.group[list(uploads)]).tolist():
-            mine = [upload for id, upload in uploads.items() if self.group[id] == group]
-            vectors = [self.decode(upload) for upload in mine]
-            groups[group] = self.average(vectors, self.shares(mine), groups[group])
+        for name in sums:
+            groups[int(name.split("/")[1])] = sums.mean(name)
         self.server["groups"] = groups
 
     def deploy(self, client: Client | None = None) -> nn.Module:
