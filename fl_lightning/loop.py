@@ -25,6 +25,7 @@ from fl_lightning.hooks import Callback, RoundRecord, RunFiles, reads_probabilit
 from fl_lightning.methods import Method
 from fl_lightning.methods.base import declared_limits
 from fl_lightning.methods.terms import require_terms
+from fl_lightning.methods.weighing import BY_EXAMPLES, ClientWeights
 from fl_lightning.metrics import Mean
 from fl_lightning.wire import Ledger, LedgerEntry, Payload, PayloadError
 
@@ -273,7 +274,7 @@ def check_upload(fed: Federation, upload: Payload, client: Client, counted: Coll
     if limits is not None:
         upload.require_within(limits)
     check_values(upload)
-    check_examples(upload, client)
+    check_examples(upload, client, fed.method.client_weights)
     fed.method.check(upload, client)
 
 
@@ -298,9 +299,9 @@ def check_values(upload: Payload) -> None:
             )
 
 
-def check_examples(upload: Payload, client: Client) -> None:
-    """Refuse an ``examples`` that is not one integer from 1 to n_k, the number of training examples that the
-    client enrolled with.
+def check_examples(upload: Payload, client: Client, weights: ClientWeights = BY_EXAMPLES) -> None:
+    """Refuse an ``examples`` that is not one integer from 1 to n_k, the number of training examples (or
+    labelled tokens) that the client enrolled with.
 
     ``examples`` is the client's weight in every average: without the bound a single client could claim 2**62
     and be the average.
@@ -314,10 +315,10 @@ def check_examples(upload: Payload, client: Client) -> None:
             "the number of examples is one integer, 1 or more",
             "send nothing without data",
         )
-    if int(examples) > len(client.train):
+    if int(examples) > weights.of(client):
         raise PayloadError(
             f"examples {int(examples)}",
-            f"the client enrolled with {len(client.train)} training examples",
+            f"the client enrolled with {weights.says(client)}",
             "it can claim no more",
         )
 

@@ -48,5 +48,5 @@ def default_uploads(
         return None
     names = {id(tensor): name for name, tensor in tensors_of(method).items()}
     mine = {name: tensors[names[id(tensor)]] for name, tensor in tensors_of(method.network).items()}
-    examples = torch.tensor([len(client.train) for client in clients], dtype=torch.int32)
+    examples = torch.tensor([method.client_weights.of(client) for client in clients], dtype=torch.int32)
     return encode_rows({"examples": examples, "weights": layout.pack_rows(mine, len(clients))})

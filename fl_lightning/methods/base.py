@@ -35,6 +35,7 @@ from fl_lightning.methods.averaging import WEIGHTED_MEAN, Average, capped
 from fl_lightning.methods.lit_module import adopt, check_module, module_loss
 from fl_lightning.methods.local_work import LocalWork
 from fl_lightning.methods.terms import LocalStep, Term, check_terms
+from fl_lightning.methods.weighing import BY_EXAMPLES, ClientWeights, Weighing
 from fl_lightning.models import build_network
 from fl_lightning.models.tensors import tensors_of
 from fl_lightning.support.recorded import Recorded
@@ -68,6 +69,8 @@ class Method(Recorded, LightningModule):
         terms: what is added to the local loss: ``ScaledLoss``, ``LabelSmoothing``, ``ProximalTerm``,
             ``NotTrueTerm``, ``DistillationTerm``, or a subclass of ``Term``; null for none. Each is logged as
             ``train/loss_<name>``.
+        weigh_by: what a client's weight n_k in averages counts: its training ``examples``, or the labelled
+            ``tokens`` in them, before any label noise.
     """
 
     personalised: bool = False
@@ -130,6 +133,9 @@ class Method(Recorded, LightningModule):
     task: Task = Classification()
     """What is learnt: that of the data, once ``build`` has seen them."""
 
+    client_weights: ClientWeights = BY_EXAMPLES
+    """The weight n_k of each client in averages, once ``build`` has seen the data."""
+
     seed: int = 0
     round: int = 0
     gradient_clip_val: float | None = None
@@ -145,6 +151,7 @@ class Method(Recorded, LightningModule):
         scheduler: SchedulerCallable | None = None,
         module: LightningModule | None = None,
         terms: list[Term] | None = None,
+        weigh_by: Weighing = "examples",
     ) -> None:
         super().__init__()
         if not 0 < max_share <= 1:
@@ -158,6 +165,7 @@ class Method(Recorded, LightningModule):
         self.average = average
         self.max_share = max_share
         self.scheduler_spec = scheduler
+        self.weigh_by: Weighing = weigh_by
         self.terms: list[Term] = list(terms or [])
         check_terms(self.terms, self.own_terms, type(self).__name__, self.received_refused)
         self.scheduled_groups: dict[
@@ -181,6 +189,7 @@ class Method(Recorded, LightningModule):
         """Make the network for this data and the server's first state. Initial weights come from torch's
         generators as they stand."""
         self.take_task(data.task)
+        self.client_weights = ClientWeights.by(self.weigh_by, data)
         if self.module is None:
             self.network = build_network(
                 self.network_spec,
@@ -371,7 +380,11 @@ class Method(Recorded, LightningModule):
     def upload(self, client: Client) -> Payload:
         """Return what the client sends. ``examples`` is its weight n_k. ``local_steps`` and ``local_lr`` say
         what its round was."""
-        return Payload({"examples": examples_of(client), "weights": self.layout.read(self.network)})
+        return Payload({"examples": self.examples_of(client), "weights": self.layout.read(self.network)})
+
+    def examples_of(self, client: Client) -> Tensor:
+        """Return n_k as it travels, an int32 scalar: its examples, or labelled tokens by ``weigh_by``."""
+        return torch.tensor(self.client_weights.of(client), dtype=torch.int32)
 
     def upload_limits(self, client: Client) -> Mapping[str, int]:
         """Return the entries that this client's upload may hold, and the largest number of values of each.
@@ -488,11 +501,6 @@ def is_stackable(method: Method) -> bool:
 def has_same_start(method: Method) -> bool:
     """Return what the method's own class declares as ``same_start``."""
     return vars(type(method)).get("same_start", False)
-
-
-def examples_of(client: Client) -> Tensor:
-    """Return n_k as it travels, an int32 scalar."""
-    return torch.tensor(len(client.train), dtype=torch.int32)
 
 
 def declared_limits(method: Method, client: Client) -> Mapping[str, int] | None:

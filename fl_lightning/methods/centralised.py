@@ -17,7 +17,7 @@ from torch import Tensor
 from fl_lightning import rng
 from fl_lightning.client import Client
 from fl_lightning.data import FederatedData
-from fl_lightning.methods.base import Method, examples_of
+from fl_lightning.methods.base import Method
 from fl_lightning.methods.optimizing import clip_gradients, round_optimizer
 from fl_lightning.metrics import Mean
 from fl_lightning.wire import Payload
@@ -61,7 +61,10 @@ class Centralised(Method):
 
     def upload(self, client: Client) -> Payload:
         return Payload(
-            {"examples": examples_of(client), "steps": torch.tensor(self.asked_steps, dtype=torch.float32)}
+            {
+                "examples": self.examples_of(client),
+                "steps": torch.tensor(self.asked_steps, dtype=torch.float32),
+            }
         )
 
     def upload_limits(self, client: Client) -> Mapping[str, int]:

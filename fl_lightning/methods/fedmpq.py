@@ -28,7 +28,6 @@ from fl_lightning.client import Client
 from fl_lightning.data import FederatedData
 from fl_lightning.errors import InputError, require_choice
 from fl_lightning.methods.averaging import weighted_mean
-from fl_lightning.methods.base import examples_of
 from fl_lightning.methods.quantized import QuantizedMethod, encode_layers
 from fl_lightning.quantization import allocate_bits, quantize_and_prune
 from fl_lightning.quantization.allocation import MAX_BITS
@@ -210,7 +209,7 @@ class FedMPQ(QuantizedMethod):
             tops.append(top)
         return Payload(
             {
-                "examples": examples_of(client),
+                "examples": self.examples_of(client),
                 **encode_layers(layers),
                 "tops": Codes(torch.tensor(tops, dtype=torch.int32), 4),
                 "rest": self.rest.read(self.network),

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from fl_lightning.client import Client
 from fl_lightning.data import FederatedData
-from fl_lightning.methods.base import Method, examples_of
+from fl_lightning.methods.base import Method
 from fl_lightning.wire import Codes, Layout, Payload
 
 
@@ -54,7 +54,7 @@ class CodedUpdates(Method, ABC):
         updates = [moved[name].flatten() for name in self.coded.shapes]
         return Payload(
             {
-                "examples": examples_of(client),
+                "examples": self.examples_of(client),
                 **self.encode_updates(updates, client),
                 "rest": self.rest.read(self.network),
             }
