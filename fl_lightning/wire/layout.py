@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor, nn
 
-from fl_lightning.models.tensors import tensors_of
+from fl_lightning.models.tensors import constant_buffers, tensors_of
 from fl_lightning.wire.payload import PayloadError
 
 
@@ -37,11 +37,7 @@ class Layout:
             include: returns whether the tensor of this name belongs to the layout.
         """
         trainable = {name: p for name, p in module.named_parameters() if p.requires_grad}
-        constants = {
-            f"{prefix}.{name}".lstrip(".")
-            for prefix, owner in module.named_modules()
-            for name in owner._non_persistent_buffers_set
-        }
+        constants = constant_buffers(module)
         statistics = {
             name: b for name, b in module.named_buffers() if b.is_floating_point() and name not in constants
         }
