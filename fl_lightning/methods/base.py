@@ -111,6 +111,9 @@ class Method(Recorded, LightningModule):
     received_refused: str = ""
     """Why no term of ``terms`` can read what clients receive; empty when it can."""
 
+    attack_refused: str = ""
+    """Why no attack on uploads can do anything; empty where clients send what they learned."""
+
     classification_only: str = ""
     """Why the method knows no other task than classification; empty where it does."""
 

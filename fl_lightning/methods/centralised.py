@@ -36,6 +36,7 @@ class Centralised(Method):
     """
 
     received_refused = "its clients receive nothing"
+    attack_refused = "its clients send numbers of examples and steps alone"
 
     def build(self, data: FederatedData) -> None:
         super().build(data)
