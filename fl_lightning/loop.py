@@ -273,21 +273,22 @@ def check_upload(fed: Federation, upload: Payload, client: Client, counted: Coll
     limits = declared_limits(fed.method, client)
     if limits is not None:
         upload.require_within(limits)
-    check_values(upload)
+    check_values(upload, fed.method.layout.dtype)
     check_examples(upload, client, fed.method.client_weights)
     fed.method.check(upload, client)
 
 
-def check_values(upload: Payload) -> None:
-    """Refuse entries that are not finite float32 values of sane size; ``examples`` is checked by
-    :func:`check_examples`."""
+def check_values(upload: Payload, dtype: torch.dtype = torch.float32) -> None:
+    """Refuse entries that are not finite values of sane size, in float32 or in the ``dtype`` that the
+    network's weights travel in; ``examples`` is checked by :func:`check_examples`."""
+    allowed = {torch.float32, dtype}
     for name, value in upload.items():
         if name == "examples" or not isinstance(value, Tensor):
             continue
-        if value.dtype != torch.float32:
+        if value.dtype not in allowed:
             raise PayloadError(
                 f"entry {name!r} is {value.dtype}",
-                "values travel as torch.float32 or as codes",
+                f"values travel as {' or '.join(sorted(map(str, allowed)))} or as codes",
                 "convert them",
             )
         least, most = torch.aminmax(value) if value.numel() else (0.0, 0.0)

@@ -40,8 +40,8 @@ class ByzantineClients(Stressor):
     Bit-widths and the counts of dropped planes (``bits`` and ``tops`` of FedMPQ) stay honest, and so does
     ``examples`` unless ``claimed_examples`` says otherwise.
 
-    Attacks are on uploads, so they are the same for every task; of a language model's adapters they change the
-    factors. Wrong targets, such as corrupted answers, are :class:`callbacks.LabelNoise`.
+    Attacks are on uploads, so they are the same for every task: of a language model's adapters they change
+    the factors. Wrong targets, such as corrupted answers, are :class:`callbacks.LabelNoise`.
 
     Args:
         clients: share of the clients with training data that attack, in [0, 1]; rounded, but at least one

@@ -55,4 +55,6 @@ def default_uploads(
     every |= tensors
     mine = {name: every[names[id(tensor)]] for name, tensor in tensors_of(method.network).items()}
     examples = torch.tensor([method.client_weights.of(client) for client in clients], dtype=torch.int32)
-    return encode_rows({"examples": examples, "weights": layout.pack_rows(mine, len(clients))})
+    return encode_rows(
+        {"examples": examples, "weights": layout.to_wire(layout.pack_rows(mine, len(clients)))}
+    )

@@ -136,6 +136,9 @@ class Method(Recorded, LightningModule):
     task: Task = Classification()
     """What is learnt: that of the data, once ``build`` has seen them."""
 
+    layout: Layout = Layout({})
+    """The network's weights that travel, once ``build`` has made the network."""
+
     client_weights: ClientWeights = BY_EXAMPLES
     """The weight n_k of each client in averages, once ``build`` has seen the data."""
 
@@ -206,7 +209,7 @@ class Method(Recorded, LightningModule):
             self.module.load_state_dict(self.module_start)
             self.network = adopt(self, self.module, data)
         self.layout = Layout.of(self.network)
-        self.server = {"weights": self.layout.read(self.network)}
+        self.server = {"weights": self.layout.to_wire(self.layout.read(self.network))}
         self._build_terms()
 
     def take_task(self, learnt: Task) -> None:
@@ -383,7 +386,8 @@ class Method(Recorded, LightningModule):
     def upload(self, client: Client) -> Payload:
         """Return what the client sends. ``examples`` is its weight n_k. ``local_steps`` and ``local_lr`` say
         what its round was."""
-        return Payload({"examples": self.examples_of(client), "weights": self.layout.read(self.network)})
+        weights = self.layout.to_wire(self.layout.read(self.network))
+        return Payload({"examples": self.examples_of(client), "weights": weights})
 
     def examples_of(self, client: Client) -> Tensor:
         """Return n_k as it travels, an int32 scalar: its examples, or labelled tokens by ``weigh_by``."""
@@ -442,25 +446,26 @@ class Method(Recorded, LightningModule):
 
         Raises:
             PayloadError: an entry that is missing or of the wrong size. (The loop has refused what is not
-                finite, not float32, and ``examples`` that are not one positive integer.)
+                finite, of another dtype, and ``examples`` that are not one positive integer.)
         """
         upload.tensor("examples")
         self.layout.check(self.decode(upload))
 
     def decode(self, upload: Payload) -> Tensor:
-        """Return this client's weights after its round, as one vector of ``layout``. The server still has
-        those that it broadcast.
+        """Return this client's weights after its round, as one vector of ``layout``, float32. The server
+        still has those that it broadcast.
 
         Raises:
             PayloadError: an entry that is missing or of the wrong size.
         """
-        return upload.tensor("weights")
+        return upload.tensor("weights").float()
 
     def aggregate(self, uploads: Mapping[int, Payload]) -> None:
         """Make the next server state from what came back: client id -> payload, in cohort order, never
         empty."""
         vectors = [self.decode(upload) for upload in uploads.values()]
-        self.server["weights"] = self.average(vectors, self.shares(uploads.values()), self.server["weights"])
+        average = self.average(vectors, self.shares(uploads.values()), self.server["weights"].float())
+        self.server["weights"] = self.layout.to_wire(average)
 
     def shares(self, uploads: Iterable[Payload]) -> list[float]:
         """p_k = n_k / sum n_k over the clients that returned, none above ``max_share``."""

@@ -97,7 +97,7 @@ class Centralised(Method):
                     self.losses[name] = self.losses.get(name, Mean()) + Mean(
                         float(value.detach()) * size, size
                     )
-        self.server["weights"] = self.layout.read(self.network)
+        self.server["weights"] = self.layout.to_wire(self.layout.read(self.network))
 
     def server_metrics(self) -> dict[str, float]:
         return super().server_metrics() | {f"train/{name}": mean.value for name, mean in self.losses.items()}

@@ -114,6 +114,12 @@ class FedMPQ(QuantizedMethod):
 
     def build(self, data: FederatedData) -> None:
         super().build(data)
+        if any(p.dtype != torch.float32 for p in self.network.parameters() if p.requires_grad):
+            raise InputError(
+                f"--model {type(self).__name__} with a network that is not in float32",
+                "it trains weights through a quantiser in float32",
+                "take a float32 network, and --trainer.precision bf16-mixed for speed",
+            )
         self.layers = self.codec.names
         self.layer_shapes, self.layer_sizes = self.codec.shapes, self.codec.sizes
         deep = any(

@@ -46,7 +46,7 @@ class Oracle(Method):
         for group in np.unique(self.group[list(uploads)]).tolist():
             mine = [upload for id, upload in uploads.items() if self.group[id] == group]
             vectors = [self.decode(upload) for upload in mine]
-            groups[group] = self.average(vectors, self.shares(mine), groups[group])
+            groups[group] = self.average(vectors, self.shares(mine), groups[group].float())
         self.server["groups"] = groups
 
     def deploy(self, client: Client | None = None) -> nn.Module:
