@@ -26,6 +26,7 @@ from fl_lightning.hooks import Callback, RoundRecord, RunFiles, reads_probabilit
 from fl_lightning.methods import Method
 from fl_lightning.methods.base import declared_limits, examples_in
 from fl_lightning.methods.terms import require_terms
+from fl_lightning.methods.weighing import BY_EXAMPLES, ClientWeights
 from fl_lightning.metrics import Mean
 from fl_lightning.privacy import MAX_MAGNITUDE
 from fl_lightning.wire import Ledger, LedgerEntry, Payload, PayloadError
@@ -304,21 +305,22 @@ def check_upload(fed: Federation, upload: Payload, client: Client, counted: Coll
     limits = declared_limits(fed.method, client)
     if limits is not None:
         upload.require_within(limits)
-    check_values(upload)
-    check_examples(upload, client)
+    check_values(upload, fed.method.layout.dtype)
+    check_examples(upload, client, fed.method.client_weights)
     fed.method.check(upload, client)
 
 
-def check_values(upload: Payload) -> None:
-    """Refuse entries that are not finite float32 values of sane size; ``examples`` is checked by
-    :func:`check_examples`."""
+def check_values(upload: Payload, dtype: torch.dtype = torch.float32) -> None:
+    """Refuse entries that are not finite values of sane size, in float32 or in the ``dtype`` that the
+    network's weights travel in; ``examples`` is checked by :func:`check_examples`."""
+    allowed = {torch.float32, dtype}
     for name, value in upload.items():
         if name == "examples" or not isinstance(value, Tensor):
             continue
-        if value.dtype != torch.float32:
+        if value.dtype not in allowed:
             raise PayloadError(
                 f"entry {name!r} is {value.dtype}",
-                "values travel as torch.float32 or as codes",
+                f"values travel as {' or '.join(sorted(map(str, allowed)))} or as codes",
                 "convert them",
             )
         least, most = torch.aminmax(value) if value.numel() else (0.0, 0.0)
@@ -330,9 +332,9 @@ def check_values(upload: Payload) -> None:
             )
 
 
-def check_examples(upload: Payload, client: Client) -> None:
-    """Refuse an ``examples`` that is not one integer from 1 to n_k, the number of training examples that the
-    client enrolled with.
+def check_examples(upload: Payload, client: Client, weights: ClientWeights = BY_EXAMPLES) -> None:
+    """Refuse an ``examples`` that is not one integer from 1 to n_k, the number of training examples (or
+    labelled tokens) that the client enrolled with.
 
     ``examples`` is the client's weight in every average: without the bound a single client could claim 2**62
     and be the average.
@@ -346,10 +348,10 @@ def check_examples(upload: Payload, client: Client) -> None:
             "the number of examples is one integer, 1 or more",
             "send nothing without data",
         )
-    if int(examples) > len(client.train):
+    if int(examples) > weights.of(client):
         raise PayloadError(
             f"examples {int(examples)}",
-            f"the client enrolled with {len(client.train)} training examples",
+            f"the client enrolled with {weights.says(client)}",
             "it can claim no more",
         )
 

@@ -52,6 +52,7 @@ NEUTRAL_VALUES = {
     "model.init_args.max_share": 1.0,
     "model.init_args.module": None,
     "model.init_args.terms": None,
+    "model.init_args.weigh_by": "examples",
     "model.init_args.loss": "cross_entropy",
     "data.init_args.batch_tokens": None,
 }

@@ -12,6 +12,7 @@ from fl_lightning.errors import InputError, MisuseError
 from fl_lightning.models import build_network
 from fl_lightning.models.language import BYTE_VOCABULARY, LlamaTiny, hf, lora_layers
 from fl_lightning.tasks import LanguageModelling
+from fl_lightning.wire import Layout
 
 LENGTHS = [7, 2, 5]
 
@@ -161,3 +162,11 @@ def test_without_the_extra_one_line_names_it(monkeypatch: pytest.MonkeyPatch):
     assert "hf:somebody/model without transformers, peft, accelerate" in str(error.value)
     with pytest.raises(InputError, match="without bitsandbytes"):
         hf._require_4bit("somebody/model", rank=8)
+
+
+@pytest.mark.parametrize(("rank", "dtype"), [(0, torch.bfloat16), (2, torch.float32)])
+def test_what_is_trained_travels_in_its_own_precision(rank: int, dtype: torch.dtype, folder: Path):
+    """Whole weights in bfloat16; adapters on a base in bfloat16 are float32."""
+    layout = Layout.of(hf.TransformersLM(50, name=str(folder), dtype="bfloat16", rank=rank))
+    assert layout.size > 0
+    assert layout.dtype == dtype

@@ -33,7 +33,7 @@ from fl_lightning.loop import (
     max_undeclared,
 )
 from fl_lightning.methods import FedAvg
-from fl_lightning.methods.base import declared_limits
+from fl_lightning.methods.base import declared_limits, examples_in
 from fl_lightning.wire import Codes, Payload, PayloadError
 from fl_lightning.wire.payload import HEADER, MAGIC, VERSION, _checksum, entry_head
 
@@ -360,7 +360,7 @@ def averaged_or_refused(method, client, upload: Payload) -> bool:
     except PayloadError:
         return False
     before = dict(method.server)
-    aggregate(federation, 1, {client.id: upload})
+    aggregate(federation, 1, {client.id: upload}, {client.id: examples_in(upload)})
     assert all(bool(torch.isfinite(tensor).all()) for tensor in method.server.values())
     method.server = before
     return True

@@ -29,12 +29,14 @@ from fl_lightning.trainer import FederatedTrainer
 PROGRAM = ranks_program.__file__
 
 
-def start(*arguments: str | Path, launcher: tuple[str, ...] = ()) -> subprocess.Popen:
+def started(
+    *arguments: str | Path, launcher: tuple[str, ...] = (), program: str = PROGRAM
+) -> subprocess.Popen:
     unset = ("LOCAL_RANK", "WORLD_SIZE", "RANK", "MASTER_PORT", "MASTER_ADDR", "NODE_RANK")
     environment = {name: value for name, value in os.environ.items() if name not in unset} | {
         "OMP_NUM_THREADS": "1"
     }
-    command = [sys.executable, *launcher, PROGRAM, *map(str, arguments)]
+    command = [sys.executable, *launcher, program, *map(str, arguments)]
     return subprocess.Popen(
         command, env=environment, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     )
@@ -66,7 +68,7 @@ def is_alive(pid: int) -> bool:
 def test_two_processes_are_one(tmp_path):
     """Each of the ten methods, kept client state included, and clipped steps at a falling lr; only rank 0
     leaves anything."""
-    program = start(tmp_path / "two", "all")
+    program = started(tmp_path / "two", "all")
     for name in (*TEN, "clipped"):
         fit(name, tmp_path / "one")
     _, errors = program.communicate(timeout=240)
@@ -82,7 +84,7 @@ def test_two_processes_are_one(tmp_path):
 @pytest.mark.slow
 @pytest.mark.essential
 def test_a_rank_that_dies_is_named_and_the_run_can_go_on(tmp_path):
-    program = start(tmp_path, "1")
+    program = started(tmp_path, "1")
     _, errors = program.communicate(timeout=120)
     run = tmp_path / "FedAvg" / "run"
     pid = (run / "rank1.pid").read_text()
@@ -104,7 +106,7 @@ def test_a_rank_that_dies_is_named_and_the_run_can_go_on(tmp_path):
 @pytest.mark.slow
 @pytest.mark.essential
 def test_ranks_leave_when_rank_zero_dies(tmp_path):
-    program = start(tmp_path, "0")
+    program = started(tmp_path, "0")
     program.communicate(timeout=120)  # until rank 1 lets go of stderr
     assert program.returncode == -signal.SIGKILL
     pid, deadline = int((tmp_path / "FedAvg" / "run" / "rank1.pid").read_text()), time.monotonic() + 20
@@ -116,7 +118,7 @@ def test_ranks_leave_when_rank_zero_dies(tmp_path):
 @pytest.mark.slow
 def test_torchrun(tmp_path):
     """Which says how many processes there are; nothing has to be set."""
-    program = start(
+    program = started(
         tmp_path / "two",
         "torchrun",
         launcher=("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"),

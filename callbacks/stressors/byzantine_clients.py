@@ -40,6 +40,9 @@ class ByzantineClients(Stressor):
     Bit-widths and the counts of dropped planes (``bits`` and ``tops`` of FedMPQ) stay honest, and so does
     ``examples`` unless ``claimed_examples`` says otherwise.
 
+    Attacks are on uploads, so they are the same for every task: of a language model's adapters they change
+    the factors. Wrong targets, such as corrupted answers, are :class:`callbacks.LabelNoise`.
+
     Args:
         clients: share of the clients with training data that attack, in [0, 1]; rounded, but at least one
             when positive.
@@ -92,6 +95,13 @@ class ByzantineClients(Stressor):
         self._attackers: frozenset[int] | None = None  # recomputed at will
 
     def on_check(self, context: Context) -> None:
+        method = context.method
+        if method.attack_refused:
+            raise InputError(
+                f"ByzantineClients with --model {type(method).__name__}",
+                method.attack_refused,
+                "leave it out, or write --model FedAvg",
+            )
         if self.round > context.max_rounds:
             log.warning(
                 (
@@ -109,7 +119,10 @@ class ByzantineClients(Stressor):
             return upload
         draws = stream(context.seed, "byzantine", round, client.id)
         return Payload(
-            {name: self._attacked(name, value, context.method, draws) for name, value in upload.items()}
+            {
+                name: self._attacked(name, value, context.method, client, draws)
+                for name, value in upload.items()
+            }
         )
 
     def attackers(self, context: Context) -> frozenset[int]:
@@ -126,7 +139,7 @@ class ByzantineClients(Stressor):
         return self._attackers
 
     def _attacked(
-        self, name: str, value: Tensor | Codes, method: Any, draws: np.random.Generator
+        self, name: str, value: Tensor | Codes, method: Any, client: Client, draws: np.random.Generator
     ) -> Tensor | Codes:
         if name == "examples" and self.claimed_examples is not None:
             return torch.tensor(self.claimed_examples)
@@ -138,7 +151,7 @@ class ByzantineClients(Stressor):
             return value
         if name in NOT_NEGATIVE:
             return value * self.strength
-        honest = broadcast_of(name, value, method)
+        honest = broadcast_of(name, value, method, client)
         return (honest + self._attacked_update(value - honest, draws)).to(value.dtype)
 
     def _attacked_update(self, update: Tensor, draws: np.random.Generator) -> Tensor:
@@ -159,10 +172,13 @@ class ByzantineClients(Stressor):
         return replace(codes, values=values ^ (top // 2)) if flips else codes
 
 
-def broadcast_of(name: str, value: Tensor, method: Any) -> Tensor:
-    """Return what the server sent for this entry: the values from which its update is counted; zeros where
-    the entry is no weight."""
+def broadcast_of(name: str, value: Tensor, method: Any, client: Client) -> Tensor:
+    """Return what the server sent this client for this entry: the values from which its update is counted;
+    zeros where the entry is no weight."""
     layout, start = getattr(method, "layout", None), method.server.get("weights")
+    if start is None and name == "weights":  # the server has several models, as the Oracle has
+        sent = method.broadcast(client)
+        start = sent.tensor(name) if name in sent else None
     if isinstance(layout, Layout) and start is not None:
         if name == "weights" and value.shape == start.shape:
             return start

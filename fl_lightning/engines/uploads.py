@@ -32,7 +32,10 @@ def upload_of(method: Method, client: Client, steps: int, optimizer: Optimizer) 
 
 
 def default_uploads(
-    method: Method, clients: Sequence[Client], tensors: Mapping[str, Tensor]
+    method: Method,
+    clients: Sequence[Client],
+    tensors: Mapping[str, Tensor],
+    shared: Mapping[str, Tensor] | None = None,
 ) -> list[bytes] | None:
     """Return what ``Method.upload`` gives for each client, as bytes; None where the method or its layout does
     something else.
@@ -40,6 +43,7 @@ def default_uploads(
     Args:
         tensors: ``[K, ...]``, the values of the module's parameters and buffers for each of K clients, by
             name.
+        shared: values that are the same for all of them, by name.
     """
     if overrides(method, Method, "upload"):
         return None
@@ -47,6 +51,10 @@ def default_uploads(
     if type(layout) is not Layout or "read" in vars(layout):
         return None
     names = {id(tensor): name for name, tensor in tensors_of(method).items()}
-    mine = {name: tensors[names[id(tensor)]] for name, tensor in tensors_of(method.network).items()}
-    examples = torch.tensor([len(client.train) for client in clients], dtype=torch.int32)
-    return encode_rows({"examples": examples, "weights": layout.pack_rows(mine, len(clients))})
+    every = {name: tensor.expand(len(clients), *tensor.shape) for name, tensor in (shared or {}).items()}
+    every |= tensors
+    mine = {name: every[names[id(tensor)]] for name, tensor in tensors_of(method.network).items()}
+    examples = torch.tensor([method.client_weights.of(client) for client in clients], dtype=torch.int32)
+    return encode_rows(
+        {"examples": examples, "weights": layout.to_wire(layout.pack_rows(mine, len(clients)))}
+    )

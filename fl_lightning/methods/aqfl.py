@@ -17,7 +17,6 @@ from torch import Tensor
 
 from fl_lightning.client import Client
 from fl_lightning.data import FederatedData
-from fl_lightning.methods.base import examples_of
 from fl_lightning.methods.quantized import QuantizedMethod, check_budgets
 from fl_lightning.quantization.activations import fake_quantize
 from fl_lightning.wire import Payload, PayloadError
@@ -72,7 +71,7 @@ class AQFL(QuantizedMethod):
     def upload(self, client: Client) -> Payload:
         weights, noise = self.layout.read(self.network), self.stream("rounding", client)
         coded = self.codec.encode(weights, self.allocate(self.bits), noise)
-        return Payload({"examples": examples_of(client), **coded})
+        return Payload({"examples": self.examples_of(client), **coded})
 
     def upload_limits(self, client: Client) -> Mapping[str, int]:
         return {"examples": 1, **self.codec.limits()}

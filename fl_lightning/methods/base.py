@@ -36,6 +36,7 @@ from fl_lightning.methods.lit_module import adopt, check_module, module_loss
 from fl_lightning.methods.local_work import LocalWork
 from fl_lightning.methods.sums import Addend, Sums, sums_of
 from fl_lightning.methods.terms import LocalStep, Term, check_terms
+from fl_lightning.methods.weighing import BY_EXAMPLES, ClientWeights, Weighing
 from fl_lightning.models import build_network
 from fl_lightning.models.tensors import tensors_of
 from fl_lightning.privacy import MAX_MAGNITUDE, largest
@@ -74,6 +75,8 @@ class Method(Recorded, LightningModule):
         terms: what is added to the local loss: ``ScaledLoss``, ``LabelSmoothing``, ``ProximalTerm``,
             ``NotTrueTerm``, ``DistillationTerm``, or a subclass of ``Term``; null for none. Each is logged as
             ``train/loss_<name>``.
+        weigh_by: what a client's weight n_k in averages counts: its training ``examples``, or the labelled
+            ``tokens`` in them, before any label noise.
     """
 
     personalised: bool = False
@@ -114,6 +117,9 @@ class Method(Recorded, LightningModule):
     received_refused: str = ""
     """Why no term of ``terms`` can read what clients receive; empty when it can."""
 
+    attack_refused: str = ""
+    """Why no attack on uploads can do anything; empty where clients send what they learned."""
+
     classification_only: str = ""
     """Why the method knows no other task than classification; empty where it does."""
 
@@ -136,6 +142,12 @@ class Method(Recorded, LightningModule):
     task: Task = Classification()
     """What is learnt: that of the data, once ``build`` has seen them."""
 
+    layout: Layout = Layout({})
+    """The network's weights that travel, once ``build`` has made the network."""
+
+    client_weights: ClientWeights = BY_EXAMPLES
+    """The weight n_k of each client in averages, once ``build`` has seen the data."""
+
     seed: int = 0
     round: int = 0
     cohort: int = 1
@@ -155,6 +167,7 @@ class Method(Recorded, LightningModule):
         scheduler: SchedulerCallable | None = None,
         module: LightningModule | None = None,
         terms: list[Term] | None = None,
+        weigh_by: Weighing = "examples",
     ) -> None:
         super().__init__()
         if not 0 < max_share <= 1:
@@ -168,6 +181,7 @@ class Method(Recorded, LightningModule):
         self.average = average
         self.max_share = max_share
         self.scheduler_spec = scheduler
+        self.weigh_by: Weighing = weigh_by
         self.terms: list[Term] = list(terms or [])
         check_terms(self.terms, self.own_terms, type(self).__name__, self.received_refused)
         self.scheduled_groups: dict[
@@ -191,6 +205,7 @@ class Method(Recorded, LightningModule):
         """Make the network for this data and the server's first state. Initial weights come from torch's
         generators as they stand."""
         self.take_task(data.task)
+        self.client_weights = ClientWeights.by(self.weigh_by, data)
         if self.module is None:
             self.network = build_network(
                 self.network_spec,
@@ -204,8 +219,8 @@ class Method(Recorded, LightningModule):
             self.module.load_state_dict(self.module_start)
             self.network = adopt(self, self.module, data)
         self.layout = Layout.of(self.network)
-        self.cohort, self.most_examples = data.num_clients, int(data.sizes.max())
-        self.server = {"weights": self.layout.read(self.network)}
+        self.cohort, self.most_examples = data.num_clients, self.client_weights.largest(data)
+        self.server = {"weights": self.layout.to_wire(self.layout.read(self.network))}
         self._build_terms()
 
     def take_task(self, learnt: Task) -> None:
@@ -382,7 +397,12 @@ class Method(Recorded, LightningModule):
     def upload(self, client: Client) -> Payload:
         """Return what the client sends. ``examples`` is its weight n_k. ``local_steps`` and ``local_lr`` say
         what its round was."""
-        return Payload({"examples": examples_of(client), "weights": self.layout.read(self.network)})
+        weights = self.layout.to_wire(self.layout.read(self.network))
+        return Payload({"examples": self.examples_of(client), "weights": weights})
+
+    def examples_of(self, client: Client) -> Tensor:
+        """Return n_k as it travels, an int32 scalar: its examples, or labelled tokens by ``weigh_by``."""
+        return torch.tensor(self.client_weights.of(client), dtype=torch.int32)
 
     def upload_limits(self, client: Client) -> Mapping[str, int]:
         """Return the entries that this client's upload may hold, and the largest number of values of each.
@@ -437,7 +457,7 @@ class Method(Recorded, LightningModule):
 
         Raises:
             PayloadError: an entry that is missing or of the wrong size. (The loop has refused what is not
-                finite, not float32, and ``examples`` that are not one positive integer.)
+                finite, of another dtype, and ``examples`` that are not one positive integer.)
         """
         upload.tensor("examples")
         weights = self.decode(upload)
@@ -450,13 +470,13 @@ class Method(Recorded, LightningModule):
             )
 
     def decode(self, upload: Payload) -> Tensor:
-        """Return this client's weights after its round, as one vector of ``layout``. The server still has
-        those that it broadcast.
+        """Return this client's weights after its round, as one vector of ``layout``, float32. The server
+        still has those that it broadcast.
 
         Raises:
             PayloadError: an entry that is missing or of the wrong size.
         """
-        return upload.tensor("weights")
+        return upload.tensor("weights").float()
 
     def aggregate(self, uploads: Mapping[int, Payload]) -> None:
         """Make the next server state from what came back: client id -> payload, never empty.
@@ -472,7 +492,7 @@ class Method(Recorded, LightningModule):
             uploads: client id -> payload, of some clients.
             examples: client id -> n_k, of all clients that returned.
         """
-        weights = dict(zip(examples, self.client_weights(list(examples.values())), strict=True))
+        weights = self.bounded_weights(examples)
         addends = [self.addends(upload, id, weights[id]) for id, upload in uploads.items()]
         return sums_of(addends, self.average, max(self.cohort, len(examples)))
 
@@ -489,12 +509,12 @@ class Method(Recorded, LightningModule):
             client_id: whose it is.
             weight: n_k, within the bound of ``max_share``; an integer of at most ``self.largest_weight``.
         """
-        start = self.server["weights"]
+        start = self.server["weights"].float()
         return {"weights": Addend(self.decode(upload), weight, self.largest_weight, start)}
 
     def next_state(self, sums: Sums) -> None:
         """Make the next server state of the sums over the clients that returned."""
-        self.server["weights"] = sums.mean("weights")
+        self.server["weights"] = self.layout.to_wire(sums.mean("weights"))
 
     @property
     def largest_weight(self) -> int:
@@ -502,12 +522,18 @@ class Method(Recorded, LightningModule):
         knows before anybody has answered."""
         return self.most_examples if self.max_share == 1 else SHARE_UNITS
 
-    def client_weights(self, examples: Sequence[int]) -> list[int]:
-        """Return the weights of clients that returned: n_k, or where ``max_share`` bounds them, their shares
-        in units of 2^-30."""
+    def bounded_weights(self, examples: Mapping[int, int]) -> dict[int, int]:
+        """Return the weights of clients that returned, by id: n_k, or where ``max_share`` bounds them, their
+        shares in units of 2^-30.
+
+        Args:
+            examples: n_k by id.
+        """
         if self.max_share == 1:
-            return list(examples)
-        return [max(1, round(share * SHARE_UNITS)) for share in self._capped(examples)]
+            return dict(examples)
+        shares = self._capped([examples[id] for id in sorted(examples)])
+        units = [max(1, round(share * SHARE_UNITS)) for share in shares]
+        return dict(zip(sorted(examples), units, strict=True))
 
     def shares(self, uploads: Iterable[Payload]) -> list[float]:
         """p_k = n_k / sum n_k over the clients that returned, none above ``max_share``."""
@@ -553,11 +579,6 @@ def is_stackable(method: Method) -> bool:
 def has_same_start(method: Method) -> bool:
     """Return what the method's own class declares as ``same_start``."""
     return vars(type(method)).get("same_start", False)
-
-
-def examples_of(client: Client) -> Tensor:
-    """Return n_k as it travels, an int32 scalar."""
-    return torch.tensor(len(client.train), dtype=torch.int32)
 
 
 def examples_in(upload: Payload) -> int:

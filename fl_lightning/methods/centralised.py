@@ -17,7 +17,7 @@ from torch import Tensor
 from fl_lightning import rng
 from fl_lightning.client import Client
 from fl_lightning.data import FederatedData
-from fl_lightning.methods.base import Method, examples_of
+from fl_lightning.methods.base import Method
 from fl_lightning.methods.optimizing import clip_gradients, round_optimizer
 from fl_lightning.metrics import Mean
 from fl_lightning.wire import Payload
@@ -36,6 +36,7 @@ class Centralised(Method):
     """
 
     received_refused = "its clients receive nothing"
+    attack_refused = "its clients send numbers of examples and steps alone"
 
     def build(self, data: FederatedData) -> None:
         super().build(data)
@@ -61,7 +62,10 @@ class Centralised(Method):
 
     def upload(self, client: Client) -> Payload:
         return Payload(
-            {"examples": examples_of(client), "steps": torch.tensor(self.asked_steps, dtype=torch.float32)}
+            {
+                "examples": self.examples_of(client),
+                "steps": torch.tensor(self.asked_steps, dtype=torch.float32),
+            }
         )
 
     def upload_limits(self, client: Client) -> Mapping[str, int]:
@@ -93,7 +97,7 @@ class Centralised(Method):
                     self.losses[name] = self.losses.get(name, Mean()) + Mean(
                         float(value.detach()) * size, size
                     )
-        self.server["weights"] = self.layout.read(self.network)
+        self.server["weights"] = self.layout.to_wire(self.layout.read(self.network))
 
     def server_metrics(self) -> dict[str, float]:
         return super().server_metrics() | {f"train/{name}": mean.value for name, mean in self.losses.items()}

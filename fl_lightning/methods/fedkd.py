@@ -26,7 +26,7 @@ from fl_lightning import rng
 from fl_lightning.client import Client
 from fl_lightning.data import FederatedData
 from fl_lightning.errors import InputError
-from fl_lightning.methods.base import Method, examples_of
+from fl_lightning.methods.base import Method
 from fl_lightning.methods.losses import kl_divergence
 from fl_lightning.methods.optimizing import clip_gradients, round_optimizer
 from fl_lightning.wire import Payload, PayloadError
@@ -165,7 +165,7 @@ class FedKD(Method):
 
     def upload(self, client: Client) -> Payload:
         weights = self.layout.read(self.network)
-        sent: dict[str, Tensor] = {"examples": examples_of(client), "soft_labels": self._soft_labels()}
+        sent: dict[str, Tensor] = {"examples": self.examples_of(client), "soft_labels": self._soft_labels()}
         if self.average_weights:
             sent["weights"] = weights
         elif bool(

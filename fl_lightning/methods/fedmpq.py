@@ -27,7 +27,6 @@ from torch import Tensor, nn
 from fl_lightning.client import Client
 from fl_lightning.data import FederatedData
 from fl_lightning.errors import InputError, require_choice
-from fl_lightning.methods.base import examples_of
 from fl_lightning.methods.quantized import QuantizedMethod, encode_layers
 from fl_lightning.methods.sums import Addend, Sums
 from fl_lightning.quantization import allocate_bits, quantize_and_prune
@@ -117,6 +116,12 @@ class FedMPQ(QuantizedMethod):
 
     def build(self, data: FederatedData) -> None:
         super().build(data)
+        if any(p.dtype != torch.float32 for p in self.network.parameters() if p.requires_grad):
+            raise InputError(
+                f"--model {type(self).__name__} with a network that is not in float32",
+                "it trains weights through a quantiser in float32",
+                "take a float32 network, and --trainer.precision bf16-mixed for speed",
+            )
         self.layers = self.codec.names
         self.layer_shapes, self.layer_sizes = self.codec.shapes, self.codec.sizes
         deep = any(
@@ -212,7 +217,7 @@ class FedMPQ(QuantizedMethod):
             tops.append(top)
         return Payload(
             {
-                "examples": examples_of(client),
+                "examples": self.examples_of(client),
                 **encode_layers(layers),
                 "tops": Codes(torch.tensor(tops, dtype=torch.int32), 4),
                 "rest": self.rest.read(self.network),

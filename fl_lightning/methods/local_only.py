@@ -15,7 +15,7 @@ from torch import nn
 
 from fl_lightning.client import Client
 from fl_lightning.data import FederatedData
-from fl_lightning.methods.base import Method, examples_of
+from fl_lightning.methods.base import Method
 from fl_lightning.wire import Payload
 
 
@@ -32,6 +32,7 @@ class LocalOnly(Method):
     stackable = True
     personalised = True
     received_refused = "its clients receive nothing"
+    attack_refused = "its clients send their number of examples alone"
 
     def build(self, data: FederatedData) -> None:
         super().build(data)
@@ -49,7 +50,7 @@ class LocalOnly(Method):
         if not bool(torch.isfinite(weights).all()):
             return Payload({})  # it is rejected, and the client keeps what it had
         client.state["weights"] = weights
-        return Payload({"examples": examples_of(client)})
+        return Payload({"examples": self.examples_of(client)})
 
     def upload_limits(self, client: Client) -> Mapping[str, int]:
         return {"examples": 1}

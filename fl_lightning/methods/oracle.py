@@ -8,6 +8,9 @@ its most frequent class. No real server knows it.
 
 from __future__ import annotations
 
+from collections import defaultdict
+from collections.abc import Mapping
+
 from torch import Tensor, nn
 
 from fl_lightning.client import Client
@@ -39,9 +42,17 @@ class Oracle(Method):
     def _weights(self, client: Client) -> Tensor:
         return self.server["groups"][int(self.group[client.id])]
 
+    def bounded_weights(self, examples: Mapping[int, int]) -> dict[int, int]:
+        """Return weights of which ``max_share`` bounds each within its group."""
+        groups: dict[int, dict[int, int]] = defaultdict(dict)
+        for id, number in examples.items():
+            groups[int(self.group[id])][id] = number
+        bounded = map(super().bounded_weights, groups.values())
+        return {id: weight for of_group in bounded for id, weight in of_group.items()}
+
     def addends(self, upload: Payload, client_id: int, weight: int) -> dict[str, Addend]:
         group = int(self.group[client_id])
-        start = self.server["groups"][group]
+        start = self.server["groups"][group].float()
         return {f"groups/{group}": Addend(self.decode(upload), weight, self.largest_weight, start)}
 
     def next_state(self, sums: Sums) -> None:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from fl_lightning.client import Client
 from fl_lightning.data import FederatedData
-from fl_lightning.methods.base import Method, examples_of
+from fl_lightning.methods.base import Method
 from fl_lightning.wire import Codes, Layout, Payload
 
 
@@ -50,13 +50,13 @@ class CodedUpdates(Method, ABC):
         self.received = message.tensor("weights")
 
     def upload(self, client: Client) -> Payload:
-        moved = self.layout.unpack(self.layout.read(self.network) - self.received)
+        moved = self.layout.unpack(self.layout.read(self.network) - self.received.float())
         updates = [moved[name].flatten() for name in self.coded.shapes]
         return Payload(
             {
-                "examples": examples_of(client),
+                "examples": self.examples_of(client),
                 **self.encode_updates(updates, client),
-                "rest": self.rest.read(self.network),
+                "rest": self.rest.to_wire(self.rest.read(self.network)),
             }
         )
 
@@ -68,7 +68,7 @@ class CodedUpdates(Method, ABC):
         return {"examples": 1, **self.code_limits(), "rest": self.rest.size}
 
     def decode(self, upload: Payload) -> Tensor:
-        ended = self.layout.unpack(self.server["weights"])
+        ended = self.layout.unpack(self.server["weights"].float())
         for name, update in zip(self.coded.shapes, self.decode_updates(upload), strict=True):
             ended[name] = ended[name] + update.view(ended[name].shape)
         return self.layout.pack(ended | self.rest.unpack(upload.tensor("rest")))

@@ -24,6 +24,26 @@ def tensors_of(module: nn.Module) -> dict[str, Tensor]:
     return _registered(named, "_parameters") | _registered(named, "_buffers")
 
 
+def constant_buffers(module: nn.Module) -> set[str]:
+    """Return the names of the buffers that are no part of the module's ``state_dict``: constants, such as a
+    table of rotary positions."""
+    return {
+        prefix + name
+        for prefix, owner in _modules_by_prefix(module).items()
+        for name in owner._non_persistent_buffers_set
+    }
+
+
+def constants_of(module: nn.Module) -> dict[str, Tensor]:
+    """Return the tensors that no local step changes, by name: frozen parameters and constant buffers."""
+    buffers = constant_buffers(module)
+    return {
+        name: tensor
+        for name, tensor in tensors_of(module).items()
+        if name in buffers or (isinstance(tensor, nn.Parameter) and not tensor.requires_grad)
+    }
+
+
 def _registered(named: dict[str, nn.Module], kind: str) -> dict[str, Tensor]:
     found: dict[str, Tensor] = {}
     seen: set[int] = set()

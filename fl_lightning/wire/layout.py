@@ -7,12 +7,15 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor, nn
 
-from fl_lightning.models.tensors import tensors_of
+from fl_lightning.models.tensors import constant_buffers, tensors_of
 from fl_lightning.wire.payload import PayloadError
 
 
 class Layout:
-    """The order, shapes and offsets of named tensors in a vector of ``size`` float32 values.
+    """The order, shapes and offsets of named tensors in a vector of ``size`` values.
+
+    Vectors are computed with in float32. Where all tensors are bfloat16, so is the vector that travels
+    (``dtype``).
 
     >>> layout = Layout({"a": torch.zeros(2, 2), "b": torch.zeros(3)})
     >>> vector = layout.pack({"a": torch.ones(2, 2), "b": torch.zeros(3)})
@@ -24,6 +27,8 @@ class Layout:
         self.shapes = {name: tensor.shape for name, tensor in tensors.items()}
         self.sizes = [shape.numel() for shape in self.shapes.values()]
         self.size = sum(self.sizes)
+        narrow = bool(tensors) and all(tensor.dtype == torch.bfloat16 for tensor in tensors.values())
+        self.dtype = torch.bfloat16 if narrow else torch.float32
 
     @classmethod
     def of(cls, module: nn.Module, include: Callable[[str], bool] = lambda name: True) -> Layout:
@@ -37,11 +42,7 @@ class Layout:
             include: returns whether the tensor of this name belongs to the layout.
         """
         trainable = {name: p for name, p in module.named_parameters() if p.requires_grad}
-        constants = {
-            f"{prefix}.{name}".lstrip(".")
-            for prefix, owner in module.named_modules()
-            for name in owner._non_persistent_buffers_set
-        }
+        constants = constant_buffers(module)
         statistics = {
             name: b for name, b in module.named_buffers() if b.is_floating_point() and name not in constants
         }
@@ -68,6 +69,11 @@ class Layout:
         """Return a copy of the named tensors as one contiguous vector, float32 ``[size]`` on the CPU."""
         flat = [tensors[name].detach().reshape(-1) for name in self.shapes]
         return torch.cat(flat).to("cpu", torch.float32) if flat else torch.empty(0)
+
+    def to_wire(self, vector: Tensor) -> Tensor:
+        """Return a vector ``[size]`` as it travels, in ``dtype``: what :meth:`read` gave is exact in it, and
+        an average is rounded once."""
+        return vector.to(self.dtype)
 
     def pack_rows(self, tensors: Mapping[str, Tensor], count: int) -> Tensor:
         """Return the result of :meth:`pack` for ``count`` modules at once, float32 ``[count, size]``.

@@ -41,7 +41,7 @@ from fl_lightning.engines.stacked.start_state import StartState
 from fl_lightning.engines.uploads import default_uploads, upload_of
 from fl_lightning.methods import Method
 from fl_lightning.methods.base import has_same_start
-from fl_lightning.models.tensors import tensors_of
+from fl_lightning.models.tensors import constants_of, tensors_of
 from fl_lightning.support.overriding import overrides
 
 log = logging.getLogger("fl_lightning")
@@ -79,9 +79,21 @@ class BatchedEngine(Engine):
         self.reason = ""
         self.names: list[str] = []  # attributes that receive sets
 
+    @property
+    def constants(self) -> dict[str, Tensor]:
+        """The tensors of which a stack has one copy for all its clients, by name.
+
+        They are those of the network that no step changes. A hook after each step may change any.
+        """
+        if overrides(self.method, Method, "on_train_batch_end"):
+            return {}
+        names = {id(tensor): name for name, tensor in tensors_of(self.method).items()}
+        return {names[id(tensor)]: tensor for tensor in constants_of(self.method.network).values()}
+
     def units(self, tasks: Sequence[ClientTask]) -> Units:
         """Stacks of clients with about as many examples."""
-        weights = sum(p.numel() * p.element_size() for p in self.method.parameters())
+        shared = {id(tensor) for tensor in self.constants.values()}
+        weights = sum(p.numel() * p.element_size() for p in self.method.parameters() if id(p) not in shared)
         if not tasks:
             return []
         most = max(1, min(MAX_STACK, MAX_STACK_BYTES // max(1, 4 * weights)))
@@ -143,7 +155,8 @@ class BatchedEngine(Engine):
             shared = StartState.of(method)
         if shared is not None and gathered:
             return [Row(task, shared, None) for task in tasks]
-        rows = []
+        rows: list[Row] = []
+        known: dict[str, Tensor] = {}
         for task in tasks:
             client, batches = task.client, None
             if shared is None:
@@ -154,7 +167,10 @@ class BatchedEngine(Engine):
                     self.fabric.autocast(),
                 ):
                     batches = list(local_batches(method, self.data, task))
-            rows.append(Row(task, shared or StartState.of(method), batches))
+            start = shared or StartState.of(method, known)
+            if not rows:
+                known = {name: start.tensors[name] for name in self.constants}
+            rows.append(Row(task, start, batches))
         return rows
 
     def _train_stack(self, rows: Sequence[Row]) -> Callable[[], list[ClientResult]]:
@@ -163,7 +179,7 @@ class BatchedEngine(Engine):
             return lambda: [self.one_by_one.train_client(rows[0].task)]
         rows[0].start.restore(self.method, self.names)
         self.tied = _has_tied_weights(self.method)
-        stack = Stack(self.method, [row.start.tensors for row in rows])
+        stack = Stack(self.method, [row.start.tensors for row in rows], self.constants)
         losses, steps = StackLosses(len(rows)), [0] * len(rows)
         for number, groups in enumerate(self._batches(rows)):
             for where, batch in groups:
@@ -204,8 +220,8 @@ class BatchedEngine(Engine):
         before = dict(vars(self.method))
         try:
             with self.fabric.autocast():
-                outputs, tensors = vmap(self._call, (0, 0, None, 0, None))(
-                    leaves, others, "training_step", batch, step
+                outputs, tensors = vmap(self._call, (0, 0, None, None, 0, None))(
+                    leaves, others, stack.shared, "training_step", batch, step
                 )
             outputs["loss"].sum().backward()
             stack.step(where, leaves)
@@ -213,8 +229,8 @@ class BatchedEngine(Engine):
             outputs = {name: value.detach() for name, value in outputs.items()}
             if overrides(self.method, Method, "on_train_batch_end"):
                 with torch.no_grad():
-                    end = vmap(self._call, (0, None, None, 0, 0, None))
-                    _, tensors = end(tensors, {}, "on_train_batch_end", outputs, batch, step)
+                    end = vmap(self._call, (0, None, None, None, 0, 0, None))
+                    _, tensors = end(tensors, {}, {}, "on_train_batch_end", outputs, batch, step)
         except (RuntimeError, ValueError, TypeError, AttributeError, NotImplementedError) as error:
             raise CannotStackError(
                 f"{type(self.method).__name__} under vmap: {str(error).splitlines()[0]}"
@@ -229,13 +245,30 @@ class BatchedEngine(Engine):
         return outputs
 
     def _call(
-        self, trained: Mapping[str, Tensor], others: Mapping[str, Tensor], hook: str, *arguments: Any
+        self,
+        trained: Mapping[str, Tensor],
+        others: Mapping[str, Tensor],
+        shared: Mapping[str, Tensor],
+        hook: str,
+        *arguments: Any,
     ) -> tuple[Any, dict[str, Tensor]]:
         """Call a hook of the method with these tensors in place of its own; return what it returns and the
-        tensors after it."""
-        tensors = {f"method.{name}": tensor for name, tensor in {**trained, **others}.items()}
+        tensors after it, but for the shared ones.
+
+        Raises:
+            CannotStackError: a shared one is another one now.
+        """
+        tensors = {f"method.{name}": tensor for name, tensor in {**trained, **others, **shared}.items()}
+        versions = {name: tensor._version for name, tensor in shared.items()}
         returned = functional_call(_Caller(self.method), tensors, (hook, *arguments), tie_weights=self.tied)
-        return returned or {}, {name.removeprefix("method."): tensor for name, tensor in tensors.items()}
+        after = {name.removeprefix("method."): tensor for name, tensor in tensors.items()}
+        for name, tensor in shared.items():
+            if after.pop(name) is not tensor or tensor._version != versions[name]:
+                raise CannotStackError(
+                    f"{type(self.method).__name__} sets {name!r} in a step, a frozen parameter or a buffer "
+                    "outside of the state_dict"
+                )
+        return returned or {}, after
 
     @torch.no_grad()
     def _results(
@@ -243,7 +276,7 @@ class BatchedEngine(Engine):
     ) -> list[ClientResult]:
         clients = [row.task.client for row in rows]
         rows[0].start.restore(self.method, self.names)
-        uploads = default_uploads(self.method, clients, stack.tensors)
+        uploads = default_uploads(self.method, clients, stack.tensors, stack.shared)
         if uploads is None:
             uploads = [
                 self._upload(row, tensors, count, stack.optimizer)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -28,14 +28,23 @@ class Stack:
     Args:
         method: as it is for the first of them; its local optimiser steps on the stacks.
         rows: the tensors of each, by name.
+        constants: names of tensors that no step changes. One that is the same tensor in all rows is in
+            ``shared`` and not in ``tensors``: there is no copy of it for each client.
 
     Raises:
         CannotStackError: the optimiser is not elementwise.
     """
 
-    def __init__(self, method: Method, rows: Sequence[Mapping[str, Tensor]]) -> None:
+    def __init__(
+        self, method: Method, rows: Sequence[Mapping[str, Tensor]], constants: Collection[str] = ()
+    ) -> None:
         self.size = len(rows)
-        self.tensors = {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
+        self.shared = {
+            name: rows[0][name] for name in constants if all(row[name] is rows[0][name] for row in rows)
+        }
+        self.tensors = {
+            name: torch.stack([row[name] for row in rows]) for name in rows[0] if name not in self.shared
+        }
         self.optimizer = local_optimizer(method)
         self.clip = method.gradient_clip_val, method.gradient_clip_algorithm
         if not is_elementwise(self.optimizer):
@@ -60,7 +69,7 @@ class Stack:
         self.counts: dict[str, dict[str, Any]] = {}
 
     def part(self, where: Sequence[int]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        """Return the rows ``where``: leaves to differentiate by, and all other tensors."""
+        """Return the rows ``where``: leaves to differentiate by, and all others that are not shared."""
         rows = {name: self._take(tensor, where) for name, tensor in self.tensors.items()}
         leaves = {
             name: rows.pop(name).detach().requires_grad_() for name in self.tensors if name in self.trained
@@ -107,7 +116,8 @@ class Stack:
     def rows(self) -> list[dict[str, Tensor]]:
         """Return the tensors of each client, by name."""
         columns = [tensor.unbind() for tensor in self.tensors.values()]
-        return [dict(zip(self.tensors, row, strict=True)) for row in zip(*columns, strict=True)]
+        rows = zip(*columns, strict=True)
+        return [dict(zip(self.tensors, row, strict=True)) | self.shared for row in rows]
 
     def _take(self, tensor: Tensor, where: Sequence[int]) -> Tensor:
         return tensor if len(where) == self.size else tensor[list(where)]

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from fl_lightning.engines.attributes import REGISTERED, is_plain
@@ -31,10 +32,17 @@ class StartState:
     trainable: tuple[bool, ...]
 
     @classmethod
-    def of(cls, method: Method) -> StartState:
-        tensors = tensors_of(method)
+    def of(cls, method: Method, known: Mapping[str, Tensor] | None = None) -> StartState:
+        """Copy the module, but for those tensors that equal the one of this name in ``known``, which the
+        state then shares."""
+        tensors, known = tensors_of(method), known or {}
         return cls(
-            {name: tensor.detach().clone() for name, tensor in tensors.items()},
+            {
+                name: known[name]
+                if name in known and torch.equal(known[name], tensor)
+                else tensor.detach().clone()
+                for name, tensor in tensors.items()
+            },
             vars(method) | {name: dict(vars(method)[name]) for name in REGISTERED},
             modes=tuple(module.training for module in modules_of(method)),
             trainable=tuple(tensor.requires_grad for tensor in tensors.values()),

@@ -1,0 +1,39 @@
+"""A small instruction federation with a small Llama network: what tests of language runs share."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+
+import torch
+from toy import run
+
+from fl_lightning.data import InstructionData
+from fl_lightning.methods import FedAvg, Method
+from fl_lightning.models.language import Llama, add_lora
+
+
+def tiny(vocab_size: int, rank: int = 2, ffa: bool = False) -> Llama:
+    """One block of 16 features, with adapters unless ``rank`` is 0."""
+    network = Llama(vocab_size, width=16, depth=1, heads=2)
+    return add_lora(network, rank=rank, ffa=ffa) if rank else network
+
+
+def adam(lr: float = 0.01):
+    return partial(torch.optim.AdamW, lr=lr, eps=1e-4, weight_decay=0.0)
+
+
+def method_of(cls: type[Method] = FedAvg, *, rank: int = 2, ffa: bool = False, **settings) -> Method:
+    return cls(network=partial(tiny, rank=rank, ffa=ffa), optimizer=adam(), **settings)
+
+
+def records(**settings) -> InstructionData:
+    """Four clients, one of each cluster, with answers of different lengths."""
+    small = {"num_clients": 4, "examples_per_client": 12, "tests_per_task": 1, "batch_size": 4}
+    return InstructionData(**{**small, **settings})
+
+
+def fit(method: Method, folder: Path, data: InstructionData | None = None, **settings):
+    """Two rounds of two local steps of all clients."""
+    small = {"max_rounds": 2, "max_local_steps": 2, "workers": 1}
+    return run(method, data or records(generate=False), folder, **{**small, **settings})
