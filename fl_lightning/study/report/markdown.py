@@ -201,7 +201,7 @@ def _setup(comparison: Comparison) -> str:
     used = ", ".join(str(seed) for seed in comparison.study.seeds)
     controls = [label for label in comparison.labels if label in comparison.study.controls]
     partitions = len({run.partition for run in runs if run.label not in controls})
-    others = f", of which the controls ({', '.join(controls)}) have others" if controls else ""
+    others = f"; the controls ({', '.join(controls)}) have others" if controls else ""
     return (
         f"{len(runs)} finished runs; data set {', '.join(datasets)}; {', '.join(map(str, rounds))} "
         f"rounds; seeds {used}; {partitions} partition{'s' * (partitions > 1)}, the same for every "

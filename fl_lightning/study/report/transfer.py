@@ -130,7 +130,8 @@ class NegativeTransfer:
                 continue
             if reference.partition != run.partition:
                 reason = f"its clients hold other examples than those of {reference.name}"
-                self._leave_out(run.name, f"no gain of a client is known: {reason}")
+                if run.label not in self.study.controls:
+                    self._leave_out(run.name, f"no gain of a client is known: {reason}")
                 continue
             rows += self._rows(run, reference)
         return pd.DataFrame(rows, columns=COLUMNS)

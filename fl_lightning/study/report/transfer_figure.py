@@ -76,7 +76,7 @@ def _by_client(axes: Axes, rows: pd.DataFrame, written: Column) -> None:
         axes.plot([0, mean], [place, place], color=RED if is_worst else BLUE, linewidth=1.2)
         look: dict[str, Any] = {"color": RED, "marker": "X"} if is_worst else {"color": BLUE, "marker": "D"}
         axes.plot(mean, place, linestyle="none", **look)
-    axes.plot([], [], "D", color=BLUE, label="client")
+    axes.plot([], [], "D", color=BLUE, label="mean over seeds")
     axes.plot([], [], "X", color=RED, markersize=8, label="worst client")
     names = [f"{client.group} {client.name}".strip() for client in clients]
     axes.set_yticks(range(len(clients)), names, fontsize="small")

@@ -111,7 +111,9 @@ def _with_interval(
 def how_to_read(comparison: Comparison) -> str:
     """Return what the numbers of the tables are."""
     kind = "the 95 % confidence sequence" if comparison.is_sequential else "the 95 % t interval"
-    return HOW_TO_READ.format(alone=comparison.transfer.alone, interval=kind)
+    text = HOW_TO_READ.format(alone=comparison.transfer.alone, interval=kind)
+    controls = ", ".join(label for label in comparison.labels if label in comparison.study.controls)
+    return text + (f" Left out, since clients hold other examples there: {controls}." if controls else "")
 
 
 def document(comparison: Comparison) -> dict[str, Any]:

@@ -134,7 +134,7 @@ def from_store(entry: Mapping[str, Any]) -> RunRecord:
         entry["typed"],
         "last",
         last if rounds <= {last} else min(rounds - {last}),
-        entry["clients"],
+        clients=entry.get("clients", ""),
     )
 
 
