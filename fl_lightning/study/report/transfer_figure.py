@@ -37,9 +37,9 @@ def negative_transfer(comparison: Comparison, levels: Levels) -> Figure | None:
     runs = [run for run in comparison.results.runs if run.levels == dict(levels) and run.label in rows]
     clients = max(found.name.nunique() for found in rows.values())
     named = len({run.partition for run in runs}) == 1 and clients <= MAX_NAMED_CLIENTS
-    columns = min(PANELS_PER_ROW, len(rows))
+    lines = -(-len(rows) // PANELS_PER_ROW)
+    columns = -(-len(rows) // lines)
     height = 1.6 + (0.3 * clients if named else 2.6)
-    lines = -(-len(rows) // columns)
     figure = Figure(figsize=(1.4 + 3.2 * columns, 0.8 + height * lines), layout="constrained")
     panels = figure.subplots(lines, columns, sharex=not apart, sharey=True, squeeze=False).flatten()
     for axes, (label, found) in zip(panels, rows.items(), strict=False):
@@ -47,8 +47,12 @@ def negative_transfer(comparison: Comparison, levels: Levels) -> Figure | None:
         axes.axvline(0, color=BLACK, linewidth=0.8)
         (_by_client if named else _distribution)(axes, found, written)
         axes.set_title(label, fontsize="medium")
+        axes.tick_params(labelbottom=True)  # below another row, too
         unit = written.unit.strip()
         axes.set_xlabel(f"gain in {written.title.replace('(%)', f'({unit})')}", fontsize="small")
+    if not named:
+        for axes in panels[::columns]:
+            axes.set_ylabel("clients with at most that gain (%)", fontsize="small")
     for axes in panels[len(rows) :]:
         axes.remove()
     where = f"\n{name_of(levels)}" if levels else ""
@@ -94,5 +98,3 @@ def _distribution(axes: Axes, rows: pd.DataFrame, written: Column) -> None:
         axes.step([gains[0], *gains], [0, *share], where="post", label="one seed" if first else None, **look)
         axes.plot(gains[0], share[0], "X", color=RED, markersize=7, label="worst client" if first else None)
     axes.set_ylim(-2, 102)
-    axes.set_ylabel("clients with at most that gain (%)", fontsize="small")
-    axes.label_outer(remove_inner_ticks=False)
