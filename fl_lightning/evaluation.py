@@ -192,8 +192,8 @@ def deal_test_set(data: FederatedData) -> np.ndarray:
 def validate(
     fabric: Fabric, method: Method, data: FederatedData, states: States = NO_STATES
 ) -> dict[str, dict[int, float]]:
-    """Return ``task.per_client`` metrics of each client on its own validation examples, where it has any: by
-    metric, then by the client's id."""
+    """Return ``task.per_client`` metrics and the loss of each client on its own validation examples, where it
+    has any: by metric, then by the client's id."""
     task, columns, names = data.task, [], ["owner"]
     for number, network, (inputs, target, owners) in _validation_batches(method, data, states):
         _, found = evaluate_batch(fabric, task, network, inputs, target)
@@ -212,14 +212,17 @@ def validate(
         total, weight = (np.bincount(index, weights=part) for part in pair.numpy().T)
         means[name] = total / np.where(weight > 0, weight, np.nan)
     metrics = task.finish(means)
-    return {name: dict(zip(ids.tolist(), metrics[name].tolist(), strict=True)) for name in task.per_client}
+    wanted = dict.fromkeys((*task.per_client, *({"loss"} & metrics.keys())))
+    return {name: dict(zip(ids.tolist(), metrics[name].tolist(), strict=True)) for name in wanted}
 
 
 def spread_over_clients(data: FederatedData, validated: Mapping[str, dict[int, float]]) -> dict[str, float]:
-    """Return mean and spread over clients of what :func:`validate` found, as ``val/*``."""
+    """Return mean and spread over clients of the ``task.per_client`` metrics that :func:`validate` found, as
+    ``val/*``."""
     task = data.task
     metrics: dict[str, float] = {}
-    for name, of_clients in validated.items():
+    for name in task.per_client if validated else ():
+        of_clients = validated[name]
         metrics |= client_spread(
             list(of_clients.values()),
             data.val_sizes[list(of_clients)],

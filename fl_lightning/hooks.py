@@ -56,10 +56,18 @@ class Context(RunFiles, Protocol):
 
 @dataclass
 class RoundRecord:
-    """The metrics of one round, by name; meters add to them."""
+    """What was measured in one round.
+
+    Args:
+        round: the round, counted from 1.
+        metrics: metrics by name; meters add to them.
+        clients: metrics of each client on its own validation examples, by name and by the client's id; empty
+            where the round was not evaluated.
+    """
 
     round: int
     metrics: dict[str, float] = field(default_factory=dict)
+    clients: dict[str, dict[int, float]] = field(default_factory=dict)
 
 
 class Callback(Recorded):

@@ -410,7 +410,7 @@ def evaluate(fed: Federation, record: RoundRecord) -> None:
     task, asked = fed.data.task, any(map(reads_probabilities, fed.callbacks))
     metrics, answers = evaluation.on_test_set(fed.fabric, fed.method, fed.data, fed.states, answers=asked)
     record.metrics |= metrics
-    validated = evaluation.validate(fed.fabric, fed.method, fed.data, fed.states)
+    record.clients = validated = evaluation.validate(fed.fabric, fed.method, fed.data, fed.states)
     record.metrics |= evaluation.spread_over_clients(fed.data, validated)
     if answers:
         tell(fed.callbacks, "on_evaluate", *answers, record, fed)

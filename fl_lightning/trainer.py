@@ -30,6 +30,7 @@ from fl_lightning.hooks import Callback, check_probabilities, stop_reason, tell
 from fl_lightning.loop import Federation, cohort_size, run_round, weights_hash
 from fl_lightning.methods import Method
 from fl_lightning.probing import command as probing
+from fl_lightning.run.clients import clients_csv
 from fl_lightning.run.directory import RunDirectory, check_name
 from fl_lightning.run.interrupts import Interrupts
 from fl_lightning.run.journal import Journal
@@ -428,7 +429,13 @@ class FederatedTrainer(Recorded):
         early = self.progress.done.round < self.max_rounds
         reason = self._stop_reason if early else ""
         with self.journal.writing():
-            self.journal.finish(summary, weights_hash(fed), stopped_early=reason, kept=not self.fast_dev_run)
+            self.journal.finish(
+                summary,
+                weights_hash(fed),
+                clients=clients_csv(fed.data, self.progress.done.clients),
+                stopped_early=reason,
+                kept=not self.fast_dev_run,
+            )
         return summary
 
     def _stop(self, error: BaseException, fed: Federation) -> None:

@@ -30,6 +30,7 @@ STARTS = SIZES.cumsum() - SIZES
 
 class Data:
     task, num_classes, num_clients, sizes = Classification(), 10, len(SIZES), SIZES
+    group_names = ()
     train_target = torch.arange(SIZES.sum()) % 10
 
     def client(self, id: int) -> Client:
@@ -261,6 +262,8 @@ def test_partition_figure() -> None:
     many = partition_figure(np.ones((1001, 3), int))
     assert "200 of 1001 clients" in many.axes[0].get_title()
     partition_figure(np.zeros((3, 2), int)).savefig(io.BytesIO())
+    named = partition_figure(np.ones((3, 2), int), "group", ("code", "rewriting")).axes[1]
+    assert [label.get_text() for label in named.get_yticklabels()] == ["code", "rewriting"]
 
 
 def fake_round(bar: ProgressBar, r: int, context: FakeContext) -> None:

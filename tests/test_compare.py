@@ -481,6 +481,10 @@ def test_mlflow_and_directories_give_one_report_and_equal_methods_are_equal(tmp_
     assert comparable(folder) == comparable(store)
     for name in ("runs.csv", "differences.csv", "timings.csv"):
         assert Path("from_folder", name).read_text() == Path("from_store", name).read_text()
+    records = gather("real", Path("runs"), "sqlite:///mlflow.db").records
+    for record in records:
+        assert record.clients == Path("runs/real", record.name, "clients.csv").read_text() != ""
+    assert len(records) == 4
     real = rows_of(tmp_path / "runs/real/FedAvg-seed0/metrics.csv")[0]
     assert set(history_of(0.5)[0]) - {"test/ece"} <= set(
         real

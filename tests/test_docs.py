@@ -44,7 +44,7 @@ ALL = [*PAGES.values(), *WRITTEN[-3:]]
 MKDOCS = yaml.safe_load((ROOT / "mkdocs.yml").read_text())
 
 OF_A_RUN = {
-    "config.yaml", "metadata.json", "metrics.csv", "ledger.csv", "run.log", "partition.json", "registration.json", "test.json",
+    "config.yaml", "metadata.json", "metrics.csv", "ledger.csv", "clients.csv", "run.log", "partition.json", "registration.json", "test.json", "transfer.csv",
     "cells.json", "until.json", "report.md", "report.json", "runs.csv", "differences.csv", "timings.csv",
     "timing_differences.csv", "confusion_matrix.csv",
 }  # fmt: skip

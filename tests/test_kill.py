@@ -96,6 +96,7 @@ def outcome(folder: Path) -> dict:
     result |= {
         "metrics": metrics,
         "ledger": (run / "ledger.csv").read_text(),
+        "clients": (run / "clients.csv").read_text(),
         "partition": (run / "partition.json").read_text(),
     }
     result |= {

@@ -53,6 +53,7 @@ def result(run: Path) -> tuple[str, list[dict[str, str]], str]:
         json.loads((run / "metadata.json").read_text())["weights_sha256"],
         rows,
         (run / "ledger.csv").read_text(),
+        (run / "clients.csv").read_text(),
     )
 
 

@@ -32,6 +32,7 @@ RUN_FILES = {
     "metadata.json",
     "metrics.csv",
     "ledger.csv",
+    "clients.csv",
     "partition.json",
     "run.log",
     "checkpoints",

@@ -9,6 +9,7 @@ import numpy as np
 from callbacks.figures.figure_meter import FigureMeter
 from fl_lightning.figures import BLACK, BLUE, RED, legend_outside, open_frame
 from fl_lightning.hooks import Context, RoundRecord
+from fl_lightning.metrics.names import words_of
 from fl_lightning.tasks import Classification, Task
 
 if TYPE_CHECKING:
@@ -63,7 +64,7 @@ def client_accuracy_figure(
     K, primary = len(values), task.primary
     if not K:
         raise ValueError("no client has been validated")
-    name, title, is_share = primary.replace("_", " "), task.title(primary), primary in task.shares
+    name, title, is_share = words_of(primary), task.title(primary), primary in task.shares
     shown = task.scale(primary) * np.sort(values)
     worst = -(-K // 10)
     is_worst = np.arange(K) < worst if task.higher_is_better else np.arange(K) >= K - worst
@@ -112,7 +113,7 @@ def client_accuracy_figure(
     )
     few = f"{held.min()} to {held.max()} validation examples each, median {np.median(held):.0f}"
     figure.suptitle(
-        f"{name.capitalize()} of {K} clients on their own examples, round {round} ({few})",
+        f"{name[0].upper()}{name[1:]} of {K} clients on their own examples, round {round} ({few})",
         fontsize="medium",
     )
     legend_outside(figure, columns=2)

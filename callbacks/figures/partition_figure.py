@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -14,6 +15,7 @@ from fl_lightning.tasks import Classification
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
+MAX_NAMED_GROUPS = 20
 SHOWN = 200  # clients; more columns than that cannot be told apart on a page
 
 
@@ -23,16 +25,18 @@ class PartitionFigure(Meter):
     def on_setup(self, context: Context) -> None:
         counts = context.data.group_counts()
         group = "class" if isinstance(context.data.task, Classification) else "group"
-        draw(context, "partition", lambda: partition_figure(counts, group))
+        names = context.data.group_names
+        draw(context, "partition", lambda: partition_figure(counts, group, names))
 
 
-def partition_figure(counts: np.ndarray, group: str = "class") -> Figure:
+def partition_figure(counts: np.ndarray, group: str = "class", names: Sequence[str] = ()) -> Figure:
     """Clients across, classes or other groups up, colour = examples; above, the size of each client.
 
     Args:
         counts: examples per client and group ``[K, G]``. Of more than 200 clients, 200 evenly spaced ones are
             shown.
         group: what a group is.
+        names: names of the groups ``[G]``; up to 20 are shown.
     """
     from matplotlib.colors import LogNorm
     from matplotlib.figure import Figure
@@ -56,7 +60,10 @@ def partition_figure(counts: np.ndarray, group: str = "class") -> Figure:
         cmap="viridis_r",
         norm=LogNorm(vmin=1, vmax=max(int(counts.max(initial=1)), 2)),
     )
-    main.yaxis.set_major_locator(MaxNLocator(min(classes, 10), integer=True))
+    if 0 < len(names) <= MAX_NAMED_GROUPS:
+        main.set_yticks(range(len(names)), names)
+    else:
+        main.yaxis.set_major_locator(MaxNLocator(min(classes, 10), integer=True))
     ticks = x[:: max(1, -(-len(x) // 20))]
     main.set_xticks(ticks, [str(shown[i]) for i in ticks])
     main.set(xlabel="client", ylabel=group, xlim=(-0.6, len(shown) - 0.4))

@@ -186,6 +186,11 @@ class ArrayData(FederatedData):
         return len(self.names.groups) if self._groups else super().num_groups
 
     @property
+    def group_names(self) -> Sequence[str]:
+        """Names of the groups; empty where the data have none."""
+        return tuple(map(str, self.names.groups)) if self._groups else ()
+
+    @property
     def train_owner(self) -> np.ndarray | None:
         """The client that each training example belongs to by itself, int64 ``[N]``."""
         return self._owner

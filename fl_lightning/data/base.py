@@ -146,6 +146,13 @@ class FederatedData(ExampleBatches, Recorded, LightningDataModule):
         groups = [int(group.max()) + 1 for group in (self.train_group, self.test_group) if len(group)]
         return max(groups, default=1)
 
+    @property
+    def group_names(self) -> Sequence[str]:
+        """Names of the groups 0 .. G - 1, or their numbers where they have no names; empty where examples are
+        grouped by their class or not at all."""
+        by_class = type(self).train_group is FederatedData.train_group
+        return () if by_class else tuple(map(str, range(self.num_groups)))
+
     def example_inputs(self) -> Any:
         """Return inputs of two examples that networks are tried out with; by default zeros, float32
         ``[2, *example_shape]``."""

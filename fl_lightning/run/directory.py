@@ -1,6 +1,7 @@
 """The directory of a run and the names in it.
 
-It holds ``config.yaml metadata.json metrics.csv ledger.csv partition.json checkpoints/ figures/``.
+It holds ``config.yaml metadata.json metrics.csv ledger.csv clients.csv partition.json`` and the folders
+``checkpoints/ figures/``.
 """
 
 from __future__ import annotations
@@ -135,7 +136,7 @@ class RunDirectory:
         later = [path for path in checkpoints_in(self.checkpoints) if path.name > checkpoint_name(round)]
         if later or changed:
             aside = self._new_folder("superseded")
-            for file in ("config.yaml", "metadata.json", "metrics.csv", "ledger.csv"):
+            for file in ("config.yaml", "metadata.json", "metrics.csv", "ledger.csv", "clients.csv"):
                 if (self.path / file).exists():
                     shutil.copy2(self.path / file, aside / file)
             for checkpoint in later:

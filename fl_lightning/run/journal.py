@@ -14,6 +14,7 @@ from lightning.fabric.loggers import Logger
 from fl_lightning.distributed import collectives
 from fl_lightning.errors import InputError, RunStopped
 from fl_lightning.loop import Federation
+from fl_lightning.run.clients import FILE as CLIENTS
 from fl_lightning.run.directory import RunDirectory, to_json
 from fl_lightning.run.log import RunLog
 from fl_lightning.run.metadata import (
@@ -260,7 +261,13 @@ class Journal:
         self.tracker.log_artifact(path, "figures")
 
     def finish(
-        self, summary: Mapping[str, float], weights: str, *, stopped_early: str = "", kept: bool = True
+        self,
+        summary: Mapping[str, float],
+        weights: str,
+        *,
+        clients: str = "",
+        stopped_early: str = "",
+        kept: bool = True,
     ) -> None:
         """Mark the run as complete and close its trackers.
 
@@ -270,6 +277,7 @@ class Journal:
         Args:
             summary: the ``final/*`` metrics.
             weights: SHA-256 of the final weights.
+            clients: the text of ``clients.csv``; empty where no client was validated.
             stopped_early: why the run has fewer rounds than ``max_rounds``; empty if it has not.
             kept: whether the run directory stays after this call.
         """
@@ -285,7 +293,9 @@ class Journal:
             **summary,
         }
         self.tracker.log_text("metadata.json", lambda: to_json(self.metadata | end | self._tracked({})))
-        for name in ("metrics.csv", "ledger.csv", "partition.json"):
+        if clients:
+            self.run.write(CLIENTS, clients)
+        for name in ("metrics.csv", "ledger.csv", "partition.json", *([CLIENTS] if clients else ())):
             self.tracker.log_artifact(self.run.path / name)
         missing = self.tracker.finish("FINISHED", summary, milliseconds(finished))
         self.note(**end, **self._tracked(missing))

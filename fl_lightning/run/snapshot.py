@@ -17,6 +17,7 @@ from fl_lightning.errors import InputError
 from fl_lightning.hooks import RoundRecord
 from fl_lightning.loop import Federation
 from fl_lightning.run.checkpoint import CheckpointError, load_checkpoint
+from fl_lightning.run.clients import ClientValues, from_json, is_json_of, keep
 from fl_lightning.run.directory import RunDirectory, checkpoint_name
 from fl_lightning.run.tables import Mark
 from fl_lightning.settings import flatten
@@ -43,6 +44,7 @@ class Snapshot:
         best_round: the first round with the best validation, by the task's primary metric; 0 if there is
             none.
         best_value: that metric; None if there is none.
+        clients: each client's validation in the best and in the last evaluated round, by round.
     """
 
     round: int = 0
@@ -52,12 +54,14 @@ class Snapshot:
     tables: Mapping[str, Mark] = field(default_factory=dict)
     best_round: int = 0
     best_value: float | None = None
+    clients: Mapping[int, ClientValues] = field(default_factory=dict)
 
     def after(self, fed: Federation, record: RoundRecord, tables: Mapping[str, Mark]) -> Snapshot:
         """Return the snapshot after one more round, whose rows are in the tables already."""
         task = fed.data.task
         value = record.metrics.get(f"val/{task.primary}", math.nan)
         better = task.is_better(value, self.best_value)
+        best_round = record.round if better else self.best_round
         return Snapshot(
             round=record.round,
             server=dict(fed.method.server),
@@ -66,8 +70,9 @@ class Snapshot:
                 (import_path(type(callback)), json.dumps(callback.state_dict())) for callback in fed.callbacks
             ),
             tables=tables,
-            best_round=record.round if better else self.best_round,
+            best_round=best_round,
             best_value=value if better else self.best_value,
+            clients=keep(self.clients, record.round, record.clients, best_round),
         )
 
     def save(self, run: RunDirectory, config: Mapping[str, Any], partition: str) -> None:
@@ -88,6 +93,7 @@ class Snapshot:
             "tables": self.tables,
             "best_round": self.best_round,
             "best_value": self.best_value,
+            "clients": self.clients,
             "partition": partition,
             "on_device": [name for name, tensor in clients.items() if tensor.device.type != "cpu"],
             "config": flatten(config),
@@ -178,7 +184,8 @@ def _problem(progress: Mapping[str, Any], clients: Mapping[str, Tensor], folder:
         "callbacks": isinstance(progress.get("callbacks"), list)
         and all(map(is_callback, progress["callbacks"])),
         "on_device": _is_list(progress.get("on_device"), str),
-        "clients": all(re.fullmatch(r"\d{1,18}/.+", name) for name in clients),
+        "clients": is_json_of(progress.get("clients", {}))
+        and all(re.fullmatch(r"\d{1,18}/.+", name) for name in clients),
     }
     return ", ".join(f"an odd {name!r}" for name, holds in rules.items() if not holds)
 
@@ -233,6 +240,7 @@ def restore(fed: Federation, checkpoint: Checkpoint) -> Snapshot:
         tables=saved["tables"],
         best_round=saved["best_round"],
         best_value=best_value(saved),
+        clients=from_json(saved.get("clients", {})),  # release 0.1 kept none
     )
 
 

@@ -43,6 +43,7 @@ TRACKED_FILES = (
     "metadata.json",
     "metrics.csv",
     "ledger.csv",
+    "clients.csv",
     "partition.json",
     "test*.json",
 )

@@ -10,6 +10,7 @@ from math import inf, isfinite
 from typing import Any
 
 from fl_lightning.errors import InputError
+from fl_lightning.metrics.names import words_of
 from fl_lightning.study.statistics import mean_std
 
 
@@ -102,8 +103,6 @@ HITS = frozenset({"accuracy", "exact_match"})
 """Those of them of which an example is right or wrong."""
 MEASURES = ("accuracy", "perplexity", "token_accuracy", "exact_match", "rouge_l", "mse", "mae")
 """Metrics that can be the primary one of a task of this package."""
-SPELLINGS = {"rouge_l": "ROUGE-L", "mse": "MSE", "mae": "MAE"}
-"""Metrics whose name in words is not their name."""
 CLASSIFICATION = TaskMetrics()
 LAST5 = re.compile(r"final/last5_(?!val_)(\w+)")
 FORMS = re.compile(
@@ -125,11 +124,6 @@ def measure_of(metric: str) -> str:
     return found[1]
 
 
-def words_of(measure: str) -> str:
-    """Return a metric of a task in words."""
-    return SPELLINGS.get(measure, measure.replace("_", " "))
-
-
 def _share(metric: str, title: str) -> Column:
     return Column(metric, f"{title} (%)", 100, 2, " points")
 
@@ -141,6 +135,13 @@ def _bytes(metric: str, title: str, digits: int = 3) -> Column:
 def _of_task(metric: str, title: str, task: TaskMetrics) -> Column:
     digits = 3 if measure_of(metric) == "perplexity" else 4
     return _share(metric, title) if task.is_share(metric) else Column(metric, title, 1, digits)
+
+
+def measure_column(measure: str, task: TaskMetrics) -> Column:
+    """Return how a metric of the task itself is written, such as ``perplexity`` or ``loss``."""
+    if measure == "loss":
+        return Column("loss", "loss" if task.primary in ("mse", "mae") else "loss (nats)")
+    return _of_task(measure, words_of(measure), task)
 
 
 def task_columns(task: TaskMetrics = CLASSIFICATION) -> list[Column]:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from fl_lightning.errors import InputError
+from fl_lightning.metrics.names import words_of
 from fl_lightning.support.recorded import Recorded
 
 Sums = dict[str, tuple[Tensor, Tensor]]
@@ -80,7 +81,7 @@ class Task(Recorded):
 
     def title(self, metric: str) -> str:
         """Return a metric's name with its unit, for an axis or a heading."""
-        return metric.replace("_", " ") + (" (%)" if metric in self.shares else "")
+        return words_of(metric) + (" (%)" if metric in self.shares else "")
 
     def shown(self, metric: str, value: float) -> str:
         """Return a value with its unit, for a line of text."""

@@ -195,7 +195,8 @@ def read_runs(uri: str, experiment: str) -> list[dict[str, Any]]:
     """Return the runs of an experiment, sorted by name.
 
     Each is a dictionary with ``name``, ``id``, ``metadata`` (as in ``metadata.json``), ``history`` (one row
-    per round), ``settings`` (with dotted keys) and ``typed``. The last is False if ``config.yaml`` could not
+    per round), ``clients`` (the text of ``clients.csv``, or nothing), ``settings`` (with dotted keys) and
+    ``typed``. The last is False if ``config.yaml`` could not
     be read from the store: the settings are then its parameters, which are all texts.
 
     Args:
@@ -255,6 +256,9 @@ def _read_run(client: Any, run: Any) -> dict[str, Any]:
     typed = False
     with suppress(Exception):
         settings, typed = flatten(yaml.safe_load(load_text(f"{run.info.artifact_uri}/config.yaml"))), True
+    clients = ""
+    with suppress(Exception):  # earlier releases wrote none
+        clients = load_text(f"{run.info.artifact_uri}/clients.csv")
     rows: dict[int, dict[str, float]] = {}
     for name, last in run.data.metrics.items():
         if name.startswith("final/"):
@@ -265,4 +269,4 @@ def _read_run(client: Any, run: Any) -> dict[str, Any]:
     metadata["status"] = run.info.status.lower()
     history = [rows[step] for step in sorted(rows)]
     found = {"name": run.info.run_name, "id": run.info.run_id, "metadata": metadata, "history": history}
-    return found | {"settings": settings, "typed": typed}
+    return found | {"clients": clients, "settings": settings, "typed": typed}

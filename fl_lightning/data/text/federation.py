@@ -184,6 +184,11 @@ class TextData(FederatedData):
         return len(self.groups)
 
     @property
+    def group_names(self) -> Sequence[str]:
+        """The names in ``groups``."""
+        return self.groups
+
+    @property
     def train_owner(self) -> np.ndarray | None:
         """The client that wrote each training example, int64 ``[N]``."""
         return self._owner

@@ -25,12 +25,13 @@ from fl_lightning.study.report.figures import FIGURES, figures
 from fl_lightning.study.report.looks import counted
 from fl_lightning.study.report.markdown import answers, criteria_tables, markdown
 from fl_lightning.study.report.registered import NOT_REGISTERED, RegistrationReport, registration_report
+from fl_lightning.study.report.transfer_tables import transfer_tables
 from fl_lightning.study.report.verdicts import check_criteria
 from fl_lightning.study.results.gather import check_comparable, gather, locate, with_metric
 
 OWN = {
     *("report.md", "report.json", "runs.csv", "differences.csv", "timings.csv", "timing_differences.csv"),
-    *("tables.tex", "timings.tex", "figures"),
+    *("transfer.csv", "tables.tex", "timings.tex", "figures"),
 }
 """The files of a report; anything else in its folder is the user's, and stays."""
 
@@ -104,9 +105,12 @@ def write(comparison: Comparison, out: Path, registration: RegistrationReport = 
             "timings.csv": runs_csv(comparison, timing=True),
             "differences.csv": differences_csv(comparison, timing=False),
             "timing_differences.csv": differences_csv(comparison, timing=True),
-            "tables.tex": _latex(comparison, tables.results, tables.bits, tables.differences),
+            "tables.tex": _latex(comparison, tables.results, tables.bits, tables.differences)
+            + "".join(f"\n{table.latex()}" for table in transfer_tables(comparison)),
             "timings.tex": _latex(comparison, tables.clocks),
         }
+        if comparison.transfer.alone:
+            texts["transfer.csv"] = comparison.transfer.csv()
         for name, text in texts.items():
             (folder / name).write_text(text, encoding="utf-8")
 
@@ -180,6 +184,8 @@ def show(comparison: Comparison, out: Path, registration: RegistrationReport = N
         if comparison.pairs:
             table = tables.differences(comparison, levels)
             console.print(table.without("bootstrap", "p (t)", "p (sequence)", "p (Wilcoxon)", "g_z").rich())
+    for table in transfer_tables(comparison):
+        console.print(table.without("clients", "bootstrap").rich())
     drops = tables.degradation(comparison)
     judged = [tables.premises(comparison)]
     for one, title in criteria_tables(comparison, registration):
@@ -198,5 +204,5 @@ def _print_line(console: Console, line: str) -> None:
 def closing(comparison: Comparison, out: Path) -> Iterator[str]:
     """Yield the last lines of the terminal."""
     yield from (answer.replace("**", "") for answer in answers(comparison))
-    yield from (f"not counted: {entry.name}: {entry.reason}" for entry in comparison.results.not_counted)
+    yield from (f"not counted: {entry.name}: {entry.reason}" for entry in comparison.not_counted)
     yield f"report: {out / 'report.md'}"

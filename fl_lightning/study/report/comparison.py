@@ -19,7 +19,8 @@ import pandas as pd
 
 from fl_lightning.study.metric_names import CLASSIFICATION, Column, TaskMetrics, column, higher_is_better
 from fl_lightning.study.report.judging import NO_SPREAD
-from fl_lightning.study.results.runs import FinishedRun, Results, selected
+from fl_lightning.study.report.transfer import NegativeTransfer
+from fl_lightning.study.results.runs import ExcludedRun, FinishedRun, Results, selected
 from fl_lightning.study.spec.selection import Selection, selected_metric
 from fl_lightning.study.statistics import (
     Interval,
@@ -177,6 +178,17 @@ class Comparison:
         selection: Selection = "last" if self.study.selection == "best_val" else "best_val"
         study = self.study.with_metric(selected_metric(selection, self.study.task.primary))
         return Comparison(selected(replace(self.results, study=study)), self.interval)
+
+    @cached_property
+    def transfer(self) -> NegativeTransfer:
+        """What taking part gains or costs the clients; it is empty where no method trains clients alone."""
+        return NegativeTransfer(self.results, self.interval)
+
+    @property
+    def not_counted(self) -> list[ExcludedRun]:
+        """Everything that is in no table, or not in all tables, with the reason."""
+        _ = self.transfer.frame  # says what it leaves out
+        return [*self.results.not_counted, *self.transfer.left_out]
 
     def column(self, metric: str) -> Column:
         """Return how a metric is written."""

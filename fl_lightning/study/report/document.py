@@ -15,6 +15,7 @@ from typing import Any
 import pandas as pd
 
 from fl_lightning.study.metric_names import is_timing
+from fl_lightning.study.report import transfer_tables
 from fl_lightning.study.report.comparison import Comparison, Difference, Levels, name_of
 from fl_lightning.study.report.registered import NOT_REGISTERED, RegistrationReport
 from fl_lightning.study.report.verdicts import Verdict, premise_verdicts, verdicts
@@ -64,10 +65,11 @@ def report(comparison: Comparison, registration: RegistrationReport = NOT_REGIST
             {"levels": others, "method": label, **_difference(one)}
             for others, label, one in comparison.degradations()
         ],
+        **transfer_tables.document(comparison),
         "claimed": study.claimed,
         "tuned": study.tuned and study.tuned.document(),
         "runs": [_run(run, lambda metric: not is_timing(metric)) for run in runs],
-        "not_counted": [asdict(entry) for entry in comparison.results.not_counted],
+        "not_counted": [asdict(entry) for entry in comparison.not_counted],
         "not_numbers": comparison.not_numbers(),
         "timings": {
             "levels": [
@@ -98,7 +100,8 @@ def comparable(document: Mapping[str, Any]) -> dict[str, Any]:
 
 def _level(comparison: Comparison, levels: Levels) -> dict[str, Any]:
     runs = [run for run in comparison.results.runs if run.levels == levels]
-    partitions = {str(run.seed): run.partition for run in reversed(runs)}
+    shared = [run for run in runs if run.label not in comparison.study.controls]
+    partitions = {str(run.seed): run.partition for run in reversed(shared)}
     return {
         "levels": levels,
         "dataset": runs[0].dataset,

@@ -19,6 +19,7 @@ import pandas as pd
 from fl_lightning.figures import COLOURS, GREY, LINE_STYLES, MARKERS, legend_outside, new_axes, open_frame
 from fl_lightning.study.metric_names import Column
 from fl_lightning.study.report.comparison import Comparison, Difference, Levels, name_of
+from fl_lightning.study.report.transfer_figure import negative_transfer
 from fl_lightning.study.results.runs import FinishedRun
 from fl_lightning.study.statistics import mean_std
 
@@ -33,7 +34,7 @@ OUTLIER_RATIO = 5.0
 """A row of differences that reaches so many times as far as the others is an outlier."""
 LOGARITHMIC_RATIO = 8.0
 """Methods whose megabytes differ by this factor are drawn on a logarithmic axis."""
-FIGURES = re.compile(r"\w+_over_(rounds|megabytes)|final_by_method|paired_differences")
+FIGURES = re.compile(r"\w+_over_(rounds|megabytes)|final_by_method|paired_differences|negative_transfer")
 """The beginnings of the figures' file names."""
 Curve = tuple[np.ndarray, np.ndarray]
 """x ``[E]`` and, for every seed, y ``[seeds, E]``."""
@@ -49,6 +50,8 @@ def figures(comparison: Comparison) -> Iterator[tuple[str, Figure | None]]:
         yield _file("final_by_method", levels), by_method(comparison, levels)
         if comparison.pairs:
             yield _file("paired_differences", levels), forest(comparison, levels)
+        if comparison.transfer.alone:
+            yield _file("negative_transfer", levels), negative_transfer(comparison, levels)
     for others in comparison.without_stressor(comparison.levels) if comparison.study.degradation else []:
         yield _file("degradation_over_rounds", others), degradation(comparison, others)
 

@@ -14,6 +14,8 @@ from fl_lightning.study.report.comparison import Comparison, Difference, Levels,
 from fl_lightning.study.report.document import provenance
 from fl_lightning.study.report.judging import DECISIONS
 from fl_lightning.study.report.registered import NOT_REGISTERED, RegistrationReport
+from fl_lightning.study.report.transfer_tables import how_to_read as how_to_read_transfer
+from fl_lightning.study.report.transfer_tables import transfer_tables
 from fl_lightning.study.report.verdicts import verdicts
 from fl_lightning.study.spec.selection import ACCURACY
 from fl_lightning.study.statistics import POWER
@@ -93,6 +95,9 @@ def _parts(
             yield _section(tables.differences(comparison, levels))
     yield how_to_read(comparison)
     yield _section(tables.degradation(comparison))
+    for number, table in enumerate(transfer_tables(comparison)):
+        yield _section(table)
+        yield how_to_read_transfer(comparison) if number == 0 else ""
     for levels in comparison.levels:
         yield _section(tables.target(comparison, levels))
     yield "## What is not decided"
@@ -194,11 +199,13 @@ def _setup(comparison: Comparison) -> str:
     runs = comparison.results.runs
     datasets, rounds = sorted({run.dataset for run in runs}), sorted({run.rounds for run in runs})
     used = ", ".join(str(seed) for seed in comparison.study.seeds)
-    partitions = len({run.partition for run in runs})
+    controls = [label for label in comparison.labels if label in comparison.study.controls]
+    partitions = len({run.partition for run in runs if run.label not in controls})
+    others = f"; the controls ({', '.join(controls)}) have others" if controls else ""
     return (
         f"{len(runs)} finished runs; data set {', '.join(datasets)}; {', '.join(map(str, rounds))} "
         f"rounds; seeds {used}; {partitions} partition{'s' * (partitions > 1)}, the same for every "
-        "method of a seed."
+        f"method of a seed{others}."
     )
 
 
@@ -266,7 +273,7 @@ def _claims(comparison: Comparison) -> Iterator[str]:
 
 def _not_counted(comparison: Comparison) -> Iterator[str]:
     yield "## Not counted"
-    lines = [f"- {entry.name}: {entry.reason}" for entry in comparison.results.not_counted]
+    lines = [f"- {entry.name}: {entry.reason}" for entry in comparison.not_counted]
     lines += [
         f"- {one['metric']} of {one['run']} is not a number, and in no mean"
         for one in comparison.not_numbers()

@@ -233,11 +233,13 @@ def check_comparable(results: Results) -> None:
         _require_one(runs, "number of rounds", lambda run: str(run.asked_rounds), hint)
         hint = (
             "give all methods the same data.* settings (FedKD's public set is taken from the training "
-            "set: set it for all)"
+            "set: set it for all), name a control of another partition in the study: controls: [LABEL]"
         )
         for seed in sorted({run.seed for run in runs}):
-            same_seed = [run for run in runs if run.seed == seed]
-            _require_one(same_seed, "partition", lambda run: run.partition, hint)
+            controls = results.study.controls
+            same_seed = [run for run in runs if run.seed == seed and run.label not in controls]
+            if same_seed:
+                _require_one(same_seed, "partition", lambda run: run.partition, hint)
 
 
 def _require_one(runs: list[FinishedRun], what: str, value: Callable[[FinishedRun], str], hint: str) -> None:

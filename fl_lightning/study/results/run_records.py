@@ -6,11 +6,13 @@ import csv
 import json
 import logging
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from fl_lightning.errors import InputError
+from fl_lightning.run.clients import FILE as CLIENTS
 from fl_lightning.run.directory import numbered
 from fl_lightning.run.tables import numbers
 from fl_lightning.settings import config_of, is_free, settings_hash
@@ -18,7 +20,7 @@ from fl_lightning.support.recorded import not_recorded
 
 log = logging.getLogger("fl_lightning")
 
-PROBED = ("corrupted/", "fgsm/", "pgd/", "calibration/", "cost/", "latency/", "memory/")
+PROBED = ("corrupted/", "fgsm/", "pgd/", "calibration/", "cost/", "latency/", "memory/", "kind/")
 """The beginnings of metrics that ``test`` alone measures."""
 
 
@@ -38,6 +40,7 @@ class RunRecord:
             no hash.
         checkpoint: the one that ``test`` was told to take: ``last``, ``best`` or a name.
         tested_round: the round of that checkpoint.
+        clients: the text of ``clients.csv``; empty where there is none.
     """
 
     name: str
@@ -50,6 +53,7 @@ class RunRecord:
     typed: bool = True
     checkpoint: str = "last"
     tested_round: Any = None
+    clients: str = ""
 
 
 def read_folder(folder: Path) -> list[RunRecord]:
@@ -84,14 +88,25 @@ def read_directory(path: Path) -> RunRecord:
         document = _mapping(path / file) if (path / file).exists() else {}
         tested = _numbers({**document.get("metrics", {}), **document.get("timings", {})})
         file = "config.yaml"
+        clients = _text(path / CLIENTS)
         settings = config_of(path) if (path / file).exists() else {}
         unknown = _not_recorded(settings) if (path / file).exists() else ""
     except (OSError, ValueError, AttributeError, TypeError) as error:
         reason = getattr(error, "strerror", None) or str(error)
         return RunRecord(path.name, str(path), metadata, [], {}, f"{file} cannot be read: {reason}")
     wrong, checkpoint = problem(metadata, history) or unknown, str(document.get("chosen", "last"))
-    test = {"checkpoint": checkpoint, "tested_round": document.get("round")}
-    return RunRecord(path.name, str(path), metadata, history, tested, wrong, settings, **test)  # type: ignore[arg-type]
+    return RunRecord(
+        path.name,
+        str(path),
+        metadata,
+        history,
+        tested,
+        wrong,
+        settings,
+        checkpoint=checkpoint,
+        tested_round=document.get("round"),
+        clients=clients,
+    )
 
 
 def from_store(entry: Mapping[str, Any]) -> RunRecord:
@@ -119,7 +134,15 @@ def from_store(entry: Mapping[str, Any]) -> RunRecord:
         entry["typed"],
         "last",
         last if rounds <= {last} else min(rounds - {last}),
+        clients=entry.get("clients", ""),
     )
+
+
+def _text(path: Path) -> str:
+    """Return the text of a file; empty where it is missing, or cannot be read."""
+    with suppress(OSError, UnicodeDecodeError):
+        return path.read_text(encoding="utf-8")
+    return ""
 
 
 def _mapping(path: Path) -> dict[str, Any]:

@@ -25,6 +25,8 @@ class StudyEntries:
     selection: Selection | None = None
     metric: str | None = None
     proposed: list[str] = field(default_factory=list)
+    alone: str | None = None
+    controls: list[str] = field(default_factory=list)
     degradation: dict[str, Any] | None = None
     target_accuracy: Share | None = None  # type: ignore[valid-type]
     target: float | None = None

@@ -14,9 +14,9 @@
     until: {max_seeds: 40}            # optional: seeds are added until every criterion is decided
     tuned: tuned/exp2_embedded.yaml   # optional: what `tune` chose for each method
 
-The rest is for the report: ``selection metric proposed degradation target_accuracy target criteria premises
-claimed``; ``test`` is for the sweep. Of two settings of one name the later wins: config, method, overlays,
-grid; then `settings` of study, method, record of `tune`, grid.
+The rest is for the report: ``selection metric proposed alone controls degradation target_accuracy target
+criteria premises claimed``; ``test`` is for the sweep. Of two settings of one name the later wins: config,
+method, overlays, grid; then `settings` of study, method, record of `tune`, grid.
 """
 
 from __future__ import annotations
@@ -138,6 +138,10 @@ class Study:
             that validation chose; ``last``, the last round's.
         metric: the primary metric of the report; by default that of the task, of the selected model.
         proposed: the labels that are not baselines.
+        alone: the label of the method in which every client trains alone, for negative transfer; empty: the
+            one of the class ``LocalOnly``.
+        controls: the labels whose clients may hold other examples than those of the other methods, such as an
+            IID control.
         degradation: ``axis``, ``stressed`` and ``clean``: the levels whose difference is reported, paired by
             seed.
         target_accuracy: an accuracy in (0, 1]; rounds and megabytes to it are reported.
@@ -162,6 +166,8 @@ class Study:
     selection: Selection = "last5"
     metric: str = selected_metric("last5")
     proposed: list[str] = field(default_factory=list)
+    alone: str = ""
+    controls: list[str] = field(default_factory=list)
     degradation: Mapping[str, str] | None = None
     target_accuracy: float | None = None
     target: float | None = None
@@ -286,6 +292,8 @@ class Study:
             "selection": self.selection,
             "metric": self.metric,
             "proposed": self.proposed,
+            "alone": self.alone or None,
+            "controls": self.controls,
             "degradation": self.degradation,
             "target_accuracy": self.target_accuracy,
             "target": self.target,
@@ -339,6 +347,8 @@ def _study(file: SpecFile, given: StudyEntries) -> Study:
         grid=grid,
         **_selected(file, given, _test(file, given.test)),
         proposed=[file.one_of(label, methods, "proposed") for label in given.proposed],
+        alone="" if given.alone is None else file.one_of(given.alone, methods, "alone"),
+        controls=[file.one_of(label, methods, "controls") for label in given.controls],
         degradation=None if given.degradation is None else _degradation(file, given.degradation, grid),
         **_target(file, given),
         criteria=[_criterion(file, entry, "criteria", CriterionEntries) for entry in given.criteria],
@@ -350,6 +360,8 @@ def _study(file: SpecFile, given: StudyEntries) -> Study:
     if study.tuned is not None:
         hashes = {label: method_hash(one.configs, one.settings) for label, one in methods.items()}
         study.tuned.check(f"{file.path}: ", hashes)
+    rule, instead = "each is compared with it, and clients hold other examples in a control", "leave it out"
+    file.require(study.alone not in study.controls, f"controls: {study.alone} is alone too", rule, instead)
     first: dict[str, str] = {}
     for name in (cell.name for cell in replace(study, seeds=study.seed_order).cells()):
         file.name(name, "cell")

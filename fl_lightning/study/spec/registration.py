@@ -189,6 +189,8 @@ def question_of(study: Study) -> dict[str, Any]:
         "criteria": [as_document(entry) for entry in study.criteria],
         "premises": [as_document(entry) for entry in study.premises],
         "proposed": list(study.proposed),
+        **({"alone": study.alone} if study.alone else {}),
+        **({"controls": list(study.controls)} if study.controls else {}),
         "degradation": None if study.degradation is None else dict(study.degradation),
         "target_accuracy": study.target_accuracy,
         **({} if study.target is None else {"target": study.target}),
@@ -240,6 +242,8 @@ def registered_study(study: Study, plan: Mapping[str, Any]) -> Study:
         },
         target_accuracy=plan["target_accuracy"],
         target=plan.get("target"),
+        alone=plan.get("alone", ""),
+        controls=plan.get("controls", []),
         task=CLASSIFICATION,
     )
     return registered.with_task(study.task)
@@ -269,7 +273,7 @@ def _differences(plan: Mapping[str, Any], later: Mapping[str, Any]) -> list[str]
     found = []
     for key, what in (("criteria", "criterion"), ("premises", "premise")):
         found += _different_claims(what, plan[key], later[key])
-    for key in ("selection", "metric", "degradation", "target_accuracy", "target"):
+    for key in ("selection", "metric", "alone", "controls", "degradation", "target_accuracy", "target"):
         if plan.get(key) != later.get(key):
             found.append(f"{key}: registered {plan.get(key)}, now {later.get(key)}")
     for key in ("methods", "proposed"):

@@ -51,6 +51,8 @@ RULES = {
     ("checkpoint",): ("it is last, best or a name like round_000060", "best"),
     ("metric",): ("it is a string", "final/best_val_accuracy"),
     ("proposed",): ("it is a list of strings", "[FedMPQKD]"),
+    ("alone",): ("it is the label of the method in which every client trains alone", "LocalOnly"),
+    ("controls",): ("it is a list of labels of methods", "[FedAvg IID]"),
     ("degradation",): ("it is a mapping", "{axis: noise, stressed: on, clean: off}"),
     ("axis",): ("it is an axis of the grid", "noise"),
     ("stressed", "clean"): ("it is a level of the axis", "on"),
