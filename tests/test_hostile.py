@@ -360,7 +360,8 @@ def averaged_or_refused(method, client, upload: Payload) -> bool:
     except PayloadError:
         return False
     before = dict(method.server)
-    aggregate(federation, 1, {client.id: upload}, {client.id: examples_in(upload)})
+    examples = examples_in(upload) if method.is_sum else 0
+    aggregate(federation, 1, {client.id: upload}, {client.id: examples})
     assert all(bool(torch.isfinite(tensor).all()) for tensor in method.server.values())
     method.server = before
     return True
