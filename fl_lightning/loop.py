@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from hashlib import sha256
 from pathlib import Path
@@ -24,11 +24,10 @@ from fl_lightning.engines.base import one_thread
 from fl_lightning.errors import MisuseError
 from fl_lightning.hooks import Callback, RoundRecord, RunFiles, reads_probabilities, stress, tell
 from fl_lightning.methods import Method
-from fl_lightning.methods.base import declared_limits, examples_in
+from fl_lightning.methods.receiving import check_upload, decode_upload
+from fl_lightning.methods.summing import examples_in
 from fl_lightning.methods.terms import require_terms
-from fl_lightning.methods.weighing import BY_EXAMPLES, ClientWeights
 from fl_lightning.metrics import Mean
-from fl_lightning.privacy import MAX_MAGNITUDE
 from fl_lightning.wire import Ledger, LedgerEntry, Payload, PayloadError
 
 if TYPE_CHECKING:
@@ -36,10 +35,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("fl_lightning")
 T = TypeVar("T")
-
-UNDECLARED_FACTOR, MIN_UNDECLARED_VALUES = 8, 2**22
-"""An upload of a method that does not declare what its uploads hold has at most so many times the values of
-the server's state, or so many values: 16 MiB once they are decoded."""
 
 
 @dataclass
@@ -251,12 +246,12 @@ def receive_upload(
     data = stress_upload(fed, task, "change_bytes", result.upload) if assignment.returns else None
     if data is not None:
         try:
-            decoded = decode_upload(fed, data, client, verified=data is result.verified)
+            decoded = decode_upload(fed.method, data, client, verified=data is result.verified)
             size, upload = len(data), stress_upload(fed, task, "change_upload", decoded)
             if upload is not None:
                 if upload is not decoded:
                     size = upload.nbytes
-                check_upload(fed, upload, client, uploads)
+                check_upload(fed.method, upload, client, uploads)
                 uploads[client.id], status = upload, "trained"
         except PayloadError as error:
             status = "rejected"
@@ -268,92 +263,6 @@ def receive_upload(
 def stress_upload(fed: Federation, task: ClientTask, hook: str, upload: T) -> T | None:
     """Pass an upload through the stressors; None when it is lost."""
     return stress(fed.callbacks, hook, upload, client=task.client, round=task.round, context=fed)
-
-
-def decode_upload(fed: Federation, data: bytes, client: Client, *, verified: bool) -> Payload:
-    """Read an upload within the limits that its method declares, or within general ones.
-
-    Args:
-        verified: its checksum can be skipped.
-
-    Raises:
-        PayloadError: it is damaged, or holds more than it may.
-    """
-    limits = declared_limits(fed.method, client)
-    most = max_undeclared(fed.method) if limits is None else None
-    return Payload.from_bytes(data, verified=verified, limits=limits, max_values=most)
-
-
-def max_undeclared(method: Method) -> int:
-    """Largest number of values of an upload of a method that declares no ``upload_limits`` for it."""
-    return max(
-        MIN_UNDECLARED_VALUES, UNDECLARED_FACTOR * sum(tensor.numel() for tensor in method.server.values())
-    )
-
-
-def check_upload(fed: Federation, upload: Payload, client: Client, counted: Collection[int]) -> None:
-    """Refuse what no server may average, whatever the method.
-
-    Raises:
-        PayloadError: a second upload of one client, entries that the method does not know, no examples or
-            more than the client has, values that are not finite or whose squares would not be, or whatever
-            the method refuses. Any other exception is a bug of the method's ``check`` or ``decode`` and ends
-            the run.
-    """
-    if client.id in counted:
-        raise PayloadError("it is the second one of this round", "a client counts once", "send one")
-    limits = declared_limits(fed.method, client)
-    if limits is not None:
-        upload.require_within(limits)
-    check_values(upload, fed.method.layout.dtype)
-    check_examples(upload, client, fed.method.client_weights)
-    fed.method.check(upload, client)
-
-
-def check_values(upload: Payload, dtype: torch.dtype = torch.float32) -> None:
-    """Refuse entries that are not finite values of sane size, in float32 or in the ``dtype`` that the
-    network's weights travel in; ``examples`` is checked by :func:`check_examples`."""
-    allowed = {torch.float32, dtype}
-    for name, value in upload.items():
-        if name == "examples" or not isinstance(value, Tensor):
-            continue
-        if value.dtype not in allowed:
-            raise PayloadError(
-                f"entry {name!r} is {value.dtype}",
-                f"values travel as {' or '.join(sorted(map(str, allowed)))} or as codes",
-                "convert them",
-            )
-        least, most = torch.aminmax(value) if value.numel() else (0.0, 0.0)
-        if not (float(least) > -MAX_MAGNITUDE and float(most) < MAX_MAGNITUDE):  # of NaN nothing is true
-            raise PayloadError(
-                f"entry {name!r} holds NaN, infinity or values of {MAX_MAGNITUDE:.1e} and more",
-                "uploads are finite",
-                "lower the lr",
-            )
-
-
-def check_examples(upload: Payload, client: Client, weights: ClientWeights = BY_EXAMPLES) -> None:
-    """Refuse an ``examples`` that is not one integer from 1 to n_k, the number of training examples (or
-    labelled tokens) that the client enrolled with.
-
-    ``examples`` is the client's weight in every average: without the bound a single client could claim 2**62
-    and be the average.
-    """
-    if "examples" not in upload:
-        return
-    examples = upload.tensor("examples")
-    if examples.ndim or examples.is_floating_point() or int(examples) < 1:
-        raise PayloadError(
-            f"examples {examples.tolist()}",
-            "the number of examples is one integer, 1 or more",
-            "send nothing without data",
-        )
-    if int(examples) > weights.of(client):
-        raise PayloadError(
-            f"examples {int(examples)}",
-            f"the client enrolled with {weights.says(client)}",
-            "it can claim no more",
-        )
 
 
 def aggregate(fed: Federation, round: int, uploads: dict[int, Payload], returned: dict[int, int]) -> None:

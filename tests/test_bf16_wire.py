@@ -11,7 +11,6 @@ from tiny_language import adam, fit, records, tiny
 
 from fl_lightning import methods
 from fl_lightning.errors import InputError
-from fl_lightning.loop import check_values
 from fl_lightning.methods import (
     CoordinateMedian,
     FedAvg,
@@ -22,6 +21,7 @@ from fl_lightning.methods import (
     Oracle,
     TrimmedMean,
 )
+from fl_lightning.methods.receiving import check_values
 from fl_lightning.wire import Layout, Payload, PayloadError
 
 

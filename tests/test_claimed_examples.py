@@ -17,8 +17,8 @@ from ten import TEN
 
 from callbacks import ByzantineClients
 from fl_lightning.client import Client
-from fl_lightning.loop import check_examples
 from fl_lightning.methods.averaging import CoordinateMedian, NormClipping, TrimmedMean, WeightedMean, capped
+from fl_lightning.methods.receiving import check_examples
 from fl_lightning.wire import Payload, PayloadError
 
 HUGE = 2**62

@@ -24,16 +24,12 @@ from fl_lightning.client import Assignment, Client
 from fl_lightning.engines import SequentialEngine
 from fl_lightning.errors import RunStopped
 from fl_lightning.hooks import Stressor
-from fl_lightning.loop import (
-    MAX_MAGNITUDE,
-    aggregate,
-    check_examples,
-    check_upload,
-    check_values,
-    max_undeclared,
-)
+from fl_lightning.loop import aggregate
 from fl_lightning.methods import FedAvg
-from fl_lightning.methods.base import declared_limits, examples_in
+from fl_lightning.methods.base import declared_limits
+from fl_lightning.methods.receiving import check_examples, check_upload, check_values, max_undeclared
+from fl_lightning.methods.summing import examples_in
+from fl_lightning.privacy import MAX_MAGNITUDE
 from fl_lightning.wire import Codes, Payload, PayloadError
 from fl_lightning.wire.payload import HEADER, MAGIC, VERSION, _checksum, entry_head
 
@@ -356,7 +352,7 @@ def averaged_or_refused(method, client, upload: Payload) -> bool:
     """Whether it is averaged; the server is finite then, and as before afterwards."""
     federation = SimpleNamespace(method=method)
     try:
-        check_upload(federation, upload, client, ())
+        check_upload(method, upload, client, ())
     except PayloadError:
         return False
     before = dict(method.server)

@@ -31,16 +31,15 @@ from fl_lightning import rng
 from fl_lightning.client import Client
 from fl_lightning.data import FederatedData
 from fl_lightning.errors import InputError, MisuseError
-from fl_lightning.methods.averaging import WEIGHTED_MEAN, Average, capped
+from fl_lightning.methods.averaging import WEIGHTED_MEAN, Average
 from fl_lightning.methods.lit_module import adopt, check_module, module_loss
 from fl_lightning.methods.local_work import LocalWork
-from fl_lightning.methods.sums import Addend, Sums, sums_of
+from fl_lightning.methods.summing import SummingServer
 from fl_lightning.methods.terms import LocalStep, Term, check_terms
 from fl_lightning.methods.weighing import BY_EXAMPLES, ClientWeights, Weighing
 from fl_lightning.models import build_network
 from fl_lightning.models.tensors import tensors_of
 from fl_lightning.privacy import MAX_MAGNITUDE, largest
-from fl_lightning.support.overriding import overrides
 from fl_lightning.support.recorded import Recorded
 from fl_lightning.tasks import Classification, Task
 from fl_lightning.wire import Layout, Payload, PayloadError
@@ -49,11 +48,8 @@ OptimizerCallable = Callable[[Iterable], Optimizer]
 SchedulerCallable = Callable[[Optimizer], LRScheduler]
 NetworkCallable = Callable[[int], nn.Module]
 
-SHARE_UNITS = 2**30
-"""Shares that ``max_share`` bounds are integers in units of 1 / 2^30."""
 
-
-class Method(Recorded, LightningModule):
+class Method(Recorded, SummingServer, LightningModule):
     """Base of all methods; what is not overridden is FedAvg.
 
     Args:
@@ -150,10 +146,6 @@ class Method(Recorded, LightningModule):
 
     seed: int = 0
     round: int = 0
-    cohort: int = 1
-    """Clients that were asked to take part in this round."""
-    most_examples: int = 1
-    """The largest n_k of the enrolled clients."""
     gradient_clip_val: float | None = None
     """The trainer's: what each local step's gradient is clipped to; None: it is not clipped."""
     gradient_clip_algorithm: Literal["norm", "value"] = "norm"
@@ -408,9 +400,8 @@ class Method(Recorded, LightningModule):
         """Return the entries that this client's upload may hold, and the largest number of values of each.
 
         The server refuses more, and entries of other names, before it takes memory for them. It holds for the
-        ``upload`` of the same
-        class: a subclass that sends something else and does not override this is bound by
-            ``loop.max_undeclared`` alone.
+        ``upload`` of the same class: a subclass that sends something else and does not override this is
+        bound by ``receiving.max_undeclared`` alone.
         """
         return {"examples": 1, "weights": self.layout.size}
 
@@ -478,70 +469,6 @@ class Method(Recorded, LightningModule):
         """
         return upload.tensor("weights").float()
 
-    def aggregate(self, uploads: Mapping[int, Payload]) -> None:
-        """Make the next server state from what came back: client id -> payload, never empty.
-
-        A method whose server needs sums alone overrides :meth:`addends` and :meth:`next_state` instead.
-        """
-        self.next_state(self.add_up(uploads, {id: examples_in(upload) for id, upload in uploads.items()}))
-
-    def add_up(self, uploads: Mapping[int, Payload], examples: Mapping[int, int]) -> Sums:
-        """Return the sums over some of the clients that returned.
-
-        Args:
-            uploads: client id -> payload, of some clients.
-            examples: client id -> n_k, of all clients that returned.
-        """
-        weights = self.bounded_weights(examples)
-        addends = [self.addends(upload, id, weights[id]) for id, upload in uploads.items()]
-        return sums_of(addends, self.average, max(self.cohort, len(examples)))
-
-    @property
-    def is_sum(self) -> bool:
-        """Whether the server needs nothing but sums over the uploads, so that nobody has to see them all."""
-        return self.average.is_sum and not overrides(self, Method, "aggregate")
-
-    def addends(self, upload: Payload, client_id: int, weight: int) -> dict[str, Addend]:
-        """Return what an upload adds to the server's sums, by name.
-
-        Args:
-            upload: of one client.
-            client_id: whose it is.
-            weight: n_k, within the bound of ``max_share``; an integer of at most ``self.largest_weight``.
-        """
-        start = self.server["weights"].float()
-        return {"weights": Addend(self.decode(upload), weight, self.largest_weight, start)}
-
-    def next_state(self, sums: Sums) -> None:
-        """Make the next server state of the sums over the clients that returned."""
-        self.server["weights"] = self.layout.to_wire(sums.mean("weights"))
-
-    @property
-    def largest_weight(self) -> int:
-        """The largest weight that a client can have: the largest n_k of the enrolled clients, which everybody
-        knows before anybody has answered."""
-        return self.most_examples if self.max_share == 1 else SHARE_UNITS
-
-    def bounded_weights(self, examples: Mapping[int, int]) -> dict[int, int]:
-        """Return the weights of clients that returned, by id: n_k, or where ``max_share`` bounds them, their
-        shares in units of 2^-30.
-
-        Args:
-            examples: n_k by id.
-        """
-        if self.max_share == 1:
-            return dict(examples)
-        shares = self._capped([examples[id] for id in sorted(examples)])
-        units = [max(1, round(share * SHARE_UNITS)) for share in shares]
-        return dict(zip(sorted(examples), units, strict=True))
-
-    def shares(self, uploads: Iterable[Payload]) -> list[float]:
-        """p_k = n_k / sum n_k over the clients that returned, none above ``max_share``."""
-        return self._capped([examples_in(upload) for upload in uploads])
-
-    def _capped(self, examples: Sequence[int]) -> list[float]:
-        return capped([n / sum(examples) for n in examples], self.max_share)
-
     def work_kind(self, client: Client) -> str:
         """Return what decides, beside its number of examples, how much this client computes in this round.
 
@@ -579,11 +506,6 @@ def is_stackable(method: Method) -> bool:
 def has_same_start(method: Method) -> bool:
     """Return what the method's own class declares as ``same_start``."""
     return vars(type(method)).get("same_start", False)
-
-
-def examples_in(upload: Payload) -> int:
-    """Return n_k of an upload."""
-    return int(upload.tensor("examples"))
 
 
 def declared_limits(method: Method, client: Client) -> Mapping[str, int] | None:
