@@ -1,26 +1,27 @@
-"""The figures of a report.
-
-A curve is the mean over seeds; its band is one standard deviation to either side, where there are two seeds.
-"""
+"""The figures of a report."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from math import isfinite
 from textwrap import wrap
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import pandas as pd
 
-from fl_lightning.figures import COLOURS, GREY, LINE_STYLES, MARKERS, legend_outside, new_axes, open_frame
-from fl_lightning.study.metric_names import Column
+from fl_lightning.figures import COLOURS, GREY, MARKERS, legend_outside, new_axes, open_frame
 from fl_lightning.study.report.comparison import Comparison, Difference, Levels, name_of
+from fl_lightning.study.report.curves import (
+    degradation,
+    look_of,
+    megabytes_curve,
+    over,
+    rounds_curve,
+    title_of,
+)
 from fl_lightning.study.report.transfer_figure import negative_transfer
-from fl_lightning.study.results.runs import FinishedRun
 from fl_lightning.study.statistics import mean_std
 
 if TYPE_CHECKING:
@@ -29,23 +30,18 @@ if TYPE_CHECKING:
 
 NAME_LENGTH = 34
 """Characters of a name in a line; longer names are wrapped."""
-MARKERS_PER_CURVE = 8
 OUTLIER_RATIO = 5.0
 """A row of differences that reaches so many times as far as the others is an outlier."""
-LOGARITHMIC_RATIO = 8.0
-"""Methods whose megabytes differ by this factor are drawn on a logarithmic axis."""
 FIGURES = re.compile(r"\w+_over_(rounds|megabytes)|final_by_method|paired_differences|negative_transfer")
 """The beginnings of the figures' file names."""
-Curve = tuple[np.ndarray, np.ndarray]
-"""x ``[E]`` and, for every seed, y ``[seeds, E]``."""
 
 
 def figures(comparison: Comparison) -> Iterator[tuple[str, Figure | None]]:
     """Yield all figures with their file names; None for a figure that has nothing to show."""
     primary = comparison.study.task.primary
     for levels in comparison.levels:
-        yield _file(f"{primary}_over_rounds", levels), _over(comparison, levels, "round", rounds_curve)
-        figure = _over(comparison, levels, "megabytes up and down", megabytes_curve)
+        yield _file(f"{primary}_over_rounds", levels), over(comparison, levels, "round", rounds_curve)
+        figure = over(comparison, levels, "megabytes up and down", megabytes_curve)
         yield _file(f"{primary}_over_megabytes", levels), figure
         yield _file("final_by_method", levels), by_method(comparison, levels)
         if comparison.pairs:
@@ -58,112 +54,6 @@ def figures(comparison: Comparison) -> Iterator[tuple[str, Figure | None]]:
 
 def _file(name: str, levels: Levels) -> str:
     return f"{name}-{name_of(levels)}" if levels else name
-
-
-def _title(text: str, levels: Levels) -> str:
-    return f"{text}\n{name_of(levels)}" if levels else text
-
-
-def _look(comparison: Comparison, label: str) -> tuple[str, object, str]:
-    """Return colour, line style and marker of a method: the same in every figure of a study."""
-    order = [*COLOURS[:6], COLOURS[7], COLOURS[6]]  # yellow is pale on white: last
-    place = list(comparison.study.methods).index(label)
-    style = LINE_STYLES[(place + place // len(order)) % len(LINE_STYLES)]
-    return order[place % len(order)], style, MARKERS[place % len(MARKERS)]
-
-
-def _tested(comparison: Comparison) -> Column:
-    """Return how the primary metric on the test set is written."""
-    task = comparison.study.task
-    return replace(comparison.column(f"test/{task.primary}"), title=f"test {task.title}")
-
-
-def rounds_curve(runs: Sequence[FinishedRun], tested: Column) -> Curve:
-    """Return the primary metric on the test set, as it is written, over the rounds in which every seed was
-    evaluated."""
-    evaluated = [
-        pd.Series(
-            {
-                row["round"]: tested.scale * row[tested.metric]
-                for row in run.record.history
-                if tested.metric in row
-            }
-        )
-        for run in runs
-    ]
-    table = pd.concat(evaluated, axis=1, join="inner").sort_index()
-    return table.index.to_numpy(), table.to_numpy().T
-
-
-def megabytes_curve(runs: Sequence[FinishedRun], tested: Column) -> Curve:
-    """Return the same over the megabytes that had been on the wire by then, mean over seeds."""
-    rounds, values = rounds_curve(runs, tested)
-    spent = [np.cumsum([row.get("comm/total_bytes", 0) for row in run.record.history]) / 1e6 for run in runs]
-    return np.mean([one[rounds - 1] for one in spent], axis=0) if rounds.size else rounds, values
-
-
-def _over(
-    comparison: Comparison,
-    levels: Levels,
-    xlabel: str,
-    curve: Callable[[Sequence[FinishedRun], Column], Curve],
-) -> Figure | None:
-    task, tested = comparison.study.task, _tested(comparison)
-    title = _title(f"Test {task.primary_in_words}, mean and standard deviation over seeds", levels)
-    figure, axes = new_axes(title, xlabel, tested.title, (6.8, 4.6))
-    ends = []
-    for label in comparison.labels:
-        runs = list(comparison.runs(label, levels).values())
-        if runs:
-            x, y = curve(runs, tested)
-            _band(axes, comparison, label, x, y)
-            ends += [x[-1]] if x.size else []
-    if not ends:
-        return None
-    if xlabel == "round":
-        _count(axes)
-    if task.is_share(task.primary):
-        axes.set_ylim(max(0.0, axes.get_ylim()[0]), min(102.0, axes.get_ylim()[1]))
-    if "megabytes" in xlabel and min(ends, default=0) > 0 and max(ends) > LOGARITHMIC_RATIO * min(ends):
-        axes.set_xscale("log")
-        axes.set_xlabel(f"{xlabel} (logarithmic)")
-    _legend(figure, comparison)
-    return figure
-
-
-def _count(axes: Axes) -> None:
-    """Put ticks at whole numbers."""
-    from matplotlib.ticker import MaxNLocator
-
-    axes.xaxis.set_major_locator(MaxNLocator("auto", steps=[1, 2, 5, 10], integer=True))
-
-
-def _legend(figure: Figure, comparison: Comparison) -> None:
-    """Draw a legend with as many columns as the longest label leaves room for."""
-    longest = max(len(label) for label in comparison.labels) + len(" (3 seeds)")
-    legend_outside(figure, max(1, min(4, 92 // (longest + 6))))
-
-
-def _band(axes: Axes, comparison: Comparison, label: str, x: np.ndarray, y: np.ndarray) -> None:
-    """Draw mean and standard deviation of ``y`` ``[seeds, E]``."""
-    if not x.size:
-        return
-    colour, style, marker = _look(comparison, label)
-    mean = y.mean(axis=0)
-    count = f"{len(y)} seed{'s' * (len(y) > 1)}"
-    width = 2.2 if label in comparison.proposed else 1.4
-    axes.plot(x, mean, color=colour, linestyle=style, linewidth=width)
-    # curves that lie on top of each other: the markers of each, above all lines, stand where no other has one
-    place, methods = list(comparison.study.methods).index(label), len(comparison.study.methods)
-    step = max(methods, len(x) // MARKERS_PER_CURVE)
-    some = slice(place * step // methods % len(x), None, step)
-    look: dict[str, Any] = {"color": colour, "marker": marker, "markersize": 6}
-    look |= {"markeredgecolor": "white", "markeredgewidth": 0.6}
-    axes.plot(x[some], mean[some], linestyle="none", zorder=3, **look)
-    axes.plot([], [], linestyle=style, linewidth=width, label=f"{label} ({count})", **look)
-    if len(y) > 1:
-        spread = y.std(axis=0, ddof=1)
-        axes.fill_between(x, mean - spread, mean + spread, color=colour, alpha=0.12, linewidth=0)
 
 
 def _rows(title: str, xlabel: str, names: Sequence[str]) -> tuple[Figure, Axes]:
@@ -185,12 +75,12 @@ def by_method(comparison: Comparison, levels: Levels) -> Figure | None:
     labels = list(table.columns)
     if not labels:
         return None
-    figure, axes = _rows(_title("Every seed, and the mean", levels), written.title, labels)
+    figure, axes = _rows(title_of("Every seed, and the mean", levels), written.title, labels)
     seeds = comparison.study.seeds
     for row, label in enumerate(labels):
         values = table[label].dropna()
         mean = mean_std(values)[0] * written.scale
-        colour = _look(comparison, label)[0]
+        colour = look_of(comparison, label)[0]
         axes.plot([mean, mean], [row - 0.32, row + 0.32], color=colour, linewidth=2.5)
         for seed, value in values.items():
             place = seeds.index(seed)
@@ -217,7 +107,7 @@ def forest(comparison: Comparison, levels: Levels) -> Figure | None:
         return None
     names = [f"{one.a} − {one.b}" for one in found]
     xlabel = f"difference in {written.title.replace('(%)', '(percentage points)')}"
-    figure, whole = _rows(_title("Differences, paired by seed", levels), xlabel, names)
+    figure, whole = _rows(title_of("Differences, paired by seed", levels), xlabel, names)
     _differences(whole, found, written.scale)
     near = without_outliers([_reach(one) * written.scale for one in found])
     if near is not None:
@@ -287,32 +177,3 @@ def _differences(axes: Axes, found: Sequence[Difference], scale: float, *, label
         axes.plot(x, heights, "o", color=GREY, markersize=3.5, label="one seed" if first else None)
         label = "mean" if first else None
         axes.plot(test.mean * scale, row, "D", color=COLOURS[3], markersize=6, label=label)
-
-
-def degradation(comparison: Comparison, others: Levels) -> Figure | None:
-    """Draw how much worse the primary metric is with the stressor than without it, same seed, round by
-    round."""
-    entry, task, tested = comparison.study.degradation or {}, comparison.study.task, _tested(comparison)
-    stressed, clean = comparison.stressed_and_clean(others)
-    name, sign = task.primary_in_words, 1 if task.higher_is_better else -1
-    sides = " − ".join((entry["clean"], entry["stressed"])[::sign])
-    worse = "lost" if sign > 0 else "added"
-    title = f"Test {name} {worse} under {entry['axis']}: {sides}, same seed"
-    ylabel = f"{name} {worse}{' (percentage points)' if task.is_share(task.primary) else ''}"
-    figure, axes = new_axes(_title(title, others), "round", ylabel, (6.8, 4.6))
-    axes.axhline(0, color="black", linewidth=0.8)
-    drawn = 0
-    for label in comparison.labels:
-        with_stress, without = comparison.runs(label, stressed), comparison.runs(label, clean)
-        seeds = [seed for seed in without if seed in with_stress]
-        if seeds:
-            x, y = rounds_curve([without[seed] for seed in seeds], tested)
-            other_x, other_y = rounds_curve([with_stress[seed] for seed in seeds], tested)
-            both, here, there = np.intersect1d(x, other_x, return_indices=True)
-            _band(axes, comparison, label, both, sign * (y[:, here] - other_y[:, there]))
-            drawn += both.size
-    if not drawn:
-        return None
-    _count(axes)
-    _legend(figure, comparison)
-    return figure

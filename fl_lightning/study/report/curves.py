@@ -1,0 +1,220 @@
+"""Curves of a report: the primary metric over rounds or megabytes.
+
+A curve is the mean over seeds; its band is one standard deviation to either side, where there are two seeds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pandas as pd
+
+from fl_lightning.figures import (
+    BLUE,
+    COLOURS,
+    LINE_STYLES,
+    MARKERS,
+    RED,
+    legend_outside,
+    new_axes,
+    open_frame,
+)
+from fl_lightning.study.metric_names import Column
+from fl_lightning.study.report.comparison import Comparison, Levels, name_of
+from fl_lightning.study.results.runs import FinishedRun
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+MARKERS_PER_CURVE = 8
+LOGARITHMIC_RATIO = 8.0
+"""Methods whose megabytes differ by this factor are drawn on a logarithmic axis."""
+MOST_CURVES, PANELS_IN_A_ROW = 8, 4
+"""More methods than have colours of their own get a panel each."""
+Curve = tuple[np.ndarray, np.ndarray]
+"""x ``[E]`` and, for every seed, y ``[seeds, E]``."""
+
+
+def title_of(text: str, levels: Levels) -> str:
+    return f"{text}\n{name_of(levels)}" if levels else text
+
+
+def look_of(comparison: Comparison, label: str) -> tuple[str, object, str]:
+    """Return colour, line style and marker of a method: the same in every figure of a study."""
+    order = [*COLOURS[:6], COLOURS[7], COLOURS[6]]  # yellow is pale on white: last
+    place = list(comparison.study.methods).index(label)
+    style = LINE_STYLES[(place + place // len(order)) % len(LINE_STYLES)]
+    return order[place % len(order)], style, MARKERS[place % len(MARKERS)]
+
+
+def tested_as(comparison: Comparison) -> Column:
+    """Return how the primary metric on the test set is written."""
+    task = comparison.study.task
+    return replace(comparison.column(f"test/{task.primary}"), title=f"test {task.title}")
+
+
+def rounds_curve(runs: Sequence[FinishedRun], tested: Column) -> Curve:
+    """Return the primary metric on the test set, as it is written, over the rounds in which every seed was
+    evaluated."""
+    evaluated = [
+        pd.Series(
+            {
+                row["round"]: tested.scale * row[tested.metric]
+                for row in run.record.history
+                if tested.metric in row
+            }
+        )
+        for run in runs
+    ]
+    table = pd.concat(evaluated, axis=1, join="inner").sort_index()
+    return table.index.to_numpy(), table.to_numpy().T
+
+
+def megabytes_curve(runs: Sequence[FinishedRun], tested: Column) -> Curve:
+    """Return the same over the megabytes that had been on the wire by then, mean over seeds."""
+    rounds, values = rounds_curve(runs, tested)
+    spent = [np.cumsum([row.get("comm/total_bytes", 0) for row in run.record.history]) / 1e6 for run in runs]
+    return np.mean([one[rounds - 1] for one in spent], axis=0) if rounds.size else rounds, values
+
+
+def over(
+    comparison: Comparison,
+    levels: Levels,
+    xlabel: str,
+    curve: Callable[[Sequence[FinishedRun], Column], Curve],
+) -> Figure | None:
+    """Draw the primary metric of every method over rounds or megabytes; None where nothing was evaluated."""
+    task, tested = comparison.study.task, tested_as(comparison)
+    runs = {label: list(comparison.runs(label, levels).values()) for label in comparison.labels}
+    curves = {label: curve(of_one, tested) for label, of_one in runs.items() if of_one}
+    curves = {label: (x, y) for label, (x, y) in curves.items() if x.size}
+    if not curves:
+        return None
+    title = title_of(f"Test {task.primary_in_words}, mean and standard deviation over seeds", levels)
+    ends = [x[-1] for x, _ in curves.values()]
+    logarithmic = "megabytes" in xlabel and min(ends) > 0 and max(ends) > LOGARITHMIC_RATIO * min(ends)
+    label = f"{xlabel} (logarithmic)" if logarithmic else xlabel
+    if len(curves) > MOST_CURVES:
+        figure, each = _panels(comparison, curves, title, label, tested.title)
+    else:
+        figure, axes = new_axes(title, label, tested.title, (6.8, 4.6))
+        each = [axes]
+        for name, (x, y) in curves.items():
+            _band(axes, comparison, name, x, y)
+        _legend(figure, comparison)
+    for axes in each:
+        if xlabel == "round":
+            _count(axes)
+        if logarithmic:
+            axes.set_xscale("log")
+    if task.is_share(task.primary):  # panels share their axes
+        each[0].set_ylim(max(0.0, each[0].get_ylim()[0]), min(102.0, each[0].get_ylim()[1]))
+    return figure
+
+
+def _panels(
+    comparison: Comparison, curves: Mapping[str, Curve], title: str, xlabel: str, ylabel: str
+) -> tuple[Figure, list[Axes]]:
+    """Draw each method in a panel of its own, the proposed ones in every panel, and all others in grey."""
+    from matplotlib.figure import Figure
+
+    proposed = [label for label in comparison.proposed if label in curves] or [next(iter(curves))]
+    shown = [label for label in curves if label not in proposed]
+    rows = -(-len(shown) // PANELS_IN_A_ROW)
+    figure = Figure(figsize=(9.6, 1.2 + 1.75 * rows), layout="constrained")
+    grid = figure.subplots(rows, PANELS_IN_A_ROW, sharex=True, sharey=True, squeeze=False)
+    panels = list(grid.flat)
+    for axes, label in zip(panels, shown, strict=False):
+        open_frame(axes)
+        axes.set_title(label, fontsize="small")
+        for x, y in curves.values():
+            axes.plot(x, y.mean(axis=0), color="#D0D0D0", linewidth=0.7)
+        for name, colour, width in [*((name, RED, 1.8) for name in proposed), (label, BLUE, 1.8)]:
+            x, y = curves[name]
+            mean = y.mean(axis=0)
+            text = f"{name} ({len(y)} seeds)" if name in proposed else "the method above the panel"
+            axes.plot(x, mean, color=colour, linewidth=width, label=text)
+            if len(y) > 1:
+                spread = y.std(axis=0, ddof=1)
+                axes.fill_between(x, mean - spread, mean + spread, color=colour, alpha=0.15, linewidth=0)
+    panels[0].plot([], [], color="#D0D0D0", linewidth=1.4, label="each other method")
+    for axes in panels[len(shown) :]:
+        axes.set_visible(False)
+    for column in range(PANELS_IN_A_ROW):  # the lowest panel of each column has the ticks' labels
+        lowest = [axes for axes in grid[:, column] if axes.get_visible()]
+        if lowest:
+            lowest[-1].tick_params(labelbottom=True)
+            lowest[-1].set_xlabel(xlabel, fontsize="small")
+    for axes in grid[:, 0]:
+        axes.set_ylabel(ylabel, fontsize="small")
+    figure.suptitle(title)
+    legend_outside(figure)
+    return figure, panels[: len(shown)]
+
+
+def degradation(comparison: Comparison, others: Levels) -> Figure | None:
+    """Draw how much worse the primary metric is with the stressor than without it, same seed, round by
+    round."""
+    entry, task, tested = comparison.study.degradation or {}, comparison.study.task, tested_as(comparison)
+    stressed, clean = comparison.stressed_and_clean(others)
+    name, sign = task.primary_in_words, 1 if task.higher_is_better else -1
+    sides = " − ".join((entry["clean"], entry["stressed"])[::sign])
+    worse = "lost" if sign > 0 else "added"
+    title = f"Test {name} {worse} under {entry['axis']}: {sides}, same seed"
+    ylabel = f"{name} {worse}{' (percentage points)' if task.is_share(task.primary) else ''}"
+    figure, axes = new_axes(title_of(title, others), "round", ylabel, (6.8, 4.6))
+    axes.axhline(0, color="black", linewidth=0.8)
+    drawn = 0
+    for label in comparison.labels:
+        with_stress, without = comparison.runs(label, stressed), comparison.runs(label, clean)
+        seeds = [seed for seed in without if seed in with_stress]
+        if seeds:
+            x, y = rounds_curve([without[seed] for seed in seeds], tested)
+            other_x, other_y = rounds_curve([with_stress[seed] for seed in seeds], tested)
+            both, here, there = np.intersect1d(x, other_x, return_indices=True)
+            _band(axes, comparison, label, both, sign * (y[:, here] - other_y[:, there]))
+            drawn += both.size
+    if not drawn:
+        return None
+    _count(axes)
+    _legend(figure, comparison)
+    return figure
+
+
+def _count(axes: Axes) -> None:
+    """Put ticks at whole numbers."""
+    from matplotlib.ticker import MaxNLocator
+
+    axes.xaxis.set_major_locator(MaxNLocator("auto", steps=[1, 2, 5, 10], integer=True))
+
+
+def _legend(figure: Figure, comparison: Comparison) -> None:
+    """Draw a legend with as many columns as the longest label leaves room for."""
+    longest = max(len(label) for label in comparison.labels) + len(" (3 seeds)")
+    legend_outside(figure, max(1, min(4, 92 // (longest + 6))))
+
+
+def _band(axes: Axes, comparison: Comparison, label: str, x: np.ndarray, y: np.ndarray) -> None:
+    """Draw mean and standard deviation of ``y`` ``[seeds, E]``."""
+    if not x.size:
+        return
+    colour, style, marker = look_of(comparison, label)
+    mean = y.mean(axis=0)
+    count = f"{len(y)} seed{'s' * (len(y) > 1)}"
+    width = 2.2 if label in comparison.proposed else 1.4
+    axes.plot(x, mean, color=colour, linestyle=style, linewidth=width)
+    # curves that lie on top of each other: the markers of each, above all lines, stand where no other has one
+    place, methods = list(comparison.study.methods).index(label), len(comparison.study.methods)
+    step = max(methods, len(x) // MARKERS_PER_CURVE)
+    some = slice(place * step // methods % len(x), None, step)
+    look: dict[str, Any] = {"color": colour, "marker": marker, "markersize": 6}
+    look |= {"markeredgecolor": "white", "markeredgewidth": 0.6}
+    axes.plot(x[some], mean[some], linestyle="none", zorder=3, **look)
+    axes.plot([], [], linestyle=style, linewidth=width, label=f"{label} ({count})", **look)
+    if len(y) > 1:
+        spread = y.std(axis=0, ddof=1)
+        axes.fill_between(x, mean - spread, mean + spread, color=colour, alpha=0.12, linewidth=0)
