@@ -23,8 +23,8 @@ WITHOUT_CLAIM = re.compile(r"```.*?```|`[^`]*`|\]\([^)]*\)|\S*<!--.*?-->", re.DO
 
 def value_at(document, path):
     """What stands at ``criteria[gain].levels[epochs=1].difference * 100``: keys, and in brackets a key that is
-    no word, or what tells an entry of a list from the others: its name or criterion, its levels, or the two
-    methods that it compares."""
+    no word, or what tells an entry of a list from the others: its name or criterion, its levels, the two
+    methods that it compares, or ``only`` where there is one."""
     path, _, factor = path.partition(" * ")
     for word, bracket in (match.groups() for match in STEP.finditer(path)):
         if word or isinstance(document, dict):
@@ -35,6 +35,8 @@ def value_at(document, path):
 
 
 def is_named(entry, name):
+    if name == "only":
+        return True
     if "=" in name and "levels" in entry and isinstance(entry["levels"], dict):
         return entry["levels"] == dict(one.split("=") for one in name.split(";"))
     if "a" in entry and "b" in entry:

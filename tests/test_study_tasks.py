@@ -17,8 +17,8 @@ from fl_lightning.study.execute.display import Display
 from fl_lightning.study.execute.jobs import Job, RunningJob
 from fl_lightning.study.metric_names import TaskMetrics, direction, headline
 from fl_lightning.study.report.compare import compare
-from fl_lightning.study.report.figures import figures as figures_of
 from fl_lightning.study.report.curves import rounds_curve
+from fl_lightning.study.report.figures import figures as figures_of
 from fl_lightning.study.report.registered import registration_report
 from fl_lightning.study.report.verdicts import check_criteria
 from fl_lightning.study.results.gather import gather, with_metric

@@ -33,8 +33,8 @@ if TYPE_CHECKING:
 MARKERS_PER_CURVE = 8
 LOGARITHMIC_RATIO = 8.0
 """Methods whose megabytes differ by this factor are drawn on a logarithmic axis."""
-MOST_CURVES, PANELS_IN_A_ROW = 8, 4
-"""More methods than have colours of their own get a panel each."""
+MOST_CURVES, PANELS_IN_A_ROW = 6, 4
+"""More methods than can be told apart in one pair of axes get a panel each."""
 Curve = tuple[np.ndarray, np.ndarray]
 """x ``[E]`` and, for every seed, y ``[seeds, E]``."""
 
@@ -98,14 +98,7 @@ def over(
     ends = [x[-1] for x, _ in curves.values()]
     logarithmic = "megabytes" in xlabel and min(ends) > 0 and max(ends) > LOGARITHMIC_RATIO * min(ends)
     label = f"{xlabel} (logarithmic)" if logarithmic else xlabel
-    if len(curves) > MOST_CURVES:
-        figure, each = _panels(comparison, curves, title, label, tested.title)
-    else:
-        figure, axes = new_axes(title, label, tested.title, (6.8, 4.6))
-        each = [axes]
-        for name, (x, y) in curves.items():
-            _band(axes, comparison, name, x, y)
-        _legend(figure, comparison)
+    figure, each = _drawn(comparison, curves, title, label, tested.title)
     for axes in each:
         if xlabel == "round":
             _count(axes)
@@ -114,6 +107,19 @@ def over(
     if task.is_share(task.primary):  # panels share their axes
         each[0].set_ylim(max(0.0, each[0].get_ylim()[0]), min(102.0, each[0].get_ylim()[1]))
     return figure
+
+
+def _drawn(
+    comparison: Comparison, curves: Mapping[str, Curve], title: str, xlabel: str, ylabel: str
+) -> tuple[Figure, list[Axes]]:
+    """Draw curves in one pair of axes, or in a panel for each method; return the axes too."""
+    if len(curves) > MOST_CURVES:
+        return _panels(comparison, curves, title, xlabel, ylabel)
+    figure, axes = new_axes(title, xlabel, ylabel, (6.8, 4.6))
+    for label, (x, y) in curves.items():
+        _band(axes, comparison, label, x, y)
+    _legend(figure, comparison)
+    return figure, [axes]
 
 
 def _panels(
@@ -166,9 +172,7 @@ def degradation(comparison: Comparison, others: Levels) -> Figure | None:
     worse = "lost" if sign > 0 else "added"
     title = f"Test {name} {worse} under {entry['axis']}: {sides}, same seed"
     ylabel = f"{name} {worse}{' (percentage points)' if task.is_share(task.primary) else ''}"
-    figure, axes = new_axes(title_of(title, others), "round", ylabel, (6.8, 4.6))
-    axes.axhline(0, color="black", linewidth=0.8)
-    drawn = 0
+    curves: dict[str, Curve] = {}
     for label in comparison.labels:
         with_stress, without = comparison.runs(label, stressed), comparison.runs(label, clean)
         seeds = [seed for seed in without if seed in with_stress]
@@ -176,12 +180,14 @@ def degradation(comparison: Comparison, others: Levels) -> Figure | None:
             x, y = rounds_curve([without[seed] for seed in seeds], tested)
             other_x, other_y = rounds_curve([with_stress[seed] for seed in seeds], tested)
             both, here, there = np.intersect1d(x, other_x, return_indices=True)
-            _band(axes, comparison, label, both, sign * (y[:, here] - other_y[:, there]))
-            drawn += both.size
-    if not drawn:
+            if both.size:
+                curves[label] = both, sign * (y[:, here] - other_y[:, there])
+    if not curves:
         return None
-    _count(axes)
-    _legend(figure, comparison)
+    figure, each = _drawn(comparison, curves, title_of(title, others), "round", ylabel)
+    for axes in each:
+        axes.axhline(0, color="black", linewidth=0.8)
+        _count(axes)
     return figure
 
 
@@ -200,8 +206,6 @@ def _legend(figure: Figure, comparison: Comparison) -> None:
 
 def _band(axes: Axes, comparison: Comparison, label: str, x: np.ndarray, y: np.ndarray) -> None:
     """Draw mean and standard deviation of ``y`` ``[seeds, E]``."""
-    if not x.size:
-        return
     colour, style, marker = look_of(comparison, label)
     mean = y.mean(axis=0)
     count = f"{len(y)} seed{'s' * (len(y) > 1)}"
