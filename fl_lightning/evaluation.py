@@ -172,7 +172,7 @@ def _dealt_batches(
     for number, id in share(np.unique(owner)):
         network = method.deploy(data.client(int(id), states.get(int(id))))
         mine = torch.from_numpy(np.flatnonzero(owner == id)).to(data.device)
-        for part, index in enumerate(mine.split(512)):
+        for part, index in enumerate(mine.split(data.evaluation_batch)):
             batch = data.inputs("test", index), data.test_target[index]
             yield number * MAX_PARTS + part, network, batch
 

@@ -37,7 +37,7 @@ from fl_lightning.run.journal import Journal
 from fl_lightning.run.log import RunLog
 from fl_lightning.run.metadata import dataset_of
 from fl_lightning.run.progress import Progress
-from fl_lightning.run.resume import Start, find_same, find_start, start_on_all_ranks
+from fl_lightning.run.resume import Start, find_same, find_start, identity_of, start_on_all_ranks
 from fl_lightning.run.trial import trial_run
 from fl_lightning.support.recorded import Recorded, settings_of_run
 from fl_lightning.support.redaction import redact_settings
@@ -235,7 +235,7 @@ class FederatedTrainer(Recorded):
             fed = self._prepare()
             self.progress = Progress(
                 settings,
-                data.partition_hash,
+                identity_of(fed),
                 data.task,
                 every=self.checkpoint_every,
                 keep=self.keep_checkpoints,

@@ -56,7 +56,7 @@ def test_gains_are_those_computed_by_hand(tmp_path):
     assert report["alone"] == "LocalOnly"
     (level,) = report["levels"]
     found = level["methods"]["FedAvg"]["perplexity"]
-    mean, harmed, worst = (found[f"transfer/{name}"] for name in ("mean", "negative", "worst"))
+    mean, harmed, worst = (found[f"transfer/{name}"] for name in ("mean", "below_zero", "worst"))
     assert mean["values"] == pytest.approx({"0": 1 / 3, "1": 2 / 3, "2": -1.0})
     half = T_2 * sqrt(7 / 9) / sqrt(3)  # the variance of 1/3, 2/3, -1 is 7/9
     assert (mean["mean"], mean["low"], mean["high"]) == pytest.approx((0.0, -half, half), abs=1e-9)

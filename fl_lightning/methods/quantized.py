@@ -201,14 +201,18 @@ class LayerCodec:
 
 
 def quantized_layers(network: nn.Module, shortcuts: bool) -> dict[str, Tensor]:
-    """Weights of convolutions, linear layers and embeddings by name, in the order of the network."""
-    found = {}
+    """Weights of convolutions, linear layers and embeddings by name, in the order of the network.
+
+    A weight that two layers share is there once, by the name that ``named_parameters`` gives it.
+    """
+    found: dict[str, Tensor] = {}
     for name, module in network.named_modules():
         on_shortcut = "shortcut" in name or "downsample" in name
         if (
             isinstance(module, (nn.Conv2d, nn.Linear, nn.Embedding))
             and (shortcuts or not on_shortcut)
             and module.weight.requires_grad
+            and not any(module.weight is weight for weight in found.values())
         ):
             found[f"{name}.weight" if name else "weight"] = module.weight
     return found

@@ -6,6 +6,10 @@ longer than the training.
 
 from __future__ import annotations
 
+from collections.abc import Collection
+from hashlib import sha256
+
+import torch
 from torch import Tensor, nn
 
 
@@ -42,6 +46,17 @@ def constants_of(module: nn.Module) -> dict[str, Tensor]:
         for name, tensor in tensors_of(module).items()
         if name in buffers or (isinstance(tensor, nn.Parameter) and not tensor.requires_grad)
     }
+
+
+def sha256_of_parameters(module: nn.Module, without: Collection[str]) -> str:
+    """Return the SHA-256 of the names and bytes of a module's parameters but some; empty if none is left."""
+    digest, some = sha256(), False
+    for name, parameter in module.named_parameters():
+        if name not in without:
+            digest.update(name.encode())
+            digest.update(parameter.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data)
+            some = True
+    return digest.hexdigest() if some else ""
 
 
 def _registered(named: dict[str, nn.Module], kind: str) -> dict[str, Tensor]:

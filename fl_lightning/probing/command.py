@@ -20,7 +20,7 @@ from fl_lightning.probing import Finding, ProbedModel, probe, select_probes
 from fl_lightning.run.checkpoint import CheckpointError, checkpoints_in
 from fl_lightning.run.directory import RunDirectory, checkpoint_name
 from fl_lightning.run.metadata import git_state, now, versions
-from fl_lightning.run.resume import find_start
+from fl_lightning.run.resume import changed_identity, find_start, identity_of
 from fl_lightning.run.snapshot import Checkpoint, restore
 from fl_lightning.run.tables import numbers
 from fl_lightning.settings import changed_settings, flatten, is_under, settings_hash
@@ -177,13 +177,7 @@ def load_model(
     """
     saved = checkpoint.progress
     changed = changed_settings(relevant_settings(saved["config"]), relevant_settings(settings))
-    if saved["partition"] != fed.data.partition_hash and not changed:
-        changed = [
-            (
-                f"the clients' examples: {saved['partition'][:12]} -> {fed.data.partition_hash[:12]} "
-                "(hash of the partition)"
-            )
-        ]
+    changed = changed or changed_identity(saved, identity_of(fed))
     if changed and not allow_changed:
         more = f" and {len(changed) - 4} more" if len(changed) > 4 else ""
         raise InputError(

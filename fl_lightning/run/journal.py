@@ -117,7 +117,7 @@ class Journal:
         """
         collectives.barrier()  # every rank has read the files that rank 0 changes next
         self.metadata = {
-            **describe_run(fed, engine, self.progress.partition, command_line),
+            **describe_run(fed, engine, self.progress.identity, command_line),
             "tags": redact_settings(tags or {}),
         }
         if not fed.fabric.is_global_zero:

@@ -34,16 +34,20 @@ PACKAGES = (
     "jsonargparse",
     "mlflow",
     "numpy",
+    "transformers",
+    "peft",
 )
 
 
-def describe_run(fed: Federation, engine: str, partition: str, command_line: Sequence[str]) -> dict[str, Any]:
+def describe_run(
+    fed: Federation, engine: str, identity: Mapping[str, str], command_line: Sequence[str]
+) -> dict[str, Any]:
     """Return the metadata of a run that begins now on this machine.
 
     Args:
         fed: the federation that is trained.
         engine: name of the engine that trains it.
-        partition: SHA-256 of which client holds which examples.
+        identity: SHA-256 of what the results rest on beside the configuration, by name.
         command_line: the words of the command that started the run; secrets in it are hidden.
     """
     return {
@@ -60,7 +64,7 @@ def describe_run(fed: Federation, engine: str, partition: str, command_line: Seq
         "threads": torch.get_num_threads(),
         "precision": fed.fabric.strategy.precision.precision,
         "started": now(),
-        "partition_sha256": partition,
+        **{f"{name}_sha256": value for name, value in identity.items()},
         "weights_sha256": None,
         "status": "running",
         "tracking_run_id": None,

@@ -25,7 +25,7 @@ class Progress:
 
     Args:
         settings: the configuration, nested and without secrets.
-        partition: SHA-256 of which client holds which examples.
+        identity: SHA-256 of what the results rest on beside the configuration, by name.
         task: names the metric that selects.
         every: rounds between checkpoints; 0 for one at the end only; None for as many as take
             :data:`CHECKPOINT_SHARE` of the time.
@@ -39,9 +39,15 @@ class Progress:
     """
 
     def __init__(
-        self, settings: Mapping[str, Any], partition: str, task: Task, *, every: int | None, keep: int
+        self,
+        settings: Mapping[str, Any],
+        identity: Mapping[str, str],
+        task: Task,
+        *,
+        every: int | None,
+        keep: int,
     ) -> None:
-        self.settings, self.partition, self.every, self.keep = settings, partition, every, keep
+        self.settings, self.identity, self.every, self.keep = settings, identity, every, keep
         self.task = task
         self.done = Snapshot()
         self.history: list[dict[str, float]] = []
@@ -69,7 +75,7 @@ class Progress:
         """
         if start.run is None:
             return
-        self.changed = check_same(start, self.settings, self.partition, allow_changed)
+        self.changed = check_same(start, self.settings, self.identity, allow_changed)
         if start.checkpoint is not None:
             self.done = restore(fed, start.checkpoint)
             self.saved = self.done.round
@@ -134,10 +140,10 @@ class Progress:
         started = time.monotonic()
         for table in run.tables.values():
             table.sync()
-        self.done.save(run, self.settings, self.partition)
+        self.done.save(run, self.settings, self.identity)
         self.saved = self.done.round
         if self._unsaved_best and self._unsaved_best is not self.done:
-            self._unsaved_best.save(run, self.settings, self.partition)
+            self._unsaved_best.save(run, self.settings, self.identity)
         self._unsaved_best = None
         self.prune(run)
         ended = time.monotonic()

@@ -10,6 +10,8 @@ from typing import Any
 
 from fl_lightning.distributed import collectives
 from fl_lightning.errors import InputError
+from fl_lightning.loop import Federation
+from fl_lightning.models.tensors import sha256_of_parameters
 from fl_lightning.run.checkpoint import CheckpointError, checkpoints_in
 from fl_lightning.run.directory import free_name, numbered
 from fl_lightning.run.snapshot import Checkpoint
@@ -154,13 +156,33 @@ def find_same(experiment: Path, name: str, config: Mapping[str, Any]) -> Start:
     return Start(new_name=new_name)
 
 
-def check_same(start: Start, config: Mapping[str, Any], partition: str, allow_changed: bool) -> bool:
+def identity_of(fed: Federation) -> dict[str, str]:
+    """Return what a run's results rest on beside its settings: the SHA-256 of who holds which examples
+    (``partition``), and that of the network's weights that never travel (``frozen``), if there are any."""
+    method, found = fed.method, {"partition": fed.data.partition_hash}
+    frozen = sha256_of_parameters(method.network, method.layout.shapes) if method.layout.shapes else ""
+    return found | ({"frozen": frozen} if frozen else {})
+
+
+def changed_identity(saved: Mapping[str, Any], identity: Mapping[str, str]) -> list[str]:
+    """Return what of a run's identity is another one now, in words; a checkpoint of before may say less."""
+    names = {"partition": "the clients' examples", "frozen": "the network's frozen weights"}
+    return [
+        f"{name}: {saved[key][:12]} -> {identity.get(key, 'none')[:12]} (SHA-256)"
+        for key, name in names.items()
+        if key in saved and saved[key] != identity.get(key)
+    ]
+
+
+def check_same(
+    start: Start, config: Mapping[str, Any], identity: Mapping[str, str], allow_changed: bool
+) -> bool:
     """Return whether the run is continued with a configuration or data that change its results.
 
     Args:
         start: the run to continue.
         config: the configuration of this call, nested.
-        partition: SHA-256 of which client holds which examples now.
+        identity: :func:`identity_of` the federation now.
         allow_changed: whether such a change is allowed; it is then reported in a warning.
 
     Raises:
@@ -168,9 +190,7 @@ def check_same(start: Start, config: Mapping[str, Any], partition: str, allow_ch
     """
     assert start.run is not None
     saved: Mapping[str, Any] = (
-        start.checkpoint.progress
-        if start.checkpoint
-        else {"config": config_of(start.run), "partition": partition}
+        start.checkpoint.progress if start.checkpoint else {"config": config_of(start.run), **identity}
     )
     settings = flatten(config)
     changed = changed_settings(saved["config"], settings)
@@ -182,10 +202,7 @@ def check_same(start: Start, config: Mapping[str, Any], partition: str, allow_ch
         changed = [
             f"{key}, which cannot be recorded ({settings.get(key, 'not set')})" for key in unknown
         ] + changed
-    if saved["partition"] != partition and not changed:
-        changed = [
-            f"the clients' examples: {saved['partition'][:12]} -> {partition[:12]} (hash of the partition)"
-        ]
+    changed = changed or changed_identity(saved, identity)
     if changed and not allow_changed:
         raise InputError(
             f"--ckpt_path {start.run}",

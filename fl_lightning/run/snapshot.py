@@ -75,13 +75,13 @@ class Snapshot:
             clients=keep(self.clients, record.round, record.clients, best_round),
         )
 
-    def save(self, run: RunDirectory, config: Mapping[str, Any], partition: str) -> None:
+    def save(self, run: RunDirectory, config: Mapping[str, Any], identity: Mapping[str, str]) -> None:
         """Write the snapshot as a checkpoint.
 
         Args:
             run: the directory of the run.
             config: the configuration, nested.
-            partition: SHA-256 of which client holds which examples.
+            identity: SHA-256 of what the results rest on beside the configuration, by name.
         """
         clients = {
             f"{id}/{name}": tensor for id, state in self.states.items() for name, tensor in state.items()
@@ -94,7 +94,7 @@ class Snapshot:
             "best_round": self.best_round,
             "best_value": self.best_value,
             "clients": self.clients,
-            "partition": partition,
+            **identity,
             "on_device": [name for name, tensor in clients.items() if tensor.device.type != "cpu"],
             "config": flatten(config),
         }
@@ -178,6 +178,7 @@ def _problem(progress: Mapping[str, Any], clients: Mapping[str, Tensor], folder:
         "best_round": is_count(progress.get("best_round")),
         "best_value": isinstance(best_value(progress), (int, float, type(None))),
         "partition": isinstance(progress.get("partition"), str),
+        "frozen": isinstance(progress.get("frozen", ""), str),
         "config": isinstance(progress.get("config"), dict),
         "tables": isinstance(tables, dict)
         and all(is_mark(tables.get(name)) for name in ("metrics", "ledger")),

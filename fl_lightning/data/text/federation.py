@@ -164,7 +164,8 @@ class TextData(FederatedData):
         self._groups = {"train": torch.from_numpy(train.group), "test": torch.from_numpy(test.group)}
         self.train_target, self.test_target = train.sequences.target, test.sequences.target
         if self.generate:
-            longest = int((self.test_target != IGNORED).sum(1).max())
+            targets = self.test_target, self.train_target  # clients validate on some of the latter
+            longest = max(int((target != IGNORED).sum(1).max()) for target in targets)
             self.task = LanguageModelling(self.tokenizer, longest, self.primary)
         self.move(self.device)
 

@@ -270,5 +270,6 @@ def _adapt(
         ) from error
     if ffa:
         for parameter, weight in adapted.named_parameters():
-            weight.requires_grad_(weight.requires_grad and "lora_A" not in parameter)
+            is_a = any(part in ("lora_A", "lora_embedding_A") for part in parameter.split("."))
+            weight.requires_grad_(weight.requires_grad and not is_a)
     return adapted

@@ -1,5 +1,6 @@
 """Synthetic noise in the words of a text, by the recipe of Belinkov & Bisk (ICLR 2018, arXiv 1711.02173,
-section 3.2): every word of ASCII letters gets one error. No noise changes the number of characters.
+section 3.2): every word of ASCII letters that is long enough gets one error, which may leave it as it was. No
+noise changes the number of characters.
 
 Their natural noise, mistakes that people made, needs word lists that this package does not have.
 """

@@ -12,14 +12,15 @@ from fl_lightning.study.report.comparison import Comparison, Levels, name_of
 from fl_lightning.study.report.tables import ReportTable, interval
 from fl_lightning.study.report.transfer import SeedSummary
 
-SHARE = Column("harmed", "clients harmed (%)", 100, 1, " points")
+SHARE = Column("below", "clients below zero (%)", 100, 1, " points")
 HOW_TO_READ = (
     "Each client's model under a method is held against its own model of {alone}, which trained on the same "
-    "batches with the same seed, on the client's validation examples. The gain is the difference of the two, "
-    "signed so that a negative one is harm: negative transfer. Each number is the mean over seeds of a mean, "
-    "a share or a worst value over clients; the worst client may be another one with every seed, and the "
-    "worst of many is partly chance. In brackets: {interval} over seeds. Clients count alike, however many "
-    "examples they have."
+    "batches with the same seed{rounds}, on the client's validation examples. The gain is the difference of "
+    "the two, signed so that a negative one is harm: negative transfer. With few validation examples "
+    "about half of all clients are below zero by chance, where nothing helps or harms. Each number is the "
+    "mean over seeds of a mean, a share or a worst value over clients; the worst client may be another one "
+    "with every seed, and the worst of many is partly chance. In brackets: {interval} over seeds. Clients "
+    "count alike, however many examples they have."
 )
 
 
@@ -111,7 +112,9 @@ def _with_interval(
 def how_to_read(comparison: Comparison) -> str:
     """Return what the numbers of the tables are."""
     kind = "the 95 % confidence sequence" if comparison.is_sequential else "the 95 % t interval"
-    text = HOW_TO_READ.format(alone=comparison.transfer.alone, interval=kind)
+    chosen = comparison.study.selection == "best_val"
+    rounds = ", each in the round that its own validation chose" if chosen else ""
+    text = HOW_TO_READ.format(alone=comparison.transfer.alone, interval=kind, rounds=rounds)
     controls = ", ".join(label for label in comparison.labels if label in comparison.study.controls)
     return text + (f" Left out, since clients hold other examples there: {controls}." if controls else "")
 
@@ -139,7 +142,7 @@ def _of_method(comparison: Comparison, levels: Levels, label: str) -> dict[str, 
         if of is not None:
             summaries: Mapping[str, SeedSummary | None] = {
                 "transfer/mean": of.gain,
-                "transfer/negative": of.harmed,
+                "transfer/below_zero": of.harmed,
                 "transfer/worst": of.worst_gain,
                 f"client/worst_{metric}": of.worst,
             }
