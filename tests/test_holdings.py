@@ -153,13 +153,12 @@ def test_a_client_more_is_no_object_more() -> None:
 
 
 def test_clients_that_keep_nothing_leave_nothing_behind() -> None:
-    results: list[Any] = [
-        SimpleNamespace(client=SimpleNamespace(id=id), state=state)
-        for id, state in ((1, {}), (2, {}), (3, {"kept": 1}))
+    clients: list[Any] = [
+        SimpleNamespace(id=id, state=state) for id, state in ((1, {}), (2, {}), (3, {"kept": 1}))
     ]
-    fed: Any = SimpleNamespace(states={2: {"kept": 0}})
-    for result in results:
-        loop.keep_state(fed, result)
+    fed: Any = SimpleNamespace(states={2: {"kept": 0}}, callbacks=())
+    for client in clients:
+        loop.end_client(fed, client, 1)
     assert fed.states == {3: {"kept": 1}}
 
 

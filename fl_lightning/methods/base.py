@@ -71,8 +71,7 @@ class Method(Recorded, SummingServer, LightningModule):
         terms: what is added to the local loss: ``ScaledLoss``, ``LabelSmoothing``, ``ProximalTerm``,
             ``NotTrueTerm``, ``DistillationTerm``, or a subclass of ``Term``; null for none. Each is logged as
             ``train/loss_<name>``.
-        weigh_by: what a client's weight n_k in averages counts: its training ``examples``, or the labelled
-            ``tokens`` in them, before any label noise.
+        weigh_by: what n_k counts: a client's training ``examples``, or the labelled ``tokens`` in them.
     """
 
     personalised: bool = False
