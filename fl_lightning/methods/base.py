@@ -60,17 +60,16 @@ class Method(Recorded, SummingServer, LightningModule):
         average: how the server averages its clients' weights: ``WeightedMean``, or one that survives hostile
             clients: ``CoordinateMedian``, ``TrimmedMean``, ``NormClipping``.
         max_share: largest share p_k = n_k / sum n of one client in a round, in (0, 1]; what is cut off goes
-            to the others in proportion. In a cohort too small for the bound all weigh the same.
-            ``TrimmedMean`` renormalises over those it keeps. 1: no bound.
+            to the others in proportion. In a cohort too small for it all weigh the same. 1: no bound.
         scheduler: a schedule of the local learning rate, of ``torch.optim.lr_scheduler``, without a metric:
             it steps once a round.
         module: a LightningModule of yours: its ``training_step`` is the task loss, ``forward`` gives the
             logits that are evaluated, ``configure_optimizers`` the local optimiser and perhaps a schedule
             over rounds; what it logs is dropped. It replaces ``network`` and, except for FedMPQ and FedMPQKD,
             ``optimizer``.
-        terms: what is added to the local loss: ``ScaledLoss``, ``LabelSmoothing``, ``ProximalTerm``,
-            ``NotTrueTerm``, ``DistillationTerm``, or a subclass of ``Term``; null for none. Each is logged as
-            ``train/loss_<name>``.
+        terms: what is added to the local loss, each logged as ``train/loss_<name>``: ``ScaledLoss``,
+            ``LabelSmoothing``, ``ProximalTerm``, ``NotTrueTerm``, ``DistillationTerm``, or a subclass of
+            ``Term``.
         weigh_by: what n_k counts: a client's training ``examples``, or the labelled ``tokens`` in them.
     """
 
