@@ -13,7 +13,7 @@ import pytest
 import torch
 from lightning import LightningDataModule
 from page_commands import documented, file_of_page
-from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset, random_split
 from torchvision.datasets import MNIST, FakeData
 from toy import run
 
@@ -153,6 +153,27 @@ def nan(row: int) -> list:
     items = pairs()
     items[row] = (torch.tensor([float("nan"), 0.0]), "odd")
     return items
+
+
+class SplitsInEachSetup(LightningDataModule):
+    """A module whose ``setup`` splits at random whatever the stage, as many do."""
+
+    def setup(self, stage: str) -> None:
+        self.train, self.test = random_split(ListData(pairs(40)), [30, 10])
+
+    def train_dataloader(self) -> DataLoader:
+        return DataLoader(self.train)
+
+    def test_dataloader(self) -> DataLoader:
+        return DataLoader(self.test)
+
+
+def test_no_training_example_of_a_module_is_a_test_example():
+    one, other = (dealt(DataModuleData(SplitsInEachSetup, num_clients=2, partition=IID())) for _ in range(2))
+    train, test = (set(all_inputs(one, split)[:, 0].tolist()) for split in ("train", "test"))
+    assert train | test == set(map(float, range(40)))
+    assert not train & test
+    assert torch.equal(all_inputs(one), all_inputs(other))  # the split is the same in every run
 
 
 WRONG = {

@@ -91,12 +91,16 @@ def test_mistakes_are_one_line(tmp_path, datasets):
     made.save_to_disk(tmp_path / "one")
     datasets.DatasetDict({"train": made}).save_to_disk(tmp_path / "splits")
     (tmp_path / "rows.txt").write_text("1 2")
+    kinds = datasets.Features({"x": datasets.Value("float32"), "kind": datasets.ClassLabel(names=["a", "b"])})
+    some = {"x": [float(i) for i in range(30)], "kind": [0, 1, -1] * 10}
+    datasets.Dataset.from_dict(some, features=kinds).save_to_disk(tmp_path / "unlabelled")
     for path, settings, words in (
         ("one", {}, "there is no column label; write one of measures, species, garden"),
         ("one", {"target": "specie"}, "there is no column specie; did you mean species"),
         ("one", {"target": "species", "input": "height"}, "there is no column height"),
         ("one", {"target": "species", "client": "plot"}, "there is no column plot"),
         ("one", {"target": "species"}, "train, item 0; an input is a tensor, an array, an image or numbers"),
+        ("unlabelled", {"target": "kind"}, "labels -1 are none of the 2 classes; leave out rows without"),
         ("one", {"target": "species", "test": "test"}, "has a single split; leave test out"),
         ("splits", {"target": "species", "test": "tests"}, "split tests; .* has no such split; did you mean|write one of train"),
         ("rows.txt", {}, r"a file is one of \.parquet, \.csv"),

@@ -59,6 +59,7 @@ WRONG = {
     "truths": (json.dumps([EVEN, [True]]), "client 1; examples are a list of whole numbers"),
     "a number": (json.dumps([EVEN, 7]), "client 1; examples are a list of whole numbers"),
     "other keys": (json.dumps({"clients": [{"train": EVEN, "test": ODD}, {}]}), "client 0; it has the lists train and val"),
+    "no training": (json.dumps({"clients": [{"train": [], "val": EVEN}, {"train": [], "val": ODD}]}), "no client has a training example"),
     "validation twice": (json.dumps({"clients": [{"train": EVEN, "val": [2]}, {"train": ODD}]}), "example 2 is listed twice"),
     "summary of many": (json.dumps({"left_out": "clients of 5000 clients"}), "it leaves out the clients' examples"),
 }  # fmt: skip

@@ -220,6 +220,11 @@ class ArrayData(FederatedData):
         mean, std = self._scale
         return (found.float() / 255 - mean) / std
 
+    @property
+    def content_sha256(self) -> str:
+        """SHA-256 of all examples."""
+        return self._digest
+
     def partition_summary(self) -> dict[str, Any]:
         """Return the content of ``partition.json``, with the names of classes, groups and clients and the
         SHA-256 of all examples."""

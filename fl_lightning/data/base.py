@@ -108,6 +108,12 @@ class FederatedData(ExampleBatches, Recorded, LightningDataModule):
         self._holdings = Holdings.of_sizes(np.empty(0, np.int64), np.empty(0, np.int64))
 
     @property
+    def content_sha256(self) -> str:
+        """SHA-256 of all examples, by which a run that is continued knows its data again; empty where the
+        name of the data set says which they are."""
+        return ""
+
+    @property
     def train_group(self) -> Tensor:
         """What each training example is grouped by, int64 ``[N]``: its class, or a writer, a hospital, a
         domain. Partitions go by it. Where the target is not a class and nothing else is given, all examples
@@ -197,6 +203,12 @@ class FederatedData(ExampleBatches, Recorded, LightningDataModule):
                 else holdings.hold_out_marked(marked)
             )
         self._holdings = holdings
+        require(
+            len(self.active) > 0,
+            f"--data.partition {type(self.partition).__name__}",
+            "no client has a training example",
+            "leave some examples out of the validation sets",
+        )
         assert own is None or not np.isin(self._holdings.index, self.public).any(), (
             "a client holds public examples"
         )

@@ -76,7 +76,14 @@ class HuggingFaceData(ItemData):
         first, second, names = self.examples_of(loaded, [f"{self.path}, {split}" for split in self.splits])
         feature = loaded[0].features[self.keys.target]
         if hasattr(feature, "int2str") and names.classes:
-            names = Names([feature.int2str(number) for number in names.classes], names.groups, names.clients)
+            unknown = [number for number in names.classes if not 0 <= int(number) < feature.num_classes]
+            require(
+                not unknown,
+                f"{self.path}, column {self.keys.target}",
+                f"labels {', '.join(map(str, unknown))} are none of the {feature.num_classes} classes",
+                "leave out rows without a label",
+            )
+            names = Names([feature.int2str(int(n)) for n in names.classes], names.groups, names.clients)
         return first, second, names
 
     def _load(self) -> list[Any]:

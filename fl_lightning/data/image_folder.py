@@ -150,6 +150,11 @@ class ImageFolder(ImageData):
         """The client in whose folder each training image lies, int64 ``[N]``; None without such folders."""
         return self._owner
 
+    @property
+    def content_sha256(self) -> str:
+        """SHA-256 of all images."""
+        return self._digest
+
     def partition_summary(self) -> dict[str, Any]:
         """Return the content of ``partition.json``, with the names of classes and clients and the SHA-256 of
         all images."""

@@ -153,6 +153,13 @@ def _users(file: Path) -> list[tuple[str, list[Any], list[Any]]]:
             "correct it, or leave num_samples out",
         )
         found.append((user, x, y))
+    left_out = sorted(set(data) - set(map(str, users)))
+    require(
+        not left_out,
+        f"{file}",
+        f"the list users lacks {', '.join(left_out[:3])}, and user_data has {len(left_out)} such",
+        "name all of them in users",
+    )
     return found
 
 

@@ -13,6 +13,7 @@ from torch.utils.data import Dataset
 from fl_lightning.data.arrays import ArrayData, Examples, Names
 from fl_lightning.data.items import Key, Keys, read_items, to_examples
 from fl_lightning.errors import InputError
+from fl_lightning.rng import torch_stream
 from fl_lightning.support.user_code import is_bug_of_user
 
 DatasetCallable = Callable[[], Dataset]
@@ -161,23 +162,25 @@ class DataModuleData(ItemData):
             InputError: the module has no training loader, or a dataset cannot be read.
         """
         module = made(self.source, "data.module")
-        train = self._dataset_of(module, "train_dataloader", "fit")
+        with torch_stream(0, "data_module"):  # a split that the module draws is the same in every run
+            for stage in ("fit", "test"):  # before a loader is asked: one that ignores the stage splits anew
+                made(partial(module.setup, stage), "data.module")
+        train = self._dataset_of(module, "train_dataloader")
         if train is None:
             raise InputError(
                 f"data.module {name_of(module)}",
                 "its train_dataloader gives no loader with a dataset",
                 "let it return a torch.utils.data.DataLoader",
             )
-        test = self._dataset_of(module, "test_dataloader", "test")
+        test = self._dataset_of(module, "test_dataloader")
         places = [f"data.module {name_of(module)}, {split}" for split in ("train", "test")]
         return self.examples_of((train, test), places)
 
     @staticmethod
-    def _dataset_of(module: LightningDataModule, loader: str, stage: str) -> Any:
+    def _dataset_of(module: LightningDataModule, loader: str) -> Any:
         """Return the dataset of a loader; None if the module does not define the loader."""
         if getattr(type(module), loader) is getattr(LightningDataModule, loader):
             return None
-        made(lambda: module.setup(stage), "data.module")
         return getattr(getattr(module, loader)(), "dataset", None)
 
 

@@ -18,6 +18,10 @@ if TYPE_CHECKING:
     import pandas as pd  # imported in functions below: it is slow, and most runs need no table
 
 CSV_SUFFIXES, PARQUET_SUFFIXES = (".csv", ".csv.gz", ".tsv"), (".parquet", ".pq")
+MAX_NUMBER = 1e30
+"""A larger number would spoil the deviation of its column: its square is more than float32 holds."""
+CONSTANT = 1e-12
+"""A column whose deviation is a smaller share of its largest value is a constant, but for rounding."""
 MAX_SHARE_OF_NUMBERS = 0.9
 """A column of text of which more values than this share, but not all, are numbers has a wrong value."""
 
@@ -144,17 +148,19 @@ def numbers_of(table: pd.DataFrame, name: str, path: Path) -> np.ndarray:
     import pandas as pd
 
     values = pd.to_numeric(table[name], errors="coerce").to_numpy(np.float64)
-    wrong = ~np.isfinite(values)
+    wrong = ~(np.abs(values) < MAX_NUMBER)
     if wrong.any():
         position = int(wrong.argmax())
+        finite = bool(np.isfinite(values[position]))
         raise InputError(
             place_of(table, position, name, path),
-            f"{table[name].iloc[position]} is no finite number",
+            f"{table[name].iloc[position]} is {'too large' if finite else 'no finite number'}",
             "correct it, or remove the row",
         )
     return values
 
 
 def moments(values: np.ndarray) -> tuple[float, float]:
-    """Return mean and standard deviation; 1 in place of a deviation of 0."""
-    return float(values.mean()), float(values.std()) or 1.0
+    """Return mean and standard deviation; 1 in place of one that is 0 but for rounding."""
+    mean, deviation = float(values.mean()), float(values.std())
+    return mean, deviation if deviation > CONSTANT * float(np.abs(values).max()) else 1.0

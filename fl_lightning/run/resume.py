@@ -157,16 +157,22 @@ def find_same(experiment: Path, name: str, config: Mapping[str, Any]) -> Start:
 
 
 def identity_of(fed: Federation) -> dict[str, str]:
-    """Return what a run's results rest on beside its settings: the SHA-256 of who holds which examples
-    (``partition``), and that of the network's weights that never travel (``frozen``), if there are any."""
-    method, found = fed.method, {"partition": fed.data.partition_hash}
+    """Return what a run's results rest on beside its settings, each as a SHA-256: who holds which examples
+    (``partition``), the examples of data of one's own (``content``), and the network's weights that never
+    travel (``frozen``)."""
+    method = fed.method
     frozen = sha256_of_parameters(method.network, method.layout.shapes) if method.layout.shapes else ""
-    return found | ({"frozen": frozen} if frozen else {})
+    found = {"partition": fed.data.partition_hash, "content": fed.data.content_sha256, "frozen": frozen}
+    return {name: value for name, value in found.items() if value}
 
 
 def changed_identity(saved: Mapping[str, Any], identity: Mapping[str, str]) -> list[str]:
     """Return what of a run's identity is another one now, in words; a checkpoint of before may say less."""
-    names = {"partition": "the clients' examples", "frozen": "the network's frozen weights"}
+    names = {
+        "partition": "the clients' examples",
+        "content": "the data",
+        "frozen": "the network's frozen weights",
+    }
     return [
         f"{name}: {saved[key][:12]} -> {identity.get(key, 'none')[:12]} (SHA-256)"
         for key, name in names.items()

@@ -178,6 +178,7 @@ def _problem(progress: Mapping[str, Any], clients: Mapping[str, Tensor], folder:
         "best_round": is_count(progress.get("best_round")),
         "best_value": isinstance(best_value(progress), (int, float, type(None))),
         "partition": isinstance(progress.get("partition"), str),
+        "content": isinstance(progress.get("content", ""), str),
         "frozen": isinstance(progress.get("frozen", ""), str),
         "config": isinstance(progress.get("config"), dict),
         "tables": isinstance(tables, dict)

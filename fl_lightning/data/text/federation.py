@@ -254,6 +254,11 @@ class TextData(FederatedData):
         logits = MAX_LOGITS.get(self.device.type, MAX_LOGITS["cpu"])
         return max(1, min(512, logits // (self.context * self.tokenizer.vocab_size)))
 
+    @property
+    def content_sha256(self) -> str:
+        """SHA-256 of the text."""
+        return self.text_summary.get("sha256", "")
+
     def partition_summary(self) -> dict[str, Any]:
         """Return the content of ``partition.json``, with the names of the groups and what identifies the
         text."""

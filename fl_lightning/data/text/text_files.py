@@ -267,6 +267,8 @@ def record_lines(path: Path, text: str, client_key: str | None, group_key: str |
     """
     for entry, place in json_records(path, text):
         record = checked_record(entry, place, *filter(None, (client_key, group_key)))
+        for name in filter(None, (client_key, group_key)):
+            require(entry[name] is not None, place, f"the value of {name} is null", "say whose it is")
         names = [str(entry[name]) if name else path.name for name in (client_key, group_key)]
         yield Line(record, place, *names)
 
