@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict
-from math import isfinite
+from math import inf, isfinite
 from typing import Any
 
 from fl_lightning.study.metric_names import Column, measure_column
@@ -63,7 +63,7 @@ def of_clients(comparison: Comparison, levels: Levels, metric: str) -> ReportTab
                 _with_interval(written, found.worst_gain, sign=True),
             ]
         name = f"{label} (alone)" if label == transfer.alone else label
-        worst = _with_interval(written, found.worst)
+        worst = _with_interval(written, found.worst, bounds=_range(comparison, metric))
         rows.append([name, str(len(found.worst.values)), clients, *gains, worst])
     title = f"Negative transfer{_at(levels)}: gain of a client in {written.title} against {transfer.alone}"
     return ReportTable.of(title, header, rows)
@@ -86,6 +86,13 @@ def of_kinds(comparison: Comparison, levels: Levels, metric: str) -> ReportTable
     ]
     what = f"{written.title} on test examples, and gain{_unit(written)} against {transfer.alone}"
     return ReportTable.of(f"Negative transfer by kind{_at(levels)}: {what}", header, rows)
+
+
+def _range(comparison: Comparison, metric: str) -> tuple[float, float]:
+    """Return the least and the largest value that a measure can have."""
+    if comparison.study.task.is_share(metric.rpartition("/")[2]):
+        return 0.0, 1.0
+    return float(metric.endswith("perplexity")), inf
 
 
 def _at(levels: Levels) -> str:
