@@ -48,6 +48,8 @@ def test_what_ranks_give_arrives_as_it_was(tmp_path):
     assert run("exchange", 3, tmp_path) == ([0, 0, 0], ["", "", ""])
 
 
+@pytest.mark.slow
+@pytest.mark.essential
 @pytest.mark.parametrize("what", ["silent", "killed"])
 def test_a_rank_that_does_not_answer_leaves_nobody_waiting(tmp_path, what):
     codes, (zero, _, two) = run(what, 3, tmp_path)

@@ -268,6 +268,8 @@ def test_the_winner_under_corruption_is_the_most_accurate(tmp_path):
         with_metric(gather("study", tmp_path), "mine/strange")
 
 
+@pytest.mark.slow
+@pytest.mark.essential
 def test_the_same_runs_give_the_same_report_byte_for_byte(tmp_path, figures):
     make_study(
         tmp_path / "runs",

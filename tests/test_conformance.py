@@ -26,7 +26,13 @@ KEEPS = {"FedKD", "FedMosaic", "LocalOnly"}
 OF_ITS_OWN = {"FedMosaic", "LocalOnly", "Oracle"}
 
 
-@pytest.mark.parametrize("name", METHODS)
+LONG = [pytest.mark.slow, pytest.mark.essential]
+IN_EVERY_RUN = {"FedAvg", "FedMPQKD", "FedMosaic"}
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[] if name in IN_EVERY_RUN else LONG) for name in METHODS]
+)
 def test_every_method_conforms(name):
     outcomes = list(run_checks(method_under_test(getattr(methods, name))))
     assert [f"{o.check}: {o.detail}" for o in outcomes if o.verdict == "failed"] == []

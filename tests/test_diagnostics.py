@@ -130,6 +130,8 @@ class Stop(Stressor):
         return cohort
 
 
+@pytest.mark.slow
+@pytest.mark.essential
 def test_history_survives_a_resume(tmp_path):
     def fit(folder: str, *, last: Stressor, ckpt_path: str | None = None) -> tuple[Any, list[Any]]:
         watching = meters()

@@ -69,6 +69,8 @@ def test_own_data(tmp_path):
     assert sum(partition["sizes"]) == 569 - 114  # every fifth of 569 is in the test set
 
 
+@pytest.mark.slow
+@pytest.mark.essential
 def test_own_data_from_the_command_line(tmp_path):
     shutil.copy(EXAMPLES / "own_data.py", tmp_path)
     page = (ROOT / "docs/howto/data.md").read_text()

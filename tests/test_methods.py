@@ -109,6 +109,8 @@ def first_round_bytes(method, tmp_path) -> tuple[set[int], set[int]]:
     return {int(row[3]) for row in rows}, {int(row[4]) for row in rows}
 
 
+@pytest.mark.slow
+@pytest.mark.essential
 def test_bytes_equal_the_hand_formula(tmp_path):
     """small_cnn: 33 712 weights in four layers, 234 values in GroupNorm and the bias. Header 19, an entry 3 +
     name + 4 per dimension."""

@@ -77,6 +77,8 @@ def test_it_is_fedavg_of_the_same_network(tmp_path):
     assert torch.equal(wrapped.server["weights"], plain.server["weights"])
 
 
+@pytest.mark.slow
+@pytest.mark.essential
 def test_from_the_command_line(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)

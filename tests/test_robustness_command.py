@@ -124,7 +124,13 @@ def test_everything_about_a_run(run, capsys):
     assert run_test(run)["metrics"] == metrics  # a function of checkpoint and seed
 
 
-@pytest.mark.parametrize("model", ["FedAvg", "FedKD", "FedMosaic", "AQFL"])
+@pytest.mark.parametrize(
+    "model",
+    ["FedAvg", "AQFL"]
+    + [
+        pytest.param(name, marks=[pytest.mark.slow, pytest.mark.essential]) for name in ("FedKD", "FedMosaic")
+    ],
+)
 def test_every_kind_of_method(model):
     run = fit(model)
     found = run_test(run, "--probes", f"{CHEAP},fgsm,pgd,cost")

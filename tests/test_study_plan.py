@@ -229,7 +229,16 @@ def test_noise_on_and_off_differ_in_one_number():
     assert on == off
 
 
-@pytest.mark.parametrize("path", STUDIES, ids=lambda path: path.stem)
+LONG = [pytest.mark.slow, pytest.mark.essential]
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        pytest.param(path, id=path.stem, marks=[] if path.stem == "exp2_embedded" else LONG)
+        for path in STUDIES
+    ],
+)
 def test_a_study_of_the_project_can_be_judged_and_its_ends_resolve(path):
     study = Study.read(path)
     assert len(study.parsed_criteria()) == len(study.criteria)

@@ -67,9 +67,7 @@ class Method(Recorded, SummingServer, LightningModule):
             logits that are evaluated, ``configure_optimizers`` the local optimiser and perhaps a schedule
             over rounds; what it logs is dropped. It replaces ``network`` and, except for FedMPQ and FedMPQKD,
             ``optimizer``.
-        terms: what is added to the local loss, each logged as ``train/loss_<name>``: ``ScaledLoss``,
-            ``LabelSmoothing``, ``ProximalTerm``, ``NotTrueTerm``, ``DistillationTerm``, or a subclass of
-            ``Term``.
+        terms: what is added to the local loss, each logged as ``train/loss_<name>``, or a ``Term`` of yours.
         weigh_by: what n_k counts: a client's training ``examples``, or the labelled ``tokens`` in them.
     """
 

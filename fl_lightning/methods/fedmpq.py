@@ -62,8 +62,7 @@ class FedMPQ(QuantizedMethod):
         representation: what the clients' optimiser steps on. ``latent``: the weights themselves, so that a
             step is the optimiser's own on W. ``planes``: two planes for each bit, as in the paper, 2 N
             numbers for each weight; Adam moves W there by up to 2 s times its learning rate.
-        rounding: of uploads: ``stochastic`` (unbiased) or ``nearest``, which loses every update below half a
-            step.
+        rounding: of uploads: ``stochastic`` (unbiased), or ``nearest``: updates below half a step are lost.
         plane_lr: of ``planes``: ``matched`` divides their gradients, the task's and the regulariser's, by
             c^2 sum_b 4^b, so that a step of SGD on them moves W about as far as a step of the same lr on W;
             ``raw`` leaves them: with s = max |W| below 1 the lr of every layer shrinks with s^2.
