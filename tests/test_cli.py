@@ -391,6 +391,8 @@ def python(*args: str, cwd: Path | None = None) -> subprocess.CompletedProcess[s
     )
 
 
+@pytest.mark.slow
+@pytest.mark.essential
 def test_the_commands_import_only_what_every_command_needs() -> None:
     """torchvision, scipy and matplotlib come with Lightning; what a run may never need comes when it does."""
     seen = (
