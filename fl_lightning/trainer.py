@@ -293,8 +293,8 @@ class FederatedTrainer(Recorded):
                 configuration is used.
             checkpoint: which of the run's checkpoints: ``last`` (the default), ``best`` (of validation), or a
                 name like round_000060.
-            probes: which of clean, clients, calibration, corruptions, fgsm, pgd, cost, latency; separated by
-                commas. Default: all.
+            probes: which of clean, clients, calibration, corruptions, fgsm, pgd, kinds, cost, latency,
+                generation, membership, inversion; separated by commas. Default: all but inversion.
 
         Raises:
             InputError: there is no such checkpoint, or it was trained with another method, other data or

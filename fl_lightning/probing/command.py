@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.table import Table
 
 from fl_lightning.errors import InputError
-from fl_lightning.loop import Federation, weights_hash
+from fl_lightning.loop import Federation, cohort_size, weights_hash
 from fl_lightning.probing import Finding, ProbedModel, probe, select_probes
 from fl_lightning.run.checkpoint import CheckpointError, checkpoints_in
 from fl_lightning.run.directory import RunDirectory, checkpoint_name
@@ -192,7 +192,9 @@ def load_model(
     done = restore(fed, checkpoint)
     fed.method.round = done.round
     uploads = _mean_upload(RunDirectory(checkpoint.path.parent.parent), done.round)
-    return ProbedModel(fed.fabric, fed.method, fed.data, fed.states, fed.seed, uploads)
+    return ProbedModel(
+        fed.fabric, fed.method, fed.data, fed.states, fed.seed, uploads, cohort=cohort_size(fed)
+    )
 
 
 def relevant_settings(settings: Mapping[str, Any]) -> dict[str, Any]:

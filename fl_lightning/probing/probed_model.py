@@ -40,6 +40,30 @@ class Finding:
 
 
 @dataclass(frozen=True)
+class Protection:
+    """What stands between the clients' updates and those who would read them.
+
+    Args:
+        secure: the server sees sums over the cohort only.
+        clip_norm: largest L2 norm of a client's message; None: no bound.
+        noise_std: standard deviation of the noise in a released sum; 0: there is none.
+        noise_at_clients: each client adds its share of the noise before it sends.
+    """
+
+    secure: bool = False
+    clip_norm: float | None = None
+    noise_std: float = 0.0
+    noise_at_clients: bool = False
+
+    def clipped(self, messages: Tensor) -> Tensor:
+        """Return the messages ``[K, P]``, none longer than ``clip_norm``."""
+        if self.clip_norm is None:
+            return messages
+        norms = messages.norm(dim=1, keepdim=True)
+        return messages * (self.clip_norm / norms.clamp_min(1e-30)).clamp_max(1)
+
+
+@dataclass(frozen=True)
 class ProbedModel:
     """A method in the state of one checkpoint.
 
@@ -50,6 +74,8 @@ class ProbedModel:
         states: tensors that clients keep, by client id.
         seed: seed of the run.
         uploads: mean bytes of the uploads of this round that were used; None if there are none.
+        cohort: clients of a round.
+        protection: of the run, against those who read updates.
     """
 
     fabric: Fabric
@@ -58,6 +84,8 @@ class ProbedModel:
     states: Mapping[int, dict[str, Tensor]]
     seed: int
     uploads: float | None = None
+    cohort: int = 1
+    protection: Protection = Protection()
 
     @property
     def target(self) -> Tensor:

@@ -26,6 +26,7 @@ from fl_lightning.probing.corruptions.layers import frost_photographs
 from fl_lightning.probing.corruptions.published import PublishedImages
 from fl_lightning.probing.corruptions.recipes import EXTRA, SEVERITY, STANDARD, corrupt
 from fl_lightning.probing.cost import float_bytes, flops, latencies, peak_memory
+from fl_lightning.probing.leakage import inversion, membership
 from fl_lightning.probing.noisy_prompts import noisy_prompts
 from fl_lightning.probing.probed_model import Finding, Forward, ProbedModel
 from fl_lightning.probing.scaling import TEMPERATURE_BOUNDS, calibration, fit_temperature
@@ -278,17 +279,22 @@ PROBES: dict[str, Callable[[ProbedModel], Finding]] = {
     "cost": cost,
     "latency": latency,
     "generation": generation,
+    "membership": membership,
+    "inversion": inversion,
 }
+ON_REQUEST = frozenset({"inversion"})
+"""Probes that take half a minute and more; they are run where they are named."""
 
 
 def select_probes(names: str | None) -> list[str]:
-    """Return the probes of a comma-separated list in the order of ``PROBES``; None: all probes.
+    """Return the probes of a comma-separated list in the order of ``PROBES``; None: all but those on
+    request.
 
     Raises:
         InputError: a name is not that of a probe, or the list is empty.
     """
     if names is None:
-        return list(PROBES)
+        return [name for name in PROBES if name not in ON_REQUEST]
     given = [name.strip() for name in names.split(",") if name.strip()]
     unknown = [name for name in given if name not in PROBES]
     if unknown or not given:

@@ -11,7 +11,7 @@ from typing import Any, Literal
 import yaml
 
 from fl_lightning.errors import InputError
-from fl_lightning.probing import PROBES
+from fl_lightning.probing import select_probes
 from fl_lightning.run.directory import read_json, to_json
 from fl_lightning.settings import flatten, settings_hash
 from fl_lightning.study.results.run_records import find_run, read_cells, read_metrics
@@ -75,7 +75,7 @@ class CellState:
             "last": found.get("weights_sha256") == run.get("weights_sha256"),
             "best": found.get("round") == run.get("final/best_val_round"),
         }.get(checkpoint, True)
-        wanted = {*flags["probes"].split(",")} if "probes" in flags else {*PROBES}
+        wanted = {*select_probes(flags.get("probes"))}
         done = {*found.get("probes", {}), *found.get("skipped", {})}
         return found.get("chosen") == checkpoint and same and wanted <= done
 
