@@ -10,7 +10,10 @@ With |x| < 2^20 and at most ``cohort`` clients no sum leaves the range of int64.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import math
+import os
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 
 import torch
 from torch import Tensor
@@ -22,12 +25,17 @@ MAX_MAGNITUDE = 2.0**20
 it."""
 
 SUM_BITS, MAGNITUDE_BITS = 62, 20
+TINY = 2.0**-70
+"""The square of a smaller value may be 0 in float32."""
 FLOAT64_INTEGERS = 2.0**53
 """Integers up to here, and their sums, are exact in float64."""
 
-BLOCK_VALUES = 2**16
-"""Values that are added up at once: half a megabyte in float64, which stays in a core's cache from client to
-client."""
+BLOCK_VALUES = 2**15
+"""Values that are added up at once: a quarter of a megabyte in float64, which stays in a core's cache from
+client to client, and which torch does not divide among threads of its own."""
+THREADED_VALUES = 2**18
+"""From so many values on, blocks are dealt to threads: whoever adds them up, the integers are the same."""
+MAX_THREADS = 4
 
 
 def fraction_bits(cohort: int) -> int:
@@ -51,8 +59,11 @@ def exact_mean(vectors: Sequence[Tensor], weights: Sequence[float], total: float
         MisuseError: as :meth:`ExactSum.add`.
     """
     mean = torch.empty_like(vectors[0], dtype=torch.float32)
-    for block, integers in _block_sums(vectors, weights, cohort):
+
+    def fill(block: slice, integers: Tensor) -> None:
         mean[block] = integers.to(torch.float64).mul_(2.0 ** -fraction_bits(cohort)).div_(total)
+
+    _add_blocks(vectors, weights, cohort, fill)
     return mean
 
 
@@ -80,14 +91,18 @@ class ExactSum:
             weights: w_k in [0, 1].
 
         Raises:
-            MisuseError: more clients than ``cohort``, another size, or a value or weight out of range.
+            MisuseError: more clients than ``cohort``, another size, or a value or weight out of range; the
+                sum is of no use then.
         """
         self.count += len(vectors)
         _check_count(self.count, self.cohort)
         if any(vector.shape != self.integers.shape for vector in vectors):
             raise _shape_error([self.integers, *vectors])
-        for block, integers in _block_sums(vectors, weights, self.cohort):
+
+        def add(block: slice, integers: Tensor) -> None:
             self.integers[block] += integers.to(torch.int64)
+
+        _add_blocks(vectors, weights, self.cohort, add)
 
     def merge(self, other: ExactSum) -> None:
         """Add what somebody else added up, for the same cohort.
@@ -108,28 +123,65 @@ class ExactSum:
         return self.total().div_(total).to(torch.float32)
 
 
-def _block_sums(
-    vectors: Sequence[Tensor], weights: Sequence[float], cohort: int
-) -> Iterator[tuple[slice, Tensor]]:
-    """Yield the sums of some columns at a time: integers, in float64 where it holds them, else in int64."""
-    sizes = _checked_sizes(vectors, weights, cohort)
+def _add_blocks(
+    vectors: Sequence[Tensor], weights: Sequence[float], cohort: int, use: Callable[[slice, Tensor], None]
+) -> None:
+    """Call ``use`` with some columns at a time and their sums."""
+    _check(vectors, weights, cohort)
+    size = len(vectors[0])
     scales = [weight * 2.0 ** fraction_bits(cohort) for weight in weights]
+    blocks = [slice(begin, begin + BLOCK_VALUES) for begin in range(0, size, BLOCK_VALUES)]
+
+    def add(some: list[slice]) -> None:
+        rounded = torch.empty(min(size, BLOCK_VALUES), dtype=torch.float64)
+        for block in some:
+            use(block, _block_sum([vector[block] for vector in vectors], scales, rounded))
+
+    threads = min(os.cpu_count() or 1, MAX_THREADS) if size >= THREADED_VALUES else 1
+    if threads == 1:
+        add(blocks)
+        return
+    with ThreadPoolExecutor(threads) as pool:
+        list(pool.map(add, [blocks[first::threads] for first in range(threads)]))
+
+
+def _block_sum(parts: Sequence[Tensor], scales: Sequence[float], rounded: Tensor) -> Tensor:
+    """Return sum of round(scale x): integers, in float64 where it holds them, else in int64.
+
+    Args:
+        parts: x of each client, ``[B]``.
+        scales: one a client.
+        rounded: memory for B values or more.
+    """
+    sizes = [_bound(part) for part in parts]
     bound = sum(scale * size + 1 for scale, size in zip(scales, sizes, strict=True))
     kind = torch.float64 if bound < FLOAT64_INTEGERS else torch.int64
-    size = len(vectors[0])
-    rounded = torch.empty(min(size, BLOCK_VALUES), dtype=torch.float64)
-    for begin in range(0, size, BLOCK_VALUES):
-        block = slice(begin, begin + BLOCK_VALUES)
-        here = rounded[: size - begin]
-        total = torch.zeros(len(here), dtype=kind)
-        for vector, scale in zip(vectors, scales, strict=True):
-            here.copy_(vector[block]).mul_(scale).round_()
-            total.add_(here if kind is torch.float64 else here.to(torch.int64))
-        yield block, total
+    here = rounded[: len(parts[0])]
+    total = torch.zeros(len(here), dtype=kind)
+    for part, scale in zip(parts, scales, strict=True):
+        here.copy_(part).mul_(scale).round_()
+        total.add_(here if kind is torch.float64 else here.to(torch.int64))
+    return total
 
 
-def _checked_sizes(vectors: Sequence[Tensor], weights: Sequence[float], cohort: int) -> list[float]:
-    """Return the largest magnitude of each vector, once all is in range."""
+def _bound(part: Tensor) -> float:
+    """Return a bound on the magnitudes in a block of at most ``BLOCK_VALUES``.
+
+    Raises:
+        MisuseError: one is too large, or no number.
+    """
+    squares = float(part.dot(part)) if part.dtype == torch.float32 else math.inf
+    if squares < (MAX_MAGNITUDE / 2) ** 2:
+        return 1.01 * math.sqrt(squares) + TINY  # at most 2^15 roundings by 2^-24; squares below 2^-149 are 0
+    size = largest(part)
+    if not size < MAX_MAGNITUDE:
+        raise MisuseError(
+            f"values up to {size:g}", f"they are below {MAX_MAGNITUDE:g}", "refuse such an upload"
+        )
+    return size
+
+
+def _check(vectors: Sequence[Tensor], weights: Sequence[float], cohort: int) -> None:
     _check_count(len(vectors), cohort)
     if any(vector.shape != vectors[0].shape for vector in vectors):
         raise _shape_error(vectors)
@@ -139,13 +191,6 @@ def _checked_sizes(vectors: Sequence[Tensor], weights: Sequence[float], cohort: 
             "they are in [0, 1]",
             "divide them by the largest that there can be",
         )
-    sizes = [largest(vector) for vector in vectors]
-    for size in sizes:
-        if not size < MAX_MAGNITUDE:
-            raise MisuseError(
-                f"values up to {size:g}", f"they are below {MAX_MAGNITUDE:g}", "refuse such an upload"
-            )
-    return sizes
 
 
 def _check_count(count: int, cohort: int) -> None:
