@@ -404,7 +404,7 @@ def test_latency_has_one_time_per_pass_and_model():
 
 
 def test_probes_are_chosen_by_name():
-    assert select_probes(None) == list(PROBES)
+    assert select_probes(None) == [name for name in PROBES if name != "inversion"]
     assert select_probes("pgd, clean") == ["clean", "pgd"]
     for wrong in ("clen", "", "clean,,nothing"):
         with pytest.raises(InputError, match="comma-separated list of clean"):
