@@ -13,8 +13,8 @@ import torch
 from conftest import log_level_kept
 
 from fl_lightning.__main__ import main
-from fl_lightning.probing import PROBES, select_probes
 from fl_lightning.probing import command as probing
+from fl_lightning.probing import select_probes
 from fl_lightning.tracking import mlflow_store
 
 ROOT = Path(__file__).parent.parent
