@@ -74,6 +74,17 @@ class Sums:
             vectors = [self.average.bounded(vector, first.start) for vector in vectors]
         self._parts[name] = Part(vectors, weights, first.most)
 
+    def add_merged(self, name: str, total: ExactSum, weight: int, most: int) -> None:
+        """Take one sum over all clients, added up elsewhere.
+
+        Args:
+            name: of the sum.
+            total: sum w x over the clients.
+            weight: the sum of their weights, in units of 1 / ``most``.
+            most: largest weight of one client.
+        """
+        self._parts[name] = Part([], [weight], most, total)
+
     def __iter__(self) -> Iterator[str]:
         """Yield the names of the sums."""
         yield from (*self._parts, *self._averaged)

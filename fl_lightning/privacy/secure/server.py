@@ -1,5 +1,5 @@
-"""The server of a secure sum. It gets public keys, envelopes that it cannot open, masked vectors, and one share of each client
-from each of its neighbours."""
+"""The server of a secure sum. It gets public keys, envelopes that it cannot open, masked vectors, and one
+share of each client from each of its neighbours."""
 
 from __future__ import annotations
 
