@@ -372,6 +372,9 @@ class FederatedTrainer(Recorded):
         )
         if self.secure_sum is not None:
             check_secure_sum(self.secure_sum, self.method, cohort_size(fed))
+            log.info(
+                "secure_sum: keys follow from the run's seed, so that it is reproducible; they are no secrets"
+            )
         try:
             check_probabilities(self.callbacks, self.data.task)
             tell(self.callbacks, "on_check", fed)

@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
-from typing import Literal
+from typing import ClassVar, Literal
 
 from fl_lightning.errors import InputError, require
 
@@ -27,6 +27,9 @@ class SecureSum:
 
     threshold: float = 0.67
     neighbours: int | Literal["all"] = "all"
+
+    settings_alone: ClassVar[bool] = True
+    """In a configuration it is its settings, without a class path."""
 
     def __post_init__(self) -> None:
         require(
