@@ -239,6 +239,11 @@ class FederatedTrainer(Recorded):
             )
             start = start_on_all_ranks(lambda: self._choose_start(ckpt_path, settings))
             fed = self._prepare()
+            if self.secure_sum is not None:
+                check_secure_sum(self.secure_sum, method, cohort_size(fed))
+                log.info(
+                    "secure_sum: keys are drawn from the seed, for reproducible runs; they are no secrets"
+                )
             self.progress = Progress(
                 settings,
                 identity_of(fed),
@@ -370,11 +375,6 @@ class FederatedTrainer(Recorded):
             secure_sum=self.secure_sum,
             eval_every=self.eval_every,
         )
-        if self.secure_sum is not None:
-            check_secure_sum(self.secure_sum, self.method, cohort_size(fed))
-            log.info(
-                "secure_sum: keys follow from the run's seed, so that it is reproducible; they are no secrets"
-            )
         try:
             check_probabilities(self.callbacks, self.data.task)
             tell(self.callbacks, "on_check", fed)
