@@ -19,6 +19,7 @@ from callbacks.meters.progress_bar import ProgressBar
 from callbacks.meters.training_cost import TrainingCost
 from callbacks.stressors.byzantine_clients import ByzantineClients
 from callbacks.stressors.label_noise import LabelNoise
+from callbacks.stressors.secure_dropout import SecureDropout
 from callbacks.stressors.straggler_dropout import StragglerDropout
 
 for _old, _room in {
@@ -58,6 +59,7 @@ __all__ = [
     "Profile",
     "ProgressBar",
     "RelevanceFigure",
+    "SecureDropout",
     "StragglerDropout",
     "TrainingCost",
 ]

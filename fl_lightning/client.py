@@ -36,9 +36,12 @@ class Assignment:
         work: share of its local steps that it makes, in (0, 1]; it makes at least one step.
         trains: False if it drops before training: it receives nothing, does nothing and sends nothing.
         returns: False if it trains but its upload is lost: its bytes are wasted.
+        leaves_before: the phase of a secure sum before which it drops out: ``keys``, ``shares``, ``masked``
+            or ``unmask``; empty if it stays. Where there is no secure sum ``trains`` and ``returns`` say it.
     """
 
     client: Client
     work: float = 1.0
     trains: bool = True
     returns: bool = True
+    leaves_before: str = ""

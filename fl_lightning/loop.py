@@ -6,6 +6,7 @@ import logging
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from hashlib import sha256
 from pathlib import Path
 from time import perf_counter
@@ -21,13 +22,16 @@ from fl_lightning.data import FederatedData
 from fl_lightning.distributed.collectives import world_size
 from fl_lightning.engines import ClientResult, ClientTask, Engine, Receipt, exchange_receipts
 from fl_lightning.engines.base import one_thread
+from fl_lightning.engines.secure_round import sum_securely
 from fl_lightning.errors import MisuseError
 from fl_lightning.hooks import Callback, RoundRecord, RunFiles, reads_probabilities, stress, tell
 from fl_lightning.methods import Method
+from fl_lightning.methods.next_state import set_next_state
 from fl_lightning.methods.receiving import check_upload, decode_upload
 from fl_lightning.methods.summing import examples_in
 from fl_lightning.methods.terms import require_terms
 from fl_lightning.metrics import Mean
+from fl_lightning.privacy.secure import SecureSum
 from fl_lightning.wire import Ledger, LedgerEntry, Payload, PayloadError
 
 if TYPE_CHECKING:
@@ -51,6 +55,7 @@ class Federation:
         participation: share of the clients with training data that is sampled each round, in (0, 1].
         local_epochs: passes over its data that a client makes in a round.
         max_local_steps: bound on its local steps; None: no bound.
+        secure_sum: how the server's sums are kept from it; None: it gets the single uploads.
         eval_every: rounds between evaluations; the last round is always evaluated.
         files: where figures and texts of callbacks go; None outside a run.
         states: what clients keep between rounds, by client id.
@@ -68,6 +73,7 @@ class Federation:
     local_epochs: int
     eval_every: int
     max_local_steps: int | None = None
+    secure_sum: SecureSum | None = None
     files: RunFiles | None = None
     states: dict[int, dict[str, Tensor]] = field(default_factory=dict)
     ledger: Ledger = field(default_factory=Ledger)
@@ -130,7 +136,9 @@ def train_round(fed: Federation, engine: Engine, record: RoundRecord) -> None:
     returned = {
         receipt.client.id: receipt.examples for receipt in receipts if receipt.entry.status == "trained"
     }
-    if returned:
+    if fed.secure_sum is not None:
+        entries = aggregate_securely(fed, fed.secure_sum, record, cohort, entries, uploads)
+    elif returned:
         aggregate(fed, round, uploads, returned)
     for entry in entries:
         fed.ledger.add(entry)
@@ -241,9 +249,14 @@ def receive_upload(
     result: ClientResult,
     uploads: dict[int, Payload],
 ) -> LedgerEntry:
-    """Decode and check one client's upload, put it into ``uploads`` if it counts, and say what it cost."""
+    """Decode and check one client's upload, put it into ``uploads`` if it counts, and say what it cost.
+
+    Under a secure sum the client itself does that, and sends nothing yet.
+    """
     client, status, size = assignment.client, "lost", len(result.upload)
-    data = stress_upload(fed, task, "change_bytes", result.upload) if assignment.returns else None
+    data: bytes | None = result.upload
+    if fed.secure_sum is None:
+        data = stress_upload(fed, task, "change_bytes", result.upload) if assignment.returns else None
     if data is not None:
         try:
             decoded = decode_upload(fed.method, data, client, verified=data is result.verified)
@@ -256,6 +269,8 @@ def receive_upload(
         except PayloadError as error:
             status = "rejected"
             log.warning("round %d: upload of client %d rejected: %s", task.round, client.id, error)
+    if fed.secure_sum is not None:
+        size = 0
     wasted = 0 if status == "trained" else size
     return LedgerEntry(task.round, client.id, status, len(task.message), size, wasted)
 
@@ -265,36 +280,50 @@ def stress_upload(fed: Federation, task: ClientTask, hook: str, upload: T) -> T 
     return stress(fed.callbacks, hook, upload, client=task.client, round=task.round, context=fed)
 
 
+def aggregate_securely(
+    fed: Federation,
+    settings: SecureSum,
+    record: RoundRecord,
+    cohort: Sequence[Assignment],
+    entries: Sequence[LedgerEntry],
+    uploads: Mapping[int, Payload],
+) -> list[LedgerEntry]:
+    """Make the server's next state of a secure sum, and return the ledger's entries with all its messages.
+
+    Args:
+        cohort: the round's clients.
+        entries: what happened to each of them until it would have sent its upload.
+        uploads: those of this process.
+    """
+    by_id = {assignment.client.id: assignment for assignment in cohort}
+
+    def deliver(id: int, message: bytes) -> bytes | None:
+        details = {"client": by_id[id].client, "round": record.round, "context": fed}
+        return stress(fed.callbacks, "change_bytes", message, **details) if by_id[id].returns else None
+
+    result = sum_securely(settings, fed.method, record.round, cohort, entries, uploads, deliver)
+    record.metrics |= result.metrics
+    if result.sums is not None:
+        set_next_state(fed.method, record.round, partial(fed.method.next_state, result.sums))
+    else:
+        log.warning("round %d is void, and the model stays: %s", record.round, result.void)
+    return result.entries
+
+
 def aggregate(fed: Federation, round: int, uploads: dict[int, Payload], returned: dict[int, int]) -> None:
-    """Make the server's next state of the uploads; it keeps its old one where the next would not be finite.
+    """Make the server's next state of the uploads.
 
     Args:
         uploads: those that this process has.
         returned: client id -> n_k of all clients whose uploads count, wherever they are.
     """
-    before, method = dict(fed.method.server), fed.method
+    method = fed.method
     if method.is_sum:
         sums = method.add_up(uploads, returned)
         sums.merge_ranks()
-        method.next_state(sums)
+        set_next_state(fed.method, round, partial(method.next_state, sums))
     else:
-        method.aggregate(uploads)
-    broken = [name for name, tensor in fed.method.server.items() if not is_finite(tensor)]
-    if broken:
-        fed.method.server = before
-        log.warning(
-            "round %d: the server's next %s would not be finite; it keeps its last state",
-            round,
-            ", ".join(broken),
-        )
-
-
-def is_finite(tensor: Tensor) -> bool:
-    """Return whether all values are finite, in one pass without a mask of the tensor's size."""
-    tensor = torch.view_as_real(tensor) if tensor.is_complex() else tensor
-    if not (tensor.is_floating_point() and tensor.numel()):
-        return True
-    return all(math.isfinite(value) for value in torch.stack(torch.aminmax(tensor)).tolist())
+        set_next_state(fed.method, round, partial(method.aggregate, uploads))
 
 
 def summarise(

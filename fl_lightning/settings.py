@@ -45,6 +45,7 @@ FREE_KEYS = (
 
 NEUTRAL_VALUES = {
     "trainer.max_local_steps": None,
+    "trainer.secure_sum": None,
     "trainer.gradient_clip_val": None,
     "trainer.gradient_clip_algorithm": "norm",
     "trainer.callbacks.*.init_args.claimed_examples": None,

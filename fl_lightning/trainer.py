@@ -29,6 +29,8 @@ from fl_lightning.errors import InputError, MisuseError
 from fl_lightning.hooks import Callback, check_probabilities, stop_reason, tell
 from fl_lightning.loop import Federation, cohort_size, run_round, weights_hash
 from fl_lightning.methods import Method
+from fl_lightning.methods.secure import check_secure_sum
+from fl_lightning.privacy.secure import SecureSum
 from fl_lightning.probing import command as probing
 from fl_lightning.run.clients import clients_csv
 from fl_lightning.run.directory import RunDirectory, check_name
@@ -72,6 +74,8 @@ class FederatedTrainer(Recorded):
         max_rounds: rounds to run, at least 1.
         participation: share of the clients sampled each round, in (0, 1].
         local_epochs: passes that a client makes over its own data in a round, at least 1.
+        secure_sum: adds up the clients' uploads under masks, so that the server learns their sum alone; null:
+            it gets every upload. It needs the extra ``privacy``.
         max_local_steps: bound on the local steps of a client in a round, at least 1. Default: no bound. With
             one, each round of a client begins a new order of its examples.
         eval_every: rounds between evaluations, at least 1; the last round is always evaluated.
@@ -113,6 +117,7 @@ class FederatedTrainer(Recorded):
         participation: float = 0.2,
         local_epochs: int = 2,
         max_local_steps: int | None = None,
+        secure_sum: SecureSum | None = None,
         eval_every: int = 1,
         checkpoint_every: int | None = None,
         keep_checkpoints: int = 2,
@@ -181,6 +186,7 @@ class FederatedTrainer(Recorded):
         self.participation = participation
         self.local_epochs = local_epochs
         self.max_local_steps = max_local_steps
+        self.secure_sum = secure_sum
         self.eval_every = eval_every
         self.checkpoint_every = checkpoint_every
         self.keep_checkpoints = keep_checkpoints
@@ -233,6 +239,11 @@ class FederatedTrainer(Recorded):
             )
             start = start_on_all_ranks(lambda: self._choose_start(ckpt_path, settings))
             fed = self._prepare()
+            if self.secure_sum is not None:
+                check_secure_sum(self.secure_sum, method, cohort_size(fed))
+                log.info(
+                    "secure_sum: keys are drawn from the seed, for reproducible runs; they are no secrets"
+                )
             self.progress = Progress(
                 settings,
                 identity_of(fed),
@@ -361,6 +372,7 @@ class FederatedTrainer(Recorded):
             participation=self.participation,
             local_epochs=self.local_epochs,
             max_local_steps=self.max_local_steps,
+            secure_sum=self.secure_sum,
             eval_every=self.eval_every,
         )
         try:

@@ -15,10 +15,12 @@ from torch import nn
 from torch.optim.lr_scheduler import ExponentialLR
 from toy import run, sgd
 
+from callbacks import SecureDropout
 from fl_lightning.data import IID, FederatedImages
-from fl_lightning.hooks import Meter
+from fl_lightning.hooks import Meter, Stressor
 from fl_lightning.methods import Method
 from fl_lightning.models import SmallCNN
+from fl_lightning.privacy.secure import PHASES, SecureSum
 
 
 class Dropped(nn.Module):
@@ -76,11 +78,29 @@ class Dies(Meter):
             os.kill(os.getpid(), signal.SIGKILL)
 
 
+class DamagesMasked(Stressor):
+    """Flips a byte of what client 2 sends in round 2."""
+
+    def change_bytes(self, upload, *, client, round, context):
+        damaged = client.id == 2 and round == 2
+        return upload[:-1] + bytes([upload[-1] ^ 1]) if damaged else upload
+
+
+SECURE = {
+    "participation": 1.0,
+    "max_rounds": 3,
+    "secure_sum": SecureSum(threshold=0.6),
+    "callbacks": [*(SecureDropout(0.1, phase) for phase in PHASES), DamagesMasked()],
+}
+"""Three rounds of six clients that drop out at every phase."""
+
 if __name__ == "__main__":
     folder, what = Path(sys.argv[1]), sys.argv[2]
     if what == "all":
         for method in (*TEN, "clipped"):
             fit(method, folder, devices=2, strategy="ddp", rank_timeout=120)
+    elif what == "secure":
+        fit("FedMPQ", folder, devices=2, strategy="ddp", **SECURE)
     elif what == "torchrun":
         fit("FedMPQKD", folder)
     else:

@@ -23,12 +23,13 @@ LAYERS = [
     {"engines"},
     {"methods"},
     {"hooks", "data"},
+    {"privacy"},
     {"client", "distributed", "wire"},
     {"models", "quantization"},
     {"tasks"},
     {"metrics"},
     {"settings"},
-    {"rng", "figures", "privacy", "support"},
+    {"rng", "figures", "support"},
     {"errors"},
 ]
 """The rooms and loose files of the package, the uppermost first: a file imports from its own room and from

@@ -84,6 +84,20 @@ def test_two_processes_are_one(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.essential
+def test_masked_sums_of_two_processes_are_those_of_one(tmp_path):
+    """Drop-outs at every phase and a damaged message included: weights, metrics and the ledger's bytes."""
+    pytest.importorskip("Crypto")
+    program = started(tmp_path / "two", "secure")
+    fit("FedMPQ", tmp_path / "one", **ranks_program.SECURE)
+    _, errors = program.communicate(timeout=240)
+    assert program.returncode == 0, errors
+    two, one = (result(tmp_path / folder / "FedMPQ" / "run") for folder in ("two", "one"))
+    assert two == one
+    assert {"trained", "rejected"} < {line.split(",")[2] for line in one[2].splitlines()}
+
+
+@pytest.mark.slow
+@pytest.mark.essential
 def test_a_rank_that_dies_is_named_and_the_run_can_go_on(tmp_path):
     program = started(tmp_path, "1")
     _, errors = program.communicate(timeout=120)

@@ -112,6 +112,10 @@ class Method(Recorded, SummingServer, LightningModule):
     attack_refused: str = ""
     """Why no attack on uploads can do anything; empty where clients send what they learned."""
 
+    secure_refused: str = ""
+    """Why the server's sums cannot be secure; empty where it needs nothing but sums, of one form for all
+    clients."""
+
     classification_only: str = ""
     """Why the method knows no other task than classification; empty where it does."""
 

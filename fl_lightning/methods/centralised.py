@@ -36,6 +36,7 @@ class Centralised(Method):
     """
 
     received_refused = "its clients receive nothing"
+    secure_refused = "its clients send no weights that could be added"
     attack_refused = "its clients send numbers of examples and steps alone"
 
     def build(self, data: FederatedData) -> None:

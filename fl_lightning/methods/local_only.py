@@ -32,6 +32,7 @@ class LocalOnly(Method):
     stackable = True
     personalised = True
     received_refused = "its clients receive nothing"
+    secure_refused = "its clients send no weights that could be added"
     attack_refused = "its clients send their number of examples alone"
 
     def build(self, data: FederatedData) -> None:

@@ -29,6 +29,7 @@ class Oracle(Method):
 
     stackable = True
     personalised = True
+    secure_refused = "it adds each client to the sum of its group, and a masked vector has one place for all"
 
     def build(self, data: FederatedData) -> None:
         super().build(data)

@@ -42,7 +42,8 @@ class FewClients(Stressor):
     def change_cohort(self, cohort: list[Assignment], *, round: int, context: Context) -> list[Assignment]:
         training = [assignment for assignment in cohort if assignment.trains and assignment.returns] or cohort
         return [
-            replace(one, work=ONE_STEP_SHARE, trains=True, returns=True) for one in training[:MAX_CLIENTS]
+            replace(one, work=ONE_STEP_SHARE, trains=True, returns=True, leaves_before="")
+            for one in training[:MAX_CLIENTS]
         ]
 
 

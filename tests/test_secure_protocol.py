@@ -1,0 +1,256 @@
+"""The protocol of the secure sum: what it adds up, what the server gets to see, and who detects what."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from averaged import entry
+from scipy import stats
+
+from fl_lightning.errors import ThreePartError
+from fl_lightning.privacy.secure import PHASES, SecureSum
+from fl_lightning.rng import stream
+from fl_lightning.wire import Payload
+
+pytest.importorskip("Crypto")
+
+from fl_lightning.privacy.secure import client as clients
+from fl_lightning.privacy.secure.client import SecureClient
+from fl_lightning.privacy.secure.primitives import ProtocolError, combine, open_envelope, seal, split
+from fl_lightning.privacy.secure.server import SecureServer
+from fl_lightning.privacy.secure.simulation import run_round
+
+LENGTH, HEADER, DEFAULT = 33, 19, SecureSum()
+
+
+def vectors_of(count: int, length: int = LENGTH) -> dict[int, torch.Tensor]:
+    """Integers of all sizes up to 2^61, of both signs; ids with gaps."""
+    draws = np.random.default_rng(count)
+    values = draws.integers(-(2**61), 2**61, (count, length)) >> draws.integers(0, 60, (count, length))
+    return {3 * at + 1: torch.from_numpy(row) for at, row in enumerate(values)}
+
+
+def summed(vectors, settings=DEFAULT, leaves=None, **details):
+    leaves = dict.fromkeys(vectors, "") | (leaves or {})
+    sends = {id: lambda id=id: vectors[id] for id in vectors if leaves[id] in ("", "unmask")}
+    return run_round(settings, seed=1, round=2, leaves_before=leaves, length=LENGTH, vectors=sends, **details)
+
+
+def total_of(vectors, ids) -> list[int]:
+    """The sum modulo 2^64 in Python's integers, as int64."""
+    sums = [sum(column) for column in zip(*(vectors[id].tolist() for id in ids), strict=True)]
+    return [(value + 2**63) % 2**64 - 2**63 for value in sums]
+
+
+@pytest.mark.parametrize("settings", [SecureSum(), SecureSum(neighbours=4), SecureSum(0.51, neighbours=2)])
+def test_every_pattern_of_dropouts_gives_the_sum_or_a_void_round(settings):
+    vectors, voids = vectors_of(8), 0
+    for pattern in range(15):
+        draws = np.random.default_rng(pattern)
+        leaves = {id: PHASES[draws.integers(4)] for id in vectors if draws.random() < pattern / 30}
+        outcome = summed(vectors, settings, leaves)
+        voids += bool(outcome.void)
+        stayed = {id for id in vectors if id not in leaves}
+        counted = stayed | {id for id, phase in leaves.items() if phase == "unmask"}
+        if len(stayed) < settings.least_clients(len(vectors)):
+            assert outcome.void
+        if outcome.void:
+            assert outcome.total is None
+            continue
+        assert outcome.living == counted
+        assert outcome.total.tolist() == total_of(vectors, counted)
+    assert 0 < voids < 15
+
+
+def test_a_graph_of_all_clients_voids_only_below_the_threshold():
+    vectors = vectors_of(6)
+    for phase in PHASES:
+        for gone in range(3):
+            outcome = summed(vectors, leaves=dict.fromkeys([*vectors][:gone], phase))
+            assert bool(outcome.void) == (gone > 1), (phase, gone)  # 5 of 6 are needed
+
+
+def test_masked_vectors_are_uniform():
+    """Chi-square of the bytes of one message, and of the difference of two, whatever the vector is."""
+    length, sent = 8192, {}
+    constant = torch.full((length,), 12345)
+    run_round(
+        SecureSum(),
+        seed=5,
+        round=1,
+        leaves_before=dict.fromkeys(range(3), ""),
+        length=length,
+        vectors=dict.fromkeys(range(3), lambda: constant),
+        deliver=lambda id, message: sent.setdefault(id, message),
+    )
+    masked = [Payload.from_bytes(message).tensor("masked") for _, message in sorted(sent.items())]
+    for values in (*masked, masked[0] - masked[1], masked[1] - masked[2]):
+        counts = np.bincount(values.numpy().view(np.uint8), minlength=256)
+        assert 1e-3 < stats.chisquare(counts).pvalue < 1 - 1e-3
+    assert torch.equal(sum(masked), 3 * constant) is False  # own masks are still on
+
+
+def test_the_server_sees_no_vector_and_one_secret_of_each_client_at_most(monkeypatch):
+    seen, made = [], {}
+
+    class Watched(SecureClient):
+        def __init__(self, id, *details):
+            super().__init__(id, *details)
+            made[id] = self
+
+    def watched(hook):
+        def watch(self, *given):
+            seen.extend(given[0].values() if len(given) == 1 else given[1:])
+            return hook(self, *given)
+
+        return watch
+
+    for name in ("pass_on_keys", "pass_on_shares", "add_masked", "unmask"):
+        monkeypatch.setattr(SecureServer, name, watched(getattr(SecureServer, name)))
+    monkeypatch.setattr("fl_lightning.privacy.secure.simulation.SecureClient", Watched)
+    vectors = vectors_of(9)
+    for id, vector in vectors.items():
+        vector[-1] = 1_000_003 + id  # n_k
+    dropped = [*vectors][2]
+    outcome = summed(vectors, leaves={dropped: "masked"})
+    assert outcome.total.tolist() == total_of(vectors, set(vectors) - {dropped})
+    transcript = b"".join(seen)
+    assert len(seen) == 9 + 9 + 8 + 8
+    for id, vector in vectors.items():
+        large = vector[vector.abs() > 2**18]
+        assert len(large) > 10
+        assert not [value for value in large if value.numpy().tobytes() in transcript]
+        for secret in (made[id].own_seed, made[id].mask_seed, made[id].envelope_key.private_bytes_raw()):
+            assert secret not in transcript
+    for holder, client in made.items():  # the one secret that the server has no share of, of each client
+        for id, (own, key) in client.held.items():
+            assert (own in transcript) == (id != dropped and holder != dropped)
+            assert (key in transcript) == (id == dropped and holder != dropped)
+
+
+def test_one_share_too_few_says_nothing_of_a_secret():
+    """The secret is a one-to-one function of the share that is missing: 128 independent bits."""
+    secret, threshold = stream(0, "secret").bytes(16), 3
+    shares = split(secret, threshold, 5)
+    assert combine({0: shares[0], 2: shares[2], 4: shares[4]}) == secret
+    assert combine({0: shares[0], 2: shares[2]}) != secret
+    known = {0: shares[0], 2: shares[2]}
+
+    def secret_of(missing: int) -> int:
+        return int.from_bytes(combine({**known, 4: missing.to_bytes(16, "big")}), "big")
+
+    rows = [secret_of(1 << bit) ^ secret_of(0) for bit in range(128)]
+    rank = 0
+    for bit in range(127, -1, -1):  # Gauss over GF(2)
+        pivot = next((row for row in rows if row >> bit == 1), None)
+        if pivot is not None:
+            rank += 1
+            rows = [row ^ pivot if row >> bit & 1 else row for row in rows]
+    assert rank == 128
+
+
+@pytest.mark.parametrize("who", ["a holder", "the dealer"])
+@pytest.mark.parametrize("leaves", ["", "masked"])
+def test_wrong_shares_void_the_round(who, leaves, monkeypatch):
+    vectors = vectors_of(6)
+    liar = min(vectors)
+    if who == "a holder":
+        honest = SecureClient.unmask
+
+        def unmask(self, message):
+            answer = Payload.from_bytes(honest(self, message)).tensor("shares")
+            return Payload({"shares": answer ^ (self.id == liar)}).to_bytes()
+
+        monkeypatch.setattr(SecureClient, "unmask", unmask)
+    else:
+        honest_split, dealt = clients.split, []
+
+        def split_wrongly(secret, threshold, count):
+            dealt.append(secret)
+            return honest_split(bytes(16) if len(dealt) <= 2 else secret, threshold, count)
+
+        monkeypatch.setattr(clients, "split", split_wrongly)
+    gone = liar if who == "the dealer" else [*vectors][1]
+    outcome = summed(vectors, SecureSum(0.6), {gone: leaves})
+    assert "another secret than the one it advertised" in outcome.void
+    assert outcome.total is None
+
+
+def test_an_envelope_is_for_its_receiver_alone():
+    assert open_envelope(bytes(32), seal(bytes(32), b"shares")) == b"shares"
+    for key, envelope in ((bytes([1] * 32), seal(bytes(32), b"shares")), (bytes(32), bytes(22))):
+        with pytest.raises(ProtocolError):
+            open_envelope(key, envelope)
+
+
+def test_a_client_gives_one_secret_of_each_neighbour_once():
+    """What a server that is no longer honest asks for is refused: both secrets, a living client's mask key too
+    few living clients, a second answer."""
+    ids = [0, 1, 2, 3]
+    server = SecureServer(SecureSum(0.75), ids, 1)
+    group = {id: SecureClient(id, server.least_shares, stream(0, "k", 0, id).bytes) for id in ids}
+    lists = server.pass_on_keys({id: client.keys() for id, client in group.items()})
+    boxes = server.pass_on_shares({id: client.shares(lists[id]) for id, client in group.items()})
+    for id, client in group.items():
+        client.take_shares(boxes[id])
+
+    def request(living: list[int], dropped: list[int]) -> bytes:
+        numbers = {"living": living, "dropped": dropped}
+        return Payload({name: torch.tensor(of, dtype=torch.int32) for name, of in numbers.items()}).to_bytes()
+
+    for living, dropped in ([0, 1, 2, 3], [3]), ([0, 1], [2, 3]), ([1, 2, 3], [0]), ([0, 1, 2], []):
+        with pytest.raises(ProtocolError):
+            group[0].unmask(request(living, dropped))
+    group[0].unmask(request([0, 1, 2], [3]))
+    with pytest.raises(ProtocolError):
+        group[0].unmask(request([0, 1, 2], [3]))
+
+
+def test_the_server_drops_who_sends_no_message_of_the_form(caplog):
+    ids = [0, 1, 2, 3]
+    server = SecureServer(SecureSum(0.75), ids, 2)
+    group = {id: SecureClient(id, server.least_shares, stream(0, "k", 0, id).bytes) for id in ids}
+    messages = {id: client.keys() for id, client in group.items()} | {3: b"no payload"}
+    lists = server.pass_on_keys(messages)
+    assert sorted(lists) == [0, 1, 2]
+    assert "client 3 drops out" in caplog.text
+    server.pass_on_shares({id: group[id].shares(lists[id]) for id in lists})
+    for id, wrong in (
+        (0, {"masked": torch.zeros(3, dtype=torch.int64)}),
+        (0, {"masked": torch.zeros(2)}),
+        (0, {"other": torch.zeros(2, dtype=torch.int64)}),
+        (3, {"masked": torch.zeros(2, dtype=torch.int64)}),
+    ):
+        with pytest.raises(ThreePartError):
+            server.add_masked(id, Payload(wrong).to_bytes())
+    assert not server.living
+
+
+def test_bytes_by_hand():
+    """Seven clients with four neighbours each, of whom one drops out before it sends its vector."""
+    vectors = vectors_of(7)
+    gone = [*vectors][3]
+    settings = SecureSum(0.6, neighbours=4)
+    outcome = summed(vectors, settings, {gone: "masked"})
+    ring = stream(1, "secure_ring", 2).permutation([*vectors]).tolist()
+    of_gone = settings.graph(ring)[gone]
+    list_ = HEADER + entry("ids", 1, 4 * 4) + entry("envelope", 2, 4 * 32) + entry("mask", 2, 4 * 32)
+    box = HEADER + entry("ids", 1, 4 * 4) + entry("envelopes", 2, 4 * 48)
+    keys = HEADER + entry("envelope", 1, 32) + entry("mask", 1, 32)
+    shares = HEADER + entry("fingerprint", 1, 32) + entry("envelopes", 2, 4 * 48)
+    masked = HEADER + entry("masked", 1, 8 * LENGTH)
+    request = HEADER + entry("living", 1, 0) + entry("dropped", 1, 0) + 4 * 5
+    answer = HEADER + entry("shares", 2, 5 * 16)
+    traffic = outcome.traffic
+    assert len(of_gone) == 4
+    for id in vectors:
+        stays = id != gone
+        assert traffic.up[id] == keys + shares + stays * (masked + answer)
+        assert traffic.down[id] == list_ + stays * (box + request)
+    assert traffic.phases == {
+        "keys": 7 * (keys + list_),
+        "shares": 7 * shares + 6 * box,
+        "masked": 6 * masked,
+        "unmask": 6 * (request + answer),
+    }
