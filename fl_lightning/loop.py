@@ -24,6 +24,7 @@ from fl_lightning.engines.base import one_thread
 from fl_lightning.errors import MisuseError
 from fl_lightning.hooks import Callback, RoundRecord, RunFiles, reads_probabilities, stress, tell
 from fl_lightning.methods import Method
+from fl_lightning.methods.client_privacy import PrivateAggregation
 from fl_lightning.methods.receiving import check_upload, decode_upload
 from fl_lightning.methods.summing import examples_in
 from fl_lightning.methods.terms import require_terms
@@ -52,6 +53,7 @@ class Federation:
         local_epochs: passes over its data that a client makes in a round.
         max_local_steps: bound on its local steps; None: no bound.
         eval_every: rounds between evaluations; the last round is always evaluated.
+        privacy: what makes the sums of a round private; None: they are exact.
         files: where figures and texts of callbacks go; None outside a run.
         states: what clients keep between rounds, by client id.
         ledger: bytes of every client and round.
@@ -68,10 +70,16 @@ class Federation:
     local_epochs: int
     eval_every: int
     max_local_steps: int | None = None
+    privacy: PrivateAggregation | None = None
     files: RunFiles | None = None
     states: dict[int, dict[str, Tensor]] = field(default_factory=dict)
     ledger: Ledger = field(default_factory=Ledger)
     last_broadcast: tuple[tuple[object, ...], bytes, Payload] | None = None
+
+    @property
+    def cohort_size(self) -> int:
+        """Clients that are sampled each round."""
+        return max(1, math.floor(self.participation * len(self.data.active) + 0.5))
 
     @property
     def run_dir(self) -> Path:
@@ -182,16 +190,11 @@ def sample_cohort(fed: Federation, round: int) -> list[Assignment]:
     """Draw the round's clients, uniformly among those that have training data, and return them in order of
     id."""
     ids = rng.stream(fed.seed, "cohort", round).choice(
-        fed.data.active, cohort_size(fed), replace=False, shuffle=False
+        fed.data.active, fed.cohort_size, replace=False, shuffle=False
     )
     # copies: what a client keeps counts once it is done, so that an interrupted round leaves no trace in the
     # checkpoint
     return [Assignment(fed.data.client(int(id), dict(fed.states.get(int(id), {})))) for id in sorted(ids)]
-
-
-def cohort_size(fed: Federation) -> int:
-    """Clients that are sampled each round."""
-    return max(1, math.floor(fed.participation * len(fed.data.active) + 0.5))
 
 
 def make_tasks(fed: Federation, round: int, assignments: Sequence[Assignment]) -> list[ClientTask]:
@@ -273,7 +276,11 @@ def aggregate(fed: Federation, round: int, uploads: dict[int, Payload], returned
         returned: client id -> n_k of all clients whose uploads count, wherever they are.
     """
     before, method = dict(fed.method.server), fed.method
-    if method.is_sum:
+    if fed.privacy is not None:
+        private = fed.privacy.sums(method, uploads, len(returned), round)
+        if private is not None:
+            method.next_state(private)
+    elif method.is_sum:
         sums = method.add_up(uploads, returned)
         sums.merge_ranks()
         method.next_state(sums)

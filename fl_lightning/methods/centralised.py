@@ -37,6 +37,7 @@ class Centralised(Method):
 
     received_refused = "its clients receive nothing"
     attack_refused = "its clients send numbers of examples and steps alone"
+    privacy_refused = "its server holds the examples of all clients"
 
     def build(self, data: FederatedData) -> None:
         super().build(data)

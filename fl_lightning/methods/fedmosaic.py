@@ -84,6 +84,7 @@ class FedMosaic(Method):
         "it cuts the networks of its clients into blocks with adapters, which a module does not have"
     )
 
+    privacy_refused = "its server compares single clients with each other"
     classification_only = "it finds related clients by the gradient of a last layer over classes"
     received_refused = "its clients receive adapters for models of their own, and no model"
 

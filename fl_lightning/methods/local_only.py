@@ -33,6 +33,7 @@ class LocalOnly(Method):
     personalised = True
     received_refused = "its clients receive nothing"
     attack_refused = "its clients send their number of examples alone"
+    privacy_refused = "nothing is learned from what its clients send"
 
     def build(self, data: FederatedData) -> None:
         super().build(data)

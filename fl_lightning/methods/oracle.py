@@ -29,6 +29,7 @@ class Oracle(Method):
 
     stackable = True
     personalised = True
+    privacy_refused = "it deals clients into groups by their examples, which no noise hides"
 
     def build(self, data: FederatedData) -> None:
         super().build(data)
