@@ -26,9 +26,11 @@ from fl_lightning.engines.secure_round import sum_securely
 from fl_lightning.errors import MisuseError
 from fl_lightning.hooks import Callback, RoundRecord, RunFiles, reads_probabilities, stress, tell
 from fl_lightning.methods import Method
+from fl_lightning.methods.client_privacy import PrivateAggregation
 from fl_lightning.methods.next_state import set_next_state
 from fl_lightning.methods.receiving import check_upload, decode_upload
 from fl_lightning.methods.summing import examples_in
+from fl_lightning.methods.sums import Addend, Sums
 from fl_lightning.methods.terms import require_terms
 from fl_lightning.metrics import Mean
 from fl_lightning.privacy.secure import SecureSum
@@ -57,6 +59,7 @@ class Federation:
         max_local_steps: bound on its local steps; None: no bound.
         secure_sum: how the server's sums are kept from it; None: it gets the single uploads.
         eval_every: rounds between evaluations; the last round is always evaluated.
+        privacy: what makes the sums of a round private; None: they are exact.
         files: where figures and texts of callbacks go; None outside a run.
         states: what clients keep between rounds, by client id.
         ledger: bytes of every client and round.
@@ -74,10 +77,16 @@ class Federation:
     eval_every: int
     max_local_steps: int | None = None
     secure_sum: SecureSum | None = None
+    privacy: PrivateAggregation | None = None
     files: RunFiles | None = None
     states: dict[int, dict[str, Tensor]] = field(default_factory=dict)
     ledger: Ledger = field(default_factory=Ledger)
     last_broadcast: tuple[tuple[object, ...], bytes, Payload] | None = None
+
+    @property
+    def cohort_size(self) -> int:
+        """Clients that are sampled each round."""
+        return max(1, math.floor(self.participation * len(self.data.active) + 0.5))
 
     @property
     def run_dir(self) -> Path:
@@ -190,16 +199,11 @@ def sample_cohort(fed: Federation, round: int) -> list[Assignment]:
     """Draw the round's clients, uniformly among those that have training data, and return them in order of
     id."""
     ids = rng.stream(fed.seed, "cohort", round).choice(
-        fed.data.active, cohort_size(fed), replace=False, shuffle=False
+        fed.data.active, fed.cohort_size, replace=False, shuffle=False
     )
     # copies: what a client keeps counts once it is done, so that an interrupted round leaves no trace in the
     # checkpoint
     return [Assignment(fed.data.client(int(id), dict(fed.states.get(int(id), {})))) for id in sorted(ids)]
-
-
-def cohort_size(fed: Federation) -> int:
-    """Clients that are sampled each round."""
-    return max(1, math.floor(fed.participation * len(fed.data.active) + 0.5))
 
 
 def make_tasks(fed: Federation, round: int, assignments: Sequence[Assignment]) -> list[ClientTask]:
@@ -295,18 +299,27 @@ def aggregate_securely(
         entries: what happened to each of them until it would have sent its upload.
         uploads: those of this process.
     """
-    by_id = {assignment.client.id: assignment for assignment in cohort}
+    method, by_id = fed.method, {assignment.client.id: assignment for assignment in cohort}
 
     def deliver(id: int, message: bytes) -> bytes | None:
         details = {"client": by_id[id].client, "round": record.round, "context": fed}
         return stress(fed.callbacks, "change_bytes", message, **details) if by_id[id].returns else None
 
-    result = sum_securely(settings, fed.method, record.round, cohort, entries, uploads, deliver)
+    def addends(id: int, upload: Payload) -> dict[str, Addend]:
+        if fed.privacy is not None:
+            return fed.privacy.message(method, upload, id, record.round)
+        return method.addends(upload, id, examples_in(upload))
+
+    result = sum_securely(settings, method, record.round, cohort, entries, uploads, addends, deliver)
     record.metrics |= result.metrics
-    if result.sums is not None:
-        set_next_state(fed.method, record.round, partial(fed.method.next_state, result.sums))
-    else:
+    sums: Sums | None = result.sums
+    if sums is None:
         log.warning("round %d is void, and the model stays: %s", record.round, result.void)
+    elif fed.privacy is not None:
+        counted = sum(entry.status == "trained" for entry in result.entries)
+        sums = fed.privacy.finished(sums, method, uploads, counted, record.round)
+    if sums is not None:
+        set_next_state(method, record.round, partial(method.next_state, sums))
     return result.entries
 
 
@@ -318,7 +331,11 @@ def aggregate(fed: Federation, round: int, uploads: dict[int, Payload], returned
         returned: client id -> n_k of all clients whose uploads count, wherever they are.
     """
     method = fed.method
-    if method.is_sum:
+    if fed.privacy is not None:
+        private = fed.privacy.sums(method, uploads, len(returned), round)
+        if private is not None:
+            set_next_state(method, round, partial(method.next_state, private))
+    elif method.is_sum:
         sums = method.add_up(uploads, returned)
         sums.merge_ranks()
         set_next_state(fed.method, round, partial(method.next_state, sums))

@@ -48,6 +48,7 @@ NEUTRAL_VALUES = {
     "trainer.secure_sum": None,
     "trainer.gradient_clip_val": None,
     "trainer.gradient_clip_algorithm": "norm",
+    "trainer.privacy": None,
     "trainer.callbacks.*.init_args.claimed_examples": None,
     "model.init_args.scheduler": None,
     "model.init_args.max_share": 1.0,

@@ -27,9 +27,11 @@ from fl_lightning.engines import Engine, EngineName, check_optimizer, check_work
 from fl_lightning.engines.determinism import deterministic
 from fl_lightning.errors import InputError, MisuseError
 from fl_lightning.hooks import Callback, check_probabilities, stop_reason, tell
-from fl_lightning.loop import Federation, cohort_size, run_round, weights_hash
+from fl_lightning.loop import Federation, run_round, weights_hash
 from fl_lightning.methods import Method
+from fl_lightning.methods.client_privacy import PrivateAggregation
 from fl_lightning.methods.secure import check_secure_sum
+from fl_lightning.privacy import ClientPrivacy
 from fl_lightning.privacy.secure import SecureSum
 from fl_lightning.probing import command as probing
 from fl_lightning.run.clients import clients_csv
@@ -71,6 +73,8 @@ class FederatedTrainer(Recorded):
             Default: it is not clipped.
         gradient_clip_algorithm: ``norm``: the L2 norm over all parameters is clipped; ``value``: each value
             by itself.
+        privacy: client-level differential privacy, as :class:`fl_lightning.privacy.ClientPrivacy` has it:
+            ``noise_multiplier``, ``clip_norm``, ``delta``, ``max_epsilon`` ... Default: none.
         max_rounds: rounds to run, at least 1.
         participation: share of the clients sampled each round, in (0, 1].
         local_epochs: passes that a client makes over its own data in a round, at least 1.
@@ -113,6 +117,7 @@ class FederatedTrainer(Recorded):
         cuda_graphs: bool = False,
         gradient_clip_val: float | None = None,
         gradient_clip_algorithm: Literal["norm", "value"] = "norm",
+        privacy: ClientPrivacy | None = None,
         max_rounds: int = 100,
         participation: float = 0.2,
         local_epochs: int = 2,
@@ -170,7 +175,8 @@ class FederatedTrainer(Recorded):
             )
         for name, text in (("experiment", experiment), ("run_name", run_name or "x")):
             check_name(text, f"--trainer.{name} {text!r}")
-        self.callbacks = callbacks or []
+        self.privacy = None if privacy is None else PrivateAggregation(privacy)
+        self.callbacks = [*([self.privacy] if self.privacy else []), *(callbacks or [])]
         self.fabric = make_fabric(
             accelerator,
             devices,
@@ -240,7 +246,7 @@ class FederatedTrainer(Recorded):
             start = start_on_all_ranks(lambda: self._choose_start(ckpt_path, settings))
             fed = self._prepare()
             if self.secure_sum is not None:
-                check_secure_sum(self.secure_sum, method, cohort_size(fed))
+                check_secure_sum(self.secure_sum, method, fed.cohort_size)
                 log.info(
                     "secure_sum: keys are drawn from the seed, for reproducible runs; they are no secrets"
                 )
@@ -374,6 +380,7 @@ class FederatedTrainer(Recorded):
             max_local_steps=self.max_local_steps,
             secure_sum=self.secure_sum,
             eval_every=self.eval_every,
+            privacy=self.privacy,
         )
         try:
             check_probabilities(self.callbacks, self.data.task)
@@ -414,7 +421,7 @@ class FederatedTrainer(Recorded):
             engine=self.engine,
             workers=self.workers,
             before=self.journal.engine,
-            cohort=cohort_size(fed),
+            cohort=fed.cohort_size,
             timeout=self.rank_timeout,
             cuda_graphs=self.cuda_graphs,
         )

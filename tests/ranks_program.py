@@ -20,6 +20,7 @@ from fl_lightning.data import IID, FederatedImages
 from fl_lightning.hooks import Meter, Stressor
 from fl_lightning.methods import Method
 from fl_lightning.models import SmallCNN
+from fl_lightning.privacy import ClientPrivacy
 from fl_lightning.privacy.secure import PHASES, SecureSum
 
 
@@ -59,6 +60,17 @@ def fit(name: str, root: Path, method: Method | None = None, **settings):
         **settings,
     }
     return run(method or method_of(name), data_of(name), root, **settings)
+
+
+def fit_private(root: Path, **settings) -> None:
+    """Private runs: with central and with distributed noise, and with one client a round, which is on one rank."""
+    for name in ("central", "distributed", "lonely"):
+        where = "distributed" if name == "distributed" else "central"
+        fit(
+            name, root, make("FedAvg", optimizer=sgd(0.05), network=Dropped, weigh_by="clients"),
+            privacy=ClientPrivacy(noise_multiplier=1.0, clip_norm=0.5, where=where, target_quantile=0.5),
+            participation=0.1 if name == "lonely" else 0.5, **settings,
+        )  # fmt: skip
 
 
 class Dies(Meter):
@@ -101,6 +113,8 @@ if __name__ == "__main__":
             fit(method, folder, devices=2, strategy="ddp", rank_timeout=120)
     elif what == "secure":
         fit("FedMPQ", folder, devices=2, strategy="ddp", **SECURE)
+    elif what == "private":
+        fit_private(folder, devices=2, strategy="ddp", rank_timeout=120)
     elif what == "torchrun":
         fit("FedMPQKD", folder)
     else:

@@ -64,6 +64,6 @@ def test_a_claim_of_tokens_is_bounded_by_those_of_the_client(tmp_path, caplog):
 def test_tokens_where_there_are_none_are_refused(tmp_path):
     with pytest.raises(InputError, match=r"weigh_by tokens where the task is Classification; .*; write"):
         run(make("FedAvg", weigh_by="tokens"), images(), tmp_path)
-    with pytest.raises(InputError, match=r"weigh_by labels; one of examples, tokens; write"):
+    with pytest.raises(InputError, match=r"weigh_by labels; one of examples, tokens, clients; write"):
         run(make("FedAvg", weigh_by="labels"), images(), tmp_path)
     assert not list(tmp_path.iterdir())

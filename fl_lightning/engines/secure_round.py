@@ -13,7 +13,6 @@ from fl_lightning.client import Assignment
 from fl_lightning.distributed.collectives import gather_bytes
 from fl_lightning.methods import Method
 from fl_lightning.methods.secure import SumForm
-from fl_lightning.methods.summing import examples_in
 from fl_lightning.methods.sums import Addend, Sums
 from fl_lightning.privacy.secure import PHASES, SecureSum
 from fl_lightning.wire import LedgerEntry, Payload
@@ -43,6 +42,7 @@ def sum_securely(
     cohort: Sequence[Assignment],
     entries: Sequence[LedgerEntry],
     uploads: Mapping[int, Payload],
+    addends: Callable[[int, Payload], dict[str, Addend]],
     deliver: Callable[[int, bytes], bytes | None],
 ) -> SecureRound:
     """Mask what the clients would have uploaded, and add it up.
@@ -55,6 +55,7 @@ def sum_securely(
         entries: one for each of them, of what happened until it would have sent its upload: ``trained`` where
             it has one that passed its own checks.
         uploads: those of this process, by id.
+        addends: what a client adds to the sums, of its id and its upload.
         deliver: what becomes of a masked message on its way; None: it is lost.
 
     Raises:
@@ -63,7 +64,11 @@ def sum_securely(
     """
     from fl_lightning.privacy.secure.simulation import run_round
 
-    form = _common_form(method, uploads)
+    form = _common_form(uploads, addends)
+
+    def vector(id: int, upload: Payload) -> Tensor:
+        return form.vector(addends(id, upload), method.average, method.cohort)
+
     outcome = run_round(
         settings,
         seed=method.seed,
@@ -73,7 +78,7 @@ def sum_securely(
             for assignment, entry in zip(cohort, entries, strict=True)
         },
         length=form.length,
-        vectors={id: partial(_vector, method, form, id, upload) for id, upload in uploads.items()},
+        vectors={id: partial(vector, id, upload) for id, upload in uploads.items()},
         deliver=deliver,
     )
     counted = set() if outcome.void else outcome.living
@@ -99,17 +104,10 @@ def _phase_of_leaving(assignment: Assignment, entry: LedgerEntry) -> str:
     return "" if entry.status == "trained" else "masked"
 
 
-def _common_form(method: Method, uploads: Mapping[int, Payload]) -> SumForm:
+def _common_form(
+    uploads: Mapping[int, Payload], addends: Callable[[int, Payload], dict[str, Addend]]
+) -> SumForm:
     """Return the form of all clients' vectors, on every process: a deployment's clients know it."""
-    own = [SumForm.of(_addends(method, id, upload)).parts for id, upload in [*uploads.items()][:1]]
+    own = [SumForm.of(addends(id, upload)).parts for id, upload in [*uploads.items()][:1]]
     found = [of_rank for text in gather_bytes(json.dumps(own).encode()) for of_rank in json.loads(text)]
     return SumForm(tuple((name, size, most) for name, size, most in found[0])) if found else SumForm()
-
-
-def _addends(method: Method, id: int, upload: Payload) -> dict[str, Addend]:
-    examples = examples_in(upload)
-    return method.addends(upload, id, method.bounded_weights({id: examples})[id])
-
-
-def _vector(method: Method, form: SumForm, id: int, upload: Payload) -> Tensor:
-    return form.vector(_addends(method, id, upload), method.average, method.cohort)

@@ -68,7 +68,8 @@ class Method(Recorded, SummingServer, LightningModule):
             over rounds; what it logs is dropped. It replaces ``network`` and, except for FedMPQ and FedMPQKD,
             ``optimizer``.
         terms: what is added to the local loss, each logged as ``train/loss_<name>``, or a ``Term`` of yours.
-        weigh_by: what n_k counts: a client's training ``examples``, or the labelled ``tokens`` in them.
+        weigh_by: what n_k counts: a client's training ``examples``, the labelled ``tokens`` in them, or 1 for
+            each of the ``clients``.
     """
 
     personalised: bool = False
@@ -115,6 +116,9 @@ class Method(Recorded, SummingServer, LightningModule):
     secure_refused: str = ""
     """Why the server's sums cannot be secure; empty where it needs nothing but sums, of one form for all
     clients."""
+    privacy_refused: str = ""
+    """Why ``trainer.privacy`` cannot protect the clients; empty where their messages can be clipped and added
+    up with noise."""
 
     classification_only: str = ""
     """Why the method knows no other task than classification; empty where it does."""
@@ -393,7 +397,7 @@ class Method(Recorded, SummingServer, LightningModule):
         return Payload({"examples": self.examples_of(client), "weights": weights})
 
     def examples_of(self, client: Client) -> Tensor:
-        """Return n_k as it travels, an int32 scalar: its examples, or labelled tokens by ``weigh_by``."""
+        """Return n_k as it travels, an int32 scalar: its examples, labelled tokens or 1 by ``weigh_by``."""
         return torch.tensor(self.client_weights.of(client), dtype=torch.int32)
 
     def upload_limits(self, client: Client) -> Mapping[str, int]:

@@ -38,6 +38,7 @@ class Centralised(Method):
     received_refused = "its clients receive nothing"
     secure_refused = "its clients send no weights that could be added"
     attack_refused = "its clients send numbers of examples and steps alone"
+    privacy_refused = "its server holds the examples of all clients"
 
     def build(self, data: FederatedData) -> None:
         super().build(data)

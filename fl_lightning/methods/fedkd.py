@@ -58,6 +58,7 @@ class FedKD(Method):
     stackable = True
     own_terms = frozenset({"kd"})
     secure_refused = "its server reads the soft labels of single clients"
+    privacy_refused = "its soft labels are probabilities, and a sum of them with noise is none"
     classification_only = "its soft labels are one row of classes for each public example"
 
     def __init__(

@@ -85,6 +85,7 @@ class FedMosaic(Method):
     )
 
     secure_refused = "its server compares the gradients of single clients"
+    privacy_refused = "its server compares single clients with each other"
     classification_only = "it finds related clients by the gradient of a last layer over classes"
     received_refused = "its clients receive adapters for models of their own, and no model"
 

@@ -73,6 +73,7 @@ class FedMPQ(QuantizedMethod):
     """
 
     stackable = True
+    privacy_refused = "bit-widths travel beside weights, and noise for both leaves nothing of them"
     same_start = True
     own_terms = frozenset({"bit"})
     module_optimizes = False  # it would step on weights that are made of the variables

@@ -34,6 +34,7 @@ class LocalOnly(Method):
     received_refused = "its clients receive nothing"
     secure_refused = "its clients send no weights that could be added"
     attack_refused = "its clients send their number of examples alone"
+    privacy_refused = "nothing is learned from what its clients send"
 
     def build(self, data: FederatedData) -> None:
         super().build(data)

@@ -30,6 +30,7 @@ class Oracle(Method):
     stackable = True
     personalised = True
     secure_refused = "it adds each client to the sum of its group, and a masked vector has one place for all"
+    privacy_refused = "it deals clients into groups by their examples, which no noise hides"
 
     def build(self, data: FederatedData) -> None:
         super().build(data)

@@ -1,4 +1,5 @@
-"""How much a client weighs in an average: by its training examples, or by the labelled tokens in them."""
+"""How much a client weighs in an average: by its training examples, by the labelled tokens in them, or as all
+others."""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ from fl_lightning.errors import InputError, require_choice
 from fl_lightning.support.overriding import overrides
 from fl_lightning.tasks import Task
 
-Weighing = Literal["examples", "tokens"]
+Weighing = Literal["examples", "tokens", "clients"]
 
 
 class ClientWeights:
@@ -20,14 +21,15 @@ class ClientWeights:
 
     Args:
         per_example: what each training example of the data counts, int64 ``[N]``; None: 1.
+        equal: whether all clients weigh 1.
     """
 
-    def __init__(self, per_example: np.ndarray | None = None) -> None:
-        self.per_example = per_example
+    def __init__(self, per_example: np.ndarray | None = None, *, equal: bool = False) -> None:
+        self.per_example, self.equal = per_example, equal
 
     @classmethod
     def by(cls, what: Weighing, data: FederatedData) -> ClientWeights:
-        """Return the weights by examples, or by labelled tokens as the data have them.
+        """Return the weights by examples, by labelled tokens as the data have them, or equal ones.
 
         Raises:
             InputError: they are by tokens, and an example of this task has none.
@@ -35,6 +37,8 @@ class ClientWeights:
         require_choice(what, get_args(Weighing), "--model.weigh_by")
         if what == "examples":
             return BY_EXAMPLES
+        if what == "clients":
+            return EQUAL
         if not overrides(data.task, Task, "weight"):
             raise InputError(
                 f"--model.weigh_by tokens where the task is {type(data.task).__name__}",
@@ -45,17 +49,24 @@ class ClientWeights:
 
     def of(self, client: Client) -> int:
         """Return n_k."""
+        if self.equal:
+            return 1
         return len(client.train) if self.per_example is None else int(self.per_example[client.train].sum())
 
     def largest(self, data: FederatedData) -> int:
         """Return the largest n_k of the clients of ``data``."""
+        if self.equal:
+            return 1
         if self.per_example is None:
             return int(data.sizes.max())
         return max(self.of(data.client(int(id))) for id in data.active)
 
     def says(self, client: Client) -> str:
         """Return n_k in words, for a message."""
+        if self.equal:
+            return "a weight of 1, as all"
         return f"{self.of(client)} {'training examples' if self.per_example is None else 'labelled tokens'}"
 
 
 BY_EXAMPLES = ClientWeights()
+EQUAL = ClientWeights(equal=True)

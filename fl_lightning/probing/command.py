@@ -15,8 +15,9 @@ from rich.console import Console
 from rich.table import Table
 
 from fl_lightning.errors import InputError
-from fl_lightning.loop import Federation, cohort_size, weights_hash
+from fl_lightning.loop import Federation, weights_hash
 from fl_lightning.probing import Finding, ProbedModel, probe, select_probes
+from fl_lightning.probing.probed_model import Protection
 from fl_lightning.run.checkpoint import CheckpointError, checkpoints_in
 from fl_lightning.run.directory import RunDirectory, checkpoint_name
 from fl_lightning.run.metadata import git_state, now, versions
@@ -193,8 +194,25 @@ def load_model(
     fed.method.round = done.round
     uploads = _mean_upload(RunDirectory(checkpoint.path.parent.parent), done.round)
     return ProbedModel(
-        fed.fabric, fed.method, fed.data, fed.states, fed.seed, uploads, cohort=cohort_size(fed)
+        fed.fabric,
+        fed.method,
+        fed.data,
+        fed.states,
+        fed.seed,
+        uploads,
+        cohort=fed.cohort_size,
+        protection=_protection(fed),
     )
+
+
+def _protection(fed: Federation) -> Protection:
+    """Return what protects the run's updates; C is that of the configuration."""
+    secure, privacy = fed.secure_sum is not None, fed.privacy
+    if privacy is None:
+        return Protection(secure)
+    settings = privacy.settings
+    noise = settings.message_multiplier(fed.cohort_size) * settings.clip_norm
+    return Protection(secure, settings.clip_norm, noise, settings.is_distributed)
 
 
 def relevant_settings(settings: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,0 +1,302 @@
+"""Client-level differential privacy in a run: what is refused, the noisy sums of each round, C, epsilon and
+the budget.
+
+One mechanism on the whole message (McMahan et al., ICLR 2018), with what one client adds to all sums of the
+round as its message m_k:
+
+    sum_k m_k min(1, C / ||m_k||_2)  +  N(0, (z C)^2),     divided by the size of the cohort
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from fl_lightning import rng
+from fl_lightning.errors import InputError, MisuseError, require
+from fl_lightning.hooks import Meter, RoundRecord
+from fl_lightning.methods.averaging import WEIGHTED_MEAN
+from fl_lightning.methods.base import Method
+from fl_lightning.methods.private_sums import COUNT, PrivateSums, clip_addends, common_starts
+from fl_lightning.methods.sums import Addend, Sums, sums_of
+from fl_lightning.privacy import (
+    MAX_MAGNITUDE,
+    ClientPrivacy,
+    RoundAccountant,
+    discrete_gaussian,
+    fraction_bits,
+    rounded_gaussian,
+    rounding_length,
+)
+from fl_lightning.wire import Payload
+
+log = logging.getLogger("fl_lightning")
+Sampler = Callable[[np.random.Generator, int, float], np.ndarray]
+
+DEVIATIONS = 40
+"""Noise is never as many standard deviations away from 0: the probability is below 1e-300."""
+EXACT_BITS = 53
+"""Integers up to 2^53 are exact in float64."""
+
+
+class PrivateAggregation(Meter):
+    """Makes a round's sums private and accounts for them.
+
+    The trainer puts it before the callbacks of the configuration, so that C and the number of rounds survive
+    a resume as the state of a callback does.
+
+    Args:
+        settings: ``trainer.privacy``.
+    """
+
+    def __init__(self, settings: ClientPrivacy) -> None:
+        self.settings = settings
+        self._forget()
+
+    def _forget(self) -> None:
+        self.clip_norm, self.rounds = self.settings.clip_norm, 0
+
+    # The run
+
+    def on_check(self, context: Any) -> None:
+        self._forget()  # what another run of the same trainer has done
+        require(
+            context.privacy is self,
+            "PrivateAggregation among trainer.callbacks",
+            "a callback makes no sum private",
+            "write --trainer.privacy.noise_multiplier",
+        )
+        method, settings, cohort = context.method, self.settings, context.cohort_size
+        self.cohort, clients = cohort, len(context.data.active)
+        _check_method(method)
+        if settings.is_adaptive and settings.noise_multiplier:
+            require(
+                settings.count_deviation(cohort) > settings.noise_multiplier / 2,
+                f"--trainer.privacy.count_noise {settings.count_noise}",
+                "the noise on the count is above noise_multiplier / 2",
+                "leave it out",
+            )
+        require(
+            settings.clip_norm <= self.largest_clip,
+            f"--trainer.privacy.clip_norm {settings.clip_norm:g}",
+            f"sums over {cohort} clients with noise_multiplier {settings.noise_multiplier:g} have room for "
+            f"{self.largest_clip:g}",
+            "write a smaller one",
+        )
+        masked = context.secure_sum
+        if settings.is_distributed and masked is not None:
+            require(
+                masked.least_clients(cohort) >= self.least_returned,
+                f"--trainer.secure_sum.threshold {masked.threshold:g} with min_returned {settings.min_returned:g}",
+                "the server would get sums of fewer shares of noise than the whole noise",
+                f"write --trainer.secure_sum.threshold {settings.min_returned:g}",
+            )
+        least = 2 * rounding_length(method.layout.size, self.bits)
+        require(
+            settings.clip_norm >= least,
+            f"--trainer.privacy.clip_norm {settings.clip_norm:g}",
+            f"the rounding of {method.layout.size} values to integers is as large as that",
+            f"write {least:.1g} or more",
+        )
+        self.accountant = RoundAccountant(settings.noise_multiplier, clients, cohort, settings.delta)
+        first = self.accountant.epsilon(1)
+        if settings.max_epsilon is not None and first > settings.max_epsilon:
+            raise InputError(
+                f"--trainer.privacy.max_epsilon {settings.max_epsilon:g}",
+                f"the first round alone has epsilon {first:.4g} at delta {settings.delta:g}",
+                "raise noise_multiplier, or let fewer clients take part",
+            )
+        if settings.delta >= 1 / clients:
+            log.warning(
+                "trainer.privacy.delta %g is not below 1 / %d clients: a mechanism that publishes one client "
+                "in the clear would satisfy it",
+                settings.delta, clients,
+            )  # fmt: skip
+
+    def on_setup(self, context: Any) -> None:
+        log.info(
+            "client-level privacy: epsilon %.4g at delta %g after %d rounds; noise follows from the seed, so "
+            "that the run can be repeated, and who knows the seed can remove it",
+            self.accountant.epsilon(context.max_rounds), self.settings.delta, context.max_rounds,
+        )  # fmt: skip
+
+    def on_round_end(self, record: RoundRecord, context: Any) -> None:
+        self.rounds = record.round
+        record.metrics["privacy/epsilon"] = self.accountant.epsilon(record.round)
+        record.metrics["privacy/clip_norm"] = self.clip_norm
+
+    def stop_reason(self) -> str:
+        most = self.settings.max_epsilon
+        if most is None or self.accountant.epsilon(self.rounds + 1) <= most:
+            return ""
+        return (
+            f"epsilon is {self.accountant.epsilon(self.rounds):.4g} at delta {self.settings.delta:g}, and "
+            f"one more round would exceed max_epsilon {most:g}"
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"rounds": self.rounds, "clip_norm": self.clip_norm}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.rounds, self.clip_norm = state["rounds"], state["clip_norm"]
+
+    # The sums
+
+    @property
+    def bits(self) -> int:
+        """F, the bits behind the binary point of the integers that are added up."""
+        return fraction_bits(self.cohort)
+
+    @property
+    def least_returned(self) -> int:
+        """Clients whose shares of noise are the whole noise, where clients add it."""
+        return max(1, math.ceil(self.settings.min_returned * self.cohort - 1e-9))
+
+    @property
+    def largest_clip(self) -> float:
+        """Largest C for which no value of a sum with its noise leaves the integers that float64 holds."""
+        room = self.cohort + DEVIATIONS * self.settings.message_multiplier(self.cohort)
+        return min(2.0 ** (EXACT_BITS - self.bits) / room, MAX_MAGNITUDE / 2)
+
+    def sums(
+        self, method: Method, uploads: Mapping[int, Payload], returned: int, round: int
+    ) -> PrivateSums | None:
+        """Return the noisy sums of a round over the uploads of all processes; C then follows its quantile.
+
+        Args:
+            method: with the server's state that the round started from.
+            uploads: those of this process.
+            returned: number of uploads that all processes have.
+            round: the noise is a function of it and of the seed.
+
+        Returns:
+            The sums; None where so few returned that shares of noise are missing.
+
+        Raises:
+            MisuseError: a stressor has made the cohort larger than the one that is accounted.
+        """
+        private = [self.message(method, upload, id, round) for id, upload in uploads.items()]
+        sums = sums_of(private, WEIGHTED_MEAN, self.cohort)
+        sums.merge_ranks()
+        return self.finished(sums, method, uploads, returned, round)
+
+    def message(self, method: Method, upload: Payload, client: int, round: int) -> dict[str, Addend]:
+        """Return what a client adds: :meth:`private_addends` of what its upload adds."""
+        return self.private_addends(method, method.addends(upload, client, 1), client, round)
+
+    def finished(
+        self, sums: Sums, method: Method, uploads: Mapping[int, Payload], returned: int, round: int
+    ) -> PrivateSums | None:
+        """Return the noisy sums, given those of all clients' messages, as :meth:`sums` does."""
+        if max(method.cohort, returned) > self.cohort:
+            raise MisuseError(
+                f"a cohort of {max(method.cohort, returned)} clients with trainer.privacy",
+                f"rounds of {self.cohort} are accounted",
+                "raise trainer.participation instead",
+            )
+        if self.settings.is_distributed and returned < self.least_returned:
+            log.warning(
+                "round %d: %d clients returned; with fewer than %d noise is missing, so their sum is not "
+                "used and the model stays",
+                round, returned, self.least_returned,
+            )  # fmt: skip
+            return None
+        starts = common_starts([method.addends(upload, id, 1) for id, upload in uploads.items()])
+        found = PrivateSums(sums, starts, self._central_noise(sums, method, round), self.cohort)
+        if self.settings.is_adaptive:
+            self._follow_quantile(found.share_below)
+        return found
+
+    def private_addends(
+        self, method: Method, addends: Mapping[str, Addend], client: int, round: int
+    ) -> dict[str, Addend]:
+        """Return what a client adds: its clipped message, with its share of the noise where clients add it.
+
+        All values are multiples of 2^-F, so that they can be masked and added up as integers without another
+        rounding. Each share is a discrete Gaussian of the variance (z C)^2 / ``least_returned``, so that with
+        more clients the noise is larger than it has to be, and never smaller.
+        """
+        added, norm = clip_addends(addends, method.average, self.clip_norm, self.cohort)
+        if self.settings.is_adaptive:
+            added[COUNT] = Addend(torch.tensor([0.5 if norm <= self.clip_norm else -0.5]))
+        if not self.settings.is_distributed:
+            return added
+        noise = self._noise(
+            discrete_gaussian,
+            rng.stream(method.seed, "privacy_share", round, client),
+            {name: len(addend.values) for name, addend in added.items()},
+            share=self.least_returned**-0.5,
+        )
+        return {name: Addend(addend.values + noise[name]) for name, addend in added.items()}
+
+    def deviation(self, name: str) -> float:
+        """Return the standard deviation of the noise on a sum."""
+        if name == COUNT:
+            return self.settings.count_deviation(self.cohort)
+        return self.settings.message_multiplier(self.cohort) * self.clip_norm
+
+    def _central_noise(self, sums: Sums, method: Method, round: int) -> dict[str, Tensor]:
+        """Return the server's noise, the same on all ranks: one draw for the whole message."""
+        if self.settings.is_distributed:
+            return {}
+        sizes = {name: len(sums.total(name)) for name in sums}
+        return self._noise(rounded_gaussian, rng.stream(method.seed, "privacy", round), sizes)
+
+    def _noise(
+        self, draw: Sampler, generator: np.random.Generator, sizes: Mapping[str, int], share: float = 1.0
+    ) -> dict[str, Tensor]:
+        """Return noise for sums of these sizes, multiples of 2^-F, of ``share`` times their standard
+        deviation; drawn in the order of names."""
+        unit = 2.0**-self.bits
+        return {
+            name: torch.from_numpy(draw(generator, sizes[name], share * self.deviation(name) / unit) * unit)
+            for name in sorted(sizes)
+        }
+
+    def _follow_quantile(self, share_below: float) -> None:
+        """C <- C exp(-rate (share below C - quantile)) (Andrew et al., NeurIPS 2021, algorithm 1)."""
+        quantile = self.settings.target_quantile
+        assert quantile is not None
+        moved = self.clip_norm * math.exp(-self.settings.clip_learning_rate * (share_below - quantile))
+        self.clip_norm = min(moved, self.largest_clip)
+
+
+def _check_method(method: Method) -> None:
+    """Refuse methods and settings whose server is no sum of equally weighted messages.
+
+    Raises:
+        InputError: it is one of those.
+    """
+    name = type(method).__name__
+    rule = method.privacy_refused
+    if not rule and not method.is_sum:
+        rule = f"{type(method.average).__name__} needs single uploads"
+        if method.average.is_sum:
+            rule = "its server needs single uploads, and no sum of them"
+    require(not rule, f"trainer.privacy with --model {name}", rule, "write --model FedAvg")
+    require(
+        method.max_share == 1,
+        f"trainer.privacy with --model.max_share {method.max_share:g}",
+        "all clients weigh the same, and a share depends on who else returned",
+        "leave max_share out",
+    )
+    require(
+        method.weigh_by == "clients",
+        f"trainer.privacy with --model.weigh_by {method.weigh_by}",
+        "n_k as a weight would tell how much data a client has, and let one move the sum by more than C",
+        "write --model.weigh_by clients",
+    )
+    norms = (nn.modules.batchnorm._BatchNorm,)
+    tracked = [m for m in method.network.modules() if isinstance(m, norms) and m.track_running_stats]
+    require(
+        not tracked,
+        f"trainer.privacy with batch normalisation ({len(tracked)} layers)",
+        "noise makes running variances negative",
+        "use group normalisation, the default of small_cnn",
+    )

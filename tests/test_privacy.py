@@ -1,0 +1,340 @@
+"""Client-level privacy in runs: epsilon against published values, the budget, resume, workers and ranks, and
+what is refused."""
+
+from __future__ import annotations
+
+import csv
+import json
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from ranks_program import data_of
+from refusals import refused
+from scipy import stats
+from ten import make
+from test_ranks import result, started
+from toy import Points, on_points, run, run_for_nothing
+
+from callbacks import ByzantineClients, StragglerDropout
+from fl_lightning import methods
+from fl_lightning.conformance.toy import CENTRES, images, small_network
+from fl_lightning.hooks import Meter, Stressor
+from fl_lightning.methods import CoordinateMedian
+from fl_lightning.methods.client_privacy import PrivateAggregation
+from fl_lightning.privacy import ClientPrivacy, RoundAccountant
+
+dp_accounting = pytest.importorskip("dp_accounting")
+mpmath = pytest.importorskip("mpmath")
+
+C = 0.5
+
+
+def private(**settings) -> ClientPrivacy:
+    return ClientPrivacy(**{"noise_multiplier": 1.0, "clip_norm": C, **settings})
+
+
+def fit(folder: Path, method=None, **settings):
+    """Rounds of 3 of 6 clients on digits."""
+    arguments = {"max_rounds": 3, "participation": 0.5, "local_epochs": 1, "privacy": private(), **settings}
+    return run(method or make("FedAvg", weigh_by="clients"), data_of("FedAvg"), folder, **arguments)
+
+
+def rows_of(folder: Path) -> list[dict[str, str]]:
+    with (folder / "metrics.csv").open() as file:
+        return list(csv.DictReader(file))
+
+
+# Accounting
+
+
+@pytest.mark.parametrize(
+    ("sampled", "z", "steps", "delta", "published"),
+    [
+        (0.01, 4.0, 10_000, 1e-5, 1.26),  # Abadi et al., CCS 2016, section 5.1
+        (256 / 60_000, 1.1, 60 * 60_000 / 256, 1e-5, 3.01),  # tutorials of TensorFlow Privacy, MNIST
+        (256 / 60_000, 1.3, 15 * 60_000 / 256, 1e-5, 1.19),  # the same
+        (1e2 / 1e5, 1.0, 1e5, 1e5**-1.1, 2.21),  # McMahan et al., ICLR 2018, table 1
+        (1e3 / 1e6, 1.0, 1e6, 1e6**-1.1, 8.13),  # the same
+    ],
+)
+def test_the_accountant_gives_published_values(sampled, z, steps, delta, published):
+    """They are of Poisson sampling, of adding or removing one, and of the bound of their day: epsilon = min
+    over orders a of rdp(a) + log(1 / delta) / (a - 1). Today's is below it."""
+    accountant = dp_accounting.rdp.RdpAccountant(orders=range(2, 65))
+    event = dp_accounting.PoissonSampledDpEvent(sampled, dp_accounting.GaussianDpEvent(z))
+    accountant.compose(event, int(steps))
+    orders = np.arange(2, 65)
+    assert min(accountant.rdp + math.log(1 / delta) / (orders - 1)) == pytest.approx(published, abs=0.006)
+    assert accountant.get_epsilon(delta) < published
+
+
+FIXED = [(1000, 100, 4.0, 50, 1e-4), (1000, 50, 2.0, 100, 1e-5), (100_000, 1000, 1.6, 2000, 1e-6)]
+"""Clients, cohort, z, rounds, delta."""
+
+
+@pytest.mark.parametrize(("clients", "cohort", "z", "rounds", "delta"), FIXED)
+def test_epsilon_is_that_of_the_accountant(clients, cohort, z, rounds, delta):
+    accountant = dp_accounting.rdp.RdpAccountant(
+        neighboring_relation=dp_accounting.NeighboringRelation.REPLACE_ONE
+    )
+    gaussian = dp_accounting.GaussianDpEvent(z / 2)  # in units of 2 C
+    event = dp_accounting.SampledWithoutReplacementDpEvent(clients, cohort, gaussian)
+    accountant.compose(dp_accounting.SelfComposedDpEvent(event, rounds))
+    found = RoundAccountant(z, clients, cohort, delta).epsilon(rounds)
+    assert found == pytest.approx(accountant.get_epsilon(delta), rel=1e-9)
+
+
+@pytest.mark.parametrize(("clients", "cohort", "z", "rounds", "delta"), FIXED)
+def test_epsilon_is_theorem_27(clients, cohort, z, rounds, delta):
+    """Wang, Balle and Kasiviswanathan (AISTATS 2019) in exact arithmetic, with integer orders alone."""
+    mpmath.mp.dps = 120
+    q, sigma = mpmath.mpf(cohort) / clients, mpmath.mpf(z) / 2
+
+    def moment(power):  # E_Q (P / Q - 1)^power
+        terms = (
+            mpmath.binomial(power, i) * (-1) ** (power - i) * mpmath.exp(i * (i - 1) / (2 * sigma**2))
+            for i in range(power + 1)
+        )
+        return mpmath.fsum(terms)
+
+    def term(j):
+        plain = mpmath.exp(j * (j - 1) / (2 * sigma**2))
+        if j == 2:
+            return min(4 * (mpmath.exp(1 / sigma**2) - 1), 2 * plain)
+        return min(4 * mpmath.sqrt(moment(j - j % 2) * moment(j + j % 2)), 2 * plain)
+
+    terms = {j: q**j * term(j) for j in range(2, 41)}
+    found = []
+    for a in range(2, 41):
+        amplified = 1 + mpmath.fsum(mpmath.binomial(a, j) * terms[j] for j in range(2, a + 1))
+        rdp = rounds * mpmath.log(amplified) / (a - 1)
+        found.append(float(rdp + mpmath.log(1 - mpmath.mpf(1) / a) - mpmath.log(delta * a) / (a - 1)))
+    epsilon = RoundAccountant(z, clients, cohort, delta).epsilon(rounds)
+    assert epsilon <= min(found) * (1 + 1e-9)
+    assert epsilon == pytest.approx(min(found), rel=0.01)  # orders between integers
+
+
+@pytest.mark.parametrize(("z", "rounds"), [(8.0, 20), (30.0, 50), (2.0, 1)])
+def test_a_whole_federation_is_not_sampled(z, rounds):
+    """Against the exact epsilon of Gaussian noise (Balle and Wang, ICML 2018), which a bound by Renyi
+    divergences exceeds by a little. With a sensitivity of C in place of 2 C it would be below it."""
+    accountant, mu = RoundAccountant(z, 100, 100, 1e-5), 2 * math.sqrt(rounds) / z
+    epsilon = accountant.epsilon(rounds)
+
+    def delta(epsilon):
+        cdf = stats.norm.cdf
+        return cdf(mu / 2 - epsilon / mu) - math.exp(epsilon) * cdf(-mu / 2 - epsilon / mu)
+
+    assert delta(epsilon) <= 1e-5 < delta(0.8 * epsilon)
+    sampled = RoundAccountant(z, 100, 99, 1e-5).epsilon(rounds)
+    assert sampled <= epsilon, "the bound for a sample may be worse than that without sampling"
+
+
+# Runs
+
+
+def test_epsilon_is_a_metric_of_every_round(tmp_path):
+    """Rounds in which clients drop out are accounted as all others."""
+    trainer = fit(tmp_path, callbacks=[StragglerDropout(probability=0.5, mode="after")])
+    accountant = RoundAccountant(1.0, 6, 3, 1e-5)
+    rows = rows_of(trainer.run_dir)
+    assert {row["clients/dropped"] for row in rows} != {"0"}
+    assert [float(row["privacy/epsilon"]) for row in rows] == [accountant.epsilon(r) for r in (1, 2, 3)]
+
+
+def test_without_noise_epsilon_is_infinite(tmp_path):
+    trainer = fit(tmp_path, privacy=private(noise_multiplier=0.0), max_rounds=1)
+    assert rows_of(trainer.run_dir)[0]["privacy/epsilon"] == "inf"
+
+
+@settings(max_examples=25)
+@given(st.floats(0.5, 60), st.floats(0.05, 50), st.integers(1, 60))
+def test_the_budget_is_never_exceeded(z, budget, rounds):
+    """Of any run: the rounds that are done are within the budget, and the next would not be, or is not
+    asked."""
+    found = PrivateAggregation(private(noise_multiplier=z, max_epsilon=budget))
+    found.accountant = RoundAccountant(z, 50, 50, 1e-5)
+    if found.accountant.epsilon(1) > budget:
+        return  # refused at the start
+    record = type("Record", (), {"metrics": {}})()
+    while found.rounds < rounds and not found.stop_reason():
+        record.round = found.rounds + 1
+        found.on_round_end(record, None)
+        assert record.metrics["privacy/epsilon"] <= budget
+    assert found.rounds == rounds or found.accountant.epsilon(found.rounds + 1) > budget
+
+
+def test_a_budget_ends_the_run_before_it_is_exceeded(tmp_path, caplog):
+    accountant = RoundAccountant(4.0, 6, 3, 1e-5)
+    budget = (accountant.epsilon(2) + accountant.epsilon(3)) / 2
+    settings = {"privacy": private(noise_multiplier=4.0, max_epsilon=budget), "max_rounds": 9}
+    trainer = fit(tmp_path, **settings)
+    assert [float(row["privacy/epsilon"]) for row in rows_of(trainer.run_dir)] == [
+        accountant.epsilon(1),
+        accountant.epsilon(2),
+    ]
+    metadata = json.loads((trainer.run_dir / "metadata.json").read_text())
+    assert metadata["status"] == "finished"
+    assert "would exceed max_epsilon" in metadata["stopped_early"]
+    fit(tmp_path, **settings, ckpt_path=str(trainer.run_dir))
+    assert len(rows_of(trainer.run_dir)) == 2
+    with refused(f"--trainer.privacy.max_epsilon {accountant.epsilon(1) * 0.9:g}"):
+        fit(tmp_path / "new", privacy=private(noise_multiplier=4.0, max_epsilon=accountant.epsilon(1) * 0.9))
+    assert not (tmp_path / "new").exists()
+
+
+class Pull(Meter):
+    """Presses Ctrl-C in the third round."""
+
+    def on_round_end(self, record, context):
+        if record.round == 3:
+            raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("where", ["central", "distributed"])
+def test_interrupted_and_continued_is_exact(where, tmp_path):
+    """Noise, C, epsilon and the end by the budget."""
+    accountant = RoundAccountant(4.0, 6, 3, 1e-5)
+    settings = {
+        "max_rounds": 9,
+        "privacy": private(
+            noise_multiplier=4.0, max_epsilon=accountant.epsilon(4) * 1.001, where=where, target_quantile=0.5
+        ),
+        "run_name": "run",
+    }
+    whole = fit(tmp_path / "whole", **settings)
+    with pytest.raises(KeyboardInterrupt):
+        fit(tmp_path / "parts", callbacks=[Pull()], **settings)
+    (folder,) = (tmp_path / "parts").glob("*/run")
+    fit(tmp_path / "parts", ckpt_path=str(folder), allow_changed=True, **settings)
+    assert result(whole.run_dir) == result(folder)
+    clips = [row["privacy/clip_norm"] for row in rows_of(folder)]
+    assert len(set(clips)) == len(clips) == 4
+
+
+def test_workers_change_nothing(tmp_path):
+    one, two = (
+        fit(
+            tmp_path / str(workers),
+            workers=workers,
+            engine="sequential",
+            privacy=private(where="distributed"),
+        )
+        for workers in (1, 2)
+    )
+    assert result(one.run_dir) == result(two.run_dir)
+
+
+@pytest.mark.slow
+@pytest.mark.essential
+def test_ranks_change_nothing(tmp_path):
+    """Central noise once, distributed noise where the client is; one round has clients on one rank alone."""
+    program = started(tmp_path / "two", "private")
+    from ranks_program import fit_private
+
+    fit_private(tmp_path / "one")
+    _, errors = program.communicate(timeout=240)
+    assert program.returncode == 0, errors
+    for name in ("central", "distributed", "lonely"):
+        assert result(tmp_path / "two" / name / "run") == result(tmp_path / "one" / name / "run"), name
+
+
+def server_after(folder, **settings) -> torch.Tensor:
+    """The server's weights after a round of four clients on the quadratic, from zero."""
+    method = on_points(make("FedAvg", weigh_by="clients"))
+    run(method, Points((3, 1, 2, 1)), folder, max_rounds=1, **settings)
+    return method.server["weights"]
+
+
+def start_of(folder) -> torch.Tensor:
+    class Nobody(Stressor):
+        def change_upload(self, upload, *, client, round, context):
+            return None
+
+    method = on_points(make("FedAvg", weigh_by="clients"))
+    run_for_nothing(method, Points((3, 1, 2, 1)), folder, max_rounds=1, callbacks=[Nobody()])
+    return method.server["weights"]
+
+
+def test_hostile_clients_are_clipped_too(tmp_path):
+    """Attacks change what the server receives, and the clip is after them: all four together move the model
+    by C at most."""
+    start, attack = start_of(tmp_path), ByzantineClients(clients=1.0, attack="scale", strength=1e4)
+    free = server_after(tmp_path, callbacks=[attack])
+    clipped = server_after(tmp_path, callbacks=[attack], privacy=private(noise_multiplier=0.0))
+    assert float((free - start).norm()) > 1000
+    assert 0.1 * C < float((clipped - start).norm()) <= C * (1 + 1e-6)
+
+
+def test_a_round_of_equal_clients_by_hand(tmp_path):
+    """Two local steps of 0.1 towards each client's optimum, clipped, and the mean of them; every client counts
+    once, whatever the number of its examples."""
+    start, clip = start_of(tmp_path), 0.6
+    found = server_after(tmp_path, privacy=private(noise_multiplier=0.0, clip_norm=clip))
+    updates = (1 - 0.9**2) * (CENTRES[:4] - start)
+    norms = updates.norm(dim=1, keepdim=True)
+    assert float(norms.min()) < clip < float(norms.max())
+    torch.testing.assert_close(
+        found, start + (updates * (clip / norms).clamp(max=1)).mean(0), rtol=1e-5, atol=1e-6
+    )
+
+
+@pytest.mark.parametrize(
+    ("method", "given"),
+    [
+        *((name, f"--model {name}") for name in ("FedKD", "FedMosaic", "FedMPQ", "FedMPQKD")),
+        *((name, f"--model {name}") for name in ("LocalOnly", "Oracle", "Centralised")),
+        (("FedAvg", {"average": CoordinateMedian()}), "--model FedAvg"),
+        (("FedAvg", {"max_share": 0.5}), "--model.max_share 0.5"),
+        (("FedAvg", {"weigh_by": "examples"}), "--model.weigh_by examples"),
+        (("FedAvg", {"network": small_network}), "batch normalisation"),
+    ],
+)
+def test_what_no_noise_protects_is_refused(method, given, tmp_path):
+    name, settings = (method, {}) if isinstance(method, str) else method
+    if name == "Centralised":
+        built = methods.Centralised(network=small_network, weigh_by="clients")
+    else:
+        built = make(name, **{"weigh_by": "clients", **settings})
+    with refused(given):
+        run(built, images(), tmp_path / "run", privacy=private(), max_rounds=1)
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("name", ["FedAvg", "FedProx", "FedNTD", "QFedAvg", "AQFL", "FedPQ"])
+def test_every_method_whose_message_is_an_update(name, tmp_path):
+    """Each runs, and without noise no round moves its model by more than C."""
+    before = {}
+
+    class Moved(Meter):
+        def on_round_start(self, round, context):
+            before["weights"] = context.method.server["weights"]
+
+        def on_round_end(self, record, context):
+            moved = (context.method.server["weights"] - before["weights"]).norm()
+            assert 0 < float(moved) <= C * (1 + 1e-5)
+
+    fit(tmp_path, make(name, weigh_by="clients"), privacy=private(noise_multiplier=0.0), callbacks=[Moved()])
+
+
+@pytest.mark.parametrize(
+    ("settings", "given"),
+    [
+        ({"clip_norm": 1e5}, "clip_norm 100000"),
+        ({"clip_norm": 1e-12}, "clip_norm 1e-12"),
+    ],
+)
+def test_a_clip_that_integers_cannot_hold(settings, given, tmp_path):
+    with refused(f"--trainer.privacy.{given}"):
+        fit(tmp_path / "run", privacy=private(**settings))
+    assert not (tmp_path / "run").exists()
+
+
+def test_it_is_no_callback(tmp_path):
+    with refused("PrivateAggregation among trainer.callbacks"):
+        fit(tmp_path / "run", privacy=None, callbacks=[PrivateAggregation(private())])
