@@ -43,14 +43,15 @@ class TextExamples:
     Args:
         sequences: tokens and targets.
         group: group of each example, int64 ``[N]``, an index into the names of groups.
-        owner: client that wrote each example, int64 ``[N]``; of test examples it is not used.
+        owner: client that wrote each example, int64 ``[N]``; of test examples it is not used. None: the data
+            do not say.
         task: name of each example's task; empty where examples have none.
         held_out: whether each example is for validation, bool ``[N]``; None: validation examples are drawn.
     """
 
     sequences: Sequences
     group: np.ndarray
-    owner: np.ndarray
+    owner: np.ndarray | None
     task: Sequence[str] = field(default_factory=list)
     held_out: np.ndarray | None = None
 
