@@ -256,7 +256,7 @@ def test_a_wrong_file_is_one_line(tmp_path, name, said):
         TokenFile(str(tmp_path / name))
 
 
-FEW = ["--trainer.max_rounds", "2", "--trainer.max_local_steps", "2", "--trainer.eval_every", "2", "--trainer.logger", "false"]  # fmt: skip
+FEW = ["--trainer.max_rounds", "8", "--trainer.eval_every", "8", "--trainer.logger", "false"]
 
 
 @pytest.mark.slow
@@ -280,4 +280,4 @@ def test_the_commands_of_the_page_train_on_ids(tmp_path, monkeypatch):
         assert partition["text"]["clients"] == ["step 1", "step 2", "step 3", "step 4"]
     assert found["own"]["content_sha256"] == found["file"]["content_sha256"]
     assert found["own"]["weights_sha256"] == found["file"]["weights_sha256"]
-    assert found["own"]["final/perplexity"] < 3
+    assert found["own"]["final/perplexity"] < 6

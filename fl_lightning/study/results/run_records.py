@@ -20,7 +20,10 @@ from fl_lightning.support.recorded import not_recorded
 
 log = logging.getLogger("fl_lightning")
 
-PROBED = ("corrupted/", "fgsm/", "pgd/", "calibration/", "cost/", "latency/", "memory/", "kind/")
+PROBED = (
+    *("corrupted/", "fgsm/", "pgd/", "calibration/", "cost/", "latency/", "memory/", "kind/"),
+    "typos/",
+)
 """The beginnings of metrics that ``test`` alone measures."""
 
 
