@@ -139,7 +139,7 @@ def load(path: str, name: str | None) -> Any:
     """
     folder = Path(path)
     require(
-        folder.exists() or not _is_path(folder),
+        folder.exists() or not _is_path(path),
         path,
         "there is no such file or folder, and a data set of the Hub has no such name",
         "correct the path",
@@ -172,8 +172,9 @@ def load(path: str, name: str | None) -> Any:
         ) from error
 
 
-def _is_path(path: Path) -> bool:
+def _is_path(text: str) -> bool:
     """Return whether a text means a file or a folder, there or not: the Hub has names, and ``owner/name``."""
+    path = Path(text)
     names_file = path.suffix in (*FILES, ".txt", ".arrow", ".gz")
-    local = path.is_absolute() or path.parts[:1] in ((".",), ("..",), ("~",)) or len(path.parts) > 2
+    local = path.is_absolute() or text.startswith((".", "~")) or len(path.parts) > 2
     return names_file or local or (len(path.parts) == 2 and path.parent.is_dir())

@@ -228,6 +228,17 @@ class TextData(FederatedData):
         """Return the token ids at ``index`` and their mask, trimmed to the longest example."""
         return self._sequences[split].batch(index)[0]
 
+    def with_labels(self, inputs: dict[str, Tensor], target: Tensor) -> dict[str, Tensor]:
+        """Return the inputs with each labelled token in its place, so that a wrong answer is read as it is to
+        be learnt: position t + 1 holds ``target[:, t]``. With the true targets nothing changes."""
+        if target.ndim != 2:  # numbers in place of targets
+            return inputs
+        ids, mask = inputs["input_ids"], inputs["attention_mask"]
+        told = target[:, : ids.shape[1] - 1]
+        learnt = (told != IGNORED) & mask[:, 1:]
+        follows = torch.where(learnt, told, ids[:, 1:])
+        return {**inputs, "input_ids": torch.cat((ids[:, :1], follows), dim=1)}
+
     def epoch_sizes(self, client: Client) -> list[int]:
         """Return the sizes of the client's batches in one epoch."""
         if self.batch_tokens is None:
