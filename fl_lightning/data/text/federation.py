@@ -362,7 +362,7 @@ class InstructionData(TextData):
     def _examples(
         self, records: list[Record], group: np.ndarray, owner: np.ndarray, held_out: np.ndarray | None
     ) -> TextExamples:
-        sequences = encode_records(records, self.tokenizer, self.context)
+        sequences = encode_records(records, self.tokenizer, self.context, can_cut=False)
         return TextExamples(sequences, group, owner, [record.task_name for record in records], held_out)
 
     @property
