@@ -50,16 +50,24 @@ def main(argv: list[str] | None = None) -> int:
     except SystemExit as stop:  # --help and --print_config: 0; after SIGTERM: 143
         return stop.code if isinstance(stop.code, int) else int(stop.code is not None)
     except Exception as error:
-        if not hasattr(error, "run_log"):
+        if not hasattr(error, "run_log") and not hasattr(error, "failed_at"):
             raise
         return _bug(error)
     return code or 0
 
 
 def _bug(error: Exception) -> int:
-    """Write one line about an error whose traceback is in the log of the run; return the exit code."""
+    """Write one line about an error in somebody's code and where its traceback is; return the exit code.
+
+    The traceback is in the log of the run; before there is a run, the line says at which item of a dataset.
+    """
+    what = f"{type(error).__name__}: {error}"
+    if hasattr(error, "failed_at"):
+        return _one_line(
+            error, f"{error.failed_at}; {what}; {TRACEBACK_VARIABLE}=1 prints its traceback", code=1
+        )
     where = f"its traceback is in {error.run_log}; {TRACEBACK_VARIABLE}=1 prints it here"  # type: ignore[attr-defined]
-    return _one_line(error, f"{type(error).__name__}: {error}; {where}", code=1)
+    return _one_line(error, f"{what}; {where}", code=1)
 
 
 def _one_line(error: Exception, message: str, *, code: int) -> int:

@@ -1,4 +1,4 @@
-"""The commands of the page on data, as lists of arguments."""
+"""The commands and files of a page of the documentation, by default of the page on data."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from pathlib import Path
 PAGE = Path(__file__).parent.parent / "docs" / "howto" / "data.md"
 
 
-def documented(word: str) -> list[list[str]]:
+def documented(word: str, page: Path = PAGE) -> list[list[str]]:
     """Return the arguments of every command of the page that names ``word``, in order."""
-    lines = "".join(re.findall(r"```(?:bash|text)\n(.*?)```", PAGE.read_text(), re.DOTALL)).replace(
+    lines = "".join(re.findall(r"```(?:bash|text)\n(.*?)```", page.read_text(), re.DOTALL)).replace(
         "\\\n", " "
     )
-    found = [shlex.split(line) for line in lines.splitlines() if word in shlex.split(line)]
+    commands = [shlex.split(line) for line in lines.splitlines() if line.startswith("python -m fl_lightning")]
+    found = [words for words in commands if word in words]
     assert found, f"no command of the page names {word}"
-    assert all(words[:3] == ["python", "-m", "fl_lightning"] for words in found)
     return [words[3:] for words in found]
 
 
-def file_of_page(name: str) -> str:
+def file_of_page(name: str, page: Path = PAGE) -> str:
     """Return the content of a Python file that the page shows after its name."""
-    found = re.search(rf"`{re.escape(name)}`.*?``` \{{\.python\}}\n(.*?)```", PAGE.read_text(), re.DOTALL)
+    found = re.search(rf"`{re.escape(name)}`.*?``` \{{\.python\}}\n(.*?)```", page.read_text(), re.DOTALL)
     assert found, name
     return found[1]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import struct
+import sys
 from functools import partial
 from pathlib import Path
 
@@ -219,8 +220,51 @@ def test_a_bug_of_the_dataset_keeps_its_type():
         def __getitem__(self, index: int):
             return {}["nothing"]
 
-    with pytest.raises(KeyError):
+    with pytest.raises(KeyError) as error:
         ready(Broken(pairs()))
+    assert error.value.failed_at == "data.train Broken, item 0"
+
+
+@pytest.mark.parametrize(
+    ("line", "code", "said"),
+    [
+        (
+            "{}['nothing']",
+            1,
+            "data.train Own, item 3; KeyError: 'nothing'; FL_LIGHTNING_TRACEBACK=1 prints its",
+        ),
+        (
+            "raise ValueError('no label')",
+            2,
+            "data.train Own, item 3; it cannot be read (ValueError: no label); corr",
+        ),
+        ("open('gone.png')", 2, "data.train Own, item 3; it cannot be read (FileNotFoundError: "),
+        (
+            "__import__('json').loads('{')",
+            1,
+            "data.train Own, item 3; JSONDecodeError: Expecting property name",
+        ),
+    ],
+)
+def test_an_item_that_fails_is_one_line_with_its_number(line, code, said, tmp_path, monkeypatch, capsys):
+    """A traceback is there for who asks for it, with the line of the dataset that failed."""
+    (tmp_path / "failing.py").write_text(
+        "import torch\n\n\nclass Own(torch.utils.data.Dataset):\n    def __len__(self):\n        return 9\n\n"
+        f"    def __getitem__(self, index):\n        if index == 3:\n            {line}\n"
+        "        return torch.ones(2), index % 2\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "failing", raising=False)
+    command = ["fit", "--config", "fedavg", "--data", "DatasetData", "--data.train", "failing.Own"]
+    assert main([*command, "--data.num_clients", "2", "--model.network", "mlp"]) == code
+    printed = capsys.readouterr().err
+    assert f"fl_lightning: error: {said}" in printed
+    assert "Traceback" not in printed
+    assert not (tmp_path / "runs").exists()
+    monkeypatch.setenv("FL_LIGHTNING_TRACEBACK", "1")
+    assert main([*command, "--data.num_clients", "2", "--model.network", "mlp"]) == code
+    assert line in capsys.readouterr().err
 
 
 # --- a LightningDataModule

@@ -216,6 +216,30 @@ def test_levels_may_differ_unless_a_degradation_is_taken_of_them(tmp_path):
         check_comparable(gather("paired", tmp_path))
 
 
+def test_methods_are_compared_on_the_same_examples(tmp_path):
+    """Runs of one data set whose files changed in between are refused; runs of before say nothing of it."""
+    first, second = "a" * 64, "b" * 64
+    folder = make_study(tmp_path, {"A": A, "B": B}, "study")
+    check_comparable(gather("study", tmp_path))
+    for label, content in (("A", first), ("B", second)):
+        shutil.rmtree(folder / f"{label}-seed0")
+        make_run(folder, label, 0, 0.9, content=content)
+        if label == "A":
+            check_comparable(gather("study", tmp_path))
+    with pytest.raises(
+        InputError, match=r"A-seed0 has content of the data aaaaaaaaaaaa, B-seed0 has .* bbbbbbbbbbbb;"
+    ):
+        check_comparable(gather("study", tmp_path))
+    assert main(["compare", "--study", "study", "--root", str(tmp_path), "--out", str(tmp_path / "out")]) == 2
+    assert not (tmp_path / "out").exists()
+    levels = make_study(tmp_path, {"A": {ON: A, OFF: A}, "B": {ON: B, OFF: B}}, "levels", **GRID)
+    for label in "AB":
+        for level, content in (("on", first), ("off", second)):
+            shutil.rmtree(levels / f"{label}-noise={level}-seed0")
+            make_run(levels, label, 0, 0.9, levels={"noise": level}, content=content)
+    check_comparable(gather("levels", tmp_path))
+
+
 def test_what_test_measured_is_compared_and_what_it_did_not_is_undecided(tmp_path):
     criteria = ['metric("fgsm/accuracy", A) > 0.1', 'metric("pgd/accuracy", A) > 0.1']
     folder = make_study(tmp_path / "runs", {"A": A, "B": B}, criteria=criteria, test=["fgsm"])

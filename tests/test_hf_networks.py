@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
+from tiny_language import adam, fit
 from torch import Tensor
 
+from fl_lightning.data import IID, TokenData
 from fl_lightning.errors import InputError, MisuseError
+from fl_lightning.methods import AQFL, FedAvg, FedMPQ
 from fl_lightning.models import build_network
 from fl_lightning.models.language import BYTE_VOCABULARY, LlamaTiny, hf, lora_layers
 from fl_lightning.tasks import LanguageModelling
@@ -170,3 +174,89 @@ def test_what_is_trained_travels_in_its_own_precision(rank: int, dtype: torch.dt
     layout = Layout.of(hf.TransformersLM(50, name=str(folder), dtype="bfloat16", rank=rank))
     assert layout.size > 0
     assert layout.dtype == dtype
+
+
+@pytest.fixture(scope="module")
+def gpt2(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """GPT-2 of 40 learned positions; its linear layers are of transformers' own class Conv1D."""
+    transformers = pytest.importorskip("transformers")
+    pytest.importorskip("peft")
+    torch.manual_seed(0)
+    config = transformers.GPT2Config(
+        vocab_size=259, n_positions=40, n_embd=16, n_layer=1, n_head=2, bos_token_id=256, eos_token_id=257
+    )
+    model, path = transformers.GPT2LMHeadModel(config), tmp_path_factory.mktemp("gpt2")
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.mul_(10 if weight.ndim > 1 else 1)
+    model.save_pretrained(path)
+    return path
+
+
+def test_generation_ends_where_the_positions_end(gpt2: Path):
+    """Each prompt gets what it gets alone, up to its last position; others go on."""
+    network = hf.TransformersLM(259, str(gpt2)).eval()  # without dropout
+    lengths = [38, 3, 40, 31]
+    mask = torch.arange(40) < torch.tensor(lengths)[:, None]
+    ids = torch.randint(0, 259, mask.shape, generator=torch.Generator().manual_seed(1))
+    together = network.generate(ids, mask, max_new_tokens=8, eos=None, pad=258)
+    assert together.shape == (4, 8)
+    for row, (length, count) in enumerate(zip(lengths, (3, 8, 1, 8), strict=True)):
+        alone = ids[row : row + 1, :length]
+        for _ in range(count):
+            alone = torch.cat((alone, network(alone)[:, -1].argmax(-1, keepdim=True)), dim=1)
+        assert together[row].tolist() == alone[0, length:].tolist() + [258] * (8 - count)
+    few = network.generate(ids[1:2], mask[1:2], max_new_tokens=8, eos=int(together[1, 1]), pad=0)
+    assert few.shape[1] <= 2
+
+
+def answers_of_bytes() -> TokenData:
+    """The longest item fills a context of 40, so that its prompt and the longest answer exceed it."""
+    prompts = [[256, *[65 + k % 20] * (2 + 3 * (k % 12))] for k in range(24)]
+    answers = [[66] * (4 if len(prompt) > 30 else 17 - k % 3) + [257] for k, prompt in enumerate(prompts)]
+    both = [(p, a) for p, a in zip(prompts, answers, strict=True) if len(p + a) <= 41]
+    assert max(len(p) for p, _ in both) + max(len(a) for _, a in both) > 45
+    items = Items([(p + a, [-100] * len(p) + a) for p, a in both])
+    return TokenData(items, context=40, num_clients=2, partition=IID(), batch_size=4, generate=True)  # type: ignore[arg-type]
+
+
+def test_a_context_of_all_positions_is_trained_and_measured(gpt2: Path, tmp_path: Path):
+    method = FedAvg(network=partial(hf.TransformersLM, name=str(gpt2)), optimizer=adam())
+    fit(method, tmp_path, answers_of_bytes())
+    assert "test/exact_match" in next(tmp_path.rglob("metrics.csv")).read_text()
+    with pytest.raises(InputError, match=r"41 tokens; it has learned 40 positions; write --data.context 40"):
+        build_network(f"hf:{gpt2}", 259, (41,), **tokens(41))
+
+
+class Items(torch.utils.data.Dataset):
+    def __init__(self, items: list) -> None:
+        self.items = items
+
+    def __len__(self) -> int:
+        return len(self.items)
+
+    def __getitem__(self, index: int):
+        return self.items[index]
+
+
+@pytest.mark.parametrize("method", [FedMPQ, AQFL])
+def test_the_linear_layers_of_gpt2_are_quantised(method, gpt2: Path, tmp_path: Path, caplog):
+    """All matrices are; what the server deploys has at most 2^(n+1) values in each, and nothing is left out."""
+    network = partial(hf.TransformersLM, name=str(gpt2), rank=0)
+    trainer = fit(method(network=network, optimizer=adam(), bits=2), tmp_path, answers_of_bytes())
+    made = trainer.method
+    names = {name for name, weight in made.network.named_parameters() if weight.ndim > 1}
+    assert set(made.codec.names) == names
+    assert sum("c_attn" in name or "c_fc" in name or "c_proj" in name for name in names) == 4
+    assert "not quantised" not in caplog.text
+    deployed = dict(made.deploy().named_parameters())
+    bits = made.allocate(made.mean_budget())
+    for name, n in zip(made.codec.names, bits, strict=True):
+        assert len(deployed[name].unique()) <= 2 ** (n + 1)
+
+
+def test_the_adapters_of_gpt2_are_quantised(gpt2: Path, tmp_path: Path):
+    method = FedMPQ(network=partial(hf.TransformersLM, name=str(gpt2), rank=2), optimizer=adam())
+    made = fit(method, tmp_path, answers_of_bytes()).method
+    assert len(made.codec.names) == 8
+    assert not made.codec.rest.size

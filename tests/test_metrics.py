@@ -139,3 +139,7 @@ def test_final_summary() -> None:
         }
     )
     assert final_summary([{"round": 1}]) == {}
+    one = final_summary(
+        [{"round": 1}, {"round": 2, "test/mse": 3.0}], "mse", higher_is_better=False, is_share=False
+    )
+    assert one == {"final/mse": 3.0, "final/last5_mse": 3.0}, "a single evaluation has no area"

@@ -4,6 +4,7 @@ overlay on a model and a data set by name."""
 from __future__ import annotations
 
 import json
+import sys
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -240,3 +241,18 @@ def test_four_bits_are_refused_where_they_do_not_work_and_nothing_is_written(
     said = capsys.readouterr().err.strip().splitlines()[-1]
     assert "4-bit weights need bitsandbytes on a CUDA device; write load_in_4bit: false" in said
     assert not Path("runs").exists()
+
+
+@pytest.mark.parametrize(
+    "name", ["records.jsonl", "./records", "folder/of/files", "{tmp}/nothing", "{here}/flowers"]
+)
+def test_a_path_that_is_not_there_is_no_name_of_the_hub(name, tmp_path, monkeypatch):
+    """Nothing asks for it, whether or not the library is installed; ``owner/name`` and ``name`` may be on the Hub."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine").mkdir()
+    with pytest.raises(InputError, match="there is no such file or folder"):
+        data(name.format(tmp=tmp_path, here="mine"))
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    for there in ("Muennighoff/natural-instructions", "squad"):
+        with pytest.raises(InputError, match="needs the library datasets"):
+            data(there)

@@ -306,3 +306,27 @@ def test_what_outgrows_the_grid():
     layer, top = quantize_and_prune(low, 4, scale=15.0, threshold=0.02)
     assert (layer.bits, top, layer.step) == (3, 1, 1.0)
     assert layer.dequantize()[-1] == 7
+
+
+def test_what_a_quantised_method_leaves_out_is_said_by_name(caplog):
+    """A layer of another kind stays in full precision, and a warning names its weight."""
+    from fl_lightning.conformance.toy import images, sgd
+    from fl_lightning.methods import AQFL
+
+    class Mixed(torch.nn.Module):
+        def __init__(self, num_classes: int) -> None:
+            super().__init__()
+            self.first, self.last = torch.nn.Conv1d(3, 4, 1), torch.nn.Linear(4, num_classes)
+
+        def forward(self, x):
+            return self.last(self.first(x.flatten(2)).mean(2))
+
+    data = images()
+    data.prepare_data()
+    data.setup()
+    data.distribute(0, torch.device("cpu"))
+    method = AQFL(network=Mixed, optimizer=sgd(0.1))
+    method.build(data)
+    assert "not quantised, and sent in full precision, are first.weight [4, 3, 1]:" in caplog.text
+    assert method.codec.names == ["last.weight"]
+    assert "first.weight" in method.rest.shapes

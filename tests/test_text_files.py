@@ -113,6 +113,29 @@ def test_prose_is_cut_into_windows_by_file(tmp_path):
     assert found.groups == ("one.txt", "two.md", "three.txt")
 
 
+def test_a_file_of_one_window_is_trained_on(tmp_path):
+    """Its client is not left without examples; where no file has a second window there is no test text."""
+    (tmp_path / "short.txt").write_text("a few words")
+    with pytest.raises(InputError, match="no example is left for test"):
+        data(tmp_path)
+    (tmp_path / "long.txt").write_text("The quick brown fox. " * 9)
+    found = data(tmp_path, val_fraction=0.0)
+    assert found.sizes.tolist() == [5, 1]
+    assert answers(found)[-1] == "a few words"
+    assert found.test_group.tolist() == [0]
+
+
+def test_the_advice_fits_all_records(tmp_path):
+    (tmp_path / "a.jsonl").write_text("\n".join(line(n, inputs="5" * (20 + 5 * n)) for n in range(12)))
+    with pytest.raises(InputError, match=r"write context: [0-9]+, or too_long: cut$") as error:
+        data(tmp_path, test_fraction=0.2)
+    needed = int(error.value.instead.split()[2].strip(","))
+    assert needed > 80
+    with pytest.raises(InputError):
+        data(tmp_path, test_fraction=0.2, context=needed - 1)
+    data(tmp_path, test_fraction=0.2, context=needed)
+
+
 def test_long_records_are_refused_with_their_line_or_cut_and_counted(tmp_path, caplog):
     (tmp_path / "a.jsonl").write_text("\n".join([line(1), line(2, inputs="5" * 60), *map(line, range(9))]))
     with pytest.raises(

@@ -14,6 +14,7 @@ from synthetic_runs import make_run, make_study
 from fl_lightning.errors import InputError
 from fl_lightning.study.report.compare import compare
 from fl_lightning.study.report.transfer_figure import negative_transfer
+from fl_lightning.study.report.verdicts import check_criteria, verdicts
 from fl_lightning.study.results.gather import gather
 from fl_lightning.study.spec.plan import Study
 from fl_lightning.tasks import LanguageModelling
@@ -81,6 +82,66 @@ def test_gains_are_those_computed_by_hand(tmp_path):
     (row,) = [row for row in rows if of_one.items() <= row.items()]
     assert [float(row[name]) for name in ("value", "alone", "gain")] == [4.0, 2.0, -2.0]
     assert "Negative transfer: gain" in (tmp_path / "out" / "tables.tex").read_text()
+
+
+CRITERIA = {  # the interval of the mean gain is -2.19 to 2.19, of the share -0.03 to 0.92, of the worst -3.1 to -0.2
+    "gain(FedAvg) > -2.2": "holds",
+    "gain(FedAvg) > -2.1": "undecided",
+    "gain(FedAvg) > 2.2": "fails",
+    "below_zero(FedAvg) <= 0.93": "holds",
+    "below_zero(FedAvg) <= 0.9": "undecided",
+    "worst_gain(FedAvg) >= -0.2": "fails",
+    "worst_gain(FedAvg) < -0.2": "holds",
+    "worst_client(FedAvg) - worst_client(LocalOnly) > 3": "undecided",  # -1, 0, 2
+    "worst_client(FedAvg) - worst_client(LocalOnly) > 4.2": "fails",
+    "gain(FedAvg) + 0 * primary(LocalOnly) > -2.2": "holds",
+    "no_increase(below_zero, FedAvg, Other)": "undecided",  # equal in every seed
+}
+
+
+def test_criteria_are_about_the_gains(tmp_path):
+    labels = ("LocalOnly", "FedAvg", "Other")
+    study_of(
+        tmp_path,
+        labels=labels,
+        alone="LocalOnly",
+        criteria=[*CRITERIA, 'metric("transfer/mean", Other) > -2.2'],
+    )
+    comparison = comparison_of(tmp_path)
+    found = {one.criterion.text: one.decision for one in verdicts(comparison)}
+    assert found == {**CRITERIA, 'metric("transfer/mean", Other) > -2.2': "holds"}
+    ((_, judgement),) = verdicts(comparison)[0].judgements
+    assert judgement.high == pytest.approx(2.2 + T_2 * sqrt(7 / 9) / sqrt(3))
+    assert judgement.seeds == (0, 1, 2)
+    check_criteria(comparison)
+
+
+@pytest.mark.parametrize(
+    ("criterion", "keys", "said"),
+    [
+        (
+            "gain(FedAvg) > 0",
+            {},
+            "gain(...); a gain is against the clients alone; add 'alone: LABEL' to the study",
+        ),
+        (
+            "below_zero(LocalOnly) < 1",
+            {"alone": "LocalOnly"},
+            "below_zero(LocalOnly); it is what the gains are meas",
+        ),
+        (
+            "gain(Other) < 1",
+            {"alone": "LocalOnly", "controls": ["Other"]},
+            "gain(Other); the clients of a control",
+        ),
+        ("gains(FedAvg) > 0", {"alone": "LocalOnly"}, "write gain(...)"),
+    ],
+)
+def test_a_gain_of_nothing_is_refused_before_anything_runs(tmp_path, criterion, keys, said):
+    folder = study_of(tmp_path, labels=("LocalOnly", "FedAvg", "Other"), criteria=[criterion], **keys)
+    with pytest.raises(InputError) as error:
+        Study.read(folder / "study.yaml", find_configs=False)
+    assert said in str(error.value)
 
 
 def test_gains_are_of_the_selected_model_and_of_the_metric_s_direction(tmp_path):

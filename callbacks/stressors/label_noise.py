@@ -24,7 +24,7 @@ class LabelNoise(Stressor):
 
     A noisy client has ``round(labels * n_k)`` labels flipped: of classification each to any other class with
     equal probability; of regression they change places; of language modelling the labelled tokens of these
-    examples become others. Validation labels stay clean.
+    examples become others, in the target and where the network reads them. Validation labels stay clean.
 
     Args:
         round: first round with noise, counted from 1.

@@ -14,6 +14,8 @@ from fl_lightning.data.text.corpus_data import CorpusData
 from fl_lightning.data.text.federation import InstructionData, TextData
 from fl_lightning.data.text.natural_instructions import NaturalInstructions
 from fl_lightning.data.text.text_files import TextFiles
+from fl_lightning.data.text.token_data import TokenData
+from fl_lightning.data.text.token_items import TokenFile
 from fl_lightning.data.two_clients import TwoClients
 
 __all__ = [
@@ -37,6 +39,8 @@ __all__ = [
     "TableData",
     "TextData",
     "TextFiles",
+    "TokenData",
+    "TokenFile",
     "TwoClients",
     "dirichlet_partition",
 ]

@@ -29,7 +29,7 @@ from fl_lightning.tasks import Classification, Regression
 
 log = logging.getLogger(__name__)
 
-TaskName = Literal["classification", "regression"]
+TaskName = Literal["classification", "regression", "language_modelling"]
 SPLIT_SEED = 0  # not the run's seed: all runs have the same test set
 
 
@@ -86,7 +86,8 @@ class ArrayData(FederatedData):
         test_fraction: share of the examples (of classification, of each class) that becomes the test set if
             no other one is named, in (0, 1); the same examples in every run.
         task: classification: the target's values, whole numbers or texts, in sorted order are the classes;
-            regression: the target is one number or several.
+            regression: the target is one number or several; language_modelling: see
+            :class:`~fl_lightning.data.TokenData`, which takes the same datasets.
         num_clients: number of clients; 0: as many as the training examples have of their own.
         partition: rule that assigns training examples to clients; null: Natural where the data say whose an
             example is, else Dirichlet with beta 0.1.
@@ -129,6 +130,12 @@ class ArrayData(FederatedData):
             public_examples=public_examples,
         )
         check_test_fraction(self.has_test, test_fraction)
+        require(
+            task != "language_modelling",
+            f"task=language_modelling with {type(self).__name__}",
+            "sequences of tokens have a data module of their own, with padding and masks",
+            "write TokenData in its place",
+        )
         require_choice(task, ("classification", "regression"), "task")
         self.task = Classification() if task == "classification" else Regression()
         self.test_fraction = test_fraction

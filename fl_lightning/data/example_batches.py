@@ -53,6 +53,11 @@ class ExampleBatches(ABC):
             draws: numbers that decide the augmentation, int64 ``[B, D]``; None: no augmentation.
         """
 
+    def with_labels(self, inputs: Any, target: Tensor) -> Any:
+        """Return a batch's inputs as they are with these targets ``[B, ...]``, which a stressor may have
+        changed; they differ where inputs hold what is learnt, as those of text do."""
+        return inputs
+
     def draws(self, rng: np.random.Generator, epochs: int, n: int) -> np.ndarray | None:
         """Draw the augmentation of each example in each epoch, int64 ``[E, n, D]``; None: no augmentation."""
         return None
@@ -143,7 +148,8 @@ class ExampleBatches(ABC):
         if one.draws is not None:
             draws = self._to_device(one.draws).split(one.sizes)
         for index_B, target_B, draws_B in zip(index, target, draws, strict=True):
-            yield self.inputs("train", index_B, draws_B), target_B
+            inputs = self.inputs("train", index_B, draws_B)
+            yield (inputs if labels is None else self.with_labels(inputs, target_B)), target_B
 
     def stacked_batches(
         self,
@@ -185,6 +191,7 @@ class ExampleBatches(ABC):
                 place_KB = self._to_device(place)
                 flat = place_KB.reshape(-1)
                 inputs = self.inputs("train", index[flat], None if draws is None else draws[flat])
+                inputs = self.with_labels(inputs, target[flat])
                 step.append(
                     (
                         where,

@@ -137,15 +137,21 @@ def load(path: str, name: str | None) -> Any:
     Raises:
         InputError: the library is not installed, or the data set cannot be loaded.
     """
+    folder = Path(path)
+    require(
+        folder.exists() or not _is_path(path),
+        path,
+        "there is no such file or folder, and a data set of the Hub has no such name",
+        "correct the path",
+    )
     try:
         import datasets
     except ImportError as error:
         raise InputError(
-            "HuggingFaceData",
+            f"data set {path}",
             f"it needs the library datasets ({error})",
             'pip install "fl_lightning[datasets]"',
         ) from None
-    folder = Path(path)
     datasets.disable_progress_bars()
     try:
         if any((folder / file).is_file() for file in SAVED):
@@ -160,7 +166,15 @@ def load(path: str, name: str | None) -> Any:
     except Exception as error:  # the library raises errors of many other libraries
         reason = " ".join(str(error).split())[:300]
         raise InputError(
-            f"HuggingFaceData(path={path})",
+            f"data set {path}",
             f"it cannot be loaded ({type(error).__name__}: {reason})",
             "write a folder of save_to_disk, a file, or a name on the Hub that this machine can reach",
         ) from error
+
+
+def _is_path(text: str) -> bool:
+    """Return whether a text means a file or a folder, there or not: the Hub has names, and ``owner/name``."""
+    path = Path(text)
+    names_file = path.suffix in (*FILES, ".txt", ".arrow", ".gz")
+    local = path.is_absolute() or text.startswith((".", "~")) or len(path.parts) > 2
+    return names_file or local or (len(path.parts) == 2 and path.parent.is_dir())

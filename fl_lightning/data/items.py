@@ -27,6 +27,7 @@ from fl_lightning.data.arrays import (
 from fl_lightning.data.partition import check_memory
 from fl_lightning.errors import InputError, require
 from fl_lightning.rng import torch_stream
+from fl_lightning.support.user_code import is_bug_of_user
 
 Key = int | str
 
@@ -92,13 +93,13 @@ def read_items(dataset: Any, keys: Keys, place: str) -> Items:
     Raises:
         InputError: it is not map-style, has no items, or they have not all the same form and shape.
     """
-    count = _count(dataset, place)
+    count = count_items(dataset, place)
     inputs: Any = None
     known: dict[str, list[Any]] = {"target": [], "group": [], "client": []}
     with torch_stream(0, "data/read"):
         for number in range(count):
             where = f"{place}, item {number}"
-            parts = _parts(dataset[number], keys, where)
+            parts = _parts(item_at(dataset, number, where), keys, where)
             given = parts.pop("input")  # no tree_map here: it would take a list of numbers apart
             leaves = (
                 {str(key): _tensor(value, where) for key, value in given.items()}
@@ -174,7 +175,37 @@ def to_examples(
     )
 
 
-def _count(dataset: Any, place: str) -> int:
+def item_at(dataset: Any, number: int, where: str) -> Any:
+    """Return an item of a dataset.
+
+    A bug in the dataset's own code keeps its type, and ``failed_at`` of the exception says at which item.
+
+    Args:
+        dataset: a map-style dataset.
+        number: position of the item.
+        where: name of the dataset and the item, for messages.
+
+    Raises:
+        InputError: a library cannot read it, or the dataset's code refuses it with a ``raise``.
+    """
+    try:
+        return dataset[number]
+    except InputError:
+        raise
+    except Exception as error:
+        if is_bug_of_user(error) and not isinstance(error, OSError):  # a file that is missing is no bug
+            error.failed_at = where  # type: ignore[attr-defined]
+            raise
+        reason = " ".join(f"{type(error).__name__}: {error}".split())
+        raise InputError(where, f"it cannot be read ({reason})", "correct it or leave it out") from error
+
+
+def count_items(dataset: Any, place: str) -> int:
+    """Return the number of items.
+
+    Raises:
+        InputError: the dataset is not map-style or has none.
+    """
     map_style = hasattr(dataset, "__getitem__") and not isinstance(dataset, IterableDataset)
     try:
         count = len(dataset) if map_style else None
@@ -217,7 +248,7 @@ def _parts(item: Any, keys: Keys, where: str) -> dict[str, Any]:
                 f"write a position from 0 to {len(item) - 1}",
             )
         found[name] = item[place]
-    return {name: _plain(value) if name in ("group", "client") else value for name, value in found.items()}
+    return {name: plain(value) if name in ("group", "client") else value for name, value in found.items()}
 
 
 def _parts_of_dictionary(item: Mapping[Any, Any], keys: Keys, where: str) -> dict[str, Any]:
@@ -232,7 +263,7 @@ def _parts_of_dictionary(item: Mapping[Any, Any], keys: Keys, where: str) -> dic
     for name, key in named.items():
         if key is not None:
             require(key in item, f"{name}={key}", f"{where} has no such name", near_names(key, item))
-            found[name] = item[key] if name == "target" else _plain(item[key])
+            found[name] = item[key] if name == "target" else plain(item[key])
     if isinstance(keys.input, (int, str)):
         wanted: list[Any] = [keys.input]
     else:
@@ -244,7 +275,7 @@ def _parts_of_dictionary(item: Mapping[Any, Any], keys: Keys, where: str) -> dic
     return found | {"input": item[wanted[0]] if single else {key: item[key] for key in wanted}}
 
 
-def _plain(value: Any) -> Any:
+def plain(value: Any) -> Any:
     """Return a number or a text, of a tensor of one value its value."""
     single = isinstance(value, (Tensor, np.ndarray, np.generic)) and math.prod(value.shape) == 1
     return value.item() if single else value
@@ -285,7 +316,7 @@ def _put(inputs: Any, number: int, leaves: Any, where: str) -> None:
 
 def _class_names(items: Items) -> list[Any]:
     """Return the class of each item: a whole number or a text."""
-    found = [_plain(value) for value in items.target]
+    found = [plain(value) for value in items.target]
     for number, value in enumerate(found):
         whole = isinstance(value, (str, bool, int)) or (isinstance(value, float) and value.is_integer())
         require(

@@ -93,7 +93,7 @@ class PrivateAggregation(Meter):
         if settings.is_distributed and masked is not None:
             require(
                 masked.least_clients(cohort) >= self.least_returned,
-                f"--trainer.secure_sum.threshold {masked.threshold:g} with min_returned {settings.min_returned:g}",
+                f"--trainer.secure_sum.threshold {masked.threshold:g} below min_returned",
                 "the server would get sums of fewer shares of noise than the whole noise",
                 f"write --trainer.secure_sum.threshold {settings.min_returned:g}",
             )

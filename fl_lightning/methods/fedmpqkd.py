@@ -136,7 +136,8 @@ class FedMPQKD(FedMPQ):
             yield from super().local_batches(data, client, epochs=epochs, labels=labels, steps=steps)
             return
         numbers = torch.arange(len(labels), device=labels.device)
-        batches = super().local_batches(data, client, epochs=epochs, labels=numbers, steps=steps)
+        numbered = super().local_batches(data, client, epochs=epochs, labels=numbers, steps=steps)
+        batches = ((data.with_labels(inputs, labels[number]), number) for inputs, number in numbered)
         alike = data.device.type != "cpu" and isinstance(self.task, Classification)
         ahead = teaching.AHEAD if alike else 1  # sequences of two batches differ in length
         yield from teaching.with_logits(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import sys
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from copy import deepcopy
@@ -20,6 +22,8 @@ from fl_lightning.quantization import Quantized, average_bits, dequantize_codes,
 from fl_lightning.quantization.activations import quantize_activations
 from fl_lightning.quantization.allocation import MAX_BITS
 from fl_lightning.wire import Codes, Layout, Payload, PayloadError
+
+log = logging.getLogger("fl_lightning")
 
 
 class QuantizedMethod(Method, ABC):
@@ -62,6 +66,12 @@ class QuantizedMethod(Method, ABC):
         super().build(data)
         self.codec = LayerCodec(self.network, self.layout, self.quantise_shortcuts)
         self.rest = self.codec.rest
+        if whole := self.codec.unquantized_matrices(self.network):
+            log.warning(
+                "not quantised, and sent in full precision, are %s: quantised are convolutions in two "
+                "dimensions, linear layers and embeddings",
+                ", ".join(f"{name} {list(shape)}" for name, shape in whole.items()),
+            )
         if self.activation_bits is not None:
             quantize_activations(self.network, self.codec.names, self.activation_bits)
 
@@ -127,6 +137,16 @@ class LayerCodec:
     @property
     def names(self) -> list[str]:
         return list(self.weights)
+
+    def unquantized_matrices(self, network: nn.Module) -> dict[str, torch.Size]:
+        """Return the shapes of trained tensors of two or more dimensions that stay in full precision, such as
+        the weight of a layer of another kind; without those that ``shortcuts`` leaves out."""
+        kept = quantized_layers(network, shortcuts=True).keys()
+        return {
+            name: parameter.shape
+            for name, parameter in network.named_parameters()
+            if parameter.requires_grad and parameter.ndim > 1 and name not in kept
+        }
 
     def encode(
         self,
@@ -203,13 +223,16 @@ class LayerCodec:
 def quantized_layers(network: nn.Module, shortcuts: bool) -> dict[str, Tensor]:
     """Weights of convolutions, linear layers and embeddings by name, in the order of the network.
 
-    A weight that two layers share is there once, by the name that ``named_parameters`` gives it.
+    Linear layers are also those of GPT-2, transformers' ``Conv1D``, whose weight is ``[in, out]``. A weight
+    that two layers share is there once, by the name that ``named_parameters`` gives it.
     """
     found: dict[str, Tensor] = {}
+    transformers = sys.modules.get("transformers.pytorch_utils")  # imported, if the network has its layers
+    kinds = (nn.Conv2d, nn.Linear, nn.Embedding, *([transformers.Conv1D] if transformers else []))
     for name, module in network.named_modules():
         on_shortcut = "shortcut" in name or "downsample" in name
         if (
-            isinstance(module, (nn.Conv2d, nn.Linear, nn.Embedding))
+            isinstance(module, kinds)
             and (shortcuts or not on_shortcut)
             and module.weight.requires_grad
             and not any(module.weight is weight for weight in found.values())

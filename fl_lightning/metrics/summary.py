@@ -150,7 +150,8 @@ def final_summary(
 
     Returns:
         ``final/<primary>`` (last evaluated round), ``final/last5_<primary>`` (mean of the last five evaluated
-        rounds), ``final/auc_<primary>`` (percent x rounds, or the metric's unit x rounds),
+        rounds), ``final/auc_<primary>`` (percent x rounds, or the metric's unit x rounds; there is no area
+        with fewer than two evaluated rounds),
         ``final/last5_val_<primary>`` (the validation's mean of the last five) and, chosen by validation
         alone, ``final/best_val_round`` (the first of equals) and ``final/best_val_<primary>`` (its value on
         the validation examples). Names whose values do not exist are left out.
@@ -166,9 +167,10 @@ def final_summary(
         rounds, values = zip(*tested, strict=True)
         summary[f"final/{primary}"] = float(values[-1])
         summary[f"final/last5_{primary}"] = float(np.mean(values[-5:]))
-        summary[f"final/auc_{primary}"] = (
-            auc_accuracy(values, rounds) if is_share else _area(np.array(values), np.array(rounds))
-        )
+        if len(tested) > 1:
+            summary[f"final/auc_{primary}"] = (
+                auc_accuracy(values, rounds) if is_share else _area(np.array(values), np.array(rounds))
+            )
     if validated:
         sign = 1 if higher_is_better else -1
         best_round, best = max(validated, key=lambda pair: sign * pair[1])  # max keeps the first of equals

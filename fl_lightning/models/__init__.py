@@ -228,6 +228,8 @@ def _check_outputs(
     try:
         with torch.no_grad():
             outputs = made.eval()(inputs)
+    except InputError:  # the network refuses these inputs itself
+        raise
     except Exception as error:
         raise InputError(
             f"network={_name_of(given)}: it raised {_error_text(error)}",

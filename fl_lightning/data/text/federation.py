@@ -43,14 +43,15 @@ class TextExamples:
     Args:
         sequences: tokens and targets.
         group: group of each example, int64 ``[N]``, an index into the names of groups.
-        owner: client that wrote each example, int64 ``[N]``; of test examples it is not used.
+        owner: client that wrote each example, int64 ``[N]``; of test examples it is not used. None: the data
+            do not say.
         task: name of each example's task; empty where examples have none.
         held_out: whether each example is for validation, bool ``[N]``; None: validation examples are drawn.
     """
 
     sequences: Sequences
     group: np.ndarray
-    owner: np.ndarray
+    owner: np.ndarray | None
     task: Sequence[str] = field(default_factory=list)
     held_out: np.ndarray | None = None
 
@@ -227,6 +228,17 @@ class TextData(FederatedData):
         """Return the token ids at ``index`` and their mask, trimmed to the longest example."""
         return self._sequences[split].batch(index)[0]
 
+    def with_labels(self, inputs: dict[str, Tensor], target: Tensor) -> dict[str, Tensor]:
+        """Return the inputs with each labelled token in its place, so that a wrong answer is read as it is to
+        be learnt: position t + 1 holds ``target[:, t]``. With the true targets nothing changes."""
+        if target.ndim != 2:  # numbers in place of targets
+            return inputs
+        ids, mask = inputs["input_ids"], inputs["attention_mask"]
+        told = target[:, : ids.shape[1] - 1]
+        learnt = (told != IGNORED) & mask[:, 1:]
+        follows = torch.where(learnt, told, ids[:, 1:])
+        return {**inputs, "input_ids": torch.cat((ids[:, :1], follows), dim=1)}
+
     def epoch_sizes(self, client: Client) -> list[int]:
         """Return the sizes of the client's batches in one epoch."""
         if self.batch_tokens is None:
@@ -350,7 +362,7 @@ class InstructionData(TextData):
     def _examples(
         self, records: list[Record], group: np.ndarray, owner: np.ndarray, held_out: np.ndarray | None
     ) -> TextExamples:
-        sequences = encode_records(records, self.tokenizer, self.context)
+        sequences = encode_records(records, self.tokenizer, self.context, can_cut=False)
         return TextExamples(sequences, group, owner, [record.task_name for record in records], held_out)
 
     @property

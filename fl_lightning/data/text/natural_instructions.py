@@ -53,8 +53,8 @@ class NaturalInstructions(TextData):
         test: name of the test split; null: ``test_fraction`` of the training split.
         test_fraction: share of the prompts that becomes the test set if there is no ``test``, in (0, 1).
         categories: keywords of each category by its name; null: translation, reasoning, code and rewriting.
-        max_examples: largest number of records of a category in each split, by a hash of their prompts;
-            null: all.
+        max_examples: largest number of records of a category that are read of each split, by a hash of their
+            prompts; without ``test``, the test records are among them. null: all.
         num_clients: number of clients; fewer than there are categories: the later ones are left out.
         context: largest number of tokens that the network sees.
         too_long: what is done with a record longer than the context; refuse: an error; cut: the end of its

@@ -54,7 +54,8 @@ class TextFiles(TextData):
         train: a file, or a folder whose files are read in the order of their names.
         test: a file or folder of the same kind; null: ``test_fraction`` of ``train``.
         test_fraction: share of the training files that becomes the test set if there is no ``test``, in
-            (0, 1): of records those with certain inputs, of plain text the end of each file.
+            (0, 1): of records those with certain inputs, of plain text the end of each file; a file of one
+            window has none.
         client: key of a record that says whose it is; null: the file.
         group: key of a record that says its group, by which partitions deal it out; null: the file.
         num_clients: number of clients; 0: as many as write in the training files.
@@ -185,7 +186,10 @@ class TextFiles(TextData):
         train, test = [], []
         for path in files:
             windows = encode_windows(self._text(path), self.tokenizer, self.context)
-            first = len(windows) if tests else len(windows) - max(1, round(self.test_fraction * len(windows)))
+            share = min(
+                max(1, round(self.test_fraction * len(windows))), len(windows) - 1
+            )  # one: to train on
+            first = len(windows) - (0 if tests else share)
             train.append((numbers[path.name], part_of_windows(windows, slice(0, first))))
             test.append((numbers[path.name], part_of_windows(windows, slice(first, None))))
         if tests:

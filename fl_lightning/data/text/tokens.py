@@ -188,6 +188,7 @@ def encode_records(
     context: int,
     too_long: TooLong = "refuse",
     places: Sequence[str] | None = None,
+    can_cut: bool = True,
 ) -> Sequences:
     """Return records as sequences: BOS, prompt, answer, EOS. The loss is that of the answer and EOS.
 
@@ -200,6 +201,7 @@ def encode_records(
         too_long: what is done with a record of more positions. refuse: an error; cut: the end of its inputs
             is left out, and of its answer too where that is not enough, and ``Sequences.cut`` counts it.
         places: where each record stands, for the message, such as a file and line; None: its number.
+        can_cut: whether ``too_long`` is a setting of the data, which the message may propose.
 
     Raises:
         InputError: the context is too small for a record, or for any answer.
@@ -213,12 +215,13 @@ def encode_records(
         extra = len(start) + len(head) + len(tail) + len(answer) - 1 - context
         if extra > 0:
             place = places[number] if places else f"record {number + 1}"
-            require(
-                too_long == "cut",
-                f"{place} ({record.task_name})",
-                f"it takes {context + extra} tokens of a context of {context}",
-                f"write context: {context + extra}, or too_long: cut",
-            )
+            if too_long != "cut":
+                longest = max(_positions(one, tokenizer) for one in records)
+                raise InputError(
+                    f"{place} ({record.task_name})",
+                    f"it takes {context + extra} tokens of a context of {context}",
+                    f"write context: {longest}{', or too_long: cut' if can_cut else ''}",
+                )
             cut += 1
             head = head[: max(len(head) - extra, 0)]
             room = context + 1 - len(start) - len(head) - len(tail)
@@ -232,6 +235,12 @@ def encode_records(
         prompt = start + head + tail
         rows.append((prompt + answer, len(prompt)))
     return padded(rows, tokenizer.pad, context, cut)
+
+
+def _positions(record: Record, tokenizer: Tokenizer) -> int:
+    """Return the positions that a record takes as :func:`encode_records` writes it."""
+    texts = f"{record.definition}\n{record.inputs}", PROMPT_END, record.targets
+    return sum(len(tokenizer.encode(text)) for text in texts) + (tokenizer.bos is not None)
 
 
 def encode_windows(text: str, tokenizer: Tokenizer, context: int) -> Sequences:

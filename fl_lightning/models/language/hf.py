@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal
-from warnings import catch_warnings, simplefilter
+from warnings import catch_warnings, filterwarnings, simplefilter
 
 import torch
 from torch import Tensor, nn
@@ -90,9 +90,11 @@ class TransformersLM(nn.Module):
         )
         with catch_warnings():  # these names of transformers, which peft uses too, change with version 6
             simplefilter("ignore", FutureWarning)
+            filterwarnings("ignore", "fan_in_fan_out is set to")  # peft sees by itself what GPT-2 needs
             if gradient_checkpointing:
                 model.gradient_checkpointing_enable({"use_reentrant": False})
             self.model: Any = model if rank == 0 else _adapt(model, name, rank, alpha, targets, ffa)
+        self.name, self.positions = name, learned_positions(model.config)
 
     def forward(self, inputs: TokenInputs) -> Tensor:
         """Return the logits ``[B, T, V]`` of the next token at each position.
@@ -101,8 +103,17 @@ class TransformersLM(nn.Module):
             inputs: ids int64 ``[B, T]``, or a dictionary with ``input_ids`` and perhaps ``attention_mask``.
                 Padding stands on the right, where causal attention keeps it from the text: the mask is not
                 read.
+
+        Raises:
+            InputError: there are more tokens than the model has positions.
         """
         ids = inputs if isinstance(inputs, Tensor) else inputs["input_ids"]
+        require(
+            self.positions is None or ids.shape[1] <= self.positions,
+            f"{PREFIX}{self.name} on sequences of {ids.shape[1]} tokens",
+            f"it has learned {self.positions} positions",
+            f"write --data.context {self.positions}, or take a model with more",
+        )
         return self.model(input_ids=ids, use_cache=False).logits
 
     @property
@@ -121,21 +132,41 @@ class TransformersLM(nn.Module):
     ) -> Tensor:
         """Return the tokens that greedy decoding adds to each prompt, int64 ``[B, at most max_new_tokens]``.
 
-        The arguments are those of :meth:`fl_lightning.models.language.Llama.generate`.
+        The arguments are those of :meth:`fl_lightning.models.language.Llama.generate`. Where the model has
+        learned positions, as GPT-2 has, a sequence ends when they are used up: no true answer is longer, if
+        prompt and answer fit into a context that the model has positions for. ``pad`` follows.
 
         Raises:
             MisuseError: a prompt has no token, or the bound is less than 1.
         """
+        ids, lengths = prompts_to_continue(input_ids, attention_mask, max_new_tokens)
+        filler = pad if pad is not None else (0 if eos is None else eos)
+        if self.positions is None:
+            return self._continued(ids, lengths, max_new_tokens, eos, filler)
+        left = (self.positions + 1 - lengths).clamp(1, max_new_tokens)  # the last token takes no position
+        found = torch.full((len(ids), int(left.max())), filler, dtype=ids.dtype, device=ids.device)
+        longest = 0
+        for bound in left.unique().tolist():  # a single one, unless a prompt is near the end of the positions
+            rows = (left == bound).nonzero()[:, 0]
+            width = int(lengths[rows].max())
+            new = self._continued(ids[rows, :width], lengths[rows], bound, eos, filler)
+            found[rows, : new.shape[1]] = new
+            longest = max(longest, new.shape[1])
+        return found[:, :longest]
+
+    def _continued(
+        self, ids: Tensor, lengths: Tensor, max_new_tokens: int, eos: int | None, filler: int
+    ) -> Tensor:
+        """Return the greedy continuation of prompts ``[B, T]`` that are padded on the right."""
         from transformers import GenerationConfig
 
-        ids, lengths = prompts_to_continue(input_ids, attention_mask, max_new_tokens)
         length = ids.shape[1]
         places = torch.arange(length, device=ids.device) - (length - lengths).unsqueeze(1)
         config = GenerationConfig(
             do_sample=False,
             max_new_tokens=max_new_tokens,
             eos_token_id=eos,
-            pad_token_id=pad if pad is not None else (0 if eos is None else eos),
+            pad_token_id=filler,
         )
         training, own = self.model.training, self.base.generation_config
         self.model.eval()  # gradient checkpointing keeps no cache in training mode
@@ -172,6 +203,13 @@ def to_transformers(network: Llama) -> Any:
         }
         model.load_state_dict(transformers_weights(merged))
     return model
+
+
+def learned_positions(config: Any) -> int | None:
+    """Return the number of positions that a model of transformers has learned, and cannot exceed; None where
+    they are computed, such as rotary ones."""
+    rotary = any(getattr(config, name, None) is not None for name in ("rope_parameters", "rope_theta"))
+    return None if rotary else getattr(config, "max_position_embeddings", None)
 
 
 def _require_extra(wanted: str) -> None:

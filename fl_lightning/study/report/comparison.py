@@ -21,6 +21,7 @@ from fl_lightning.study.metric_names import CLASSIFICATION, Column, TaskMetrics,
 from fl_lightning.study.report.judging import NO_SPREAD
 from fl_lightning.study.report.transfer import NegativeTransfer
 from fl_lightning.study.results.runs import ExcludedRun, FinishedRun, Results, selected
+from fl_lightning.study.spec.quantities import TRANSFER
 from fl_lightning.study.spec.selection import Selection, selected_metric
 from fl_lightning.study.statistics import (
     Interval,
@@ -225,6 +226,15 @@ class Comparison:
     def values(self, metric: str, label: str, levels: Levels) -> pd.Series:
         """Return the numbers of one method, by seed."""
         return self.table(metric, levels)[label].dropna()
+
+    def measured(self, metric: str, label: str, levels: Levels) -> pd.Series:
+        """Return the numbers of one method, by seed: a metric of its runs, or one of negative transfer."""
+        if metric not in TRANSFER.values():
+            return self.values(metric, label, levels)
+        found = self.transfer.clients(levels, label, self.study.task.primary)
+        gains = (found.gain, found.harmed, found.worst_gain, found.worst) if found else (None,) * 4
+        of_metric = dict(zip(TRANSFER.values(), gains, strict=True))[metric]
+        return pd.Series(of_metric.values if of_metric else {}, dtype=float).dropna()
 
     def over_rounds(self, aggregate: str, metric: str, label: str, levels: Levels) -> pd.Series:
         """Return the aggregate over rounds of a metric of one method, by seed."""

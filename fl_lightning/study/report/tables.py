@@ -377,7 +377,7 @@ def _measured(comparison: Comparison, name: str, label: str, levels: Levels) -> 
         study = comparison.study
         quantity = PRIMARY if name == study.task.primary else name
         metric = metric_of(quantity, study.selection, study.task.primary) or name
-        found = comparison.values(metric, label, levels)
+        found = comparison.measured(metric, label, levels)
     mean, std = mean_std(found)
     return plain(mean) + (f" ± {plain(std)}" if isfinite(std) else "")
 

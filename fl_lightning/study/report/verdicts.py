@@ -179,7 +179,7 @@ class RunEvidence:
             return comparison.over_rounds(quantity.name, of_round, label, levels)
         metric = metric_of(quantity.name, study.selection, study.task.primary) or quantity.metric
         if metric is not None:
-            return comparison.values(metric, quantity.labels[-1], levels)
+            return comparison.measured(metric, quantity.labels[-1], levels)
         if quantity.name == "drop":
             return comparison.drops(study.metric, quantity.labels[0], self.others)
         a, b = (comparison.values(study.metric, label, levels) for label in quantity.labels)
@@ -223,7 +223,8 @@ def check_criteria(comparison: Comparison) -> None:
     check_task(comparison.study)
     rounds = sorted({name for run in comparison.results.runs for row in run.record.history for name in row})
     for criterion in (*comparison.criteria, *comparison.premises):
-        check_needs(criterion, comparison.study.degradation, comparison.study.target_value)
+        study = comparison.study
+        check_needs(criterion, study.degradation, study.target_value, study.alone, study.controls)
         for quantity in criterion.quantities:
             known = rounds if quantity.is_over_rounds else comparison.metrics
             for metric in quantity.recorded:

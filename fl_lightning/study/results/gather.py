@@ -211,7 +211,7 @@ def check_comparable(results: Results) -> None:
     """Check that what is compared has one data set, one number of rounds and, seed by seed, one partition.
 
     All runs have one primary metric. Levels of a grid may differ in the rest, since methods are compared
-    within a level; the two levels of a degradation may not.
+    within a level; the two levels of a degradation may not, except in the content of the data set.
 
     Raises:
         InputError: two runs differ.
@@ -221,11 +221,17 @@ def check_comparable(results: Results) -> None:
     degradation = results.study.degradation or {}
     axis, compared = degradation.get("axis", ""), (degradation.get("stressed"), degradation.get("clean"))
     groups: dict[tuple[tuple[str, str], ...], list[FinishedRun]] = {}
+    alike: dict[tuple[tuple[str, str], ...], list[FinishedRun]] = {}
     for run in results.runs:
+        if run.content:  # runs of before, and data that their name identifies, have none
+            alike.setdefault(tuple(run.levels.items()), []).append(run)
         levels = dict(run.levels)
         if axis in levels and levels[axis] in compared:
             del levels[axis]
         groups.setdefault(tuple(levels.items()), []).append(run)
+    for runs in alike.values():
+        hint = "the examples are not the same: run all methods again on one version of the files"
+        _require_one(runs, "content of the data", lambda run: run.content, hint)
     for runs in groups.values():
         hint = "a study has one data set; give each its own study"
         _require_one(runs, "data set", lambda run: run.dataset, hint)
@@ -245,7 +251,8 @@ def check_comparable(results: Results) -> None:
 def _require_one(runs: list[FinishedRun], what: str, value: Callable[[FinishedRun], str], hint: str) -> None:
     first = runs[0]
     for run in runs:
-        both = (value(one)[:12] if what == "partition" else value(one) for one in (first, run))
+        is_hash = what in ("partition", "content of the data")
+        both = (value(one)[:12] if is_hash else value(one) for one in (first, run))
         given = f"{first.name} has {what} {next(both)}, {run.name} has {what} {next(both)}"
         rule = f"methods are compared on one {what}{(' a seed' if what == 'partition' else '')}"
         require(value(run) == value(first), given, rule, f"{hint}, or leave one out")

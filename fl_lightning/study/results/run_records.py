@@ -21,16 +21,8 @@ from fl_lightning.support.recorded import not_recorded
 log = logging.getLogger("fl_lightning")
 
 PROBED = (
-    "corrupted/",
-    "fgsm/",
-    "pgd/",
-    "calibration/",
-    "cost/",
-    "latency/",
-    "memory/",
-    "kind/",
-    "membership/",
-    "inversion/",
+    *("corrupted/", "typos/", "fgsm/", "pgd/", "calibration/", "cost/", "latency/", "memory/", "kind/"),
+    *("membership/", "inversion/"),
 )
 """The beginnings of metrics that ``test`` alone measures."""
 

@@ -88,6 +88,12 @@ class FinishedRun:
         return str(self.record.metadata.get("dataset"))
 
     @property
+    def content(self) -> str:
+        """SHA-256 of all examples; empty where the name of the data set says which they are, and for runs of
+        before."""
+        return str(self.record.metadata.get("content_sha256") or "")
+
+    @property
     def task(self) -> TaskMetrics:
         return TaskMetrics.of_run(self.record.metadata)
 

@@ -25,6 +25,7 @@ from fl_lightning.errors import InputError, require
 from fl_lightning.study.spec.quantities import (
     ARGUMENTS,
     QUANTITIES,
+    TRANSFER,
     Quantity,
     Wrong,
     arguments_of,
@@ -258,13 +259,21 @@ def _no_increase(node: ast.Call, labels: Sequence[str], wrong: Wrong) -> NoIncre
     )
 
 
-def check_needs(criterion: Criterion, degradation: object, target: float | None) -> None:
+def check_needs(
+    criterion: Criterion,
+    degradation: object,
+    target: float | None,
+    alone: str = "",
+    controls: Collection[str] = (),
+) -> None:
     """Check that the study asks for what a criterion is about; no run is needed to tell.
 
     Args:
         criterion: the parsed criterion.
         degradation: the entry of the study, or None.
         target: the entry ``target`` or ``target_accuracy`` of the study, or None.
+        alone: the label of the method in which every client trains alone; empty: the study names none.
+        controls: the labels whose clients hold other examples.
 
     Raises:
         InputError: the study does not ask for it.
@@ -278,9 +287,25 @@ def check_needs(criterion: Criterion, degradation: object, target: float | None)
         "rounds": (target, "rounds are counted until a target", "target_accuracy: 0.9"),
         "megabytes": (target, "megabytes are counted until a target", "target_accuracy: 0.9"),
     }
+    needs |= dict.fromkeys(TRANSFER, (alone or None, "a gain is against the clients alone", "alone: LABEL"))
     for name, (given, rule, entry) in needs.items():
         valid = given is not None or not criterion.mentions(name)
         require(valid, f"criterion {criterion.text!r}: {name}(...)", rule, f"add '{entry}' to the study")
+    for quantity in criterion.quantities:
+        if quantity.metric not in TRANSFER.values():
+            continue
+        label, of_client = quantity.labels[0], quantity.metric == TRANSFER["worst_client"]
+        rule = "the clients of a control hold other examples than those alone"
+        require(
+            label not in controls, f"criterion {criterion.text!r}: {quantity}", rule, "name another method"
+        )
+        rule = "it is what the gains are measured against"
+        require(
+            of_client or label != alone,
+            f"criterion {criterion.text!r}: {quantity}",
+            rule,
+            "name another method",
+        )
 
 
 def _written(node: ast.expr, labels: Sequence[str]) -> str:

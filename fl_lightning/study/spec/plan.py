@@ -387,7 +387,7 @@ def _check_criteria(file: SpecFile, study: Study) -> None:
     """Check what criteria and premises say, and that their names fit together."""
     criteria, premises = study.parsed_criteria(), study.parsed_premises()
     for criterion in (*criteria, *premises):
-        check_needs(criterion, study.degradation, study.target_value)
+        check_needs(criterion, study.degradation, study.target_value, study.alone, study.controls)
     names = [criterion.name for criterion in (*criteria, *premises) if criterion.name]
     for name in names:
         file.require(names.count(name) == 1, f"name: {name}", "each name is given once", "write another")

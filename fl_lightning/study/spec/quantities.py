@@ -18,6 +18,15 @@ Wrong = Callable[..., InputError]
 PRIMARY, ACCURACY = "primary", "accuracy"
 """The primary metric of the runs' task under the study's ``selection``, and what it is called where it is the
 accuracy."""
+TRANSFER = {
+    "gain": "transfer/mean",
+    "below_zero": "transfer/below_zero",
+    "worst_gain": "transfer/worst",
+    "worst_client": "client/worst",
+}
+"""The quantities of negative transfer, in the primary metric on the clients' validation examples: the mean
+gain over clients, the share of clients whose gain is negative, the least gain of a client, and the metric of
+the worst client. The gain is against the study's ``alone``."""
 QUANTITIES = {
     PRIMARY: "final/last5_accuracy",
     ACCURACY: "final/last5_accuracy",
@@ -29,6 +38,7 @@ QUANTITIES = {
     "time": "time/round",
     "rounds": "target/rounds",
     "megabytes": "target/megabytes",
+    **TRANSFER,
 }
 """The quantities of one method that are a metric of its runs, by default; :func:`metric_of` has the metric of
 a study."""
@@ -95,7 +105,7 @@ class Quantity:
     @property
     def recorded(self) -> tuple[str, ...]:
         """The metrics that the runs must have recorded by name."""
-        if self.name not in WITH_METRIC:
+        if self.name not in WITH_METRIC or self.metric in TRANSFER.values():
             return ()
         return tuple(self.arguments[0].split(OVER)) if self.is_over_rounds else self.arguments[:1]
 
