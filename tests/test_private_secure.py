@@ -47,7 +47,7 @@ def test_a_sum_with_too_little_noise_is_never_unmasked(tmp_path):
 
 
 def test_the_same_clients_count_with_drop_outs(tmp_path):
-    leaves = [SecureDropout(0.4, "masked"), SecureDropout(0.1, "unmask")]
+    leaves = [SecureDropout(0.3, "masked")]
     settings = {"where": "distributed", "min_returned": 0.51}
     plain = weights_of(tmp_path / "plain", None, leaves, **settings)
     assert weights_of(tmp_path / "secure", SecureSum(threshold=0.51), leaves, **settings) == plain
