@@ -179,7 +179,7 @@ class PrivateAggregation(Meter):
                 f"rounds of {self.cohort} are accounted",
                 "raise trainer.participation instead",
             )
-        if self.settings.is_distributed and returned < self.least_returned:
+        if not self.has_all_noise(returned):
             log.warning(
                 "round %d: %d clients returned; with fewer than %d noise is missing, so their sum is not "
                 "used and the model stays",
@@ -190,7 +190,23 @@ class PrivateAggregation(Meter):
         private = [self.private_addends(method, addends, id, round) for id, addends in plain.items()]
         sums = sums_of(private, WEIGHTED_MEAN, self.cohort)
         sums.merge_ranks()
-        found = PrivateSums(sums, common_starts([*plain.values()]), self._central_noise(sums, method, round))
+        return self.finish(method, sums, common_starts([*plain.values()]), round)
+
+    def has_all_noise(self, returned: int) -> bool:
+        """Return whether a sum over so many clients has the noise that is accounted, or gets it from the
+        server."""
+        return not self.settings.is_distributed or returned >= self.least_returned
+
+    def finish(self, method: Method, sums: Sums, starts: Mapping[str, Tensor], round: int) -> PrivateSums:
+        """Return the noisy sums of all clients' private addends, and let C follow its quantile.
+
+        Args:
+            method: with the seed of the noise.
+            sums: of what :meth:`private_addends` gave, plain or under masks, over all processes.
+            starts: what means are counted from, by name.
+            round: the noise is a function of it and of the seed.
+        """
+        found = PrivateSums(sums, starts, self._central_noise(sums, method, round))
         if self.settings.is_adaptive:
             self._follow_quantile(found.share_below)
         return found

@@ -43,7 +43,7 @@ class ClientPrivacy:
     clip_learning_rate: float = 0.2
     count_noise: float | None = None
 
-    is_mapping_in_yaml: ClassVar[bool] = True
+    settings_alone: ClassVar[bool] = True
     """Configurations have its attributes without a class path."""
 
     def __post_init__(self) -> None:

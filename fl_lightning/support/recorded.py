@@ -131,7 +131,7 @@ def describe(value: Any) -> Any:
         return {"class_path": import_path(type(value)), **made_in_function, "init_args": arguments_of(value)}
     if is_dataclass(value):
         attributes = {field.name: describe(getattr(value, field.name)) for field in fields(value)}
-        if getattr(value, "is_mapping_in_yaml", False):
+        if getattr(value, "settings_alone", False):
             return attributes
         return {"class_path": import_path(type(value)), "init_args": attributes}
     # a LightningModule that calls save_hyperparameters has this attribute
