@@ -141,7 +141,11 @@ class Meter(Callback):
         ``[n_k]`` that it trains on."""
 
     def on_client_end(self, client: Client, round: int, context: Context) -> None:
-        """One client of the cohort has been trained; its upload is next, others may still be trained."""
+        """One client of the cohort has been trained; its upload is next, others may still be trained.
+
+        Several processes all call it for every client. What the client keeps is in ``client.state`` on rank
+        0, whose metrics count, and on the rank that trained it, and not on the others.
+        """
 
     def on_evaluate(self, probs: Tensor, target: Tensor, record: RoundRecord, context: Context) -> None:
         """The global test set: ``probs`` float32 ``[n, C]`` (softmax output), ``target`` int64 ``[n]``. Only
