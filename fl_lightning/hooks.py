@@ -102,8 +102,10 @@ class Callback(Recorded):
 
 
 class Stressor(Callback):
-    """A callback that makes life harder: each of its hooks gets a value and returns the one to use
-    instead."""
+    """A callback that makes life harder: each of its hooks gets a value and returns the one to use instead.
+
+    None may depend on ``client.state``, which is not on all of several processes.
+    """
 
     def change_cohort(self, cohort: list[Assignment], *, round: int, context: Context) -> list[Assignment]:
         return cohort
