@@ -76,7 +76,7 @@ def serve(rank: int, ranks: int, options: Any) -> None:
                 at: Receipt(tasks[at].client, LedgerEntry(1, at, "trained"), {"loss": Mean(1.0, 1)}, 10)
                 for at in own
             }
-            exchange_receipts(receipts, tasks)
+            exchange_receipts(receipts, tasks, {})
             found = Sums(WEIGHTED_MEAN, cohort)
             found.add("weights", [Addend(vector, 10, 10) for vector in own.values()])
             found.merge_ranks()

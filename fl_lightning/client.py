@@ -18,7 +18,8 @@ class Client:
             empty.
         val: indices of its validation examples in the same set, disjoint from ``train``; may be empty.
         state: tensors that the method keeps on this client between rounds; they are saved in checkpoints and
-            never sent.
+            never sent to the server. Of several processes, rank 0 and the one that trained the client last
+            have them; elsewhere it is empty.
     """
 
     id: int

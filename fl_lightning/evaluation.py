@@ -33,6 +33,7 @@ from fl_lightning.tasks import Sums, Task
 T = TypeVar("T")
 States = Mapping[int, dict[str, Tensor]]
 NO_STATES: States = MappingProxyType({})
+NO_HOLDERS: Mapping[int, int] = MappingProxyType({})
 MAX_PARTS = 2**32
 """Batches of one client are numbered below it, so that all batches of all clients have an order."""
 
@@ -57,6 +58,15 @@ def _forward(fabric: Fabric, network: nn.Module, batches: Iterable[tuple[Any, ..
 def share(items: Iterable[T]) -> Iterator[tuple[int, T]]:
     """Yield this rank's share of the items, each with its number among all."""
     return islice(enumerate(items), collectives.rank(), None, collectives.world_size())
+
+
+def share_clients(ids: Iterable[int], holders: Mapping[int, int]) -> Iterator[tuple[int, int]]:
+    """Yield the clients whose own model this rank evaluates, each with its number among all: those whose
+    state it holds, and a share of those that keep nothing."""
+    ranks = collectives.world_size()
+    for number, id in enumerate(ids):
+        if holders.get(id, number % ranks) == collectives.rank():
+            yield number, id
 
 
 def gather_columns(pieces: Iterable[tuple[int, tuple[Tensor, ...]]]) -> tuple[Tensor, ...]:
@@ -89,6 +99,7 @@ def on_test_set(
     method: Method,
     data: FederatedData,
     states: States = NO_STATES,
+    holders: Mapping[int, int] = NO_HOLDERS,
     *,
     answers: bool = True,
 ) -> tuple[dict[str, float], tuple[Tensor, Tensor] | None]:
@@ -96,6 +107,7 @@ def on_test_set(
 
     Args:
         states: what clients keep, by id.
+        holders: the rank that has a client's state, by id, where not every rank has all.
         answers: whether all outputs are collected; the metrics are sums over batches in any case.
 
     Returns:
@@ -106,7 +118,7 @@ def on_test_set(
     if method.personalised:
         owner = deal_test_set(data)
         order = np.argsort(owner, kind="stable")
-        batches = _dealt_batches(method, data, owner, states)
+        batches = _dealt_batches(method, data, owner, states, holders)
     else:
         order = None
         network = method.deploy()
@@ -166,11 +178,11 @@ def metrics_of(task: Task, outputs: Tensor, target: Tensor) -> dict[str, float]:
 
 
 def _dealt_batches(
-    method: Method, data: FederatedData, owner: np.ndarray, states: States
+    method: Method, data: FederatedData, owner: np.ndarray, states: States, holders: Mapping[int, int]
 ) -> Iterator[tuple[int, nn.Module, tuple[Any, Tensor]]]:
     """Yield the test examples of each client of this rank's share with the model of that client."""
-    for number, id in share(np.unique(owner)):
-        network = method.deploy(data.client(int(id), states.get(int(id))))
+    for number, id in share_clients(np.unique(owner).tolist(), holders):
+        network = method.deploy(data.client(id, states.get(id)))
         mine = torch.from_numpy(np.flatnonzero(owner == id)).to(data.device)
         for part, index in enumerate(mine.split(data.evaluation_batch)):
             batch = data.inputs("test", index), data.test_target[index]
@@ -190,12 +202,16 @@ def deal_test_set(data: FederatedData) -> np.ndarray:
 
 
 def validate(
-    fabric: Fabric, method: Method, data: FederatedData, states: States = NO_STATES
+    fabric: Fabric,
+    method: Method,
+    data: FederatedData,
+    states: States = NO_STATES,
+    holders: Mapping[int, int] = NO_HOLDERS,
 ) -> dict[str, dict[int, float]]:
     """Return ``task.per_client`` metrics and the loss of each client on its own validation examples, where it
     has any: by metric, then by the client's id."""
     task, columns, names = data.task, [], ["owner"]
-    for number, network, (inputs, target, owners) in _validation_batches(method, data, states):
+    for number, network, (inputs, target, owners) in _validation_batches(method, data, states, holders):
         _, found = evaluate_batch(fabric, task, network, inputs, target)
         ids, index = torch.unique(owners, return_inverse=True)
         names = ["owner", *found]
@@ -234,11 +250,11 @@ def spread_over_clients(data: FederatedData, validated: Mapping[str, dict[int, f
 
 
 def _validation_batches(
-    method: Method, data: FederatedData, states: States
+    method: Method, data: FederatedData, states: States, holders: Mapping[int, int]
 ) -> Iterator[tuple[int, nn.Module, tuple[Any, Tensor, Tensor]]]:
     """Yield this rank's share of the validation batches, each with the model that is asked."""
     if method.personalised:
-        for number, id in share(data.validating.tolist()):
+        for number, id in share_clients(data.validating.tolist(), holders):
             client = data.client(id, states.get(id))
             network = method.deploy(client)
             for part, batch in enumerate(data.val_batches([client])):

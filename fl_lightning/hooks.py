@@ -102,8 +102,10 @@ class Callback(Recorded):
 
 
 class Stressor(Callback):
-    """A callback that makes life harder: each of its hooks gets a value and returns the one to use
-    instead."""
+    """A callback that makes life harder: each of its hooks gets a value and returns the one to use instead.
+
+    None may depend on ``client.state``, which is not on all of several processes.
+    """
 
     def change_cohort(self, cohort: list[Assignment], *, round: int, context: Context) -> list[Assignment]:
         return cohort
@@ -141,7 +143,11 @@ class Meter(Callback):
         ``[n_k]`` that it trains on."""
 
     def on_client_end(self, client: Client, round: int, context: Context) -> None:
-        """One client of the cohort has been trained; its upload is next, others may still be trained."""
+        """One client of the cohort has been trained; its upload is next, others may still be trained.
+
+        Several processes all call it for every client. What the client keeps is in ``client.state`` on rank
+        0, whose metrics count, and on the rank that trained it, and not on the others.
+        """
 
     def on_evaluate(self, probs: Tensor, target: Tensor, record: RoundRecord, context: Context) -> None:
         """The global test set: ``probs`` float32 ``[n, C]`` (softmax output), ``target`` int64 ``[n]``. Only

@@ -20,7 +20,7 @@ from fl_lightning import evaluation, rng
 from fl_lightning.client import Assignment, Client
 from fl_lightning.data import FederatedData
 from fl_lightning.distributed.collectives import world_size
-from fl_lightning.engines import ClientResult, ClientTask, Engine, Receipt, exchange_receipts
+from fl_lightning.engines import ClientResult, ClientTask, Engine, Holders, Receipt, exchange_receipts
 from fl_lightning.engines.base import one_thread
 from fl_lightning.engines.secure_round import sum_securely
 from fl_lightning.errors import MisuseError
@@ -61,7 +61,9 @@ class Federation:
         eval_every: rounds between evaluations; the last round is always evaluated.
         privacy: what makes the sums of a round private; None: they are exact.
         files: where figures and texts of callbacks go; None outside a run.
-        states: what clients keep between rounds, by client id.
+        states: what clients keep between rounds, by client id; of several processes, rank 0 has all, another
+            rank those of the clients that it trained last.
+        holders: which rank holds which client's state.
         ledger: bytes of every client and round.
         last_broadcast: identity and bytes of the last broadcast, and its payload, which keeps it comparable.
     """
@@ -80,6 +82,7 @@ class Federation:
     privacy: PrivateAggregation | None = None
     files: RunFiles | None = None
     states: dict[int, dict[str, Tensor]] = field(default_factory=dict)
+    holders: Holders = field(default_factory=dict)
     ledger: Ledger = field(default_factory=Ledger)
     last_broadcast: tuple[tuple[object, ...], bytes, Payload] | None = None
 
@@ -178,7 +181,7 @@ def train_clients(
         receipts[position] = Receipt(result.client, entry, result.losses, examples)
     if not apart or world_size() == 1:
         return [receipts[position] for position in range(len(tasks))]
-    everybody = exchange_receipts(receipts, tasks)
+    everybody = exchange_receipts(receipts, tasks, fed.holders)
     for position, receipt in enumerate(everybody):
         if position not in receipts:
             end_client(fed, receipt.client, tasks[position].round)
@@ -363,9 +366,10 @@ def summarise(
 def evaluate(fed: Federation, record: RoundRecord) -> None:
     started = perf_counter()
     task, asked = fed.data.task, any(map(reads_probabilities, fed.callbacks))
-    metrics, answers = evaluation.on_test_set(fed.fabric, fed.method, fed.data, fed.states, answers=asked)
+    subject = fed.fabric, fed.method, fed.data, fed.states, fed.holders
+    metrics, answers = evaluation.on_test_set(*subject, answers=asked)
     record.metrics |= metrics
-    record.clients = validated = evaluation.validate(fed.fabric, fed.method, fed.data, fed.states)
+    record.clients = validated = evaluation.validate(*subject)
     record.metrics |= evaluation.spread_over_clients(fed.data, validated)
     if answers:
         tell(fed.callbacks, "on_evaluate", *answers, record, fed)

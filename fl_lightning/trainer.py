@@ -23,7 +23,14 @@ from fl_lightning.distributed.launch import (
     start_others,
     stop_others,
 )
-from fl_lightning.engines import Engine, EngineName, check_optimizer, check_workers, make_engine
+from fl_lightning.engines import (
+    Engine,
+    EngineName,
+    check_optimizer,
+    check_workers,
+    make_engine,
+    spread_states,
+)
 from fl_lightning.engines.determinism import deterministic
 from fl_lightning.errors import InputError, MisuseError
 from fl_lightning.hooks import Callback, check_probabilities, stop_reason, tell
@@ -414,6 +421,7 @@ class FederatedTrainer(Recorded):
         It comes before the trackers: workers are forks, and a fork must not find locks that threads of this
         process hold.
         """
+        spread_states(fed.states, fed.holders)
         engine = make_engine(
             self.fabric,
             self.method,
@@ -424,6 +432,7 @@ class FederatedTrainer(Recorded):
             cohort=fed.cohort_size,
             timeout=self.rank_timeout,
             cuda_graphs=self.cuda_graphs,
+            holders=fed.holders,
         )
         running.callback(engine.close)
         engine.start()

@@ -49,6 +49,10 @@ def parts(rank: int, seed: int) -> dict[str, bytes | Tensor]:
     return {f"{rank}/{name}": part for name, part in given.items()} if rank != 1 else {}
 
 
+def raw(tensor: Tensor) -> bytes:
+    return tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+
+
 def exchange(rank: int, size: int) -> None:
     found = [collectives.gather_parts(parts(rank, seed)) for seed in range(2)]
     for seed in range(2):  # the first are as they were: no views of a buffer that others went through
@@ -59,11 +63,18 @@ def exchange(rank: int, size: int) -> None:
             assert type(other) is type(part), name
             if isinstance(part, Tensor) and isinstance(other, Tensor):
                 assert (other.dtype, other.shape) == (part.dtype, part.shape), name
-                part, other = (
-                    tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes()
-                    for tensor in (part, other)
-                )
+                part, other = raw(part), raw(other)
             assert other == part, name
+    # each part of ranks 0 and 2 to one other rank; nothing arrives elsewhere
+    tensors = {name: part for name, part in parts(rank, 0).items() if isinstance(part, Tensor)}
+    to = {name: (rank + 1 + at % 2) % size for at, name in enumerate(tensors)}
+    given = collectives.gather_parts({f"{to[name]}/{name}": part for name, part in tensors.items()})
+    for name, part in collectives.send_parts(tensors, to).items():
+        other = given.pop(f"{rank}/{name}")
+        assert (part.dtype, part.shape) == (other.dtype, other.shape), name
+        assert raw(part) == raw(other), name
+    assert all(int(name.split("/")[0]) != rank for name in given)
+    assert collectives.send_parts({}, {}) == {}
     given = [b"", bytes(5000), b"x", b"yy"][:size]
     assert collectives.gather_bytes(given[rank]) == given
     assert collectives.gather_parts({}) == {}

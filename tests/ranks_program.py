@@ -41,9 +41,9 @@ def method_of(name: str) -> Method:
     return make(name, optimizer=sgd(0.05), **({} if name == "FedMosaic" else {"network": Dropped}))
 
 
-def data_of(name: str) -> FederatedImages:
+def data_of(name: str, num_clients: int = 6) -> FederatedImages:
     return FederatedImages(
-        dataset="digits", num_clients=6, partition=IID(), batch_size=32, val_fraction=0.1,
+        dataset="digits", num_clients=num_clients, partition=IID(), batch_size=32, val_fraction=0.1,
         public_examples=100 if name == "FedKD" else 0,
     )  # fmt: skip
 

@@ -169,23 +169,15 @@ def test_work_is_what_is_trained_on():
 
 
 def test_a_result_survives_the_way_between_processes():
-    state = {
-        "a": torch.randn(3, 2),
-        "b": torch.tensor([True]),
-        "empty": torch.empty(0, 4),
-        "half": torch.randn(2).bfloat16(),
-    }
+    state = {"a": torch.randn(3, 2)}
     losses = {"loss": Mean(1 / 3, 7), "loss_kd": Mean(float("nan"), 7)}
     there = ClientResult(order().client, b"\x00upload\xff", state, losses, 2)
-    back = _unpack(_pack(there), order())
+    assert _pack(there).keys() == {"upload", "report"}, "a state does not go to all ranks"
+    back = _unpack(_pack(there), order(), state)
     assert (back.upload, back.steps, list(back.losses)) == (there.upload, 2, list(losses))
     assert back.losses["loss"] == Mean(1 / 3, 7)
     assert back.verified is None, "it has been on the way: its checksum is to be looked at"
-    assert back.client.state is back.state
-    assert all(
-        torch.equal(back.state[name], tensor) and back.state[name].dtype == tensor.dtype
-        for name, tensor in state.items()
-    )
+    assert back.client.state is back.state is state
 
 
 def test_one_process_is_the_engine_itself():

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import math
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import chain, pairwise, zip_longest
 from typing import Any, TypeVar, cast
@@ -67,8 +67,7 @@ def gather_parts(parts: Mapping[str, Part]) -> dict[str, Part]:
     if world_size() == 1:
         return dict(parts)
     mine: dict[str, bytes | Tensor] = {
-        name: part.detach().cpu().resolve_conj().resolve_neg() if isinstance(part, Tensor) else part
-        for name, part in parts.items()
+        name: _on_cpu(part) if isinstance(part, Tensor) else part for name, part in parts.items()
     }
     header = json.dumps([(name, *_type_and_shape(part)) for name, part in mine.items()]).encode()
     forms = [json.loads(header) for header in gather_bytes(header)]
@@ -78,6 +77,35 @@ def gather_parts(parts: Mapping[str, Part]) -> dict[str, Part]:
         name, kind, shape = forms[source][position]
         found[name] = _to_tensor(view, kind, shape) if kind else bytes(view)
     return cast("dict[str, Part]", found)
+
+
+def send_parts(parts: Mapping[str, Tensor], to: Mapping[str, int]) -> dict[str, Tensor]:
+    """Send each part to one rank, and return the parts that this rank is sent, by name, on the CPU.
+
+    All ranks call it, with parts or without. Only names and shapes go to every rank. Values are received
+    where they stay, without a buffer between.
+
+    Args:
+        parts: tensors of this rank by name; no two ranks may use the same name.
+        to: the rank that each part is for, another one than this.
+
+    Raises:
+        RankLost: a rank died or did not answer within ``trainer.rank_timeout``.
+    """
+    mine = {name: _on_cpu(part).contiguous() for name, part in parts.items()}
+    header = json.dumps([(name, to[name], *_type_and_shape(part)) for name, part in mine.items()]).encode()
+    found: dict[str, Tensor] = {}
+    works: list[tuple[dist.Work | None, int]] = []
+    for source, of_rank in enumerate(gather_bytes(header)):
+        for tag, (name, target, kind, shape) in enumerate(json.loads(of_rank)):
+            if target == rank():
+                found[name] = torch.empty(shape, dtype=getattr(torch, kind))
+                works.append((_start(dist.irecv, found[name], source, tag), source))
+            elif source == rank():
+                works.append((_start(dist.isend, mine[name], target, tag), target))
+    for work, other in works:
+        _wait(work, other)
+    return found
 
 
 def sum_over_ranks(integers: Tensor) -> Tensor:
@@ -184,6 +212,10 @@ def _slices(frame: Sequence[int], sizes: Sequence[int]) -> Iterator[tuple[int, s
         start += sizes[part]
 
 
+def _on_cpu(part: Tensor) -> Tensor:
+    return part.detach().cpu().resolve_conj().resolve_neg()
+
+
 def _type_and_shape(part: bytes | Tensor) -> tuple[str, list[int]]:
     """Return the name of the type (empty for bytes) and the shape of a part."""
     return (
@@ -212,6 +244,13 @@ def _to_tensor(view: memoryview, kind: str, shape: Sequence[int]) -> Tensor:
 def _broadcast(buffer: Tensor, source: int) -> dist.Work | None:
     with _lost_rank_errors(source):
         return dist.broadcast(buffer, source, async_op=True) if len(buffer) else None
+
+
+def _start(
+    send_or_receive: Callable[..., dist.Work | None], part: Tensor, other: int, tag: int
+) -> dist.Work | None:
+    with _lost_rank_errors(other):
+        return send_or_receive(part.view(-1).view(torch.uint8), other, tag=tag) if part.numel() else None
 
 
 def _wait(work: dist.Work | None, source: int) -> None:

@@ -1,5 +1,6 @@
 from fl_lightning.engines.base import ClientResult, ClientTask, Engine
 from fl_lightning.engines.choice import EngineName, check_workers, make_engine
+from fl_lightning.engines.holders import Holders, spread_states
 from fl_lightning.engines.optimizers import check_optimizer
 from fl_lightning.engines.pool import PoolEngine
 from fl_lightning.engines.ranks import RankedEngine, Receipt, exchange_receipts
@@ -12,6 +13,7 @@ __all__ = [
     "ClientTask",
     "Engine",
     "EngineName",
+    "Holders",
     "PoolEngine",
     "RankedEngine",
     "Receipt",
@@ -20,4 +22,5 @@ __all__ = [
     "check_workers",
     "exchange_receipts",
     "make_engine",
+    "spread_states",
 ]

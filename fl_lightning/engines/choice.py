@@ -14,6 +14,7 @@ from lightning.fabric import Fabric
 from fl_lightning.data import FederatedData
 from fl_lightning.distributed import collectives
 from fl_lightning.engines.base import ClientTask, Engine
+from fl_lightning.engines.holders import Holders
 from fl_lightning.engines.memory import keep_freed_memory
 from fl_lightning.engines.pool import PoolEngine
 from fl_lightning.engines.ranks import RankedEngine
@@ -53,6 +54,7 @@ def make_engine(
     before: str | None,
     timeout: float = math.inf,
     cuda_graphs: bool = False,
+    holders: Holders | None = None,
 ) -> Engine:
     """Make the engine of a run.
 
@@ -65,6 +67,7 @@ def make_engine(
         before: what an earlier part of this run chose, which stays.
         timeout: seconds after which worker processes that do not answer are given up.
         cuda_graphs: use what :mod:`fl_lightning.engines.cuda` has.
+        holders: which rank holds which client's state; the engine keeps it up to date.
     """
     if fabric.device.type == "cpu":
         keep_freed_memory()
@@ -83,7 +86,7 @@ def make_engine(
     else:
         inner, where = _engine(name, fabric, method, data, size, timeout)
     log.info("engine: %s, %s", name, where)
-    return RankedEngine(inner, data)
+    return RankedEngine(inner, data, holders)
 
 
 def _engine(

@@ -15,6 +15,7 @@ from fl_lightning.client import Client
 from fl_lightning.data import FederatedData
 from fl_lightning.distributed.collectives import gather_bytes, gather_parts, rank, world_size
 from fl_lightning.engines.base import ClientResult, ClientTask, Engine, Units
+from fl_lightning.engines.holders import Holders, State, collect_states, fetch_states, preferred_rank
 from fl_lightning.metrics import Mean
 from fl_lightning.wire import LedgerEntry
 from fl_lightning.wire.payload import HEADER
@@ -23,14 +24,20 @@ CLIENT_OVERHEAD_BATCHES = 0.25  # of a batch: what a client costs beside its tra
 
 
 class RankedEngine(Engine):
-    """Deals the tasks of ``engine`` to the ranks and exchanges what they gave: uploads, kept states, losses.
+    """Deals the tasks of ``engine`` to the ranks and exchanges what they gave: uploads and losses.
 
     Uploads stay the bytes that the client made, so the server of every rank computes the same next state from
-    the same bytes.
+    the same bytes. Kept states go to rank 0 and to ranks that train the clients next.
+
+    Args:
+        engine: trains this rank's share.
+        data: the clients' examples.
+        holders: which rank holds which client's state; it is kept up to date.
     """
 
-    def __init__(self, engine: Engine, data: FederatedData) -> None:
+    def __init__(self, engine: Engine, data: FederatedData, holders: Holders | None = None) -> None:
         self.engine, self.data, self.name = engine, data, engine.name
+        self.holders = {} if holders is None else holders
 
     def start(self) -> None:
         self.engine.start()
@@ -45,21 +52,29 @@ class RankedEngine(Engine):
         if world_size() == 1:
             yield from self.engine.train(tasks, units)
             return
-        own = {index: _pack(result) for index, result in self.train_own(tasks, units)}
-        for task, packed in zip(tasks, _gather(own, len(tasks)), strict=True):
-            yield _unpack(packed, task)
+        own, kept = {}, {}
+        for index, result in self.train_own(tasks, units):
+            own[index], kept[index] = _pack(result), result.state
+        for task, packed, state in _exchange(own, kept, tasks, self.holders):
+            yield _unpack(packed, task, state)
 
     def train_own(
         self, tasks: Sequence[ClientTask], units: Units | None = None
     ) -> Iterator[tuple[int, ClientResult]]:
-        """Yield position and result of this rank's share of the tasks."""
+        """Yield position and result of this rank's share of the tasks.
+
+        Clients of this share that keep a state have it by then.
+        """
         if world_size() == 1:
             yield from enumerate(self.engine.train(tasks, units))
             return
         require_agreement(tasks)
         units = self.units(tasks) if units is None else units
         works = [work(task, self.data.batch_size) for task in tasks]
-        dealt = deal([sum(works[at] for at in unit) for unit in units], world_size())
+        preferred = [preferred_rank([tasks[at] for at in unit], self.holders) for unit in units]
+        dealt = deal([sum(works[at] for at in unit) for unit in units], world_size(), preferred)
+        trainers = {at: here for here, share in enumerate(dealt) for unit in share for at in units[unit]}
+        fetch_states(tasks, trainers, self.holders)
         mine = [units[at] for at in dealt[rank()]]
         share = [at for unit in mine for at in unit]
         place = {at: here for here, at in enumerate(share)}
@@ -84,12 +99,17 @@ class Receipt:
     examples: int = 0
 
 
-def exchange_receipts(own: Mapping[int, Receipt], tasks: Sequence[ClientTask]) -> list[Receipt]:
+def exchange_receipts(
+    own: Mapping[int, Receipt], tasks: Sequence[ClientTask], holders: Holders
+) -> list[Receipt]:
     """Return the receipts of all ranks in the order of the tasks, on every rank.
+
+    What a client keeps is in those of rank 0 and of the rank that trained it.
 
     Args:
         own: receipts of this rank by position of the task.
         tasks: all tasks.
+        holders: which rank holds which client's state; it is kept up to date.
 
     Raises:
         RankLost: a rank died or did not answer in time.
@@ -102,9 +122,10 @@ def exchange_receipts(own: Mapping[int, Receipt], tasks: Sequence[ClientTask]) -
         )
         for position, receipt in own.items()
     }
+    kept = {position: receipt.client.state for position, receipt in own.items()}
     receipts = []
-    for task, parts in zip(tasks, _gather(packed, len(tasks)), strict=True):
-        report, losses, state = _unpack_parts(parts)
+    for task, parts, state in _exchange(packed, kept, tasks, holders):
+        report, losses = _unpack_report(parts)
         entry = LedgerEntry(*report["entry"])
         receipts.append(Receipt(replace(task.client, state=state), entry, losses, report["examples"]))
     return receipts
@@ -118,15 +139,37 @@ def work(task: ClientTask, batch_size: int) -> float:
     )
 
 
-def deal(works: Sequence[float], size: int) -> list[list[int]]:
+def deal(works: Sequence[float], size: int, preferred: Sequence[int | None] = ()) -> list[list[int]]:
     """Deal work to ranks and return the positions of each: longest first, to the rank with least (Graham,
     1969).
 
+    Work that prefers a rank gets it, longest first, while that rank has no more than the busiest rank of a
+    deal without preferences. The rest is dealt as ever, so the busiest rank has at most one of the rest more.
+
+    Args:
+        works: cost of each piece.
+        size: number of ranks.
+        preferred: the rank that each piece prefers, None for any; empty: none prefers one.
+
     >>> deal([1, 5, 2, 2], 2)
     [[1], [0, 2, 3]]
+    >>> deal([1, 1, 1, 1], 2, [1, 1, 1, None])
+    [[2, 3], [0, 1]]
     """
     loads, shares = [0.0] * size, [[] for _ in range(size)]  # type: tuple[list[float], list[list[int]]]
-    for index in sorted(range(len(works)), key=lambda index: (-works[index], index)):
+    left = sorted(range(len(works)), key=lambda index: (-works[index], index))
+    if any(wish is not None for wish in preferred):
+        most = max(sum(works[index] for index in share) for share in deal(works, size))
+        rest = []
+        for index in left:
+            wish = preferred[index]
+            if wish is None or loads[wish] + works[index] > most:
+                rest.append(index)
+            else:
+                loads[wish] += works[index]
+                shares[wish].append(index)
+        left = rest
+    for index in left:
         least = loads.index(min(loads))
         loads[least] += works[index]
         shares[least].append(index)
@@ -154,6 +197,31 @@ def require_agreement(tasks: Sequence[ClientTask]) -> None:
         )
 
 
+def _exchange(
+    own: Mapping[int, Mapping[str, bytes | Tensor]],
+    kept: Mapping[int, State],
+    tasks: Sequence[ClientTask],
+    holders: Holders,
+) -> Iterator[tuple[ClientTask, dict[str, bytes | Tensor], State]]:
+    """Yield each task with its parts, whichever rank has them, and with what the client keeps, on rank 0 and
+    on the rank that trained it; ``{}`` elsewhere.
+
+    Args:
+        own: parts of this rank's tasks, by position.
+        kept: what its clients keep, by position.
+        tasks: all tasks.
+        holders: brought up to date.
+    """
+    everything = _gather(own, len(tasks))
+    trainers = [json.loads(parts["report"])["keeps_on"] for parts in everything]  # type: ignore[arg-type]
+    states = collect_states(kept, trainers)
+    for position, (task, parts) in enumerate(zip(tasks, everything, strict=True)):
+        holders.pop(task.client.id, None)
+        if trainers[position] is not None:
+            holders[task.client.id] = trainers[position]
+        yield task, parts, states.get(position, {})
+
+
 def _gather(own: Mapping[int, Mapping[str, bytes | Tensor]], count: int) -> list[dict[str, bytes | Tensor]]:
     """Return the parts of each of ``count`` tasks, whichever rank has them."""
     parts = {f"{position}/{name}": part for position, of_one in own.items() for name, part in of_one.items()}
@@ -168,25 +236,20 @@ def _pack(result: ClientResult) -> dict[str, bytes | Tensor]:
     return {"upload": result.upload, **_pack_parts({"steps": result.steps}, result.losses, result.state)}
 
 
-def _unpack(packed: dict[str, Any], task: ClientTask) -> ClientResult:
-    report, losses, state = _unpack_parts(packed)
+def _unpack(packed: dict[str, Any], task: ClientTask, state: State) -> ClientResult:
+    report, losses = _unpack_report(packed)
     return ClientResult(replace(task.client, state=state), packed["upload"], state, losses, report["steps"])
 
 
 def _pack_parts(
-    report: dict[str, Any], losses: Mapping[str, Mean], state: Mapping[str, Tensor]
+    report: dict[str, Any], losses: Mapping[str, Mean], state: State
 ) -> dict[str, bytes | Tensor]:
+    """Return a report as bytes; it says which rank trained the client if the client keeps anything."""
     means = {name: [mean.total, mean.weight] for name, mean in losses.items()}
-    kept = {f"state/{name}": tensor for name, tensor in state.items()}
-    return {"report": json.dumps({**report, "losses": means}).encode(), **kept}
+    keeps_on = rank() if state else None
+    return {"report": json.dumps({**report, "losses": means, "keeps_on": keeps_on}).encode()}
 
 
-def _unpack_parts(
-    packed: Mapping[str, Any],
-) -> tuple[dict[str, Any], dict[str, Mean], dict[str, Tensor]]:
+def _unpack_report(packed: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Mean]]:
     report = json.loads(packed["report"])
-    losses = {name: Mean(*mean) for name, mean in report["losses"].items()}
-    state = {
-        name.removeprefix("state/"): tensor for name, tensor in packed.items() if name.startswith("state/")
-    }
-    return report, losses, state
+    return report, {name: Mean(*mean) for name, mean in report["losses"].items()}

@@ -78,6 +78,7 @@ class Progress:
         self.changed = check_same(start, self.settings, self.identity, allow_changed)
         if start.checkpoint is not None:
             self.done = restore(fed, start.checkpoint)
+            start.checkpoint.tensors.clear()  # a rank need not keep the states of all clients
             self.saved = self.done.round
             self.history = numbers(
                 RunDirectory(start.run).tables["metrics"].until(self.done.tables["metrics"])
