@@ -182,6 +182,10 @@ def test_resume_is_exact(tmp_path):
     [
         *((name, {}, f"--model {name}", "FedMPQKD") for name in ("FedKD", "FedMosaic", "LocalOnly", "Centralised", "Oracle")),
         ("FedAvg", {"average": CoordinateMedian()}, "--model.average CoordinateMedian", "NormClipping"),
+        (
+            *("AQFL", {"average": NormClipping(1.0), "download": "quantised"}),
+            *("--model.average NormClipping and --model.download quantised", "download full"),
+        ),
         ("FedAvg", {"max_share": 0.5}, "--model.max_share 0.5", "max_share 1"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",

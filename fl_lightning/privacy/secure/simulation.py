@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from time import perf_counter
+from time import process_time
 
 from torch import Tensor
 
@@ -41,7 +41,7 @@ class Traffic:
         up: bytes that each client sent, by id.
         down: bytes that each client was sent, by id.
         phases: bytes in both directions by phase.
-        seconds: of all clients and the server together, by phase.
+        seconds: CPU time of this process, of all clients and the server together, by phase.
     """
 
     up: Counter[int] = field(default_factory=Counter)
@@ -61,9 +61,9 @@ class Traffic:
 
     @contextmanager
     def timed(self, phase: str) -> Iterator[None]:
-        started = perf_counter()
+        started = process_time()
         yield
-        self.seconds[phase] = perf_counter() - started
+        self.seconds[phase] = process_time() - started
 
 
 @dataclass
