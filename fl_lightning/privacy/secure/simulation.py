@@ -158,7 +158,7 @@ def _exchange(
         advertised = {id: client.keys() for id, client in clients.items()}
         traffic.sent("keys", lengths(advertised))
         lists = server.pass_on_keys(advertised)
-        traffic.received("keys", {id: len(lists[id]) for id in present("shares")})
+        traffic.received("keys", {id: len(lists[id]) for id in present("shares") if id in lists})
     with traffic.timed("shares"):
         boxes = server.pass_on_shares(answers("shares", lists, lambda id: clients[id].shares(lists[id])))
     with traffic.timed("masked"):
