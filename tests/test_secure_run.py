@@ -69,8 +69,7 @@ def test_a_secure_sum_is_the_plain_one(name, tmp_path):
     assert all(row["secure/void"] == "0" for row in metrics)
 
 
-@pytest.mark.parametrize("phase", PHASES)
-@pytest.mark.parametrize("name", ["FedAvg", "FedMPQ"])
+@pytest.mark.parametrize(("name", "phase"), [*(("FedAvg", phase) for phase in PHASES), ("FedMPQ", "masked")])
 def test_so_it_is_where_clients_drop_out(name, phase, tmp_path):
     check_dropouts(name, phase, 2, tmp_path)  # as many as the threshold allows
 
@@ -182,6 +181,10 @@ def test_resume_is_exact(tmp_path):
     [
         *((name, {}, f"--model {name}", "FedMPQKD") for name in ("FedKD", "FedMosaic", "LocalOnly", "Centralised", "Oracle")),
         ("FedAvg", {"average": CoordinateMedian()}, "--model.average CoordinateMedian", "NormClipping"),
+        (
+            *("AQFL", {"average": NormClipping(1.0), "download": "quantised"}),
+            *("--model.average NormClipping and --model.download quantised", "download full"),
+        ),
         ("FedAvg", {"max_share": 0.5}, "--model.max_share 0.5", "max_share 1"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",

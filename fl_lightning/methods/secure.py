@@ -94,6 +94,12 @@ def check_secure_sum(settings: SecureSum, method: Method, cohort: int) -> None:
             "it orders the clients' single vectors, and the server gets their sum alone",
             "write --model.average WeightedMean, or NormClipping, which clients do by themselves",
         )
+    if overrides(method.average, Average, "bounded") and getattr(method, "download", "full") != "full":
+        raise InputError(
+            f"--trainer.secure_sum with --model.average {average} and --model.download {method.download}",
+            "clients bound their own update, and do not know the exact weights that it starts from",
+            "write --model.download full, or --model.average WeightedMean",
+        )
     if method.max_share < 1:
         raise InputError(
             f"--trainer.secure_sum with --model.max_share {method.max_share}",

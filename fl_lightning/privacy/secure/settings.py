@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import ClassVar, Literal
 
-from fl_lightning.errors import InputError, require
+from fl_lightning.errors import require
 
 PHASES = ("keys", "shares", "masked", "unmask")
 """The phases of a round, in order."""
@@ -48,12 +48,12 @@ class SecureSum:
         )
 
     def least_clients(self, cohort: int) -> int:
-        """Return how many clients of a cohort must stay until the end of a round.
+        """Return how many clients of a cohort must stay until the end of a round, at least 2.
 
         >>> SecureSum(threshold=0.67).least_clients(100)
         67
         """
-        return math.ceil(self.threshold * cohort - 1e-9)
+        return max(2, math.ceil(self.threshold * cohort - 1e-9))
 
     def least_shares(self, cohort: int) -> int:
         """Return how many shares reconstruct a secret: t of Shamir's scheme."""
@@ -83,17 +83,17 @@ class SecureSum:
         }
 
     def check_cohort(self, cohort: int) -> None:
-        """Refuse a cohort whose sum could be one client's vector.
+        """Refuse a cohort of one client.
 
         Raises:
-            InputError: the round would not be void with one client.
+            InputError: it is one.
         """
-        if self.least_clients(cohort) < 2:
-            raise InputError(
-                f"--trainer.secure_sum with {cohort} client in a round",
-                "the sum over one client is what it sent",
-                "sample more with --trainer.participation, or leave secure_sum out",
-            )
+        require(
+            cohort >= 2,
+            f"--trainer.secure_sum with {cohort} client in a round",
+            "the sum over one client is what it sent",
+            "sample more with --trainer.participation, or leave secure_sum out",
+        )
 
 
 def require_extra() -> None:

@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from time import perf_counter
+from time import process_time
 
 from torch import Tensor
 
@@ -41,7 +41,7 @@ class Traffic:
         up: bytes that each client sent, by id.
         down: bytes that each client was sent, by id.
         phases: bytes in both directions by phase.
-        seconds: of all clients and the server together, by phase.
+        seconds: CPU time of this process, of all clients and the server together, by phase.
     """
 
     up: Counter[int] = field(default_factory=Counter)
@@ -61,9 +61,9 @@ class Traffic:
 
     @contextmanager
     def timed(self, phase: str) -> Iterator[None]:
-        started = perf_counter()
+        started = process_time()
         yield
-        self.seconds[phase] = perf_counter() - started
+        self.seconds[phase] = process_time() - started
 
 
 @dataclass
@@ -158,7 +158,7 @@ def _exchange(
         advertised = {id: client.keys() for id, client in clients.items()}
         traffic.sent("keys", lengths(advertised))
         lists = server.pass_on_keys(advertised)
-        traffic.received("keys", {id: len(lists[id]) for id in present("shares")})
+        traffic.received("keys", {id: len(lists[id]) for id in present("shares") if id in lists})
     with traffic.timed("shares"):
         boxes = server.pass_on_shares(answers("shares", lists, lambda id: clients[id].shares(lists[id])))
     with traffic.timed("masked"):
