@@ -265,6 +265,8 @@ class FederatedTrainer(Recorded):
                 keep=self.keep_checkpoints,
             )
             self.progress.restore(fed, start, self.allow_changed)
+            if self.privacy is not None:
+                self.privacy.check_rounds(self.progress.done.round)
             method.round = self.progress.done.round
             self.journal = Journal(
                 start, self.progress, config, self.root, self.experiment, self._name, logger=self.logger

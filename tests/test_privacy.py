@@ -217,6 +217,21 @@ def test_interrupted_and_continued_is_exact(where, tmp_path):
     assert len(set(clips)) == len(clips) == 4
 
 
+def test_rounds_of_another_privacy_are_not_continued(tmp_path):
+    """``allow_changed`` or not: epsilon would be that of rounds that the run did not have."""
+    weak = fit(tmp_path, run_name="run", max_rounds=1)
+    again = {"ckpt_path": str(weak.run_dir), "allow_changed": True, "run_name": "run"}
+    with refused("--ckpt_path with trainer.privacy"):
+        fit(tmp_path, privacy=private(noise_multiplier=9.0), **again)
+    with refused("--ckpt_path with trainer.privacy"):
+        fit(tmp_path, participation=1.0, **again)
+    other = fit(tmp_path, privacy=private(delta=1e-4, clip_norm=0.1), **again)
+    assert float(rows_of(other.run_dir)[-1]["privacy/epsilon"]) == RoundAccountant(1.0, 6, 3, 1e-4).epsilon(3)
+    plain = fit(tmp_path, run_name="plain", privacy=None, max_rounds=1)
+    with refused("after 1 rounds"):
+        fit(tmp_path, ckpt_path=str(plain.run_dir), allow_changed=True)
+
+
 def test_workers_change_nothing(tmp_path):
     one, two = (
         fit(

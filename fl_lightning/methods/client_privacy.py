@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from fl_lightning import rng
 from fl_lightning.errors import InputError, MisuseError, require
@@ -141,10 +141,38 @@ class PrivateAggregation(Meter):
         )
 
     def state_dict(self) -> dict[str, Any]:
-        return {"rounds": self.rounds, "clip_norm": self.clip_norm}
+        return {"rounds": self.rounds, "clip_norm": self.clip_norm, "accounted": self._accounted}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        require(
+            state["accounted"] == self._accounted,
+            f"--ckpt_path with trainer.privacy and {self._accounted}",
+            f"its rounds had {state['accounted']}, and epsilon is that of equal rounds",
+            "keep noise_multiplier, participation and clients, or start a new run",
+        )
         self.rounds, self.clip_norm = state["rounds"], state["clip_norm"]
+
+    @property
+    def _accounted(self) -> dict[str, float]:
+        """What the epsilon of a round follows from."""
+        z, clients, cohort = self.accountant.noise_multiplier, self.accountant.clients, self.accountant.cohort
+        return {"noise_multiplier": z, "clients": clients, "cohort": cohort}
+
+    def check_rounds(self, done: int) -> None:
+        """Refuse to continue a run that has had rounds without privacy.
+
+        Args:
+            done: rounds that the run has done.
+
+        Raises:
+            InputError: they are not those that are accounted.
+        """
+        require(
+            done == self.rounds,
+            f"--ckpt_path with trainer.privacy after {done} rounds",
+            f"{self.rounds} of them are accounted, and those without noise have no epsilon",
+            "start a new run, or leave trainer.privacy out",
+        )
 
     # The sums
 
@@ -292,11 +320,10 @@ def _check_method(method: Method) -> None:
         "n_k as a weight would tell how much data a client has, and let one move the sum by more than C",
         "write --model.weigh_by clients",
     )
-    norms = (nn.modules.batchnorm._BatchNorm,)
-    tracked = [m for m in method.network.modules() if isinstance(m, norms) and m.track_running_stats]
+    tracked = [name for name in method.layout.shapes if name.endswith("running_var")]
     require(
         not tracked,
-        f"trainer.privacy with batch normalisation ({len(tracked)} layers)",
+        f"trainer.privacy with batch normalisation ({tracked[0] if tracked else ''})",
         "noise makes running variances negative",
         "use group normalisation, the default of small_cnn",
     )
