@@ -188,6 +188,31 @@ def test_what_a_changed_class_does_not_know_is_dropped_and_said(
     assert capsys.readouterr().err == ""
 
 
+@pytest.mark.parametrize(
+    "flags", [["--data", "TextFiles"], ["--data=fl_lightning.data.TextFiles"], ["--config", "text.yaml"]]
+)
+def test_a_class_has_its_own_defaults(flags: list[str], here: Path) -> None:
+    """What neither a file nor a flag gives is the class's default, and no other class's; what a file gives to
+    another class stays given, wherever the flags stand."""
+    from fl_lightning.cli.parser import resolve
+
+    (here / "text.yaml").write_text("data:\n  class_path: TextFiles\n")
+    (here / "images.yaml").write_text(
+        "data:\n  class_path: FederatedImages\n  init_args: {batch_size: 7, crop: pad}\n"
+    )
+    own = {"num_clients": 0, "val_fraction": 0.1, "partition": None, "context": 128}
+    for more, size in (
+        ([], 16),
+        (["--config", str(here / "images.yaml")], 7),
+        (["--data.batch_size", "5"], 5),
+    ):
+        given = ["--model", "FedAvg", *more, *flags, "--data.train", "x.jsonl"]
+        data = yaml.safe_load(resolve(given))["data"]["init_args"]
+        assert {name: data[name] for name in own} == own
+        assert data["batch_size"] == size
+        assert "crop" not in data
+
+
 def test_the_environment_is_beaten_by_files_and_those_by_flags(
     runs: list[SimpleNamespace], monkeypatch: pytest.MonkeyPatch
 ) -> None:

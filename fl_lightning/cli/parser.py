@@ -13,8 +13,8 @@ import re
 import sys
 import warnings
 from argparse import ArgumentError
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, redirect_stderr
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, redirect_stderr, suppress
 from glob import escape
 from importlib import import_module
 from io import StringIO
@@ -50,7 +50,7 @@ from fl_lightning.cli.configs import (
 )
 from fl_lightning.cli.help import class_help
 from fl_lightning.cli.messages import UserInput, constructor_message, explain, explain_null, wrong_nulls
-from fl_lightning.cli.types import Seed, concrete_classes, settings_of
+from fl_lightning.cli.types import Seed, concrete_classes, import_class, settings_of
 from fl_lightning.data import FederatedData, FederatedImages
 from fl_lightning.errors import InputError, MisuseError
 from fl_lightning.methods import Method
@@ -135,11 +135,12 @@ class FederatedCLI(LightningCLI):
         parser.add_argument(
             "--model", type=Method, required=True, help="the method: class name, or class_path and init_args"
         )
-        images = {"class_path": f"{FederatedImages.__module__}.{FederatedImages.__qualname__}"}
+        # the class in use, or the defaults of another one would be taken over as if they had been given
+        named = named_data_class(self.args) or f"{FederatedImages.__module__}.{FederatedImages.__qualname__}"
         parser.add_argument(
             "--data",
             type=FederatedData,
-            default=images,
+            default={"class_path": named},
             help="the federation's data; FederatedImages if no class",
         )
 
@@ -303,6 +304,27 @@ def resolve(args: list[str]) -> str:
     """
     with redirect_stderr(StringIO()):  # the run itself reports the settings that are not used
         return FederatedCLI("fit", args).config_text
+
+
+def named_data_class(args: list[str]) -> str:
+    """Return the class path of the data that flags or configuration files name last; empty where they name
+    none, or none that there is."""
+    named: object = ""
+    with suppress(Exception):  # whatever is wrong with it, the parser finds it
+        for text in read_configs(args).values():
+            named = _class_in(yaml.safe_load(text).get("data")) or named
+        for flag, following in zip(args, [*args[1:], ""], strict=True):
+            name, equals, value = flag.partition("=")
+            if name in ("--data", "--data.class_path"):
+                named = _class_in(yaml.safe_load(value if equals else following)) or named
+        imported = import_class(str(named))  # it may define the class
+        found = [cls for cls in concrete_classes(FederatedData) if cls is imported or cls.__name__ == named]
+        return f"{found[0].__module__}.{found[0].__qualname__}" if len(found) == 1 else ""
+    return ""
+
+
+def _class_in(data: object) -> object:
+    return data.get("class_path") if isinstance(data, Mapping) else data
 
 
 def parse(parser: ArgumentParser, given: UserInput, flags: Iterable[str] = ()) -> Namespace:
