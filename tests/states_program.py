@@ -18,9 +18,8 @@ from toy import run, sgd
 from fl_lightning.hooks import Meter
 from fl_lightning.methods import FedAvg, LocalOnly, Method
 
-CHANGED_BY = {2: 4, 4: 5}  # ranks: the round until which they continue what others began
 KEEPING = ("LocalOnly", "Anchored", "FedMosaic")
-ROUNDS = 6
+ROUNDS = 5
 
 
 class Anchored(FedAvg):
@@ -121,7 +120,7 @@ def main(folder: Path, ranks: int, what: str) -> None:
         fit(
             name,
             folder / "turns",
-            CHANGED_BY[ranks],
+            ROUNDS - 1,
             ckpt_path=str(folder / "turns" / name / "run"),
             **several,
         )

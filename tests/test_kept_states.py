@@ -24,7 +24,7 @@ from fl_lightning.engines.ranks import deal
 def ended(*arguments: str | Path, code: int = 0) -> str:
     """Run the program to its end and return what it wrote to stderr."""
     program = started(*arguments, program=states_program.__file__)
-    _, errors = program.communicate(timeout=300)
+    _, errors = program.communicate(timeout=400)
     assert program.returncode == code, errors
     return errors
 
@@ -41,26 +41,29 @@ def assert_same_states(one: Path, other: Path, round: int = ROUNDS) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.essential
-def test_states_stay_with_their_ranks_and_results_are_those_of_one_process(tmp_path):
-    """On 2 and on 4 ranks, and where one process, two ranks, four ranks and one process take turns."""
+@pytest.mark.parametrize("ranks", [pytest.param(2, marks=pytest.mark.essential), 4])
+def test_states_stay_with_their_ranks_and_results_are_those_of_one_process(tmp_path, ranks):
+    """In a whole run, and where one process, several ranks and one process take turns."""
     for name in KEEPING:
         fit(name, tmp_path / "one")
-        fit(name, tmp_path / "turns", 3)
-    for ranks in (2, 4):
-        ended(tmp_path, str(ranks), "all")
+        fit(name, tmp_path / "turns", 2)
+    ended(tmp_path, str(ranks), "all")
+    check(tmp_path, ranks)
+
+
+def check(folder: Path, ranks: int) -> None:
+    """Continue the runs of ``turns`` to their end, and compare all with those of one process."""
     for name in KEEPING:
-        one, turns = tmp_path / "one" / name / "run", tmp_path / "turns" / name / "run"
-        fit(name, tmp_path / "turns", ckpt_path=str(turns))
-        for other in (turns, *(tmp_path / str(ranks) / name / "run" for ranks in (2, 4))):
+        one, whole, turns = (folder / kind / name / "run" for kind in ("one", str(ranks), "turns"))
+        fit(name, folder / "turns", ckpt_path=str(turns))
+        for other in (whole, turns):
             assert result(other) == result(one), other
             assert_same_states(other, one)
         sizes: dict[str, int] = {}
         for key, tensor in states_in(one, ROUNDS).items():
             id = key.split("/")[0]
             sizes[id] = sizes.get(id, 0) + tensor.nbytes
-        for ranks in (2, 4):
-            check_received(tmp_path / str(ranks) / name, ranks, sizes)
+        check_received(whole.parent, ranks, sizes)
 
 
 def check_received(folder: Path, ranks: int, sizes: dict[str, int]) -> None:
