@@ -254,3 +254,10 @@ def test_bytes_by_hand():
         "masked": 6 * masked,
         "unmask": 6 * (request + answer),
     }
+
+
+@pytest.mark.parametrize(("neighbours", "k"), [("all", 6), (2, 2)])
+def test_the_page_says_what_a_client_sends(neighbours, k):
+    outcome = summed(vectors_of(7), SecureSum(neighbours=neighbours))
+    assert set(outcome.traffic.up.values()) == {8 * LENGTH + 64 * k + 282}
+    assert set(outcome.traffic.down.values()) == {124 * k + 162}
