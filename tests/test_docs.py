@@ -48,7 +48,14 @@ OF_A_RUN = {
     "cells.json", "until.json", "report.md", "report.json", "runs.csv", "differences.csv", "timings.csv",
     "timing_differences.csv", "confusion_matrix.csv",
 }  # fmt: skip
-OF_A_USER = {"my_methods.py", "my_stressors.py", "my_meters.py", "own_dataset.py", "own_module.py"}
+OF_A_USER = {
+    "my_methods.py",
+    "my_stressors.py",
+    "my_meters.py",
+    "own_dataset.py",
+    "own_module.py",
+    "own_tokens.py",
+}
 FILE = re.compile(r"(?!self\.)[\w./-]*\w\.(?:py|md|ya?ml|toml|cff|csv|json|log|svg)")
 IN_REPOSITORY = tuple(
     f"{path.name}/" for path in ROOT.iterdir() if path.is_dir() and path.name not in (".git", "runs", "data")
