@@ -32,7 +32,7 @@ from fl_lightning.engines import (
     spread_states,
 )
 from fl_lightning.engines.determinism import deterministic
-from fl_lightning.errors import InputError, MisuseError
+from fl_lightning.errors import InputError, MisuseError, require, require_choice
 from fl_lightning.hooks import Callback, check_probabilities, stop_reason, tell
 from fl_lightning.loop import Federation, run_round, weights_hash
 from fl_lightning.methods import Method
@@ -80,15 +80,15 @@ class FederatedTrainer(Recorded):
             Default: it is not clipped.
         gradient_clip_algorithm: ``norm``: the L2 norm over all parameters is clipped; ``value``: each value
             by itself.
-        privacy: client-level differential privacy, as :class:`fl_lightning.privacy.ClientPrivacy` has it:
-            ``noise_multiplier``, ``clip_norm``, ``delta``, ``max_epsilon`` ... Default: none.
         max_rounds: rounds to run, at least 1.
         participation: share of the clients sampled each round, in (0, 1].
         local_epochs: passes that a client makes over its own data in a round, at least 1.
-        secure_sum: adds up the clients' uploads under masks, so that the server learns their sum alone; null:
-            it gets every upload. It needs the extra ``privacy``.
         max_local_steps: bound on the local steps of a client in a round, at least 1. Default: no bound. With
             one, each round of a client begins a new order of its examples.
+        secure_sum: adds up the clients' uploads under masks, so that the server learns their sum alone; null:
+            it gets every upload. It needs the extra ``privacy``.
+        privacy: client-level differential privacy, as :class:`fl_lightning.privacy.ClientPrivacy` has it:
+            ``noise_multiplier``, ``clip_norm``, ``delta``, ``max_epsilon`` ... Default: none.
         eval_every: rounds between evaluations, at least 1; the last round is always evaluated.
         checkpoint_every: rounds between checkpoints, at least 1; 0 writes only the last one. Default: every
             round, or where rounds are short as often as takes 2 % of the time. Resume is exact whichever it
@@ -124,12 +124,12 @@ class FederatedTrainer(Recorded):
         cuda_graphs: bool = False,
         gradient_clip_val: float | None = None,
         gradient_clip_algorithm: Literal["norm", "value"] = "norm",
-        privacy: ClientPrivacy | None = None,
         max_rounds: int = 100,
         participation: float = 0.2,
         local_epochs: int = 2,
         max_local_steps: int | None = None,
         secure_sum: SecureSum | None = None,
+        privacy: ClientPrivacy | None = None,
         eval_every: int = 1,
         checkpoint_every: int | None = None,
         keep_checkpoints: int = 2,
@@ -156,30 +156,25 @@ class FederatedTrainer(Recorded):
             ("workers", 1 if workers == "auto" else workers, 1),
             ("fast_dev_run", fast_dev_run, 0),
         ):
-            if value < least:
-                raise InputError(
-                    f"--trainer.{name} {value}",
-                    f"at least {least} is needed",
-                    f"write --trainer.{name} {max(least, 1)}",
-                )
-        if not 0 < participation <= 1:
-            raise InputError(
-                f"--trainer.participation {participation}",
-                "it is a share of the clients, in (0, 1]",
-                "write --trainer.participation 0.2",
+            require(
+                value >= least,
+                f"--trainer.{name} {value}",
+                f"at least {least} is needed",
+                f"write --trainer.{name} {max(least, 1)}",
             )
-        if gradient_clip_val is not None and not 0 < gradient_clip_val < math.inf:
-            raise InputError(
-                f"--trainer.gradient_clip_val {gradient_clip_val}",
-                "it is above 0 and finite, or null: nothing is clipped",
-                "write --trainer.gradient_clip_val 1.0",
-            )
-        if gradient_clip_algorithm not in ("norm", "value"):
-            raise InputError(
-                f"--trainer.gradient_clip_algorithm {gradient_clip_algorithm}",
-                "it is norm or value",
-                "write --trainer.gradient_clip_algorithm norm",
-            )
+        require(
+            0 < participation <= 1,
+            f"--trainer.participation {participation}",
+            "it is a share of the clients, in (0, 1]",
+            "write --trainer.participation 0.2",
+        )
+        require(
+            gradient_clip_val is None or 0 < gradient_clip_val < math.inf,
+            f"--trainer.gradient_clip_val {gradient_clip_val}",
+            "it is above 0 and finite, or null: nothing is clipped",
+            "write --trainer.gradient_clip_val 1.0",
+        )
+        require_choice(gradient_clip_algorithm, ("norm", "value"), "--trainer.gradient_clip_algorithm")
         for name, text in (("experiment", experiment), ("run_name", run_name or "x")):
             check_name(text, f"--trainer.{name} {text!r}")
         self.privacy = None if privacy is None else PrivateAggregation(privacy)
