@@ -8,6 +8,7 @@ import logging
 from pathlib import Path
 
 import pytest
+import yaml
 from refusals import refused
 from ten import make
 from toy import run, run_for_nothing
@@ -224,6 +225,12 @@ def test_without_the_extra_one_line_says_what_to_install(tmp_path, monkeypatch):
     monkeypatch.setattr("fl_lightning.privacy.secure.settings.find_spec", lambda name: None)
     with refused("cryptography and pycryptodome", 'pip install "fl_lightning[privacy]"'):
         run(make("FedAvg"), images(), tmp_path, max_rounds=1, secure_sum=SECURE)
+
+
+def test_a_run_from_python_has_the_settings_of_the_command_line(tmp_path):
+    trainer = run(make("FedAvg"), images(), tmp_path, max_rounds=1, secure_sum=SecureSum(neighbours=4))
+    written = yaml.safe_load((trainer.run_dir / "config.yaml").read_text())
+    assert written["trainer"]["secure_sum"] == {"threshold": 0.67, "neighbours": 4}
 
 
 def test_the_log_says_once_that_keys_are_no_secrets(tmp_path, caplog):
