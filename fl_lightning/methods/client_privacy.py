@@ -75,13 +75,6 @@ class PrivateAggregation(Meter):
         method, settings, cohort = context.method, self.settings, context.cohort_size
         self.cohort, clients = cohort, len(context.data.active)
         _check_method(method)
-        if settings.is_adaptive and settings.noise_multiplier:
-            require(
-                settings.count_deviation(cohort) > settings.noise_multiplier / 2,
-                f"--trainer.privacy.count_noise {settings.count_noise}",
-                "the noise on the count is above noise_multiplier / 2",
-                "leave it out",
-            )
         require(
             settings.clip_norm <= self.largest_clip,
             f"--trainer.privacy.clip_norm {settings.clip_norm:g}",
@@ -235,8 +228,13 @@ class PrivateAggregation(Meter):
                 round, returned, self.least_returned,
             )  # fmt: skip
             return None
+        totals = {name: sums.total(name) for name in sums}
+        if not self.settings.is_distributed:  # one draw for the whole message, the same on all ranks
+            sizes = {name: len(total) for name, total in totals.items()}
+            noise = self._noise(rounded_gaussian, rng.stream(method.seed, "privacy", round), sizes)
+            totals = {name: total + noise[name] for name, total in totals.items()}
         starts = common_starts([method.addends(upload, id, 1) for id, upload in uploads.items()])
-        found = PrivateSums(sums, starts, self._central_noise(sums, method, round), self.cohort)
+        found = PrivateSums(totals, starts, self.cohort)
         if self.settings.is_adaptive:
             self._follow_quantile(found.share_below)
         return found
@@ -268,13 +266,6 @@ class PrivateAggregation(Meter):
         if name == COUNT:
             return self.settings.count_deviation(self.cohort)
         return self.settings.message_multiplier(self.cohort) * self.clip_norm
-
-    def _central_noise(self, sums: Sums, method: Method, round: int) -> dict[str, Tensor]:
-        """Return the server's noise, the same on all ranks: one draw for the whole message."""
-        if self.settings.is_distributed:
-            return {}
-        sizes = {name: len(sums.total(name)) for name in sums}
-        return self._noise(rounded_gaussian, rng.stream(method.seed, "privacy", round), sizes)
 
     def _noise(
         self, draw: Sampler, generator: np.random.Generator, sizes: Mapping[str, int], share: float = 1.0

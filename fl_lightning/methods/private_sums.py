@@ -32,20 +32,14 @@ class PrivateSums(Sums):
     give up. Clients that did not return thus count as ones that learned nothing.
 
     Args:
-        sums: of clipped messages; of all processes.
+        totals: noisy sums of clipped messages over all processes, by name, float64 ``[P]``.
         starts: what means are counted from, by name, ``[P]``; of the others zero.
-        noise: added to each sum, by name, float64 ``[P]``; none where clients have added it.
-        cohort: clients that are asked in a round.
+        cohort: clients that were asked.
     """
 
-    def __init__(
-        self, sums: Sums, starts: Mapping[str, Tensor], noise: Mapping[str, Tensor], cohort: int
-    ) -> None:
+    def __init__(self, totals: Mapping[str, Tensor], starts: Mapping[str, Tensor], cohort: int) -> None:
         super().__init__(WEIGHTED_MEAN, cohort)
-        self._starts = starts
-        self._totals = {
-            name: sums.total(name) + noise[name] if name in noise else sums.total(name) for name in sums
-        }
+        self._totals, self._starts = totals, starts
 
     def __iter__(self) -> Iterator[str]:
         yield from (name for name in self._totals if name != COUNT)

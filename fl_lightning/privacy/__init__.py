@@ -4,11 +4,10 @@ noise and its accounting."""
 from fl_lightning.privacy.accounting import RoundAccountant
 from fl_lightning.privacy.clipping import clip_together, rounding_length
 from fl_lightning.privacy.exact_sum import MAX_MAGNITUDE, ExactSum, exact_mean, fraction_bits, largest
-from fl_lightning.privacy.noise import MAX_DEVIATION, discrete_gaussian, rounded_gaussian
+from fl_lightning.privacy.noise import discrete_gaussian, rounded_gaussian
 from fl_lightning.privacy.settings import ClientPrivacy
 
 __all__ = [
-    "MAX_DEVIATION",
     "MAX_MAGNITUDE",
     "ClientPrivacy",
     "ExactSum",

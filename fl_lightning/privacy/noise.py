@@ -10,9 +10,6 @@ import math
 
 import numpy as np
 
-MAX_DEVIATION = 2.0**47
-"""Largest standard deviation: 40 of them are below 2^53, up to which integers are exact in float64."""
-
 
 def rounded_gaussian(generator: np.random.Generator, size: int, deviation: float) -> np.ndarray:
     """Return N(0, deviation^2) rounded to integers, float64 ``[size]``.
