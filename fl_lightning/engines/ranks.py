@@ -87,7 +87,7 @@ class Receipt:
     """What came of one client's work, once its upload has been received where it was made.
 
     Args:
-        client: the client, with what it keeps.
+        client: the client, with what it keeps where that is known.
         entry: its bytes and whether its upload counts.
         losses: the mean of each loss term.
         examples: n_k of its upload if that counts and the server needs sums alone, else 0.
