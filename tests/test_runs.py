@@ -102,7 +102,8 @@ def test_every_config_runs_two_rounds(config):
     if config.name == "private.yaml":
         pytest.importorskip("dp_accounting")
     run = fit(config=config)
-    assert {path.name for path in run.iterdir()} == RUN_FILES
+    validates = config.name != "private.yaml"  # its clients have one or two examples each
+    assert {path.name for path in run.iterdir()} == RUN_FILES - (set() if validates else {"clients.csv"})
     assert [row["round"] for row in rows(run, "metrics.csv")] == ["1", "2"]
     metadata = json.loads((run / "metadata.json").read_text())
     assert metadata["status"] == "finished"
