@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import ranks_program
+import torch
 from lightning.fabric.utilities.rank_zero import rank_zero_only
 from ranks_program import Dropped
 from torch import distributed
@@ -110,23 +111,27 @@ def fit(name: str, root: Path, rounds: int = ROUNDS, **settings: Any):
     return run(method_of(name), data, root, seed=3, max_rounds=rounds, **fixed, **settings)
 
 
-def main(folder: Path, ranks: int, what: str) -> None:
-    several = {"devices": ranks, "strategy": "ddp", "rank_timeout": 120}
-    if what == "dies":
-        fit("LocalOnly", folder, checkpoint_every=0, callbacks=[Dies(4)], **several)
-        return
+def fit_all(folder: Path, rank: int, ranks: int, port: int) -> None:
+    """Fit as rank ``rank`` of so many that were started from outside: whole runs, and the next to last rounds
+    of those in ``turns``."""
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "TORCHELASTIC_RUN_ID": "test"}
+    os.environ |= dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), str(ranks))
+    os.environ |= dict.fromkeys(("RANK", "LOCAL_RANK"), str(rank)) | {"GROUP_RANK": "0"}
+    torch.set_num_threads(1)
     for name in KEEPING:
-        fit(name, folder / str(ranks), callbacks=[Received()], **several)
-        fit(
-            name,
-            folder / "turns",
-            ROUNDS - 1,
-            ckpt_path=str(folder / "turns" / name / "run"),
-            **several,
-        )
+        fit(name, folder / str(ranks), devices=ranks, strategy="ddp", callbacks=[Received()])
+        run = folder / "turns" / name / "run"
+        fit(name, folder / "turns", ROUNDS - 1, devices=ranks, strategy="ddp", ckpt_path=str(run))
 
 
 if __name__ == "__main__":
     import states_program  # so that settings name this file and not __main__
 
-    states_program.main(Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3])
+    states_program.fit(
+        "LocalOnly",
+        Path(sys.argv[1]),
+        devices=2,
+        strategy="ddp",
+        checkpoint_every=0,
+        callbacks=[states_program.Dies(4)],
+    )

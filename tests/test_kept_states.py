@@ -4,6 +4,11 @@ from __future__ import annotations
 
 import csv
 import json
+import multiprocessing
+import os
+import socket
+import sys
+from multiprocessing import forkserver
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +16,7 @@ import pytest
 import states_program
 import torch
 from safetensors.torch import load_file
-from states_program import KEEPING, ROUNDS, fit
+from states_program import KEEPING, ROUNDS, fit, fit_all
 from test_ranks import result, started
 
 from fl_lightning.client import Client
@@ -19,14 +24,6 @@ from fl_lightning.distributed import collectives
 from fl_lightning.engines import ClientTask, holders
 from fl_lightning.engines.holders import fetch_states, preferred_rank, spread_states
 from fl_lightning.engines.ranks import deal
-
-
-def ended(*arguments: str | Path, code: int = 0) -> str:
-    """Run the program to its end and return what it wrote to stderr."""
-    program = started(*arguments, program=states_program.__file__)
-    _, errors = program.communicate(timeout=400)
-    assert program.returncode == code, errors
-    return errors
 
 
 def states_in(run: Path, round: int) -> dict[str, torch.Tensor]:
@@ -42,13 +39,32 @@ def assert_same_states(one: Path, other: Path, round: int = ROUNDS) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [pytest.param(2, marks=pytest.mark.essential), 4])
-def test_states_stay_with_their_ranks_and_results_are_those_of_one_process(tmp_path, ranks):
+def test_states_stay_with_their_ranks_and_results_are_those_of_one_process(tmp_path, imported_once, ranks):
     """In a whole run, and where one process, several ranks and one process take turns."""
     for name in KEEPING:
         fit(name, tmp_path / "one")
         fit(name, tmp_path / "turns", 2)
-    ended(tmp_path, str(ranks), "all")
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    context = multiprocessing.get_context("forkserver")
+    processes = [context.Process(target=fit_all, args=(tmp_path, rank, ranks, port)) for rank in range(ranks)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join()
+    assert [process.exitcode for process in processes] == [0] * ranks
     check(tmp_path, ranks)
+
+
+@pytest.fixture(scope="module")
+def imported_once():
+    """The ranks are forks of a process that has imported their program, which takes seconds."""
+    multiprocessing.set_forkserver_preload(["states_program"])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", os.pathsep.join(sys.path))  # where that process looks for it
+        forkserver.ensure_running()
+        yield
 
 
 def check(folder: Path, ranks: int) -> None:
@@ -98,7 +114,10 @@ def check_received(folder: Path, ranks: int, sizes: dict[str, int]) -> None:
 @pytest.mark.slow
 @pytest.mark.essential
 def test_a_run_that_loses_a_rank_leaves_all_states_of_its_last_round(tmp_path):
-    assert "was killed by SIGKILL" in ended(tmp_path, "2", "dies", code=1)
+    program = started(tmp_path, program=states_program.__file__)
+    _, errors = program.communicate()
+    assert program.returncode == 1
+    assert "was killed by SIGKILL" in errors
     fit("LocalOnly", tmp_path / "one", 4)
     run = tmp_path / "LocalOnly" / "run"
     last = max(int(path.name.split("_")[1]) for path in (run / "checkpoints").glob("round_*"))
