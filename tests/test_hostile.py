@@ -350,7 +350,7 @@ def test_a_forged_upload_is_refused_or_harmless(name, built):
 
 def averaged_or_refused(method, client, upload: Payload) -> bool:
     """Whether it is averaged; the server is finite then, and as before afterwards."""
-    federation = SimpleNamespace(method=method)
+    federation = SimpleNamespace(method=method, privacy=None)
     try:
         check_upload(method, upload, client, ())
     except PayloadError:

@@ -188,7 +188,7 @@ def test_a_mistake_in_a_file_is_one_line_that_names_it(tmp_path, mistake):
         ({"a.txt": "abc"}, {"test_fraction": 0.0}, "test_fraction=0.0"),
         ({"a.txt": "abc"}, {"test_fraction": 1.0}, "test_fraction=1.0"),
         ({"a.txt": "abc"}, {"num_clients": -1}, "num_clients=-1"),
-        ({"a.txt": "abc"}, {}, "no example is left for train"),
+        ({"a.txt": "abc"}, {}, "no example is left for test"),
         ({"a.jsonl": line(1)}, {"test_fraction": 0.001}, "no example is left for test"),
         ({"a.jsonl": line(1)}, {"client": "writer"}, "the key writer is missing"),
         ({"a.jsonl": line(1), "t/b.txt": "abc"}, {"test": "t"}, "both are JSON lines or both are plain text"),
