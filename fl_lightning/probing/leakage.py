@@ -11,7 +11,6 @@ from dataclasses import replace
 
 import numpy as np
 import torch
-from sklearn.metrics import roc_auc_score, roc_curve
 from torch import Tensor
 
 from fl_lightning.client import Client
@@ -38,6 +37,8 @@ CANDIDATES = 1000
 
 def membership(subject: ProbedModel) -> Finding:
     """Tell training examples of clients from test examples by the loss of the deployed model."""
+    from sklearn.metrics import roc_auc_score, roc_curve
+
     if subject.method.personalised:
         return Finding(skipped=["membership left out: each client has a model of its own"])
     trained = np.sort(np.concatenate([client.train for client in _clients(subject)]))
