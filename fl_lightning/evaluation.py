@@ -210,21 +210,21 @@ def validate(
 ) -> dict[str, dict[int, float]]:
     """Return ``task.per_client`` metrics and the loss of each client on its own validation examples, where it
     has any: by metric, then by the client's id."""
-    task, columns, names = data.task, [], ["owner"]
+    task, columns, names = data.task, [], b""
     for number, network, (inputs, target, owners) in _validation_batches(method, data, states, holders):
         _, found = evaluate_batch(fabric, task, network, inputs, target)
         ids, index = torch.unique(owners, return_inverse=True)
-        names = ["owner", *found]
+        names = " ".join(found).encode()
         pairs = torch.stack([torch.stack([total, weight], 1) for total, weight in found.values()])
         sums = pairs.new_zeros(len(found), len(ids), 2).index_add_(1, index, pairs)
         columns.append((number, (ids, *sums)))
     gathered = gather_columns(columns)
-    names = collectives.from_rank_zero(" ".join(names)).split()
+    names = max(collectives.gather_bytes(names))  # a rank may have evaluated nobody
     if not gathered:
         return {}
     ids, index = np.unique(gathered[0].numpy(), return_inverse=True)
     means = {}
-    for name, pair in zip(names[1:], gathered[1:], strict=True):
+    for name, pair in zip(names.decode().split(), gathered[1:], strict=True):
         total, weight = (np.bincount(index, weights=part) for part in pair.numpy().T)
         means[name] = total / np.where(weight > 0, weight, np.nan)
     metrics = task.finish(means)
