@@ -489,6 +489,8 @@ def test_rejected_uploads_are_one_line_and_their_number(
     )  # what other handlers get
 
 
+@pytest.mark.slow
+@pytest.mark.essential
 def test_the_program_from_any_directory(here: Path) -> None:
     done = python(
         "-m",

@@ -59,6 +59,8 @@ def test_a_rank_that_does_not_answer_leaves_nobody_waiting(tmp_path, what):
         assert "a run needs all its processes" in message
 
 
+@pytest.mark.slow
+@pytest.mark.essential
 def test_ranks_that_disagree_all_say_so(tmp_path):
     _, messages = run("disagree", 2, tmp_path)
     assert all(

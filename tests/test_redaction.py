@@ -202,6 +202,8 @@ def files_with_secrets(folder: Path) -> list[Path]:
     ]
 
 
+@pytest.mark.slow
+@pytest.mark.essential
 @pytest.mark.parametrize(
     "uri", ["http://bob:pa55w0rd@127.0.0.1:9/x", "sqlite:///mlflow.db"], ids=["dead server", "database"]
 )
