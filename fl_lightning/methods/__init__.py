@@ -10,6 +10,7 @@ from fl_lightning.methods.fedmpqkd import FedMPQKD
 from fl_lightning.methods.fedntd import FedNTD
 from fl_lightning.methods.fedpq import FedPQ
 from fl_lightning.methods.fedprox import FedProx
+from fl_lightning.methods.fedvemoe import FedVEMoE
 from fl_lightning.methods.local_only import LocalOnly
 from fl_lightning.methods.oracle import Oracle
 from fl_lightning.methods.qfedavg import QFedAvg
@@ -38,6 +39,7 @@ __all__ = [
     "FedNTD",
     "FedPQ",
     "FedProx",
+    "FedVEMoE",
     "LabelSmoothing",
     "LinearSchedule",
     "LocalOnly",

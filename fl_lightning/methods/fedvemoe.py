@@ -1,0 +1,542 @@
+"""Fed-VEMoE: a federation of language models that finds its own experts.
+
+The server has slots for experts, each a LoRA adapter, and a shared adapter in slot 0. In a round a client
+
+    E-step   measures all experts on the same probe examples, held out of its training:
+             r_k = softmax over active k of (log pi_k - L_k / tau'),   tau' = max(tau, kappa se)
+    M-step   trains the shared adapter and the M - 1 experts with the largest r on
+             L_CE + gate_weight KL(mean_t a_t || share)
+    own      trains an adapter of its own on the same batches, which never leaves it but by a birth
+    upload   rejects all experts where its own adapter is better by a paired test
+
+and the server averages each expert over the clients that trained it, w_ik = n_i share_ik:
+
+    W_k <- W_k + eta (sum_i w_ik W_ik / sum_i w_ik - W_k)
+
+Then it prunes experts that nobody uses, merges experts that are alike, and gives a free slot to the adapter
+of about one of the clients that rejected all experts (:mod:`fl_lightning.methods.experts.slots`).
+
+The probes are paired: on different examples for each expert the sign of a difference would be that of the
+examples.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from copy import deepcopy
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from fl_lightning.client import Client
+from fl_lightning.data import FederatedData
+from fl_lightning.errors import InputError, require
+from fl_lightning.methods.base import Method, NetworkCallable
+from fl_lightning.methods.experts.merging import AdapterSpace
+from fl_lightning.methods.experts.responsibilities import (
+    Paired,
+    is_worse_than_own,
+    responsibilities,
+    seated,
+)
+from fl_lightning.methods.experts.slots import RULES, Rules, Slots
+from fl_lightning.methods.sums import Addend, Sums
+from fl_lightning.metrics.text import IGNORED
+from fl_lightning.models.language.experts import Seats
+from fl_lightning.models.tensors import tensors_of
+from fl_lightning.rng import stream
+from fl_lightning.tasks import LanguageModelling
+from fl_lightning.wire import Codes, Payload, PayloadError
+
+SHARE_UNITS = 2**10
+"""Shares of experts are integers in units of 1 / 1024."""
+CHANGES = ("experts/born", "experts/pruned", "experts/merged")
+LEAST_TRAINING = 4
+"""At most one in so many of a client's examples is a probe."""
+
+
+NOTHING_LOST = Paired(0.0, 0.0)
+
+
+@dataclass(frozen=True)
+class Received:
+    """What a client is sent.
+
+    Args:
+        active: which slots have an expert, bool ``[K + 1]``.
+        prior: pi, float64 ``[K + 1]``.
+        rejecters: clients that rejected all experts in the last round.
+        rows: adapter and router of slot 0, where there is a shared adapter, and of the active slots, by slot.
+    """
+
+    active: Tensor
+    prior: Tensor
+    rejecters: float
+    rows: Mapping[int, Tensor]
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What a client found on its probes.
+
+    Args:
+        r: responsibilities, float64 ``[K + 1]``.
+        slots: of the experts in its seats.
+        shares: of each of them, adding up to 1.
+        rejects: whether its own adapter is better than every expert.
+        lost: by how much the best expert is worse, in nats a token.
+    """
+
+    r: Tensor
+    slots: list[int]
+    shares: Tensor
+    rejects: bool = False
+    lost: Paired = NOTHING_LOST
+
+
+class FedVEMoE(Method):
+    """Clients train a shared adapter and the experts that suit them; experts are born, pruned and merged.
+
+    Args:
+        network: a language model with LoRA adapters on a frozen base.
+        k_init: experts at the start, 1 to ``k_max``. The first starts as the network does; the others get a
+            small random B each, so that they are not the same.
+        k_max: K, slots for experts; 0: FedAvg of the adapter.
+        top_m: M, adapters that a client trains, the shared one among them.
+        shared: whether there is a shared adapter.
+        probes: examples of each client that are held out for the choice of experts, at most a quarter of
+            what it has.
+        tau: temperature of the responsibilities, in nats a token.
+        kappa: standard errors of the probes that the temperature does not fall below.
+        gamma: temperature of the weights at each token; .inf: an expert's weight is its share.
+        gate_weight: factor of KL(mean weight || share) in the local loss, where a client has several experts.
+        server_lr: eta, the server's step towards the mean.
+        birth: ``test``: clients train an adapter of their own and compare; ``never``: they do not, which
+            halves their work.
+        birth_gap: nats a token that the own adapter has to be better by.
+        birth_z: standard errors that it has to be better by.
+        rules: when slots are used, pruned, merged and filled.
+        wire: ``plain``: a client sends what it trained; ``oblivious``: all slots, so that the length of a
+            message says nothing. A secure sum needs it.
+        settings: those of every method.
+    """
+
+    personalised = True
+    privacy_refused = "its messages are not clipped yet"
+    received_refused = "a client chooses its experts after it has received them"
+
+    def __init__(
+        self,
+        network: NetworkCallable | str = "llama_tiny",
+        k_init: int = 1,
+        k_max: int = 8,
+        top_m: int = 2,
+        shared: bool = True,
+        probes: int = 32,
+        tau: float = 0.05,
+        kappa: float = 1.0,
+        gamma: float = 1.0,
+        gate_weight: float = 0.01,
+        server_lr: float = 1.0,
+        birth: Literal["test", "never"] = "test",
+        birth_gap: float = 0.05,
+        birth_z: float = 2.0,
+        rules: Rules = RULES,
+        wire: Literal["plain", "oblivious"] = "plain",
+        **settings: Any,
+    ) -> None:
+        super().__init__(network=network, **settings)
+        for name, value, valid, rule, example in (
+            ("k_max", k_max, 0 <= k_max <= 256, "0 to 256 slots", 8),
+            ("k_init", k_init, 1 <= k_init <= max(1, k_max), "1 to k_max experts", 1),
+            ("top_m", top_m, top_m >= 1 + (shared and k_max > 0), "2 or more with a shared adapter", 2),
+            ("shared", shared, shared or k_max > 0, "true where there are no experts", True),
+            ("probes", probes, probes >= 2, "2 examples or more", 32),
+            ("tau", tau, tau > 0, "a temperature is above 0", 0.05),
+            ("kappa", kappa, kappa >= 0, "0 or more", 1.0),
+            ("gamma", gamma, gamma > 0, "a temperature is above 0", 1.0),
+            ("gate_weight", gate_weight, gate_weight >= 0, "0 or more", 0.01),
+            ("server_lr", server_lr, server_lr > 0, "above 0", 1.0),
+            ("birth_gap", birth_gap, birth_gap >= 0, "0 nats or more", 0.05),
+            ("birth_z", birth_z, birth_z >= 0, "0 or more", 2.0),
+        ):
+            require(valid, f"--model.{name} {value}", rule, f"write --model.{name} {example}")
+        require(
+            self.average.is_sum,
+            f"--model.average {type(self.average).__name__}",
+            "experts have different trainers, and few of them to order",
+            "write --model.average WeightedMean, or NormClipping",
+        )
+        self.k_init, self.k_max = min(k_init, k_max), k_max
+        self.seats_wanted = min(top_m - shared, k_max)
+        self.shared, self.probes = shared, probes
+        self.tau, self.kappa, self.gamma, self.gate_weight = tau, kappa, gamma, gate_weight
+        self.server_lr, self.birth_gap, self.birth_z = server_lr, birth_gap, birth_z
+        self.keeps_own = birth == "test" and k_max > 0
+        self.rules, self.oblivious = rules, wire == "oblivious"
+        if not self.oblivious:
+            self.secure_refused = (
+                "a plain message tells its experts by its length: write --model.wire oblivious"
+            )
+
+    def build(self, data: FederatedData) -> None:
+        if not isinstance(data.task, LanguageModelling):
+            raise InputError(
+                f"--model FedVEMoE where the task is {type(data.task).__name__}",
+                "experts are adapters of a language model, chosen at each token",
+                "write --data.class_path InstructionData, or another one of text",
+            )
+        super().build(data)
+        self.initial = self.server.pop("weights").float()
+        self._data = data
+        self.learns_own = False
+        if self.keeps_own:
+            frozen = {id(p): p for p in self.network.parameters() if not p.requires_grad}
+            self.own_network = deepcopy(self.network, frozen)
+        self.features = 0
+        if self.k_max:
+            plain = tensors_of(self.network)
+            self.seats = Seats(self.network, self.seats_wanted, self.gamma, self.shared)
+            names = {name for each in self.seats.factors for name in (each.a, each.b)}
+            fixed = {name: plain[name].detach() for name in names - self.layout.shapes.keys()}
+            self.space = AdapterSpace(self.layout, self.seats.factors, fixed)
+            self.features = self.seats.gate.router.shape[1]
+        start = Slots.start(self._first_experts(), self.features, self.k_init)
+        self.server = dict(vars(start))
+
+    def _first_experts(self) -> Tensor:
+        """Return what each slot starts with, float32 ``[K + 1, P]``; a free one with zeros."""
+        experts = torch.zeros(self.k_max + 1, len(self.initial))
+        experts[0] = self.initial
+        random = stream(self.seed, "experts")
+        for slot in range(1, self.k_init + 1):
+            experts[slot] = self.initial
+            if slot > 1:
+                tensors = self.layout.unpack(experts[slot])
+                for each in self.seats.factors:
+                    shape = tuple(tensors[each.b].shape)
+                    tensors[each.b] += torch.from_numpy(random.normal(0, 0.01, shape)).float()
+        return experts
+
+    @property
+    def slots(self) -> Slots:
+        """The server's slots."""
+        return Slots(**self.server)
+
+    # The client's half
+
+    def receive(self, message: Payload, client: Client) -> None:
+        received = self._unpacked(message)
+        self.received = received
+        if self.shared:
+            self._write(self._shared_tensors(), received.rows[0])
+        if self.keeps_own:
+            self.layout.write(self.own_network, client.state.get("own", self.initial))
+        self.learns_own = False
+        if self.k_max:
+            r = responsibilities(torch.empty(0, 0), received.prior, received.active, self.tau, self.kappa)[0]
+            self._take(Choice(r, *seated(r, received.active, self.seats_wanted)))
+
+    def _unpacked(self, message: Payload) -> Received:
+        active = torch.cat([torch.zeros(1), message.codes("active").values.reshape(-1)]).bool()
+        prior = torch.zeros(self.k_max + 1, dtype=torch.float64)
+        prior[active] = message.tensor("prior").double()
+        slots = [*([0] if self.shared else []), *torch.nonzero(active).flatten().tolist()]
+        rows = dict(zip(slots, message.tensor("experts"), strict=True))
+        return Received(active, prior, float(message.tensor("rejecters")), rows)
+
+    def _shared_tensors(self) -> Mapping[str, Tensor]:
+        return self.seats.shared_tensors() if self.k_max else tensors_of(self.network)
+
+    @torch.no_grad()
+    def _write(self, tensors: Mapping[str, Tensor], row: Tensor) -> None:
+        for name, value in self.layout.unpack(row[: self.layout.size]).items():
+            tensors[name].copy_(value)
+
+    @torch.no_grad()
+    def _take(self, choice: Choice) -> None:
+        """Put the chosen experts into the seats; empty seats have no weight."""
+        self.choice, gate = choice, self.seats.gate
+        shares = torch.zeros(self.seats_wanted, dtype=torch.float64)
+        shares[: len(choice.slots)] = choice.shares
+        gate.log_shares = shares.log().to(gate.log_shares)
+        gate.log_weights = None
+        gate.router.zero_()
+        for seat in range(self.seats_wanted):
+            slot = choice.slots[min(seat, len(choice.slots) - 1)]
+            row = self.received.rows[slot]
+            self._write(self.seats.tensors(seat), row)
+            if seat < len(choice.slots):
+                gate.router[seat] = row[self.layout.size :].to(gate.router)
+
+    def local_batches(
+        self, data: FederatedData, client: Client, *, epochs: int, labels: Tensor, steps: int
+    ) -> Iterator[Any]:
+        """Choose experts, then yield the client's batches without its probes: once for the experts, and once
+        more for its own adapter."""
+        self.learns_own = False
+        if self.k_max:
+            self._take(self.choose(data, client, labels))
+        rest = np.delete(np.arange(len(client.train)), self._probe_places(client))
+        trained = Client(client.id, client.train[rest], client.val, client.state)
+        kept = labels[torch.from_numpy(rest).to(labels.device)]
+        yield from super().local_batches(data, trained, epochs=epochs, labels=kept, steps=steps)
+        if self.keeps_own:
+            self.learns_own = True
+            yield from super().local_batches(data, trained, epochs=epochs, labels=kept, steps=steps)
+
+    def _probe_places(self, client: Client) -> np.ndarray:
+        """Return where the client's probes are among its training examples; the same in every round."""
+        if self.k_max == 0 or (self.k_max == 1 and not self.keeps_own):
+            return np.empty(0, np.int64)  # there is nothing to choose
+        n = len(client.train)
+        random = stream(self.seed, "probes", client.id)
+        return np.sort(random.choice(n, min(self.probes, n // LEAST_TRAINING), replace=False))
+
+    def choose(self, data: FederatedData, client: Client, labels: Tensor) -> Choice:
+        """Return the experts that suit a client, by the losses of its probes: the E-step.
+
+        Args:
+            data: the client's data.
+            client: whose model has been received.
+            labels: of its training examples, ``[n, T]``.
+        """
+        received, places = self.received, self._probe_places(client)
+        nats = torch.zeros(len(places), self.k_max + 1, dtype=torch.float64)
+        own = torch.zeros(len(places) if self.keeps_own else 0, dtype=torch.float64)
+        if len(places):
+            target = labels[torch.from_numpy(places).to(labels.device)]
+            index = torch.from_numpy(client.train[places]).to(data.device)
+            inputs = data.with_labels(data.inputs("train", index), target)
+            for slot in torch.nonzero(received.active).flatten().tolist():
+                nats[:, slot] = self._nats(self._with_expert(slot), self.network, inputs, target)
+            if self.keeps_own:
+                own = self._nats({}, self.own_network, inputs, target)
+        r, _ = responsibilities(nats, received.prior, received.active, self.tau, self.kappa)
+        rejects, lost = is_worse_than_own(nats, own, received.active, self.birth_gap, self.birth_z)
+        return Choice(r, *seated(r, received.active, self.seats_wanted), rejects, lost)
+
+    def _with_expert(self, slot: int) -> dict[str, Tensor]:
+        """Return the tensors of the network that computes with the shared adapter and one expert."""
+        row = self.received.rows[slot][: self.layout.size].to(self.device)
+        return self.seats.replacing(self.layout.unpack(row))
+
+    @torch.no_grad()
+    def _nats(self, tensors: dict[str, Tensor], network: nn.Module, inputs: Any, target: Tensor) -> Tensor:
+        """Return the mean loss of each example over its labelled tokens, float64 ``[N]`` on the CPU."""
+        was_training = network.training
+        outputs = functional_call(network.eval(), tensors, (inputs,))
+        network.train(was_training)
+        nats, tokens = self.task.examplewise(outputs, target)["loss"]
+        return (nats / tokens.clamp_min(1)).double().cpu()
+
+    def training_step(self, batch: Any, batch_idx: int = 0) -> dict[str, Tensor]:
+        """Return the terms of the objective: of the experts, or in the second pass of the own adapter."""
+        if self.learns_own:
+            inputs, target = batch
+            loss = self.task_loss(self.own_network(inputs), target)
+            return {"loss": loss, "loss_own": loss}
+        outputs = super().training_step(batch, batch_idx)
+        if self.k_max == 0 or len(self.choice.slots) < 2 or self.gate_weight == 0:
+            return outputs
+        gate = self._gate_divergence(batch[1])
+        return {**outputs, "loss": outputs["loss"] + self.gate_weight * gate, "loss_gate": gate}
+
+    def _gate_divergence(self, target: Tensor) -> Tensor:
+        """Return KL(mean of a_t over labelled tokens || share)."""
+        gate, count = self.seats.gate, len(self.choice.slots)
+        assert gate.log_weights is not None
+        labelled = (target[:, : gate.log_weights.shape[1]] != IGNORED).to(gate.router.dtype).unsqueeze(-1)
+        mean = (gate.log_weights[..., :count].exp() * labelled).sum((0, 1)) / labelled.sum().clamp_min(1)
+        return (mean * (mean.clamp_min(1e-12).log() - gate.log_shares[:count])).sum()
+
+    def trainable(self) -> Iterable[nn.Parameter]:
+        """Return what the optimiser steps on. In each of the two passes the other half has no gradient, and
+        rests."""
+        return [p for p in self.parameters() if p.requires_grad]
+
+    def upload(self, client: Client) -> Payload:
+        rows = {0: self.layout.pack(self._shared_tensors())} if self.shared else {}
+        entries: dict[str, Tensor | Codes] = {"examples": self.examples_of(client)}
+        if self.k_max == 0:
+            return Payload({**entries, "rows": rows[0].unsqueeze(0)})
+        choice, gate = self.choice, self.seats.gate
+        shares = torch.zeros(self.k_max + 1)
+        shares[choice.slots] = choice.shares.float()
+        for seat, slot in enumerate(choice.slots):
+            rows[slot] = self.layout.pack(self.seats.tensors(seat))
+        routers = {slot: gate.router[seat].detach().cpu().float() for seat, slot in enumerate(choice.slots)}
+        none = torch.zeros(self.features)
+        wins = choice.rejects and self._wins_lottery(client)
+        own = self.layout.read(self.own_network) if self.keeps_own else torch.zeros(0)
+        if self.keeps_own and bool(own.isfinite().all()):
+            client.state["own"] = own
+        client.state["responsibilities"] = choice.r.float()
+        sent = list(range(0 if self.shared else 1, self.k_max + 1)) if self.oblivious else sorted(rows)
+        empty = torch.zeros(len(self.initial))
+        entries |= {
+            "slots": Codes((shares[1:] > 0).to(torch.int32), bits=1),
+            "shares": shares[1:] if self.oblivious else shares[choice.slots],
+            "rows": torch.stack(
+                [torch.cat([rows.get(slot, empty), routers.get(slot, none)]) for slot in sent]
+            ),
+            "birth": Codes(torch.tensor([choice.rejects, wins], dtype=torch.int32), bits=1),
+        }
+        if wins or (self.oblivious and self.keeps_own):
+            entries["own"] = own if wins else torch.zeros_like(own)
+        return Payload(entries)
+
+    def _wins_lottery(self, client: Client) -> bool:
+        """Return whether this client's own adapter seeds an expert: with probability 1 / rejecters of the
+        last round, so that about one does."""
+        last = self.received.rejecters
+        return last > 0 and bool(self.stream("birth", client).random() < 1 / last)
+
+    def upload_limits(self, client: Client) -> Mapping[str, int]:
+        width = self.layout.size + self.features
+        if self.k_max == 0:
+            return {"examples": 1, "rows": width}
+        rows = self.k_max + self.shared if self.oblivious else self.seats_wanted + self.shared
+        own = {"own": self.layout.size} if self.keeps_own else {}
+        shares = self.k_max if self.oblivious else self.seats_wanted
+        return {"examples": 1, "slots": self.k_max, "shares": shares, "rows": rows * width, "birth": 2, **own}
+
+    # The server's half
+
+    def broadcast(self, client: Client) -> Payload:
+        slots = self.slots
+        rows = slots.active.clone()
+        rows[0] = self.shared
+        return Payload(
+            {
+                "active": Codes(slots.active[1:].to(torch.int32), bits=1),
+                "prior": slots.prior[slots.active].float(),
+                "rejecters": slots.rejecters.float().reshape(1),
+                "experts": torch.cat([slots.experts[rows], slots.routers[rows]], dim=1),
+            }
+        )
+
+    def check(self, upload: Payload, client: Client) -> None:
+        upload.tensor("examples")
+        self._trained(upload)
+
+    def _trained(self, upload: Payload) -> tuple[dict[int, tuple[float, Tensor]], tuple[bool, bool]]:
+        """Return share and row of what a client trained by slot, and whether it rejects all experts and seeds
+        one.
+
+        Raises:
+            PayloadError: the entries do not fit each other or this federation.
+        """
+        width = self.layout.size + self.features
+        rows, flags = upload.tensor("rows"), torch.zeros(2, dtype=torch.int32)
+        mine = torch.zeros(self.k_max, dtype=torch.bool)
+        shares = torch.zeros(0)
+        if self.k_max:
+            mine = upload.codes("slots").values.reshape(-1).bool()
+            flags, shares = upload.codes("birth").values.reshape(-1), upload.tensor("shares")
+            active = self.server["active"][1:]
+            if mine.shape != active.shape or len(flags) != 2 or bool((mine & ~active).any()):
+                raise PayloadError(
+                    f"experts {torch.nonzero(mine).flatten().add(1).tolist()}",
+                    f"this federation has {torch.nonzero(active).flatten().add(1).tolist()}",
+                    "train experts that were sent",
+                )
+            if self.oblivious and shares.shape == mine.shape:
+                shares = shares[mine]
+            if not (
+                shares.shape == (int(mine.sum()),)
+                and 0 < len(shares) <= self.seats_wanted
+                and bool((shares > 0).all())
+                and float(shares.sum()) < 1.001
+            ):
+                raise PayloadError(
+                    f"shares {shares.tolist()} of {int(mine.sum())} experts",
+                    f"1 to {self.seats_wanted} experts have shares above 0 that add up to 1",
+                    "send one share for each expert that was trained",
+                )
+        slots = [0] if self.shared else []
+        slots += range(1, self.k_max + 1) if self.oblivious else (torch.nonzero(mine).flatten() + 1).tolist()
+        if tuple(rows.shape) != (len(slots), width):
+            raise PayloadError(
+                f"rows of shape {tuple(rows.shape)}",
+                f"this client sends {(len(slots), width)}",
+                "use one network on both sides",
+            )
+        weight = dict(zip((torch.nonzero(mine).flatten() + 1).tolist(), shares.tolist(), strict=True))
+        weight |= {0: 1.0} if self.shared else {}
+        found = {slot: (weight[slot], row) for slot, row in zip(slots, rows, strict=True) if slot in weight}
+        rejects, wins = bool(flags[0]), bool(flags[1])
+        if wins:
+            self.layout.check(upload.tensor("own"))
+        return found, (rejects, wins)
+
+    def addends(self, upload: Payload, client_id: int, weight: int) -> dict[str, Addend]:
+        """Return what an upload adds: of each slot the mean of what its trainers ended with; how much each
+        slot was used; how many clients reject all experts and seed one, and their seeds."""
+        found, (rejects, wins) = self._trained(upload)
+        most = self.largest_weight * SHARE_UNITS
+        starts = torch.cat([self.server["experts"], self.server["routers"]], dim=1)
+        mass = torch.zeros(self.k_max + 1)
+        addends: dict[str, Addend] = {}
+        for slot in range(self.k_max + 1) if self.oblivious else sorted(found):
+            share, row = found.get(slot, (0.0, starts[slot]))
+            units = weight * round(share * SHARE_UNITS)
+            mass[slot] = units / most
+            addends[f"expert/{slot}"] = Addend(row.float(), units, most, starts[slot])
+        if self.k_max == 0:
+            return addends
+        addends["mass"] = Addend(mass)
+        addends["counts"] = Addend(torch.tensor([1.0, rejects, wins]))
+        if wins:
+            addends["own"] = Addend(upload.tensor("own").float())
+        elif self.oblivious and self.keeps_own:
+            addends["own"] = Addend(torch.zeros(self.layout.size))
+        return addends
+
+    def next_state(self, sums: Sums) -> None:
+        before = self.slots
+        experts, routers = before.experts.clone(), before.routers.clone()
+        mass = sums.total("mass") if self.k_max else torch.ones(1, dtype=torch.float64)
+        for slot in torch.nonzero(mass).flatten().tolist():
+            mean = sums.mean(f"expert/{slot}")
+            if self.server_lr != 1:
+                start = torch.cat([experts[slot], routers[slot]]).double()
+                mean = (start + self.server_lr * (mean.double() - start)).float()
+            experts[slot], routers[slot] = mean.split([self.layout.size, self.features])
+        values = {**vars(before), "experts": experts, "routers": routers}
+        after = Slots(**values)
+        if self.k_max:
+            after = after.used(mass, self.rules).pruned(self.round, self.rules).merged(self.space, self.rules)
+            clients, rejects, wins = sums.total("counts").tolist()
+            seed = (sums.total("own") / wins).float() if wins else None
+            free = ~before.active & (torch.arange(len(experts)) > 0)
+            after = after.with_birth(seed, free, rejects, clients, self.round, self.rules)
+        self.server = dict(vars(after))
+
+    def server_metrics(self) -> dict[str, float]:
+        slots = self.slots
+        use = slots.mass[1:] / slots.mass[1:].sum().clamp_min(1e-300)
+        effective = float((-use * use.clamp_min(1e-300).log()).sum().exp()) if self.k_max else 0.0
+        return {
+            **super().server_metrics(),
+            "experts/active": float(slots.active.sum()),
+            "experts/effective": effective,
+            **dict(
+                zip(("experts/born", "experts/pruned", "experts/merged"), slots.changes.tolist(), strict=True)
+            ),
+            "experts/rejecters": float(slots.rejecters),
+            **{f"expert/{slot}/mass": float(use[slot - 1]) for slot in range(1, self.k_max + 1)},
+        }
+
+    def deploy(self, client: Client | None = None) -> nn.Module:
+        """Return the network with the experts that suit a client by its probes; without a client, those of a
+        newcomer, by the prior."""
+        someone = client or Client(-1, np.empty(0, np.int64), np.empty(0, np.int64))
+        self.receive(self.broadcast(someone), someone)
+        if self.k_max and client is not None:
+            self._take(self.choose(self._data, client, self._data.labels(client)))
+        return self.network
