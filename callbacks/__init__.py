@@ -7,6 +7,7 @@ from callbacks.figures.accuracy_bytes_figure import AccuracyBytesFigure
 from callbacks.figures.bit_width_figure import BitWidthFigure
 from callbacks.figures.client_accuracy_figure import ClientAccuracyFigure
 from callbacks.figures.confusion_matrix import ConfusionMatrix
+from callbacks.figures.expert_figure import ExpertFigure
 from callbacks.figures.feature_map import FeatureMap
 from callbacks.figures.loss_landscape import LossLandscape
 from callbacks.figures.partition_figure import PartitionFigure
@@ -51,6 +52,7 @@ __all__ = [
     "ClientAccuracyFigure",
     "ConfusionMatrix",
     "EarlyStopping",
+    "ExpertFigure",
     "FeatureMap",
     "GradientNorms",
     "LabelNoise",

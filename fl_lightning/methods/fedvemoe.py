@@ -376,6 +376,7 @@ class FedVEMoE(Method):
         if self.keeps_own and bool(own.isfinite().all()):
             client.state["own"] = own
         client.state["responsibilities"] = choice.r.float()
+        client.state["transfer"] = torch.tensor([choice.lost.mean, choice.lost.error])
         sent = list(range(0 if self.shared else 1, self.k_max + 1)) if self.oblivious else sorted(rows)
         empty = torch.zeros(len(self.initial))
         entries |= {

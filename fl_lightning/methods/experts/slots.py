@@ -17,7 +17,7 @@ from fl_lightning.methods.experts.merging import AdapterSpace
 FREE = -1
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Rules:
     """When a slot changes hands.
 
@@ -192,7 +192,8 @@ class Slots:
         self, seed: Tensor | None, free: Tensor, rejects: float, clients: float, round: int, rules: Rules
     ) -> Slots:
         """Return the slots after a round in which clients rejected all experts: a free slot gets the seed
-        once enough of them did for ``birth_rounds``.
+        once enough of them did for ``birth_rounds``. The count begins anew then, which leaves time for the
+        expert that others have left to become that of those who stay.
 
         Args:
             seed: mean of the own adapters of the clients that won the lottery, ``[P]``; None: nobody did.

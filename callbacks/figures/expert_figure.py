@@ -1,0 +1,177 @@
+"""A picture of experts: how much each is used in every round, who takes which, and who is served worst."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import numpy as np
+
+from callbacks.figures.drawing import evenly_spaced
+from callbacks.figures.figure_meter import FigureMeter
+from fl_lightning.figures import BLACK, BLUE, COLOURS, RED, open_frame
+from fl_lightning.hooks import Context, RoundRecord
+from fl_lightning.methods import FedVEMoE
+from fl_lightning.metrics.names import words_of
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+SHOWN = 40
+"""Clients; the names of more cannot be read."""
+SURE = 2.0
+"""Standard errors by which a client's own adapter is better, for its transfer to count as negative."""
+
+
+class ExpertFigure(FigureMeter):
+    """Draws ``figures/experts`` for ``FedVEMoE``, and adds what clients know of their experts to each round.
+
+    - ``router/entropy``: mean over clients of the entropy of their responsibilities, in nats;
+    - ``router/purity``: mutual information of the clients' groups and their experts, divided by the larger of
+      the two entropies; 1 where each group has one expert of its own. Only where there are groups;
+    - ``transfer/nats``: mean over clients of what their best expert loses against their own adapter on their
+      probes, in nats a token; ``transfer/worst``: the largest; ``transfer/negative``: the share of clients
+      that lose by more than two standard errors.
+    """
+
+    name = "experts"
+    rule = "it draws the experts of FedVEMoE"
+    instead = "write --model FedVEMoE, or leave it out"
+    empty: ClassVar = {"use": [], "purity": [], "clients": {}, "evaluated": [], "mean": [], "worst": []}
+
+    def applies_to(self, context: Context) -> bool:
+        return isinstance(context.method, FedVEMoE) and context.method.k_max > 0
+
+    def on_client_end(self, client: Any, round: int, context: Context) -> None:
+        if self.applies and "responsibilities" in client.state:
+            known = [client.state[name].tolist() for name in ("responsibilities", "transfer")]
+            self.seen["clients"][str(client.id)] = known
+
+    def on_validate(self, values: dict[int, float], record: RoundRecord, context: Context) -> None:
+        if self.applies and values:
+            found, lower = list(values.values()), not context.data.task.higher_is_better
+            self.seen["evaluated"].append(record.round)
+            self.seen["mean"].append(float(np.mean(found)))
+            self.seen["worst"].append(float(max(found) if lower else min(found)))
+
+    def on_round_end(self, record: RoundRecord, context: Context) -> None:
+        if not self.applies:
+            return
+        slots = range(1, context.method.k_max + 1)
+        self.seen["use"].append([record.metrics.get(f"expert/{slot}/mass", 0.0) for slot in slots])
+        if self.seen["clients"]:
+            r, lost = self._of_clients()
+            record.metrics |= transfer_metrics(lost)
+            record.metrics["router/entropy"] = float(np.mean([entropy(row) for row in r]))
+            purity = purity_of(r, self._groups(context))
+            if purity is not None:
+                record.metrics["router/purity"] = purity
+            self.seen["purity"].append(purity)
+        super().on_round_end(record, context)
+
+    def _of_clients(self) -> tuple[np.ndarray, np.ndarray]:
+        """Return responsibilities ``[K, S]``, and mean and standard error of what clients lose ``[K, 2]``, in
+        order of id."""
+        known = [self.seen["clients"][id] for id in self._ids()]
+        return np.array([r[1:] for r, _ in known]), np.array([lost for _, lost in known])
+
+    def _ids(self) -> list[str]:
+        return sorted(self.seen["clients"], key=int)
+
+    def _groups(self, context: Context) -> np.ndarray:
+        return context.data.group_counts().argmax(1)[[int(id) for id in self._ids()]]
+
+    def figure(self, context: Context) -> Figure:
+        if not self.seen["clients"]:
+            raise ValueError("no client has chosen an expert")
+        groups, names = self._groups(context), context.data.group_names
+        labels = [f"{id}  {names[group]}" for id, group in zip(self._ids(), groups, strict=True)]
+        r, _ = self._of_clients()
+        served = self.seen["evaluated"], self.seen["mean"], self.seen["worst"]
+        task = context.data.task
+        return expert_figure(np.array(self.seen["use"]), r, groups, labels, served, words_of(task.primary))
+
+
+def entropy(p: np.ndarray) -> float:
+    """Return the entropy of probabilities in nats."""
+    return float(-(p[p > 0] * np.log(p[p > 0])).sum())
+
+
+def purity_of(r: np.ndarray, groups: np.ndarray) -> float | None:
+    """Return the mutual information of group and expert over clients, divided by the larger entropy; None
+    where all clients are of one group.
+
+    Args:
+        r: responsibilities ``[K, S]``.
+        groups: of the clients ``[K]``.
+    """
+    joint = np.stack([r[groups == group].sum(0) for group in np.unique(groups)]) / len(r)
+    rows, columns = joint.sum(1), joint.sum(0)
+    if len(rows) < 2:
+        return None
+    largest = max(entropy(rows), entropy(columns))
+    return min(1.0, (entropy(rows) + entropy(columns) - entropy(joint.ravel())) / largest)
+
+
+def transfer_metrics(lost: np.ndarray) -> dict[str, float]:
+    """Return ``transfer/*`` of what clients lose: mean and standard error in nats, ``[K, 2]``."""
+    mean, error = lost.T
+    return {
+        "transfer/nats": float(mean.mean()),
+        "transfer/worst": float(mean.max()),
+        "transfer/negative": float(((mean > 0) & (mean > SURE * error)).mean()),
+    }
+
+
+def expert_figure(
+    use: np.ndarray,
+    r: np.ndarray,
+    groups: np.ndarray,
+    labels: list[str],
+    served: tuple[list[int], list[float], list[float]],
+    metric: str,
+) -> Figure:
+    """Left: share of the use of each expert over the rounds. Middle: responsibilities, clients of a group
+    next to each other. Right: the primary metric of the mean and of the worst client.
+
+    Args:
+        use: shares ``[R, S]``.
+        r: responsibilities ``[K, S]``.
+        groups: of the clients ``[K]``.
+        labels: names of the clients ``[K]``.
+        served: rounds that were evaluated, mean and worst over clients.
+        metric: words for the primary metric.
+    """
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import MaxNLocator
+
+    figure = Figure(figsize=(13.5, 4.4), layout="constrained")
+    left, middle, right = figure.subplots(1, 3, width_ratios=[1, 1, 0.8])
+    open_frame(left, right)
+    ever = np.flatnonzero((use > 0).any(axis=0))
+    rounds, below = np.arange(1, len(use) + 1), np.zeros(len(use))
+    for expert in ever:
+        colour = COLOURS[expert % (len(COLOURS) - 1)]
+        left.bar(rounds, use[:, expert], 1.0, below, color=colour, edgecolor="white", linewidth=0.4)
+        below += use[:, expert]
+    left.set(title="use of each expert", xlabel="round", ylabel="share of the clients' weight", ylim=(0, 1))
+    for expert in ever:  # the name stands where the expert is used most
+        at = int(use[:, expert].argmax())
+        height = use[at, :expert].sum() + use[at, expert] / 2
+        left.text(at + 1, height, str(expert + 1), ha="center", va="center", color="white", weight="bold")
+    order = np.argsort(groups, kind="stable")[evenly_spaced(len(groups), SHOWN)]
+    image = middle.imshow(r[order][:, ever], vmin=0, vmax=1, cmap="Blues", aspect="auto")
+    figure.colorbar(image, ax=middle, shrink=0.8, pad=0.02, label="responsibility")
+    middle.set_xticks(range(len(ever)), [str(expert + 1) for expert in ever])
+    middle.set_yticks(range(len(order)), [labels[client] for client in order], fontsize=8)
+    middle.set(title="who takes which, in the last round", xlabel="expert")
+    at_rounds, mean, worst = served
+    right.plot(at_rounds, mean, color=BLUE, marker="o", label="mean client")
+    right.plot(at_rounds, worst, color=RED, marker="s", linestyle="--", label="worst client")
+    right.set(title=f"{metric} on validation", xlabel="round", ylabel=metric)
+    if mean and max(worst) > 4 * min(mean) > 0:
+        right.set_yscale("log")
+    if mean:
+        right.legend(frameon=False, labelcolor=BLACK)
+    for axes in (left, right):
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    return figure
