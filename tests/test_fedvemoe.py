@@ -2,29 +2,355 @@
 
 from __future__ import annotations
 
+import csv
 import math
-from functools import partial
+from itertools import product
+from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
+from language_program import Stops
 from refusals import refused
 from test_kill import differences, outcome
-from tiny_language import adam, fit, method_of, records, tiny
+from tiny_language import adam, fit, method_of, records
+from toy import ready
 
 from fl_lightning.data import TokenData
-from fl_lightning.errors import InputError
-from fl_lightning.methods import FedAvg, FedVEMoE
-from fl_lightning.methods.experts.slots import Rules
+from fl_lightning.hooks import Meter
+from fl_lightning.methods import FedAvg, FedVEMoE, LocalOnly
 from fl_lightning.methods.receiving import check_upload
+from fl_lightning.methods.secure import check_secure_sum
+from fl_lightning.models.language import Llama, add_lora
+from fl_lightning.models.language.experts import Seats, factors_of
+from fl_lightning.privacy.secure import SecureSum
 from fl_lightning.wire import Codes, Payload, PayloadError
 
-P, D = 2 * (16 * 8 + 64 + 48 + 16), 16  # checked against the layout below
+P, D = 496, 16
+"""Values of an adapter of the tiny network, and features of a token."""
 
 
-def settled(method, data):
+def built(data=None, **settings) -> tuple[FedVEMoE, object]:
+    """A method that has been built, and its data."""
+    method, data = method_of(FedVEMoE, **settings), data or records(generate=False)
     data.prepare_data()
     data.setup("fit")
     data.distribute(0, torch.device("cpu"))
+    torch.manual_seed(0)
     method.build(data)
+    method.round = 1
     return method, data
+
+
+def with_experts(method: FedVEMoE, count: int) -> FedVEMoE:
+    """Put so many different experts into the first slots."""
+    experts, active = method.server["experts"].clone(), method.server["active"].clone()
+    for slot in range(1, count + 1):
+        experts[slot] = method.initial + 0.1 * torch.randn(P, generator=torch.Generator().manual_seed(slot))
+        active[slot] = True
+    method.server |= {"experts": experts, "active": active, "prior": active.double() / count}
+    return method
+
+
+def upload_of(method: FedVEMoE, data, client: int) -> Payload:
+    """What a client sends that takes its seats, and then changes everything by 1."""
+    client = data.client(client)
+    method.receive(method.broadcast(client), client)
+    method._take(method.choose(data, client, data.labels(client)))
+    with torch.no_grad():
+        for parameter in method.network.parameters():
+            if parameter.requires_grad:
+                parameter += 1
+    return method.upload(client)
+
+
+def finals(method, folder: Path, **settings) -> torch.Tensor:
+    fit(method, folder, **settings)
+    state = method.server
+    return state["weights"] if "weights" in state else state["experts"][0 if method.shared else 1]
+
+
+class Keeps(Meter):
+    """Holds on to what clients keep."""
+
+    def on_setup(self, context):
+        self.found: dict[int, dict[str, torch.Tensor]] = {}
+
+    def on_client_end(self, client, round, context):
+        self.found[client.id] = dict(client.state)
+
+
+# Equivalences
+
+
+@pytest.mark.parametrize("ffa", [False, True])
+def test_no_experts_is_fedavg_and_so_is_one_without_a_shared_adapter(ffa, tmp_path):
+    plain = finals(method_of(FedAvg, ffa=ffa), tmp_path / "plain")
+    for number, settings in enumerate(({"k_max": 0}, {"k_max": 1, "shared": False, "top_m": 1})):
+        method = method_of(FedVEMoE, ffa=ffa, birth="never", **settings)
+        assert torch.equal(finals(method, tmp_path / str(number)), plain), settings
+
+
+def test_the_own_adapter_is_what_the_client_learns_alone(tmp_path):
+    """LocalOnly on the same batches: those of a federation whose clients hold nothing back."""
+    alone, method = method_of(LocalOnly), method_of(FedVEMoE)
+    method._probe_places = lambda client: []  # type: ignore[method-assign]
+    states = []
+    for each in (alone, method):
+        keeps = Keeps()
+        fit(each, tmp_path / type(each).__name__, callbacks=[keeps])
+        states.append(keeps.found)
+    for id in range(4):
+        assert torch.equal(states[0][id]["weights"], states[1][id]["own"])
+
+
+def test_workers_change_nothing(tmp_path):
+    one = finals(method_of(FedVEMoE), tmp_path / "one")
+    assert torch.equal(finals(method_of(FedVEMoE), tmp_path / "two", workers=2), one)
+
+
+@pytest.mark.parametrize("top_m", [2, 3])
+def test_a_secure_sum_is_the_plain_one(top_m, tmp_path):
+    pytest.importorskip("cryptography")
+    states = []
+    for name, secure in (("plain", None), ("secure", SecureSum())):
+        method = method_of(FedVEMoE, k_init=3, k_max=3, top_m=top_m, wire="oblivious")
+        fit(method, tmp_path / name, secure_sum=secure, max_rounds=3)
+        states.append(method.server)
+    for name in states[0]:
+        assert torch.equal(states[0][name], states[1][name]), name
+
+
+def test_plain_and_oblivious_messages_give_the_same_experts(tmp_path):
+    settings = {"k_init": 2, "k_max": 3, "top_m": 3}
+    plain, oblivious = method_of(FedVEMoE, **settings), method_of(FedVEMoE, wire="oblivious", **settings)
+    fit(plain, tmp_path / "plain")
+    fit(oblivious, tmp_path / "oblivious")
+    for name in plain.server:
+        assert torch.equal(plain.server[name], oblivious.server[name]), name
+
+
+# The network
+
+
+def test_a_gate_without_a_router_gives_each_expert_its_share():
+    """rho = 0, or gamma = inf with any rho: the layer is W x + scaling (B_0 A_0 + sum share_s B_s A_s) x."""
+    torch.manual_seed(0)
+    network = add_lora(Llama(20, width=16, depth=1, heads=2), rank=2)
+    seats = Seats(network, 2, gamma=1.0, shared=True)
+    shares = torch.tensor([0.3, 0.7])
+    seats.gate.log_shares = shares.log()
+    with torch.no_grad():
+        for layer in seats.layers:
+            layer.expert_B.normal_()
+            layer.common.lora_B.weight.normal_()
+    ids, layer = torch.arange(12).view(2, 6), seats.layers[0]
+    inputs: list[torch.Tensor] = []
+    layer.register_forward_pre_hook(lambda module, given: inputs.append(given[0]))
+    outputs: list[torch.Tensor] = []
+    layer.register_forward_hook(lambda module, given, output: outputs.append(output))
+    network(ids)
+    dense = sum(s * b @ a for s, a, b in zip(shares, layer.expert_A, layer.expert_B, strict=True))
+    expected = layer.common(inputs[0]) + layer.scaling * inputs[0] @ dense.T
+    assert torch.allclose(outputs[0], expected, atol=1e-5)
+    seats.gate.gamma = math.inf
+    with torch.no_grad():
+        seats.gate.router.normal_()
+    network(ids)
+    assert torch.allclose(outputs[1], expected, atol=1e-5)
+
+
+def test_a_router_sends_tokens_to_experts():
+    network = add_lora(Llama(20, width=16, depth=1, heads=2), rank=2)
+    seats = Seats(network, 2, gamma=0.01, shared=True)
+    seats.gate.log_shares = torch.tensor([0.5, 0.5]).log()
+    with torch.no_grad():
+        seats.gate.router[1] = network.embed_tokens.weight[7]
+    network(torch.tensor([[7, 7]]))
+    assert seats.gate.log_weights[0, :, 1].exp().tolist() == pytest.approx([1, 1])
+
+
+# The server's sums
+
+
+def test_only_trainers_move_an_expert_and_the_mean_is_over_them():
+    method, data = built(k_max=4)
+    with_experts(method, 3)
+    before = method.server["experts"].clone()
+    uploads = {id: upload_of(method, data, id) for id in range(4)}
+    trained = {id: [s for s in method._trained(upload)[0] if s] for id, upload in uploads.items()}
+    served = {slot for slots in trained.values() for slot in slots}
+    assert 0 < len(served) < 3  # one of the experts has no trainer
+    method.aggregate(uploads)
+    after = method.server["experts"]
+    for slot in range(1, 5):
+        rows = [up.tensor("rows")[1, :P] for id, up in uploads.items() if trained[id] == [slot]]
+        examples = [int(up.tensor("examples")) for id, up in uploads.items() if trained[id] == [slot]]
+        if not rows:
+            assert torch.equal(after[slot], before[slot])
+            continue
+        weights = torch.tensor(examples, dtype=torch.float64) / sum(examples)
+        expected = (weights.unsqueeze(1) * torch.stack(rows).double()).sum(0)
+        assert torch.allclose(after[slot].double(), expected, atol=1e-6)
+    use = method.slots.mass[1:] / method.slots.mass[1:].sum()
+    prior = 0.5 * torch.tensor([1, 1, 1, 0]) / 3 + 0.5 * (use + torch.tensor([1, 1, 1, 0]) * 1e-3) / 1.003
+    assert method.slots.prior[1:].tolist() == pytest.approx(prior.tolist())
+
+
+def test_a_step_of_half_the_way_ends_half_way():
+    method, data = built(k_max=2, server_lr=0.5)
+    start = method.server["experts"][0].clone()
+    method.aggregate({0: upload_of(method, data, 0)})
+    assert torch.allclose(method.server["experts"][0], start + 0.5, atol=1e-6)
+
+
+def test_forged_uploads_are_refused():
+    method, data = built(k_max=4)
+    with_experts(method, 2)
+    good, client = upload_of(method, data, 0), data.client(0)
+    check_upload(method, good, client, [])
+    free, none = torch.tensor([0, 0, 1, 0]), torch.tensor([0, 0, 0, 0])
+    for name, entry in (
+        ("slots", Codes(free.int(), bits=1)),
+        ("slots", Codes(none.int(), bits=1)),
+        ("shares", torch.tensor([1.5])),
+        ("shares", torch.tensor([-1.0])),
+        ("rows", good.tensor("rows")[:1]),
+        ("rows", good.tensor("rows")[:, :-1]),
+        ("rows", good.tensor("rows") * float("nan")),
+        ("birth", Codes(torch.tensor([1, 1], dtype=torch.int32), bits=1)),  # a seed without an adapter
+    ):
+        with pytest.raises(PayloadError):
+            check_upload(method, Payload({**dict(good.items()), name: entry}), client, [])
+
+
+# Bytes
+
+
+def entry(name: str, ndim: int, data: int) -> int:
+    return 3 + len(name) + 4 * ndim + data
+
+
+@pytest.mark.parametrize("experts", [1, 3])
+@pytest.mark.parametrize("wire", ["plain", "oblivious"])
+def test_bytes_are_those_of_the_formulas(experts, wire):
+    """Down: the shared adapter and each active expert with its router. Up: two of them; oblivious all K + 1
+    and a seed, so that the length is always the same."""
+    method, data = built(k_max=8, wire=wire)
+    with_experts(method, experts)
+    row, header = 4 * (P + D), 19
+    down = header + entry("active", 1, 1) + entry("prior", 1, 4 * experts) + entry("rejecters", 1, 4)
+    assert method.broadcast(data.client(0)).nbytes == down + entry("experts", 2, (experts + 1) * row)
+    rows, shares, own = (2, 1, 0) if wire == "plain" else (9, 8, entry("own", 1, 4 * P))
+    up = header + entry("examples", 0, 4) + entry("slots", 1, 1) + entry("shares", 1, 4 * shares)
+    up += entry("rows", 2, rows * row) + entry("birth", 1, 1) + own
+    assert {upload_of(method, data, id).nbytes for id in range(4)} == {up}
+
+
+# Births
+
+
+def contradicting(part: str) -> list[dict[str, object]]:
+    """Questions to which two clusters give different answers, after fillers that differ between the parts."""
+    return [
+        item([1, 14 + first, 18 + second, 2 + question], (10 if client // 2 else 6) + question, client)
+        for client, first, second, question in product(range(4), repeat=4)
+        if ((first + second) % 4 == 0) == (part == "test")
+    ]
+
+
+def item(asked: list[int], answer: int, client: int) -> dict[str, object]:
+    labels = [-100] * len(asked) + [answer]
+    return {"input_ids": [*asked, answer], "labels": labels, "client": client, "cluster": client // 2}
+
+
+def clusters() -> TokenData:
+    return TokenData(
+        train=contradicting("train"),
+        test=contradicting("test"),
+        vocab_size=24,
+        client="client",
+        group="cluster",
+        batch_size=8,
+        val_fraction=0.1,
+        context=8,
+    )
+
+
+def decided(vocab_size: int) -> torch.nn.Module:
+    """A network whose logits can be large, although its head is frozen."""
+    network = Llama(vocab_size, width=32, depth=1, heads=2)
+    with torch.no_grad():
+        network.embed_tokens.weight.mul_(10)
+    return add_lora(network, rank=8)
+
+
+def rounds(folder: Path) -> list[dict[str, str]]:
+    with next(folder.rglob("metrics.csv")).open() as file:
+        return list(csv.DictReader(file))
+
+
+def one_birth() -> FedVEMoE:
+    return FedVEMoE(network=decided, optimizer=adam(0.01), k_max=4, shared=False, birth_gap=0.2)
+
+
+def test_experts_reach_both_optima_by_one_birth_and_fedavg_the_mean(tmp_path):
+    """One model for both clusters can at best answer with 1/2 each: ln 2 nats, against 0 with two experts."""
+    method = one_birth()
+    fit(method, tmp_path / "experts", clusters(), max_rounds=12, max_local_steps=4, seed=3)
+    found = rounds(tmp_path / "experts")
+    assert sum(int(row["experts/born"]) for row in found) == 1
+    assert float(found[-1]["train/loss_task"]) < 0.01
+    assert method.slots.prior[1:].tolist() == pytest.approx([0.5, 0.5, 0, 0], abs=0.02)
+    plain = FedAvg(network=decided, optimizer=adam(0.003))
+    fit(plain, tmp_path / "plain", clusters(), max_rounds=60, max_local_steps=1)
+    last = [float(row["train/loss_task"]) for row in rounds(tmp_path / "plain")[-10:]]
+    assert math.log(2) - 0.02 < sum(last) / 10 < math.log(2) + 0.15
+
+
+def births(folder: Path, stop_after: int | None = None, **settings) -> dict:
+    """The outcome of a run in which an expert is born in round 3."""
+    stops = Stops()
+    stops.rounds = stop_after
+    given = {"max_rounds": 5, "max_local_steps": 4, "checkpoint_every": 1, "callbacks": [stops]}
+    fit(one_birth(), folder / "runs", clusters(), seed=3, **given, **settings)
+    return outcome(folder)
+
+
+@pytest.mark.parametrize("done", [2, 3])
+def test_interrupted_before_or_after_a_birth_it_ends_as_if_it_was_not(done, tmp_path):
+    whole = births(tmp_path / "whole")
+    assert [int(row["experts/born"]) for row in whole["metrics"]] == [0, 0, 1, 0, 0]
+    with pytest.raises(KeyboardInterrupt):
+        births(tmp_path / "cut", done)
+    found = births(tmp_path / "cut", ckpt_path="last")
+    assert differences(found, whole) == []
+
+
+# Refusals
+
+
+def test_what_does_not_fit_is_refused():
+    for given, settings in (
+        ("k_init 3", {"k_init": 3, "k_max": 2}),
+        ("top_m 1", {"top_m": 1}),
+        ("tau 0", {"tau": 0.0}),
+        ("probes 1", {"probes": 1}),
+        ("shared False", {"shared": False, "k_max": 0}),
+    ):
+        with refused(given):
+            method_of(FedVEMoE, **settings)
+    with refused("Classification"):
+        method_of(FedVEMoE).build(ready())
+    with refused("Llama that trains", "rank"):
+        built(rank=0)
+    with refused("secure_sum", "leave it out"):
+        check_secure_sum(SecureSum(), built()[0], cohort=4)
+
+
+def test_the_names_of_adapters_are_those_that_travel():
+    method, _ = built()
+    names = [name for each in method.seats.factors for name in (each.a, each.b)]
+    assert sorted(names) == sorted(method.layout.shapes)
+    assert method.layout.size == P
+    with refused("that trains"):
+        factors_of(Llama(20, width=16, depth=1, heads=2))
