@@ -26,8 +26,9 @@ class ExpertFigure(FigureMeter):
     """Draws ``figures/experts`` for ``FedVEMoE``, and adds what clients know of their experts to each round.
 
     - ``router/entropy``: mean over clients of the entropy of their responsibilities, in nats;
-    - ``router/purity``: mutual information of the clients' groups and their experts, divided by the larger of
-      the two entropies; 1 where each group has one expert of its own. Only where there are groups;
+    - ``router/purity``: mutual information of the clients' groups and the experts that each takes first,
+      divided by the larger of the two entropies; 1 where each group has one expert of its own. Only where
+      there are groups;
     - ``transfer/nats``: mean over clients of what their best expert loses against their own adapter on their
       probes, in nats a token; ``transfer/worst``: the largest; ``transfer/negative``: the share of clients
       that lose by more than two standard errors.
@@ -97,19 +98,18 @@ def entropy(p: np.ndarray) -> float:
 
 
 def purity_of(r: np.ndarray, groups: np.ndarray) -> float | None:
-    """Return the mutual information of group and expert over clients, divided by the larger entropy; None
-    where all clients are of one group.
+    """Return the mutual information of a client's group and the expert that it takes first, divided by the
+    larger entropy; None where all clients are of one group.
 
     Args:
         r: responsibilities ``[K, S]``.
         groups: of the clients ``[K]``.
     """
-    joint = np.stack([r[groups == group].sum(0) for group in np.unique(groups)]) / len(r)
-    rows, columns = joint.sum(1), joint.sum(0)
-    if len(rows) < 2:
+    from sklearn.metrics import normalized_mutual_info_score
+
+    if len(np.unique(groups)) < 2:
         return None
-    largest = max(entropy(rows), entropy(columns))
-    return min(1.0, (entropy(rows) + entropy(columns) - entropy(joint.ravel())) / largest)
+    return float(normalized_mutual_info_score(groups, r.argmax(1), average_method="max"))
 
 
 def transfer_metrics(lost: np.ndarray) -> dict[str, float]:
