@@ -150,7 +150,7 @@ def train_round(fed: Federation, engine: Engine, record: RoundRecord) -> None:
     }
     if fed.secure_sum is not None:
         entries = aggregate_securely(fed, fed.secure_sum, record, cohort, entries, uploads)
-    elif returned:
+    elif returned or fed.privacy is not None:  # noise hides that nobody returned
         aggregate(fed, round, uploads, returned)
     for entry in entries:
         fed.ledger.add(entry)

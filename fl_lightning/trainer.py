@@ -360,7 +360,7 @@ class FederatedTrainer(Recorded):
     @property
     def _stop_reason(self) -> str:
         """Why the run ends after the rounds that are done; empty: it goes on."""
-        return "" if self.fast_dev_run else stop_reason(self.callbacks)
+        return stop_reason([self.privacy] if self.fast_dev_run else self.callbacks)
 
     def _prepare(self) -> Federation:
         """Build all that can refuse its input, before anything is created."""

@@ -188,6 +188,18 @@ def test_a_budget_ends_the_run_before_it_is_exceeded(tmp_path, caplog):
     assert not (tmp_path / "new").exists()
 
 
+def test_trying_out_keeps_the_budget(tmp_path):
+    accountant, seen = RoundAccountant(4.0, 6, 3, 1e-5), []
+
+    class Count(Meter):
+        def on_round_end(self, record, context):
+            seen.append(record.metrics["privacy/epsilon"])
+
+    budget = private(noise_multiplier=4.0, max_epsilon=accountant.epsilon(2) * 1.001)
+    fit(tmp_path, privacy=budget, fast_dev_run=5, callbacks=[Count()])
+    assert seen == [accountant.epsilon(1), accountant.epsilon(2)]
+
+
 class Pull(Meter):
     """Presses Ctrl-C in the third round."""
 

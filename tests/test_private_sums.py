@@ -102,6 +102,12 @@ def test_rounding_to_integers_is_part_of_the_clip(cohort, size):
     assert sum(int(value) ** 2 for value in integers) <= (C * 2.0**bits) ** 2
 
 
+def test_a_clip_without_room_for_rounding_leaves_nothing():
+    """C can become as small where it follows a quantile."""
+    for message in (torch.zeros(100), torch.ones(100)):
+        assert not clip_together([message], 1e-13, 30)[0][0].any()
+
+
 @pytest.mark.parametrize("value", [math.inf, math.nan, 1e200])
 def test_a_message_without_a_norm_counts_as_nothing(value):
     clipped, norm = clip_together([torch.tensor([value, 1.0], dtype=torch.float64)], C, 32)
@@ -138,6 +144,18 @@ def test_distributed_noise_is_central_noise():
     assert stats.kstest(0.9 * shares, "norm", (0, C)).pvalue < 0.01
     everybody = noises(300, where="distributed", min_returned=0.5)
     assert everybody.var() / C**2 == pytest.approx(2, rel=0.15)
+
+
+@pytest.mark.parametrize("quantile", [None, 0.5])
+def test_noise_hides_that_nobody_returned(quantile):
+    """Else the model would stay to the bit, which tells it for certain."""
+    method = make("FedAvg")
+    method.server = {"weights": torch.arange(1000.0)}
+    found = mechanism(noise_multiplier=4.0, target_quantile=quantile).sums(method, {}, 0, 1)
+    moved = found.mean("weights") - torch.arange(1000.0)
+    expected = mechanism(noise_multiplier=4.0, target_quantile=quantile).deviation("weights") / COHORT
+    assert float(moved.std()) == pytest.approx(expected, rel=0.1)
+    assert mechanism(where="distributed").sums(method, {}, 0, 1) is None
 
 
 def test_a_round_in_which_shares_of_noise_are_missing_is_void(caplog):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
@@ -261,3 +263,26 @@ def test_the_page_says_what_a_client_sends(neighbours, k):
     outcome = summed(vectors_of(7), SecureSum(neighbours=neighbours))
     assert set(outcome.traffic.up.values()) == {8 * LENGTH + 64 * k + 282}
     assert set(outcome.traffic.down.values()) == {124 * k + 162}
+
+
+@pytest.mark.parametrize(("cohort", "k"), [(1000, 20), (1000, 50), (1000, 100), (100, 50)])
+def test_the_page_says_what_a_thin_graph_risks(cohort, k):
+    """The exposure by the hypergeometric distribution, and void rounds on the graphs that are drawn."""
+    page = (Path(__file__).parents[1] / "docs/howto/secure_sum.md").read_text()
+    start = f"| {cohort:,} | {k} | ".replace(",", " ")
+    (row,) = [line for line in page.splitlines() if line.startswith(start) and " of " in line]
+    cells = [cell.strip() for cell in row.strip("|").split("|")]
+    settings = SecureSum(neighbours=k)
+    least = settings.least_shares(cohort)
+    assert cells[2] == f"{least} of {k + 1}"
+    for share, said in zip((0.1, 0.2, 0.33), cells[-3:], strict=True):
+        hostile = round(share * cohort)
+        exposed = (cohort - hostile) * stats.hypergeom.sf(least - 1, cohort - 1, hostile, k)
+        assert float(f"{exposed:.0e}") == pytest.approx(float(said), abs=1e-300)
+    graph = settings.graph([*range(cohort)])
+    holders = np.array([[id, *others] for id, others in graph.items()])
+    draws, void = np.random.default_rng(0), []
+    for _ in range(200):
+        stays = draws.permutation(cohort) >= 0.15 * cohort
+        void.append((stays[holders].sum(axis=1) < least).any())
+    assert np.mean(void) == pytest.approx(float(cells[5].rstrip(" %")) / 100, abs=0.07)

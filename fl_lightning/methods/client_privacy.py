@@ -24,6 +24,7 @@ from fl_lightning.hooks import Meter, RoundRecord
 from fl_lightning.methods.averaging import WEIGHTED_MEAN
 from fl_lightning.methods.base import Method
 from fl_lightning.methods.private_sums import COUNT, PrivateSums, clip_addends, common_starts
+from fl_lightning.methods.summing import SummingServer
 from fl_lightning.methods.sums import Addend, Sums, sums_of
 from fl_lightning.privacy import (
     MAX_MAGNITUDE,
@@ -34,6 +35,7 @@ from fl_lightning.privacy import (
     rounded_gaussian,
     rounding_length,
 )
+from fl_lightning.support.overriding import overrides
 from fl_lightning.wire import Payload
 
 log = logging.getLogger("fl_lightning")
@@ -177,7 +179,7 @@ class PrivateAggregation(Meter):
     @property
     def least_returned(self) -> int:
         """Clients whose shares of noise are the whole noise, where clients add it."""
-        return max(1, math.ceil(self.settings.min_returned * self.cohort - 1e-9))
+        return self.settings.least_returned(self.cohort)
 
     @property
     def largest_clip(self) -> float:
@@ -197,12 +199,22 @@ class PrivateAggregation(Meter):
             round: the noise is a function of it and of the seed.
 
         Returns:
-            The sums; None where so few returned that shares of noise are missing.
+            The sums; None where so few returned that shares of noise are missing. Central noise is added also
+            where nobody returned: without it the model would say so.
 
         Raises:
             MisuseError: a stressor has made the cohort larger than the one that is accounted.
         """
         private = [self.message(method, upload, id, round) for id, upload in uploads.items()]
+        if returned == 0:
+            if overrides(method, SummingServer, "addends"):
+                log.warning(
+                    "round %d: nobody returned, and what %s adds up is not known without an upload: the "
+                    "model stays, without noise, which says that nobody returned",
+                    round, type(method).__name__,
+                )  # fmt: skip
+                return None
+            private = [self._empty_message(method)]
         sums = sums_of(private, WEIGHTED_MEAN, self.cohort)
         sums.merge_ranks()
         return self.finished(sums, method, uploads, returned, round)
@@ -233,7 +245,10 @@ class PrivateAggregation(Meter):
             sizes = {name: len(total) for name, total in totals.items()}
             noise = self._noise(rounded_gaussian, rng.stream(method.seed, "privacy", round), sizes)
             totals = {name: total + noise[name] for name, total in totals.items()}
-        starts = common_starts([method.addends(upload, id, 1) for id, upload in uploads.items()])
+        if returned == 0:
+            starts = {"weights": method.server["weights"].float()}
+        else:
+            starts = common_starts([method.addends(upload, id, 1) for id, upload in uploads.items()])
         found = PrivateSums(totals, starts, self.cohort)
         if self.settings.is_adaptive:
             self._follow_quantile(found.share_below)
@@ -260,6 +275,11 @@ class PrivateAggregation(Meter):
             share=self.least_returned**-0.5,
         )
         return {name: Addend(addend.values + noise[name]) for name, addend in added.items()}
+
+    def _empty_message(self, method: Method) -> dict[str, Addend]:
+        """Return zeros for each sum of :meth:`SummingServer.addends`."""
+        empty = {"weights": Addend(torch.zeros(method.server["weights"].numel()))}
+        return empty | ({COUNT: Addend(torch.zeros(1))} if self.settings.is_adaptive else {})
 
     def deviation(self, name: str) -> float:
         """Return the standard deviation of the noise on a sum."""

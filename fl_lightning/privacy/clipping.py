@@ -34,8 +34,8 @@ def clip_together(vectors: Sequence[Tensor], clip_norm: float, bits: int) -> tup
     norm = math.sqrt(math.fsum(float(vector.square().sum()) for vector in exact))
     if not math.isfinite(norm):
         return [torch.zeros_like(vector) for vector in exact], math.inf
-    most = clip_norm * (1 - ROUNDING_SHARE) - rounding_length(sum(map(len, exact)), bits)
-    factor = 1.0 if norm <= most else max(0.0, most) / norm
+    most = max(0.0, clip_norm * (1 - ROUNDING_SHARE) - rounding_length(sum(map(len, exact)), bits))
+    factor = 1.0 if norm <= most else most / norm
     unit = 2.0**-bits
     return [(vector * (factor / unit)).round_().mul_(unit) for vector in exact], norm
 

@@ -71,7 +71,7 @@ class ExactSum:
     """The sum over clients of w_k x_k for one vector of ``size`` values, added up in parts.
 
     Each client is rounded once, by at most half a unit of 2^-F, so the sum over K clients is off by at most
-    K / 2 units; beyond that float64 rounds each product w x by 2^-53 of itself.
+    K / 2 units; beyond that float64 rounds each weight and each product w x, by 2^-53 of itself each.
 
     Args:
         size: P, values of a client's vector.

@@ -91,6 +91,10 @@ class ClientPrivacy:
             return 0.0
         return self.count_noise or max(cohort / 20, self.noise_multiplier)
 
+    def least_returned(self, cohort: int) -> int:
+        """Return how many clients' shares of noise are the whole noise, where clients add it."""
+        return max(1, math.ceil(self.min_returned * cohort - 1e-9))
+
     def message_multiplier(self, cohort: int) -> float:
         """Return what C is multiplied with for the noise on messages.
 

@@ -16,6 +16,7 @@ from rich.table import Table
 
 from fl_lightning.errors import InputError
 from fl_lightning.loop import Federation, weights_hash
+from fl_lightning.methods import Centralised
 from fl_lightning.probing import Finding, ProbedModel, probe, select_probes
 from fl_lightning.probing.probed_model import Protection
 from fl_lightning.run.checkpoint import CheckpointError, checkpoints_in
@@ -26,7 +27,7 @@ from fl_lightning.run.snapshot import Checkpoint, restore
 from fl_lightning.run.tables import numbers
 from fl_lightning.settings import changed_settings, flatten, is_under, settings_hash
 from fl_lightning.tracking.runs import add_to_run
-from fl_lightning.wire import Ledger
+from fl_lightning.wire import Ledger, LedgerEntry
 
 log = logging.getLogger("fl_lightning")
 
@@ -192,16 +193,19 @@ def load_model(
     fed.callbacks = ()  # callbacks are for training only
     done = restore(fed, checkpoint)
     fed.method.round = done.round
-    uploads = _mean_upload(RunDirectory(checkpoint.path.parent.parent), done.round)
+    entries = _entries_until(RunDirectory(checkpoint.path.parent.parent), done.round)
+    sizes = [entry.upload for entry in entries if entry.round == done.round]
+    trained_on = frozenset(entry.client for entry in entries)
     return ProbedModel(
         fed.fabric,
         fed.method,
         fed.data,
         fed.states,
         fed.seed,
-        uploads,
+        uploads=sum(sizes) / len(sizes) if sizes else None,
         cohort=fed.cohort_size,
         protection=_protection(fed),
+        trained_on=None if isinstance(fed.method, Centralised) else trained_on or None,
     )
 
 
@@ -210,9 +214,10 @@ def _protection(fed: Federation) -> Protection:
     secure, privacy = fed.secure_sum is not None, fed.privacy
     if privacy is None:
         return Protection(secure)
-    settings = privacy.settings
-    noise = settings.message_multiplier(fed.cohort_size) * settings.clip_norm
-    return Protection(secure, settings.clip_norm, noise, settings.is_distributed)
+    settings, cohort = privacy.settings, fed.cohort_size
+    noise = settings.message_multiplier(cohort) * settings.clip_norm
+    share = noise / settings.least_returned(cohort) ** 0.5 if settings.is_distributed else 0.0
+    return Protection(secure, settings.clip_norm, noise, share)
 
 
 def relevant_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
@@ -220,14 +225,13 @@ def relevant_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in flatten(settings).items() if is_under(key, RELEVANT_SETTINGS)}
 
 
-def _mean_upload(run: RunDirectory, round: int) -> float | None:
-    """Return the mean bytes of the uploads of this round that were used; None if there are none."""
+def _entries_until(run: RunDirectory, round: int) -> list[LedgerEntry]:
+    """Return the ledger's entries of uploads that were used, up to this round; none if it cannot be read."""
     try:
         entries = Ledger.from_csv(run.tables["ledger"].path.read_text()).entries
     except (OSError, ValueError, StopIteration):
-        return None
-    sizes = [entry.upload for entry in entries if entry.round == round and entry.status == "trained"]
-    return sum(sizes) / len(sizes) if sizes else None
+        return []
+    return [entry for entry in entries if entry.round <= round and entry.status == "trained"]
 
 
 def make_report(fed: Federation, checkpoint: Checkpoint, found: Mapping[str, Finding]) -> dict[str, Any]:

@@ -47,13 +47,14 @@ class Protection:
         secure: the server sees sums over the cohort only.
         clip_norm: largest L2 norm of a client's message; None: no bound.
         noise_std: standard deviation of the noise in a released sum; 0: there is none.
-        noise_at_clients: each client adds its share of the noise before it sends.
+        share_std: standard deviation of the share that each client adds before it sends; 0: the noise is
+            added to the sum.
     """
 
     secure: bool = False
     clip_norm: float | None = None
     noise_std: float = 0.0
-    noise_at_clients: bool = False
+    share_std: float = 0.0
 
     def clipped(self, messages: Tensor) -> Tensor:
         """Return the messages ``[K, P]``, none longer than ``clip_norm``."""
@@ -76,6 +77,7 @@ class ProbedModel:
         uploads: mean bytes of the uploads of this round that were used; None if there are none.
         cohort: clients of a round.
         protection: of the run, against those who read updates.
+        trained_on: ids of the clients whose examples went into the model; None: all that have some.
     """
 
     fabric: Fabric
@@ -86,6 +88,7 @@ class ProbedModel:
     uploads: float | None = None
     cohort: int = 1
     protection: Protection = Protection()
+    trained_on: frozenset[int] | None = None
 
     @property
     def target(self) -> Tensor:
