@@ -18,10 +18,12 @@ from toy import ready
 from fl_lightning.data import TokenData
 from fl_lightning.hooks import Meter
 from fl_lightning.methods import FedAvg, FedVEMoE, LocalOnly
+from fl_lightning.methods.private_sums import clip_addends
 from fl_lightning.methods.receiving import check_upload
 from fl_lightning.methods.secure import check_secure_sum
 from fl_lightning.models.language import Llama, add_lora
 from fl_lightning.models.language.experts import Seats, factors_of
+from fl_lightning.privacy import ClientPrivacy
 from fl_lightning.privacy.secure import SecureSum
 from fl_lightning.wire import Codes, Payload, PayloadError
 
@@ -354,3 +356,59 @@ def test_the_names_of_adapters_are_those_that_travel():
     assert method.layout.size == P
     with refused("that trains"):
         factors_of(Llama(20, width=16, depth=1, heads=2))
+
+
+# Privacy
+
+
+def private(**settings) -> FedVEMoE:
+    return method_of(FedVEMoE, ffa=True, wire="private", weigh_by="clients", k_init=2, k_max=3, **settings)
+
+
+def test_a_private_run_without_clip_and_noise_is_the_plain_one(tmp_path):
+    pytest.importorskip("dp_accounting")
+    plain = method_of(FedVEMoE, ffa=True, weigh_by="clients", k_init=2, k_max=3)
+    fit(plain, tmp_path / "plain", max_rounds=3)
+    method = private()
+    wide = ClientPrivacy(noise_multiplier=0.0, clip_norm=1e3, delta=1e-2)
+    fit(method, tmp_path / "private", max_rounds=3, privacy=wide)
+    for name, values in plain.server.items():
+        assert torch.allclose(method.server[name].double(), values.double(), atol=1e-5), name
+
+
+def test_slots_stand_still_where_noise_hides_whether_anybody_used_them(tmp_path):
+    pytest.importorskip("dp_accounting")
+    method = private()
+    noisy = ClientPrivacy(noise_multiplier=50.0, clip_norm=0.1, delta=1e-2)
+    fit(method, tmp_path, privacy=noisy)
+    untouched = built(ffa=True, wire="private", weigh_by="clients", k_init=2, k_max=3)[0]
+    assert method.slots.mass.tolist() == [0, 0, 0, 0]
+    assert method.slots.active.tolist() == untouched.slots.active.tolist()
+    assert float(method.slots.rejecters) == 0
+
+
+def test_no_message_is_longer_than_the_clip_whatever_a_client_says():
+    """Clipped by tensors, it could be the root of their number too long."""
+    method, data = built(ffa=True, wire="private", weigh_by="clients", k_init=3, k_max=3, top_m=4)
+    good, draws = upload_of(method, data, 0), torch.Generator().manual_seed(0)
+    width = method.layout.size + D
+    for _ in range(20):
+        shares = torch.rand(3, generator=draws)
+        forged = {
+            **dict(good.items()),
+            "slots": Codes(torch.ones(3, dtype=torch.int32), bits=1),
+            "shares": shares / shares.sum(),
+            "rows": 100 * torch.randn(4, width, generator=draws),
+            "birth": Codes(torch.ones(2, dtype=torch.int32), bits=1),
+            "own": 100 * torch.randn(method.layout.size, generator=draws),
+        }
+        addends = method.addends(Payload(forged), 0, 1)
+        clipped, _ = clip_addends(addends, method.average, clip_norm=1.0, cohort=4)
+        length = sum(float(each.values.double().square().sum()) for each in clipped.values()) ** 0.5
+        assert 0.99 < length <= 1
+
+
+def test_privacy_needs_its_wire_and_a_frozen_a():
+    with refused("A is trained", "ffa"):
+        built(wire="private")
+    assert "private" in method_of(FedVEMoE).privacy_refused

@@ -249,7 +249,7 @@ class PrivateAggregation(Meter):
             starts = {"weights": method.server["weights"].float()}
         else:
             starts = common_starts([method.addends(upload, id, 1) for id, upload in uploads.items()])
-        found = PrivateSums(totals, starts, self.cohort)
+        found = PrivateSums(totals, starts, self.cohort, self.deviation("update"))
         if self.settings.is_adaptive:
             self._follow_quantile(found.share_below)
         return found

@@ -24,7 +24,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from copy import deepcopy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import numpy as np
@@ -54,6 +54,8 @@ from fl_lightning.wire import Codes, Payload, PayloadError
 
 SHARE_UNITS = 2**10
 """Shares of experts are integers in units of 1 / 1024."""
+NOISE_FLOOR = 4.0
+"""Standard deviations of a private sum's noise below which a count is taken for 0."""
 CHANGES = ("experts/born", "experts/pruned", "experts/merged")
 LEAST_TRAINING = 4
 """At most one in so many of a client's examples is a probe."""
@@ -121,12 +123,14 @@ class FedVEMoE(Method):
         birth_z: standard errors that it has to be better by.
         rules: when slots are used, pruned, merged and filled.
         wire: ``plain``: a client sends what it trained; ``oblivious``: all slots, so that the length of a
-            message says nothing. A secure sum needs it.
+            message says nothing, as a secure sum needs; ``private``: also sums of updates in place of means
+            of weights, as ``trainer.privacy`` needs, and A has to be frozen.
+        mass_scale: c, the factor of a client's shares and votes beside its updates in the one message that
+            is clipped, where ``wire`` is private.
         settings: those of every method.
     """
 
     personalised = True
-    privacy_refused = "its messages are not clipped yet"
     received_refused = "a client chooses its experts after it has received them"
 
     def __init__(
@@ -146,7 +150,8 @@ class FedVEMoE(Method):
         birth_gap: float = 0.05,
         birth_z: float = 2.0,
         rules: Rules = RULES,
-        wire: Literal["plain", "oblivious"] = "plain",
+        wire: Literal["plain", "oblivious", "private"] = "plain",
+        mass_scale: float = 0.1,
         **settings: Any,
     ) -> None:
         super().__init__(network=network, **settings)
@@ -163,6 +168,7 @@ class FedVEMoE(Method):
             ("server_lr", server_lr, server_lr > 0, "above 0", 1.0),
             ("birth_gap", birth_gap, birth_gap >= 0, "0 nats or more", 0.05),
             ("birth_z", birth_z, birth_z >= 0, "0 or more", 2.0),
+            ("mass_scale", mass_scale, mass_scale > 0, "above 0", 0.1),
         ):
             require(valid, f"--model.{name} {value}", rule, f"write --model.{name} {example}")
         require(
@@ -177,11 +183,12 @@ class FedVEMoE(Method):
         self.tau, self.kappa, self.gamma, self.gate_weight = tau, kappa, gamma, gate_weight
         self.server_lr, self.birth_gap, self.birth_z = server_lr, birth_gap, birth_z
         self.keeps_own = birth == "test" and k_max > 0
-        self.rules, self.oblivious = rules, wire == "oblivious"
+        self.rules, self.oblivious, self.private = rules, wire != "plain", wire == "private"
+        self.mass_scale = mass_scale
         if not self.oblivious:
-            self.secure_refused = (
-                "a plain message tells its experts by its length: write --model.wire oblivious"
-            )
+            self.secure_refused = "a plain message tells its experts; write --model.wire oblivious"
+        if not self.private:
+            self.privacy_refused = "its means are over an expert's trainers; write --model.wire private"
 
     def build(self, data: FederatedData) -> None:
         if not isinstance(data.task, LanguageModelling):
@@ -204,6 +211,12 @@ class FedVEMoE(Method):
             names = {name for each in self.seats.factors for name in (each.a, each.b)}
             fixed = {name: plain[name].detach() for name in names - self.layout.shapes.keys()}
             self.space = AdapterSpace(self.layout, self.seats.factors, fixed)
+            require(
+                not self.private or len(fixed) == len(self.seats.factors),
+                "--model.wire private where A is trained",
+                "noise on both factors is multiplied by each other",
+                "write --model.network.init_args.ffa true",
+            )
             self.features = self.seats.gate.router.shape[1]
         start = Slots.start(self._first_experts(), self.features, self.k_init)
         self.server = dict(vars(start))
@@ -479,43 +492,65 @@ class FedVEMoE(Method):
         """Return what an upload adds: of each slot the mean of what its trainers ended with; how much each
         slot was used; how many clients reject all experts and seed one, and their seeds."""
         found, (rejects, wins) = self._trained(upload)
-        most = self.largest_weight * SHARE_UNITS
         starts = torch.cat([self.server["experts"], self.server["routers"]], dim=1)
-        mass = torch.zeros(self.k_max + 1)
-        addends: dict[str, Addend] = {}
+        votes = torch.tensor([1.0, rejects, wins])
+        addends = (
+            self._update(found, starts, votes) if self.private else self._means(found, starts, votes, weight)
+        )
+        if wins:
+            addends["own"] = Addend(upload.tensor("own").float() - (self.initial if self.private else 0.0))
+        elif self.oblivious and self.keeps_own:
+            addends["own"] = Addend(torch.zeros(self.layout.size))
+        return addends
+
+    def _means(
+        self, found: Mapping[int, tuple[float, Tensor]], starts: Tensor, votes: Tensor, weight: int
+    ) -> dict[str, Addend]:
+        most = self.largest_weight * SHARE_UNITS
+        mass, addends = torch.zeros(self.k_max + 1), {}
         for slot in range(self.k_max + 1) if self.oblivious else sorted(found):
             share, row = found.get(slot, (0.0, starts[slot]))
             units = weight * round(share * SHARE_UNITS)
             mass[slot] = units / most
             addends[f"expert/{slot}"] = Addend(row.float(), units, most, starts[slot])
-        if self.k_max == 0:
-            return addends
-        addends["mass"] = Addend(mass)
-        addends["counts"] = Addend(torch.tensor([1.0, rejects, wins]))
-        if wins:
-            addends["own"] = Addend(upload.tensor("own").float())
-        elif self.oblivious and self.keeps_own:
-            addends["own"] = Addend(torch.zeros(self.layout.size))
-        return addends
+        return {**addends, "mass": Addend(mass), "votes": Addend(votes)}
+
+    def _update(
+        self, found: Mapping[int, tuple[float, Tensor]], starts: Tensor, votes: Tensor
+    ) -> dict[str, Addend]:
+        mass, update = torch.zeros(self.k_max + 1), torch.zeros_like(starts)
+        for slot, (share, row) in found.items():
+            mass[slot] = share
+            update[slot] = share * (row - starts[slot])
+        scaled = {"mass": Addend(self.mass_scale * mass), "votes": Addend(self.mass_scale * votes)}
+        return {"update": Addend(update.flatten()), **scaled}
 
     def next_state(self, sums: Sums) -> None:
         before = self.slots
-        experts, routers = before.experts.clone(), before.routers.clone()
-        mass = sums.total("mass") if self.k_max else torch.ones(1, dtype=torch.float64)
+        scale = self.mass_scale if self.private else 1.0
+        floor = NOISE_FLOOR * sums.deviation / scale
+        counts = [sums.total(name) / scale for name in ("mass", "votes")]
+        mass, votes = (torch.where(count > floor, count, 0.0) for count in counts)
+        rows = torch.cat([before.experts, before.routers], dim=1)
         for slot in torch.nonzero(mass).flatten().tolist():
-            mean = sums.mean(f"expert/{slot}")
-            if self.server_lr != 1:
-                start = torch.cat([experts[slot], routers[slot]]).double()
-                mean = (start + self.server_lr * (mean.double() - start)).float()
-            experts[slot], routers[slot] = mean.split([self.layout.size, self.features])
-        values = {**vars(before), "experts": experts, "routers": routers}
-        after = Slots(**values)
+            if self.private:
+                update = sums.total("update").view(rows.shape)[slot]
+                rows[slot] = (rows[slot].double() + self.server_lr * update / mass[slot]).float()
+            elif self.server_lr == 1:
+                rows[slot] = sums.mean(f"expert/{slot}")
+            else:
+                start, mean = rows[slot].double(), sums.mean(f"expert/{slot}").double()
+                rows[slot] = (start + self.server_lr * (mean - start)).float()
+        experts, routers = rows.split([self.layout.size, self.features], dim=1)
+        after = replace(before, experts=experts.contiguous(), routers=routers.contiguous())
         if self.k_max:
             after = after.used(mass, self.rules).pruned(self.round, self.rules).merged(self.space, self.rules)
-            clients, rejects, wins = sums.total("counts").tolist()
-            seed = (sums.total("own") / wins).float() if wins else None
+            clients, rejects, wins = votes.tolist()
+            seed = None
+            if wins:
+                seed = (sums.total("own") / wins + (self.initial if self.private else 0.0)).float()
             free = ~before.active & (torch.arange(len(experts)) > 0)
-            after = after.with_birth(seed, free, rejects, clients, self.round, self.rules)
+            after = after.with_birth(seed, free, rejects, max(clients, rejects), self.round, self.rules)
         self.server = dict(vars(after))
 
     def server_metrics(self) -> dict[str, float]:

@@ -35,10 +35,18 @@ class PrivateSums(Sums):
         totals: noisy sums of clipped messages over all processes, by name, float64 ``[P]``.
         starts: what means are counted from, by name, ``[P]``; of the others zero.
         cohort: clients that were asked.
+        deviation: of the noise on each value of the totals.
     """
 
-    def __init__(self, totals: Mapping[str, Tensor], starts: Mapping[str, Tensor], cohort: int) -> None:
+    def __init__(
+        self,
+        totals: Mapping[str, Tensor],
+        starts: Mapping[str, Tensor],
+        cohort: int,
+        deviation: float = 0.0,
+    ) -> None:
         super().__init__(WEIGHTED_MEAN, cohort)
+        self.deviation = deviation
         self._totals, self._starts = totals, starts
 
     def __iter__(self) -> Iterator[str]:

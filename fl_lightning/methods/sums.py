@@ -46,6 +46,9 @@ class Sums:
         cohort: most clients that may be added.
     """
 
+    deviation: float = 0.0
+    """Standard deviation of the noise on each value of a sum; 0 where sums are exact."""
+
     def __init__(self, average: Average, cohort: int) -> None:
         self.average, self.cohort = average, cohort
         self._parts: dict[str, Part] = {}
