@@ -20,6 +20,7 @@ from callbacks.meters.progress_bar import ProgressBar
 from callbacks.meters.training_cost import TrainingCost
 from callbacks.stressors.byzantine_clients import ByzantineClients
 from callbacks.stressors.label_noise import LabelNoise
+from callbacks.stressors.new_tasks import NewTasks
 from callbacks.stressors.secure_dropout import SecureDropout
 from callbacks.stressors.straggler_dropout import StragglerDropout
 
@@ -57,6 +58,7 @@ __all__ = [
     "GradientNorms",
     "LabelNoise",
     "LossLandscape",
+    "NewTasks",
     "PartitionFigure",
     "Profile",
     "ProgressBar",

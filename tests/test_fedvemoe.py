@@ -15,6 +15,7 @@ from test_kill import differences, outcome
 from tiny_language import adam, fit, method_of, records
 from toy import ready
 
+from callbacks import ExpertFigure, NewTasks
 from fl_lightning.data import TokenData
 from fl_lightning.hooks import Meter
 from fl_lightning.methods import FedAvg, FedVEMoE, LocalOnly
@@ -179,7 +180,10 @@ def test_only_trainers_move_an_expert_and_the_mean_is_over_them():
     with_experts(method, 3)
     before = method.server["experts"].clone()
     uploads = {id: upload_of(method, data, id) for id in range(4)}
-    trained = {id: [s for s in method._trained(upload)[0] if s] for id, upload in uploads.items()}
+    trained = {
+        id: [s for s in method.wire.trained(upload, method.server["active"]).shares if s]
+        for id, upload in uploads.items()
+    }
     served = {slot for slots in trained.values() for slot in slots}
     assert 0 < len(served) < 3  # one of the experts has no trainer
     method.aggregate(uploads)
@@ -219,7 +223,7 @@ def test_forged_uploads_are_refused():
         ("rows", good.tensor("rows")[:1]),
         ("rows", good.tensor("rows")[:, :-1]),
         ("rows", good.tensor("rows") * float("nan")),
-        ("birth", Codes(torch.tensor([1, 1], dtype=torch.int32), bits=1)),  # a seed without an adapter
+        ("votes", Codes(torch.tensor([1, 1], dtype=torch.int32), bits=1)),  # a seed without an adapter
     ):
         with pytest.raises(PayloadError):
             check_upload(method, Payload({**dict(good.items()), name: entry}), client, [])
@@ -244,7 +248,7 @@ def test_bytes_are_those_of_the_formulas(experts, wire):
     assert method.broadcast(data.client(0)).nbytes == down + entry("experts", 2, (experts + 1) * row)
     rows, shares, own = (2, 1, 0) if wire == "plain" else (9, 8, entry("own", 1, 4 * P))
     up = header + entry("examples", 0, 4) + entry("slots", 1, 1) + entry("shares", 1, 4 * shares)
-    up += entry("rows", 2, rows * row) + entry("birth", 1, 1) + own
+    up += entry("rows", 2, rows * row) + entry("votes", 1, 1) + own
     assert {upload_of(method, data, id).nbytes for id in range(4)} == {up}
 
 
@@ -399,7 +403,7 @@ def test_no_message_is_longer_than_the_clip_whatever_a_client_says():
             "slots": Codes(torch.ones(3, dtype=torch.int32), bits=1),
             "shares": shares / shares.sum(),
             "rows": 100 * torch.randn(4, width, generator=draws),
-            "birth": Codes(torch.ones(2, dtype=torch.int32), bits=1),
+            "votes": Codes(torch.ones(2, dtype=torch.int32), bits=1),
             "own": 100 * torch.randn(method.layout.size, generator=draws),
         }
         addends = method.addends(Payload(forged), 0, 1)
@@ -412,3 +416,32 @@ def test_privacy_needs_its_wire_and_a_frozen_a():
     with refused("A is trained", "ffa"):
         built(wire="private")
     assert "private" in method_of(FedVEMoE).privacy_refused
+
+
+# An open world
+
+
+def test_a_group_that_arrives_gets_an_expert_and_one_that_leaves_loses_its_own(tmp_path):
+    """Rounds to recover are counted; clients that are away neither train nor are measured."""
+    method = FedVEMoE(network=decided, optimizer=adam(0.01), k_max=4, shared=False, birth_gap=0.2)
+    comes = NewTasks(group=1, arrives=4)
+    given = {"max_rounds": 14, "max_local_steps": 4, "callbacks": [ExpertFigure(), comes]}
+    fit(method, tmp_path, clusters(), seed=3, **given)
+    found = rounds(tmp_path)
+    assert [int(row["clients/trained"]) for row in found] == [2] * 3 + [4] * 11
+    assert not any(row["router/purity"] for row in found[:3])  # one group is no partition
+    assert sum(int(row["experts/born"]) for row in found[3:]) >= 1
+    recovered = [row for row in found if row["tasks/rounds_to_recover"]]
+    assert len(recovered) == 1
+    last = recovered[0]
+    assert float(last["router/purity"]) == 1
+    assert int(last["round"]) - 4 + 1 == float(last["tasks/rounds_to_recover"])
+
+
+def test_a_group_that_is_not_there_is_refused(tmp_path):
+    for settings in ({"group": "none", "arrives": 2}, {"group": 7, "arrives": 2}):
+        with refused("NewTasks(group"):
+            fit(method_of(FedVEMoE), tmp_path, callbacks=[NewTasks(**settings)])
+    for settings in ({}, {"arrives": 3, "leaves": 2}, {"arrives": 0}):
+        with refused("NewTasks(arrives"):
+            NewTasks(0, **settings)

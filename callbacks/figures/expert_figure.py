@@ -23,7 +23,7 @@ SURE = 2.0
 
 
 class ExpertFigure(FigureMeter):
-    """Draws ``figures/experts`` for ``FedVEMoE``, and adds what clients know of their experts to each round.
+    """Draws ``figures/experts`` for ``FedVEMoE``, and adds to each round what its clients know of experts.
 
     - ``router/entropy``: mean over clients of the entropy of their responsibilities, in nats;
     - ``router/purity``: mutual information of the clients' groups and the experts that each takes first,
@@ -37,7 +37,10 @@ class ExpertFigure(FigureMeter):
     name = "experts"
     rule = "it draws the experts of FedVEMoE"
     instead = "write --model FedVEMoE, or leave it out"
-    empty: ClassVar = {"use": [], "purity": [], "clients": {}, "evaluated": [], "mean": [], "worst": []}
+    empty: ClassVar = {"use": [], "clients": {}, "evaluated": [], "mean": [], "worst": []}
+
+    def on_cohort(self, cohort: list[Any], round: int, context: Context) -> None:
+        self.chosen: set[str] = set()
 
     def applies_to(self, context: Context) -> bool:
         return isinstance(context.method, FedVEMoE) and context.method.k_max > 0
@@ -46,6 +49,7 @@ class ExpertFigure(FigureMeter):
         if self.applies and "responsibilities" in client.state:
             known = [client.state[name].tolist() for name in ("responsibilities", "transfer")]
             self.seen["clients"][str(client.id)] = known
+            self.chosen.add(str(client.id))
 
     def on_validate(self, values: dict[int, float], record: RoundRecord, context: Context) -> None:
         if self.applies and values:
@@ -59,34 +63,31 @@ class ExpertFigure(FigureMeter):
             return
         slots = range(1, context.method.k_max + 1)
         self.seen["use"].append([record.metrics.get(f"expert/{slot}/mass", 0.0) for slot in slots])
-        if self.seen["clients"]:
-            r, lost = self._of_clients()
+        if self.chosen:
+            ids = sorted(self.chosen, key=int)
+            r, lost = self._of_clients(ids)
             record.metrics |= transfer_metrics(lost)
             record.metrics["router/entropy"] = float(np.mean([entropy(row) for row in r]))
-            purity = purity_of(r, self._groups(context))
+            purity = purity_of(r, self._groups(ids, context))
             if purity is not None:
                 record.metrics["router/purity"] = purity
-            self.seen["purity"].append(purity)
         super().on_round_end(record, context)
 
-    def _of_clients(self) -> tuple[np.ndarray, np.ndarray]:
-        """Return responsibilities ``[K, S]``, and mean and standard error of what clients lose ``[K, 2]``, in
-        order of id."""
-        known = [self.seen["clients"][id] for id in self._ids()]
+    def _of_clients(self, ids: list[str]) -> tuple[np.ndarray, np.ndarray]:
+        """Return responsibilities ``[K, S]``, and mean and standard error of what clients lose ``[K, 2]``."""
+        known = [self.seen["clients"][id] for id in ids]
         return np.array([r[1:] for r, _ in known]), np.array([lost for _, lost in known])
 
-    def _ids(self) -> list[str]:
-        return sorted(self.seen["clients"], key=int)
-
-    def _groups(self, context: Context) -> np.ndarray:
-        return context.data.group_counts().argmax(1)[[int(id) for id in self._ids()]]
+    def _groups(self, ids: list[str], context: Context) -> np.ndarray:
+        return context.data.group_counts().argmax(1)[[int(id) for id in ids]]
 
     def figure(self, context: Context) -> Figure:
         if not self.seen["clients"]:
             raise ValueError("no client has chosen an expert")
-        groups, names = self._groups(context), context.data.group_names
-        labels = [f"{id}  {names[group]}" for id, group in zip(self._ids(), groups, strict=True)]
-        r, _ = self._of_clients()
+        ids = sorted(self.seen["clients"], key=int)
+        groups, names = self._groups(ids, context), context.data.group_names
+        labels = [f"{id}  {names[group]}" for id, group in zip(ids, groups, strict=True)]
+        r, _ = self._of_clients(ids)
         served = self.seen["evaluated"], self.seen["mean"], self.seen["worst"]
         task = context.data.task
         return expert_figure(np.array(self.seen["use"]), r, groups, labels, served, words_of(task.primary))
@@ -163,7 +164,7 @@ def expert_figure(
     figure.colorbar(image, ax=middle, shrink=0.8, pad=0.02, label="responsibility")
     middle.set_xticks(range(len(ever)), [str(expert + 1) for expert in ever])
     middle.set_yticks(range(len(order)), [labels[client] for client in order], fontsize=8)
-    middle.set(title="who takes which, in the last round", xlabel="expert")
+    middle.set(title="who takes which, when last asked", xlabel="expert")
     at_rounds, mean, worst = served
     right.plot(at_rounds, mean, color=BLUE, marker="o", label="mean client")
     right.plot(at_rounds, worst, color=RED, marker="s", linestyle="--", label="worst client")

@@ -24,7 +24,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from copy import deepcopy
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
@@ -44,41 +44,20 @@ from fl_lightning.methods.experts.responsibilities import (
     seated,
 )
 from fl_lightning.methods.experts.slots import RULES, Rules, Slots
+from fl_lightning.methods.experts.sums import counts, means, next_rows, updates
+from fl_lightning.methods.experts.wire import ExpertWire, Trained
 from fl_lightning.methods.sums import Addend, Sums
 from fl_lightning.metrics.text import IGNORED
 from fl_lightning.models.language.experts import Seats
 from fl_lightning.models.tensors import tensors_of
 from fl_lightning.rng import stream
 from fl_lightning.tasks import LanguageModelling
-from fl_lightning.wire import Codes, Payload, PayloadError
+from fl_lightning.wire import Payload
 
-SHARE_UNITS = 2**10
-"""Shares of experts are integers in units of 1 / 1024."""
-NOISE_FLOOR = 4.0
-"""Standard deviations of a private sum's noise below which a count is taken for 0."""
 CHANGES = ("experts/born", "experts/pruned", "experts/merged")
 LEAST_TRAINING = 4
 """At most one in so many of a client's examples is a probe."""
-
-
 NOTHING_LOST = Paired(0.0, 0.0)
-
-
-@dataclass(frozen=True)
-class Received:
-    """What a client is sent.
-
-    Args:
-        active: which slots have an expert, bool ``[K + 1]``.
-        prior: pi, float64 ``[K + 1]``.
-        rejecters: clients that rejected all experts in the last round.
-        rows: adapter and router of slot 0, where there is a shared adapter, and of the active slots, by slot.
-    """
-
-    active: Tensor
-    prior: Tensor
-    rejecters: float
-    rows: Mapping[int, Tensor]
 
 
 @dataclass(frozen=True)
@@ -218,6 +197,15 @@ class FedVEMoE(Method):
                 "write --model.network.init_args.ffa true",
             )
             self.features = self.seats.gate.router.shape[1]
+        self.wire = ExpertWire(
+            self.layout.size,
+            self.features,
+            self.k_max,
+            self.seats_wanted,
+            self.shared,
+            self.oblivious,
+            self.keeps_own,
+        )
         start = Slots.start(self._first_experts(), self.features, self.k_init)
         self.server = dict(vars(start))
 
@@ -243,8 +231,7 @@ class FedVEMoE(Method):
     # The client's half
 
     def receive(self, message: Payload, client: Client) -> None:
-        received = self._unpacked(message)
-        self.received = received
+        self.received = received = self.wire.received(message)
         if self.shared:
             self._write(self._shared_tensors(), received.rows[0])
         if self.keeps_own:
@@ -253,14 +240,6 @@ class FedVEMoE(Method):
         if self.k_max:
             r = responsibilities(torch.empty(0, 0), received.prior, received.active, self.tau, self.kappa)[0]
             self._take(Choice(r, *seated(r, received.active, self.seats_wanted)))
-
-    def _unpacked(self, message: Payload) -> Received:
-        active = torch.cat([torch.zeros(1), message.codes("active").values.reshape(-1)]).bool()
-        prior = torch.zeros(self.k_max + 1, dtype=torch.float64)
-        prior[active] = message.tensor("prior").double()
-        slots = [*([0] if self.shared else []), *torch.nonzero(active).flatten().tolist()]
-        rows = dict(zip(slots, message.tensor("experts"), strict=True))
-        return Received(active, prior, float(message.tensor("rejecters")), rows)
 
     def _shared_tensors(self) -> Mapping[str, Tensor]:
         return self.seats.shared_tensors() if self.k_max else tensors_of(self.network)
@@ -373,36 +352,25 @@ class FedVEMoE(Method):
         return [p for p in self.parameters() if p.requires_grad]
 
     def upload(self, client: Client) -> Payload:
-        rows = {0: self.layout.pack(self._shared_tensors())} if self.shared else {}
-        entries: dict[str, Tensor | Codes] = {"examples": self.examples_of(client)}
+        rows = {0: self._row(self._shared_tensors())} if self.shared else {}
         if self.k_max == 0:
-            return Payload({**entries, "rows": rows[0].unsqueeze(0)})
-        choice, gate = self.choice, self.seats.gate
-        shares = torch.zeros(self.k_max + 1)
-        shares[choice.slots] = choice.shares.float()
+            return Payload({"examples": self.examples_of(client), **self.wire.upload(Trained({}, rows))})
+        choice, router = self.choice, self.seats.gate.router
         for seat, slot in enumerate(choice.slots):
-            rows[slot] = self.layout.pack(self.seats.tensors(seat))
-        routers = {slot: gate.router[seat].detach().cpu().float() for seat, slot in enumerate(choice.slots)}
-        none = torch.zeros(self.features)
-        wins = choice.rejects and self._wins_lottery(client)
-        own = self.layout.read(self.own_network) if self.keeps_own else torch.zeros(0)
-        if self.keeps_own and bool(own.isfinite().all()):
+            rows[slot] = self._row(self.seats.tensors(seat), router[seat])
+        own = self.layout.read(self.own_network) if self.keeps_own else None
+        if own is not None and bool(own.isfinite().all()):
             client.state["own"] = own
         client.state["responsibilities"] = choice.r.float()
         client.state["transfer"] = torch.tensor([choice.lost.mean, choice.lost.error])
-        sent = list(range(0 if self.shared else 1, self.k_max + 1)) if self.oblivious else sorted(rows)
-        empty = torch.zeros(len(self.initial))
-        entries |= {
-            "slots": Codes((shares[1:] > 0).to(torch.int32), bits=1),
-            "shares": shares[1:] if self.oblivious else shares[choice.slots],
-            "rows": torch.stack(
-                [torch.cat([rows.get(slot, empty), routers.get(slot, none)]) for slot in sent]
-            ),
-            "birth": Codes(torch.tensor([choice.rejects, wins], dtype=torch.int32), bits=1),
-        }
-        if wins or (self.oblivious and self.keeps_own):
-            entries["own"] = own if wins else torch.zeros_like(own)
-        return Payload(entries)
+        seeds = choice.rejects and self._wins_lottery(client)
+        shares = dict(zip(choice.slots, choice.shares.tolist(), strict=True))
+        trained = Trained(shares, rows, choice.rejects, own if seeds else None)
+        return Payload({"examples": self.examples_of(client), **self.wire.upload(trained)})
+
+    def _row(self, adapter: Mapping[str, Tensor], router: Tensor | None = None) -> Tensor:
+        router = torch.zeros(self.features) if router is None else router.detach().cpu().float()
+        return torch.cat([self.layout.pack(adapter), router])
 
     def _wins_lottery(self, client: Client) -> bool:
         """Return whether this client's own adapter seeds an expert: with probability 1 / rejecters of the
@@ -411,145 +379,44 @@ class FedVEMoE(Method):
         return last > 0 and bool(self.stream("birth", client).random() < 1 / last)
 
     def upload_limits(self, client: Client) -> Mapping[str, int]:
-        width = self.layout.size + self.features
-        if self.k_max == 0:
-            return {"examples": 1, "rows": width}
-        rows = self.k_max + self.shared if self.oblivious else self.seats_wanted + self.shared
-        own = {"own": self.layout.size} if self.keeps_own else {}
-        shares = self.k_max if self.oblivious else self.seats_wanted
-        return {"examples": 1, "slots": self.k_max, "shares": shares, "rows": rows * width, "birth": 2, **own}
+        return {"examples": 1, **self.wire.limits()}
 
     # The server's half
 
     def broadcast(self, client: Client) -> Payload:
-        slots = self.slots
-        rows = slots.active.clone()
-        rows[0] = self.shared
-        return Payload(
-            {
-                "active": Codes(slots.active[1:].to(torch.int32), bits=1),
-                "prior": slots.prior[slots.active].float(),
-                "rejecters": slots.rejecters.float().reshape(1),
-                "experts": torch.cat([slots.experts[rows], slots.routers[rows]], dim=1),
-            }
-        )
+        return self.wire.broadcast(self.slots)
 
     def check(self, upload: Payload, client: Client) -> None:
         upload.tensor("examples")
-        self._trained(upload)
-
-    def _trained(self, upload: Payload) -> tuple[dict[int, tuple[float, Tensor]], tuple[bool, bool]]:
-        """Return share and row of what a client trained by slot, and whether it rejects all experts and seeds
-        one.
-
-        Raises:
-            PayloadError: the entries do not fit each other or this federation.
-        """
-        width = self.layout.size + self.features
-        rows, flags = upload.tensor("rows"), torch.zeros(2, dtype=torch.int32)
-        mine = torch.zeros(self.k_max, dtype=torch.bool)
-        shares = torch.zeros(0)
-        if self.k_max:
-            mine = upload.codes("slots").values.reshape(-1).bool()
-            flags, shares = upload.codes("birth").values.reshape(-1), upload.tensor("shares")
-            active = self.server["active"][1:]
-            if mine.shape != active.shape or len(flags) != 2 or bool((mine & ~active).any()):
-                raise PayloadError(
-                    f"experts {torch.nonzero(mine).flatten().add(1).tolist()}",
-                    f"this federation has {torch.nonzero(active).flatten().add(1).tolist()}",
-                    "train experts that were sent",
-                )
-            if self.oblivious and shares.shape == mine.shape:
-                shares = shares[mine]
-            if not (
-                shares.shape == (int(mine.sum()),)
-                and 0 < len(shares) <= self.seats_wanted
-                and bool((shares > 0).all())
-                and float(shares.sum()) < 1.001
-            ):
-                raise PayloadError(
-                    f"shares {shares.tolist()} of {int(mine.sum())} experts",
-                    f"1 to {self.seats_wanted} experts have shares above 0 that add up to 1",
-                    "send one share for each expert that was trained",
-                )
-        slots = [0] if self.shared else []
-        slots += range(1, self.k_max + 1) if self.oblivious else (torch.nonzero(mine).flatten() + 1).tolist()
-        if tuple(rows.shape) != (len(slots), width):
-            raise PayloadError(
-                f"rows of shape {tuple(rows.shape)}",
-                f"this client sends {(len(slots), width)}",
-                "use one network on both sides",
-            )
-        weight = dict(zip((torch.nonzero(mine).flatten() + 1).tolist(), shares.tolist(), strict=True))
-        weight |= {0: 1.0} if self.shared else {}
-        found = {slot: (weight[slot], row) for slot, row in zip(slots, rows, strict=True) if slot in weight}
-        rejects, wins = bool(flags[0]), bool(flags[1])
-        if wins:
-            self.layout.check(upload.tensor("own"))
-        return found, (rejects, wins)
+        self.wire.trained(upload, self.server["active"])
 
     def addends(self, upload: Payload, client_id: int, weight: int) -> dict[str, Addend]:
-        """Return what an upload adds: of each slot the mean of what its trainers ended with; how much each
-        slot was used; how many clients reject all experts and seed one, and their seeds."""
-        found, (rejects, wins) = self._trained(upload)
-        starts = torch.cat([self.server["experts"], self.server["routers"]], dim=1)
-        votes = torch.tensor([1.0, rejects, wins])
-        addends = (
-            self._update(found, starts, votes) if self.private else self._means(found, starts, votes, weight)
-        )
-        if wins:
-            addends["own"] = Addend(upload.tensor("own").float() - (self.initial if self.private else 0.0))
+        """Return what an upload adds: to the mean of each slot; how much each was used; how many clients
+        reject all experts and seed one, and their seeds."""
+        trained, starts = self.wire.trained(upload, self.server["active"]), self.slots.rows
+        if self.private:
+            addends = updates(trained, starts, self.mass_scale)
+        else:
+            addends = means(trained, starts, weight, self.largest_weight, self.oblivious)
+        if trained.own is not None:
+            addends["own"] = Addend(trained.own.float() - self._seeds_from)
         elif self.oblivious and self.keeps_own:
             addends["own"] = Addend(torch.zeros(self.layout.size))
         return addends
 
-    def _means(
-        self, found: Mapping[int, tuple[float, Tensor]], starts: Tensor, votes: Tensor, weight: int
-    ) -> dict[str, Addend]:
-        most = self.largest_weight * SHARE_UNITS
-        mass, addends = torch.zeros(self.k_max + 1), {}
-        for slot in range(self.k_max + 1) if self.oblivious else sorted(found):
-            share, row = found.get(slot, (0.0, starts[slot]))
-            units = weight * round(share * SHARE_UNITS)
-            mass[slot] = units / most
-            addends[f"expert/{slot}"] = Addend(row.float(), units, most, starts[slot])
-        return {**addends, "mass": Addend(mass), "votes": Addend(votes)}
-
-    def _update(
-        self, found: Mapping[int, tuple[float, Tensor]], starts: Tensor, votes: Tensor
-    ) -> dict[str, Addend]:
-        mass, update = torch.zeros(self.k_max + 1), torch.zeros_like(starts)
-        for slot, (share, row) in found.items():
-            mass[slot] = share
-            update[slot] = share * (row - starts[slot])
-        scaled = {"mass": Addend(self.mass_scale * mass), "votes": Addend(self.mass_scale * votes)}
-        return {"update": Addend(update.flatten()), **scaled}
+    @property
+    def _seeds_from(self) -> Tensor:
+        """What seeds are counted from: where they are clipped, what all own adapters began with."""
+        return self.initial if self.private else torch.zeros_like(self.initial)
 
     def next_state(self, sums: Sums) -> None:
         before = self.slots
-        scale = self.mass_scale if self.private else 1.0
-        floor = NOISE_FLOOR * sums.deviation / scale
-        counts = [sums.total(name) / scale for name in ("mass", "votes")]
-        mass, votes = (torch.where(count > floor, count, 0.0) for count in counts)
-        rows = torch.cat([before.experts, before.routers], dim=1)
-        for slot in torch.nonzero(mass).flatten().tolist():
-            if self.private:
-                update = sums.total("update").view(rows.shape)[slot]
-                rows[slot] = (rows[slot].double() + self.server_lr * update / mass[slot]).float()
-            elif self.server_lr == 1:
-                rows[slot] = sums.mean(f"expert/{slot}")
-            else:
-                start, mean = rows[slot].double(), sums.mean(f"expert/{slot}").double()
-                rows[slot] = (start + self.server_lr * (mean - start)).float()
-        experts, routers = rows.split([self.layout.size, self.features], dim=1)
-        after = replace(before, experts=experts.contiguous(), routers=routers.contiguous())
+        mass, (clients, rejects, seeds) = counts(sums, self.mass_scale if self.private else 1.0)
+        after = before.with_rows(next_rows(sums, before.rows, mass, self.server_lr))
         if self.k_max:
             after = after.used(mass, self.rules).pruned(self.round, self.rules).merged(self.space, self.rules)
-            clients, rejects, wins = votes.tolist()
-            seed = None
-            if wins:
-                seed = (sums.total("own") / wins + (self.initial if self.private else 0.0)).float()
-            free = ~before.active & (torch.arange(len(experts)) > 0)
+            seed = (sums.total("own") / seeds + self._seeds_from).float() if seeds else None
+            free = ~before.active & (torch.arange(len(mass)) > 0)
             after = after.with_birth(seed, free, rejects, max(clients, rejects), self.round, self.rules)
         self.server = dict(vars(after))
 
@@ -561,9 +428,7 @@ class FedVEMoE(Method):
             **super().server_metrics(),
             "experts/active": float(slots.active.sum()),
             "experts/effective": effective,
-            **dict(
-                zip(("experts/born", "experts/pruned", "experts/merged"), slots.changes.tolist(), strict=True)
-            ),
+            **dict(zip(CHANGES, slots.changes.tolist(), strict=True)),
             "experts/rejecters": float(slots.rejecters),
             **{f"expert/{slot}/mass": float(use[slot - 1]) for slot in range(1, self.k_max + 1)},
         }

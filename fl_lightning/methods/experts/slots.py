@@ -122,6 +122,16 @@ class Slots:
             changes=torch.zeros(3, dtype=torch.int64),
         )
 
+    @property
+    def rows(self) -> Tensor:
+        """Adapter and router of each slot, ``[K + 1, P + d]``."""
+        return torch.cat([self.experts, self.routers], dim=1)
+
+    def with_rows(self, rows: Tensor) -> Slots:
+        """Return the slots with other adapters and routers, ``[K + 1, P + d]``."""
+        experts, routers = rows.split([self.experts.shape[1], self.routers.shape[1]], dim=1)
+        return replace(self, experts=experts.contiguous(), routers=routers.contiguous())
+
     def used(self, mass: Tensor, rules: Rules) -> Slots:
         """Return the slots after a round in which they were used so much: the prior, and who starves.
 

@@ -1,0 +1,84 @@
+"""An open world: a group of clients that arrives in mid-run, or leaves."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from fl_lightning.client import Assignment
+from fl_lightning.errors import InputError, require
+from fl_lightning.hooks import Context, RoundRecord, Stressor
+
+log = logging.getLogger("fl_lightning")
+
+RECOVERED = 0.999
+"""The purity from which each group has an expert of its own again."""
+
+
+class NewTasks(Stressor):
+    """The clients of one group take part in some rounds only: before, and after, they drop out.
+
+    A client's group is the one that most of its examples have: its cluster or domain where the data say so,
+    else its most frequent class. With ``ExpertFigure`` before it among the callbacks, it logs
+    ``tasks/rounds_to_recover`` in the round in which every group has an expert of its own again: rounds since
+    the group arrived or left.
+
+    Args:
+        group: name of the group, or its number.
+        arrives: first round in which its clients take part, at least 1.
+        leaves: last round in which they do; null: the last round of the run.
+    """
+
+    def __init__(self, group: str | int, arrives: int = 1, leaves: int | None = None) -> None:
+        require(
+            arrives >= 1 and (leaves is None or leaves >= arrives) and (arrives > 1 or leaves is not None),
+            f"NewTasks(arrives={arrives}, leaves={leaves})",
+            "a group arrives after round 1, or leaves, or both in this order",
+            "write arrives: 10",
+        )
+        self.group, self.arrives, self.leaves = group, arrives, leaves
+        self.changed = 0
+        """The round of a change that has not been recovered from; 0: there is none."""
+
+    def on_check(self, context: Context) -> None:
+        names = [str(name) for name in context.data.group_names]
+        known = self.group in range(len(names)) if isinstance(self.group, int) else self.group in names
+        if not known:
+            raise InputError(
+                f"NewTasks(group={self.group!r})",
+                f"the groups of these data are {', '.join(names[:20])}",
+                "write one of them",
+            )
+        if max(self.arrives, self.leaves or 1) > context.max_rounds:
+            log.warning("NewTasks: round %d is after the run", max(self.arrives, self.leaves or 1))
+
+    def change_cohort(self, cohort: list[Assignment], *, round: int, context: Context) -> list[Assignment]:
+        if self._present(round):
+            return cohort
+        theirs = self._theirs(context)
+        return [replace(a, trains=False, returns=False) if a.client.id in theirs else a for a in cohort]
+
+    def _present(self, round: int) -> bool:
+        return self.arrives <= round and (self.leaves is None or round <= self.leaves)
+
+    def _theirs(self, context: Context) -> set[int]:
+        names = [str(name) for name in context.data.group_names]
+        group = self.group if isinstance(self.group, int) else names.index(self.group)
+        return set(np.flatnonzero(context.data.group_counts().argmax(1) == group).tolist())
+
+    def on_round_end(self, record: RoundRecord, context: Context) -> None:
+        if record.round > 1 and self._present(record.round) != self._present(record.round - 1):
+            self.changed = record.round
+        purity = record.metrics.get("router/purity")
+        if self.changed and purity is not None and purity >= RECOVERED:
+            record.metrics["tasks/rounds_to_recover"] = record.round - self.changed + 1
+            self.changed = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"changed": self.changed}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.changed = state["changed"]
