@@ -85,7 +85,7 @@ class PrivateAggregation(Meter):
         masked = context.secure_sum
         if settings.is_distributed and masked is not None:
             require(
-                masked.least_clients(cohort) >= self.least_returned,
+                masked.least_clients(cohort) >= self.least_returned(cohort),
                 f"--trainer.secure_sum.threshold {masked.threshold:g} below min_returned",
                 "the server would get sums of fewer shares of noise than the whole noise",
                 f"write --trainer.secure_sum.threshold {settings.min_returned:g}",
@@ -174,10 +174,13 @@ class PrivateAggregation(Meter):
         """F, the bits behind the binary point of the integers that are added up."""
         return fraction_bits(self.cohort)
 
-    @property
-    def least_returned(self) -> int:
-        """Clients whose shares of noise are the whole noise, where clients add it."""
-        return max(1, math.ceil(self.settings.min_returned * self.cohort - 1e-9))
+    def least_returned(self, asked: int) -> int:
+        """Return how many shares of noise are the whole noise, where clients add it.
+
+        Args:
+            asked: clients of the round; fewer than are sampled where a stressor takes some away.
+        """
+        return max(1, math.ceil(self.settings.min_returned * asked - 1e-9))
 
     @property
     def largest_clip(self) -> float:
@@ -221,11 +224,12 @@ class PrivateAggregation(Meter):
                 f"rounds of {self.cohort} are accounted",
                 "raise trainer.participation instead",
             )
-        if self.settings.is_distributed and returned < self.least_returned:
+        least = self.least_returned(method.cohort)
+        if self.settings.is_distributed and returned < least:
             log.warning(
-                "round %d: %d clients returned; with fewer than %d noise is missing, so their sum is not "
-                "used and the model stays",
-                round, returned, self.least_returned,
+                "round %d is void, and the model stays: %d of %d clients returned; with fewer than %d noise "
+                "is missing",
+                round, returned, method.cohort, least,
             )  # fmt: skip
             return None
         totals = {name: sums.total(name) for name in sums}
@@ -245,8 +249,8 @@ class PrivateAggregation(Meter):
         """Return what a client adds: its clipped message, with its share of the noise where clients add it.
 
         All values are multiples of 2^-F, so that they can be masked and added up as integers without another
-        rounding. Each share is a discrete Gaussian of the variance (z C)^2 / ``least_returned``, so that with
-        more clients the noise is larger than it has to be, and never smaller.
+        rounding. Each share is a discrete Gaussian of the variance (z C)^2 / :meth:`least_returned`, so that
+        with more clients the noise is larger than it has to be, and never smaller.
         """
         added, norm = clip_addends(addends, method.average, self.clip_norm, self.cohort)
         if self.settings.is_adaptive:
@@ -257,7 +261,7 @@ class PrivateAggregation(Meter):
             discrete_gaussian,
             rng.stream(method.seed, "privacy_share", round, client),
             {name: len(addend.values) for name, addend in added.items()},
-            share=self.least_returned**-0.5,
+            share=self.least_returned(method.cohort) ** -0.5,
         )
         return {name: Addend(addend.values + noise[name]) for name, addend in added.items()}
 
