@@ -249,6 +249,7 @@ def test_rounds_of_another_privacy_are_not_continued(tmp_path):
         fit(tmp_path, participation=1.0, **again)
     other = fit(tmp_path, privacy=private(delta=1e-4, clip_norm=0.1), **again)
     assert float(rows_of(other.run_dir)[-1]["privacy/epsilon"]) == RoundAccountant(1.0, 6, 3, 1e-4).epsilon(3)
+    assert [row["privacy/clip_norm"] for row in rows_of(other.run_dir)] == ["0.5", "0.1", "0.1"]
     plain = fit(tmp_path, run_name="plain", privacy=None, max_rounds=1)
     with refused("after 1 rounds"):
         fit(tmp_path, ckpt_path=str(plain.run_dir), allow_changed=True)

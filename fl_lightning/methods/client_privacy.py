@@ -134,7 +134,12 @@ class PrivateAggregation(Meter):
         )
 
     def state_dict(self) -> dict[str, Any]:
-        return {"rounds": self.rounds, "clip_norm": self.clip_norm, "accounted": self._accounted}
+        return {
+            "rounds": self.rounds,
+            "clip_norm": self.clip_norm,
+            "first_clip_norm": self.settings.clip_norm,
+            "accounted": self._accounted,
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         require(
@@ -143,7 +148,9 @@ class PrivateAggregation(Meter):
             f"its rounds had {state['accounted']}, and epsilon is that of equal rounds",
             "keep noise_multiplier, participation and clients, or start a new run",
         )
-        self.rounds, self.clip_norm = state["rounds"], state["clip_norm"]
+        self.rounds = state["rounds"]
+        if state.get("first_clip_norm", self.settings.clip_norm) == self.settings.clip_norm:
+            self.clip_norm = state["clip_norm"]  # else it was changed for the rounds to come
 
     @property
     def _accounted(self) -> dict[str, float]:
