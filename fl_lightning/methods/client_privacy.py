@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import logging
 import math
+from bisect import bisect_right
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -113,10 +114,13 @@ class PrivateAggregation(Meter):
             )  # fmt: skip
 
     def on_setup(self, context: Any) -> None:
+        most = math.inf if self.settings.max_epsilon is None else self.settings.max_epsilon
+        rounds = bisect_right(range(1, context.max_rounds + 1), most, key=self.accountant.epsilon)
         log.info(
-            "client-level privacy: epsilon %.4g at delta %g after %d rounds; noise follows from the seed, so "
-            "that the run can be repeated, and who knows the seed can remove it",
-            self.accountant.epsilon(context.max_rounds), self.settings.delta, context.max_rounds,
+            "client-level privacy: epsilon %.4g at delta %g after %d round%s; noise follows from the seed, "
+            "so that the run can be repeated, and who knows the seed can remove it",
+            self.accountant.epsilon(rounds), self.settings.delta, rounds, "s"[: rounds > 1]
+            + f", as many of {context.max_rounds} as max_epsilon allows" * (rounds < context.max_rounds),
         )  # fmt: skip
 
     def on_round_end(self, record: RoundRecord, context: Any) -> None:
