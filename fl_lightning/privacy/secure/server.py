@@ -191,7 +191,8 @@ class SecureServer:
     def _require_enough(self, clients: Collection[int], what: str) -> None:
         if len(clients) < self.least_clients:
             raise RoundVoid(
-                f"{len(clients)} of {len(self.ring)} clients {what}; {self.least_clients} are needed"
+                f"{len(clients)} of {len(self.ring)} clients {what}; {self.least_clients} are needed "
+                f"(threshold {self.settings.threshold:g})"
             )
 
 
