@@ -150,8 +150,9 @@ def train_round(fed: Federation, engine: Engine, record: RoundRecord) -> None:
     }
     if fed.secure_sum is not None:
         entries = aggregate_securely(fed, fed.secure_sum, record, cohort, entries, uploads)
-    elif returned or fed.privacy is not None:  # noise hides that nobody returned
-        aggregate(fed, round, uploads, returned)
+    # of a private round noise hides also that nobody returned
+    elif (returned or fed.privacy is not None) and not aggregate(fed, round, uploads, returned):
+        entries = [entry.unused() for entry in entries]
     for entry in entries:
         fed.ledger.add(entry)
     record.metrics |= summarise(fed, entries, losses)
@@ -321,13 +322,14 @@ def aggregate_securely(
     elif fed.privacy is not None:
         counted = sum(entry.status == "trained" for entry in result.entries)
         sums = fed.privacy.finished(sums, method, uploads, counted, record.round)
-    if sums is not None:
-        set_next_state(method, record.round, partial(method.next_state, sums))
+    if sums is None:
+        return [entry.unused() for entry in result.entries]
+    set_next_state(method, record.round, partial(method.next_state, sums))
     return result.entries
 
 
-def aggregate(fed: Federation, round: int, uploads: dict[int, Payload], returned: dict[int, int]) -> None:
-    """Make the server's next state of the uploads.
+def aggregate(fed: Federation, round: int, uploads: dict[int, Payload], returned: dict[int, int]) -> bool:
+    """Make the server's next state of the uploads, and return whether it could.
 
     Args:
         uploads: those that this process has.
@@ -336,14 +338,16 @@ def aggregate(fed: Federation, round: int, uploads: dict[int, Payload], returned
     method = fed.method
     if fed.privacy is not None:
         private = fed.privacy.sums(method, uploads, len(returned), round)
-        if private is not None:
-            set_next_state(method, round, partial(method.next_state, private))
+        if private is None:
+            return False
+        set_next_state(method, round, partial(method.next_state, private))
     elif method.is_sum:
         sums = method.add_up(uploads, returned)
         sums.merge_ranks()
         set_next_state(fed.method, round, partial(method.next_state, sums))
     else:
         set_next_state(fed.method, round, partial(method.aggregate, uploads))
+    return True
 
 
 def summarise(

@@ -111,8 +111,8 @@ if __name__ == "__main__":
     if what == "all":
         for method in (*TEN, "clipped"):
             fit(method, folder, devices=2, strategy="ddp", rank_timeout=120)
-    elif what == "secure":
-        fit("FedMPQ", folder, devices=2, strategy="ddp", **SECURE)
+    elif what.startswith("secure"):  # and on how many ranks
+        fit("FedMPQ", folder, devices=int(what.removeprefix("secure")), strategy="ddp", **SECURE)
     elif what == "private":
         fit_private(folder, devices=2, strategy="ddp", rank_timeout=120)
     elif what == "torchrun":

@@ -85,6 +85,21 @@ def test_numbers_of_a_criterion(tmp_path):
     assert one.seeds == (0, 1, 2)
 
 
+@pytest.mark.parametrize("selection", ["last", "best_val"])
+def test_epsilon_is_that_of_the_whole_run_and_needs_no_spread(selection, tmp_path):
+    """It follows from the settings, so it is equal in all seeds; who lets validation choose has seen all rounds."""
+    texts = ['metric("privacy/epsilon", A) < 2.5', 'max("privacy/epsilon", A) <= 2.5']
+    folder = make_study(tmp_path, {"A": A, "B": B}, criteria=texts, selection=selection)
+    for path in folder.glob("A-*/metrics.csv"):
+        header, *rows = path.read_text().splitlines()
+        rows = [f"{row},{0.5 * number}" for number, row in enumerate(rows, start=1)]
+        path.write_text("\n".join([f"{header},privacy/epsilon", *rows, ""]))
+        metadata = json.loads((path.parent / "metadata.json").read_text())
+        (path.parent / "metadata.json").write_text(json.dumps({**metadata, "final/best_val_round": 2}))
+    comparison = comparison_of(tmp_path)
+    assert [verdict.decision for verdict in verdicts(comparison)] == ["fails", "holds"]
+
+
 def test_labels_that_are_no_names(tmp_path):
     accuracies = {"KD a=1": A, "KD-a": B, "KD": C}
     text = [

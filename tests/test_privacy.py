@@ -200,6 +200,28 @@ def test_trying_out_keeps_the_budget(tmp_path):
     assert seen == [accountant.epsilon(1), accountant.epsilon(2)]
 
 
+def test_uploads_of_a_round_that_lacks_noise_are_wasted(tmp_path, caplog):
+    class LosesInRound2(Stressor):
+        def change_bytes(self, upload, *, client, round, context):
+            return None if round == 2 and client.id == lost.setdefault(round, client.id) else upload
+
+    lost: dict[int, int] = {}
+    settings = {"privacy": private(where="distributed", min_returned=1.0)}
+    one = fit(tmp_path / "one", max_rounds=1, **settings)
+    two = fit(tmp_path / "two", max_rounds=2, callbacks=[LosesInRound2()], **settings)
+    assert result(two.run_dir)[0] == result(one.run_dir)[0]
+    row = rows_of(two.run_dir)[1]
+    assert (row["clients/trained"], row["clients/dropped"]) == ("0", "3")
+    assert row["comm/wasted_bytes"] == row["comm/upload_bytes"] > "0"
+    assert "round 2 is void, and the model stays: 2 of 3 clients returned" in caplog.text
+
+
+def test_a_trial_run_has_all_its_noise(tmp_path, caplog):
+    """It asks two clients, whose shares are then the whole noise."""
+    fit(tmp_path, privacy=private(where="distributed"), fast_dev_run=1)
+    assert "is void" not in caplog.text
+
+
 class Pull(Meter):
     """Presses Ctrl-C in the third round."""
 
@@ -239,6 +261,7 @@ def test_rounds_of_another_privacy_are_not_continued(tmp_path):
         fit(tmp_path, participation=1.0, **again)
     other = fit(tmp_path, privacy=private(delta=1e-4, clip_norm=0.1), **again)
     assert float(rows_of(other.run_dir)[-1]["privacy/epsilon"]) == RoundAccountant(1.0, 6, 3, 1e-4).epsilon(3)
+    assert [row["privacy/clip_norm"] for row in rows_of(other.run_dir)] == ["0.5", "0.1", "0.1"]
     plain = fit(tmp_path, run_name="plain", privacy=None, max_rounds=1)
     with refused("after 1 rounds"):
         fit(tmp_path, ckpt_path=str(plain.run_dir), allow_changed=True)

@@ -135,7 +135,7 @@ def test_the_noise_has_the_variance_that_is_accounted(z):
 def test_distributed_noise_is_central_noise():
     """Kolmogorov-Smirnov, with as many clients as have to return; with all of them it is larger, never
     smaller."""
-    least = mechanism(where="distributed", min_returned=0.5).least_returned
+    least = mechanism(where="distributed", min_returned=0.5).least_returned(COHORT)
     assert least == COHORT // 2
     central = noises(600).ravel()
     shares = noises(600, clients=least, where="distributed", min_returned=0.5).ravel()

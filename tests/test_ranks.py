@@ -83,16 +83,16 @@ def test_two_processes_are_one(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.essential
-def test_masked_sums_of_two_processes_are_those_of_one(tmp_path):
+@pytest.mark.parametrize("ranks", [pytest.param(2, marks=pytest.mark.essential), 4])
+def test_masked_sums_of_processes_are_those_of_one(tmp_path, ranks):
     """Drop-outs at every phase and a damaged message included: weights, metrics and the ledger's bytes."""
     pytest.importorskip("Crypto")
-    program = started(tmp_path / "two", "secure")
+    program = started(tmp_path / "many", f"secure{ranks}")
     fit("FedMPQ", tmp_path / "one", **ranks_program.SECURE)
     _, errors = program.communicate(timeout=240)
     assert program.returncode == 0, errors
-    two, one = (result(tmp_path / folder / "FedMPQ" / "run") for folder in ("two", "one"))
-    assert two == one
+    many, one = (result(tmp_path / folder / "FedMPQ" / "run") for folder in ("many", "one"))
+    assert many == one
     assert {"trained", "rejected"} < {line.split(",")[2] for line in one[2].splitlines()}
 
 

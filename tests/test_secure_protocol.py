@@ -229,6 +229,17 @@ def test_the_server_drops_who_sends_no_message_of_the_form(caplog):
     assert not server.living
 
 
+@pytest.mark.parametrize("which", ["envelope", "mask"])
+def test_a_key_that_nobody_can_use_costs_its_client_alone_the_round(which):
+    """With a public key of low order its neighbours would leave, and the server could not unmask."""
+    ids = [*range(5)]
+    server = SecureServer(SecureSum(0.6), ids, 2)
+    keys = {id: SecureClient(id, server.least_shares, stream(0, "k", 0, id).bytes).keys() for id in ids}
+    honest = dict(Payload.from_bytes(keys[4]).items())
+    keys[4] = Payload({**honest, which: torch.zeros(32, dtype=torch.uint8)}).to_bytes()
+    assert sorted(server.pass_on_keys(keys)) == [0, 1, 2, 3]
+
+
 def test_bytes_by_hand():
     """Seven clients with four neighbours each, of whom one drops out before it sends its vector."""
     vectors = vectors_of(7)

@@ -3,6 +3,7 @@
 import csv
 import json
 import logging
+import math
 import shutil
 import subprocess
 import sys
@@ -23,6 +24,7 @@ from fl_lightning.run.metadata import milliseconds
 from fl_lightning.tracking import loggers as tracking
 from fl_lightning.tracking import mlflow_store
 from fl_lightning.tracking.loggers import Tracking, as_params
+from fl_lightning.tracking.runs import _read_run
 
 mlflow = pytest.importorskip("mlflow")
 pytestmark = pytest.mark.filterwarnings(
@@ -277,3 +279,14 @@ def test_a_logger_with_a_mind_of_its_own(tmp_path: Path, database: Path) -> None
         tracked.log_metrics({"a": r}, r)
     tracked.finish("FINISHED", {})
     assert steps(tracked.loggers[0].experiment, tracked.run_id or "", "mine/a") == [(1, 1), (2, 2), (3, 3)]  # type: ignore[attr-defined]
+
+
+def test_an_infinite_metric_comes_back_as_one(tmp_path):
+    """The epsilon of a run without noise; the store has the largest float in its place."""
+    from mlflow import MlflowClient
+
+    client = MlflowClient(f"sqlite:///{tmp_path}/mlflow.db")
+    id = client.create_run(client.create_experiment("study", str(tmp_path))).info.run_id
+    client.log_metric(id, "privacy/epsilon", math.inf, step=1)
+    (row,) = _read_run(client, client.get_run(id))["history"]
+    assert row["privacy/epsilon"] == math.inf

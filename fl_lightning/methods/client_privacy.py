@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import logging
 import math
+from bisect import bisect_right
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -87,7 +88,7 @@ class PrivateAggregation(Meter):
         masked = context.secure_sum
         if settings.is_distributed and masked is not None:
             require(
-                masked.least_clients(cohort) >= self.least_returned,
+                masked.least_clients(cohort) >= self.least_returned(cohort),
                 f"--trainer.secure_sum.threshold {masked.threshold:g} below min_returned",
                 "the server would get sums of fewer shares of noise than the whole noise",
                 f"write --trainer.secure_sum.threshold {settings.min_returned:g}",
@@ -115,10 +116,13 @@ class PrivateAggregation(Meter):
             )  # fmt: skip
 
     def on_setup(self, context: Any) -> None:
+        most = math.inf if self.settings.max_epsilon is None else self.settings.max_epsilon
+        rounds = bisect_right(range(1, context.max_rounds + 1), most, key=self.accountant.epsilon)
         log.info(
-            "client-level privacy: epsilon %.4g at delta %g after %d rounds; noise follows from the seed, so "
-            "that the run can be repeated, and who knows the seed can remove it",
-            self.accountant.epsilon(context.max_rounds), self.settings.delta, context.max_rounds,
+            "client-level privacy: epsilon %.4g at delta %g after %d round%s; noise follows from the seed, "
+            "so that the run can be repeated, and who knows the seed can remove it",
+            self.accountant.epsilon(rounds), self.settings.delta, rounds, "s"[: rounds > 1]
+            + f", as many of {context.max_rounds} as max_epsilon allows" * (rounds < context.max_rounds),
         )  # fmt: skip
 
     def on_round_end(self, record: RoundRecord, context: Any) -> None:
@@ -136,7 +140,12 @@ class PrivateAggregation(Meter):
         )
 
     def state_dict(self) -> dict[str, Any]:
-        return {"rounds": self.rounds, "clip_norm": self.clip_norm, "accounted": self._accounted}
+        return {
+            "rounds": self.rounds,
+            "clip_norm": self.clip_norm,
+            "first_clip_norm": self.settings.clip_norm,
+            "accounted": self._accounted,
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         require(
@@ -145,7 +154,9 @@ class PrivateAggregation(Meter):
             f"its rounds had {state['accounted']}, and epsilon is that of equal rounds",
             "keep noise_multiplier, participation and clients, or start a new run",
         )
-        self.rounds, self.clip_norm = state["rounds"], state["clip_norm"]
+        self.rounds = state["rounds"]
+        if state.get("first_clip_norm", self.settings.clip_norm) == self.settings.clip_norm:
+            self.clip_norm = state["clip_norm"]  # else it was changed for the rounds to come
 
     @property
     def _accounted(self) -> dict[str, float]:
@@ -176,10 +187,13 @@ class PrivateAggregation(Meter):
         """F, the bits behind the binary point of the integers that are added up."""
         return fraction_bits(self.cohort)
 
-    @property
-    def least_returned(self) -> int:
-        """Clients whose shares of noise are the whole noise, where clients add it."""
-        return self.settings.least_returned(self.cohort)
+    def least_returned(self, asked: int) -> int:
+        """Return how many shares of noise are the whole noise, where clients add it.
+
+        Args:
+            asked: clients of the round; fewer than are sampled where a stressor takes some away.
+        """
+        return self.settings.least_returned(asked)
 
     @property
     def largest_clip(self) -> float:
@@ -233,11 +247,12 @@ class PrivateAggregation(Meter):
                 f"rounds of {self.cohort} are accounted",
                 "raise trainer.participation instead",
             )
-        if self.settings.is_distributed and returned < self.least_returned:
+        least = self.least_returned(method.cohort)
+        if self.settings.is_distributed and returned < least:
             log.warning(
-                "round %d: %d clients returned; with fewer than %d noise is missing, so their sum is not "
-                "used and the model stays",
-                round, returned, self.least_returned,
+                "round %d is void, and the model stays: %d of %d clients returned; with fewer than %d noise "
+                "is missing",
+                round, returned, method.cohort, least,
             )  # fmt: skip
             return None
         totals = {name: sums.total(name) for name in sums}
@@ -260,8 +275,8 @@ class PrivateAggregation(Meter):
         """Return what a client adds: its clipped message, with its share of the noise where clients add it.
 
         All values are multiples of 2^-F, so that they can be masked and added up as integers without another
-        rounding. Each share is a discrete Gaussian of the variance (z C)^2 / ``least_returned``, so that with
-        more clients the noise is larger than it has to be, and never smaller.
+        rounding. Each share is a discrete Gaussian of the variance (z C)^2 / :meth:`least_returned`, so that
+        with more clients the noise is larger than it has to be, and never smaller.
         """
         added, norm = clip_addends(addends, method.average, self.clip_norm, self.cohort)
         if self.settings.is_adaptive:
@@ -272,7 +287,7 @@ class PrivateAggregation(Meter):
             discrete_gaussian,
             rng.stream(method.seed, "privacy_share", round, client),
             {name: len(addend.values) for name, addend in added.items()},
-            share=self.least_returned**-0.5,
+            share=self.least_returned(method.cohort) ** -0.5,
         )
         return {name: Addend(addend.values + noise[name]) for name, addend in added.items()}
 

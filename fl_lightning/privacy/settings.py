@@ -71,7 +71,7 @@ class ClientPrivacy:
                 z > 0,
                 f"--trainer.privacy.noise_multiplier 0 with max_epsilon {self.max_epsilon:g}",
                 "without noise no epsilon is finite",
-                "write --trainer.privacy.noise_multiplier 1.0, or leave max_epsilon out",
+                "write --trainer.privacy.max_epsilon null, or --trainer.privacy.noise_multiplier 1.0",
             )
         require_choice(self.where, ("central", "distributed"), "--trainer.privacy.where")
 

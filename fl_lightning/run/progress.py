@@ -122,7 +122,7 @@ class Progress:
         raise RunStopped(
             f"no upload of {len(self.history)} rounds was ever counted ({rejected} rejected, {dropped} "
             "dropped), so nothing was learned",
-            "run.log in the run directory says why uploads were rejected",
+            "run.log in the run directory says why uploads were rejected and rounds were void",
             "mend the cause and start the run anew",
         )
 

@@ -178,6 +178,7 @@ KNOWN = [
     _share("fgsm/accuracy", "FGSM"),
     _share("pgd/accuracy", "PGD"),
     Column("bits/average", "bits per weight", 1, 2),
+    Column("privacy/epsilon", "epsilon", 1, 2),
     _bytes("total/total_bytes", "up and down, all rounds", 1),
     _bytes("total/upload_bytes", "up, all rounds", 1),
     _bytes("total/download_bytes", "down, all rounds", 1),
@@ -195,14 +196,14 @@ CLOCKS = [
 ]
 OF_THE_RUN = (
     *("client/upload_bytes", "client/download_bytes", "total/total_bytes"),
-    *("cost/train_flops", "cost/train_memory"),
+    *("cost/train_flops", "cost/train_memory", "privacy/epsilon"),
 )
 """Headline columns that are of all rounds, whichever model is selected, beside the area under the curve."""
 
 
 LOWER = {
     *("loss", "ece", "brier", "nll", "bytes", "megabytes", "std", "rounds", "seconds", "drop", "flops"),
-    *("memory", "bits", "perplexity", "mse", "mae"),
+    *("memory", "bits", "perplexity", "mse", "mae", "epsilon"),
 }
 """Words of a name that say that lower is better."""
 HIGHER = {"accuracy", "accuracies", "match", "rouge"}
@@ -329,4 +330,5 @@ def is_timing(metric: str) -> bool:
 
 def is_exact(metric: str) -> bool:
     """Return whether a metric is counted and not estimated: one seed is enough to decide on it."""
-    return metric.startswith(("total/", "bits/")) or (metric.endswith("_bytes") and not is_timing(metric))
+    counted = metric.startswith(("total/", "bits/")) or metric == "privacy/epsilon"
+    return counted or (metric.endswith("_bytes") and not is_timing(metric))

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import logging
+import sys
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from functools import partial
+from math import copysign, inf
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -265,7 +267,8 @@ def _read_run(client: Any, run: Any) -> dict[str, Any]:
             metadata[name] = last
             continue
         for point in client.get_metric_history(run.info.run_id, name):
-            rows.setdefault(point.step, {"round": point.step})[name] = point.value
+            value = copysign(inf, point.value) if abs(point.value) == sys.float_info.max else point.value
+            rows.setdefault(point.step, {"round": point.step})[name] = value  # the store has no infinity
     metadata["status"] = run.info.status.lower()
     history = [rows[step] for step in sorted(rows)]
     found = {"name": run.info.run_name, "id": run.info.run_id, "metadata": metadata, "history": history}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 import io
 from collections.abc import Iterable
-from dataclasses import astuple, dataclass, fields
+from dataclasses import astuple, dataclass, fields, replace
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +33,10 @@ class LedgerEntry:
     def row(self) -> dict[str, int | str]:
         """Return the values of the entry by column."""
         return {name: getattr(self, name) for name in self.__slots__}
+
+    def unused(self) -> LedgerEntry:
+        """Return the entry of a round whose sum the server could not use: a client that trained is lost."""
+        return replace(self, status="lost", wasted=self.upload) if self.status == "trained" else self
 
 
 class Ledger:

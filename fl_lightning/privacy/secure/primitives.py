@@ -58,6 +58,15 @@ def agreed_key(private: X25519PrivateKey, public: bytes, purpose: str) -> bytes:
     return derived_key(secret, purpose)
 
 
+def agrees(public: bytes) -> bool:
+    """Return whether a public key gives a secret with that of somebody else; one of low order gives none."""
+    try:
+        agreed_key(private_key(bytes(SEED_BYTES)), public, "check")
+    except ProtocolError:
+        return False
+    return True
+
+
 def fingerprint(secret: bytes) -> bytes:
     """Return the SHA-256 of a random secret, which says whether a reconstructed one is the same."""
     digest = Hash(SHA256())

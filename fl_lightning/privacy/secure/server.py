@@ -18,6 +18,7 @@ from fl_lightning.privacy.secure.primitives import (
     TAG_BYTES,
     add_mask,
     agreed_key,
+    agrees,
     combine,
     fingerprint,
     private_key,
@@ -67,7 +68,11 @@ class SecureServer:
         """
         shape = {"envelope": (KEY_BYTES,), "mask": (KEY_BYTES,)}
         for id, given in _readable(messages, lambda id: shape).items():
-            self.public[id] = _bytes(given.tensor("envelope")), _bytes(given.tensor("mask"))
+            keys = _bytes(given.tensor("envelope")), _bytes(given.tensor("mask"))
+            if all(map(agrees, keys)):  # else its neighbours would have to leave
+                self.public[id] = keys
+            else:
+                log.warning("secure sum: client %d drops out: a public key of low order", id)
         self._require_enough(self.public, "sent their keys")
         self.graph = self.settings.graph([id for id in self.ring if id in self.public])
         return {
@@ -191,7 +196,8 @@ class SecureServer:
     def _require_enough(self, clients: Collection[int], what: str) -> None:
         if len(clients) < self.least_clients:
             raise RoundVoid(
-                f"{len(clients)} of {len(self.ring)} clients {what}; {self.least_clients} are needed"
+                f"{len(clients)} of {len(self.ring)} clients {what}; {self.least_clients} are needed "
+                f"(threshold {self.settings.threshold:g})"
             )
 
 

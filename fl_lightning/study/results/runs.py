@@ -153,6 +153,7 @@ def run_metrics(
       primary metric, is its value on the test set in the round that validation chose.
     - ``total/*`` is the bytes over all rounds, ``total/bits_pruned`` and ``total/bits_moved`` the sums of
       ``bits/pruned`` and ``bits/moved``, and ``client/*`` the bytes per client that trained and round.
+    - ``privacy/epsilon`` is that of all rounds, whichever is selected: all models were to be seen.
     - ``time/round`` and ``time/train`` are the median seconds of a round without the first three;
       ``time/total`` is the seconds of all rounds.
     - Of the other metrics of the rounds, the last one measured until the selected round counts.
@@ -176,7 +177,7 @@ def run_metrics(
         for row in history
         if row["round"] <= chosen  # of nothing, where no round was chosen
         for name, value in row.items()
-        if not re.match("round$|comm/|clients/|time/", name)
+        if not re.match("round$|comm/|clients/|time/|privacy/epsilon$", name)
     }
     metrics |= {name: value for name, value in record.metadata.items() if name.startswith("final/")}
     best = next((row for row in history if row["round"] == metrics.get("final/best_val_round")), {})
@@ -188,6 +189,8 @@ def run_metrics(
     for name in ("pruned", "moved"):
         if f"bits/{name}" in columns:
             metrics[f"total/bits_{name}"] = sum(columns[f"bits/{name}"])
+    if "privacy/epsilon" in history[-1]:
+        metrics["privacy/epsilon"] = history[-1]["privacy/epsilon"]
     trained = sum(columns.get("clients/trained", []))
     for name in ("upload", "download") if trained else ():
         metrics[f"client/{name}_bytes"] = sum(columns.get(f"comm/{name}_bytes", [])) / trained
