@@ -93,6 +93,20 @@ def test_no_experts_is_fedavg_and_so_is_one_without_a_shared_adapter(ffa, tmp_pa
         assert torch.equal(finals(method, tmp_path / str(number)), plain), settings
 
 
+@pytest.mark.slow
+def test_experts_are_pefts_adapters_on_a_network_of_transformers(tmp_path):
+    """The same equality where base and adapter are not ours."""
+    transformers, _ = pytest.importorskip("transformers"), pytest.importorskip("peft")
+    shape = {"vocab_size": 259, "hidden_size": 32, "intermediate_size": 64, "max_position_embeddings": 256}
+    layers = {"num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 2}
+    config = transformers.LlamaConfig(**shape, **layers)
+    transformers.LlamaForCausalLM(config).save_pretrained(tmp_path / "model")
+    network = {"network": f"hf:{tmp_path / 'model'}", "optimizer": adam()}
+    plain = finals(FedAvg(**network), tmp_path / "plain")
+    one = FedVEMoE(**network, k_max=1, shared=False, top_m=1, birth="never")
+    assert torch.equal(finals(one, tmp_path / "one"), plain)
+
+
 def test_the_own_adapter_is_what_the_client_learns_alone(tmp_path):
     """LocalOnly on the same batches: those of a federation whose clients hold nothing back."""
     alone, method = method_of(LocalOnly), method_of(FedVEMoE)

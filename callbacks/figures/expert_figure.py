@@ -148,7 +148,7 @@ def expert_figure(
     figure = Figure(figsize=(13.5, 4.4), layout="constrained")
     left, middle, right = figure.subplots(1, 3, width_ratios=[1, 1, 0.8])
     open_frame(left, right)
-    ever = np.flatnonzero((use > 0).any(axis=0))
+    ever = np.flatnonzero((use > 0).any(axis=0)) if use.any() else np.arange(1)
     rounds, below = np.arange(1, len(use) + 1), np.zeros(len(use))
     for expert in ever:
         colour = COLOURS[expert % (len(COLOURS) - 1)]
