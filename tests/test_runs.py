@@ -91,7 +91,9 @@ def rows(run: Path, name: str) -> list[dict[str, str]]:
 
 def long(text: str) -> list[pytest.MarkDecorator]:
     """The marks of a command or a configuration: language models, sweeps and diagnostics take longest."""
-    is_long = text == "fedkd" or any(word in text for word in (" sweep ", " test ", "diagnostics", "lora_", "language"))
+    is_long = text == "fedkd" or any(
+        word in text for word in (" sweep ", " test ", "diagnostics", "lora_", "language")
+    )
     return [pytest.mark.slow, pytest.mark.essential] if is_long else []
 
 
