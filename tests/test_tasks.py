@@ -357,7 +357,9 @@ def test_streamed_metrics_are_those_of_all_outputs():
     metrics, answers = evaluation.on_test_set(fabric, method, data, answers=False)
     outputs, target = evaluation.predict(fabric, method.deploy(), data.test_batches(batch_size=5))
     assert answers is None
-    assert metrics["test/loss"] == pytest.approx(F.cross_entropy(outputs.transpose(1, 2), target).item())
+    assert metrics["test/loss"] == pytest.approx(
+        F.cross_entropy(outputs.transpose(1, 2).double(), target).item()
+    )
     outputs, target, owners = evaluation.predict_validation(fabric, method, data)
     found = evaluation.validate(fabric, method, data)
     for id in owners.unique().tolist():
