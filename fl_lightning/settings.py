@@ -65,6 +65,9 @@ NEUTRAL_VALUES_OF_CLASS = {
 """Settings that a class of data got later and others always had, by the name of the class."""
 ALWAYS_HASHED = {"model.init_args.module": "fl_lightning.methods.FedAvg"}
 """Later settings that one method had in version 0.1.0 already, so that its runs' hashes contain them."""
+FORMER_DEFAULTS = {"trainer.callbacks.*.init_args.monitor": "val/accuracy"}
+"""Settings that are null since they follow the task, by pattern, with the default that they had before. It is
+also what null means where the task is classification, so hashes have it in place of null."""
 SAME_CLASS = {
     "fl_lightning.Meter": "fl_lightning.hooks.Meter",
     "fl_lightning.Method": "fl_lightning.methods.Method",
@@ -136,8 +139,14 @@ def result_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
             fnmatchcase(key, name) and value == neutral for name, neutral in neutral_values.items()
         )
 
+    def same(key: str, value: Any) -> Any:
+        if key.endswith("class_path"):
+            return SAME_CLASS.get(value, value)
+        former = (default for name, default in FORMER_DEFAULTS.items() if fnmatchcase(key, name))
+        return next(former, None) if value is None else value
+
     return {
-        key: SAME_CLASS.get(value, value) if key.endswith("class_path") else value
+        key: same(key, value)
         for key, value in redact_settings(settings).items()
         if not is_free(key) and not is_neutral(key, value)
     }

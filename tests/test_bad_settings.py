@@ -14,6 +14,7 @@ from torch import nn
 from fl_lightning.__main__ import main
 from fl_lightning.data import FederatedImages
 from fl_lightning.models import build_network
+from fl_lightning.tasks import LanguageModelling
 from fl_lightning.trainer import FederatedTrainer
 
 FIT = shlex.split(
@@ -143,6 +144,12 @@ def test_a_network_for_images_on_a_table_says_what_fits(network: str) -> None:
         ValueError, match=r"on examples of shape \[20\]; it needs images .* maps \[B, 20\] to logits"
     ):
         build_network(network, 3, (20,))
+
+
+@pytest.mark.parametrize("network", ["small_cnn", "mlp", "mobilenetv2"])
+def test_a_network_that_reads_no_tokens_is_refused_on_text(network: str) -> None:
+    with pytest.raises(ValueError, match=r"it does not read tokens; write --model\.network llama_tiny"):
+        build_network(network, 259, (72,), task=LanguageModelling())
 
 
 @pytest.mark.parametrize("shape", [(), (0,), (3, 0, 16)])

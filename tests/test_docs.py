@@ -54,6 +54,7 @@ OF_A_USER = {
     "my_meters.py",
     "own_dataset.py",
     "own_module.py",
+    "own_token_module.py",
     "own_tokens.py",
 }
 FILE = re.compile(r"(?!self\.)[\w./-]*\w\.(?:py|md|ya?ml|toml|cff|csv|json|log|svg)")

@@ -145,7 +145,7 @@ def test_more_patience_continues_a_run_that_was_stopped(tmp_path):
     ],
 )
 def test_what_counts_as_an_improvement(settings, values, stops_after):
-    stopping, stopped = EarlyStopping(**settings), None
+    stopping, stopped = EarlyStopping("val/accuracy", **settings), None
     for round, value in enumerate(values, start=1):
         stopping.on_validate({}, record := RoundRecord(round, {"val/accuracy": value}), None)
         stopping.on_round_end(record, None)

@@ -67,3 +67,10 @@ def test_a_configuration_of_then_and_one_of_now_are_the_same():
     assert settings_hash(before) == settings_hash(before | later)
     assert changed_settings(before, before | later) == []
     assert changed_settings(before, before | {"model.init_args.max_share": 0.5})
+
+
+def test_a_default_that_follows_the_task_has_the_hash_of_the_former_one():
+    key = "trainer.callbacks.0.init_args.monitor"
+    follows, former, other = ({key: value} for value in (None, "val/accuracy", "train/loss"))
+    assert settings_hash(follows) == settings_hash(former) != settings_hash(other)
+    assert not changed_settings(former, follows)

@@ -221,7 +221,7 @@ def test_a_mistake_is_one_line(tmp_path, mistake):
     ("content", "words"),
     [
         (b"", "the file is empty"),
-        (b"a,b,kind\n1,2\xff,x\n", "is not UTF-8"),
+        (b"a,b,kind\n1,2\xff,x\n", r"b'2\\xff' is not UTF-8"),
         (b"a,b,kind\n1,2,x,4,5\n1,2,3\n1,2,3,4,5,6,7\n", "it is no table"),
         (b"a,a,kind\n1,2,x\n3,4,y\n", "two columns are named"),
         (b",a,kind\n0,2,x\n1,4,y\n", "a column has no name"),

@@ -4,6 +4,7 @@ images do."""
 import json
 import math
 from functools import partial
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -15,6 +16,7 @@ from torch.nn import functional as F
 from callbacks import AccuracyBytesFigure, Calibration, ClientAccuracyFigure, EarlyStopping, LabelNoise
 from fl_lightning import FederatedData, FederatedTrainer, evaluation
 from fl_lightning.data import IID, Dirichlet
+from fl_lightning.hooks import RoundRecord
 from fl_lightning.methods import (
     AQFL,
     FedAvg,
@@ -280,13 +282,26 @@ class Unfit(Task):
             Calibration(),
             "Calibration where the task is Regression; it reads the probabilities of the classes",
         ),
-        (EarlyStopping(), "monitor='val/accuracy'.; it is one of val/mse, val/mse_std"),
+        (EarlyStopping("val/accuracy"), "monitor='val/accuracy'.; it is one of val/mse, val/mse_std"),
     ],
 )
 def test_what_does_not_apply_is_refused_by_name(callback, says, tmp_path):
     with pytest.raises(ValueError, match=says):
         trained(FedAvg(network=linear), Line(), tmp_path, callbacks=[callback])
     assert not list(tmp_path.iterdir())
+
+
+def test_early_stopping_follows_the_primary_metric_and_its_direction():
+    """A perplexity that rises is no improvement."""
+    stopping = EarlyStopping(patience=1)
+    stopping.on_check(SimpleNamespace(data=SimpleNamespace(task=LanguageModelling(), validating=[0])))
+    for round, value in enumerate((9.0, 8.0), start=1):
+        stopping.on_validate({}, record := RoundRecord(round, {"val/perplexity": value}), None)
+        stopping.on_round_end(record, None)
+        assert not stopping.stop_reason()
+    stopping.on_validate({}, record := RoundRecord(3, {"val/perplexity": 8.5}), None)
+    stopping.on_round_end(record, None)
+    assert stopping.stop_reason() == "val/perplexity did not improve in 1 evaluated round, best 8 in round 2"
 
 
 @pytest.mark.parametrize(
@@ -342,7 +357,9 @@ def test_streamed_metrics_are_those_of_all_outputs():
     metrics, answers = evaluation.on_test_set(fabric, method, data, answers=False)
     outputs, target = evaluation.predict(fabric, method.deploy(), data.test_batches(batch_size=5))
     assert answers is None
-    assert metrics["test/loss"] == pytest.approx(F.cross_entropy(outputs.transpose(1, 2), target).item())
+    assert metrics["test/loss"] == pytest.approx(
+        F.cross_entropy(outputs.transpose(1, 2).double(), target).item()
+    )
     outputs, target, owners = evaluation.predict_validation(fabric, method, data)
     found = evaluation.validate(fabric, method, data)
     for id in owners.unique().tolist():

@@ -199,6 +199,7 @@ WRONG = {
     "nothing learnt": ([([5, 6], [-100, -100])], {}, "none of its tokens after the first is to be learnt"),
     "one token": ([[5]], {}, "item 0 of 1 tokens; none of its tokens after the first is to be learnt"),
     "too long": ([list(range(30))], {"test": [[1, 2]]}, "item 0 of 30 tokens; it takes 29 positions of a context of 16; write context: 29"),
+    "too long behind a split": ([*([k, k] for k in range(20)), list(range(30))], {}, "data.train ListData, item 20 of 30 tokens"),
     "cut before the answer": ([(list(range(30)), [-100] * 29 + [29])], {"test": [[1, 2]], "too_long": "cut"}, "none of its first 17 tokens is to be learnt"),
     "no client": ([{"input_ids": [1, 2]}], {"client": "writer", "num_clients": 0}, "writer; .*item 0 has no such name"),
     "no such place": ([([1, 2], [1, 2])], {"client": 2, "num_clients": 0}, "2; .*item 0 has no such position"),

@@ -28,7 +28,8 @@ class EarlyStopping(Meter):
 
     Args:
         monitor: ``val/accuracy``, ``val/accuracy_std``, ``val/accuracy_worst_decile``, the same of another
-            metric of the task such as ``val/perplexity``, or ``train/loss``.
+            metric of the task such as ``val/perplexity``, or ``train/loss``; null: ``val/`` and the task's
+            primary metric.
         patience: evaluated rounds without an improvement after which the run ends, at least 1.
         mode: whether more of the monitor is better (``max``) or less (``min``); null: less of a loss or a
             spread, more of an accuracy, and of another metric as the task has it.
@@ -37,12 +38,12 @@ class EarlyStopping(Meter):
 
     def __init__(
         self,
-        monitor: str = "val/accuracy",
+        monitor: str | None = None,
         patience: int = 10,
         mode: Literal["max", "min"] | None = None,
         min_delta: float = 0.0,
     ) -> None:
-        if not FORM.fullmatch(monitor):
+        if monitor is not None and not FORM.fullmatch(monitor):
             raise _unknown(monitor, Classification())
         if patience < 1:
             raise InputError(
@@ -61,6 +62,7 @@ class EarlyStopping(Meter):
                 "write min_delta: 0.001",
             )
         self.monitor, self.patience, self.min_delta = monitor, patience, min_delta
+        self._monitored = monitor or ""
         self.mode = mode
         self._sign = -1 if mode == "min" else 1
         self._forget()
@@ -72,13 +74,14 @@ class EarlyStopping(Meter):
 
     def on_check(self, context: Context) -> None:
         self._forget()  # what another run of the same trainer has shown
-        if self.monitor != LOSS and self.monitor not in monitors(context.data.task):
-            raise _unknown(self.monitor, context.data.task)
+        monitor = self._monitored = self.monitor or f"val/{context.data.task.primary}"
+        if monitor != LOSS and monitor not in monitors(context.data.task):
+            raise _unknown(monitor, context.data.task)
         if self.mode is None:
-            self._sign = -1 if self.monitor == LOSS else _sign_of(self.monitor, context.data.task)
-        if self.monitor.startswith("val/") and not len(context.data.validating):
+            self._sign = -1 if monitor == LOSS else _sign_of(monitor, context.data.task)
+        if monitor.startswith("val/") and not len(context.data.validating):
             raise InputError(
-                f"EarlyStopping(monitor={self.monitor!r}) where no client has validation examples",
+                f"EarlyStopping(monitor={monitor!r}) where no client has validation examples",
                 "there is nothing to monitor",
                 "write --data.val_fraction 0.1",
             )
@@ -87,9 +90,9 @@ class EarlyStopping(Meter):
         self._evaluated = record.round
 
     def on_round_end(self, record: RoundRecord, context: Context) -> None:
-        if self._evaluated != record.round or self.monitor not in record.metrics:
+        if self._evaluated != record.round or self._monitored not in record.metrics:
             return
-        value = record.metrics[self.monitor]
+        value = record.metrics[self._monitored]
         gain = math.inf if self._best is None else self._sign * (value - self._best)
         if math.isfinite(value) and gain > self.min_delta:
             self._best, self._best_round, self._waited = value, record.round, 0
@@ -101,7 +104,7 @@ class EarlyStopping(Meter):
             return ""
         best = "never finite" if self._best is None else f"best {self._best:.4g} in round {self._best_round}"
         rounds = f"{self._waited} evaluated round{'s'[: self._waited > 1]}"
-        return f"{self.monitor} did not improve in {rounds}, {best}"
+        return f"{self._monitored} did not improve in {rounds}, {best}"
 
     def state_dict(self) -> dict[str, Any]:
         return {"best": self._best, "best_round": self._best_round, "waited": self._waited}

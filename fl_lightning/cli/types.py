@@ -17,6 +17,7 @@ from lightning.pytorch import LightningDataModule, LightningModule
 from torch.utils.data import Dataset
 
 from fl_lightning.data.map_style import DataModuleCallable, DatasetCallable
+from fl_lightning.data.text.tokens import Tokenizer
 
 Seed = restricted_number_type("Seed", int, [(">=", 0), ("<", 2**63)], docstring="An int >= 0 and below 2^63")
 
@@ -30,6 +31,7 @@ TYPE_WORDS: dict[Any, str] = {
     LightningModule: "the import path of a LightningModule",
     DatasetCallable: "the import path of a torch.utils.data.Dataset",
     DataModuleCallable: "the import path of a LightningDataModule",
+    Tokenizer: "the import path of a tokeniser",
 }
 TYPE_EXAMPLES: dict[Any, str] = {
     int: "1",
@@ -40,6 +42,7 @@ TYPE_EXAMPLES: dict[Any, str] = {
     LightningModule: "my_package.LitClassifier",
     DatasetCallable: "torchvision.datasets.FakeData",
     DataModuleCallable: "my_package.MyDataModule",
+    Tokenizer: "fl_lightning.data.text.tokens.HuggingFaceTokenizer",
 }
 MAX_LISTED_CLASSES = 15  # names that a message lists
 

@@ -14,7 +14,7 @@ from fl_lightning.data.text.corpus_data import CorpusData
 from fl_lightning.data.text.federation import InstructionData, TextData
 from fl_lightning.data.text.natural_instructions import NaturalInstructions
 from fl_lightning.data.text.text_files import TextFiles
-from fl_lightning.data.text.token_data import TokenData
+from fl_lightning.data.text.token_data import DataModuleTokens, TokenData
 from fl_lightning.data.text.token_items import TokenFile
 from fl_lightning.data.two_clients import TwoClients
 
@@ -22,6 +22,7 @@ __all__ = [
     "IID",
     "CorpusData",
     "DataModuleData",
+    "DataModuleTokens",
     "DatasetData",
     "Dirichlet",
     "FederatedData",

@@ -134,7 +134,7 @@ class ArrayData(FederatedData):
             task != "language_modelling",
             f"task=language_modelling with {type(self).__name__}",
             "sequences of tokens have a data module of their own, with padding and masks",
-            "write TokenData in its place",
+            "write TokenData in its place, or DataModuleTokens for a LightningDataModule",
         )
         require_choice(task, ("classification", "regression"), "task")
         self.task = Classification() if task == "classification" else Regression()

@@ -153,7 +153,7 @@ class DataModuleData(ItemData):
         Raises:
             InputError: the module refuses its arguments or lacks its files.
         """
-        made(lambda: made(self.source, "data.module").prepare_data(), "data.module")
+        prepare_module(self.source)
 
     def read(self) -> tuple[Examples, Examples, Names]:
         """Read the items of the module's datasets.
@@ -161,27 +161,57 @@ class DataModuleData(ItemData):
         Raises:
             InputError: the module has no training loader, or a dataset cannot be read.
         """
-        module = made(self.source, "data.module")
-        with torch_stream(0, "data_module"):  # a split that the module draws is the same in every run
-            for stage in ("fit", "test"):  # before a loader is asked: one that ignores the stage splits anew
-                made(partial(module.setup, stage), "data.module")
-        train = self._dataset_of(module, "train_dataloader")
-        if train is None:
-            raise InputError(
-                f"data.module {name_of(module)}",
-                "its train_dataloader gives no loader with a dataset",
-                "let it return a torch.utils.data.DataLoader",
-            )
-        test = self._dataset_of(module, "test_dataloader")
-        places = [f"data.module {name_of(module)}, {split}" for split in ("train", "test")]
-        return self.examples_of((train, test), places)
+        found = module_datasets(self.source, ("train", "test"))
+        places = [f"data.module {self.dataset}, {split}" for split in found]
+        return self.examples_of(list(found.values()), places)
 
-    @staticmethod
-    def _dataset_of(module: LightningDataModule, loader: str) -> Any:
-        """Return the dataset of a loader; None if the module does not define the loader."""
-        if getattr(type(module), loader) is getattr(LightningDataModule, loader):
-            return None
-        return getattr(getattr(module, loader)(), "dataset", None)
+
+def prepare_module(source: DataModuleCallable) -> None:
+    """Call ``prepare_data`` of a LightningDataModule.
+
+    Raises:
+        InputError: the module refuses its arguments or lacks its files.
+    """
+    made(lambda: made(source, "data.module").prepare_data(), "data.module")
+
+
+def module_datasets(source: DataModuleCallable, splits: Sequence[str]) -> dict[str, Any]:
+    """Set a LightningDataModule up and return the datasets behind its loaders.
+
+    Args:
+        source: what makes the module, or the module itself.
+        splits: ``train`` and others of ``val`` and ``test``.
+
+    Returns:
+        The dataset of each split; None where the module has no such loader.
+
+    Raises:
+        InputError: the module has no training loader, or a loader has not one dataset.
+    """
+    module = made(source, "data.module")
+    with torch_stream(0, "data_module"):  # a split that the module draws is the same in every run
+        for stage in ("fit", "test"):  # before a loader is asked: one that ignores the stage splits anew
+            made(partial(module.setup, stage), "data.module")
+    return {split: _dataset_of(module, split) for split in splits}
+
+
+def _dataset_of(module: LightningDataModule, split: str) -> Any:
+    """Return the dataset of a loader; None if the module does not define the loader or it gives none."""
+    name = f"{split}_dataloader"
+    defined = getattr(type(module), name) is not getattr(LightningDataModule, name)
+    loaders = getattr(module, name)() if defined else None
+    loaders = list(loaders) if isinstance(loaders, (list, tuple)) else [loaders]
+    if split != "train" and loaders in ([], [None]):
+        return None
+    found = [dataset for loader in loaders if (dataset := getattr(loader, "dataset", None)) is not None]
+    if len(loaders) != 1 or not found:
+        given = "several loaders" if len(loaders) > 1 else "no loader with a dataset"
+        raise InputError(
+            f"data.module {name_of(module)}",
+            f"its {name} gives {given}",
+            "let it return a torch.utils.data.DataLoader",
+        )
+    return found[0]
 
 
 def made(make: Any, setting: str) -> Any:

@@ -55,7 +55,8 @@ def read_table(path: Path) -> pd.DataFrame:
             f"{path}", f"it cannot be read ({error.strerror or error})", "check the file"
         ) from None
     except UnicodeDecodeError as error:
-        raise InputError(f"{path}", f"byte {error.start} is not UTF-8", "convert the file to UTF-8") from None
+        some = error.object[max(0, error.start - 10) : error.start + 10]  # of a cell or a block: no position
+        raise InputError(f"{path}", f"{some!r} is not UTF-8", "convert the file to UTF-8") from None
     except pd.errors.EmptyDataError:
         raise InputError(f"{path}", "the file is empty", "fill it") from None
     except (ValueError, pd.errors.ParserError) as error:  # pyarrow's errors are ValueErrors

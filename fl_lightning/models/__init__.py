@@ -83,6 +83,13 @@ def build_network(
             "an example has one dimension or more, none of them empty",
             "correct the data",
         )
+    if isinstance(task, LanguageModelling) and network in NETWORKS:
+        raise InputError(
+            f"network={network!r} where the task is LanguageModelling",
+            "it does not read tokens",
+            "write --model.network llama_tiny, hf:NAME_OR_FOLDER or my_package.MyNetwork, which takes the "
+            "number of tokens",
+        )
     if network in _IMAGE_NETWORKS and (len(example_shape) != 3 or example_shape[0] != 3):
         raise _not_images(f"network={network!r}", example_shape)
     made = _make(network, num_classes, example_shape)

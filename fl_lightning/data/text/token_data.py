@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -11,7 +12,14 @@ import torch
 
 from fl_lightning.data.arrays import check_count, check_test_fraction, number_names, sha256_of
 from fl_lightning.data.items import Key
-from fl_lightning.data.map_style import DatasetCallable, made, name_of
+from fl_lightning.data.map_style import (
+    DataModuleCallable,
+    DatasetCallable,
+    made,
+    module_datasets,
+    name_of,
+    prepare_module,
+)
 from fl_lightning.data.partition import IID, Dirichlet, Natural, Partition
 from fl_lightning.data.text.federation import TextData, TextExamples
 from fl_lightning.data.text.token_items import TokenItem, read_token_items, token_sequences
@@ -121,32 +129,39 @@ class TokenData(TextData):
         Raises:
             InputError: a dataset cannot be made, or an item is no sequence of tokens.
         """
-        parts: dict[str, list[TokenItem]] = {}
-        for split, source in zip(("train", "test"), self.sources, strict=True):
-            if source is not None:
-                dataset = made(source, f"data.{split}")
-                place = f"data.{split} {name_of(dataset)}"
-                parts[split] = read_token_items(
-                    dataset, place, self.tokenizer.vocab_size, self.client_key, self.group_key
-                )
-        left_out = 0
-        if "test" in parts:
-            seen = {_digest(item) for item in parts["train"]}
-            kept = [item for item in parts["test"] if _digest(item) not in seen]
-            left_out = len(parts["test"]) - len(kept)
-            require(
-                kept, f"data.test {self.dataset}", "all its items are training items too", "give other ones"
+        parts = {
+            split: read_token_items(
+                dataset, place, self.tokenizer.vocab_size, self.client_key, self.group_key
             )
-            parts["test"] = kept
-        else:
-            parts = _split(parts["train"], self.test_fraction)
+            for split, (dataset, place) in self.datasets().items()
+        }
+        seen, left_out = {_digest(item) for item in parts["train"]}, {"test": 0}
+        for split, of in (("val", "validation"), ("test", "test")):  # whoever validates is not tested
+            if split not in parts:
+                continue
+            kept = [item for item in parts[split] if _digest(item) not in seen]
+            require(
+                kept,
+                parts[split][0].place,
+                "all its items are training items too",
+                "give other ones",
+            )
+            left_out[of] = len(parts[split]) - len(kept)
+            parts[split] = kept
+            seen |= {_digest(item) for item in kept}
+        if "test" not in parts:
+            parts |= _split(parts["train"], self.test_fraction)
+        held_out = np.repeat([False, True], [len(parts["train"]), len(parts.get("val", ()))])
+        parts["train"] += parts.pop("val", [])
         clients = number_names(item.client for item in parts["train"] if item.client is not None)
         if self.count_clients:
             self.num_clients = len(clients)
         every = parts["train"] + parts["test"]
         groups = number_names(item.group for item in every if item.group is not None)
         self.groups = tuple(map(str, groups)) or (self.dataset,)
-        train, test = (self._examples(some, split, groups, clients) for split, some in parts.items())
+        train, test = (self._examples(parts[split], groups, clients) for split in ("train", "test"))
+        if held_out.any():
+            train = replace(train, held_out=held_out)
         tensors = [
             getattr(some.sequences, name)
             for some in (train, test)
@@ -155,26 +170,82 @@ class TokenData(TextData):
         self._summary = {
             "sha256": sha256_of(tensors),
             "clients": [str(name) for name in clients],
-            "test items left out": left_out,
+            **{f"{of} items left out": count for of, count in left_out.items()},
         }
         return train, test
 
+    def datasets(self) -> dict[str, tuple[Any, str]]:
+        """Return the dataset of each split, ``train`` and perhaps ``val`` and ``test``, and its name for
+        messages.
+
+        Raises:
+            InputError: one cannot be made.
+        """
+        found = {
+            split: made(source, f"data.{split}")
+            for split, source in zip(("train", "test"), self.sources, strict=True)
+            if source is not None
+        }
+        return {split: (dataset, f"data.{split} {name_of(dataset)}") for split, dataset in found.items()}
+
     def _examples(
-        self, items: list[TokenItem], split: str, groups: dict[Any, int], clients: dict[Any, int]
+        self, items: list[TokenItem], groups: dict[Any, int], clients: dict[Any, int]
     ) -> TextExamples:
-        place = f"data.{split} {self.dataset}"
-        sequences = token_sequences(items, self.tokenizer.pad, self.context, self.too_long, place)
+        sequences = token_sequences(items, self.tokenizer.pad, self.context, self.too_long)
         if self.generate:
-            _check_answers(items, sequences.target, self.tokenizer.eos, place)
+            _check_answers(items, sequences.target, self.tokenizer.eos)
         group = np.array([groups.get(item.group, 0) for item in items], np.int64)
         owner = np.array([clients.get(item.client, 0) for item in items], np.int64) if clients else None
         return TextExamples(sequences, group, owner)
 
     @property
     def text_summary(self) -> dict[str, Any]:
-        """The SHA-256 of all items, the clients' names, and how many test items were left out because they
-        are training items too."""
+        """The SHA-256 of all items, the clients' names, and how many items of other splits were left out
+        because they are training items too."""
         return self._summary
+
+
+class DataModuleTokens(TokenData):
+    """Sequences of token ids from the loaders of a ``LightningDataModule``.
+
+    The items of the datasets behind ``train_dataloader``, ``val_dataloader`` and ``test_dataloader`` are read
+    as :class:`TokenData` reads them; the loaders' batches, samplers and collate functions are not used. Items
+    of ``val_dataloader`` are the clients' validation examples and are dealt out like the others; without it
+    ``val_fraction`` is held out. Without ``test_dataloader``, ``test_fraction`` of the training items is the
+    test set. Validation and test items that are training items too are left out.
+
+    Args:
+        module: class path and arguments of the module; in Python a function that returns it.
+        settings: those of :class:`TokenData` but ``train`` and ``test``.
+
+    Raises:
+        InputError: an argument is out of range.
+    """
+
+    def __init__(self, module: DataModuleCallable, **settings: Any) -> None:
+        super().__init__(train=module, test=None, **settings)  # type: ignore[arg-type]
+        self.module = module
+
+    def prepare_data(self) -> None:
+        """Call the module's ``prepare_data``.
+
+        Raises:
+            InputError: the module refuses its arguments or lacks its files.
+        """
+        prepare_module(self.module)
+
+    def datasets(self) -> dict[str, tuple[Any, str]]:
+        """Return the dataset behind each loader that the module has, and its name for messages.
+
+        Raises:
+            InputError: the module has no training loader, or a loader has not one dataset.
+        """
+        found = module_datasets(self.module, ("train", "val", "test"))
+        return {
+            split: (dataset, f"data.module {self.dataset}, {split}")
+            for split, dataset in found.items()
+            if dataset is not None
+        }
 
 
 def _tokenizer_of(
@@ -236,7 +307,7 @@ def _split(items: list[TokenItem], fraction: float) -> dict[str, list[TokenItem]
     }
 
 
-def _check_answers(items: list[TokenItem], target: torch.Tensor, eos: int, place: str) -> None:
+def _check_answers(items: list[TokenItem], target: torch.Tensor, eos: int) -> None:
     """Refuse items that have no answer which could be generated.
 
     Raises:
@@ -248,13 +319,13 @@ def _check_answers(items: list[TokenItem], target: torch.Tensor, eos: int, place
         whole = len(item.ids) <= target.shape[1] + 1
         require(
             starts[number] == 1,
-            f"generate=True, {place}, item {number}",
+            f"generate=True, {item.where}",
             f"its labelled tokens are {int(starts[number])} stretches, and one can be generated",
             "write generate: false",
         )
         require(
             not whole or item.ids[item.labelled][-1] == eos,
-            f"generate=True, {place}, item {number}",
+            f"generate=True, {item.where}",
             f"its answer does not end with the token {eos}, so that what is generated would not end",
             "append it to the ids and the labels, or write generate: false",
         )

@@ -37,12 +37,21 @@ class TokenItem(NamedTuple):
         labelled: whether each token is to be learnt, bool ``[L]``; the first token never is.
         client: whose it is; None: the item does not say.
         group: its group; None: the item does not say.
+        place: name of the dataset that it is of, for messages.
+        number: its number in this dataset.
     """
 
     ids: np.ndarray
     labelled: np.ndarray
-    client: Any = None
-    group: Any = None
+    client: Any
+    group: Any
+    place: str
+    number: int
+
+    @property
+    def where(self) -> str:
+        """The name of the item in messages."""
+        return f"{self.place}, item {self.number}"
 
 
 class TokenFile(Dataset):
@@ -108,13 +117,18 @@ def read_token_items(
         InputError: an item cannot be read or is no sequence of tokens.
     """
     return [
-        _token_item(item_at(dataset, number, where), where, vocab_size, client, group)
+        TokenItem(
+            *_token_item(item_at(dataset, number, where), where, vocab_size, client, group), place, number
+        )
         for number in range(count_items(dataset, place))
         for where in (f"{place}, item {number}",)
     ]
 
 
-def _token_item(item: Any, where: str, vocab_size: int, client: Key | None, group: Key | None) -> TokenItem:
+def _token_item(
+    item: Any, where: str, vocab_size: int, client: Key | None, group: Key | None
+) -> tuple[np.ndarray, np.ndarray, Any, Any]:
+    """Return the ids of an item, which of them are learnt, and its client and group."""
     parts = _parts(item, where)
     ids = _whole_numbers(parts[IDS], IDS, where)
     outside = (ids < 0) | (ids >= vocab_size)
@@ -144,8 +158,8 @@ def _token_item(item: Any, where: str, vocab_size: int, client: Key | None, grou
         "label some (the labels are the token ids, -100 where nothing is learnt), or leave it out",
     )
     labelled[0] = False  # nothing stands before it, from which it could be predicted
-    named = [None if key is None else plain(_value(item, key, where)) for key in (client, group)]
-    return TokenItem(ids, labelled, *named)
+    owner, kind = (None if key is None else plain(_value(item, key, where)) for key in (client, group))
+    return ids, labelled, owner, kind
 
 
 def _parts(item: Any, where: str) -> Mapping[str, Any]:
@@ -231,9 +245,7 @@ def _check_length(values: np.ndarray, name: str, length: int, where: str) -> Non
     )
 
 
-def token_sequences(
-    items: Sequence[TokenItem], pad: int, context: int, too_long: TooLong, place: str
-) -> Sequences:
+def token_sequences(items: Sequence[TokenItem], pad: int, context: int, too_long: TooLong) -> Sequences:
     """Return items as sequences. The last token is only a target, so L tokens take L - 1 positions.
 
     Args:
@@ -242,7 +254,6 @@ def token_sequences(
         context: T, the largest number of positions.
         too_long: what is done with an item of more positions. refuse: an error; cut: its end is left out, and
             ``Sequences.cut`` counts it.
-        place: name of the dataset, for messages.
 
     Raises:
         InputError: an item is too long, or of one that is cut nothing is left to learn.
@@ -252,10 +263,11 @@ def token_sequences(
     target = torch.full((len(items), context), IGNORED, dtype=torch.int64)
     length = torch.zeros(len(items), dtype=torch.int64)
     cut = 0
-    for number, (ids, labelled, *_) in enumerate(items):
+    for number, item in enumerate(items):
+        ids, labelled = item.ids, item.labelled
         count = min(len(ids) - 1, context)
         if count < len(ids) - 1:
-            given = f"{place}, item {number} of {len(ids)} tokens"
+            given = f"{item.where} of {len(ids)} tokens"
             require(
                 too_long == "cut",
                 given,
