@@ -6,6 +6,7 @@ import csv
 import math
 from itertools import product
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from test_kill import differences, outcome
 from tiny_language import adam, fit, method_of, records
 from toy import ready
 
-from callbacks import ExpertFigure, NewTasks
+from callbacks import ByzantineClients, ExpertFigure, NewTasks
 from fl_lightning.data import TokenData
 from fl_lightning.hooks import Meter
 from fl_lightning.methods import FedAvg, FedVEMoE, LocalOnly
@@ -241,6 +242,44 @@ def test_forged_uploads_are_refused():
     ):
         with pytest.raises(PayloadError):
             check_upload(method, Payload({**dict(good.items()), name: entry}), client, [])
+
+
+def test_an_expert_whose_loss_is_not_finite_is_taken_by_nobody():
+    """All responsibilities would be NaN, and so would all clients."""
+    method, data = built(k_max=3)
+    with_experts(method, 2)
+    method.server["experts"][2] = 3e18
+    client = data.client(0)
+    method.receive(method.broadcast(client), client)
+    choice = method.choose(data, client, data.labels(client))
+    assert choice.r.tolist() == [0, 1, 0, 0]
+    method.server["experts"][1] = 3e18
+    method.receive(method.broadcast(client), client)
+    choice = method.choose(data, client, data.labels(client))
+    assert choice.rejects
+    assert choice.r.tolist() == pytest.approx([0, 0.5, 0.5, 0])
+
+
+@pytest.mark.parametrize("wire", ["plain", "oblivious"])
+def test_an_attack_multiplies_the_update_of_each_row(wire):
+    method, data = built(k_max=4, wire=wire)
+    with_experts(method, 2)
+    starts, upload, client = method.slots.rows, upload_of(method, data, 0), data.client(0)
+    attack = ByzantineClients(clients=1.0, attack="sign_flip", strength=2.0)
+    context = SimpleNamespace(method=method, data=data, seed=0)
+    attacked = attack.change_upload(upload, client=client, round=1, context=context)
+    check_upload(method, attacked, client, [])
+    honest, forged = (method.wire.trained(each, method.server["active"]) for each in (upload, attacked))
+    assert honest.shares == forged.shares
+    for slot, row in honest.rows.items():
+        assert torch.allclose(forged.rows[slot] - starts[slot], -2 * (row - starts[slot]), atol=1e-5)
+
+
+def test_clients_of_one_example_choose_by_the_prior(tmp_path):
+    """They have no probes; one alone would have no error of its mean."""
+    method = method_of(FedVEMoE, k_init=2, k_max=3, top_m=3)
+    fit(method, tmp_path, records(generate=False, examples_per_client=1))
+    assert method.slots.mass[1:3].tolist() == pytest.approx([2, 2])
 
 
 # Bytes
