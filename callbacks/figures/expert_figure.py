@@ -23,7 +23,8 @@ SURE = 2.0
 
 
 class ExpertFigure(FigureMeter):
-    """Draws ``figures/experts`` for ``FedVEMoE``, and adds to each round what its clients know of experts.
+    """Draws ``figures/experts`` for ``FedVEMoE``, and adds to each round what the clients that trained in it
+    know of experts.
 
     - ``router/entropy``: mean over clients of the entropy of their responsibilities, in nats;
     - ``router/purity``: mutual information of the clients' groups and the experts that each takes first,
