@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import math
+from functools import partial
 from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
@@ -23,7 +24,7 @@ from fl_lightning.methods import FedAvg, FedVEMoE, LocalOnly
 from fl_lightning.methods.private_sums import clip_addends
 from fl_lightning.methods.receiving import check_upload
 from fl_lightning.methods.secure import check_secure_sum
-from fl_lightning.models.language import Llama, add_lora
+from fl_lightning.models.language import Llama, LlamaTiny, add_lora
 from fl_lightning.models.language.experts import Seats, factors_of
 from fl_lightning.privacy import ClientPrivacy
 from fl_lightning.privacy.secure import SecureSum
@@ -303,6 +304,22 @@ def test_bytes_are_those_of_the_formulas(experts, wire):
     up = header + entry("examples", 0, 4) + entry("slots", 1, 1) + entry("shares", 1, 4 * shares)
     up += entry("rows", 2, rows * row) + entry("votes", 1, 1) + own
     assert {upload_of(method, data, id).nbytes for id in range(4)} == {up}
+
+
+@pytest.mark.parametrize(("wire", "up"), [("plain", 2 * 127_360), ("oblivious", 9 * 127_360 + 126_976)])
+def test_bytes_of_the_shipped_network_with_a_frozen_a(wire, up):
+    """d 96, 4 blocks, r 8: 4 experts of 8 slots, to the few bytes of headers and votes."""
+    network = partial(LlamaTiny, ffa=True)
+    method = FedVEMoE(network=network, optimizer=adam(), k_init=4, k_max=8, wire=wire)
+    data = records(generate=False)
+    data.prepare_data()
+    data.setup("fit")
+    data.distribute(0, torch.device("cpu"))
+    method.build(data)
+    message, client = method.broadcast(data.client(0)), data.client(0)
+    method.receive(message, client)
+    assert 0 < message.nbytes - 5 * 127_360 < 200
+    assert 0 < method.upload(client).nbytes - up < 200
 
 
 # Births

@@ -54,7 +54,8 @@ class ExpertFigure(FigureMeter):
 
     def on_validate(self, values: dict[int, float], record: RoundRecord, context: Context) -> None:
         if self.applies and values:
-            found, lower = list(values.values()), not context.data.task.higher_is_better
+            found = [values[client] for client in sorted(values)]  # in one order on one process and on many
+            lower = not context.data.task.higher_is_better
             self.seen["evaluated"].append(record.round)
             self.seen["mean"].append(float(np.mean(found)))
             self.seen["worst"].append(float(max(found) if lower else min(found)))
@@ -73,6 +74,10 @@ class ExpertFigure(FigureMeter):
             if purity is not None:
                 record.metrics["router/purity"] = purity
         super().on_round_end(record, context)
+
+    def state_dict(self) -> dict[str, Any]:
+        kept = super().state_dict()
+        return {**kept, "clients": dict(sorted(kept["clients"].items()))}
 
     def _of_clients(self, ids: list[str]) -> tuple[np.ndarray, np.ndarray]:
         """Return responsibilities ``[K, S]``, and mean and standard error of what clients lose ``[K, 2]``."""
