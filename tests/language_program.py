@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -14,12 +15,17 @@ import torch
 from tiny_language import fit, method_of, records
 from toy import sgd
 
-from callbacks import LabelNoise
+from callbacks import ExpertFigure, LabelNoise
 from fl_lightning.data import IID, TableData
 from fl_lightning.hooks import Stressor
-from fl_lightning.methods import FedAvg, LocalOnly
+from fl_lightning.methods import FedAvg, FedVEMoE, LocalOnly
 
-KINDS = {"FedAvg": (FedAvg, False), "FFA-LoRA": (FedAvg, True), "LocalOnly": (LocalOnly, False)}
+KINDS = {
+    "FedAvg": (FedAvg, False),
+    "FFA-LoRA": (FedAvg, True),
+    "LocalOnly": (LocalOnly, False),
+    "FedVEMoE": (partial(FedVEMoE, k_init=2, k_max=3, top_m=3), False),
+}
 TABLE = "table"
 
 
@@ -55,8 +61,10 @@ def start(
         cls, ffa = KINDS[kind]
         data, method = records(), method_of(cls, ffa=ffa)
     small = {"max_rounds": 3, "participation": 0.75, "checkpoint_every": 1, "local_epochs": 1}
-    noise = LabelNoise(round=2, clients=0.5, among="cohort")
-    fit(method, folder / "runs", data, **{**small, "callbacks": [noise, stops], **settings})
+    callbacks = [LabelNoise(round=2, clients=0.5, among="cohort"), stops]
+    if isinstance(method, FedVEMoE):
+        callbacks.append(ExpertFigure())
+    fit(method, folder / "runs", data, **{**small, "callbacks": callbacks, **settings})
 
 
 def table(folder: Path) -> TableData:

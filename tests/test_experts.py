@@ -70,6 +70,14 @@ def test_the_largest_are_seated_and_the_lower_of_equals():
     assert float(shares.sum()) == pytest.approx(1)
 
 
+def test_a_share_that_the_server_counts_as_nothing_gets_no_seat():
+    """Its logarithm could be infinite, and its place in the message empty."""
+    for little in (0.0, 1e-60, 1e-4):
+        slots, shares = seated(torch.tensor([0.0, little, 1 - little, 0.0, 0.0]).double(), ACTIVE, seats=2)
+        assert slots == [2]
+        assert shares.tolist() == [1]
+
+
 @pytest.mark.parametrize(("own", "rejects"), [(0.5, True), (0.97, False), (1.0, False), (1.5, False)])
 def test_experts_are_rejected_where_the_own_adapter_is_better_by_the_test(own, rejects):
     """All three are equally bad, or all are good enough: what r is does not matter."""
@@ -195,6 +203,14 @@ def test_a_birth_takes_two_rounds_of_rejections_a_seed_and_a_slot_that_was_free(
     assert born.changes.tolist() == [1, 0, 0]
     full = nobody.with_birth(seed, torch.zeros(5, dtype=torch.bool), 2, 8, round=3, rules=RULES)
     assert torch.equal(full.active, slots.active)
+
+
+def test_an_expert_keeps_some_prior_where_all_clients_reject_it():
+    """At 0 the one that was born for one of them would get all of them."""
+    slots = replace(some_slots([expert(*factors(0))]), unserved=torch.tensor(1))
+    free = torch.tensor([False, False, False, True, True])
+    born = slots.with_birth(expert(*factors(1)), free, rejects=8, clients=8, round=2, rules=RULES)
+    assert born.prior.tolist() == pytest.approx([0, 1 / 9, 0, 8 / 9, 0])
 
 
 def test_purity_is_one_where_each_group_has_one_expert():

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import csv
 import math
+from functools import partial
 from itertools import product
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,14 +17,14 @@ from test_kill import differences, outcome
 from tiny_language import adam, fit, method_of, records
 from toy import ready
 
-from callbacks import ExpertFigure, NewTasks
+from callbacks import ByzantineClients, ExpertFigure, NewTasks
 from fl_lightning.data import TokenData
 from fl_lightning.hooks import Meter
 from fl_lightning.methods import FedAvg, FedVEMoE, LocalOnly
 from fl_lightning.methods.private_sums import clip_addends
 from fl_lightning.methods.receiving import check_upload
 from fl_lightning.methods.secure import check_secure_sum
-from fl_lightning.models.language import Llama, add_lora
+from fl_lightning.models.language import Llama, LlamaTiny, add_lora
 from fl_lightning.models.language.experts import Seats, factors_of
 from fl_lightning.privacy import ClientPrivacy
 from fl_lightning.privacy.secure import SecureSum
@@ -243,6 +245,44 @@ def test_forged_uploads_are_refused():
             check_upload(method, Payload({**dict(good.items()), name: entry}), client, [])
 
 
+def test_an_expert_whose_loss_is_not_finite_is_taken_by_nobody():
+    """All responsibilities would be NaN, and so would all clients."""
+    method, data = built(k_max=3)
+    with_experts(method, 2)
+    method.server["experts"][2] = 3e18
+    client = data.client(0)
+    method.receive(method.broadcast(client), client)
+    choice = method.choose(data, client, data.labels(client))
+    assert choice.r.tolist() == [0, 1, 0, 0]
+    method.server["experts"][1] = 3e18
+    method.receive(method.broadcast(client), client)
+    choice = method.choose(data, client, data.labels(client))
+    assert choice.rejects
+    assert choice.r.tolist() == pytest.approx([0, 0.5, 0.5, 0])
+
+
+@pytest.mark.parametrize("wire", ["plain", "oblivious"])
+def test_an_attack_multiplies_the_update_of_each_row(wire):
+    method, data = built(k_max=4, wire=wire)
+    with_experts(method, 2)
+    starts, upload, client = method.slots.rows, upload_of(method, data, 0), data.client(0)
+    attack = ByzantineClients(clients=1.0, attack="sign_flip", strength=2.0)
+    context = SimpleNamespace(method=method, data=data, seed=0)
+    attacked = attack.change_upload(upload, client=client, round=1, context=context)
+    check_upload(method, attacked, client, [])
+    honest, forged = (method.wire.trained(each, method.server["active"]) for each in (upload, attacked))
+    assert honest.shares == forged.shares
+    for slot, row in honest.rows.items():
+        assert torch.allclose(forged.rows[slot] - starts[slot], -2 * (row - starts[slot]), atol=1e-5)
+
+
+def test_clients_of_one_example_choose_by_the_prior(tmp_path):
+    """They have no probes; one alone would have no error of its mean."""
+    method = method_of(FedVEMoE, k_init=2, k_max=3, top_m=3)
+    fit(method, tmp_path, records(generate=False, examples_per_client=1))
+    assert method.slots.mass[1:3].tolist() == pytest.approx([2, 2])
+
+
 # Bytes
 
 
@@ -264,6 +304,22 @@ def test_bytes_are_those_of_the_formulas(experts, wire):
     up = header + entry("examples", 0, 4) + entry("slots", 1, 1) + entry("shares", 1, 4 * shares)
     up += entry("rows", 2, rows * row) + entry("votes", 1, 1) + own
     assert {upload_of(method, data, id).nbytes for id in range(4)} == {up}
+
+
+@pytest.mark.parametrize(("wire", "up"), [("plain", 2 * 127_360), ("oblivious", 9 * 127_360 + 126_976)])
+def test_bytes_of_the_shipped_network_with_a_frozen_a(wire, up):
+    """d 96, 4 blocks, r 8: 4 experts of 8 slots, to the few bytes of headers and votes."""
+    network = partial(LlamaTiny, ffa=True)
+    method = FedVEMoE(network=network, optimizer=adam(), k_init=4, k_max=8, wire=wire)
+    data = records(generate=False)
+    data.prepare_data()
+    data.setup("fit")
+    data.distribute(0, torch.device("cpu"))
+    method.build(data)
+    message, client = method.broadcast(data.client(0)), data.client(0)
+    method.receive(message, client)
+    assert 0 < message.nbytes - 5 * 127_360 < 200
+    assert 0 < method.upload(client).nbytes - up < 200
 
 
 # Births

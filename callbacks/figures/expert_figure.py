@@ -23,7 +23,8 @@ SURE = 2.0
 
 
 class ExpertFigure(FigureMeter):
-    """Draws ``figures/experts`` for ``FedVEMoE``, and adds to each round what its clients know of experts.
+    """Draws ``figures/experts`` for ``FedVEMoE``, and adds to each round what the clients that trained in it
+    know of experts.
 
     - ``router/entropy``: mean over clients of the entropy of their responsibilities, in nats;
     - ``router/purity``: mutual information of the clients' groups and the experts that each takes first,
@@ -53,7 +54,8 @@ class ExpertFigure(FigureMeter):
 
     def on_validate(self, values: dict[int, float], record: RoundRecord, context: Context) -> None:
         if self.applies and values:
-            found, lower = list(values.values()), not context.data.task.higher_is_better
+            found = [values[client] for client in sorted(values)]  # in one order on one process and on many
+            lower = not context.data.task.higher_is_better
             self.seen["evaluated"].append(record.round)
             self.seen["mean"].append(float(np.mean(found)))
             self.seen["worst"].append(float(max(found) if lower else min(found)))
@@ -72,6 +74,10 @@ class ExpertFigure(FigureMeter):
             if purity is not None:
                 record.metrics["router/purity"] = purity
         super().on_round_end(record, context)
+
+    def state_dict(self) -> dict[str, Any]:
+        kept = super().state_dict()
+        return {**kept, "clients": dict(sorted(kept["clients"].items()))}
 
     def _of_clients(self, ids: list[str]) -> tuple[np.ndarray, np.ndarray]:
         """Return responsibilities ``[K, S]``, and mean and standard error of what clients lose ``[K, 2]``."""

@@ -14,12 +14,13 @@ from torch import Tensor
 from fl_lightning.client import Client
 from fl_lightning.errors import InputError
 from fl_lightning.hooks import Context, Stressor
+from fl_lightning.methods import FedVEMoE
 from fl_lightning.rng import stream
 from fl_lightning.wire import Codes, Layout, Payload
 
 log = logging.getLogger("fl_lightning")
 
-METADATA = frozenset({"examples", "bits", "tops"})
+METADATA = frozenset({"examples", "bits", "tops", "slots", "shares", "votes"})
 NOT_NEGATIVE = frozenset({"scales", "norms"})
 
 
@@ -37,8 +38,11 @@ class ByzantineClients(Stressor):
     - codebooks (FedPQ) and every other float entry, such as soft labels, are treated as u itself; ``noise``
       also draws indices anew.
 
-    Bit-widths and the counts of dropped planes (``bits`` and ``tops`` of FedMPQ) stay honest, and so does
-    ``examples`` unless ``claimed_examples`` says otherwise.
+    - ``rows`` of FedVEMoE's experts are attacked exactly; ``own``, which seeds an expert, is treated as u.
+
+    Bit-widths and the counts of dropped planes (``bits`` and ``tops`` of FedMPQ) stay honest, as do which
+    experts a client trained, their shares and its votes (``slots``, ``shares``, ``votes``), and ``examples``
+    unless ``claimed_examples`` says otherwise.
 
     Attacks are on uploads, so they are the same for every task: of a language model's adapters they change
     the factors. Wrong targets, such as corrupted answers, are :class:`callbacks.LabelNoise`.
@@ -118,12 +122,12 @@ class ByzantineClients(Stressor):
         if round < self.round or client.id not in self.attackers(context):
             return upload
         draws = stream(context.seed, "byzantine", round, client.id)
-        return Payload(
-            {
-                name: self._attacked(name, value, context.method, client, draws)
-                for name, value in upload.items()
-            }
-        )
+        method = context.method
+        attacked = {}
+        for name, value in upload.items():
+            start = method.starts_of(upload) if name == "rows" and isinstance(method, FedVEMoE) else None
+            attacked[name] = self._attacked(name, value, method, client, draws, start)
+        return Payload(attacked)
 
     def attackers(self, context: Context) -> frozenset[int]:
         """Return who attacks: a function of the seed and of which clients have training data."""
@@ -139,7 +143,13 @@ class ByzantineClients(Stressor):
         return self._attackers
 
     def _attacked(
-        self, name: str, value: Tensor | Codes, method: Any, client: Client, draws: np.random.Generator
+        self,
+        name: str,
+        value: Tensor | Codes,
+        method: Any,
+        client: Client,
+        draws: np.random.Generator,
+        start: Tensor | None,
     ) -> Tensor | Codes:
         if name == "examples" and self.claimed_examples is not None:
             return torch.tensor(self.claimed_examples)
@@ -151,7 +161,7 @@ class ByzantineClients(Stressor):
             return value
         if name in NOT_NEGATIVE:
             return value * self.strength
-        honest = broadcast_of(name, value, method, client)
+        honest = broadcast_of(name, value, method, client) if start is None else start
         return (honest + self._attacked_update(value - honest, draws)).to(value.dtype)
 
     def _attacked_update(self, update: Tensor, draws: np.random.Generator) -> Tensor:

@@ -23,8 +23,8 @@ class NewTasks(Stressor):
 
     A client's group is the one that most of its examples have: its cluster or domain where the data say so,
     else its most frequent class. With ``ExpertFigure`` before it among the callbacks, it logs
-    ``tasks/rounds_to_recover`` in the round in which every group has an expert of its own again: rounds since
-    the group arrived or left.
+    ``tasks/rounds_to_recover`` in the round in which every group among the clients that trained in it has an
+    expert of its own again: rounds since the group arrived or left.
 
     Args:
         group: name of the group, or its number.

@@ -57,6 +57,8 @@ from fl_lightning.wire import Payload
 CHANGES = ("experts/born", "experts/pruned", "experts/merged")
 LEAST_TRAINING = 4
 """At most one in so many of a client's examples is a probe."""
+UNUSABLE = 1e3
+"""Nats a token of a model whose loss on the probes is not finite."""
 NOTHING_LOST = Paired(0.0, 0.0)
 
 
@@ -282,12 +284,14 @@ class FedVEMoE(Method):
             yield from super().local_batches(data, trained, epochs=epochs, labels=kept, steps=steps)
 
     def _probe_places(self, client: Client) -> np.ndarray:
-        """Return where the client's probes are among its training examples; the same in every round."""
+        """Return where the client's probes are among its training examples; the same in every round. One
+        example alone has no error of its mean, so there are none or two at least."""
         if self.k_max == 0 or (self.k_max == 1 and not self.keeps_own):
             return np.empty(0, np.int64)  # there is nothing to choose
         n = len(client.train)
+        count = min(self.probes, n // LEAST_TRAINING)
         random = stream(self.seed, "probes", client.id)
-        return np.sort(random.choice(n, min(self.probes, n // LEAST_TRAINING), replace=False))
+        return np.sort(random.choice(n, count if count > 1 else 0, replace=False))
 
     def choose(self, data: FederatedData, client: Client, labels: Tensor) -> Choice:
         """Return the experts that suit a client, by the losses of its probes: the E-step.
@@ -319,12 +323,14 @@ class FedVEMoE(Method):
 
     @torch.no_grad()
     def _nats(self, tensors: dict[str, Tensor], network: nn.Module, inputs: Any, target: Tensor) -> Tensor:
-        """Return the mean loss of each example over its labelled tokens, float64 ``[N]`` on the CPU."""
+        """Return the mean loss of each example over its labelled tokens, float64 ``[N]`` on the CPU. Where
+        one is not finite, all are ``UNUSABLE``: one broken expert must not decide about the others."""
         was_training = network.training
         outputs = functional_call(network.eval(), tensors, (inputs,))
         network.train(was_training)
         nats, tokens = self.task.examplewise(outputs, target)["loss"]
-        return (nats / tokens.clamp_min(1)).double().cpu()
+        found = (nats / tokens.clamp_min(1)).double().cpu()
+        return found if bool(found.isfinite().all()) else torch.full_like(found, UNUSABLE)
 
     def training_step(self, batch: Any, batch_idx: int = 0) -> dict[str, Tensor]:
         """Return the terms of the objective: of the experts, or in the second pass of the own adapter."""
@@ -359,11 +365,12 @@ class FedVEMoE(Method):
         for seat, slot in enumerate(choice.slots):
             rows[slot] = self._row(self.seats.tensors(seat), router[seat])
         own = self.layout.read(self.own_network) if self.keeps_own else None
-        if own is not None and bool(own.isfinite().all()):
+        learned = own is not None and bool(own.isfinite().all())
+        if own is not None and learned:
             client.state["own"] = own
         client.state["responsibilities"] = choice.r.float()
         client.state["transfer"] = torch.tensor([choice.lost.mean, choice.lost.error])
-        seeds = choice.rejects and self._wins_lottery(client)
+        seeds = choice.rejects and learned and self._wins_lottery(client)
         shares = dict(zip(choice.slots, choice.shares.tolist(), strict=True))
         trained = Trained(shares, rows, choice.rejects, own if seeds else None)
         return Payload({"examples": self.examples_of(client), **self.wire.upload(trained)})
@@ -385,6 +392,11 @@ class FedVEMoE(Method):
 
     def broadcast(self, client: Client) -> Payload:
         return self.wire.broadcast(self.slots)
+
+    def starts_of(self, upload: Payload) -> Tensor:
+        """Return what the rows of an upload were before the client trained them, ``[n, P + d]``."""
+        mine = upload.codes("slots").values.reshape(-1) if self.k_max else torch.empty(0)
+        return self.slots.rows[self.wire.sent(torch.nonzero(mine).flatten().add(1).tolist())]
 
     def check(self, upload: Payload, client: Client) -> None:
         upload.tensor("examples")

@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 
 LEAST_PRIOR = 1e-12
+SHARE_UNITS = 2**10
+"""The server counts shares of experts in units of 1 / 1024."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +65,7 @@ def responsibilities(
 
 def seated(r: Tensor, active: Tensor, seats: int) -> tuple[list[int], Tensor]:
     """Return the slots of the at most ``seats`` largest responsibilities, the lower slot of equals first, and
-    their shares r / sum r.
+    their shares r / sum r. An expert whose share the server would count as 0 gets no seat.
 
     Args:
         r: responsibilities ``[K]``.
@@ -72,9 +74,10 @@ def seated(r: Tensor, active: Tensor, seats: int) -> tuple[list[int], Tensor]:
     """
     order = r.masked_fill(~active, -1.0).argsort(descending=True, stable=True)
     slots = sorted(order[: min(seats, int(active.sum()))].tolist())
-    shares = r[slots]
-    total = shares.sum()
-    return slots, shares / total if total > 0 else torch.full_like(shares, 1 / len(slots))
+    shares = r[slots] / r[slots].sum()
+    counted = (shares * SHARE_UNITS).round() > 0
+    kept = [slot for slot, counts in zip(slots, counted.tolist(), strict=True) if counts]
+    return kept, shares[counted] / shares[counted].sum()
 
 
 def is_worse_than_own(nats: Tensor, own: Tensor, active: Tensor, gap: float, z: float) -> tuple[bool, Paired]:

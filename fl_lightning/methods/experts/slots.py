@@ -203,7 +203,9 @@ class Slots:
     ) -> Slots:
         """Return the slots after a round in which clients rejected all experts: a free slot gets the seed
         once enough of them did for ``birth_rounds``. The count begins anew then, which leaves time for the
-        expert that others have left to become that of those who stay.
+        expert that others have left to become that of those who stay. Its prior is the share of the clients
+        that reject, but at most N / (N + 1): an old expert without any prior would lose all its clients to a
+        new one that suits few of them.
 
         Args:
             seed: mean of the own adapters of the clients that won the lottery, ``[P]``; None: nobody did.
@@ -219,7 +221,7 @@ class Slots:
         places = torch.nonzero(free).flatten().tolist()
         if seed is None or not places or int(unserved) < rules.birth_rounds:
             return after
-        slot, share = places[0], min(rejects / clients, 1.0)
+        slot, share = places[0], min(rejects / clients, clients / (clients + 1))
         experts, routers = self.experts.clone(), self.routers.clone()
         active, born, prior = self.active.clone(), self.born.clone(), (1 - share) * self.prior
         experts[slot], routers[slot] = seed, 0.0

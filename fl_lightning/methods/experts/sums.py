@@ -9,11 +9,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from fl_lightning.methods.experts.responsibilities import SHARE_UNITS
 from fl_lightning.methods.experts.wire import Trained
 from fl_lightning.methods.sums import Addend, Sums
 
-SHARE_UNITS = 2**10
-"""Shares of experts are integers in units of 1 / 1024."""
 NOISE_FLOOR = 4.0
 """Standard deviations of a private sum's noise below which a count is taken for 0."""
 

@@ -105,7 +105,7 @@ class ExpertWire:
             return {"rows": trained.rows[0].unsqueeze(0)}
         shares = torch.tensor([trained.shares.get(slot, 0.0) for slot in range(1, self.slots + 1)])
         empty = torch.zeros(self.size + self.features)
-        rows = [trained.rows.get(slot, empty) for slot in self._sent(sorted({*trained.rows} - {0}))]
+        rows = [trained.rows.get(slot, empty) for slot in self.sent(sorted({*trained.rows} - {0}))]
         votes = torch.tensor([trained.rejects, trained.own is not None], dtype=torch.int32)
         entries: dict[str, Tensor | Codes] = {
             "slots": Codes((shares > 0).to(torch.int32), bits=1),
@@ -123,7 +123,7 @@ class ExpertWire:
     def _first(self) -> list[int]:
         return [0] if self.shared else []
 
-    def _sent(self, mine: list[int]) -> list[int]:
+    def sent(self, mine: list[int]) -> list[int]:
         """Return the slots whose rows a client sends that trained the experts of ``mine``."""
         return [*self._first, *(range(1, self.slots + 1) if self.oblivious else mine)]
 
@@ -155,7 +155,7 @@ class ExpertWire:
             if len(votes) != 2:
                 raise PayloadError(f"{len(votes)} votes", "a client has two", "send them as 2 bits")
             rejects, seeds = map(bool, votes.tolist())
-        sent, rows = self._sent(sorted({*shares} - {0})), upload.tensor("rows")
+        sent, rows = self.sent(sorted({*shares} - {0})), upload.tensor("rows")
         wanted = (len(sent), self.size + self.features)
         if tuple(rows.shape) != wanted:
             raise PayloadError(
