@@ -103,6 +103,8 @@ def lay_out(folder: Path, files: dict[str, str]) -> None:
         (folder / name).write_text(text)
 
 
+@pytest.mark.slow
+@pytest.mark.essential
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_both_are_known_under_one_name(layout: str, here: Path, start: Callable[..., Done]) -> None:
     lay_out(here, {**LAYOUTS[layout], "run.yaml": config("callbacks.MyThing", "callbacks.Calibration")})

@@ -27,7 +27,7 @@ OF_ITS_OWN = {"FedMosaic", "LocalOnly", "Oracle"}
 
 
 LONG = [pytest.mark.slow, pytest.mark.essential]
-IN_EVERY_RUN = {"FedAvg", "FedMPQKD", "FedMosaic"}
+IN_EVERY_RUN = {"FedAvg", "FedMPQ"}
 
 
 @pytest.mark.parametrize(

@@ -247,6 +247,8 @@ def test_streams_of_the_page_on_reproducibility():
     code("reproducibility.md")  # it holds an assertion itself
 
 
+@pytest.mark.slow
+@pytest.mark.essential
 def test_the_page_on_text(tmp_path, monkeypatch, capsys):
     """Its code runs, and its configurations are understood."""
     code("howto/text_data.md")

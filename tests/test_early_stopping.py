@@ -180,6 +180,8 @@ def test_without_validation_examples_there_is_nothing_to_monitor():
     EarlyStopping(monitor="train/loss", mode="min").on_check(context)
 
 
+@pytest.mark.slow
+@pytest.mark.essential
 def test_stopped_runs_are_compared_with_whole_ones(tmp_path, monkeypatch):
     """They were asked for as many rounds."""
     monkeypatch.chdir(tmp_path)

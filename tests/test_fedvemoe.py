@@ -369,6 +369,8 @@ def one_birth() -> FedVEMoE:
     return FedVEMoE(network=decided, optimizer=adam(0.01), k_max=4, shared=False, birth_gap=0.2)
 
 
+@pytest.mark.slow
+@pytest.mark.essential
 def test_experts_reach_both_optima_by_one_birth_and_fedavg_the_mean(tmp_path):
     """One model for both clusters can at best answer with 1/2 each: ln 2 nats, against 0 with two experts."""
     method = one_birth()

@@ -208,6 +208,8 @@ def test_killed_before_any_touch_of_the_file_system(stride, server, reference, t
     assert bad == {}
 
 
+@pytest.mark.slow
+@pytest.mark.essential
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_interrupted_it_keeps_the_last_round_and_says_how_to_continue(
     number, code, server, reference, tmp_path

@@ -82,6 +82,8 @@ def test_a_slip_of_its_name_is_hinted(here: Path, capsys: pytest.CaptureFixture[
     assert "write --config configs/overlays/noise_on.yaml" in capsys.readouterr().err
 
 
+@pytest.mark.slow
+@pytest.mark.essential
 def test_a_study_of_the_users_refers_to_it(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (here / "small.yaml").write_text(STUDY)
     assert main(["sweep", "--config", "small", "--dry_run", "true"]) == 0

@@ -198,6 +198,8 @@ def test_what_save_hyperparameters_ignores_is_not_recorded():
     assert arguments["lr"] == 0.1
 
 
+@pytest.mark.slow
+@pytest.mark.essential
 def test_a_set_in_a_function_has_one_description_in_all_processes():
     program = (
         "from fl_lightning.support.recorded import describe; print(describe(lambda p: p in {'a', 'b', "

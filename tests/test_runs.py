@@ -89,16 +89,21 @@ def rows(run: Path, name: str) -> list[dict[str, str]]:
         return list(csv.DictReader(file))
 
 
+LONG = [pytest.mark.slow, pytest.mark.essential]
+
+
 def long(text: str) -> list[pytest.MarkDecorator]:
-    """The marks of a command or a configuration: language models, sweeps and diagnostics take longest."""
-    is_long = text == "fedkd" or any(
-        word in text for word in (" sweep ", " test ", "diagnostics", "lora_", "language", "vemoe")
-    )
-    return [pytest.mark.slow, pytest.mark.essential] if is_long else []
+    """The marks of a command: language models, sweeps, tests and diagnostics take longest."""
+    words = (" sweep ", " test ", " track ", "diagnostics", "lora_", "language", "vemoe")
+    return LONG if any(word in text for word in words) else []
+
+
+IN_EVERY_RUN = {"kd_default", "fedavg", "private", "secure"}
 
 
 @pytest.mark.parametrize(
-    "config", [pytest.param(path, id=path.stem, marks=long(path.stem)) for path in CONFIGS]
+    "config",
+    [pytest.param(path, id=path.stem, marks=[] if path.stem in IN_EVERY_RUN else LONG) for path in CONFIGS],
 )
 def test_every_config_runs_two_rounds(config):
     if config.name == "private.yaml":
@@ -112,6 +117,8 @@ def test_every_config_runs_two_rounds(config):
     assert re.fullmatch("[0-9a-f]{64}", metadata["weights_sha256"])
 
 
+@pytest.mark.slow
+@pytest.mark.essential
 def test_the_overlay_is_the_real_experiment_2(cifar100):
     """On files in CIFAR-100's true format: MobileNet-V2, 28x28 crops, AdamW."""
     overlay = str(ROOT / "configs" / "overlays" / "cifar100_mobilenetv2.yaml")

@@ -277,6 +277,8 @@ def test_a_real_study_runs_on_other_data(tmp_path, monkeypatch):
     assert main(["fit", *cell.args, *images, *limits]) == 0
 
 
+@pytest.mark.slow
+@pytest.mark.essential
 def test_the_search_of_the_project_resolves_at_the_ends_of_its_space():
     search = Search.read(CONFIGS / "tune_kd.yaml")
     for corner in (search.corners()[0], search.corners()[-1]):

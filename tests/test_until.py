@@ -153,6 +153,8 @@ def report_of(root: Path) -> dict:
     return json.loads(json.dumps(report(Comparison(counted(gather("small", root))))))
 
 
+@pytest.mark.slow
+@pytest.mark.essential
 def test_seeds_that_count_do_not_depend_on_order_jobs_or_kills(tmp_path):
     """One cell at a time and never killed, against three at a time, ended in random order and killed after
     every few cells: the same seeds, verdicts and report."""

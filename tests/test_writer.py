@@ -240,6 +240,8 @@ print(writer.close(), writer.waiting, flush=True)
 """
 
 
+@pytest.mark.slow
+@pytest.mark.essential
 def test_a_process_that_is_stopped_while_a_call_is_at_work():
     process = subprocess.Popen([sys.executable, "-c", STOPPED], stdout=subprocess.PIPE, text=True)
     assert process.stdout
