@@ -15,8 +15,9 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from fl_lightning import rng
 from fl_lightning.conformance.expectations import QuadraticRun, WeightAverage
+from fl_lightning.conformance.federations import IMAGES
 from fl_lightning.conformance.known_methods import MethodUnderTest
-from fl_lightning.conformance.toy import CENTRES, Points, Quadratic, images, on_images, on_points, run
+from fl_lightning.conformance.toy import CENTRES, Points, Quadratic, on_points, run
 from fl_lightning.conformance.verdicts import NotApplicable, expect
 from fl_lightning.conformance.watch import InPlaceDetector, RunRecorder, equal_with_nan
 from fl_lightning.data import FederatedData
@@ -75,21 +76,22 @@ class Bench:
     def __init__(self, subject: MethodUnderTest, folder: Path) -> None:
         self.subject, self.folder, self.in_place_detector = subject, folder, InPlaceDetector()
 
-    # Images
+    # Images or text
 
-    def images(
+    def run(
         self,
         *callbacks: Callback,
         method: Method | None = None,
         ckpt_path: str | None = None,
         **settings: Any,
     ) -> FinishedRun:
-        """Run the method on images of six clients; by default two rounds with every client."""
-        method, log = on_images(method or self.subject.make()), RunRecorder()
+        """Run the method on examples of six clients; by default two rounds with every client."""
+        federation = self.subject.federation
+        method, log = federation.prepare(method or self.subject.make()), RunRecorder()
         settings = {"max_rounds": 2, **ONE_PROCESS, **settings}
         trainer = run(
             method,
-            images(),
+            federation.data(),
             mkdtemp(dir=self.folder),
             callbacks=[*callbacks, log],
             ckpt_path=ckpt_path,
@@ -100,24 +102,24 @@ class Bench:
     @cached_property
     def everyone(self) -> FinishedRun:
         """A run of three rounds with every client, watched by ``in_place_detector``."""
-        return self.images(self.in_place_detector, max_rounds=3)
+        return self.run(self.in_place_detector, max_rounds=3)
 
     @cached_property
     def two_of_six(self) -> FinishedRun:
         """A run of four rounds with two clients each."""
-        return self.images(max_rounds=4, participation=2 / 6)
+        return self.run(max_rounds=4, participation=2 / 6)
 
     @cached_property
     def data(self) -> FederatedData:
-        """The toy images, distributed to the clients."""
-        return prepare_data(images())
+        """The examples, distributed to the clients."""
+        return prepare_data(self.subject.federation.data())
 
     def untrained(
         self, round: int = 1, server: Mapping[str, Tensor] | None = None, cohort: int | None = None
     ) -> Method:
         """Return a new method in the given round, with a cohort of so many clients, that has seen nothing but
         this state of the server."""
-        method = on_images(self.subject.make())
+        method = self.subject.federation.prepare(self.subject.make())
         build_method(method, self.data)
         method.round = round
         if cohort is not None:
@@ -198,6 +200,8 @@ class Bench:
             return [method.deploy(client).eval()(torch.ones(1, 1))[0].clone() for client in clients]
 
     def _require_points(self) -> None:
+        if self.subject.federation is not IMAGES:
+            raise NotApplicable(f"it learns {self.subject.federation.name} alone, and the quadratic has none")
         try:
             self._why_unknown  # noqa: B018
         except Exception as error:

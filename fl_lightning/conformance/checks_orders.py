@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from fl_lightning.conformance.bench import Bench, prepare_data
-from fl_lightning.conformance.toy import images
+from fl_lightning.conformance.federations import other_labels
 from fl_lightning.conformance.verdicts import expect
 from fl_lightning.data import FederatedData
 from fl_lightning.engines import ClientResult, ClientTask, SequentialEngine
@@ -67,7 +67,7 @@ def clients_read_messages_only(bench: Bench) -> None:
 def orders_are_obeyed(bench: Bench) -> None:
     """A client trains with the labels and the number of steps of its task."""
     labels = bench.data.labels(bench.data.client(CLIENT))
-    changed = (labels + 1) % bench.data.num_classes
+    changed = other_labels(labels, bench.data.num_classes)
     expect(
         _sent_and_kept(bench, labels=changed) != _sent_and_kept(bench),
         "what the client sends and keeps ignores the labels of the task, so label noise would have no effect",
@@ -81,11 +81,11 @@ def orders_are_obeyed(bench: Bench) -> None:
 
 def only_its_own_examples(bench: Bench) -> None:
     """An upload does not depend on examples of others or on validation examples."""
-    data: Any = prepare_data(images())
+    federation = bench.subject.federation
+    data: Any = prepare_data(federation.data())
     own = np.union1d(data.client(CLIENT).train, data.public)
     others = torch.from_numpy(np.setdiff1d(np.arange(len(data.train_target)), own))
-    data.train_images[others] = 255 - data.train_images[others]
-    data.train_target[others] = (data.train_target[others] + 1) % data.num_classes
+    federation.overwrite(data, others)
     expect(
         _upload(bench, data=data) == _upload(bench),
         f"the upload of client {CLIENT} changes with examples that are not its own",

@@ -20,8 +20,8 @@ CLIENT, OTHER = 4, 1
 
 def no_stale_state(bench: Bench) -> None:
     """A client's result does not depend on which clients trained before it."""
-    alone = bench.images(OnlyClients(CLIENT), max_rounds=1)
-    after = bench.images(max_rounds=1)
+    alone = bench.run(OnlyClients(CLIENT), max_rounds=1)
+    after = bench.run(max_rounds=1)
     sends = alone.log.uploads[1, CLIENT] == after.log.uploads[1, CLIENT]
     expect(sends, f"the upload of client {CLIENT} changes when others trained before it")
     expect_same_tensors(
@@ -33,20 +33,20 @@ def no_stale_state(bench: Bench) -> None:
 
 
 def kept_state_is_used(bench: Bench) -> None:
-    """Each tensor that a client keeps changes its next upload or its model."""
+    """Each tensor that a client keeps changes its next upload or its model, or is declared as measured."""
     run = bench.everyone
     kept = [name for name, tensor in run.log.kept[CLIENT].items() if tensor.is_floating_point()]
     if not kept:
         raise NotApplicable("clients keep nothing")
     for name in kept:
         used = (
-            bench.images(StateHalver(CLIENT, name, round=2)).log.uploads[2, CLIENT]
-            != run.log.uploads[2, CLIENT]
+            bench.run(StateHalver(CLIENT, name, round=2)).log.uploads[2, CLIENT] != run.log.uploads[2, CLIENT]
         )
-        expect(
-            used or _deployed_from(run, name),
-            f"client {CLIENT} keeps {name!r}, but halving it changes nothing",
-        )
+        used = used or _deployed_from(run, name)
+        if name in run.method.measured:
+            expect(not used, f"{name!r} is declared as measured, but the method reads it")
+        else:
+            expect(used, f"client {CLIENT} keeps {name!r}, but halving it changes nothing")
 
 
 def same_start_as_declared(bench: Bench) -> None:

@@ -105,7 +105,7 @@ def budget(bench: Bench) -> None:
     if not hasattr(bench.subject.make(), "budgets"):
         raise NotApplicable("it has no budgets")
     for bits in (1, 4, [1, 2, 3, 4, 6, 8]):
-        run = bench.images(method=bench.subject.make(bits=bits), max_rounds=3)
+        run = bench.run(method=bench.subject.make(bits=bits), max_rounds=3)
         sizes, budgets = layer_sizes(run.method.network), bits if isinstance(bits, list) else [bits] * 6
         for payloads, verb in ((run.log.uploads, "sends"), (run.log.broadcasts, "is given")):
             for client, used in _bits(payloads.items(), sizes):

@@ -192,3 +192,45 @@ def adapters_down(method: Any, message: Payload) -> int:
 def _adapters(method: Any) -> int:
     num_blocks, rank, *_ = method.adapter_settings
     return fp32_bytes(num_blocks * rank * (rank + 1))
+
+
+def experts_down(method: Any, message: Payload) -> int:
+    """Broadcasts of FedVEMoE hold K bits of what is active, the prior of each active expert, a number of
+    rejecters, and an adapter with its router for the shared adapter and each active expert."""
+    active = int(message.codes("active").values.sum())
+    entries = {
+        "active": (1, packed_bytes(method.k_max, 1)),
+        "prior": (1, fp32_bytes(active)),
+        "rejecters": (1, fp32_bytes(1)),
+        "experts": (2, fp32_bytes((method.shared + active) * _expert_row(method))),
+    }
+    return payload_bytes(entries)
+
+
+def experts_up(method: Any, upload: Payload) -> int:
+    """Uploads of FedVEMoE hold n_k, K bits of what was trained, the share of each, two votes, and the same
+    rows; an adapter alone where the client seeds an expert.
+
+    With ``wire: oblivious`` they hold everything of all slots, and always an adapter.
+    """
+    trained = method.k_max if method.oblivious else int(upload.codes("slots").values.sum())
+    seeds = method.oblivious or bool(upload.codes("votes").values.reshape(-1)[1])
+    entries = {
+        "slots": (1, packed_bytes(method.k_max, 1)),
+        "shares": (1, fp32_bytes(trained)),
+        "rows": (2, fp32_bytes((method.shared + trained) * _expert_row(method))),
+        "votes": (1, packed_bytes(2, 1)),
+    }
+    own = {"own": (1, fp32_bytes(_adapter_values(method)))} if seeds and method.keeps_own else {}
+    return payload_bytes({**EXAMPLES, **entries, **own})
+
+
+def _expert_row(method: Any) -> int:
+    """Values of an adapter and of its router, which has one value for each feature of a token."""
+    (embedding,) = (m for m in method.network.modules() if isinstance(m, nn.Embedding))
+    return _adapter_values(method) + embedding.embedding_dim
+
+
+def _adapter_values(method: Any) -> int:
+    """Values that are trained of one copy of the adapters."""
+    return sum(p.numel() for p in method.own_network.parameters() if p.requires_grad)

@@ -12,9 +12,9 @@ from typing import Literal
 
 from fl_lightning.conformance import (
     checks_declared,
-    checks_images,
     checks_orders,
     checks_quadratic,
+    checks_runs,
     checks_state,
     checks_wire,
 )
@@ -26,7 +26,7 @@ Check = Callable[[Bench], str | None]
 """The docstring of a check is its rule; the text that it may return is printed beside the rule."""
 
 CHECKS: tuple[Check, ...] = (
-    checks_images.contract,
+    checks_runs.contract,
     checks_quadratic.known_optimum,
     checks_quadratic.agreement,
     checks_quadratic.partial_participation,
@@ -36,12 +36,12 @@ CHECKS: tuple[Check, ...] = (
     checks_declared.control_variates,
     checks_quadratic.copies,
     checks_quadratic.permutation,
-    checks_images.neutral,
-    checks_images.determinism,
-    checks_images.resume,
-    checks_images.finite,
-    checks_images.empty_round,
-    checks_images.diverged_client,
+    checks_runs.neutral,
+    checks_runs.determinism,
+    checks_runs.resume,
+    checks_runs.finite,
+    checks_runs.empty_round,
+    checks_runs.diverged_client,
     checks_wire.bytes_on_the_wire,
     checks_wire.server_reads_uploads_only,
     checks_wire.order_of_uploads,
@@ -94,7 +94,7 @@ def run_checks(subject: MethodUnderTest, checks: Sequence[Check] = CHECKS) -> It
                 yield CheckResult(name, rule, "not applicable", str(reason))
             except Violation as violation:
                 yield CheckResult(name, rule, "failed", str(violation))
-                broken = check is checks_images.contract
+                broken = check is checks_runs.contract
             except Exception as error:  # a method that cannot run breaks the rule too
                 yield CheckResult(name, rule, "failed", f"{type(error).__name__}: {error}")
 

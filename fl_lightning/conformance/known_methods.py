@@ -9,6 +9,7 @@ from typing import Any
 
 from fl_lightning.conformance import formulas
 from fl_lightning.conformance.expectations import Expectation, OwnOptimum, SoftLabels, WeightAverage
+from fl_lightning.conformance.federations import IMAGES, TEXT, ToyFederation
 from fl_lightning.conformance.references import (
     BroadcastFormula,
     mean_by_relevance,
@@ -36,6 +37,7 @@ class MethodUnderTest:
         sent: formula of the broadcast that shares no code with the method; None if there is none.
         up: hand formula for the bytes of one upload; None if there is none.
         down: hand formula for the bytes of one broadcast; None if there is none.
+        federation: what it runs on.
     """
 
     make: Callable[..., Method]
@@ -46,6 +48,7 @@ class MethodUnderTest:
     sent: BroadcastFormula | None = None
     up: Formula | None = None
     down: Formula | None = None
+    federation: ToyFederation = IMAGES
 
 
 MEAN = {"sent": BroadcastFormula("weights", mean_of_weights), "down": formulas.weights_down}
@@ -92,6 +95,12 @@ KNOWN_METHODS: dict[str, dict[str, Any]] = {
         "up": formulas.adapters_up,
         "down": formulas.adapters_down,
     },
+    "FedVEMoE": {
+        "settings": {"k_init": 2, "k_max": 3, "birth_gap": 0.0, "birth_z": 0.0},
+        "neutral": {"k_max": 0, "k_init": 1},
+        "up": formulas.experts_up,
+        "down": formulas.experts_down,
+    },
 }
 """What is known of the project's methods, by class name: their ``settings`` and the arguments of
 :class:`MethodUnderTest`. Nothing is known of a method from elsewhere but what the caller says."""
@@ -114,6 +123,8 @@ def method_under_test(
     known = (
         dict(KNOWN_METHODS.get(method.__name__, {})) if method.__module__.startswith("fl_lightning.") else {}
     )
+    if method.language_only:
+        known.setdefault("federation", TEXT)
     if method.control_variates:
         known.setdefault("expects", ControlVariates())
     subject = MethodUnderTest(partial(method, **{**known.pop("settings", {}), **(settings or {})}), **known)

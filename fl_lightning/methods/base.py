@@ -41,7 +41,7 @@ from fl_lightning.models import build_network
 from fl_lightning.models.tensors import tensors_of
 from fl_lightning.privacy import MAX_MAGNITUDE, largest
 from fl_lightning.support.recorded import Recorded
-from fl_lightning.tasks import Classification, Task
+from fl_lightning.tasks import Classification, LanguageModelling, Task
 from fl_lightning.wire import Layout, Payload, PayloadError
 
 OptimizerCallable = Callable[[Iterable], Optimizer]
@@ -122,6 +122,12 @@ class Method(Recorded, SummingServer, LightningModule):
 
     classification_only: str = ""
     """Why the method knows no other task than classification; empty where it does."""
+
+    language_only: str = ""
+    """Why the method knows no other task than language modelling; empty where it does."""
+
+    measured: frozenset[str] = frozenset()
+    """Names of what clients keep for callbacks to read, and the method never does."""
 
     distils: bool = False
     """Whether the method's own loss compares logits of classes."""
@@ -230,6 +236,12 @@ class Method(Recorded, SummingServer, LightningModule):
         if self.classification_only and not isinstance(self.task, Classification):
             raise InputError(
                 f"--model {mine} where the task is {task}", self.classification_only, "write --model FedAvg"
+            )
+        if self.language_only and not isinstance(self.task, LanguageModelling):
+            raise InputError(
+                f"--model {mine} where the task is {task}",
+                self.language_only,
+                "write --data.class_path InstructionData, or another one of text",
             )
         readers = [type(term).__name__ for term in self.active_terms() if term.reads_logits]
         if (self.distils or readers) and not self.task.has_classes:

@@ -34,7 +34,7 @@ from torch.func import functional_call
 
 from fl_lightning.client import Client
 from fl_lightning.data import FederatedData
-from fl_lightning.errors import InputError, require
+from fl_lightning.errors import require
 from fl_lightning.methods.base import Method, NetworkCallable
 from fl_lightning.methods.experts.merging import AdapterSpace
 from fl_lightning.methods.experts.responsibilities import (
@@ -51,7 +51,6 @@ from fl_lightning.metrics.text import IGNORED
 from fl_lightning.models.language.experts import Seats
 from fl_lightning.models.tensors import tensors_of
 from fl_lightning.rng import stream
-from fl_lightning.tasks import LanguageModelling
 from fl_lightning.wire import Payload
 
 CHANGES = ("experts/born", "experts/pruned", "experts/merged")
@@ -112,6 +111,8 @@ class FedVEMoE(Method):
     """
 
     personalised = True
+    language_only = "experts are adapters of a language model, chosen at each token"
+    measured = frozenset({"responsibilities", "transfer"})
     received_refused = "a client chooses its experts after it has received them"
 
     def __init__(
@@ -172,12 +173,6 @@ class FedVEMoE(Method):
             self.privacy_refused = "its means are over an expert's trainers; write --model.wire private"
 
     def build(self, data: FederatedData) -> None:
-        if not isinstance(data.task, LanguageModelling):
-            raise InputError(
-                f"--model FedVEMoE where the task is {type(data.task).__name__}",
-                "experts are adapters of a language model, chosen at each token",
-                "write --data.class_path InstructionData, or another one of text",
-            )
         super().build(data)
         self.initial = self.server.pop("weights").float()
         self._data = data

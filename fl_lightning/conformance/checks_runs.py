@@ -1,4 +1,4 @@
-"""Checks on small images: a method runs, repeats its results, resumes, and survives lost clients and NaN."""
+"""Checks of runs: a method runs, repeats its results, resumes, and survives lost clients and NaN."""
 
 from __future__ import annotations
 
@@ -17,7 +17,6 @@ from fl_lightning.conformance.bench import (
     expect_same_tensors,
     first_batch,
 )
-from fl_lightning.conformance.toy import on_images
 from fl_lightning.conformance.verdicts import NotApplicable, Violation, expect
 from fl_lightning.conformance.watch import OnlyClients
 from fl_lightning.engines.optimizers import local_optimizer
@@ -30,7 +29,7 @@ T = TypeVar("T")
 
 def contract(bench: Bench) -> None:
     """A training step returns losses by name; broadcast and upload return payloads."""
-    method = _attempt("it cannot be built on images", bench.untrained)
+    method = _attempt(f"it cannot be built on {bench.subject.federation.name}", bench.untrained)
     data = bench.data
     client = data.client(0)
     message = _attempt("its broadcast fails", lambda: method.broadcast(client))
@@ -85,10 +84,10 @@ def neutral(bench: Bench) -> None:
     settings = bench.subject.neutral
     if settings is None:
         raise NotApplicable("no neutral setting is known")
-    methods = (bench.subject.make(**settings), FedAvg())
-    mine, fedavg = (
-        bench.images(method=method, participation=0.5).method.server["weights"] for method in methods
+    runs = (
+        bench.run(method=method, participation=0.5) for method in (bench.subject.make(**settings), FedAvg())
     )
+    mine, fedavg = (run.method.layout.read(run.method.deploy(None)) for run in runs)
     difference = float((mine - fedavg).abs().max())
     expect(torch.equal(mine, fedavg), f"with {settings} its weights differ by {difference:.3g} from FedAvg's")
 
@@ -96,20 +95,18 @@ def neutral(bench: Bench) -> None:
 def determinism(bench: Bench) -> None:
     """The result depends on the seed, not on global random generators."""
     torch.manual_seed(1)
-    first = bench.images(participation=0.5)
+    first = bench.run(participation=0.5)
     torch.manual_seed(2)
-    second = bench.images(participation=0.5)
+    second = bench.run(participation=0.5)
     expect_same_server(first.method.server, second.method.server, "in a second run")
     _same_kept(first, second, "in a second run")
 
 
 def resume(bench: Bench) -> None:
     """A run resumed after two rounds ends like an uninterrupted one."""
-    whole = bench.images(max_rounds=4, participation=0.5)
-    half = bench.images(max_rounds=2, participation=0.5)
-    rest = bench.images(
-        max_rounds=4, participation=0.5, ckpt_path=str(half.trainer.run_dir), allow_changed=True
-    )
+    whole = bench.run(max_rounds=4, participation=0.5)
+    half = bench.run(max_rounds=2, participation=0.5)
+    rest = bench.run(max_rounds=4, participation=0.5, ckpt_path=str(half.trainer.run_dir), allow_changed=True)
     expect_same_server(whole.method.server, rest.method.server, "after the resume")
     _same_kept(whole, rest, "after the resume")
 
@@ -131,15 +128,15 @@ def finite(bench: Bench) -> None:
 
 def empty_round(bench: Bench) -> None:
     """A round without uploads leaves the server unchanged."""
-    run = bench.images(OnlyClients(round=1))
+    run = bench.run(OnlyClients(round=1))
     expect_same_server(run.log.servers[0], run.log.servers[1], "after an empty round")
 
 
 def diverged_client(bench: Bench) -> None:
     """The upload of a client whose loss is NaN is rejected."""
-    method = on_images(bench.subject.make())
+    method = bench.subject.federation.prepare(bench.subject.make())
     _poison(method, client=0)
-    run = bench.images(method=method)
+    run = bench.run(method=method)
     statuses = {entry.status for entry in run.ledger if entry.client == 0}
     expect(
         statuses == {"rejected"},

@@ -1,0 +1,93 @@
+"""The two small federations on which methods run: images, and text for methods of language models."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from fl_lightning.conformance.toy import Sizes, images, sgd, small_network
+from fl_lightning.data import FederatedData
+from fl_lightning.data.text.federation import TextData, TextExamples
+from fl_lightning.data.text.tokens import padded
+from fl_lightning.methods import Method
+from fl_lightning.models.language import Llama, add_lora
+
+SIZES = (30, 20, 40, 1, 25)
+"""Training and validation examples of the first five of six clients."""
+
+
+@dataclass(frozen=True)
+class ToyFederation:
+    """A federation of six clients with a few examples each.
+
+    Args:
+        name: of what the clients hold.
+        data: makes the data set.
+        network: makes the network, given the number of classes.
+        overwrite: changes inputs and labels of the training examples at ``index``, int64 ``[n]``.
+    """
+
+    name: str
+    data: Callable[[], FederatedData]
+    network: Callable[[int], nn.Module]
+    overwrite: Callable[[Any, Tensor], None]
+
+    def prepare(self, method: Method) -> Method:
+        """Give the method the network and the optimiser of this federation, and return it."""
+        method.network_spec, method.optimizer_spec = self.network, sgd(0.05)
+        return method
+
+
+class Sentences(TextData):
+    """Sequences of 4 to 12 random letters; the first two are no targets."""
+
+    dataset = "sentences"
+
+    def __init__(self) -> None:
+        self.groups = ("letters",)
+        super().__init__(num_clients=6, partition=Sizes(*SIZES), batch_size=16, context=12)
+
+    def read(self) -> tuple[TextExamples, TextExamples]:
+        train, test = (self._examples(count, seed) for seed, count in enumerate((160, 20)))
+        return train, test
+
+    def _examples(self, count: int, seed: int) -> TextExamples:
+        random = np.random.default_rng(seed)
+        letters = np.frombuffer(b"abcdefgh", np.uint8)
+        rows = [(random.choice(letters, size).tolist(), 2) for size in random.integers(4, 13, count)]
+        sequences = padded(rows, self.tokenizer.pad, self.context, cut=0)
+        return TextExamples(sequences, np.zeros(count, np.int64), owner=None)
+
+
+def small_llama(vocab_size: int) -> nn.Module:
+    """Return a Llama of one block with 8 features and adapters of rank 2."""
+    return add_lora(Llama(vocab_size, width=8, depth=1, heads=2), rank=2)
+
+
+def _overwrite_images(data: Any, index: Tensor) -> None:
+    data.train_images[index] = 255 - data.train_images[index]
+    data.train_target[index] = other_labels(data.train_target[index], data.num_classes)
+
+
+def _overwrite_text(data: Any, index: Tensor) -> None:
+    sequences = data._sequences["train"]
+    for tokens in (sequences.input_ids, sequences.target):
+        tokens[index] = other_labels(tokens[index], data.num_classes)
+
+
+def other_labels(labels: Tensor, num_classes: int) -> Tensor:
+    """Return the next class in place of each, and what is no class as it is.
+
+    >>> other_labels(torch.tensor([0, 2, -100]), 3).tolist()
+    [1, 0, -100]
+    """
+    return torch.where(labels < 0, labels, (labels + 1) % num_classes)
+
+
+IMAGES = ToyFederation("images", images, small_network, _overwrite_images)
+TEXT = ToyFederation("text", Sentences, small_llama, _overwrite_text)
