@@ -14,6 +14,7 @@ from callbacks.figures.partition_figure import PartitionFigure
 from callbacks.figures.relevance_figure import RelevanceFigure
 from callbacks.meters.calibration import Calibration
 from callbacks.meters.early_stopping import EarlyStopping
+from callbacks.meters.factor_error import FactorError
 from callbacks.meters.gradient_norms import GradientNorms
 from callbacks.meters.profile import Profile
 from callbacks.meters.progress_bar import ProgressBar
@@ -54,6 +55,7 @@ __all__ = [
     "ConfusionMatrix",
     "EarlyStopping",
     "ExpertFigure",
+    "FactorError",
     "FeatureMap",
     "GradientNorms",
     "LabelNoise",

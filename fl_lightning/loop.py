@@ -131,6 +131,7 @@ def train_round(fed: Federation, engine: Engine, record: RoundRecord) -> None:
     fed.method.cohort = len(cohort)
     tell(fed.callbacks, "on_cohort", cohort, round, fed)
     trained = [assignment for assignment in cohort if assignment.trains]
+    fed.method.served = [assignment.client.id for assignment in trained]
     tasks = make_tasks(fed, round, trained)
     uploads: dict[int, Payload] = {}
     receipts = train_clients(fed, engine, trained, tasks, uploads)

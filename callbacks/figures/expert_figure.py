@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
 from callbacks.figures.drawing import evenly_spaced
 from callbacks.figures.figure_meter import FigureMeter
+from fl_lightning.client import Client
 from fl_lightning.figures import BLACK, BLUE, COLOURS, RED, open_frame
 from fl_lightning.hooks import Context, RoundRecord
 from fl_lightning.methods import FedVEMoE
+from fl_lightning.methods.experts.responsibilities import Paired
 from fl_lightning.metrics.names import words_of
 
 if TYPE_CHECKING:
@@ -30,9 +33,10 @@ class ExpertFigure(FigureMeter):
     - ``router/purity``: mutual information of the clients' groups and the experts that each takes first,
       divided by the larger of the two entropies; 1 where each group has one expert of its own. Only where
       there are groups;
-    - ``transfer/nats``: mean over clients of what their best expert loses against their own adapter on their
-      probes, in nats a token; ``transfer/worst``: the largest; ``transfer/negative``: the share of clients
-      that lose by more than two standard errors.
+    - ``transfer/nats``: mean over clients of what the model that they are given loses against their own
+      adapter on their validation examples, in nats a token; ``transfer/worst``: the largest;
+      ``transfer/negative``: the share of clients that lose by more than two standard errors. In rounds that
+      are evaluated.
     """
 
     name = "experts"
@@ -41,16 +45,15 @@ class ExpertFigure(FigureMeter):
     empty: ClassVar = {"use": [], "clients": {}, "evaluated": [], "mean": [], "worst": []}
 
     def on_cohort(self, cohort: list[Any], round: int, context: Context) -> None:
-        self.chosen: set[str] = set()
+        self.trained: dict[str, Client] = {}
 
     def applies_to(self, context: Context) -> bool:
         return isinstance(context.method, FedVEMoE) and context.method.k_max > 0
 
     def on_client_end(self, client: Any, round: int, context: Context) -> None:
         if self.applies and "responsibilities" in client.state:
-            known = [client.state[name].tolist() for name in ("responsibilities", "transfer")]
-            self.seen["clients"][str(client.id)] = known
-            self.chosen.add(str(client.id))
+            self.seen["clients"][str(client.id)] = client.state["responsibilities"].tolist()
+            self.trained[str(client.id)] = client
 
     def on_validate(self, values: dict[int, float], record: RoundRecord, context: Context) -> None:
         if self.applies and values:
@@ -59,16 +62,18 @@ class ExpertFigure(FigureMeter):
             self.seen["evaluated"].append(record.round)
             self.seen["mean"].append(float(np.mean(found)))
             self.seen["worst"].append(float(max(found) if lower else min(found)))
+            clients = [self.trained[id] for id in sorted(self.trained, key=int)]
+            lost = list(filter(None, map(context.method.transfer, clients)))
+            record.metrics |= transfer_metrics(lost) if lost else {}
 
     def on_round_end(self, record: RoundRecord, context: Context) -> None:
         if not self.applies:
             return
         slots = range(1, context.method.k_max + 1)
         self.seen["use"].append([record.metrics.get(f"expert/{slot}/mass", 0.0) for slot in slots])
-        if self.chosen:
-            ids = sorted(self.chosen, key=int)
-            r, lost = self._of_clients(ids)
-            record.metrics |= transfer_metrics(lost)
+        if self.trained:
+            ids = sorted(self.trained, key=int)
+            r = self._responsibilities(ids)
             record.metrics["router/entropy"] = float(np.mean([entropy(row) for row in r]))
             purity = purity_of(r, self._groups(ids, context))
             if purity is not None:
@@ -79,10 +84,9 @@ class ExpertFigure(FigureMeter):
         kept = super().state_dict()
         return {**kept, "clients": dict(sorted(kept["clients"].items()))}
 
-    def _of_clients(self, ids: list[str]) -> tuple[np.ndarray, np.ndarray]:
-        """Return responsibilities ``[K, S]``, and mean and standard error of what clients lose ``[K, 2]``."""
-        known = [self.seen["clients"][id] for id in ids]
-        return np.array([r[1:] for r, _ in known]), np.array([lost for _, lost in known])
+    def _responsibilities(self, ids: list[str]) -> np.ndarray:
+        """Return those of some clients when they were last asked, ``[K, S]``."""
+        return np.array([self.seen["clients"][id][1:] for id in ids])
 
     def _groups(self, ids: list[str], context: Context) -> np.ndarray:
         return context.data.group_counts().argmax(1)[[int(id) for id in ids]]
@@ -93,7 +97,7 @@ class ExpertFigure(FigureMeter):
         ids = sorted(self.seen["clients"], key=int)
         groups, names = self._groups(ids, context), context.data.group_names
         labels = [f"{id}  {names[group]}" for id, group in zip(ids, groups, strict=True)]
-        r, _ = self._of_clients(ids)
+        r = self._responsibilities(ids)
         served = self.seen["evaluated"], self.seen["mean"], self.seen["worst"]
         task = context.data.task
         return expert_figure(np.array(self.seen["use"]), r, groups, labels, served, words_of(task.primary))
@@ -119,9 +123,10 @@ def purity_of(r: np.ndarray, groups: np.ndarray) -> float | None:
     return float(normalized_mutual_info_score(groups, r.argmax(1), average_method="max"))
 
 
-def transfer_metrics(lost: np.ndarray) -> dict[str, float]:
-    """Return ``transfer/*`` of what clients lose: mean and standard error in nats, ``[K, 2]``."""
-    mean, error = lost.T
+def transfer_metrics(lost: Sequence[Paired]) -> dict[str, float]:
+    """Return ``transfer/*`` of what each client loses, in nats."""
+    mean = np.array([each.mean for each in lost])
+    error = np.array([each.error for each in lost])
     return {
         "transfer/nats": float(mean.mean()),
         "transfer/worst": float(mean.max()),

@@ -24,7 +24,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from copy import deepcopy
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, Literal
 
 import numpy as np
@@ -45,7 +45,7 @@ from fl_lightning.methods.experts.responsibilities import (
 )
 from fl_lightning.methods.experts.slots import RULES, Rules, Slots
 from fl_lightning.methods.experts.sums import counts, means, next_rows, updates
-from fl_lightning.methods.experts.wire import ExpertWire, Trained
+from fl_lightning.methods.experts.wire import ExpertWire, Received, Trained
 from fl_lightning.methods.sums import Addend, Sums
 from fl_lightning.metrics.text import IGNORED
 from fl_lightning.models.language.experts import Seats
@@ -58,7 +58,6 @@ LEAST_TRAINING = 4
 """At most one in so many of a client's examples is a probe."""
 UNUSABLE = 1e3
 """Nats a token of a model whose loss on the probes is not finite."""
-NOTHING_LOST = Paired(0.0, 0.0)
 
 
 @dataclass(frozen=True)
@@ -70,14 +69,12 @@ class Choice:
         slots: of the experts in its seats.
         shares: of each of them, adding up to 1.
         rejects: whether its own adapter is better than every expert.
-        lost: by how much the best expert is worse, in nats a token.
     """
 
     r: Tensor
     slots: list[int]
     shares: Tensor
     rejects: bool = False
-    lost: Paired = NOTHING_LOST
 
 
 class FedVEMoE(Method):
@@ -105,6 +102,8 @@ class FedVEMoE(Method):
         wire: ``plain``: a client sends what it trained; ``oblivious``: all slots, so that the length of a
             message says nothing, as a secure sum needs; ``private``: also sums of updates in place of means
             of weights, as ``trainer.privacy`` needs, and A has to be frozen.
+        down: ``all``: a client is sent all experts in every round; ``changed``: those that have moved since it
+            last took part. It then remembers all of them between rounds, ``[K + 1, P + d]``.
         mass_scale: c, the factor of a client's shares and votes beside its updates in the one message that
             is clipped, where ``wire`` is private.
         settings: those of every method.
@@ -112,7 +111,7 @@ class FedVEMoE(Method):
 
     personalised = True
     language_only = "experts are adapters of a language model, chosen at each token"
-    measured = frozenset({"responsibilities", "transfer"})
+    measured = frozenset({"responsibilities"})
     received_refused = "a client chooses its experts after it has received them"
 
     def __init__(
@@ -133,6 +132,7 @@ class FedVEMoE(Method):
         birth_z: float = 2.0,
         rules: Rules = RULES,
         wire: Literal["plain", "oblivious", "private"] = "plain",
+        down: Literal["all", "changed"] = "all",
         mass_scale: float = 0.1,
         **settings: Any,
     ) -> None:
@@ -166,7 +166,7 @@ class FedVEMoE(Method):
         self.server_lr, self.birth_gap, self.birth_z = server_lr, birth_gap, birth_z
         self.keeps_own = birth == "test" and k_max > 0
         self.rules, self.oblivious, self.private = rules, wire != "plain", wire == "private"
-        self.mass_scale = mass_scale
+        self.mass_scale, self.remembers = mass_scale, down == "changed" and k_max > 0
         if not self.oblivious:
             self.secure_refused = "a plain message tells its experts; write --model.wire oblivious"
         if not self.private:
@@ -205,6 +205,9 @@ class FedVEMoE(Method):
         )
         start = Slots.start(self._first_experts(), self.features, self.k_init)
         self.server = dict(vars(start))
+        if self.remembers:
+            self.server["moved"] = torch.zeros(self.k_max + 1, dtype=torch.int64)
+            self.server["served"] = torch.zeros(data.num_clients, dtype=torch.int64)
 
     def _first_experts(self) -> Tensor:
         """Return what each slot starts with, float32 ``[K + 1, P]``; a free one with zeros."""
@@ -223,12 +226,21 @@ class FedVEMoE(Method):
     @property
     def slots(self) -> Slots:
         """The server's slots."""
-        return Slots(**self.server)
+        return Slots(**{each.name: self.server[each.name] for each in fields(Slots)})
 
     # The client's half
 
     def receive(self, message: Payload, client: Client) -> None:
-        self.received = received = self.wire.received(message)
+        received = self.wire.received(message, client.state.get("experts"))
+        if self.remembers:
+            known = torch.zeros(self.k_max + 1, self.layout.size + self.features)
+            for slot, row in received.rows.items():
+                known[slot] = row
+            client.state["experts"] = known
+        self._start(received, client)
+
+    def _start(self, received: Received, client: Client) -> None:
+        self.received = received
         if self.shared:
             self._write(self._shared_tensors(), received.rows[0])
         if self.keeps_own:
@@ -308,8 +320,19 @@ class FedVEMoE(Method):
             if self.keeps_own:
                 own = self._nats({}, self.own_network, inputs, target)
         r, _ = responsibilities(nats, received.prior, received.active, self.tau, self.kappa)
-        rejects, lost = is_worse_than_own(nats, own, received.active, self.birth_gap, self.birth_z)
-        return Choice(r, *seated(r, received.active, self.seats_wanted), rejects, lost)
+        rejects = is_worse_than_own(nats, own, received.active, self.birth_gap, self.birth_z)
+        return Choice(r, *seated(r, received.active, self.seats_wanted), rejects)
+
+    def transfer(self, client: Client) -> Paired | None:
+        """Return by how much the model that a client is given is worse than what it learned alone, on its
+        validation examples, in nats a token: negative transfer where it is above 0. None where it has fewer
+        than two validation examples, or no adapter of its own."""
+        if len(client.val) < 2 or "own" not in client.state:
+            return None
+        data, index = self._data, torch.from_numpy(client.val)
+        inputs, target = data.inputs("train", index.to(data.device)), data.train_target[index.to(data.device)]
+        given = self._nats({}, self.deploy(client), inputs, target)
+        return Paired.of(given, self._nats({}, self.own_network, inputs, target))
 
     def _with_expert(self, slot: int) -> dict[str, Tensor]:
         """Return the tensors of the network that computes with the shared adapter and one expert."""
@@ -364,7 +387,6 @@ class FedVEMoE(Method):
         if own is not None and learned:
             client.state["own"] = own
         client.state["responsibilities"] = choice.r.float()
-        client.state["transfer"] = torch.tensor([choice.lost.mean, choice.lost.error])
         seeds = choice.rejects and learned and self._wins_lottery(client)
         shares = dict(zip(choice.slots, choice.shares.tolist(), strict=True))
         trained = Trained(shares, rows, choice.rejects, own if seeds else None)
@@ -386,7 +408,11 @@ class FedVEMoE(Method):
     # The server's half
 
     def broadcast(self, client: Client) -> Payload:
-        return self.wire.broadcast(self.slots)
+        moved = None
+        if self.remembers:
+            last = self.server["served"][client.id]
+            moved = (self.server["moved"] >= last) | (last == 0)
+        return self.wire.broadcast(self.slots, moved)
 
     def starts_of(self, upload: Payload) -> Tensor:
         """Return what the rows of an upload were before the client trained them, ``[n, P + d]``."""
@@ -425,7 +451,13 @@ class FedVEMoE(Method):
             seed = (sums.total("own") / seeds + self._seeds_from).float() if seeds else None
             free = ~before.active & (torch.arange(len(mass)) > 0)
             after = after.with_birth(seed, free, rejects, max(clients, rejects), self.round, self.rules)
-        self.server = dict(vars(after))
+        state = dict(vars(after))
+        if self.remembers:
+            same = (after.rows == before.rows).all(1) & (after.born == before.born)
+            state["moved"] = torch.where(same, self.server["moved"], self.round)
+            state["served"] = self.server["served"].clone()
+            state["served"][list(self.served)] = self.round
+        self.server = state
 
     def server_metrics(self) -> dict[str, float]:
         slots = self.slots
@@ -444,7 +476,7 @@ class FedVEMoE(Method):
         """Return the network with the experts that suit a client by its probes; without a client, those of a
         newcomer, by the prior."""
         someone = client or Client(-1, np.empty(0, np.int64), np.empty(0, np.int64))
-        self.receive(self.broadcast(someone), someone)
+        self._start(self.wire.received(self.wire.broadcast(self.slots)), someone)
         if self.k_max and client is not None:
             self._take(self.choose(self._data, client, self._data.labels(client)))
         return self.network

@@ -28,6 +28,8 @@ class SummingServer:
     layout: Layout
     cohort: int = 1
     """Clients that were asked to take part in this round."""
+    served: Sequence[int] = ()
+    """Ids of the clients that were sent this round's broadcast, and keep what they made of it."""
     most_examples: int = 1
     """The largest n_k of the enrolled clients."""
 

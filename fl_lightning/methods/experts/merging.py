@@ -46,6 +46,26 @@ class AdapterSpace:
         squares = self.product(first, first) * self.product(second, second)
         return self.product(first, second) / squares**0.5 if squares > 0 else 0.0
 
+    def factor_error(self, adapters: Tensor, weights: Tensor) -> tuple[float, float]:
+        """Return ||sum_k w_k dW_k - B A||^2 with the means B and A of the factors, and ||sum_k w_k dW_k||^2:
+        what averaging factors apart loses, and of how much.
+
+        Args:
+            adapters: ``[n, P]``.
+            weights: w ``[n]``, adding up to 1.
+        """
+        of_clients = [self._pairs(adapter) for adapter in adapters]
+        of_mean = self._pairs((weights.unsqueeze(1) * adapters.double()).sum(0))
+        error = whole = 0.0
+        for number, (mean_a, mean_b) in enumerate(of_mean):
+            pairs = [of_client[number] for of_client in of_clients]
+            b = torch.cat([w * b for (_, b), w in zip(pairs, weights, strict=True)], 1)
+            a = torch.cat([a for a, _ in pairs], 0)
+            whole += float(((b.T @ b) * (a @ a.T)).sum())
+            b, a = torch.cat([b, -mean_b], 1), torch.cat([a, mean_a], 0)
+            error += float(((b.T @ b) * (a @ a.T)).sum())
+        return max(error, 0.0), whole
+
     def merged(self, experts: Tensor, weights: Tensor) -> tuple[Tensor, float]:
         """Return the expert of rank r nearest to sum_k w_k dW_k, ``[P]``, and the share of its energy that is
         lost.

@@ -80,9 +80,8 @@ def seated(r: Tensor, active: Tensor, seats: int) -> tuple[list[int], Tensor]:
     return kept, shares[counted] / shares[counted].sum()
 
 
-def is_worse_than_own(nats: Tensor, own: Tensor, active: Tensor, gap: float, z: float) -> tuple[bool, Paired]:
-    """Return whether the best expert is worse for a client than what the client learned alone, and by how
-    much.
+def is_worse_than_own(nats: Tensor, own: Tensor, active: Tensor, gap: float, z: float) -> bool:
+    """Return whether the best expert is worse for a client than what the client learned alone.
 
     The best expert k has the least mean loss. The client rejects all experts where the paired difference
     d_s = l_sk - l_s,own has a mean above ``gap`` and above z standard errors.
@@ -95,7 +94,7 @@ def is_worse_than_own(nats: Tensor, own: Tensor, active: Tensor, gap: float, z: 
         z: standard errors.
     """
     if len(own) < 2:
-        return False, Paired(0.0, 0.0)
+        return False
     best = int(nats.mean(0).masked_fill(~active, torch.inf).argmin())
     lost = Paired.of(nats[:, best], own)
-    return lost.mean > gap and lost.mean > z * lost.error, lost
+    return lost.mean > gap and lost.mean > z * lost.error

@@ -1,7 +1,8 @@
 """What server and clients of Fed-VEMoE send each other.
 
 Down: which slots have an expert (K bits), pi of those, the number of rejecters of the last round, and the
-rows of the shared adapter and of each expert. Up: which experts were trained (K bits), their shares, their
+rows of the shared adapter and of each expert; where clients remember rows, only of those that have moved since,
+and which these are (K bits). Up: which experts were trained (K bits), their shares, their
 rows, two votes, and the own adapter of a client that seeds an expert. A row is an adapter and its router,
 ``[P + d]``.
 """
@@ -77,26 +78,42 @@ class ExpertWire:
     oblivious: bool
     with_own: bool
 
-    def broadcast(self, slots: Slots) -> Payload:
-        """Return what every client is sent."""
-        rows = slots.active.clone()
+    def broadcast(self, slots: Slots, moved: Tensor | None = None) -> Payload:
+        """Return what a client is sent.
+
+        Args:
+            slots: the server's.
+            moved: slots whose rows the client does not remember, bool ``[K + 1]``; None: it remembers none.
+        """
+        rows = slots.active if moved is None else slots.active & moved
+        which = {} if moved is None else {"moved": Codes(rows[1:].to(torch.int32), bits=1)}
+        rows = rows.clone()
         rows[0] = self.shared
         return Payload(
             {
                 "active": Codes(slots.active[1:].to(torch.int32), bits=1),
                 "prior": slots.prior[slots.active].float(),
                 "rejecters": slots.rejecters.float().reshape(1),
+                **which,
                 "experts": torch.cat([slots.experts[rows], slots.routers[rows]], dim=1),
             }
         )
 
-    def received(self, message: Payload) -> Received:
-        """Return what a broadcast says."""
-        active = torch.cat([torch.zeros(1), message.codes("active").values.reshape(-1)]).bool()
+    def received(self, message: Payload, remembered: Tensor | None = None) -> Received:
+        """Return what a broadcast says.
+
+        Args:
+            message: of the server.
+            remembered: rows of all slots as the client last knew them, ``[K + 1, P + d]``; None: it has none.
+        """
+        active = _slot_bits(message, "active")
         prior = torch.zeros(self.slots + 1, dtype=torch.float64)
         prior[active] = message.tensor("prior").double()
-        slots = [*self._first, *torch.nonzero(active).flatten().tolist()]
+        sent = _slot_bits(message, "moved") if "moved" in message else active
+        slots = [*self._first, *torch.nonzero(sent).flatten().tolist()]
         rows = dict(zip(slots, message.tensor("experts"), strict=True))
+        if remembered is not None:
+            rows |= {slot: remembered[slot] for slot in torch.nonzero(active & ~sent).flatten().tolist()}
         return Received(active, prior, float(message.tensor("rejecters")), rows)
 
     def upload(self, trained: Trained) -> dict[str, Tensor | Codes]:
@@ -191,3 +208,8 @@ class ExpertWire:
             )
         slots = torch.nonzero(mine).flatten().add(1).tolist()
         return dict(zip(slots, shares.tolist(), strict=True))
+
+
+def _slot_bits(message: Payload, name: str) -> Tensor:
+    """Return the slots that an entry of K bits names, bool ``[K + 1]``."""
+    return torch.cat([torch.zeros(1), message.codes(name).values.reshape(-1)]).bool()

@@ -1,0 +1,96 @@
+"""What a mean of LoRA factors loses: the mean of B A is not the mean of B times the mean of A."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from fl_lightning.client import Client
+from fl_lightning.distributed.collectives import gather_parts
+from fl_lightning.errors import InputError
+from fl_lightning.hooks import Context, Meter, RoundRecord, Stressor
+from fl_lightning.methods import FedVEMoE, Method
+from fl_lightning.methods.experts.merging import AdapterSpace
+from fl_lightning.methods.summing import examples_in
+from fl_lightning.models.language.experts import factors_of
+from fl_lightning.models.tensors import tensors_of
+from fl_lightning.wire import Payload
+
+
+class FactorError(Stressor, Meter):
+    """Adds ``average/factor_error`` to every round, for federated LoRA whose A and B are averaged apart:
+
+        || sum_k p_k B_k A_k  -  (sum_k p_k B_k) (sum_k p_k A_k) ||  /  || sum_k p_k B_k A_k ||
+
+    in the Frobenius norm over all layers, over the clients that returned; of Fed-VEMoE over the trainers of
+    each expert, and squares are added up over experts. It is 0 where A is frozen. It reads single uploads, so
+    that a secure sum cannot have it, and holds them in memory until the end of the round. It changes nothing.
+    """
+
+    def __init__(self) -> None:
+        self._uploads: dict[str, Tensor] = {}
+
+    def on_check(self, context: Context) -> None:
+        secure = getattr(context, "secure_sum", None) is not None
+        if secure or not context.method.is_sum:
+            why = (
+                "a secure sum shows no upload" if secure else f"{type(context.method).__name__} takes no mean"
+            )
+            raise InputError(
+                "callbacks.FactorError", f"it compares the mean of uploads, and {why}", "leave it out"
+            )
+
+    def on_setup(self, context: Context) -> None:
+        self._space = adapter_space(context.method)  # refuses a network without adapters
+
+    def on_round_start(self, round: int, context: Context) -> None:
+        self._uploads = {}
+
+    def change_upload(self, upload: Payload, *, client: Client, round: int, context: Context) -> Payload:
+        for slot, weight, adapter in adapters_in(context.method, upload):
+            value = torch.cat([torch.tensor([weight], dtype=torch.float64), adapter.double()])
+            self._uploads[f"{slot}/{client.id}"] = value.cpu()
+        return upload
+
+    def on_round_end(self, record: RoundRecord, context: Context) -> None:
+        everybody = gather_parts(self._uploads)
+        self._uploads = {}
+        by_slot: dict[str, list[Tensor]] = {}
+        for name in sorted(everybody):  # in one order whatever process trained whom
+            by_slot.setdefault(name.partition("/")[0], []).append(everybody[name])
+        squares = [self._space.factor_error(*_weighted(rows)) for rows in by_slot.values()]
+        whole = sum(square for _, square in squares)
+        if whole > 0:
+            record.metrics["average/factor_error"] = (sum(error for error, _ in squares) / whole) ** 0.5
+
+
+def _weighted(rows: list[Tensor]) -> tuple[Tensor, Tensor]:
+    stacked = torch.stack(rows)
+    return stacked[:, 1:], stacked[:, 0] / stacked[:, 0].sum()
+
+
+def adapter_space(method: Method) -> AdapterSpace:
+    """Return the space of a method's adapters.
+
+    Raises:
+        InputError: its network has none, or trains something else than adapters.
+    """
+    if isinstance(method, FedVEMoE) and method.k_max:
+        return method.space
+    factors, tensors = factors_of(method.network), tensors_of(method.network)
+    names = {name for each in factors for name in (each.a, each.b)}
+    fixed = {name: tensors[name].detach() for name in names - method.layout.shapes.keys()}
+    return AdapterSpace(method.layout, factors, fixed)
+
+
+def adapters_in(method: Method, upload: Payload) -> Iterator[tuple[int, float, Tensor]]:
+    """Yield slot, weight and values ``[P]`` of each adapter that a client sends."""
+    examples = examples_in(upload)
+    if isinstance(method, FedVEMoE):
+        trained = method.wire.trained(upload, method.server["active"])
+        for slot, row in trained.rows.items():
+            yield slot, examples * trained.shares[slot], row[: method.layout.size]
+    else:
+        yield 0, float(examples), method.decode(upload)
