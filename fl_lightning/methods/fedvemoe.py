@@ -102,8 +102,8 @@ class FedVEMoE(Method):
         wire: ``plain``: a client sends what it trained; ``oblivious``: all slots, so that the length of a
             message says nothing, as a secure sum needs; ``private``: also sums of updates in place of means
             of weights, as ``trainer.privacy`` needs, and A has to be frozen.
-        down: ``all``: a client is sent all experts in every round; ``changed``: those that have moved since it
-            last took part. It then remembers all of them between rounds, ``[K + 1, P + d]``.
+        down: ``all``: a client is sent all experts in every round; ``changed``: those that have moved since
+            it last took part. It then remembers all of them between rounds, ``[K + 1, P + d]``.
         mass_scale: c, the factor of a client's shares and votes beside its updates in the one message that
             is clipped, where ``wire`` is private.
         settings: those of every method.

@@ -1,10 +1,9 @@
 """What server and clients of Fed-VEMoE send each other.
 
 Down: which slots have an expert (K bits), pi of those, the number of rejecters of the last round, and the
-rows of the shared adapter and of each expert; where clients remember rows, only of those that have moved since,
-and which these are (K bits). Up: which experts were trained (K bits), their shares, their
-rows, two votes, and the own adapter of a client that seeds an expert. A row is an adapter and its router,
-``[P + d]``.
+rows of the shared adapter and of each expert; where clients remember rows, only those that have moved since,
+and which these are (K bits). Up: which experts were trained (K bits), their shares, their rows, two votes,
+and the own adapter of a client that seeds an expert. A row is an adapter and its router, ``[P + d]``.
 """
 
 from __future__ import annotations
