@@ -36,7 +36,7 @@ ON_THE_QUADRATIC = {
 
 
 LONG = [pytest.mark.slow, pytest.mark.essential]
-IN_EVERY_RUN = {"FedAvg", "FedMPQ"}
+IN_EVERY_RUN = {"FedAvg"}
 
 
 @pytest.mark.parametrize(

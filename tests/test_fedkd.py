@@ -265,6 +265,8 @@ def test_averaged_weights_without_distillation_are_fedavg(tmp_path):
     assert torch.equal(plain["weights"], neutral["weights"])
 
 
+@pytest.mark.slow
+@pytest.mark.essential
 def test_resumed_equals_uninterrupted(tmp_path):
     """From a checkpoint of round 2, and from an interruption in the middle of round 3, after a client has
     already trained."""

@@ -520,6 +520,8 @@ def births(folder: Path, stop_after: int | None = None, **settings) -> dict:
     return outcome(folder)
 
 
+@pytest.mark.slow
+@pytest.mark.essential
 @pytest.mark.parametrize("done", [2, 3])
 def test_interrupted_before_or_after_a_birth_it_ends_as_if_it_was_not(done, tmp_path):
     whole = births(tmp_path / "whole")
@@ -619,6 +621,8 @@ def test_privacy_needs_its_wire_and_a_frozen_a():
 # An open world
 
 
+@pytest.mark.slow
+@pytest.mark.essential
 def test_a_group_that_arrives_gets_an_expert_and_one_that_leaves_loses_its_own(tmp_path):
     """Rounds to recover are counted; clients that are away neither train nor are measured."""
     method = FedVEMoE(network=decided, optimizer=adam(0.01), k_max=4, shared=False, birth_gap=0.2)
