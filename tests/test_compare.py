@@ -136,6 +136,10 @@ def test_one_seed_names_no_winner_however_large_the_difference(tmp_path, capsys)
     report = report_of(tmp_path / "out")
     assert report["winner"] is None
     assert report["gap"]["mean"] == pytest.approx(0.89)
+    short = report["aggregated"]
+    assert (short["best_proposed"], short["best_baseline"]) == ("A", "B")
+    assert short["gap"] == pytest.approx(890)  # percent of B's 0.10
+    assert short["metrics"]["B"][short["primary_metric"]] == 0.10
     assert report["gap"]["low"] is report["gap"]["p_t"] is None
     assert report["criteria"][0]["verdict"] == "undecided"
     assert "no winner" in capsys.readouterr().out

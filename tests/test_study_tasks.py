@@ -69,6 +69,7 @@ def test_a_report_follows_the_primary_metric(tmp_path, task, selection):
     assert report["winner"] == "A"
     assert report["gap"]["mean"] < 0
     assert "negative" in report["gap"]["direction"]
+    assert report["aggregated"]["gap"] > 0  # percent by which A is better
     found = [one["verdict"] for one in report["criteria"]]
     assert found == ["holds", "fails", "holds", "holds", "undecided", "holds"]  # 4 against 5 rounds, always
     rounds = report["criteria"][4]["levels"][0]

@@ -51,6 +51,7 @@ def report(comparison: Comparison, registration: RegistrationReport = NOT_REGIST
         "stopping": stopping and {key: getattr(stopping, key) for key in ("seeds", "ending", "undecided")},
         "level": main,
         **_ranking(comparison, main),
+        "aggregated": aggregated(comparison, main),
         "levels": [_level(comparison, levels) for levels in comparison.levels],
         "other_model": {
             "selection": comparison.other.study.selection,
@@ -82,6 +83,31 @@ def report(comparison: Comparison, registration: RegistrationReport = NOT_REGIST
         "provenance": {**provenance(comparison), "registration": list(registration.dates)},
     }
     return strict(document)
+
+
+def aggregated(comparison: Comparison, levels: Levels) -> dict[str, Any]:
+    """Return the short form of a report at one combination of levels, in means over seeds.
+
+    ``gap`` is how much better the best proposed method is than the best baseline in the primary metric, in
+    percent of the baseline's mean; negative where it is worse.
+    """
+    ranking, metric = comparison.ranking(levels), comparison.study.metric
+    means, gap = comparison.means(metric, levels), None
+    if ranking.best_proposed is not None and ranking.best_baseline is not None:
+        proposed, baseline = means[ranking.best_proposed], means[ranking.best_baseline]
+        sign = 1 if comparison.higher_is_better(metric) else -1
+        gap = 100 * sign * (proposed - baseline) / abs(baseline) if baseline else None
+    methods = _methods(comparison, levels, lambda metric: not is_timing(metric))
+    return {
+        "primary_metric": metric,
+        "metrics": {
+            label: {name: one["mean"] for name, one in found["metrics"].items()}
+            for label, found in methods.items()
+        },
+        "best_proposed": ranking.best_proposed,
+        "best_baseline": ranking.best_baseline,
+        "gap": gap,
+    }
 
 
 def strict(value: Any) -> Any:
