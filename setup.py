@@ -8,6 +8,7 @@ setup(
     package_dir={"fl_lightning.configs": "configs"},
     package_data={
         "fl_lightning.configs": ["**/*.yaml"],
+        "fl_lightning.energy": ["*.json"],
         "fl_lightning.data.text": ["words.txt"],
         "fl_lightning.models.language": ["*.safetensors"],
     },

@@ -23,7 +23,7 @@ LAYERS = [
     {"engines"},
     {"methods"},
     {"hooks", "data"},
-    {"privacy"},
+    {"privacy", "energy"},
     {"client", "distributed", "wire"},
     {"models", "quantization"},
     {"tasks"},

@@ -65,6 +65,10 @@ COMMANDS = {
     "check": Command(
         "run the conformance kit on a method, yours or one of the project's", "fl_lightning.conformance:check"
     ),
+    "energy": Command(
+        "print what each option of each linear layer costs in joules, or measure it on this device",
+        "fl_lightning.energy.command:energy",
+    ),
     "configs": Command(
         "list the configurations that come with the program; configs FOLDER copies them there", quick=configs
     ),

@@ -284,16 +284,27 @@ def _run_function(command: str, function: Any, args: list[str]) -> None:
     if "config" not in inspect.signature(function).parameters:
         parser.add_argument("--config", action=ActionConfigFile, help="YAML with arguments of this command")
     words = COMMANDS[command].words
+    defaults = {name: found.default for name, found in inspect.signature(function).parameters.items()}
     names = parser.add_function_arguments(function, skip={*handed, *([words] if words else [])})
     if words:
         parser.add_argument(
             words, nargs="*", type=str, metavar=words.upper().removesuffix("S"), help="one or more"
         )
         names.append(words)
+    args = with_bare_flags(args, [name for name in names if defaults[name] is False])
     config = parse(parser, UserInput(args, read_configs(args)))
     with as_input_errors():
         values = parser.instantiate(config)
     function(**{name: values[name] for name in names}, **handed)
+
+
+def with_bare_flags(args: list[str], switches: Iterable[str]) -> list[str]:
+    """Return the arguments with ``true`` after each switch that has no value, such as ``--calibrate``."""
+    bare = {f"--{name}" for name in switches}
+    found = []
+    for arg, following in zip(args, [*args[1:], "--"], strict=True):
+        found += [arg, "true"] if arg in bare and following.startswith("--") else [arg]
+    return found
 
 
 def resolve(args: list[str]) -> str:

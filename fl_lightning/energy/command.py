@@ -1,0 +1,159 @@
+"""The command ``python -m fl_lightning energy``: print a table of costs, or measure one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from fl_lightning.energy.calibrate import DEFAULT_CONTEXT, STEP, Calibration, calibrate
+from fl_lightning.energy.costs import OPTIONS, SCOPES, CostTable
+from fl_lightning.energy.fitting import MAX_RELATIVE_ERROR
+from fl_lightning.energy.meters import DEFAULT_WATTS, ModelledMeter, best_meter
+from fl_lightning.energy.table_files import read_table, shipped_table, to_json
+from fl_lightning.errors import InputError, require, require_choice
+from fl_lightning.models import LANGUAGE_NETWORKS
+from fl_lightning.models.language.llama import Llama
+from fl_lightning.models.language.tiny import BYTE_VOCABULARY
+from fl_lightning.support import disk
+
+METERS = ("best", "modelled")
+SHOWN_TOKENS = (1, 16, 256)
+"""Numbers of tokens of a step that a printed table has columns for."""
+
+
+def energy(
+    table: str | None = None,
+    calibrate: bool = False,
+    network: str = "llama_tiny",
+    meter: str = "best",
+    watts: float = DEFAULT_WATTS,
+    seconds: float = 60.0,
+    scope: str = "adapter",
+    context: int = DEFAULT_CONTEXT,
+    out: str | None = None,
+) -> None:
+    """Print what each option of each linear layer costs in joules, or measure it on this device.
+
+    Args:
+        table: JSON file of the table to print; by default the one that comes with the package.
+        calibrate: measure instead of reading a table.
+        network: the network: llama_tiny.
+        meter: best, which is RAPL's counters where they can be read, or modelled, CPU seconds at a stated
+            power.
+        watts: power of one busy core, for modelled joules.
+        seconds: time of the measurement.
+        scope: what off leaves out, adapter or model.
+        context: tokens that a step sees, its own included.
+        out: JSON file to write what was measured to.
+
+    Raises:
+        InputError: the table cannot be read, or a setting is refused.
+    """
+    console = Console()
+    if not calibrate:
+        require(
+            out is None,
+            f"--out {out} without --calibrate",
+            "only what was measured is written",
+            "add --calibrate",
+        )
+        print_table(read_table(table) if table else shipped_table(network), console)
+        return
+    require(
+        table is None, f"--table {table} with --calibrate", "a table is read or measured", "leave one out"
+    )
+    require_choice(network, tuple(LANGUAGE_NETWORKS), "--network")
+    require_choice(meter, METERS, "--meter")
+    require_choice(scope, SCOPES, "--scope")
+    if out is not None:
+        require(
+            Path(out).parent.is_dir() and not Path(out).is_dir(),
+            f"--out {out}",
+            "the file's folder exists",
+            "write --out costs.json",
+        )
+    found = measured(network, meter, watts, seconds, scope, context)
+    print_table(found.table, console)
+    print_errors(found, console)
+    if out is not None:
+        try:
+            disk.replace(Path(out), to_json(found.table).encode())
+        except OSError as error:
+            raise InputError(
+                f"--out {out}", f"it cannot be written ({error.strerror})", "name another"
+            ) from None
+        console.print(f"written: {escape(out)}", soft_wrap=True)
+
+
+def measured(network: str, meter: str, watts: float, seconds: float, scope: str, context: int) -> Calibration:
+    """Return the calibration of a network of the package; the arguments are those of :func:`energy`."""
+    made = LANGUAGE_NETWORKS[network](BYTE_VOCABULARY)
+    assert isinstance(made, Llama)
+    counter = best_meter("cpu", watts) if meter == "best" else ModelledMeter(watts)
+    return calibrate(made.eval(), counter, seconds, scope, context)
+
+
+def print_table(table: CostTable, console: Console) -> None:
+    """Print the costs, one row for the groups of one cost, and what is not cheaper than something better."""
+    grid = Table(title=f"{escape(table.label)}, scope {table.scope}, {escape(table.device)}")
+    grid.add_column("groups")
+    grid.add_column("option")
+    for tokens in SHOWN_TOKENS:
+        grid.add_column(f"{tokens} token{'s' * (tokens > 1)}, mean (q99) in mJ", justify="right")
+    useless = {tokens: table.without_useless(tokens) for tokens in SHOWN_TOKENS}
+    costs = {(n, kind): table.tensors(n, kind) * 1e3 for n in SHOWN_TOKENS for kind in ("mean", "q99")}
+    for names in alike(table):
+        row = list(table.groups).index(names[0])
+        for column, option in enumerate(OPTIONS):
+            cells = []
+            for n in SHOWN_TOKENS:
+                mean, q99 = (float(costs[n, kind][row, column]) for kind in ("mean", "q99"))
+                dim = not bool(useless[n].available(n)[row, column])
+                cell = f"{mean:.4f} ({q99:.4f})"
+                cells.append(f"[dim]{cell} useless[/]" if dim else cell)
+            grid.add_row(escape(summary_of(names)) if column == 0 else "", option, *cells)
+    fixed = [f"{table.fixed(n) * 1e3:.4f} ({table.fixed(n, 'q99') * 1e3:.4f})" for n in SHOWN_TOKENS]
+    grid.add_row("everything else", "", *fixed)
+    console.print(grid)
+    console.print(f"everything else: of a step that sees {table.context} tokens")
+    console.print("useless: not cheaper than a better option")
+
+
+def alike(table: CostTable) -> list[list[str]]:
+    """Return the names of groups, those of equal cost together, in the order of the network."""
+    found: list[list[str]] = []
+    for name, options in table.groups.items():
+        for names in found:
+            if table.groups[names[0]] == options:
+                names.append(name)
+                break
+        else:
+            found.append([name])
+    return found
+
+
+def summary_of(names: list[str]) -> str:
+    """Return the names of groups in a few words: their last parts, and how many there are."""
+    last = ", ".join(dict.fromkeys(name.rpartition(".")[2] for name in names))
+    return last if len(names) == 1 else f"{last} ({len(names)} groups)"
+
+
+def print_errors(found: Calibration, console: Console) -> None:
+    """Print how far the table is from measurements that it was not fitted to."""
+    grid = Table(title="relative error of the mean at numbers of tokens that were not fitted")
+    grid.add_column("work")
+    grid.add_column("largest", justify="right")
+    grid.add_column("at tokens", justify="right")
+    grid.add_column("of one token", justify="right")
+    for name, errors in found.errors.items():
+        worst = max(errors, key=lambda n: abs(errors[n]))
+        style = "bold red" if abs(errors[worst]) > MAX_RELATIVE_ERROR else ""
+        label = "whole step, all high" if name == STEP else name
+        shown = f"{errors[worst]:+.1%}"
+        one = f"{errors[1]:+.1%}" if 1 in errors else ""
+        grid.add_row(label, f"[{style}]{shown}[/]" if style else shown, str(worst), one)
+    console.print(grid)
+    console.print(f"at least {found.samples} samples of each cost")

@@ -1,0 +1,160 @@
+"""Tables of costs as JSON files. Numbers keep all digits, so a table that is read equals the written one."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from fl_lightning.energy.cost_shapes import MeasuredCost, measured_from_json
+from fl_lightning.energy.costs import OPTIONS, CostTable, Removal
+from fl_lightning.errors import InputError, require
+
+FORMAT = 1
+"""Number of the file's form; a reader refuses others."""
+KEYS = {"format", "label", "device", "scope", "context", "rest", "costs", "groups", "removed"}
+MAX_BYTES = 2**24
+
+
+def to_json(table: CostTable) -> str:
+    """Return the text of a table. Groups of equal cost share one entry of ``costs``."""
+    costs: list[Mapping[str, MeasuredCost]] = []
+    places = {}
+    for name, options in table.groups.items():
+        if options not in costs:
+            costs.append(options)
+        places[name] = costs.index(options)
+    document = {
+        "format": FORMAT,
+        "label": table.label,
+        "device": table.device,
+        "scope": table.scope,
+        "context": table.context,
+        "rest": table.rest.as_json(),
+        "costs": [{option: options[option].as_json() for option in OPTIONS} for options in costs],
+        "groups": places,
+        "removed": [vars(removal) for removal in table.removed],
+    }
+    return json.dumps(document, indent=1) + "\n"
+
+
+def from_json(text: str, given: str = "the table") -> CostTable:
+    """Return the table that a text holds.
+
+    Args:
+        text: JSON, as :func:`to_json` writes it.
+        given: how the user named it, for messages.
+
+    Raises:
+        InputError: it is not JSON, lacks a part, or a part is not what :class:`CostTable` takes.
+    """
+    try:
+        document = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise InputError(given, f"a table is JSON ({error})", "calibrate again") from None
+    _require_form(document, given)
+    try:
+        costs = [_options(options, f"costs[{index}]") for index, options in enumerate(document["costs"])]
+        groups = {}
+        for name, place in document["groups"].items():
+            require(
+                type(place) is int and 0 <= place < len(costs),
+                f"group {name} at {place}",
+                f"a group names one of the {len(costs)} costs by its place, counted from 0",
+                "calibrate again",
+            )
+            groups[name] = costs[place]
+        return CostTable(
+            document["label"],
+            document["device"],
+            document["scope"],
+            document["context"],
+            groups,
+            measured_from_json(document["rest"], "rest"),
+            tuple(_removal(entry) for entry in document["removed"]),
+        )
+    except InputError as error:
+        raise error.within(given) from None
+
+
+def _require_form(document: Any, given: str) -> None:
+    keys = set(document) if isinstance(document, Mapping) else set()
+    wrong = sorted(keys ^ KEYS)
+    require(
+        keys == KEYS,
+        f"{given} {'without' if wrong and wrong[0] in KEYS else 'with'} {', '.join(wrong) or 'keys'}",
+        f"a table has the keys {', '.join(sorted(KEYS))}",
+        "calibrate again",
+    )
+    require(
+        document["format"] == FORMAT
+        and all(isinstance(document[key], str) for key in ("label", "device", "scope"))
+        and type(document["context"]) is int
+        and document["context"] >= 0
+        and all(isinstance(document[key], list) for key in ("costs", "removed"))
+        and isinstance(document["groups"], Mapping),
+        given,
+        f"it is of format {FORMAT}, with words, lists and numbers in their places",
+        "calibrate again",
+    )
+
+
+def _options(value: object, place: str) -> dict[str, MeasuredCost]:
+    found = value if isinstance(value, Mapping) else {}
+    require(
+        set(found) == set(OPTIONS),
+        f"{place} with the options {', '.join(map(str, found)) or 'none'}",
+        f"the options are {', '.join(OPTIONS)}",
+        "calibrate again",
+    )
+    return {option: measured_from_json(found[option], f"{place}.{option}") for option in OPTIONS}
+
+
+def _removal(value: object) -> Removal:
+    try:
+        removal = Removal(**value)  # type: ignore[arg-type]
+        valid = removal.first >= 1 and (removal.last is None or removal.last >= removal.first)
+    except TypeError:
+        valid = False
+    require(valid, f"removed: {value}", "it has group, option, first and last", "calibrate again")
+    return removal
+
+
+def read_table(path: Path | str) -> CostTable:
+    """Return the table of a file.
+
+    Raises:
+        InputError: the file cannot be read, or holds no table.
+    """
+    path = Path(path)
+    try:
+        with path.open("rb") as file:
+            data = file.read(MAX_BYTES + 1)
+        require(len(data) <= MAX_BYTES, str(path), "a table has at most 16 MiB", "calibrate again")
+        text = data.decode()
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError(
+            str(path),
+            f"it cannot be read ({getattr(error, 'strerror', None) or error})",
+            f"make it: python -m fl_lightning energy --calibrate --out {path.name}",
+        ) from None
+    return from_json(text, str(path))
+
+
+def shipped_table(network: str = "llama_tiny") -> CostTable:
+    """Return the table that comes with the package for one of its networks.
+
+    Its joules are of the device that it names, not of yours.
+
+    Raises:
+        InputError: none comes with the package.
+    """
+    path = Path(__file__).with_name(f"{Path(network).name}.json")
+    require(
+        path.is_file(),
+        f"no table of costs for {network}",
+        "none comes with the package",
+        f"calibrate: python -m fl_lightning energy --calibrate --network {network} --out costs.json",
+    )
+    return read_table(path)
