@@ -70,8 +70,8 @@ def _adapted_layers(network: nn.Module) -> dict[str, tuple[nn.Module, Tensor, Te
     adapter."""
     found = {}
     for name, module in network.named_modules():
-        if not hasattr(module, "lora_A") or not hasattr(module, "base_layer"):
-            continue
+        if not hasattr(module, "lora_A") or not hasattr(module, "base_layer") or hasattr(module, "lora_E"):
+            continue  # AdaLoRA has a third factor
         a, b, scaling = module.lora_A, module.lora_B, module.scaling
         if isinstance(a, nn.ModuleDict):
             key = next(iter(a))

@@ -15,6 +15,17 @@ import torch
 from torch import Tensor, nn
 
 from fl_lightning.errors import InputError, require, require_choice
+from fl_lightning.models.adapters import (
+    ALL_LINEAR,
+    DEFAULT_ALPHA,
+    DEFAULT_RANK,
+    OF_SINGULAR_DIRECTIONS,
+    AdapterKind,
+    add_adapter,
+    kind_of,
+    merged_lora,
+    plain_weights,
+)
 from fl_lightning.models.language.llama import (
     Llama,
     TokenInputs,
@@ -22,7 +33,6 @@ from fl_lightning.models.language.llama import (
     transformers_settings,
     transformers_weights,
 )
-from fl_lightning.models.language.lora import ALL_LINEAR, DEFAULT_ALPHA, DEFAULT_RANK, merged_lora
 from fl_lightning.support.packaged import model_folder
 
 PREFIX = "hf:"
@@ -30,7 +40,7 @@ PRECISIONS = ("float32", "bfloat16", "float16")
 
 
 class TransformersLM(nn.Module):
-    """A causal language model of transformers, with LoRA of peft on a frozen base.
+    """A causal language model of transformers, with adapters on a frozen base, of peft where it has them.
 
     Adapters are drawn from torch's current generator. ``model`` is peft's ``PeftModel``, or without adapters
     the ``PreTrainedModel``; ``model.save_pretrained(folder)`` writes what peft and transformers read.
@@ -42,12 +52,14 @@ class TransformersLM(nn.Module):
         rank: r of the adapters; 0: no adapters, all weights are trained.
         alpha: an adapter's factor is alpha / r.
         targets: ``all-linear``, or names of layers as peft takes them, such as ``[q_proj, v_proj]``.
-        ffa: FFA-LoRA: A is frozen, and B alone is trained and travels.
+        ffa: FFA-LoRA: A is frozen, and B alone is trained and travels; the same as ``adapter: ffa``.
         dtype: precision of the weights. Adapters on a narrower base are float32.
         gguf_file: the file in the folder, where the weights are GGUF.
         load_in_4bit: whether the frozen base is quantised to 4 bits by bitsandbytes, which needs CUDA.
         gradient_checkpointing: whether activations are computed again in the backward pass, which takes less
             memory and more time.
+        adapter: kind of the adapters: lora, ffa, pissa and adalora are peft's; svft and spectral are those of
+            :mod:`fl_lightning.models.adapters`, on layers that are ``nn.Linear`` with whole weights.
 
     Raises:
         InputError: the extra is not installed, the model cannot be loaded, its vocabulary is too small, no
@@ -69,6 +81,7 @@ class TransformersLM(nn.Module):
         gguf_file: str | None = None,
         load_in_4bit: bool = False,
         gradient_checkpointing: bool = False,
+        adapter: AdapterKind = "lora",
     ) -> None:
         super().__init__()
         _require_extra(f"network {PREFIX}{name}")
@@ -79,8 +92,9 @@ class TransformersLM(nn.Module):
             f"write rank {DEFAULT_RANK} and alpha {DEFAULT_ALPHA:g}",
         )
         require_choice(dtype, PRECISIONS, "dtype")
+        kind = kind_of(adapter, ffa)
         if load_in_4bit:
-            _require_4bit(name, rank)
+            _require_4bit(name, rank, kind)
         model = _load(name, dtype, gguf_file, load_in_4bit)
         require(
             num_classes <= model.config.vocab_size,
@@ -93,7 +107,7 @@ class TransformersLM(nn.Module):
             filterwarnings("ignore", "fan_in_fan_out is set to")  # peft sees by itself what GPT-2 needs
             if gradient_checkpointing:
                 model.gradient_checkpointing_enable({"use_reentrant": False})
-            self.model: Any = model if rank == 0 else _adapt(model, name, rank, alpha, targets, ffa)
+            self.model: Any = model if rank == 0 else _adapt(model, name, kind, rank, alpha, targets)
         self.name, self.positions = name, learned_positions(model.config)
 
     def forward(self, inputs: TokenInputs) -> Tensor:
@@ -196,12 +210,7 @@ def to_transformers(network: Llama) -> Any:
 
     model = LlamaForCausalLM(LlamaConfig(**transformers_settings(network)))
     with merged_lora(network):
-        merged = {
-            name.replace(".base_layer.", "."): weight
-            for name, weight in network.state_dict().items()
-            if ".lora_" not in name
-        }
-        model.load_state_dict(transformers_weights(merged))
+        model.load_state_dict(transformers_weights(plain_weights(network)))
     return model
 
 
@@ -222,11 +231,12 @@ def _require_extra(wanted: str) -> None:
     )
 
 
-def _require_4bit(name: str, rank: int) -> None:
+def _require_4bit(name: str, rank: int, kind: AdapterKind = "lora") -> None:
     """Refuse 4-bit weights where they do not work.
 
     Raises:
-        InputError: bitsandbytes or CUDA is missing, or there would be nothing to train.
+        InputError: bitsandbytes or CUDA is missing, there would be nothing to train, or the adapter needs
+            the singular directions of whole weights.
     """
     lacking = [
         what
@@ -247,6 +257,12 @@ def _require_4bit(name: str, rank: int) -> None:
         f"load_in_4bit of {PREFIX}{name} with rank 0",
         "4-bit weights are frozen, so that adapters alone can be trained",
         f"write rank: {DEFAULT_RANK}",
+    )
+    require(
+        kind not in OF_SINGULAR_DIRECTIONS,
+        f"load_in_4bit of {PREFIX}{name} with adapter {kind}",
+        "it takes singular directions of whole weights",
+        "write load_in_4bit: false, or adapter: lora",
     )
 
 
@@ -285,19 +301,20 @@ def _load(name: str, dtype: str, gguf_file: str | None, load_in_4bit: bool) -> A
 
 
 def _adapt(
-    model: Any, name: str, rank: int, alpha: float, targets: str | Sequence[str], ffa: bool
+    model: Any, name: str, kind: AdapterKind, rank: int, alpha: float, targets: str | Sequence[str]
 ) -> nn.Module:
-    """Return the model with a frozen base and peft's LoRA.
+    """Return the model with a frozen base and adapters.
 
     Raises:
-        InputError: no layer has a name of ``targets``.
+        InputError: no layer has a name of ``targets``, or the adapter does not go together with the model.
     """
-    from peft import LoraConfig, get_peft_model, prepare_model_for_kbit_training
+    if kind in ("svft", "spectral"):
+        return _adapt_with_ours(model, kind, rank, targets)
+    from peft import get_peft_model, prepare_model_for_kbit_training
 
     if getattr(model, "is_loaded_in_4bit", False):
         model = prepare_model_for_kbit_training(model, use_gradient_checkpointing=False)
-    wanted = targets if isinstance(targets, str) else list(targets)
-    config = LoraConfig(r=rank, lora_alpha=alpha, target_modules=wanted, bias="none", task_type="CAUSAL_LM")  # type: ignore[call-arg, unused-ignore]
+    config = _peft_config(kind, rank, alpha, targets if isinstance(targets, str) else list(targets))
     try:
         adapted = get_peft_model(model, config)
     except ValueError as error:
@@ -306,8 +323,35 @@ def _adapt(
             f"peft refuses them ({' '.join(str(error).split())[:200]})",
             f"write {ALL_LINEAR}",
         ) from error
-    if ffa:
+    if kind == "ffa":
         for parameter, weight in adapted.named_parameters():
             is_a = any(part in ("lora_A", "lora_embedding_A") for part in parameter.split("."))
             weight.requires_grad_(weight.requires_grad and not is_a)
     return adapted
+
+
+def _peft_config(kind: AdapterKind, rank: int, alpha: float, targets: str | list[str]) -> Any:
+    """Return peft's settings of a kind of adapter. AdaLoRA's schedule in them is not used."""
+    from peft import AdaLoraConfig, LoraConfig
+
+    both: dict[str, Any] = {"lora_alpha": alpha, "target_modules": targets, "bias": "none"}
+    both["task_type"] = "CAUSAL_LM"
+    if kind == "adalora":
+        return AdaLoraConfig(init_r=rank, target_r=rank, total_step=1, **both)
+    return LoraConfig(r=rank, init_lora_weights="pissa" if kind == "pissa" else True, **both)
+
+
+def _adapt_with_ours(model: Any, kind: AdapterKind, rank: int, targets: str | Sequence[str]) -> nn.Module:
+    """Return the model with adapters of our own; as with peft's, all linear layers are all but the head.
+
+    Raises:
+        InputError: no linear layer has a name of ``targets``, or the rank is too high for one.
+    """
+    head = model.get_output_embeddings()
+    if targets == ALL_LINEAR:
+        targets = [
+            layer
+            for layer, module in model.named_modules()
+            if isinstance(module, nn.Linear) and module is not head
+        ]
+    return add_adapter(model, kind, rank, targets=targets)

@@ -9,8 +9,15 @@ import torch
 from safetensors.torch import load_file
 
 from fl_lightning.errors import InputError, RunStopped, require
+from fl_lightning.models.adapters import (
+    ALL_LINEAR,
+    DEFAULT_ALPHA,
+    DEFAULT_RANK,
+    AdapterKind,
+    add_adapter,
+    kind_of,
+)
 from fl_lightning.models.language.llama import Llama
-from fl_lightning.models.language.lora import ALL_LINEAR, DEFAULT_ALPHA, DEFAULT_RANK, add_lora
 
 BYTE_VOCABULARY = 259
 """The 256 bytes, then BOS (256), EOS (257) and PAD (258)."""
@@ -21,16 +28,18 @@ class LlamaTiny(Llama):
     """The byte model of 96 features, 4 blocks and 468 096 weights, with adapters on a frozen base.
 
     ``benchmarks/language_base.py`` made the base. Its linear layers are ``qkv_proj``, ``o_proj``,
-    ``gate_up_proj`` and ``down_proj``. With rank 8 on all of them, 49 152 values travel.
+    ``gate_up_proj`` and ``down_proj``. With LoRA of rank 8 on all of them, 49 152 values travel. The smaller
+    side of each is 96, the highest rank of ``pissa``, ``svft`` and ``spectral``.
 
     Args:
         num_classes: number of tokens of the data, 259 for bytes.
         rank: r of the adapters; 0: no adapters, all weights are trained.
         alpha: an adapter's factor is alpha / r.
         targets: ``all-linear``, or names of linear layers.
-        ffa: FFA-LoRA: A is frozen, and B alone is trained and travels.
+        ffa: FFA-LoRA: A is frozen, and B alone is trained and travels; the same as ``adapter: ffa``.
         pretrained: whether to start from the shipped weights; if not, from weights of torch's current
             generator, for a vocabulary of any size.
+        adapter: kind of the adapters: lora, ffa, pissa, adalora, svft or spectral.
 
     Raises:
         InputError: the shipped weights are for another vocabulary, or a setting of the adapters is refused.
@@ -45,6 +54,7 @@ class LlamaTiny(Llama):
         targets: str | Sequence[str] = ALL_LINEAR,
         ffa: bool = False,
         pretrained: bool = True,
+        adapter: AdapterKind = "lora",
     ) -> None:
         require(
             num_classes == BYTE_VOCABULARY or not pretrained,
@@ -56,7 +66,7 @@ class LlamaTiny(Llama):
         if pretrained:
             load_base(self)
         if rank != 0:
-            add_lora(self, rank, alpha, targets, ffa)
+            add_adapter(self, kind_of(adapter, ffa), rank, alpha=alpha, targets=targets)
 
 
 def load_base(network: Llama, path: Path = WEIGHTS_FILE) -> None:

@@ -1,0 +1,154 @@
+"""Adapters of frozen linear layers, one file each, behind one switch: :func:`add_adapter`.
+
+    h = W x + dW x
+
+| kind | dW | trained and sent, values of a layer ``[out, in]`` |
+|---|---|---|
+| ``lora`` | (alpha / r) B A | r (in + out) |
+| ``ffa`` | (alpha / r) B A, A frozen | r out |
+| ``pissa`` | (alpha / r) B A, which starts as W's leading part | r (in + out) |
+| ``adalora`` | (alpha / r) P diag(lambda) Q | r (in + out + 1) |
+| ``svft`` | U_R M V_R^T, M banded | (2 band + 1) R - band (band + 1) |
+| ``spectral`` | U_R diag(m) V_R^T | R |
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import nullcontext
+from typing import Literal, TypeAlias, get_args
+
+from torch import nn
+
+from fl_lightning import rng
+from fl_lightning.errors import require, require_choice
+from fl_lightning.models.adapters.adalora import (
+    AdaLoRALinear,
+    Importance,
+    adalora_layers,
+    budget_at,
+    choose_masks,
+    orthogonality,
+)
+from fl_lightning.models.adapters.layer import (
+    ALL_LINEAR,
+    DEFAULT_ALPHA,
+    DEFAULT_RANK,
+    AdaptedLinear,
+    adapt_linears,
+    adapter_layers,
+    merged_lora,
+    plain_weights,
+)
+from fl_lightning.models.adapters.lora import LoRALinear, add_lora, lora_layers, require_rank
+from fl_lightning.models.adapters.pissa import PiSSALinear
+from fl_lightning.models.adapters.spectral import SpectralLinear
+from fl_lightning.models.adapters.svd import require_directions, signed_svd
+from fl_lightning.models.adapters.svft import DEFAULT_BAND, SVFTLinear
+
+__all__ = [
+    "ADAPTERS",
+    "ALL_LINEAR",
+    "DEFAULT_ALPHA",
+    "DEFAULT_BAND",
+    "DEFAULT_RANK",
+    "OF_SINGULAR_DIRECTIONS",
+    "AdaLoRALinear",
+    "AdaptedLinear",
+    "AdapterKind",
+    "Importance",
+    "LoRALinear",
+    "PiSSALinear",
+    "SVFTLinear",
+    "SpectralLinear",
+    "adalora_layers",
+    "adapter_layers",
+    "add_adapter",
+    "add_lora",
+    "budget_at",
+    "choose_masks",
+    "kind_of",
+    "lora_layers",
+    "merged_lora",
+    "orthogonality",
+    "plain_weights",
+    "signed_svd",
+]
+
+AdapterKind: TypeAlias = Literal["lora", "ffa", "pissa", "adalora", "svft", "spectral"]
+ADAPTERS: tuple[AdapterKind, ...] = get_args(AdapterKind)
+OF_SINGULAR_DIRECTIONS = ("pissa", "svft", "spectral")
+
+
+def add_adapter(
+    network: nn.Module,
+    kind: AdapterKind,
+    rank: int = DEFAULT_RANK,
+    *,
+    alpha: float = DEFAULT_ALPHA,
+    targets: str | Sequence[str] = ALL_LINEAR,
+    band: int = DEFAULT_BAND,
+    seed: int | None = None,
+) -> nn.Module:
+    """Freeze a network and put an adapter of one kind on its linear layers.
+
+    At the start the outputs are those of the network without adapters bit for bit, with ``pissa`` up to
+    rounding.
+
+    Args:
+        network: the network; it is changed in place.
+        kind: one of ``ADAPTERS``.
+        rank: r of every adapter, the number of directions; of ``pissa``, ``svft`` and ``spectral`` at most
+            the smaller side of each layer.
+        alpha: the factor of ``lora``, ``ffa``, ``pissa`` and ``adalora`` is alpha / r; others have none.
+        targets: ``all-linear``, or the last parts of the layers' names, as ``[qkv_proj, o_proj]``.
+        band: diagonals of ``svft`` on each side of the main one.
+        seed: what is random is drawn from the stream (seed, "adapter"); None: from torch's current
+            generator. ``pissa``, ``svft`` and ``spectral`` draw nothing.
+
+    Returns:
+        The network; if it is itself a linear layer, the adapted layer in place of it.
+
+    Raises:
+        InputError: there is no such kind, rank or alpha is not positive, the rank is too high for a layer,
+            the network has adapters, or no layer has one of these names.
+
+    >>> adapted = add_adapter(nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 2)), "spectral", rank=2)
+    >>> [(name, len(m)) for name, m in adapted.named_parameters() if m.requires_grad]
+    [('0.spectral_m', 2), ('2.spectral_m', 2)]
+    """
+    require_choice(kind, ADAPTERS, "adapter")
+    require_rank(rank, alpha)
+
+    def make(name: str, base: nn.Linear) -> AdaptedLinear:
+        if kind in OF_SINGULAR_DIRECTIONS:
+            require_directions(kind, name, base, rank)
+        match kind:
+            case "pissa":
+                return PiSSALinear(base, rank, alpha)
+            case "adalora":
+                return AdaLoRALinear(base, rank, alpha)
+            case "svft":
+                return SVFTLinear(base, rank, band)
+            case "spectral":
+                return SpectralLinear(base, rank)
+        return LoRALinear(base, rank, alpha, ffa=kind == "ffa")
+
+    with nullcontext() if seed is None else rng.torch_stream(seed, "adapter"):
+        return adapt_linears(network, targets, make)
+
+
+def kind_of(adapter: AdapterKind, ffa: bool) -> AdapterKind:
+    """Return the kind that the settings ``adapter`` and ``ffa`` of a network mean together.
+
+    Raises:
+        InputError: there is no such kind, or ``ffa`` is set beside a kind without a factor A.
+    """
+    require_choice(adapter, ADAPTERS, "adapter")
+    require(
+        not ffa or adapter in ("lora", "ffa"),
+        f"adapter {adapter} with ffa true",
+        "ffa freezes the factor A of LoRA",
+        f"write adapter ffa, or adapter {adapter} with ffa false",
+    )
+    return "ffa" if ffa else adapter
