@@ -160,5 +160,6 @@ def plain_weights(network: nn.Module) -> dict[str, Tensor]:
         if owner is None:
             found[name] = tensor
         elif name.startswith(f"{owner}.base_layer."):
-            found[name.replace(f"{owner}.base_layer.", f"{owner}.", 1)] = tensor
+            plain = owner.removesuffix(".adapted")  # as a switch of models.options calls its layer
+            found[name.replace(f"{owner}.base_layer.", f"{plain}.", 1)] = tensor
     return found

@@ -1,0 +1,22 @@
+"""Switched layers: each token takes one of three options at each adapted linear layer of a network."""
+
+from fl_lightning.models.options.attach import add_switches, narrow_kept, switches
+from fl_lightning.models.options.integers import Int8Rows, integer_linear, integer_product, quantised_rows
+from fl_lightning.models.options.plan import OPTIONS, Plan, Switchboard
+from fl_lightning.models.options.switched import HighPrecision, Scope, SwitchedLinear
+
+__all__ = [
+    "OPTIONS",
+    "HighPrecision",
+    "Int8Rows",
+    "Plan",
+    "Scope",
+    "Switchboard",
+    "SwitchedLinear",
+    "add_switches",
+    "integer_linear",
+    "integer_product",
+    "narrow_kept",
+    "quantised_rows",
+    "switches",
+]

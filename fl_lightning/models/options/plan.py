@@ -1,0 +1,97 @@
+"""Which option each token takes at each layer of a network, and where all layers read it.
+
+``B`` sequences, ``T`` tokens of each, ``G`` switched layers, 3 options in the order of ``OPTIONS``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from fl_lightning.errors import MisuseError
+
+OPTIONS = ("off", "int8", "high")
+"""In the order of their quality, the lowest first."""
+OFF, INT8, HIGH = range(3)
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """The options of all tokens at all layers: weights for training, or choices for evaluation.
+
+    Args:
+        weights: float ``[B, T, G, 3]``; a layer's output is the sum of its options' outputs times them, and
+            they get a gradient. Straight-through weights are one-hot in the forward pass.
+        choices: int64 ``[B, T, G]``, 0 to 2; an option computes those tokens alone that chose it.
+
+    Raises:
+        MisuseError: there are both or neither, a shape is wrong, or a choice is none of the options.
+    """
+
+    weights: Tensor | None = None
+    choices: Tensor | None = None
+    counts: list[list[int]] = field(init=False, default_factory=list)
+    """Of choices: tokens of each option at each layer, ``[G][3]``."""
+
+    def __post_init__(self) -> None:
+        given = [tensor for tensor in (self.weights, self.choices) if tensor is not None]
+        shape = tuple(given[0].shape) if len(given) == 1 else None
+        right = shape is not None and (
+            (len(shape) == 4 and shape[3] == len(OPTIONS)) if self.choices is None else len(shape) == 3
+        )
+        if not right:
+            raise MisuseError(
+                f"a plan of {len(given)} tensors of shapes {[tuple(tensor.shape) for tensor in given]}",
+                "a plan has weights [B, T, G, 3], or choices [B, T, G]",
+                "give one of them",
+            )
+        if self.choices is not None:
+            options = torch.arange(len(OPTIONS), device=self.choices.device)
+            counts = (self.choices.flatten(0, 1).unsqueeze(-1) == options).sum(0).tolist()
+            if any(sum(row) != self.choices.shape[0] * self.choices.shape[1] for row in counts):
+                raise MisuseError(
+                    f"choices from {int(self.choices.min())} to {int(self.choices.max())}",
+                    f"0 is {OPTIONS[0]}, 1 is {OPTIONS[1]} and 2 is {OPTIONS[2]}",
+                    "give indices of OPTIONS",
+                )
+            self.counts.extend(counts)
+
+    @property
+    def shape(self) -> torch.Size:
+        """B, T and G."""
+        tensor = self.choices if self.weights is None else self.weights
+        assert tensor is not None
+        return tensor.shape[:3]
+
+
+class Switchboard:
+    """The plan that all switched layers of a network read.
+
+    Args:
+        groups: G, number of switched layers.
+    """
+
+    def __init__(self, groups: int) -> None:
+        self.groups = groups
+        self._plan: Plan | None = None
+
+    @property
+    def plan(self) -> Plan | None:
+        """The plan of the tokens that are computed next; None: every layer is the adapted one.
+
+        Raises:
+            MisuseError: on setting a plan for another number of layers.
+        """
+        return self._plan
+
+    @plan.setter
+    def plan(self, plan: Plan | None) -> None:
+        if plan is not None and plan.shape[2] != self.groups:
+            raise MisuseError(
+                f"a plan for {plan.shape[2]} layers on a network of {self.groups} switched layers",
+                "a plan has options for each of them",
+                f"give weights [B, T, {self.groups}, 3] or choices [B, T, {self.groups}]",
+            )
+        self._plan = plan

@@ -1,0 +1,239 @@
+"""An adapted linear layer with three options for each token: off, int8 and high.
+
+| option | computes |
+|---|---|
+| off | the base without the adapter (scope adapter), or nothing: zeros (scope model) |
+| int8 | W + dW and the inputs in int8, see :mod:`fl_lightning.models.options.integers` |
+| high | the adapted layer, in the network's precision or in bfloat16 |
+
+In scope model a residual branch whose last linear layer is off is skipped.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal, TypeAlias
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from fl_lightning.errors import MisuseError
+from fl_lightning.models.adapters import AdaptedLinear
+from fl_lightning.models.options.integers import Int8Rows, integer_linear, quantised_rows
+from fl_lightning.models.options.plan import HIGH, INT8, OFF, OPTIONS, Plan, Switchboard
+
+Scope: TypeAlias = Literal["adapter", "model"]
+HighPrecision: TypeAlias = Literal["float32", "bfloat16"]
+
+
+class SwitchedLinear(nn.Module):
+    """An adapted layer that computes, for each token, the option that the network's plan names.
+
+    Args:
+        adapted: the adapted layer, ours or peft's.
+        name: its name in the network, as ``layers.0.self_attn.qkv_proj``.
+        group: its index g among the switched layers.
+        board: where the plan is.
+        scope: what off means, see above.
+        high: precision of the option high; ``float32`` is that of the network.
+    """
+
+    def __init__(
+        self,
+        adapted: Any,
+        name: str,
+        group: int,
+        board: Switchboard,
+        scope: Scope = "adapter",
+        high: HighPrecision = "float32",
+    ) -> None:
+        super().__init__()
+        self.adapted = adapted
+        self.name, self.group, self.board, self.scope, self.high = name, group, board, scope, high
+        self.available = (True, True, True)
+        """Which options may be computed, in the order of ``OPTIONS``."""
+        self._keep = False
+        self._kept: dict[int, tuple[LayerState, Any]] = {}
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Numbers of inputs and outputs."""
+        return self.adapted.base_layer.in_features, self.adapted.base_layer.out_features
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map inputs ``[B, T, in]`` to outputs ``[B, T, out]``.
+
+        Without a plan it is the adapted layer bit for bit. With weights all available options are computed
+        and added up; the gradient of int8 and bfloat16 is that of the adapted layer in full precision. With
+        choices each option computes its own tokens, and what it computes narrowly carries no gradient.
+
+        Raises:
+            MisuseError: the plan is for other tokens, or names an option that is not available.
+        """
+        plan = self.board.plan
+        if plan is None:
+            return self.adapted(x)
+        if x.shape[:-1] != plan.shape[:2]:
+            raise MisuseError(
+                f"{self.name} on tokens of shape {tuple(x.shape[:-1])}",
+                f"the plan is for tokens of shape {tuple(plan.shape[:2])}",
+                "set board.plan before each step, or to None",
+            )
+        if plan.weights is not None:
+            return self._weighted(x, plan.weights[:, :, self.group])
+        return self._chosen(x, plan)
+
+    def _weighted(self, x: Tensor, weights: Tensor) -> Tensor:
+        """Return the sum of the options' outputs ``[B, T, out]`` with weights ``[B, T, 3]``."""
+        full = self.adapted(x) if self.available[INT8] or self.available[HIGH] else None
+        total = x.new_zeros(*x.shape[:-1], self.shape[1])
+        for z in range(len(OPTIONS)):
+            if not self.available[z]:
+                if bool((weights[..., z] != 0).any()):
+                    raise self._not_available(z)
+            elif z != OFF:
+                assert full is not None
+                total = total + weights[..., z : z + 1] * self._through(z, x, full)
+            elif self.scope == "adapter":
+                total = total + weights[..., z : z + 1] * self._base(x)
+        return total
+
+    def _through(self, z: int, x: Tensor, full: Tensor) -> Tensor:
+        """Return the value of an option with the derivative of the adapted layer, whose value is ``full``."""
+        if z == HIGH and self.high == "float32":
+            return full
+        value = self._narrow(z, x.detach().flatten(0, -2)).view_as(full)
+        return StraightThrough.apply(value.to(full.dtype), full)
+
+    def _chosen(self, x: Tensor, plan: Plan) -> Tensor:
+        """Return outputs ``[B, T, out]`` of which each token's is that of its option."""
+        assert plan.choices is not None
+        flat, counts = x.flatten(0, -2), plan.counts[self.group]
+        if max(counts) == len(flat):
+            return self.execute(OPTIONS[counts.index(max(counts))], flat).view(*x.shape[:-1], -1)
+        choices = plan.choices[:, :, self.group].flatten()
+        found = flat.new_zeros(len(flat), self.shape[1])
+        for z, count in enumerate(counts):
+            if count:
+                rows = (choices == z).nonzero()[:, 0]
+                found = found.index_copy(0, rows, self.execute(OPTIONS[z], flat[rows]))
+        return found.view(*x.shape[:-1], -1)
+
+    def execute(self, option: str, x: Tensor) -> Tensor:
+        """Return the outputs ``[n, out]`` of one option for all of ``x [n, in]``, whatever the plan is.
+
+        Raises:
+            MisuseError: there is no such option, or it is not available.
+        """
+        if option not in OPTIONS:
+            raise MisuseError(f"option {option!r}", f"one of {', '.join(OPTIONS)}", f"give {OPTIONS[-1]!r}")
+        z = OPTIONS.index(option)
+        if not self.available[z]:
+            raise self._not_available(z)
+        if z == OFF:
+            return x.new_zeros(len(x), self.shape[1]) if self.scope == "model" else self._base(x)
+        if z == HIGH and self.high == "float32":
+            return self.adapted(x)
+        return self._narrow(z, x).to(x.dtype)
+
+    def _not_available(self, z: int) -> MisuseError:
+        return MisuseError(
+            f"option {OPTIONS[z]} of {self.name}",
+            f"it is not available there: {self.available} of {OPTIONS}",
+            "give it no token, or make it available",
+        )
+
+    def _base(self, x: Tensor) -> Tensor:
+        """Return the outputs without the adapter."""
+        base = self.adapted.base_layer
+        if isinstance(self.adapted, AdaptedLinear) and self.adapted.merged:
+            return F.linear(x, self.adapted.unmerged_weight(), base.bias)
+        return base(x)
+
+    @torch.no_grad()
+    def _narrow(self, z: int, x: Tensor) -> Tensor:
+        """Return the outputs ``[n, out]`` of int8, or of high in bfloat16, for ``x [n, in]``."""
+        bias = self.adapted.base_layer.bias
+        if z == INT8:
+            return integer_linear(x, self.narrow_weight("int8"), bias)
+        weight = self.narrow_weight("high")
+        return F.linear(x.to(weight.dtype), weight, None if bias is None else bias.to(weight.dtype))
+
+    def keep_narrow(self, keep: bool) -> None:
+        """Keep the narrow weights between calls, or let them go.
+
+        Weights that are kept are made again where the adapter has other values, or the base was written to.
+
+        Args:
+            keep: whether to keep them; False also frees them.
+        """
+        self._keep = keep
+        self._kept.clear()
+
+    @torch.no_grad()
+    def narrow_weight(self, option: Literal["int8", "high"]) -> Any:
+        """Return W + dW as an option computes with it: of int8 an ``Int8Rows``, of high in bfloat16 a tensor,
+        both ``[out, in]``."""
+        z = OPTIONS.index(option)
+        if z in self._kept and self._kept[z][0].is_that_of(self.adapted):
+            return self._kept[z][1]
+        full = _full_weight(self.adapted)
+        made: Int8Rows | Tensor = quantised_rows(full) if z == INT8 else full.to(torch.bfloat16)
+        if self._keep:
+            self._kept[z] = LayerState(self.adapted), made
+        return made
+
+
+class LayerState:
+    """The values of a layer's adapter, and which writes its frozen tensors have seen.
+
+    Of what is trained the values are compared: torch's fused optimisers write without a trace. They are few.
+
+    Args:
+        layer: the layer.
+    """
+
+    def __init__(self, layer: nn.Module) -> None:
+        self.trained = [tensor.detach().clone() for tensor in layer.parameters() if tensor.requires_grad]
+        self.frozen = self._frozen(layer)
+
+    @staticmethod
+    def _frozen(layer: nn.Module) -> list[tuple[Tensor, int, int]]:
+        frozen = [tensor for tensor in layer.parameters() if not tensor.requires_grad]
+        return [(tensor, tensor._version, tensor.data_ptr()) for tensor in [*frozen, *layer.buffers()]]
+
+    def is_that_of(self, layer: nn.Module) -> bool:
+        """Return whether the layer has not changed since."""
+        trained = [tensor for tensor in layer.parameters() if tensor.requires_grad]
+        frozen = self._frozen(layer)
+        return (
+            len(trained) == len(self.trained)
+            and len(frozen) == len(self.frozen)
+            and all(a[0] is b[0] and a[1:] == b[1:] for a, b in zip(frozen, self.frozen, strict=True))
+            and all(a.device == b.device for a, b in zip(trained, self.trained, strict=True))
+            and all(torch.equal(a, b) for a, b in zip(trained, self.trained, strict=True))
+        )
+
+
+class StraightThrough(torch.autograd.Function):
+    """The value of one tensor with the derivative of another one of the same shape."""
+
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, through: Tensor) -> Tensor:
+        return value.view_as(value)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[None, Tensor]:
+        return None, gradients[0]
+
+
+def _full_weight(adapted: Any) -> Tensor:
+    """Return W + dW, ``[out, in]``, of a layer of ours or of peft's."""
+    if isinstance(adapted, AdaptedLinear):
+        return adapted.full_weight()
+    weight: Tensor = adapted.base_layer.weight
+    if adapted.merged:
+        return weight
+    for adapter in adapted.active_adapters:
+        weight = weight + adapted.get_delta_weight(adapter)
+    return weight
