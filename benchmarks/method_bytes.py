@@ -25,12 +25,14 @@ CONFIGS = {
     "FedKD": "fedkd",
     "FedMosaic": "fedmosaic_digits",
     "FedVEMoE": "vemoe_default",
+    "HEST": "hest_default",
     "LocalOnly": "local_only",
     "Oracle": "oracle",
     "Centralised": "centralised",
 }
 ON_ADAPTERS = "lora_default"
-"""FedAvg's configuration on the adapters of Fed-VEMoE."""
+"""FedAvg's configuration on adapters, which methods of language models are compared with."""
+OF_LANGUAGE = {"FedVEMoE", "HEST"}
 ROUNDS = 2
 FEW = {"max_rounds": str(ROUNDS), "participation": "0.05", "callbacks": "[]", "logger": "false"}
 
@@ -57,7 +59,7 @@ def relative_bytes() -> dict[str, tuple[str, str]]:
         on_adapters = method_bytes(ON_ADAPTERS, Path(folder))
     relative = {}
     for name, (own_up, own_down) in measured.items():
-        up, down = on_adapters if name == "FedVEMoE" else measured["FedAvg"]
+        up, down = on_adapters if name in OF_LANGUAGE else measured["FedAvg"]
         relative[name] = f"{own_up / up:.2f}", f"{own_down / down:.2f}"
     return relative
 

@@ -10,6 +10,7 @@ from callbacks.figures.confusion_matrix import ConfusionMatrix
 from callbacks.figures.expert_figure import ExpertFigure
 from callbacks.figures.feature_map import FeatureMap
 from callbacks.figures.loss_landscape import LossLandscape
+from callbacks.figures.option_figure import OptionFigure
 from callbacks.figures.partition_figure import PartitionFigure
 from callbacks.figures.relevance_figure import RelevanceFigure
 from callbacks.meters.calibration import Calibration
@@ -61,6 +62,7 @@ __all__ = [
     "LabelNoise",
     "LossLandscape",
     "NewTasks",
+    "OptionFigure",
     "PartitionFigure",
     "Profile",
     "ProgressBar",

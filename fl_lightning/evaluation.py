@@ -27,6 +27,7 @@ from fl_lightning.data import FederatedData
 from fl_lightning.distributed import collectives
 from fl_lightning.methods import Method
 from fl_lightning.metrics import client_spread
+from fl_lightning.models import MeasuredNetwork
 from fl_lightning.rng import stream
 from fl_lightning.tasks import Sums, Task
 
@@ -133,8 +134,11 @@ def on_test_set(
         }
         if answers:
             columns.append((number, (outputs, target)))
-    means = {name: total / weight for name, (total, weight) in _totals(sums).items()}
-    metrics = {f"test/{name}": float(value) for name, value in task.finish(means).items()}
+    means = {
+        name: total if name in method.counted_metrics else total / weight
+        for name, (total, weight) in _totals(sums).items()
+    }
+    metrics = {_metric_name(name): float(value) for name, value in task.finish(means).items()}
     if not answers:
         return metrics, None
     outputs, target = gather_columns(columns)
@@ -144,13 +148,27 @@ def on_test_set(
     return metrics, (outputs.softmax(1), target)
 
 
+def _metric_name(name: str) -> str:
+    """Return the name under which a metric of the test set is logged: what a network measures of its own
+    passes has a family of its own."""
+    return name if "/" in name else f"test/{name}"
+
+
 @torch.no_grad()
 def evaluate_batch(
     fabric: Fabric, task: Task, network: nn.Module, inputs: Any, target: Tensor
 ) -> tuple[Any, Sums]:
-    """Return the outputs of a batch, and sum and weight of each metric by example, ``[B]``."""
+    """Return the outputs of a batch, and sum and weight of each metric by example, ``[B]``; those that the
+    network measures of its own passes are among them."""
     with evaluation_mode(network), fabric.autocast():
-        return task.evaluate(network, inputs, target)
+        if not isinstance(network, MeasuredNetwork):
+            return task.evaluate(network, inputs, target)
+        network.expect(target)
+        outputs, found = task.evaluate(network, inputs, target)
+        one = torch.ones(len(target), dtype=torch.float64)
+        return outputs, found | {
+            name: (values.double().cpu(), one) for name, values in network.measured().items()
+        }
 
 
 def _totals(sums: Mapping[str, Tensor]) -> dict[str, tuple[np.ndarray, np.ndarray]]:

@@ -11,6 +11,7 @@ from fl_lightning.methods.fedntd import FedNTD
 from fl_lightning.methods.fedpq import FedPQ
 from fl_lightning.methods.fedprox import FedProx
 from fl_lightning.methods.fedvemoe import FedVEMoE
+from fl_lightning.methods.hest import HEST
 from fl_lightning.methods.local_only import LocalOnly
 from fl_lightning.methods.oracle import Oracle
 from fl_lightning.methods.qfedavg import QFedAvg
@@ -26,6 +27,7 @@ from fl_lightning.methods.terms import (
 
 __all__ = [
     "AQFL",
+    "HEST",
     "Average",
     "Centralised",
     "CoordinateMedian",

@@ -129,6 +129,9 @@ class Method(Recorded, SummingServer, LightningModule):
     measured: frozenset[str] = frozenset()
     """Names of what clients keep for callbacks to read, and the method never does."""
 
+    counted_metrics: frozenset[str] = frozenset()
+    """Metrics of an evaluation that are counted over the test set; the others are means."""
+
     distils: bool = False
     """Whether the method's own loss compares logits of classes."""
 

@@ -17,6 +17,7 @@ from fl_lightning.errors import InputError
 from fl_lightning.models.channels_last import lay_out
 from fl_lightning.models.first_inputs import FirstInputs
 from fl_lightning.models.language import LlamaTiny
+from fl_lightning.models.measured import MeasuredNetwork
 from fl_lightning.models.mlp import MLP
 from fl_lightning.models.residual_mlp import ResidualMLP
 from fl_lightning.models.resnet import ResNet20
@@ -29,6 +30,7 @@ __all__ = [
     "NETWORKS",
     "FirstInputs",
     "LlamaTiny",
+    "MeasuredNetwork",
     "ResNet20",
     "ResidualMLP",
     "SmallCNN",

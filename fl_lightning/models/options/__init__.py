@@ -2,7 +2,7 @@
 
 from fl_lightning.models.options.attach import add_switches, narrow_kept, switches
 from fl_lightning.models.options.integers import Int8Rows, integer_linear, integer_product, quantised_rows
-from fl_lightning.models.options.plan import OPTIONS, Plan, Switchboard
+from fl_lightning.models.options.plan import OPTIONS, Plan, Switchboard, TokenPlan
 from fl_lightning.models.options.switched import HighPrecision, Scope, SwitchedLinear
 
 __all__ = [
@@ -13,6 +13,7 @@ __all__ = [
     "Scope",
     "Switchboard",
     "SwitchedLinear",
+    "TokenPlan",
     "add_switches",
     "integer_linear",
     "integer_product",

@@ -5,6 +5,9 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch
@@ -17,8 +20,44 @@ OPTIONS = ("off", "int8", "high")
 OFF, INT8, HIGH = range(3)
 
 
+class TokenPlan(ABC):
+    """What says which option each token takes at each layer, when the layer is reached.
+
+    Layers ask for weights first, and for choices where there are none. Both may follow from the layer's own
+    input.
+    """
+
+    @property
+    @abstractmethod
+    def shape(self) -> tuple[int, ...]:
+        """B, T and G."""
+
+    def weights_at(self, group: int, x: Tensor) -> Tensor | None:
+        """Return the weights of one layer's options ``[B, T, 3]``; None where there are choices.
+
+        Args:
+            group: g, the layer.
+            x: its input ``[B, T, in]``.
+        """
+        return None
+
+    @abstractmethod
+    def choices_at(self, group: int, x: Tensor) -> tuple[Tensor, Sequence[int]]:
+        """Return the choices of one layer, int64 ``[B, T]``, and how many tokens take each option.
+
+        Args:
+            group: g, the layer.
+            x: its input ``[B, T, in]``.
+        """
+
+
+def counted(choices: Tensor) -> list[int]:
+    """Return how many of some choices, int64 of any shape, are each of the options."""
+    return torch.bincount(choices.flatten(), minlength=len(OPTIONS)).tolist()
+
+
 @dataclass(frozen=True, slots=True)
-class Plan:
+class Plan(TokenPlan):
     """The options of all tokens at all layers: weights for training, or choices for evaluation.
 
     Args:
@@ -59,11 +98,18 @@ class Plan:
             self.counts.extend(counts)
 
     @property
-    def shape(self) -> torch.Size:
+    def shape(self) -> tuple[int, ...]:
         """B, T and G."""
         tensor = self.choices if self.weights is None else self.weights
         assert tensor is not None
         return tensor.shape[:3]
+
+    def weights_at(self, group: int, x: Tensor) -> Tensor | None:
+        return None if self.weights is None else self.weights[:, :, group]
+
+    def choices_at(self, group: int, x: Tensor) -> tuple[Tensor, Sequence[int]]:
+        assert self.choices is not None, "the plan has weights"
+        return self.choices[:, :, group].to(x.device), self.counts[group]
 
 
 class Switchboard:
@@ -75,10 +121,10 @@ class Switchboard:
 
     def __init__(self, groups: int) -> None:
         self.groups = groups
-        self._plan: Plan | None = None
+        self._plan: TokenPlan | None = None
 
     @property
-    def plan(self) -> Plan | None:
+    def plan(self) -> TokenPlan | None:
         """The plan of the tokens that are computed next; None: every layer is the adapted one.
 
         Raises:
@@ -87,7 +133,7 @@ class Switchboard:
         return self._plan
 
     @plan.setter
-    def plan(self, plan: Plan | None) -> None:
+    def plan(self, plan: TokenPlan | None) -> None:
         if plan is not None and plan.shape[2] != self.groups:
             raise MisuseError(
                 f"a plan for {plan.shape[2]} layers on a network of {self.groups} switched layers",
@@ -95,3 +141,12 @@ class Switchboard:
                 f"give weights [B, T, {self.groups}, 3] or choices [B, T, {self.groups}]",
             )
         self._plan = plan
+
+    @contextmanager
+    def using(self, plan: TokenPlan | None) -> Iterator[None]:
+        """Set a plan within the block; afterwards it is the one from before."""
+        before, self.plan = self.plan, plan
+        try:
+            yield
+        finally:
+            self.plan = before

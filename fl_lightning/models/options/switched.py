@@ -11,6 +11,7 @@ In scope model a residual branch whose last linear layer is off is skipped.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Literal, TypeAlias
 
 import torch
@@ -20,7 +21,7 @@ from torch.nn import functional as F
 from fl_lightning.errors import MisuseError
 from fl_lightning.models.adapters import AdaptedLinear
 from fl_lightning.models.options.integers import Int8Rows, integer_linear, quantised_rows
-from fl_lightning.models.options.plan import HIGH, INT8, OFF, OPTIONS, Plan, Switchboard
+from fl_lightning.models.options.plan import HIGH, INT8, OFF, OPTIONS, Switchboard
 
 Scope: TypeAlias = Literal["adapter", "model"]
 HighPrecision: TypeAlias = Literal["float32", "bfloat16"]
@@ -79,9 +80,10 @@ class SwitchedLinear(nn.Module):
                 f"the plan is for tokens of shape {tuple(plan.shape[:2])}",
                 "set board.plan before each step, or to None",
             )
-        if plan.weights is not None:
-            return self._weighted(x, plan.weights[:, :, self.group])
-        return self._chosen(x, plan)
+        weights = plan.weights_at(self.group, x)
+        if weights is not None:
+            return self._weighted(x, weights)
+        return self._chosen(x, *plan.choices_at(self.group, x))
 
     def _weighted(self, x: Tensor, weights: Tensor) -> Tensor:
         """Return the sum of the options' outputs ``[B, T, out]`` with weights ``[B, T, 3]``."""
@@ -105,13 +107,17 @@ class SwitchedLinear(nn.Module):
         value = self._narrow(z, x.detach().flatten(0, -2)).view_as(full)
         return StraightThrough.apply(value.to(full.dtype), full)
 
-    def _chosen(self, x: Tensor, plan: Plan) -> Tensor:
-        """Return outputs ``[B, T, out]`` of which each token's is that of its option."""
-        assert plan.choices is not None
-        flat, counts = x.flatten(0, -2), plan.counts[self.group]
+    def _chosen(self, x: Tensor, choices: Tensor, counts: Sequence[int]) -> Tensor:
+        """Return outputs ``[B, T, out]`` of which each token's is that of its option.
+
+        Args:
+            x: inputs ``[B, T, in]``.
+            choices: int64 ``[B, T]``.
+            counts: tokens of each option.
+        """
+        flat, choices = x.flatten(0, -2), choices.flatten()
         if max(counts) == len(flat):
             return self.execute(OPTIONS[counts.index(max(counts))], flat).view(*x.shape[:-1], -1)
-        choices = plan.choices[:, :, self.group].flatten()
         found = flat.new_zeros(len(flat), self.shape[1])
         for z, count in enumerate(counts):
             if count:

@@ -1,0 +1,1 @@
+"""Networks whose layers are switched under an energy budget."""

@@ -1,0 +1,214 @@
+"""HEST, TABS and BHSP: adapters whose layers are switched token by token within an energy budget.
+
+    L = CE + lambda (E / E_max - 1),    lambda <- max(0, lambda + eta (E_batch / E_max - 1))
+
+Each linear layer with its adapter is a group with three options: *off*, *int8* and *high*. A controller gives
+each option of each token a logit theta. In training an option is drawn by the straight-through Gumbel softmax
+(Jang et al. 2017, arXiv 1611.01144; Maddison et al. 2017, arXiv 1611.00712), and E = sum p c is the expected
+energy of a sequence with p = softmax(theta), which has a gradient. In use a ledger chooses argmax theta -
+lambda c and downgrades what the budget does not allow, so no sequence ever costs more.
+
+Nothing is published under these names: this is the definition of this project, see docs/methods/hest.md. The
+server averages the adapters and the controllers as FedAvg does. The price lambda, the costs and the budget
+belong to a client's device and never travel.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from fl_lightning import rng
+from fl_lightning.client import Client
+from fl_lightning.data import FederatedData
+from fl_lightning.energy import (
+    BHSPController,
+    CostTable,
+    HESTController,
+    TABSController,
+    read_table,
+    shipped_table,
+)
+from fl_lightning.energy.gating import TEMPERATURE
+from fl_lightning.errors import require, require_choice
+from fl_lightning.methods.base import Method, NetworkCallable
+from fl_lightning.methods.budgets.device import Device
+from fl_lightning.methods.budgets.measuring import COUNTED
+from fl_lightning.methods.budgets.network import BudgetedNetwork, Controller, embedding_of
+from fl_lightning.models.options import SwitchedLinear, add_switches
+from fl_lightning.wire import Layout, Payload
+
+CONTROLLERS = ("hest", "tabs", "bhsp", "none")
+PRICE = "price"
+"""Name of lambda in what a client keeps."""
+
+
+class HEST(Method):
+    """Adapters with a controller that decides for each token which layers are computed, and how.
+
+    Args:
+        network: a language model with adapters.
+        controller: ``hest``: one projection of the token's embedding for all layers; ``tabs``: each layer
+            decides by its own input between *off* and *high*, and nothing holds the budget in use; ``bhsp``:
+            the same options for all tokens; ``none``: all layers at *high*, FedAvg of the adapters, whose
+            energy is measured.
+        features: k, the features of a token that ``hest`` decides by.
+        scope: ``adapter``: *off* is the layer without its adapter, and the budget is of the switched layers;
+            ``model``: *off* leaves the whole layer out, and the budget is of the whole network.
+        high: precision of the option *high*: ``float32`` or ``bfloat16``.
+        costs: file of a table of costs, as ``python -m fl_lightning energy --calibrate true`` writes it; a
+            list of files: client i has entry i modulo their number. Default: the shipped table of
+            ``llama_tiny``.
+        budget: E_max of a sequence, as a share of what it costs with all layers at *high*; a list: client i
+            has entry i modulo their number. Infinity for all: no controller, FedAvg of the adapters.
+        price_lr: eta, the step of the dual ascent.
+        temperature: tau of the Gumbel softmax.
+        settings: those of every method.
+
+    Raises:
+        InputError: a setting is out of its range.
+    """
+
+    personalised = True
+    language_only = "it decides token by token"
+    counted_metrics = COUNTED
+    module_refused = "a controller switches the layers of a network"
+
+    def __init__(
+        self,
+        network: NetworkCallable | str = "llama_tiny",
+        controller: Literal["hest", "tabs", "bhsp", "none"] = "hest",
+        features: int = 8,
+        scope: Literal["adapter", "model"] = "adapter",
+        high: Literal["float32", "bfloat16"] = "float32",
+        costs: str | list[str] | CostTable | None = None,
+        budget: float | list[float] = 0.7,
+        price_lr: float = 0.1,
+        temperature: float = TEMPERATURE,
+        **settings: Any,
+    ) -> None:
+        super().__init__(network=network, **settings)
+        require_choice(controller, CONTROLLERS, "--model.controller")
+        budgets = list(budget) if isinstance(budget, list) else [budget]
+        unlimited = [math.isinf(share) for share in budgets]
+        require(
+            budgets and all(share > 0 for share in budgets) and all(unlimited) == any(unlimited),
+            f"--model.budget {budget}",
+            "a budget is a positive share of the energy at high, for each client or for all",
+            "write --model.budget 0.7, or .inf for none",
+        )
+        for name, value in (("features", features), ("price_lr", price_lr), ("temperature", temperature)):
+            require(
+                0 < value < math.inf, f"--model.{name} {value}", "it is a positive number", "leave it out"
+            )
+        self.controller_kind, self.features = controller, features
+        self.scope, self.high, self.costs = scope, high, costs
+        self.budgets, self.price_lr, self.temperature = budgets, price_lr, temperature
+        self.limited = not any(unlimited)
+        self.decides = self.limited and controller != "none"
+        self.personalised = self.limited
+        self.price = torch.zeros(())
+
+    def build(self, data: FederatedData) -> None:
+        super().build(data)
+        if not self.limited:
+            return
+        switches = add_switches(self.network, scope=self.scope, high=self.high)
+        self.devices = self._devices([layer.name for layer in switches])
+        controller = self._controller(switches)
+        self.network = BudgetedNetwork(self.network, switches, controller, self.devices[0])
+        self.layout = Layout.of(self.network)
+        self.server = {"weights": self.layout.to_wire(self.layout.read(self.network))}
+        self._build_terms()
+
+    def _devices(self, names: Sequence[str]) -> list[Device]:
+        """Return the kinds of devices: client i has entry i modulo their number."""
+        given = self.costs if isinstance(self.costs, list) else [self.costs]
+        tables = []
+        for one in given:
+            table = one if isinstance(one, CostTable) else table_of(one)
+            require(
+                table.scope == self.scope,
+                f"--model.scope {self.scope} with a table of costs of the scope {table.scope}",
+                "a table is of what *off* leaves out",
+                f"write --model.scope {table.scope}, or calibrate with --scope {self.scope}",
+            )
+            tables.append(table.for_groups(names).without_useless())
+        count = math.lcm(len(tables), len(self.budgets))
+        return [Device(tables[i % len(tables)], self.budgets[i % len(self.budgets)]) for i in range(count)]
+
+    def _controller(self, switches: Sequence[SwitchedLinear]) -> Controller:
+        groups = len(switches)
+        if self.controller_kind == "none":
+            return None
+        if self.controller_kind == "bhsp":
+            return BHSPController(groups)
+        if self.controller_kind == "tabs":
+            return TABSController([layer.shape[0] for layer in switches], [1] * groups)
+        with rng.torch_stream(self.seed, "controller"):
+            return HESTController(embedding_of(self.network).embedding_dim, groups, self.features)
+
+    @property
+    def budgeted(self) -> BudgetedNetwork:
+        """The network under its budgets."""
+        assert isinstance(self.network, BudgetedNetwork), "there is no budget"
+        return self.network
+
+    def device_of(self, client: Client) -> Device:
+        """Return a client's device."""
+        return self.devices[client.id % len(self.devices)]
+
+    # The client's half
+
+    def receive(self, message: Payload, client: Client) -> None:
+        super().receive(message, client)
+        if self.limited:
+            self.client_id = client.id
+            self.price = client.state.get(PRICE, torch.zeros(())).to(self.device)
+            self.budgeted.run_on(self.device_of(client), 0.0)
+
+    def training_step(self, batch: Any, batch_idx: int = 0) -> dict[str, Tensor]:
+        """Return the loss, the task's, and ``energy``: E / E_max of the batch."""
+        if not self.decides:
+            return super().training_step(batch, batch_idx)
+        inputs, target = batch
+        noise = rng.stream(self.seed, f"options/{batch_idx}", self.round, self.client_id)
+        outputs, energy = self.budgeted.sample(inputs, target, noise, self.temperature)
+        task = self.task_loss(outputs, target)
+        losses = {"loss": task + self.price * (energy - 1), "loss_task": task, "energy": energy}
+        return self.with_terms(losses, batch, outputs)
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        """Raise the price where the batch cost more than the budget, and lower it where it cost less."""
+        if self.decides:
+            self.price = (self.price + self.price_lr * (outputs["energy"].detach() - 1)).clamp_min(0)
+
+    def upload(self, client: Client) -> Payload:
+        if self.decides:
+            client.state[PRICE] = self.price.detach().cpu()
+        return super().upload(client)
+
+    # The server's half
+
+    def deploy(self, client: Client | None = None) -> nn.Module:
+        """Return the network on a client's device at its price; without a client, on the first device, at the
+        price 0."""
+        super().deploy(client)
+        if self.limited:
+            device = self.devices[0] if client is None else self.device_of(client)
+            price = 0.0 if client is None else float(client.state.get(PRICE, torch.zeros(())))
+            self.budgeted.run_on(device, price)
+        return self.network
+
+
+def table_of(costs: str | None) -> CostTable:
+    """Return a table of costs: a file, one that comes with the package by its name, or that of
+    ``llama_tiny``."""
+    if costs is not None and (Path(costs).suffix or len(Path(costs).parts) > 1):
+        return read_table(costs)
+    return shipped_table(costs or "llama_tiny")

@@ -1,0 +1,27 @@
+"""A network that measures what its own passes cost, such as their energy."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Mapping
+
+from torch import Tensor, nn
+
+
+class MeasuredNetwork(nn.Module):
+    """A network that is told what it is evaluated on, and says afterwards what that has cost."""
+
+    @abstractmethod
+    def expect(self, target: Tensor) -> None:
+        """Begin to measure the passes over a batch.
+
+        Args:
+            target: of the batch, ``[B, ...]``.
+        """
+
+    @abstractmethod
+    def measured(self) -> Mapping[str, Tensor]:
+        """Return what the passes since :meth:`expect` have cost: by metric, a value of each example ``[B]``.
+
+        A metric's name begins with its family, as in ``energy/joules``.
+        """
