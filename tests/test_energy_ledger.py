@@ -199,7 +199,7 @@ def test_choices_do_not_depend_on_later_tokens():
     costs = torch.from_numpy(generator.random((4, 3)))
     other = theta.clone()
     other[7:] = torch.from_numpy(generator.normal(size=(5, 4, 3)))
-    budget = 12 * (0.1 + 1.2 * float(costs.min(-1).values.sum()))
+    budget = 12 * (0.1 + 1.6 * float(costs.min(-1).values.sum()))
     found = []
     for steps in (theta, other):
         ledger = EnergyLedger(budget, 0.1, costs, 12)

@@ -143,7 +143,7 @@ def summary_of(names: list[str]) -> str:
 
 def print_errors(found: Calibration, console: Console) -> None:
     """Print how far the table is from measurements that it was not fitted to."""
-    grid = Table(title="relative error of the mean at numbers of tokens that were not fitted")
+    grid = Table(title="relative error of the mean where it was not fitted")
     grid.add_column("work")
     grid.add_column("largest", justify="right")
     grid.add_column("at tokens", justify="right")

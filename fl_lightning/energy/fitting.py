@@ -2,57 +2,50 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 from scipy.optimize import nnls
 
-from fl_lightning.energy.cost_shapes import KINDS, Cost, CostCurve, CostLine, MeasuredCost
+from fl_lightning.energy.cost_shapes import Cost, CostCurve, CostLine, MeasuredCost
 
 MAX_RELATIVE_ERROR = 0.25
-"""A line that misses one of the points it was fitted to by more is replaced by a curve."""
+"""A cost that is farther from held-out measurements is not good enough; tables show it in red."""
+MAX_ERROR_OF_LINE = 0.1
+"""A line that is farther from one of the points it was fitted to is replaced by a curve through them."""
 QUANTILE = 0.99
 STRETCHES = 8
 SMALLEST_JOULES = 1e-12
 
 
-@dataclass(frozen=True)
-class Fit:
-    """A cost and how far it is from measurements that it was not fitted to.
-
-    Args:
-        cost: mean and 0.99 quantile.
-        errors: relative errors of the mean at held-out n, ``{n: predicted / measured - 1}``.
-    """
-
-    cost: MeasuredCost
-    errors: Mapping[int, float]
-
-
-def fit(samples: Mapping[int, np.ndarray], held_out: Mapping[int, np.ndarray]) -> Fit:
+def measured_cost(tokens: Sequence[int], means: np.ndarray, quantiles: np.ndarray) -> MeasuredCost:
     """Return the cost of one piece of work.
 
     Args:
-        samples: joules of single steps by their number of tokens, each ``[repeats]``.
-        held_out: the same at numbers of tokens that are not fitted.
+        tokens: ascending from 1.
+        means: mean joules of a step, ``[points]``.
+        quantiles: 0.99 quantiles ``[points]``; one below its mean counts as the mean.
     """
-    tokens = sorted(samples)
-    means = np.array([robust_mean(samples[n]) for n in tokens])
-    highest = np.array([np.quantile(samples[n], QUANTILE, method="higher") for n in tokens])
-    found = {
-        "mean": line_or_curve(tokens, means),
-        "q99": line_or_curve(tokens, np.maximum(highest, means)),
-    }
-    return Fit(MeasuredCost(*(found[kind] for kind in KINDS)), held_out_errors(found["mean"], held_out))
+    highest = np.maximum(quantiles, means)
+    return MeasuredCost(line_or_curve(tokens, means), line_or_curve(tokens, highest))
 
 
-def held_out_errors(cost: Cost, held_out: Mapping[int, np.ndarray]) -> dict[int, float]:
-    """Return ``predicted / measured - 1`` of the mean at each held-out number of tokens."""
+def relative_errors(predicted: Mapping[int, float], held_out: Mapping[int, np.ndarray]) -> dict[int, float]:
+    """Return ``predicted / measured mean - 1`` at each held-out number of tokens.
+
+    Args:
+        predicted: joules by number of tokens.
+        held_out: samples ``[repeats]`` by number of tokens.
+    """
     return {
-        n: float(cost.at(n)) / max(robust_mean(values), SMALLEST_JOULES) - 1.0
+        n: predicted[n] / max(robust_mean(values), SMALLEST_JOULES) - 1.0
         for n, values in sorted(held_out.items())
     }
+
+
+def high_quantile(values: np.ndarray) -> float:
+    """Return the 0.99 quantile of samples ``[repeats]``, the next sample above it where it is between two."""
+    return float(np.quantile(values, QUANTILE, method="higher"))
 
 
 def robust_mean(values: np.ndarray) -> float:
@@ -63,8 +56,8 @@ def robust_mean(values: np.ndarray) -> float:
     return float(np.median([part.mean() for part in np.array_split(values, min(STRETCHES, len(values)))]))
 
 
-def line_or_curve(tokens: list[int], joules: np.ndarray) -> Cost:
-    """Return the best line where it is within 25 % of every point, and else the curve through all points.
+def line_or_curve(tokens: Sequence[int], joules: np.ndarray) -> Cost:
+    """Return the best line where it is within 10 % of every point, and else the curve through all points.
 
     Args:
         tokens: ascending from 1.
@@ -72,7 +65,7 @@ def line_or_curve(tokens: list[int], joules: np.ndarray) -> Cost:
     """
     line = best_line(np.array(tokens, dtype=float), joules)
     errors = np.abs(line.at(tokens) - joules) / np.maximum(joules, SMALLEST_JOULES)
-    if errors.max() <= MAX_RELATIVE_ERROR:
+    if errors.max() <= MAX_ERROR_OF_LINE:
         return line
     return CostCurve(tuple(tokens), tuple(map(float, joules)))
 

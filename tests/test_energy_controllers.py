@@ -1,0 +1,150 @@
+"""Controllers, their gates, the gradient of joules and the price."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from refusals import refused
+
+from fl_lightning import rng
+from fl_lightning.energy import (
+    BHSPController,
+    HESTController,
+    TABSController,
+    expected_energy,
+    gumbel_choices,
+    next_price,
+    penalty,
+    probabilities,
+)
+
+COSTS = torch.tensor([[1.0, 2.0, 5.0], [0.5, math.inf, 3.0]], dtype=torch.float64)
+
+
+def test_numbers_of_weights():
+    """Those that are claimed at d = 4096, L = 32, R = 16 and k = 32, on the modules themselves."""
+    assert HESTController(4096, 32, 32).weight_count == 264_192
+    assert TABSController(4096, [16] * 32).weight_count == 2_097_152
+    assert round(100 * (264_192 / 2_097_152 - 1)) == -87
+    hest = HESTController(8, 5, 3)
+    assert sum(p.numel() for p in hest.parameters()) == hest.weight_count + 2 * 5
+    assert TABSController([3, 4, 5], [2, 1]).weight_count == 12
+
+
+def test_hest_is_its_formula():
+    hest = HESTController(6, 4, 3, torch.Generator().manual_seed(1)).double()
+    with torch.no_grad():
+        hest.readout.copy_(torch.from_numpy(np.random.default_rng(0).normal(size=(2, 4, 3))))
+    x = np.random.default_rng(1).normal(size=(2, 5, 6))
+    theta = hest(torch.from_numpy(x)).detach().numpy()
+    w, v, b = (value.detach().numpy() for value in (hest.projection, hest.readout, hest.bias))
+    for at in np.ndindex(2, 5):
+        h = x[at] / np.sqrt((x[at] ** 2).mean() + 1e-6)
+        for g in range(4):
+            expected = [0.0, *(float((w[z] @ h) @ v[z, g] + b[g, z]) for z in range(2))]
+            assert theta[(*at, g)] == pytest.approx(expected, rel=1e-12)
+    changed = x.copy()
+    changed[:, 3:] += 1.0
+    assert np.array_equal(hest(torch.from_numpy(changed)).detach().numpy()[:, :3], theta[:, :3]), "causal"
+
+
+def test_all_begin_at_high_for_every_token():
+    x = torch.randn(2, 3, 6, generator=torch.Generator().manual_seed(0))
+    assert torch.equal(HESTController(6, 4, 3)(x), torch.tensor([0.0, 0.0, 2.0]).expand(2, 3, 4, 3))
+    assert torch.equal(BHSPController(4)(2, 3), torch.tensor([0.0, 0.0, 2.0]).expand(2, 3, 4, 3))
+    tabs = TABSController([6, 6], [2])([x, x])
+    assert torch.equal(tabs, torch.tensor([0.0, -math.inf, 2.0]).expand(2, 3, 2, 3))
+
+
+def test_the_same_stream_draws_the_same_features():
+    drawn = []
+    for _ in range(2):
+        with rng.torch_stream(3, "controller"):
+            drawn.append(HESTController(6, 4, 3).projection)
+    assert torch.equal(*drawn)
+    assert not torch.equal(drawn[0], HESTController(6, 4, 3, torch.Generator().manual_seed(9)).projection)
+
+
+def test_hest_of_one_group_and_feature_is_tabs_with_its_gates_tied():
+    """W_high v_high is the one weight vector that R gates of a layer share, on the same normalised input."""
+    hest = HESTController(6, 1, 1).double()
+    with torch.no_grad():
+        hest.readout.fill_(0.7)
+        hest.bias.copy_(torch.tensor([[0.3, -0.4]], dtype=torch.float64))
+    tabs = TABSController(6, [3]).double()
+    with torch.no_grad():
+        for weight in tabs.weights:
+            weight.copy_(0.7 * hest.projection[1, 0])
+        tabs.bias.fill_(-0.4)
+    x = torch.from_numpy(np.random.default_rng(2).normal(size=(2, 4, 6)))
+    h = torch.nn.functional.rms_norm(x, (6,), eps=1e-6)
+    ours, theirs = hest(x), tabs([h, h, h])
+    for gate in range(3):
+        torch.testing.assert_close(theirs[..., gate, 2], ours[..., 0, 2], rtol=0, atol=1e-12)
+    off_or_high = torch.tensor([[1.0, math.inf, 3.0]], dtype=torch.float64)
+    torch.testing.assert_close(
+        probabilities(theirs, off_or_high.expand(3, 3))[..., :1, :], probabilities(ours, off_or_high)
+    )
+
+
+def test_expected_energy_has_its_gradient():
+    """dE / dtheta_z = p_z (c_z - E_g) by hand, and by central differences."""
+    theta = torch.from_numpy(np.random.default_rng(3).normal(size=(4, 2, 3))).requires_grad_()
+    energy = expected_energy(theta, COSTS)
+    assert energy.shape == (4,)
+    (gradient,) = torch.autograd.grad(energy.sum(), theta)
+    p = probabilities(theta, COSTS).detach()
+    assert p[:, 1, 1].eq(0).all()
+    costs = COSTS.nan_to_num(posinf=0.0)
+    by_group = (p * costs).sum(-1, keepdim=True)
+    torch.testing.assert_close(gradient, p * (costs - by_group))
+    torch.testing.assert_close(energy.detach(), by_group.sum((-2, -1)))
+    step = 1e-5
+    for at in np.ndindex(4, 2, 3):
+        moved = torch.zeros_like(theta)
+        moved[at] = step
+        with torch.no_grad():
+            change = expected_energy(theta + moved, COSTS) - expected_energy(theta - moved, COSTS)
+        assert float(change.sum()) / (2 * step) == pytest.approx(float(gradient[at]), abs=1e-8)
+
+
+def test_gates_are_one_hot_draws_of_softmax_with_the_soft_gradient():
+    theta = torch.tensor([[0.0, 1.0, 2.0], [0.5, 9.0, 0.0]], dtype=torch.float64).expand(20_000, 2, 3)
+    theta = theta.clone().requires_grad_()
+    gates = gumbel_choices(theta, COSTS, rng.stream(0, "gates"))
+    assert ((gates.detach() == 0) | ((gates.detach() - 1).abs() < 1e-12)).all()
+    assert gates[:, 1, 1].eq(0).all(), "an option of infinite cost is never drawn"
+    expected = probabilities(theta, COSTS)[0]
+    assert torch.allclose(gates.mean(0), expected, atol=4 * 0.5 / math.sqrt(20_000))
+    values = torch.tensor([1.0, -2.0, 0.5], dtype=torch.float64)
+    (gradient,) = torch.autograd.grad((gates * values).sum(), theta)
+    noise = torch.from_numpy(rng.stream(0, "gates").gumbel(size=theta.shape))
+    p = probabilities((theta.detach() + noise) * 1.5, COSTS)
+    soft = 1.5 * p * (values - (p * values).sum(-1, keepdim=True))
+    torch.testing.assert_close(gradient, soft)
+
+
+def test_the_price_is_projected_and_relative():
+    assert next_price(0.5, used=3.0, budget=2.0, eta=0.1) == pytest.approx(0.55)
+    assert next_price(0.05, used=0.0, budget=2.0, eta=0.1) == 0.0
+    assert next_price(0.0, used=8e-6, budget=4e-6, eta=0.1) == next_price(
+        0.0, used=800.0, budget=400.0, eta=0.1
+    )
+    assert next_price(0.3, used=1.0, budget=math.inf, eta=0.1) == pytest.approx(0.2)
+    energy = torch.tensor(3.0, requires_grad=True)
+    found = penalty(energy, budget=2.0, price=0.4)
+    assert float(found.detach()) == pytest.approx(0.2)
+    assert float(torch.autograd.grad(found, energy)[0]) == pytest.approx(0.2)
+    assert float(penalty(energy, math.inf, 0.4).detach()) == 0.0
+
+
+def test_sizes_that_are_refused():
+    with refused("features=0"):
+        HESTController(4, 2, 0)
+    with refused("groups=0"):
+        BHSPController(0)
+    with refused("2 widths for 3 groups"):
+        TABSController([4, 4], [3])
