@@ -15,6 +15,7 @@ from fl_lightning.errors import InputError, MisuseError
 from fl_lightning.methods import AQFL, FedAvg, FedMPQ
 from fl_lightning.models import build_network
 from fl_lightning.models.language import BYTE_VOCABULARY, LlamaTiny, hf, lora_layers
+from fl_lightning.models.options import Plan, add_switches
 from fl_lightning.tasks import LanguageModelling
 from fl_lightning.wire import Layout
 
@@ -83,6 +84,53 @@ def test_settings_of_the_adapters(folder: Path):
     assert all(p.grad is not None for p in narrow.parameters() if p.requires_grad)
 
 
+@pytest.mark.parametrize(
+    ("kind", "part", "count"),
+    [
+        ("pissa", "lora_", 2 * 7 * 2),
+        ("adalora", "lora_", 2 * 7 * 3),
+        ("svft", "svft_m", 2 * 7),
+        ("spectral", "spectral_m", 2 * 7),
+    ],
+)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_kinds_of_adapters(folder: Path, kind: str, part: str, count: int, dtype: str):
+    """They start as the plain model, are all that is trained, are float32, and leave the head as it is."""
+    ids, _ = prompts()
+    network = hf.TransformersLM(50, str(folder), rank=4, adapter=kind, dtype=dtype)
+    plain = hf.TransformersLM(50, str(folder), rank=0, dtype=dtype)
+    if dtype == "float32":
+        torch.testing.assert_close(network(ids), plain(ids), rtol=1e-3, atol=1e-3)
+    trained = {name: weight for name, weight in network.named_parameters() if weight.requires_grad}
+    assert len(trained) == count
+    assert all(part in name and "lm_head" not in name for name in trained)
+    assert {weight.dtype for weight in trained.values()} == {torch.float32}
+    network(ids).float().logsumexp(-1).mean().backward()
+    assert {name for name, weight in network.named_parameters() if weight.grad is not None} == {*trained}
+    assert network.generate(*prompts(), max_new_tokens=2).shape == (3, 2)
+
+
+@pytest.mark.parametrize("kind", ["lora", "adalora", "spectral"])
+def test_switches_take_the_adapters_of_peft_and_ours(folder: Path, kind: str):
+    ids, _ = prompts()
+    network = hf.TransformersLM(50, str(folder), rank=4, adapter=kind)
+    with torch.no_grad():
+        for weight in network.parameters():
+            if weight.requires_grad:
+                weight.add_(0.1 * torch.randn(weight.shape, generator=torch.Generator().manual_seed(1)))
+    logits = network(ids)
+    layers = add_switches(network)
+    assert [layer.name.rpartition(".")[2] for layer in layers[:2]] == ["q_proj", "k_proj"]
+    assert network(ids).equal(logits)
+    for choice, bound in ((2, 1e-6), (1, 0.3)):
+        layers[0].board.plan = Plan(choices=torch.full((*ids.shape, 14), choice))
+        error = (network(ids) - logits).norm() / logits.norm()
+        assert error <= bound
+    assert error > 0
+    layers[0].board.plan = Plan(choices=torch.zeros(*ids.shape, 14, dtype=torch.int64))
+    torch.testing.assert_close(network(ids), hf.TransformersLM(50, str(folder), rank=0)(ids))
+
+
 def test_prompts_of_different_lengths_get_what_each_gets_alone(folder: Path):
     network = build_network(f"hf:{folder}", 50, (7,), **tokens(7))
     ids, mask = prompts()
@@ -131,6 +179,12 @@ def test_what_does_not_work_is_refused_in_one_line(folder: Path, tmp_path: Path)
     refused("peft refuses them", targets=["qkv_proj"])
     refused("save_pretrained wrote", name=tmp_path)
     refused("rank 0 means none", rank=-1)
+    refused("q_proj of 24 x 24.*24; write rank 24 or less", adapter="spectral", rank=25)
+    refused("a target is all-linear", adapter="svft", targets=["qkv_proj"])
+    refused("adapter pissa with ffa true", adapter="pissa", ffa=True)
+    refused("one of lora, ffa", adapter="dora")
+    with pytest.raises(InputError, match="with adapter pissa; its base lacks"):
+        add_switches(hf.TransformersLM(50, str(folder), rank=4, adapter="pissa"))
     refused("one of float32", dtype="float64")
     refused(f"network hf:{folder}: .*save_pretrained wrote", gguf_file="missing.gguf")
     (tmp_path / "damaged.gguf").write_bytes(b"GGUF and then nothing")
@@ -151,7 +205,10 @@ def test_four_bits_need_a_package_a_device_and_adapters(there, on_cuda, rank, sa
     monkeypatch.setattr(hf, "find_spec", lambda package: object() if there else None)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: on_cuda)
     if said is None:
-        hf._require_4bit("a/b", rank)
+        hf._require_4bit("a/b", rank, "adalora")
+        for kind in ("pissa", "svft", "spectral"):
+            with pytest.raises(InputError, match=f"4bit of hf:a/b with adapter {kind}; it takes singular"):
+                hf._require_4bit("a/b", rank, kind)
         return
     with pytest.raises(InputError, match=f"^{said}") as error:
         hf._require_4bit("a/b", rank)

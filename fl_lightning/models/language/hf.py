@@ -323,10 +323,10 @@ def _adapt(
             f"peft refuses them ({' '.join(str(error).split())[:200]})",
             f"write {ALL_LINEAR}",
         ) from error
-    if kind == "ffa":
-        for parameter, weight in adapted.named_parameters():
-            is_a = any(part in ("lora_A", "lora_embedding_A") for part in parameter.split("."))
-            weight.requires_grad_(weight.requires_grad and not is_a)
+    frozen = {"ffa": ("lora_A", "lora_embedding_A"), "adalora": ("ranknum",)}.get(kind, ())
+    for parameter, weight in adapted.named_parameters():  # peft would train ranknum on a bfloat16 base
+        is_frozen = any(part in frozen for part in parameter.split("."))
+        weight.requires_grad_(weight.requires_grad and not is_frozen)
     return adapted
 
 

@@ -216,7 +216,9 @@ class LayerState:
             len(trained) == len(self.trained)
             and len(frozen) == len(self.frozen)
             and all(a[0] is b[0] and a[1:] == b[1:] for a, b in zip(frozen, self.frozen, strict=True))
-            and all(a.device == b.device for a, b in zip(trained, self.trained, strict=True))
+            and all(
+                (a.device, a.dtype) == (b.device, b.dtype) for a, b in zip(trained, self.trained, strict=True)
+            )
             and all(torch.equal(a, b) for a, b in zip(trained, self.trained, strict=True))
         )
 
