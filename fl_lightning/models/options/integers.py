@@ -15,6 +15,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 LARGEST = 127
+SMALLEST = 2.0**-110
+"""A magnitude whose scale is still an ordinary float32."""
 MOST_INPUTS = (2**31 - 1) // LARGEST**2
 """Inputs of a layer, 133 144, whose products fit into int32 whatever the values."""
 CUDA_MULTIPLE = 8
@@ -34,16 +36,16 @@ class Int8Rows(NamedTuple):
     scales: Tensor
 
 
-@torch.no_grad()
 def quantised_rows(matrix: Tensor) -> Int8Rows:
     """Return a float matrix ``[n, in]`` in int8, each row by its largest magnitude; halves go to even.
+
+    The result carries no gradient. The scale of a row of zeros is the least one, ``SMALLEST / 127``.
 
     >>> quantised_rows(torch.tensor([[254.0, -2.0, 3.0], [0.0, 0.0, 0.0]])).values.tolist()
     [[127, -1, 2], [0, 0, 0]]
     """
     matrix = matrix.detach().to(torch.float32)
-    scales = matrix.abs().amax(1, keepdim=True) / LARGEST
-    scales = scales.masked_fill(scales == 0, 1.0)
+    scales = matrix.abs().amax(1, keepdim=True).clamp_min_(SMALLEST).div_(LARGEST)
     return Int8Rows((matrix / scales).round_().to(torch.int8), scales)
 
 
@@ -77,9 +79,8 @@ def _exact_product(left: Tensor, right: Tensor) -> Tensor:
     return (left.to(wide) @ right.to(wide).t()).to(torch.int32)
 
 
-@torch.no_grad()
 def integer_linear(x: Tensor, weight: Int8Rows, bias: Tensor | None) -> Tensor:
-    """Return the outputs of a linear layer in integers, float32 ``[n, out]``.
+    """Return the outputs of a linear layer in integers, float32 ``[n, out]``, without a gradient.
 
     Args:
         x: inputs, ``[n, in]``.
@@ -88,4 +89,4 @@ def integer_linear(x: Tensor, weight: Int8Rows, bias: Tensor | None) -> Tensor:
     """
     inputs = quantised_rows(x)
     found = integer_product(inputs.values, weight.values) * inputs.scales * weight.scales[:, 0]
-    return found if bias is None else found + bias
+    return found if bias is None else found + bias.detach()
