@@ -151,15 +151,17 @@ class CostTable:
         """Return which options are not removed from a step of so many tokens, bool ``[G, 3]``."""
         return self.tensors(tokens).isfinite()
 
-    def without_useless(self, tokens: int | None = None) -> CostTable:
+    def without_useless(self, tokens: int | None = None, options: Sequence[str] = OPTIONS) -> CostTable:
         """Return the table without options that are not cheaper than a better one by their mean.
 
         Args:
             tokens: those that are useless in a step of so many tokens are removed from every step. None:
                 each is removed from steps of the lengths, up to 4 096 tokens, at which it is useless.
+            options: those that a controller has, ``high`` among them; the others are removed from every step.
         """
         largest = LARGEST_STEP if tokens is None else tokens
         costs = replace(self, removed=()).by_tokens(largest).numpy()
+        costs[:, [option not in options for option in OPTIONS], 1:] = np.inf
         better = np.stack((costs[:, 1:].min(1), costs[:, 2]), axis=1)
         useless = costs[:, :2] >= better  # [G, 2, n + 1]
         found = []

@@ -27,6 +27,7 @@ from fl_lightning import rng
 from fl_lightning.client import Client
 from fl_lightning.data import FederatedData
 from fl_lightning.energy import (
+    OPTIONS,
     BHSPController,
     CostTable,
     HESTController,
@@ -138,7 +139,7 @@ class HEST(Method):
                 "a table is of what *off* leaves out",
                 f"write --model.scope {table.scope}, or calibrate with --scope {self.scope}",
             )
-            tables.append(table.for_groups(names).without_useless())
+            tables.append(table.for_groups(names).without_useless(options=self.options))
         count = math.lcm(len(tables), len(self.budgets))
         return [Device(tables[i % len(tables)], self.budgets[i % len(self.budgets)]) for i in range(count)]
 
@@ -152,6 +153,11 @@ class HEST(Method):
             return TABSController([layer.shape[0] for layer in switches], [1] * groups)
         with rng.torch_stream(self.seed, "controller"):
             return HESTController(embedding_of(self.network).embedding_dim, groups, self.features)
+
+    @property
+    def options(self) -> tuple[str, ...]:
+        """The options that the controller has."""
+        return ("off", "high") if self.controller_kind == "tabs" else OPTIONS
 
     @property
     def budgeted(self) -> BudgetedNetwork:

@@ -62,6 +62,8 @@ class Measurements:
         self._add("energy/joules", joules)
         self._add("energy/joules_high", high)
         self._add("energy/joules_model", joules + (0.0 if device.whole else rest))
+        self._add("energy/clamped", torch.zeros(len(choices)))  # also where there is no ledger
+        self._add("energy/refused", torch.zeros(len(choices)))
         self._over(device, choices, lengths, granted, lengths)
 
     def generated(

@@ -107,14 +107,15 @@ class BudgetedNetwork(MeasuredNetwork):
         layerwise = isinstance(self.controller, TABSController)
         theta: Any = self.controller if layerwise else self._logits(ids)
         lengths, device = Lengths.of(target, ids.shape[1]), self.on
-        each = zip(lengths.prompts.tolist(), lengths.new.tolist(), strict=True)
+        each = list(zip(lengths.prompts.tolist(), lengths.new.tolist(), strict=True))
         budgets = torch.tensor([device.budget(*one, "mean") for one in each], dtype=torch.float64)
+        rest = torch.tensor([device.rest(*one) if device.whole else 0.0 for one in each])
         costs = token_costs(device, lengths, ids.shape[1])
         drawn = SampledPlan(theta, costs, noise, temperature)
         with self.board.using(drawn):
             outputs = self.network(inputs)
         energy = drawn.energy()
-        return outputs, (energy / budgets.to(energy)).mean()
+        return outputs, ((energy + rest.to(energy)) / budgets.to(energy)).mean()
 
     def _logits(self, ids: Tensor) -> Tensor:
         with torch.no_grad():

@@ -1,0 +1,25 @@
+"""Costs of the four groups of the tiny network, written by hand."""
+
+from __future__ import annotations
+
+from tiny_language import tiny
+
+from fl_lightning.energy import CostLine, CostTable, MeasuredCost
+from fl_lightning.models.options import add_switches
+
+GROUPS = [layer.name for layer in add_switches(tiny(259))]
+
+
+def costs(scope: str = "adapter", q99: float = 1.5, high=(2.0, 6.0)) -> CostTable:
+    """Return costs of a + b n millijoules: off 1 + 2 n, int8 8 + n, high 2 + 6 n, everything else 10 + n.
+
+    At one token int8 costs more than high, and from two tokens on less. The 0.99 quantile is so many times the
+    mean.
+    """
+
+    def measured(a: float, b: float) -> MeasuredCost:
+        return MeasuredCost(CostLine(1e-3 * a, 1e-3 * b), CostLine(1e-3 * q99 * a, 1e-3 * q99 * b))
+
+    each = {"off": measured(1, 2), "int8": measured(8, 1), "high": measured(*high)}
+    groups = dict.fromkeys(GROUPS, each)
+    return CostTable("modelled: CPU seconds x 15 W", "by hand", scope, 64, groups, measured(10, 1))

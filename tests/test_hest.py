@@ -1,0 +1,340 @@
+"""HEST and its baselines on small federations: budgets by hand, what they must equal, and what never travels."""
+
+from __future__ import annotations
+
+import csv
+import math
+
+import pytest
+import torch
+from budgeted import GROUPS, costs
+from refusals import refused
+from tiny_language import fit, method_of, records
+
+from callbacks import OptionFigure
+from fl_lightning.hooks import Meter
+from fl_lightning.methods import HEST, FedAvg
+from fl_lightning.methods.budgets.passes import Lengths
+from fl_lightning.models.options import OPTIONS
+
+HIGH = math.exp(2) / (1 + math.exp(2))
+"""Probability of *high* at the start, beside one other option."""
+
+
+def built(data=None, **settings):
+    """A method that has been built with a strange controller, and its data."""
+    method = method_of(HEST, **{"costs": costs(), "budget": 0.8, **settings})
+    data = data or records(generate=False)
+    data.prepare_data()
+    data.setup("fit")
+    data.distribute(0, torch.device("cpu"))
+    torch.manual_seed(0)
+    method.build(data)
+    method.round = 1
+    return method, data
+
+
+def disturb(method, size: float = 3.0, seed: int = 0):
+    """Give adapters and controller random values, so that options differ from token to token."""
+    draws = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, weight in method.network.named_parameters():
+            if weight.requires_grad:
+                scale = size if name.startswith("controller") else 0.3
+                weight += scale * torch.randn(weight.shape, generator=draws)
+    method.server["weights"] = method.layout.read(method.network)
+    return method
+
+
+def last_round(trainer) -> dict[str, float]:
+    with (trainer.run_dir / "metrics.csv").open() as file:
+        return {name: float(value) for name, value in list(csv.DictReader(file))[-1].items() if value}
+
+
+def some(data, count: int = 8):
+    index = torch.arange(count)
+    return data.inputs("test", index), data.test_target[index]
+
+
+def ids_of(inputs):
+    return inputs if isinstance(inputs, torch.Tensor) else inputs["input_ids"]
+
+
+def evaluated(method, data, client: int = 0, generate: bool = False):
+    """Measurements of some test sequences on a client's device, which are read and perhaps continued."""
+    network = method.deploy(data.client(client)).eval()
+    inputs, target = some(data)
+    with torch.no_grad():
+        network.expect(target)
+        outputs = network(inputs)
+        if generate:
+            lengths = Lengths.of(target, ids_of(inputs).shape[1])
+            mask = torch.arange(ids_of(inputs).shape[1]) < lengths.prompts.unsqueeze(1)
+            network.generate(ids_of(inputs), mask, max_new_tokens=6, eos=257, pad=258)
+    return outputs, network.measured(), Lengths.of(target, ids_of(inputs).shape[1])
+
+
+# Equivalences
+
+
+def test_an_infinite_budget_is_fedavg_bit_for_bit(tmp_path):
+    plain, free = method_of(FedAvg), method_of(HEST, budget=math.inf)
+    for name, method in {"plain": plain, "free": free}.items():
+        fit(method, tmp_path / name)
+    assert torch.equal(plain.server["weights"], free.server["weights"])
+
+
+def test_without_a_controller_the_adapters_are_fedavgs_and_energy_is_measured(tmp_path):
+    plain, measured = method_of(FedAvg), method_of(HEST, controller="none", costs=costs(), budget=0.9)
+    fit(plain, tmp_path / "plain")
+    row = last_round(fit(measured, tmp_path / "measured"))
+    assert torch.equal(plain.server["weights"], measured.server["weights"])
+    assert row["energy/joules"] == pytest.approx(row["energy/joules_high"])
+    assert row["energy/over_budget"] > 0
+    assert row["energy/clamped"] == row["energy/refused"] == 0
+
+
+def test_at_the_start_high_is_the_network_without_switches():
+    method, data = built()
+    with torch.no_grad():
+        method.network.controller.bias[:, 1] = 50.0
+    method.server["weights"] = method.layout.read(method.network)
+    inputs, target = some(data)
+    network = method.deploy(data.client(0)).eval()
+    method.budgeted.on.share = 1.0
+    network.expect(target)
+    with torch.no_grad():
+        assert torch.allclose(network(inputs), network.network(inputs), atol=1e-6)
+
+
+# The energy of a step
+
+
+@pytest.mark.parametrize("scope", ["adapter", "model"])
+def test_expected_energy_of_a_step_by_hand(scope):
+    method, data = built(controller="bhsp", costs=costs(scope), scope=scope)
+    inputs, target = some(data)
+    lengths = Lengths.of(target, ids_of(inputs).shape[1])
+    method.receive(method.broadcast(data.client(0)), data.client(0))
+    _, energy = method.budgeted.sample(inputs, target, method.stream("options"), 2 / 3)
+    found = []
+    for p, new in zip(lengths.prompts.tolist(), lengths.new.tolist(), strict=True):
+        assert p >= 7  # int8 is cheaper than off, which is therefore no option of these prompts
+        prompt = 4 * ((1 - HIGH) * (8 + p) + HIGH * (2 + 6 * p))
+        one = 4 * ((1 - HIGH) * 3 + HIGH * 8)  # and int8 costs more than high in a step of one token
+        rest, of_one = (10 + p, 11) if scope == "model" else (0, 0)
+        budget = 0.8 * (4 * (2 + 6 * p) + rest + new * (4 * 8 + of_one))
+        found.append((prompt + rest + new * (one + of_one)) / budget)
+    assert float(energy.detach()) == pytest.approx(sum(found) / len(found), rel=1e-5)
+
+
+def test_the_energy_has_a_gradient_and_reaches_the_controller_alone():
+    method, data = built()
+    inputs, target = some(data)
+    method.receive(method.broadcast(data.client(0)), data.client(0))
+    _, energy = method.budgeted.sample(inputs, target, method.stream("options"), 2 / 3)
+    energy.backward()
+    moved = {name for name, p in method.network.named_parameters() if p.grad is not None and p.grad.any()}
+    assert moved == {
+        "controller.readout",
+        "controller.bias",
+    }  # the projection follows once readouts are not 0
+
+
+def test_the_price_climbs_above_the_budget_and_never_falls_below_zero():
+    method, data = built(price_lr=0.5)
+    client = data.client(1)
+    method.receive(method.broadcast(client), client)
+    for energy, price in ((1.4, 0.2), (1.2, 0.3), (0.8, 0.2), (0.2, 0.0), (1.1, 0.05)):
+        method.on_train_batch_end({"energy": torch.tensor(energy)}, None, 0)
+        assert float(method.price) == pytest.approx(price, abs=1e-6)
+    upload = method.upload(client)
+    assert set(upload.entries if hasattr(upload, "entries") else upload) == {"examples", "weights"}
+    assert float(client.state["price"]) == pytest.approx(0.05)
+    method.receive(method.broadcast(client), data.client(2))
+    assert method.price == 0
+
+
+# Budgets
+
+
+@pytest.mark.parametrize("controller", ["hest", "bhsp"])
+@pytest.mark.parametrize("scope", ["adapter", "model"])
+@pytest.mark.parametrize("budget", [0.5, 0.7, 0.95])
+def test_no_sequence_costs_more_than_its_budget_whatever_the_controller_says(controller, scope, budget):
+    method, data = built(controller=controller, scope=scope, costs=costs(scope), budget=budget)
+    used = set()
+    for seed in range(4):
+        disturb(method, 10.0, seed)
+        _, found, _ = evaluated(method, data, generate=True)
+        assert not found["energy/over_budget"].any()
+        assert not found["energy/refused"].any()
+        assert (found["energy/joules"] <= budget * found["energy/joules_high"] + 1e-12).all()
+        used.add(round(float(found["energy/joules"].sum()), 9))
+    assert budget < 0.9 or len(used) > 1
+
+
+def test_tabs_chooses_in_its_layers_and_nothing_holds_its_budget():
+    method, data = built(controller="tabs", budget=0.6)
+    _, found, _ = evaluated(method, data, generate=True)
+    assert torch.allclose(found["energy/joules"], found["energy/joules_high"])  # its bias prefers high
+    assert (found["energy/over_budget"] == 2).all()  # read, and generated
+    with torch.no_grad():
+        method.network.controller.bias -= 4.0
+    method.server["weights"] = method.layout.read(method.network)
+    _, found, lengths = evaluated(method, data)
+    off = 4e-3 * ((1 + 2 * lengths.prompts) + 3 * lengths.new)
+    assert torch.allclose(found["energy/joules"], off.double())
+    assert not found["energy/over_budget"].any()
+
+
+def test_joules_are_those_of_the_options_taken_by_hand():
+    method, data = built(controller="bhsp", budget=5.0)
+    with torch.no_grad():
+        method.network.controller.bias[:, 0] = 50.0  # int8, where there is one
+    method.server["weights"] = method.layout.read(method.network)
+    _, found, lengths = evaluated(method, data)
+    prompts, new = lengths.prompts.double(), lengths.new.double()
+    assert torch.allclose(found["energy/joules"], 4e-3 * ((8 + prompts) + 8 * new))
+    assert torch.allclose(found["energy/joules_high"], 4e-3 * ((2 + 6 * prompts) + 8 * new))
+    rest = 1e-3 * (10 + prompts + 11 * new)
+    assert torch.allclose(found["energy/joules_model"], found["energy/joules"] + rest)
+
+
+def test_a_budget_below_the_cheapest_options_refuses_everything():
+    method, data = built(budget=0.05)
+    outputs, found, _ = evaluated(method, data)
+    assert found["energy/refused"].all()
+    assert not outputs.any()
+    assert not found["energy/joules"].any()
+    inputs, _ = some(data)
+    network = method.deploy(data.client(0)).eval()
+    answers = network.generate(ids_of(inputs)[:, :9], None, max_new_tokens=3, eos=257, pad=258)
+    assert (answers == 257).all()
+
+
+@pytest.mark.parametrize("controller", ["hest", "tabs", "bhsp"])
+def test_a_sequence_takes_the_options_that_it_takes_alone(controller):
+    method, data = built(controller=controller, budget=0.7)
+    disturb(method)
+    network, (inputs, target) = method.deploy(data.client(0)).eval(), some(data)
+    together, lengths = network.options_of(ids_of(inputs), target)
+    assert len(together.unique()) > 1
+    for row, end in enumerate(lengths.ends.tolist()):
+        alone, _ = network.options_of(ids_of(inputs)[row : row + 1, :end], target[row : row + 1, :end])
+        assert torch.equal(alone[0], together[row, :end])
+
+
+@pytest.mark.parametrize("controller", ["hest", "tabs", "bhsp"])
+def test_reading_an_answer_takes_the_options_of_writing_it(controller):
+    method, data = built(controller=controller, budget=0.7)
+    disturb(method)
+    network, (inputs, target) = method.deploy(data.client(0)).eval(), some(data, 4)
+    network.expect(target)
+    prompts = ids_of(inputs)[:, :9]
+    answers = network.generate(prompts, None, max_new_tokens=5)
+    written = network.measured()["energy/joules_generated"]
+    whole = torch.cat((prompts, answers), dim=1)
+    labels = torch.full_like(whole, -100)
+    labels[:, 8:-1] = answers
+    network.expect(labels[:, :-1])
+    with torch.no_grad():
+        outputs = network(whole[:, :-1])
+    assert torch.equal(outputs[:, 8:].argmax(-1), answers)
+    assert torch.allclose(network.measured()["energy/joules"], written)
+
+
+def test_what_a_token_takes_does_not_depend_on_later_tokens():
+    method, data = built(budget=0.7)
+    disturb(method)
+    network = method.deploy(data.client(0)).eval()
+    tokens = torch.randint(0, 256, (6, 20), generator=torch.Generator().manual_seed(1))
+    target = torch.full_like(tokens, -100)
+    target[:, 9:] = 0
+    other = tokens.clone()
+    other[:, 15:] = (other[:, 15:] + 7) % 256
+    first, _ = network.options_of(tokens, target)
+    second, _ = network.options_of(other, target)
+    assert torch.equal(first[:, :15], second[:, :15])
+    assert not torch.equal(first[:, 15:], second[:, 15:])
+
+
+# Federations
+
+
+def test_slow_and_fast_devices_train_one_model(tmp_path):
+    fast = costs()
+    slow = costs(high=(4.0, 9.0))
+    method = method_of(HEST, costs=[fast, slow], budget=[0.5, 0.6, 0.9], price_lr=1.0)
+    states = Keeps()
+    fit(method, tmp_path, callbacks=[states])
+    assert len(method.devices) == 6
+    shares = [device.share for device in method.devices]
+    assert shares == [0.5, 0.6, 0.9] * 2
+    assert [device.table.groups[GROUPS[0]]["high"].mean for device in method.devices] == [
+        table.groups[GROUPS[0]]["high"].mean for table in (fast, slow, fast, slow, fast, slow)
+    ]
+    prices = {client: float(state["price"]) for client, state in states.found.items()}
+    assert set(prices) == {0, 1, 2, 3}
+    assert prices[0] > prices[2]  # half the energy against nine tenths of it
+    assert all(set(state) == {"price"} for state in states.found.values())
+
+
+class Keeps(Meter):
+    """Holds on to what clients keep."""
+
+    def on_setup(self, context):
+        self.found: dict[int, dict[str, torch.Tensor]] = {}
+
+    def on_client_end(self, client, round, context):
+        self.found[client.id] = dict(client.state)
+
+
+def test_a_run_has_its_energy_and_a_figure(tmp_path):
+    method = method_of(HEST, costs=costs(), budget=0.7)
+    row = last_round(fit(method, tmp_path, records(), callbacks=[OptionFigure()]))
+    assert row["energy/over_budget"] == row["energy/refused"] == 0
+    assert 0 < row["energy/joules"] <= 0.7 * row["energy/joules_high"] < row["energy/joules_model"]
+    assert row["energy/joules_generated"] > 0
+    assert row["energy/price"] > 0
+    assert list(tmp_path.rglob("figures/options.png"))
+
+
+def test_predictions_of_a_network_under_a_budget_need_no_labels():
+    method, data = built()
+    network = method.deploy(data.client(0)).eval()
+    outputs, _, _ = evaluated(method, data)
+    with torch.no_grad():
+        again = network(some(data)[0])
+    assert again.shape == outputs.shape
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"budget": 0.0}, "--model.budget 0.0"),
+        ({"budget": []}, "--model.budget []"),
+        ({"budget": [0.5, math.inf]}, "--model.budget [0.5, inf]"),
+        ({"features": 0}, "--model.features 0"),
+        ({"price_lr": -1.0}, "--model.price_lr"),
+        ({"controller": "most"}, "--model.controller"),
+        ({"costs": "nowhere.json"}, "nowhere.json"),
+        ({"costs": "nothing"}, "no table of costs"),
+        ({"scope": "model"}, "--model.scope model with a table of costs of the scope adapter"),
+    ],
+)
+def test_bad_settings_are_refused(settings, said):
+    with refused(said):
+        built(**settings)
+
+
+def test_a_table_of_another_network_is_refused():
+    other = costs()
+    groups = {**other.groups, "layers.9.mlp": other.groups[GROUPS[0]]}
+    wrong = type(other)(other.label, other.device, other.scope, other.context, groups, other.rest)
+    with refused("a table of 5 groups"):
+        built(costs=wrong)
+
+
+def test_options_have_one_order():
+    assert OPTIONS == ("off", "int8", "high")
