@@ -12,19 +12,21 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 import torch
+from budgeted import costs
 from tiny_language import fit, method_of, records
 from toy import sgd
 
 from callbacks import ExpertFigure, LabelNoise
 from fl_lightning.data import IID, TableData
 from fl_lightning.hooks import Stressor
-from fl_lightning.methods import FedAvg, FedVEMoE, LocalOnly
+from fl_lightning.methods import HEST, FedAvg, FedVEMoE, LocalOnly
 
 KINDS = {
     "FedAvg": (FedAvg, False),
     "FFA-LoRA": (FedAvg, True),
     "LocalOnly": (LocalOnly, False),
     "FedVEMoE": (partial(FedVEMoE, k_init=2, k_max=3, top_m=3), False),
+    "HEST": (partial(HEST, costs=costs(), budget=[0.6, 0.9]), False),
 }
 TABLE = "table"
 

@@ -234,3 +234,17 @@ def _expert_row(method: Any) -> int:
 def _adapter_values(method: Any) -> int:
     """Values that are trained of one copy of the adapters."""
     return sum(p.numel() for p in method.own_network.parameters() if p.requires_grad)
+
+
+def trained_down(method: Any, message: Payload) -> int:
+    """Broadcasts of HEST hold what clients train: adapters and controller."""
+    return payload_bytes({"weights": (1, fp32_bytes(_trained_values(method)))})
+
+
+def trained_up(method: Any, upload: Payload) -> int:
+    """Uploads of HEST hold n_k and what was trained; no price, no costs and no budget."""
+    return payload_bytes({**EXAMPLES, "weights": (1, fp32_bytes(_trained_values(method)))})
+
+
+def _trained_values(method: Any) -> int:
+    return sum(p.numel() for p in method.network.parameters() if p.requires_grad)

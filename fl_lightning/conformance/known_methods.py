@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -9,7 +10,7 @@ from typing import Any
 
 from fl_lightning.conformance import formulas
 from fl_lightning.conformance.expectations import Expectation, OwnOptimum, SoftLabels, WeightAverage
-from fl_lightning.conformance.federations import IMAGES, TEXT, ToyFederation
+from fl_lightning.conformance.federations import IMAGES, TEXT, ToyFederation, small_costs
 from fl_lightning.conformance.references import (
     BroadcastFormula,
     mean_by_relevance,
@@ -100,6 +101,12 @@ KNOWN_METHODS: dict[str, dict[str, Any]] = {
         "neutral": {"k_max": 0, "k_init": 1},
         "up": formulas.experts_up,
         "down": formulas.experts_down,
+    },
+    "HEST": {
+        "settings": {"costs": small_costs()},
+        "neutral": {"budget": math.inf},
+        "up": formulas.trained_up,
+        "down": formulas.trained_down,
     },
 }
 """What is known of the project's methods, by class name: their ``settings`` and the arguments of

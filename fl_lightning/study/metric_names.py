@@ -208,7 +208,7 @@ LOWER = {
 """Words of a name that say that lower is better."""
 HIGHER = {"accuracy", "accuracies", "match", "rouge"}
 """Words of a name that say that higher is better."""
-LOWER_FAMILIES = {"train", "time", "latency", "memory"}
+LOWER_FAMILIES = {"train", "time", "latency", "memory", "energy"}
 """First parts of names; ``train/*`` are losses, unless the name says accuracy."""
 HIGHER_FAMILIES = {"corrupted"}
 """First parts of names; ``corrupted/fog`` is the accuracy under fog."""

@@ -47,7 +47,10 @@ OVER_ROUNDS = ("sum", "mean", "max", "min", "last")
 OVER = " / "
 """What stands between two metrics that an aggregate divides round by round:
 ``max("gradient/bit / gradient/task", A)``."""
-COUNTS = ("bits/", "clients/", "comm/", "privacy/epsilon")
+COUNTS = (
+    *("bits/", "clients/", "comm/", "privacy/epsilon"),
+    *("energy/clamped", "energy/refused", "energy/over_budget"),
+)
 """First parts of the metrics of rounds that count something; what is counted can be the same in every run."""
 WITH_METRIC = ("metric", *OVER_ROUNDS)
 """Quantities whose first argument is the name of a metric, in quotes."""
