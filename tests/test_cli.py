@@ -382,6 +382,16 @@ def test_a_command_without_trainer_is_one_entry_of_the_table(
     sys.modules.pop("studying")
 
 
+def test_a_switch_needs_no_value() -> None:
+    from fl_lightning.cli.parser import with_bare_flags
+
+    given = ["--calibrate", "--out", "x", "--dry_run=false", "--calibrate", "false", "--other", "--dry_run"]
+    assert with_bare_flags(given, ["calibrate", "dry_run"]) == [
+        *("--calibrate", "true", "--out", "x", "--dry_run=false"),
+        *("--calibrate", "false", "--other", "--dry_run", "true"),
+    ]
+
+
 def test_a_command_with_trainer_is_a_method_of_it(
     runs: list[SimpleNamespace], monkeypatch: pytest.MonkeyPatch
 ) -> None:

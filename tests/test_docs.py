@@ -247,6 +247,15 @@ def test_streams_of_the_page_on_reproducibility():
     code("reproducibility.md")  # it holds an assertion itself
 
 
+def test_the_page_on_energy(capsys):
+    """What its comments say is printed: int8 removed at one token, and one choice of high, one of int8."""
+    code("howto/energy.md")
+    printed = capsys.readouterr().out.splitlines()
+    assert printed[0] == "['layers.0.mlp.down_proj: int8 from 1 tokens']"
+    assert "inf" in printed[1]
+    assert printed[2:] == ["tensor([2])", "tensor([1])", "6.0 1 False"]
+
+
 @pytest.mark.slow
 @pytest.mark.essential
 def test_the_page_on_text(tmp_path, monkeypatch, capsys):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import sys
@@ -40,6 +41,7 @@ from fl_lightning.energy.fitting import (
     robust_mean,
 )
 from fl_lightning.energy.reference_options import LinearShape, linear_options
+from fl_lightning.energy.works import ZeroOutput
 from fl_lightning.models import LlamaTiny
 
 LABEL = "modelled: CPU seconds x 15 W"
@@ -256,27 +258,30 @@ def test_a_line_is_found_and_a_bend_is_kept():
     assert cost.q99.at([1, 2]).tolist() == [1.0, 9.0]
 
 
-def test_what_a_step_costs_more_than_its_parts_is_rest(few_tokens):
-    """Two groups of 10 + n, 5 + n and 7 + 2 n joules and a rest of 3; a step of 100 + 100 n, and of 50 where it is held out."""
+def test_what_layers_cost_more_in_the_network_is_shared_out(few_tokens):
+    """Two groups of 10 + n, 5 + n and 7 + 2 n joules alone, a rest of 3, and steps of three times as much; at
+    the held-out length a step of 50. Of one token every second sample is held out, which is half as much."""
     shape = LinearShape(4, 4, 1)
-    costs = {"off": (10, 1), "int8": (5, 1), "high": (7, 2)}
-    samples = {
-        (calibration.work_name(shape, z), n): np.full(10, a + b * n)
-        for z, (a, b) in costs.items()
-        for n in (1, 2, 3, 4)
-    }
+    alone = {"off": (10, 1), "int8": (5, 1), "high": (7, 2)}
+    samples = {}
+    for (z, (a, b)), n in itertools.product(alone.items(), (1, 2, 3, 4)):
+        step = 3.0 + 3 * 2 * (a + b * n)
+        samples[f"4x4 {z}", n] = np.full(10, a + b * n)
+        samples[f"step {z}", n] = (
+            np.array([step, step / 2] * 5) if n == 1 else np.full(10, 50.0 if n == 3 else step)
+        )
     samples |= {("rest", n): np.full(10, 3.0) for n in (1, 2, 4)}
-    samples |= {("step", n): np.full(10, 50.0 if n == 3 else 100.0 + 100.0 * n) for n in (1, 2, 3, 4)}
-    samples["step", 1] = np.array([200.0, 160.0] * 5)  # every second sample is held out
     found = calibration.evaluated(samples, {"a": shape, "b": shape}, LABEL, "adapter", 8)
-    assert [found.table.all_high(n) for n in (1, 2, 4)] == pytest.approx([200, 300, 500])
-    assert found.table.tensors(2).tolist() == pytest.approx(np.array([[12, 7, 11]] * 2))
-    assert found.errors["step"] == {1: pytest.approx(0.25), 3: pytest.approx(7.0)}
-    assert found.errors["4x4 int8"] == {1: pytest.approx(0), 3: pytest.approx(0)}
-    assert found.largest_error() == pytest.approx(7.0)
-    samples |= {("rest", n): np.full(10, 500.0) for n in (1, 2, 4)}
+    assert found.table.tensors(2).numpy() == pytest.approx(3 * np.array([[12, 7, 11]] * 2))
+    assert [found.table.fixed(n) for n in (1, 2, 4)] == pytest.approx([3] * 3)
+    assert found.table.all_high(4) == pytest.approx(3 + 6 * 15)
+    assert found.errors["4x4 int8"] == {1: pytest.approx(0, abs=1e-9), 3: pytest.approx(0, abs=1e-9)}
+    assert found.errors["step high"] == {1: pytest.approx(1.0), 3: pytest.approx((3 + 6 * 13) / 50 - 1)}
+    assert found.largest_error("step high") == found.errors["step high"][1]
+    samples |= {("rest", n): np.full(10, 500.0) for n in (1, 2, 4)}  # a disturbed moment: no factor below 1
     found = calibration.evaluated(samples, {"a": shape, "b": shape}, LABEL, "adapter", 8)
     assert found.table.fixed(2) == pytest.approx(500)
+    assert found.table.tensors(2).numpy() == pytest.approx(np.array([[12, 7, 11]] * 2))
 
 
 def test_int8_is_integers_and_of_one_token_alone():
@@ -306,7 +311,7 @@ def test_a_calibration_has_the_groups_of_its_network(few_tokens):
     assert len(found.table.groups) == 16
     assert {*found.errors} == {
         f"{shape} {z}" for shape in ("96x96", "96x288", "96x512", "256x96") for z in ("off", "int8", "high")
-    } | {"step"}
+    } | {"step off", "step int8", "step high"}
     assert found.table.label == LABEL
     assert (found.table.tensors(3, "q99") >= found.table.tensors(3) * (1 - 1e-9)).all()
     assert from_json(to_json(found.table)) == found.table
@@ -331,7 +336,7 @@ def test_the_rest_has_no_group_and_the_step_is_the_network():
     torch.testing.assert_close(first, whole)
     empty = calibration.without_groups(network)
     assert calibration.adapted_linears(empty) == {}
-    assert sum(isinstance(module, calibration.ZeroOutput) for module in empty.modules()) == 16
+    assert sum(isinstance(module, ZeroOutput) for module in empty.modules()) == 16
     assert len(calibration.adapted_linears(network)) == 16
 
 
@@ -349,7 +354,7 @@ def test_the_command_prints_a_table_and_measures_one(tmp_path, capsys, monkeypat
     out = tmp_path / "mine.json"
     flags = ["--meter", "modelled", "--watts", "7.5", "--seconds", "0.1", "--context", "4", "--out", str(out)]
     assert main(["energy", "--calibrate", *flags]) == 0
-    assert "whole step" in capsys.readouterr().out
+    assert "step high" in capsys.readouterr().out
     assert read_table(out).label == "modelled: CPU seconds x 7.5 W"
 
 

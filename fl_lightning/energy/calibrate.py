@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import platform
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -12,25 +11,35 @@ from typing import TypeAlias
 
 import numpy as np
 import torch
-from torch import Tensor, nn
 
 from fl_lightning import rng
-from fl_lightning.energy.cost_shapes import KINDS, MeasuredCost
+from fl_lightning.energy.cost_shapes import MeasuredCost
 from fl_lightning.energy.costs import OPTIONS, CostTable
 from fl_lightning.energy.fitting import high_quantile, measured_cost, relative_errors, robust_mean
 from fl_lightning.energy.measuring import measure
 from fl_lightning.energy.meters import JouleMeter
-from fl_lightning.energy.reference_options import LinearShape, linear_options
+from fl_lightning.energy.reference_options import LinearShape
+from fl_lightning.energy.works import (
+    adapted_linears,
+    linear_works,
+    shape_of,
+    step_name,
+    step_work,
+    with_option,
+    without_groups,
+    work_name,
+)
 from fl_lightning.errors import require
-from fl_lightning.models.language.llama import KeyValueCache, Llama
+from fl_lightning.models.language.llama import Llama
 
 KNOTS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
 """Numbers of tokens that costs are fitted to. Products of 3 rows take longer than of 4 on some processors."""
 HELD_OUT = (5, 10, 20, 40, 80, 160, 320, 448)
 """Numbers of tokens at which a fit is checked: between the knots."""
 DEFAULT_CONTEXT = 256
-REST, STEP = "rest", "step"
+REST = "rest"
 Samples: TypeAlias = Mapping[tuple[str, int], np.ndarray]
+Joules: TypeAlias = dict[tuple[str, int], float]
 
 
 @dataclass(frozen=True)
@@ -40,8 +49,8 @@ class Calibration:
     Args:
         table: the costs.
         errors: relative errors of means at numbers of tokens that were not fitted, and at one token with
-            samples that were not: of each shape and option, and, as ``step``, of a whole step of the network
-            with all groups at ``high``.
+            samples that were not: of each shape and option alone, and of whole steps with all groups at one
+            option, as ``step high``.
         samples: smallest number of samples of a measured cost.
     """
 
@@ -68,9 +77,8 @@ def calibrate(
     Weights and inputs are random, since times do not depend on them. A step of n tokens sees ``context``
     tokens, its own included, or n where that is more; the cache holds those before it.
 
-    A layer that is called again and again is faster than the same layer in its network. The rest is
-    therefore what a step costs without groups, or what a whole step costs more than its groups, whichever is
-    more: steps at ``high`` cost what was measured, and what an option saves is not overstated.
+    Layers are measured alone, whole steps with all groups at one option, and steps without groups, which are
+    the rest. What a step has more than the rest is shared out among its layers as they cost alone.
 
     Args:
         network: a network with adapters, on the CPU; it is not changed.
@@ -100,9 +108,11 @@ def calibrate(
         works = {
             (work_name(shape, option), n): work
             for shape in sorted(set(shapes.values()))
-            for (option, n), work in linear_works(shape, scope).items()
+            for (option, n), work in linear_works(shape, scope, (*KNOTS, *HELD_OUT)).items()
         }
-        works |= {(STEP, n): step_work(network, n, context) for n in (*KNOTS, *HELD_OUT)}
+        for option in OPTIONS:
+            switched = with_option(network, option, scope)
+            works |= {(step_name(option), n): step_work(switched, n, context) for n in (*KNOTS, *HELD_OUT)}
         empty = without_groups(network)
         works |= {(REST, n): step_work(empty, n, context) for n in KNOTS}
         samples = measure(works, meter, seconds)
@@ -127,107 +137,55 @@ def evaluated(
         held_out[name, n] = values[1::2] if n == 1 and len(values) > 1 else values
     means = {key: robust_mean(values) for key, values in fitted.items()}
     quantiles = {key: high_quantile(values) for key, values in fitted.items()}
-
-    def cost_of(name: str) -> MeasuredCost:
-        return measured_cost(
-            KNOTS, *(np.array([found[name, n] for n in KNOTS]) for found in (means, quantiles))
-        )
-
-    names = {shape: {option: work_name(shape, option) for option in OPTIONS} for shape in shapes.values()}
-    costs = {name: cost_of(name) for of_shape in names.values() for name in of_shape.values()}
-    groups = {
-        group: {option: costs[names[shape][option]] for option in OPTIONS} for group, shape in shapes.items()
+    kinds = sorted(set(shapes.values()))
+    loops = {
+        work_name(shape, option): _cost(work_name(shape, option), means, quantiles)
+        for shape in kinds
+        for option in OPTIONS
     }
-    for kind, found in zip(KINDS, (means, quantiles), strict=True):
-        for n in KNOTS:
-            of_groups = sum(float(options["high"].of_kind(kind).at(n)) for options in groups.values())
-            found[REST, n] = max(found[REST, n], found[STEP, n] - of_groups)
-    table = CostTable(label, device_name(), scope, context, groups, cost_of(REST))
+    _put_in_place(means, quantiles, shapes)
+    groups = {
+        group: {option: _cost(work_name(shape, option), means, quantiles) for option in OPTIONS}
+        for group, shape in shapes.items()
+    }
+    table = CostTable(label, device_name(), scope, context, groups, _cost(REST, means, quantiles))
 
     def errors_of(name: str, joules: Callable[[int], float]) -> dict[int, float]:
         chosen = (1, *HELD_OUT)
         return relative_errors({n: joules(n) for n in chosen}, {n: held_out[name, n] for n in chosen})
 
-    errors = {name: errors_of(name, lambda n, c=cost: float(c.mean.at(n))) for name, cost in costs.items()}
-    errors[STEP] = errors_of(STEP, table.all_high)
+    errors = {name: errors_of(name, lambda n, c=cost: float(c.mean.at(n))) for name, cost in loops.items()}
+    for index, option in enumerate(OPTIONS):
+        errors[step_name(option)] = errors_of(
+            step_name(option), lambda n, z=index: table.fixed(n) + float(table.tensors(n)[:, z].sum())
+        )
     return Calibration(table, errors, min(map(len, samples.values())))
 
 
-def work_name(shape: LinearShape, option: str) -> str:
-    """Return the name of a measured option of a linear layer, as ``96x288 int8``."""
-    return f"{shape.inputs}x{shape.outputs} {option}"
+def _cost(name: str, means: Joules, quantiles: Joules) -> MeasuredCost:
+    return measured_cost(KNOTS, *(np.array([found[name, n] for n in KNOTS]) for found in (means, quantiles)))
 
 
-def adapted_linears(network: nn.Module) -> dict[str, nn.Module]:
-    """Return the linear layers with an adapter by name, in the order of the network: its groups."""
-    return {
-        name: module
-        for name, module in network.named_modules()
-        if isinstance(getattr(module, "base_layer", None), nn.Linear)
-    }
+def _put_in_place(means: Joules, quantiles: Joules, shapes: Mapping[str, LinearShape]) -> None:
+    """Make of joules in a loop those in the network, in the dictionaries themselves.
 
-
-def shape_of(layer: nn.Module) -> LinearShape:
-    """Return the shape of a linear layer with an adapter."""
-    base = layer.base_layer
-    assert isinstance(base, nn.Linear)
-    down = getattr(layer, "lora_A", None)
-    rank = down.out_features if isinstance(down, nn.Linear) else min(base.in_features, base.out_features)
-    return LinearShape(base.in_features, base.out_features, rank)
-
-
-def linear_works(shape: LinearShape, scope: str) -> dict[tuple[str, int], Callable[[], object]]:
-    """Return calls of each option of a layer at each number of tokens."""
-    options = linear_options(shape, scope)
-    inputs = {n: torch.randn(n, shape.inputs) for n in (*KNOTS, *HELD_OUT)}
-
-    def call(function: Callable[[Tensor], Tensor], x: Tensor) -> Callable[[], object]:
-        return lambda: function(x)
-
-    return {(option, n): call(options[option], x) for option in OPTIONS for n, x in inputs.items()}
-
-
-def step_work(network: Llama, tokens: int, context: int) -> Callable[[], object]:
-    """Return a call of one step: the logits of the last of so many tokens, after those in the cache.
-
-    Args:
-        network: the network.
-        tokens: n, tokens of the step.
-        context: tokens that the step sees, its own included.
+    A layer that is called again and again is faster than the same layer in its network, where others were
+    computed since. All layers of an option are therefore scaled by one factor for each number of tokens, 1 or
+    more: what a step with this option costs more than one without groups, over the sum in loops. Then the
+    rest is raised, if need be, until a step at ``high`` costs no less than it was measured to.
     """
-    before = max(context - tokens, 0)
-    ids = torch.randint(network.embed_tokens.num_embeddings, (1, before + tokens))
-    positions = torch.arange(before + tokens).unsqueeze(0)
-    cache = KeyValueCache()
-    if before:
-        network.features(ids[:, :before], positions[:, :before], cache)
-
-    def step() -> Tensor:
-        own = KeyValueCache(list(cache.keys), list(cache.values))  # a step replaces tensors of its own lists
-        features = network.features(ids[:, before:], positions[:, before:], own)
-        return network.logits(features[:, -1])
-
-    return step
-
-
-def without_groups(network: Llama) -> Llama:
-    """Return a copy of the network in which every group is a layer that returns zeros.
-
-    A step of it costs what no option changes.
-    """
-    empty = {id(layer): ZeroOutput(layer) for layer in adapted_linears(network).values()}
-    return copy.deepcopy(network, empty)  # type: ignore[arg-type]  # what is in the memo is not copied
-
-
-class ZeroOutput(nn.Module):
-    """A layer that maps ``[..., in]`` to zeros ``[..., out]``."""
-
-    def __init__(self, layer: nn.Module) -> None:
-        super().__init__()
-        self.outputs = shape_of(layer).outputs
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x.new_zeros(*x.shape[:-1], self.outputs)
+    kinds = sorted(set(shapes.values()))
+    for n in KNOTS:
+        for option in OPTIONS:
+            in_loops = sum(means[work_name(shape, option), n] for shape in shapes.values())
+            in_place = means[step_name(option), n] - means[REST, n]
+            factor = max(in_place / in_loops, 1.0) if in_loops > 0 else 1.0
+            for found in (means, quantiles):
+                for shape in kinds:
+                    found[work_name(shape, option), n] *= factor
+        for found in (means, quantiles):
+            of_groups = sum(found[work_name(shape, "high"), n] for shape in shapes.values())
+            found[REST, n] = max(found[REST, n], found[step_name("high"), n] - of_groups)
 
 
 def device_name() -> str:

@@ -8,7 +8,8 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from fl_lightning.energy.calibrate import DEFAULT_CONTEXT, STEP, Calibration, calibrate
+from fl_lightning.energy.calibrate import DEFAULT_CONTEXT, Calibration
+from fl_lightning.energy.calibrate import calibrate as measure_network
 from fl_lightning.energy.costs import OPTIONS, SCOPES, CostTable
 from fl_lightning.energy.fitting import MAX_RELATIVE_ERROR
 from fl_lightning.energy.meters import DEFAULT_WATTS, ModelledMeter, best_meter
@@ -93,7 +94,7 @@ def measured(network: str, meter: str, watts: float, seconds: float, scope: str,
     made = LANGUAGE_NETWORKS[network](BYTE_VOCABULARY)
     assert isinstance(made, Llama)
     counter = best_meter("cpu", watts) if meter == "best" else ModelledMeter(watts)
-    return calibrate(made.eval(), counter, seconds, scope, context)
+    return measure_network(made.eval(), counter, seconds, scope, context)
 
 
 def print_table(table: CostTable, console: Console) -> None:
@@ -151,9 +152,8 @@ def print_errors(found: Calibration, console: Console) -> None:
     for name, errors in found.errors.items():
         worst = max(errors, key=lambda n: abs(errors[n]))
         style = "bold red" if abs(errors[worst]) > MAX_RELATIVE_ERROR else ""
-        label = "whole step, all high" if name == STEP else name
         shown = f"{errors[worst]:+.1%}"
         one = f"{errors[1]:+.1%}" if 1 in errors else ""
-        grid.add_row(label, f"[{style}]{shown}[/]" if style else shown, str(worst), one)
+        grid.add_row(name, f"[{style}]{shown}[/]" if style else shown, str(worst), one)
     console.print(grid)
     console.print(f"at least {found.samples} samples of each cost")
