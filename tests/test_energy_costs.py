@@ -258,29 +258,38 @@ def test_a_line_is_found_and_a_bend_is_kept():
     assert cost.q99.at([1, 2]).tolist() == [1.0, 9.0]
 
 
-def test_what_layers_cost_more_in_the_network_is_shared_out(few_tokens):
-    """Two groups of 10 + n, 5 + n and 7 + 2 n joules alone, a rest of 3, and steps of three times as much; at
-    the held-out length a step of 50. Of one token every second sample is held out, which is half as much."""
+def test_what_layers_cost_more_in_the_network_is_added(few_tokens):
+    """Two groups of 10 + n, 5 + n and 7 + 2 n joules alone, a rest of 3, and 4 more a layer in steps (of int8 9);
+    50 for a step of the held-out length. Of one token every second sample is held out, which is half as much."""
     shape = LinearShape(4, 4, 1)
     alone = {"off": (10, 1), "int8": (5, 1), "high": (7, 2)}
     samples = {}
     for (z, (a, b)), n in itertools.product(alone.items(), (1, 2, 3, 4)):
-        step = 3.0 + 3 * 2 * (a + b * n)
+        step = 3.0 + 2 * (a + b * n + (9 if z == "int8" else 4))
         samples[f"4x4 {z}", n] = np.full(10, a + b * n)
         samples[f"step {z}", n] = (
             np.array([step, step / 2] * 5) if n == 1 else np.full(10, 50.0 if n == 3 else step)
         )
     samples |= {("rest", n): np.full(10, 3.0) for n in (1, 2, 4)}
-    found = calibration.evaluated(samples, {"a": shape, "b": shape}, LABEL, "adapter", 8)
-    assert found.table.tensors(2).numpy() == pytest.approx(3 * np.array([[12, 7, 11]] * 2))
+    groups = {"a": shape, "b": shape}
+    found = calibration.evaluated(samples, groups, LABEL, "adapter", 8)
+    assert found.table.tensors(2).numpy() == pytest.approx(np.array([[16, 11, 15]] * 2))
     assert [found.table.fixed(n) for n in (1, 2, 4)] == pytest.approx([3] * 3)
-    assert found.table.all_high(4) == pytest.approx(3 + 6 * 15)
+    assert found.table.all_high(4) == pytest.approx(3 + 2 * 19)
     assert found.errors["4x4 int8"] == {1: pytest.approx(0, abs=1e-9), 3: pytest.approx(0, abs=1e-9)}
-    assert found.errors["step high"] == {1: pytest.approx(1.0), 3: pytest.approx((3 + 6 * 13) / 50 - 1)}
-    assert found.largest_error("step high") == found.errors["step high"][1]
-    samples |= {("rest", n): np.full(10, 500.0) for n in (1, 2, 4)}  # a disturbed moment: no factor below 1
-    found = calibration.evaluated(samples, {"a": shape, "b": shape}, LABEL, "adapter", 8)
-    assert found.table.fixed(2) == pytest.approx(500)
+    assert found.errors["step high"] == {1: pytest.approx(1.0), 3: pytest.approx((3 + 2 * 17) / 50 - 1)}
+    assert found.largest_error("step high") == 1.0
+    skipping = calibration.evaluated(samples, groups, LABEL, "model", 8)
+    assert skipping.table.tensors(2)[0].tolist() == pytest.approx(
+        [12, 7 + 6.5, 11 + 6.5]
+    )  # off computes nothing
+    samples["step high", 2][:] = 300.0
+    charged = calibration.evaluated(samples, groups, LABEL, "adapter", 8).table
+    assert charged.all_high(2, "q99") == pytest.approx(300)
+    samples |= {
+        ("rest", n): np.full(10, 500.0) for n in (1, 2, 4)
+    }  # a disturbed moment: nothing is taken away
+    found = calibration.evaluated(samples, groups, LABEL, "adapter", 8)
     assert found.table.tensors(2).numpy() == pytest.approx(np.array([[12, 7, 11]] * 2))
 
 
