@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import platform
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from itertools import product
@@ -138,7 +138,7 @@ def evaluated(
         held_out[name, n] = values[1::2] if n == 1 and len(values) > 1 else values
     means = {key: robust_mean(values) for key, values in fitted.items()}
     quantiles = {key: high_quantile(values) for key, values in fitted.items()}
-    kinds = sorted(set(shapes.values()))
+    kinds, checked = sorted(set(shapes.values())), (1, *HELD_OUT)
     loops = {
         work_name(shape, option): _cost(work_name(shape, option), means, quantiles)
         for shape in kinds
@@ -151,15 +151,16 @@ def evaluated(
     }
     table = CostTable(label, device_name(), scope, context, groups, _cost(REST, means, quantiles))
 
-    def errors_of(name: str, joules: Callable[[int], float]) -> dict[int, float]:
-        chosen = (1, *HELD_OUT)
-        return relative_errors({n: joules(n) for n in chosen}, {n: held_out[name, n] for n in chosen})
-
-    errors = {name: errors_of(name, lambda n, c=cost: float(c.mean.at(n))) for name, cost in loops.items()}
-    for index, option in enumerate(OPTIONS):
-        errors[step_name(option)] = errors_of(
-            step_name(option), lambda n, z=index: table.fixed(n) + float(table.tensors(n)[:, z].sum())
+    predicted = {(name, n): float(cost.mean.at(n)) for name, cost in loops.items() for n in checked}
+    for n in checked:
+        of_groups = table.tensors(n).sum(0).tolist()
+        predicted |= {(step_name(z), n): table.fixed(n) + of_groups[i] for i, z in enumerate(OPTIONS)}
+    errors = {
+        name: relative_errors(
+            {n: predicted[name, n] for n in checked}, {n: held_out[name, n] for n in checked}
         )
+        for name in dict.fromkeys(name for name, _ in predicted)
+    }
     return Calibration(table, errors, min(map(len, samples.values())))
 
 
@@ -176,7 +177,7 @@ def _put_in_place(
     computed since. By measurement the difference hardly depends on the option (one token of llama_tiny: 20 us
     for off, 23 for high, 36 for int8). So one amount, 0 or more, is added to all layers and options of a
     number of tokens: the median over options of what a step costs more than the rest and its layers in loops,
-    by the number of layers. The order of options is that of the loops, which have far more samples than steps.
+    by the number of layers. The order of options is that of the loops, which have more samples than steps.
 
     At last the quantile of the rest is raised, if need be, until a step at ``high`` is charged no less than
     its quantile.
