@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 from tiny_language import adam, fit
 from torch import Tensor, nn
 
+from fl_lightning.cli.parser import FederatedCLI
 from fl_lightning.errors import InputError, MisuseError
 from fl_lightning.methods import FedAvg
 from fl_lightning.models.adapters import (
@@ -30,6 +32,7 @@ from fl_lightning.models.language import BYTE_VOCABULARY, Llama, LlamaTiny, add_
 from fl_lightning.models.language.experts import factors_of
 from fl_lightning.wire import Layout
 
+PAGE = Path(__file__).parent.parent / "docs/howto/adapters.md"
 VALUES = {  # of 4 blocks with layers 96 x 288, 96 x 96, 96 x 512 and 256 x 96, at rank 8 or 8 directions
     "lora": 49_152,
     "ffa": 4 * 8 * (288 + 96 + 512 + 96),
@@ -266,6 +269,20 @@ def test_a_federation_trains_them_and_leaves_the_base(kind: str, tmp_path: Path)
     start = dict(adapted(network.embed_tokens.num_embeddings).named_parameters())
     for name, parameter in network.named_parameters():
         assert parameter.equal(start[name]) != parameter.requires_grad, name
+
+
+def test_the_code_of_the_page_runs():
+    blocks = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
+    assert len(blocks) == 3
+    for block in blocks:
+        exec(block, {})  # it holds assertions itself
+
+
+def test_the_settings_of_the_page_are_understood(bare_directory: Path):
+    (block,) = re.findall(r"```yaml\n(.*?)```", PAGE.read_text(), re.DOTALL)
+    Path("page.yaml").write_text(block)
+    network = FederatedCLI("fit", ["--config", "page.yaml"]).model.network_spec(BYTE_VOCABULARY)
+    assert Layout.of(network).size == 16 * 96
 
 
 def with_peft(config: object) -> nn.Module:
