@@ -40,9 +40,9 @@ from fl_lightning.energy.fitting import (
     relative_errors,
     robust_mean,
 )
-from fl_lightning.energy.reference_options import LinearShape, linear_options
-from fl_lightning.energy.works import ZeroOutput
+from fl_lightning.energy.works import LinearShape, ZeroOutput
 from fl_lightning.models import LlamaTiny
+from fl_lightning.models.adapters import adapter_layers
 
 LABEL = "modelled: CPU seconds x 15 W"
 
@@ -261,7 +261,7 @@ def test_a_line_is_found_and_a_bend_is_kept():
 def test_what_layers_cost_more_in_the_network_is_added(few_tokens):
     """Two groups of 10 + n, 5 + n and 7 + 2 n joules alone, a rest of 3, and 4 more a layer in steps (of int8 9);
     50 for a step of the held-out length. Of one token every second sample is held out, which is half as much."""
-    shape = LinearShape(4, 4, 1)
+    shape = LinearShape(4, 4)
     alone = {"off": (10, 1), "int8": (5, 1), "high": (7, 2)}
     samples = {}
     for (z, (a, b)), n in itertools.product(alone.items(), (1, 2, 3, 4)):
@@ -293,19 +293,6 @@ def test_what_layers_cost_more_in_the_network_is_added(few_tokens):
     assert found.table.tensors(2).numpy() == pytest.approx(np.array([[12, 7, 11]] * 2))
 
 
-def test_int8_is_integers_and_of_one_token_alone():
-    """The products are those of 64-bit integers, and within 2 % of float32."""
-    options = linear_options(LinearShape(96, 64, 8), "adapter", torch.Generator().manual_seed(0))
-    x = torch.randn(20, 96, generator=torch.Generator().manual_seed(1))
-    exact, narrow = options["high"](x), options["int8"](x)
-    assert float((narrow - exact).norm() / exact.norm()) < 0.02
-    torch.testing.assert_close(narrow[3:4], options["int8"](x[3:4]), rtol=0, atol=0)
-    assert not torch.equal(options["off"](x), exact)
-    assert linear_options(LinearShape(96, 64, 8), "model")["off"](x).count_nonzero() == 0
-    with refused("--scope half"):
-        linear_options(LinearShape(4, 4, 1), "half")
-
-
 @pytest.fixture
 def few_tokens(monkeypatch):
     monkeypatch.setattr(calibration, "KNOTS", (1, 2, 4))
@@ -316,7 +303,7 @@ def test_a_calibration_has_the_groups_of_its_network(few_tokens):
     network = LlamaTiny(259).eval()
     before = {name: value.clone() for name, value in network.state_dict().items()}
     found = calibration.calibrate(network, ModelledMeter(15), seconds=0.1, context=8)
-    assert list(found.table.groups) == list(calibration.adapted_linears(network))
+    assert list(found.table.groups) == list(adapter_layers(network))
     assert len(found.table.groups) == 16
     assert {*found.errors} == {
         f"{shape} {z}" for shape in ("96x96", "96x288", "96x512", "256x96") for z in ("off", "int8", "high")
@@ -326,7 +313,7 @@ def test_a_calibration_has_the_groups_of_its_network(few_tokens):
     assert from_json(to_json(found.table)) == found.table
     after = network.state_dict()
     assert all(torch.equal(value, after[name]) for name, value in before.items())
-    with refused("without adapters"):
+    with refused("without adapted linear layer"):
         calibration.calibrate(LlamaTiny(259, rank=0), ModelledMeter(15))
 
 
@@ -343,10 +330,11 @@ def test_the_rest_has_no_group_and_the_step_is_the_network():
         whole = network(names["ids"])[:, -1]
     assert torch.equal(first, again), "the cache of earlier tokens is not written into"
     torch.testing.assert_close(first, whole)
-    empty = calibration.without_groups(network)
-    assert calibration.adapted_linears(empty) == {}
-    assert sum(isinstance(module, ZeroOutput) for module in empty.modules()) == 16
-    assert len(calibration.adapted_linears(network)) == 16
+    switched, layers = calibration.switched_copy(network, "adapter")
+    empty = calibration.without_groups(switched)
+    assert not adapter_layers(empty)
+    assert sum(isinstance(module, ZeroOutput) for module in empty.modules()) == len(layers) == 16
+    assert len(adapter_layers(network)) == len(adapter_layers(switched)) == 16
 
 
 # The command

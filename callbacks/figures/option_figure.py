@@ -74,7 +74,7 @@ class OptionFigure(FigureMeter):
             choices, lengths = method.budgeted.options_of(data.inputs("test", index), target)
         device = method.device_of(client)
         shares = costs_by_place(device, choices, lengths)
-        budgets = float(np.mean(method.shares))
+        budgets = float(np.mean(method.budget_shares))
         return option_figure(shares, list(device.table.groups), self.seen, budgets)
 
 

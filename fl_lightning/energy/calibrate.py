@@ -19,19 +19,18 @@ from fl_lightning.energy.costs import OPTIONS, CostTable
 from fl_lightning.energy.fitting import high_quantile, measured_cost, relative_errors, robust_mean
 from fl_lightning.energy.measuring import measure
 from fl_lightning.energy.meters import JouleMeter
-from fl_lightning.energy.reference_options import LinearShape
 from fl_lightning.energy.works import (
-    adapted_linears,
+    LinearShape,
     linear_works,
-    shape_of,
     step_name,
     step_work,
-    with_option,
+    switched_copy,
     without_groups,
     work_name,
 )
 from fl_lightning.errors import require
 from fl_lightning.models.language.llama import Llama
+from fl_lightning.models.options import Scope
 
 KNOTS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
 """Numbers of tokens that costs are fitted to. Products of 3 rows take longer than of 4 on some processors."""
@@ -69,7 +68,7 @@ def calibrate(
     network: Llama,
     meter: JouleMeter,
     seconds: float = 60.0,
-    scope: str = "adapter",
+    scope: Scope = "adapter",
     context: int = DEFAULT_CONTEXT,
     seed: int = 0,
 ) -> Calibration:
@@ -82,7 +81,7 @@ def calibrate(
     the rest. What a step costs more than the rest and its layers alone is added to all layers equally.
 
     Args:
-        network: a network with adapters, on the CPU; it is not changed.
+        network: a network with adapters of one kind, on the CPU; it is not changed.
         meter: where joules come from.
         seconds: time of the measurement, by the clock on the wall; three passes are done at least.
         scope: ``adapter`` or ``model``: what *off* leaves out.
@@ -98,23 +97,13 @@ def calibrate(
         "both are above 0",
         "write --seconds 60 --context 256",
     )
-    shapes = {name: shape_of(layer) for name, layer in adapted_linears(network).items()}
-    require(
-        shapes,
-        f"{type(network).__name__} without adapters",
-        "a group is a linear layer with an adapter",
-        "write a rank of 1 or more",
-    )
+    switched, layers = switched_copy(network, scope)
+    shapes = {name: LinearShape(*layer.shape) for name, layer in layers.items()}
     with one_thread(), torch.inference_mode(), rng.torch_stream(seed, "calibration"):
-        works = {
-            (work_name(shape, option), n): work
-            for shape in sorted(set(shapes.values()))
-            for (option, n), work in linear_works(shape, scope, (*KNOTS, *HELD_OUT)).items()
-        }
-        for option in OPTIONS:
-            switched = with_option(network, option, scope)
-            works |= {(step_name(option), n): step_work(switched, n, context) for n in (*KNOTS, *HELD_OUT)}
-        empty = without_groups(network)
+        works = linear_works(layers, (*KNOTS, *HELD_OUT))
+        for option, n in product(OPTIONS, (*KNOTS, *HELD_OUT)):
+            works[step_name(option), n] = step_work(switched, n, context, option, len(layers))
+        empty = without_groups(switched)
         works |= {(REST, n): step_work(empty, n, context) for n in KNOTS}
         samples = measure(works, meter, seconds)
     return evaluated(samples, shapes, meter.label, scope, context)

@@ -16,6 +16,7 @@ from fl_lightning.energy.meters import DEFAULT_WATTS, ModelledMeter, best_meter
 from fl_lightning.energy.table_files import read_table, shipped_table, to_json
 from fl_lightning.errors import InputError, require, require_choice
 from fl_lightning.models import LANGUAGE_NETWORKS
+from fl_lightning.models.adapters import ADAPTERS
 from fl_lightning.models.language.llama import Llama
 from fl_lightning.models.language.tiny import BYTE_VOCABULARY
 from fl_lightning.support import disk
@@ -29,6 +30,8 @@ def energy(
     table: str | None = None,
     calibrate: bool = False,
     network: str = "llama_tiny",
+    adapter: str = "spectral",
+    rank: int = 96,
     meter: str = "best",
     watts: float = DEFAULT_WATTS,
     seconds: float = 60.0,
@@ -42,6 +45,8 @@ def energy(
         table: JSON file of the table to print; by default the one that comes with the package.
         calibrate: measure instead of reading a table.
         network: the network: llama_tiny.
+        adapter: kind of its adapters: lora, ffa, pissa, adalora, svft or spectral.
+        rank: their rank.
         meter: best, which is RAPL's counters where they can be read, or modelled, CPU seconds at a stated
             power.
         watts: power of one busy core, for modelled joules.
@@ -76,7 +81,11 @@ def energy(
             "the file's folder exists",
             "write --out costs.json",
         )
-    found = measured(network, meter, watts, seconds, scope, context)
+    require_choice(adapter, ADAPTERS, "--adapter")
+    made = LANGUAGE_NETWORKS[network](BYTE_VOCABULARY, adapter=adapter, rank=rank)  # type: ignore[call-arg]
+    assert isinstance(made, Llama)
+    counter = best_meter("cpu", watts) if meter == "best" else ModelledMeter(watts)
+    found = measure_network(made.eval(), counter, seconds, scope, context)  # type: ignore[arg-type]
     print_table(found.table, console)
     print_errors(found, console)
     if out is not None:
@@ -87,14 +96,6 @@ def energy(
                 f"--out {out}", f"it cannot be written ({error.strerror})", "name another"
             ) from None
         console.print(f"written: {escape(out)}", soft_wrap=True)
-
-
-def measured(network: str, meter: str, watts: float, seconds: float, scope: str, context: int) -> Calibration:
-    """Return the calibration of a network of the package; the arguments are those of :func:`energy`."""
-    made = LANGUAGE_NETWORKS[network](BYTE_VOCABULARY)
-    assert isinstance(made, Llama)
-    counter = best_meter("cpu", watts) if meter == "best" else ModelledMeter(watts)
-    return measure_network(made.eval(), counter, seconds, scope, context)
 
 
 def print_table(table: CostTable, console: Console) -> None:

@@ -109,7 +109,7 @@ class HEST(Method):
             )
         self.controller_kind, self.features = controller, features
         self.scope, self.high, self.costs = scope, high, costs
-        self.shares, self.price_lr, self.temperature = budgets, price_lr, temperature
+        self.budget_shares, self.price_lr, self.temperature = budgets, price_lr, temperature
         self.limited = not any(unlimited)
         self.decides = self.limited and controller != "none"
         self.personalised = self.limited
@@ -140,8 +140,11 @@ class HEST(Method):
                 f"write --model.scope {table.scope}, or calibrate with --scope {self.scope}",
             )
             tables.append(table.for_groups(names).without_useless(options=self.options))
-        count = math.lcm(len(tables), len(self.shares))
-        return [Device(tables[i % len(tables)], self.shares[i % len(self.shares)]) for i in range(count)]
+        count = math.lcm(len(tables), len(self.budget_shares))
+        return [
+            Device(tables[i % len(tables)], self.budget_shares[i % len(self.budget_shares)])
+            for i in range(count)
+        ]
 
     def _controller(self, switches: Sequence[SwitchedLinear]) -> Controller:
         groups = len(switches)
