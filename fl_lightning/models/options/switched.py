@@ -117,13 +117,13 @@ class SwitchedLinear(nn.Module):
         """
         flat, choices = x.flatten(0, -2), choices.flatten()
         if max(counts) == len(flat):
-            return self.execute(OPTIONS[counts.index(max(counts))], flat).view(*x.shape[:-1], -1)
+            return self.execute(OPTIONS[counts.index(max(counts))], flat).view(*x.shape[:-1], self.shape[1])
         found = flat.new_zeros(len(flat), self.shape[1])
         for z, count in enumerate(counts):
             if count:
                 rows = (choices == z).nonzero()[:, 0]
                 found = found.index_copy(0, rows, self.execute(OPTIONS[z], flat[rows]))
-        return found.view(*x.shape[:-1], -1)
+        return found.view(*x.shape[:-1], self.shape[1])
 
     def execute(self, option: str, x: Tensor) -> Tensor:
         """Return the outputs ``[n, out]`` of one option for all of ``x [n, in]``, whatever the plan is.
