@@ -55,6 +55,7 @@ NEUTRAL_VALUES = {
     "model.init_args.module": None,
     "model.init_args.terms": None,
     "model.init_args.weigh_by": "examples",
+    "model.init_args.network.init_args.adapter": "lora",
     "model.init_args.loss": "cross_entropy",
     "data.init_args.batch_tokens": None,
 }

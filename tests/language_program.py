@@ -26,7 +26,7 @@ KINDS = {
     "FFA-LoRA": (FedAvg, True),
     "LocalOnly": (LocalOnly, False),
     "FedVEMoE": (partial(FedVEMoE, k_init=2, k_max=3, top_m=3), False),
-    "HEST": (partial(HEST, costs=costs(), budget=[0.6, 0.9]), False),
+    "HEST": (partial(HEST, costs=costs(), scope="adapter", budget=[0.6, 0.9]), False),
 }
 TABLE = "table"
 

@@ -385,6 +385,8 @@ def test_a_command_without_trainer_is_one_entry_of_the_table(
 def test_a_switch_needs_no_value() -> None:
     from fl_lightning.cli.parser import with_bare_flags
 
+    assert with_bare_flags([], ["calibrate"]) == []
+
     given = ["--calibrate", "--out", "x", "--dry_run=false", "--calibrate", "false", "--other", "--dry_run"]
     assert with_bare_flags(given, ["calibrate", "dry_run"]) == [
         *("--calibrate", "true", "--out", "x", "--dry_run=false"),

@@ -23,7 +23,7 @@ HIGH = math.exp(2) / (1 + math.exp(2))
 
 def built(data=None, **settings):
     """A method that has been built with a strange controller, and its data."""
-    method = method_of(HEST, **{"costs": costs(), "budget": 0.8, **settings})
+    method = method_of(HEST, **{"costs": costs(), "budget": 0.8, "scope": "adapter", **settings})
     data = data or records(generate=False)
     data.prepare_data()
     data.setup("fit")
@@ -85,7 +85,10 @@ def test_an_infinite_budget_is_fedavg_bit_for_bit(tmp_path):
 
 
 def test_without_a_controller_the_adapters_are_fedavgs_and_energy_is_measured(tmp_path):
-    plain, measured = method_of(FedAvg), method_of(HEST, controller="none", costs=costs(), budget=0.9)
+    plain, measured = (
+        method_of(FedAvg),
+        method_of(HEST, controller="none", costs=costs(), scope="adapter", budget=0.9),
+    )
     fit(plain, tmp_path / "plain")
     row = last_round(fit(measured, tmp_path / "measured"))
     assert torch.equal(plain.server["weights"], measured.server["weights"])
@@ -110,9 +113,9 @@ def test_at_the_start_high_is_the_network_without_switches():
 # The energy of a step
 
 
-@pytest.mark.parametrize("scope", ["adapter", "model"])
-def test_expected_energy_of_a_step_by_hand(scope):
-    method, data = built(controller="bhsp", costs=costs(scope), scope=scope)
+@pytest.mark.parametrize("budget_of", ["layers", "network"])
+def test_expected_energy_of_a_step_by_hand(budget_of):
+    method, data = built(controller="bhsp", budget_of=budget_of)
     inputs, target = some(data)
     lengths = Lengths.of(target, ids_of(inputs).shape[1])
     method.receive(method.broadcast(data.client(0)), data.client(0))
@@ -122,7 +125,7 @@ def test_expected_energy_of_a_step_by_hand(scope):
         assert p >= 7  # int8 is cheaper than off, which is therefore no option of these prompts
         prompt = 4 * ((1 - HIGH) * (8 + p) + HIGH * (2 + 6 * p))
         one = 4 * ((1 - HIGH) * 3 + HIGH * 8)  # and int8 costs more than high in a step of one token
-        rest, of_one = (10 + p, 11) if scope == "model" else (0, 0)
+        rest, of_one = (10 + p, 11) if budget_of == "network" else (0, 0)
         budget = 0.8 * (4 * (2 + 6 * p) + rest + new * (4 * 8 + of_one))
         found.append((prompt + rest + new * (one + of_one)) / budget)
     assert float(energy.detach()) == pytest.approx(sum(found) / len(found), rel=1e-5)
@@ -159,10 +162,14 @@ def test_the_price_climbs_above_the_budget_and_never_falls_below_zero():
 
 
 @pytest.mark.parametrize("controller", ["hest", "bhsp"])
-@pytest.mark.parametrize("scope", ["adapter", "model"])
+@pytest.mark.parametrize(("scope", "budget_of"), [("adapter", "layers"), ("model", "network")])
 @pytest.mark.parametrize("budget", [0.5, 0.7, 0.95])
-def test_no_sequence_costs_more_than_its_budget_whatever_the_controller_says(controller, scope, budget):
-    method, data = built(controller=controller, scope=scope, costs=costs(scope), budget=budget)
+def test_no_sequence_costs_more_than_its_budget_whatever_the_controller_says(
+    controller, scope, budget_of, budget
+):
+    method, data = built(
+        controller=controller, scope=scope, costs=costs(scope), budget=budget, budget_of=budget_of
+    )
     used = set()
     for seed in range(4):
         disturb(method, 10.0, seed)
@@ -202,7 +209,8 @@ def test_joules_are_those_of_the_options_taken_by_hand():
 
 
 def test_a_budget_below_the_cheapest_options_refuses_everything():
-    method, data = built(budget=0.05)
+    method, data = built()
+    method.devices[0].share = 0.05
     outputs, found, _ = evaluated(method, data)
     assert found["energy/refused"].all()
     assert not outputs.any()
@@ -265,7 +273,7 @@ def test_what_a_token_takes_does_not_depend_on_later_tokens():
 def test_slow_and_fast_devices_train_one_model(tmp_path):
     fast = costs()
     slow = costs(high=(4.0, 9.0))
-    method = method_of(HEST, costs=[fast, slow], budget=[0.5, 0.6, 0.9], price_lr=1.0)
+    method = method_of(HEST, scope="adapter", costs=[fast, slow], budget=[0.5, 0.6, 0.9], price_lr=1.0)
     states = Keeps()
     fit(method, tmp_path, callbacks=[states])
     assert len(method.devices) == 6
@@ -291,7 +299,7 @@ class Keeps(Meter):
 
 
 def test_a_run_has_its_energy_and_a_figure(tmp_path):
-    method = method_of(HEST, costs=costs(), budget=0.7)
+    method = method_of(HEST, costs=costs(), scope="adapter", budget=0.7)
     row = last_round(fit(method, tmp_path, records(), callbacks=[OptionFigure()]))
     assert row["energy/over_budget"] == row["energy/refused"] == 0
     assert 0 < row["energy/joules"] <= 0.7 * row["energy/joules_high"] < row["energy/joules_model"]
@@ -315,6 +323,8 @@ def test_predictions_of_a_network_under_a_budget_need_no_labels():
         ({"budget": 0.0}, "--model.budget 0.0"),
         ({"budget": []}, "--model.budget []"),
         ({"budget": [0.5, math.inf]}, "--model.budget [0.5, inf]"),
+        ({"budget": 0.1}, "--model.budget 0.1 where the cheapest options cost 0."),
+        ({"budget_of": "all"}, "--model.budget_of all"),
         ({"features": 0}, "--model.features 0"),
         ({"price_lr": -1.0}, "--model.price_lr"),
         ({"controller": "most"}, "--model.controller"),

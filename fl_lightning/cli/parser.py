@@ -18,6 +18,7 @@ from contextlib import contextmanager, redirect_stderr, suppress
 from glob import escape
 from importlib import import_module
 from io import StringIO
+from itertools import zip_longest
 from typing import Any, TypeVar
 
 import lightning.fabric.loggers
@@ -302,7 +303,7 @@ def with_bare_flags(args: list[str], switches: Iterable[str]) -> list[str]:
     """Return the arguments with ``true`` after each switch that has no value, such as ``--calibrate``."""
     bare = {f"--{name}" for name in switches}
     found = []
-    for arg, following in zip(args, [*args[1:], "--"], strict=True):
+    for arg, following in zip_longest(args, args[1:], fillvalue="--"):
         found += [arg, "true"] if arg in bare and following.startswith("--") else [arg]
     return found
 

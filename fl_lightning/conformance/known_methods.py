@@ -103,7 +103,7 @@ KNOWN_METHODS: dict[str, dict[str, Any]] = {
         "down": formulas.experts_down,
     },
     "HEST": {
-        "settings": {"costs": small_costs()},
+        "settings": {"costs": small_costs(), "scope": "adapter"},
         "neutral": {"budget": math.inf},
         "up": formulas.trained_up,
         "down": formulas.trained_down,

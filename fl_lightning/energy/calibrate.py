@@ -133,7 +133,10 @@ def evaluated(
         for shape in kinds
         for option in OPTIONS
     }
-    _put_in_place(means, quantiles, shapes, OPTIONS if scope == "adapter" else OPTIONS[1:])
+    alike = (OPTIONS,) if scope == "adapter" else (OPTIONS[:1], OPTIONS[1:])
+    for options in alike:
+        _put_in_place(means, quantiles, shapes, options)
+    _charge_whole_steps(quantiles, shapes)
     groups = {
         group: {option: _cost(work_name(shape, option), means, quantiles) for option in OPTIONS}
         for group, shape in shapes.items()
@@ -158,7 +161,7 @@ def _cost(name: str, means: Joules, quantiles: Joules) -> MeasuredCost:
 
 
 def _put_in_place(
-    means: Joules, quantiles: Joules, shapes: Mapping[str, LinearShape], computed: Sequence[str]
+    means: Joules, quantiles: Joules, shapes: Mapping[str, LinearShape], options: Sequence[str]
 ) -> None:
     """Make of joules in a loop those in the network, in the dictionaries themselves.
 
@@ -166,16 +169,14 @@ def _put_in_place(
     computed since. By measurement the difference hardly depends on the option (one token of llama_tiny: 20 us
     for off, 23 for high, 36 for int8). So one amount, 0 or more, is added to all layers and options of a
     number of tokens: the median over options of what a step costs more than the rest and its layers in loops,
-    by the number of layers. The order of options is that of the loops, which have more samples than steps.
-
-    At last the quantile of the rest is raised, if need be, until a step at ``high`` is charged no less than
-    its quantile.
+    by the number of layers. The order of options is that of the loops, which have more samples than steps. A
+    layer that is left out, *off* in the scope ``model``, has an amount of its own.
 
     Args:
         means: mean joules by name of the work and number of tokens.
         quantiles: 0.99 quantiles.
         shapes: shape of each group.
-        computed: the options that compute something.
+        options: those that share an amount.
     """
     kinds, groups = sorted(set(shapes.values())), len(shapes)
     for n in KNOTS:
@@ -183,11 +184,17 @@ def _put_in_place(
             means[step_name(option), n]
             - means[REST, n]
             - sum(means[work_name(shape, option), n] for shape in shapes.values())
-            for option in computed
+            for option in options
         ]
         more = max(float(np.median(missing)) / groups, 0.0)
-        for option, shape, found in product(computed, kinds, (means, quantiles)):
+        for option, shape, found in product(options, kinds, (means, quantiles)):
             found[work_name(shape, option), n] += more
+
+
+def _charge_whole_steps(quantiles: Joules, shapes: Mapping[str, LinearShape]) -> None:
+    """Raise the quantile of the rest, if need be, until a step at ``high`` is charged no less than its
+    quantile."""
+    for n in KNOTS:
         charged = sum(quantiles[work_name(shape, "high"), n] for shape in shapes.values())
         quantiles[REST, n] = max(quantiles[REST, n], quantiles[step_name("high"), n] - charged)
 

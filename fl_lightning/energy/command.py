@@ -104,7 +104,7 @@ def print_table(table: CostTable, console: Console) -> None:
     grid.add_column("groups")
     grid.add_column("option")
     for tokens in SHOWN_TOKENS:
-        grid.add_column(f"{tokens} token{'s' * (tokens > 1)}, mean (q99) in mJ", justify="right")
+        grid.add_column(f"{tokens} token{'s' * (tokens > 1)}", justify="right")
     useless = {tokens: table.without_useless(tokens) for tokens in SHOWN_TOKENS}
     costs = {(n, kind): table.tensors(n, kind) * 1e3 for n in SHOWN_TOKENS for kind in ("mean", "q99")}
     for names in alike(table):
@@ -114,14 +114,13 @@ def print_table(table: CostTable, console: Console) -> None:
             for n in SHOWN_TOKENS:
                 mean, q99 = (float(costs[n, kind][row, column]) for kind in ("mean", "q99"))
                 dim = not bool(useless[n].available(n)[row, column])
-                cell = f"{mean:.4f} ({q99:.4f})"
-                cells.append(f"[dim]{cell} useless[/]" if dim else cell)
+                cells.append(f"[dim]*{mean:.3f} / {q99:.3f}[/]" if dim else f"{mean:.3f} / {q99:.3f}")
             grid.add_row(escape(summary_of(names)) if column == 0 else "", option, *cells)
-    fixed = [f"{table.fixed(n) * 1e3:.4f} ({table.fixed(n, 'q99') * 1e3:.4f})" for n in SHOWN_TOKENS]
+    fixed = [f"{table.fixed(n) * 1e3:.3f} / {table.fixed(n, 'q99') * 1e3:.3f}" for n in SHOWN_TOKENS]
     grid.add_row("everything else", "", *fixed)
     console.print(grid)
     console.print(f"everything else: of a step that sees {table.context} tokens")
-    console.print("useless: not cheaper than a better option")
+    console.print("millijoules of a step, mean / 0.99 quantile; *: not cheaper than a better option")
 
 
 def alike(table: CostTable) -> list[list[str]]:

@@ -45,6 +45,10 @@ from fl_lightning.models.options import SwitchedLinear, add_switches
 from fl_lightning.wire import Layout, Payload
 
 CONTROLLERS = ("hest", "tabs", "bhsp", "none")
+DEFAULT_TABLES = {"model": "llama_tiny", "adapter": "llama_tiny_adapter"}
+"""Shipped tables of costs by what *off* leaves out."""
+USUAL_LENGTHS = ((16, 4), (32, 16), (64, 32), (256, 32), (256, 0))
+"""Tokens of a prompt, and steps after it, at which a budget must be reachable at least once."""
 PRICE = "price"
 """Name of lambda in what a client keeps."""
 
@@ -59,14 +63,16 @@ class HEST(Method):
             the same options for all tokens; ``none``: all layers at *high*, FedAvg of the adapters, whose
             energy is measured.
         features: k, the features of a token that ``hest`` decides by.
-        scope: ``adapter``: *off* is the layer without its adapter, and the budget is of the switched layers;
-            ``model``: *off* leaves the whole layer out, and the budget is of the whole network.
+        scope: what *off* leaves out: the ``adapter`` of a layer, or of the ``model`` the whole layer, whose
+            output is then zero.
         high: precision of the option *high*: ``float32`` or ``bfloat16``.
         costs: file of a table of costs, as ``python -m fl_lightning energy --calibrate true`` writes it; a
-            list of files: client i has entry i modulo their number. Default: the shipped table of
-            ``llama_tiny``.
+            list of files: client i has entry i modulo their number. Or the name of a table that comes with
+            the package. Default: ``llama_tiny`` or, in the scope ``adapter``, ``llama_tiny_adapter``.
         budget: E_max of a sequence, as a share of what it costs with all layers at *high*; a list: client i
             has entry i modulo their number. Infinity for all: no controller, FedAvg of the adapters.
+        budget_of: what the budget and ``energy/joules`` are of: the switched ``layers``, or the whole
+            ``network``, most of which no option may change.
         price_lr: eta, the step of the dual ascent.
         temperature: tau of the Gumbel softmax.
         settings: those of every method.
@@ -85,16 +91,18 @@ class HEST(Method):
         network: NetworkCallable | str = "llama_tiny",
         controller: Literal["hest", "tabs", "bhsp", "none"] = "hest",
         features: int = 8,
-        scope: Literal["adapter", "model"] = "adapter",
+        scope: Literal["adapter", "model"] = "model",
         high: Literal["float32", "bfloat16"] = "float32",
         costs: str | list[str] | CostTable | None = None,
         budget: float | list[float] = 0.7,
+        budget_of: Literal["layers", "network"] = "layers",
         price_lr: float = 0.1,
         temperature: float = TEMPERATURE,
         **settings: Any,
     ) -> None:
         super().__init__(network=network, **settings)
         require_choice(controller, CONTROLLERS, "--model.controller")
+        require_choice(budget_of, ("layers", "network"), "--model.budget_of")
         budgets = list(budget) if isinstance(budget, list) else [budget]
         unlimited = [math.isinf(share) for share in budgets]
         require(
@@ -108,7 +116,7 @@ class HEST(Method):
                 0 < value < math.inf, f"--model.{name} {value}", "it is a positive number", "leave it out"
             )
         self.controller_kind, self.features = controller, features
-        self.scope, self.high, self.costs = scope, high, costs
+        self.scope, self.high, self.costs, self.whole = scope, high, costs, budget_of == "network"
         self.budget_shares, self.price_lr, self.temperature = budgets, price_lr, temperature
         self.limited = not any(unlimited)
         self.decides = self.limited and controller != "none"
@@ -132,7 +140,7 @@ class HEST(Method):
         given = self.costs if isinstance(self.costs, list) else [self.costs]
         tables = []
         for one in given:
-            table = one if isinstance(one, CostTable) else table_of(one)
+            table = one if isinstance(one, CostTable) else table_of(one or DEFAULT_TABLES[self.scope])
             require(
                 table.scope == self.scope,
                 f"--model.scope {self.scope} with a table of costs of the scope {table.scope}",
@@ -141,10 +149,11 @@ class HEST(Method):
             )
             tables.append(table.for_groups(names).without_useless(options=self.options))
         count = math.lcm(len(tables), len(self.budget_shares))
-        return [
-            Device(tables[i % len(tables)], self.budget_shares[i % len(self.budget_shares)])
-            for i in range(count)
-        ]
+        shares = self.budget_shares
+        found = [Device(tables[i % len(tables)], shares[i % len(shares)], self.whole) for i in range(count)]
+        for device in found if self.decides else []:
+            require_reachable(device)
+        return found
 
     def _controller(self, switches: Sequence[SwitchedLinear]) -> Controller:
         groups = len(switches)
@@ -215,9 +224,27 @@ class HEST(Method):
         return self.network
 
 
-def table_of(costs: str | None) -> CostTable:
-    """Return a table of costs: a file, one that comes with the package by its name, or that of
-    ``llama_tiny``."""
-    if costs is not None and (Path(costs).suffix or len(Path(costs).parts) > 1):
+def table_of(costs: str) -> CostTable:
+    """Return the table of costs of a file, or one that comes with the package, by its name."""
+    if Path(costs).suffix or len(Path(costs).parts) > 1:
         return read_table(costs)
-    return shipped_table(costs or "llama_tiny")
+    return shipped_table(costs)
+
+
+def require_reachable(device: Device) -> None:
+    """Refuse a budget that no sequence of a usual length can keep.
+
+    Raises:
+        InputError: the cheapest options cost more.
+    """
+    least = min(
+        max(device.least_share(prompt, new, kind) for kind in ("mean", "q99"))
+        for prompt, new in USUAL_LENGTHS
+    )
+    require(
+        least <= device.share,
+        f"--model.budget {device.share:g} where the cheapest options cost {least:.2f} of *high*",
+        "a budget below them refuses all sequences",
+        f"write --model.budget {min(1.0, least + 0.1):.1f}"
+        + (", or --model.scope model" if device.table.scope == "adapter" else ""),
+    )

@@ -6,7 +6,6 @@ it is a step of its own. ``G`` groups, three options, joules.
 
 from __future__ import annotations
 
-import math
 from functools import lru_cache
 
 import torch
@@ -20,15 +19,14 @@ class Device:
 
     Args:
         table: cost of each option on this device, its groups in the order of the network's.
-        share: the budget of a sequence, a share of its cost with all groups at ``high``, above 0.
+        share: the budget of a sequence, as a share of its cost with all groups at ``high``, above 0.
+        whole: whether budgets and joules are of the whole network; if not, of its groups alone.
 
-    In the scope ``adapter`` budgets and joules are those of the groups alone; in the scope ``model`` they
-    hold the rest of the network too. Quantities of ``q99`` are compared with quantities of ``q99``.
+    Quantities of ``q99`` are compared with quantities of ``q99``.
     """
 
-    def __init__(self, table: CostTable, share: float) -> None:
-        self.table, self.share = table, share
-        self.whole = table.scope == "model"
+    def __init__(self, table: CostTable, share: float, whole: bool = False) -> None:
+        self.table, self.share, self.whole = table, share, whole
         self.groups = len(table.groups)
         self._of_prompt = lru_cache(maxsize=512)(self._costs_of_prompt)
         self._of_step = lru_cache(maxsize=2048)(self._joules_of_step)
@@ -85,7 +83,11 @@ class Device:
         """Return joules of a sequence that no option changes."""
         return (self.table.fixed(prompt, kind) if prompt else 0.0) + new * self.table.fixed(1, kind)
 
-    @property
-    def unlimited(self) -> bool:
-        """Whether a sequence may cost anything."""
-        return math.isinf(self.share)
+    def least_share(self, prompt: int, new: int, kind: str) -> float:
+        """Return the cost of a sequence with all groups at their cheapest options, as a share of its cost at
+        ``high``."""
+        first, later = (
+            float(self.prompt_costs(n, kind)[..., -1].min(-1).values.sum()) + self.fixed(n, kind)
+            for n in (prompt, 1)
+        )
+        return (first + new * later) / self.all_high(prompt, new, kind)
