@@ -9,6 +9,8 @@ from fnmatch import fnmatchcase
 import pytest
 
 from fl_lightning import methods
+from fl_lightning.models.language import LlamaTiny
+from fl_lightning.models.language.hf import TransformersLM
 from fl_lightning.settings import FREE_KEYS, NEUTRAL_VALUES, changed_settings, settings_hash
 from fl_lightning.trainer import FederatedTrainer
 
@@ -38,6 +40,9 @@ TRAINER_OF_0_1_0 = [
     "tags",
 ]
 METHOD_OF_0_1_0 = ["network", "optimizer", "average"]
+ADAPTED = ["num_classes", "rank", "alpha", "targets", "ffa", "pretrained"]
+OF_TRANSFORMERS = ["name", "dtype", "gguf_file", "load_in_4bit", "gradient_checkpointing"]
+"""Settings of language models in the studies that were run before there were other adapters."""
 
 
 @pytest.mark.parametrize(
@@ -45,8 +50,10 @@ METHOD_OF_0_1_0 = ["network", "optimizer", "average"]
     [
         (FederatedTrainer, "trainer", TRAINER_OF_0_1_0),
         (methods.Method, "model.init_args", METHOD_OF_0_1_0),
+        (LlamaTiny, "model.init_args.network.init_args", ADAPTED),
+        (TransformersLM, "model.init_args.network.init_args", [*ADAPTED, *OF_TRANSFORMERS]),
     ],
-    ids=["trainer", "method"],
+    ids=["trainer", "method", "llama_tiny", "hf"],
 )
 def test_a_later_setting_is_free_or_has_a_neutral_value(cls, group, known):
     parameters = inspect.signature(cls.__init__).parameters
