@@ -10,7 +10,7 @@ from fl_lightning.models.options import add_switches
 GROUPS = [layer.name for layer in add_switches(tiny(259))]
 
 
-def costs(scope: str = "adapter", q99: float = 1.5, high=(2.0, 6.0)) -> CostTable:
+def costs(scope: str = "adapter", q99: float = 1.5, high=(2.0, 6.0), groups=GROUPS) -> CostTable:
     """Return costs of a + b n millijoules: off 1 + 2 n, int8 8 + n, high 2 + 6 n, everything else 10 + n.
 
     At one token int8 costs more than high, and from two tokens on less. The 0.99 quantile is so many times the
@@ -21,5 +21,5 @@ def costs(scope: str = "adapter", q99: float = 1.5, high=(2.0, 6.0)) -> CostTabl
         return MeasuredCost(CostLine(1e-3 * a, 1e-3 * b), CostLine(1e-3 * q99 * a, 1e-3 * q99 * b))
 
     each = {"off": measured(1, 2), "int8": measured(8, 1), "high": measured(*high)}
-    groups = dict.fromkeys(GROUPS, each)
-    return CostTable("modelled: CPU seconds x 15 W", "by hand", scope, 64, groups, measured(10, 1))
+    every = dict.fromkeys(groups, each)
+    return CostTable("modelled: CPU seconds x 15 W", "by hand", scope, 64, every, measured(10, 1))

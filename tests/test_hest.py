@@ -23,7 +23,8 @@ HIGH = math.exp(2) / (1 + math.exp(2))
 
 def built(data=None, **settings):
     """A method that has been built with a strange controller, and its data."""
-    method = method_of(HEST, **{"costs": costs(), "budget": 0.8, "scope": "adapter", **settings})
+    given = {"costs": costs(), "budget": 0.8, "scope": "adapter", **settings}
+    method = HEST(**given) if "network" in given else method_of(HEST, **given)
     data = data or records(generate=False)
     data.prepare_data()
     data.setup("fit")
@@ -265,6 +266,31 @@ def test_what_a_token_takes_does_not_depend_on_later_tokens():
     second, _ = network.options_of(other, target)
     assert torch.equal(first[:, :15], second[:, :15])
     assert not torch.equal(first[:, 15:], second[:, 15:])
+
+
+@pytest.mark.slow
+def test_a_network_of_transformers_keeps_its_budget_and_writes_what_it_would_alone(tmp_path):
+    """Its prompts are padded on the left, so they are continued one by one."""
+    transformers, _ = pytest.importorskip("transformers"), pytest.importorskip("peft")
+    shape = {"vocab_size": 259, "hidden_size": 32, "intermediate_size": 64, "max_position_embeddings": 256}
+    layers = {"num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 2}
+    config = transformers.LlamaConfig(**shape, **layers)
+    transformers.LlamaForCausalLM(config).save_pretrained(tmp_path / "model")
+    network = f"hf:{tmp_path / 'model'}"
+    parts = (*(f"self_attn.{p}_proj" for p in "qkvo"), *(f"mlp.{p}_proj" for p in ("gate", "up", "down")))
+    names = [f"model.base_model.model.model.layers.0.{part}" for part in parts]
+    method, data = built(network=network, costs=costs(groups=names), budget=0.7)
+    disturb(method)
+    _, found, _ = evaluated(method, data, generate=True)
+    assert not found["energy/over_budget"].any()
+    assert (found["energy/joules"] <= 0.7 * found["energy/joules_high"]).all()
+    deployed, (inputs, target) = method.deploy(data.client(0)).eval(), some(data, 3)
+    ids, lengths = ids_of(inputs), Lengths.of(target, ids_of(inputs).shape[1])
+    mask = torch.arange(ids.shape[1]) < lengths.prompts.unsqueeze(1)
+    together = deployed.generate(ids, mask, max_new_tokens=4)
+    for row, prompt in enumerate(lengths.prompts.tolist()):
+        alone = deployed.generate(ids[row : row + 1, :prompt], None, max_new_tokens=4)
+        assert torch.equal(alone[0], together[row])
 
 
 # Federations

@@ -68,6 +68,8 @@ class TransformersLM(nn.Module):
 
     reads_tokens = True
     """Declares to ``build_network`` that examples are token ids and outputs are ``[B, T, V]``."""
+    pads_prompts_left = True
+    """Declares that ``generate`` moves the padding of prompts to their left."""
 
     def __init__(
         self,
