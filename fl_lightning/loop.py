@@ -176,8 +176,12 @@ def train_clients(
     receipts: dict[int, Receipt] = {}
     # results come one by one, while workers train the clients that follow
     for position, result in engine.train_own(tasks) if apart else enumerate(engine.train(tasks)):
-        end_client(fed, result.client, tasks[position].round)
-        entry = receive_upload(fed, assignments[position], tasks[position], result, uploads)
+        if result.unanswered is None:
+            end_client(fed, result.client, tasks[position].round)
+            entry = receive_upload(fed, assignments[position], tasks[position], result, uploads)
+        else:
+            task = tasks[position]
+            entry = LedgerEntry(task.round, task.client.id, "dropped", result.unanswered)
         counted = uploads.get(result.client.id)
         examples = examples_in(counted) if apart and counted is not None else 0
         receipts[position] = Receipt(result.client, entry, result.losses, examples)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import signal
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Literal
@@ -55,6 +55,10 @@ from fl_lightning.support.redaction import redact_settings
 from fl_lightning.support.user_code import is_bug_of_user
 
 log = logging.getLogger("fl_lightning")
+
+RemoteFactory = Callable[[Federation, Mapping[str, Any]], Engine]
+"""Makes the engine of a deployment, of the federation and the ``metadata.json`` of the run that is continued;
+that is empty for a new run."""
 
 
 class FederatedTrainer(Recorded):
@@ -213,6 +217,7 @@ class FederatedTrainer(Recorded):
         self.config: dict[str, Any] = {}
         self.config_text = ""
         self.command_line: Sequence[str] = ()
+        self.remote: RemoteFactory | None = None
 
     @property
     def run(self) -> RunDirectory:
@@ -280,6 +285,7 @@ class FederatedTrainer(Recorded):
                     engine = self._start_engine(fed, running)
                 with self.interrupts.held(), self.journal.writing():
                     self.journal.open(fed, engine.name, self.command_line, self.tags, self.log_file)
+                    self._note(engine)
                 try:
                     tell(self.callbacks, "on_setup", fed)
                 finally:  # not before: opening a store takes seconds, which the callbacks need not share
@@ -337,6 +343,16 @@ class FederatedTrainer(Recorded):
                 settings=self._settings(),
                 allow_changed=self.allow_changed,
             )
+
+    def prepare(self, method: Method, data: FederatedData, *, seed: int = 0) -> Federation:
+        """Deal out the data, build the network, and return the federation; nothing is trained or created.
+
+        Raises:
+            InputError: the data or the method cannot be used.
+        """
+        with deterministic(self.deterministic):
+            self.method, self.data, self.seed = method, data, seed
+            return self._prepare()
 
     def _choose_start(self, ckpt_path: str | None, settings: dict[str, Any]) -> Start:
         if ckpt_path:
@@ -419,7 +435,15 @@ class FederatedTrainer(Recorded):
         process hold.
         """
         spread_states(fed.states, fed.holders)
-        engine = make_engine(
+        engine = self._make_engine(fed)
+        running.callback(engine.close)
+        engine.start()
+        return engine
+
+    def _make_engine(self, fed: Federation) -> Engine:
+        if self.remote is not None:
+            return self.remote(fed, self.journal.before)
+        return make_engine(
             self.fabric,
             self.method,
             self.data,
@@ -431,9 +455,12 @@ class FederatedTrainer(Recorded):
             cuda_graphs=self.cuda_graphs,
             holders=fed.holders,
         )
-        running.callback(engine.close)
-        engine.start()
-        return engine
+
+    def _note(self, engine: Engine) -> None:
+        """Note where clients are trained, if there is something to note and it is new."""
+        notes = engine.notes()
+        if any(self.journal.metadata.get(name) != value for name, value in notes.items()):
+            self.journal.note(**notes)
 
     def _run_round(self, fed: Federation, engine: Engine) -> None:
         self.interrupts.check()
@@ -444,6 +471,7 @@ class FederatedTrainer(Recorded):
         with self.interrupts.held(), self.journal.writing():
             self.progress.add(fed, record, self.run)
             self.journal.log_round(record.metrics, round)
+            self._note(engine)
 
     def _finish(self, fed: Federation) -> dict[str, float]:
         summary = self.progress.summary

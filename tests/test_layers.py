@@ -12,6 +12,7 @@ import pytest
 ROOT = Path(__file__).parent.parent
 LAYERS = [
     {"__main__"},
+    {"deploy"},
     {"cli"},
     {"conformance", "study"},
     {"trainer"},
@@ -35,7 +36,12 @@ LAYERS = [
 """The rooms and loose files of the package, the uppermost first: a file imports from its own room and from
 those below its layer."""
 ROOMS_OF_STUDY = [{"execute"}, {"report"}, {"results"}, {"spec"}, {"metric_names"}, {"statistics"}]
-CONFINED = {"jsonargparse": {"cli", "study"}, "mlflow": {"tracking"}, "optuna": {"study"}}
+CONFINED = {
+    "jsonargparse": {"cli", "study"},
+    "mlflow": {"tracking"},
+    "optuna": {"study"},
+    "flwr": {"deploy"},
+}
 FILES = sorted((ROOT / "fl_lightning").rglob("*.py"))
 MOST_LOOSE_FILES = 11
 

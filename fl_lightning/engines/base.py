@@ -60,6 +60,8 @@ class ClientResult:
         steps: optimiser steps.
         verified: the same bytes if they have not left this machine's memory, so that their checksum can be
             skipped; else None.
+        unanswered: bytes that were sent to a client on another machine that did not answer in time, which
+            then counts as dropped, and the rest is empty; None: it answered.
     """
 
     client: Client
@@ -68,6 +70,7 @@ class ClientResult:
     losses: dict[str, Mean]
     steps: int
     verified: bytes | None = None
+    unanswered: int | None = None
 
 
 class Engine(ABC):
@@ -99,6 +102,10 @@ class Engine(ABC):
         """Yield position and result of each task that this process is responsible for: with one process of
         all."""
         yield from enumerate(self.train(tasks))
+
+    def notes(self) -> dict[str, Any]:
+        """Return entries of ``metadata.json`` about where clients are trained, as they are now."""
+        return {}
 
     def close(self) -> None:  # noqa: B027
         """Release what :meth:`start` took; it can be called twice."""

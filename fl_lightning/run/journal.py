@@ -93,7 +93,12 @@ class Journal:
     @property
     def engine(self) -> str | None:
         """Name of the engine that the run was started with; None for a new run."""
-        return None if self.start.run is None else self.run.read_json("metadata.json").get("engine")
+        return self.before.get("engine")
+
+    @property
+    def before(self) -> dict[str, Any]:
+        """The metadata of the run that is continued; empty for a new run."""
+        return {} if self.start.run is None else self.run.read_json("metadata.json")
 
     def open(
         self,

@@ -1,0 +1,71 @@
+"""Messages between the server and its nodes: a JSON header and parts of bytes, on any transport.
+
+A message is ``FLD1``, the length of the header as 4 bytes (big endian), the header, and the parts one after
+another; the header's entry ``parts`` has their lengths. Payloads travel as parts, untouched. Nothing in a
+message is code, and nothing in one is ever executed.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+MAGIC = b"FLD1"
+HEAD = struct.Struct(">4sI")
+
+
+class MessageError(ValueError):
+    """Bytes that are no message."""
+
+
+@dataclass(frozen=True)
+class Message:
+    """A message that has been read.
+
+    Args:
+        header: its entries. ``kind`` says what it is: ``check`` or ``train`` to a node, ``checked``,
+            ``trained`` or ``refused`` from one.
+        parts: payloads that the header refers to by position.
+    """
+
+    header: Mapping[str, Any]
+    parts: Sequence[bytes] = field(default_factory=tuple)
+
+    @property
+    def kind(self) -> str:
+        return str(self.header.get("kind", ""))
+
+    def to_bytes(self) -> bytes:
+        """Return the message as bytes."""
+        header = json.dumps({**self.header, "parts": [len(part) for part in self.parts]}).encode()
+        return b"".join([HEAD.pack(MAGIC, len(header)), header, *self.parts])
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> Message:
+        """Read a message.
+
+        Raises:
+            MessageError: the bytes are no message, or not all of one.
+        """
+        try:
+            magic, length = HEAD.unpack_from(data)
+            header = json.loads(data[HEAD.size : HEAD.size + length])
+            sizes = header.pop("parts")
+            ends = HEAD.size + length + sum(sizes)
+        except (struct.error, ValueError, KeyError, TypeError, AttributeError) as error:
+            raise MessageError(f"{len(data)} bytes that are no message ({error})") from error
+        if magic != MAGIC or ends != len(data) or any(size < 0 for size in sizes):
+            raise MessageError(f"{len(data)} bytes that are no message, or not all of one")
+        parts, at = [], HEAD.size + length
+        for size in sizes:
+            parts.append(data[at : at + size])
+            at += size
+        return cls(header, tuple(parts))
+
+
+def refusal(reason: str, **entries: Any) -> bytes:
+    """Return the answer of a node that does not do what it is asked, with the reason in one line."""
+    return Message({"kind": "refused", "reason": " ".join(reason.split()), **entries}).to_bytes()

@@ -1,0 +1,223 @@
+"""What a node does with a message: it checks that it fits a run, and trains its own clients. Free of Flower.
+
+A node builds method and data from its own installed packages and the run's configuration. The configuration
+travels, code never does: a class path from anywhere else than the packages that the node allows is refused
+before anything is imported. What a client keeps stays on the node's disk.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+import socket
+import uuid
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from fl_lightning.deploy.identity import describe
+from fl_lightning.deploy.messages import Message, MessageError, refusal
+from fl_lightning.deploy.states import StateFolder
+from fl_lightning.engines import ClientResult, ClientTask, SequentialEngine
+from fl_lightning.engines.determinism import deterministic
+from fl_lightning.errors import InputError, ThreePartError
+from fl_lightning.loop import Federation
+from fl_lightning.support import disk
+from fl_lightning.wire import Payload
+
+log = logging.getLogger("fl_lightning")
+
+Build = Callable[[Path], Federation]
+"""Returns the federation that a configuration file describes: data dealt out, network built, nothing
+trained."""
+
+ALLOWED = ("fl_lightning", "torch", "torchvision", "timm", "lightning")
+"""Packages whose classes a run may name without the node's owner allowing it."""
+DOTTED = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)+")
+
+
+@dataclass(frozen=True)
+class NodeSettings:
+    """What a node is.
+
+    Args:
+        folder: where configurations and what clients keep lie.
+        partition_id, num_partitions: it has the clients whose id leaves the remainder ``partition_id`` when
+            divided by ``num_partitions``.
+        name: its name in logs and in ``metadata.json``; default: the machine's name.
+        allow: further packages whose classes a run may name.
+    """
+
+    folder: Path
+    partition_id: int = 0
+    num_partitions: int = 1
+    name: str = field(default_factory=socket.gethostname)
+    allow: Collection[str] = ()
+
+    def clients(self, num_clients: int) -> range:
+        """Return the ids of the node's clients in a federation of so many."""
+        return range(self.partition_id, num_clients, self.num_partitions)
+
+
+class Node:
+    """Answers messages, one at a time.
+
+    Args:
+        settings: what the node is.
+        build: builds a federation from a configuration file of this node.
+    """
+
+    def __init__(self, settings: NodeSettings, build: Build) -> None:
+        self.settings, self.build = settings, build
+        self.states = StateFolder(settings.folder / "states")
+        self.built: tuple[str, Federation, SequentialEngine] | None = None
+
+    def answer(self, data: bytes) -> bytes:
+        """Return the answer to a message. Nothing is raised: a node outlives what it cannot do."""
+        try:
+            message = Message.from_bytes(data)
+            if message.kind == "check":
+                return self._check(message)
+            if message.kind == "train":
+                return self._train(message)
+            raise MessageError(f"a message of the kind {message.kind!r}, which this version does not know")
+        except (ThreePartError, MessageError) as error:
+            log.error("refused: %s", error)
+            return refusal(str(error), node=self.settings.name)
+        except Exception as error:
+            log.exception("a message could not be answered")
+            return refusal(f"{type(error).__name__}: {error}", node=self.settings.name)
+
+    def uid(self) -> str:
+        """Return what tells this node from others, drawn when its folder was made: a node that is started
+        again takes its own place."""
+        path = self.settings.folder / "uid"
+        if not path.exists():
+            self.settings.folder.mkdir(parents=True, exist_ok=True)
+            disk.replace(path, uuid.uuid4().hex.encode())
+        return path.read_text()
+
+    def _check(self, message: Message) -> bytes:
+        """Keep the run's configuration, build what it describes, and say what that is."""
+        text = message.parts[0]
+        digest = sha256(text).hexdigest()
+        check_class_paths(yaml.safe_load(text), (*ALLOWED, *self.settings.allow))
+        path = self._config(digest)
+        if not path.exists():
+            path.parent.mkdir(parents=True, exist_ok=True)
+            disk.replace(path, text)
+        fed, _ = self._prepared(digest)
+        clients = self.settings.clients(fed.data.num_clients)
+        about = {
+            "kind": "checked",
+            "node": self.settings.name,
+            "uid": self.uid(),
+            "clients": list(clients),
+        }
+        return Message({**about, "identity": describe(fed, clients)}).to_bytes()
+
+    def _train(self, message: Message) -> bytes:
+        fed, engine = self._prepared(str(message.header["config"]))
+        results, uploads = [], []
+        for order in message.header["orders"]:
+            try:
+                result = self._train_client(fed, engine, message, order)
+            except Exception as error:  # the other clients of this node still count
+                log.exception("client %s could not be trained", order.get("client"))
+                reason = (
+                    str(error) if isinstance(error, ThreePartError) else f"{type(error).__name__}: {error}"
+                )
+                results.append({"client": order.get("client"), "reason": " ".join(reason.split())})
+                continue
+            losses = {name: [mean.total, mean.weight] for name, mean in result.losses.items()}
+            results.append(
+                {
+                    "client": result.client.id,
+                    "steps": result.steps,
+                    "losses": losses,
+                    "upload": len(uploads),
+                }
+            )
+            uploads.append(result.upload)
+        header = {"kind": "trained", "node": self.settings.name, "results": results}
+        return Message(header, tuple(uploads)).to_bytes()
+
+    def _train_client(
+        self, fed: Federation, engine: SequentialEngine, message: Message, order: Mapping[str, Any]
+    ) -> ClientResult:
+        """Train one client from the state that the server names, and write what it keeps before it answers.
+
+        Raises:
+            InputError: the client is not here, or what it kept is not.
+            PayloadError: the broadcast was damaged on the way.
+        """
+        run, round = str(message.header["run"]), int(message.header["round"])
+        id, since = int(order["client"]), int(order["since"])
+        if id not in self.settings.clients(fed.data.num_clients):
+            raise InputError(
+                f"client {id}", f"it is not on node {self.settings.name}", "check the partitions"
+            )
+        broadcast = message.parts[int(order["message"])]
+        Payload.from_bytes(broadcast)  # with its checksum, which an engine in one process can skip
+        state = self.states.load(run, id, since)
+        client = fed.data.client(id, state or {})
+        labels = fed.data.labels(client)
+        task = ClientTask(client, round, broadcast, labels, int(order["epochs"]), int(order["steps"]))
+        with deterministic(bool(message.header.get("deterministic", True))):
+            (result,) = engine.train([task])
+        if state is None and result.state:
+            raise InputError(
+                f"client {id}",
+                f"what it kept after round {since} is not in {self.states.folder}",
+                "put the node's folder back, or start the run anew",
+            )
+        self.states.save(run, id, round, result.state, started_from=since)
+        return result
+
+    def _prepared(self, digest: str) -> tuple[Federation, SequentialEngine]:
+        """Return the federation of a configuration that was checked, and what trains its clients."""
+        if self.built is None or self.built[0] != digest:
+            path = self._config(digest)
+            if len(digest) != 64 or not path.exists():
+                raise InputError(
+                    f"configuration {digest[:12]}", "this node has not checked it", "check the node first"
+                )
+            fed = self.build(path)
+            self.built = digest, fed, SequentialEngine(fed.fabric, fed.method, fed.data)
+        return self.built[1:]
+
+    def _config(self, digest: str) -> Path:
+        return self.settings.folder / "configs" / f"{Path(digest).name}.yaml"
+
+
+def check_class_paths(config: object, allowed: Collection[str], *, in_model: bool = False) -> None:
+    """Refuse a configuration that names a class, or within ``model`` a function, of a package that the node
+    does not allow.
+
+    Raises:
+        InputError: it names one.
+    """
+    if isinstance(config, Mapping):
+        for key, value in config.items():
+            if key == "class_path":
+                _check_import_path(str(value), allowed)
+            else:
+                check_class_paths(value, allowed, in_model=in_model or key == "model")
+    elif isinstance(config, list):
+        for value in config:
+            check_class_paths(value, allowed, in_model=in_model)
+    elif in_model and isinstance(config, str) and DOTTED.fullmatch(config):
+        _check_import_path(config, allowed)
+
+
+def _check_import_path(path: str, allowed: Collection[str]) -> None:
+    if path.split(".")[0] not in allowed:
+        raise InputError(
+            f"import path {path}",
+            f"this node imports from {', '.join(allowed)} alone",
+            "the node's owner can add a package with --allow",
+        )

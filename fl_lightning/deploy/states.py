@@ -1,0 +1,70 @@
+"""What clients keep between rounds, on the disk of their node: it never leaves it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+
+from safetensors.torch import load, save
+from torch import Tensor
+
+from fl_lightning.support import disk
+
+KEPT_ROUNDS = 3
+"""States of a client that stay on the disk: after the round that is done, after the one that it started from,
+and one more for a server that falls back to the checkpoint before its last."""
+RUN_ID = re.compile(r"[0-9a-f]{8,64}")
+AFTER = re.compile(r"after_(\d+)\.safetensors")
+
+
+class StateFolder:
+    """The states of the clients of one node, by run, client and round.
+
+    ``<folder>/<run>/client_<id>/after_<round>.safetensors`` is what a client kept after that round. A file is
+    written aside, synced and renamed, so that one with its final name is whole. The server says from which
+    round's state a client goes on: one that falls back to an earlier checkpoint finds the state of then.
+
+    Args:
+        folder: it is made when the first state is written.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def load(self, run: str, client: int, round: int) -> dict[str, Tensor] | None:
+        """Return what a client kept after a round; nothing after round 0; None where no such state is
+        here."""
+        if round == 0:
+            return {}
+        path = self._of(run, client) / f"after_{round:06d}.safetensors"
+        return load(path.read_bytes()) if path.exists() else None
+
+    def save(
+        self, run: str, client: int, round: int, state: Mapping[str, Tensor], *, started_from: int
+    ) -> None:
+        """Write what a client keeps after a round, and remove what no server can ask for any more.
+
+        Args:
+            started_from: the round whose state it started from; states of rounds between are of a future that
+                the server has forgotten.
+
+        Raises:
+            OSError: the disk does not take it.
+        """
+        folder = self._of(run, client)
+        if not state and not folder.exists():
+            return
+        folder.mkdir(parents=True, exist_ok=True)
+        packed = {name: tensor.detach().cpu().contiguous() for name, tensor in state.items()}
+        disk.replace(folder / f"after_{round:06d}.safetensors", save(packed))
+        rounds = {int(found[1]): path for path in folder.iterdir() if (found := AFTER.fullmatch(path.name))}
+        past = sorted(number for number in rounds if number <= started_from)[1 - KEPT_ROUNDS :]
+        for number, path in rounds.items():
+            if number != round and number not in past:
+                path.unlink()
+
+    def _of(self, run: str, client: int) -> Path:
+        if not RUN_ID.fullmatch(run):
+            raise ValueError(f"{run!r} is no id of a run; it has 8 to 64 hexadecimal digits")
+        return self.folder / run / f"client_{int(client):06d}"
