@@ -27,6 +27,8 @@ class Command:
         resolves: whether ``function`` has a parameter ``resolve`` for the function that turns arguments of
             ``fit`` into the whole configuration.
         quick: a function that needs no torch; it is called with the arguments in place of ``function``.
+        settings: ``module:Class`` whose parameters become the flags ``--<command>.NAME``, beside those of
+            ``fit``; ``function`` is then called with the parsed command line, with trainer, model and data.
     """
 
     help: str
@@ -34,10 +36,19 @@ class Command:
     words: str | None = None
     resolves: bool = False
     quick: Callable[[list[str]], None] | None = None
+    settings: str | None = None
 
 
 COMMANDS = {
     "fit": Command("train a federation; every round goes to MLflow and to the run directory"),
+    "deploy": Command(
+        "train on real machines: the clients are on nodes, behind Flower's SuperLink",
+        "fl_lightning.deploy.command:deploy",
+        settings="fl_lightning.deploy.command:Deployment",
+    ),
+    "node": Command(
+        "hold some clients of deployed runs, until it is stopped", "fl_lightning.deploy.command:node"
+    ),
     "sweep": Command(
         "run every cell of a study, in parallel, or add seeds until its criteria are decided; the next start "
         "continues",

@@ -146,9 +146,13 @@ class FederatedCLI(LightningCLI):
         )
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
+        settings = COMMANDS[self.command].settings
         self.command_arguments = parser.add_method_arguments(
-            FederatedTrainer, self.command, skip={"method", "data", "seed"}
+            FederatedTrainer, "fit" if settings else self.command, skip={"method", "data", "seed"}
         )
+        if settings:
+            parser.add_class_arguments(_imported(settings), self.command)
+            self.command_arguments.append(self.command)
 
     def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
         if text := class_help(self.args, settings_of(parser)):
@@ -206,12 +210,16 @@ class FederatedCLI(LightningCLI):
         with as_input_errors(MisconfigurationException, RuntimeError):
             self.trainer = FederatedTrainer(**self.config_init["trainer"])  # type: ignore[assignment]
 
-    def start(self) -> None:
-        """Call the trainer's method with the method, the data, the seed and the command's arguments."""
+    def start(self, command_line: list[str] | None = None) -> None:
+        """Call the trainer's method with the method, the data, the seed and the command's arguments.
+
+        Args:
+            command_line: what the run's metadata says it was started with; default: this command.
+        """
         trainer: Any = self.trainer
         trainer.config_text = self.config_text
         trainer.config = yaml.safe_load(self.config_text)
-        trainer.command_line = ["python", "-m", "fl_lightning", self.command, *self.typed]
+        trainer.command_line = command_line or ["python", "-m", "fl_lightning", self.command, *self.typed]
         arguments = {name: self.config_init[name] for name in self.command_arguments}
         with _log_to_stderr():
             getattr(trainer, self.command)(
@@ -266,15 +274,16 @@ def _log_to_stderr() -> Iterator[None]:
 def run(command: str, args: list[str]) -> None:
     """Run one command of :data:`fl_lightning.cli.commands.COMMANDS`."""
     check_encoding(args)
-    _import_short_names()
+    import_short_names()
     if config := find_config(os.environ.get(f"{ENV_PREFIX}CONFIG", "")):
         os.environ[f"{ENV_PREFIX}CONFIG"] = str(config)
     function = COMMANDS[command].function
     if function is None:
         FederatedCLI(command, with_config_of_run(args) if command == "test" else args).start()
+    elif COMMANDS[command].settings:
+        _imported(function)(FederatedCLI(command, args))
     else:
-        module, _, name = function.partition(":")
-        _run_function(command, getattr(import_module(module), name), args)
+        _run_function(command, _imported(function), args)
 
 
 def _run_function(command: str, function: Any, args: list[str]) -> None:
@@ -442,7 +451,13 @@ def as_input_errors(*more: type[Exception]) -> Iterator[None]:
         raise InputError.from_text(constructor_message(str(error))) from error
 
 
-def _import_short_names() -> None:
+def _imported(path: str) -> Any:
+    """Return what ``module:name`` names."""
+    module, _, name = path.partition(":")
+    return getattr(import_module(module), name)
+
+
+def import_short_names() -> None:
     """Import ``callbacks``, whose classes then have short names; the working directory joins the path."""
     if os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())

@@ -68,4 +68,4 @@ class Message:
 
 def refusal(reason: str, **entries: Any) -> bytes:
     """Return the answer of a node that does not do what it is asked, with the reason in one line."""
-    return Message({"kind": "refused", "reason": " ".join(reason.split()), **entries}).to_bytes()
+    return Message({"kind": "refused", "reason": reason, **entries}).to_bytes()

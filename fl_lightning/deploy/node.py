@@ -87,10 +87,10 @@ class Node:
             raise MessageError(f"a message of the kind {message.kind!r}, which this version does not know")
         except (ThreePartError, MessageError) as error:
             log.error("refused: %s", error)
-            return refusal(str(error), node=self.settings.name)
+            return refusal(in_a_line(error), node=self.settings.name)
         except Exception as error:
             log.exception("a message could not be answered")
-            return refusal(f"{type(error).__name__}: {error}", node=self.settings.name)
+            return refusal(in_a_line(error), node=self.settings.name)
 
     def uid(self) -> str:
         """Return what tells this node from others, drawn when its folder was made: a node that is started
@@ -122,16 +122,14 @@ class Node:
 
     def _train(self, message: Message) -> bytes:
         fed, engine = self._prepared(str(message.header["config"]))
-        results, uploads = [], []
+        results: list[dict[str, Any]] = []
+        uploads: list[bytes] = []
         for order in message.header["orders"]:
             try:
                 result = self._train_client(fed, engine, message, order)
             except Exception as error:  # the other clients of this node still count
                 log.exception("client %s could not be trained", order.get("client"))
-                reason = (
-                    str(error) if isinstance(error, ThreePartError) else f"{type(error).__name__}: {error}"
-                )
-                results.append({"client": order.get("client"), "reason": " ".join(reason.split())})
+                results.append({"client": order.get("client"), "reason": in_a_line(error)})
                 continue
             losses = {name: [mean.total, mean.weight] for name, mean in result.losses.items()}
             results.append(
@@ -156,11 +154,9 @@ class Node:
             PayloadError: the broadcast was damaged on the way.
         """
         run, round = str(message.header["run"]), int(message.header["round"])
-        id, since = int(order["client"]), int(order["since"])
+        id, since, name = int(order["client"]), int(order["since"]), self.settings.name
         if id not in self.settings.clients(fed.data.num_clients):
-            raise InputError(
-                f"client {id}", f"it is not on node {self.settings.name}", "check the partitions"
-            )
+            raise InputError(f"client {id}", f"it is not on node {name}", "check the partitions")
         broadcast = message.parts[int(order["message"])]
         Payload.from_bytes(broadcast)  # with its checksum, which an engine in one process can skip
         state = self.states.load(run, id, since)
@@ -192,6 +188,12 @@ class Node:
 
     def _config(self, digest: str) -> Path:
         return self.settings.folder / "configs" / f"{Path(digest).name}.yaml"
+
+
+def in_a_line(error: Exception) -> str:
+    """Return an error as one line: of bad input what it says, of a bug its type as well."""
+    known = isinstance(error, (ThreePartError, MessageError))
+    return " ".join((str(error) if known else f"{type(error).__name__}: {error}").split())
 
 
 def check_class_paths(config: object, allowed: Collection[str], *, in_model: bool = False) -> None:

@@ -16,7 +16,8 @@ class LedgerEntry:
         round: number of the round.
         client: id of the client.
         status: ``trained``; ``dropped`` (before training, so nothing was sent in either direction, except
-            messages of a secure sum's first phases, and the broadcast to a machine that did not answer); ``lost`` (it trained, but its upload was not used);
+            messages of a secure sum's first phases, and the broadcast to a machine that did not answer);
+            ``lost`` (it trained, but its upload was not used);
             ``rejected`` (its upload arrived and was refused).
         download: bytes of the broadcast, and of a secure sum's messages to the client.
         upload: bytes of the upload; of a secure sum, of all messages of the client.

@@ -1,0 +1,149 @@
+"""The commands ``deploy`` and ``node``."""
+
+from __future__ import annotations
+
+import logging
+import shutil
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from fl_lightning.deploy import launch, sockets
+from fl_lightning.deploy.build import builder
+from fl_lightning.deploy.engine import RoundRules, check_deployable
+from fl_lightning.deploy.job import outcome_of, write_job
+from fl_lightning.deploy.node import Node, NodeSettings
+from fl_lightning.errors import InputError, RunStopped, require
+
+log = logging.getLogger("fl_lightning")
+
+
+@dataclass(frozen=True)
+class Deployment:
+    """How a run reaches its nodes.
+
+    Args:
+        superlink: host and port of Flower's SuperLink, which runs on this machine.
+        root_certificates: file with the certificate that signed the SuperLink's, in PEM form. Default: no
+            TLS, which is allowed on 127.0.0.1 alone.
+        local_nodes: to try out: start a SuperLink on a free port and so many nodes on this machine, and stop
+            them at the end; 0: they are running already.
+        min_nodes: nodes that a round begins with, at least 1. Default: all of ``local_nodes``, or 1.
+        wait_seconds: seconds that a round waits for so many nodes, and that a check of a node may take.
+        round_seconds: seconds after which a round goes on without the clients that have not answered.
+    """
+
+    superlink: str = launch.SUPERLINK
+    root_certificates: str | None = None
+    local_nodes: int = 0
+    min_nodes: int | None = None
+    wait_seconds: float = 300.0
+    round_seconds: float = 600.0
+
+    def rules(self) -> RoundRules:
+        """Return how long a round waits.
+
+        Raises:
+            InputError: one of the numbers is out of its range.
+        """
+        min_nodes = max(1, self.local_nodes) if self.min_nodes is None else self.min_nodes
+        return RoundRules(min_nodes, self.wait_seconds, self.round_seconds)
+
+
+def deploy(cli: Any) -> None:
+    """Run a configuration on nodes, through Flower.
+
+    Args:
+        cli: the parsed command line: trainer, method, data and a :class:`Deployment`.
+
+    Raises:
+        InputError: the run cannot be deployed, or Flower is not installed.
+        RunStopped: the server's half failed.
+    """
+    launch.require_flower()
+    settings: Deployment = cli.config_init["deploy"]
+    require(
+        settings.local_nodes >= 0,
+        f"--deploy.local_nodes {settings.local_nodes}",
+        "it is a number of nodes",
+        "write 0 for none",
+    )
+    rules = settings.rules()
+    # what the server would refuse is refused here, in one line, before anything starts
+    check_deployable(cli.trainer.prepare(cli.model, cli.datamodule, seed=cli.config["seed_everything"]))
+    folder = Path(tempfile.mkdtemp(prefix="fl-deploy-"))
+    try:
+        words = ["python", "-m", "fl_lightning", "deploy", *cli.typed]
+        write_job(folder, cli.config_text, rules, cli.config_init["ckpt_path"], words)
+        with launch.Started() as started:
+            address = settings.superlink
+            if settings.local_nodes:
+                address = launch.start_superlink(started)
+                nodes = Path(cli.trainer.root).absolute() / "nodes"
+                for number in range(settings.local_nodes):
+                    launch.start_node(started, address, nodes / f"node{number}", number, settings.local_nodes)
+            launch.flwr_run(folder, address, settings.root_certificates)
+        outcome = outcome_of(folder)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+    if outcome["code"]:
+        raise (InputError if outcome["code"] == 2 else RunStopped)(*outcome["error"])
+
+
+def node(
+    superlink: str = launch.SUPERLINK,
+    folder: str = "node",
+    partition_id: int = 0,
+    num_partitions: int = 1,
+    name: str | None = None,
+    overlays: list[str] | None = None,
+    allow: list[str] | None = None,
+    root_certificates: str | None = None,
+    private_key: str | None = None,
+) -> None:
+    """Hold some clients of runs: answer a SuperLink's messages until this process is stopped.
+
+    Args:
+        superlink: host and port of Flower's SuperLink; ``none``: listen on the socket in ``folder`` alone.
+        folder: where the node keeps what its clients keep between rounds, and the configurations of runs.
+        partition_id: it has the clients whose id leaves this remainder when divided by ``num_partitions``.
+        num_partitions: nodes that the clients are dealt to, at least 1.
+        name: its name in the server's log and in ``metadata.json``; default: the machine's name and
+            ``partition_id``.
+        overlays: configuration files layered over the run's: where this node's data lie, on which device it
+            trains.
+        allow: packages beside fl_lightning, torch, torchvision, timm and lightning whose classes a run may
+            name.
+        root_certificates: file with the certificate that signed the SuperLink's, in PEM form. Default: no
+            TLS, which is allowed on 127.0.0.1 alone.
+        private_key: file with this node's key, by which the SuperLink knows it.
+
+    Raises:
+        InputError: a setting is wrong, or Flower is not installed.
+        RunStopped: the SuperNode ended.
+    """
+    require(
+        0 <= partition_id < num_partitions,
+        f"--partition_id {partition_id} of --num_partitions {num_partitions}",
+        "partitions are counted from 0",
+        f"write 0 to {max(0, num_partitions - 1)}",
+    )
+    connects = superlink != "none"
+    if connects:
+        launch.require_flower()
+        launch.require_tls(superlink, root_certificates, "--root_certificates")
+    place = Path(folder).absolute()
+    place.mkdir(parents=True, exist_ok=True)
+    described = {"name": name or f"{NodeSettings(place).name}-{partition_id}"}
+    settings = NodeSettings(place, partition_id, num_partitions, allow=tuple(allow or ()), **described)
+    answering = Node(settings, builder([Path(overlay) for overlay in overlays or ()]))
+    launch.log_to_stderr()
+    with launch.Started() as started, launch.socket_for(place) as socket:
+        if connects:
+            launch.start_supernode(started, superlink, socket, settings, root_certificates, private_key)
+        log.info("node %s listens at %s", settings.name, socket)
+        sockets.serve(socket, answering.answer, goes_on=started.all_run)
+        raise RunStopped(
+            "the SuperNode ended", "a node needs it", "look into its log, and start the node again"
+        )

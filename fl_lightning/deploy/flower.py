@@ -1,0 +1,129 @@
+"""The apps that Flower runs: a ServerApp for the server's half, a ClientApp that brings messages to a node.
+
+Flower (``flwr``, the extra ``deploy``) is imported by this file alone, and only when an app is asked for.
+
+The ClientApp is a process per message, which Flower starts: it hands the message to the node's own process,
+which stays, and so starts no torch.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from fl_lightning.deploy import sockets
+from fl_lightning.deploy.messages import refusal
+
+log = logging.getLogger("fl_lightning")
+
+RECORD, ENTRY = "fl_lightning", "message"
+"""Where a message of ours lies in one of Flower's: in a ConfigRecord of this name, under this key."""
+MESSAGE_TYPE = "train"
+POLL_SECONDS = 0.2  # between looks for answers
+NODE_SECONDS = 43_200.0  # that a node may take for an answer; Flower keeps messages as long
+MIN_TTL_SECONDS = 60.0  # of a message; Flower's clocks may differ by some
+
+
+def __getattr__(name: str) -> Any:
+    """Return ``server_app`` or ``client_app``, made when it is first asked for.
+
+    Raises:
+        AttributeError: it is neither.
+    """
+    makers = {"server_app": _server_app, "client_app": _client_app}
+    if name not in makers:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    globals()[name] = app = makers[name]()
+    return app
+
+
+def _server_app() -> Any:
+    from flwr.serverapp import ServerApp
+
+    server_app = ServerApp()  # under this name, for which Flower searches the text of this file
+
+    @server_app.main()
+    def main(grid: Any, context: Any) -> None:
+        from fl_lightning.deploy.job import run_job
+
+        run_job(Path(str(context.run_config["job"])), GridTransport(grid))
+
+    return server_app
+
+
+def _client_app() -> Any:
+    from flwr.app import ConfigRecord, Message, RecordDict
+    from flwr.clientapp import ClientApp
+
+    client_app = ClientApp()  # as above
+
+    @client_app.train()
+    def bring(message: Any, context: Any) -> Any:
+        answer = _answer(message.content[RECORD][ENTRY], context.node_config)
+        return Message(RecordDict({RECORD: ConfigRecord({ENTRY: answer})}), reply_to=message)
+
+    return client_app
+
+
+def _answer(message: bytes, config: Mapping[str, Any]) -> bytes:
+    """Return the node's answer.
+
+    Args:
+        config: the ``--node-config`` of the SuperNode: ``socket``, where the node's process listens.
+    """
+    path = config.get("socket")
+    if path is None:
+        return refusal("this SuperNode has no socket in its --node-config; start it with fl_lightning node")
+    try:
+        return sockets.ask(Path(str(path)), message, NODE_SECONDS)
+    except OSError as error:
+        return refusal(f"the node's process does not answer at {path} ({error}); start it again")
+
+
+class GridTransport:
+    """Carries messages through Flower's grid: the SuperLink, and the SuperNodes that ask it for work.
+
+    Flower cuts what is long into parts of its own; a node that its SuperLink has not heard of for a minute is
+    not connected.
+    """
+
+    name = "flower"
+
+    def __init__(self, grid: Any) -> None:
+        self.grid = grid
+
+    def nodes(self) -> Sequence[str]:
+        return [str(id) for id in self.grid.get_node_ids()]
+
+    def exchange(self, messages: Mapping[str, bytes], timeout: float) -> Iterator[tuple[str, bytes]]:
+        from flwr.app import ConfigRecord, Message, RecordDict
+
+        ends = time.monotonic() + timeout
+        waiting: dict[str, str] = {}
+        for node, data in messages.items():
+            content = RecordDict({RECORD: ConfigRecord({ENTRY: data})})
+            # Flower drops what is older than its time to live: no node trains what nobody waits for any more
+            sent = Message(content, int(node), MESSAGE_TYPE, ttl=max(timeout, MIN_TTL_SECONDS))
+            for id in self.grid.push_messages([sent]):
+                if id:
+                    waiting[id] = node
+        while waiting:
+            for reply in self.grid.pull_messages(list(waiting)):
+                node = waiting.pop(str(reply.metadata.reply_to_message_id), "")
+                if not node:
+                    continue
+                if reply.has_error():
+                    log.warning("node %s: %s (%d)", node, reply.error.reason, reply.error.code)
+                else:
+                    yield node, reply.content[RECORD][ENTRY]
+            if waiting and time.monotonic() >= ends:
+                log.warning("no answer within %g seconds: %s", timeout, ", ".join(waiting.values()))
+                return
+            if waiting:
+                time.sleep(POLL_SECONDS)
+
+    def close(self) -> None:
+        pass

@@ -1,0 +1,233 @@
+"""Flower's programs as child processes, which end with this one: SuperLink, SuperNode, ``flwr run``."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from importlib.metadata import PackageNotFoundError, version
+from ipaddress import ip_address
+from pathlib import Path
+from types import FrameType
+
+from fl_lightning.deploy import sockets
+from fl_lightning.deploy.node import NodeSettings
+from fl_lightning.engines.pool import end_with
+from fl_lightning.errors import InputError, RunStopped
+
+log = logging.getLogger("fl_lightning")
+
+SUPERLINK = "127.0.0.1:8000"
+START_SECONDS = 120.0  # that a SuperLink may take until it listens
+END_SECONDS = 10.0  # that a program has to end after SIGTERM
+APP = """\
+[project]
+name = "fl-lightning-deployment"
+version = "1.0.0"
+dependencies = []
+
+[tool.flwr.app]
+publisher = "fl-lightning"
+
+[tool.flwr.app.components]
+serverapp = "fl_lightning.deploy.flower:server_app"
+clientapp = "fl_lightning.deploy.flower:client_app"
+
+[tool.flwr.app.config]
+job = "{job}"
+"""
+"""The app that Flower is given: names of what is installed, and the path of the job; no code."""
+
+
+class Started:
+    """The programs that were started, in a context that ends them."""
+
+    def __init__(self) -> None:
+        self.programs: list[subprocess.Popen] = []
+        self._before: dict[int, object] = {}
+
+    def __enter__(self) -> Started:
+        # SIGTERM as an exception, so that programs are ended as after Ctrl-C
+        self._before = {signal.SIGTERM: signal.signal(signal.SIGTERM, _leave)}
+        return self
+
+    def start(self, words: Sequence[str], home: Path) -> subprocess.Popen:
+        """Start a program, with Flower's own files under ``home`` and without its telemetry."""
+        parent = os.getpid()
+        program = subprocess.Popen(
+            list(words), env=environment(home), preexec_fn=lambda: end_with(parent), start_new_session=True
+        )
+        self.programs.append(program)
+        return program
+
+    def all_run(self) -> bool:
+        """Return whether none of them has ended."""
+        return all(program.poll() is None for program in self.programs)
+
+    def __exit__(self, *error: object) -> None:
+        for program in reversed(self.programs):
+            program.terminate()
+        ends = time.monotonic() + END_SECONDS
+        for program in reversed(self.programs):
+            try:
+                program.wait(max(0.0, ends - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                program.kill()
+                program.wait()
+        signal.signal(signal.SIGTERM, self._before[signal.SIGTERM])  # type: ignore[arg-type]
+
+
+def _leave(number: int, frame: FrameType | None) -> None:
+    raise SystemExit(128 + number)
+
+
+def environment(home: Path) -> dict[str, str]:
+    """Return the environment of Flower's programs: they find each other and this package, and tell nobody."""
+    home.mkdir(parents=True, exist_ok=True)
+    return {
+        **os.environ,
+        "FLWR_HOME": str(home),
+        "FLWR_TELEMETRY_ENABLED": "0",
+        "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")]),
+    }
+
+
+def require_flower() -> None:
+    """Refuse to go on without Flower.
+
+    Raises:
+        InputError: it is not installed.
+    """
+    try:
+        version("flwr")
+    except PackageNotFoundError:
+        raise InputError(
+            "deployment", "it needs Flower, the package flwr", "pip install 'fl_lightning[deploy]'"
+        ) from None
+
+
+def require_tls(address: str, certificates: str | None, flag: str) -> None:
+    """Refuse to talk to another machine without TLS.
+
+    Raises:
+        InputError: the address is not of this machine, or no address, and there are no certificates.
+    """
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdigit():
+        raise InputError(f"address {address}", "it has a host and a port", f"write e.g. {SUPERLINK}")
+    if certificates is not None:
+        if not Path(certificates).is_file():
+            raise InputError(f"{flag} {certificates}", "there is no such file", "name one in PEM form")
+        return
+    try:
+        here = host == "localhost" or ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        here = False
+    if not here:
+        raise InputError(
+            f"address {address} without {flag}", "another machine is talked to over TLS", f"give {flag}"
+        )
+
+
+def free_port() -> int:
+    """Return a port of 127.0.0.1 that nobody listens on now."""
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return found.getsockname()[1]
+
+
+@contextmanager
+def socket_for(folder: Path) -> Iterator[Path]:
+    """Yield the path of a node's socket: in its folder, or where that is too long for a socket elsewhere."""
+    path = folder / "node.sock"
+    if len(os.fsencode(path)) <= sockets.MAX_PATH_BYTES:
+        yield path
+    else:
+        with tempfile.TemporaryDirectory(prefix="fl-node-") as short:
+            yield Path(short) / "node.sock"
+
+
+def start_superlink(started: Started) -> str:
+    """Start a SuperLink on a free port of 127.0.0.1, wait until it listens, and return its address.
+
+    Raises:
+        RunStopped: it did not start.
+    """
+    port = free_port()
+    home = Path(tempfile.mkdtemp(prefix="fl-superlink-"))
+    words = ["flower-superlink", "--insecure", "--host", "127.0.0.1", "--port", str(port)]
+    program = started.start([*words, "--disable-runtime-dependency-installation"], home)
+    ends = time.monotonic() + START_SECONDS
+    while time.monotonic() < ends and program.poll() is None:
+        with socket.socket() as door:
+            if door.connect_ex(("127.0.0.1", port)) == 0:
+                return f"127.0.0.1:{port}"
+        time.sleep(0.2)
+    raise RunStopped("the SuperLink did not start", "a deployment needs one", "look into its output above")
+
+
+def start_node(started: Started, address: str, folder: Path, number: int, of: int) -> subprocess.Popen:
+    """Start a node on this machine."""
+    words = [sys.executable, "-m", "fl_lightning", "node", "--superlink", address, "--folder", str(folder)]
+    words += ["--partition_id", str(number), "--num_partitions", str(of)]
+    return started.start(words, folder / "flower")
+
+
+def start_supernode(
+    started: Started,
+    address: str,
+    socket_path: Path,
+    settings: NodeSettings,
+    root_certificates: str | None,
+    private_key: str | None,
+) -> subprocess.Popen:
+    """Start the SuperNode that brings a SuperLink's messages to the node's socket."""
+    words = ["flower-supernode", "--superlink", address, "--port", str(free_port())]
+    words += ["--insecure"] if root_certificates is None else ["--root-certificates", root_certificates]
+    words += [] if private_key is None else ["--auth-supernode-private-key", private_key]
+    words += ["--node-config", f'socket="{socket_path}" partition-id={settings.partition_id}']
+    return started.start(words, settings.folder / "flower")
+
+
+def flwr_run(folder: Path, address: str, root_certificates: str | None) -> None:
+    """Start the run of a job on a SuperLink and show its log until it ends.
+
+    Raises:
+        InputError: the SuperLink does not take it.
+    """
+    require_tls(address, root_certificates, "--deploy.root_certificates")
+    home, app = folder / "flower", folder / "app"
+    app.mkdir()
+    (app / "pyproject.toml").write_text(APP.format(job=folder))
+    home.mkdir()
+    security = (
+        "insecure = true"
+        if root_certificates is None
+        else f'root-certificates = "{Path(root_certificates).absolute()}"'
+    )
+    (home / "config.toml").write_text(f'[superlink.deployment]\naddress = "{address}"\n{security}\n')
+    words = ["flwr", "run", str(app), "deployment", "--stream"]
+    done = subprocess.run(words, env=environment(home), check=False)
+    if done.returncode and not (folder / "outcome.json").exists():
+        raise InputError(
+            f"--deploy.superlink {address}",
+            "it did not take the run; its answer is above",
+            "start flower-superlink there, or name another",
+        )
+
+
+def log_to_stderr() -> None:
+    """Show the log of this package."""
+    package = logging.getLogger("fl_lightning")
+    package.setLevel(logging.INFO)
+    if not package.handlers:
+        handler = logging.StreamHandler()
+        handler.setFormatter(logging.Formatter("%(asctime)s %(message)s", "%H:%M:%S"))
+        package.addHandler(handler)
