@@ -1,19 +1,37 @@
-"""Deployments without Flower: the same messages, answered in this process or by processes of their own."""
+"""Deployments without Flower: the same messages, answered in this process or by processes of their own.
+
+The reference is always a simulation: of a round in which a node failed, one whose stressor drops its clients.
+"""
 
 from __future__ import annotations
 
 import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Collection
+from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
 import yaml
 
 from fl_lightning.cli.parser import FederatedCLI
-from fl_lightning.deploy.build import builder
+from fl_lightning.deploy import sockets
+from fl_lightning.deploy.build import builder, config_for_nodes
 from fl_lightning.deploy.engine import RoundRules
-from fl_lightning.deploy.node import Node, NodeSettings
+from fl_lightning.deploy.messages import Message, MessageError
+from fl_lightning.deploy.node import Node, NodeSettings, check_class_paths
 from fl_lightning.deploy.server import deploy_over
-from fl_lightning.deploy.transport_local import InProcess
+from fl_lightning.deploy.states import StateFolder
+from fl_lightning.deploy.transport_local import InProcess, Sockets
+from fl_lightning.errors import InputError, RunStopped
+from fl_lightning.hooks import Stressor
 
 ROOT = Path(__file__).parent.parent
 COMMON = [
@@ -21,6 +39,8 @@ COMMON = [
     "--trainer.max_rounds=3",
     "--trainer.callbacks=[]",
     "--trainer.participation=0.5",
+    "--trainer.local_epochs=1",
+    "--trainer.eval_every=3",
     "--trainer.accelerator=cpu",
     "--trainer.engine=sequential",
     "--trainer.workers=1",
@@ -29,6 +49,15 @@ COMMON = [
     "--data.partition.classes_per_client=3",
 ]
 RULES = RoundRules(wait_seconds=5, round_seconds=60)
+ALL = [
+    "--trainer.participation=1.0",
+    "--data.num_clients=4",
+    "--data.dataset=synthetic",
+    "--data.synthetic_examples=240",
+    "--data.synthetic_test_examples=40",
+    "--data.public_examples=60",
+    "--model.distill_epochs=2",
+]
 
 
 def command_line(config: str, folder: Path, *more: str) -> FederatedCLI:
@@ -40,19 +69,37 @@ def metadata_of(cli: FederatedCLI) -> dict:
     return json.loads((cli.trainer.run_dir / "metadata.json").read_text())
 
 
-def simulated(config: str, folder: Path, *more: str) -> dict:
+def weights(cli: FederatedCLI) -> str:
+    found = metadata_of(cli)
+    assert found["status"] == "finished"
+    return found["weights_sha256"]
+
+
+class Drop(Stressor):
+    """Drops clients before they train, in one round."""
+
+    def __init__(self, round: int, clients: Collection[int]) -> None:
+        self.round, self.clients = round, clients
+
+    def change_cohort(self, cohort, *, round, context):
+        dropped = self.clients if round == self.round else ()
+        return [replace(each, trains=each.client.id not in dropped) for each in cohort]
+
+
+def simulated(config: str, folder: Path, *more: str, drop: Drop | None = None) -> str:
     cli = command_line(config, folder / "simulated", *more)
+    cli.trainer.callbacks += [drop] if drop else []
     cli.start()
-    return metadata_of(cli)
+    return weights(cli)
 
 
-def nodes_in(folder: Path, count: int = 3) -> InProcess:
+def nodes_in(folder: Path, count: int = 2, build: Callable = builder) -> dict[str, Node]:
     """New nodes on the same folders are nodes that were started again."""
     nodes = {}
     for number in range(count):
         settings = NodeSettings(folder / f"node{number}", number, count, name=f"n{number}")
-        nodes[f"node{number}"] = Node(settings, builder())
-    return InProcess(nodes)
+        nodes[f"node{number}"] = Node(settings, build())
+    return nodes
 
 
 def deployed(config: str, folder: Path, transport, *more: str, rules: RoundRules = RULES) -> FederatedCLI:
@@ -62,7 +109,225 @@ def deployed(config: str, folder: Path, transport, *more: str, rules: RoundRules
     return cli
 
 
+@pytest.mark.slow
+@pytest.mark.essential
 @pytest.mark.parametrize("config", ["fedavg", "kd_default", "fedkd", "fedmosaic_digits"])
 def test_a_deployment_gives_the_weights_of_the_simulation(config, tmp_path):
-    cli = deployed(config, tmp_path, nodes_in(tmp_path))
-    assert metadata_of(cli)["weights_sha256"] == simulated(config, tmp_path)["weights_sha256"]
+    cli = deployed(config, tmp_path, InProcess(nodes_in(tmp_path, 3)))
+    assert weights(cli) == simulated(config, tmp_path)
+    nodes = metadata_of(cli)["deployment"]["nodes"]
+    assert nodes == {"n0 (node0)": [0, 3, 6], "n1 (node1)": [1, 4, 7], "n2 (node2)": [2, 5]}
+
+
+class LateInRoundTwo(InProcess):
+    """The second node trains in round 2, and its answer comes too late; then it is started again."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(nodes_in(folder))
+        self.folder = folder
+
+    def exchange(self, messages, timeout):
+        rounds = {Message.from_bytes(message).header.get("round") for message in messages.values()}
+        for key, answer in super().exchange(messages, timeout):
+            if rounds != {2} or key != "node1":
+                yield key, answer
+        if rounds == {2}:
+            self.by_key = nodes_in(self.folder)
+
+
+@pytest.mark.slow
+@pytest.mark.essential
+def test_a_late_node_that_is_started_again_goes_on_from_the_state_that_counts(tmp_path):
+    """Its clients were trained in round 2 and wrote what they keep, and in round 3 start from round 1."""
+    cli = deployed("fedkd", tmp_path, LateInRoundTwo(tmp_path), *ALL)
+    assert weights(cli) == simulated("fedkd", tmp_path, *ALL, drop=Drop(2, (1, 3)))
+    ledger = (cli.trainer.run_dir / "ledger.csv").read_text()
+    assert [line.split(",")[:3] for line in ledger.splitlines() if "dropped" in line] == [
+        ["2", "1", "dropped"],
+        ["2", "3", "dropped"],
+    ]
+
+
+class KilledInRoundThree(InProcess):
+    """The server ends when its nodes have trained round 3 and it has no answer yet."""
+
+    def exchange(self, messages, timeout):
+        answers = list(super().exchange(messages, timeout))
+        if any(Message.from_bytes(message).header.get("round") == 3 for message in messages.values()):
+            raise KeyboardInterrupt
+        yield from answers
+
+
+@pytest.mark.slow
+@pytest.mark.essential
+def test_a_server_that_is_started_again_comes_to_the_same_weights(tmp_path):
+    """Its nodes are a round ahead of it, and were started again as well."""
+    with pytest.raises(KeyboardInterrupt):
+        deployed("fedkd", tmp_path, KilledInRoundThree(nodes_in(tmp_path)), *ALL)
+    (run,) = (tmp_path / "deployed" / "fedkd").iterdir()
+    before = json.loads((run / "metadata.json").read_text())["deployment"]["run"]
+    cli = deployed("fedkd", tmp_path, InProcess(nodes_in(tmp_path)), *ALL, f"--ckpt_path={run}")
+    assert weights(cli) == simulated("fedkd", tmp_path, *ALL)
+    assert metadata_of(cli)["deployment"]["run"] == before
+
+
+def start_node(folder: Path, number: int, of: int) -> subprocess.Popen:
+    words = [sys.executable, "-m", "fl_lightning", "node", "--superlink", "none", "--folder", str(folder)]
+    words += ["--partition_id", str(number), "--num_partitions", str(of)]
+    environment = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}
+    return subprocess.Popen(words, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+
+
+def wait_until(condition: Callable[[], object], seconds: float = 120.0) -> None:
+    ends = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < ends, "it did not come about in time"
+        time.sleep(0.005)
+
+
+class Processes(Sockets):
+    """Nodes that are processes; the second is killed in round 2, when one of its two clients has trained, and
+    started again before round 3."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.processes = [start_node(folder / f"node{number}", number, 2) for number in range(2)]
+        super().__init__([folder / f"node{number}" / "node.sock" for number in range(2)])
+        self.wait()
+
+    def wait(self) -> None:
+        wait_until(lambda: len(self.nodes()) == 2)
+
+    def exchange(self, messages, timeout):
+        (round,) = {Message.from_bytes(message).header.get("round") for message in messages.values()}
+        if round == 2:
+            threading.Thread(target=self.kill_in_mid_round, daemon=True).start()
+        yield from super().exchange(messages, timeout)
+        if round == 2:
+            self.processes[1].wait(60)
+            self.processes[1] = start_node(self.folder / "node1", 1, 2)
+            self.wait()
+
+    def kill_in_mid_round(self) -> None:
+        kept = self.folder / "node1" / "states"
+        wait_until(lambda: list(kept.glob("*/client_*/after_000002.safetensors")))
+        self.processes[1].send_signal(signal.SIGKILL)
+
+    def close(self) -> None:
+        for process in self.processes:
+            process.kill()
+            process.wait(60)
+
+
+@pytest.mark.slow
+@pytest.mark.essential
+def test_a_node_that_is_killed_in_mid_round_costs_its_clients_that_round(tmp_path):
+    transport = Processes(tmp_path)
+    try:
+        rules = RoundRules(wait_seconds=200, round_seconds=200)
+        cli = deployed("fedkd", tmp_path, transport, *ALL, rules=rules)
+    finally:
+        transport.close()
+    assert weights(cli) == simulated("fedkd", tmp_path, *ALL, drop=Drop(2, (1, 3)))
+
+
+def test_a_node_that_does_not_fit_is_refused_by_name_and_nothing_is_created(tmp_path):
+    def other(path: Path):
+        fed = builder()(path)
+        fed.data.num_classes = 11
+        fed.method.server["weights"] = fed.method.server["weights"][1:]
+        return fed
+
+    transport = InProcess(nodes_in(tmp_path, build=lambda: other))
+    with pytest.raises(
+        InputError, match=r"node node0; number of classes: 11 there, 10 here; shape of server.weights"
+    ):
+        deployed("fedavg", tmp_path, transport)
+    assert not (tmp_path / "deployed").exists()
+
+
+def test_an_imported_name_from_elsewhere_is_refused_before_it_is_imported():
+    config = yaml.safe_load("model: {class_path: FedAvg, init_args: {network: os.system}}")
+    with pytest.raises(InputError, match=r"import path FedAvg"):
+        check_class_paths(config, ("fl_lightning",))
+    config["model"]["class_path"] = "fl_lightning.methods.FedAvg"
+    with pytest.raises(InputError, match=r"import path os.system"):
+        check_class_paths(config, ("fl_lightning",))
+    check_class_paths(config, ("fl_lightning", "os"))
+
+
+def test_nodes_are_sent_no_callbacks_folders_or_trackers(tmp_path):
+    cli = command_line("kd_default", tmp_path)
+    sent = config_for_nodes(yaml.safe_load(cli.config_text))
+    assert set(sent) == {"seed_everything", "trainer", "model", "data"}
+    assert not {"callbacks", "default_root_dir", "tags"} & set(sent["trainer"])
+    assert sent["trainer"]["logger"] is False
+
+
+def test_label_noise_is_refused(tmp_path):
+    noise = "--trainer.callbacks+=callbacks.LabelNoise"
+    with pytest.raises(InputError, match="it changes labels, and only nodes have them"):
+        deployed("fedavg", tmp_path, InProcess({}), noise)
+    assert not (tmp_path / "deployed").exists()
+
+
+def test_a_round_without_nodes_stops_the_run(tmp_path):
+    with pytest.raises(RunStopped, match="0 nodes are connected"):
+        deployed("fedavg", tmp_path, InProcess({}), rules=RoundRules(wait_seconds=1))
+
+
+def test_messages_survive_and_damaged_ones_are_refused():
+    message = Message({"kind": "train", "round": 3}, (b"", b"abc", bytes(range(256))))
+    data = message.to_bytes()
+    assert Message.from_bytes(data) == message
+    for damaged in (b"", data[:-1], data + b"x", b"XXXX" + data[4:], data[:9], b"FLD1\0\0\0\2[]"):
+        with pytest.raises(MessageError):
+            Message.from_bytes(damaged)
+
+
+def test_a_node_answers_nonsense_with_a_reason(tmp_path):
+    (node,) = nodes_in(tmp_path, 1).values()
+    for nonsense in (b"nonsense", Message({"kind": "run"}).to_bytes(), Message({"kind": "check"}).to_bytes()):
+        answer = Message.from_bytes(node.answer(nonsense))
+        assert answer.kind == "refused"
+        assert answer.header["reason"]
+    order = Message({"kind": "train", "config": "../../etc/passwd", "orders": []}).to_bytes()
+    assert "has not checked it" in Message.from_bytes(node.answer(order)).header["reason"]
+
+
+def test_kept_states_are_those_that_a_server_can_ask_for(tmp_path):
+    states, run = StateFolder(tmp_path), "0" * 32
+    assert states.load(run, 7, 0) == {}
+    for round, before in ((1, 0), (4, 1), (6, 4), (9, 6)):
+        states.save(run, 7, round, {"w": torch.full((2,), float(round))}, started_from=before)
+    assert states.load(run, 7, 1) is None  # nobody goes back so far
+    for round in (4, 6, 9):
+        np.testing.assert_array_equal(states.load(run, 7, round)["w"], [round, round])
+    states.save(run, 7, 8, {"w": torch.zeros(1)}, started_from=6)  # the server went back before round 9
+    assert states.load(run, 7, 9) is None
+    states.save(run, 8, 1, {}, started_from=0)
+    assert not (tmp_path / run / "client_000008").exists()
+    with pytest.raises(ValueError, match="is no id of a run"):
+        states.load("../..", 7, 1)
+
+
+def test_a_slow_node_is_waited_for_no_longer_than_the_deadline(tmp_path):
+    done = threading.Event()
+
+    def slow(message: bytes) -> bytes:
+        done.wait(30)
+        return message
+
+    paths = [tmp_path / "quick", tmp_path / "slow", tmp_path / "gone"]
+    for path, answer in zip(paths, (bytes.upper, slow), strict=False):
+        arguments = (path, answer, lambda: not done.is_set())
+        threading.Thread(target=sockets.serve, args=arguments, daemon=True).start()
+    wait_until(lambda: paths[0].exists() and paths[1].exists())
+    transport = Sockets(paths)
+    wait_until(lambda: len(transport.nodes()) == 2)
+    assert paths[0].stat().st_mode & 0o077 == 0
+    messages = dict.fromkeys(map(str, paths), b"x" * 3_000_000)
+    try:
+        assert list(transport.exchange(messages, 1.0)) == [(str(paths[0]), b"X" * 3_000_000)]
+    finally:
+        done.set()

@@ -73,20 +73,27 @@ def deploy(cli: Any) -> None:
     # what the server would refuse is refused here, in one line, before anything starts
     check_deployable(cli.trainer.prepare(cli.model, cli.datamodule, seed=cli.config["seed_everything"]))
     folder = Path(tempfile.mkdtemp(prefix="fl-deploy-"))
+    goes_on = False
     try:
         words = ["python", "-m", "fl_lightning", "deploy", *cli.typed]
         write_job(folder, cli.config_text, rules, cli.config_init["ckpt_path"], words)
         with launch.Started() as started:
             address = settings.superlink
             if settings.local_nodes:
-                address = launch.start_superlink(started)
                 nodes = Path(cli.trainer.root).absolute() / "nodes"
+                address = launch.start_superlink(started, nodes / "superlink")
                 for number in range(settings.local_nodes):
                     launch.start_node(started, address, nodes / f"node{number}", number, settings.local_nodes)
             launch.flwr_run(folder, address, settings.root_certificates)
         outcome = outcome_of(folder)
+    except KeyboardInterrupt:
+        goes_on = not settings.local_nodes
+        if goes_on:
+            log.warning("the run goes on at %s; flwr list names it, flwr stop ends it", settings.superlink)
+        raise
     finally:
-        shutil.rmtree(folder, ignore_errors=True)
+        if not goes_on:
+            shutil.rmtree(folder, ignore_errors=True)
     if outcome["code"]:
         raise (InputError if outcome["code"] == 2 else RunStopped)(*outcome["error"])
 

@@ -6,7 +6,7 @@ import logging
 import time
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from hashlib import sha256
 from typing import Any, Protocol
 
@@ -76,7 +76,7 @@ class RoundRules:
 
 @dataclass
 class Traffic:
-    """Bytes of messages with their headers, as the transport was given them, since the engine was made."""
+    """Bytes of messages with their headers, as the transport was given them, since the server was started."""
 
     sent: int = 0
     received: int = 0
@@ -96,6 +96,8 @@ class RemoteEngine(Engine):
         config: the configuration that nodes build from.
         rules: how long a round waits.
         run: id of the run, under which nodes keep states; a run that is continued has the one from before.
+        since: of a run that is continued, the last round of each client in which it did not drop.
+        deterministic: whether nodes use deterministic algorithms.
 
     Raises (from :meth:`start`):
         InputError: the run cannot be deployed, or a node does not fit it.
@@ -110,6 +112,7 @@ class RemoteEngine(Engine):
         config: Mapping[str, Any],
         rules: RoundRules | None = None,
         run: str | None = None,
+        since: Mapping[int, int] | None = None,
         deterministic: bool = True,
     ) -> None:
         self.transport, self.fed, self.rules = transport, fed, rules or RoundRules()
@@ -124,7 +127,7 @@ class RemoteEngine(Engine):
         self.refused: dict[str, str] = {}
         self.left_out: set[str] = set()  # connections that were replaced, or did not answer a check
         # a client that counted as dropped goes on from the state before, whatever its node did since
-        self.since = {entry.client: entry.round for entry in fed.ledger.entries if entry.status != "dropped"}
+        self.since = dict(since or {})
 
     def start(self) -> None:
         check_deployable(self.fed)
@@ -158,11 +161,12 @@ class RemoteEngine(Engine):
                 yield ClientResult(task.client, b"", {}, {}, 0, unanswered=sent)
 
     def notes(self) -> dict[str, Any]:
-        """Return the run's id among the nodes, and which node has which clients."""
+        """Return the run's id among the nodes, which node has which clients, and the bytes of messages."""
         clients: dict[str, list[int]] = {}
         for id, node in sorted(self.node_of.items()):
             clients.setdefault(f"{self.names[node]} ({node})", []).append(id)
-        return {"deployment": {"transport": self.transport.name, "run": self.run, "nodes": clients}}
+        about = {"transport": self.transport.name, "run": self.run, "nodes": clients}
+        return {"deployment": {**about, "message_bytes": asdict(self.traffic)}}
 
     def close(self) -> None:
         self.transport.close()

@@ -56,8 +56,13 @@ def run_job(folder: Path, transport: Transport) -> None:
     except RunStopped as error:
         outcome = {"code": 1, "error": [error.given, error.rule, error.instead]}
         raise RuntimeError(str(error)) from error
-    except BaseException as error:
-        outcome = {"code": 1, "error": [f"{type(error).__name__}: {error}", "", ""]}
+    except (KeyboardInterrupt, SystemExit):
+        given = "the server was stopped, by somebody or by a SuperLink that had not heard of it for a minute"
+        outcome = {"code": 1, "error": [given, "", "continue with --ckpt_path"]}
+        raise
+    except Exception as error:
+        where = f"its traceback is in {error.run_log}" if hasattr(error, "run_log") else ""
+        outcome = {"code": 1, "error": [f"{type(error).__name__}: {error}", "", where]}
         raise
     finally:
         disk.replace(folder / "outcome.json", json.dumps(outcome).encode())

@@ -31,6 +31,8 @@ APP = """\
 [project]
 name = "fl-lightning-deployment"
 version = "1.0.0"
+description = "A run of fl_lightning on nodes that have it installed"
+license = "Apache-2.0"
 dependencies = []
 
 [tool.flwr.app]
@@ -58,12 +60,22 @@ class Started:
         self._before = {signal.SIGTERM: signal.signal(signal.SIGTERM, _leave)}
         return self
 
-    def start(self, words: Sequence[str], home: Path) -> subprocess.Popen:
-        """Start a program, with Flower's own files under ``home`` and without its telemetry."""
-        parent = os.getpid()
-        program = subprocess.Popen(
-            list(words), env=environment(home), preexec_fn=lambda: end_with(parent), start_new_session=True
-        )
+    def start(self, words: Sequence[str], home: Path, output: Path | None = None) -> subprocess.Popen:
+        """Start a program, with Flower's own files under ``home`` and without its telemetry.
+
+        Args:
+            output: the file that what it prints is appended to; None: it prints where this process does.
+        """
+        parent, env = os.getpid(), environment(home)
+        with open(output or os.devnull, "ab") as file:
+            program = subprocess.Popen(
+                list(words),
+                env=env,
+                stdout=file if output else None,
+                stderr=subprocess.STDOUT if output else None,
+                preexec_fn=lambda: end_with(parent),
+                start_new_session=True,
+            )
         self.programs.append(program)
         return program
 
@@ -154,30 +166,36 @@ def socket_for(folder: Path) -> Iterator[Path]:
             yield Path(short) / "node.sock"
 
 
-def start_superlink(started: Started) -> str:
+def start_superlink(started: Started, folder: Path) -> str:
     """Start a SuperLink on a free port of 127.0.0.1, wait until it listens, and return its address.
+
+    Args:
+        folder: where its own files and its log are.
 
     Raises:
         RunStopped: it did not start.
     """
     port = free_port()
-    home = Path(tempfile.mkdtemp(prefix="fl-superlink-"))
+    folder.mkdir(parents=True, exist_ok=True)
+    output = folder / "superlink.log"
     words = ["flower-superlink", "--insecure", "--host", "127.0.0.1", "--port", str(port)]
-    program = started.start([*words, "--disable-runtime-dependency-installation"], home)
+    words += ["--disable-runtime-dependency-installation"]
+    program = started.start(words, folder / "flower", output)
     ends = time.monotonic() + START_SECONDS
     while time.monotonic() < ends and program.poll() is None:
         with socket.socket() as door:
             if door.connect_ex(("127.0.0.1", port)) == 0:
                 return f"127.0.0.1:{port}"
         time.sleep(0.2)
-    raise RunStopped("the SuperLink did not start", "a deployment needs one", "look into its output above")
+    raise RunStopped("the SuperLink did not start", "a deployment needs one", f"read {output}")
 
 
 def start_node(started: Started, address: str, folder: Path, number: int, of: int) -> subprocess.Popen:
     """Start a node on this machine."""
     words = [sys.executable, "-m", "fl_lightning", "node", "--superlink", address, "--folder", str(folder)]
     words += ["--partition_id", str(number), "--num_partitions", str(of)]
-    return started.start(words, folder / "flower")
+    folder.mkdir(parents=True, exist_ok=True)
+    return started.start(words, folder / "flower", folder / "node.log")
 
 
 def start_supernode(

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import csv
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from fl_lightning.deploy.build import config_for_nodes
@@ -28,14 +30,36 @@ def deploy_over(
 
     def remote(fed: Federation, before: Mapping[str, Any]) -> RemoteEngine:
         run = before.get("deployment", {}).get("run")
+        done = trainer.progress.done.round
+        since = last_rounds(trainer.run_dir, done) if done else {}
         return RemoteEngine(
             transport,
             fed,
             config_for_nodes(config),
             rules,
             run=run,
+            since=since,
             deterministic=trainer.deterministic,
         )
 
     trainer.checkpoint_every = 1
     trainer.remote = remote
+
+
+def last_rounds(run_dir: Path, done: int) -> dict[int, int]:
+    """Return the last round of each client in which it trained and answered, from a run's ``ledger.csv``.
+
+    Args:
+        done: rounds that are done; what the file has of later ones is of no use.
+    """
+    path = run_dir / "ledger.csv"
+    found: dict[int, int] = {}
+    with open(path, newline="") as file:
+        for row in csv.DictReader(file):
+            round = str(row["round"])
+            # a process that was killed may have left a part of a line, behind the rounds that are done
+            if not round.isdigit() or int(round) > done:
+                break
+            if row["status"] != "dropped":
+                found[int(row["client"])] = int(round)
+    return found

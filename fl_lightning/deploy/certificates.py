@@ -1,0 +1,156 @@
+"""Certificates and keys to try a deployment out with; for a real one, use those of your organisation.
+
+    python -m fl_lightning.deploy.certificates certs --hosts 127.0.0.1 localhost --nodes 2
+
+writes ``ca.crt``, ``server.pem`` and ``server.key`` for the SuperLink, and for each node ``node<i>`` and
+``node<i>.pub``. It needs the package ``cryptography``, which Flower brings along.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from datetime import datetime, timedelta, timezone
+from ipaddress import ip_address
+from pathlib import Path
+from typing import Any
+
+from fl_lightning.errors import InputError
+
+
+def make_certificates(folder: Path, hosts: Sequence[str], nodes: int, days: float = 30.0) -> None:
+    """Write an authority, a server certificate that it signed, and keys of nodes.
+
+    Args:
+        folder: it must not have an authority yet.
+        hosts: names and addresses by which nodes dial the SuperLink.
+        nodes: number of nodes.
+        days: until the certificates expire, counted from now; a negative number makes expired ones, for
+            tests.
+
+    Raises:
+        InputError: the folder has an authority, or ``cryptography`` is not installed.
+    """
+    try:
+        from cryptography import x509
+        from cryptography.hazmat.primitives import hashes
+        from cryptography.hazmat.primitives.asymmetric import ec
+        from cryptography.x509.oid import NameOID
+    except ImportError:
+        raise InputError(
+            "certificates", "they need the package cryptography", "pip install 'fl_lightning[deploy]'"
+        ) from None
+    if (folder / "ca.crt").exists():
+        raise InputError(f"{folder}", "it has certificates already", "name another folder")
+    folder.mkdir(parents=True, exist_ok=True)
+    ends = datetime.now(timezone.utc) + timedelta(days=days)
+
+    def certificate(name: str, key: Any, issuer: Any, signer: Any, extensions: Sequence[Any]) -> Any:
+        subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
+        made = x509.CertificateBuilder(issuer or subject, subject, key.public_key())
+        made = made.serial_number(x509.random_serial_number()).not_valid_after(ends)
+        made = made.not_valid_before(min(ends, datetime.now(timezone.utc)) - timedelta(days=1))
+        for extension, critical in extensions:
+            made = made.add_extension(extension, critical)
+        return made.sign(signer, hashes.SHA256())
+
+    authority_key, server_key = (ec.generate_private_key(ec.SECP256R1()) for _ in range(2))
+    its_id = x509.SubjectKeyIdentifier.from_public_key(authority_key.public_key())
+    usage = dict.fromkeys(
+        (
+            "digital_signature",
+            "content_commitment",
+            "key_encipherment",
+            "data_encipherment",
+            "key_agreement",
+            "encipher_only",
+            "decipher_only",
+        ),
+        False,
+    )
+    authority = certificate(
+        "fl_lightning test authority",
+        authority_key,
+        None,
+        authority_key,
+        [
+            (x509.BasicConstraints(ca=True, path_length=0), True),
+            (x509.KeyUsage(key_cert_sign=True, crl_sign=True, **usage), True),
+            (its_id, False),
+        ],
+    )
+    server = certificate(
+        hosts[0],
+        server_key,
+        authority.subject,
+        authority_key,
+        [
+            (x509.BasicConstraints(ca=False, path_length=None), True),
+            (x509.SubjectAlternativeName([_name(host, x509) for host in hosts]), False),
+            (x509.ExtendedKeyUsage([x509.oid.ExtendedKeyUsageOID.SERVER_AUTH]), False),
+            (x509.AuthorityKeyIdentifier.from_issuer_subject_key_identifier(its_id), False),
+        ],
+    )
+    _write(folder / "ca.crt", _pem(authority))
+    _write(folder / "server.pem", _pem(server))
+    _write(folder / "server.key", _private(server_key, "TraditionalOpenSSL"))
+    for number in range(nodes):
+        key = ec.generate_private_key(ec.SECP384R1())
+        _write(folder / f"node{number}", _private(key, "OpenSSH"))
+        _write(folder / f"node{number}.pub", _public(key))
+
+
+def _name(host: str, x509: Any) -> Any:
+    try:
+        return x509.IPAddress(ip_address(host))
+    except ValueError:
+        return x509.DNSName(host)
+
+
+def _pem(certificate: Any) -> bytes:
+    from cryptography.hazmat.primitives.serialization import Encoding
+
+    return certificate.public_bytes(Encoding.PEM)
+
+
+def _private(key: Any, form: str) -> bytes:
+    from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
+
+    return key.private_bytes(Encoding.PEM, getattr(PrivateFormat, form), NoEncryption())
+
+
+def _public(key: Any) -> bytes:
+    from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
+
+    return key.public_key().public_bytes(Encoding.OpenSSH, PublicFormat.OpenSSH)
+
+
+def _write(path: Path, data: bytes) -> None:
+    """Write a file that its owner alone can read, whatever it holds."""
+    with open(path, "wb", opener=lambda name, flags: os.open(name, flags | os.O_EXCL, 0o600)) as file:
+        file.write(data)
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    """Make certificates as the command line says, and return the exit code."""
+    parser = argparse.ArgumentParser(
+        prog="python -m fl_lightning.deploy.certificates", description="certificates and keys for tests"
+    )
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--hosts", nargs="+", default=["127.0.0.1", "localhost"])
+    parser.add_argument("--nodes", type=int, default=2)
+    parser.add_argument("--days", type=float, default=30.0)
+    asked = parser.parse_args(words)
+    try:
+        make_certificates(asked.folder, asked.hosts, asked.nodes, asked.days)
+    except InputError as error:
+        sys.stderr.write(f"fl_lightning: error: {error}\n")
+        return 2
+    sys.stdout.write(f"{asked.folder}: ca.crt, server.pem, server.key, {asked.nodes} node keys\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
