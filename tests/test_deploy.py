@@ -238,7 +238,7 @@ def test_a_node_that_does_not_fit_is_refused_by_name_and_nothing_is_created(tmp_
         fed.method.server["weights"] = fed.method.server["weights"][1:]
         return fed
 
-    transport = InProcess(nodes_in(tmp_path, build=lambda: other))
+    transport = InProcess(nodes_in(tmp_path, 1, build=lambda: other))
     with pytest.raises(
         InputError, match=r"node node0; number of classes: 11 there, 10 here; shape of server.weights"
     ):

@@ -26,6 +26,7 @@ log = logging.getLogger("fl_lightning")
 
 SUPERLINK = "127.0.0.1:8000"
 START_SECONDS = 120.0  # that a SuperLink may take until it listens
+POLL_SECONDS = 0.2  # between looks of Flower's SuperExec for work, which are 1 s apart by default
 END_SECONDS = 10.0  # that a program has to end after SIGTERM
 APP = """\
 [project]
@@ -107,6 +108,7 @@ def environment(home: Path) -> dict[str, str]:
         **os.environ,
         "FLWR_HOME": str(home),
         "FLWR_TELEMETRY_ENABLED": "0",
+        "FLWR_SUPEREXEC_TASK_POLL_INTERVAL": str(POLL_SECONDS),
         "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")]),
     }
 
