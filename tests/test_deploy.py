@@ -193,7 +193,6 @@ class Processes(Sockets):
         self.folder = folder
         self.processes = [start_node(folder / f"node{number}", number, 2) for number in range(2)]
         super().__init__([folder / f"node{number}" / "node.sock" for number in range(2)])
-        self.wait()
 
     def wait(self) -> None:
         wait_until(lambda: len(self.nodes()) == 2)
@@ -224,6 +223,7 @@ class Processes(Sockets):
 def test_a_node_that_is_killed_in_mid_round_costs_its_clients_that_round(tmp_path):
     transport = Processes(tmp_path)
     try:
+        transport.wait()
         rules = RoundRules(wait_seconds=200, round_seconds=200)
         cli = deployed("fedkd", tmp_path, transport, *ALL, rules=rules)
     finally:
