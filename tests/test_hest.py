@@ -374,3 +374,59 @@ def test_a_table_of_another_network_is_refused():
 
 def test_options_have_one_order():
     assert OPTIONS == ("off", "int8", "high")
+
+
+# Found by attacks
+
+
+def test_a_budget_of_all_the_energy_at_high_changes_nothing():
+    """Costs are rounded up to whole units and budgets down: were they rounded apart, a share of 1 would buy
+    one option less than all of them."""
+    method, data = built(budget=1.0)
+    with torch.no_grad():
+        method.network.controller.bias[:, 1] = 50.0
+    method.server["weights"] = method.layout.read(method.network)
+    _, found, _ = evaluated(method, data, generate=True)
+    assert not found["energy/clamped"].any()
+    assert torch.allclose(found["energy/joules"], found["energy/joules_high"])
+    assert not found["energy/over_budget"].any()
+
+
+def test_a_price_is_of_shares_of_the_budget_whatever_the_quantile():
+    """Where all quantiles are three times as high, so is the budget, and every choice is the same."""
+    taken = []
+    for q99 in (1.0, 3.0):
+        method, data = built(costs=costs(q99=q99), budget=5.0)
+        disturb(method, 1.0)
+        method.deploy(data.client(0)).eval()
+        method.budgeted.price = 200.0
+        taken.append(method.budgeted.options_of(*some(data))[0])
+    assert len(taken[0].unique()) == 3
+    assert torch.equal(*taken)
+
+
+def test_what_follows_the_end_of_an_answer_is_padding():
+    method, data = built(budget=1.5)
+    network = method.deploy(data.client(0)).eval()
+    ids = torch.randint(0, 256, (4, 9), generator=torch.Generator().manual_seed(0))
+    eos = int(network.network.generate(ids, None, max_new_tokens=3)[0, 1])
+    expected = network.network.generate(ids, None, max_new_tokens=5, eos=eos, pad=258)
+    assert (expected == 258).any()
+    assert torch.equal(network.generate(ids, None, max_new_tokens=5, eos=eos, pad=258), expected)
+
+
+@pytest.mark.parametrize("controller", ["hest", "tabs", "bhsp"])
+def test_under_autocast_answers_are_written_and_joules_keep_their_digits(controller):
+    method, data = built(controller=controller)
+    disturb(method)
+    method.receive(method.broadcast(data.client(0)), data.client(0))
+    energies = []
+    for enabled in (False, True):
+        with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
+            energy = method.budgeted.sample(*some(data), method.stream("options"), 2 / 3)[1]
+        assert energy.dtype == torch.float32
+        energies.append(float(energy.detach()))
+    assert energies[0] == pytest.approx(energies[1], rel=0.01)  # TABS reads what is rounded
+    with torch.autocast("cpu", torch.bfloat16):
+        _, found, _ = evaluated(method, data, generate=True)
+    assert (found["energy/joules_generated"] > 0).all()

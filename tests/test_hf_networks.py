@@ -11,8 +11,18 @@ from tiny_language import adam, fit
 from torch import Tensor
 
 from fl_lightning.data import IID, TokenData
+from fl_lightning.energy import (
+    BHSPController,
+    CostLine,
+    CostTable,
+    HESTController,
+    MeasuredCost,
+    TABSController,
+)
 from fl_lightning.errors import InputError, MisuseError
 from fl_lightning.methods import AQFL, FedAvg, FedMPQ
+from fl_lightning.methods.budgets.device import Device
+from fl_lightning.methods.budgets.network import BudgetedNetwork
 from fl_lightning.models import build_network
 from fl_lightning.models.language import BYTE_VOCABULARY, LlamaTiny, hf, lora_layers
 from fl_lightning.models.options import Plan, add_switches
@@ -317,3 +327,41 @@ def test_the_adapters_of_gpt2_are_quantised(gpt2: Path, tmp_path: Path):
     made = fit(method, tmp_path, answers_of_bytes()).method
     assert len(made.codec.names) == 8
     assert not made.codec.rest.size
+
+
+@pytest.mark.parametrize("controller", ["hest", "tabs", "bhsp", "none"])
+def test_under_a_budget_each_prompt_gets_the_options_that_it_gets_alone(folder: Path, controller: str):
+    """transformers moves padding to the left of prompts, where options of a padded batch would be of other tokens."""
+    network = hf.TransformersLM(50, str(folder), rank=4, adapter="spectral")
+    options = {
+        name: MeasuredCost(CostLine(a, b), CostLine(a, b))
+        for name, a, b in (("off", 1.0, 2.0), ("int8", 8.0, 1.0), ("high", 2.0, 6.0))
+    }
+    layers = add_switches(network)
+    table = CostTable(
+        "NVML", "by hand", "adapter", 64, {layer.name: options for layer in layers}, options["off"]
+    )
+    controllers = {
+        "hest": lambda: HESTController(24, len(layers), 4),
+        "tabs": lambda: TABSController([layer.shape[0] for layer in layers], [1] * len(layers)),
+        "bhsp": lambda: BHSPController(len(layers)),
+        "none": lambda: None,
+    }
+    budgeted = BudgetedNetwork(network, layers, controllers[controller](), Device(table, 0.8)).eval()
+    with torch.no_grad():
+        for weight in budgeted.parameters():
+            if weight.requires_grad:
+                weight += torch.randn(weight.shape, generator=torch.Generator().manual_seed(3))
+    ids, mask = prompts()
+    target = torch.full_like(ids, -100)
+    budgeted.expect(target)
+    together = budgeted.generate(ids, mask, max_new_tokens=4)
+    measured = budgeted.measured()
+    assert all(values.shape == (len(LENGTHS),) for values in measured.values())
+    for row, length in enumerate(LENGTHS):
+        budgeted.expect(target[:1])
+        assert torch.equal(
+            budgeted.generate(ids[row : row + 1, :length], None, max_new_tokens=4)[0], together[row]
+        )
+        for name, values in budgeted.measured().items():
+            assert float(values) == float(measured[name][row])

@@ -388,3 +388,15 @@ def test_networks_that_cannot_be_switched_are_refused():
         small()[1][0].execute("low", torch.zeros(1, 24))
     assert len(add_switches(add_adapter(nn.Sequential(nn.Linear(3, 3)), "pissa", 2), scope="model")) == 1
     assert len(adapter_layers(small()[0])) == 8
+
+
+@pytest.mark.parametrize("scope", ["adapter", "model"])
+@pytest.mark.parametrize("enabled", [False, True])
+def test_the_precision_of_an_output_does_not_depend_on_the_options(scope: str, enabled: bool):
+    _, layers = small(scope=scope)
+    found, (board, x) = set(), (layers[0].board, torch.randn(1, 5, 24))
+    for row in ([0] * 5, [1] * 5, [2] * 5, [0, 1, 2, 1, 0]):
+        choices = torch.tensor(row).reshape(1, 5, 1).expand(-1, -1, len(layers))
+        with board.using(Plan(choices=choices)), torch.autocast("cpu", torch.bfloat16, enabled=enabled):
+            found.add(layers[0](x).dtype)
+    assert found == {torch.bfloat16 if enabled else torch.float32}

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from fl_lightning.energy.costs import CostTable
+from fl_lightning.energy.ledger import UNITS_PER_JOULE, whole_units
 
 
 class Device:
@@ -47,13 +48,17 @@ class Device:
         return self.table.fixed(tokens, kind) if self.whole else 0.0
 
     def all_high(self, prompt: int, new: int, kind: str) -> float:
-        """Return joules of a prompt and ``new`` steps of one token with all groups at ``high``."""
+        """Return joules of a prompt and ``new`` steps of one token with all groups at ``high``; those of
+        ``q99`` as a ledger charges them, so that a share of 1 buys all of them."""
         return self._of_step(prompt, kind) + new * (self._of_step(1, kind) if new else 0.0)
 
     def _joules_of_step(self, tokens: int, kind: str) -> float:
         if tokens == 0:
             return 0.0
-        return float(self.prompt_costs(tokens, kind)[:, -1, -1].sum()) + self.fixed(tokens, kind)
+        each, fixed = self.prompt_costs(tokens, kind)[:, -1, -1], self.fixed(tokens, kind)
+        if kind == "q99":
+            return (int(whole_units(each).sum()) + int(whole_units(fixed))) / UNITS_PER_JOULE
+        return float(each.sum()) + fixed
 
     def budget(self, prompt: int, new: int, kind: str) -> float:
         """Return E_max of a sequence."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -21,9 +22,9 @@ class Measurements:
     """Adds up what a batch of B sequences has cost.
 
     - ``energy/joules``: expected joules of a sequence of the test set, read with its true answer: of the
-      switched layers in the scope ``adapter``, of the whole network in the scope ``model``;
+      switched layers, or with ``budget_of: network`` of the whole network;
     - ``energy/joules_high``: the same with all groups at ``high``;
-    - ``energy/joules_model``: expected joules of the whole network in either scope;
+    - ``energy/joules_model``: expected joules of the whole network in either case;
     - ``energy/joules_generated``: expected joules of reading the prompt and writing an answer, counted as
       ``energy/joules``; where answers are generated;
     - ``energy/clamped``: tokens with a group that the budget downgraded, ``energy/refused``: sequences that
@@ -41,6 +42,11 @@ class Measurements:
     def _add(self, name: str, values: Tensor) -> None:
         values = values.double()
         self.sums[name] = self.sums[name] + values if name in self.sums else values
+
+    def add_rows(self, rows: Sequence[Measurements]) -> None:
+        """Add what B passes over one sequence each have measured."""
+        for name in rows[0].sums:
+            self._add(name, torch.cat([row.sums[name] for row in rows]))
 
     def count(self, ledger: BatchedEnergyLedger) -> None:
         """Count what a ledger has downgraded and refused."""

@@ -173,9 +173,14 @@ class BudgetedNetwork(MeasuredNetwork):
         return Plan(choices=choices), ~ledger.refused
 
     def prices(self, lengths: Lengths) -> Tensor:
-        """Return lambda of each sequence in logits per joule, ``[B]``."""
+        """Return lambda of each sequence in logits per joule, ``[B]``.
+
+        What costs a share of the budget has this share of lambda: ledgers compare 0.99 quantiles, so the
+        budget is theirs. Layers that choose for themselves compare means.
+        """
+        kind = "mean" if isinstance(self.controller, TABSController) else "q99"
         each = zip(lengths.prompts.tolist(), lengths.new.tolist(), strict=True)
-        return torch.tensor([self.price / self.on.budget(*one, "mean") for one in each], dtype=torch.float64)
+        return torch.tensor([self.price / self.on.budget(*one, kind) for one in each], dtype=torch.float64)
 
     @torch.no_grad()
     def generate(
@@ -196,10 +201,13 @@ class BudgetedNetwork(MeasuredNetwork):
         options: dict[str, Any] = {"max_new_tokens": max_new_tokens, "eos": eos, "pad": pad}
         if not getattr(self.network, "pads_prompts_left", False):
             return self._decode(ids, prompts, options)
-        rows = [
-            self._decode(row[:n].unsqueeze(0), n.reshape(1), options)[0]
-            for row, n in zip(ids, prompts, strict=True)
-        ]
+        measured, rows, each = self._measured, [], []
+        for row, n in zip(ids, prompts, strict=True):
+            self._measured = Measurements()
+            rows.append(self._decode(row[:n].unsqueeze(0), n.reshape(1), options)[0])
+            each.append(self._measured)
+        self._measured = measured
+        measured.add_rows(each)
         longest, filler = max(map(len, rows)), _filler(eos, pad)
         return torch.stack([F.pad(row, (0, longest - len(row)), value=filler) for row in rows])
 
@@ -214,9 +222,10 @@ class BudgetedNetwork(MeasuredNetwork):
         finally:
             hook.remove()
         decoding.finish(self._measured)
-        places = torch.arange(found.shape[1], device=found.device)
+        places = torch.arange(found.shape[1])
         filler = _filler(options["eos"], options["pad"], ends=True)
-        return found.masked_fill(places >= decoding.granted_tokens.to(found.device).unsqueeze(1), filler)
+        refused = decoding.ledger.refused.unsqueeze(1) & (places >= decoding.granted_tokens.unsqueeze(1))
+        return found.masked_fill(refused.to(found.device), filler)
 
 
 def taken(plan: Plan | LayerwisePlan) -> Tensor:

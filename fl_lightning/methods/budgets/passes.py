@@ -102,6 +102,7 @@ class SampledPlan(TokenPlan):
     def weights_at(self, group: int, x: Tensor) -> Tensor:
         theta, costs = self.theta, self.costs[:, :, group].unsqueeze(-2).to(x.device)
         own = theta.logits_at(group, x) if isinstance(theta, TABSController) else theta[:, :, group]
+        own = own.to(torch.promote_types(own.dtype, torch.float32))  # joules need it, also under autocast
         self.energies.append(expected_energy(own.unsqueeze(-2), costs))
         return gumbel_choices(own.unsqueeze(-2), costs, self.noise, self.temperature).squeeze(-2)
 

@@ -115,14 +115,15 @@ class SwitchedLinear(nn.Module):
             choices: int64 ``[B, T]``.
             counts: tokens of each option.
         """
-        flat, choices = x.flatten(0, -2), choices.flatten()
+        flat, choices, dtype = x.flatten(0, -2), choices.flatten(), computed_dtype(x)
         if max(counts) == len(flat):
-            return self.execute(OPTIONS[counts.index(max(counts))], flat).view(*x.shape[:-1], self.shape[1])
-        found = flat.new_zeros(len(flat), self.shape[1])
+            found = self.execute(OPTIONS[counts.index(max(counts))], flat).to(dtype)
+            return found.view(*x.shape[:-1], self.shape[1])
+        found = flat.new_zeros(len(flat), self.shape[1], dtype=dtype)
         for z, count in enumerate(counts):
             if count:
                 rows = (choices == z).nonzero()[:, 0]
-                found = found.index_copy(0, rows, self.execute(OPTIONS[z], flat[rows]))
+                found = found.index_copy(0, rows, self.execute(OPTIONS[z], flat[rows]).to(dtype))
         return found.view(*x.shape[:-1], self.shape[1])
 
     def execute(self, option: str, x: Tensor) -> Tensor:
@@ -191,6 +192,13 @@ class SwitchedLinear(nn.Module):
         if self._keep:
             self._kept[z] = LayerState(self.adapted), made
         return made
+
+
+def computed_dtype(x: Tensor) -> torch.dtype:
+    """Return the precision of a linear layer's outputs for inputs ``x``, under autocast that of autocast: all
+    options have it, because a cache of keys and values has one precision."""
+    kind = x.device.type
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
 
 
 def padded_count(rows: int) -> int:
