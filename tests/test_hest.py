@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -430,3 +431,24 @@ def test_under_autocast_answers_are_written_and_joules_keep_their_digits(control
     with torch.autocast("cpu", torch.bfloat16):
         _, found, _ = evaluated(method, data, generate=True)
     assert (found["energy/joules_generated"] > 0).all()
+
+
+def test_joules_of_two_sources_are_not_averaged():
+    counted = replace(costs(), label="NVML")
+    with refused("figures of NVML and of modelled"):
+        built(costs=[costs(), counted])
+
+
+def test_a_budget_is_refused_by_the_lengths_of_the_test_set():
+    """The cheapest options cost a smaller share of longer prompts, which these data do not have."""
+    data = records(generate=False)
+    data.prepare_data()
+    data.setup("fit")
+    lengths = Lengths.of(data.test_target, data.test_target.shape[1])
+    shares = []
+    for p, new in zip(lengths.prompts.tolist(), lengths.new.tolist(), strict=True):
+        shares.append((min(1 + 2 * p, 8 + p) + 3 * new) / (2 + 6 * p + 8 * new))
+    assert (8 + 256) / (2 + 6 * 256) < min(shares) - 0.01
+    with refused(f"--model.budget {min(shares) - 0.01:g}"):
+        built(data, budget=min(shares) - 0.01)
+    built(data, budget=min(shares) + 0.01)

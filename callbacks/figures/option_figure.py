@@ -75,7 +75,8 @@ class OptionFigure(FigureMeter):
         device = method.device_of(client)
         shares = costs_by_place(device, choices, lengths)
         budgets = float(np.mean(method.budget_shares))
-        return option_figure(shares, list(device.table.groups), self.seen, budgets)
+        source = f"{device.table.label}, scope {device.table.scope}"
+        return option_figure(shares, list(device.table.groups), self.seen, budgets, source)
 
 
 def costs_by_place(device: Any, choices: torch.Tensor, lengths: Any) -> np.ndarray:
@@ -98,7 +99,9 @@ def costs_by_place(device: Any, choices: torch.Tensor, lengths: Any) -> np.ndarr
         return (np.where(seen, found, 0).sum(0) / np.where(seen.any(0), seen.sum(0), np.nan)).T
 
 
-def option_figure(shares: np.ndarray, groups: list[str], seen: dict[str, Any], budget: float) -> Figure:
+def option_figure(
+    shares: np.ndarray, groups: list[str], seen: dict[str, Any], budget: float, source: str
+) -> Figure:
     """Draw the three panels.
 
     Args:
@@ -106,6 +109,7 @@ def option_figure(shares: np.ndarray, groups: list[str], seen: dict[str, Any], b
         groups: names of the layers.
         seen: what the meter has recorded.
         budget: mean over the clients of E_max, as a share of the cost at *high*.
+        source: where joules come from, and their scope.
     """
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator
@@ -129,7 +133,7 @@ def option_figure(shares: np.ndarray, groups: list[str], seen: dict[str, Any], b
         middle.plot(rounds, 1e3 * joules, color=BLUE, marker="o", label="spent")
         middle.set_ylim(0, 1.25e3 * max(high.max(), joules.max()))
         middle.legend(frameon=False, loc="upper right", ncols=3, fontsize=8, columnspacing=1.0)
-    middle.set(title="a sequence of the test set", xlabel="round", ylabel="millijoules")
+    middle.set(title="a sequence of the test set", xlabel=f"round\n{source}", ylabel="mean millijoules")
     if seen["prices"]:
         at, least, mean, most = np.array(seen["prices"]).T
         right.fill_between(at, least, most, color=ORANGE, alpha=0.25, linewidth=0, label="all clients")

@@ -32,6 +32,7 @@ from fl_lightning.energy import (
     CostTable,
     HESTController,
     TABSController,
+    one_label,
     read_table,
     shipped_table,
 )
@@ -41,14 +42,13 @@ from fl_lightning.methods.base import Method, NetworkCallable
 from fl_lightning.methods.budgets.device import Device
 from fl_lightning.methods.budgets.measuring import COUNTED
 from fl_lightning.methods.budgets.network import BudgetedNetwork, Controller, embedding_of
+from fl_lightning.methods.budgets.passes import Lengths
 from fl_lightning.models.options import SwitchedLinear, add_switches
 from fl_lightning.wire import Layout, Payload
 
 CONTROLLERS = ("hest", "tabs", "bhsp", "none")
 DEFAULT_TABLES = {"model": "llama_tiny", "adapter": "llama_tiny_adapter"}
 """Shipped tables of costs by what *off* leaves out."""
-USUAL_LENGTHS = ((16, 4), (32, 16), (64, 32), (256, 32), (256, 0))
-"""Tokens of a prompt, and steps after it, at which a budget must be reachable at least once."""
 PRICE = "price"
 """Name of lambda in what a client keeps."""
 
@@ -129,6 +129,8 @@ class HEST(Method):
             return
         switches = add_switches(self.network, scope=self.scope, high=self.high)
         self.devices = self._devices([layer.name for layer in switches])
+        for device in self.devices if self.decides else []:
+            require_reachable(device, Lengths.of(data.test_target, data.test_target.shape[1]))
         controller = self._controller(switches)
         self.network = BudgetedNetwork(self.network, switches, controller, self.devices[0])
         self.layout = Layout.of(self.network)
@@ -148,12 +150,10 @@ class HEST(Method):
                 f"write --model.scope {table.scope}, or calibrate with --scope {self.scope}",
             )
             tables.append(table.for_groups(names).without_useless(options=self.options))
+        one_label(table.label for table in tables)  # energy/joules is a mean over devices
         count = math.lcm(len(tables), len(self.budget_shares))
         shares = self.budget_shares
-        found = [Device(tables[i % len(tables)], shares[i % len(shares)], self.whole) for i in range(count)]
-        for device in found if self.decides else []:
-            require_reachable(device)
-        return found
+        return [Device(tables[i % len(tables)], shares[i % len(shares)], self.whole) for i in range(count)]
 
     def _controller(self, switches: Sequence[SwitchedLinear]) -> Controller:
         groups = len(switches)
@@ -231,20 +231,18 @@ def table_of(costs: str) -> CostTable:
     return shipped_table(costs)
 
 
-def require_reachable(device: Device) -> None:
-    """Refuse a budget that no sequence of a usual length can keep.
+def require_reachable(device: Device, lengths: Lengths) -> None:
+    """Refuse a budget that no sequence of these lengths can keep.
 
     Raises:
         InputError: the cheapest options cost more.
     """
-    least = min(
-        max(device.least_share(prompt, new, kind) for kind in ("mean", "q99"))
-        for prompt, new in USUAL_LENGTHS
-    )
+    each = set(zip(lengths.prompts.tolist(), lengths.new.tolist(), strict=True))
+    least = min((device.least_share(*one, "q99") for one in each), default=0.0)
     require(
         least <= device.share,
         f"--model.budget {device.share:g} where the cheapest options cost {least:.2f} of *high*",
-        "a budget below them refuses all sequences",
+        "a budget below them refuses all sequences of the test set",
         f"write --model.budget {min(1.0, least + 0.1):.1f}"
         + (", or --model.scope model" if device.table.scope == "adapter" else ""),
     )
