@@ -16,7 +16,7 @@ from callbacks import OptionFigure
 from fl_lightning.hooks import Meter
 from fl_lightning.methods import HEST, FedAvg
 from fl_lightning.methods.budgets.passes import Lengths
-from fl_lightning.models.options import OPTIONS
+from fl_lightning.models.options import OPTIONS, switched
 
 HIGH = math.exp(2) / (1 + math.exp(2))
 """Probability of *high* at the start, beside one other option."""
@@ -355,6 +355,7 @@ def test_predictions_of_a_network_under_a_budget_need_no_labels():
         ({"features": 0}, "--model.features 0"),
         ({"price_lr": -1.0}, "--model.price_lr"),
         ({"controller": "most"}, "--model.controller"),
+        ({"costs": []}, "--model.costs []"),
         ({"costs": "nowhere.json"}, "nowhere.json"),
         ({"costs": "nothing"}, "no table of costs"),
         ({"scope": "model"}, "--model.scope model with a table of costs of the scope adapter"),
@@ -452,3 +453,17 @@ def test_a_budget_is_refused_by_the_lengths_of_the_test_set():
     with refused(f"--model.budget {min(shares) - 0.01:g}"):
         built(data, budget=min(shares) - 0.01)
     built(data, budget=min(shares) + 0.01)
+
+
+def test_an_answer_is_written_with_weights_that_are_quantised_once(monkeypatch):
+    """A table of costs is of layers that keep their weights in int8."""
+    made = []
+    original = switched.quantised_rows
+    monkeypatch.setattr(switched, "quantised_rows", lambda weight: made.append(weight) or original(weight))
+    method, data = built(controller="bhsp", budget=5.0, costs=costs(high=(20.0, 60.0)))
+    with torch.no_grad():
+        method.network.controller.bias[:, 0] = 50.0
+    method.server["weights"] = method.layout.read(method.network)
+    network = method.deploy(data.client(0)).eval()
+    network.generate(ids_of(some(data)[0])[:, :9], None, max_new_tokens=5)
+    assert len(made) == len(GROUPS)

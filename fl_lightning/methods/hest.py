@@ -140,6 +140,7 @@ class HEST(Method):
     def _devices(self, names: Sequence[str]) -> list[Device]:
         """Return the kinds of devices: client i has entry i modulo their number."""
         given = self.costs if isinstance(self.costs, list) else [self.costs]
+        require(given, "--model.costs []", "a list has the table of one client or more", "leave it out")
         tables = []
         for one in given:
             table = one if isinstance(one, CostTable) else table_of(one or DEFAULT_TABLES[self.scope])

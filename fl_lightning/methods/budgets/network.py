@@ -27,7 +27,7 @@ from fl_lightning.methods.budgets.passes import (
 )
 from fl_lightning.models import MeasuredNetwork
 from fl_lightning.models.language.llama import TokenInputs, prompts_to_continue
-from fl_lightning.models.options import Plan, SwitchedLinear, TokenPlan
+from fl_lightning.models.options import Plan, SwitchedLinear, TokenPlan, narrow_kept
 
 Controller = HESTController | TABSController | BHSPController | None
 
@@ -217,7 +217,7 @@ class BudgetedNetwork(MeasuredNetwork):
         hook = self._embedding[0].register_forward_hook(decoding.choose)
         mask = torch.arange(ids.shape[1]) < prompts.unsqueeze(1)
         try:
-            with self.board.using(decoding):
+            with self.board.using(decoding), narrow_kept(self.network):
                 found = self.network.generate(ids, mask.to(ids.device), **options)
         finally:
             hook.remove()
