@@ -5,18 +5,26 @@ from __future__ import annotations
 import csv
 import math
 from dataclasses import replace
+from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
 from budgeted import GROUPS, costs
+from lightning.fabric import Fabric
 from refusals import refused
 from tiny_language import fit, method_of, records
 
 from callbacks import OptionFigure
+from fl_lightning.energy import shipped_table
 from fl_lightning.hooks import Meter
 from fl_lightning.methods import HEST, FedAvg
+from fl_lightning.methods.budgets.device import Device
 from fl_lightning.methods.budgets.passes import Lengths
+from fl_lightning.models import LlamaTiny
 from fl_lightning.models.options import OPTIONS, switched
+from fl_lightning.probing.by_kind import by_kind
+from fl_lightning.probing.noisy_prompts import noisy_prompts
 
 HIGH = math.exp(2) / (1 + math.exp(2))
 """Probability of *high* at the start, beside one other option."""
@@ -467,3 +475,44 @@ def test_an_answer_is_written_with_weights_that_are_quantised_once(monkeypatch):
     network = method.deploy(data.client(0)).eval()
     network.generate(ids_of(some(data)[0])[:, :9], None, max_new_tokens=5)
     assert len(made) == len(GROUPS)
+
+
+def test_the_default_table_is_of_the_adapters():
+    """The groups of all adapters of a network have the same names, and other costs."""
+
+    def all_high_of(**settings):
+        method, _ = built(network=partial(LlamaTiny, **settings), costs=None, scope="model")
+        return method.devices[0].all_high(64, 8, "mean")
+
+    spectral, lora = (
+        Device(shipped_table(name), 1.0).all_high(64, 8, "mean") for name in ("llama_tiny", "llama_tiny_lora")
+    )
+    assert all_high_of(adapter="spectral", rank=96) == pytest.approx(spectral)
+    assert all_high_of(adapter="lora", rank=8) == pytest.approx(lora)
+    assert abs(spectral / lora - 1) > 0.01
+    for settings in ({"adapter": "lora", "rank": 4}, {"adapter": "svft", "rank": 96}):
+        with refused("without --model.costs", "--calibrate"):
+            all_high_of(**settings)
+
+
+def test_probes_count_what_evaluations_count():
+    method, data = built(budget=0.7)
+    disturb(method)
+    everything = torch.arange(len(data.test_target))
+    network = method.deploy(data.client(0))
+    subject = SimpleNamespace(
+        data=data,
+        method=method,
+        fabric=Fabric(accelerator="cpu"),
+        networks=lambda: [(network, everything)],
+        seed=0,
+    )
+    found = by_kind(subject).metrics
+    with torch.no_grad():
+        network.eval().expect(data.test_target)
+        network(data.inputs("test", everything))
+    clamped = float(network.measured()["energy/clamped"].sum())
+    assert clamped > 1  # a mean would be less
+    assert sum(value for name, value in found.items() if name.endswith("energy/clamped")) == clamped
+    noisy = noisy_prompts(subject).metrics
+    assert noisy["typos/energy/clamped"] > 1

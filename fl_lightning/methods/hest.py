@@ -37,18 +37,19 @@ from fl_lightning.energy import (
     shipped_table,
 )
 from fl_lightning.energy.gating import TEMPERATURE
-from fl_lightning.errors import require, require_choice
+from fl_lightning.errors import InputError, require, require_choice
 from fl_lightning.methods.base import Method, NetworkCallable
 from fl_lightning.methods.budgets.device import Device
 from fl_lightning.methods.budgets.measuring import COUNTED
 from fl_lightning.methods.budgets.network import BudgetedNetwork, Controller, embedding_of
 from fl_lightning.methods.budgets.passes import Lengths
+from fl_lightning.models.adapters import LoRALinear, SpectralLinear
 from fl_lightning.models.options import SwitchedLinear, add_switches
 from fl_lightning.wire import Layout, Payload
 
 CONTROLLERS = ("hest", "tabs", "bhsp", "none")
 DEFAULT_TABLES = {"model": "llama_tiny", "adapter": "llama_tiny_adapter"}
-"""Shipped tables of costs by what *off* leaves out."""
+"""Shipped tables of costs of spectral adapters by what *off* leaves out."""
 PRICE = "price"
 """Name of lambda in what a client keeps."""
 
@@ -68,7 +69,7 @@ class HEST(Method):
         high: precision of the option *high*: ``float32`` or ``bfloat16``.
         costs: file of a table of costs, as ``python -m fl_lightning energy --calibrate true`` writes it; a
             list of files: client i has entry i modulo their number. Or the name of a table that comes with
-            the package. Default: ``llama_tiny`` or, in the scope ``adapter``, ``llama_tiny_adapter``.
+            the package. Default: the one among these that is of the network's adapters.
         budget: E_max of a sequence, as a share of what it costs with all layers at *high*; a list: client i
             has entry i modulo their number. Infinity for all: no controller, FedAvg of the adapters.
         budget_of: what the budget and ``energy/joules`` are of: the switched ``layers``, or the whole
@@ -128,7 +129,7 @@ class HEST(Method):
         if not self.limited:
             return
         switches = add_switches(self.network, scope=self.scope, high=self.high)
-        self.devices = self._devices([layer.name for layer in switches])
+        self.devices = self._devices(switches)
         for device in self.devices if self.decides else []:
             require_reachable(device, Lengths.of(data.test_target, data.test_target.shape[1]))
         controller = self._controller(switches)
@@ -137,20 +138,24 @@ class HEST(Method):
         self.server = {"weights": self.layout.to_wire(self.layout.read(self.network))}
         self._build_terms()
 
-    def _devices(self, names: Sequence[str]) -> list[Device]:
+    def _devices(self, switches: Sequence[SwitchedLinear]) -> list[Device]:
         """Return the kinds of devices: client i has entry i modulo their number."""
         given = self.costs if isinstance(self.costs, list) else [self.costs]
         require(given, "--model.costs []", "a list has the table of one client or more", "leave it out")
         tables = []
         for one in given:
-            table = one if isinstance(one, CostTable) else table_of(one or DEFAULT_TABLES[self.scope])
+            table = (
+                one if isinstance(one, CostTable) else table_of(one or default_table(switches, self.scope))
+            )
             require(
                 table.scope == self.scope,
                 f"--model.scope {self.scope} with a table of costs of the scope {table.scope}",
                 "a table is of what *off* leaves out",
                 f"write --model.scope {table.scope}, or calibrate with --scope {self.scope}",
             )
-            tables.append(table.for_groups(names).without_useless(options=self.options))
+            tables.append(
+                table.for_groups([layer.name for layer in switches]).without_useless(options=self.options)
+            )
         one_label(table.label for table in tables)  # energy/joules is a mean over devices
         count = math.lcm(len(tables), len(self.budget_shares))
         shares = self.budget_shares
@@ -230,6 +235,27 @@ def table_of(costs: str) -> CostTable:
     if Path(costs).suffix or len(Path(costs).parts) > 1:
         return read_table(costs)
     return shipped_table(costs)
+
+
+def default_table(switches: Sequence[SwitchedLinear], scope: str) -> str:
+    """Return the shipped table that is of these adapters; groups of all kinds have the same names.
+
+    Raises:
+        InputError: none is.
+    """
+    kinds = {type(one.adapted) for one in switches}
+    if kinds == {SpectralLinear} and {len(one.adapted.spectral_m) for one in switches} == {96}:
+        return DEFAULT_TABLES[scope]
+    is_lora = kinds == {LoRALinear} and {one.adapted.lora_A.out_features for one in switches} == {8}
+    if is_lora and scope == "model":
+        return "llama_tiny_lora"
+    raise InputError(
+        f"adapters {min(kind.__name__ for kind in kinds)} in the scope {scope} without --model.costs",
+        "tables that come with the package are of spectral adapters of rank 96, and of LoRA of rank 8 in the "
+        "scope model",
+        "calibrate: python -m fl_lightning energy --calibrate --adapter KIND --rank RANK --scope "
+        f"{scope} --out costs.json, and write --model.costs costs.json",
+    )
 
 
 def require_reachable(device: Device, lengths: Lengths) -> None:

@@ -35,7 +35,8 @@ def by_kind(subject: ProbedModel) -> Finding:
                     sums[name, metric] += torch.stack([total, weight])
     means: dict[str, dict[str, Any]] = defaultdict(dict)
     for (name, metric), (total, weight) in sums.items():
-        means[name][metric] = (total / weight).numpy()
+        counted = metric in subject.method.counted_metrics
+        means[name][metric] = (total if counted else total / weight).numpy()
     metrics = {
         f"kind/{name}/{metric}": float(value)
         for name in sorted(means)

@@ -57,7 +57,11 @@ def _metrics_under(subject: ProbedModel, data: TextData, noise: str) -> dict[str
             _, found = evaluate_batch(subject.fabric, data.task, network, inputs, target)
             for metric, (total, weight) in found.items():
                 sums[metric] += torch.stack([total.sum(), weight.sum()]).cpu()
-    means = {metric: (total / weight).numpy() for metric, (total, weight) in sums.items()}
+    counted = subject.method.counted_metrics
+    means = {
+        metric: (total if metric in counted else total / weight).numpy()
+        for metric, (total, weight) in sums.items()
+    }
     return {name: float(value) for name, value in data.task.finish(means).items()}
 
 
