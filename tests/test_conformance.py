@@ -21,10 +21,11 @@ METHODS = [
     if _is_method(getattr(methods, name)) and name != "Centralised"  # whose clients make no step
 ]
 BUDGETS = {"AQFL", "FedMPQ", "FedMPQKD"}
-NEUTRAL = {"FedProx", "FedNTD", "QFedAvg", "FedKD", "FedVEMoE"}
-KEEPS = {"FedKD", "FedMosaic", "LocalOnly", "FedVEMoE"}
+NEUTRAL = {"FedProx", "FedNTD", "QFedAvg", "FedKD", "FedVEMoE", "HEST"}
+KEEPS = {"FedKD", "FedMosaic", "LocalOnly", "FedVEMoE", "HEST"}
 SINGLE_UPLOADS = {"FedKD", "FedMosaic", "LocalOnly"}
 OF_ITS_OWN = {"FedMosaic", "LocalOnly", "Oracle", "FedVEMoE"}
+OF_TEXT = {"FedVEMoE", "HEST"}
 ON_THE_QUADRATIC = {
     "known optimum",
     "agreement",
@@ -51,13 +52,15 @@ def test_every_method_conforms(name):
         if name not in those
     }
     expected |= {"partial participation", "weights by examples"} if name in OF_ITS_OWN else set()
-    expected |= {"broadcast"} if name in ("LocalOnly", "Oracle", "FedVEMoE") else set()
+    expected |= {"broadcast"} if name in ("LocalOnly", "Oracle", "FedVEMoE", "HEST") else set()
     expected |= (
         {"order of uploads"} if name in SINGLE_UPLOADS else set()
     )  # their servers need the single uploads
     expected |= {"control variates"}
-    expected |= ON_THE_QUADRATIC if name == "FedVEMoE" else set()  # it learns text
-    expected |= {"same start as declared"} if name in {"AQFL", "FedKD", *OF_ITS_OWN} else set()
+    expected |= (
+        ON_THE_QUADRATIC | {"partial participation", "weights by examples"} if name in OF_TEXT else set()
+    )
+    expected |= {"same start as declared"} if name in {"AQFL", "FedKD", "HEST", *OF_ITS_OWN} else set()
     assert {o.check for o in outcomes if o.verdict == "not applicable"} == expected
     assert "as by hand formula" in next(o.detail for o in outcomes if o.check == "bytes on the wire")
 

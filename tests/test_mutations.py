@@ -80,7 +80,7 @@ def check(config: dict, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> N
 
 @pytest.mark.slow
 @pytest.mark.essential
-@settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(damaged())
 def test_damaged_configuration(tmp_path, monkeypatch, capsys, config):
     monkeypatch.chdir(tmp_path)

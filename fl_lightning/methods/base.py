@@ -37,7 +37,7 @@ from fl_lightning.methods.local_work import LocalWork
 from fl_lightning.methods.summing import SummingServer
 from fl_lightning.methods.terms import LocalStep, Term, check_terms
 from fl_lightning.methods.weighing import BY_EXAMPLES, ClientWeights, Weighing
-from fl_lightning.models import build_network
+from fl_lightning.models import NetworkName, build_network
 from fl_lightning.models.tensors import tensors_of
 from fl_lightning.privacy import MAX_MAGNITUDE, largest
 from fl_lightning.support.recorded import Recorded
@@ -47,6 +47,8 @@ from fl_lightning.wire import Layout, Payload, PayloadError
 OptimizerCallable = Callable[[Iterable], Optimizer]
 SchedulerCallable = Callable[[Optimizer], LRScheduler]
 NetworkCallable = Callable[[int], nn.Module]
+NetworkSetting = NetworkName | NetworkCallable | str
+"""The names come first: jsonargparse looks for any other text among all classes of ``torch.nn.Module``."""
 
 
 class Method(Recorded, SummingServer, LightningModule):
@@ -165,7 +167,7 @@ class Method(Recorded, SummingServer, LightningModule):
 
     def __init__(
         self,
-        network: NetworkCallable | str = "small_cnn",
+        network: NetworkSetting = "small_cnn",
         optimizer: OptimizerCallable | None = None,
         average: Average = WEIGHTED_MEAN,
         max_share: float = 1.0,

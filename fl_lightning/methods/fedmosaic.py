@@ -29,7 +29,7 @@ from fl_lightning.client import Client
 from fl_lightning.data import FederatedData
 from fl_lightning.errors import InputError
 from fl_lightning.methods.averaging import WeightedMean
-from fl_lightning.methods.base import Method, NetworkCallable
+from fl_lightning.methods.base import Method, NetworkSetting
 from fl_lightning.methods.relevance import (
     cosine,
     gradient_of,
@@ -94,9 +94,9 @@ class FedMosaic(Method):
 
     def __init__(
         self,
-        network: NetworkCallable | str = "residual_mlp",
-        networks: list[NetworkCallable | str] | None = None,
-        reference: NetworkCallable | str = "small_cnn",
+        network: NetworkSetting = "residual_mlp",
+        networks: list[NetworkSetting] | None = None,
+        reference: NetworkSetting = "small_cnn",
         rank: int = 8,
         num_blocks: int = 4,
         scale: float = 1.0,

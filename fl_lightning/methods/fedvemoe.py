@@ -35,7 +35,7 @@ from torch.func import functional_call
 from fl_lightning.client import Client
 from fl_lightning.data import FederatedData
 from fl_lightning.errors import require
-from fl_lightning.methods.base import Method, NetworkCallable
+from fl_lightning.methods.base import Method, NetworkSetting
 from fl_lightning.methods.experts.merging import AdapterSpace
 from fl_lightning.methods.experts.responsibilities import (
     Paired,
@@ -116,7 +116,7 @@ class FedVEMoE(Method):
 
     def __init__(
         self,
-        network: NetworkCallable | str = "llama_tiny",
+        network: NetworkSetting = "llama_tiny",
         k_init: int = 1,
         k_max: int = 8,
         top_m: int = 2,

@@ -38,7 +38,7 @@ from fl_lightning.energy import (
 )
 from fl_lightning.energy.gating import TEMPERATURE
 from fl_lightning.errors import InputError, require, require_choice
-from fl_lightning.methods.base import Method, NetworkCallable
+from fl_lightning.methods.base import Method, NetworkSetting
 from fl_lightning.methods.budgets.device import Device
 from fl_lightning.methods.budgets.measuring import COUNTED
 from fl_lightning.methods.budgets.network import BudgetedNetwork, Controller, embedding_of
@@ -89,7 +89,7 @@ class HEST(Method):
 
     def __init__(
         self,
-        network: NetworkCallable | str = "llama_tiny",
+        network: NetworkSetting = "llama_tiny",
         controller: Literal["hest", "tabs", "bhsp", "none"] = "hest",
         features: int = 8,
         scope: Literal["adapter", "model"] = "model",

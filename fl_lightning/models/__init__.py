@@ -8,7 +8,7 @@ from difflib import get_close_matches
 from functools import partial
 from importlib import import_module
 from inspect import isclass, signature
-from typing import Any
+from typing import Any, Literal, get_args
 
 import torch
 from torch import nn
@@ -31,6 +31,7 @@ __all__ = [
     "FirstInputs",
     "LlamaTiny",
     "MeasuredNetwork",
+    "NetworkName",
     "ResNet20",
     "ResidualMLP",
     "SmallCNN",
@@ -44,8 +45,11 @@ _IMAGE_NETWORKS: dict[str, Callable[..., nn.Module]] = {
     "residual_mlp": ResidualMLP,
 }
 _OWN_NETWORKS: dict[str, Callable[..., nn.Module]] = {**_IMAGE_NETWORKS, "mlp": MLP}
-NETWORKS = ("small_cnn", "resnet20", "mobilenetv2", "vit_small", "residual_mlp", "mlp")
+NetworkName = Literal[
+    "small_cnn", "resnet20", "mobilenetv2", "vit_small", "residual_mlp", "mlp", "llama_tiny"
+]
 LANGUAGE_NETWORKS: dict[str, Callable[[int], nn.Module]] = {"llama_tiny": LlamaTiny}
+NETWORKS = tuple(name for name in get_args(NetworkName) if name not in LANGUAGE_NETWORKS)
 _TIMM_NAMES = {"mobilenetv2": "mobilenetv2_100", "vit_small": "vit_small_patch16_224"}
 
 
