@@ -182,6 +182,7 @@ def train_clients(
         else:
             task = tasks[position]
             entry = LedgerEntry(task.round, task.client.id, "dropped", result.unanswered)
+            fed.method.served = [id for id in fed.method.served if id != task.client.id]
         counted = uploads.get(result.client.id)
         examples = examples_in(counted) if apart and counted is not None else 0
         receipts[position] = Receipt(result.client, entry, result.losses, examples)

@@ -20,6 +20,8 @@ from toy import ready
 from callbacks import ByzantineClients, ExpertFigure, FactorError, NewTasks
 from callbacks.meters.factor_error import adapters_in
 from fl_lightning.data import TokenData
+from fl_lightning.engines.base import ClientResult
+from fl_lightning.engines.sequential import SequentialEngine
 from fl_lightning.hooks import Meter
 from fl_lightning.methods import FedAvg, FedVEMoE, LocalOnly
 from fl_lightning.methods.private_sums import clip_addends
@@ -340,6 +342,23 @@ def test_clients_that_remember_experts_are_sent_those_that_moved(tmp_path, wire)
     assert all(rows in range(5) for rows in saved)
     assert saved[:2] == [0, 0]  # nobody remembers anything
     assert max(saved) > 0
+
+
+def test_a_client_that_did_not_answer_is_sent_again_what_it_missed(tmp_path, monkeypatch):
+    """In rounds 2 and 3 a machine is away, so its client remembers the experts of round 1."""
+    train = SequentialEngine.train
+
+    def with_one_away(engine, tasks, units=None):
+        for result, task in zip(train(engine, tasks, units), tasks, strict=True):
+            away = task.client.id == 1 and task.round in (2, 3)
+            yield ClientResult(task.client, b"", {}, {}, 0, unanswered=len(task.message)) if away else result
+
+    monkeypatch.setattr(SequentialEngine, "train", with_one_away)
+    method = method_of(FedVEMoE, k_init=4, k_max=5, down="changed")
+    fit(method, tmp_path, max_rounds=3)
+    served = method.server["served"].tolist()
+    assert served.pop(1) == 1
+    assert set(served) == {3}
 
 
 def test_a_client_that_remembers_goes_on_after_an_interruption(tmp_path):
