@@ -40,6 +40,7 @@ from fl_lightning.energy.fitting import (
     relative_errors,
     robust_mean,
 )
+from fl_lightning.energy.samples import Measured, tables_of
 from fl_lightning.energy.works import LinearShape, ZeroOutput
 from fl_lightning.models import LlamaTiny
 from fl_lightning.models.adapters import adapter_layers
@@ -130,6 +131,8 @@ def test_a_file_is_exact(tmp_path):
         (["costs", 1, "high", "mean", "joules"], [1.0], "a curve"),
         (["rest"], None, "rest"),
         (["format"], 2, "the table"),
+        (["high"], "float16", "high float16"),
+        (["high"], 16, "the table"),
         (["context"], -1, "the table"),
         (["removed"], [{"group": "a.q", "option": "high", "first": 1, "last": None}], "removed a.q: high"),
         (["removed"], [{"group": "z", "option": "off", "first": 1, "last": None}], "removed z: off"),
@@ -144,7 +147,7 @@ def test_damaged_files_are_refused_by_name(path, value, given):
     at[path[-1]] = value
     with refused(given):
         from_json(json.dumps(document))
-    if path[-1] in ("a.q", "int9"):
+    if path[-1] in ("a.q", "int9", "high"):  # a table without the last is one of before
         return
     del at[path[-1]]
     with refused(""):
@@ -159,7 +162,7 @@ def test_other_networks_and_mixed_labels_are_refused():
         table().for_groups(["a.q"])
     one, other = (replace(table(), groups={name: table().groups[name]}) for name in ("a.q", "b.o"))
     assert joined([one, other]) == table()
-    for changed in ({"label": "RAPL"}, {"device": "another"}, {"scope": "model"}):
+    for changed in ({"label": "RAPL"}, {"device": "another"}, {"scope": "model"}, {"high": "bfloat16"}):
         with refused(next(iter(changed.values()))):
             joined([one, replace(other, **changed)])
     with refused("two tables with a.q"):
@@ -258,7 +261,7 @@ def test_a_line_is_found_and_a_bend_is_kept():
     assert cost.q99.at([1, 2]).tolist() == [1.0, 9.0]
 
 
-def test_what_layers_cost_more_in_the_network_is_added(few_tokens):
+def test_what_layers_cost_more_in_the_network_is_added():
     """Two groups of 10 + n, 5 + n and 7 + 2 n joules alone, a rest of 3, and 4 more a layer in steps (of int8 9);
     50 for a step of the held-out length. Of one token every second sample is held out, which is half as much."""
     shape = LinearShape(4, 4)
@@ -272,22 +275,26 @@ def test_what_layers_cost_more_in_the_network_is_added(few_tokens):
         )
     samples |= {("rest", n): np.full(10, 3.0) for n in (1, 2, 4)}
     groups = {"a": shape, "b": shape}
-    found = calibration.evaluated(samples, groups, LABEL, "adapter", 8)
+
+    def evaluated(scope: str = "adapter"):
+        return tables_of({"": Measured(samples, groups, scope)}, LABEL, 8)[""]
+
+    found = evaluated()
     assert found.table.tensors(2).numpy() == pytest.approx(np.array([[16, 11, 15]] * 2))
     assert [found.table.fixed(n) for n in (1, 2, 4)] == pytest.approx([3] * 3)
     assert found.table.all_high(4) == pytest.approx(3 + 2 * 19)
     assert found.errors["4x4 int8"] == {1: pytest.approx(0, abs=1e-9), 3: pytest.approx(0, abs=1e-9)}
     assert found.errors["step high"] == {1: pytest.approx(1.0), 3: pytest.approx((3 + 2 * 17) / 50 - 1)}
     assert found.largest_error("step high") == 1.0
-    skipping = calibration.evaluated(samples, groups, LABEL, "model", 8)
+    skipping = evaluated("model")
     assert skipping.table.tensors(2)[0].tolist() == pytest.approx([16, 7 + 6.5, 11 + 6.5])  # off by itself
     samples["step high", 2][:] = 300.0
-    charged = calibration.evaluated(samples, groups, LABEL, "adapter", 8).table
+    charged = evaluated().table
     assert charged.all_high(2, "q99") == pytest.approx(300)
     samples |= {
         ("rest", n): np.full(10, 500.0) for n in (1, 2, 4)
     }  # a disturbed moment: nothing is taken away
-    found = calibration.evaluated(samples, groups, LABEL, "adapter", 8)
+    found = evaluated()
     assert found.table.tensors(2).numpy() == pytest.approx(np.array([[12, 7, 11]] * 2))
 
 
@@ -319,13 +326,12 @@ def test_the_rest_has_no_group_and_the_step_is_the_network():
     """The step's logits are those of the whole sequence, and without groups no linear layer is computed."""
     network = LlamaTiny(259).eval()
     with torch.inference_mode(), calibration.rng.torch_stream(0, "calibration"):
-        step = calibration.step_work(network, tokens=3, context=8)
-    ids = step.__closure__
-    assert ids is not None
-    with torch.inference_mode():
+        prefix = calibration.prefix_of(network, tokens=3, context=8)
+        step = calibration.step_work(network, prefix)
         first, again = step(), step()
-        names = dict(zip(step.__code__.co_freevars, (cell.cell_contents for cell in ids), strict=True))
-        whole = network(names["ids"])[:, -1]
+        whole = network(prefix.ids)[:, -1]
+    assert prefix.ids.shape == (1, 8)
+    assert prefix.before == 5
     assert torch.equal(first, again), "the cache of earlier tokens is not written into"
     torch.testing.assert_close(first, whole)
     switched, layers = calibration.switched_copy(network, "adapter")
@@ -364,6 +370,10 @@ def test_the_command_prints_a_table_and_measures_one(tmp_path, capsys, monkeypat
         (["--calibrate", "--watts", "-1", "--meter", "modelled"], "-1"),
         (["--calibrate", "--out", "no/such/folder.json"], "no/such/folder.json"),
         (["--calibrate", "--seconds", "0"], "--seconds 0"),
+        (["--calibrate", "--adapter", "merged", "--scope", "adapter"], "merged --scope adapter"),
+        (["--calibrate", "--adapter", "glue"], "--adapter glue"),
+        (["--calibrate", "--high", "float16"], "--high float16"),
+        (["--calibrate", "--targets", "q_proj"], "q_proj"),
         (["--network", "nothing"], "nothing"),
     ],
 )

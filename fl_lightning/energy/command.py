@@ -10,15 +10,13 @@ from rich.table import Table
 
 from fl_lightning.energy.calibrate import DEFAULT_CONTEXT, Calibration
 from fl_lightning.energy.calibrate import calibrate as measure_network
-from fl_lightning.energy.costs import OPTIONS, SCOPES, CostTable
+from fl_lightning.energy.costs import OPTIONS, PRECISIONS, SCOPES, CostTable
 from fl_lightning.energy.fitting import MAX_RELATIVE_ERROR
 from fl_lightning.energy.meters import DEFAULT_WATTS, ModelledMeter, best_meter
+from fl_lightning.energy.networks import MERGED, adapted_network
 from fl_lightning.energy.table_files import read_table, shipped_table, to_json
 from fl_lightning.errors import InputError, require, require_choice
-from fl_lightning.models import LANGUAGE_NETWORKS
-from fl_lightning.models.adapters import ADAPTERS
-from fl_lightning.models.language.llama import Llama
-from fl_lightning.models.language.tiny import BYTE_VOCABULARY
+from fl_lightning.models.adapters import ALL_LINEAR
 from fl_lightning.support import disk
 
 METERS = ("best", "modelled")
@@ -30,12 +28,14 @@ def energy(
     table: str | None = None,
     calibrate: bool = False,
     network: str = "llama_tiny",
-    adapter: str = "spectral",
-    rank: int = 96,
+    adapter: str | None = None,
+    rank: int | None = None,
+    targets: str = ALL_LINEAR,
     meter: str = "best",
     watts: float = DEFAULT_WATTS,
     seconds: float = 60.0,
-    scope: str = "adapter",
+    scope: str | None = None,
+    high: str = "float32",
     context: int = DEFAULT_CONTEXT,
     out: str | None = None,
 ) -> None:
@@ -44,14 +44,18 @@ def energy(
     Args:
         table: JSON file of the table to print; by default the one that comes with the package.
         calibrate: measure instead of reading a table.
-        network: the network: llama_tiny.
-        adapter: kind of its adapters: lora, ffa, pissa, adalora, svft or spectral.
-        rank: their rank.
+        network: the network: llama_tiny, or hf:NAME_OR_FOLDER. Without calibrate: name of the table that
+            comes with the package.
+        adapter: kind of its adapters: lora, ffa, pissa, adalora, svft or spectral; or merged, LoRA that is
+            always on and merged into its base. Default: spectral of llama_tiny, lora of others.
+        rank: their rank. Default: 96 for spectral and svft of llama_tiny, else 8.
+        targets: which layers have adapters: all-linear, or names with commas between them.
         meter: best, which is RAPL's counters where they can be read, or modelled, CPU seconds at a stated
             power.
         watts: power of one busy core, for modelled joules.
         seconds: time of the measurement.
-        scope: what off leaves out, adapter or model.
+        scope: what off leaves out, adapter or model. Default: model of merged adapters, else adapter.
+        high: precision of the option high, float32 or bfloat16.
         context: tokens that a step sees, its own included.
         out: JSON file to write what was measured to.
 
@@ -71,9 +75,16 @@ def energy(
     require(
         table is None, f"--table {table} with --calibrate", "a table is read or measured", "leave one out"
     )
-    require_choice(network, tuple(LANGUAGE_NETWORKS), "--network")
+    scope = scope or ("model" if adapter == MERGED else "adapter")
     require_choice(meter, METERS, "--meter")
     require_choice(scope, SCOPES, "--scope")
+    require_choice(high, PRECISIONS, "--high")
+    require(
+        adapter != MERGED or scope == "model",
+        f"--adapter {MERGED} --scope {scope}",
+        "an adapter that is merged into its layer cannot be left out by itself",
+        "write --scope model",
+    )
     if out is not None:
         require(
             Path(out).parent.is_dir() and not Path(out).is_dir(),
@@ -81,26 +92,34 @@ def energy(
             "the file's folder exists",
             "write --out costs.json",
         )
-    require_choice(adapter, ADAPTERS, "--adapter")
-    made = LANGUAGE_NETWORKS[network](BYTE_VOCABULARY, adapter=adapter, rank=rank)  # type: ignore[call-arg]
-    assert isinstance(made, Llama)
+    made = adapted_network(network, adapter, rank, targets)
     counter = best_meter("cpu", watts) if meter == "best" else ModelledMeter(watts)
-    found = measure_network(made.eval(), counter, seconds, scope, context)  # type: ignore[arg-type]
+    found = measure_network(made, counter, seconds, scope, context, high=high)  # type: ignore[arg-type]
     print_table(found.table, console)
     print_errors(found, console)
     if out is not None:
-        try:
-            disk.replace(Path(out), to_json(found.table).encode())
-        except OSError as error:
-            raise InputError(
-                f"--out {out}", f"it cannot be written ({error.strerror})", "name another"
-            ) from None
-        console.print(f"written: {escape(out)}", soft_wrap=True)
+        write_table(found.table, Path(out), console)
+
+
+def write_table(table: CostTable, path: Path, console: Console) -> None:
+    """Write the file of a table, and say so.
+
+    Raises:
+        InputError: it cannot be written.
+    """
+    try:
+        disk.replace(path, to_json(table).encode())
+    except OSError as error:
+        raise InputError(
+            f"--out {path}", f"it cannot be written ({error.strerror})", "name another"
+        ) from None
+    console.print(f"written: {escape(str(path))}", soft_wrap=True)
 
 
 def print_table(table: CostTable, console: Console) -> None:
     """Print the costs, one row for the groups of one cost, and what is not cheaper than something better."""
     grid = Table(title=f"{escape(table.label)}, scope {table.scope}, {escape(table.device)}")
+    grid.caption = f"high is in {table.high}"
     grid.add_column("groups")
     grid.add_column("option")
     for tokens in SHOWN_TOKENS:

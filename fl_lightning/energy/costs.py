@@ -23,6 +23,8 @@ SCOPES = ("adapter", "model")
 """Whether *off* leaves out the adapter alone or the whole linear layer."""
 LABELS = re.compile(r"NVML|RAPL|modelled: CPU seconds x \d+(\.\d+)? W")
 """Where joules come from. A table has one label, and figures with different labels are never mixed."""
+PRECISIONS = ("float32", "bfloat16")
+"""Of the option ``high``; float32 is that of the network."""
 LARGEST_STEP = 4096
 """Tokens up to which useless options are looked for."""
 
@@ -64,10 +66,11 @@ class CostTable:
         groups: cost of each option of each group, in the order of the network.
         rest: cost of everything that no option changes: embedding, attention, normalisation, head.
         removed: options that are not to be used, see :meth:`without_useless`.
+        high: precision that *high* was measured in, ``float32`` or ``bfloat16``.
 
     Raises:
-        InputError: the label or the scope is unknown, there is no group, a group lacks an option or has an
-            unknown one, or a removal names what the table does not have.
+        InputError: the label, the scope or the precision is unknown, there is no group, a group lacks an
+            option or has an unknown one, or a removal names what the table does not have.
     """
 
     label: str
@@ -77,10 +80,12 @@ class CostTable:
     groups: Mapping[str, Mapping[str, MeasuredCost]]
     rest: MeasuredCost
     removed: tuple[Removal, ...] = ()
+    high: str = "float32"
 
     def __post_init__(self) -> None:
         require_label(self.label)
         require_choice(self.scope, SCOPES, "scope")
+        require_choice(self.high, PRECISIONS, "high")
         require(self.groups, "a table of costs without groups", "it has one group or more", "calibrate again")
         for name, options in self.groups.items():
             require(
@@ -173,8 +178,12 @@ class CostTable:
                     found.append(Removal(name, option))
         return replace(self, removed=tuple(found))
 
-    def for_groups(self, names: Sequence[str]) -> CostTable:
+    def for_groups(self, names: Sequence[str], advice: str = "calibrate this network") -> CostTable:
         """Return the table with its groups in the order of a network's.
+
+        Args:
+            names: of the network's groups.
+            advice: what to do where the network has others, for the message.
 
         Raises:
             InputError: the network has other groups.
@@ -185,7 +194,7 @@ class CostTable:
             f"a table of {len(self.groups)} groups for a network of {len(names)}, which "
             + (f"also has {min(lacks)}" if lacks else f"has no {min(foreign, default='')}"),
             "a table is of the network that it was calibrated on",
-            "calibrate this network: python -m fl_lightning energy --calibrate --network NAME",
+            advice,
         )
         return replace(self, groups={name: self.groups[name] for name in names})
 
@@ -220,12 +229,13 @@ def joined(tables: Sequence[CostTable]) -> CostTable:
     The rest is that of the first.
 
     Raises:
-        InputError: labels, devices, scopes or contexts differ, or two tables have a group in common.
+        InputError: labels, devices, scopes, contexts or precisions differ, or two tables have a group in
+            common.
     """
     first = tables[0]
     groups: dict[str, Mapping[str, MeasuredCost]] = {}
     for table in tables:
-        for name in ("label", "device", "scope", "context"):
+        for name in ("label", "device", "scope", "context", "high"):
             one, other = getattr(first, name), getattr(table, name)
             require(
                 one == other,

@@ -14,6 +14,8 @@ from fl_lightning.errors import InputError, require
 FORMAT = 1
 """Number of the file's form; a reader refuses others."""
 KEYS = {"format", "label", "device", "scope", "context", "rest", "costs", "groups", "removed"}
+LATER_KEYS = {"high"}
+"""Keys that tables of before do not have: their *high* is float32."""
 MAX_BYTES = 2**24
 
 
@@ -30,6 +32,7 @@ def to_json(table: CostTable) -> str:
         "label": table.label,
         "device": table.device,
         "scope": table.scope,
+        "high": table.high,
         "context": table.context,
         "rest": table.rest.as_json(),
         "costs": [{option: options[option].as_json() for option in OPTIONS} for options in costs],
@@ -73,23 +76,24 @@ def from_json(text: str, given: str = "the table") -> CostTable:
             groups,
             measured_from_json(document["rest"], "rest"),
             tuple(_removal(entry) for entry in document["removed"]),
+            document.get("high", "float32"),
         )
     except InputError as error:
         raise error.within(given) from None
 
 
 def _require_form(document: Any, given: str) -> None:
-    keys = set(document) if isinstance(document, Mapping) else set()
+    keys = set(document) - LATER_KEYS if isinstance(document, Mapping) else set()
     wrong = sorted(keys ^ KEYS)
     require(
         keys == KEYS,
         f"{given} {'without' if wrong and wrong[0] in KEYS else 'with'} {', '.join(wrong) or 'keys'}",
-        f"a table has the keys {', '.join(sorted(KEYS))}",
+        f"a table has the keys {', '.join(sorted(KEYS))}, and high",
         "calibrate again",
     )
     require(
         document["format"] == FORMAT
-        and all(isinstance(document[key], str) for key in ("label", "device", "scope"))
+        and all(isinstance(document.get(key, ""), str) for key in ("label", "device", "scope", "high"))
         and type(document["context"]) is int
         and document["context"] >= 0
         and all(isinstance(document[key], list) for key in ("costs", "removed"))
@@ -137,24 +141,31 @@ def read_table(path: Path | str) -> CostTable:
         raise InputError(
             str(path),
             f"it cannot be read ({getattr(error, 'strerror', None) or error})",
-            f"make it: python -m fl_lightning energy --calibrate --out {path.name}",
+            "correct the path, or make a table: python -m fl_lightning energy --calibrate true "
+            f"--network NAME --out {path.name}",
         ) from None
     return from_json(text, str(path))
 
 
 def shipped_table(network: str = "llama_tiny") -> CostTable:
-    """Return the table that comes with the package for one of its networks.
+    """Return the table of this name that comes with the package.
 
     Its joules are of the device that it names, not of yours.
 
     Raises:
-        InputError: none comes with the package.
+        InputError: there is none of this name.
     """
     path = Path(__file__).with_name(f"{Path(network).name}.json")
     require(
         path.is_file(),
         f"no table of costs for {network}",
-        "none comes with the package",
-        f"calibrate: python -m fl_lightning energy --calibrate --network {network} --out costs.json",
+        f"{', '.join(sorted(shipped_tables()))} come with the package",
+        "write one of these; those of other networks are files, made by python -m fl_lightning energy "
+        "--calibrate true --network NAME --out costs.json",
     )
     return read_table(path)
+
+
+def shipped_tables() -> list[str]:
+    """Return the names of the tables that come with the package."""
+    return [path.stem for path in Path(__file__).parent.glob("*.json")]

@@ -5,14 +5,14 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from fl_lightning.energy.costs import OPTIONS
-from fl_lightning.models.language.llama import KeyValueCache, Llama
-from fl_lightning.models.options import Plan, Scope, SwitchedLinear, add_switches
+from fl_lightning.energy.steps import steps_of
+from fl_lightning.models.options import HighPrecision, Plan, Scope, SwitchedLinear, add_switches
 
 
 class LinearShape(NamedTuple):
@@ -37,15 +37,20 @@ def step_name(option: str) -> str:
     return f"step {option}"
 
 
-def switched_copy(network: Llama, scope: Scope) -> tuple[Llama, dict[str, SwitchedLinear]]:
+def switched_copy(
+    network: nn.Module, scope: Scope, high: HighPrecision = "float32"
+) -> tuple[nn.Module, dict[str, SwitchedLinear]]:
     """Return a copy of a network with adapters whose layers are switched, and these layers by name: its
     groups. They keep their weights in int8 between calls, as in an evaluation.
 
+    The copy has the weights of the network themselves, which are not changed.
+
     Raises:
-        InputError: no layer has an adapter, or the scope is none of the two.
+        InputError: no layer has an adapter, or the scope or the precision is none of the two.
     """
-    switched = copy.deepcopy(network)
-    layers = add_switches(switched, scope)
+    weights = {id(weight): weight for weight in network.parameters()}
+    switched = copy.deepcopy(network, weights)  # type: ignore[arg-type]  # what is in the memo is not copied
+    layers = add_switches(switched, scope, high)
     for layer in layers:
         layer.keep_narrow(True)
     return switched, {layer.name: layer for layer in layers}
@@ -68,34 +73,53 @@ def linear_works(
     }
 
 
-def step_work(
-    network: Llama, tokens: int, context: int, option: str | None = None, groups: int = 0
-) -> Callable[[], object]:
-    """Return a call of one step: the logits of the last of so many tokens, after those in the cache.
+class Prefix(NamedTuple):
+    """What a step begins after.
+
+    Args:
+        ids: the tokens before and those of the step, int64 ``[1, T]``.
+        before: number of those before.
+        cache: of those before; None: there are none.
+    """
+
+    ids: Tensor
+    before: int
+    cache: Any
+
+
+def prefix_of(network: nn.Module, tokens: int, context: int) -> Prefix:
+    """Return random tokens, of which all but the last so many are read.
 
     Args:
         network: the network.
         tokens: n, tokens of the step.
         context: tokens that the step sees, its own included.
+    """
+    steps, before = steps_of(network), max(context - tokens, 0)
+    ids = torch.randint(steps.vocabulary, (1, before + tokens))
+    return Prefix(ids, before, steps.read(ids[:, :before]) if before else None)
+
+
+def step_work(
+    network: nn.Module, prefix: Prefix, option: str | None = None, groups: int = 0
+) -> Callable[[], Tensor]:
+    """Return a call of one step: the logits of the last token of a prefix, after those in its cache.
+
+    Args:
+        network: the network.
+        prefix: what the step begins after; steps of several networks may share one.
         option: what all groups of a switched network are computed by; None: it has no switches.
         groups: number of its groups.
     """
-    before = max(context - tokens, 0)
-    ids = torch.randint(network.embed_tokens.num_embeddings, (1, before + tokens))
-    positions = torch.arange(before + tokens).unsqueeze(0)
-    cache = KeyValueCache()
-    if before:
-        network.features(ids[:, :before], positions[:, :before], cache)
+    steps, ids = steps_of(network), prefix.ids[:, prefix.before :]
 
     def step() -> Tensor:
-        own = KeyValueCache(list(cache.keys), list(cache.values))  # a step replaces tensors of its own lists
-        features = network.features(ids[:, before:], positions[:, before:], own)
-        return network.logits(features[:, -1])
+        return steps.last_logits(ids, prefix.cache)
 
     if option is None:
         return step
     board = next(module.board for module in network.modules() if isinstance(module, SwitchedLinear))
-    plan = Plan(choices=torch.full((1, tokens, groups), OPTIONS.index(option)))
+    plan = Plan(choices=torch.full((1, ids.shape[1], groups), OPTIONS.index(option)))
 
     def switched_step() -> Tensor:
         with board.using(plan):
@@ -104,17 +128,18 @@ def step_work(
     return switched_step
 
 
-def without_groups(network: Llama) -> Llama:
+def without_groups(network: nn.Module) -> nn.Module:
     """Return a copy of a switched network in which every group is a layer that returns zeros.
 
-    A step of it costs what no option changes.
+    A step of it costs what no option changes. The other layers have the weights of the network themselves.
     """
-    empty = {
+    kept: dict[int, object] = {id(weight): weight for weight in network.parameters()}
+    kept |= {
         id(layer): ZeroOutput(layer.shape[1])
         for layer in network.modules()
         if isinstance(layer, SwitchedLinear)
     }
-    return copy.deepcopy(network, empty)  # type: ignore[arg-type]  # what is in the memo is not copied
+    return copy.deepcopy(network, kept)  # type: ignore[arg-type]  # what is in the memo is not copied
 
 
 class ZeroOutput(nn.Module):

@@ -37,6 +37,7 @@ from fl_lightning.energy import (
     shipped_table,
 )
 from fl_lightning.energy.gating import TEMPERATURE
+from fl_lightning.energy.networks import calibration_advice
 from fl_lightning.errors import InputError, require, require_choice
 from fl_lightning.methods.base import Method, NetworkSetting
 from fl_lightning.methods.budgets.device import Device
@@ -142,20 +143,24 @@ class HEST(Method):
         """Return the kinds of devices: client i has entry i modulo their number."""
         given = self.costs if isinstance(self.costs, list) else [self.costs]
         require(given, "--model.costs []", "a list has the table of one client or more", "leave it out")
-        tables = []
+        tables, advice = [], calibration_advice(self.network, switches)
         for one in given:
-            table = (
-                one if isinstance(one, CostTable) else table_of(one or default_table(switches, self.scope))
-            )
+            name = one or default_table(switches, self.scope, advice)
+            table = name if isinstance(name, CostTable) else table_of(name, advice)
             require(
                 table.scope == self.scope,
                 f"--model.scope {self.scope} with a table of costs of the scope {table.scope}",
                 "a table is of what *off* leaves out",
-                f"write --model.scope {table.scope}, or calibrate with --scope {self.scope}",
+                f"write --model.scope {table.scope}, or {advice}",
             )
-            tables.append(
-                table.for_groups([layer.name for layer in switches]).without_useless(options=self.options)
+            require(
+                table.high == self.high,
+                f"--model.high {self.high} with a table of costs whose *high* is {table.high}",
+                "a table is of the precision that it was calibrated in",
+                f"write --model.high {table.high}, or {advice}",
             )
+            found = table.for_groups([layer.name for layer in switches], advice)
+            tables.append(found.without_useless(options=self.options))
         one_label(table.label for table in tables)  # energy/joules is a mean over devices
         count = math.lcm(len(tables), len(self.budget_shares))
         shares = self.budget_shares
@@ -230,15 +235,26 @@ class HEST(Method):
         return self.network
 
 
-def table_of(costs: str) -> CostTable:
-    """Return the table of costs of a file, or one that comes with the package, by its name."""
-    if Path(costs).suffix or len(Path(costs).parts) > 1:
-        return read_table(costs)
-    return shipped_table(costs)
+def table_of(costs: str, advice: str) -> CostTable:
+    """Return the table of costs of a file, or one that comes with the package, by its name.
+
+    Raises:
+        InputError: there is none, or the file is damaged; ``advice`` says how to make one.
+    """
+    try:
+        is_file = Path(costs).suffix or len(Path(costs).parts) > 1
+        return read_table(costs) if is_file else shipped_table(costs)
+    except InputError as error:
+        raise InputError(error.given, error.rule, f"correct --model.costs, or {advice}") from None
 
 
-def default_table(switches: Sequence[SwitchedLinear], scope: str) -> str:
+def default_table(switches: Sequence[SwitchedLinear], scope: str, advice: str) -> str:
     """Return the shipped table that is of these adapters; groups of all kinds have the same names.
+
+    Args:
+        switches: the switched layers.
+        scope: what *off* leaves out.
+        advice: how to make a table of them.
 
     Raises:
         InputError: none is.
@@ -253,8 +269,7 @@ def default_table(switches: Sequence[SwitchedLinear], scope: str) -> str:
         f"adapters {min(kind.__name__ for kind in kinds)} in the scope {scope} without --model.costs",
         "tables that come with the package are of spectral adapters of rank 96, and of LoRA of rank 8 in the "
         "scope model",
-        "calibrate: python -m fl_lightning energy --calibrate --adapter KIND --rank RANK --scope "
-        f"{scope} --out costs.json, and write --model.costs costs.json",
+        advice,
     )
 
 

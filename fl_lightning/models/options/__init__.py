@@ -2,6 +2,7 @@
 
 from fl_lightning.models.options.attach import add_switches, narrow_kept, switches
 from fl_lightning.models.options.integers import Int8Rows, integer_linear, integer_product, quantised_rows
+from fl_lightning.models.options.merged import MergedLinear, merge_adapters
 from fl_lightning.models.options.plan import OPTIONS, Plan, Switchboard, TokenPlan
 from fl_lightning.models.options.switched import HighPrecision, Scope, SwitchedLinear
 
@@ -9,6 +10,7 @@ __all__ = [
     "OPTIONS",
     "HighPrecision",
     "Int8Rows",
+    "MergedLinear",
     "Plan",
     "Scope",
     "Switchboard",
@@ -17,6 +19,7 @@ __all__ = [
     "add_switches",
     "integer_linear",
     "integer_product",
+    "merge_adapters",
     "narrow_kept",
     "quantised_rows",
     "switches",

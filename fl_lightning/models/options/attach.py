@@ -45,7 +45,7 @@ def add_switches(
         "a network is switched once",
         "give the network without them",
     )
-    found = {name: module for name, module in network.named_modules() if _is_adapted(module)}
+    found = {name: module for name, module in network.named_modules() if is_adapted(module)}
     require(
         found and "" not in found,
         f"{type(network).__name__} {'itself an' if found else 'without'} adapted linear layer",
@@ -86,7 +86,8 @@ def narrow_kept(network: nn.Module) -> Iterator[None]:
             layer.keep_narrow(False)
 
 
-def _is_adapted(module: nn.Module) -> bool:
+def is_adapted(module: nn.Module) -> bool:
+    """Return whether a module is a linear layer with an adapter, ours or peft's."""
     if isinstance(module, AdaptedLinear):
         return True
     return hasattr(module, "get_delta_weight") and isinstance(getattr(module, "base_layer", None), nn.Linear)

@@ -187,7 +187,7 @@ class SwitchedLinear(nn.Module):
         if z in self._kept and self._kept[z][0].is_unchanged():
             return self._kept[z][1]
         with torch.no_grad():
-            full = _full_weight(self.adapted)
+            full = full_weight(self.adapted)
         made: Int8Rows | Tensor = quantised_rows(full) if z == INT8 else full.to(torch.bfloat16)
         if self._keep:
             self._kept[z] = LayerState(self.adapted), made
@@ -264,7 +264,7 @@ class StraightThrough(torch.autograd.Function):
         return None, gradients[0]
 
 
-def _full_weight(adapted: Any) -> Tensor:
+def full_weight(adapted: Any) -> Tensor:
     """Return W + dW, ``[out, in]``, of a layer of ours or of peft's."""
     if isinstance(adapted, AdaptedLinear):
         return adapted.full_weight()
