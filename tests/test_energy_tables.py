@@ -114,9 +114,8 @@ def test_a_table_says_the_precision_of_high_and_one_of_before_is_float32():
 def test_hest_refuses_a_table_of_another_precision():
     built(high="bfloat16", costs=replace(costs(), high="bfloat16"))
     for given, high in ((costs(), "bfloat16"), (replace(costs(), high="bfloat16"), "float32")):
-        with refused(f"--model.high {high} with a table of costs whose *high* is {given.high}") as error:
+        with refused(f"--model.high {high} with a table of costs whose *high* is {given.high}"):
             built(high=high, costs=given)
-        assert "\n" not in str(error.value)
 
 
 def test_a_calibration_in_bfloat16_computes_in_bfloat16(few_tokens, tmp_path):

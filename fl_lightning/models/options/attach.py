@@ -75,8 +75,11 @@ def switches(network: nn.Module) -> list[SwitchedLinear]:
 
 @contextmanager
 def narrow_kept(network: nn.Module) -> Iterator[None]:
-    """Keep the narrow weights of all switched layers within the block: an evaluation makes them once."""
-    layers = switches(network)
+    """Keep the narrow weights of all switched layers within the block: an evaluation makes them once.
+
+    Layers that kept them before go on after the block.
+    """
+    layers = [layer for layer in switches(network) if not layer.keeps_narrow]
     try:
         for layer in layers:
             layer.keep_narrow(True)

@@ -169,6 +169,11 @@ class SwitchedLinear(nn.Module):
             rows = F.pad(rows, (0, 0, 0, padded_count(len(x)) - len(x)))
         return F.linear(rows, weight, None if bias is None else bias.to(weight.dtype))[: len(x)]
 
+    @property
+    def keeps_narrow(self) -> bool:
+        """Whether the narrow weights are kept between calls."""
+        return self._keep
+
     def keep_narrow(self, keep: bool) -> None:
         """Keep the narrow weights between calls, or let them go.
 
