@@ -1,16 +1,17 @@
 """Seconds and modelled joules of an answer: HEST, TABS and no controller on a budget, and a merged adapter.
 
-    OMP_NUM_THREADS=1 python benchmarks/hest_latency.py [--budget 0.6] [--rounds 10] [--answers 100] [--tokens 32]
+    OMP_NUM_THREADS=1 python benchmarks/hest_latency.py [--budget 0.6] [--rounds 10] [--answers 100]
     OMP_NUM_THREADS=1 python benchmarks/hest_latency.py --run hest=DIR --run tabs=DIR --run none=DIR
 
-Each contender is trained for some rounds of configs/hest_default.yaml, or comes from a run directory. Then prompts
-of the test set are answered one at a time, by each contender in turn and in rotating order, on one thread: the
-switched layers compute the option of each token, and leave out what is off. ``none`` is LoRA with all layers at
-*high*, as in the study; ``merged`` is the same network with W + dW as plain weights, without switches.
+Each contender is trained for some rounds of configs/hest_default.yaml, or comes from a run directory. Then
+prompts of the test set are answered one at a time, by each contender in turn and in rotating order, on one
+thread: the switched layers compute the option of each token, and leave out what is off. ``none`` is LoRA with
+all layers at *high*, as in the study; ``merged`` is the same network with W + dW as plain weights, without
+switches.
 
-All answers have ``--tokens`` tokens, so that all contenders have the same work; with ``--stop_at_eos`` they end
-where they end. Seconds are by the clock on the wall: use an idle machine. Joules are those of the tables of costs,
-of the switched layers and of the whole network.
+All answers have ``--tokens`` tokens, so that all contenders have the same work; with ``--stop_at_eos`` they
+end where they end. Seconds are by the clock on the wall: use an idle machine. Joules are those of the tables
+of costs, of the switched layers and of the whole network.
 """
 
 from __future__ import annotations
@@ -89,9 +90,11 @@ class Contender:
 def trained(name: str, options: argparse.Namespace, root: Path) -> Path:
     """Train a contender and return its run directory."""
     arguments = [
-        "--config", str(CONFIG), f"--trainer.max_rounds={options.rounds}", f"--trainer.eval_every={options.rounds}",
+        "--config", str(CONFIG), f"--trainer.max_rounds={options.rounds}",
+        f"--trainer.eval_every={options.rounds}",
         "--trainer.logger=false", "--trainer.callbacks=[]", f"--trainer.default_root_dir={root}",
-        f"--trainer.run_name={name}", f"--model.budget={options.budget}", *SETTINGS[name],
+        f"--trainer.run_name={name}", f"--model.budget={options.budget}",
+        *SETTINGS[name],
         *(QUICK if options.quick else []),
     ]  # fmt: skip
     print(f"training {name} for {options.rounds} rounds", flush=True)
@@ -156,7 +159,7 @@ def compete(contenders: dict[str, Contender], prompts: list[Tensor], eos: int | 
 def print_results(contenders: dict[str, Contender]) -> None:
     """Print one row for each contender, and what the first takes of the time of the others."""
     print(
-        "| contender | answers | tokens | mean ms | p50 ms | p99 ms | mJ of the layers | mJ of the network |\n"
+        "| contender | answers | tokens | mean ms | p50 ms | p99 ms | mJ of layers | mJ of the network |\n"
         "|---|---|---|---|---|---|---|---|"
     )
     for name, one in contenders.items():

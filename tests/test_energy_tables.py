@@ -155,7 +155,7 @@ def samples_of(rest: float, high: float, step: float) -> dict:
 
 
 def test_tables_that_are_measured_together_have_one_rest_by_hand():
-    """A step at high of the second has a quantile of 30, 14 more than its layers: this is the rest of both."""
+    """A step at high of the second has a quantile of 30, 14 more than its layers: the rest of both."""
     shapes = dict.fromkeys(("a", "b"), LinearShape(4, 4))
     first = Measured(samples_of(10.0, 3.0, 16.0), shapes, "adapter")
     second = Measured(samples_of(10.0, 8.0, 30.0), shapes, "model", "bfloat16")
@@ -269,23 +269,18 @@ def test_advice_is_a_command_that_works(folder, few_tokens, tmp_path, monkeypatc
     ("settings", "flags"),
     [
         ({"adapter": "pissa", "rank": 3}, "--adapter pissa --rank 3 --scope model --high float32"),
-        ({"rank": 3, "targets": ["o_proj"]}, "--adapter lora --rank 3 --scope model --high float32 --targets o_proj"),
+        (
+            {"rank": 3, "targets": ["o_proj"]},
+            "--adapter lora --rank 3 --scope model --high float32 --targets o_proj",
+        ),
     ],
-)  # fmt: skip
+)
 def test_advice_names_the_network_of_the_run(settings, flags):
     network = LlamaTiny(259, **settings)
     advice = calibration_advice(network, add_switches(network, "model"))
     words = shlex.split(advice.partition("fl_lightning ")[2].partition(", and")[0])
-    assert words == [
-        "energy",
-        "--calibrate",
-        "true",
-        "--network",
-        "llama_tiny",
-        *flags.split(),
-        "--out",
-        "costs.json",
-    ]
+    start = ["energy", "--calibrate", "true", "--network", "llama_tiny"]
+    assert words == [*start, *flags.split(), "--out", "costs.json"]
 
 
 @pytest.mark.parametrize(("kind", "ours"), list(itertools.product(ADAPTERS, [True, False])))
