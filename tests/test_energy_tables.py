@@ -9,6 +9,7 @@ import sys
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -233,6 +234,15 @@ def test_a_step_of_transformers_is_the_end_of_a_whole_pass(folder, tmp_path, con
         empty = without_groups(switched)
         off = step_work(switched, prefix, "off", len(layers))()
         torch.testing.assert_close(step_work(empty, prefix)(), off)
+
+
+def test_networks_whose_steps_are_not_known_are_refused(folder):
+    with refused("costs of a Sequential", "--network llama_tiny"):
+        steps_of(torch.nn.Sequential())
+    steps = steps_of(adapted_network(f"hf:{folder}"))
+    steps.model = lambda **settings: SimpleNamespace(logits=None)  # as a state-space model does
+    with refused("which returns no cache of layers"):
+        steps.read(torch.zeros(1, 3, dtype=torch.int64))
 
 
 @pytest.mark.parametrize("kind", ["lora", "spectral", "adalora", "merged"])

@@ -72,10 +72,10 @@ class TransformersSteps(Steps):
         self.options: dict[str, Any] = {"use_cache": True, **({"logits_to_keep": 1} if keeps else {})}
 
     def read(self, ids: Tensor) -> Any:
-        cache = self.model(input_ids=ids, **self.options).past_key_values
+        cache = getattr(self.model(input_ids=ids, **self.options), "past_key_values", None)
         if not hasattr(cache, "layers"):
             raise InputError(
-                f"network {type(self.model).__name__}, whose cache is a {type(cache).__name__}",
+                f"network {type(self.model).__name__}, which returns no cache of layers",
                 "a step continues keys and values of the tokens before",
                 "take a model that keeps them, such as a Llama",
             )

@@ -32,6 +32,11 @@ def work_name(shape: LinearShape, option: str) -> str:
     return f"{shape.inputs}x{shape.outputs} {option}"
 
 
+def dtype_of(layer: SwitchedLinear) -> torch.dtype:
+    """Return the precision of a layer's base."""
+    return layer.adapted.base_layer.weight.dtype
+
+
 def step_name(option: str) -> str:
     """Return the name of a measured step with all groups at one option."""
     return f"step {option}"
@@ -66,7 +71,9 @@ def linear_works(
         return lambda: layer.execute(option, x)
 
     return {
-        (work_name(shape, option), n): call(layer, option, torch.randn(n, shape.inputs))
+        (work_name(shape, option), n): call(
+            layer, option, torch.randn(n, shape.inputs, dtype=dtype_of(layer))
+        )
         for shape, layer in sorted(one_of_each.items(), key=lambda item: item[0])
         for option in OPTIONS
         for n in tokens
