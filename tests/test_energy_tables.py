@@ -171,6 +171,20 @@ def test_tables_that_are_measured_together_have_one_rest_by_hand():
     assert alone.errors["4x4 int8"] == {n: pytest.approx(0) for n in (1, 3)}
 
 
+def test_a_merged_network_has_an_amount_for_each_option_by_hand():
+    """In their network, layers cost 4 more at int8 and 1 more at high: 2.5 for both, or each its own."""
+    shapes, samples = dict.fromkeys(("a", "b"), LinearShape(4, 4)), samples_of(10.0, 3.0, 18.0)
+    for n in (1, 2, 3):
+        samples["step int8", n] = np.full(6, 10.0 + 2 * (2.0 + 4.0))
+        samples["step high", n] = np.full(6, 10.0 + 2 * (3.0 + 1.0))
+    found = {
+        merged: tables_of({"": Measured(samples, shapes, "model", merged=merged)}, LABEL, 8)[""].table
+        for merged in (False, True)
+    }
+    assert found[False].tensors(2)[0].tolist() == pytest.approx([1.0, 4.5, 5.5])
+    assert found[True].tensors(2)[0].tolist() == pytest.approx([1.0, 6.0, 4.0])
+
+
 def test_networks_of_other_groups_have_no_common_rest():
     subjects = {"all": Subject(LlamaTiny(259)), "some": Subject(LlamaTiny(259, targets=["qkv_proj"]))}
     with refused("all and some with other groups"):

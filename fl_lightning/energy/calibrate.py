@@ -26,7 +26,7 @@ from fl_lightning.energy.works import (
     without_groups,
 )
 from fl_lightning.errors import require
-from fl_lightning.models.options import HighPrecision, Scope, SwitchedLinear
+from fl_lightning.models.options import HighPrecision, MergedLinear, Scope, SwitchedLinear
 
 KNOTS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
 """Numbers of tokens that costs are fitted to. Products of 3 rows take longer than of 4 on some processors."""
@@ -121,6 +121,7 @@ def calibrate_together(
             shapes[name],
             one.scope,
             one.high,
+            merged=all(isinstance(layer.adapted, MergedLinear) for layer in switched[name][1].values()),
         )
         for name, one in subjects.items()
     }

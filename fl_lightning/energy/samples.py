@@ -54,12 +54,14 @@ class Measured:
         shapes: shape of each group.
         scope: ``adapter`` or ``model``: what *off* left out.
         high: precision of the option *high*.
+        merged: whether its adapters are merged into their bases.
     """
 
     samples: Samples
     shapes: Mapping[str, LinearShape]
     scope: str
     high: str = "float32"
+    merged: bool = False
     means: Joules = field(default_factory=dict, init=False)
     quantiles: Joules = field(default_factory=dict, init=False)
     held_out: dict[tuple[str, int], np.ndarray] = field(default_factory=dict, init=False)
@@ -81,6 +83,17 @@ class Measured:
         """The numbers of tokens at which a fit is checked: one, and those that are no knots."""
         return sorted({n for _, n in self.samples} - set(self.knots) | {1})
 
+    @property
+    def alike(self) -> list[Sequence[str]]:
+        """Options that share an amount, see :func:`_put_in_place`.
+
+        In a merged network they do not: it is mostly read for *high* alone, whose share of the amount of int8
+        would be large against one plain product.
+        """
+        if self.merged:
+            return [(option,) for option in OPTIONS]
+        return [OPTIONS] if self.scope == "adapter" else [OPTIONS[:1], OPTIONS[1:]]
+
     def cost(self, name: str) -> MeasuredCost:
         """Return the cost of a piece of work."""
         found = (np.array([values[name, n] for n in self.knots]) for values in (self.means, self.quantiles))
@@ -99,8 +112,7 @@ def tables_of(measured: Mapping[str, Measured], label: str, context: int) -> dic
     """
     loops = {name: _costs_in_loops(one) for name, one in measured.items()}
     for one in measured.values():
-        alike = (OPTIONS,) if one.scope == "adapter" else (OPTIONS[:1], OPTIONS[1:])
-        for options in alike:
+        for options in one.alike:
             _put_in_place(one, options)
     _charge_whole_steps(list(measured.values()))
     return {name: _calibration(one, loops[name], label, context) for name, one in measured.items()}
