@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
+from itertools import product
 
 import numpy as np
 import pytest
@@ -12,9 +14,11 @@ from refusals import refused
 from fl_lightning import rng
 from fl_lightning.energy import (
     BHSPController,
+    CostLine,
     HESTController,
     TABSController,
     expected_energy,
+    gating,
     gumbel_choices,
     next_price,
     penalty,
@@ -90,10 +94,15 @@ def test_hest_of_one_group_and_feature_is_tabs_with_its_gates_tied():
     )
 
 
-def test_expected_energy_has_its_gradient():
+def test_expected_energy_of_a_token_has_its_gradient():
     """dE / dtheta_z = p_z (c_z - E_g) by hand, and by central differences."""
     theta = torch.from_numpy(np.random.default_rng(3).normal(size=(4, 2, 3))).requires_grad_()
-    energy = expected_energy(theta, COSTS)
+    of_step = torch.stack((torch.zeros_like(COSTS), COSTS), dim=-1)  # [G, 3, 2]
+
+    def energy_of(logits):
+        return expected_energy(probabilities(logits, COSTS).unsqueeze(-3), of_step)
+
+    energy = energy_of(theta)
     assert energy.shape == (4,)
     (gradient,) = torch.autograd.grad(energy.sum(), theta)
     p = probabilities(theta, COSTS).detach()
@@ -107,8 +116,73 @@ def test_expected_energy_has_its_gradient():
         moved = torch.zeros_like(theta)
         moved[at] = step
         with torch.no_grad():
-            change = expected_energy(theta + moved, COSTS) - expected_energy(theta - moved, COSTS)
+            change = energy_of(theta + moved) - energy_of(theta - moved)
         assert float(change.sum()) / (2 * step) == pytest.approx(float(gradient[at]), abs=1e-8)
+
+
+CURVES = torch.tensor(
+    [
+        [[0.0, 1.0, 1.5, 4.0], [0.0, 3.0, 3.0, 3.5], [0.0, 2.0, 4.0, 6.0]],
+        [[0.0, 0.2, 0.9, 1.0], [0.0, *[math.inf] * 3], [0.0, 5.0, 5.5, 7.0]],
+    ],
+    dtype=torch.float64,
+)
+"""Joules of an option that 0 to 3 tokens take, ``[G, 3, 4]``, of no common shape."""
+
+
+def some_chances(rows: int = 5) -> torch.Tensor:
+    theta = torch.from_numpy(np.random.default_rng(4).normal(size=(rows, 3, 2, 3), scale=2.0))
+    return probabilities(theta, CURVES[..., -1])
+
+
+def test_expected_energy_of_a_prompt_is_the_mean_over_all_choices():
+    """3 tokens, 2 groups and 3 options: 729 choices, each with its probability and its cost."""
+    chances = some_chances()
+    chances[3] = torch.eye(3, dtype=torch.float64)[2]  # all high, for certain
+    chances[4, 1:] = 0.0  # a prompt of one token, and padding
+    found = expected_energy(chances, CURVES)
+    for row, p in enumerate(chances.tolist()):
+        expected = 0.0
+        tokens = 1 if row == 4 else 3
+        for each in product(product(range(3), repeat=2), repeat=tokens):
+            chance = math.prod(p[t][g][z] for t, taken in enumerate(each) for g, z in enumerate(taken))
+            if chance:
+                pairs = Counter((g, z) for taken in each for g, z in enumerate(taken))
+                expected += chance * sum(float(CURVES[g, z, m]) for (g, z), m in pairs.items())
+        assert float(found[row]) == pytest.approx(expected, abs=1e-12)
+    assert float(found[3]) == 13.0
+    chosen = torch.zeros(1, 3, 2, 3, dtype=torch.float64)  # certain choices cost what a ledger charges
+    chosen[0, [0, 1, 2], 0, [0, 2, 0]] = chosen[0, :, 1, 2] = 1.0
+    assert float(expected_energy(chosen, CURVES)) == 1.5 + 2.0 + 7.0
+
+
+def test_the_gradient_of_a_prompts_energy_is_exact_and_finite_at_certain_choices():
+    chances = some_chances(4)
+    chances[1] = torch.eye(3, dtype=torch.float64)[2]
+    chances[2, :, :, 0], chances[2, :, :, 2] = 0.5, 0.5
+    chances.requires_grad_()
+    (gradient,) = torch.autograd.grad(expected_energy(chances, CURVES).sum(), chances)
+    assert gradient.isfinite().all()
+    step = 1e-4
+    for at in np.ndindex(*chances.shape):
+        moved = torch.zeros_like(chances)
+        moved[at] = step
+        with torch.no_grad():
+            change = expected_energy(chances + moved, CURVES) - expected_energy(chances - moved, CURVES)
+        assert float(change.sum()) / (2 * step) == pytest.approx(float(gradient[at]), abs=1e-9)
+
+
+def test_for_lines_the_fixed_part_is_paid_where_any_token_takes_the_option(monkeypatch):
+    """a (1 - prod (1 - p)) + b sum p, for a long prompt, in pieces as in one, also in float32."""
+    tokens, (a, b) = 200, (3.0, 0.25)
+    p = torch.from_numpy(np.random.default_rng(5).uniform(size=(7, tokens, 1, 3))) / 50
+    line = torch.from_numpy(CostLine(a, b).at(np.arange(tokens + 1))).expand(1, 3, -1)
+    expected = (a * (1 - (1 - p).prod(1)) + b * p.sum(1)).sum((-2, -1))
+    whole = expected_energy(p, line)
+    torch.testing.assert_close(whole, expected, rtol=1e-12, atol=0)
+    torch.testing.assert_close(expected_energy(p.float(), line).double(), expected, rtol=1e-5, atol=0)
+    monkeypatch.setattr(gating, "MOST_VALUES", 100_000)
+    assert torch.equal(expected_energy(p, line), whole)
 
 
 def test_gates_are_one_hot_draws_of_softmax_with_the_soft_gradient():

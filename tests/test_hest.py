@@ -20,7 +20,7 @@ from fl_lightning.energy import shipped_table
 from fl_lightning.hooks import Meter
 from fl_lightning.methods import HEST, FedAvg
 from fl_lightning.methods.budgets.device import Device
-from fl_lightning.methods.budgets.passes import Lengths
+from fl_lightning.methods.budgets.passes import Lengths, expected_joules
 from fl_lightning.models import LlamaTiny
 from fl_lightning.models.options import OPTIONS, switched
 from fl_lightning.probing.by_kind import by_kind
@@ -133,12 +133,25 @@ def test_expected_energy_of_a_step_by_hand(budget_of):
     found = []
     for p, new in zip(lengths.prompts.tolist(), lengths.new.tolist(), strict=True):
         assert p >= 7  # int8 is cheaper than off, which is therefore no option of these prompts
-        prompt = 4 * ((1 - HIGH) * (8 + p) + HIGH * (2 + 6 * p))
+        used = [1 - (1 - chance) ** p for chance in (1 - HIGH, HIGH)]  # by one token or more
+        prompt = 4 * (8 * used[0] + (1 - HIGH) * p + 2 * used[1] + HIGH * 6 * p)
         one = 4 * ((1 - HIGH) * 3 + HIGH * 8)  # and int8 costs more than high in a step of one token
         rest, of_one = (10 + p, 11) if budget_of == "network" else (0, 0)
         budget = 0.8 * (4 * (2 + 6 * p) + rest + new * (4 * 8 + of_one))
         found.append((prompt + rest + new * (one + of_one)) / budget)
     assert float(energy.detach()) == pytest.approx(sum(found) / len(found), rel=1e-5)
+
+
+def test_the_expected_energy_of_certain_choices_is_what_they_cost():
+    """By the measured curves of the shipped table; nothing of it is a line."""
+    device = Device(shipped_table("llama_tiny"), 0.7)
+    lengths = Lengths(torch.tensor([5, 40, 1]), torch.tensor([3, 0, 7]))
+    draws = torch.Generator().manual_seed(0)
+    choices = 2 * torch.randint(0, 2, (3, 44, device.groups), generator=draws)  # off or high
+    chances = torch.nn.functional.one_hot(choices, 3).double()
+    found = expected_joules(device, lengths, chances)
+    for row, (prompt, end) in enumerate(zip(lengths.prompts.tolist(), lengths.ends.tolist(), strict=True)):
+        assert float(found[row]) == pytest.approx(device.spent(choices[row, :end], prompt, "mean"), rel=1e-12)
 
 
 def test_the_energy_has_a_gradient_and_reaches_the_controller_alone():
@@ -187,6 +200,7 @@ def test_no_sequence_costs_more_than_its_budget_whatever_the_controller_says(
         assert not found["energy/over_budget"].any()
         assert not found["energy/refused"].any()
         assert (found["energy/joules"] <= budget * found["energy/joules_high"] + 1e-12).all()
+        assert (found["energy/spent"] <= found["energy/granted"]).all()
         used.add(round(float(found["energy/joules"].sum()), 9))
     assert budget < 0.9 or len(used) > 1
 
@@ -216,6 +230,8 @@ def test_joules_are_those_of_the_options_taken_by_hand():
     assert torch.allclose(found["energy/joules_high"], 4e-3 * ((2 + 6 * prompts) + 8 * new))
     rest = 1e-3 * (10 + prompts + 11 * new)
     assert torch.allclose(found["energy/joules_model"], found["energy/joules"] + rest)
+    assert torch.allclose(found["energy/spent"], 1.5 * found["energy/joules"])
+    assert torch.allclose(found["energy/granted"], 5.0 * 1.5 * found["energy/joules_high"])
 
 
 def test_a_budget_below_the_cheapest_options_refuses_everything():
@@ -225,6 +241,8 @@ def test_a_budget_below_the_cheapest_options_refuses_everything():
     assert found["energy/refused"].all()
     assert not outputs.any()
     assert not found["energy/joules"].any()
+    assert not found["energy/spent"].any()
+    assert torch.allclose(found["energy/granted"], 0.05 * 1.5 * found["energy/joules_high"])
     inputs, _ = some(data)
     network = method.deploy(data.client(0)).eval()
     answers = network.generate(ids_of(inputs)[:, :9], None, max_new_tokens=3, eos=257, pad=258)

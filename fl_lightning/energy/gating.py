@@ -11,6 +11,7 @@ In these relative units one eta serves all devices.
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import numpy as np
 import torch
@@ -18,6 +19,8 @@ from torch import Tensor
 
 TEMPERATURE = 2 / 3
 """tau of Jang, Gu and Poole and of Maddison, Mnih and Teh (ICLR 2017), where gates are nearly binary."""
+MOST_VALUES = 2**27
+"""Numbers that :func:`expected_energy` holds at a time: 512 MB of float32."""
 
 
 def probabilities(theta: Tensor, costs: Tensor) -> Tensor:
@@ -50,18 +53,68 @@ def gumbel_choices(
     return hard + (soft - soft.detach())
 
 
-def expected_energy(theta: Tensor, costs: Tensor) -> Tensor:
-    """Return expected joules ``sum_g sum_z p_gz c_gz`` with p = softmax(theta), ``[...]``.
+def expected_energy(chances: Tensor, costs: Tensor) -> Tensor:
+    """Return expected joules of a step whose T tokens draw their options independently, ``[...]``.
 
-    It is not detached: dE / dtheta_gz = p_gz (c_gz - E_g), where E_g is the expectation of group g.
+    An option that m of the tokens take costs c(m), whatever the shape of c: what does not grow with m is paid
+    once, where any token takes it. E is the sum of E c_gz(M_gz) over groups and options, exactly, with M_gz
+    the number of tokens that draw z in group g. For lines c(m) = a + b m that is
+    a (1 - prod_t (1 - p_t)) + b sum_t p_t, and for a single token sum_z p_z c_z(1).
+
+    It has a gradient in p that is exact and finite, also where p is 0 or 1: dE / dp_t is
+    E c(M' + 1) - E c(M') with M' the tokens but t. With p = softmax(theta) of a single token,
+    dE / dtheta_z = p_z (c_z - E_g), where E_g is the expectation of group g.
+
+    Time is O(T^2) for each group and option: the distribution of M is that of a sum of unequal coins.
 
     Args:
-        theta: logits ``[..., G, 3]``.
-        costs: joules of a token ``[G, 3]``; an infinite one means that there is no such option.
+        chances: p, the probability of each option ``[..., T, G, 3]``; 0 where there is no such option, and
+            for tokens that are not computed.
+        costs: joules of an option that 0, 1 ... T tokens take, ``[..., G, 3, T + 1]``; what is infinite is
+            never taken, and counts 0.
     """
-    joules = costs.to(theta)
+    tokens = chances.shape[-3]
+    every = chances.movedim(-3, 0).reshape(tokens, -1)  # [T, R]
+    joules = costs.to(chances)
     joules = joules.masked_fill(joules.isinf(), 0.0)
-    return (probabilities(theta, costs) * joules).sum(dim=(-2, -1))
+    joules = joules.expand(*chances.shape[:-3], *costs.shape[-3:]).movedim(-1, 0).reshape(tokens + 1, -1)
+    rows = max(1, 2 * MOST_VALUES // (tokens + 1) ** 2)
+    parts = zip(every.split(rows, dim=1), joules.split(rows, dim=1), strict=True)
+    found: list[Any] = [_CoinCosts.apply(*part) for part in parts]
+    shape = (*chances.shape[:-3], *chances.shape[-2:])
+    return torch.cat(found).reshape(shape).sum(dim=(-2, -1))
+
+
+class _CoinCosts(torch.autograd.Function):
+    """E c(M) of M heads in T unequal coins, ``[R]``, from p ``[T, R]`` and c ``[T + 1, R]``.
+
+    With v_t(m) the expectation where m heads are seen before coin t, v_T = c and
+    v_t(m) = v_{t+1}(m) + p_t (v_{t+1}(m + 1) - v_{t+1}(m)), which only ever averages: nothing cancels, and
+    nothing is divided. With f_t(m) the probability of m heads before coin t,
+    dE / dp_t = sum_m f_t(m) (v_{t+1}(m + 1) - v_{t+1}(m)). Autograd would keep all v until the step ends.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, chances: Tensor, costs: Tensor) -> Tensor:
+        value, steps = costs, []
+        for p in chances.flip(0):
+            step = value[1:] - value[:-1]
+            value = torch.addcmul(value[:-1], p, step)
+            steps.append(step)
+        if ctx.needs_input_grad[0]:
+            seen, gradient = torch.ones_like(costs[:1]), torch.empty_like(chances)
+            for t, (p, step) in enumerate(zip(chances, reversed(steps), strict=True)):
+                gradient[t] = (seen * step).sum(0)
+                heads = seen * p
+                seen = torch.cat((seen - heads, torch.zeros_like(heads[:1])))
+                seen[1:] += heads
+            ctx.save_for_backward(gradient)
+        return value[0]
+
+    @staticmethod
+    def backward(ctx: Any, *outer: Tensor) -> tuple[Tensor, None]:
+        (gradient,) = ctx.saved_tensors
+        return gradient * outer[0], None
 
 
 def penalty(energy: Tensor, budget: float, price: float) -> Tensor:

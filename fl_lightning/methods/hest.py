@@ -4,9 +4,9 @@
 
 Each linear layer with its adapter is a group with three options: *off*, *int8* and *high*. A controller gives
 each option of each token a logit theta. In training an option is drawn by the straight-through Gumbel softmax
-(Jang et al. 2017, arXiv 1611.01144; Maddison et al. 2017, arXiv 1611.00712), and E = sum p c is the expected
-energy of a sequence with p = softmax(theta), which has a gradient. In use a ledger chooses argmax theta -
-lambda c and downgrades what the budget does not allow, so no sequence ever costs more.
+(Jang et al. 2017, arXiv 1611.01144; Maddison et al. 2017, arXiv 1611.00712), and E is the expectation of what
+a sequence then costs, with a gradient in p = softmax(theta). In use a ledger chooses argmax theta - lambda c
+and downgrades what the budget does not allow, so no sequence ever costs more.
 
 Nothing is published under these names: this is the definition of this project, see docs/methods/hest.md. The
 server averages the adapters and the controllers as FedAvg does. The price lambda, the costs and the budget
@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -32,25 +31,20 @@ from fl_lightning.energy import (
     CostTable,
     HESTController,
     TABSController,
-    one_label,
-    read_table,
-    shipped_table,
 )
 from fl_lightning.energy.gating import TEMPERATURE
 from fl_lightning.energy.networks import calibration_advice
-from fl_lightning.errors import InputError, require, require_choice
+from fl_lightning.errors import require, require_choice
 from fl_lightning.methods.base import Method, NetworkSetting
 from fl_lightning.methods.budgets.device import Device
 from fl_lightning.methods.budgets.measuring import COUNTED
 from fl_lightning.methods.budgets.network import BudgetedNetwork, Controller, embedding_of
 from fl_lightning.methods.budgets.passes import Lengths
-from fl_lightning.models.adapters import LoRALinear, SpectralLinear
+from fl_lightning.methods.budgets.tables import devices_of, require_reachable
 from fl_lightning.models.options import SwitchedLinear, add_switches
 from fl_lightning.wire import Layout, Payload
 
 CONTROLLERS = ("hest", "tabs", "bhsp", "none")
-DEFAULT_TABLES = {"model": "llama_tiny", "adapter": "llama_tiny_adapter"}
-"""Shipped tables of costs of spectral adapters by what *off* leaves out."""
 PRICE = "price"
 """Name of lambda in what a client keeps."""
 
@@ -130,7 +124,9 @@ class HEST(Method):
         if not self.limited:
             return
         switches = add_switches(self.network, scope=self.scope, high=self.high)
-        self.devices = self._devices(switches)
+        costs = self.costs if isinstance(self.costs, list) else [self.costs]
+        advice = calibration_advice(self.network, switches)
+        self.devices = devices_of(costs, self.budget_shares, switches, self.whole, advice, self.options)
         for device in self.devices if self.decides else []:
             require_reachable(device, Lengths.of(data.test_target, data.test_target.shape[1]))
         controller = self._controller(switches)
@@ -138,33 +134,6 @@ class HEST(Method):
         self.layout = Layout.of(self.network)
         self.server = {"weights": self.layout.to_wire(self.layout.read(self.network))}
         self._build_terms()
-
-    def _devices(self, switches: Sequence[SwitchedLinear]) -> list[Device]:
-        """Return the kinds of devices: client i has entry i modulo their number."""
-        given = self.costs if isinstance(self.costs, list) else [self.costs]
-        require(given, "--model.costs []", "a list has the table of one client or more", "leave it out")
-        tables, advice = [], calibration_advice(self.network, switches)
-        for one in given:
-            name = one or default_table(switches, self.scope, advice)
-            table = name if isinstance(name, CostTable) else table_of(name, advice)
-            require(
-                table.scope == self.scope,
-                f"--model.scope {self.scope} with a table of costs of the scope {table.scope}",
-                "a table is of what *off* leaves out",
-                f"write --model.scope {table.scope}, or {advice}",
-            )
-            require(
-                table.high == self.high,
-                f"--model.high {self.high} with a table of costs whose *high* is {table.high}",
-                "a table is of the precision that it was calibrated in",
-                f"write --model.high {table.high}, or {advice}",
-            )
-            found = table.for_groups([layer.name for layer in switches], advice)
-            tables.append(found.without_useless(options=self.options))
-        one_label(table.label for table in tables)  # energy/joules is a mean over devices
-        count = math.lcm(len(tables), len(self.budget_shares))
-        shares = self.budget_shares
-        return [Device(tables[i % len(tables)], shares[i % len(shares)], self.whole) for i in range(count)]
 
     def _controller(self, switches: Sequence[SwitchedLinear]) -> Controller:
         groups = len(switches)
@@ -233,58 +202,3 @@ class HEST(Method):
             price = 0.0 if client is None else float(client.state.get(PRICE, torch.zeros(())))
             self.budgeted.run_on(device, price)
         return self.network
-
-
-def table_of(costs: str, advice: str) -> CostTable:
-    """Return the table of costs of a file, or one that comes with the package, by its name.
-
-    Raises:
-        InputError: there is none, or the file is damaged; ``advice`` says how to make one.
-    """
-    try:
-        is_file = Path(costs).suffix or len(Path(costs).parts) > 1
-        return read_table(costs) if is_file else shipped_table(costs)
-    except InputError as error:
-        raise InputError(error.given, error.rule, f"correct --model.costs, or {advice}") from None
-
-
-def default_table(switches: Sequence[SwitchedLinear], scope: str, advice: str) -> str:
-    """Return the shipped table that is of these adapters; groups of all kinds have the same names.
-
-    Args:
-        switches: the switched layers.
-        scope: what *off* leaves out.
-        advice: how to make a table of them.
-
-    Raises:
-        InputError: none is.
-    """
-    kinds = {type(one.adapted) for one in switches}
-    if kinds == {SpectralLinear} and {len(one.adapted.spectral_m) for one in switches} == {96}:
-        return DEFAULT_TABLES[scope]
-    is_lora = kinds == {LoRALinear} and {one.adapted.lora_A.out_features for one in switches} == {8}
-    if is_lora and scope == "model":
-        return "llama_tiny_lora"
-    raise InputError(
-        f"adapters {min(kind.__name__ for kind in kinds)} in the scope {scope} without --model.costs",
-        "tables that come with the package are of spectral adapters of rank 96, and of LoRA of rank 8 in the "
-        "scope model",
-        advice,
-    )
-
-
-def require_reachable(device: Device, lengths: Lengths) -> None:
-    """Refuse a budget that no sequence of these lengths can keep.
-
-    Raises:
-        InputError: the cheapest options cost more.
-    """
-    each = set(zip(lengths.prompts.tolist(), lengths.new.tolist(), strict=True))
-    least = min((device.least_share(*one, "q99") for one in each), default=0.0)
-    require(
-        least <= device.share,
-        f"--model.budget {device.share:g} where the cheapest options cost {least:.2f} of *high*",
-        "a budget below them refuses all sequences of the test set",
-        f"write --model.budget {min(1.0, least + 0.1):.1f}"
-        + (", or --model.scope model" if device.table.scope == "adapter" else ""),
-    )

@@ -25,11 +25,15 @@ class Measurements:
       switched layers, or with ``budget_of: network`` of the whole network;
     - ``energy/joules_high``: the same with all groups at ``high``;
     - ``energy/joules_model``: expected joules of the whole network in either case;
+    - ``energy/spent``: the 0.99 quantiles of the same joules as ``energy/joules``, which are what a ledger
+      charges; and ``energy/granted``: E_max of the sequence, which they are compared with;
     - ``energy/joules_generated``: expected joules of reading the prompt and writing an answer, counted as
       ``energy/joules``; where answers are generated;
     - ``energy/clamped``: tokens with a group that the budget downgraded, ``energy/refused``: sequences that
       could not be afforded, ``energy/over_budget``: sequences that cost more than their budget by the 0.99
       quantile, counted from the options that were taken; of both kinds of passes together.
+
+    A sequence that is refused is not computed: it costs 0 J and has spent nothing.
     """
 
     def __init__(self) -> None:
@@ -70,7 +74,9 @@ class Measurements:
         self._add("energy/joules_model", joules + (0.0 if device.whole else rest))
         self._add("energy/clamped", torch.zeros(len(choices)))  # also where there is no ledger
         self._add("energy/refused", torch.zeros(len(choices)))
-        self._over(device, choices, lengths, granted, lengths)
+        spent, budgets = self._over(device, choices, lengths, granted, lengths)
+        self._add("energy/spent", spent)
+        self._add("energy/granted", budgets)
 
     def generated(
         self, device: Device, choices: Tensor, lengths: Lengths, granted: Tensor, allowed: Lengths
@@ -92,11 +98,13 @@ class Measurements:
 
     def _over(
         self, device: Device, choices: Tensor, lengths: Lengths, granted: Tensor, allowed: Lengths
-    ) -> None:
+    ) -> tuple[Tensor, Tensor]:
+        """Count the sequences above their budgets; return what each has spent, and its budget, ``[B]``."""
         spent = self._joules(device, choices, lengths, granted, "q99")
         each = zip(allowed.prompts.tolist(), allowed.new.tolist(), strict=True)
         budgets = torch.tensor([device.budget(*one, "q99") for one in each], dtype=torch.float64)
         self._add("energy/over_budget", spent > budgets)
+        return spent, budgets
 
 
 def _rest(device: Device, lengths: Lengths, granted: Tensor) -> Tensor:

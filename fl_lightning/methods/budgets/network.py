@@ -94,7 +94,8 @@ class BudgetedNetwork(MeasuredNetwork):
     def sample(
         self, inputs: TokenInputs, target: Tensor, noise: np.random.Generator, temperature: float
     ) -> tuple[Tensor, Tensor]:
-        """Return the logits ``[B, T, V]`` under options that are drawn, and E / E_max, both with gradients.
+        """Return the logits ``[B, T, V]`` under options that are drawn, and E / E_max, the mean over the
+        sequences, both with gradients.
 
         Args:
             inputs: of the network.
@@ -110,8 +111,7 @@ class BudgetedNetwork(MeasuredNetwork):
         each = list(zip(lengths.prompts.tolist(), lengths.new.tolist(), strict=True))
         budgets = torch.tensor([device.budget(*one, "mean") for one in each], dtype=torch.float64)
         rest = torch.tensor([device.rest(*one) if device.whole else 0.0 for one in each])
-        costs = token_costs(device, lengths, ids.shape[1])
-        drawn = SampledPlan(theta, costs, noise, temperature)
+        drawn = SampledPlan(theta, device, lengths, ids.shape[1], noise, temperature)
         with self.board.using(drawn):
             outputs = self.network(inputs)
         energy = drawn.energy()

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from fl_lightning.energy import (
     OPTIONS,
@@ -19,6 +20,7 @@ from fl_lightning.energy import (
     TABSController,
     expected_energy,
     gumbel_choices,
+    probabilities,
 )
 from fl_lightning.methods.budgets.device import Device
 from fl_lightning.metrics.text import IGNORED
@@ -83,35 +85,68 @@ class SampledPlan(TokenPlan):
 
     Args:
         theta: logits ``[B, T, G, 3]``, or the controller whose layers have their own.
-        costs: joules of each token by option, ``[B, T, G, 3]``.
+        device: what the options cost.
+        lengths: of the sequences.
+        tokens: T.
         noise: the client's stream for this step.
         temperature: tau of the Gumbel softmax.
     """
 
     def __init__(
-        self, theta: Tensor | TABSController, costs: Tensor, noise: np.random.Generator, temperature: float
+        self,
+        theta: Tensor | TABSController,
+        device: Device,
+        lengths: Lengths,
+        tokens: int,
+        noise: np.random.Generator,
+        temperature: float,
     ) -> None:
-        self.theta, self.costs, self.noise, self.temperature = theta, costs, noise, temperature
-        self.energies: list[Tensor] = []
-        """Expected joules of each token at the layers so far, ``[B, T]``, with their gradients."""
+        self.theta, self.device, self.lengths = theta, device, lengths
+        self.costs = token_costs(device, lengths, tokens)
+        self.noise, self.temperature = noise, temperature
+        self.chances: dict[int, Tensor] = {}
+        """Probabilities of the options at each layer so far, ``[B, T, 3]``, with their gradients."""
 
     @property
     def shape(self) -> tuple[int, ...]:
         return self.costs.shape[:3]
 
     def weights_at(self, group: int, x: Tensor) -> Tensor:
-        theta, costs = self.theta, self.costs[:, :, group].unsqueeze(-2).to(x.device)
+        theta, costs = self.theta, self.costs[:, :, group].to(x.device)
         own = theta.logits_at(group, x) if isinstance(theta, TABSController) else theta[:, :, group]
         own = own.to(torch.promote_types(own.dtype, torch.float32))  # joules need it, also under autocast
-        self.energies.append(expected_energy(own.unsqueeze(-2), costs))
-        return gumbel_choices(own.unsqueeze(-2), costs, self.noise, self.temperature).squeeze(-2)
+        self.chances[group] = probabilities(own, costs)
+        return gumbel_choices(own, costs, self.noise, self.temperature)
 
     def choices_at(self, group: int, x: Tensor) -> tuple[Tensor, list[int]]:
         raise AssertionError("options are drawn as weights")
 
     def energy(self) -> Tensor:
-        """Return expected joules of each sequence, ``[B]``, with its gradient."""
-        return torch.stack(self.energies).sum((0, 2))
+        """Return expected joules of each sequence, ``[B]``, with its gradient: of its prompt as one step, and
+        of the tokens after it, each a step of its own. Padding costs nothing."""
+        every = torch.stack([self.chances[group] for group in range(self.shape[2])], dim=2)
+        return expected_joules(self.device, self.lengths, every)
+
+
+def expected_joules(device: Device, lengths: Lengths, chances: Tensor) -> Tensor:
+    """Return expected joules of each sequence whose tokens draw their options independently, ``[B]``.
+
+    Args:
+        device: what the options cost; the mean is taken.
+        lengths: of the sequences.
+        chances: the probability of each option ``[B, T, G, 3]``, 0 where there is no such option.
+    """
+    prompts, longest = lengths.prompts.tolist(), int(lengths.prompts.max())
+    costs = chances.new_zeros(len(prompts), *chances.shape[2:], longest + 1)
+    for row, prompt in enumerate(prompts):
+        costs[row, ..., : prompt + 1] = device.prompt_costs(prompt, "mean")
+    in_prompt = (torch.arange(longest) < lengths.prompts.unsqueeze(1)).to(chances.device)
+    read = lengths.read(chances.shape[1]).to(chances.device)
+    later = read & ~F.pad(in_prompt, (0, chances.shape[1] - longest))
+    first = expected_energy(chances[:, :longest] * in_prompt[..., None, None], costs)
+    alone = device.token_costs(1).to(chances)
+    alone = alone.masked_fill(alone.isinf(), 0.0)
+    return first + ((chances * alone).sum((-2, -1)) * later).sum(1)
 
 
 class LayerwisePlan(TokenPlan):
