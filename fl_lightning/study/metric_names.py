@@ -132,6 +132,10 @@ def _bytes(metric: str, title: str, digits: int = 3) -> Column:
     return Column(metric, f"{title} (MB)", 1e-6, digits, " MB")
 
 
+def _millijoules(metric: str, title: str) -> Column:
+    return Column(metric, f"{title} (mJ)", 1e3, 3, " mJ")
+
+
 def _of_task(metric: str, title: str, task: TaskMetrics) -> Column:
     digits = 3 if measure_of(metric) == "perplexity" else 4
     return _share(metric, title) if task.is_share(metric) else Column(metric, title, 1, digits)
@@ -179,6 +183,15 @@ KNOWN = [
     _share("pgd/accuracy", "PGD"),
     Column("bits/average", "bits per weight", 1, 2),
     Column("privacy/epsilon", "epsilon", 1, 2),
+    _millijoules("energy/joules", "a sequence"),
+    _millijoules("energy/joules_model", "a sequence, whole network"),
+    _millijoules("energy/joules_high", "a sequence, all layers at high"),
+    _millijoules("energy/joules_generated", "prompt and written answer"),
+    _millijoules("energy/spent", "a sequence, 0.99 quantile"),
+    _millijoules("energy/granted", "budget of a sequence, 0.99 quantile"),
+    Column("energy/over_budget", "sequences over budget", 1, 1),
+    Column("energy/refused", "sequences refused", 1, 1),
+    Column("energy/clamped", "tokens clamped", 1, 1),
     _bytes("total/total_bytes", "up and down, all rounds", 1),
     _bytes("total/upload_bytes", "up, all rounds", 1),
     _bytes("total/download_bytes", "down, all rounds", 1),
@@ -199,6 +212,9 @@ OF_THE_RUN = (
     *("cost/train_flops", "cost/train_memory", "privacy/epsilon"),
 )
 """Headline columns that are of all rounds, whichever model is selected, beside the area under the curve."""
+OF_ENERGY = ("energy/joules", "energy/joules_model", "energy/over_budget", "energy/refused")
+"""Headline columns of methods under a budget of energy: the whole network stands beside its switched layers,
+and what was refused beside joules, of which it costs none."""
 
 
 LOWER = {
@@ -246,7 +262,7 @@ def headline(
     others = [name.replace("val/", "test/", 1) for name in validated if name != f"val/{primary}"]
     spread = [f"val/{primary}_std_corrected", *([] if task.has_client_noise else [f"val/{primary}_std"])]
     of_clients = [*spread, f"val/{primary}_worst_decile_min5", "val/clients_min5"]
-    of_model = ["corrupted/accuracy", "fgsm/accuracy", "pgd/accuracy", "bits/average"]
+    of_model = ["corrupted/accuracy", "fgsm/accuracy", "pgd/accuracy", "bits/average", *OF_ENERGY]
     of_task = [metric, *selected, f"final/auc_{primary}", *others]
     names = [*of_task, "test/ece", *of_clients, *of_model, *OF_THE_RUN]
     titled = {name: _of_task(name, words_of(measure_of(name)), task) for name in others}

@@ -21,6 +21,7 @@ from fl_lightning.study.report.curves import (
     rounds_curve,
     title_of,
 )
+from fl_lightning.study.report.energy_figure import PANELS, quality_over_joules
 from fl_lightning.study.report.transfer_figure import negative_transfer
 from fl_lightning.study.statistics import mean_std
 
@@ -32,7 +33,9 @@ NAME_LENGTH = 34
 """Characters of a name in a line; longer names are wrapped."""
 OUTLIER_RATIO = 5.0
 """A row of differences that reaches so many times as far as the others is an outlier."""
-FIGURES = re.compile(r"\w+_over_(rounds|megabytes)|final_by_method|paired_differences|negative_transfer")
+FIGURES = re.compile(
+    r"\w+_over_(rounds|megabytes|joules)|final_by_method|paired_differences|negative_transfer"
+)
 """The beginnings of the figures' file names."""
 
 
@@ -50,6 +53,8 @@ def figures(comparison: Comparison) -> Iterator[tuple[str, Figure | None]]:
             yield _file("negative_transfer", levels), negative_transfer(comparison, levels)
     for others in comparison.without_stressor(comparison.levels) if comparison.study.degradation else []:
         yield _file("degradation_over_rounds", others), degradation(comparison, others)
+    if any(name in comparison.metrics for name in PANELS):
+        yield "quality_over_joules", quality_over_joules(comparison)
 
 
 def _file(name: str, levels: Levels) -> str:
