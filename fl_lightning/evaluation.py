@@ -226,8 +226,9 @@ def validate(
     states: States = NO_STATES,
     holders: Mapping[int, int] = NO_HOLDERS,
 ) -> dict[str, dict[int, float]]:
-    """Return ``task.per_client`` metrics and the loss of each client on its own validation examples, where it
-    has any: by metric, then by the client's id."""
+    """Return ``task.per_client`` metrics, the loss and what a network measures of its own passes, of each
+    client on its own validation examples, where it has any: by metric, then by the client's id. All are means
+    over examples."""
     task, columns, names = data.task, [], b""
     for number, network, (inputs, target, owners) in _validation_batches(method, data, states, holders):
         _, found = evaluate_batch(fabric, task, network, inputs, target)
@@ -246,7 +247,8 @@ def validate(
         total, weight = (np.bincount(index, weights=part) for part in pair.numpy().T)
         means[name] = total / np.where(weight > 0, weight, np.nan)
     metrics = task.finish(means)
-    wanted = dict.fromkeys((*task.per_client, *({"loss"} & metrics.keys())))
+    measured = [name for name in metrics if "/" in name]
+    wanted = dict.fromkeys((*task.per_client, *({"loss"} & metrics.keys()), *measured))
     return {name: dict(zip(ids.tolist(), metrics[name].tolist(), strict=True)) for name in wanted}
 
 

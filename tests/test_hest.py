@@ -335,10 +335,25 @@ def test_slow_and_fast_devices_train_one_model(tmp_path):
     assert [device.table.groups[GROUPS[0]]["high"].mean for device in method.devices] == [
         table.groups[GROUPS[0]]["high"].mean for table in (fast, slow, fast, slow, fast, slow)
     ]
+    assert_devices_are_told_apart(tmp_path)
     prices = {client: float(state["price"]) for client, state in states.found.items()}
     assert set(prices) == {0, 1, 2, 3}
     assert prices[0] > prices[2]  # half the energy against nine tenths of it
     assert all(set(state) == {"price"} for state in states.found.values())
+
+
+def assert_devices_are_told_apart(folder):
+    """clients.csv has the joules of each client on its own device, by its own budget."""
+    (path,) = folder.rglob("clients.csv")
+    with path.open() as file:
+        found = {int(row["client"]): row for row in csv.DictReader(file)}
+    shares = {
+        id: float(row["energy/granted"]) / (1.5 * float(row["energy/joules_high"]))
+        for id, row in found.items()
+    }
+    assert len(shares) > 1  # not every client has validation examples
+    assert shares == pytest.approx({id: (0.5, 0.6, 0.9)[id % 3] for id in shares})
+    assert all(float(row["energy/spent"]) <= float(row["energy/granted"]) for row in found.values())
 
 
 class Keeps(Meter):

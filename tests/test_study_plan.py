@@ -304,6 +304,48 @@ def test_the_search_of_a_study_resolves_for_every_method_at_the_ends_of_its_spac
         assert resolved["data"]["init_args"]["public_examples"] == 200
 
 
+@pytest.mark.slow
+@pytest.mark.essential
+def test_the_search_of_the_study_of_budgets_resolves_at_the_ends_of_its_space():
+    search = Search.read(CONFIGS / "tune_hest_embedded.yaml")
+    study = Study.read(CONFIGS / "hest_embedded.yaml", with_record=False)
+    assert [part.label for part in search.parts] == list(study.methods)
+    assert search.trials * len(search.parts) <= 24
+    for part in search.parts:
+        assert ("model.price_lr" in part.space) == (part.label == "HEST")  # the others have one setting alone
+        corner = part.corners()[-1]
+        resolved = yaml.safe_load(cli.resolve(part.args(corner)))
+        given = resolved["model"]["init_args"]
+        assert given["budget"] == 0.6
+        assert given["optimizer"]["init_args"]["lr"] == corner["model.optimizer.init_args.lr"]
+    hest = search.parts[0].corners()
+    given = yaml.safe_load(cli.resolve(search.parts[0].args(hest[-1])))["model"]["init_args"]
+    assert (given["features"], given["price_lr"], given["temperature"]) == (4, 0.03, 1.0)
+
+
+def test_a_method_of_a_study_may_have_a_space_of_its_own(write, tmp_path):
+    (tmp_path / "study.yaml").write_text(
+        "study: small\nconfig: base.yaml\nseeds: [0]\nmethods: {A: {}, B: {}}\n"
+    )
+    text = """
+study: study.yaml
+space: {model.lr: {low: 0.1, high: 1.0}}
+space_of: {B: {model.alpha: [1, 2]}}
+trials: 2
+seed: 9
+"""
+    search = Search.read(write(text))
+    assert [set(part.space) for part in search.parts] == [{"model.lr"}, {"model.lr", "model.alpha"}]
+    assert set(search.space) == {"model.lr"}
+    for wrong, said in (
+        (text.replace("{B:", "{C:"), "space_of.C"),
+        (text.replace("study.yaml", "alone").replace("trials", "config: base.yaml\ntrials"), "space_of"),
+        (text.replace("[1, 2]", "[[1]]"), "space_of.B.model.alpha"),
+    ):
+        with pytest.raises(InputError, match=said):
+            Search.read(write(wrong))
+
+
 def test_a_search_file_says_what_may_be_chosen(write):
     text = """
 study: small

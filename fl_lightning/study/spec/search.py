@@ -17,11 +17,13 @@ seed: 0                          # of every run and of the search
 prune: false                     # end trials early that are below the median of those before, round by round
 
 Where ``study`` is the path of a study file, every method of the study is tuned, each with the same space and
-the same number of trials. ``config`` and ``settings`` are then layered over the method's, there is no
+the same number of trials; what a method alone has to set costs it trials of the same number. ``config`` and ``settings`` are then layered over the method's, there is no
 ``final``, and the outcome is a record that the study reads by ``tuned``:
 
 study: exp2_embedded.yaml
 config: overlays/noise_off.yaml  # optional: the level of the study's grid at which it is tuned
+space_of:                        # optional: settings that one method alone has, beside those of all
+  FedMPQKD: {model.alpha: {low: 0.0, high: 1.0}}
 record: tuned/exp2_embedded.yaml # optional; the default has the study's name
 seed: 1000                       # none of the study's seeds
 """
@@ -65,6 +67,7 @@ class SearchEntries:
     seed: Seed = 0  # type: ignore[valid-type]
     prune: bool = False
     record: str | None = None
+    space_of: dict[str, dict[str, Any]] = field(default_factory=dict)
 
 
 @dataclass
@@ -215,11 +218,11 @@ def _search(file: SpecFile, given: SearchEntries) -> Search:
         instead = "write direction: maximize, or minimize"
         file.require(way or better, f"metric: {metric}, without a direction", rule, instead)
         way = way or ("maximize" if better == 1 else "minimize")
-    for key in given.space:
+    for key in (*given.space, *(key for own in given.space_of.values() for key in own)):
         file.setting(key, "space")
     shared: dict[str, Any] = {
         "path": file.path,
-        "space": {key: _allowed(file, value, f"space.{key}") for key, value in given.space.items()},
+        "space": _space(file, given.space, "space"),
         "trials": int(given.trials),
         "metric": metric,
         "direction": way,
@@ -232,6 +235,8 @@ def _search(file: SpecFile, given: SearchEntries) -> Search:
         return _search_of_study(file, given, shared, configs, settings)
     rule, instead = "one configuration is tuned, of which there is no record", "write study: my_study.yaml"
     file.require(given.record is None, f"record: {given.record}", rule, instead)
+    rule, instead = "one configuration is tuned, with one space", "write its settings under space"
+    file.require(not given.space_of, "space_of", rule, instead)
     return Search(
         study=file.name(given.study, "study"), configs=configs, settings=settings, final=final, **shared
     )
@@ -252,6 +257,10 @@ def _search_of_study(
     rule = f"the study {study.name} runs this seed: settings would be chosen on what they are judged by"
     free = max(study.seed_order) + 1000
     file.require(given.seed not in study.seed_order, f"seed: {given.seed}", rule, f"write seed: {free}")
+    foreign = min(set(given.space_of) - set(study.methods), default=None)
+    rule, instead = f"the study {study.name} has no such method", f"write one of {', '.join(study.methods)}"
+    file.require(foreign is None, f"space_of.{foreign}", rule, instead)
+    own = {label: _space(file, each, f"space_of.{label}") for label, each in given.space_of.items()}
     parts = tuple(
         MethodSearch(
             study=study.name,
@@ -260,7 +269,7 @@ def _search_of_study(
             final={},
             label=label,
             method_sha256=method_hash(method.configs, method.settings),
-            **shared,
+            **{**shared, "space": {**shared["space"], **own.get(label, {})}},
         )
         for label, method in study.methods.items()
     )
@@ -268,6 +277,10 @@ def _search_of_study(
     return Search(
         study=study.name, configs=configs, settings=settings, final={}, parts=parts, record=record, **shared
     )
+
+
+def _space(file: SpecFile, given: Mapping[str, Any], where: str) -> dict[str, Range | list[Any]]:
+    return {key: _allowed(file, value, f"{where}.{key}") for key, value in given.items()}
 
 
 def _allowed(file: SpecFile, given: Any, where: str) -> Range | list[Any]:
