@@ -415,6 +415,14 @@ def test_a_table_of_another_network_is_refused():
         built(costs=wrong)
 
 
+def test_layers_that_are_computed_twice_in_a_step_are_refused():
+    class Checkpointed(LlamaTiny):
+        is_gradient_checkpointing = True
+
+    with refused("gradient_checkpointing true"):
+        built(network=Checkpointed)
+
+
 def test_options_have_one_order():
     assert OPTIONS == ("off", "int8", "high")
 

@@ -3,6 +3,7 @@ overlay on a model and a data set by name."""
 
 from __future__ import annotations
 
+import csv
 import json
 import sys
 from importlib.util import find_spec
@@ -12,11 +13,14 @@ import numpy as np
 import pytest
 import torch
 import yaml
+from budgeted import costs
 
 from fl_lightning.__main__ import main
 from fl_lightning.data import NaturalInstructions
 from fl_lightning.data.text.tokens import IGNORED, ByteTokenizer
+from fl_lightning.energy import to_json
 from fl_lightning.errors import InputError
+from fl_lightning.study.spec.plan import Study
 
 ROOT = Path(__file__).parent.parent
 DEFINITIONS = {
@@ -142,6 +146,30 @@ def test_what_is_wrong_is_said_in_one_line(lines, settings, said):
     with pytest.raises(InputError, match=said) as caught:
         data(lines, **settings)
     assert "\n" not in str(caught.value)
+
+
+def test_fields_may_have_columns_of_other_names_and_one_text_for_all(tmp_path, lines):
+    """As CNN/DailyMail has: articles and their highlights, and no instruction."""
+    some = [
+        {"article": f"{number} happened", "highlights": f"on {number}", "id": "x"} for number in range(30)
+    ]
+    path = tmp_path / "news.jsonl"
+    path.write_text("\n".join(map(json.dumps, some)))
+    named = {"columns": {"inputs": "article", "targets": "highlights"}, "categories": {"news": ["summar"]}}
+    constants = {"task_name": "news", "definition": "Summarise."}
+    found = data(path, constants=constants, num_clients=2, **named)
+    assert set(answers(found.train_target)) | set(answers(found.test_target)) == {
+        one["highlights"] for one in some
+    }
+    assert found.groups == ("news",)
+    assert [len(found.client(id).train) > 5 for id in range(2)] == [True, True]
+    for settings, said in (
+        ({"columns": {"answer": "x"}}, r"^columns=\{'answer': 'x'\}"),
+        ({"columns": {"inputs": "x"}, "constants": {"inputs": "y"}}, "a field one column or one text"),
+        ({"columns": {"inputs": "nowhere"}}, "line 1; the key inputs is missing"),
+    ):
+        with pytest.raises(InputError, match=said):
+            data(lines, **settings)
 
 
 def test_a_missing_column_and_a_missing_value_are_named(saved, tmp_path):
@@ -272,3 +300,46 @@ def test_a_path_that_is_not_there_is_no_name_of_the_hub(name, tmp_path, monkeypa
     for there in ("Muennighoff/natural-instructions", "squad"):
         with pytest.raises(InputError, match="needs the library datasets"):
             data(there)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning")
+@pytest.mark.parametrize("label", ["HEST", "LoRA merged"])
+def test_the_real_study_of_budgets_on_a_small_model_and_data_set(label, model, tmp_path, monkeypatch):
+    """Every setting of configs/hest.yaml but names, paths and sizes."""
+    datasets = pytest.importorskip("datasets")
+    monkeypatch.chdir(tmp_path)
+    news = [{"article": f"{number} came", "highlights": f"{number}!", "id": "x"} for number in range(40)]
+    splits = {"train": news[:30], "test": news[30:]}
+    datasets.DatasetDict(
+        {name: datasets.Dataset.from_list(each) for name, each in splits.items()}
+    ).save_to_disk(tmp_path / "news")
+    study = Study.read(ROOT / "configs" / "hest.yaml")
+    assert len(study.parsed_criteria()) == len(study.criteria)
+    assert len(study.parsed_premises()) == len(study.premises)
+    cell = next(cell for cell in study.cells() if cell.method == label)
+    parts = (*(f"self_attn.{p}_proj" for p in "qkvo"), *(f"mlp.{p}_proj" for p in ("gate", "up", "down")))
+    names = [f"model.base_model.model.model.layers.0.{part}" for part in parts]
+    if label == "HEST":
+        names = [f"model.model.layers.0.{part}" for part in parts]
+    (tmp_path / "costs.json").write_text(to_json(costs("model", groups=names)))
+    flags = {
+        "model.network.name": model,
+        "data.tokenizer.name": model,
+        "data.path": tmp_path / "news",
+        "data.name": "null",
+        "model.costs": "costs.json",
+        "data.context": 60,
+        "data.num_clients": 2,
+        "trainer.max_rounds": 1,
+        "trainer.max_local_steps": 2,
+        "trainer.callbacks": [],
+        "trainer.logger": "false",
+        "trainer.workers": 1,
+    }
+    assert main(["fit", *cell.args, *(f"--{name}={value}" for name, value in flags.items())]) == 0
+    (run,) = Path("runs").glob("*/*")
+    metrics = list(csv.DictReader((run / "metrics.csv").open()))[-1]
+    assert float(metrics["energy/joules"]) > 0
+    if label == "HEST":
+        assert float(metrics["energy/spent"]) <= float(metrics["energy/granted"])
+        assert float(metrics["energy/over_budget"]) == float(metrics["energy/refused"]) == 0

@@ -123,6 +123,13 @@ class HEST(Method):
         super().build(data)
         if not self.limited:
             return
+        again = getattr(getattr(self.network, "base", self.network), "is_gradient_checkpointing", False)
+        require(
+            not (self.decides and again),
+            "--model.network.gradient_checkpointing true",
+            "layers that are computed again in the backward pass would draw their options a second time",
+            "write --model.network.gradient_checkpointing false",
+        )
         switches = add_switches(self.network, scope=self.scope, high=self.high)
         costs = self.costs if isinstance(self.costs, list) else [self.costs]
         advice = calibration_advice(self.network, switches)

@@ -52,6 +52,9 @@ class NaturalInstructions(TextData):
         train: name of the training split.
         test: name of the test split; null: ``test_fraction`` of the training split.
         test_fraction: share of the prompts that becomes the test set if there is no ``test``, in (0, 1).
+        columns: names of columns or keys that are not those of the fields, by field, such as
+            ``{inputs: article, targets: highlights}``; null: those of the fields.
+        constants: texts of fields that the data set has no column of, by field; null: none.
         categories: keywords of each category by its name; null: translation, reasoning, code and rewriting.
         max_examples: largest number of records of a category that are read of each split, by a hash of their
             prompts; without ``test``, the test records are among them. null: all.
@@ -75,6 +78,8 @@ class NaturalInstructions(TextData):
         train: str = "train",
         test: str | None = None,
         test_fraction: float = 0.1,
+        columns: dict[str, str] | None = None,
+        constants: dict[str, str] | None = None,
         categories: dict[str, list[str]] | None = None,
         max_examples: int | None = None,
         num_clients: int = 8,
@@ -95,6 +100,17 @@ class NaturalInstructions(TextData):
             "a category has one record or more",
             "write e.g. 2000, or null for all",
         )
+        self.constants = dict(constants or {})
+        self.columns = {name: name for name in Record._fields if name not in self.constants}
+        foreign = {*self.constants, *(columns or {})} - {*Record._fields}
+        both = {*self.constants} & {*(columns or {})}
+        require(
+            not foreign and not both,
+            f"columns={columns}, constants={constants}",
+            f"a record has the fields {', '.join(Record._fields)}, and a field one column or one text",
+            "write e.g. columns: {inputs: article, targets: highlights}",
+        )
+        self.columns |= columns or {}
         self.categories = CATEGORIES if categories is None else categories
         require(
             self.categories and all(self.categories.values()) and all(map(all, self.categories.values())),
@@ -178,13 +194,22 @@ class NaturalInstructions(TextData):
                 f"{self.path} has a single split",
                 "leave test out",
             )
-            return [json_records(path, read_text(path))]
+            return [((self._fields_of(row), place) for row, place in json_records(path, read_text(path)))]
         named = [split for split in self.splits if split is not None]
-        found = load_splits(self.path, self.configuration, self.splits, Record._fields)
+        needed = list(dict.fromkeys(self.columns.values()))
+        found = load_splits(self.path, self.configuration, self.splits, needed)
         return [
-            _rows(split, f"{self.path}, {name}")
+            self._rows(split.select_columns(needed), f"{self.path}, {name}")
             for split, name in zip(found[: len(named)], named, strict=True)
         ]
+
+    def _rows(self, split: Any, place: str) -> Iterator[tuple[Mapping[str, Any], str]]:
+        return ((self._fields_of(row), f"{place}, row {number}") for number, row in enumerate(split))
+
+    def _fields_of(self, row: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the fields that a row has, under their names."""
+        named = {name: row[column] for name, column in self.columns.items() if column in row}
+        return self.constants | named
 
     def _chosen(self, rows: Iterable[tuple[Mapping[str, Any], str]], left_out: Counter[str]) -> list[Record]:
         """Return the records of a split that have a category, at most ``max_examples`` of each."""
@@ -227,8 +252,3 @@ class NaturalInstructions(TextData):
 
 def _has_keyword(definition: str, keywords: Iterable[str]) -> bool:
     return any(re.search(rf"\b{re.escape(word)}", definition, re.IGNORECASE) for word in keywords)
-
-
-def _rows(split: Any, place: str) -> Iterator[tuple[Mapping[str, Any], str]]:
-    columns = split.select_columns(list(Record._fields))
-    return ((row, f"{place}, row {number}") for number, row in enumerate(columns))

@@ -98,7 +98,8 @@ class SwitchedLinear(nn.Module):
                 total = total + weights[..., z : z + 1] * self._through(z, x, full)
             elif self.scope == "adapter":
                 total = total + weights[..., z : z + 1] * self._base(x)
-        return total
+        # weights are float32 also on a narrower base, whose next layer takes its own precision alone
+        return total if torch.is_autocast_enabled(x.device.type) else total.to(x.dtype)
 
     def _through(self, z: int, x: Tensor, full: Tensor) -> Tensor:
         """Return the value of an option with the derivative of the adapted layer, whose value is ``full``."""

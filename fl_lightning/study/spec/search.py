@@ -17,8 +17,9 @@ seed: 0                          # of every run and of the search
 prune: false                     # end trials early that are below the median of those before, round by round
 
 Where ``study`` is the path of a study file, every method of the study is tuned, each with the same space and
-the same number of trials; what a method alone has to set costs it trials of the same number. ``config`` and ``settings`` are then layered over the method's, there is no
-``final``, and the outcome is a record that the study reads by ``tuned``:
+the same number of trials; what a method alone has to set is searched within that number. ``config`` and
+``settings`` are then layered over the method's, there is no ``final``, and the outcome is a record that the
+study reads by ``tuned``:
 
 study: exp2_embedded.yaml
 config: overlays/noise_off.yaml  # optional: the level of the study's grid at which it is tuned
