@@ -417,7 +417,7 @@ def test_a_table_of_another_network_is_refused():
 
 def test_layers_that_are_computed_twice_in_a_step_are_refused():
     class Checkpointed(LlamaTiny):
-        is_gradient_checkpointing = True
+        gradient_checkpointing = True
 
     with refused("gradient_checkpointing true"):
         built(network=Checkpointed)

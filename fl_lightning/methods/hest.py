@@ -123,7 +123,7 @@ class HEST(Method):
         super().build(data)
         if not self.limited:
             return
-        again = getattr(getattr(self.network, "base", self.network), "is_gradient_checkpointing", False)
+        again = any(getattr(module, "gradient_checkpointing", False) for module in self.network.modules())
         require(
             not (self.decides and again),
             "--model.network.gradient_checkpointing true",
