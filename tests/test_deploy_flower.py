@@ -40,6 +40,7 @@ RUN = [
     "--data.partition=Shards",
     "--data.partition.classes_per_client=5",
 ]
+CONNECTED = {"direct": "as SuperNode", "supernode": "SuperNode ID"}
 PYTHONPATH = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
 
 
@@ -126,19 +127,25 @@ def node_words(address: str, tmp_path: Path, number: int, of: int) -> list[objec
     return [*words, "--root_certificates", "certs/ca.crt"]
 
 
-def test_keys_and_certificates_are_checked_and_a_killed_node_costs_a_round(superlink, tmp_path):
+@pytest.mark.parametrize("connection", ["direct", "supernode"])
+def test_keys_and_certificates_are_checked_and_a_killed_node_costs_a_round(superlink, connection, tmp_path):
     """The third node's key is not registered. The second is killed when its orders of round 2 are there, and
     its clients are dropped then and, as it stays away, afterwards."""
     address, programs = superlink
     nodes = [
-        ours(*node_words(address, tmp_path, n, 2 if n < 2 else 3), cwd=tmp_path, log=f"n{n}.log")
+        ours(
+            *node_words(address, tmp_path, n, 2 if n < 2 else 3),
+            f"--connection={connection}",
+            cwd=tmp_path,
+            log=f"n{n}.log",
+        )
         for n in range(3)
     ]
     programs += nodes
     words = ["deploy", *RUN, "--trainer.default_root_dir=deployed", f"--deploy.superlink={address}"]
     words += ["--deploy.root_certificates=certs/ca.crt", "--deploy.min_nodes=1", "--deploy.round_seconds=90"]
     for number in range(2):
-        wait_for(tmp_path / f"n{number}.log", "SuperNode ID")
+        wait_for(tmp_path / f"n{number}.log", CONNECTED[connection])
     process = ours(*words, cwd=tmp_path, log="deploy.log")
     programs.append(process)
 
@@ -162,7 +169,7 @@ def test_keys_and_certificates_are_checked_and_a_killed_node_costs_a_round(super
         [["3", "1"], ["3", "3"]],  # its answers of round 2 were on their way already
     )
     assert "n2" not in (tmp_path / "deploy.log").read_text()
-    assert nodes[2].poll() is not None or "SuperNode ID" not in (tmp_path / "n2.log").read_text()
+    assert nodes[2].poll() is not None or CONNECTED[connection] not in (tmp_path / "n2.log").read_text()
 
 
 def wait_for(path: Path, text: str, seconds: float = 300.0) -> None:

@@ -9,12 +9,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fl_lightning.deploy import launch, sockets
+from fl_lightning.deploy import fleet, launch, sockets
 from fl_lightning.deploy.build import builder
 from fl_lightning.deploy.engine import RoundRules, check_deployable
 from fl_lightning.deploy.job import outcome_of, write_job
 from fl_lightning.deploy.node import Node, NodeSettings
-from fl_lightning.errors import InputError, RunStopped, require
+from fl_lightning.errors import InputError, RunStopped, require, require_choice
 
 log = logging.getLogger("fl_lightning")
 
@@ -108,6 +108,7 @@ def node(
     allow: list[str] | None = None,
     root_certificates: str | None = None,
     private_key: str | None = None,
+    connection: str = "direct",
 ) -> None:
     """Hold some clients of runs: answer a SuperLink's messages until this process is stopped.
 
@@ -125,11 +126,14 @@ def node(
         root_certificates: file with the certificate that signed the SuperLink's, in PEM form. Default: no
             TLS, which is allowed on 127.0.0.1 alone.
         private_key: file with this node's key, by which the SuperLink knows it.
+        connection: ``direct``: this process fetches its messages from the SuperLink itself; ``supernode``: a
+            SuperNode of Flower does, which starts a process for each message.
 
     Raises:
         InputError: a setting is wrong, or Flower is not installed.
-        RunStopped: the SuperNode ended.
+        RunStopped: the SuperLink does not let the node in, or the SuperNode ended.
     """
+    require_choice(connection, ("direct", "supernode"), "--connection")
     require(
         0 <= partition_id < num_partitions,
         f"--partition_id {partition_id} of --num_partitions {num_partitions}",
@@ -146,6 +150,17 @@ def node(
     settings = NodeSettings(place, partition_id, num_partitions, allow=tuple(allow or ()), **described)
     answering = Node(settings, builder([Path(overlay) for overlay in overlays or ()]))
     launch.log_to_stderr()
+    if connects and connection == "direct":
+        with launch.Started():  # SIGTERM signs the node off
+            fleet.serve(
+                superlink,
+                answering.answer,
+                place / "flower",
+                name=settings.name,
+                root_certificates=root_certificates,
+                private_key=private_key,
+            )
+        return
     with launch.Started() as started, launch.socket_for(place) as socket:
         if connects:
             launch.start_supernode(started, superlink, socket, settings, root_certificates, private_key)

@@ -22,7 +22,7 @@ log = logging.getLogger("fl_lightning")
 RECORD, ENTRY = "fl_lightning", "message"
 """Where a message of ours lies in one of Flower's: in a ConfigRecord of this name, under this key."""
 MESSAGE_TYPE = "train"
-POLL_SECONDS = 0.2  # between looks for answers
+POLL_SECONDS = 0.05  # between looks for answers
 NODE_SECONDS = 43_200.0  # that a node may take for an answer; Flower keeps messages as long
 MIN_TTL_SECONDS = 60.0  # of a message; Flower's clocks may differ by some
 

@@ -1,0 +1,168 @@
+"""A node's own connection to a SuperLink, in the place of a SuperNode.
+
+A SuperNode starts a process for each message, which imports the app that its SuperLink hands it, and looks
+for work every three seconds. A node of this package knows what to do with a message, so it speaks the
+SuperLink's Fleet API itself, with the connection that Flower's SuperNode is made of: its registration, keys,
+TLS, heartbeats and retries. It never loads an app, so no code reaches it, and a message costs milliseconds.
+
+The names that this file imports from ``flwr`` are those of version 1.41, and Flower does not promise them;
+``--connection supernode`` needs none of them.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from functools import partial
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from fl_lightning.deploy.flower import ENTRY, RECORD
+from fl_lightning.deploy.launch import environment
+from fl_lightning.errors import InputError, RunStopped
+
+log = logging.getLogger("fl_lightning")
+
+BUSY_POLL_SECONDS = 0.05  # between looks for work while a run is on
+IDLE_POLL_SECONDS = 1.0  # between looks for work of a node that has had none for a while
+BUSY_SECONDS = 120.0  # after a message that a run is taken to be on
+RECONNECT_SECONDS = 5.0  # between attempts to reach a SuperLink that went away
+
+Answer = Callable[[bytes], bytes]
+
+
+def serve(
+    address: str,
+    answer: Answer,
+    home: Path,
+    *,
+    name: str,
+    root_certificates: str | None = None,
+    private_key: str | None = None,
+    goes_on: Callable[[], bool] = lambda: True,
+) -> None:
+    """Answer the messages of a SuperLink until ``goes_on`` says otherwise; it is asked before each look.
+
+    A SuperLink that goes away is waited for: once it is back, the node is there again.
+
+    Args:
+        address: host and port of the SuperLink.
+        answer: makes the answer to a message; it raises nothing.
+        home: folder of Flower's own files.
+        name: of the node, for the log.
+        root_certificates: file with the certificate that signed the SuperLink's; None: no TLS.
+        private_key: file with the node's key, in OpenSSH form; None: one that is made for this process.
+
+    Raises:
+        InputError: the key cannot be read, or this version of Flower is another.
+        RunStopped: the SuperLink does not let this node in.
+    """
+    os.environ.update(environment(home))
+    connect = _connector(address, root_certificates, private_key)
+    connected = False
+    while goes_on():
+        try:
+            with connect() as calls:
+                log.info("node %s is connected to %s as SuperNode %s", name, address, calls[0])
+                connected = True
+                _work(calls, answer, goes_on)
+        except SystemExit as end:  # by which Flower's connection says that it was not let in
+            if not connected:
+                raise RunStopped(
+                    f"no connection to the SuperLink at {address} (exit code {end.code} of Flower)",
+                    "it must run there, and know this node's key where it asks for keys",
+                    "read the lines above, and start the node again",
+                ) from None
+        if goes_on():
+            log.warning("the connection to %s is lost; trying again", address)
+            time.sleep(RECONNECT_SECONDS)
+
+
+def _connector(
+    address: str, root_certificates: str | None, private_key: str | None
+) -> Callable[[], AbstractContextManager[tuple[Any, ...]]]:
+    try:
+        from flwr.supernode.fleet_http_connection import http_request_response
+    except ImportError:
+        raise InputError(
+            f"--connection direct with flwr {version('flwr')}",
+            "this version of Flower has another connection than 1.41",
+            "write --connection supernode, or install flwr 1.41",
+        ) from None
+    keys = None if private_key is None else _keys(Path(private_key))
+    return partial(http_request_response, address, root_certificates is None, root_certificates, keys)
+
+
+def _keys(path: Path) -> tuple[Any, Any]:
+    """Return a private key and its public one.
+
+    Raises:
+        InputError: the file has none that Flower takes.
+    """
+    from cryptography.exceptions import UnsupportedAlgorithm
+    from cryptography.hazmat.primitives.asymmetric.ec import EllipticCurvePrivateKey
+    from cryptography.hazmat.primitives.serialization import load_ssh_private_key
+
+    try:
+        key = load_ssh_private_key(path.read_bytes(), None)
+    except (OSError, ValueError, UnsupportedAlgorithm) as error:
+        key, reason = None, f" ({error})"
+    else:
+        reason = ""
+    if not isinstance(key, EllipticCurvePrivateKey):
+        raise InputError(
+            f"--private_key {path}",
+            f"it is a private key of an elliptic curve in OpenSSH form{reason}",
+            "make one: python -m fl_lightning.deploy.certificates certs --nodes 1",
+        )
+    return key, key.public_key()
+
+
+def _work(calls: tuple[Any, ...], answer: Answer, goes_on: Callable[[], bool]) -> None:
+    """Answer messages until the connection ends."""
+    from flwr.supercore.run import RunNotRunningException
+
+    busy_until = 0.0
+    while goes_on():
+        try:
+            if _answer_next(calls, answer):
+                busy_until = time.monotonic() + BUSY_SECONDS
+                continue
+        except RunNotRunningException:
+            log.warning("the run has ended; its message is not answered")
+        busy = time.monotonic() < busy_until
+        time.sleep(BUSY_POLL_SECONDS if busy else IDLE_POLL_SECONDS)
+
+
+def _answer_next(calls: tuple[Any, ...], answer: Answer) -> bool:
+    """Answer the next message; return whether there was one."""
+    from flwr.app import ConfigRecord, Message, RecordDict
+    from flwr.supercore.inflatable.inflatable_object import (
+        get_all_nested_objects,
+        get_object_tree,
+        no_object_id_recompute,
+    )
+    from flwr.supercore.inflatable.inflatable_utils import pull_and_inflate_object_from_tree, push_objects
+
+    _, receive, send, _, _, pull, push, confirm = calls
+    received = receive()
+    if received is None:
+        return False
+    started = time.monotonic()
+    head, tree = received
+    run = head.metadata.run_id
+    message = pull_and_inflate_object_from_tree(
+        tree, partial(pull, run), partial(confirm, run), return_type=Message
+    )
+    message.metadata.__dict__["_message_id"] = tree.object_id  # which is not in its own content
+    entry = answer(message.content[RECORD][ENTRY])
+    reply = Message(RecordDict({RECORD: ConfigRecord({ENTRY: entry})}), reply_to=message)
+    reply.metadata.__dict__["_message_id"] = reply.object_id
+    with no_object_id_recompute():
+        wanted, session = send(reply, get_object_tree(reply), time.monotonic() - started)
+        push_objects(get_all_nested_objects(reply), partial(push, run, session), object_ids_to_push=wanted)
+    return True
