@@ -10,7 +10,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -66,14 +66,44 @@ def finish(process: subprocess.Popen, log: Path, seconds: float = 600.0) -> int:
 
 
 def metadata_in(folder: Path) -> dict:
-    (found,) = folder.glob("fedavg/*/metadata.json")
+    (found,) = folder.glob("*/*/metadata.json")
     return json.loads(found.read_text())
 
 
-def simulated(folder: Path, *more: str) -> dict:
-    process = ours("fit", *RUN, *more, "--trainer.default_root_dir=simulated", cwd=folder, log="fit.log")
+def simulated(folder: Path, words: Sequence[str] = RUN) -> dict:
+    process = ours("fit", *words, "--trainer.default_root_dir=simulated", cwd=folder, log="fit.log")
     assert finish(process, folder / "fit.log") == 0, (folder / "fit.log").read_text()
     return metadata_in(folder / "simulated")
+
+
+SMALL = [
+    *(f"--trainer.{setting}" for setting in ("logger=false", "callbacks=[]", "max_rounds=2", "eval_every=2")),
+    *(f"--trainer.{setting}" for setting in ("participation=1.0", "accelerator=cpu", "engine=sequential")),
+    *("--trainer.workers=1", "--trainer.local_epochs=1", "--data.num_clients=4"),
+]
+IMAGES = ["--data.dataset=synthetic", "--data.synthetic_examples=240", "--data.synthetic_test_examples=40"]
+SHARDS = ["--data.partition=Shards", "--data.partition.classes_per_client=3"]
+
+
+@pytest.mark.parametrize(
+    ("config", "more"),
+    [
+        ("kd_default", [*IMAGES, *SHARDS]),
+        ("fedkd", [*IMAGES, *SHARDS, "--data.public_examples=60", "--model.distill_epochs=2"]),
+        ("fedmosaic_digits", SHARDS),
+        ("lora_default", ["--trainer.max_local_steps=2", "--data.examples_per_client=100"]),
+        ("vemoe_default", ["--trainer.max_local_steps=2", "--data.examples_per_client=100"]),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_each_kind_of_method_gives_the_weights_of_its_simulation(config, more, tmp_path):
+    words = ["--config", str(ROOT / "configs" / f"{config}.yaml"), *SMALL, *more]
+    deploy = ["deploy", *words, "--trainer.default_root_dir=deployed", "--deploy.local_nodes=2"]
+    process, log = ours(*deploy, cwd=tmp_path, log="deploy.log"), tmp_path / "deploy.log"
+    assert finish(process, log) == 0, log.read_text()
+    found = metadata_in(tmp_path / "deployed")
+    assert found["status"] == "finished"
+    assert found["weights_sha256"] == simulated(tmp_path, words)["weights_sha256"]
 
 
 def test_a_run_on_two_local_nodes_gives_the_weights_of_the_simulation(tmp_path):
@@ -86,16 +116,23 @@ def test_a_run_on_two_local_nodes_gives_the_weights_of_the_simulation(tmp_path):
     assert sorted(found["deployment"]["nodes"].values()) == [[0, 2], [1, 3]]
 
 
-@pytest.fixture
-def superlink(tmp_path: Path) -> Iterator[tuple[str, list[subprocess.Popen]]]:
-    """A SuperLink with TLS that knows the keys of its nodes, and the list of programs to end."""
-    make_certificates(tmp_path / "certs", ["127.0.0.1", "localhost"], 3)
-    certs, address = tmp_path / "certs", f"127.0.0.1:{free_port()}"
+def start_superlink(tmp_path: Path, address: str) -> subprocess.Popen:
+    """A SuperLink with TLS that asks nodes for keys, and that finds its database again."""
+    certs = tmp_path / "certs"
     words = ["flower-superlink", "--host", "127.0.0.1", "--port", address.rpartition(":")[2]]
     words += ["--ssl-ca-certfile", certs / "ca.crt", "--ssl-certfile", certs / "server.pem"]
     words += ["--ssl-keyfile", certs / "server.key", "--enable-supernode-auth"]
     words += ["--disable-runtime-dependency-installation", "--database", tmp_path / "state.db"]
-    programs = [program(*words, cwd=tmp_path, log=tmp_path / "superlink.log")]
+    return program(*words, cwd=tmp_path, log=tmp_path / "superlink.log")
+
+
+@pytest.fixture
+def superlink(tmp_path: Path) -> Iterator[tuple[str, list[subprocess.Popen]]]:
+    """The address of a SuperLink that knows the keys of its nodes, and the list of programs to end, itself
+    the first."""
+    make_certificates(tmp_path / "certs", ["127.0.0.1", "localhost"], 3)
+    certs, address = tmp_path / "certs", f"127.0.0.1:{free_port()}"
+    programs = [start_superlink(tmp_path, address)]
     home = tmp_path / "flower"
     (home / "config.toml").write_text(
         f'[superlink.test]\naddress = "{address}"\nroot-certificates = "{certs / "ca.crt"}"\n'
@@ -170,6 +207,35 @@ def test_keys_and_certificates_are_checked_and_a_killed_node_costs_a_round(super
     )
     assert "n2" not in (tmp_path / "deploy.log").read_text()
     assert nodes[2].poll() is not None or CONNECTED[connection] not in (tmp_path / "n2.log").read_text()
+
+
+def test_a_superlink_that_is_killed_costs_nothing(superlink, tmp_path):
+    """With it goes the server's half of the run, which is continued from its checkpoint; nodes come back by
+    themselves. Which rounds were done before makes no difference."""
+    address, programs = superlink
+    programs += [ours(*node_words(address, tmp_path, n, 2), cwd=tmp_path, log=f"n{n}.log") for n in range(2)]
+    deploy = ["deploy", *RUN, "--trainer.default_root_dir=deployed", f"--deploy.superlink={address}"]
+    deploy += ["--deploy.root_certificates=certs/ca.crt", "--deploy.min_nodes=2"]
+    for number in range(2):
+        wait_for(tmp_path / f"n{number}.log", "as SuperNode")
+    first = ours(*deploy, cwd=tmp_path, log="deploy.log")
+    programs.append(first)
+    while not (checkpoints := list((tmp_path / "deployed").glob("fedavg/*/checkpoints/round_*"))):
+        time.sleep(0.02)
+        assert first.poll() is None, (tmp_path / "deploy.log").read_text()[-3000:]
+    programs[0].kill()
+    programs[0].wait()
+    run = checkpoints[0].parent.parent
+    assert finish(first, tmp_path / "deploy.log") != 0
+    rounds = len((run / "metrics.csv").read_text().splitlines()) - 1
+    programs[0] = start_superlink(tmp_path, address)
+    for number in range(2):
+        wait_for(tmp_path / f"n{number}.log", "Connection successful")
+    second = ours(*deploy, f"--ckpt_path={run}", cwd=tmp_path, log="again.log")
+    programs.append(second)
+    assert finish(second, tmp_path / "again.log") == 0, (tmp_path / "again.log").read_text()[-5000:]
+    assert rounds < 3
+    assert metadata_in(tmp_path / "deployed")["weights_sha256"] == simulated(tmp_path)["weights_sha256"]
 
 
 def wait_for(path: Path, text: str, seconds: float = 300.0) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import time
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
@@ -76,10 +77,19 @@ class RoundRules:
 
 @dataclass
 class Traffic:
-    """Bytes of messages with their headers, as the transport was given them, since the server was started."""
+    """What a deployment has cost beside its training, since the server was started.
+
+    Args:
+        sent, received: bytes of messages with their headers, as the transport was given them.
+        rounds: rounds in which a node trained.
+        beside_training: seconds of these rounds from the first order to the last answer in which the node
+            that trained longest did not train.
+    """
 
     sent: int = 0
     received: int = 0
+    rounds: int = 0
+    beside_training: float = 0.0
 
 
 class RemoteEngine(Engine):
@@ -148,9 +158,14 @@ class RemoteEngine(Engine):
         messages = self._messages(tasks)
         found: dict[int, ClientResult] = {}
         by_id = {task.client.id: task for task in tasks}
+        started, longest = time.monotonic(), 0.0
         for node, answer in self._exchange(messages, self.rules.round_seconds):
+            longest = max(longest, seconds_of(answer))
             for result in self._results(node, answer, by_id):
                 found[result.client.id] = result
+        if longest:
+            self.traffic.rounds += 1
+            self.traffic.beside_training += max(0.0, time.monotonic() - started - longest)
         for task in tasks:
             id = task.client.id
             if id in found:
@@ -161,12 +176,12 @@ class RemoteEngine(Engine):
                 yield ClientResult(task.client, b"", {}, {}, 0, unanswered=sent)
 
     def notes(self) -> dict[str, Any]:
-        """Return the run's id among the nodes, which node has which clients, and the bytes of messages."""
+        """Return the run's id among the nodes, which node has which clients, and what messages have cost."""
         clients: dict[str, list[int]] = {}
         for id, node in sorted(self.node_of.items()):
             clients.setdefault(f"{self.names[node]} ({node})", []).append(id)
         about = {"transport": self.transport.name, "run": self.run, "nodes": clients}
-        return {"deployment": {**about, "message_bytes": asdict(self.traffic)}}
+        return {"deployment": {**about, "messages": asdict(self.traffic)}}
 
     def close(self) -> None:
         self.transport.close()
@@ -293,6 +308,12 @@ class RemoteEngine(Engine):
                     yield ClientResult(tasks[id].client, upload, {}, losses, int(entry["steps"]))
             except (KeyError, TypeError, ValueError, IndexError) as error:
                 log.warning("node %s: a result cannot be read (%r)", name, error)
+
+
+def seconds_of(answer: Message) -> float:
+    """Return the seconds that a node says its training took; 0 where it says nothing of use."""
+    seconds = answer.header.get("seconds", 0.0)
+    return float(seconds) if isinstance(seconds, int | float) and math.isfinite(seconds) else 0.0
 
 
 def check_deployable(fed: Federation) -> None:

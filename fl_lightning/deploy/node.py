@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import re
 import socket
+import time
 import uuid
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
@@ -122,6 +123,7 @@ class Node:
 
     def _train(self, message: Message) -> bytes:
         fed, engine = self._prepared(str(message.header["config"]))
+        started = time.monotonic()
         results: list[dict[str, Any]] = []
         uploads: list[bytes] = []
         for order in message.header["orders"]:
@@ -142,6 +144,7 @@ class Node:
             )
             uploads.append(result.upload)
         header = {"kind": "trained", "node": self.settings.name, "results": results}
+        header["seconds"] = time.monotonic() - started
         return Message(header, tuple(uploads)).to_bytes()
 
     def _train_client(
