@@ -81,14 +81,14 @@ class Traffic:
 
     Args:
         sent, received: bytes of messages with their headers, as the transport was given them.
-        rounds: rounds in which a node trained.
-        beside_training: seconds of these rounds from the first order to the last answer in which the node
-            that trained longest did not train.
+        answers: orders of a round that a node has answered.
+        beside_training: seconds from the first order of a round to a node's answer in which this node did not
+            train, added up over answers.
     """
 
     sent: int = 0
     received: int = 0
-    rounds: int = 0
+    answers: int = 0
     beside_training: float = 0.0
 
 
@@ -158,14 +158,12 @@ class RemoteEngine(Engine):
         messages = self._messages(tasks)
         found: dict[int, ClientResult] = {}
         by_id = {task.client.id: task for task in tasks}
-        started, longest = time.monotonic(), 0.0
+        started = time.monotonic()
         for node, answer in self._exchange(messages, self.rules.round_seconds):
-            longest = max(longest, seconds_of(answer))
+            self.traffic.answers += 1
+            self.traffic.beside_training += max(0.0, time.monotonic() - started - seconds_of(answer))
             for result in self._results(node, answer, by_id):
                 found[result.client.id] = result
-        if longest:
-            self.traffic.rounds += 1
-            self.traffic.beside_training += max(0.0, time.monotonic() - started - longest)
         for task in tasks:
             id = task.client.id
             if id in found:

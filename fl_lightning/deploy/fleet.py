@@ -21,7 +21,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from fl_lightning.deploy.flower import ENTRY, RECORD
+from fl_lightning.deploy.flower import PART_WAITS, packed, unpacked
 from fl_lightning.deploy.launch import environment
 from fl_lightning.errors import InputError, RunStopped
 
@@ -140,7 +140,7 @@ def _work(calls: tuple[Any, ...], answer: Answer, goes_on: Callable[[], bool]) -
 
 def _answer_next(calls: tuple[Any, ...], answer: Answer) -> bool:
     """Answer the next message; return whether there was one."""
-    from flwr.app import ConfigRecord, Message, RecordDict
+    from flwr.app import Message
     from flwr.supercore.inflatable.inflatable_object import (
         get_all_nested_objects,
         get_object_tree,
@@ -156,11 +156,10 @@ def _answer_next(calls: tuple[Any, ...], answer: Answer) -> bool:
     head, tree = received
     run = head.metadata.run_id
     message = pull_and_inflate_object_from_tree(
-        tree, partial(pull, run), partial(confirm, run), return_type=Message
+        tree, partial(pull, run), partial(confirm, run), return_type=Message, **PART_WAITS
     )
     message.metadata.__dict__["_message_id"] = tree.object_id  # which is not in its own content
-    entry = answer(message.content[RECORD][ENTRY])
-    reply = Message(RecordDict({RECORD: ConfigRecord({ENTRY: entry})}), reply_to=message)
+    reply = Message(packed(answer(unpacked(message.content))), reply_to=message)
     reply.metadata.__dict__["_message_id"] = reply.object_id
     with no_object_id_recompute():
         wanted, session = send(reply, get_object_tree(reply), time.monotonic() - started)

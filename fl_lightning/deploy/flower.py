@@ -11,18 +11,23 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from fl_lightning.deploy import sockets
-from fl_lightning.deploy.messages import refusal
+from fl_lightning.deploy.messages import pieces, refusal
 
 log = logging.getLogger("fl_lightning")
 
 RECORD, ENTRY = "fl_lightning", "message"
-"""Where a message of ours lies in one of Flower's: in a ConfigRecord of this name, under this key."""
+"""Where a message of ours lies in one of Flower's: in ConfigRecords of this name and a number, under this
+key."""
+PART_BYTES = 2**26  # of a message in one record; Flower sends each record by itself, and none above 2 GiB
 MESSAGE_TYPE = "train"
 POLL_SECONDS = 0.05  # between looks for answers
+PART_WAITS = {"initial_backoff": 0.05, "backoff_cap": 0.5}
+"""Seconds between looks for a part of a message that is on its way; Flower waits 1, 2, 4 ... seconds."""
 NODE_SECONDS = 43_200.0  # that a node may take for an answer; Flower keeps messages as long
 MIN_TTL_SECONDS = 60.0  # of a message; Flower's clocks may differ by some
 
@@ -55,17 +60,37 @@ def _server_app() -> Any:
 
 
 def _client_app() -> Any:
-    from flwr.app import ConfigRecord, Message, RecordDict
+    from flwr.app import Message
     from flwr.clientapp import ClientApp
 
     client_app = ClientApp()  # as above
 
     @client_app.train()
     def bring(message: Any, context: Any) -> Any:
-        answer = _answer(message.content[RECORD][ENTRY], context.node_config)
-        return Message(RecordDict({RECORD: ConfigRecord({ENTRY: answer})}), reply_to=message)
+        return Message(packed(_answer(unpacked(message.content), context.node_config)), reply_to=message)
 
     return client_app
+
+
+def packed(message: bytes) -> Any:
+    """Return a message of ours as the content of one of Flower's, a ``RecordDict``.
+
+    Flower knows a record by its hash and sends each once: a broadcast travels to the SuperLink once, for all
+    nodes.
+    """
+    from flwr.app import ConfigRecord, RecordDict
+
+    records = (ConfigRecord({ENTRY: piece}) for piece in pieces(message, PART_BYTES))
+    return RecordDict({f"{RECORD}.{number}": record for number, record in enumerate(records)})
+
+
+def unpacked(content: Any) -> bytes:
+    """Return the message of ours in the content of one of Flower's.
+
+    Raises:
+        KeyError: there is none.
+    """
+    return b"".join(content[f"{RECORD}.{number}"][ENTRY] for number in range(len(content)))
 
 
 def _answer(message: bytes, config: Mapping[str, Any]) -> bytes:
@@ -86,30 +111,29 @@ def _answer(message: bytes, config: Mapping[str, Any]) -> bytes:
 class GridTransport:
     """Carries messages through Flower's grid: the SuperLink, and the SuperNodes that ask it for work.
 
-    Flower cuts what is long into parts of its own; a node that its SuperLink has not heard of for a minute is
-    not connected.
+    A node that its SuperLink has not heard of for a minute is not connected.
     """
 
     name = "flower"
 
     def __init__(self, grid: Any) -> None:
         self.grid = grid
+        _wait_briefly_for_parts()
 
     def nodes(self) -> Sequence[str]:
         return [str(id) for id in self.grid.get_node_ids()]
 
     def exchange(self, messages: Mapping[str, bytes], timeout: float) -> Iterator[tuple[str, bytes]]:
-        from flwr.app import ConfigRecord, Message, RecordDict
+        from flwr.app import Message
 
         ends = time.monotonic() + timeout
         waiting: dict[str, str] = {}
-        for node, data in messages.items():
-            content = RecordDict({RECORD: ConfigRecord({ENTRY: data})})
-            # Flower drops what is older than its time to live: no node trains what nobody waits for any more
-            sent = Message(content, int(node), MESSAGE_TYPE, ttl=max(timeout, MIN_TTL_SECONDS))
-            for id in self.grid.push_messages([sent]):
-                if id:
-                    waiting[id] = node
+        # Flower drops what is older than its time to live: no node trains what nobody waits for any more
+        live = max(timeout, MIN_TTL_SECONDS)
+        sent = [Message(packed(data), int(node), MESSAGE_TYPE, ttl=live) for node, data in messages.items()]
+        for node, id in zip(messages, self.grid.push_messages(sent), strict=True):
+            if id:
+                waiting[id] = node
         while waiting:
             for reply in self.grid.pull_messages(list(waiting)):
                 node = waiting.pop(str(reply.metadata.reply_to_message_id), "")
@@ -118,7 +142,7 @@ class GridTransport:
                 if reply.has_error():
                     log.warning("node %s: %s (%d)", node, reply.error.reason, reply.error.code)
                 else:
-                    yield node, reply.content[RECORD][ENTRY]
+                    yield node, unpacked(reply.content)
             if waiting and time.monotonic() >= ends:
                 log.warning("no answer within %g seconds: %s", timeout, ", ".join(waiting.values()))
                 return
@@ -127,3 +151,15 @@ class GridTransport:
 
     def close(self) -> None:
         pass
+
+
+def _wait_briefly_for_parts() -> None:
+    """Have the grid of this process look sooner for the parts of an answer, which is announced before they
+    are sent. Where Flower has changed its inside, answers take a second longer."""
+    try:
+        from flwr.supercore.inflatable.inflatable_utils import pull_objects
+        from flwr.superlink.grid import http_grid
+    except ImportError:
+        return
+    if hasattr(http_grid, "pull_objects"):
+        http_grid.pull_objects = partial(pull_objects, **PART_WAITS)

@@ -66,6 +66,19 @@ class Message:
         return cls(header, tuple(parts))
 
 
+def pieces(data: bytes, longest: int) -> list[bytes]:
+    """Return a message cut into its header and its parts, and these into pieces of at most so many bytes.
+
+    Nodes whose messages have a part in common have pieces in common.
+
+    Raises:
+        MessageError: the bytes are no message.
+    """
+    parts = Message.from_bytes(data).parts
+    header = data[: len(data) - sum(map(len, parts))]
+    return [each[at : at + longest] for each in (header, *parts) for at in range(0, len(each), longest)]
+
+
 def refusal(reason: str, **entries: Any) -> bytes:
     """Return the answer of a node that does not do what it is asked, with the reason in one line."""
     return Message({"kind": "refused", "reason": reason, **entries}).to_bytes()
