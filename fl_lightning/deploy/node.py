@@ -143,8 +143,12 @@ class Node:
                 }
             )
             uploads.append(result.upload)
-        header = {"kind": "trained", "node": self.settings.name, "results": results}
-        header["seconds"] = time.monotonic() - started
+        header = {
+            "kind": "trained",
+            "node": self.settings.name,
+            "seconds": time.monotonic() - started,
+            "results": results,
+        }
         return Message(header, tuple(uploads)).to_bytes()
 
     def _train_client(
