@@ -150,7 +150,7 @@ def train_round(fed: Federation, engine: Engine, record: RoundRecord) -> None:
         receipt.client.id: receipt.examples for receipt in receipts if receipt.entry.status == "trained"
     }
     if fed.secure_sum is not None:
-        entries = aggregate_securely(fed, fed.secure_sum, record, cohort, entries, uploads)
+        entries = aggregate_securely(fed, fed.secure_sum, engine, record, cohort, entries, uploads)
     # of a private round noise hides also that nobody returned
     elif (returned or fed.privacy is not None) and not aggregate(fed, round, uploads, returned):
         entries = [entry.unused() for entry in entries]
@@ -267,6 +267,8 @@ def receive_upload(
 
     Under a secure sum the client itself does that, and sends nothing yet.
     """
+    if result.kept:  # and on its own machine
+        return LedgerEntry(task.round, assignment.client.id, result.kept, len(task.message))
     client, status, size = assignment.client, "lost", len(result.upload)
     data: bytes | None = result.upload
     if fed.secure_sum is None:
@@ -297,6 +299,7 @@ def stress_upload(fed: Federation, task: ClientTask, hook: str, upload: T) -> T 
 def aggregate_securely(
     fed: Federation,
     settings: SecureSum,
+    engine: Engine,
     record: RoundRecord,
     cohort: Sequence[Assignment],
     entries: Sequence[LedgerEntry],
@@ -305,6 +308,7 @@ def aggregate_securely(
     """Make the server's next state of a secure sum, and return the ledger's entries with all its messages.
 
     Args:
+        engine: what trained the clients, and has them mask and send their vectors.
         cohort: the round's clients.
         entries: what happened to each of them until it would have sent its upload.
         uploads: those of this process.
@@ -320,7 +324,9 @@ def aggregate_securely(
             return fed.privacy.message(method, upload, id, record.round)
         return method.addends(upload, id, examples_in(upload))
 
-    result = sum_securely(settings, method, record.round, cohort, entries, uploads, addends, deliver)
+    result = sum_securely(
+        settings, method, record.round, cohort, entries, uploads, addends, deliver, engine.add_under_masks
+    )
     record.metrics |= result.metrics
     sums: Sums | None = result.sums
     if sums is None:

@@ -254,9 +254,10 @@ class FederatedTrainer(Recorded):
             fed = self._prepare()
             if self.secure_sum is not None:
                 check_secure_sum(self.secure_sum, method, fed.cohort_size)
-                log.info(
-                    "secure_sum: keys are drawn from the seed, for reproducible runs; they are no secrets"
-                )
+                if self.remote is None:
+                    log.info(
+                        "secure_sum: keys are drawn from the seed, for reproducible runs; they are no secrets"
+                    )
             self.progress = Progress(
                 settings,
                 identity_of(fed),

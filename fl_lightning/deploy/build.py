@@ -20,6 +20,7 @@ SENT = (
     "participation",
     "local_epochs",
     "max_local_steps",
+    "secure_sum",
 )
 """Settings of the trainer that nodes are sent: those that local training reads. Callbacks, loggers and
 folders are the server's own."""

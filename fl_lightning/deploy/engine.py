@@ -9,22 +9,29 @@ import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from hashlib import sha256
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import yaml
 
 from fl_lightning.deploy.identity import describe, mismatches
 from fl_lightning.deploy.messages import Message, MessageError
+from fl_lightning.deploy.server_state import beside_broadcast
 from fl_lightning.distributed.collectives import world_size
 from fl_lightning.engines import ClientResult, ClientTask, Engine
 from fl_lightning.engines.base import Units
+from fl_lightning.engines.secure_round import MaskedSum
 from fl_lightning.errors import InputError, RunStopped, require
 from fl_lightning.hooks import Stressor
 from fl_lightning.loop import Federation
+from fl_lightning.methods.secure import SumForm, check_secure_sum
 from fl_lightning.metrics import Mean
 from fl_lightning.support.overriding import overrides
 
+if TYPE_CHECKING:  # it needs the extra privacy
+    from fl_lightning.privacy.secure.simulation import Outcome
+
 log = logging.getLogger("fl_lightning")
+ON_NODES = {"change_labels": "labels", "change_upload": "uploads before they are masked"}
 POLL_SECONDS = 0.5  # between looks at which nodes are connected, while there are too few
 
 
@@ -100,6 +107,9 @@ class RemoteEngine(Engine):
     bytes untouched. No label travels, and what a client keeps stays on its node. A client whose node is not
     there, fails or is late counts as dropped, and its state is as it was before the round.
 
+    Under a secure sum no upload and no loss travels: nodes keep what their clients would send, and the phases
+    of the sum are further messages, one for each node and phase. Each phase waits as long as a round.
+
     Args:
         transport: carries the messages.
         fed: the federation of the server.
@@ -135,12 +145,15 @@ class RemoteEngine(Engine):
         self.node_of: dict[int, str] = {}
         self.uids: dict[str, str] = {}
         self.refused: dict[str, str] = {}
+        self.forms: dict[int, SumForm] = {}  # of what nodes keep for the round's secure sum, by client
         self.left_out: set[str] = set()  # connections that were replaced, or did not answer a check
         # a client that counted as dropped goes on from the state before, whatever its node did since
         self.since = dict(since or {})
 
     def start(self) -> None:
         check_deployable(self.fed)
+        if self.fed.secure_sum is not None:
+            log.info("secure_sum: keys are drawn by the nodes' operating systems, anew in each round")
         self._gather_nodes()
         if self.refused:
             node, reason = next(iter(self.refused.items()))
@@ -152,6 +165,7 @@ class RemoteEngine(Engine):
             )
 
     def train(self, tasks: Sequence[ClientTask], units: Units | None = None) -> Iterator[ClientResult]:
+        self.forms = {}
         if not tasks:
             return
         self._gather_nodes()
@@ -172,6 +186,14 @@ class RemoteEngine(Engine):
             else:
                 sent = len(task.message) if self.node_of.get(id) in messages else 0
                 yield ClientResult(task.client, b"", {}, {}, 0, unanswered=sent)
+
+    def add_under_masks(self, asked: MaskedSum) -> tuple[SumForm, Outcome]:
+        from fl_lightning.deploy.secure_server import add_up_on_nodes
+
+        def ask(phase: str, messages: Mapping[int, bytes]) -> Iterator[tuple[int, bytes]]:
+            return self._ask(asked.round, phase, messages)
+
+        return add_up_on_nodes(asked, self.forms, ask)
 
     def notes(self) -> dict[str, Any]:
         """Return the run's id among the nodes, which node has which clients, and what messages have cost."""
@@ -251,6 +273,7 @@ class RemoteEngine(Engine):
         """Return the message of each node that has clients of this round."""
         orders: dict[str, list[dict[str, int]]] = {}
         parts: dict[str, dict[bytes, int]] = {}
+        states: dict[bytes, bytes] = {}
         for task in tasks:
             id = task.client.id
             node = self.node_of.get(id)
@@ -258,13 +281,19 @@ class RemoteEngine(Engine):
                 continue
             mine = parts.setdefault(node, {})
             order = {"client": id, "epochs": task.epochs, "steps": task.steps, "since": self.since.get(id, 0)}
-            orders.setdefault(node, []).append({**order, "message": mine.setdefault(task.message, len(mine))})
+            order["message"] = mine.setdefault(task.message, len(mine))
+            if self.fed.secure_sum is not None:
+                if task.message not in states:
+                    states[task.message] = beside_broadcast(self.fed.method, task.message)
+                order["state"] = mine.setdefault(states[task.message], len(mine))
+            orders.setdefault(node, []).append(order)
         about = {
             "kind": "train",
             "run": self.run,
             "config": self.digest,
             "round": tasks[0].round,
             "seed": self.fed.seed,
+            "cohort": self.fed.method.cohort,
             "deterministic": self.deterministic,
         }
         return {
@@ -287,7 +316,8 @@ class RemoteEngine(Engine):
     def _results(self, node: str, answer: Message, tasks: Mapping[int, ClientTask]) -> Iterator[ClientResult]:
         """Yield the results in an answer that belong to this round's clients of the node."""
         name = self.names.get(node, node)
-        if answer.kind != "trained":
+        secure = self.fed.secure_sum is not None
+        if answer.kind != ("kept" if secure else "trained"):
             log.warning("node %s did not train: %s", name, answer.header.get("reason", "it gave no reason"))
             if node in self.names:
                 self._forget(node)  # it is checked again before the next round
@@ -297,7 +327,13 @@ class RemoteEngine(Engine):
                 id = int(entry["client"])
                 if "reason" in entry:
                     log.warning("node %s: client %d: %s", name, id, entry["reason"])
-                elif id in tasks and self.node_of.get(id) == node:
+                elif id not in tasks or self.node_of.get(id) != node:
+                    log.warning("node %s: client %d was not asked of it", name, id)
+                elif secure:
+                    self.forms[id] = form = SumForm.from_json(entry["form"])
+                    kept = "trained" if form.parts else "rejected"
+                    yield ClientResult(tasks[id].client, b"", {}, {}, 0, kept=kept)
+                else:
                     losses = {
                         str(key): Mean(float(total), weight)
                         for key, (total, weight) in entry["losses"].items()
@@ -306,6 +342,25 @@ class RemoteEngine(Engine):
                     yield ClientResult(tasks[id].client, upload, {}, losses, int(entry["steps"]))
             except (KeyError, TypeError, ValueError, IndexError) as error:
                 log.warning("node %s: a result cannot be read (%r)", name, error)
+
+    def _ask(self, round: int, phase: str, messages: Mapping[int, bytes]) -> Iterator[tuple[int, bytes]]:
+        """Send the messages of one phase of a secure sum to clients, by id, and yield client and answer."""
+        about = {"kind": "phase", "run": self.run, "round": round, "phase": phase}
+        asked: dict[str, list[int]] = {}
+        for id in sorted(messages.keys() & self.node_of.keys()):
+            asked.setdefault(self.node_of[id], []).append(id)
+        orders = {
+            node: Message({**about, "clients": ids}, tuple(messages[id] for id in ids)).to_bytes()
+            for node, ids in asked.items()
+        }
+        for node, answer in self._exchange(orders, self.rules.round_seconds):
+            header = answer.header
+            if any(header.get(name) != value for name, value in about.items()):
+                reason = header.get("reason", "it gave no reason")
+                log.warning("node %s leaves the secure sum: %s", self.names.get(node, node), reason)
+                continue
+            found = dict(zip(header.get("clients", ()), answer.parts, strict=False))
+            yield from ((id, found[id]) for id in asked[node] if id in found)
 
 
 def seconds_of(answer: Message) -> float:
@@ -320,15 +375,23 @@ def check_deployable(fed: Federation) -> None:
     Raises:
         InputError: the run has it.
     """
-    for value, name in ((fed.secure_sum, "trainer.secure_sum"), (fed.privacy, "trainer.privacy")):
-        require(value is None, name, "a deployment does not have it yet", "leave it out, or use fit")
+    require(
+        fed.privacy is None,
+        "trainer.privacy",
+        "a deployment does not have it yet",
+        "leave it out, or use fit",
+    )
+    if fed.secure_sum is not None:
+        check_secure_sum(fed.secure_sum, fed.method, fed.cohort_size)
     require(world_size() == 1, "several processes of the server", "it is one", "write --trainer.devices 1")
     for callback in fed.callbacks:
-        if isinstance(callback, Stressor) and overrides(callback, Stressor, "change_labels"):
+        for hook, what in ON_NODES.items() if isinstance(callback, Stressor) else ():
             name = type(callback).__name__
-            raise InputError(
+            require(
+                not overrides(callback, Stressor, hook)
+                or (hook == "change_upload" and fed.secure_sum is None),
                 f"callbacks.{name}",
-                "it changes labels, and only nodes have them",
+                f"it changes {what}, and only nodes have them",
                 f"leave {name} out of a deployment",
             )
     if fed.method.personalised:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from dataclasses import asdict
 from typing import Any
 
 from fl_lightning import __version__
@@ -16,13 +17,15 @@ NAMES = {
     "num_classes": "number of classes",
     "example_shape": "shape of an example",
     "frozen": "SHA-256 of the frozen weights",
+    "secure_sum": "secure sum",
 }
 MAX_LISTED = 3  # tensors or clients that one line names
 
 
 def describe(fed: Federation, clients: Iterable[int]) -> dict[str, Any]:
     """Return what the results of these clients rest on, as JSON: the package's version, method, task, layout
-    of the network, form of the examples, and how many training examples each client has."""
+    of the network, form of the examples, the settings of a secure sum, and how many training examples each
+    client has."""
     method, data = fed.method, fed.data
     cls = type(method)
     tensors = {name: tensor for name, tensor in method.server.items() if name not in method.growing}
@@ -36,6 +39,7 @@ def describe(fed: Federation, clients: Iterable[int]) -> dict[str, Any]:
         "num_classes": int(data.num_classes),
         "example_shape": list(data.example_shape),
         "frozen": frozen,
+        "secure_sum": None if fed.secure_sum is None else asdict(fed.secure_sum),
         "layout": shapes,
         "examples": {str(id): int(data.sizes[id]) for id in clients},
     }

@@ -16,19 +16,24 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from hashlib import sha256
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import yaml
 
 from fl_lightning.deploy.identity import describe
 from fl_lightning.deploy.messages import Message, MessageError, refusal
+from fl_lightning.deploy.server_state import take_over
 from fl_lightning.deploy.states import StateFolder
 from fl_lightning.engines import ClientResult, ClientTask, SequentialEngine
 from fl_lightning.engines.determinism import deterministic
 from fl_lightning.errors import InputError, ThreePartError
 from fl_lightning.loop import Federation
+from fl_lightning.methods.secure import check_secure_sum
 from fl_lightning.support import disk
 from fl_lightning.wire import Payload
+
+if TYPE_CHECKING:  # it needs the extra privacy
+    from fl_lightning.deploy.secure_node import SecureRounds
 
 log = logging.getLogger("fl_lightning")
 
@@ -76,6 +81,7 @@ class Node:
         self.settings, self.build = settings, build
         self.states = StateFolder(settings.folder / "states")
         self.built: tuple[str, Federation, SequentialEngine] | None = None
+        self._sums: SecureRounds | None = None
 
     def answer(self, data: bytes) -> bytes:
         """Return the answer to a message. Nothing is raised: a node outlives what it cannot do."""
@@ -85,6 +91,9 @@ class Node:
                 return self._check(message)
             if message.kind == "train":
                 return self._train(message)
+            if message.kind == "phase":
+                header, parts = self.sums.answer(message)
+                return Message({**header, "node": self.settings.name}, tuple(parts)).to_bytes()
             raise MessageError(f"a message of the kind {message.kind!r}, which this version does not know")
         except (ThreePartError, MessageError) as error:
             log.error("refused: %s", error)
@@ -92,6 +101,15 @@ class Node:
         except Exception as error:
             log.exception("a message could not be answered")
             return refusal(in_a_line(error), node=self.settings.name)
+
+    @property
+    def sums(self) -> SecureRounds:
+        """The node's half of secure sums."""
+        from fl_lightning.deploy.secure_node import SecureRounds
+
+        if self._sums is None:
+            self._sums = SecureRounds(self.settings.folder / "unmasked")
+        return self._sums
 
     def uid(self) -> str:
         """Return what tells this node from others, drawn when its folder was made: a node that is started
@@ -112,6 +130,8 @@ class Node:
             path.parent.mkdir(parents=True, exist_ok=True)
             disk.replace(path, text)
         fed, _ = self._prepared(digest)
+        if fed.secure_sum is not None:
+            check_secure_sum(fed.secure_sum, fed.method, fed.cohort_size)
         clients = self.settings.clients(fed.data.num_clients)
         about = {
             "kind": "checked",
@@ -122,16 +142,24 @@ class Node:
         return Message({**about, "identity": describe(fed, clients)}).to_bytes()
 
     def _train(self, message: Message) -> bytes:
+        """Train clients. Their uploads travel, or under a secure sum stay here."""
         fed, engine = self._prepared(str(message.header["config"]))
         started = time.monotonic()
+        kept = None if fed.secure_sum is None else self.sums.begin(fed, fed.secure_sum, message)
         results: list[dict[str, Any]] = []
         uploads: list[bytes] = []
         for order in message.header["orders"]:
             try:
                 result = self._train_client(fed, engine, message, order)
+                form = None if kept is None else kept.keep(fed, result)
             except Exception as error:  # the other clients of this node still count
                 log.exception("client %s could not be trained", order.get("client"))
-                results.append({"client": order.get("client"), "reason": in_a_line(error)})
+                known = kept is None or isinstance(error, InputError)  # other errors may quote what is secret
+                reason = in_a_line(error) if known else f"{type(error).__name__}, see the node's log"
+                results.append({"client": order.get("client"), "reason": reason})
+                continue
+            if form is not None:
+                results.append({"client": result.client.id, "form": form})
                 continue
             losses = {name: [mean.total, mean.weight] for name, mean in result.losses.items()}
             results.append(
@@ -144,7 +172,7 @@ class Node:
             )
             uploads.append(result.upload)
         header = {
-            "kind": "trained",
+            "kind": "trained" if kept is None else "kept",
             "node": self.settings.name,
             "seconds": time.monotonic() - started,
             "results": results,
@@ -165,7 +193,9 @@ class Node:
         if id not in self.settings.clients(fed.data.num_clients):
             raise InputError(f"client {id}", f"it is not on node {name}", "check the partitions")
         broadcast = message.parts[int(order["message"])]
-        Payload.from_bytes(broadcast)  # with its checksum, which an engine in one process can skip
+        payload = Payload.from_bytes(broadcast)  # with its checksum, which an engine in one process can skip
+        if fed.secure_sum is not None:
+            take_over(fed.method, payload, message.parts[int(order["state"])])
         state = self.states.load(run, id, since)
         client = fed.data.client(id, state or {})
         labels = fed.data.labels(client)

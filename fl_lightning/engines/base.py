@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -14,9 +14,14 @@ from torch.utils._pytree import tree_leaves
 
 from fl_lightning.client import Client
 from fl_lightning.data import FederatedData
+from fl_lightning.engines.secure_round import MaskedSum, add_up_here
 from fl_lightning.methods import Method
+from fl_lightning.methods.secure import SumForm
 from fl_lightning.metrics import Mean
 from fl_lightning.wire import Payload
+
+if TYPE_CHECKING:  # it needs the extra privacy
+    from fl_lightning.privacy.secure.simulation import Outcome
 
 Units = list[list[int]]
 
@@ -62,6 +67,9 @@ class ClientResult:
             skipped; else None.
         unanswered: bytes that were sent to a client on another machine that did not answer in time, which
             then counts as dropped, and the rest is empty; None: it answered.
+        kept: what became of the upload of a client on another machine that keeps it for a secure sum:
+            ``trained`` if it passed its own checks, else ``rejected``; ``upload`` and ``losses`` are then
+            empty. An empty text: the upload is here.
     """
 
     client: Client
@@ -71,6 +79,7 @@ class ClientResult:
     steps: int
     verified: bytes | None = None
     unanswered: int | None = None
+    kept: str = ""
 
 
 class Engine(ABC):
@@ -102,6 +111,14 @@ class Engine(ABC):
         """Yield position and result of each task that this process is responsible for: with one process of
         all."""
         yield from enumerate(self.train(tasks))
+
+    def add_under_masks(self, asked: MaskedSum) -> tuple[SumForm, Outcome]:
+        """Have the clients that were just trained add up their uploads under masks.
+
+        Returns:
+            The form of all clients' vectors, and what came of the round.
+        """
+        return add_up_here(asked)
 
     def notes(self) -> dict[str, Any]:
         """Return entries of ``metadata.json`` about where clients are trained, as they are now."""

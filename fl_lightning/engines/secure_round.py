@@ -1,4 +1,4 @@
-"""One round's secure sum over the uploads of the simulated clients, and what it cost each of them."""
+"""One round's secure sum over the clients' uploads, and what it cost each of them."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
@@ -16,6 +17,32 @@ from fl_lightning.methods.secure import SumForm
 from fl_lightning.methods.sums import Addend, Sums
 from fl_lightning.privacy.secure import PHASES, SecureSum
 from fl_lightning.wire import LedgerEntry, Payload
+
+if TYPE_CHECKING:  # it needs the extra privacy
+    from fl_lightning.privacy.secure.simulation import Outcome
+
+
+@dataclass(frozen=True, slots=True)
+class MaskedSum:
+    """What is to be added up under masks in one round.
+
+    Args:
+        settings: of the secure sum.
+        method: the resident module with the server's state.
+        round: number of the round.
+        leaves_before: ids of the cohort, each with the phase before which it drops out, or an empty text.
+        uploads: those of this process, by id.
+        addends: what a client adds to the sums, of its id and its upload.
+        deliver: what becomes of a masked message on its way; None: it is lost.
+    """
+
+    settings: SecureSum
+    method: Method
+    round: int
+    leaves_before: Mapping[int, str]
+    uploads: Mapping[int, Payload]
+    addends: Callable[[int, Payload], dict[str, Addend]]
+    deliver: Callable[[int, bytes], bytes | None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +62,35 @@ class SecureRound:
     metrics: dict[str, float]
 
 
+def add_up_here(asked: MaskedSum) -> tuple[SumForm, Outcome]:
+    """Have clients whose uploads are in this process, or in the other ones of the run, mask and add them up.
+
+    Returns:
+        The form of all clients' vectors, and what came of the round.
+
+    Raises:
+        MisuseError: clients' addends have different forms, or values out of range.
+        RankLost: a process died or did not answer in time.
+    """
+    from fl_lightning.privacy.secure.simulation import run_round
+
+    form, method = _common_form(asked.uploads, asked.addends), asked.method
+
+    def vector(id: int, upload: Payload) -> Tensor:
+        return form.vector(asked.addends(id, upload), method.average, method.cohort)
+
+    outcome = run_round(
+        asked.settings,
+        seed=method.seed,
+        round=asked.round,
+        leaves_before=asked.leaves_before,
+        length=form.length,
+        vectors={id: partial(vector, id, upload) for id, upload in asked.uploads.items()},
+        deliver=asked.deliver,
+    )
+    return form, outcome
+
+
 def sum_securely(
     settings: SecureSum,
     method: Method,
@@ -44,6 +100,7 @@ def sum_securely(
     uploads: Mapping[int, Payload],
     addends: Callable[[int, Payload], dict[str, Addend]],
     deliver: Callable[[int, bytes], bytes | None],
+    add_up: Callable[[MaskedSum], tuple[SumForm, Outcome]] = add_up_here,
 ) -> SecureRound:
     """Mask what the clients would have uploaded, and add it up.
 
@@ -57,30 +114,17 @@ def sum_securely(
         uploads: those of this process, by id.
         addends: what a client adds to the sums, of its id and its upload.
         deliver: what becomes of a masked message on its way; None: it is lost.
+        add_up: has the clients mask and send their vectors.
 
     Raises:
         MisuseError: clients' addends have different forms, or values out of range.
         RankLost: a process died or did not answer in time.
     """
-    from fl_lightning.privacy.secure.simulation import run_round
-
-    form = _common_form(uploads, addends)
-
-    def vector(id: int, upload: Payload) -> Tensor:
-        return form.vector(addends(id, upload), method.average, method.cohort)
-
-    outcome = run_round(
-        settings,
-        seed=method.seed,
-        round=round,
-        leaves_before={
-            assignment.client.id: _phase_of_leaving(assignment, entry)
-            for assignment, entry in zip(cohort, entries, strict=True)
-        },
-        length=form.length,
-        vectors={id: partial(vector, id, upload) for id, upload in uploads.items()},
-        deliver=deliver,
-    )
+    leaves_before = {
+        assignment.client.id: _phase_of_leaving(assignment, entry)
+        for assignment, entry in zip(cohort, entries, strict=True)
+    }
+    form, outcome = add_up(MaskedSum(settings, method, round, leaves_before, uploads, addends, deliver))
     counted = set() if outcome.void else outcome.living
     ended = []
     for entry in entries:
@@ -99,7 +143,7 @@ def _phase_of_leaving(assignment: Assignment, entry: LedgerEntry) -> str:
     """Return the phase before which a client drops out; empty where it stays."""
     if assignment.leaves_before:
         return assignment.leaves_before
-    if not assignment.trains:
+    if entry.status == "dropped":  # nobody asked it to train, or its machine did not answer
         return "keys"
     return "" if entry.status == "trained" else "masked"
 
@@ -107,7 +151,7 @@ def _phase_of_leaving(assignment: Assignment, entry: LedgerEntry) -> str:
 def _common_form(
     uploads: Mapping[int, Payload], addends: Callable[[int, Payload], dict[str, Addend]]
 ) -> SumForm:
-    """Return the form of all clients' vectors, on every process: a deployment's clients know it."""
+    """Return the form of all clients' vectors, on every process."""
     own = [SumForm.of(addends(id, upload)).parts for id, upload in [*uploads.items()][:1]]
     found = [of_rank for text in gather_bytes(json.dumps(own).encode()) for of_rank in json.loads(text)]
     return SumForm(tuple((name, size, most) for name, size, most in found[0])) if found else SumForm()

@@ -442,6 +442,9 @@ class FedVEMoE(Method):
         """What seeds are counted from: where they are clipped, what all own adapters began with."""
         return self.initial if self.private else torch.zeros_like(self.initial)
 
+    def summing_state(self) -> Mapping[str, Tensor]:
+        return vars(self.slots)
+
     def next_state(self, sums: Sums) -> None:
         before = self.slots
         mass, (clients, rejects, seeds) = counts(sums, self.mass_scale if self.private else 1.0)

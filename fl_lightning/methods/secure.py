@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -33,6 +34,18 @@ class SumForm:
     def of(cls, addends: Mapping[str, Addend]) -> SumForm:
         """Return the form of one client's addends, which is that of all clients."""
         return cls(tuple((name, len(addend.values), addend.most) for name, addend in sorted(addends.items())))
+
+    @classmethod
+    def from_json(cls, parts: Iterable[Sequence[Any]]) -> SumForm:
+        """Return the form that somebody else named.
+
+        Raises:
+            TypeError, ValueError: it is none.
+        """
+        found = tuple((str(name), int(size), int(most)) for name, size, most in parts)
+        if any(size < 0 or most < 1 for _, size, most in found):
+            raise ValueError(f"no vector has the form {found}")
+        return cls(found)
 
     @property
     def length(self) -> int:

@@ -71,6 +71,14 @@ class SummingServer:
         start = self.server["weights"].float()
         return {"weights": Addend(self.decode(upload), weight, self.largest_weight, start)}
 
+    def summing_state(self) -> Mapping[str, Tensor]:
+        """Return the entries of ``server`` that ``check`` and ``addends`` read.
+
+        In a deployment with a secure sum, clients make their addends themselves; they are sent those entries
+        that their broadcast does not hold.
+        """
+        return self.server
+
     def next_state(self, sums: Sums) -> None:
         """Make the next server state of the sums over the clients that returned."""
         self.server["weights"] = self.layout.to_wire(sums.mean("weights"))

@@ -1,0 +1,93 @@
+"""The server's half of a secure sum whose clients are on nodes: four exchanges of messages."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+
+from fl_lightning import rng
+from fl_lightning.engines.secure_round import MaskedSum
+from fl_lightning.methods.receiving import max_undeclared
+from fl_lightning.methods.secure import SumForm
+from fl_lightning.privacy.secure.server import RoundVoid, SecureServer
+from fl_lightning.privacy.secure.settings import PHASES
+from fl_lightning.privacy.secure.simulation import Outcome, lengths
+from fl_lightning.wire import PayloadError
+
+log = logging.getLogger("fl_lightning")
+
+Ask = Callable[[str, Mapping[int, bytes]], Iterator[tuple[int, bytes]]]
+"""Sends the messages of a phase to clients, by id, and yields client and answer as answers come, in time."""
+
+
+def add_up_on_nodes(asked: MaskedSum, forms: Mapping[int, SumForm], ask: Ask) -> tuple[SumForm, Outcome]:
+    """Have clients that were trained on nodes mask and add up their uploads.
+
+    A client whose node does not answer a phase has left before it.
+
+    Args:
+        asked: what is to be added up; uploads and addends are the nodes'.
+        forms: what each client that was trained says of its vector; one whose upload was refused has the
+            form without parts.
+        ask: reaches the nodes.
+
+    Returns:
+        The form of all vectors, and what came of the round.
+    """
+    form, outcome = common_form(forms, max_undeclared(asked.method)), Outcome()
+    here = {id for id, other in forms.items() if other in (form, SumForm())}
+    for id in sorted(forms.keys() - here):
+        log.warning("round %d: client %d leaves: its vector has another form", asked.round, id)
+    try:
+        _exchange(asked, here, form.length, ask, outcome)
+    except RoundVoid as error:
+        outcome.void = str(error)
+    return form, outcome
+
+
+def common_form(forms: Mapping[int, SumForm], most: int) -> SumForm:
+    """Return the form that most clients have; of equally many, that of the client with the smallest id.
+
+    Args:
+        forms: by client.
+        most: longest vector that a server takes memory for.
+    """
+    counts = Counter(form for _, form in sorted(forms.items()) if form.parts and form.length <= most)
+    return max(counts, key=lambda form: counts[form]) if counts else SumForm()
+
+
+def _exchange(asked: MaskedSum, here: set[int], length: int, ask: Ask, outcome: Outcome) -> None:
+    cohort, traffic = sorted(asked.leaves_before), outcome.traffic
+    ring = rng.stream(asked.method.seed, "secure_ring", asked.round).permutation(cohort).tolist()
+    server = SecureServer(asked.settings, ring, length)
+
+    def answers(phase: str, messages: Mapping[int, bytes], counted_as: str) -> Iterator[tuple[int, bytes]]:
+        """Ask those that have not left before a phase, and count messages as a simulation does."""
+        present = {
+            id: message
+            for id, message in messages.items()
+            if id in here and _stays(asked.leaves_before[id], phase)
+        }
+        traffic.received(counted_as, lengths(present))
+        for id, answer in ask(phase, present):
+            traffic.sent(phase, {id: len(answer)})
+            yield id, answer
+
+    lists = server.pass_on_keys(dict(answers("keys", dict.fromkeys(cohort, b""), "keys")))
+    boxes = server.pass_on_shares(dict(answers("shares", lists, "keys")))
+    for id, message in answers("masked", boxes, "shares"):  # one at a time: a vector is as long as the model
+        arrived = asked.deliver(id, message)
+        if arrived is None:
+            continue
+        try:
+            server.add_masked(id, arrived)
+        except PayloadError as error:
+            outcome.rejected.add(id)
+            log.warning("round %d: masked vector of client %d rejected: %s", asked.round, id, error)
+    outcome.living = server.living
+    outcome.total = server.unmask(dict(answers("unmask", server.unmask_requests(), "unmask")))
+
+
+def _stays(leaves_before: str, phase: str) -> bool:
+    return not leaves_before or PHASES.index(phase) < PHASES.index(leaves_before)
