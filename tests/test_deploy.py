@@ -213,9 +213,12 @@ class Processes(Sockets):
             threading.Thread(target=self.kill_in_mid_round, daemon=True).start()
         yield from super().exchange(messages, timeout)
         if round == 2:
-            self.processes[1].wait(60)
-            self.processes[1] = start_node(self.folder / "node1", 1, 2)
-            self.wait()
+            self.restart()
+
+    def restart(self) -> None:
+        self.processes[1].wait(60)
+        self.processes[1] = start_node(self.folder / "node1", 1, 2)
+        self.wait()
 
     def kill_in_mid_round(self) -> None:
         kept = self.folder / "node1" / "states"

@@ -1,32 +1,48 @@
 """Secure sums over nodes: what they give, what they cost, who can leave when, and what never travels.
 
-The reference is the simulation with the same secure sum; of a node that dies before a phase, one whose stressor
-has its clients leave before that phase.
+The reference is the simulation with the same secure sum; of a node that dies before a phase, one whose
+stressor has its clients leave before that phase.
 """
 
 from __future__ import annotations
 
 import csv
-import json
-from collections.abc import Callable
-from dataclasses import replace
+import signal
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
+from types import SimpleNamespace
 
-import numpy as np
 import pytest
-from test_deploy import command_line, deployed, metadata_of, nodes_in, simulated, weights
+import torch
+from test_deploy import (
+    Processes,
+    command_line,
+    deployed,
+    nodes_in,
+    simulated,
+    weights,
+)
 
-from callbacks import SecureDropout
+from callbacks import ByzantineClients, SecureDropout
+from fl_lightning.deploy.build import builder
+from fl_lightning.deploy.engine import RoundRules, check_deployable
 from fl_lightning.deploy.messages import Message
+from fl_lightning.deploy.node import Node, NodeSettings
 from fl_lightning.deploy.transport_local import InProcess
+from fl_lightning.engines.secure_round import MaskedSum
+from fl_lightning.errors import InputError
 from fl_lightning.hooks import Stressor
-from fl_lightning.privacy.secure import PHASES
-from fl_lightning.wire import Payload
+from fl_lightning.methods.secure import SumForm
+from fl_lightning.privacy.secure import PHASES, SecureSum
+from fl_lightning.wire import Payload, PayloadError
 
 pytest.importorskip("Crypto")
 
-SECURE = "--trainer.secure_sum={threshold: 0.6}"
-SMALL = [
+from fl_lightning.deploy.secure_node import KeptRound, SecureRounds
+from fl_lightning.deploy.secure_server import add_up_on_nodes, common_form
+
+SECURE = "--trainer.secure_sum={threshold: 0.6}"  # 3 of 4 clients
+IMAGES = [
     "--trainer.participation=1.0",
     "--data.num_clients=4",
     "--data.dataset=synthetic",
@@ -34,6 +50,16 @@ SMALL = [
     "--data.synthetic_test_examples=40",
     SECURE,
 ]
+TEXTS = [
+    "--trainer.participation=1.0",
+    "--trainer.max_local_steps=2",
+    "--data.num_clients=4",
+    "--data.partition=IID",
+    "--data.examples_per_client=40",
+    SECURE,
+]
+RUN = "0123456789abcdef"
+FORM = SumForm((("weights", 4, 10),))
 
 
 def table(cli, name: str) -> list[dict[str, str]]:
@@ -41,7 +67,310 @@ def table(cli, name: str) -> list[dict[str, str]]:
         return list(csv.DictReader(file))
 
 
-@pytest.mark.parametrize("config", ["fedavg"])
-def test_smoke(config, tmp_path):
-    cli = deployed(config, tmp_path, InProcess(nodes_in(tmp_path, 3)), *SMALL)
-    assert weights(cli) == simulated(config, tmp_path, *SMALL)
+class Leave(Stressor):
+    """Has clients drop out before a phase of one round's secure sum."""
+
+    def __init__(self, round: int, clients: Collection[int], phase: str) -> None:
+        self.round, self.clients, self.phase = round, clients, phase
+
+    def change_cohort(self, cohort, *, round, context):
+        gone = SecureDropout(1.0, self.phase).change_cohort(cohort, round=round, context=context)
+        here = round == self.round
+        return [
+            there if here and each.client.id in self.clients else each
+            for each, there in zip(cohort, gone, strict=True)
+        ]
+
+
+class Mortal(InProcess):
+    """Nodes of one client each, some of which die before a phase of round 2 and are started again before
+    round 3. It remembers all messages."""
+
+    def __init__(self, folder: Path, dying: Collection[int] = (), phase: str = "") -> None:
+        super().__init__(nodes_in(folder, 4))
+        self.folder, self.dying, self.phase = folder, dying, phase
+        self.seen: list[tuple[str, bytes]] = []
+        self.answers: list[bytes] = []
+
+    def nodes(self):
+        self.by_key = {**nodes_in(self.folder, 4), **self.by_key}
+        return super().nodes()
+
+    def exchange(self, messages, timeout):
+        self.seen += messages.items()
+        header = Message.from_bytes(next(iter(messages.values()))).header
+        if (header.get("round"), header.get("phase")) == (2, self.phase):
+            for number in self.dying:
+                self.by_key.pop(f"node{number}", None)
+        for key, answer in super().exchange(messages, timeout):
+            self.answers.append(answer)
+            yield key, answer
+
+
+@pytest.mark.slow
+@pytest.mark.essential
+@pytest.mark.parametrize(
+    ("config", "more"),
+    [
+        ("fedavg", [*IMAGES, "--model.average=NormClipping", "--model.average.max_norm=0.05"]),
+        ("qfedavg", [*IMAGES, "--trainer.secure_sum={threshold: 0.6, neighbours: 2}"]),
+        ("fedmpq", IMAGES),
+        ("hest_default", TEXTS),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_weights_and_bytes_are_those_of_the_simulation(config, more, tmp_path):
+    """Vectors are bounded by the round's weights, decoded from them, made of the server's bits; HEST's clients
+    keep a price between rounds."""
+    cli = deployed(config, tmp_path, InProcess(nodes_in(tmp_path, 3)), *more)
+    assert weights(cli) == simulated(config, tmp_path, *more)
+    reference = next((tmp_path / "simulated").glob("*/*/ledger.csv"))
+    assert (cli.trainer.run_dir / "ledger.csv").read_text() == reference.read_text()
+    with reference.with_name("metrics.csv").open() as file:
+        expected = list(csv.DictReader(file))
+    for row, other in zip(table(cli, "metrics"), expected, strict=True):
+        same = {name for name in other if name.startswith(("comm/", "secure/", "clients/"))}
+        assert {f"comm/{phase}_bytes" for phase in PHASES} < same
+        assert {name: row[name] for name in same} == {name: other[name] for name in same}
+        assert not any(name.startswith("train/") for name in row)
+
+
+@pytest.mark.slow
+@pytest.mark.essential
+@pytest.mark.parametrize("phase", PHASES)
+def test_a_node_that_dies_leaves_before_the_phase(phase, tmp_path):
+    cli = deployed("fedavg", tmp_path, Mortal(tmp_path, [1], phase), *IMAGES)
+    assert weights(cli) == simulated("fedavg", tmp_path, *IMAGES, drop=Leave(2, [1], phase))
+    statuses = {(row["round"], row["client"]): row["status"] for row in table(cli, "ledger")}
+    gone = statuses.pop(("2", "1"))
+    assert gone == ("trained" if phase == "unmask" else "lost")
+    assert set(statuses.values()) == {"trained"}
+
+
+@pytest.mark.slow
+@pytest.mark.essential
+def test_a_dead_node_has_kept_its_states(tmp_path):
+    """A client of HEST that trained and whose vector never came goes on from the price that it kept."""
+    cli = deployed("hest_default", tmp_path, Mortal(tmp_path, [1], "masked"), *TEXTS)
+    assert weights(cli) == simulated("hest_default", tmp_path, *TEXTS, drop=Leave(2, [1], "masked"))
+
+
+@pytest.mark.slow
+@pytest.mark.essential
+@pytest.mark.parametrize("phase", ["masked", "unmask"])
+def test_with_too_few_nodes_a_round_is_void_and_the_run_goes_on(phase, tmp_path):
+    cli = deployed("fedavg", tmp_path, Mortal(tmp_path, [1, 3], phase), *IMAGES)
+    assert weights(cli) == simulated("fedavg", tmp_path, *IMAGES, drop=Leave(2, [1, 3], phase))
+    assert [row["secure/void"] for row in table(cli, "metrics")] == ["0", "1", "0"]
+    assert {row["status"] for row in table(cli, "ledger") if row["round"] == "2"} == {"lost"}
+
+
+class Restarted(Mortal):
+    """The server ends when round 2 has been unmasked and not counted; which nodes are there afterwards is
+    said."""
+
+    def exchange(self, messages, timeout):
+        answers = list(super().exchange(messages, timeout))
+        header = Message.from_bytes(next(iter(messages.values()))).header
+        if (header.get("round"), header.get("phase")) == (2, "unmask"):
+            raise KeyboardInterrupt
+        yield from answers
+
+
+@pytest.mark.slow
+@pytest.mark.essential
+@pytest.mark.parametrize("away", [(), (3,)], ids=["all", "one-away"])
+def test_a_server_that_repeats_a_round_gets_the_same_sum_or_none(away, tmp_path, caplog):
+    with pytest.raises(KeyboardInterrupt):
+        deployed("fedavg", tmp_path, Restarted(tmp_path), *IMAGES)
+    (run,) = (tmp_path / "deployed" / "fedavg").iterdir()
+    again = Mortal(tmp_path, away, "masked")
+    cli = deployed("fedavg", tmp_path, again, *IMAGES, f"--ckpt_path={run}")
+    voids = [row["secure/void"] for row in table(cli, "metrics")]
+    if not away:
+        assert weights(cli) == simulated("fedavg", tmp_path, *IMAGES)
+        assert voids == ["0", "0", "0"]
+    else:
+        assert "a second sum of round 2 over other clients" in caplog.text
+        assert weights(cli) == simulated("fedavg", tmp_path, *IMAGES, drop=Leave(2, range(4), "keys"))
+        assert voids == ["0", "1", "0"]
+
+
+class KilledBeforeMasked(Processes):
+    """The second of two processes is killed before round 2 is masked, and started again before round 3."""
+
+    def exchange(self, messages, timeout):
+        headers = [Message.from_bytes(message).header for message in messages.values()]
+        if (headers[0].get("round"), headers[0].get("phase")) == (2, "masked"):
+            self.processes[1].send_signal(signal.SIGKILL)
+            self.processes[1].wait(60)
+        yield from super(Processes, self).exchange(messages, timeout)
+        if (headers[0].get("round"), headers[0].get("phase")) == (2, "masked"):
+            self.restart()
+
+
+@pytest.mark.slow
+@pytest.mark.essential
+def test_a_process_that_is_killed_between_phases(tmp_path):
+    """With it go two of four clients: the round is void. When it is back it holds nothing of that round."""
+    transport = KilledBeforeMasked(tmp_path)
+    try:
+        transport.wait()
+        cli = deployed("fedavg", tmp_path, transport, *IMAGES, rules=RoundRules(2, 200, 200))
+    finally:
+        transport.close()
+    assert weights(cli) == simulated("fedavg", tmp_path, *IMAGES, drop=Leave(2, (1, 3), "masked"))
+    assert [row["secure/void"] for row in table(cli, "metrics")] == ["0", "1", "0"]
+
+
+@pytest.mark.slow
+@pytest.mark.essential
+def test_no_message_holds_what_a_client_would_upload(tmp_path, monkeypatch):
+    """Neither its payload, nor its weights, nor its integers, nor its losses and n_k."""
+    secrets: list[bytes] = []
+    keep = KeptRound.keep
+
+    def watched(self, fed, result):
+        form = keep(self, fed, result)
+        secrets.append(result.upload)
+        secrets.append(Payload.from_bytes(result.upload).tensor("weights").numpy().tobytes())
+        secrets.append(self.vectors[result.client.id].numpy().tobytes())
+        return form
+
+    monkeypatch.setattr(KeptRound, "keep", watched)
+    transport = Mortal(tmp_path)
+    deployed("fedavg", tmp_path, transport, *IMAGES, "--trainer.max_rounds=1")
+    assert len(secrets) == 3 * 4
+    sent = b"".join(message for _, message in transport.seen)
+    pieces = [secret[at : at + 64] for secret in secrets for at in range(0, len(secret) - 64, 256)]
+    # weights that no client moved are those of the broadcast
+    pieces = [piece for piece in pieces if piece not in sent]
+    assert len(pieces) > 1000
+    answers = b"".join(transport.answers)
+    assert sum(len(answer) > len(secrets[2]) for answer in transport.answers) == 4  # the masked vectors
+    assert not any(piece in answers for piece in pieces)
+    kept = [message for message in map(Message.from_bytes, transport.answers) if message.kind == "kept"]
+    assert [len(message.parts) for message in kept] == [0] * 4
+    for message in kept:
+        (result,) = message.header["results"]
+        assert result.keys() == {"client", "form"}
+
+
+@pytest.mark.slow
+@pytest.mark.essential
+def test_a_refused_upload_is_not_named_and_leaves_before_it_is_masked(tmp_path, monkeypatch):
+    def refuse(method, upload, client, counted):
+        if client.id == 1:
+            raise PayloadError("secret 4711")
+
+    monkeypatch.setattr("fl_lightning.deploy.secure_node.check_upload", refuse)
+    transport = Mortal(tmp_path)
+    cli = deployed("fedavg", tmp_path, transport, *IMAGES)
+    assert not any(b"4711" in answer for answer in transport.answers)
+    statuses = {row["client"]: row["status"] for row in table(cli, "ledger")}
+    assert statuses == {"0": "trained", "1": "rejected", "2": "trained", "3": "trained"}
+
+
+def test_a_node_whose_owner_wants_secure_sums_refuses_a_plain_run(tmp_path):
+    overlay = tmp_path / "overlay.yaml"
+    overlay.write_text("trainer: {secure_sum: {threshold: 0.8}}\n")
+    node = Node(NodeSettings(tmp_path / "node0", name="n0"), builder([overlay]))
+    with pytest.raises(InputError, match=r"node node0; secure sum: .*'threshold': 0.8.* there, None here"):
+        deployed("fedavg", tmp_path, InProcess({"node0": node}))
+
+
+def test_what_changes_uploads_is_refused(tmp_path):
+    cli = command_line("fedavg", tmp_path, *IMAGES)
+    cli.trainer.callbacks += [ByzantineClients(0.5)]
+    fed = cli.trainer.prepare(cli.model, cli.datamodule, seed=0)
+    with pytest.raises(InputError, match="ByzantineClients; it changes uploads before they are masked"):
+        check_deployable(fed)
+
+
+# The two halves alone
+
+
+def kept_rounds(folder: Path, round: int = 1) -> dict[int, SecureRounds]:
+    """Three nodes, each with one client's vector."""
+    nodes = {}
+    for id in range(3):
+        nodes[id] = SecureRounds(folder / str(id))
+        vector = torch.arange(5) + 100 * id + 7
+        nodes[id].rounds[RUN] = KeptRound(round, 2, {id: vector})
+    return nodes
+
+
+def phase_message(phase: str, id: int, part: bytes = b"", round: int = 1) -> Message:
+    header = {"kind": "phase", "run": RUN, "round": round, "phase": phase, "clients": [id]}
+    return Message(header, (part,) if phase != "keys" else ())
+
+
+def add_up(nodes: Mapping[int, SecureRounds], silent: Mapping[str, int] | None = None, round: int = 1):
+    """The outcome, and the messages of each client by phase."""
+    seen: dict[tuple[str, int], bytes] = {}
+
+    def ask(phase: str, messages: Mapping[int, bytes]) -> Iterator[tuple[int, bytes]]:
+        for id, message in messages.items():
+            seen[phase, id] = message
+            if (silent or {}).get(phase) == id:
+                continue
+            _, parts = nodes[id].answer(phase_message(phase, id, message, round))
+            yield id, parts[0]
+
+    asked = MaskedSum(
+        SecureSum(threshold=0.6),
+        SimpleNamespace(seed=0, server={"weights": torch.zeros(4)}),
+        round,
+        dict.fromkeys(nodes, ""),
+        {},
+        lambda id, upload: {},
+        lambda id, message: message,
+    )
+    return add_up_on_nodes(asked, dict.fromkeys(nodes, FORM), ask)[1], seen
+
+
+def test_masks_cancel_exactly(tmp_path):
+    outcome, _ = add_up(kept_rounds(tmp_path))
+    assert outcome.total.tolist() == [321, 324, 327, 330, 333]
+    outcome, _ = add_up(kept_rounds(tmp_path / "other"), silent={"masked": 2})
+    assert outcome.total.tolist() == [114, 116, 118, 120, 122]
+    assert outcome.living == {0, 1}
+
+
+def test_phases_are_answered_once_and_in_order(tmp_path):
+    nodes = kept_rounds(tmp_path)
+    with pytest.raises(InputError, match=r"phase unmask of round 1; .* the next one is keys"):
+        nodes[0].answer(phase_message("unmask", 0))
+    with pytest.raises(InputError, match="phase keys of round 2; this node keeps round 1"):
+        nodes[0].answer(phase_message("keys", 0, round=2))
+    with pytest.raises(InputError, match=r"for clients \[1\]; clients \[0\] are in it"):
+        nodes[0].answer(phase_message("keys", 1))
+    _, seen = add_up(nodes, silent={"unmask": 0})
+    for phase in PHASES[:3]:
+        with pytest.raises(InputError, match=f"phase {phase} of round 1; .* the next one is unmask"):
+            nodes[0].answer(phase_message(phase, 0, seen[phase, 0]))
+    for phase in PHASES:
+        with pytest.raises(InputError, match="this node keeps no round"):
+            nodes[1].answer(phase_message(phase, 1, seen[phase, 1]))
+
+
+def test_a_second_sum_of_a_round_is_the_same_or_refused(tmp_path):
+    """Also by a node that was started again."""
+    first, _ = add_up(kept_rounds(tmp_path))
+    same, _ = add_up(kept_rounds(tmp_path))
+    assert same.total.tolist() == first.total.tolist()
+    with pytest.raises(InputError, match="a second sum of round 1 over other clients"):
+        add_up(kept_rounds(tmp_path), silent={"masked": 2})
+    other, _ = add_up(kept_rounds(tmp_path, round=2), silent={"masked": 2}, round=2)
+    assert other.living == {0, 1}
+
+
+def test_the_form_is_the_one_that_most_clients_have():
+    longer, huge = SumForm((("weights", 5, 10),)), SumForm((("weights", 2**40, 10),))
+    assert common_form({0: longer, 1: FORM, 2: FORM}, 100) == FORM
+    assert common_form({0: huge, 1: huge, 2: FORM}, 100) == FORM
+    assert common_form({0: SumForm(), 1: longer, 2: FORM}, 100) == longer
+    assert common_form({0: SumForm()}, 100) == SumForm()
+    for wrong in ([["weights", -1, 10]], [["weights", 4]], [["weights", 4, 0]], None):
+        with pytest.raises((ValueError, TypeError)):
+            SumForm.from_json(wrong)
