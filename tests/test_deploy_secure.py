@@ -153,6 +153,7 @@ def test_a_dead_node_has_kept_its_states(tmp_path):
     """A client of HEST that trained and whose vector never came goes on from the price that it kept."""
     cli = deployed("hest_default", tmp_path, Mortal(tmp_path, [1], "masked"), *TEXTS)
     assert weights(cli) == simulated("hest_default", tmp_path, *TEXTS, drop=Leave(2, [1], "masked"))
+    assert len(list((tmp_path / "node1" / "states").glob("*/client_000001/*.safetensors"))) == 3
 
 
 @pytest.mark.slow
