@@ -106,6 +106,23 @@ def test_each_kind_of_method_gives_the_weights_of_its_simulation(config, more, t
     assert found["weights_sha256"] == simulated(tmp_path, words)["weights_sha256"]
 
 
+def test_a_secure_sum_gives_the_weights_and_bytes_of_the_simulation(tmp_path):
+    pytest.importorskip("Crypto")
+    words = ["--config", str(ROOT / "configs" / "fedavg.yaml"), *SMALL, *IMAGES, *SHARDS]
+    words += ["--trainer.secure_sum={threshold: 0.6}"]
+    deploy = ["deploy", *words, "--trainer.default_root_dir=deployed", "--deploy.local_nodes=2"]
+    process, log = ours(*deploy, cwd=tmp_path, log="deploy.log"), tmp_path / "deploy.log"
+    assert finish(process, log) == 0, log.read_text()
+    found = metadata_in(tmp_path / "deployed")
+    assert found["weights_sha256"] == simulated(tmp_path, words)["weights_sha256"]
+    ledgers = [
+        next((tmp_path / name).glob("*/*/ledger.csv")).read_text() for name in ("deployed", "simulated")
+    ]
+    assert ledgers[0] == ledgers[1]
+    assert "no secrets" not in log.read_text()
+    assert list((tmp_path / "deployed" / "nodes" / "node1" / "unmasked").glob("*/round_000002.json"))
+
+
 def test_a_run_on_two_local_nodes_gives_the_weights_of_the_simulation(tmp_path):
     words = ["deploy", *RUN, "--trainer.default_root_dir=deployed", "--deploy.local_nodes=2"]
     process, log = ours(*words, cwd=tmp_path, log="deploy.log"), tmp_path / "deploy.log"

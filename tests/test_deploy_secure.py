@@ -14,6 +14,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from safetensors.torch import save
 from test_deploy import (
     Processes,
     command_line,
@@ -28,6 +29,7 @@ from fl_lightning.deploy.build import builder
 from fl_lightning.deploy.engine import RoundRules, check_deployable
 from fl_lightning.deploy.messages import Message
 from fl_lightning.deploy.node import Node, NodeSettings
+from fl_lightning.deploy.server_state import beside_broadcast, take_over
 from fl_lightning.deploy.transport_local import InProcess
 from fl_lightning.engines.secure_round import MaskedSum
 from fl_lightning.errors import InputError
@@ -116,12 +118,13 @@ class Mortal(InProcess):
         ("qfedavg", [*IMAGES, "--trainer.secure_sum={threshold: 0.6, neighbours: 2}"]),
         ("fedmpq", IMAGES),
         ("hest_default", TEXTS),
+        ("vemoe_default", [*TEXTS, "--model.wire=oblivious", "--model.down=changed"]),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_weights_and_bytes_are_those_of_the_simulation(config, more, tmp_path):
-    """Vectors are bounded by the round's weights, decoded from them, made of the server's bits; HEST's clients
-    keep a price between rounds."""
+    """Vectors are bounded by the round's weights, decoded from them, made of the server's bits or of its
+    experts; HEST's clients keep a price between rounds."""
     cli = deployed(config, tmp_path, InProcess(nodes_in(tmp_path, 3)), *more)
     assert weights(cli) == simulated(config, tmp_path, *more)
     reference = next((tmp_path / "simulated").glob("*/*/ledger.csv"))
@@ -286,6 +289,23 @@ def test_what_changes_uploads_is_refused(tmp_path):
     fed = cli.trainer.prepare(cli.model, cli.datamodule, seed=0)
     with pytest.raises(InputError, match="ByzantineClients; it changes uploads before they are masked"):
         check_deployable(fed)
+
+
+def test_a_node_has_the_state_of_the_server_that_vectors_are_made_of(tmp_path):
+    """FedMPQ's clients are sent weights and grid; the server's bits travel beside them."""
+    server, node = (
+        cli.trainer.prepare(cli.model, cli.datamodule, seed=0).method
+        for cli in (command_line("fedmpq", tmp_path, *IMAGES) for _ in range(2))
+    )
+    server.server = {name: tensor.clone() + 1 for name, tensor in server.server.items()}
+    broadcast = server.broadcast(SimpleNamespace(id=0))
+    beside = beside_broadcast(server, broadcast.to_bytes())
+    assert len(beside) < broadcast.nbytes / 10
+    take_over(node, broadcast, beside)
+    assert node.server.keys() == server.server.keys()
+    assert all(torch.equal(node.server[name], tensor) for name, tensor in server.server.items())
+    with pytest.raises(InputError, match=r"server.weights .* on this node"):
+        take_over(node, Payload({"weights": torch.zeros(3)}), save({}))
 
 
 # The two halves alone

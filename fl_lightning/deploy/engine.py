@@ -193,7 +193,10 @@ class RemoteEngine(Engine):
         def ask(phase: str, messages: Mapping[int, bytes]) -> Iterator[tuple[int, bytes]]:
             return self._ask(asked.round, phase, messages)
 
-        return add_up_on_nodes(asked, self.forms, ask)
+        started = time.monotonic()
+        added = add_up_on_nodes(asked, self.forms, ask)
+        self.traffic.beside_training += time.monotonic() - started
+        return added
 
     def notes(self) -> dict[str, Any]:
         """Return the run's id among the nodes, which node has which clients, and what messages have cost."""
