@@ -151,7 +151,8 @@ class Node:
         for order in message.header["orders"]:
             try:
                 result = self._train_client(fed, engine, message, order)
-                form = None if kept is None else kept.keep(fed, result)
+                broadcast = message.parts[int(order["message"])]
+                form = None if kept is None else kept.keep(fed, result, broadcast)
             except Exception as error:  # the other clients of this node still count
                 log.exception("client %s could not be trained", order.get("client"))
                 known = kept is None or isinstance(error, InputError)  # other errors may quote what is secret

@@ -11,6 +11,7 @@ import logging
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +45,7 @@ class KeptRound:
         round: number of the round.
         least_shares: t, the shares that reconstruct a secret.
         vectors: of each client that was trained, int64 ``[L]``; None for one whose upload was refused.
+        starts: SHA-256 of the broadcast that each of them started from.
         clients: the clients' halves of the protocol, once it has begun.
         done: phases that were answered.
     """
@@ -51,17 +53,24 @@ class KeptRound:
     round: int
     least_shares: int
     vectors: dict[int, Tensor | None] = field(default_factory=dict)
+    starts: dict[int, str] = field(default_factory=dict)
     clients: dict[int, SecureClient] = field(default_factory=dict)
     done: int = 0
 
-    def keep(self, fed: Federation, result: ClientResult) -> Sequence[tuple[str, int, int]]:
+    def keep(self, fed: Federation, result: ClientResult, broadcast: bytes) -> Sequence[tuple[str, int, int]]:
         """Check what a client would upload as the server of a plain sum does, and keep the vector that it
         will mask.
+
+        Args:
+            fed: the node's.
+            result: of the client.
+            broadcast: what it started from.
 
         Returns:
             The parts of the vector's form; none where the upload was refused.
         """
         method, client = fed.method, result.client
+        self.starts[client.id] = sha256(broadcast).hexdigest()
         try:
             upload = decode_upload(method, result.upload, client, verified=True)
             check_upload(method, upload, client, self.vectors)
@@ -80,9 +89,10 @@ class SecureRounds:
     """The rounds of a node that are not unmasked yet, and on its disk what was unmasked.
 
     Args:
-        folder: ``<folder>/<run>/round_<round>.json`` says of which clients the node unmasked the sum in that
-            round. A server that is started again and repeats a round gets the same sum once more, and no
-            other: two sums that differ by one client are that client's vector.
+        folder: ``<folder>/<run>/round_<round>.json`` says for each client of the node and each broadcast that
+            it started the round from in whose company its vector was unmasked. A server that is started
+            again and repeats a round gets the same sum once more, and no other: two sums that differ by one
+            client are that client's vector.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -144,7 +154,7 @@ class SecureRounds:
         kept.done += 1
         if phase == "unmask":
             del self.rounds[str(run)]
-            self._check_unmasked(str(run), kept.round, given)
+            self._check_unmasked(str(run), kept, given)
         elif phase == "keys":
             kept.clients = {id: SecureClient(id, kept.least_shares, os.urandom) for id in ids}
         answers = {}
@@ -157,24 +167,25 @@ class SecureRounds:
         header = {"kind": "phase", "run": run, "round": round, "phase": phase, "clients": [*answers]}
         return header, [*answers.values()]
 
-    def _check_unmasked(self, run: str, round: int, requests: Mapping[int, bytes]) -> None:
-        """Write of whom a sum is about to be unmasked, and refuse a second sum of a round over others.
+    def _check_unmasked(self, run: str, kept: KeptRound, requests: Mapping[int, bytes]) -> None:
+        """Write in whose company vectors are about to be unmasked, and refuse another company than before.
 
         Raises:
-            InputError: the round was unmasked with other clients.
+            InputError: they were unmasked with others.
             OSError: it cannot be written.
         """
-        asked = {str(id): Payload.from_bytes(part).tensor("living").tolist() for id, part in requests.items()}
-        path = self.folder / run / f"round_{round:06d}.json"
-        before: dict[str, list[int]] = json.loads(path.read_text()) if path.exists() else {}
-        if any(before.get(id, living) != living for id, living in asked.items()):
-            raise InputError(
-                f"a second sum of round {round} over other clients",
-                "two sums that differ by one client are that client's vector",
-                "leave the round",
-            )
+        path = self.folder / run / f"round_{kept.round:06d}.json"
+        known: dict[str, dict[str, list[int]]] = json.loads(path.read_text()) if path.exists() else {}
+        for id, request in requests.items():
+            living = Payload.from_bytes(request).tensor("living").tolist()
+            if known.setdefault(str(id), {}).setdefault(kept.starts[id], living) != living:
+                raise InputError(
+                    f"a second sum of round {kept.round} over other clients",
+                    "two sums that differ by one client are that client's vector",
+                    "leave the round",
+                )
         path.parent.mkdir(parents=True, exist_ok=True)
-        disk.replace(path, json.dumps(before | asked).encode())
+        disk.replace(path, json.dumps(known).encode())
 
 
 def _answer(kept: KeptRound, phase: str, id: int, message: bytes) -> bytes:
