@@ -21,19 +21,29 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from fl_lightning.__main__ import main
-from fl_lightning.energy import ModelledMeter, calibrate, from_json, read_table, shipped_table, to_json
+from fl_lightning.energy import (
+    ModelledMeter,
+    calibrate,
+    expected_energy,
+    from_json,
+    read_table,
+    shipped_table,
+    to_json,
+)
 from fl_lightning.energy.calibrate import Subject
 from fl_lightning.energy.networks import adapted_network, calibration_advice, kind_and_rank
 from fl_lightning.energy.samples import Measured, tables_of
 from fl_lightning.energy.steps import steps_of
 from fl_lightning.energy.works import LinearShape, prefix_of, step_work, switched_copy, without_groups
 from fl_lightning.errors import InputError
+from fl_lightning.methods.budgets.device import Device
 from fl_lightning.models import LlamaTiny
 from fl_lightning.models.adapters import ADAPTERS
 from fl_lightning.models.options import add_switches, merge_adapters
 
 LABEL = "modelled: CPU seconds x 15 W"
 BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
+DOCS = Path(__file__).parent.parent / "docs"
 
 
 @pytest.fixture
@@ -315,3 +325,68 @@ def test_kinds_and_ranks_are_read_from_the_layers(kind, ours, request):
         network = adapted_network(f"hf:{request.getfixturevalue('folder')}", kind, 5)
     found = kind_and_rank(add_switches(network, "model")[0].adapted)
     assert found == ("lora" if kind == "pissa" and not ours else kind, 5)
+
+
+LENGTHS = ((40, 10), (50, 20), (60, 30))
+"""Tokens of prompts and answers of the sequences that the pages speak of."""
+
+
+def span(values, form: str, between: str = " to ") -> str:
+    """The least and the largest as the pages write them, once where they are the same."""
+    return between.join(dict.fromkeys(form.format(value) for value in (min(values), max(values))))
+
+
+def test_the_pages_say_what_the_shipped_tables_say():
+    names = ("llama_tiny", "llama_tiny_adapter", "llama_tiny_lora", "llama_tiny_merged")
+    tables = {name: shipped_table(name) for name in names}
+    devices = {name: Device(table.without_useless(), 1.0) for name, table in tables.items()}
+    spectral, adapter, lora, merged = devices.values()
+
+    def rest(device: Device) -> list[float]:
+        return [100 * device.rest(*n) / (device.rest(*n) + device.all_high(*n, "mean")) for n in LENGTHS]
+
+    def at_high(device: Device, other: Device) -> list[float]:
+        return [device.all_high(*n, "mean") / other.all_high(*n, "mean") for n in LENGTHS]
+
+    def cheaper(name: str, tokens: int) -> int:
+        return int(tables[name].without_useless(tokens).available(tokens)[:, 1].sum())
+
+    kept = {}
+    for share in (0.7, 0.4):  # high for a part of the energy, and the cheapest options for the rest
+        mixed = []
+        for n in LENGTHS:
+            least, mean = spectral.least_share(*n, "q99"), spectral.least_share(*n, "mean")
+            high = (share - least) / (1 - least)
+            mixed.append(high + (1 - high) * mean)
+        kept[share] = span(mixed, "{:.2f}")
+    ratios = tables["llama_tiny"].tensors(1, "q99").sum(0) / tables["llama_tiny"].tensors(1).sum(0)
+    drawn = []
+    for tokens in (40, 60, 80):
+        costs = spectral.prompt_costs(tokens, "mean")
+        theta = torch.tensor([0.0, 0.0, 2.0], dtype=torch.float64).expand(tokens, len(costs), 3)
+        out = costs[..., -1].isinf()
+        chances = theta.masked_fill(out, -torch.inf).softmax(-1)
+        costs = costs.masked_fill(out.unsqueeze(-1), 0.0)
+        drawn.append(float(expected_energy(chances, costs) / costs[:, 2, -1].sum()))
+    said = {
+        "howto/energy.md": [
+            f"in {cheaper('llama_tiny', 16)} of 16 layers at 16 tokens and in {cheaper('llama_tiny', 64)} at 64",
+            f"and in {cheaper('llama_tiny_merged', 256)} at 256",
+            f"it is {span([*rest(spectral), *rest(adapter), *rest(lora)], '{:.0f}')} % of the mean joules",
+            f"and {span(rest(merged), '{:.0f}')} % where its adapters are merged",
+            f"cost {span([adapter.least_share(*n, 'q99') for n in LENGTHS], '{:.2f}')} of all layers",
+            f"and {span([spectral.least_share(*n, 'q99') for n in LENGTHS], '{:.2f}')} in the scope `model`",
+        ],
+        "methods/hest.md": [
+            f"E is {span(drawn, '{:.1f}')} times that by the shipped table",
+            f"a quantile of {ratios[2]:.2f} times its mean, and *off* of {ratios[0]:.2f} times",
+            f"a budget of 0.7 can have {kept[0.7]} of the mean joules",
+            f"and at 0.4, {kept[0.4]}.",
+            f"costs {span(at_high(merged, spectral), '{:.2f}')} of *high* of spectral adapters",
+            f"and {span(at_high(merged, lora), '{:.2f}')} of LoRA's",
+        ],
+    }
+    assert cheaper("llama_tiny_merged", 64) == 0
+    for page, sentences in said.items():
+        text = " ".join((DOCS / page).read_text().split())
+        assert [sentence for sentence in sentences if sentence not in text] == []
