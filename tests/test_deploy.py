@@ -24,9 +24,9 @@ import yaml
 from fl_lightning.cli.parser import FederatedCLI
 from fl_lightning.deploy import sockets
 from fl_lightning.deploy.build import builder, config_for_nodes
-from fl_lightning.deploy.engine import RoundRules
 from fl_lightning.deploy.messages import Message, MessageError, pieces
 from fl_lightning.deploy.node import Node, NodeSettings, check_class_paths
+from fl_lightning.deploy.roster import RoundRules
 from fl_lightning.deploy.server import deploy_over
 from fl_lightning.deploy.states import StateFolder
 from fl_lightning.deploy.transport_local import InProcess, Sockets

@@ -26,9 +26,10 @@ from test_deploy import (
 
 from callbacks import ByzantineClients, SecureDropout
 from fl_lightning.deploy.build import builder
-from fl_lightning.deploy.engine import RoundRules, check_deployable
+from fl_lightning.deploy.deployable import check_deployable
 from fl_lightning.deploy.messages import Message
 from fl_lightning.deploy.node import Node, NodeSettings
+from fl_lightning.deploy.roster import RoundRules
 from fl_lightning.deploy.server_state import beside_broadcast, take_over
 from fl_lightning.deploy.transport_local import InProcess
 from fl_lightning.engines.secure_round import MaskedSum

@@ -11,9 +11,10 @@ from typing import Any
 
 from fl_lightning.deploy import fleet, launch, sockets
 from fl_lightning.deploy.build import builder
-from fl_lightning.deploy.engine import RoundRules, check_deployable
+from fl_lightning.deploy.deployable import check_deployable
 from fl_lightning.deploy.job import outcome_of, write_job
 from fl_lightning.deploy.node import Node, NodeSettings
+from fl_lightning.deploy.roster import RoundRules
 from fl_lightning.errors import InputError, RunStopped, require, require_choice
 
 log = logging.getLogger("fl_lightning")

@@ -18,7 +18,8 @@ from typing import Any
 import yaml
 
 from fl_lightning.cli.parser import FederatedCLI, import_short_names
-from fl_lightning.deploy.engine import RoundRules, Transport
+from fl_lightning.deploy.mail import Transport
+from fl_lightning.deploy.roster import RoundRules
 from fl_lightning.deploy.server import deploy_over
 from fl_lightning.errors import InputError, RunStopped
 from fl_lightning.support import disk

@@ -8,7 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from fl_lightning.deploy.build import config_for_nodes
-from fl_lightning.deploy.engine import RemoteEngine, RoundRules, Transport
+from fl_lightning.deploy.engine import RemoteEngine
+from fl_lightning.deploy.mail import Transport
+from fl_lightning.deploy.roster import RoundRules
 from fl_lightning.loop import Federation
 from fl_lightning.trainer import FederatedTrainer
 

@@ -1,0 +1,48 @@
+"""What a run needs of a deployment that is not there yet."""
+
+from __future__ import annotations
+
+import logging
+
+from fl_lightning.distributed.collectives import world_size
+from fl_lightning.errors import require
+from fl_lightning.hooks import Stressor
+from fl_lightning.loop import Federation
+from fl_lightning.methods.secure import check_secure_sum
+from fl_lightning.support.overriding import overrides
+
+log = logging.getLogger("fl_lightning")
+ON_NODES = {"change_labels": "labels", "change_upload": "uploads before they are masked"}
+
+
+def check_deployable(fed: Federation) -> None:
+    """Refuse what nodes cannot do yet.
+
+    Raises:
+        InputError: the run has it.
+    """
+    require(
+        fed.privacy is None,
+        "trainer.privacy",
+        "a deployment does not have it yet",
+        "leave it out, or use fit",
+    )
+    if fed.secure_sum is not None:
+        check_secure_sum(fed.secure_sum, fed.method, fed.cohort_size)
+    require(world_size() == 1, "several processes of the server", "it is one", "write --trainer.devices 1")
+    for callback in fed.callbacks:
+        for hook, what in ON_NODES.items() if isinstance(callback, Stressor) else ():
+            name = type(callback).__name__
+            require(
+                not overrides(callback, Stressor, hook)
+                or (hook == "change_upload" and fed.secure_sum is None),
+                f"callbacks.{name}",
+                f"it changes {what}, and only nodes have them",
+                f"leave {name} out of a deployment",
+            )
+    if fed.method.personalised:
+        log.warning(
+            "%s: the server evaluates the model of a newcomer, since what clients keep stays on their nodes; "
+            "val/* and test/* are therefore not those of a simulation",
+            type(fed.method).__name__,
+        )

@@ -1,0 +1,78 @@
+"""Messages to nodes and their answers, on any transport, and what they cost."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from fl_lightning.deploy.messages import Message, MessageError
+
+log = logging.getLogger("fl_lightning")
+
+
+class Transport(Protocol):
+    """What carries messages to nodes and their answers back."""
+
+    name: str
+
+    def nodes(self) -> Sequence[str]:
+        """Return the keys of the nodes that are connected now."""
+
+    def exchange(self, messages: Mapping[str, bytes], timeout: float) -> Iterator[tuple[str, bytes]]:
+        """Send one message to each node, and yield node and answer as answers come.
+
+        A node that fails, leaves or does not answer within ``timeout`` seconds yields nothing, and nothing
+        that it sends later is ever yielded.
+        """
+
+    def close(self) -> None:
+        """Let go of the nodes; it can be called twice."""
+
+
+@dataclass
+class Traffic:
+    """What a deployment has cost beside its training, since the server was started.
+
+    Args:
+        sent, received: bytes of messages with their headers, as the transport was given them.
+        answers: orders of a round that a node has answered.
+        beside_training: seconds from the first order of a round to a node's answer in which this node did not
+            train, added up over answers.
+    """
+
+    sent: int = 0
+    received: int = 0
+    answers: int = 0
+    beside_training: float = 0.0
+
+
+@dataclass
+class Mail:
+    """Sends messages and reads answers.
+
+    Args:
+        transport: carries the messages.
+        traffic: what they have cost so far.
+    """
+
+    transport: Transport
+    traffic: Traffic = field(default_factory=Traffic)
+
+    def exchange(self, messages: Mapping[str, bytes], seconds: float) -> Iterator[tuple[str, Message]]:
+        """Send one message to each node, and yield node and answer of the answers that can be read.
+
+        Args:
+            messages: one for each node, by its key.
+            seconds: that answers are waited for.
+        """
+        if not messages:
+            return
+        self.traffic.sent += sum(map(len, messages.values()))
+        for node, data in self.transport.exchange(messages, seconds):
+            self.traffic.received += len(data)
+            try:
+                yield node, Message.from_bytes(data)
+            except MessageError as error:
+                log.warning("node %s: its answer cannot be read: %s", node, error)

@@ -1,0 +1,138 @@
+"""Which nodes take part in a deployment, and which clients each of them has."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from fl_lightning.deploy.identity import describe, mismatches
+from fl_lightning.deploy.mail import Mail
+from fl_lightning.deploy.messages import Message
+from fl_lightning.errors import RunStopped, require
+from fl_lightning.loop import Federation
+
+log = logging.getLogger("fl_lightning")
+POLL_SECONDS = 0.5  # between looks at which nodes are connected, while there are too few
+
+
+@dataclass(frozen=True)
+class RoundRules:
+    """How long a round waits, and for whom.
+
+    Args:
+        min_nodes: nodes that fit the run before a round begins, at least 1.
+        wait_seconds: seconds that a round waits for so many, and that a check of a node may take.
+        round_seconds: seconds after which a round goes on without the clients that have not answered.
+    """
+
+    min_nodes: int = 1
+    wait_seconds: float = 300.0
+    round_seconds: float = 600.0
+
+    def __post_init__(self) -> None:
+        for name, value, least in (
+            ("min_nodes", self.min_nodes, 1),
+            ("wait_seconds", self.wait_seconds, 1),
+            ("round_seconds", self.round_seconds, 1),
+        ):
+            require(
+                value >= least,
+                f"--deploy.{name} {value}",
+                f"at least {least} is needed",
+                f"write --deploy.{name} {least}",
+            )
+
+
+class Roster:
+    """The nodes that fit a run: each has built it, and what it built is what the server has.
+
+    Args:
+        fed: the federation of the server.
+        config: the configuration that nodes build from, as YAML.
+        rules: how many nodes a round begins with.
+        mail: reaches the nodes.
+    """
+
+    def __init__(self, fed: Federation, config: bytes, rules: RoundRules, mail: Mail) -> None:
+        self.fed, self.config, self.rules, self.mail = fed, config, rules, mail
+        self.names: dict[str, str] = {}  # of the nodes that take part, by key
+        self.node_of: dict[int, str] = {}  # key of the node that has a client
+        self.uids: dict[str, str] = {}
+        self.refused: dict[str, str] = {}  # reasons, by key
+        self.left_out: set[str] = set()  # connections that were replaced, or did not answer a check
+
+    def name(self, node: str) -> str:
+        """Return the name of a node, or its key where it takes no part."""
+        return self.names.get(node, node)
+
+    def clients(self) -> dict[str, list[int]]:
+        """Return the clients of each node, by its name and key."""
+        found: dict[str, list[int]] = {}
+        for id, node in sorted(self.node_of.items()):
+            found.setdefault(f"{self.names[node]} ({node})", []).append(id)
+        return found
+
+    def gather(self) -> None:
+        """Wait until enough nodes that fit the run are connected.
+
+        Raises:
+            RunStopped: they were not in time.
+        """
+        ends = time.monotonic() + self.rules.wait_seconds
+        while True:
+            here = set(self.mail.transport.nodes())
+            for node in [node for node in self.names if node not in here]:
+                self.forget(node)
+            self.left_out &= here
+            self._check(sorted(here - self.names.keys() - self.refused.keys() - self.left_out))
+            if len(self.names) >= self.rules.min_nodes or (self.refused and not self.names):
+                break
+            if time.monotonic() >= ends:
+                refused = "".join(f"; {node}: {reason}" for node, reason in self.refused.items())
+                raise RunStopped(
+                    f"{len(self.names)} nodes are connected that fit the run{refused}",
+                    f"a round begins with {self.rules.min_nodes}, for which it waits "
+                    f"{self.rules.wait_seconds:g} seconds",
+                    "start nodes, then continue with --ckpt_path",
+                )
+            time.sleep(POLL_SECONDS)
+
+    def _check(self, nodes: Sequence[str]) -> None:
+        """Have new nodes build the run, and take those whose answer fits."""
+        order = Message({"kind": "check"}, (self.config,)).to_bytes()
+        self.left_out |= set(nodes)
+        for node, answer in self.mail.exchange(dict.fromkeys(nodes, order), self.rules.wait_seconds):
+            self.left_out.discard(node)
+            name, uid = str(answer.header.get("node", node)), str(answer.header.get("uid", node))
+            for before in [before for before, other in self.uids.items() if other == uid]:
+                self.forget(before)  # the same node, started again
+                self.left_out.add(before)
+            reason = self._misfit(answer)
+            if reason:
+                self.refused[node] = reason
+                log.error("node %s (%s) is refused: %s", name, node, reason)
+                continue
+            self.names[node], self.uids[node] = name, uid
+            for id in answer.header["clients"]:
+                self.node_of[int(id)] = node
+            log.info("node %s (%s) has %d clients", name, node, len(answer.header["clients"]))
+
+    def _misfit(self, answer: Message) -> str:
+        """Return why a node cannot take part, empty where it can."""
+        if answer.kind != "checked":
+            return str(answer.header.get("reason", "it gave no reason"))
+        clients = [int(id) for id in answer.header["clients"]]
+        wrong = [id for id in clients if not 0 <= id < self.fed.data.num_clients]
+        if wrong:
+            return f"it has client {wrong[0]}, and the federation has {self.fed.data.num_clients}"
+        twice = [id for id in clients if id in self.node_of]
+        if twice:
+            return f"client {twice[0]} is on node {self.names[self.node_of[twice[0]]]} already"
+        return "; ".join(mismatches(describe(self.fed, clients), answer.header["identity"]))
+
+    def forget(self, node: str) -> None:
+        log.warning("node %s (%s) has left", self.names.pop(node), node)
+        self.uids.pop(node)
+        self.node_of = {id: at for id, at in self.node_of.items() if at != node}
