@@ -40,6 +40,12 @@ def one_thread():
 
 
 @pytest.fixture(autouse=True)
+def no_bytecode(monkeypatch):
+    """Modules of tests' own lie in folders whose contents tests look at."""
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
+
+
+@pytest.fixture(autouse=True)
 def own_tracking_store():
     """``mlflow.set_tracking_uri`` writes to the environment, where the next test's processes would find
     it."""

@@ -101,6 +101,7 @@ SETTINGS = {
     "NaturalInstructions": {
         **TEXT,
         **dict.fromkeys(("path", "name", "test", "categories", "max_examples", "batch_tokens")),
+        **dict.fromkeys(("columns", "constants")),
         "train": "train",
         "test_fraction": 0.1,
         "num_clients": 8,
