@@ -10,7 +10,7 @@ rank made them. Outputs are collected only for those who ask for probabilities.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from itertools import islice
 from operator import itemgetter
@@ -134,10 +134,7 @@ def on_test_set(
         }
         if answers:
             columns.append((number, (outputs, target)))
-    means = {
-        name: total if name in method.counted_metrics else total / weight
-        for name, (total, weight) in _totals(sums).items()
-    }
+    means = averages(_totals(sums), method.counted_metrics)
     metrics = {_metric_name(name): float(value) for name, value in task.finish(means).items()}
     if not answers:
         return metrics, None
@@ -188,11 +185,23 @@ def _totals(sums: Mapping[str, Tensor]) -> dict[str, tuple[np.ndarray, np.ndarra
     return {name: (total[0], total[1]) for name, total in totals.items()}
 
 
+def averages(sums: Mapping[str, Any], counted: Collection[str] = ()) -> dict[str, np.ndarray]:
+    """Return the sum over the weight of each metric, and the sum alone of those that are counted.
+
+    Args:
+        sums: sum and weight, arrays or tensors on the CPU of one shape, by metric.
+        counted: metrics that are added up, such as how many sequences were refused.
+    """
+    return {
+        name: np.asarray(total if name in counted else total / weight)
+        for name, (total, weight) in sums.items()
+    }
+
+
 def metrics_of(task: Task, outputs: Tensor, target: Tensor) -> dict[str, float]:
     """Return the task's metrics of outputs ``[n, ...]`` that have been collected."""
     sums = task.sums(outputs, target)
-    means = {name: (total / weight).numpy() for name, (total, weight) in sums.items()}
-    return {name: float(value) for name, value in task.finish(means).items()}
+    return {name: float(value) for name, value in task.finish(averages(sums)).items()}
 
 
 def _dealt_batches(

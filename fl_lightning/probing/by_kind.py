@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fl_lightning.evaluation import evaluate_batch
+from fl_lightning.evaluation import averages, evaluate_batch
 from fl_lightning.metrics.text import prompts_and_answers
 from fl_lightning.probing.probed_model import BATCH_SIZE, Finding, ProbedModel
 from fl_lightning.tasks import LanguageModelling
@@ -24,7 +24,9 @@ def by_kind(subject: ProbedModel) -> Finding:
     kinds, task = subject.data.test_kinds, subject.data.task
     if not len(kinds):
         return Finding()
-    sums: dict[tuple[str, str], Tensor] = defaultdict(lambda: torch.zeros(2, dtype=torch.float64))
+    sums: dict[str, dict[str, Tensor]] = defaultdict(
+        lambda: defaultdict(lambda: torch.zeros(2, dtype=torch.float64))
+    )
     for network, indices in subject.networks():
         for index in indices.split(min(BATCH_SIZE, subject.data.evaluation_batch)):
             inputs, target = subject.data.inputs("test", index), subject.data.test_target[index]
@@ -32,17 +34,13 @@ def by_kind(subject: ProbedModel) -> Finding:
             names = [kinds[at] for at in index.tolist()]
             for metric, pair in found.items():
                 for name, total, weight in zip(names, *(part.cpu() for part in pair), strict=True):
-                    sums[name, metric] += torch.stack([total, weight])
-    means: dict[str, dict[str, Any]] = defaultdict(dict)
-    for (name, metric), (total, weight) in sums.items():
-        counted = metric in subject.method.counted_metrics
-        means[name][metric] = (total if counted else total / weight).numpy()
+                    sums[name][metric] += torch.stack([total, weight])
     metrics = {
         f"kind/{name}/{metric}": float(value)
-        for name in sorted(means)
-        for metric, value in task.finish(means[name]).items()
+        for name in sorted(sums)
+        for metric, value in task.finish(averages(sums[name], subject.method.counted_metrics)).items()
     }
-    return Finding(metrics, details={"examples": {name: kinds.count(name) for name in sorted(means)}})
+    return Finding(metrics, details={"examples": {name: kinds.count(name) for name in sorted(sums)}})
 
 
 @torch.no_grad()

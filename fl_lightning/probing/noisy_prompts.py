@@ -12,7 +12,7 @@ from torch import Tensor
 
 from fl_lightning.data import TextData
 from fl_lightning.data.text.tokens import PROMPT_END, Tokenizer, padded
-from fl_lightning.evaluation import evaluate_batch
+from fl_lightning.evaluation import averages, evaluate_batch
 from fl_lightning.metrics.text import prompts_and_answers
 from fl_lightning.probing.corruptions.typos import NOISES, add_noise
 from fl_lightning.probing.probed_model import BATCH_SIZE, Finding, ProbedModel
@@ -57,11 +57,7 @@ def _metrics_under(subject: ProbedModel, data: TextData, noise: str) -> dict[str
             _, found = evaluate_batch(subject.fabric, data.task, network, inputs, target)
             for metric, (total, weight) in found.items():
                 sums[metric] += torch.stack([total.sum(), weight.sum()]).cpu()
-    counted = subject.method.counted_metrics
-    means = {
-        metric: (total if metric in counted else total / weight).numpy()
-        for metric, (total, weight) in sums.items()
-    }
+    means = averages(sums, subject.method.counted_metrics)
     return {name: float(value) for name, value in data.task.finish(means).items()}
 
 
