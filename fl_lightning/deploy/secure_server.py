@@ -11,9 +11,7 @@ from fl_lightning.engines.secure_round import MaskedSum
 from fl_lightning.methods.receiving import max_undeclared
 from fl_lightning.methods.secure import SumForm
 from fl_lightning.privacy.secure.server import RoundVoid, SecureServer
-from fl_lightning.privacy.secure.settings import PHASES
-from fl_lightning.privacy.secure.simulation import Outcome, lengths
-from fl_lightning.wire import PayloadError
+from fl_lightning.privacy.secure.simulation import Outcome, add_delivered, lengths, stays
 
 log = logging.getLogger("fl_lightning")
 
@@ -67,7 +65,7 @@ def _exchange(asked: MaskedSum, here: set[int], length: int, ask: Ask, outcome: 
         present = {
             id: message
             for id, message in messages.items()
-            if id in here and _stays(asked.leaves_before[id], phase)
+            if id in here and stays(asked.leaves_before[id], phase)
         }
         traffic.received(counted_as, lengths(present))
         for id, answer in ask(phase, present):
@@ -77,17 +75,6 @@ def _exchange(asked: MaskedSum, here: set[int], length: int, ask: Ask, outcome: 
     lists = server.pass_on_keys(dict(answers("keys", dict.fromkeys(cohort, b""), "keys")))
     boxes = server.pass_on_shares(dict(answers("shares", lists, "keys")))
     for id, message in answers("masked", boxes, "shares"):  # one at a time: a vector is as long as the model
-        arrived = asked.deliver(id, message)
-        if arrived is None:
-            continue
-        try:
-            server.add_masked(id, arrived)
-        except PayloadError as error:
-            outcome.rejected.add(id)
-            log.warning("round %d: masked vector of client %d rejected: %s", asked.round, id, error)
+        add_delivered(server, id, asked.deliver(id, message), outcome, asked.round)
     outcome.living = server.living
     outcome.total = server.unmask(dict(answers("unmask", server.unmask_requests(), "unmask")))
-
-
-def _stays(leaves_before: str, phase: str) -> bool:
-    return not leaves_before or PHASES.index(phase) < PHASES.index(leaves_before)

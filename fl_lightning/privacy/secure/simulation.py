@@ -136,7 +136,7 @@ def _exchange(
 
     def present(phase: str) -> list[int]:
         """Clients that have not left before this phase."""
-        return [id for id in cohort if _stays(leaves_before[id], phase)]
+        return [id for id in cohort if stays(leaves_before[id], phase)]
 
     def answers(phase: str, asked: Mapping[int, bytes], answer: Callable[[int], bytes]) -> dict[int, bytes]:
         """Return what those that are present and agree answer to what the server sent them."""
@@ -171,7 +171,27 @@ def _exchange(
         )
 
 
-def _stays(leaves_before: str, phase: str) -> bool:
+def add_delivered(server: SecureServer, id: int, message: bytes | None, outcome: Outcome, round: int) -> None:
+    """Add a client's masked vector to the server's sum; one that is damaged is rejected.
+
+    Args:
+        server: the server's half of the round.
+        id: of the client.
+        message: what arrived of its masked vector; None: nothing.
+        outcome: of the round, in which a rejection is noted.
+        round: number of the round, for the log.
+    """
+    if message is None:
+        return
+    try:
+        server.add_masked(id, message)
+    except PayloadError as error:
+        outcome.rejected.add(id)
+        log.warning("round %d: masked vector of client %d rejected: %s", round, id, error)
+
+
+def stays(leaves_before: str, phase: str) -> bool:
+    """Return whether a client that leaves before one phase, or before none, is there in another."""
     return not leaves_before or PHASES.index(phase) < PHASES.index(leaves_before)
 
 
@@ -199,14 +219,7 @@ def _mask(
             log.warning("round %d: client %d leaves the secure sum: %s", round, id, error)
             continue
         sizes[id] = len(message)
-        arrived = deliver(id, message)
-        if arrived is None:
-            continue
-        try:
-            server.add_masked(id, arrived)
-        except PayloadError as error:
-            outcome.rejected.add(id)
-            log.warning("round %d: masked vector of client %d rejected: %s", round, id, error)
+        add_delivered(server, id, deliver(id, message), outcome, round)
     report = {"sizes": list(sizes.items()), "living": list(server.living), "rejected": list(outcome.rejected)}
     for of_rank in map(json.loads, gather_bytes(json.dumps(report).encode())):
         server.living.update(of_rank["living"])
