@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import get_args
 
 import numpy as np
 import torch
@@ -16,15 +17,16 @@ from torch import Tensor
 
 from fl_lightning.energy.cost_shapes import MeasuredCost
 from fl_lightning.errors import require, require_choice
+from fl_lightning.models.options import HighPrecision, Scope
 
 OPTIONS = ("off", "int8", "high")
 """The options in the order of quality, which is the last axis of all tensors of this room."""
-SCOPES = ("adapter", "model")
+SCOPES: tuple[str, ...] = get_args(Scope)
 """Whether *off* leaves out the adapter alone or the whole linear layer."""
 LABELS = re.compile(r"NVML|RAPL|modelled: CPU seconds x \d+(\.\d+)? W")
 """Where joules come from. A table has one label, and figures with different labels are never mixed."""
-PRECISIONS = ("float32", "bfloat16")
-"""Of the option ``high``; float32 is that of the network."""
+PRECISIONS: tuple[str, ...] = get_args(HighPrecision)
+"""The precisions that the option ``high`` can be computed in; float32 stands for the network's own."""
 LARGEST_STEP = 4096
 """Tokens up to which useless options are looked for."""
 

@@ -8,6 +8,7 @@ Nothing below the first adapter of a network needs a gradient, so torch keeps no
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
@@ -21,7 +22,7 @@ DEFAULT_RANK = 8
 DEFAULT_ALPHA = 16.0
 
 
-class AdaptedLinear(nn.Module):
+class AdaptedLinear(nn.Module, ABC):
     """A frozen linear layer with an adapter; a subclass says what is added.
 
     Args:
@@ -43,13 +44,13 @@ class AdaptedLinear(nn.Module):
             return self.base_layer(x)
         return self.base_layer(x) + self.added(x)
 
+    @abstractmethod
     def added(self, x: Tensor) -> Tensor:
         """Return dW x, ``[..., out]``, of inputs ``[..., in]``."""
-        raise NotImplementedError
 
+    @abstractmethod
     def product(self) -> Tensor:
         """Return what the adapter adds to W: dW, ``[out, in]``."""
-        raise NotImplementedError
 
     def full_weight(self) -> Tensor:
         """Return W + dW, ``[out, in]``."""

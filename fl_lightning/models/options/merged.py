@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from fl_lightning.errors import require
 from fl_lightning.models.adapters import AdaptedLinear
@@ -25,6 +25,14 @@ class MergedLinear(AdaptedLinear):
     def __init__(self, plain: nn.Linear) -> None:
         super().__init__(plain)
         self.merged = True
+
+    def added(self, x: Tensor) -> Tensor:
+        """Return zeros ``[..., out]``: the base has dW already."""
+        return x.new_zeros(*x.shape[:-1], self.base_layer.out_features)
+
+    def product(self) -> Tensor:
+        """Return zeros ``[out, in]``: the base has dW already."""
+        return torch.zeros_like(self.base_layer.weight)
 
 
 @torch.no_grad()
