@@ -13,6 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Collection
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
@@ -234,13 +235,10 @@ class Processes(Sockets):
 @pytest.mark.slow
 @pytest.mark.essential
 def test_a_node_that_is_killed_in_mid_round_costs_its_clients_that_round(tmp_path):
-    transport = Processes(tmp_path)
-    try:
+    with closing(Processes(tmp_path)) as transport:
         transport.wait()
         rules = RoundRules(wait_seconds=200, round_seconds=200)
         cli = deployed("fedkd", tmp_path, transport, *ALL, rules=rules)
-    finally:
-        transport.close()
     assert weights(cli) == simulated("fedkd", tmp_path, *ALL, drop=Drop(2, (1, 3)))
 
 

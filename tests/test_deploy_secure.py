@@ -9,6 +9,7 @@ from __future__ import annotations
 import csv
 import signal
 from collections.abc import Collection, Iterator, Mapping
+from contextlib import closing
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -218,12 +219,9 @@ class KilledBeforeMasked(Processes):
 @pytest.mark.essential
 def test_a_process_that_is_killed_between_phases(tmp_path):
     """With it go two of four clients: the round is void. When it is back it holds nothing of that round."""
-    transport = KilledBeforeMasked(tmp_path)
-    try:
+    with closing(KilledBeforeMasked(tmp_path)) as transport:
         transport.wait()
         cli = deployed("fedavg", tmp_path, transport, *IMAGES, rules=RoundRules(2, 200, 200))
-    finally:
-        transport.close()
     assert weights(cli) == simulated("fedavg", tmp_path, *IMAGES, drop=Leave(2, (1, 3), "masked"))
     assert [row["secure/void"] for row in table(cli, "metrics")] == ["0", "1", "0"]
 

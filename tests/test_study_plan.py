@@ -291,13 +291,17 @@ def test_the_search_of_the_project_resolves_at_the_ends_of_its_space():
     assert final["trainer"]["max_rounds"] == 100
 
 
+def search_of_every_method(name: str) -> Search:
+    search = Search.read(CONFIGS / f"tune_{name}.yaml")
+    study = Study.read(CONFIGS / f"{name}.yaml", with_record=False)
+    assert [part.label for part in search.parts] == list(study.methods)
+    return search
+
+
 @pytest.mark.slow
 @pytest.mark.essential
 def test_the_search_of_a_study_resolves_for_every_method_at_the_ends_of_its_space():
-    search = Search.read(CONFIGS / "tune_exp2_embedded.yaml")
-    study = Study.read(CONFIGS / "exp2_embedded.yaml", with_record=False)
-    assert [part.label for part in search.parts] == list(study.methods)
-    for part in search.parts:
+    for part in search_of_every_method("exp2_embedded").parts:
         corner = part.corners()[-1]
         resolved = yaml.safe_load(cli.resolve(part.args(corner)))
         optimizer = resolved["model"]["init_args"]["optimizer"]
@@ -308,9 +312,7 @@ def test_the_search_of_a_study_resolves_for_every_method_at_the_ends_of_its_spac
 @pytest.mark.slow
 @pytest.mark.essential
 def test_the_search_of_the_study_of_budgets_resolves_at_the_ends_of_its_space():
-    search = Search.read(CONFIGS / "tune_hest_embedded.yaml")
-    study = Study.read(CONFIGS / "hest_embedded.yaml", with_record=False)
-    assert [part.label for part in search.parts] == list(study.methods)
+    search = search_of_every_method("hest_embedded")
     assert search.trials * len(search.parts) <= 24
     for part in search.parts:
         assert ("model.price_lr" in part.space) == (part.label == "HEST")  # the others have one setting alone
