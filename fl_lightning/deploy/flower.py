@@ -1,9 +1,10 @@
 """The apps that Flower runs: a ServerApp for the server's half, a ClientApp that brings messages to a node.
 
-Flower (``flwr``, the extra ``deploy``) is imported by this file alone, and only when an app is asked for.
+Flower (``flwr``, the extra ``deploy``) is imported by this file and :mod:`fl_lightning.deploy.fleet` alone,
+and only when an app is asked for or a node connects.
 
-The ClientApp is a process per message, which Flower starts: it hands the message to the node's own process,
-which stays, and so starts no torch.
+The ClientApp is for nodes behind a SuperNode of Flower. It is a process per message, which Flower starts: it
+hands the message to the node's own process, which stays, and so starts no torch.
 """
 
 from __future__ import annotations

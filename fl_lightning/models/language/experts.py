@@ -96,7 +96,8 @@ class TokenGate(nn.Module):
         self.log_shares: Tensor
         self.register_buffer("log_shares", torch.zeros(seats), persistent=False)
         self.log_weights: Tensor | None = None
-        """Of the tokens that were embedded last, ``[B, T, S]``."""
+        """Logarithms of the seats' weights at each of the tokens that were embedded last, ``[B, T, S]``; None
+        before the first."""
 
     def remember(self, embedding: nn.Module, arguments: Any, embedded: Tensor) -> None:
         """Compute the weights of tokens that are just embedded, ``[B, T, d]``: a forward hook."""

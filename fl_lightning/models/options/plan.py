@@ -72,7 +72,7 @@ class Plan(TokenPlan):
     weights: Tensor | None = None
     choices: Tensor | None = None
     counts: list[list[int]] = field(init=False, default_factory=list)
-    """Of choices: tokens of each option at each layer, ``[G][3]``."""
+    """Number of tokens that chose each option at each layer, ``[G][3]``; empty for a plan of weights."""
 
     def __post_init__(self) -> None:
         given = [tensor for tensor in (self.weights, self.choices) if tensor is not None]

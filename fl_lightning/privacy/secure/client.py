@@ -44,7 +44,8 @@ class SecureClient:
         self.sharers: list[int] = []
         """Neighbours that dealt their shares: those that masks are exchanged with."""
         self.held: dict[int, tuple[bytes, bytes]] = {}
-        """Of each of them and of this client: a share of its own mask's seed, and one of its mask key's."""
+        """The shares of secrets that this client holds, by the client whose secrets they are, itself among
+        them: a share of the seed of that client's own mask, and one of the seed of its mask key."""
         self.answered = False
 
     def keys(self) -> bytes:
