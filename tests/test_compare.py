@@ -193,7 +193,12 @@ def test_every_column_is_of_the_selected_model(tmp_path):
             0,
         ),
         ("last", {"accuracy": 0.51, "ece": 0.05, "fgsm": None, "bits": 5}, "the last round's model", 6),
-        ("last5", {"accuracy": 0.31, "ece": 0.05, "fgsm": None, "bits": 5}, "of the last five rounds", 6),
+        (
+            "last5",
+            {"accuracy": 0.31, "ece": 0.05, "fgsm": None, "bits": 5},
+            "of the last five evaluations",
+            6,
+        ),
     ):
         text = json.dumps(document | {"selection": selection, "criteria": criteria})
         (tmp_path / "runs/study/study.yaml").write_text(text)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from itertools import product
 
 import pytest
 import yaml
@@ -74,7 +75,7 @@ def test_a_report_follows_the_primary_metric(tmp_path, task, selection):
     assert found == ["holds", "fails", "holds", "holds", "undecided", "holds"]  # 4 against 5 rounds, always
     rounds = report["criteria"][4]["levels"][0]
     assert (rounds["left"], rounds["right"]) == (4, 5)
-    words = {"last": "last round", "last5": "last five rounds", "best_val": "best-validation round"}[
+    words = {"last": "last round", "last5": "last five evaluations", "best_val": "best-validation round"}[
         selection
     ]
     header = next(line for line in text.splitlines() if line.startswith("| method | seeds |"))
@@ -120,7 +121,9 @@ def test_a_share_of_another_name_is_shown_in_percent(tmp_path):
     compare("study", tmp_path / "out", tmp_path)
     report, text = report_of(tmp_path / "out"), (tmp_path / "out" / "report.md").read_text()
     assert (report["metric"], report["higher_is_better"]) == ("final/last5_exact_match", True)
-    assert "| exact match, last five rounds (%) | exact match, last round (%) | AUC (% x rounds) |" in text
+    assert (
+        "| exact match, last five evaluations (%) | exact match, last round (%) | AUC (% x rounds) |" in text
+    )
     assert "## Until 30.0% test exact match" in text
 
 
@@ -190,3 +193,22 @@ def test_displays_show_the_primary_metric(tmp_path, monkeypatch):
     assert "test/perplexity" in view
     assert "final/best_val_perplexity" in view
     assert "accuracy" not in view
+
+
+@pytest.mark.parametrize(
+    ("every", "said"),
+    [
+        (1, None),
+        (2, "the last five evaluations are those of rounds 12, 14, 16, 18, 20.\n"),
+        (5, "are those of rounds 5, 10, 15, 20: their mean says how fast a method learns as much as"),
+    ],
+)
+def test_a_report_says_which_rounds_the_last_evaluations_are(tmp_path, every, said):
+    folder = tmp_path / "study"
+    for seed, label in product(range(2), "AB"):
+        make_run(folder, label, seed, 6.0 + seed, task=PERPLEXITY, rounds=20, every=every)
+    study = {"study": "study", "seeds": [0, 1], "methods": {"A": {}, "B": {}}}
+    (folder / "study.yaml").write_text(yaml.safe_dump(study))
+    compare("study", tmp_path / "out", tmp_path)
+    text = (tmp_path / "out" / "report.md").read_text()
+    assert ("evaluations are those" not in text) if said is None else (said in text)

@@ -156,7 +156,7 @@ def task_columns(task: TaskMetrics = CLASSIFICATION) -> list[Column]:
     noise = noise if task.has_client_noise else ""
     area = "%" if primary in SHARES | task.shares else name
     titles = {
-        f"final/last5_{primary}": f"{name}, last five rounds",
+        f"final/last5_{primary}": f"{name}, last five evaluations",
         f"final/{primary}": f"{name}, last round",
         f"final/best_val_test_{primary}": f"{name}, best-validation round",
         f"val/{primary}_std_corrected": f"std over {clients}, noise removed",

@@ -84,6 +84,7 @@ def _parts(
     for levels in comparison.levels:
         yield _section(tables.bits(comparison, levels))
     yield f"Primary metric: `{study.metric}`; selection: `{study.selection}`. {_setup(comparison)}"
+    yield _averaged(comparison)
     for levels in comparison.levels:
         yield _section(tables.other_results(comparison, levels))
     yield from _tuned(comparison)
@@ -206,6 +207,28 @@ def _setup(comparison: Comparison) -> str:
         f"{len(runs)} finished runs; data set {', '.join(datasets)}; {', '.join(map(str, rounds))} "
         f"rounds; seeds {used}; {partitions} partition{'s' * (partitions > 1)}, the same for every "
         f"method of a seed{others}."
+    )
+
+
+def _averaged(comparison: Comparison) -> str:
+    """Return which rounds the mean of the last five evaluations is of, where it is not of the last five."""
+    runs = comparison.results.runs
+    if comparison.study.selection != "last5":
+        return ""
+    apart = {
+        (run.last_evaluations, run.rounds)
+        for run in runs
+        if run.last_evaluations and run.last_evaluations[0] != max(1, run.rounds - 4)
+    }
+    return " ".join(
+        f"Of runs of {rounds} rounds, the last five evaluations are those of "
+        f"round{'s' * (len(evaluated) > 1)} {', '.join(map(str, evaluated))}"
+        + (
+            ": their mean says how fast a method learns as much as how it ends."
+            if 2 * evaluated[0] <= rounds
+            else "."
+        )
+        for evaluated, rounds in sorted(apart)
     )
 
 

@@ -56,6 +56,12 @@ class FinishedRun:
         early = self.record.metadata.get("stopped_early")
         return int(self.record.settings.get("trainer.max_rounds", self.rounds)) if early else self.rounds
 
+    @property
+    def last_evaluations(self) -> tuple[int, ...]:
+        """The rounds of the last five evaluations on the test set, or of all where there are fewer."""
+        name = f"test/{self.task.primary}"
+        return tuple(int(row["round"]) for row in self.record.history if name in row)[-5:]
+
     def over_rounds(self, aggregate: str, metric: str) -> float:
         """Return an aggregate of a metric over the rounds that have it, or of a quotient of two.
 

@@ -71,7 +71,7 @@ def described(selection: Selection, primary: str = ACCURACY) -> str:
         primary: the primary metric in words.
     """
     return {
-        "last5": f"the last round's model, with the mean {primary} of the last five rounds",
+        "last5": f"the last round's model, with the mean {primary} of the last five evaluations",
         "last": "the last round's model",
         "best_val": "the model of the round that validation chose",
     }[selection]
