@@ -102,7 +102,7 @@ def make_run(
     (path / "metadata.json").write_text(to_json(metadata))
     (path / "config.yaml").write_text(yaml.safe_dump({"seed_everything": seed, **(config or {})}))
     with (path / "metrics.csv").open("w") as file:
-        writer = csv.DictWriter(file, rows[0], lineterminator="\n")
+        writer = csv.DictWriter(file, rows[-1], lineterminator="\n")
         writer.writeheader()
         writer.writerows(rows)
     if tested is not None:
