@@ -192,6 +192,9 @@ KNOWN = [
     Column("energy/over_budget", "sequences over budget", 1, 1),
     Column("energy/refused", "sequences refused", 1, 1),
     Column("energy/clamped", "tokens clamped", 1, 1),
+    Column("experts/active", "experts", 1, 1),
+    Column("router/purity", "purity of clusters", 1, 2),
+    Column("router/rounds_to_purity", "round from which purity is 1", 1, 1),
     _bytes("total/total_bytes", "up and down, all rounds", 1),
     _bytes("total/upload_bytes", "up, all rounds", 1),
     _bytes("total/download_bytes", "down, all rounds", 1),
@@ -212,6 +215,8 @@ OF_THE_RUN = (
     *("cost/train_flops", "cost/train_memory", "privacy/epsilon"),
 )
 """Headline columns that are of all rounds, whichever model is selected, beside the area under the curve."""
+OF_EXPERTS = ("experts/active", "router/purity", "router/rounds_to_purity")
+"""Headline columns of methods that find clusters of clients."""
 OF_ENERGY = ("energy/joules", "energy/joules_model", "energy/over_budget", "energy/refused")
 """Headline columns of methods under a budget of energy: the whole network stands beside its switched layers,
 and what was refused beside joules, of which it costs none."""
@@ -262,7 +267,8 @@ def headline(
     others = [name.replace("val/", "test/", 1) for name in validated if name != f"val/{primary}"]
     spread = [f"val/{primary}_std_corrected", *([] if task.has_client_noise else [f"val/{primary}_std"])]
     of_clients = [*spread, f"val/{primary}_worst_decile_min5", "val/clients_min5"]
-    of_model = ["corrupted/accuracy", "fgsm/accuracy", "pgd/accuracy", "bits/average", *OF_ENERGY]
+    of_model = ["corrupted/accuracy", "fgsm/accuracy", "pgd/accuracy", "bits/average", *OF_EXPERTS]
+    of_model += OF_ENERGY
     of_task = [metric, *selected, f"final/auc_{primary}", *others]
     names = [*of_task, "test/ece", *of_clients, *of_model, *OF_THE_RUN]
     titled = {name: _of_task(name, words_of(measure_of(name)), task) for name in others}

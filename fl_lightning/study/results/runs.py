@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from math import fsum, isfinite, nan
+from math import fsum, isfinite, isnan, nan
 from statistics import fmean, median
 from typing import TYPE_CHECKING
 
@@ -164,6 +164,8 @@ def run_metrics(
       ``time/total`` is the seconds of all rounds.
     - Of the other metrics of the rounds, the last one measured until the selected round counts.
     - What ``test`` measured of that round is added, except what the round has itself.
+    - ``router/rounds_to_purity`` is the first round from which on each cluster of clients had experts of its
+      own; it is NaN where the run does not end so.
     - With a ``target``, ``target/rounds`` and ``target/megabytes`` count until the primary metric on the test
       set first reaches it; they are NaN when it never does.
 
@@ -207,6 +209,8 @@ def run_metrics(
         metrics["time/total"] = sum(columns["time/round"])
     if record.tested_round == chosen:
         metrics |= {name: value for name, value in record.tested.items() if name not in metrics}
+    if "router/purity" in columns:
+        metrics["router/rounds_to_purity"] = to_purity(history)
     if target is not None:
         reached = to_target(history, target, task)
         metrics |= dict(zip(("target/rounds", "target/megabytes"), reached, strict=True))
@@ -237,6 +241,22 @@ def to_target(
         if sign * row.get(f"test/{task.primary}", nan) >= sign * target:
             return row["round"], total / 1e6
     return nan, nan
+
+
+def to_purity(history: Iterable[Mapping[str, float]]) -> float:
+    """Return the first round from which on ``router/purity`` is 1 wherever it was measured; NaN where it is
+    not at the end.
+
+    >>> to_purity({"round": r, "router/purity": p} for r, p in enumerate((1.0, 0.75, 1.0, 1.0), 1))
+    3
+    """
+    found = nan
+    for row in history:
+        if row.get("router/purity", 1.0) < 1.0:
+            found = nan
+        elif "router/purity" in row and isnan(found):
+            found = row["round"]
+    return found
 
 
 def selected(results: Results) -> Results:
