@@ -38,6 +38,10 @@ class Distances(Regression):
 
 
 PERPLEXITY = LanguageModelling()
+RESULTS = (
+    "## Results: the last round's model, with the mean perplexity of the last five evaluations; "
+    "mean ± standard deviation over seeds"
+)
 A, B = {0: 6.0, 1: 6.2, 2: 6.4}, {0: 7.0, 1: 7.1, 2: 7.2}  # A - B = -1.0, -0.9, -0.8
 MEAN = {"last": 6.2, "last5": 6.2 * 137 / 60, "best_val": 6.2 * 5 / 3}
 """Of A; in round r a metric is 5 / r times its last value, and validation chooses round 3."""
@@ -212,3 +216,17 @@ def test_a_report_says_which_rounds_the_last_evaluations_are(tmp_path, every, sa
     compare("study", tmp_path / "out", tmp_path)
     text = (tmp_path / "out" / "report.md").read_text()
     assert ("evaluations are those" not in text) if said is None else (said in text)
+
+
+def test_a_mean_over_some_seeds_says_of_how_many(tmp_path):
+    for seed, purity in enumerate((0.75, 1.0, 1.0)):
+        for label in "AB":
+            more = {"router/purity": purity} if label == "A" else {}
+            make_run(tmp_path / "study", label, seed, 6.0 + seed, task=PERPLEXITY, rounds=5, **more)
+    study = {"study": "study", "seeds": [0, 1, 2], "methods": {"A": {}, "B": {}}}
+    (tmp_path / "study" / "study.yaml").write_text(yaml.safe_dump(study))
+    compare("study", tmp_path / "out", tmp_path)
+    lines = (tmp_path / "out" / "report.md").read_text().splitlines()
+    header, _, *rows = (line.split(" | ") for line in lines[lines.index(RESULTS) + 2 :])
+    place = header.index("round from which purity is 1")
+    assert {row[0]: row[place] for row in rows[:2]} == {"| A": "1.0 ± 0.0 (2 of 3)", "| B": "-"}

@@ -232,10 +232,13 @@ def _means(
         sign = -1 if comparison.higher_is_better(comparison.study.metric) else 1
         labels.sort(key=lambda label: sign * means[label] if label in means else float("inf"))
     cells = {one.title: comparison.table(one.metric, levels) for one in columns}
-    rows = [
-        [label, str(counts[label])] + [one.mean(cells[one.title][label].dropna().tolist()) for one in columns]
-        for label in labels
-    ]
+
+    def written(label: str, one: Column) -> str:
+        values = cells[one.title][label].dropna().tolist()
+        some = 0 < len(values) < counts[label]
+        return one.mean(values) + (f" ({len(values)} of {counts[label]})" if some else "")
+
+    rows = [[label, str(counts[label]), *(written(label, one) for one in columns)] for label in labels]
     return ReportTable.of(title, ["method", "seeds", *cells], rows)
 
 
