@@ -194,7 +194,7 @@ KNOWN = [
     Column("energy/clamped", "tokens clamped", 1, 1),
     Column("experts/active", "experts", 1, 1),
     Column("router/purity", "purity of clusters", 1, 2),
-    Column("router/rounds_to_purity", "round from which purity is 1", 1, 1),
+    Column("target/rounds_to_purity", "round from which purity is 1", 1, 1),
     _bytes("total/total_bytes", "up and down, all rounds", 1),
     _bytes("total/upload_bytes", "up, all rounds", 1),
     _bytes("total/download_bytes", "down, all rounds", 1),
@@ -215,7 +215,7 @@ OF_THE_RUN = (
     *("cost/train_flops", "cost/train_memory", "privacy/epsilon"),
 )
 """Headline columns that are of all rounds, whichever model is selected, beside the area under the curve."""
-OF_EXPERTS = ("experts/active", "router/purity", "router/rounds_to_purity")
+OF_EXPERTS = ("experts/active", "router/purity", "target/rounds_to_purity")
 """Headline columns of methods that find clusters of clients."""
 OF_ENERGY = ("energy/joules", "energy/joules_model", "energy/over_budget", "energy/refused")
 """Headline columns of methods under a budget of energy: the whole network stands beside its switched layers,

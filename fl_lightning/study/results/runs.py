@@ -164,7 +164,7 @@ def run_metrics(
       ``time/total`` is the seconds of all rounds.
     - Of the other metrics of the rounds, the last one measured until the selected round counts.
     - What ``test`` measured of that round is added, except what the round has itself.
-    - ``router/rounds_to_purity`` is the first round from which on each cluster of clients had experts of its
+    - ``target/rounds_to_purity`` is the first round from which on each cluster of clients had experts of its
       own; it is NaN where the run does not end so.
     - With a ``target``, ``target/rounds`` and ``target/megabytes`` count until the primary metric on the test
       set first reaches it; they are NaN when it never does.
@@ -210,7 +210,7 @@ def run_metrics(
     if record.tested_round == chosen:
         metrics |= {name: value for name, value in record.tested.items() if name not in metrics}
     if "router/purity" in columns:
-        metrics["router/rounds_to_purity"] = to_purity(history)
+        metrics["target/rounds_to_purity"] = to_purity(history)
     if target is not None:
         reached = to_target(history, target, task)
         metrics |= dict(zip(("target/rounds", "target/megabytes"), reached, strict=True))
