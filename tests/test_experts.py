@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from callbacks.figures.expert_figure import purity_of
+from callbacks import ExpertFigure
+from callbacks.figures.expert_figure import expert_figure, purity_of
 from fl_lightning.methods.experts.merging import AdapterSpace
 from fl_lightning.methods.experts.responsibilities import Paired, is_worse_than_own, responsibilities, seated
 from fl_lightning.methods.experts.slots import RULES, Slots
@@ -217,3 +218,26 @@ def test_purity_is_one_where_each_group_has_one_expert():
     assert purity_of(np.eye(4)[[0] * 6], groups) == 0
     assert purity_of(np.eye(6), groups) == pytest.approx(math.log(3) / math.log(6))  # one expert each
     assert purity_of(np.eye(4), np.zeros(4)) is None
+
+
+@pytest.mark.parametrize("known", [False, True])
+def test_the_figure_has_a_panel_of_transfer_where_it_is_known_and_no_parts_of_rounds(known):
+    pytest.importorskip("matplotlib")
+    use, r, groups = np.eye(4)[[0, 0, 1]], np.eye(4)[[0, 1, 0]], np.array([0, 1, 0])
+    lost = np.array([[0.3, 0.1], [0.3, 0.2], [np.nan, np.nan]]) if known else np.full((3, 2), np.nan)
+    figure = expert_figure(use, r, groups, ["0  a", "1  b", "2  a"], ([3], [9.0], [12.0]), "perplexity", lost)
+    titles = [axes.get_title() for axes in figure.axes]
+    assert ("loss against its own adapter" in titles) is known
+    figure.canvas.draw()
+    served = figure.axes[titles.index("perplexity on validation")]
+    assert [tick for tick in served.get_xticks() if 0.5 < tick < 3.5] == [1, 2, 3]
+    if known:  # clients 0, 2, 1, the unsure and the unknown one not red
+        bars = figure.axes[titles.index("loss against its own adapter")].patches
+        assert [bar.get_facecolor() == bars[0].get_facecolor() for bar in bars] == [True, False, False]
+
+
+def test_a_checkpoint_of_before_there_was_the_panel_is_read():
+    figure = ExpertFigure()
+    old = {"use": [[1.0]], "clients": {"0": [0.0, 1.0]}, "evaluated": [], "mean": [], "worst": []}
+    figure.load_state_dict(old)
+    assert figure.seen == {**old, "lost": {}}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import math
+from copy import deepcopy
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -24,9 +25,11 @@ from fl_lightning.engines.base import ClientResult
 from fl_lightning.engines.sequential import SequentialEngine
 from fl_lightning.hooks import Meter
 from fl_lightning.methods import FedAvg, FedVEMoE, LocalOnly
+from fl_lightning.methods.experts.slots import Rules
 from fl_lightning.methods.private_sums import clip_addends
 from fl_lightning.methods.receiving import check_upload
 from fl_lightning.methods.secure import check_secure_sum
+from fl_lightning.models.adapters import add_adapter
 from fl_lightning.models.language import Llama, LlamaTiny, add_lora
 from fl_lightning.models.language.experts import Seats, factors_of
 from fl_lightning.privacy import ClientPrivacy
@@ -149,6 +152,43 @@ def test_plain_and_oblivious_messages_give_the_same_experts(tmp_path):
     fit(oblivious, tmp_path / "oblivious")
     for name in plain.server:
         assert torch.equal(plain.server[name], oblivious.server[name]), name
+
+
+@pytest.mark.slow
+@pytest.mark.essential
+def test_a_secure_sum_is_the_plain_one_where_experts_are_born(tmp_path):
+    """The seeds are sums too."""
+    pytest.importorskip("cryptography")
+    states = []
+    for name, secure in (("plain", None), ("secure", SecureSum())):
+        method = method_of(FedVEMoE, k_max=3, wire="oblivious", birth_gap=0.0, birth_z=0.0)
+        fit(method, tmp_path / name, secure_sum=secure, max_rounds=4)
+        states.append(method.server)
+        assert sum(int(row["experts/born"]) for row in rounds(tmp_path / name)) >= 1
+    for name in states[0]:
+        assert torch.equal(states[0][name], states[1][name]), name
+
+
+def test_slots_permuted_a_whole_round_is_permuted():
+    """The choice, messages, means, use and prior: nothing depends on the number of a slot."""
+    order = torch.tensor([0, 3, 1, 4, 2])  # what stands in each slot after the permutation
+    states, sent = [], []
+    for permuted in (False, True):
+        method, data = built(k_max=4, top_m=3)
+        with_experts(method, 4)
+        if permuted:
+            rows = ("experts", "routers", "prior", "active", "born", "starving")
+            method.server |= {name: method.server[name][order] for name in rows}
+        uploads = {id: upload_of(method, data, id) for id in range(4)}
+        sent.append([method.wire.trained(up, method.server["active"]).shares for up in uploads.values()])
+        method.aggregate(uploads)
+        states.append(method.slots)
+    assert len({tuple(shares) for shares in sent[0]}) > 1  # clients choose differently
+    for plain, other in zip(*sent, strict=True):
+        moved = {slot: plain[int(order[slot])] for slot in other}
+        assert other == pytest.approx(moved)
+    for name in ("experts", "routers", "prior", "mass", "starving", "active"):
+        assert torch.allclose(getattr(states[1], name), getattr(states[0], name)[order], atol=1e-6), name
 
 
 # The network
@@ -551,6 +591,29 @@ def test_interrupted_before_or_after_a_birth_it_ends_as_if_it_was_not(done, tmp_
     assert differences(found, whole) == []
 
 
+def changing(folder: Path, stop_after: int | None = None, **settings) -> dict:
+    """The outcome of a run in which experts are pruned and merged."""
+    stops = Stops()
+    stops.rounds = stop_after
+    rules = Rules(prune_share=0.3, prune_rounds=1, merge_cosine=-0.9, merge_rounds=2, merge_loss=1.0)
+    method = method_of(FedVEMoE, k_init=5, k_max=6, birth_gap=0.0, birth_z=0.0, rules=rules)
+    given = {"max_rounds": 6, "participation": 0.75, "checkpoint_every": 1, "callbacks": [stops]}
+    fit(method, folder / "runs", **given, **settings)
+    return outcome(folder)
+
+
+@pytest.mark.slow
+@pytest.mark.essential
+def test_interrupted_in_any_round_of_prunes_and_merges_it_ends_as_if_it_was_not(tmp_path):
+    whole = changing(tmp_path / "whole")
+    for change in ("pruned", "merged", "born"):
+        assert sum(int(row[f"experts/{change}"]) for row in whole["metrics"]) >= 1, change
+    for done in range(1, 6):
+        with pytest.raises(KeyboardInterrupt):
+            changing(tmp_path / str(done), done)
+        assert differences(changing(tmp_path / str(done), ckpt_path="last"), whole) == [], done
+
+
 # Refusals
 
 
@@ -570,6 +633,29 @@ def test_what_does_not_fit_is_refused():
         built(rank=0)
     with refused("secure_sum", "leave it out"):
         check_secure_sum(SecureSum(), built()[0], cohort=4)
+
+
+def test_an_adapter_that_starts_at_something_is_not_added_twice():
+    """PiSSA starts at the leading part of the weights: shared adapter and expert would both add it."""
+
+    def pissa(vocab_size: int) -> torch.nn.Module:
+        return add_adapter(Llama(vocab_size, width=16, depth=1, heads=2), "pissa", rank=2)
+
+    with refused("do not start at 0", "shared false"):
+        built_with(pissa)
+    plain, inputs = pissa(259), torch.arange(12).view(2, 6)
+    method = built_with(lambda vocab_size: deepcopy(plain), shared=False, top_m=1)
+    with torch.no_grad():
+        assert torch.allclose(method.deploy().eval()(inputs), plain.eval()(inputs), atol=1e-5)
+
+
+def built_with(network, **settings) -> FedVEMoE:
+    method, data = FedVEMoE(network=network, **settings), records(generate=False)
+    data.prepare_data()
+    data.setup("fit")
+    data.distribute(0, torch.device("cpu"))
+    method.build(data)
+    return method
 
 
 def test_the_names_of_adapters_are_those_that_travel():
@@ -599,7 +685,7 @@ def test_a_private_run_without_clip_and_noise_is_the_plain_one(tmp_path):
         assert torch.allclose(method.server[name].double(), values.double(), atol=1e-5), name
 
 
-def test_slots_stand_still_where_noise_hides_whether_anybody_used_them(tmp_path):
+def test_slots_stand_still_where_noise_hides_whether_anybody_used_them(tmp_path, caplog):
     pytest.importorskip("dp_accounting")
     method = private()
     noisy = ClientPrivacy(noise_multiplier=50.0, clip_norm=0.1, delta=1e-2)
@@ -608,6 +694,16 @@ def test_slots_stand_still_where_noise_hides_whether_anybody_used_them(tmp_path)
     assert method.slots.mass.tolist() == [0, 0, 0, 0]
     assert method.slots.active.tolist() == untouched.slots.active.tolist()
     assert float(method.slots.rejecters) == 0
+    assert "no adapter ever moves" in caplog.text
+
+
+def test_the_log_says_that_noise_hides_the_one_client_that_seeds_an_expert(tmp_path, caplog):
+    pytest.importorskip("dp_accounting")
+    noisy = ClientPrivacy(noise_multiplier=0.05, clip_norm=1.0, delta=1e-2)  # counts up to 2 of 4
+    fit(private(birth="never"), tmp_path / "never", privacy=noisy, max_rounds=1)
+    assert "so that none is born" not in caplog.text
+    fit(private(), tmp_path / "test", privacy=noisy, max_rounds=1)
+    assert "so that none is born" in caplog.text
 
 
 def test_no_message_is_longer_than_the_clip_whatever_a_client_says():

@@ -1,8 +1,9 @@
-"""A picture of experts: how much each is used in every round, who takes which, and who is served worst."""
+"""A picture of experts: how much each is used, who takes which, who loses by it, and who is served worst."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from copy import deepcopy
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
@@ -10,13 +11,14 @@ import numpy as np
 from callbacks.figures.drawing import evenly_spaced
 from callbacks.figures.figure_meter import FigureMeter
 from fl_lightning.client import Client
-from fl_lightning.figures import BLACK, BLUE, COLOURS, RED, open_frame
+from fl_lightning.figures import BLACK, BLUE, COLOURS, GREY, RED, open_frame
 from fl_lightning.hooks import Context, RoundRecord
 from fl_lightning.methods import FedVEMoE
 from fl_lightning.methods.experts.responsibilities import Paired
 from fl_lightning.metrics.names import words_of
 
 if TYPE_CHECKING:
+    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 SHOWN = 40
@@ -40,9 +42,9 @@ class ExpertFigure(FigureMeter):
     """
 
     name = "experts"
-    rule = "it draws the experts of FedVEMoE"
-    instead = "write --model FedVEMoE, or leave it out"
-    empty: ClassVar = {"use": [], "clients": {}, "evaluated": [], "mean": [], "worst": []}
+    rule = "it draws the experts of FedVEMoE, and there are none"
+    instead = "write --model FedVEMoE with --model.k_max 1 or more, or leave it out"
+    empty: ClassVar = {"use": [], "clients": {}, "evaluated": [], "mean": [], "worst": [], "lost": {}}
 
     def on_cohort(self, cohort: list[Any], round: int, context: Context) -> None:
         self.trained: dict[str, Client] = {}
@@ -57,14 +59,18 @@ class ExpertFigure(FigureMeter):
 
     def on_validate(self, values: dict[int, float], record: RoundRecord, context: Context) -> None:
         if self.applies and values:
-            found = [values[client] for client in sorted(values)]  # in one order on one process and on many
+            of_clients = [
+                values[client] for client in sorted(values)
+            ]  # in one order on any number of processes
             lower = not context.data.task.higher_is_better
             self.seen["evaluated"].append(record.round)
-            self.seen["mean"].append(float(np.mean(found)))
-            self.seen["worst"].append(float(max(found) if lower else min(found)))
-            clients = [self.trained[id] for id in sorted(self.trained, key=int)]
-            lost = list(filter(None, map(context.method.transfer, clients)))
-            record.metrics |= transfer_metrics(lost) if lost else {}
+            self.seen["mean"].append(float(np.mean(of_clients)))
+            self.seen["worst"].append(float(max(of_clients) if lower else min(of_clients)))
+            ids = sorted(self.trained, key=int)
+            found = {id: context.method.transfer(self.trained[id]) for id in ids}
+            lost = {id: each for id, each in found.items() if each is not None}
+            self.seen["lost"] |= {id: [each.mean, each.error] for id, each in lost.items()}
+            record.metrics |= transfer_metrics([*lost.values()]) if lost else {}
 
     def on_round_end(self, record: RoundRecord, context: Context) -> None:
         if not self.applies:
@@ -82,7 +88,10 @@ class ExpertFigure(FigureMeter):
 
     def state_dict(self) -> dict[str, Any]:
         kept = super().state_dict()
-        return {**kept, "clients": dict(sorted(kept["clients"].items()))}
+        return {**kept, **{name: dict(sorted(kept[name].items())) for name in ("clients", "lost")}}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        super().load_state_dict({**deepcopy(self.empty), **state})
 
     def _responsibilities(self, ids: list[str]) -> np.ndarray:
         """Return those of some clients when they were last asked, ``[K, S]``."""
@@ -99,8 +108,9 @@ class ExpertFigure(FigureMeter):
         labels = [f"{id}  {names[group]}" for id, group in zip(ids, groups, strict=True)]
         r = self._responsibilities(ids)
         served = self.seen["evaluated"], self.seen["mean"], self.seen["worst"]
-        task = context.data.task
-        return expert_figure(np.array(self.seen["use"]), r, groups, labels, served, words_of(task.primary))
+        lost = np.array([self.seen["lost"].get(id, [np.nan, np.nan]) for id in ids])
+        metric = words_of(context.data.task.primary)
+        return expert_figure(np.array(self.seen["use"]), r, groups, labels, served, metric, lost)
 
 
 def entropy(p: np.ndarray) -> float:
@@ -141,9 +151,11 @@ def expert_figure(
     labels: list[str],
     served: tuple[list[int], list[float], list[float]],
     metric: str,
+    lost: np.ndarray,
 ) -> Figure:
-    """Left: share of the use of each expert over the rounds. Middle: responsibilities, clients of a group
-    next to each other. Right: the primary metric of the mean and of the worst client.
+    """Draw the experts of a run in four panels, from left to right: the share of the use of each expert over
+    the rounds; responsibilities, clients of a group next to each other; what each of these clients loses
+    against its own adapter; the primary metric of the mean and of the worst client.
 
     Args:
         use: shares ``[R, S]``.
@@ -152,38 +164,72 @@ def expert_figure(
         labels: names of the clients ``[K]``.
         served: rounds that were evaluated, mean and worst over clients.
         metric: words for the primary metric.
+        lost: mean and standard error of what each client loses, in nats a token ``[K, 2]``; NaN where it is
+            not known. No panel if it is known of none.
     """
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator
 
-    figure = Figure(figsize=(13.5, 4.4), layout="constrained")
-    left, middle, right = figure.subplots(1, 3, width_ratios=[1, 1, 0.8])
+    has_lost = bool(np.isfinite(lost).any())
+    widths = [1.0, 1.0, 0.6, 0.8] if has_lost else [1.0, 1.0, 0.8]
+    figure = Figure(figsize=(4.8 * sum(widths), 4.4), layout="constrained")
+    left, middle, *between, right = figure.subplots(1, len(widths), width_ratios=widths)
     open_frame(left, right)
-    ever = np.flatnonzero((use > 0).any(axis=0)) if use.any() else np.arange(1)
-    rounds, below = np.arange(1, len(use) + 1), np.zeros(len(use))
-    for expert in ever:
-        colour = COLOURS[expert % (len(COLOURS) - 1)]
-        left.bar(rounds, use[:, expert], 1.0, below, color=colour, edgecolor="white", linewidth=0.4)
-        below += use[:, expert]
-    left.set(title="use of each expert", xlabel="round", ylabel="share of the clients' weight", ylim=(0, 1))
-    for expert in ever:  # the name stands where the expert is used most
-        at = int(use[:, expert].argmax())
-        height = use[at, :expert].sum() + use[at, expert] / 2
-        left.text(at + 1, height, str(expert + 1), ha="center", va="center", color="white", weight="bold")
+    taken = (use > 0).any(axis=0) | (r > 0.01).any(axis=0)  # noise can hide every use
+    ever = np.flatnonzero(taken) if taken.any() else np.arange(1)
+    _draw_use(left, use, ever)
     order = np.argsort(groups, kind="stable")[evenly_spaced(len(groups), SHOWN)]
     image = middle.imshow(r[order][:, ever], vmin=0, vmax=1, cmap="Blues", aspect="auto")
     figure.colorbar(image, ax=middle, shrink=0.8, pad=0.02, label="responsibility")
     middle.set_xticks(range(len(ever)), [str(expert + 1) for expert in ever])
     middle.set_yticks(range(len(order)), [labels[client] for client in order], fontsize=8)
     middle.set(title="who takes which, when last asked", xlabel="expert")
-    at_rounds, mean, worst = served
-    right.plot(at_rounds, mean, color=BLUE, marker="o", label="mean client")
-    right.plot(at_rounds, worst, color=RED, marker="s", linestyle="--", label="worst client")
-    right.set(title=f"{metric} on validation", xlabel="round", ylabel=metric)
-    if mean and max(worst) > 4 * min(mean) > 0:
-        right.set_yscale("log")
-    if mean:
-        right.legend(frameon=False, labelcolor=BLACK)
+    for axes in between:
+        _draw_lost(axes, lost[order])
+    _draw_served(right, *served, metric)
     for axes in (left, right):
+        axes.set_xlim(0.5, max(len(use), 1) + 0.5)  # of one evaluation alone, ticks would be parts of rounds
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     return figure
+
+
+def _draw_use(axes: Axes, use: np.ndarray, ever: np.ndarray) -> None:
+    """Stack the shares of the use of some experts ``ever``; ``[R, S]``."""
+    rounds, below = np.arange(1, len(use) + 1), np.zeros(len(use))
+    for expert in ever:
+        colour = COLOURS[expert % (len(COLOURS) - 1)]
+        axes.bar(rounds, use[:, expert], 1.0, below, color=colour, edgecolor="white", linewidth=0.4)
+        below += use[:, expert]
+    axes.set(title="use of each expert", xlabel="round", ylabel="share of the clients' weight", ylim=(0, 1))
+    for expert in ever:  # the name stands where the expert is used most
+        at = int(use[:, expert].argmax())
+        height = use[at, :expert].sum() + use[at, expert] / 2
+        if use[at, expert] > 0:
+            axes.text(at + 1, height, str(expert + 1), ha="center", va="center", color="white", weight="bold")
+
+
+def _draw_lost(axes: Axes, lost: np.ndarray) -> None:
+    """Draw what each client loses against its own adapter, ``[K, 2]``, with ``SURE`` standard errors."""
+    mean, error = lost.T
+    open_frame(axes)
+    negative = (mean > 0) & (mean > SURE * error)
+    colours = [RED if each else BLUE for each in negative]
+    axes.barh(np.arange(len(lost)), mean, height=0.7, xerr=SURE * error, color=colours, ecolor=GREY)
+    axes.axvline(0, color=BLACK, linewidth=0.8)
+    axes.set(title="loss against its own adapter", xlabel="nats a token (red: negative transfer)")
+    axes.set(yticks=[], ylim=(len(lost) - 0.5, -0.5))  # the rows of the panel beside it
+
+
+def _draw_served(axes: Axes, rounds: list[int], mean: list[float], worst: list[float], metric: str) -> None:
+    """Draw the primary metric of the mean and of the worst client in the rounds that were evaluated."""
+    from matplotlib.ticker import ScalarFormatter
+
+    axes.plot(rounds, mean, color=BLUE, marker="o", label="mean client")
+    axes.plot(rounds, worst, color=RED, marker="s", linestyle="--", label="worst client")
+    axes.set(title=f"{metric} on validation", xlabel="round", ylabel=metric)
+    if mean and max(worst) > 4 * min(mean) > 0:
+        axes.set_yscale("log")
+        axes.yaxis.set_major_formatter(ScalarFormatter())
+        axes.yaxis.set_minor_formatter(ScalarFormatter())
+    if mean:
+        axes.legend(frameon=False, labelcolor=BLACK)

@@ -44,7 +44,14 @@ from fl_lightning.methods.experts.responsibilities import (
     seated,
 )
 from fl_lightning.methods.experts.slots import RULES, Rules, Slots
-from fl_lightning.methods.experts.sums import counts, means, next_rows, updates
+from fl_lightning.methods.experts.sums import (
+    counts,
+    least_count,
+    means,
+    next_rows,
+    updates,
+    warn_of_noise,
+)
 from fl_lightning.methods.experts.wire import ExpertWire, Received, Trained
 from fl_lightning.methods.sums import Addend, Sums
 from fl_lightning.metrics.text import IGNORED
@@ -191,7 +198,13 @@ class FedVEMoE(Method):
                 not self.private or len(fixed) == len(self.seats.factors),
                 "--model.wire private where A is trained",
                 "noise on both factors is multiplied by each other",
-                "write --model.network.init_args.ffa true",
+                "write --model.network LlamaTiny --model.network.init_args.ffa true",
+            )
+            require(
+                not any(bool(b.any()) for _, b in self.seats.shared),
+                f"--model {type(self).__name__} with a shared adapter on adapters that do not start at 0",
+                "an expert starts as the network's adapter does, so it would be added twice",
+                "write adapter lora or ffa of the network, or --model.shared false",
             )
             self.features = self.seats.gate.router.shape[1]
         self.wire = ExpertWire(
@@ -446,8 +459,10 @@ class FedVEMoE(Method):
         return vars(self.slots)
 
     def next_state(self, sums: Sums) -> None:
-        before = self.slots
-        mass, (clients, rejects, seeds) = counts(sums, self.mass_scale if self.private else 1.0)
+        before, scale = self.slots, self.mass_scale if self.private else 1.0
+        mass, (clients, rejects, seeds) = counts(sums, scale)
+        if self.round == 1:
+            warn_of_noise(least_count(sums, scale), self.cohort, self.keeps_own)
         after = before.with_rows(next_rows(sums, before.rows, mass, self.server_lr))
         if self.k_max:
             after = after.used(mass, self.rules).pruned(self.round, self.rules).merged(self.space, self.rules)

@@ -6,12 +6,16 @@ of updates in one unit.
 
 from __future__ import annotations
 
+import logging
+
 import torch
 from torch import Tensor
 
 from fl_lightning.methods.experts.responsibilities import SHARE_UNITS
 from fl_lightning.methods.experts.wire import Trained
 from fl_lightning.methods.sums import Addend, Sums
+
+log = logging.getLogger("fl_lightning")
 
 NOISE_FLOOR = 4.0
 """Standard deviations of a private sum's noise below which a count is taken for 0."""
@@ -66,10 +70,38 @@ def counts(sums: Sums, scale: float) -> tuple[Tensor, tuple[float, float, float]
         sums: over the clients.
         scale: c of :func:`updates`; 1 for :func:`means`.
     """
-    floor = NOISE_FLOOR * sums.deviation / scale
+    floor = least_count(sums, scale)
     mass, votes = (sums.total(name) / scale for name in ("mass", "votes"))
     clients, rejects, seeds = torch.where(votes > floor, votes, 0.0).tolist()
     return torch.where(mass > floor, mass, 0.0), (clients, rejects, seeds)
+
+
+def least_count(sums: Sums, scale: float) -> float:
+    """Return up to which number noise could have made a count of clients, 4 z C / c; 0 without noise."""
+    return NOISE_FLOOR * sums.deviation / scale
+
+
+def warn_of_noise(least: float, clients: int, births: bool) -> None:
+    """Log what noise keeps from ever happening in a run.
+
+    Args:
+        least: counts up to this one are taken for 0.
+        clients: that are asked in a round.
+        births: whether experts are born; about one client seeds one, however many there are.
+    """
+    noise = f"trainer.privacy takes counts up to {least:.3g} for noise"
+    if least >= clients:
+        log.warning(
+            "%s, and a round has %d clients, so that no adapter ever moves; take more clients, a smaller "
+            "noise_multiplier or a larger --model.mass_scale",
+            noise, clients,
+        )  # fmt: skip
+    elif least >= 1 and births:
+        log.warning(
+            "%s, and about one client seeds an expert, so that none is born; write --model.birth never, and "
+            "--model.k_init for as many experts as you want",
+            noise,
+        )  # fmt: skip
 
 
 def next_rows(sums: Sums, starts: Tensor, mass: Tensor, lr: float) -> Tensor:
