@@ -162,7 +162,7 @@ def test_a_secure_sum_is_the_plain_one_where_experts_are_born(tmp_path):
     states = []
     for name, secure in (("plain", None), ("secure", SecureSum())):
         method = method_of(FedVEMoE, k_max=3, wire="oblivious", birth_gap=0.0, birth_z=0.0)
-        fit(method, tmp_path / name, secure_sum=secure, max_rounds=4)
+        fit(method, tmp_path / name, secure_sum=secure, max_rounds=6)
         states.append(method.server)
         assert sum(int(row["experts/born"]) for row in rounds(tmp_path / name)) >= 1
     for name in states[0]:
