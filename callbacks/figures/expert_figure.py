@@ -59,9 +59,7 @@ class ExpertFigure(FigureMeter):
 
     def on_validate(self, values: dict[int, float], record: RoundRecord, context: Context) -> None:
         if self.applies and values:
-            of_clients = [
-                values[client] for client in sorted(values)
-            ]  # in one order on any number of processes
+            of_clients = [values[id] for id in sorted(values)]  # in one order on any number of processes
             lower = not context.data.task.higher_is_better
             self.seen["evaluated"].append(record.round)
             self.seen["mean"].append(float(np.mean(of_clients)))
