@@ -49,6 +49,7 @@ data:
     "callback_key.yaml": "model: FedAvg\ntrainer:\n  callbacks:\n    - class_path: LabelNoise\n      init_args: {rond: 3}\n",
     "study.yaml": "study: s\nconfig: base.yaml\nseeds: [0]\nmethods: {FedAvg: {}}\n",
     "search.yaml": "study: s\nconfig: base.yaml\nspace: {model.alpha: [0, 1]}\ntrials: 2\n",
+    "named.yaml": "model:\n  class_path: FedAvg\n  init_args:\n    network: llama_tiny\n",
     "epochs.yaml": "model: FedAvg\ntrainer:\n  max_epochs: 5\n",
     "beside.yaml": "model:\n  class_path: FedAvg\n  network: resnet20\n",
     "callback_beside.yaml": "model: FedAvg\ntrainer:\n  callbacks:\n    - class_path: LabelNoise\n      round: 3\n",
@@ -56,6 +57,11 @@ data:
 }
 
 BAD = [
+    (
+        "fit --config named.yaml --model.network.init_args.ffa true",
+        "error: --model.network.init_args.ffa true; model.network is a name here (named.yaml, line 4), "
+        "and only a class has settings; write --model.network LlamaTiny --model.network.init_args.ffa true",
+    ),
     # the command line itself
     ("ftt --config base.yaml", "write python -m fl_lightning fit"),
     ("--config base.yaml fit", "must be a command"),

@@ -93,6 +93,14 @@ class UserInput:
                 value = rest if equals else following
         return value
 
+    def flag_below(self, path: str, value: str) -> str | None:
+        """Return the flag that gives a setting inside of ``path`` this value, as ``--path.init_args.KEY``."""
+        for arg, following in zip(self.args, [*self.args[1:], ""], strict=False):
+            name, equals, rest = arg.partition("=")
+            if name.startswith(f"--{path}.") and (rest if equals else following) == value:
+                return name
+        return None
+
     def source_of(self, document: str) -> str:
         """Return where a YAML text was given, shortened: ``--flag VALUE`` or an environment variable.
 
@@ -254,6 +262,14 @@ def _bad_value(
     flagged = given.flag_value(path)
     value = flagged if flagged is not None else _value(message)
     short = _shortened(value)
+    below = given.flag_below(path, value) if flagged is None else None
+    if below is not None:
+        known = "LlamaTiny" if keys[-1] == "network" else "THE_CLASS"
+        return InputError(
+            f"{below} {short}",
+            f"{path} is a name here{given.in_file(path)}, and only a class has settings",
+            f"write --{path} {known} {below} {short}",
+        )
     variable = given.variable(path, value) if flagged is None else None
     shown = (
         f"--{path} {short or repr(short)}" if flagged is not None else f"{path}: {short}{given.in_file(path)}"
