@@ -207,8 +207,9 @@ def end_client(fed: Federation, client: Client, round: int) -> None:
 
 def sample_cohort(fed: Federation, round: int) -> list[Assignment]:
     """Draw the round's clients, uniformly among those that have training data, and return them in order of
-    id."""
-    ids = rng.stream(fed.seed, "cohort", round).choice(
+    id. Who knows a cohort gets less privacy from the draw, so in a private deployment no seed tells it."""
+    randomness = rng.stream if fed.privacy is None else fed.privacy.randomness
+    ids = randomness(fed.seed, "cohort", round, 0).choice(
         fed.data.active, fed.cohort_size, replace=False, shuffle=False
     )
     # copies: what a client keeps counts once it is done, so that an interrupted round leaves no trace in the
@@ -320,9 +321,7 @@ def aggregate_securely(
         return stress(fed.callbacks, "change_bytes", message, **details) if by_id[id].returns else None
 
     def addends(id: int, upload: Payload) -> dict[str, Addend]:
-        if fed.privacy is not None:
-            return fed.privacy.message(method, upload, id, record.round)
-        return method.addends(upload, id, examples_in(upload))
+        return secure_addends(fed, upload, id, record.round)
 
     result = sum_securely(
         settings, method, record.round, cohort, entries, uploads, addends, deliver, engine.add_under_masks
@@ -338,6 +337,14 @@ def aggregate_securely(
         return [entry.unused() for entry in result.entries]
     set_next_state(method, record.round, partial(method.next_state, sums))
     return result.entries
+
+
+def secure_addends(fed: Federation, upload: Payload, client: int, round: int) -> dict[str, Addend]:
+    """Return what a client adds under a secure sum: with privacy its clipped message, with its share of the
+    noise where clients add it."""
+    if fed.privacy is not None:
+        return fed.privacy.message(fed.method, upload, client, round)
+    return fed.method.addends(upload, client, examples_in(upload))
 
 
 def aggregate(fed: Federation, round: int, uploads: dict[int, Payload], returned: dict[int, int]) -> bool:

@@ -104,18 +104,20 @@ def simulated(config: str, folder: Path, *more: str, drop: Drop | None = None) -
     return weights(cli)
 
 
-def nodes_in(folder: Path, count: int = 2, build: Callable = builder) -> dict[str, Node]:
+def nodes_in(folder: Path, count: int = 2, build: Callable = builder, **more) -> dict[str, Node]:
     """New nodes on the same folders are nodes that were started again."""
     nodes = {}
     for number in range(count):
         settings = NodeSettings(folder / f"node{number}", number, count, name=f"n{number}")
-        nodes[f"node{number}"] = Node(settings, build())
+        nodes[f"node{number}"] = Node(settings, build(), **more)
     return nodes
 
 
-def deployed(config: str, folder: Path, transport, *more: str, rules: RoundRules = RULES) -> FederatedCLI:
+def deployed(
+    config: str, folder: Path, transport, *more: str, rules: RoundRules = RULES, **further
+) -> FederatedCLI:
     cli = command_line(config, folder / "deployed", *more)
-    deploy_over(cli.trainer, yaml.safe_load(cli.config_text), transport, rules)
+    deploy_over(cli.trainer, yaml.safe_load(cli.config_text), transport, rules, **further)
     cli.start()
     return cli
 

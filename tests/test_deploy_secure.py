@@ -90,14 +90,14 @@ class Mortal(InProcess):
     """Nodes of one client each, some of which die before a phase of round 2 and are started again before
     round 3. It remembers all messages."""
 
-    def __init__(self, folder: Path, dying: Collection[int] = (), phase: str = "") -> None:
-        super().__init__(nodes_in(folder, 4))
-        self.folder, self.dying, self.phase = folder, dying, phase
+    def __init__(self, folder: Path, dying: Collection[int] = (), phase: str = "", **more) -> None:
+        super().__init__(nodes_in(folder, 4, **more))
+        self.folder, self.dying, self.phase, self.more = folder, dying, phase, more
         self.seen: list[tuple[str, bytes]] = []
         self.answers: list[bytes] = []
 
     def nodes(self):
-        self.by_key = {**nodes_in(self.folder, 4), **self.by_key}
+        self.by_key = {**nodes_in(self.folder, 4, **self.more), **self.by_key}
         return super().nodes()
 
     def exchange(self, messages, timeout):

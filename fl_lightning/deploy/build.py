@@ -21,6 +21,7 @@ SENT = (
     "local_epochs",
     "max_local_steps",
     "secure_sum",
+    "privacy",
 )
 """Settings of the trainer that nodes are sent: those that local training reads. Callbacks, loggers and
 folders are the server's own."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 
+from fl_lightning.deploy.private import check_private
 from fl_lightning.distributed.collectives import world_size
 from fl_lightning.errors import require
 from fl_lightning.hooks import Stressor
@@ -21,12 +22,8 @@ def check_deployable(fed: Federation) -> None:
     Raises:
         InputError: the run has it.
     """
-    require(
-        fed.privacy is None,
-        "trainer.privacy",
-        "a deployment does not have it yet",
-        "leave it out, or use fit",
-    )
+    if fed.privacy is not None:
+        check_private(fed)
     if fed.secure_sum is not None:
         check_secure_sum(fed.secure_sum, fed.method, fed.cohort_size)
     require(world_size() == 1, "several processes of the server", "it is one", "write --trainer.devices 1")

@@ -25,6 +25,7 @@ from fl_lightning.errors import InputError
 from fl_lightning.loop import Federation
 from fl_lightning.methods.secure import SumForm
 from fl_lightning.metrics import Mean
+from fl_lightning.privacy import Randomness, from_system
 
 if TYPE_CHECKING:  # it needs the extra privacy
     from fl_lightning.privacy.secure.simulation import Outcome
@@ -51,6 +52,7 @@ class RemoteEngine(Engine):
         run: id of the run, under which nodes keep states; a run that is continued has the one from before.
         since: of a run that is continued, the last round of each client in which it did not drop.
         deterministic: whether nodes use deterministic algorithms.
+        randomness: what the noise and the cohorts of a private run are drawn from.
 
     Raises (from :meth:`start`):
         InputError: the run cannot be deployed, or a node does not fit it.
@@ -67,12 +69,15 @@ class RemoteEngine(Engine):
         run: str | None = None,
         since: Mapping[int, int] | None = None,
         deterministic: bool = True,
+        randomness: Randomness = from_system,
     ) -> None:
         self.fed, self.rules, self.mail = fed, rules or RoundRules(), Mail(transport)
         self.config = yaml.safe_dump(dict(config), sort_keys=False).encode()
         self.digest = sha256(self.config).hexdigest()
         self.run = run or uuid.uuid4().hex
         self.deterministic = deterministic
+        if fed.privacy is not None:
+            fed.privacy.randomness = randomness
         self.roster = Roster(fed, self.config, self.rules, self.mail)
         self.forms: dict[int, SumForm] = {}  # of what nodes keep for the round's secure sum, by client
         # a client that counted as dropped goes on from the state before, whatever its node did since
@@ -160,6 +165,7 @@ class RemoteEngine(Engine):
             "seed": self.fed.seed,
             "cohort": self.fed.method.cohort,
             "deterministic": self.deterministic,
+            "clip_norm": None if self.fed.privacy is None else self.fed.privacy.clip_norm,
         }
         return {
             node: Message({**about, "orders": each}, tuple(parts[node])).to_bytes()

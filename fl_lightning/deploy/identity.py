@@ -7,6 +7,7 @@ from dataclasses import asdict
 from typing import Any
 
 from fl_lightning import __version__
+from fl_lightning.deploy.private import terms_of
 from fl_lightning.loop import Federation
 from fl_lightning.models.tensors import sha256_of_parameters
 
@@ -18,13 +19,15 @@ NAMES = {
     "example_shape": "shape of an example",
     "frozen": "SHA-256 of the frozen weights",
     "secure_sum": "secure sum",
+    "privacy": "client-level privacy",
 }
 MAX_LISTED = 3  # tensors or clients that one line names
 
 
 def describe(fed: Federation, clients: Iterable[int]) -> dict[str, Any]:
     """Return what the results of these clients rest on, as JSON: the package's version, method, task, layout
-    of the network, form of the examples, the settings of a secure sum, and how many training examples each
+    of the network, form of the examples, the settings of a secure sum and of
+    client-level privacy, and how many training examples each
     client has."""
     method, data = fed.method, fed.data
     cls = type(method)
@@ -40,6 +43,7 @@ def describe(fed: Federation, clients: Iterable[int]) -> dict[str, Any]:
         "example_shape": list(data.example_shape),
         "frozen": frozen,
         "secure_sum": None if fed.secure_sum is None else asdict(fed.secure_sum),
+        "privacy": None if fed.privacy is None else terms_of(fed.privacy),
         "layout": shapes,
         "examples": {str(id): int(data.sizes[id]) for id in clients},
     }

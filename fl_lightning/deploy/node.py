@@ -22,6 +22,7 @@ import yaml
 
 from fl_lightning.deploy.identity import describe
 from fl_lightning.deploy.messages import Message, MessageError, refusal
+from fl_lightning.deploy.private import check_private, take_up
 from fl_lightning.deploy.server_state import take_over
 from fl_lightning.deploy.states import StateFolder
 from fl_lightning.engines import ClientResult, ClientTask, SequentialEngine
@@ -29,6 +30,7 @@ from fl_lightning.engines.determinism import deterministic
 from fl_lightning.errors import InputError, ThreePartError
 from fl_lightning.loop import Federation
 from fl_lightning.methods.secure import check_secure_sum
+from fl_lightning.privacy import Randomness, from_system
 from fl_lightning.support import disk
 from fl_lightning.wire import Payload
 
@@ -75,10 +77,11 @@ class Node:
     Args:
         settings: what the node is.
         build: builds a federation from a configuration file of this node.
+        randomness: what its clients' noise is drawn from.
     """
 
-    def __init__(self, settings: NodeSettings, build: Build) -> None:
-        self.settings, self.build = settings, build
+    def __init__(self, settings: NodeSettings, build: Build, randomness: Randomness = from_system) -> None:
+        self.settings, self.build, self.randomness = settings, build, randomness
         self.states = StateFolder(settings.folder / "states")
         self.built: tuple[str, Federation, SequentialEngine] | None = None
         self._sums: SecureRounds | None = None
@@ -145,6 +148,8 @@ class Node:
         """Train clients. Their uploads travel, or under a secure sum stay here."""
         fed, engine = self._prepared(str(message.header["config"]))
         started = time.monotonic()
+        if fed.privacy is not None:
+            take_up(fed.privacy, message.header)
         kept = None if fed.secure_sum is None else self.sums.begin(fed, fed.secure_sum, message)
         results: list[dict[str, Any]] = []
         uploads: list[bytes] = []
@@ -221,6 +226,9 @@ class Node:
                     f"configuration {digest[:12]}", "this node has not checked it", "check the node first"
                 )
             fed = self.build(path)
+            if fed.privacy is not None:
+                check_private(fed)
+                fed.privacy.randomness = self.randomness
             self.built = digest, fed, SequentialEngine(fed.fabric, fed.method, fed.data)
         return self.built[1:]
 

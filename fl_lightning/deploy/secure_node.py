@@ -22,10 +22,9 @@ from fl_lightning.deploy.states import RUN_ID
 from fl_lightning.engines import ClientResult
 from fl_lightning.engines.base import one_thread
 from fl_lightning.errors import InputError, require
-from fl_lightning.loop import Federation
+from fl_lightning.loop import Federation, secure_addends
 from fl_lightning.methods.receiving import check_upload, decode_upload
 from fl_lightning.methods.secure import SumForm
-from fl_lightning.methods.summing import examples_in
 from fl_lightning.privacy.secure.client import SecureClient
 from fl_lightning.privacy.secure.primitives import ProtocolError
 from fl_lightning.privacy.secure.settings import PHASES, SecureSum
@@ -48,6 +47,7 @@ class KeptRound:
         starts: SHA-256 of the broadcast that each of them started from.
         clients: the clients' halves of the protocol, once it has begun.
         done: phases that were answered.
+        once: whether the round is unmasked once at most, as a private one is.
     """
 
     round: int
@@ -56,6 +56,7 @@ class KeptRound:
     starts: dict[int, str] = field(default_factory=dict)
     clients: dict[int, SecureClient] = field(default_factory=dict)
     done: int = 0
+    once: bool = False
 
     def keep(self, fed: Federation, result: ClientResult, broadcast: bytes) -> Sequence[tuple[str, int, int]]:
         """Check what a client would upload as the server of a plain sum does, and keep the vector that it
@@ -79,7 +80,7 @@ class KeptRound:
             self.vectors[client.id] = None
             return ()
         with one_thread(fed.fabric.device):
-            addends = method.addends(upload, client.id, examples_in(upload))
+            addends = secure_addends(fed, upload, client.id, self.round)
             form = SumForm.of(addends)
             self.vectors[client.id] = form.vector(addends, method.average, method.cohort)
         return form.parts
@@ -117,7 +118,7 @@ class SecureRounds:
         self.rounds.pop(run, None)
         while len(self.rounds) >= MAX_RUNS:
             self.rounds.pop(next(iter(self.rounds)))
-        self.rounds[run] = KeptRound(round, settings.least_shares(cohort))
+        self.rounds[run] = KeptRound(round, settings.least_shares(cohort), once=fed.privacy is not None)
         return self.rounds[run]
 
     def answer(self, message: Message) -> tuple[dict[str, Any], list[bytes]]:
@@ -168,14 +169,21 @@ class SecureRounds:
         return header, [*answers.values()]
 
     def _check_unmasked(self, run: str, kept: KeptRound, requests: Mapping[int, bytes]) -> None:
-        """Write in whose company vectors are about to be unmasked, and refuse another company than before.
+        """Write in whose company vectors are about to be unmasked, and refuse another company than before,
+        and of a private round any second sum.
 
         Raises:
-            InputError: they were unmasked with others.
+            InputError: they were unmasked with others, or in private.
             OSError: it cannot be written.
         """
         path = self.folder / run / f"round_{kept.round:06d}.json"
         known: dict[str, dict[str, list[int]]] = json.loads(path.read_text()) if path.exists() else {}
+        if kept.once and (again := sorted(id for id in requests if str(id) in known)):
+            raise InputError(
+                f"a second sum of round {kept.round} over client {again[0]}, with other noise",
+                "a private round is unmasked once, and accounted once",
+                "leave the round",
+            )
         for id, request in requests.items():
             living = Payload.from_bytes(request).tensor("living").tolist()
             if known.setdefault(str(id), {}).setdefault(kept.starts[id], living) != living:

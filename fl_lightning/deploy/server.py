@@ -12,6 +12,7 @@ from fl_lightning.deploy.engine import RemoteEngine
 from fl_lightning.deploy.mail import Transport
 from fl_lightning.deploy.roster import RoundRules
 from fl_lightning.loop import Federation
+from fl_lightning.privacy import Randomness, from_system
 from fl_lightning.trainer import FederatedTrainer
 
 
@@ -20,6 +21,7 @@ def deploy_over(
     config: Mapping[str, Any],
     transport: Transport,
     rules: RoundRules | None = None,
+    randomness: Randomness = from_system,
 ) -> None:
     """Have the trainer's ``fit`` send its clients' work over a transport.
 
@@ -28,6 +30,7 @@ def deploy_over(
 
     Args:
         config: the whole configuration of the run, of which nodes are sent what they need.
+        randomness: what the server's noise and the cohorts of a private run are drawn from.
     """
 
     def remote(fed: Federation, before: Mapping[str, Any]) -> RemoteEngine:
@@ -42,6 +45,7 @@ def deploy_over(
             run=run,
             since=since,
             deterministic=trainer.deterministic,
+            randomness=randomness,
         )
 
     trainer.checkpoint_every = 1

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from fl_lightning import rng
+from fl_lightning.distributed.collectives import world_size
 from fl_lightning.errors import InputError, MisuseError, require
 from fl_lightning.hooks import Meter, RoundRecord
 from fl_lightning.methods.averaging import WEIGHTED_MEAN
@@ -30,6 +31,8 @@ from fl_lightning.methods.sums import Addend, Sums, sums_of
 from fl_lightning.privacy import (
     MAX_MAGNITUDE,
     ClientPrivacy,
+    Generator,
+    Randomness,
     RoundAccountant,
     discrete_gaussian,
     fraction_bits,
@@ -40,10 +43,14 @@ from fl_lightning.support.overriding import overrides
 from fl_lightning.wire import Payload
 
 log = logging.getLogger("fl_lightning")
-Sampler = Callable[[np.random.Generator, int, float], np.ndarray]
+Sampler = Callable[[Generator, int, float], np.ndarray]
 
 DEVIATIONS = 40
 """Noise is never as many standard deviations away from 0: the probability is below 1e-300."""
+NOISE_OF_SEED = (
+    "noise follows from the seed, so that the run can be repeated, and who knows the seed can remove it"
+)
+NOISE_OF_SYSTEM = "noise and cohorts are drawn from operating systems, and no seed tells them"
 EXACT_BITS = 53
 """Integers up to 2^53 are exact in float64."""
 
@@ -56,10 +63,12 @@ class PrivateAggregation(Meter):
 
     Args:
         settings: ``trainer.privacy``.
+        randomness: what noise and cohorts are drawn from; streams of the run's seed, unless a deployment
+            puts the operating system's there.
     """
 
-    def __init__(self, settings: ClientPrivacy) -> None:
-        self.settings = settings
+    def __init__(self, settings: ClientPrivacy, randomness: Randomness = rng.stream) -> None:
+        self.settings, self.randomness = settings, randomness
         self._forget()
 
     def _forget(self) -> None:
@@ -119,10 +128,10 @@ class PrivateAggregation(Meter):
         most = math.inf if self.settings.max_epsilon is None else self.settings.max_epsilon
         rounds = bisect_right(range(1, context.max_rounds + 1), most, key=self.accountant.epsilon)
         log.info(
-            "client-level privacy: epsilon %.4g at delta %g after %d round%s; noise follows from the seed, "
-            "so that the run can be repeated, and who knows the seed can remove it",
+            "client-level privacy: epsilon %.4g at delta %g after %d round%s; %s",
             self.accountant.epsilon(rounds), self.settings.delta, rounds, "s"[: rounds > 1]
             + f", as many of {context.max_rounds} as max_epsilon allows" * (rounds < context.max_rounds),
+            NOISE_OF_SEED if self.randomness is rng.stream else NOISE_OF_SYSTEM,
         )  # fmt: skip
 
     def on_round_end(self, record: RoundRecord, context: Any) -> None:
@@ -258,10 +267,10 @@ class PrivateAggregation(Meter):
         totals = {name: sums.total(name) for name in sums}
         if not self.settings.is_distributed:  # one draw for the whole message, the same on all ranks
             sizes = {name: len(total) for name, total in totals.items()}
-            noise = self._noise(rounded_gaussian, rng.stream(method.seed, "privacy", round), sizes)
+            noise = self._noise(rounded_gaussian, self.randomness(method.seed, "privacy", round, 0), sizes)
             totals = {name: total + noise[name] for name, total in totals.items()}
-        if returned == 0:
-            starts = {"weights": method.server["weights"].float()}
+        if returned == 0 or (not uploads and world_size() == 1):  # these are on the clients' machines
+            starts = dict(method.starts())
         else:
             starts = common_starts([method.addends(upload, id, 1) for id, upload in uploads.items()])
         found = PrivateSums(totals, starts, self.cohort, self.deviation("update"))
@@ -285,7 +294,7 @@ class PrivateAggregation(Meter):
             return added
         noise = self._noise(
             discrete_gaussian,
-            rng.stream(method.seed, "privacy_share", round, client),
+            self.randomness(method.seed, "privacy_share", round, client),
             {name: len(addend.values) for name, addend in added.items()},
             share=self.least_returned(method.cohort) ** -0.5,
         )
@@ -303,7 +312,7 @@ class PrivateAggregation(Meter):
         return self.settings.message_multiplier(self.cohort) * self.clip_norm
 
     def _noise(
-        self, draw: Sampler, generator: np.random.Generator, sizes: Mapping[str, int], share: float = 1.0
+        self, draw: Sampler, generator: Generator, sizes: Mapping[str, int], share: float = 1.0
     ) -> dict[str, Tensor]:
         """Return noise for sums of these sizes, multiples of 2^-F, of ``share`` times their standard
         deviation; drawn in the order of names."""

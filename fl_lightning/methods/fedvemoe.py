@@ -450,6 +450,9 @@ class FedVEMoE(Method):
             addends["own"] = Addend(torch.zeros(self.layout.size))
         return addends
 
+    def starts(self) -> Mapping[str, Tensor]:
+        return {}  # with trainer.privacy addends are differences already
+
     @property
     def _seeds_from(self) -> Tensor:
         """What seeds are counted from: where they are clipped, what all own adapters began with."""

@@ -68,8 +68,15 @@ class SummingServer:
             client_id: whose it is.
             weight: n_k, within the bound of ``max_share``; an integer of at most ``self.largest_weight``.
         """
-        start = self.server["weights"].float()
+        start = self.starts()["weights"]
         return {"weights": Addend(self.decode(upload), weight, self.largest_weight, start)}
+
+    def starts(self) -> Mapping[str, Tensor]:
+        """Return the ``start`` of those addends that have one, by name.
+
+        With ``trainer.privacy`` a server adds it to a mean of differences, also where it has seen no upload.
+        """
+        return {"weights": self.server["weights"].float()}
 
     def summing_state(self) -> Mapping[str, Tensor]:
         """Return the entries of ``server`` that ``check`` and ``addends`` read.

@@ -1,7 +1,8 @@
 """Gaussian noise in integers, which is added to sums of integers (:mod:`fl_lightning.privacy.exact_sum`).
 
-All draws come from a generator that is given, so that a run can be repeated and continued. Libraries that
-sample the discrete Gaussian, such as OpenDP, draw from the operating system alone.
+All draws come from a generator that is given: one of the run's seed, so that a simulation can be repeated and
+continued, or in a deployment the operating system's. Libraries that sample the discrete Gaussian, such as
+OpenDP, draw from the operating system alone.
 """
 
 from __future__ import annotations
@@ -10,8 +11,10 @@ import math
 
 import numpy as np
 
+from fl_lightning.privacy.randomness import Generator
 
-def rounded_gaussian(generator: np.random.Generator, size: int, deviation: float) -> np.ndarray:
+
+def rounded_gaussian(generator: Generator, size: int, deviation: float) -> np.ndarray:
     """Return N(0, deviation^2) rounded to integers, float64 ``[size]``.
 
     A sum of integers with it is the rounding of a sum with the continuous Gaussian, so it is as private.
@@ -19,7 +22,7 @@ def rounded_gaussian(generator: np.random.Generator, size: int, deviation: float
     return np.rint(generator.standard_normal(size) * deviation)
 
 
-def discrete_gaussian(generator: np.random.Generator, size: int, deviation: float) -> np.ndarray:
+def discrete_gaussian(generator: Generator, size: int, deviation: float) -> np.ndarray:
     """Return draws of the discrete Gaussian, P(x) proportional to exp(-x^2 / (2 deviation^2)) for integers x,
     float64 ``[size]``.
 
@@ -43,7 +46,7 @@ def discrete_gaussian(generator: np.random.Generator, size: int, deviation: floa
     return np.concatenate([*kept, np.empty(0)])
 
 
-def _discrete_laplace(generator: np.random.Generator, size: int, scale: int) -> np.ndarray:
+def _discrete_laplace(generator: Generator, size: int, scale: int) -> np.ndarray:
     """Return draws of P(x) proportional to exp(-|x| / scale), the difference of two geometric ones."""
     p = -math.expm1(-1 / scale)
     return (generator.geometric(p, size) - generator.geometric(p, size)).astype(np.float64)

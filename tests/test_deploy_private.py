@@ -1,0 +1,246 @@
+"""Client-level privacy over nodes: with the simulation's randomness the simulation's weights and bytes, and
+without it noise and cohorts that no seed tells.
+
+The reference of rounds in which a node dies is the simulation whose stressor has its clients leave.
+"""
+
+from __future__ import annotations
+
+import csv
+from pathlib import Path
+
+import numpy as np
+import pytest
+from scipy import stats
+from test_deploy import ALL, command_line, deployed, nodes_in, simulated, weights
+from test_deploy_secure import Leave, Mortal
+
+from fl_lightning import rng
+from fl_lightning.deploy.build import builder
+from fl_lightning.deploy.deployable import check_deployable
+from fl_lightning.deploy.messages import Message
+from fl_lightning.deploy.node import Node, NodeSettings
+from fl_lightning.deploy.private import check_private, take_up
+from fl_lightning.deploy.transport_local import InProcess
+from fl_lightning.errors import InputError
+from fl_lightning.methods import FedAvg
+from fl_lightning.privacy import SystemGenerator, discrete_gaussian, rounded_gaussian
+
+pytest.importorskip("dp_accounting")
+pytest.importorskip("Crypto")
+
+SMALL = [*ALL[1:5], "--model.weigh_by=clients", "--trainer.participation=0.75"]  # 3 of 4 clients
+NOISE = "noise_multiplier: 0.5, clip_norm: 1.0, min_returned: 0.6"
+CENTRAL = f"--trainer.privacy={{{NOISE}}}"
+SHARES = f"--trainer.privacy={{{NOISE}, where: distributed}}"
+QUANTILE = f"--trainer.privacy={{{NOISE}, where: distributed, target_quantile: 0.3}}"
+SECURE = "--trainer.secure_sum={threshold: 0.6}"
+
+
+def rows(folder: Path, name: str) -> list[dict[str, str]]:
+    (path,) = folder.glob(f"*/*/{name}.csv")
+    with path.open() as file:
+        return list(csv.DictReader(file))
+
+
+def column(folder: Path, name: str) -> list[str]:
+    return [row[name] for row in rows(folder, "metrics")]
+
+
+@pytest.mark.slow
+@pytest.mark.essential
+@pytest.mark.parametrize(
+    "more",
+    [
+        [CENTRAL],
+        [CENTRAL.replace("}", ", target_quantile: 0.5}")],
+        [CENTRAL, SECURE],
+        [SHARES, SECURE],
+        [QUANTILE, SECURE],
+        [SHARES, SECURE, "--model=QFedAvg", "--model.weigh_by=clients"],
+    ],
+    ids=["central", "central-quantile", "secure-central", "secure-shares", "secure-quantile", "secure-codes"],
+)
+def test_with_the_randomness_of_a_simulation_weights_and_bytes_are_its_own(more, tmp_path):
+    nodes = InProcess(nodes_in(tmp_path, 3, randomness=rng.stream))
+    cli = deployed("fedavg", tmp_path, nodes, *SMALL, *more, randomness=rng.stream)
+    assert weights(cli) == simulated("fedavg", tmp_path, *SMALL, *more)
+    here, there = tmp_path / "deployed", tmp_path / "simulated"
+    assert rows(here, "ledger") == rows(there, "ledger")
+    for name in ("privacy/epsilon", "privacy/clip_norm"):
+        assert column(here, name) == column(there, name)
+    assert float(column(here, "privacy/epsilon")[2]) > float(column(here, "privacy/epsilon")[0]) > 0
+
+
+@pytest.mark.slow
+@pytest.mark.essential
+@pytest.mark.parametrize("more", [[CENTRAL], [SHARES, SECURE]], ids=["central", "secure-shares"])
+def test_two_runs_of_one_seed_have_other_cohorts_and_noise_and_one_epsilon(more, tmp_path, caplog):
+    """Of 8 clients 4 take part: three cohorts are twice the same by a chance of 3e-6."""
+    more = [*SMALL, "--data.num_clients=8", "--trainer.participation=0.5", *more]
+    found = []
+    for name in ("one", "other"):
+        cli = deployed("fedavg", tmp_path / name, InProcess(nodes_in(tmp_path / name)), *more)
+        found.append((weights(cli), rows(tmp_path / name / "deployed", "ledger")))
+    assert found[0][0] != found[1][0]
+    cohorts = [[(row["round"], row["client"]) for row in ledger] for _, ledger in found]
+    assert len(cohorts[0]) == len(cohorts[1]) == 12
+    assert cohorts[0] != cohorts[1]
+    assert "no seed tells them" in caplog.text
+    simulated("fedavg", tmp_path, *more)
+    expected = column(tmp_path / "simulated", "privacy/epsilon")
+    assert [column(tmp_path / name / "deployed", "privacy/epsilon") for name in ("one", "other")] == [
+        expected
+    ] * 2
+
+
+@pytest.mark.slow
+@pytest.mark.essential
+@pytest.mark.parametrize("phase", ["masked", "unmask"])
+def test_a_node_that_dies_takes_its_share_of_the_noise_along(phase, tmp_path):
+    """Epsilon is that of all rounds. Before it is masked its message and share are missing; two others are
+    the whole noise."""
+    mortal = Mortal(tmp_path, [1], phase, randomness=rng.stream)
+    more = [*SMALL, "--trainer.participation=1.0", SHARES, SECURE]
+    cli = deployed("fedavg", tmp_path, mortal, *more, randomness=rng.stream)
+    assert weights(cli) == simulated("fedavg", tmp_path, *more, drop=Leave(2, [1], phase))
+    there = tmp_path / "simulated"
+    assert column(tmp_path / "deployed", "privacy/epsilon") == column(there, "privacy/epsilon")
+
+
+class KilledAfter(InProcess):
+    """The server ends when all have answered a message of round 2."""
+
+    kind = ("train", None)
+
+    def exchange(self, messages, timeout):
+        answers = list(super().exchange(messages, timeout))
+        header = Message.from_bytes(next(iter(messages.values()))).header
+        if (header.get("round"), header["kind"], header.get("phase")) == (2, *self.kind):
+            raise KeyboardInterrupt
+        yield from answers
+
+
+@pytest.mark.slow
+@pytest.mark.essential
+@pytest.mark.parametrize("more", [[CENTRAL], [QUANTILE, SECURE]], ids=["central", "secure-quantile"])
+def test_a_server_that_is_started_again_accounts_each_round_once(more, tmp_path):
+    nodes = nodes_in(tmp_path, randomness=rng.stream)
+    with pytest.raises(KeyboardInterrupt):
+        deployed("fedavg", tmp_path, KilledAfter(nodes), *SMALL, *more, randomness=rng.stream)
+    (run,) = (tmp_path / "deployed" / "fedavg").iterdir()
+    again = [*SMALL, *more, f"--ckpt_path={run}"]
+    cli = deployed("fedavg", tmp_path, InProcess(nodes), *again, randomness=rng.stream)
+    assert weights(cli) == simulated("fedavg", tmp_path, *SMALL, *more)
+    for name in ("privacy/epsilon", "privacy/clip_norm"):
+        assert column(tmp_path / "deployed", name) == column(tmp_path / "simulated", name)
+
+
+class KilledAfterUnmasking(KilledAfter):
+    kind = ("phase", "unmask")
+
+
+@pytest.mark.slow
+@pytest.mark.essential
+def test_a_private_round_is_unmasked_once(tmp_path, caplog):
+    """Two sums of one round with other noise would be two looks at its clients; the round is then void."""
+    more = [*SMALL, "--trainer.participation=1.0", SHARES, SECURE]
+    nodes = nodes_in(tmp_path)
+    with pytest.raises(KeyboardInterrupt):
+        deployed("fedavg", tmp_path, KilledAfterUnmasking(nodes), *more)
+    (run,) = (tmp_path / "deployed" / "fedavg").iterdir()
+    deployed("fedavg", tmp_path, InProcess(nodes_in(tmp_path)), *more, f"--ckpt_path={run}")
+    assert "a private round is unmasked once" in caplog.text
+    assert column(tmp_path / "deployed", "secure/void") == ["0", "1", "0"]
+    assert len({*column(tmp_path / "deployed", "privacy/epsilon")}) == 3
+
+
+def test_a_node_whose_owner_wants_noise_refuses_a_run_with_less(tmp_path):
+    overlay = tmp_path / "overlay.yaml"
+    overlay.write_text(f"trainer: {{privacy: {{{NOISE}, where: distributed}}}}\n")
+    node = Node(NodeSettings(tmp_path / "node0", name="n0"), builder([overlay]))
+    weaker = [SECURE, SHARES.replace("multiplier: 0.5", "multiplier: 0.01")]
+    for run in (weaker, [SECURE]):
+        with pytest.raises(
+            InputError, match=r"node node0; client-level privacy: .*_multiplier': 0.5, .* here"
+        ):
+            deployed("fedavg", tmp_path, InProcess({"node0": node}), *SMALL, *run)
+    # a node does not count on its server's honesty: what it builds, and so does, is what its owner wrote
+    (fed, _) = node.built[1:]
+    assert fed.privacy.settings.noise_multiplier == 0.5
+    assert fed.privacy.settings.is_distributed
+    assert fed.privacy.randomness is not rng.stream
+
+
+def prepared(folder: Path, *more: str):
+    cli = command_line("fedavg", folder, *SMALL, *more)
+    return cli.trainer.prepare(cli.model, cli.datamodule, seed=0)
+
+
+def test_a_node_takes_no_order_that_would_thin_its_noise(tmp_path):
+    privacy = prepared(tmp_path, CENTRAL.replace("}", ", max_epsilon: 100}")).privacy
+    good = {"round": 1, "cohort": 3, "clip_norm": 1.0}
+    take_up(privacy, good)
+    for wrong, reason in (
+        ({"cohort": 4}, "a cohort of 4 clients; rounds of 3 are accounted"),
+        ({"cohort": 0}, "a cohort of 0 clients"),
+        ({"clip_norm": 2.0}, "a clip_norm of 2; this node's is 1"),
+        ({"clip_norm": float("nan")}, "a clip_norm of nan"),
+        ({"round": 10**4}, "round 10000 of a private run; .*, above max_epsilon 100"),
+    ):
+        with pytest.raises(InputError, match=reason):
+            take_up(privacy, good | wrong)
+    following = prepared(tmp_path, QUANTILE).privacy
+    take_up(following, good | {"clip_norm": 0.25})
+    assert following.clip_norm == 0.25
+    with pytest.raises(InputError, match="a clip_norm of 1e"):
+        take_up(following, good | {"clip_norm": 1e9})
+
+
+def test_what_a_private_deployment_cannot_do_is_refused(tmp_path):
+    with pytest.raises(InputError, match="a share of the noise, which is too little by itself"):
+        check_deployable(prepared(tmp_path, SHARES))
+
+    class Other(FedAvg):
+        def addends(self, upload, client_id, weight):
+            return super().addends(upload, client_id, weight)
+
+    fed = prepared(tmp_path, SHARES, SECURE)
+    check_deployable(fed)
+    fed.method.__class__ = Other
+    with pytest.raises(InputError, match="override starts of Other, as addends is"):
+        check_private(fed)
+
+
+# Draws of the operating system
+
+
+def test_draws_of_the_system_have_the_distributions_of_numpys():
+    """Kolmogorov-Smirnov against the distribution; a false alarm once in 1e6."""
+    system, size = SystemGenerator(), 40_001
+    assert stats.kstest(system.random(size), "uniform").pvalue > 1e-6
+    assert stats.kstest(system.standard_normal(size), "norm").pvalue > 1e-6
+    for p in (0.3, 1e-3):
+        drawn = system.geometric(p, size)
+        assert drawn.min() >= 1
+        counts = [int((drawn <= x).sum()) for x in (1, 3, 10, 1000)]
+        for x, count in zip((1, 3, 10, 1000), counts, strict=True):
+            assert stats.binomtest(count, size, 1 - (1 - p) ** x).pvalue > 1e-6
+    for draw in (rounded_gaussian, discrete_gaussian):
+        noise = draw(system, size, 1000.0)
+        assert (noise == np.rint(noise)).all()
+        assert stats.kstest(noise / 1000, "norm").pvalue > 1e-6
+    drawn = np.stack([system.choice(np.arange(5) * 7, 2, replace=False, shuffle=False) for _ in range(2000)])
+    assert (drawn[:, 0] != drawn[:, 1]).all()
+    assert stats.chisquare(np.unique(drawn, return_counts=True)[1]).pvalue > 1e-6
+    assert set(np.unique(drawn)) == {0, 7, 14, 21, 28}
+
+
+def test_draws_follow_from_the_bytes_that_are_read():
+    """All bits one: u is 1 and a draw the smallest that there is; all zero: u = 2^-64, as far as it goes."""
+    ones, zeros = SystemGenerator(lambda size: b"\xff" * size), SystemGenerator(bytes)
+    assert ones.random(2).tolist() == [1 - 2**-53] * 2
+    assert ones.geometric(0.5, 1).tolist() == [1]
+    assert zeros.random(1).tolist() == [0.0]
+    assert zeros.geometric(0.5, 1).tolist() == [64]
+    np.testing.assert_allclose(zeros.standard_normal(2), [(128 * np.log(2)) ** 0.5, 0])
