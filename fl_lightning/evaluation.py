@@ -6,6 +6,9 @@ whatever their number, and ``test/accuracy`` is the accuracy where the examples 
 
 Metrics are sums over batches (:class:`fl_lightning.tasks.Task`), added in the order of the batches whichever
 rank made them. Outputs are collected only for those who ask for probabilities.
+
+A machine that has some of the clients alone makes their part of these sums (:func:`sums_on_test_set`,
+:func:`sums_of_validation`); :func:`on_test_set` and :func:`validate` take sums that were made elsewhere.
 """
 
 from __future__ import annotations
@@ -36,7 +39,8 @@ States = Mapping[int, dict[str, Tensor]]
 NO_STATES: States = MappingProxyType({})
 NO_HOLDERS: Mapping[int, int] = MappingProxyType({})
 MAX_PARTS = 2**32
-"""Batches of one client are numbered below it, so that all batches of all clients have an order."""
+"""Batches of one client are numbered below it, so that all batches of all clients have an order: batch p of
+client k is number ``k * MAX_PARTS + p``."""
 
 
 def predict(fabric: Fabric, network: nn.Module, batches: Iterable[tuple[Any, ...]]) -> tuple[Tensor, ...]:
@@ -61,13 +65,13 @@ def share(items: Iterable[T]) -> Iterator[tuple[int, T]]:
     return islice(enumerate(items), collectives.rank(), None, collectives.world_size())
 
 
-def share_clients(ids: Iterable[int], holders: Mapping[int, int]) -> Iterator[tuple[int, int]]:
-    """Yield the clients whose own model this rank evaluates, each with its number among all: those whose
-    state it holds, and a share of those that keep nothing."""
+def share_clients(ids: Iterable[int], holders: Mapping[int, int]) -> Iterator[int]:
+    """Yield the clients whose own model this rank evaluates: those whose state it holds, and a share of those
+    that keep nothing."""
     ranks = collectives.world_size()
     for number, id in enumerate(ids):
         if holders.get(id, number % ranks) == collectives.rank():
-            yield number, id
+            yield id
 
 
 def gather_columns(pieces: Iterable[tuple[int, tuple[Tensor, ...]]]) -> tuple[Tensor, ...]:
@@ -103,6 +107,7 @@ def on_test_set(
     holders: Mapping[int, int] = NO_HOLDERS,
     *,
     answers: bool = True,
+    sums: Mapping[str, Tensor] | None = None,
 ) -> tuple[dict[str, float], tuple[Tensor, Tensor] | None]:
     """Evaluate the global model, or each client's own, on the global test set.
 
@@ -110,39 +115,59 @@ def on_test_set(
         states: what clients keep, by id.
         holders: the rank that has a client's state, by id, where not every rank has all.
         answers: whether all outputs are collected; the metrics are sums over batches in any case.
+        sums: what :func:`sums_on_test_set` gave for all clients, on other machines; then there are no
+            answers.
 
     Returns:
         Metrics ``test/<metric>``; with ``answers`` the probabilities ``[n, C]`` and the targets ``[n]``, in
         the order of the test set, else None.
     """
     task = data.task
+    columns: list[tuple[int, tuple[Tensor, ...]]] | None = [] if answers and sums is None else None
+    if sums is None:
+        sums = sums_on_test_set(fabric, method, data, states, holders, columns)
+    means = averages(_totals(sums), method.counted_metrics)
+    metrics = {_metric_name(name): float(value) for name, value in task.finish(means).items()}
+    if columns is None:
+        return metrics, None
+    outputs, target = gather_columns(columns)
     if method.personalised:
-        owner = deal_test_set(data)
-        order = np.argsort(owner, kind="stable")
-        batches = _dealt_batches(method, data, owner, states, holders)
+        order = np.argsort(deal_test_set(data), kind="stable")
+        back = torch.from_numpy(np.argsort(order))
+        outputs, target = outputs[back], target[back]
+    return metrics, (outputs.softmax(1), target)
+
+
+def sums_on_test_set(
+    fabric: Fabric,
+    method: Method,
+    data: FederatedData,
+    states: States = NO_STATES,
+    holders: Mapping[int, int] = NO_HOLDERS,
+    columns: list[tuple[int, tuple[Tensor, ...]]] | None = None,
+) -> dict[str, Tensor]:
+    """Return sum and weight of each metric over this rank's batches of the test set, float64 ``[2]`` on the
+    CPU, by ``<number of the batch>/<metric>``.
+
+    Args:
+        holders: as of :func:`on_test_set`; a client of another machine has the rank -1.
+        columns: takes outputs and targets of each batch with its number; None: they are not kept.
+    """
+    if method.personalised:
+        batches = _dealt_batches(method, data, deal_test_set(data), states, holders)
     else:
-        order = None
         network = method.deploy()
         batches = ((number, network, batch) for number, batch in share(data.test_batches()))
     sums: dict[str, Tensor] = {}
-    columns: list[tuple[int, tuple[Tensor, ...]]] = []
     for number, network, (inputs, target) in batches:
-        outputs, found = evaluate_batch(fabric, task, network, inputs, target)
+        outputs, found = evaluate_batch(fabric, data.task, network, inputs, target)
         sums |= {
             f"{number}/{name}": torch.stack([total.sum(), weight.sum()]).cpu()
             for name, (total, weight) in found.items()
         }
-        if answers:
+        if columns is not None:
             columns.append((number, (outputs, target)))
-    means = averages(_totals(sums), method.counted_metrics)
-    metrics = {_metric_name(name): float(value) for name, value in task.finish(means).items()}
-    if not answers:
-        return metrics, None
-    outputs, target = gather_columns(columns)
-    if order is not None:
-        back = torch.from_numpy(np.argsort(order))
-        outputs, target = outputs[back], target[back]
-    return metrics, (outputs.softmax(1), target)
+    return sums
 
 
 def _metric_name(name: str) -> str:
@@ -208,12 +233,12 @@ def _dealt_batches(
     method: Method, data: FederatedData, owner: np.ndarray, states: States, holders: Mapping[int, int]
 ) -> Iterator[tuple[int, nn.Module, tuple[Any, Tensor]]]:
     """Yield the test examples of each client of this rank's share with the model of that client."""
-    for number, id in share_clients(np.unique(owner).tolist(), holders):
+    for id in share_clients(np.unique(owner).tolist(), holders):
         network = method.deploy(data.client(id, states.get(id)))
         mine = torch.from_numpy(np.flatnonzero(owner == id)).to(data.device)
         for part, index in enumerate(mine.split(data.evaluation_batch)):
             batch = data.inputs("test", index), data.test_target[index]
-            yield number * MAX_PARTS + part, network, batch
+            yield id * MAX_PARTS + part, network, batch
 
 
 def deal_test_set(data: FederatedData) -> np.ndarray:
@@ -234,31 +259,72 @@ def validate(
     data: FederatedData,
     states: States = NO_STATES,
     holders: Mapping[int, int] = NO_HOLDERS,
+    sums: Mapping[str, Tensor] | None = None,
 ) -> dict[str, dict[int, float]]:
     """Return ``task.per_client`` metrics, the loss and what a network measures of its own passes, of each
     client on its own validation examples, where it has any: by metric, then by the client's id. All are means
-    over examples."""
-    task, columns, names = data.task, [], b""
-    for number, network, (inputs, target, owners) in _validation_batches(method, data, states, holders):
-        _, found = evaluate_batch(fabric, task, network, inputs, target)
-        ids, index = torch.unique(owners, return_inverse=True)
-        names = " ".join(found).encode()
-        pairs = torch.stack([torch.stack([total, weight], 1) for total, weight in found.values()])
-        sums = pairs.new_zeros(len(found), len(ids), 2).index_add_(1, index, pairs)
-        columns.append((number, (ids, *sums)))
-    gathered = gather_columns(columns)
-    names = max(collectives.gather_bytes(names))  # a rank may have evaluated nobody
-    if not gathered:
+    over examples.
+
+    Args:
+        sums: what :func:`sums_of_validation` gave for all clients, on other machines; None: it is asked here.
+    """
+    task = data.task
+    if sums is None:
+        sums = sums_of_validation(fabric, method, data, states, holders)
+    found = by_metric(collectives.gather_parts(sums))
+    if not found:
         return {}
-    ids, index = np.unique(gathered[0].numpy(), return_inverse=True)
     means = {}
-    for name, pair in zip(names.decode().split(), gathered[1:], strict=True):
-        total, weight = (np.bincount(index, weights=part) for part in pair.numpy().T)
+    for name, rows in found.items():
+        ids, index = np.unique(rows[:, 0].astype(np.int64), return_inverse=True)
+        total, weight = (np.bincount(index, weights=part) for part in rows[:, 1:].T)
         means[name] = total / np.where(weight > 0, weight, np.nan)
     metrics = task.finish(means)
     measured = [name for name in metrics if "/" in name]
     wanted = dict.fromkeys((*task.per_client, *({"loss"} & metrics.keys()), *measured))
     return {name: dict(zip(ids.tolist(), metrics[name].tolist(), strict=True)) for name in wanted}
+
+
+def sums_of_validation(
+    fabric: Fabric,
+    method: Method,
+    data: FederatedData,
+    states: States = NO_STATES,
+    holders: Mapping[int, int] = NO_HOLDERS,
+    clients: Iterable[int] | None = None,
+) -> dict[str, Tensor]:
+    """Return sum and weight of each metric over the clients in this rank's batches of validation examples: by
+    ``<number of the batch>/<metric>`` a row for each client, with its id, sum and weight, float64 ``[k, 3]``.
+
+    Args:
+        clients: evaluate the examples of these clients, each by itself; None: those of all.
+    """
+    sums: dict[str, Tensor] = {}
+    batches = _validation_batches(method, data, states, holders, clients)
+    for number, network, (inputs, target, owners) in batches:
+        _, found = evaluate_batch(fabric, data.task, network, inputs, target)
+        ids, index = torch.unique(owners, return_inverse=True)
+        for name, (total, weight) in found.items():
+            pairs = torch.stack([total, weight], 1)
+            rows = pairs.new_zeros(len(ids), 2).index_add_(0, index.to(pairs.device), pairs)
+            sums[f"{number}/{name}"] = torch.cat([ids.to(rows)[:, None], rows], 1)
+    return sums
+
+
+def by_metric(sums: Mapping[str, Tensor]) -> dict[str, np.ndarray]:
+    """Return the rows of each metric, float64 ``[n, 3]``, in the order of the batches' numbers.
+
+    Args:
+        sums: as :func:`sums_of_validation` gives them.
+    """
+    found: dict[str, list[tuple[int, Tensor]]] = {}
+    for key, rows in sums.items():
+        number, _, name = key.partition("/")
+        found.setdefault(name, []).append((int(number), rows))
+    return {
+        name: torch.cat([rows.cpu() for _, rows in sorted(some, key=itemgetter(0))]).numpy()
+        for name, some in found.items()
+    }
 
 
 def spread_over_clients(data: FederatedData, validated: Mapping[str, dict[int, float]]) -> dict[str, float]:
@@ -279,15 +345,20 @@ def spread_over_clients(data: FederatedData, validated: Mapping[str, dict[int, f
 
 
 def _validation_batches(
-    method: Method, data: FederatedData, states: States, holders: Mapping[int, int]
+    method: Method,
+    data: FederatedData,
+    states: States,
+    holders: Mapping[int, int],
+    clients: Iterable[int] | None = None,
 ) -> Iterator[tuple[int, nn.Module, tuple[Any, Tensor, Tensor]]]:
     """Yield this rank's share of the validation batches, each with the model that is asked."""
-    if method.personalised:
-        for number, id in share_clients(data.validating.tolist(), holders):
+    if method.personalised or clients is not None:
+        ids = data.validating.tolist() if clients is None else clients
+        for id in share_clients(ids, holders):
             client = data.client(id, states.get(id))
-            network = method.deploy(client)
+            network = method.deploy(client if method.personalised else None)
             for part, batch in enumerate(data.val_batches([client])):
-                yield number * MAX_PARTS + part, network, batch
+                yield id * MAX_PARTS + part, network, batch
     else:
         network = method.deploy()
         for number, batch in share(data.val_batches()):

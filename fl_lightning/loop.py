@@ -118,7 +118,7 @@ def run_round(fed: Federation, engine: Engine, round: int) -> RoundRecord:
     with one_thread(fed.method.device):  # sums are rounded off as on a client, and no core of theirs is taken
         train_round(fed, engine, record)
     if round % fed.eval_every == 0 or round == fed.max_rounds:
-        evaluate(fed, record)
+        evaluate(fed, engine, record)
     record.metrics["time/round"] = perf_counter() - started
     return record
 
@@ -386,13 +386,15 @@ def summarise(
     }
 
 
-def evaluate(fed: Federation, record: RoundRecord) -> None:
+def evaluate(fed: Federation, engine: Engine, record: RoundRecord) -> None:
+    """Measure what the method deploys, here and where the clients are, and tell the callbacks."""
     started = perf_counter()
     task, asked = fed.data.task, any(map(reads_probabilities, fed.callbacks))
     subject = fed.fabric, fed.method, fed.data, fed.states, fed.holders
-    metrics, answers = evaluation.on_test_set(*subject, answers=asked)
+    elsewhere = engine.evaluate_clients(record.round)
+    metrics, answers = evaluation.on_test_set(*subject, answers=asked, sums=elsewhere.test)
     record.metrics |= metrics
-    record.clients = validated = evaluation.validate(*subject)
+    record.clients = validated = evaluation.validate(*subject, sums=elsewhere.validation)
     record.metrics |= evaluation.spread_over_clients(fed.data, validated)
     if answers:
         tell(fed.callbacks, "on_evaluate", *answers, record, fed)

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import logging
 
+from fl_lightning.deploy.evaluating import is_measured_on_nodes
 from fl_lightning.deploy.private import check_private
 from fl_lightning.distributed.collectives import world_size
-from fl_lightning.errors import require
-from fl_lightning.hooks import Stressor
+from fl_lightning.errors import InputError, require
+from fl_lightning.hooks import Stressor, reads_probabilities
 from fl_lightning.loop import Federation
 from fl_lightning.methods.secure import check_secure_sum
 from fl_lightning.support.overriding import overrides
@@ -37,9 +38,19 @@ def check_deployable(fed: Federation) -> None:
                 f"it changes {what}, and only nodes have them",
                 f"leave {name} out of a deployment",
             )
-    if fed.method.personalised:
+    if not fed.method.personalised:
+        return
+    if not is_measured_on_nodes(fed):
         log.warning(
-            "%s: the server evaluates the model of a newcomer, since what clients keep stays on their nodes; "
-            "val/* and test/* are therefore not those of a simulation",
+            "%s: the server evaluates the model of a newcomer, since under a secure sum what single clients "
+            "measure stays on their nodes; val/* and test/* are therefore not those of a simulation",
             type(fed.method).__name__,
+        )
+        return
+    for callback in filter(reads_probabilities, fed.callbacks):
+        name = type(callback).__name__
+        raise InputError(
+            f"callbacks.{name}",
+            f"it reads the outputs for test examples, and those of {type(fed.method).__name__} stay on nodes",
+            f"leave {name} out of a deployment",
         )

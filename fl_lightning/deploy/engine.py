@@ -14,12 +14,13 @@ from typing import TYPE_CHECKING, Any
 import yaml
 
 from fl_lightning.deploy.deployable import check_deployable
+from fl_lightning.deploy.evaluating import ask_nodes, is_measured_on_nodes
 from fl_lightning.deploy.mail import Mail, Transport
 from fl_lightning.deploy.messages import Message
 from fl_lightning.deploy.roster import Roster, RoundRules
 from fl_lightning.deploy.server_state import beside_broadcast
 from fl_lightning.engines import ClientResult, ClientTask, Engine
-from fl_lightning.engines.base import Units
+from fl_lightning.engines.base import ClientSums, Units
 from fl_lightning.engines.secure_round import MaskedSum
 from fl_lightning.errors import InputError
 from fl_lightning.loop import Federation
@@ -130,6 +131,12 @@ class RemoteEngine(Engine):
         added = add_up_on_nodes(asked, self.forms, ask)
         self.mail.traffic.beside_training += time.monotonic() - started
         return added
+
+    def evaluate_clients(self, round: int) -> ClientSums:
+        if not is_measured_on_nodes(self.fed):
+            return ClientSums()
+        about = {"run": self.run, "config": self.digest, "round": round, "deterministic": self.deterministic}
+        return ask_nodes(self.roster, self.mail, about, self.since, self.rules.round_seconds)
 
     def notes(self) -> dict[str, Any]:
         """Return the run's id among the nodes, which node has which clients, and what messages have cost."""

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
+from fl_lightning.deploy.evaluating import evaluate_here
 from fl_lightning.deploy.identity import describe
 from fl_lightning.deploy.messages import Message, MessageError, refusal
 from fl_lightning.deploy.private import check_private, take_up
@@ -94,6 +95,8 @@ class Node:
                 return self._check(message)
             if message.kind == "train":
                 return self._train(message)
+            if message.kind == "evaluate":
+                return self._evaluate(message)
             if message.kind == "phase":
                 header, parts = self.sums.answer(message)
                 return Message({**header, "node": self.settings.name}, tuple(parts)).to_bytes()
@@ -185,6 +188,14 @@ class Node:
         }
         return Message(header, tuple(uploads)).to_bytes()
 
+    def _evaluate(self, message: Message) -> bytes:
+        """Evaluate the models of this node's clients."""
+        fed, _ = self._prepared(str(message.header["config"]))
+        here = self.settings.clients(fed.data.num_clients)
+        with deterministic(bool(message.header.get("deterministic", True))):
+            header, parts = evaluate_here(fed, message, self.states, here)
+        return Message({**header, "node": self.settings.name}, tuple(parts)).to_bytes()
+
     def _train_client(
         self, fed: Federation, engine: SequentialEngine, message: Message, order: Mapping[str, Any]
     ) -> ClientResult:
@@ -214,7 +225,8 @@ class Node:
                 f"what it kept after round {since} is not in {self.states.folder}",
                 "put the node's folder back, or start the run anew",
             )
-        self.states.save(run, id, round, result.state, started_from=since)
+        always = fed.method.personalised  # a client that keeps nothing differs from one whose state is lost
+        self.states.save(run, id, round, result.state, started_from=since, always=always)
         return result
 
     def _prepared(self, digest: str) -> tuple[Federation, SequentialEngine]:

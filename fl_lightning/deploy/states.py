@@ -41,19 +41,27 @@ class StateFolder:
         return load(path.read_bytes()) if path.exists() else None
 
     def save(
-        self, run: str, client: int, round: int, state: Mapping[str, Tensor], *, started_from: int
+        self,
+        run: str,
+        client: int,
+        round: int,
+        state: Mapping[str, Tensor],
+        *,
+        started_from: int,
+        always: bool = False,
     ) -> None:
         """Write what a client keeps after a round, and remove what no server can ask for any more.
 
         Args:
             started_from: the round whose state it started from; states of rounds between are of a future that
                 the server has forgotten.
+            always: write a file also for a client that keeps nothing and never has.
 
         Raises:
             OSError: the disk does not take it.
         """
         folder = self._of(run, client)
-        if not state and not folder.exists():
+        if not (state or always or folder.exists()):
             return
         folder.mkdir(parents=True, exist_ok=True)
         packed = {name: tensor.detach().cpu().contiguous() for name, tensor in state.items()}

@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -82,6 +82,19 @@ class ClientResult:
     kept: str = ""
 
 
+class ClientSums(NamedTuple):
+    """What clients on other machines measured of their models: by batch and metric, as
+    :mod:`fl_lightning.evaluation` adds it up.
+
+    Args:
+        test: sum and weight on the test examples that are dealt to each client; None: they are measured here.
+        validation: sum and weight on the clients' validation examples; None: they are measured here.
+    """
+
+    test: Mapping[str, Tensor] | None = None
+    validation: Mapping[str, Tensor] | None = None
+
+
 class Engine(ABC):
     """What executes a cohort.
 
@@ -119,6 +132,11 @@ class Engine(ABC):
             The form of all clients' vectors, and what came of the round.
         """
         return add_up_here(asked)
+
+    def evaluate_clients(self, round: int) -> ClientSums:
+        """Have clients whose states or validation examples are on other machines measure their models after a
+        round; by default there are none."""
+        return ClientSums()
 
     def notes(self) -> dict[str, Any]:
         """Return entries of ``metadata.json`` about where clients are trained, as they are now."""

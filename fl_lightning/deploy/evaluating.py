@@ -1,0 +1,147 @@
+"""Clients evaluate their own models on their nodes: one message a node, and back come sums of metrics.
+
+The server's state travels as its checkpoint has it, since a model that is deployed may be made of more than a
+broadcast holds. Outputs, targets and what clients keep stay where they are.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Collection, Mapping
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load, save
+from torch import Tensor
+
+from fl_lightning.deploy.mail import Mail
+from fl_lightning.deploy.messages import Message
+from fl_lightning.deploy.roster import Roster
+from fl_lightning.deploy.states import StateFolder
+from fl_lightning.engines.base import ClientSums
+from fl_lightning.errors import InputError
+from fl_lightning.evaluation import MAX_PARTS, sums_of_validation, sums_on_test_set
+from fl_lightning.loop import Federation
+
+log = logging.getLogger("fl_lightning")
+KEY = re.compile(r"(\d{1,18})/.+")
+SPLITS = {"test": (2,), "validation": (-1, 3)}
+"""Form of the sums of each split; -1: any number."""
+
+
+def is_measured_on_nodes(fed: Federation) -> bool:
+    """Return whether models are evaluated where the clients are. Where uploads are secret, so is what single
+    clients measure, and the server evaluates a newcomer's."""
+    return fed.method.personalised and fed.secure_sum is None and fed.privacy is None
+
+
+def ask_nodes(
+    roster: Roster, mail: Mail, about: Mapping[str, Any], since: Mapping[int, int], seconds: float
+) -> ClientSums:
+    """Have all nodes evaluate their clients; one that does not answer is left out, and the log says so.
+
+    Args:
+        about: entries of the message: run, configuration and round.
+        since: the round whose kept state a client's model is made of; 0 where it is not there.
+        seconds: that answers are waited for.
+    """
+    fed = roster.fed
+    asked: dict[str, dict[str, int]] = {}
+    for id, node in sorted(roster.node_of.items()):
+        asked.setdefault(node, {})[str(id)] = since.get(id, 0)
+    state = save({name: tensor.detach().cpu().contiguous() for name, tensor in fed.method.server.items()})
+    orders = {
+        node: Message({"kind": "evaluate", **about, "clients": clients}, (state,)).to_bytes()
+        for node, clients in asked.items()
+    }
+    found: dict[str, dict[str, Tensor]] = {split: {} for split in SPLITS}
+    silent = {id for clients in asked.values() for id in map(int, clients)}
+    for node, answer in mail.exchange(orders, seconds):
+        reason = str(answer.header.get("reason", "it gave no reason"))
+        if answer.kind == "evaluated":
+            mine = {int(id) for id in asked[node]} - {int(id) for id in answer.header.get("left_out", ())}
+            try:
+                parts = zip(SPLITS, answer.parts, strict=True)
+                sums = {split: read_sums(part, split, mine) for split, part in parts}
+            except ValueError as error:
+                reason = str(error)
+            else:
+                for split, some in sums.items():
+                    found[split] |= some
+                silent -= mine
+                continue
+        log.warning("node %s did not evaluate its clients: %s", roster.name(node), reason)
+    silent |= {int(id) for id in fed.data.active} - roster.node_of.keys()
+    if silent:
+        log.warning(
+            "round %s: clients %s are left out of val/* and test/*: they did not answer",
+            about["round"],
+            ", ".join(map(str, sorted(silent)[:10])) + (" ..." if len(silent) > 10 else ""),
+        )
+    if not found["test"]:
+        log.warning("round %s: no node answered: the model of a newcomer is evaluated", about["round"])
+        return ClientSums()
+    return ClientSums(**found)
+
+
+def read_sums(part: bytes, split: str, clients: Collection[int]) -> dict[str, Tensor]:
+    """Return the sums in a node's answer.
+
+    Args:
+        split: one of ``SPLITS``.
+        clients: those that the node was asked for.
+
+    Raises:
+        ValueError: they have another form, or are of other clients.
+    """
+    try:
+        sums = load(part)
+    except SafetensorError as error:
+        raise ValueError(f"its answer cannot be read ({error})") from None
+    for key, value in sums.items():
+        named = KEY.fullmatch(key)
+        form = SPLITS[split]
+        fits = value.dtype == torch.float64 and value.ndim == len(form) and value.shape[-1] == form[-1]
+        own = named is not None and int(named[1]) // MAX_PARTS in clients
+        rows = fits and (split == "test" or set(value[:, 0].tolist()) <= set(clients))
+        if not (fits and own and rows):
+            raise ValueError(f"its answer has {key} {list(value.shape)}, which was not asked for")
+    return sums
+
+
+def evaluate_here(
+    fed: Federation, message: Message, states: StateFolder, here: Collection[int]
+) -> tuple[dict[str, Any], list[bytes]]:
+    """Evaluate the clients of this node, and return the entries and parts of the answer.
+
+    Args:
+        here: ids of the node's clients.
+
+    Raises:
+        InputError: the server's state is of another method.
+    """
+    method, data = fed.method, fed.data
+    run, own, left_out = str(message.header["run"]), {}, []
+    for id, since in sorted((int(id), int(since)) for id, since in message.header["clients"].items()):
+        state = states.load(run, id, since) if id in here else None
+        if state is None:
+            left_out.append(id)
+            log.error("client %d cannot be evaluated: what it kept after round %d is not here", id, since)
+        else:
+            own[id] = state
+    server = load(message.parts[0])
+    if server.keys() != method.server.keys():
+        raise InputError(
+            "the server's state", f"it has {', '.join(sorted(server))}", "use one version on both sides"
+        )
+    before, method.round = method.server, int(message.header["round"])
+    holders = {id: 0 if id in own else -1 for id in range(data.num_clients)}
+    try:
+        method.server = server
+        subject = fed.fabric, method, data, own, holders
+        parts = [save(sums_on_test_set(*subject)), save(sums_of_validation(*subject))]
+    finally:
+        method.server = before
+    return {"kind": "evaluated", "left_out": left_out}, parts
