@@ -131,7 +131,7 @@ def on_test_set(
     if columns is None:
         return metrics, None
     outputs, target = gather_columns(columns)
-    if method.personalised:
+    if is_test_set_dealt(method, data):
         order = np.argsort(deal_test_set(data), kind="stable")
         back = torch.from_numpy(np.argsort(order))
         outputs, target = outputs[back], target[back]
@@ -153,7 +153,7 @@ def sums_on_test_set(
         holders: as of :func:`on_test_set`; a client of another machine has the rank -1.
         columns: takes outputs and targets of each batch with its number; None: they are not kept.
     """
-    if method.personalised:
+    if is_test_set_dealt(method, data):
         batches = _dealt_batches(method, data, deal_test_set(data), states, holders)
     else:
         network = method.deploy()
@@ -168,6 +168,12 @@ def sums_on_test_set(
         if columns is not None:
             columns.append((number, (outputs, target)))
     return sums
+
+
+def is_test_set_dealt(method: Method, data: FederatedData) -> bool:
+    """Return whether the test set is dealt to the clients, for their own models. Where they are on other
+    machines with their data, nobody has both, and the model of a newcomer is evaluated."""
+    return method.personalised and not data.apart
 
 
 def _metric_name(name: str) -> str:

@@ -10,6 +10,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Literal
 
+import torch
 import yaml
 from lightning.fabric.loggers import Logger
 
@@ -56,6 +57,8 @@ from fl_lightning.support.user_code import is_bug_of_user
 
 log = logging.getLogger("fl_lightning")
 
+DealFunction = Callable[[FederatedData, int, torch.device], None]
+"""Gives the data their clients, by the run's seed, and moves them to a device."""
 RemoteFactory = Callable[[Federation, Mapping[str, Any]], Engine]
 """Makes the engine of a deployment, of the federation and the ``metadata.json`` of the run that is continued;
 that is empty for a new run."""
@@ -218,6 +221,7 @@ class FederatedTrainer(Recorded):
         self.config_text = ""
         self.command_line: Sequence[str] = ()
         self.remote: RemoteFactory | None = None
+        self.deal: DealFunction | None = None
 
     @property
     def run(self) -> RunDirectory:
@@ -418,7 +422,8 @@ class FederatedTrainer(Recorded):
         """Prepare the data, deal them out and build the network."""
         one_first(self.fabric, self.data.prepare_data)
         self.data.setup("fit")
-        self.data.distribute(self.seed, self.fabric.device)
+        deal = self.deal or type(self.data).distribute
+        deal(self.data, self.seed, self.fabric.device)
         self.method.seed = self.seed
         self.method.gradient_clip_val = self.gradient_clip_val
         self.method.gradient_clip_algorithm = self.gradient_clip_algorithm

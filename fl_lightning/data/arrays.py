@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
+from fl_lightning.data.apart import Form
 from fl_lightning.data.base import FederatedData
 from fl_lightning.data.example_batches import Split
 from fl_lightning.data.partition import Dirichlet, Natural, Partition
@@ -157,7 +158,10 @@ class ArrayData(FederatedData):
         train, test, self.names = self.read()
         for split, some in (("training", train), ("test", test)):
             require(
-                len(some.target), f"the data {self.dataset}", f"there are no {split} examples", "give some"
+                len(some.target) or (split == "test" and self.run_form),
+                f"the data {self.dataset}",
+                f"there are no {split} examples",
+                "give some",
             )
         self._inputs: dict[Split, Any] = {"train": train.inputs, "test": test.inputs}
         self.train_target, self.test_target = train.target, test.target
@@ -171,11 +175,17 @@ class ArrayData(FederatedData):
         if self.count_clients:
             self.num_clients = len(self.names.clients)
         if _are_images(train.inputs):
-            self._scale = torch.tensor(channel_moments(train.inputs.numpy()))[:, :, None, None]
+            known = self.run_form.moments if self.run_form else ()
+            moments = known or channel_moments(train.inputs.numpy())
+            self._scale = torch.tensor(moments)[:, :, None, None]
         self._digest = sha256_of(
             [*tree_leaves(train.inputs), *tree_leaves(test.inputs), train.target, test.target]
         )
         self.move(self.device)
+
+    def form(self) -> Form:
+        moments = [] if self._scale is None else self._scale[:, :, 0, 0].tolist()
+        return Form(list(self.names.classes), moments)
 
     @property
     def train_group(self) -> Tensor:

@@ -19,6 +19,7 @@ from lightning import LightningDataModule
 from torch import Tensor
 
 from fl_lightning.client import Client
+from fl_lightning.data.apart import Form
 from fl_lightning.data.example_batches import ExampleBatches
 from fl_lightning.data.holdings import Holdings
 from fl_lightning.data.index_file import FromFile
@@ -63,6 +64,14 @@ class FederatedData(ExampleBatches, Recorded, LightningDataModule):
     """Outputs of the network: classes, numbers of a regression, or tokens of a vocabulary."""
 
     example_shape: tuple[int, ...]
+
+    run_form: Form | None = None
+    """Of a node's own data, what they take over from the run's; to be set before ``setup``. All examples are
+    then for training, and there is no test set. None: classes and constants follow from the training
+    examples."""
+
+    apart: bool = False
+    """Whether clients are on other machines, with their examples."""
 
     def __init__(
         self,
@@ -112,6 +121,10 @@ class FederatedData(ExampleBatches, Recorded, LightningDataModule):
         """SHA-256 of all examples, by which a run that is continued knows its data again; empty where the
         name of the data set says which they are."""
         return ""
+
+    def form(self) -> Form:
+        """Return what data of nodes must take over to be data of this run."""
+        return Form()
 
     @property
     def train_group(self) -> Tensor:
@@ -192,8 +205,6 @@ class FederatedData(ExampleBatches, Recorded, LightningDataModule):
             "the file deals out all training examples, and no client may hold public ones",
             "write public_examples: 0, or a public_dataset",
         )
-        for cached in ("sizes", "active", "partition_hash", "_all_validation"):  # values of another seed
-            self.__dict__.pop(cached, None)
         holdings = make_holdings(self.partition, group if own is None else group[own], self.num_clients, seed)
         holdings, marked = holdings.of_examples(own), self.train_held_out
         if not holdings.divided:
@@ -202,7 +213,7 @@ class FederatedData(ExampleBatches, Recorded, LightningDataModule):
                 if marked is None
                 else holdings.hold_out_marked(marked)
             )
-        self._holdings = holdings
+        self._take(holdings)
         require(
             len(self.active) > 0,
             f"--data.partition {type(self.partition).__name__}",
@@ -213,6 +224,28 @@ class FederatedData(ExampleBatches, Recorded, LightningDataModule):
             "a client holds public examples"
         )
         self.move(torch.device(device))
+
+    def distribute_apart(self, holdings: Holdings, seed: int, device: torch.device) -> None:
+        """Take holdings in which clients of other machines have examples that are not here; call it in the
+        place of :meth:`distribute`.
+
+        Raises:
+            InputError: the data have a public set, which would not be the same everywhere.
+        """
+        require(
+            not self.public_examples and self.public_dataset is None,
+            f"public_examples={self.public_examples} where nodes have data of their own",
+            "a public set is the same for all",
+            "write public_examples: 0",
+        )
+        self.seed, self.apart, self.num_clients = seed, True, len(holdings)
+        self._take(holdings)
+        self.move(torch.device(device))
+
+    def _take(self, holdings: Holdings) -> None:
+        for cached in ("sizes", "active", "partition_hash", "_all_validation"):  # values of another seed
+            self.__dict__.pop(cached, None)
+        self._holdings = holdings
 
     def _dealt_by(self) -> np.ndarray:
         """Return what the partition goes by: the groups of the training examples, or whose they are."""
@@ -291,7 +324,10 @@ class FederatedData(ExampleBatches, Recorded, LightningDataModule):
         return self._holdings.held_out
 
     def group_counts(self) -> np.ndarray:
-        """Return the number of examples (training and validation) by client and group, ``[K, G]``."""
+        """Return the number of examples (training and validation) by client and group, ``[K, G]``; zeros
+        where clients are on other machines, which do not say."""
+        if self.apart:
+            return np.zeros((self.num_clients, self.num_groups), np.int64)
         return np.concatenate(
             list(self._holdings.class_counts(self.train_group.cpu().numpy(), self.num_groups))
         )
@@ -306,10 +342,12 @@ class FederatedData(ExampleBatches, Recorded, LightningDataModule):
 
         It holds less about each client if there are many, see :mod:`fl_lightning.data.summary`.
         """
+        about = {"seed": self.seed, "dataset": self.dataset, "num_clients": self.num_clients}
+        if self.apart:
+            sizes = {"sizes": (self.sizes + self.val_sizes).tolist(), "val_sizes": self.val_sizes.tolist()}
+            return {**about, "method": "on nodes", "sha256": self.partition_hash, **sizes}
         summary = {
-            "seed": self.seed,
-            "dataset": self.dataset,
-            "num_clients": self.num_clients,
+            **about,
             "method": repr(self.partition),
             "sha256": self.partition_hash,
             **summarise_clients(self._holdings, self.train_group.cpu().numpy(), self.num_groups),

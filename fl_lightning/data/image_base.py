@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from fl_lightning.data.apart import Form
 from fl_lightning.data.arrays import channel_moments
 from fl_lightning.data.base import FederatedData
 from fl_lightning.data.example_batches import Split
@@ -114,8 +115,12 @@ class ImageData(FederatedData):
         self.public_images = None if public is None else torch.from_numpy(public)
         self.train_images, self.train_target = map(torch.from_numpy, train)
         self.test_images, self.test_target = map(torch.from_numpy, test)
-        self.train_mean, self.train_std = channel_moments(train[0])
+        moments = self.run_form.moments if self.run_form and self.run_form.moments else None
+        self.train_mean, self.train_std = map(tuple, moments or channel_moments(train[0]))
         self.move(self.device)
+
+    def form(self) -> Form:
+        return Form(moments=(self.train_mean, self.train_std))
 
     def move(self, device: torch.device) -> None:
         """Move the images to the device."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -12,6 +13,7 @@ import numpy as np
 import torch
 from PIL import Image, ImageOps
 
+from fl_lightning.data.apart import Form
 from fl_lightning.data.arrays import (
     Names,
     check_classes,
@@ -113,14 +115,18 @@ class ImageFolder(ImageData):
                 one class.
         """
         train = find_images(self.train_path, self.client_folders)
+        test: list[ImageFile] = []
         if self.test_path:
             test = find_images(self.test_path, self.client_folders)
-        else:
+        elif self.run_form is None:
             chosen = in_test(np.array([file.label for file in train]), self.test_fraction)
             test = [file for file, take in zip(train, chosen, strict=True) if take]
             train = [file for file, take in zip(train, chosen, strict=True) if not take]
         classes = number_names(file.label for file in train)
-        check_classes(list(classes), f"{self.train_path}")
+        if self.run_form is None:
+            check_classes(list(classes), f"{self.train_path}")
+        else:
+            classes = self.run_form.numbers(classes, f"{self.train_path}")
         for file in test:
             require(
                 file.label in classes,
@@ -144,6 +150,9 @@ class ImageFolder(ImageData):
         for number, file in enumerate(files):
             images[number] = read_image(file.path, self.side)
         return images, np.array([classes[file.label] for file in files], np.int64)
+
+    def form(self) -> Form:
+        return replace(super().form(), classes=list(self.names.classes))
 
     @property
     def train_owner(self) -> np.ndarray | None:

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.data import IterableDataset
 
+from fl_lightning.data.apart import Form
 from fl_lightning.data.arrays import (
     Examples,
     Names,
@@ -71,7 +72,7 @@ class Items:
     def part(self, chosen: np.ndarray) -> Items:
         """Return the items that are marked, bool ``[N]``."""
         where = np.flatnonzero(chosen).tolist()
-        index = torch.tensor(where)
+        index = torch.tensor(where, dtype=torch.int64)
 
         def some(values: list[Any] | None) -> list[Any] | None:
             return None if values is None else [values[position] for position in where]
@@ -131,7 +132,12 @@ def read_items(dataset: Any, keys: Keys, place: str) -> Items:
 
 
 def to_examples(
-    train: Items, test: Items | None, *, classifies: bool, test_fraction: float
+    train: Items,
+    test: Items | None,
+    *,
+    classifies: bool,
+    test_fraction: float,
+    form: Form | None = None,
 ) -> tuple[Examples, Examples, Names]:
     """Return the examples of both splits, and the names of classes, groups and clients in sorted order.
 
@@ -140,6 +146,7 @@ def to_examples(
         test: the test items; None: there are none.
         classifies: whether targets are classes.
         test_fraction: share of the test, of classification that of each class.
+        form: of a node's own data the run's form; without test items there is then no test set.
 
     Raises:
         InputError: a target is not that of the task, or a class of the test is unknown.
@@ -148,14 +155,17 @@ def to_examples(
         train = replace(train, target=_class_names(train))
     if test is None:
         labels = np.array([str(name) for name in train.target]) if classifies else np.zeros(len(train.target))
-        chosen = in_test(labels, test_fraction)
+        chosen = np.zeros(len(labels), bool) if form else in_test(labels, test_fraction)
         train, test = train.part(~chosen), train.part(chosen)
     elif classifies:
         test = replace(test, target=_class_names(test))
     _check_same_form(train, test)
     if classifies:
         classes = number_names(train.target)
-        check_classes(list(classes), train.place)
+        if form is None:
+            check_classes(list(classes), train.place)
+        else:
+            classes = form.numbers(classes, train.place)
         unknown = [name for name in test.target if name not in classes]
         require(
             not unknown,
@@ -331,6 +341,8 @@ def _class_names(items: Items) -> list[Any]:
 def _numbers(items: Items) -> Tensor:
     """Return the targets of a regression, float32 ``[N]`` or ``[N, D]``."""
     rows: list[np.ndarray] = []
+    if not items.target:
+        return torch.empty(0)
     for number, value in enumerate(items.target):
         try:
             row = np.asarray(value, dtype=np.float32)

@@ -6,12 +6,15 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
+from fl_lightning.data.apart import Form
 from fl_lightning.data.arrays import (
     ArrayData,
     Examples,
@@ -95,6 +98,7 @@ class TableData(ArrayData):
         self.features, self.categorical = features, list(categorical or [])
         self.group, self.client_column = group, client
         self.standardise_target = standardise_target
+        self._columns: dict[str, list[Any]] = {}
         if not self.task.has_classes:
             self.num_classes = 1
 
@@ -116,7 +120,7 @@ class TableData(ArrayData):
         """
         import pandas as pd
 
-        table = read_table(self.train_path)
+        table, self._columns = read_table(self.train_path), {}
         self._check_columns(table)
         used = [
             *self._features(table),
@@ -134,7 +138,8 @@ class TableData(ArrayData):
         else:
             self._check_target(table)
             labels = table[self.target].astype(str) if self._classifies else pd.Series(np.zeros(len(table)))
-            chosen = in_test(labels.to_numpy(), self.test_fraction)
+            own = self.run_form is not None
+            chosen = np.zeros(len(table), bool) if own else in_test(labels.to_numpy(), self.test_fraction)
             train, test, test_file = table[~chosen], table[chosen], self.train_path
         classes, targets = self._targets(train, test, test_file)
         groups, numbers = self._numbered(self.group, train, test)
@@ -145,6 +150,26 @@ class TableData(ArrayData):
             Examples(inputs[1], targets[1], numbers[1]),
             Names(classes=classes, groups=groups, clients=clients),
         )
+
+    def form(self) -> Form:
+        return replace(super().form(), columns=self._columns)
+
+    def _moments(self, name: str, values: np.ndarray) -> tuple[float, float]:
+        """Return mean and standard deviation by which a column is standardised: of the run, or of the
+        training rows."""
+        mean, std = moments(values) if self.run_form is None else self._of_run(name)
+        self._columns[name] = [mean, std]
+        return mean, std
+
+    def _of_run(self, name: str) -> Sequence[Any]:
+        columns = self.run_form.columns if self.run_form else {}
+        require(
+            name in columns,
+            f"{self.train_path}, column {name}",
+            f"the run's table has {', '.join(columns)}",
+            f"name the features without {name}",
+        )
+        return columns[name]
 
     @property
     def _classifies(self) -> bool:
@@ -166,6 +191,11 @@ class TableData(ArrayData):
     def _features(self, table: pd.DataFrame) -> list[str]:
         if self.features is not None:
             return list(dict.fromkeys(self.features))
+        if self.run_form is not None:  # in the order of the run's
+            rest = [name for name in self.run_form.columns if name != self.target]
+            for name in rest:
+                check_column(table, name, self.train_path)
+            return rest
         rest = [name for name in table.columns if name not in (self.target, self.group, self.client_column)]
         require(
             rest,
@@ -182,11 +212,14 @@ class TableData(ArrayData):
         name = self.target
         if not self._classifies:
             values = self._numbers_of(name, train, test, test_file)
-            mean, std = moments(values[0]) if self.standardise_target else (0.0, 1.0)
+            mean, std = self._moments(name, values[0]) if self.standardise_target else (0.0, 1.0)
             first, second = (torch.tensor((one - mean) / std, dtype=torch.float32) for one in values)
             return [], (first, second)
         numbers = number_names(train[name].tolist())
-        check_classes(list(numbers), f"{self.train_path}, column {name}")
+        if self.run_form is None:
+            check_classes(list(numbers), f"{self.train_path}, column {name}")
+        else:
+            numbers = self.run_form.numbers(numbers, f"{self.train_path}, column {name}")
         unknown = ~test[name].isin(list(numbers)).to_numpy()
         if unknown.any():
             value = test[name].iloc[int(unknown.argmax())]
@@ -256,7 +289,7 @@ class TableData(ArrayData):
                 block = self._one_hot(name, train, test, test_file)
             else:
                 values = self._numbers_of(name, train, test, test_file)
-                mean, std = moments(values[0])
+                mean, std = self._moments(name, values[0])
                 block = (((values[0] - mean) / std)[:, None], ((values[1] - mean) / std)[:, None])
             width += block[0].shape[1]
             check_memory(
@@ -273,8 +306,11 @@ class TableData(ArrayData):
         check_text(train, name, self.train_path, numbers_are_names=name in self.categorical)
         texts = [some[name].astype(str) for some in (train, test)]
         numbers = number_names(texts[0].tolist())
+        if self.run_form is not None:
+            numbers = {text: number for number, text in enumerate(self._of_run(name))}
+        self._columns[name] = list(numbers)
         require(
-            len(numbers) <= min(MAX_CATEGORIES, max(MIN_REPEATED, len(train) // 2)),
+            self.run_form or len(numbers) <= min(MAX_CATEGORIES, max(MIN_REPEATED, len(train) // 2)),
             f"{self.train_path}, column {name}",
             f"it has {len(numbers)} categories in {len(train)} training rows",
             f"name the features without {name}",

@@ -10,10 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from fl_lightning.deploy import fleet, launch, sockets
-from fl_lightning.deploy.build import builder
+from fl_lightning.deploy.build import builder, counter
 from fl_lightning.deploy.deployable import check_deployable
 from fl_lightning.deploy.job import outcome_of, write_job
 from fl_lightning.deploy.node import Node, NodeSettings
+from fl_lightning.deploy.own_data import OwnData, stand_in
 from fl_lightning.deploy.roster import RoundRules
 from fl_lightning.errors import InputError, RunStopped, require, require_choice
 
@@ -33,6 +34,9 @@ class Deployment:
         min_nodes: nodes that a round begins with, at least 1. Default: all of ``local_nodes``, or 1.
         wait_seconds: seconds that a round waits for so many nodes, and that a check of a node may take.
         round_seconds: seconds after which a round goes on without the clients that have not answered.
+        own_data: whether the clients are those of the nodes' own data (``node --data``), with which the
+            federation begins once ``min_nodes`` are there; the run's data are then for its test set. Default:
+            nodes have the clients that the run deals its data out to.
     """
 
     superlink: str = launch.SUPERLINK
@@ -41,6 +45,7 @@ class Deployment:
     min_nodes: int | None = None
     wait_seconds: float = 300.0
     round_seconds: float = 600.0
+    own_data: bool = False
 
     def rules(self) -> RoundRules:
         """Return how long a round waits.
@@ -71,13 +76,22 @@ def deploy(cli: Any) -> None:
         "write 0 for none",
     )
     rules = settings.rules()
+    require(
+        not (settings.own_data and settings.local_nodes),
+        "--deploy.own_data with --deploy.local_nodes",
+        "nodes that are started here have no data of their own",
+        "start them with: python -m fl_lightning node --data FOLDER",
+    )
+    if settings.own_data:
+        cli.trainer.deal = stand_in
     # what the server would refuse is refused here, in one line, before anything starts
     check_deployable(cli.trainer.prepare(cli.model, cli.datamodule, seed=cli.config["seed_everything"]))
     folder = Path(tempfile.mkdtemp(prefix="fl-deploy-"))
     goes_on = False
     try:
         words = ["python", "-m", "fl_lightning", "deploy", *cli.typed]
-        write_job(folder, cli.config_text, rules, cli.config_init["ckpt_path"], words)
+        ckpt_path, own_data = cli.config_init["ckpt_path"], settings.own_data
+        write_job(folder, cli.config_text, rules, ckpt_path, words, own_data=own_data)
         with launch.Started() as started:
             address = settings.superlink
             if settings.local_nodes:
@@ -104,6 +118,7 @@ def node(
     folder: str = "node",
     partition_id: int = 0,
     num_partitions: int = 1,
+    data: str | None = None,
     name: str | None = None,
     overlays: list[str] | None = None,
     allow: list[str] | None = None,
@@ -118,6 +133,10 @@ def node(
         folder: where the node keeps what its clients keep between rounds, and the configurations of runs.
         partition_id: it has the clients whose id leaves this remainder when divided by ``num_partitions``.
         num_partitions: nodes that the clients are dealt to, at least 1.
+        data: data of its own, for runs with ``deploy.own_data``: a folder or file in the form of the run's
+            ``train``, or a YAML file with ``class_path`` and ``init_args`` of a data module. They are of the
+            client ``partition_id``; where they say whose each example is, of this one, the one that is
+            ``num_partitions`` further, and so on. Default: its part of the data that a run names.
         name: its name in the server's log and in ``metadata.json``; default: the machine's name and
             ``partition_id``.
         overlays: configuration files layered over the run's: where this node's data lie, on which device it
@@ -149,7 +168,9 @@ def node(
     place.mkdir(parents=True, exist_ok=True)
     described = {"name": name or f"{NodeSettings(place).name}-{partition_id}"}
     settings = NodeSettings(place, partition_id, num_partitions, allow=tuple(allow or ()), **described)
-    answering = Node(settings, builder([Path(overlay) for overlay in overlays or ()]))
+    files = [Path(overlay) for overlay in overlays or ()]
+    own = None if data is None else OwnData(data, partition_id, num_partitions)
+    answering = Node(settings, builder(files, own), None if own is None else counter(files, own))
     launch.log_to_stderr()
     if connects and connection == "direct":
         with launch.Started():  # SIGTERM signs the node off

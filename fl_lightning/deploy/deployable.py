@@ -10,6 +10,7 @@ from fl_lightning.distributed.collectives import world_size
 from fl_lightning.errors import InputError, require
 from fl_lightning.hooks import Stressor, reads_probabilities
 from fl_lightning.loop import Federation
+from fl_lightning.methods.oracle import Oracle
 from fl_lightning.methods.secure import check_secure_sum
 from fl_lightning.support.overriding import overrides
 
@@ -38,7 +39,16 @@ def check_deployable(fed: Federation) -> None:
                 f"it changes {what}, and only nodes have them",
                 f"leave {name} out of a deployment",
             )
+    if fed.data.apart:
+        _check_own_data(fed)
     if not fed.method.personalised:
+        return
+    if fed.data.apart:
+        log.warning(
+            "%s: test/* is that of a newcomer's model, since only nodes have models and only the server has "
+            "the test set",
+            type(fed.method).__name__,
+        )
         return
     if not is_measured_on_nodes(fed):
         log.warning(
@@ -54,3 +64,23 @@ def check_deployable(fed: Federation) -> None:
             f"it reads the outputs for test examples, and those of {type(fed.method).__name__} stay on nodes",
             f"leave {name} out of a deployment",
         )
+
+
+def _check_own_data(fed: Federation) -> None:
+    """Refuse what the server cannot know of data that are on nodes alone.
+
+    Raises:
+        InputError: the run asks for it.
+    """
+    require(
+        not isinstance(fed.method, Oracle),
+        "Oracle on the nodes' own data",
+        "it knows the group of each client, and nodes do not say it",
+        "take another method",
+    )
+    require(
+        fed.method.weigh_by != "tokens",
+        "--model.weigh_by tokens on the nodes' own data",
+        "nodes say how many examples they have, and not how many tokens",
+        "write --model.weigh_by examples",
+    )

@@ -141,6 +141,9 @@ class RemoteEngine(Engine):
     def notes(self) -> dict[str, Any]:
         """Return the run's id among the nodes, which node has which clients, and what messages have cost."""
         about = {"transport": self.mail.transport.name, "run": self.run, "nodes": self.roster.clients()}
+        if self.fed.data.apart:
+            sizes = self.fed.data.sizes
+            about["examples"] = {str(id): int(size) for id, size in enumerate(sizes) if size}
         return {"deployment": {**about, "messages": asdict(self.mail.traffic)}}
 
     def close(self) -> None:

@@ -1,4 +1,5 @@
-"""Clients evaluate their own models on their nodes: one message a node, and back come sums of metrics.
+"""Clients evaluate models on their nodes: one message a node, and back come sums of metrics. They do so where
+their models are their own, and where nobody else has their validation examples.
 
 The server's state travels as its checkpoint has it, since a model that is deployed may be made of more than a
 broadcast holds. Outputs, targets and what clients keep stay where they are.
@@ -34,7 +35,8 @@ SPLITS = {"test": (2,), "validation": (-1, 3)}
 def is_measured_on_nodes(fed: Federation) -> bool:
     """Return whether models are evaluated where the clients are. Where uploads are secret, so is what single
     clients measure, and the server evaluates a newcomer's."""
-    return fed.method.personalised and fed.secure_sum is None and fed.privacy is None
+    only_there = fed.method.personalised or fed.data.apart
+    return only_there and fed.secure_sum is None and fed.privacy is None
 
 
 def ask_nodes(
@@ -48,13 +50,14 @@ def ask_nodes(
         seconds: that answers are waited for.
     """
     fed = roster.fed
+    splits = ["validation"] if fed.data.apart else [*SPLITS]  # the test set is with the server then
     asked: dict[str, dict[str, int]] = {}
     for id, node in sorted(roster.node_of.items()):
         asked.setdefault(node, {})[str(id)] = since.get(id, 0)
     state = save({name: tensor.detach().cpu().contiguous() for name, tensor in fed.method.server.items()})
+    about = {"kind": "evaluate", **about, "splits": splits}
     orders = {
-        node: Message({"kind": "evaluate", **about, "clients": clients}, (state,)).to_bytes()
-        for node, clients in asked.items()
+        node: Message({**about, "clients": clients}, (state,)).to_bytes() for node, clients in asked.items()
     }
     found: dict[str, dict[str, Tensor]] = {split: {} for split in SPLITS}
     silent = {id for clients in asked.values() for id in map(int, clients)}
@@ -63,7 +66,7 @@ def ask_nodes(
         if answer.kind == "evaluated":
             mine = {int(id) for id in asked[node]} - {int(id) for id in answer.header.get("left_out", ())}
             try:
-                parts = zip(SPLITS, answer.parts, strict=True)
+                parts = zip(splits, answer.parts, strict=True)
                 sums = {split: read_sums(part, split, mine) for split, part in parts}
             except ValueError as error:
                 reason = str(error)
@@ -76,10 +79,13 @@ def ask_nodes(
     silent |= {int(id) for id in fed.data.active} - roster.node_of.keys()
     if silent:
         log.warning(
-            "round %s: clients %s are left out of val/* and test/*: they did not answer",
+            "round %s: clients %s are left out of %s: they did not answer",
             about["round"],
             ", ".join(map(str, sorted(silent)[:10])) + (" ..." if len(silent) > 10 else ""),
+            "val/*" if fed.data.apart else "val/* and test/*",
         )
+    if fed.data.apart:
+        return ClientSums(validation=found["validation"])
     if not found["test"]:
         log.warning("round %s: no node answered: the model of a newcomer is evaluated", about["round"])
         return ClientSums()
@@ -125,7 +131,8 @@ def evaluate_here(
     method, data = fed.method, fed.data
     run, own, left_out = str(message.header["run"]), {}, []
     for id, since in sorted((int(id), int(since)) for id, since in message.header["clients"].items()):
-        state = states.load(run, id, since) if id in here else None
+        state = {} if not method.personalised else states.load(run, id, since)
+        state = state if id in here else None
         if state is None:
             left_out.append(id)
             log.error("client %d cannot be evaluated: what it kept after round %d is not here", id, since)
@@ -141,7 +148,12 @@ def evaluate_here(
     try:
         method.server = server
         subject = fed.fabric, method, data, own, holders
-        parts = [save(sums_on_test_set(*subject)), save(sums_of_validation(*subject))]
+        mine = [id for id in data.validating.tolist() if id in own]
+        makers = {
+            "test": lambda: sums_on_test_set(*subject),
+            "validation": lambda: sums_of_validation(*subject, clients=mine),
+        }
+        parts = [save(makers[split]()) for split in message.header["splits"]]
     finally:
         method.server = before
     return {"kind": "evaluated", "left_out": left_out}, parts

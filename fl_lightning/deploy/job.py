@@ -26,13 +26,20 @@ from fl_lightning.support import disk
 
 
 def write_job(
-    folder: Path, config: str, rules: RoundRules, ckpt_path: str | None, command_line: Sequence[str]
+    folder: Path,
+    config: str,
+    rules: RoundRules,
+    ckpt_path: str | None,
+    command_line: Sequence[str],
+    *,
+    own_data: bool = False,
 ) -> None:
     """Write the files of a deployment that begins in the working directory of this process."""
     job = {
         "directory": os.getcwd(),
         "ckpt_path": ckpt_path,
         "rules": asdict(rules),
+        "own_data": own_data,
         "command_line": list(command_line),
     }
     disk.replace(folder / "run.yaml", config.encode())
@@ -83,6 +90,7 @@ def _fit(folder: Path, job: Mapping[str, Any], transport: Transport) -> Path:
     if job["ckpt_path"]:
         arguments += ["--ckpt_path", job["ckpt_path"]]
     cli: Any = FederatedCLI("fit", arguments)
-    deploy_over(cli.trainer, yaml.safe_load(cli.config_text), transport, RoundRules(**job["rules"]))
+    rules = RoundRules(**job["rules"])
+    deploy_over(cli.trainer, yaml.safe_load(cli.config_text), transport, rules, own_data=job["own_data"])
     cli.start(job["command_line"])
     return cli.trainer.run_dir

@@ -44,6 +44,9 @@ Build = Callable[[Path], Federation]
 """Returns the federation that a configuration file describes: data dealt out, network built, nothing
 trained."""
 
+Count = Callable[[Path], dict[str, Any]]
+"""Returns how many examples of its own a node has for the run of a configuration file, and their form."""
+
 ALLOWED = ("fl_lightning", "torch", "torchvision", "timm", "lightning")
 """Packages whose classes a run may name without the node's owner allowing it."""
 DOTTED = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)+")
@@ -78,11 +81,18 @@ class Node:
     Args:
         settings: what the node is.
         build: builds a federation from a configuration file of this node.
+        count: counts the examples that only this node has; None: it has none.
         randomness: what its clients' noise is drawn from.
     """
 
-    def __init__(self, settings: NodeSettings, build: Build, randomness: Randomness = from_system) -> None:
-        self.settings, self.build, self.randomness = settings, build, randomness
+    def __init__(
+        self,
+        settings: NodeSettings,
+        build: Build,
+        count: Count | None = None,
+        randomness: Randomness = from_system,
+    ) -> None:
+        self.settings, self.build, self.count, self.randomness = settings, build, count, randomness
         self.states = StateFolder(settings.folder / "states")
         self.built: tuple[str, Federation, SequentialEngine] | None = None
         self._sums: SecureRounds | None = None
@@ -93,6 +103,8 @@ class Node:
             message = Message.from_bytes(data)
             if message.kind == "check":
                 return self._check(message)
+            if message.kind == "census":
+                return self._census(message)
             if message.kind == "train":
                 return self._train(message)
             if message.kind == "evaluate":
@@ -128,14 +140,7 @@ class Node:
 
     def _check(self, message: Message) -> bytes:
         """Keep the run's configuration, build what it describes, and say what that is."""
-        text = message.parts[0]
-        digest = sha256(text).hexdigest()
-        check_class_paths(yaml.safe_load(text), (*ALLOWED, *self.settings.allow))
-        path = self._config(digest)
-        if not path.exists():
-            path.parent.mkdir(parents=True, exist_ok=True)
-            disk.replace(path, text)
-        fed, _ = self._prepared(digest)
+        fed, _ = self._prepared(self._keep(message.parts[0]))
         if fed.secure_sum is not None:
             check_secure_sum(fed.secure_sum, fed.method, fed.cohort_size)
         clients = self.settings.clients(fed.data.num_clients)
@@ -146,6 +151,29 @@ class Node:
             "clients": list(clients),
         }
         return Message({**about, "identity": describe(fed, clients)}).to_bytes()
+
+    def _census(self, message: Message) -> bytes:
+        """Keep a run's configuration, and say how many examples of its own this node has for it."""
+        if self.count is None:
+            raise InputError(
+                "a run on the nodes' own data", "this node has none", "start it with --data FOLDER"
+            )
+        counted = self.count(self._config(self._keep(message.parts[0])))
+        return Message({**counted, "node": self.settings.name}).to_bytes()
+
+    def _keep(self, config: bytes) -> str:
+        """Write a run's configuration to the disk, and return its SHA-256.
+
+        Raises:
+            InputError: it names code that this node does not import.
+        """
+        digest = sha256(config).hexdigest()
+        check_class_paths(yaml.safe_load(config), (*ALLOWED, *self.settings.allow))
+        path = self._config(digest)
+        if not path.exists():
+            path.parent.mkdir(parents=True, exist_ok=True)
+            disk.replace(path, config)
+        return digest
 
     def _train(self, message: Message) -> bytes:
         """Train clients. Their uploads travel, or under a secure sum stay here."""

@@ -10,6 +10,7 @@ from typing import Any
 from fl_lightning.deploy.build import config_for_nodes
 from fl_lightning.deploy.engine import RemoteEngine
 from fl_lightning.deploy.mail import Transport
+from fl_lightning.deploy.own_data import Census
 from fl_lightning.deploy.roster import RoundRules
 from fl_lightning.loop import Federation
 from fl_lightning.privacy import Randomness, from_system
@@ -21,6 +22,8 @@ def deploy_over(
     config: Mapping[str, Any],
     transport: Transport,
     rules: RoundRules | None = None,
+    *,
+    own_data: bool = False,
     randomness: Randomness = from_system,
 ) -> None:
     """Have the trainer's ``fit`` send its clients' work over a transport.
@@ -30,8 +33,14 @@ def deploy_over(
 
     Args:
         config: the whole configuration of the run, of which nodes are sent what they need.
+        own_data: whether clients are those of the nodes' own data, for which nodes are asked first.
         randomness: what the server's noise and the cohorts of a private run are drawn from.
     """
+    sent = config_for_nodes(config)
+    if own_data:
+        in_clear = trainer.secure_sum is None and trainer.privacy is None
+        census = Census(transport, sent, rules or RoundRules(), validates=in_clear)
+        trainer.deal, sent = census.deal, census.config
 
     def remote(fed: Federation, before: Mapping[str, Any]) -> RemoteEngine:
         run = before.get("deployment", {}).get("run")
@@ -40,7 +49,7 @@ def deploy_over(
         return RemoteEngine(
             transport,
             fed,
-            config_for_nodes(config),
+            sent,
             rules,
             run=run,
             since=since,

@@ -20,6 +20,7 @@ from fl_lightning.client import Client
 from fl_lightning.data.base import FederatedData
 from fl_lightning.data.batches import Draws, Pass
 from fl_lightning.data.example_batches import Split
+from fl_lightning.data.holdings import Holdings
 from fl_lightning.data.partition import Natural, Partition, check_memory
 from fl_lightning.data.text import instructions
 from fl_lightning.data.text.records import records_sha256
@@ -166,7 +167,7 @@ class TextData(FederatedData):
         self.train_target, self.test_target = train.sequences.target, test.sequences.target
         if self.generate:
             targets = self.test_target, self.train_target  # clients validate on some of the latter
-            longest = max(int((target != IGNORED).sum(1).max()) for target in targets)
+            longest = max(int((target != IGNORED).sum(1).max()) for target in targets if len(target))
             self.task = LanguageModelling(self.tokenizer, longest, self.primary)
         self.move(self.device)
 
@@ -238,6 +239,15 @@ class TextData(FederatedData):
         learnt = (told != IGNORED) & mask[:, 1:]
         follows = torch.where(learnt, told, ids[:, 1:])
         return {**inputs, "input_ids": torch.cat((ids[:, :1], follows), dim=1)}
+
+    def distribute_apart(self, holdings: Holdings, seed: int, device: torch.device) -> None:
+        require(
+            self.batch_tokens is None,
+            f"batch_tokens={self.batch_tokens} where nodes have data of their own",
+            "a server that does not know how long examples are cannot count batches",
+            "write batch_tokens: null",
+        )
+        super().distribute_apart(holdings, seed, device)
 
     def epoch_sizes(self, client: Client) -> list[int]:
         """Return the sizes of the client's batches in one epoch."""

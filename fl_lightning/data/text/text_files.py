@@ -135,7 +135,7 @@ class TextFiles(TextData):
         train, test = (self._prose if _is_prose(files) else self._records)(files, tests)
         for split, some in (("train", train), ("test", test)):
             require(
-                len(some.sequences),
+                len(some.sequences) or (split == "test" and self.run_form),
                 f"{split} {self.test_path if split == 'test' and self.test_path else self.train_path}",
                 f"no example is left for {split}",
                 "give more text",
@@ -150,8 +150,9 @@ class TextFiles(TextData):
             test = [line for line in held if line.record[:3] not in seen]
             self._left_out = len(held) - len(test)
         else:
-            test = [line for line in lines if prompt_place(line.record) < self.test_fraction]
-            lines = [line for line in lines if prompt_place(line.record) >= self.test_fraction]
+            first = 0.0 if self.run_form else self.test_fraction
+            test = [line for line in lines if prompt_place(line.record) < first]
+            lines = [line for line in lines if prompt_place(line.record) >= first]
         clients = self._name_clients(sorted({line.client for line in lines}))
         self.groups = tuple(sorted({line.group for line in lines + test}))
         groups = {name: number for number, name in enumerate(self.groups)}
@@ -172,7 +173,7 @@ class TextFiles(TextData):
             )
 
         train = examples(lines)
-        first = self.test_fraction if not tests else 0.0
+        first = 0.0 if tests or self.run_form else self.test_fraction
         share = first + (1 - first) * self.val_fraction
         return replace(
             train, held_out=np.array([prompt_place(line.record) < share for line in lines])
@@ -189,7 +190,7 @@ class TextFiles(TextData):
             share = min(
                 max(1, round(self.test_fraction * len(windows))), len(windows) - 1
             )  # one: to train on
-            first = len(windows) - (0 if tests else share)
+            first = len(windows) - (0 if tests or self.run_form else share)
             train.append((numbers[path.name], part_of_windows(windows, slice(0, first))))
             test.append((numbers[path.name], part_of_windows(windows, slice(first, None))))
         if tests:

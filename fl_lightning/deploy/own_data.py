@@ -1,0 +1,221 @@
+"""Data that only nodes have: what the server asks before it builds its run, and what a node makes of its own.
+
+The server's data module has the test set, and says what all data have in common: the names of classes and the
+constants of preprocessing (:class:`~fl_lightning.data.apart.Form`). Its training examples are not trained on.
+Nodes answer with the numbers of their examples, and everybody builds a federation of clients of such sizes.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+
+from fl_lightning import __version__
+from fl_lightning.data import FederatedData
+from fl_lightning.data.apart import Form, holdings_apart, own_holdings
+from fl_lightning.deploy.mail import Mail, Transport
+from fl_lightning.deploy.messages import Message
+from fl_lightning.deploy.roster import POLL_SECONDS, RoundRules
+from fl_lightning.errors import InputError, RunStopped, require
+
+log = logging.getLogger("fl_lightning")
+KEY = "own_data"
+"""Entry of the configuration of such a run, as nodes are sent it: the form, and once it is known how many
+training examples each client has."""
+NAMES = {
+    "version": "version of fl_lightning",
+    "task": "task",
+    "num_classes": "number of classes",
+    "example_shape": "shape of an example",
+    "batch_size": "batch_size",
+    "val_fraction": "val_fraction",
+    "form": "classes or constants of preprocessing",
+}
+
+
+class Census:
+    """Asks nodes which clients they have, in the place of dealing out the server's data.
+
+    Args:
+        transport: reaches the nodes.
+        config: the configuration that nodes build from.
+        rules: with how many nodes the run begins, and how long they are waited for.
+        validates: whether clients say how many validation examples they have, and are asked to evaluate.
+    """
+
+    def __init__(
+        self, transport: Transport, config: Mapping[str, Any], rules: RoundRules, *, validates: bool = True
+    ) -> None:
+        self.mail, self.rules, self.validates = Mail(transport), rules, validates
+        self.config = dict(config)
+        self.counts: dict[int, tuple[int, int]] = {}
+        self.node_of: dict[int, str] = {}
+
+    def deal(self, data: FederatedData, seed: int, device: torch.device) -> None:
+        """Wait for the nodes, and give the data the clients that they have.
+
+        Raises:
+            InputError: a node's data do not fit the run, or no client has a training example.
+            RunStopped: too few nodes answered in time.
+        """
+        known = facts(data)
+        self.config[KEY] = {"form": known["form"], "sizes": {}}
+        ends, asked, answered = time.monotonic() + self.rules.wait_seconds, set[str](), 0
+        while answered < self.rules.min_nodes:
+            new = sorted(set(self.mail.transport.nodes()) - asked)
+            asked |= set(new)
+            text = yaml.safe_dump(self.config, sort_keys=False).encode()
+            order = Message({"kind": "census"}, (text,)).to_bytes()
+            for node, answer in self.mail.exchange(dict.fromkeys(new, order), self.rules.wait_seconds):
+                self._take(node, answer, known)
+                answered += 1
+            if answered < self.rules.min_nodes:
+                if time.monotonic() >= ends:
+                    raise RunStopped(
+                        f"{answered} nodes have said what data they have",
+                        f"the run begins with {self.rules.min_nodes} nodes, for which it waits "
+                        f"{self.rules.wait_seconds:g} seconds",
+                        "start nodes, then start the run again",
+                    )
+                time.sleep(POLL_SECONDS)
+        require(
+            any(train for train, _ in self.counts.values()),
+            "the data of the nodes",
+            "no client has a training example",
+            "give the nodes data",
+        )
+        self.config[KEY]["sizes"] = {str(id): train for id, (train, _) in sorted(self.counts.items())}
+        data.distribute_apart(holdings_apart(self.counts), seed, device)
+
+    def examples(self) -> dict[str, int]:
+        """Return the number of training examples of each client, for ``metadata.json``."""
+        return {str(id): train for id, (train, _) in sorted(self.counts.items())}
+
+    def _take(self, node: str, answer: Message, known: Mapping[str, Any]) -> None:
+        """Take the clients of a node.
+
+        Raises:
+            InputError: it does not fit the run.
+        """
+        name, header = str(answer.header.get("node", node)), answer.header
+        if answer.kind != "counted":
+            raise InputError(
+                f"node {name} ({node})",
+                str(header.get("reason", "it gave no reason")),
+                "put that right, or leave the node out",
+            )
+        theirs = header.get("facts") or {}
+        wrong = [
+            f"{label}: {_short(theirs.get(key))} there, {_short(known[key])} here"
+            for key, label in NAMES.items()
+            if theirs.get(key) != known[key]
+        ]
+        clients = {int(id): (int(train), int(val)) for id, (train, val) in header["clients"].items()}
+        wrong += [
+            f"client {id} is on node {self.node_of[id]} already" for id in clients if id in self.node_of
+        ]
+        wrong += ["its data have no examples"] if not any(map(sum, clients.values())) else []
+        if wrong:
+            raise InputError(
+                f"node {name} ({node})", "; ".join(wrong), "put that right, or leave the node out"
+            )
+        for id, (train, val) in clients.items():
+            self.counts[id], self.node_of[id] = (train, val if self.validates else 0), name
+            log.info("node %s: client %d has %d training and %d validation examples", name, id, train, val)
+
+
+def facts(data: FederatedData) -> dict[str, Any]:
+    """Return what data of one run must agree on, as JSON."""
+    return {
+        "version": __version__,
+        "task": type(data.task).__name__,
+        "num_classes": int(data.num_classes),
+        "example_shape": list(data.example_shape),
+        "batch_size": data.batch_size,
+        "val_fraction": data.val_fraction,
+        "form": json.loads(json.dumps(asdict(data.form()))),
+    }
+
+
+def stand_in(data: FederatedData, seed: int, device: torch.device) -> None:
+    """Deal out clients of one example each: to try a run out before its nodes are there."""
+    data.distribute_apart(holdings_apart({0: (1, 0), 1: (1, 0)}), seed, device)
+
+
+class OwnData:
+    """The data of a node.
+
+    Args:
+        given: a folder or file, which takes the place of ``train`` in the run's data; or a YAML file with
+            ``class_path`` and ``init_args`` of a data module.
+        first, step: ids of the node's clients: the first, and how far they are apart.
+    """
+
+    def __init__(self, given: str, first: int, step: int) -> None:
+        self.given, self.first, self.step = Path(given), first, step
+        require(self.given.exists(), f"--data {given}", "there is no such file or folder", "name another")
+
+    def config(self, run: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the run's configuration with this node's data.
+
+        Raises:
+            InputError: the file is not of this form.
+        """
+        data = run["data"]
+        common = {name: data["init_args"][name] for name in ("batch_size", "val_fraction")}
+        if self.given.suffix not in (".yaml", ".yml"):
+            own = {"train": str(self.given.absolute()), "test": None, "num_clients": 1, "partition": None}
+            return {**run, "data": {**data, "init_args": {**data["init_args"], **own}}}
+        try:
+            own = yaml.safe_load(self.given.read_text())
+        except (OSError, yaml.YAMLError) as error:
+            raise InputError(f"--data {self.given}", f"it cannot be read ({error})", "correct it") from None
+        if not isinstance(own, dict) or "class_path" not in own:
+            raise InputError(
+                f"--data {self.given}", "it has no class_path", "write class_path: ImageFolder, and init_args"
+            )
+        return {**run, "data": {**own, "init_args": {**common, **(own.get("init_args") or {})}}}
+
+    def deal(self, sizes: Mapping[str, int]) -> Any:
+        """Return what deals out this node's data among clients of other machines.
+
+        Args:
+            sizes: training examples of all clients, by id.
+        """
+
+        def deal(data: FederatedData, seed: int, device: torch.device) -> None:
+            counts = {int(id): (int(train), 0) for id, train in sizes.items()}
+            data.distribute_apart(own_holdings(data, counts, self.first, self.step, seed), seed, device)
+
+        return deal
+
+    def census(self, data: FederatedData, seed: int) -> dict[str, Any]:
+        """Return the numbers of examples of the node's clients, and what the data are.
+
+        Args:
+            data: that have been set up.
+        """
+        held = own_holdings(data, {}, self.first, self.step, seed)
+        clients = {}
+        for id in range(self.first, len(held), self.step):
+            train, val = held.client(id)
+            clients[str(id)] = [len(train), len(val)]
+        return {"kind": "counted", "clients": clients, "facts": facts(data)}
+
+
+def form_of(entry: Mapping[str, Any]) -> Form:
+    """Return the form in a run's configuration."""
+    return Form(**entry["form"])
+
+
+def _short(value: object) -> str:
+    text = str(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."

@@ -1,0 +1,285 @@
+"""Data that only nodes have: the weights are those of a simulation in which one data module has them all, and
+nodes whose data do not fit are refused by name.
+
+The data module of the simulation reads the same files, all of them; the server's reads its test set alone.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+from collections.abc import Mapping
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import yaml
+from PIL import Image
+
+from fl_lightning.cli.parser import FederatedCLI
+from fl_lightning.data import ImageFolder, TableData
+from fl_lightning.data.apart import Form
+from fl_lightning.deploy import own_data
+from fl_lightning.deploy.build import builder, counter
+from fl_lightning.deploy.node import Node, NodeSettings
+from fl_lightning.deploy.own_data import OwnData
+from fl_lightning.deploy.roster import RoundRules
+from fl_lightning.deploy.server import deploy_over
+from fl_lightning.deploy.transport_local import InProcess
+from fl_lightning.errors import InputError
+
+TRAINER = {
+    "logger": False,
+    "max_rounds": 2,
+    "participation": 1.0,
+    "local_epochs": 1,
+    "eval_every": 1,
+    "accelerator": "cpu",
+    "engine": "sequential",
+    "workers": 1,
+}
+SIZES = {"a": 9, "b": 14, "c": 20, "d": 11}
+
+
+def leaf_file(path: Path, users: Mapping[str, int], *, features: int = 6, classes: int = 3) -> Path:
+    """A file in LEAF's form; the examples of a user follow from its name."""
+    data = {}
+    for user, size in users.items():
+        rng = np.random.default_rng(list(user.encode()))
+        target = rng.integers(classes, size=size)
+        inputs = rng.normal(size=(size, features)) + target[:, None]
+        data[user] = {"x": inputs.round(4).tolist(), "y": target.tolist()}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps({"users": list(data), "user_data": data}))
+    return path
+
+
+def config(folder: Path, name: str, data: Mapping, model: str = "FedAvg", **trainer: object) -> FederatedCLI:
+    settings = {
+        "trainer": {**TRAINER, "default_root_dir": str(folder / name), **trainer},
+        "model": {"class_path": model, "init_args": {"network": "mlp"}},
+        "data": data,
+    }
+    path = folder / f"{name}.yaml"
+    path.write_text(yaml.safe_dump(settings))
+    return FederatedCLI("fit", ["--config", str(path)])
+
+
+def leaf(train: Path, test: Path, **more: object) -> dict:
+    return {
+        "class_path": "LeafData",
+        "init_args": {"train": str(train), "test": str(test), "val_fraction": 0.2, "batch_size": 4, **more},
+    }
+
+
+def own_nodes(folder: Path, data: Mapping[int, Path | str], step: int = 4) -> dict[str, Node]:
+    nodes = {}
+    for number, path in data.items():
+        own = OwnData(str(path), number, step)
+        settings = NodeSettings(folder / f"node{number}", number, step, name=f"n{number}")
+        nodes[f"node{number}"] = Node(settings, builder((), own), counter((), own))
+    return nodes
+
+
+def deployed(cli: FederatedCLI, nodes: Mapping[str, Node], count: int = 4) -> FederatedCLI:
+    rules = RoundRules(min_nodes=count, wait_seconds=5, round_seconds=60)
+    deploy_over(cli.trainer, yaml.safe_load(cli.config_text), InProcess(nodes), rules, own_data=True)
+    cli.start()
+    return cli
+
+
+def metadata(cli: FederatedCLI) -> dict:
+    return json.loads((cli.trainer.run_dir / "metadata.json").read_text())
+
+
+def logged(cli: FederatedCLI) -> list[dict[str, float]]:
+    with (cli.trainer.run_dir / "metrics.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    kinds = ("test/", "val/", "train/", "clients/", "bytes/")
+    return [{key: float(row[key]) for key in row if key.startswith(kinds)} for row in rows]
+
+
+@pytest.fixture
+def leaves(tmp_path: Path) -> tuple[Path, Path, dict[int, Path]]:
+    """The file with all four clients, the server's test file, and the file of each node."""
+    whole = leaf_file(tmp_path / "whole.json", SIZES)
+    test = leaf_file(tmp_path / "test.json", {"t": 30})
+    each = {
+        number: leaf_file(tmp_path / f"own{number}.json", {user: SIZES[user]})
+        for number, user in enumerate(SIZES)
+    }
+    return whole, test, each
+
+
+def test_four_nodes_with_one_client_each_give_the_weights_of_one_data_module_with_all(
+    leaves, tmp_path, caplog
+):
+    caplog.set_level("INFO")
+    whole, test, each = leaves
+    simulated = config(tmp_path, "simulated", leaf(whole, test))
+    simulated.start()
+    cli = deployed(config(tmp_path, "server", leaf(test, test)), own_nodes(tmp_path, each))
+    found = metadata(cli)
+    assert found["weights_sha256"] == metadata(simulated)["weights_sha256"]
+    assert found["deployment"]["nodes"] == {f"n{number} (node{number})": [number] for number in range(4)}
+    held_out = {"a": 2, "b": 3, "c": 4, "d": 2}  # a fifth of each, rounded
+    sizes = {str(number): SIZES[user] - held_out[user] for number, user in enumerate(SIZES)}
+    assert found["deployment"]["examples"] == sizes
+    assert "node n2: client 2 has 16 training and 4 validation examples" in caplog.text
+    for here, there in zip(logged(cli), logged(simulated), strict=True):
+        assert here.keys() == there.keys()
+        assert here == pytest.approx(there, rel=1e-6)
+    partition = json.loads((cli.trainer.run_dir / "partition.json").read_text())
+    assert partition["sizes"] == list(SIZES.values())
+    assert "clients" not in partition
+
+
+def test_a_node_with_the_data_of_two_clients_has_two_clients(leaves, tmp_path):
+    """Its ids are its partition and the one that follows in steps of num_partitions."""
+    whole, test, _ = leaves
+    data = {
+        0: leaf_file(tmp_path / "even.json", {"a": SIZES["a"], "c": SIZES["c"]}),
+        1: leaf_file(tmp_path / "odd.json", {"b": SIZES["b"], "d": SIZES["d"]}),
+    }
+    simulated = config(tmp_path, "simulated", leaf(whole, test), participation=0.5)
+    simulated.start()
+    server = config(tmp_path, "server", leaf(test, test), participation=0.5)
+    cli = deployed(server, own_nodes(tmp_path, data, step=2), count=2)
+    assert metadata(cli)["weights_sha256"] == metadata(simulated)["weights_sha256"]
+    assert metadata(cli)["deployment"]["nodes"] == {"n0 (node0)": [0, 2], "n1 (node1)": [1, 3]}
+
+
+def test_personal_models_are_validated_on_nodes_with_data_of_their_own(leaves, tmp_path):
+    whole, test, each = leaves
+    simulated = config(tmp_path, "simulated", leaf(whole, test), "LocalOnly")
+    simulated.start()
+    cli = deployed(config(tmp_path, "server", leaf(test, test), "LocalOnly"), own_nodes(tmp_path, each))
+    for here, there in zip(logged(cli), logged(simulated), strict=True):
+        assert {key: here[key] for key in here if key.startswith("val/")} == pytest.approx(
+            {key: there[key] for key in there if key.startswith("val/")}, rel=1e-6
+        )
+
+
+def test_a_node_named_by_a_class_path_has_the_same_weights(leaves, tmp_path):
+    """Its owner names the class, which needs no leave; the node reads its file with it."""
+    whole, test, each = leaves
+    given = {}
+    for number, path in each.items():
+        given[number] = tmp_path / f"data{number}.yaml"
+        described = {"class_path": "fl_lightning.data.LeafData", "init_args": {"train": str(path)}}
+        given[number].write_text(yaml.safe_dump(described))
+    simulated = config(tmp_path, "simulated", leaf(whole, test))
+    simulated.start()
+    cli = deployed(config(tmp_path, "server", leaf(test, test)), own_nodes(tmp_path, given))
+    assert metadata(cli)["weights_sha256"] == metadata(simulated)["weights_sha256"]
+
+
+def refusal_of(tmp_path: Path, test: Path, given: Path | str) -> str:
+    cli = config(tmp_path, "server", leaf(test, test))
+    with pytest.raises(InputError) as caught:
+        deployed(cli, own_nodes(tmp_path, {0: given}), 1)
+    assert not (tmp_path / "server").exists()
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("what", ["features", "classes", "empty", "gone", "version", "batch"])
+def test_data_that_do_not_fit_are_refused_by_name_and_nothing_is_created(what, leaves, tmp_path, monkeypatch):
+    _, test, each = leaves
+    given = each[0]
+    if what == "features":
+        leaf_file(given, {"a": 5}, features=7)
+        reason = "shape of an example: [7] there, [6] here"
+    elif what == "classes":
+        text = json.loads(given.read_text())
+        text["user_data"]["a"]["y"][3] = 9
+        given.write_text(json.dumps(text))
+        reason = "its class 9 is none of the run's: 0, 1, 2"
+    elif what == "empty":
+        given = tmp_path / "nothing"
+        given.mkdir()
+        reason = "nothing; this folder has no .json files"
+    elif what == "gone":
+        nodes = own_nodes(tmp_path, each)
+        given.unlink()
+        with pytest.raises(InputError, match=r"node n0 \(node0\).*own0.json; there is no such file"):
+            deployed(config(tmp_path, "server", leaf(test, test)), nodes)
+        with pytest.raises(InputError, match=r"--data .*own0.json; there is no such file or folder"):
+            OwnData(str(given), 0, 1)
+        return
+    elif what == "version":
+        real = own_data.facts
+        versions = iter(["2.0", "1.0"])
+        monkeypatch.setattr(own_data, "facts", lambda data: {**real(data), "version": next(versions)})
+        reason = "version of fl_lightning: 1.0 there, 2.0 here"
+    else:
+        given = tmp_path / "own.yaml"
+        described = {"class_path": "LeafData", "init_args": {"train": str(each[0]), "batch_size": 8}}
+        given.write_text(yaml.safe_dump(described))
+        reason = "batch_size: 8 there, 4 here"
+    found = refusal_of(tmp_path, test, given)
+    assert "node n0 (node0)" in found
+    assert reason in found
+
+
+def test_regression_does_not_fit_classification(leaves, tmp_path):
+    _, test, each = leaves
+    given = tmp_path / "own.yaml"
+    described = {"class_path": "LeafData", "init_args": {"train": str(each[0]), "task": "regression"}}
+    given.write_text(yaml.safe_dump(described))
+    assert "task: Regression there, Classification here" in refusal_of(tmp_path, test, given)
+
+
+def test_a_node_with_data_and_a_run_that_deals_out_its_own_refuse_each_other(leaves, tmp_path):
+    whole, test, each = leaves
+    cli = config(tmp_path, "server", leaf(whole, test))
+    deploy_over(cli.trainer, yaml.safe_load(cli.config_text), InProcess(own_nodes(tmp_path, each)))
+    with pytest.raises(InputError, match="this node has data of its own"):
+        cli.start()
+    plain = {"node0": Node(NodeSettings(tmp_path / "plain", name="n0"), builder())}
+    with pytest.raises(InputError, match=r"node n0 \(node0\); .* this node has none; start it with --data"):
+        deployed(config(tmp_path, "server", leaf(test, test)), plain, 1)
+
+
+def test_folders_of_images_take_over_the_runs_classes_and_constants(tmp_path):
+    """A folder of one class, of which the run has three: its class keeps the run's number, and its pixels are
+    normalised with the run's constants."""
+    rng = np.random.default_rng(0)
+    for name in ("cat", "dog", "owl"):
+        folder = tmp_path / "run" / name
+        folder.mkdir(parents=True)
+        for number in range(4):
+            pixels = rng.integers(256, size=(8, 8, 3), dtype=np.uint8)
+            Image.fromarray(pixels).save(folder / f"{number}.png")
+    run = ImageFolder(str(tmp_path / "run"), size=8, num_clients=1)
+    run.setup()
+    form = Form(**json.loads(json.dumps(vars(run.form()))))
+    own = ImageFolder(str(tmp_path / "own"), size=8, num_clients=1)
+    own.run_form = form
+    (tmp_path / "run" / "owl").rename(tmp_path / "owl")
+    (tmp_path / "own").mkdir()
+    (tmp_path / "owl").rename(tmp_path / "own" / "owl")
+    own.setup()
+    assert own.train_target.tolist() == [2, 2, 2, 2]
+    assert len(own.test_target) == 0
+    assert vars(own.form()) == {**vars(run.form()), "columns": {}}
+    assert (own.train_mean, own.train_std) == (run.train_mean, run.train_std)
+    (tmp_path / "own" / "owl").rename(tmp_path / "own" / "bat")
+    with pytest.raises(InputError, match="its class bat is none of the run's: cat, dog, owl"):
+        own.setup()
+
+
+def test_tables_take_over_the_runs_moments_and_categories(tmp_path):
+    rows = ["size,colour,kind", *(f"{n},{'red' if n % 2 else 'blue'},{n % 3}" for n in range(12))]
+    (tmp_path / "run.csv").write_text("\n".join(rows))
+    (tmp_path / "own.csv").write_text("\n".join(["colour,kind,size", "red,1,7", "green,1,8"]))
+    run = TableData(str(tmp_path / "run.csv"), "kind", str(tmp_path / "run.csv"), num_clients=1)
+    run.setup()
+    own = TableData(str(tmp_path / "own.csv"), "kind", num_clients=1)
+    own.run_form = Form(**json.loads(json.dumps(vars(run.form()))))
+    own.setup()
+    inputs = own.inputs("train", torch.arange(2))
+    size = (np.array([7.0, 8.0]) - np.arange(12).mean()) / np.arange(12).std()
+    expected = np.column_stack([size, [0, 0], [1, 0]])  # blue and red; green is neither
+    np.testing.assert_allclose(inputs, expected, rtol=1e-6)
+    assert own.train_target.tolist() == [1, 1]
