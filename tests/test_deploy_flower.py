@@ -2,21 +2,28 @@
 
 from __future__ import annotations
 
+import csv
 import importlib.util
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import yaml
+from test_deploy_own_data import SIZES, TRAINER, leaf, leaf_file
 
+from fl_lightning.cli.parser import FederatedCLI
 from fl_lightning.deploy.certificates import make_certificates
 from fl_lightning.deploy.launch import environment, free_port
+from fl_lightning.hooks import Stressor
 
 pytestmark = [
     pytest.mark.slow,
@@ -165,14 +172,18 @@ def superlink(tmp_path: Path) -> Iterator[tuple[str, list[subprocess.Popen]]]:
                 pytest.fail((tmp_path / "register.log").read_text()[-3000:])
         yield address, programs
     finally:
-        for process in reversed(programs):
-            process.terminate()
-        for process in programs:
-            try:
-                process.wait(20)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
+        end(programs)
+
+
+def end(programs: Sequence[subprocess.Popen]) -> None:
+    for process in reversed(programs):
+        process.terminate()
+    for process in programs:
+        try:
+            process.wait(20)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
 
 
 def node_words(address: str, tmp_path: Path, number: int, of: int) -> list[object]:
@@ -255,8 +266,124 @@ def test_a_superlink_that_is_killed_costs_nothing(superlink, tmp_path):
     assert metadata_in(tmp_path / "deployed")["weights_sha256"] == simulated(tmp_path)["weights_sha256"]
 
 
+def test_a_node_that_is_killed_and_started_again_has_what_its_clients_kept(superlink, tmp_path):
+    """Clients of FedKD keep a network of their own. The second node is killed after round 1 and started again
+    on its folder; how many rounds it misses depends on when, and the ledger says it."""
+    address, programs = superlink
+    config = str(ROOT / "configs" / "fedkd.yaml")
+    more = ["--data.public_examples=60", "--model.distill_epochs=2", "--trainer.max_rounds=4"]
+    words = ["--config", config, *SMALL, *IMAGES, *SHARDS, *more]
+
+    def start(number: int) -> subprocess.Popen:
+        node = ours(*node_words(address, tmp_path, number, 2), cwd=tmp_path, log=f"n{number}.log")
+        programs.append(node)
+        return node
+
+    nodes = [start(number) for number in range(2)]
+    for number in range(2):
+        wait_for(tmp_path / f"n{number}.log", "as SuperNode")
+    deploy = ["deploy", *words, "--trainer.default_root_dir=deployed", f"--deploy.superlink={address}"]
+    deploy += ["--deploy.root_certificates=certs/ca.crt", "--deploy.min_nodes=2", "--deploy.wait_seconds=600"]
+    process = ours(*deploy, "--deploy.round_seconds=120", cwd=tmp_path, log="deploy.log")
+    programs.append(process)
+    while not any("\n1," in path.read_text() for path in (tmp_path / "deployed").glob("*/*/metrics.csv")):
+        time.sleep(0.02)
+        assert process.poll() is None, (tmp_path / "deploy.log").read_text()[-3000:]
+    nodes[1].kill()
+    nodes[1].wait()
+    start(1)
+    assert finish(process, tmp_path / "deploy.log") == 0, (tmp_path / "deploy.log").read_text()[-5000:]
+    (run,) = (tmp_path / "deployed").glob("*/*/")
+    with (run / "ledger.csv").open() as file:
+        rows = [(int(row["round"]), int(row["client"]), row["status"]) for row in csv.DictReader(file)]
+    missed = {(round, client) for round, client, status in rows if status == "dropped"}
+    assert {client for _, client in missed} <= {1, 3}
+    assert all((4, client, "trained") in rows for client in range(4))  # it came back
+    reference = FederatedCLI("fit", [*words, f"--trainer.default_root_dir={tmp_path / 'simulated'}"])
+    reference.trainer.callbacks.append(Missed(missed))
+    reference.start()
+    found = json.loads((run / "metadata.json").read_text())
+    assert found["weights_sha256"] == metadata_in(tmp_path / "simulated")["weights_sha256"]
+
+
+class Missed(Stressor):
+    """Drops clients before they train, in given rounds."""
+
+    def __init__(self, missed: Collection[tuple[int, int]]) -> None:
+        self.missed = missed
+
+    def change_cohort(self, cohort, *, round, context):
+        return [replace(each, trains=(round, each.client.id) not in self.missed) for each in cohort]
+
+
+def test_an_expired_certificate_ends_node_and_run_with_one_line(tmp_path):
+    make_certificates(tmp_path / "certs", ["127.0.0.1"], 1, days=-1)
+    address = f"127.0.0.1:{free_port()}"
+    programs = [start_superlink(tmp_path, address)]
+    try:
+        wait_until_it_listens(address)
+        node = ours(*node_words(address, tmp_path, 0, 1), cwd=tmp_path, log="n0.log")
+        words = ["deploy", *RUN, f"--deploy.superlink={address}"]
+        run = ours(*words, "--deploy.root_certificates=certs/ca.crt", cwd=tmp_path, log="deploy.log")
+        programs += [node, run]
+        for process, log in ((node, "n0.log"), (run, "deploy.log")):
+            assert finish(process, tmp_path / log, 300.0) == 2
+            said = (tmp_path / log).read_text()
+            assert f"the certificate of the SuperLink at {address}; certificate has expired" in said
+            assert "Traceback" not in said
+    finally:
+        end(programs)
+
+
+def test_four_nodes_with_data_of_their_own_give_the_weights_of_one_data_module_with_all(tmp_path):
+    whole = leaf_file(tmp_path / "whole.json", SIZES)
+    test = leaf_file(tmp_path / "test.json", {"t": 30})
+    for name, train in (("server", test), ("simulation", whole)):
+        settings = {
+            "trainer": {**TRAINER, "default_root_dir": name},
+            "model": {"class_path": "FedAvg", "init_args": {"network": "mlp"}},
+            "data": leaf(train, test),
+        }
+        (tmp_path / f"{name}.yaml").write_text(yaml.safe_dump(settings))
+    address = f"127.0.0.1:{free_port()}"
+    words = ["flower-superlink", "--insecure", "--host", "127.0.0.1", "--port", address.rpartition(":")[2]]
+    words += ["--disable-runtime-dependency-installation"]
+    programs = [program(*words, cwd=tmp_path, log=tmp_path / "superlink.log")]
+    try:
+        wait_until_it_listens(address)
+        for number, user in enumerate(SIZES):
+            leaf_file(tmp_path / f"own{number}.json", {user: SIZES[user]})
+            node = ["node", "--superlink", address, "--folder", f"node{number}", "--name", f"n{number}"]
+            node += ["--data", f"own{number}.json", "--partition_id", number, "--num_partitions", 4]
+            programs.append(ours(*node, cwd=tmp_path, log=f"n{number}.log"))
+        for number in range(4):
+            wait_for(tmp_path / f"n{number}.log", "as SuperNode")
+        words = ["deploy", "--config", "server.yaml", f"--deploy.superlink={address}"]
+        words += ["--deploy.own_data=true", "--deploy.min_nodes=4"]
+        run = ours(*words, cwd=tmp_path, log="deploy.log")
+        programs.append(run)
+        assert finish(run, tmp_path / "deploy.log") == 0, (tmp_path / "deploy.log").read_text()[-5000:]
+    finally:
+        end(programs)
+    fit = ours("fit", "--config", "simulation.yaml", cwd=tmp_path, log="fit.log")
+    assert finish(fit, tmp_path / "fit.log") == 0, (tmp_path / "fit.log").read_text()
+    found, reference = metadata_in(tmp_path / "server"), metadata_in(tmp_path / "simulation")
+    assert found["weights_sha256"] == reference["weights_sha256"]
+    assert sorted(found["deployment"]["nodes"].values()) == [[0], [1], [2], [3]]
+
+
 def wait_for(path: Path, text: str, seconds: float = 300.0) -> None:
     ends = time.monotonic() + seconds
     while not (path.exists() and text in path.read_text()):
         assert time.monotonic() < ends, f"{text!r} never came:\n{path.read_text() if path.exists() else ''}"
         time.sleep(0.05)
+
+
+def wait_until_it_listens(address: str, seconds: float = 300.0) -> None:
+    ends = time.monotonic() + seconds
+    while True:
+        with socket.socket() as door:
+            if door.connect_ex(("127.0.0.1", int(address.rpartition(":")[2]))) == 0:
+                return
+        assert time.monotonic() < ends, "it does not listen"
+        time.sleep(0.1)

@@ -185,6 +185,7 @@ def node(
         return
     with launch.Started() as started, launch.socket_for(place) as socket:
         if connects:
+            launch.check_handshake(superlink, root_certificates, "--root_certificates")
             launch.start_supernode(started, superlink, socket, settings, root_certificates, private_key)
         log.info("node %s listens at %s", settings.name, socket)
         sockets.serve(socket, answering.answer, goes_on=started.all_run)

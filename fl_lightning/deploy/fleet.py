@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from fl_lightning.deploy.flower import PART_WAITS, packed, unpacked
-from fl_lightning.deploy.launch import environment
+from fl_lightning.deploy.launch import check_handshake, environment
 from fl_lightning.errors import InputError, RunStopped
 
 log = logging.getLogger("fl_lightning")
@@ -58,13 +58,15 @@ def serve(
         private_key: file with the node's key, in OpenSSH form; None: one that is made for this process.
 
     Raises:
-        InputError: the key cannot be read, or this version of Flower is another.
+        InputError: the key cannot be read, the SuperLink's certificate does not hold, or this version of
+            Flower is another.
         RunStopped: the SuperLink does not let this node in.
     """
     os.environ.update(environment(home))
     connect = _connector(address, root_certificates, private_key)
     connected = False
     while goes_on():
+        check_handshake(address, root_certificates, "--root_certificates")
         try:
             with connect() as calls:
                 log.info("node %s is connected to %s as SuperNode %s", name, address, calls[0])

@@ -6,6 +6,7 @@ import logging
 import os
 import signal
 import socket
+import ssl
 import subprocess
 import sys
 import tempfile
@@ -27,6 +28,7 @@ log = logging.getLogger("fl_lightning")
 SUPERLINK = "127.0.0.1:8000"
 START_SECONDS = 120.0  # that a SuperLink may take until it listens
 POLL_SECONDS = 0.2  # between looks of Flower's SuperExec for work, which are 1 s apart by default
+HANDSHAKE_SECONDS = 10.0  # that a SuperLink may take to show its certificate
 END_SECONDS = 10.0  # that a program has to end after SIGTERM
 APP = """\
 [project]
@@ -150,6 +152,39 @@ def require_tls(address: str, certificates: str | None, flag: str) -> None:
         )
 
 
+def check_handshake(address: str, certificates: str | None, flag: str) -> None:
+    """Refuse a SuperLink whose certificate does not hold: Flower would try again and again, in silence.
+
+    One that does not answer is left to Flower, which waits for it.
+
+    Raises:
+        InputError: its certificate has expired, is of another host, or nobody that is trusted signed it.
+    """
+    if certificates is None:
+        return
+    host, _, port = address.rpartition(":")
+    host = host.strip("[]")
+    try:
+        trusted = ssl.create_default_context(cafile=certificates)
+        trusted.verify_flags &= ~ssl.VERIFY_X509_STRICT  # as lenient as Flower is
+        with socket.create_connection((host, int(port)), HANDSHAKE_SECONDS) as plain:
+            trusted.wrap_socket(plain, server_hostname=host).close()
+    except ssl.SSLCertVerificationError as error:
+        raise InputError(
+            f"the certificate of the SuperLink at {address}",
+            error.verify_message,
+            f"renew it, or name with {flag} the one that signed it",
+        ) from None
+    except ssl.SSLError as error:
+        raise InputError(
+            f"the SuperLink at {address}",
+            f"the TLS handshake failed ({error.reason or error})",
+            f"start it with its certificates, and check {flag}",
+        ) from None
+    except OSError:
+        return
+
+
 def free_port() -> int:
     """Return a port of 127.0.0.1 that nobody listens on now."""
     with socket.socket() as found:
@@ -223,6 +258,7 @@ def flwr_run(folder: Path, address: str, root_certificates: str | None) -> None:
         InputError: the SuperLink does not take it.
     """
     require_tls(address, root_certificates, "--deploy.root_certificates")
+    check_handshake(address, root_certificates, "--deploy.root_certificates")
     home, app = folder / "flower", folder / "app"
     app.mkdir()
     (app / "pyproject.toml").write_text(APP.format(job=folder))
