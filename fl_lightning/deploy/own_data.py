@@ -41,6 +41,11 @@ NAMES = {
 }
 
 
+COMMON = ("batch_size", "val_fraction")
+"""Settings of the run's data that data of another class take over where their owner does not write them."""
+STAND_IN_CLIENTS = 100
+
+
 class Census:
     """Asks nodes which clients they have, in the place of dealing out the server's data.
 
@@ -147,7 +152,7 @@ def facts(data: FederatedData) -> dict[str, Any]:
 
 def stand_in(data: FederatedData, seed: int, device: torch.device) -> None:
     """Deal out clients of one example each: to try a run out before its nodes are there."""
-    data.distribute_apart(holdings_apart({0: (1, 0), 1: (1, 0)}), seed, device)
+    data.distribute_apart(holdings_apart(dict.fromkeys(range(STAND_IN_CLIENTS), (1, 0))), seed, device)
 
 
 class OwnData:
@@ -170,7 +175,7 @@ class OwnData:
             InputError: the file is not of this form.
         """
         data = run["data"]
-        common = {name: data["init_args"][name] for name in ("batch_size", "val_fraction")}
+        common = {name: value for name, value in data["init_args"].items() if name in COMMON}
         if self.given.suffix not in (".yaml", ".yml"):
             own = {"train": str(self.given.absolute()), "test": None, "num_clients": 1, "partition": None}
             return {**run, "data": {**data, "init_args": {**data["init_args"], **own}}}
