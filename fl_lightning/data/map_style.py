@@ -62,8 +62,8 @@ class ItemData(ArrayData):
             for one, place in zip(datasets, places, strict=True)
         )
         assert train is not None
-        rules = {"classifies": self.task.has_classes, "test_fraction": self.test_fraction}
-        return to_examples(train, test, **rules, form=self.run_form)
+        classifies, share = self.task.has_classes, self.test_fraction
+        return to_examples(train, test, classifies=classifies, test_fraction=share, form=self.run_form)
 
 
 class DatasetData(ItemData):

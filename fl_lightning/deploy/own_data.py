@@ -177,8 +177,8 @@ class OwnData:
         data = run["data"]
         common = {name: value for name, value in data["init_args"].items() if name in COMMON}
         if self.given.suffix not in (".yaml", ".yml"):
-            own = {"train": str(self.given.absolute()), "test": None, "num_clients": 1, "partition": None}
-            return {**run, "data": {**data, "init_args": {**data["init_args"], **own}}}
+            here = {"train": str(self.given.absolute()), "test": None, "num_clients": 1, "partition": None}
+            return {**run, "data": {**data, "init_args": {**data["init_args"], **here}}}
         try:
             own = yaml.safe_load(self.given.read_text())
         except (OSError, yaml.YAMLError) as error:
