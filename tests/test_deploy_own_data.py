@@ -19,7 +19,7 @@ from PIL import Image
 
 from fl_lightning.cli.parser import FederatedCLI
 from fl_lightning.data import ImageFolder, TableData
-from fl_lightning.data.apart import Form
+from fl_lightning.data.form import Form
 from fl_lightning.deploy import own_data
 from fl_lightning.deploy.build import builder, counter
 from fl_lightning.deploy.node import Node, NodeSettings

@@ -1,59 +1,22 @@
-"""Clients whose examples are on other machines, and the form that data have in common wherever they lie.
+"""Clients whose examples are on other machines.
 
 ``N`` training examples, ``K`` clients, ``n`` examples of one client.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from fl_lightning.data.holdings import Holdings
-from fl_lightning.errors import InputError
 
 if TYPE_CHECKING:
     from fl_lightning.data.base import FederatedData
 
 Counts = Mapping[int, tuple[int, int]]
 """Numbers of training and of validation examples, by client."""
-
-
-@dataclass(frozen=True)
-class Form:
-    """What the data of one run have in common.
-
-    Args:
-        classes: names of the classes 0, 1, ...; empty where there are none, or where numbers name them.
-        moments: mean and standard deviation of each channel by which images are normalised, 2 x C; empty
-            where inputs are taken as they are.
-        columns: of a table, by the name of each column that is learnt from or learnt: the mean and standard
-            deviation of numbers, or the categories in order.
-    """
-
-    classes: Sequence[Any] = ()
-    moments: Sequence[Sequence[float]] = ()
-    columns: Mapping[str, Sequence[Any]] = field(default_factory=dict)
-
-    def numbers(self, names: Iterable[Any], place: str) -> dict[Any, int]:
-        """Return the number of each class of the run.
-
-        Args:
-            names: classes that data of a node have.
-
-        Raises:
-            InputError: the run lacks one of them.
-        """
-        numbers = {name: number for number, name in enumerate(self.classes)}
-        for name in names:
-            if name not in numbers:
-                some = ", ".join(map(str, self.classes[:10])) + (" ..." if len(self.classes) > 10 else "")
-                raise InputError(
-                    place, f"its class {name} is none of the run's: {some}", "leave it out, or rename it"
-                )
-        return numbers
 
 
 def own_holdings(data: FederatedData, counts: Counts, first: int, step: int, seed: int) -> Holdings:

@@ -19,9 +19,9 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
-from fl_lightning.data.apart import Form
 from fl_lightning.data.base import FederatedData
 from fl_lightning.data.example_batches import Split
+from fl_lightning.data.form import Form
 from fl_lightning.data.partition import Dirichlet, Natural, Partition
 from fl_lightning.data.summary import MAX_LISTED_CLIENTS
 from fl_lightning.errors import InputError, require, require_choice

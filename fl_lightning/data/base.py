@@ -19,8 +19,8 @@ from lightning import LightningDataModule
 from torch import Tensor
 
 from fl_lightning.client import Client
-from fl_lightning.data.apart import Form
 from fl_lightning.data.example_batches import ExampleBatches
+from fl_lightning.data.form import Form
 from fl_lightning.data.holdings import Holdings
 from fl_lightning.data.index_file import FromFile
 from fl_lightning.data.partition import Natural, Partition, check_memory, make_holdings

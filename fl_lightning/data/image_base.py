@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from fl_lightning.data.apart import Form
 from fl_lightning.data.arrays import channel_moments
 from fl_lightning.data.base import FederatedData
 from fl_lightning.data.example_batches import Split
+from fl_lightning.data.form import Form
 from fl_lightning.data.local import Arrays
 from fl_lightning.data.partition import Dirichlet, Partition, check_memory
 from fl_lightning.errors import require

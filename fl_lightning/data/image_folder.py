@@ -13,7 +13,6 @@ import numpy as np
 import torch
 from PIL import Image, ImageOps
 
-from fl_lightning.data.apart import Form
 from fl_lightning.data.arrays import (
     Names,
     check_classes,
@@ -25,6 +24,7 @@ from fl_lightning.data.arrays import (
     number_names,
     sha256_of,
 )
+from fl_lightning.data.form import Form
 from fl_lightning.data.image_base import ImageData
 from fl_lightning.data.local import Arrays
 from fl_lightning.data.partition import Partition, check_memory

@@ -16,7 +16,6 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.data import IterableDataset
 
-from fl_lightning.data.apart import Form
 from fl_lightning.data.arrays import (
     Examples,
     Names,
@@ -25,6 +24,7 @@ from fl_lightning.data.arrays import (
     near_names,
     number_names,
 )
+from fl_lightning.data.form import Form
 from fl_lightning.data.partition import check_memory
 from fl_lightning.errors import InputError, require
 from fl_lightning.rng import torch_stream

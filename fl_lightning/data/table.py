@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from fl_lightning.data.apart import Form
 from fl_lightning.data.arrays import (
     ArrayData,
     Examples,
@@ -24,6 +23,7 @@ from fl_lightning.data.arrays import (
     name_from,
     number_names,
 )
+from fl_lightning.data.form import Form
 from fl_lightning.data.partition import check_memory
 from fl_lightning.data.table_file import (
     check_column,

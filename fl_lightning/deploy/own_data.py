@@ -1,7 +1,7 @@
 """Data that only nodes have: what the server asks before it builds its run, and what a node makes of its own.
 
 The server's data module has the test set, and says what all data have in common: the names of classes and the
-constants of preprocessing (:class:`~fl_lightning.data.apart.Form`). Its training examples are not trained on.
+constants of preprocessing (:class:`~fl_lightning.data.form.Form`). Its training examples are not trained on.
 Nodes answer with the numbers of their examples, and everybody builds a federation of clients of such sizes.
 """
 
@@ -20,7 +20,8 @@ import yaml
 
 from fl_lightning import __version__
 from fl_lightning.data import FederatedData
-from fl_lightning.data.apart import Form, holdings_apart, own_holdings
+from fl_lightning.data.apart import holdings_apart, own_holdings
+from fl_lightning.data.form import Form
 from fl_lightning.deploy.mail import Mail, Transport
 from fl_lightning.deploy.messages import Message
 from fl_lightning.deploy.roster import POLL_SECONDS, RoundRules
