@@ -146,7 +146,7 @@ class FedVEMoE(Method):
         super().__init__(network=network, **settings)
         for name, value, valid, rule, example in (
             ("k_max", k_max, 0 <= k_max <= 256, "0 to 256 slots", 8),
-            ("k_init", k_init, 1 <= k_init <= max(1, k_max), "1 to k_max experts", 1),
+            ("k_init", k_init, 1 <= k_init <= max(1, k_max), f"1 to {max(1, k_max)} experts, k_max", 1),
             ("top_m", top_m, top_m >= 1 + (shared and k_max > 0), "2 or more with a shared adapter", 2),
             ("shared", shared, shared or k_max > 0, "true where there are no experts", True),
             ("probes", probes, probes >= 2, "2 examples or more", 32),
