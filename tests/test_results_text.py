@@ -84,6 +84,18 @@ def test_every_run_of_fedvemoe_ends_with_four_experts_and_one_for_each_cluster()
     assert by_the_tenth == [3, 2, 2]
 
 
+def test_secure_runs_are_the_plain_ones_and_private_ones_never_move():
+    runs = json.loads((RESULTS / "vemoe_protected" / "report.json").read_text())["runs"]
+    weights = {(run["method"], run["seed"]): run["weights_sha256"] for run in runs}
+    plain, secure = (
+        [weights[method, seed] for seed in range(6, 11)] for method in ("FedVEMoE", "FedVEMoE secure")
+    )
+    assert plain == secure
+    assert len(set(plain)) == 5
+    private = {weights[f"FedVEMoE private {noise}", seed] for noise in (1, 4) for seed in range(6, 11)}
+    assert len(private) == 1
+
+
 def test_a_wrong_sentence_is_found():
     document = {
         "criteria": [
