@@ -422,8 +422,10 @@ class FederatedTrainer(Recorded):
         """Prepare the data, deal them out and build the network."""
         one_first(self.fabric, self.data.prepare_data)
         self.data.setup("fit")
-        deal = self.deal or type(self.data).distribute
-        deal(self.data, self.seed, self.fabric.device)
+        if self.deal is None:
+            self.data.distribute(self.seed, self.fabric.device)
+        else:
+            self.deal(self.data, self.seed, self.fabric.device)
         self.method.seed = self.seed
         self.method.gradient_clip_val = self.gradient_clip_val
         self.method.gradient_clip_algorithm = self.gradient_clip_algorithm

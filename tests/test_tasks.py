@@ -339,9 +339,9 @@ def test_outputs_are_collected_only_for_those_who_ask(tmp_path, monkeypatch):
     asked = []
     original = evaluation.on_test_set
 
-    def spy(*given, answers=True):
+    def spy(*given, answers=True, **others):
         asked.append(answers)
-        return original(*given, answers=answers)
+        return original(*given, answers=answers, **others)
 
     monkeypatch.setattr(evaluation, "on_test_set", spy)
     trained(FedAvg(network=linear), Line(), tmp_path, max_rounds=1)
