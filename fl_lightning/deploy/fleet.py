@@ -31,6 +31,9 @@ BUSY_POLL_SECONDS = 0.05  # between looks for work while a run is on
 IDLE_POLL_SECONDS = 1.0  # between looks for work of a node that has had none for a while
 BUSY_SECONDS = 120.0  # after a message that a run is taken to be on
 RECONNECT_SECONDS = 5.0  # between attempts to reach a SuperLink that went away
+LET_IN_SECONDS = 90.0  # that a node with a key tries to be let in
+"""A node that was killed counts as connected for a minute, and one with the same key is not let in until
+then."""
 
 Answer = Callable[[bytes], bytes]
 
@@ -47,7 +50,8 @@ def serve(
 ) -> None:
     """Answer the messages of a SuperLink until ``goes_on`` says otherwise; it is asked before each look.
 
-    A SuperLink that goes away is waited for: once it is back, the node is there again.
+    A SuperLink that goes away is waited for: once it is back, the node is there again. So is a place that a
+    node with the same key has not left yet.
 
     Args:
         address: host and port of the SuperLink.
@@ -64,7 +68,7 @@ def serve(
     """
     os.environ.update(environment(home))
     connect = _connector(address, root_certificates, private_key)
-    connected = False
+    connected, started = False, time.monotonic()
     while goes_on():
         check_handshake(address, root_certificates, "--root_certificates")
         try:
@@ -73,14 +77,15 @@ def serve(
                 connected = True
                 _work(calls, answer, goes_on)
         except SystemExit as end:  # by which Flower's connection says that it was not let in
-            if not connected:
+            known = private_key is not None and time.monotonic() < started + LET_IN_SECONDS
+            if not (connected or known):
                 raise RunStopped(
                     f"no connection to the SuperLink at {address} (exit code {end.code} of Flower)",
                     "it must run there, and know this node's key where it asks for keys",
                     "read the lines above, and start the node again",
                 ) from None
         if goes_on():
-            log.warning("the connection to %s is lost; trying again", address)
+            log.warning("%s: %s; trying again", address, "connection lost" if connected else "not let in yet")
             time.sleep(RECONNECT_SECONDS)
 
 
