@@ -19,7 +19,7 @@ from contextlib import AbstractContextManager
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from fl_lightning.deploy.flower import PART_WAITS, packed, unpacked
 from fl_lightning.deploy.launch import check_handshake, environment
@@ -36,6 +36,10 @@ LET_IN_SECONDS = 90.0  # that a node with a key tries to be let in
 then."""
 
 Answer = Callable[[bytes], bytes]
+
+
+class NotLetInError(Exception):
+    """A SuperLink does not let this node in, for the reason that Flower gives."""
 
 
 def serve(
@@ -76,13 +80,13 @@ def serve(
                 log.info("node %s is connected to %s as SuperNode %s", name, address, calls[0])
                 connected = True
                 _work(calls, answer, goes_on)
-        except SystemExit as end:  # by which Flower's connection says that it was not let in
+        except NotLetInError as error:
             known = private_key is not None and time.monotonic() < started + LET_IN_SECONDS
             if not (connected or known):
                 raise RunStopped(
-                    f"no connection to the SuperLink at {address} (exit code {end.code} of Flower)",
+                    f"no connection to the SuperLink at {address} ({error})",
                     "it must run there, and know this node's key where it asks for keys",
-                    "read the lines above, and start the node again",
+                    "put that right, and start the node again",
                 ) from None
         if goes_on():
             log.warning("%s: %s; trying again", address, "connection lost" if connected else "not let in yet")
@@ -93,6 +97,7 @@ def _connector(
     address: str, root_certificates: str | None, private_key: str | None
 ) -> Callable[[], AbstractContextManager[tuple[Any, ...]]]:
     try:
+        from flwr.supernode import fleet_http_connection
         from flwr.supernode.fleet_http_connection import http_request_response
     except ImportError:
         raise InputError(
@@ -100,8 +105,18 @@ def _connector(
             "this version of Flower has another connection than 1.41",
             "write --connection supernode, or install flwr 1.41",
         ) from None
+    fleet_http_connection.flwr_exit = _refuse
     keys = None if private_key is None else _keys(Path(private_key))
     return partial(http_request_response, address, root_certificates is None, root_certificates, keys)
+
+
+def _refuse(code: int, message: str = "", **details: Any) -> NoReturn:
+    """Stand in for Flower's exit, which five seconds later ends the process, whoever catches it.
+
+    Raises:
+        NotLetInError: always.
+    """
+    raise NotLetInError(" ".join(f"{message} exit code {code} of Flower".split()))
 
 
 def _keys(path: Path) -> tuple[Any, Any]:

@@ -175,6 +175,8 @@ def check_handshake(address: str, certificates: str | None, flag: str) -> None:
             error.verify_message,
             f"renew it, or name with {flag} the one that signed it",
         ) from None
+    except (ssl.SSLEOFError, ssl.SSLZeroReturnError):  # it went away in the middle of it
+        return
     except ssl.SSLError as error:
         raise InputError(
             f"the SuperLink at {address}",
