@@ -26,13 +26,14 @@ CONFIGS = {
     "FedMosaic": "fedmosaic_digits",
     "FedVEMoE": "vemoe_default",
     "HEST": "hest_default",
+    "FedAdaLoRA": "adalora",
     "LocalOnly": "local_only",
     "Oracle": "oracle",
     "Centralised": "centralised",
 }
 ON_ADAPTERS = "lora_default"
 """FedAvg's configuration on adapters, which methods of language models are compared with."""
-OF_LANGUAGE = {"FedVEMoE", "HEST"}
+OF_LANGUAGE = {"FedVEMoE", "HEST", "FedAdaLoRA"}
 ROUNDS = 2
 FEW = {"max_rounds": str(ROUNDS), "participation": "0.05", "callbacks": "[]", "logger": "false"}
 

@@ -21,11 +21,11 @@ METHODS = [
     if _is_method(getattr(methods, name)) and name != "Centralised"  # whose clients make no step
 ]
 BUDGETS = {"AQFL", "FedMPQ", "FedMPQKD"}
-NEUTRAL = {"FedProx", "FedNTD", "QFedAvg", "FedKD", "FedVEMoE", "HEST"}
+NEUTRAL = {"FedAdaLoRA", "FedProx", "FedNTD", "QFedAvg", "FedKD", "FedVEMoE", "HEST"}
 KEEPS = {"FedKD", "FedMosaic", "LocalOnly", "FedVEMoE", "HEST"}
 SINGLE_UPLOADS = {"FedKD", "FedMosaic", "LocalOnly"}
 OF_ITS_OWN = {"FedMosaic", "LocalOnly", "Oracle", "FedVEMoE"}
-OF_TEXT = {"FedVEMoE", "HEST"}
+OF_TEXT = {"FedAdaLoRA", "FedVEMoE", "HEST"}
 ON_THE_QUADRATIC = {
     "known optimum",
     "agreement",
@@ -52,7 +52,7 @@ def test_every_method_conforms(name):
         if name not in those
     }
     expected |= {"partial participation", "weights by examples"} if name in OF_ITS_OWN else set()
-    expected |= {"broadcast"} if name in ("LocalOnly", "Oracle", "FedVEMoE", "HEST") else set()
+    expected |= {"broadcast"} if name in ("LocalOnly", "Oracle", *OF_TEXT) else set()
     expected |= (
         {"order of uploads"} if name in SINGLE_UPLOADS else set()
     )  # their servers need the single uploads
@@ -60,7 +60,9 @@ def test_every_method_conforms(name):
     expected |= (
         ON_THE_QUADRATIC | {"partial participation", "weights by examples"} if name in OF_TEXT else set()
     )
-    expected |= {"same start as declared"} if name in {"AQFL", "FedKD", "HEST", *OF_ITS_OWN} else set()
+    expected |= (
+        {"same start as declared"} if name in {"AQFL", "FedAdaLoRA", "FedKD", "HEST", *OF_ITS_OWN} else set()
+    )
     assert {o.check for o in outcomes if o.verdict == "not applicable"} == expected
     assert "as by hand formula" in next(o.detail for o in outcomes if o.check == "bytes on the wire")
 

@@ -204,7 +204,7 @@ def test_a_method_of_ones_own_is_refused_where_it_reads_uploads():
 
     assert "aggregate" in refusal(Reads())
     assert "aggregate" in refusal(Reads)
-    assert {*secure_methods()} == {*METHODS, "FedVEMoE", "HEST"} - {"NormClipping"}
+    assert {*secure_methods()} == {*METHODS, "FedAdaLoRA", "FedVEMoE", "HEST"} - {"NormClipping"}
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -16,6 +16,7 @@ from fl_lightning.data.text.federation import TextData, TextExamples
 from fl_lightning.data.text.tokens import padded
 from fl_lightning.energy import CostLine, CostTable, MeasuredCost
 from fl_lightning.methods import Method
+from fl_lightning.models.adapters import add_adapter
 from fl_lightning.models.language import Llama, add_lora
 
 SIZES = (30, 20, 40, 1, 25)
@@ -74,6 +75,12 @@ def small_llama(vocab_size: int) -> nn.Module:
     return add_lora(Llama(vocab_size, width=8, depth=1, heads=2), rank=2)
 
 
+def small_adalora(vocab_size: int) -> nn.Module:
+    """Return a Llama of two blocks with 8 features and AdaLoRA with 3 directions for one layer of each."""
+    network = Llama(vocab_size, width=8, depth=2, heads=2)
+    return add_adapter(network, "adalora", rank=3, targets=["self_attn.o_proj"])
+
+
 def small_costs() -> CostTable:
     """Return costs of the layers of :func:`small_llama`, as a + b n millijoules: off 1 + 2 n, int8 8 + n,
     high 2 + 6 n, and everything else 10 + n."""
@@ -108,3 +115,4 @@ def other_labels(labels: Tensor, num_classes: int) -> Tensor:
 
 IMAGES = ToyFederation("images", images, small_network, _overwrite_images)
 TEXT = ToyFederation("text", Sentences, small_llama, _overwrite_text)
+TEXT_OF_ADALORA = replace(TEXT, network=small_adalora)

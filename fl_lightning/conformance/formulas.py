@@ -236,6 +236,33 @@ def _adapter_values(method: Any) -> int:
     return sum(p.numel() for p in method.own_network.parameters() if p.requires_grad)
 
 
+def directions_down(method: Any, message: Payload) -> int:
+    """Broadcasts of FedAdaLoRA hold a bit for each direction, and the values of those that are kept."""
+    if not method.drops:
+        return trained_down(method, message)
+    kept = message.codes("kept").values
+    values = int(kept.sum()) * _direction_values(method)
+    return payload_bytes({"kept": (1, packed_bytes(len(kept), 1)), "weights": (1, fp32_bytes(values))})
+
+
+def directions_up(method: Any, upload: Payload) -> int:
+    """Uploads of FedAdaLoRA hold n_k, the values of the directions that the client received, and a share of
+    importance in fp32 for each of them."""
+    if not method.drops:
+        return trained_up(method, upload)
+    kept = len(upload.tensor("importance"))
+    entries = {"weights": (1, fp32_bytes(kept * _direction_values(method)))}
+    return payload_bytes({**EXAMPLES, **entries, "importance": (1, fp32_bytes(kept))})
+
+
+def _direction_values(method: Any) -> int:
+    """A direction has a value for each input and output of its layer, and its own. The formulas hold where
+    all layers have one size."""
+    layers = [module for module in method.network.modules() if hasattr(module, "lora_E")]
+    (values,) = {len(layer.lora_B) + layer.lora_A.shape[1] + 1 for layer in layers}
+    return values
+
+
 def trained_down(method: Any, message: Payload) -> int:
     """Broadcasts of HEST hold what clients train: adapters and controller."""
     return payload_bytes({"weights": (1, fp32_bytes(_trained_values(method)))})

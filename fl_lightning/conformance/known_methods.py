@@ -10,7 +10,13 @@ from typing import Any
 
 from fl_lightning.conformance import formulas
 from fl_lightning.conformance.expectations import Expectation, OwnOptimum, SoftLabels, WeightAverage
-from fl_lightning.conformance.federations import IMAGES, TEXT, ToyFederation, small_costs
+from fl_lightning.conformance.federations import (
+    IMAGES,
+    TEXT,
+    TEXT_OF_ADALORA,
+    ToyFederation,
+    small_costs,
+)
 from fl_lightning.conformance.references import (
     BroadcastFormula,
     mean_by_relevance,
@@ -59,6 +65,13 @@ MPQ = {**CODES, "up": formulas.pruned_codes_up, "down": formulas.grids_down}
 
 KNOWN_METHODS: dict[str, dict[str, Any]] = {
     "FedAvg": FULL,
+    "FedAdaLoRA": {
+        "federation": TEXT_OF_ADALORA,
+        "settings": {"final_rank": 0.75, "warmup": 0, "fall": 2},
+        "neutral": {"final_rank": 3.0, "orthogonality": 0.0},
+        "up": formulas.directions_up,
+        "down": formulas.directions_down,
+    },
     "FedProx": {**FULL, "neutral": {"mu": 0.0}},
     "FedNTD": {**FULL, "settings": {"beta": 0.01}, "noise": 0.05, "neutral": {"beta": 0.0}},
     "QFedAvg": {

@@ -2,6 +2,7 @@ from fl_lightning.methods.aqfl import AQFL
 from fl_lightning.methods.averaging import Average, CoordinateMedian, NormClipping, TrimmedMean, WeightedMean
 from fl_lightning.methods.base import Method
 from fl_lightning.methods.centralised import Centralised
+from fl_lightning.methods.fedadalora import FedAdaLoRA
 from fl_lightning.methods.fedavg import FedAvg
 from fl_lightning.methods.fedkd import FedKD
 from fl_lightning.methods.fedmosaic import FedMosaic
@@ -33,6 +34,7 @@ __all__ = [
     "CoordinateMedian",
     "CosineSchedule",
     "DistillationTerm",
+    "FedAdaLoRA",
     "FedAvg",
     "FedKD",
     "FedMPQ",

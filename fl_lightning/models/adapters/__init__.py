@@ -28,6 +28,7 @@ from fl_lightning.models.adapters.adalora import (
     adalora_layers,
     budget_at,
     choose_masks,
+    factor_names,
     orthogonality,
 )
 from fl_lightning.models.adapters.layer import (
@@ -67,6 +68,7 @@ __all__ = [
     "add_lora",
     "budget_at",
     "choose_masks",
+    "factor_names",
     "kind_of",
     "lora_layers",
     "merged_lora",

@@ -10,7 +10,7 @@ ones, and broadcasts the masks. A mask is no part of what is averaged or saved.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +21,8 @@ from fl_lightning.models.adapters.layer import AdaptedLinear
 
 FACTOR_STD = 0.02
 SMOOTHING = 0.85
+PARTS = ("lora_A", "lora_E", "lora_B")
+"""Names of Q, lambda and P."""
 
 
 class AdaLoRALinear(AdaptedLinear):
@@ -76,6 +78,33 @@ def adalora_layers(network: nn.Module) -> dict[str, AdaLoRALinear]:
     return {name: module for name, module in network.named_modules() if isinstance(module, AdaLoRALinear)}
 
 
+def factor_names(names: Iterable[str]) -> dict[str, tuple[str, str, str]]:
+    """Return the names of Q ``[r, in]``, lambda ``[r, 1]`` and P ``[out, r]`` of each layer with AdaLoRA, by
+    the layer's name, in the order in which they are given. They are found by their names, peft's too.
+
+    Args:
+        names: of parameters.
+
+    >>> factor_names(["up.bias", "up.lora_A.default", "up.lora_E.default", "up.lora_B.default"])
+    {'up': ('up.lora_A.default', 'up.lora_E.default', 'up.lora_B.default')}
+    """
+    found = {}
+    for name in names:
+        layer, scales, rest = name.rpartition("lora_E")
+        if scales:
+            found[layer[:-1]] = (f"{layer}lora_A{rest}", name, f"{layer}lora_B{rest}")
+    return found
+
+
+def _factors(network: nn.Module) -> dict[str, dict[str, nn.Parameter]]:
+    """Return the trained parameters lora_A, lora_E and lora_B of each layer, by its name."""
+    parameters = dict(network.named_parameters())
+    return {
+        layer: {part: parameters[name] for part, name in zip(PARTS, names, strict=True)}
+        for layer, names in factor_names(parameters).items()
+    }
+
+
 def orthogonality(network: nn.Module) -> Tensor:
     """Return the regulariser that keeps directions apart, the sum over layers of
     ``|P^T P - I|^2 + |Q Q^T - I|^2`` in Frobenius' norm, a scalar.
@@ -83,7 +112,7 @@ def orthogonality(network: nn.Module) -> Tensor:
     Raises:
         InputError: the network has no layer with AdaLoRA.
     """
-    layers = adalora_layers(network).values()
+    layers = _factors(network).values()
     require(
         layers,
         f"{type(network).__name__} without AdaLoRA",
@@ -91,10 +120,11 @@ def orthogonality(network: nn.Module) -> Tensor:
         "write adapter adalora",
     )
     terms = []
-    for layer in layers:
-        eye = torch.eye(len(layer.lora_A), device=layer.lora_A.device, dtype=layer.lora_A.dtype)
-        terms.append((layer.lora_B.mT @ layer.lora_B - eye).square().sum())
-        terms.append((layer.lora_A @ layer.lora_A.mT - eye).square().sum())
+    for factor in layers:
+        q, p = factor["lora_A"], factor["lora_B"]
+        eye = torch.eye(len(q), device=q.device, dtype=q.dtype)
+        terms.append((p.mT @ p - eye).square().sum())
+        terms.append((q @ q.mT - eye).square().sum())
     return torch.stack(terms).sum()
 
 
@@ -126,9 +156,8 @@ class Importance:
         Raises:
             MisuseError: a factor has no gradient.
         """
-        for name, layer in adalora_layers(network).items():
-            for part in ("lora_A", "lora_E", "lora_B"):
-                weight: Tensor = getattr(layer, part)
+        for name, factor in _factors(network).items():
+            for part, weight in factor.items():
                 if weight.grad is None:
                     raise MisuseError(
                         f"{name}.{part} without a gradient",
