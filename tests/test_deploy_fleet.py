@@ -1,13 +1,15 @@
-"""When a node that was not let in tries again, and when it ends; without Flower."""
+"""What is done about a SuperLink that lets nobody in, takes no run or goes away; without Flower."""
 
 from __future__ import annotations
 
+import subprocess
 from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 
-from fl_lightning.deploy import fleet
-from fl_lightning.errors import RunStopped
+from fl_lightning.deploy import fleet, launch
+from fl_lightning.errors import InputError, RunStopped
 
 
 @pytest.fixture
@@ -69,3 +71,24 @@ def test_a_signal_ends_a_node_that_is_connected(attempts, tmp_path, monkeypatch)
     with pytest.raises(SystemExit):
         serve(attempts, tmp_path, None)
     assert len(attempts) == 1
+
+
+@pytest.mark.parametrize(
+    ("written", "error", "says"),
+    [
+        ((), InputError, "it did not take the run"),
+        (("begun",), RunStopped, "went away during the run.*continue with --ckpt_path"),
+    ],
+)
+def test_a_superlink_that_went_away_is_told_from_one_that_took_no_run(
+    written, error, says, tmp_path, monkeypatch
+):
+    def run(words: list[str], **settings: object) -> subprocess.CompletedProcess:
+        assert words[:3] == ["flwr", "run", str(tmp_path / "app")]
+        for name in written:
+            Path(tmp_path, name).touch()
+        return subprocess.CompletedProcess(words, 1)
+
+    monkeypatch.setattr(launch.subprocess, "run", run)
+    with pytest.raises(error, match=says):
+        launch.flwr_run(tmp_path, "127.0.0.1:1", None)

@@ -254,7 +254,8 @@ def test_a_superlink_that_is_killed_costs_nothing(superlink, tmp_path):
     programs[0].kill()
     programs[0].wait()
     run = checkpoints[0].parent.parent
-    assert finish(first, tmp_path / "deploy.log") != 0
+    assert finish(first, tmp_path / "deploy.log") == 1
+    assert f"the SuperLink at {address} went away during the run" in (tmp_path / "deploy.log").read_text()
     rounds = len((run / "metrics.csv").read_text().splitlines()) - 1
     programs[0] = start_superlink(tmp_path, address)
     for number in range(2):

@@ -1,8 +1,8 @@
 """A deployment as a folder: what the command hands to the ServerApp, and what comes back.
 
 ``job.json`` has the folder to work in, the arguments of ``fit``, the rules of rounds and the command line;
-``run.yaml`` the whole configuration; ``outcome.json`` is written at the end. The folder stays on the server's
-machine: Flower is given its path alone.
+``run.yaml`` the whole configuration; ``begun`` is there once the server's half runs; ``outcome.json`` is
+written at the end. The folder stays on the server's machine: Flower is given its path alone.
 """
 
 from __future__ import annotations
@@ -52,6 +52,7 @@ def run_job(folder: Path, transport: Transport) -> None:
     Raises:
         RuntimeError: it failed, so that Flower knows it too.
     """
+    (folder / "begun").touch()
     job = json.loads((folder / "job.json").read_text())
     os.chdir(job["directory"])
     sys.path.append(job["directory"])

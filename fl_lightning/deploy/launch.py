@@ -258,6 +258,7 @@ def flwr_run(folder: Path, address: str, root_certificates: str | None) -> None:
 
     Raises:
         InputError: the SuperLink does not take it.
+        RunStopped: the SuperLink went away before the run had an outcome.
     """
     require_tls(address, root_certificates, "--deploy.root_certificates")
     check_handshake(address, root_certificates, "--deploy.root_certificates")
@@ -274,6 +275,12 @@ def flwr_run(folder: Path, address: str, root_certificates: str | None) -> None:
     words = ["flwr", "run", str(app), "deployment", "--stream"]
     done = subprocess.run(words, env=environment(home), check=False)
     if done.returncode and not (folder / "outcome.json").exists():
+        if (folder / "begun").exists():
+            raise RunStopped(
+                f"the SuperLink at {address} went away during the run",
+                "the server's half of a run ends with its SuperLink",
+                "start it again, then continue with --ckpt_path",
+            )
         raise InputError(
             f"--deploy.superlink {address}",
             "it did not take the run; its answer is above",
