@@ -267,6 +267,27 @@ def test_a_superlink_that_is_killed_costs_nothing(superlink, tmp_path):
     assert metadata_in(tmp_path / "deployed")["weights_sha256"] == simulated(tmp_path)["weights_sha256"]
 
 
+def test_a_superlink_that_forgot_its_nodes_lets_them_in_anew(tmp_path):
+    """It is killed and started again without a database. Flower would end a node that is not known, by a
+    signal to itself."""
+    port = free_port()
+    words = ["flower-superlink", "--insecure", "--host", "127.0.0.1", "--port", port]
+    words += ["--disable-runtime-dependency-installation"]
+    programs = [program(*words, cwd=tmp_path, log=tmp_path / "superlink.log")]
+    node = ["node", "--superlink", f"127.0.0.1:{port}", "--folder", "node"]
+    try:
+        programs.append(ours(*node, cwd=tmp_path, log="n.log"))
+        wait_for(tmp_path / "n.log", "as SuperNode")
+        programs[0].kill()
+        programs[0].wait()
+        programs[0] = program(*words, cwd=tmp_path, log=tmp_path / "superlink.log")
+        wait_for(tmp_path / "n.log", "connection lost; trying again")
+        wait_for(tmp_path / "n.log", "as SuperNode", times=2)
+        assert programs[1].poll() is None
+    finally:
+        end(programs)
+
+
 def test_a_node_that_is_killed_and_started_again_has_what_its_clients_kept(superlink, tmp_path):
     """Clients of FedKD keep a network of their own. The second node is killed after round 1 and started again
     on its folder; how many rounds it misses depends on when, and the ledger says it."""
@@ -373,9 +394,9 @@ def test_four_nodes_with_data_of_their_own_give_the_weights_of_one_data_module_w
     assert sorted(found["deployment"]["nodes"].values()) == [[0], [1], [2], [3]]
 
 
-def wait_for(path: Path, text: str, seconds: float = 300.0) -> None:
+def wait_for(path: Path, text: str, seconds: float = 300.0, times: int = 1) -> None:
     ends = time.monotonic() + seconds
-    while not (path.exists() and text in path.read_text()):
+    while not (path.exists() and path.read_text().count(text) >= times):
         assert time.monotonic() < ends, f"{text!r} never came:\n{path.read_text() if path.exists() else ''}"
         time.sleep(0.05)
 

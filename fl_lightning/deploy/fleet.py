@@ -19,6 +19,7 @@ from contextlib import AbstractContextManager
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NoReturn
 
 from fl_lightning.deploy.flower import PART_WAITS, packed, unpacked
@@ -54,8 +55,8 @@ def serve(
 ) -> None:
     """Answer the messages of a SuperLink until ``goes_on`` says otherwise; it is asked before each look.
 
-    A SuperLink that goes away is waited for: once it is back, the node is there again. So is a place that a
-    node with the same key has not left yet.
+    A SuperLink that goes away is waited for: once it is back, the node is there again, as a new one if it has
+    been forgotten. So is a place that a node with the same key has not left yet.
 
     Args:
         address: host and port of the SuperLink.
@@ -97,6 +98,7 @@ def _connector(
     address: str, root_certificates: str | None, private_key: str | None
 ) -> Callable[[], AbstractContextManager[tuple[Any, ...]]]:
     try:
+        from flwr.supercore.retry import http_retry
         from flwr.supernode import fleet_http_connection
         from flwr.supernode.fleet_http_connection import http_request_response
     except ImportError:
@@ -106,6 +108,9 @@ def _connector(
             "write --connection supernode, or install flwr 1.41",
         ) from None
     fleet_http_connection.flwr_exit = _refuse
+    # of ``os`` both use getpid and kill alone, to end a process that a SuperLink does not know (any more)
+    http_retry.os = SimpleNamespace(getpid=os.getpid, kill=_forgotten)
+    fleet_http_connection.os = SimpleNamespace(getpid=os.getpid, kill=_end_heartbeats)
     keys = None if private_key is None else _keys(Path(private_key))
     return partial(http_request_response, address, root_certificates is None, root_certificates, keys)
 
@@ -117,6 +122,22 @@ def _refuse(code: int, message: str = "", **details: Any) -> NoReturn:
         NotLetInError: always.
     """
     raise NotLetInError(" ".join(f"{message} exit code {code} of Flower".split()))
+
+
+def _forgotten(pid: int, number: int) -> NoReturn:
+    """Stand in for the signal with which Flower ends a process that its SuperLink does not know any more, so
+    that the node connects anew: a SuperLink that was started without its database knows no node.
+
+    Raises:
+        NotLetInError: always.
+    """
+    raise NotLetInError("the SuperLink does not know this node any more")
+
+
+def _end_heartbeats(pid: int, number: int) -> NoReturn:
+    """Stand in for the same signal in the thread of heartbeats, which ends; the next look for work finds the
+    same."""
+    raise SystemExit
 
 
 def _keys(path: Path) -> tuple[Any, Any]:
