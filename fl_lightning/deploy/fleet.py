@@ -76,6 +76,7 @@ def serve(
     connected, started = False, time.monotonic()
     while goes_on():
         check_handshake(address, root_certificates, "--root_certificates")
+        why = "connection lost"
         try:
             with connect() as calls:
                 log.info("node %s is connected to %s as SuperNode %s", name, address, calls[0])
@@ -89,8 +90,9 @@ def serve(
                     "it must run there, and know this node's key where it asks for keys",
                     "put that right, and start the node again",
                 ) from None
+            why = f"not let in yet ({error})"
         if goes_on():
-            log.warning("%s: %s; trying again", address, "connection lost" if connected else "not let in yet")
+            log.warning("%s: %s; trying again", address, why)
             time.sleep(RECONNECT_SECONDS)
 
 
