@@ -7,12 +7,15 @@ The reference of rounds in which a node dies is the simulation whose stressor ha
 from __future__ import annotations
 
 import csv
+import importlib.util
 from pathlib import Path
 
 import numpy as np
 import pytest
 from scipy import stats
-from test_deploy import ALL, command_line, deployed, nodes_in, simulated, weights
+from test_deploy import ALL, COMMON, ROOT, command_line, deployed, nodes_in, simulated, weights
+from test_deploy_flower import finish, metadata_in, ours
+from test_deploy_flower import simulated as simulated_by_command
 from test_deploy_secure import Leave, Mortal
 
 from fl_lightning import rng
@@ -210,6 +213,23 @@ def test_what_a_private_deployment_cannot_do_is_refused(tmp_path):
     fed.method.__class__ = Other
     with pytest.raises(InputError, match="override starts of Other, as addends is"):
         check_private(fed)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+@pytest.mark.skipif(importlib.util.find_spec("flwr") is None, reason="flwr is not installed")
+def test_through_flower_bytes_and_epsilon_are_those_of_the_simulation_and_weights_are_not(tmp_path):
+    words = ["--config", str(ROOT / "configs" / "fedavg.yaml"), *COMMON, *SMALL, SHARES, SECURE]
+    words += ["--trainer.participation=1.0"]
+    deploy = ["deploy", *words, "--trainer.default_root_dir=deployed", "--deploy.local_nodes=2"]
+    process, log = ours(*deploy, cwd=tmp_path, log="deploy.log"), tmp_path / "deploy.log"
+    assert finish(process, log) == 0, log.read_text()
+    expected = simulated_by_command(tmp_path, words)
+    here, there = tmp_path / "deployed", tmp_path / "simulated"
+    assert rows(here, "ledger") == rows(there, "ledger")
+    assert column(here, "privacy/epsilon") == column(there, "privacy/epsilon")
+    assert metadata_in(here)["weights_sha256"] != expected["weights_sha256"]
+    assert "no seed tells them" in next(here.glob("*/*/run.log")).read_text()
 
 
 # Draws of the operating system

@@ -16,6 +16,7 @@ from fl_lightning.deploy.job import outcome_of, write_job
 from fl_lightning.deploy.node import Node, NodeSettings
 from fl_lightning.deploy.own_data import OwnData, stand_in
 from fl_lightning.deploy.roster import RoundRules
+from fl_lightning.deploy.simulated import require_ray, run_words
 from fl_lightning.errors import InputError, RunStopped, require, require_choice
 
 log = logging.getLogger("fl_lightning")
@@ -31,7 +32,10 @@ class Deployment:
             TLS, which is allowed on 127.0.0.1 alone.
         local_nodes: to try out: start a SuperLink on a free port and so many nodes on this machine, and stop
             them at the end; 0: they are running already.
-        min_nodes: nodes that a round begins with, at least 1. Default: all of ``local_nodes``, or 1.
+        simulation: to try out: start a SuperLink here whose nodes are so many simulated ones in Flower's own
+            simulation engine, which needs Ray; 0: nodes are processes.
+        min_nodes: nodes that a round begins with, at least 1. Default: all of ``local_nodes`` or
+            ``simulation``, or 1.
         wait_seconds: seconds that a round waits for so many nodes, and that a check of a node may take.
         round_seconds: seconds after which a round goes on without the clients that have not answered.
         own_data: whether the clients are those of the nodes' own data (``node --data``), with which the
@@ -42,10 +46,16 @@ class Deployment:
     superlink: str = launch.SUPERLINK
     root_certificates: str | None = None
     local_nodes: int = 0
+    simulation: int = 0
     min_nodes: int | None = None
     wait_seconds: float = 300.0
     round_seconds: float = 600.0
     own_data: bool = False
+
+    @property
+    def started_nodes(self) -> int:
+        """How many nodes are started here, as processes or simulated."""
+        return self.local_nodes + self.simulation
 
     def rules(self) -> RoundRules:
         """Return how long a round waits.
@@ -53,7 +63,7 @@ class Deployment:
         Raises:
             InputError: one of the numbers is out of its range.
         """
-        min_nodes = max(1, self.local_nodes) if self.min_nodes is None else self.min_nodes
+        min_nodes = max(1, self.started_nodes) if self.min_nodes is None else self.min_nodes
         return RoundRules(min_nodes, self.wait_seconds, self.round_seconds)
 
 
@@ -69,16 +79,21 @@ def deploy(cli: Any) -> None:
     """
     launch.require_flower()
     settings: Deployment = cli.config_init["deploy"]
-    require(
-        settings.local_nodes >= 0,
-        f"--deploy.local_nodes {settings.local_nodes}",
-        "it is a number of nodes",
-        "write 0 for none",
-    )
+    for name in ("local_nodes", "simulation"):
+        number = getattr(settings, name)
+        require(number >= 0, f"--deploy.{name} {number}", "it is a number of nodes", "write 0 for none")
+    if settings.simulation:
+        require_ray()
+        require(
+            not settings.local_nodes,
+            f"--deploy.simulation {settings.simulation} with local_nodes {settings.local_nodes}",
+            "nodes are simulated or processes",
+            "leave one of them out",
+        )
     rules = settings.rules()
     require(
-        not (settings.own_data and settings.local_nodes),
-        "--deploy.own_data with --deploy.local_nodes",
+        not (settings.own_data and settings.started_nodes),
+        "--deploy.own_data with --deploy.local_nodes or --deploy.simulation",
         "nodes that are started here have no data of their own",
         "start them with: python -m fl_lightning node --data FOLDER",
     )
@@ -91,18 +106,21 @@ def deploy(cli: Any) -> None:
     try:
         words = ["python", "-m", "fl_lightning", "deploy", *cli.typed]
         ckpt_path, own_data = cli.config_init["ckpt_path"], settings.own_data
-        write_job(folder, cli.config_text, rules, ckpt_path, words, own_data=own_data)
+        nodes = Path(cli.trainer.root).absolute() / "nodes"
+        write_job(folder, cli.config_text, rules, ckpt_path, words, nodes=nodes, own_data=own_data)
         with launch.Started() as started:
-            address = settings.superlink
-            if settings.local_nodes:
-                nodes = Path(cli.trainer.root).absolute() / "nodes"
+            address, more = settings.superlink, []
+            if settings.simulation:
+                address = launch.start_superlink(started, nodes / "superlink", "--simulation")
+                more = run_words(settings.simulation, one_worker=cli.trainer.secure_sum is not None)
+            elif settings.local_nodes:
                 address = launch.start_superlink(started, nodes / "superlink")
                 for number in range(settings.local_nodes):
                     launch.start_node(started, address, nodes / f"node{number}", number, settings.local_nodes)
-            launch.flwr_run(folder, address, settings.root_certificates)
+            launch.flwr_run(folder, address, settings.root_certificates, *more)
         outcome = outcome_of(folder)
     except KeyboardInterrupt:
-        goes_on = not settings.local_nodes
+        goes_on = not settings.started_nodes
         if goes_on:
             log.warning("the run goes on at %s; flwr list names it, flwr stop ends it", settings.superlink)
         raise

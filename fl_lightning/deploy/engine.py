@@ -88,10 +88,10 @@ class RemoteEngine(Engine):
         check_deployable(self.fed)
         if self.fed.secure_sum is not None:
             log.info("secure_sum: keys are drawn by the nodes' operating systems, anew in each round")
-        self.roster.gather()
+        self.roster.gather(first=True)
         if self.roster.refused:
-            node, reason = next(iter(self.roster.refused.items()))
-            raise InputError(f"node {node}", reason, "put that right, or leave the node out")
+            name, reason = next(iter(self.roster.refused.values()))
+            raise InputError(f"node {name}", reason, "put that right, or leave the node out")
         missing = sorted({int(id) for id in self.fed.data.active} - self.roster.node_of.keys())
         if missing:
             log.warning(
@@ -106,12 +106,16 @@ class RemoteEngine(Engine):
         messages = self._messages(tasks)
         found: dict[int, ClientResult] = {}
         by_id = {task.client.id: task for task in tasks}
-        started = time.monotonic()
+        silent, started = set(messages), time.monotonic()
         for node, answer in self.mail.exchange(messages, self.rules.round_seconds):
+            silent.discard(node)
             self.mail.traffic.answers += 1
             self.mail.traffic.beside_training += max(0.0, time.monotonic() - started - seconds_of(answer))
             for result in self._results(node, answer, by_id):
                 found[result.client.id] = result
+        for node in sorted(silent):
+            name = self.roster.name(node)
+            log.warning("round %d: no answer of node %s: its clients count as dropped", tasks[0].round, name)
         for task in tasks:
             id = task.client.id
             if id in found:

@@ -4,7 +4,8 @@ Flower (``flwr``, the extra ``deploy``) is imported by this file and :mod:`fl_li
 and only when an app is asked for or a node connects.
 
 The ClientApp is for nodes behind a SuperNode of Flower. It is a process per message, which Flower starts: it
-hands the message to the node's own process, which stays, and so starts no torch.
+hands the message to the node's own process, which stays, and so starts no torch. In Flower's own simulation
+it is the node (:mod:`fl_lightning.deploy.simulated`).
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from fl_lightning.deploy import sockets
+from fl_lightning.deploy import simulated, sockets
 from fl_lightning.deploy.messages import pieces, refusal
 
 log = logging.getLogger("fl_lightning")
@@ -30,7 +31,7 @@ POLL_SECONDS = 0.05  # between looks for answers
 PART_WAITS = {"initial_backoff": 0.05, "backoff_cap": 0.5}
 """Seconds between looks for a part of a message that is on its way; Flower waits 1, 2, 4 ... seconds."""
 NODE_SECONDS = 43_200.0  # that a node may take for an answer; Flower keeps messages as long
-MIN_TTL_SECONDS = 60.0  # of a message; Flower's clocks may differ by some
+EXTRA_SECONDS = 60.0  # that a message lives longer than its answer is waited for; clocks may differ by some
 
 
 def __getattr__(name: str) -> Any:
@@ -68,7 +69,7 @@ def _client_app() -> Any:
 
     @client_app.train()
     def bring(message: Any, context: Any) -> Any:
-        return Message(packed(_answer(unpacked(message.content), context.node_config)), reply_to=message)
+        return Message(packed(_answer(unpacked(message.content), context)), reply_to=message)
 
     return client_app
 
@@ -94,12 +95,17 @@ def unpacked(content: Any) -> bytes:
     return b"".join(content[f"{RECORD}.{number}"][ENTRY] for number in range(len(content)))
 
 
-def _answer(message: bytes, config: Mapping[str, Any]) -> bytes:
+def _answer(message: bytes, context: Any) -> bytes:
     """Return the node's answer.
 
     Args:
-        config: the ``--node-config`` of the SuperNode: ``socket``, where the node's process listens.
+        context: Flower's; its ``node_config`` has the ``socket`` where the node's process listens, or of a
+            simulated node its number.
     """
+    config = context.node_config
+    if simulated.in_worker():
+        job, number, of = context.run_config["job"], config["partition-id"], config["num-partitions"]
+        return simulated.answer(message, Path(str(job)), int(number), int(of))
     path = config.get("socket")
     if path is None:
         return refusal("this SuperNode has no socket in its --node-config; start it with fl_lightning node")
@@ -130,8 +136,8 @@ class GridTransport:
         ends = time.monotonic() + timeout
         waiting: dict[str, str] = {}
         # Flower drops what is older than its time to live: no node trains what nobody waits for any more
-        live = max(timeout, MIN_TTL_SECONDS)
-        sent = [Message(packed(data), int(node), MESSAGE_TYPE, ttl=live) for node, data in messages.items()]
+        ttl = timeout + EXTRA_SECONDS
+        sent = [Message(packed(data), int(node), MESSAGE_TYPE, ttl=ttl) for node, data in messages.items()]
         for node, id in zip(messages, self.grid.push_messages(sent), strict=True):
             if id:
                 waiting[id] = node

@@ -1,8 +1,9 @@
 """A deployment as a folder: what the command hands to the ServerApp, and what comes back.
 
-``job.json`` has the folder to work in, the arguments of ``fit``, the rules of rounds and the command line;
-``run.yaml`` the whole configuration; ``begun`` is there once the server's half runs; ``outcome.json`` is
-written at the end. The folder stays on the server's machine: Flower is given its path alone.
+``job.json`` has the folder to work in, that of nodes on this machine, the arguments of ``fit``, the rules of
+rounds and the command line; ``run.yaml`` the whole configuration; ``begun`` is there once the server's half
+runs; ``outcome.json`` is written at the end. The folder stays on the server's machine: Flower is given its
+path alone.
 """
 
 from __future__ import annotations
@@ -32,11 +33,17 @@ def write_job(
     ckpt_path: str | None,
     command_line: Sequence[str],
     *,
+    nodes: Path,
     own_data: bool = False,
 ) -> None:
-    """Write the files of a deployment that begins in the working directory of this process."""
+    """Write the files of a deployment that begins in the working directory of this process.
+
+    Args:
+        nodes: folder of the nodes that run on this machine, where some do.
+    """
     job = {
         "directory": os.getcwd(),
+        "nodes": str(nodes),
         "ckpt_path": ckpt_path,
         "rules": asdict(rules),
         "own_data": own_data,

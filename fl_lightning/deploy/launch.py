@@ -111,6 +111,9 @@ def environment(home: Path) -> dict[str, str]:
         "FLWR_HOME": str(home),
         "FLWR_TELEMETRY_ENABLED": "0",
         "FLWR_SUPEREXEC_TASK_POLL_INTERVAL": str(POLL_SECONDS),
+        # for Ray, in Flower's simulation engine: its address is 127.0.0.1, and it does not report its use
+        "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
+        "RAY_USAGE_STATS_ENABLED": "0",
         "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")]),
     }
 
@@ -205,11 +208,12 @@ def socket_for(folder: Path) -> Iterator[Path]:
             yield Path(short) / "node.sock"
 
 
-def start_superlink(started: Started, folder: Path) -> str:
+def start_superlink(started: Started, folder: Path, *more: str) -> str:
     """Start a SuperLink on a free port of 127.0.0.1, wait until it listens, and return its address.
 
     Args:
         folder: where its own files and its log are.
+        more: arguments of ``flower-superlink``.
 
     Raises:
         RunStopped: it did not start.
@@ -218,7 +222,7 @@ def start_superlink(started: Started, folder: Path) -> str:
     folder.mkdir(parents=True, exist_ok=True)
     output = folder / "superlink.log"
     words = ["flower-superlink", "--insecure", "--host", "127.0.0.1", "--port", str(port)]
-    words += ["--disable-runtime-dependency-installation"]
+    words += ["--disable-runtime-dependency-installation", *more]
     program = started.start(words, folder / "flower", output)
     ends = time.monotonic() + START_SECONDS
     while time.monotonic() < ends and program.poll() is None:
@@ -253,8 +257,11 @@ def start_supernode(
     return started.start(words, settings.folder / "flower")
 
 
-def flwr_run(folder: Path, address: str, root_certificates: str | None) -> None:
+def flwr_run(folder: Path, address: str, root_certificates: str | None, *more: str) -> None:
     """Start the run of a job on a SuperLink and show its log until it ends.
+
+    Args:
+        more: arguments of ``flwr run``.
 
     Raises:
         InputError: the SuperLink does not take it.
@@ -272,7 +279,7 @@ def flwr_run(folder: Path, address: str, root_certificates: str | None) -> None:
         else f'root-certificates = "{Path(root_certificates).absolute()}"'
     )
     (home / "config.toml").write_text(f'[superlink.deployment]\naddress = "{address}"\n{security}\n')
-    words = ["flwr", "run", str(app), "deployment", "--stream"]
+    words = ["flwr", "run", str(app), "deployment", "--stream", *more]
     done = subprocess.run(words, env=environment(home), check=False)
     if done.returncode and not (folder / "outcome.json").exists():
         if (folder / "begun").exists():

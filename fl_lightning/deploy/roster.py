@@ -60,7 +60,7 @@ class Roster:
         self.names: dict[str, str] = {}  # of the nodes that take part, by key
         self.node_of: dict[int, str] = {}  # key of the node that has a client
         self.uids: dict[str, str] = {}
-        self.refused: dict[str, str] = {}  # reasons, by key
+        self.refused: dict[str, tuple[str, str]] = {}  # names and reasons, by key
         self.left_out: set[str] = set()  # connections that were replaced, or did not answer a check
 
     def name(self, node: str) -> str:
@@ -74,8 +74,11 @@ class Roster:
             found.setdefault(f"{self.names[node]} ({node})", []).append(id)
         return found
 
-    def gather(self) -> None:
+    def gather(self, *, first: bool = False) -> None:
         """Wait until enough nodes that fit the run are connected.
+
+        Args:
+            first: the run has not begun, and a node that does not fit ends the wait.
 
         Raises:
             RunStopped: they were not in time.
@@ -87,10 +90,10 @@ class Roster:
                 self.forget(node)
             self.left_out &= here
             self._check(sorted(here - self.names.keys() - self.refused.keys() - self.left_out))
-            if len(self.names) >= self.rules.min_nodes or (self.refused and not self.names):
+            if len(self.names) >= self.rules.min_nodes or (self.refused and (first or not self.names)):
                 break
             if time.monotonic() >= ends:
-                refused = "".join(f"; {node}: {reason}" for node, reason in self.refused.items())
+                refused = "".join(f"; node {name}: {reason}" for name, reason in self.refused.values())
                 raise RunStopped(
                     f"{len(self.names)} nodes are connected that fit the run{refused}",
                     f"a round begins with {self.rules.min_nodes}, for which it waits "
@@ -111,7 +114,7 @@ class Roster:
                 self.left_out.add(before)
             reason = self._misfit(answer)
             if reason:
-                self.refused[node] = reason
+                self.refused[node] = name, reason
                 log.error("node %s (%s) is refused: %s", name, node, reason)
                 continue
             self.names[node], self.uids[node] = name, uid

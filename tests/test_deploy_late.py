@@ -1,0 +1,82 @@
+"""Nodes that are late or have damaged data, through Flower on loopback with processes of their own."""
+
+from __future__ import annotations
+
+import csv
+import importlib.util
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+from test_deploy import ALL, COMMON, Drop
+from test_deploy import simulated as simulated_here
+from test_deploy_flower import SMALL, finish, metadata_in, node_words, ours, program, superlink, wait_for  # noqa: F401
+from test_image_folder import damaged, write
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.timeout(1800),
+    pytest.mark.skipif(importlib.util.find_spec("flwr") is None, reason="flwr is not installed"),
+]
+ROOT = Path(__file__).parent.parent
+
+
+def start_nodes(address: str, folder: Path, programs: list, *second: object) -> None:
+    programs.append(ours(*node_words(address, folder, 0, 2), cwd=folder, log="n0.log"))
+    programs.append(program(sys.executable, *second, cwd=folder, log=folder / "n1.log"))
+    for number in range(2):
+        wait_for(folder / f"n{number}.log", "as SuperNode")
+
+
+def deploy_words(address: str, *words: object) -> list[object]:
+    words = (*words, "--trainer.default_root_dir=deployed", f"--deploy.superlink={address}")
+    return ["deploy", *words, "--deploy.root_certificates=certs/ca.crt", "--deploy.min_nodes=2"]
+
+
+def test_a_node_that_is_late_is_dropped_and_takes_part_in_the_next_round(superlink, tmp_path):  # noqa: F811
+    """Its clients were trained in round 2 and wrote what they keep. The answer is sent when round 2 is done, and
+    in round 3 they start from round 1, as in a simulation that drops them in round 2."""
+    address, programs = superlink
+    go = tmp_path / "go"
+    words = [ROOT / "tests" / "slow_node.py", address, "node1", 1, 2, "certs/ca.crt", "certs/node1", go]
+    start_nodes(address, tmp_path, programs, *words)
+    run = ["--config", ROOT / "configs" / "fedkd.yaml", *COMMON, *ALL, "--deploy.round_seconds=60"]
+    process, log = ours(*deploy_words(address, *run), cwd=tmp_path, log="deploy.log"), tmp_path / "deploy.log"
+    programs.append(process)
+    wait_for(log, "no answer of node slow")
+    go.touch()
+    assert finish(process, log) == 0, log.read_text()[-5000:]
+    found = metadata_in(tmp_path / "deployed")
+    assert found["weights_sha256"] == simulated_here("fedkd", tmp_path, *ALL, drop=Drop(2, (1, 3)))
+    (ledger,) = (tmp_path / "deployed").glob("*/*/ledger.csv")
+    late = [row for row in csv.DictReader(ledger.read_text().splitlines()) if row["status"] == "dropped"]
+    assert [(row["round"], row["client"]) for row in late] == [("2", "1"), ("2", "3")]
+    assert all(int(row["download"]) > 1000 and row["upload"] == "0" for row in late)
+    assert sorted(found["deployment"]["nodes"].values()) == [[0, 2], [1, 3]]
+
+
+def test_a_node_with_damaged_data_is_refused_by_name(superlink, tmp_path):  # noqa: F811
+    """Its folder has an image that is cut off. The others' run is not begun with wrong data, nor stopped in
+    the middle; it is refused before anything is created."""
+    address, programs = superlink
+    write(tmp_path / "images")
+    damaged(tmp_path / "own")
+    overlay = tmp_path / "own.yaml"
+    overlay.write_text(yaml.safe_dump({"data": {"init_args": {"train": str(tmp_path / "own")}}}))
+    words = ["-m", "fl_lightning", *node_words(address, tmp_path, 1, 2), f'--overlays=["{overlay}"]']
+    start_nodes(address, tmp_path, programs, *words)
+    data = [
+        "--data=ImageFolder",
+        f"--data.train={tmp_path / 'images'}",
+        "--data.size=20",
+        "--data.partition=IID",
+    ]
+    deploy = deploy_words(address, "--config", ROOT / "configs" / "fedavg.yaml", *data, *SMALL)
+    process, log = ours(*deploy, cwd=tmp_path, log="deploy.log"), tmp_path / "deploy.log"
+    programs.append(process)
+    assert finish(process, log) == 2, log.read_text()[-5000:]
+    said = " ".join(log.read_text().split())
+    assert "fl_lightning: error: node n1; " in said
+    assert "003.png; it is no image or damaged" in said
+    assert not (tmp_path / "deployed").exists()
