@@ -245,17 +245,20 @@ def test_a_node_that_is_killed_in_mid_round_costs_its_clients_that_round(tmp_pat
 
 
 def test_a_node_that_does_not_fit_is_refused_by_name_and_nothing_is_created(tmp_path):
+    """Of the two nodes that a round begins with the other one fits; nobody waits for a third."""
+
     def other(path: Path):
         fed = builder()(path)
         fed.data.num_classes = 11
         fed.method.server["weights"] = fed.method.server["weights"][1:]
         return fed
 
-    transport = InProcess(nodes_in(tmp_path, 1, build=lambda: other))
+    nodes = nodes_in(tmp_path)
+    nodes["node0"].build = other
     with pytest.raises(
-        InputError, match=r"node node0; number of classes: 11 there, 10 here; shape of server.weights"
+        InputError, match=r"node n0; number of classes: 11 there, 10 here; shape of server.weights"
     ):
-        deployed("fedavg", tmp_path, transport)
+        deployed("fedavg", tmp_path, InProcess(nodes), rules=replace(RULES, min_nodes=2))
     assert not (tmp_path / "deployed").exists()
 
 

@@ -20,7 +20,7 @@ from fl_lightning.errors import InputError
 @pytest.mark.timeout(1800)
 @pytest.mark.skipif(
     not (importlib.util.find_spec("flwr") and importlib.util.find_spec("ray")),
-    reason="flwr[simulation] is not installed",
+    reason="Flower's simulation engine is not installed: pip install 'flwr[simulation]'",
 )
 @pytest.mark.parametrize("more", [[], ["--trainer.secure_sum={threshold: 0.6}"]], ids=["plain", "secure"])
 def test_simulated_nodes_give_the_weights_of_the_simulation(more, tmp_path):
