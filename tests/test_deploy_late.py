@@ -35,8 +35,8 @@ def deploy_words(address: str, *words: object) -> list[object]:
 
 
 def test_a_node_that_is_late_is_dropped_and_takes_part_in_the_next_round(superlink, tmp_path):  # noqa: F811
-    """Its clients were trained in round 2 and wrote what they keep. The answer is sent when round 2 is done, and
-    in round 3 they start from round 1, as in a simulation that drops them in round 2."""
+    """Its clients were trained in round 2 and wrote what they keep. The answer is sent when round 2 is done,
+    and in round 3 they start from round 1, as in a simulation that drops them in round 2."""
     address, programs = superlink
     go = tmp_path / "go"
     words = [ROOT / "tests" / "slow_node.py", address, "node1", 1, 2, "certs/ca.crt", "certs/node1", go]
