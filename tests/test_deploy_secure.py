@@ -278,7 +278,7 @@ def test_a_node_whose_owner_wants_secure_sums_refuses_a_plain_run(tmp_path):
     overlay = tmp_path / "overlay.yaml"
     overlay.write_text("trainer: {secure_sum: {threshold: 0.8}}\n")
     node = Node(NodeSettings(tmp_path / "node0", name="n0"), builder([overlay]))
-    with pytest.raises(InputError, match=r"node node0; secure sum: .*'threshold': 0.8.* there, None here"):
+    with pytest.raises(InputError, match=r"node n0; secure sum: .*'threshold': 0.8.* there, None here"):
         deployed("fedavg", tmp_path, InProcess({"node0": node}))
 
 
