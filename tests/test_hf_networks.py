@@ -20,7 +20,7 @@ from fl_lightning.energy import (
     TABSController,
 )
 from fl_lightning.errors import InputError, MisuseError
-from fl_lightning.methods import AQFL, FedAvg, FedMPQ
+from fl_lightning.methods import AQFL, FedAdaLoRA, FedAvg, FedMPQ
 from fl_lightning.methods.budgets.device import Device
 from fl_lightning.methods.budgets.network import BudgetedNetwork
 from fl_lightning.models import build_network
@@ -327,6 +327,18 @@ def test_the_adapters_of_gpt2_are_quantised(gpt2: Path, tmp_path: Path):
     made = fit(method, tmp_path, answers_of_bytes()).method
     assert len(made.codec.names) == 8
     assert not made.codec.rest.size
+
+
+def test_directions_of_pefts_adalora_are_dropped(gpt2: Path, tmp_path: Path):
+    network = partial(hf.TransformersLM, name=str(gpt2), rank=3, adapter="adalora")
+    method = FedAdaLoRA(network=network, optimizer=adam(), final_rank=1.0, warmup=0, fall=1)
+    made = fit(method, tmp_path, answers_of_bytes()).method
+    kept = made.server["kept"].view(len(made.factors), 3)
+    assert int(kept.sum()) == len(made.factors)
+    tensors = made.layout.unpack(made.server["weights"])
+    for (rows, scales, columns), of_layer in zip(made.factors.values(), kept.bool(), strict=True):
+        assert tensors[scales][:, 0].ne(0).tolist() == of_layer.tolist()
+        assert tensors[rows].any(1).tolist() == tensors[columns].any(0).tolist() == of_layer.tolist()
 
 
 @pytest.mark.parametrize("controller", ["hest", "tabs", "bhsp", "none"])
