@@ -5,8 +5,9 @@ from __future__ import annotations
 import inspect
 import re
 from argparse import Action
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from difflib import get_close_matches
+from functools import cache
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin
@@ -47,18 +48,23 @@ TYPE_EXAMPLES: dict[Any, str] = {
 MAX_LISTED_CLASSES = 15  # names that a message lists
 
 
-def settings_of(target: ArgumentParser | Callable[..., Any]) -> dict[str, Action]:
+def settings_of(target: ArgumentParser | Callable[..., Any]) -> Mapping[str, Action]:
     """Return every setting of a parser, or every argument of a class or function, by its name."""
     if not isinstance(target, ArgumentParser):
-        parser = ArgumentParser(exit_on_error=False)
-        add = parser.add_class_arguments if inspect.isclass(target) else parser.add_function_arguments
-        add(target, fail_untyped=False)
-        return {name: action for name, action in settings_of(parser).items() if name != "params"}
+        return _arguments_of(target)
     return {
         action.dest: action
         for action in target._actions
         if re.fullmatch(r"(?!help$)[\w.]+(?<!\.help)", action.dest)
     }
+
+
+@cache
+def _arguments_of(target: Callable[..., Any]) -> Mapping[str, Action]:
+    parser = ArgumentParser(exit_on_error=False)
+    add = parser.add_class_arguments if inspect.isclass(target) else parser.add_function_arguments
+    add(target, fail_untyped=False)
+    return {name: action for name, action in settings_of(parser).items() if name != "params"}
 
 
 def hint_of(action: Any) -> Any:
