@@ -186,10 +186,13 @@ class RunDirectory:
         if not self.writes:
             return []
         paths = [self.figure(f"{name}.{suffix}") for suffix in ("png", "pdf")]
+        layout = figure.get_layout_engine()
         for path in paths:
             data = BytesIO()
             figure.savefig(data, dpi=150, format=path.suffix[1:])
             replace(path, data.getvalue())
+            figure.set_layout_engine("none")  # the second file has the first one's layout
+        figure.set_layout_engine(layout)
         return paths
 
     def figure(self, name: str) -> Path:
