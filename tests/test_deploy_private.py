@@ -164,9 +164,7 @@ def test_a_node_whose_owner_wants_noise_refuses_a_run_with_less(tmp_path):
     node = Node(NodeSettings(tmp_path / "node0", name="n0"), builder([overlay]))
     weaker = [SECURE, SHARES.replace("multiplier: 0.5", "multiplier: 0.01")]
     for run in (weaker, [SECURE]):
-        with pytest.raises(
-            InputError, match=r"node n0; client-level privacy: .*_multiplier': 0.5, .* here"
-        ):
+        with pytest.raises(InputError, match=r"node n0; client-level privacy: .*_multiplier': 0.5, .* here"):
             deployed("fedavg", tmp_path, InProcess({"node0": node}), *SMALL, *run)
     # a node does not count on its server's honesty: what it builds, and so does, is what its owner wrote
     (fed, _) = node.built[1:]
