@@ -280,8 +280,15 @@ def test_hest_runs_on_a_table_of_its_network(folder, kind, few_tokens, tmp_path)
     adapter = "lora" if kind == "merged" else kind
     maker = partial(TransformersLM, name=str(folder), rank=4, adapter=adapter)
     method, _ = built(network=maker, costs=str(out), scope="model", budget=1.0)
-    assert list(method.devices[0].table.groups) == list(read_table(out).groups)
-    assert len(read_table(out).groups) == 7
+    table = read_table(out)
+    assert list(method.devices[0].table.groups) == list(table.groups)
+    assert len(table.groups) == 7
+    assert table.adapter == (kind if kind == "merged" else f"{kind} of rank 4")
+    if kind == "lora":
+        with pytest.raises(
+            InputError, match="lora of rank 3 with a table of costs that was measured with lora of rank 4"
+        ):
+            built(network=partial(maker, rank=3), costs=str(out), scope="model", budget=1.0)
 
 
 def test_advice_is_a_command_that_works(folder, few_tokens, tmp_path, monkeypatch):

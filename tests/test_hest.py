@@ -415,6 +415,16 @@ def test_a_table_of_another_network_is_refused():
         built(costs=wrong)
 
 
+def test_a_table_of_other_adapters_is_refused():
+    """As of a study whose LoRA kept the spectral adapters of the configuration that it changed."""
+    network = partial(LlamaTiny, adapter="spectral", rank=8)
+    for table in ("llama_tiny_lora", "llama_tiny"):
+        with refused("spectral of rank 8 with a table of costs that was measured with"):
+            built(network=network, costs=table, scope="model", controller="none")
+    for adapter in ("lora", "ffa", "pissa"):
+        built(network=partial(LlamaTiny, adapter=adapter, rank=8), costs="llama_tiny_lora", scope="model")
+
+
 def test_layers_that_are_computed_twice_in_a_step_are_refused():
     class Checkpointed(LlamaTiny):
         gradient_checkpointing = True

@@ -13,6 +13,7 @@ from fl_lightning import rng
 from fl_lightning.energy.costs import OPTIONS
 from fl_lightning.energy.measuring import measure
 from fl_lightning.energy.meters import JouleMeter
+from fl_lightning.energy.networks import adapter_name
 from fl_lightning.energy.samples import REST, Calibration, Measured, tables_of
 from fl_lightning.energy.steps import steps_of
 from fl_lightning.energy.works import (
@@ -122,6 +123,7 @@ def calibrate_together(
             one.scope,
             one.high,
             merged=all(isinstance(layer.adapted, MergedLinear) for layer in switched[name][1].values()),
+            adapter=adapter_name(next(iter(switched[name][1].values())).adapted),
         )
         for name, one in subjects.items()
     }

@@ -69,6 +69,8 @@ class CostTable:
         rest: cost of everything that no option changes: embedding, attention, normalisation, head.
         removed: options that are not to be used, see :meth:`without_useless`.
         high: precision that *high* was measured in, ``float32`` or ``bfloat16``.
+        adapter: the adapters that it was measured with, as ``lora of rank 8``; ``merged``: none, in one
+            matrix with their layers; empty where nobody said.
 
     Raises:
         InputError: the label, the scope or the precision is unknown, there is no group, a group lacks an
@@ -83,6 +85,7 @@ class CostTable:
     rest: MeasuredCost
     removed: tuple[Removal, ...] = ()
     high: str = "float32"
+    adapter: str = ""
 
     def __post_init__(self) -> None:
         require_label(self.label)

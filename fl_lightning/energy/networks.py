@@ -17,6 +17,7 @@ from fl_lightning.models.adapters import (
     ALL_LINEAR,
     DEFAULT_RANK,
     AdaLoRALinear,
+    AdaptedLinear,
     AdapterKind,
     LoRALinear,
     PiSSALinear,
@@ -25,7 +26,7 @@ from fl_lightning.models.adapters import (
 )
 from fl_lightning.models.language.hf import PREFIX, TransformersLM
 from fl_lightning.models.language.tiny import BYTE_VOCABULARY
-from fl_lightning.models.options import SwitchedLinear, merge_adapters
+from fl_lightning.models.options import MergedLinear, SwitchedLinear, merge_adapters
 from fl_lightning.tasks import LanguageModelling
 
 MERGED = "merged"
@@ -111,6 +112,17 @@ def kind_and_rank(adapted: Any) -> tuple[AdapterKind, int]:
         return "adalora", len(adapted.lora_A[name])
     factor = adapted.lora_A[name]
     return "lora" if factor.weight.requires_grad else "ffa", factor.out_features
+
+
+def adapter_name(adapted: Any) -> str:
+    """Return what adapter a layer computes, in words, for tables of costs: ``lora of rank 8``, which ``ffa``
+    and ``pissa`` compute too; ``merged``; empty for what is none of these."""
+    if isinstance(adapted, MergedLinear):
+        return MERGED
+    if not (isinstance(adapted, AdaptedLinear) or hasattr(adapted, "active_adapters")):
+        return ""
+    kind, rank = kind_and_rank(adapted)
+    return f"{'lora' if kind in ('ffa', 'pissa') else kind} of rank {rank}"
 
 
 def _targets(network: Any, layers: Sequence[SwitchedLinear]) -> str:

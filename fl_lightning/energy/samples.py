@@ -55,6 +55,7 @@ class Measured:
         scope: ``adapter`` or ``model``: what *off* left out.
         high: precision of the option *high*.
         merged: whether its adapters are merged into their bases.
+        adapter: its adapters in words, see :class:`fl_lightning.energy.CostTable`.
     """
 
     samples: Samples
@@ -62,6 +63,7 @@ class Measured:
     scope: str
     high: str = "float32"
     merged: bool = False
+    adapter: str = ""
     means: Joules = field(default_factory=dict, init=False)
     quantiles: Joules = field(default_factory=dict, init=False)
     held_out: dict[tuple[str, int], np.ndarray] = field(default_factory=dict, init=False)
@@ -129,7 +131,9 @@ def _calibration(one: Measured, loops: Mapping[str, MeasuredCost], label: str, c
         for group, shape in one.shapes.items()
     }
     rest = one.cost(REST)
-    table = CostTable(label, device_name(), one.scope, context, groups, rest, high=one.high)
+    table = CostTable(
+        label, device_name(), one.scope, context, groups, rest, high=one.high, adapter=one.adapter
+    )
     predicted = {(name, n): float(cost.mean.at(n)) for name, cost in loops.items() for n in one.checked}
     for n in one.checked:
         of_groups = table.tensors(n).sum(0).tolist()

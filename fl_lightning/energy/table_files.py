@@ -14,8 +14,9 @@ from fl_lightning.errors import InputError, require
 FORMAT = 1
 """Number of the file's form; a reader refuses others."""
 KEYS = {"format", "label", "device", "scope", "context", "rest", "costs", "groups", "removed"}
-LATER_KEYS = {"high"}
-"""Keys that tables of before do not have: their *high* is float32."""
+LATER_KEYS = {"high", "adapter"}
+"""Keys that tables of before do not have: their *high* is float32, and nobody said what adapters they are
+of."""
 MAX_BYTES = 2**24
 
 
@@ -33,6 +34,7 @@ def to_json(table: CostTable) -> str:
         "device": table.device,
         "scope": table.scope,
         "high": table.high,
+        "adapter": table.adapter,
         "context": table.context,
         "rest": table.rest.as_json(),
         "costs": [{option: options[option].as_json() for option in OPTIONS} for options in costs],
@@ -77,6 +79,7 @@ def from_json(text: str, given: str = "the table") -> CostTable:
             measured_from_json(document["rest"], "rest"),
             tuple(_removal(entry) for entry in document["removed"]),
             document.get("high", "float32"),
+            document.get("adapter", ""),
         )
     except InputError as error:
         raise error.within(given) from None
@@ -88,12 +91,12 @@ def _require_form(document: Any, given: str) -> None:
     require(
         keys == KEYS,
         f"{given} {'without' if wrong and wrong[0] in KEYS else 'with'} {', '.join(wrong) or 'keys'}",
-        f"a table has the keys {', '.join(sorted(KEYS))}, and high",
+        f"a table has the keys {', '.join(sorted(KEYS))}, and {', '.join(sorted(LATER_KEYS))}",
         "calibrate again",
     )
     require(
         document["format"] == FORMAT
-        and all(isinstance(document.get(key, ""), str) for key in ("label", "device", "scope", "high"))
+        and all(isinstance(document.get(key, ""), str) for key in ("label", "device", "scope", *LATER_KEYS))
         and type(document["context"]) is int
         and document["context"] >= 0
         and all(isinstance(document[key], list) for key in ("costs", "removed"))

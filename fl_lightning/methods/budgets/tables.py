@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TypeAlias
 
 from fl_lightning.energy import OPTIONS, CostTable, one_label, read_table, shipped_table
+from fl_lightning.energy.networks import MERGED, adapter_name
 from fl_lightning.errors import InputError, require
 from fl_lightning.methods.budgets.device import Device
 from fl_lightning.methods.budgets.passes import Lengths
@@ -39,7 +40,8 @@ def devices_of(
         options: those that the controller has.
 
     Raises:
-        InputError: there is no table, or one is of another scope, precision, network or source of joules.
+        InputError: there is no table, or one is of another scope, precision, adapter, network or source of
+            joules.
     """
     require(costs, "--model.costs []", "a list has the table of one client or more", "leave it out")
     scope, high, tables = switches[0].scope, switches[0].high, []
@@ -57,6 +59,13 @@ def devices_of(
             f"--model.high {high} with a table of costs whose *high* is {table.high}",
             "a table is of the precision that it was calibrated in",
             f"write --model.high {table.high}, or {advice}",
+        )
+        adapter = adapter_name(switches[0].adapted)
+        require(
+            table.adapter in ("", MERGED, adapter),
+            f"{adapter} with a table of costs that was measured with {table.adapter}",
+            "a table is of the adapters that it was calibrated with, or of merged ones",
+            f"write the network's adapter and rank as the table has them, or {advice}",
         )
         found = table.for_groups([layer.name for layer in switches], advice)
         tables.append(found.without_useless(options=options))
