@@ -22,15 +22,12 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NoReturn
 
-from fl_lightning.deploy.flower import PART_WAITS, packed, unpacked
+from fl_lightning.deploy.flower import PART_WAITS, next_look, packed_answer, unpacked
 from fl_lightning.deploy.launch import check_handshake, environment
 from fl_lightning.errors import InputError, RunStopped
 
 log = logging.getLogger("fl_lightning")
 
-BUSY_POLL_SECONDS = 0.05  # between looks for work while a run is on
-IDLE_POLL_SECONDS = 1.0  # between looks for work of a node that has had none for a while
-BUSY_SECONDS = 120.0  # after a message that a run is taken to be on
 RECONNECT_SECONDS = 5.0  # between attempts to reach a SuperLink that went away
 LET_IN_SECONDS = 90.0  # that a node with a key tries to be let in
 """A node that was killed counts as connected for a minute, and one with the same key is not let in until
@@ -171,16 +168,15 @@ def _work(calls: tuple[Any, ...], answer: Answer, goes_on: Callable[[], bool]) -
     """Answer messages until the connection ends."""
     from flwr.supercore.run import RunNotRunningException
 
-    busy_until = 0.0
+    heard = time.monotonic()
     while goes_on():
         try:
             if _answer_next(calls, answer):
-                busy_until = time.monotonic() + BUSY_SECONDS
+                heard = time.monotonic()
                 continue
         except RunNotRunningException:
             log.warning("the run has ended; its message is not answered")
-        busy = time.monotonic() < busy_until
-        time.sleep(BUSY_POLL_SECONDS if busy else IDLE_POLL_SECONDS)
+        time.sleep(next_look(time.monotonic() - heard))
 
 
 def _answer_next(calls: tuple[Any, ...], answer: Answer) -> bool:
@@ -204,9 +200,9 @@ def _answer_next(calls: tuple[Any, ...], answer: Answer) -> bool:
         tree, partial(pull, run), partial(confirm, run), return_type=Message, **PART_WAITS
     )
     message.metadata.__dict__["_message_id"] = tree.object_id  # which is not in its own content
-    reply = Message(packed(answer(unpacked(message.content))), reply_to=message)
-    reply.metadata.__dict__["_message_id"] = reply.object_id
-    with no_object_id_recompute():
+    reply = Message(packed_answer(answer(unpacked(message.content))), reply_to=message)
+    with no_object_id_recompute():  # else each look at an id hashes the whole answer
+        reply.metadata.__dict__["_message_id"] = reply.object_id
         wanted, session = send(reply, get_object_tree(reply), time.monotonic() - started)
         push_objects(get_all_nested_objects(reply), partial(push, run, session), object_ids_to_push=wanted)
     return True

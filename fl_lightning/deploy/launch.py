@@ -27,7 +27,6 @@ log = logging.getLogger("fl_lightning")
 
 SUPERLINK = "127.0.0.1:8000"
 START_SECONDS = 120.0  # that a SuperLink may take until it listens
-POLL_SECONDS = 0.2  # between looks of Flower's SuperExec for work, which are 1 s apart by default
 HANDSHAKE_SECONDS = 10.0  # that a SuperLink may take to show its certificate
 END_SECONDS = 10.0  # that a program has to end after SIGTERM
 APP = """\
@@ -110,7 +109,6 @@ def environment(home: Path) -> dict[str, str]:
         **os.environ,
         "FLWR_HOME": str(home),
         "FLWR_TELEMETRY_ENABLED": "0",
-        "FLWR_SUPEREXEC_TASK_POLL_INTERVAL": str(POLL_SECONDS),
         # for Ray, in Flower's simulation engine: its address is 127.0.0.1, and it does not report its use
         "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
         "RAY_USAGE_STATS_ENABLED": "0",
