@@ -25,7 +25,7 @@ import yaml
 from fl_lightning.cli.parser import FederatedCLI
 from fl_lightning.deploy import sockets
 from fl_lightning.deploy.build import builder, config_for_nodes
-from fl_lightning.deploy.messages import Message, MessageError, pieces
+from fl_lightning.deploy.messages import Message, MessageError, cut_in_parts
 from fl_lightning.deploy.node import Node, NodeSettings, check_class_paths
 from fl_lightning.deploy.roster import RoundRules
 from fl_lightning.deploy.server import deploy_over
@@ -79,7 +79,7 @@ def weights(cli: FederatedCLI) -> str:
 def test_messages_with_a_part_in_common_have_pieces_in_common_and_are_whole_again():
     broadcast = bytes(range(256)) * 10
     one, other = (Message({"orders": [client]}, (broadcast, b"x")).to_bytes() for client in (1, 2))
-    cut = [pieces(each, 1000) for each in (one, other)]
+    cut = [cut_in_parts(each, 1000) for each in (one, other)]
     assert [b"".join(each) for each in cut] == [one, other]
     assert {len(piece) for piece in cut[0][1:]} == {1000, 560, 1}
     assert cut[0][1:] == cut[1][1:]

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from fl_lightning.deploy import fleet, launch
+from fl_lightning.deploy.flower import FIRST_LOOK_SECONDS, LAST_LOOK_SECONDS, next_look
 from fl_lightning.errors import InputError, RunStopped
 
 
@@ -92,3 +93,9 @@ def test_a_superlink_that_went_away_is_told_from_one_that_took_no_run(
     monkeypatch.setattr(launch.subprocess, "run", run)
     with pytest.raises(error, match=says):
         launch.flwr_run(tmp_path, "127.0.0.1:1", None)
+
+
+def test_looks_for_messages_become_rarer_the_longer_none_comes():
+    assert next_look(0.0) == FIRST_LOOK_SECONDS
+    assert next_look(5.0) == pytest.approx(0.5)
+    assert next_look(3600.0) == LAST_LOOK_SECONDS

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from fl_lightning.deploy import simulated, sockets
-from fl_lightning.deploy.messages import pieces, refusal
+from fl_lightning.deploy.messages import cut, cut_in_parts, refusal
 
 log = logging.getLogger("fl_lightning")
 
@@ -29,8 +29,10 @@ PART_BYTES = 2**26  # of a message in one record; Flower sends each record by it
 MESSAGE_TYPE = "train"
 FIRST_LOOK_SECONDS, LAST_LOOK_SECONDS = 0.1, 1.0  # between looks for messages, at first and at most
 LOOK_SHARE = 0.1  # of the time without a message that passes until the next look
-PART_WAITS = {"initial_backoff": 0.05, "backoff_cap": 0.5}
-"""Seconds between looks for a part of a message that is on its way; Flower waits 1, 2, 4 ... seconds."""
+PART_WAITS = {"initial_backoff": 0.05, "backoff_cap": 0.5, "max_concurrent_pulls": 1}
+"""Seconds between looks for a part of a message that is on its way, one part at a time; Flower waits 1, 2,
+4 ... seconds and looks for two at once."""
+ANSWER_WAITS = {**PART_WAITS, "backoff_cap": 0.1}  # of the server, which alone looks for answers
 NODE_SECONDS = 43_200.0  # that a node may take for an answer; Flower keeps messages as long
 EXTRA_SECONDS = 60.0  # that a message lives longer than its answer is waited for; clocks may differ by some
 
@@ -75,34 +77,26 @@ def _client_app() -> Any:
     return client_app
 
 
-def packed_orders(messages: Iterable[bytes]) -> list[Any]:
-    """Return messages of ours to nodes as contents of Flower's, each a ``RecordDict``.
+def packed(messages: Iterable[Iterable[bytes]]) -> list[Any]:
+    """Return messages of ours, each in pieces, as contents of Flower's messages, each a ``RecordDict``.
 
-    Flower knows a record by its hash and sends each once: a broadcast travels to the SuperLink once, for all
-    nodes. It hashes each record object anew, so messages share those of the pieces that they have in common.
+    A record is two more requests to the SuperLink, and is sent once however many messages have it: orders are
+    cut so that a broadcast is a record by itself, and answers only where they are too long for one. Flower
+    hashes each record object, so messages share those of the pieces that they have in common.
     """
     from flwr.app import ConfigRecord, RecordDict
 
     record = cache(lambda piece: ConfigRecord({ENTRY: piece}))
     return [
-        RecordDict(
-            {f"{RECORD}.{number}": record(piece) for number, piece in enumerate(pieces(data, PART_BYTES))}
-        )
-        for data in messages
+        RecordDict({f"{RECORD}.{number}": record(piece) for number, piece in enumerate(pieces)})
+        for pieces in messages
     ]
 
 
 def packed_answer(message: bytes) -> Any:
-    """Return a node's answer as the content of a message of Flower's, a ``RecordDict``.
-
-    It has nothing in common with others, and each record is two more requests to the SuperLink: it is cut
-    where it is too long alone.
-    """
-    from flwr.app import ConfigRecord, RecordDict
-
-    starts = range(0, len(message), PART_BYTES)
-    records = (ConfigRecord({ENTRY: message[at : at + PART_BYTES]}) for at in starts)
-    return RecordDict({f"{RECORD}.{number}": record for number, record in enumerate(records)})
+    """Return a node's answer as the content of one of Flower's messages."""
+    (content,) = packed([cut(message, PART_BYTES)])
+    return content
 
 
 def unpacked(content: Any) -> bytes:
@@ -164,14 +158,18 @@ class GridTransport:
         waiting: dict[str, str] = {}
         # Flower drops what is older than its time to live: no node trains what nobody waits for any more
         ttl = timeout + EXTRA_SECONDS
-        contents = zip(messages, packed_orders(messages.values()), strict=True)
-        sent = [Message(content, int(node), MESSAGE_TYPE, ttl=ttl) for node, content in contents]
+        contents = packed(cut_in_parts(data, PART_BYTES) for data in messages.values())
+        sent = [
+            Message(content, int(node), MESSAGE_TYPE, ttl=ttl)
+            for node, content in zip(messages, contents, strict=True)
+        ]
         for node, id in zip(messages, self.grid.push_messages(sent), strict=True):
             if id:
                 waiting[id] = node
         heard = time.monotonic()
         while waiting:
-            for reply in self.grid.pull_messages(list(waiting)):
+            replies = self.grid.pull_messages(list(waiting))
+            for reply in replies:
                 node = waiting.pop(str(reply.metadata.reply_to_message_id), "")
                 if not node:
                     continue
@@ -184,7 +182,7 @@ class GridTransport:
             if waiting and now >= ends:
                 log.warning("no answer within %g seconds: %s", timeout, ", ".join(waiting.values()))
                 return
-            if waiting:
+            if waiting and not replies:
                 time.sleep(min(next_look(now - heard), ends - now))
 
     def close(self) -> None:
@@ -200,4 +198,4 @@ def _wait_briefly_for_parts() -> None:
     except ImportError:
         return
     if hasattr(http_grid, "pull_objects"):
-        http_grid.pull_objects = partial(pull_objects, **PART_WAITS)
+        http_grid.pull_objects = partial(pull_objects, **ANSWER_WAITS)

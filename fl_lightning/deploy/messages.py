@@ -67,7 +67,12 @@ class Message:
         return cls(header, tuple(parts))
 
 
-def pieces(data: bytes, longest: int) -> list[bytes]:
+def cut(data: bytes, longest: int) -> list[bytes]:
+    """Return bytes cut into pieces of at most so many."""
+    return [data[at : at + longest] for at in range(0, len(data), longest)]
+
+
+def cut_in_parts(data: bytes, longest: int) -> list[bytes]:
     """Return a message cut into its header and its parts, and these into pieces of at most so many bytes.
 
     Nodes whose messages have a part in common have pieces in common.
@@ -77,7 +82,7 @@ def pieces(data: bytes, longest: int) -> list[bytes]:
     """
     parts = Message.from_bytes(data).parts
     header = data[: len(data) - sum(map(len, parts))]
-    return [each[at : at + longest] for each in (header, *parts) for at in range(0, len(each), longest)]
+    return [piece for each in (header, *parts) for piece in cut(each, longest)]
 
 
 def refusal(reason: str, **entries: Any) -> bytes:
