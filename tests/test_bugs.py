@@ -94,6 +94,8 @@ def command(name: str) -> int:
     return main(["fit", "--config", str(config), "--model", f"own_methods.{name}", *QUICK])
 
 
+@pytest.mark.slow
+@pytest.mark.essential
 @pytest.mark.parametrize(
     ("name", "error"),
     [

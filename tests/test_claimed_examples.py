@@ -43,6 +43,8 @@ def test_a_client_that_claims_more_than_it_enrolled_with_is_refused_by_every_met
 AVERAGES = [WeightedMean(), NormClipping(1.0), TrimmedMean(0.1), CoordinateMedian()]
 
 
+@pytest.mark.slow
+@pytest.mark.essential
 @pytest.mark.parametrize("average", AVERAGES, ids=lambda average: type(average).__name__)
 def test_a_lie_about_n_k_moves_no_average(average, tmp_path):
     """One of six sends x - u: with its true n_k, and with a claim of 2**62 that used to be the average."""

@@ -296,6 +296,8 @@ def test_a_run_killed_in_mid_round_ends_like_one_that_was_not(tmp_path):
     assert whole.journal.metadata["weights_sha256"] == resumed.journal.metadata["weights_sha256"]
 
 
+@pytest.mark.slow
+@pytest.mark.essential
 @pytest.mark.parametrize(
     "settings",
     [

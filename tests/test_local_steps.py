@@ -77,6 +77,8 @@ def test_clipping_is_that_of_a_plain_torch_loop(engine, settings, clip, tmp_path
     assert float((method.server["weights"] - by_hand(starts[0], 3, lambda r: 0.1)).abs().max()) > 0.1
 
 
+@pytest.mark.slow
+@pytest.mark.essential
 @pytest.mark.parametrize("algorithm", ["norm", "value"])
 @pytest.mark.parametrize("name", ["FedAvg", "FedMPQKD", "FedKD"])
 def test_every_client_is_clipped_by_itself_in_every_engine(name, algorithm, tmp_path, caplog):
@@ -175,6 +177,8 @@ def test_the_learning_rate_follows_the_round(scheduler, lr, engine, tmp_path):
     )
 
 
+@pytest.mark.slow
+@pytest.mark.essential
 @pytest.mark.parametrize("name", ["FedAvg", "FedMPQKD", "FedKD"])
 def test_a_schedule_is_the_same_after_a_resume_and_in_a_pool(name, tmp_path):
     def go(rounds, **settings):

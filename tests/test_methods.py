@@ -70,6 +70,8 @@ def weights_after(method, tmp_path, **settings) -> torch.Tensor:
     return method.server["weights"]
 
 
+@pytest.mark.slow
+@pytest.mark.essential
 def test_alpha_zero_is_fedmpq_bit_for_bit(tmp_path):
     plain = weights_after(FedMPQ(optimizer=sgd()), tmp_path)
     assert torch.equal(plain, weights_after(FedMPQKD(optimizer=sgd(), alpha=0), tmp_path))
@@ -138,6 +140,8 @@ def test_bytes_equal_the_hand_formula(tmp_path):
         )
 
 
+@pytest.mark.slow
+@pytest.mark.essential
 def test_the_teacher_costs_no_upload_and_its_download_is_counted(tmp_path):
     plain_down, plain_up = first_round_bytes(
         FedMPQ(optimizer=sgd(), prune_threshold=0.0, download="quantised"), tmp_path

@@ -117,6 +117,8 @@ ADDITIVE = {
 }
 
 
+@pytest.mark.slow
+@pytest.mark.essential
 @pytest.mark.parametrize("name", ADDITIVE)
 def test_it_is_every_additive_method_of_the_same_network(name, tmp_path):
     """The module's loss takes the place of the task loss; the other terms, and what travels, stay."""

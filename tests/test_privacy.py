@@ -230,6 +230,8 @@ class Pull(Meter):
             raise KeyboardInterrupt
 
 
+@pytest.mark.slow
+@pytest.mark.essential
 @pytest.mark.parametrize("where", ["central", "distributed"])
 def test_interrupted_and_continued_is_exact(where, tmp_path):
     """Noise, C, epsilon and the end by the budget."""

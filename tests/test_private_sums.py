@@ -122,6 +122,8 @@ def noises(rounds: int, clients: int = COHORT, **settings) -> np.ndarray:
     return np.array([torch.cat([s.total("other"), s.total("weights")]).tolist() for s in sums])
 
 
+@pytest.mark.slow
+@pytest.mark.essential
 @pytest.mark.parametrize("z", [0.7, 4.0])
 def test_the_noise_has_the_variance_that_is_accounted(z):
     """Over 1 000 sums; the 4 values of a message are independent, and rounds are."""
@@ -132,6 +134,8 @@ def test_the_noise_has_the_variance_that_is_accounted(z):
     assert abs(np.corrcoef(found[1:].ravel(), found[:-1].ravel())[0, 1]) < 0.07
 
 
+@pytest.mark.slow
+@pytest.mark.essential
 def test_distributed_noise_is_central_noise():
     """Kolmogorov-Smirnov, with as many clients as have to return; with all of them it is larger, never
     smaller."""

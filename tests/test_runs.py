@@ -207,6 +207,8 @@ def commands_of_the_readme() -> list[Any]:
     return [pytest.param(line, marks=long(line)) for line in commands]
 
 
+@pytest.mark.slow
+@pytest.mark.essential
 @pytest.mark.parametrize("command", commands_of_the_readme())
 def test_commands_of_the_readme(command, monkeypatch):
     arguments = shlex.split(command)[3:]
