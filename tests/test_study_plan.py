@@ -313,13 +313,15 @@ def test_the_search_of_a_study_resolves_for_every_method_at_the_ends_of_its_spac
 @pytest.mark.essential
 def test_the_search_of_the_study_of_budgets_resolves_at_the_ends_of_its_space():
     search = search_of_every_method("hest_embedded")
-    assert search.trials * len(search.parts) <= 24
+    assert search.trials * len(search.parts) <= 40
     for part in search.parts:
         assert ("model.price_lr" in part.space) == (part.label == "HEST")  # the others have one setting alone
         corner = part.corners()[-1]
         resolved = yaml.safe_load(cli.resolve(part.args(corner)))
         given = resolved["model"]["init_args"]
         assert given["budget"] == 0.6
+        network = given["network"]["init_args"]
+        assert network["adapter"] == ("lora" if part.label.startswith("LoRA") else "spectral")
         assert given["optimizer"]["init_args"]["lr"] == corner["model.optimizer.init_args.lr"]
     hest = search.parts[0].corners()
     given = yaml.safe_load(cli.resolve(search.parts[0].args(hest[-1])))["model"]["init_args"]
