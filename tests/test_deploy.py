@@ -26,7 +26,7 @@ from fl_lightning.cli.parser import FederatedCLI
 from fl_lightning.deploy import sockets
 from fl_lightning.deploy.build import builder, config_for_nodes
 from fl_lightning.deploy.messages import Message, MessageError, cut_in_parts
-from fl_lightning.deploy.node import Node, NodeSettings, check_class_paths
+from fl_lightning.deploy.node import Node, NodeSettings
 from fl_lightning.deploy.roster import RoundRules
 from fl_lightning.deploy.server import deploy_over
 from fl_lightning.deploy.states import StateFolder
@@ -260,16 +260,6 @@ def test_a_node_that_does_not_fit_is_refused_by_name_and_nothing_is_created(tmp_
     ):
         deployed("fedavg", tmp_path, InProcess(nodes), rules=replace(RULES, min_nodes=2))
     assert not (tmp_path / "deployed").exists()
-
-
-def test_an_imported_name_from_elsewhere_is_refused_before_it_is_imported():
-    config = yaml.safe_load("model: {class_path: FedAvg, init_args: {network: os.system}}")
-    with pytest.raises(InputError, match=r"import path FedAvg"):
-        check_class_paths(config, ("fl_lightning",))
-    config["model"]["class_path"] = "fl_lightning.methods.FedAvg"
-    with pytest.raises(InputError, match=r"import path os.system"):
-        check_class_paths(config, ("fl_lightning",))
-    check_class_paths(config, ("fl_lightning", "os"))
 
 
 def test_nodes_are_sent_no_callbacks_folders_or_trackers(tmp_path):

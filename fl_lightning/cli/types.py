@@ -19,6 +19,7 @@ from torch.utils.data import Dataset
 
 from fl_lightning.data.map_style import DataModuleCallable, DatasetCallable
 from fl_lightning.data.text.tokens import Tokenizer
+from fl_lightning.support.import_gate import may_import
 
 Seed = restricted_number_type("Seed", int, [(">=", 0), ("<", 2**63)], docstring="An int >= 0 and below 2^63")
 
@@ -74,6 +75,8 @@ def hint_of(action: Any) -> Any:
 
 def import_class(class_path: str) -> Any:
     """Return what a class path names; None if it cannot be imported."""
+    if not may_import(class_path):
+        return None
     module, _, name = class_path.rpartition(".")
     try:
         return getattr(__import__(module, fromlist=[name]), name)

@@ -3,33 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import yaml
 
+from fl_lightning.cli.import_gate import more_imports
 from fl_lightning.cli.parser import FederatedCLI
+from fl_lightning.deploy.gate import FIXED, KEY, SENT, names_in
 from fl_lightning.deploy.node import Build, Count
-from fl_lightning.deploy.own_data import KEY, OwnData, form_of
+from fl_lightning.deploy.own_data import OwnData, form_of
 from fl_lightning.errors import require
 from fl_lightning.loop import Federation
 from fl_lightning.support import disk
-
-SENT = (
-    "accelerator",
-    "precision",
-    "gradient_clip_val",
-    "gradient_clip_algorithm",
-    "deterministic",
-    "max_rounds",
-    "participation",
-    "local_epochs",
-    "max_local_steps",
-    "secure_sum",
-    "privacy",
-)
-"""Settings of the trainer that nodes are sent: those that local training reads. Callbacks, loggers and
-folders are the server's own."""
+from fl_lightning.support.packaged import find_config, layers
 
 
 def config_for_nodes(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -37,7 +25,7 @@ def config_for_nodes(config: Mapping[str, Any]) -> dict[str, Any]:
     trainer = {name: config["trainer"][name] for name in SENT if name in config["trainer"]}
     return {
         "seed_everything": config["seed_everything"],
-        "trainer": {**trainer, "engine": "sequential", "workers": 1, "logger": False},
+        "trainer": {**trainer, **FIXED},
         "model": config["model"],
         "data": config["data"],
     }
@@ -52,7 +40,13 @@ def builder(overlays: Sequence[Path] = (), own: OwnData | None = None) -> Build:
         own: the node's own data; None: it has its part of the data that the run names.
     """
 
+    owned = _names_of_owner(overlays, own)
+
     def build(path: Path) -> Federation:
+        with more_imports(owned):
+            return prepared(path)
+
+    def prepared(path: Path) -> Federation:
         cli = _parsed(path, overlays, own)
         return cli.trainer.prepare(cli.model, cli.datamodule, seed=cli.config["seed_everything"])
 
@@ -62,7 +56,13 @@ def builder(overlays: Sequence[Path] = (), own: OwnData | None = None) -> Build:
 def counter(overlays: Sequence[Path] = (), own: OwnData | None = None) -> Count:
     """Return what counts a node's own examples for the run of a configuration file."""
 
+    owned = _names_of_owner(overlays, own)
+
     def count(path: Path) -> dict[str, Any]:
+        with more_imports(owned):
+            return counted(path)
+
+    def counted(path: Path) -> dict[str, Any]:
         cli = _parsed(path, overlays, own)
         cli.datamodule.prepare_data()
         cli.datamodule.setup("fit")
@@ -70,6 +70,17 @@ def counter(overlays: Sequence[Path] = (), own: OwnData | None = None) -> Count:
         return own.census(cli.datamodule, cli.config["seed_everything"])
 
     return count
+
+
+def _names_of_owner(overlays: Sequence[Path], own: OwnData | None) -> set[str]:
+    """Return the packages that files of the node's owner name, and that are therefore imported."""
+    files = [layer for overlay in overlays if (path := find_config(overlay)) for layer in layers(path)]
+    files += [own.given] if own is not None and own.given.suffix in (".yaml", ".yml") else []
+    found: set[str] = set()
+    for file in files:
+        with suppress(OSError, ValueError, yaml.YAMLError):  # said in words when the file is used
+            found |= names_in(yaml.safe_load(file.read_text()))
+    return found
 
 
 def _parsed(path: Path, overlays: Sequence[Path], own: OwnData | None) -> Any:

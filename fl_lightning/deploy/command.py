@@ -159,8 +159,8 @@ def node(
             ``partition_id``.
         overlays: configuration files layered over the run's: where this node's data lie, on which device it
             trains.
-        allow: packages beside fl_lightning, torch, torchvision, timm and lightning whose classes a run may
-            name.
+        allow: packages whose classes and functions a run may name, beside the project's classes, torch's
+            optimisers and layers, and data sets and networks of torchvision and timm.
         root_certificates: file with the certificate that signed the SuperLink's, in PEM form. Default: no
             TLS, which is allowed on 127.0.0.1 alone.
         private_key: file with this node's key, by which the SuperLink knows it.

@@ -133,7 +133,8 @@ def _answer(message: bytes, context: Any) -> bytes:
     try:
         return sockets.ask(Path(str(path)), message, NODE_SECONDS)
     except OSError as error:
-        return refusal(f"the node's process does not answer at {path} ({error}); start it again")
+        log.error("the node's process does not answer at %s: %s", path, error)
+        return refusal("the node's process does not answer; start it again")
 
 
 class GridTransport:

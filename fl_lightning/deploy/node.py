@@ -1,14 +1,13 @@
 """What a node does with a message: it checks that it fits a run, and trains its own clients. Free of Flower.
 
 A node builds method and data from its own installed packages and the run's configuration. The configuration
-travels, code never does: a class path from anywhere else than the packages that the node allows is refused
-before anything is imported. What a client keeps stays on the node's disk.
+travels, code never does: :mod:`fl_lightning.deploy.gate` says what a configuration may name, and nothing else
+is imported. What a client keeps stays on the node's disk.
 """
 
 from __future__ import annotations
 
 import logging
-import re
 import socket
 import time
 import uuid
@@ -18,14 +17,15 @@ from hashlib import sha256
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import yaml
-
+from fl_lightning.cli.import_gate import only_imports
 from fl_lightning.deploy.evaluating import evaluate_here
+from fl_lightning.deploy.gate import check_config
 from fl_lightning.deploy.identity import describe
 from fl_lightning.deploy.messages import Message, MessageError, refusal
 from fl_lightning.deploy.private import check_private, take_up
 from fl_lightning.deploy.server_state import take_over
 from fl_lightning.deploy.states import StateFolder
+from fl_lightning.deploy.told import told
 from fl_lightning.engines import ClientResult, ClientTask, SequentialEngine
 from fl_lightning.engines.determinism import deterministic
 from fl_lightning.errors import InputError, ThreePartError
@@ -46,10 +46,6 @@ trained."""
 
 Count = Callable[[Path], dict[str, Any]]
 """Returns how many examples of its own a node has for the run of a configuration file, and their form."""
-
-ALLOWED = ("fl_lightning", "torch", "torchvision", "timm", "lightning")
-"""Packages whose classes a run may name without the node's owner allowing it."""
-DOTTED = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)+")
 
 
 @dataclass(frozen=True)
@@ -115,10 +111,10 @@ class Node:
             raise MessageError(f"a message of the kind {message.kind!r}, which this version does not know")
         except (ThreePartError, MessageError) as error:
             log.error("refused: %s", error)
-            return refusal(in_a_line(error), node=self.settings.name)
+            return refusal(told(error), node=self.settings.name)
         except Exception as error:
             log.exception("a message could not be answered")
-            return refusal(in_a_line(error), node=self.settings.name)
+            return refusal(told(error), node=self.settings.name)
 
     @property
     def sums(self) -> SecureRounds:
@@ -158,19 +154,21 @@ class Node:
             raise InputError(
                 "a run on the nodes' own data", "this node has none", "start it with --data FOLDER"
             )
-        counted = self.count(self._config(self._keep(message.parts[0])))
+        digest = self._keep(message.parts[0])
+        with only_imports(self._checked(digest)):
+            counted = self.count(self._config(digest))
         return Message({**counted, "node": self.settings.name}).to_bytes()
 
     def _keep(self, config: bytes) -> str:
-        """Write a run's configuration to the disk, and return its SHA-256.
+        """Write a run's configuration to the disk, if it is one, and return its SHA-256.
 
         Raises:
-            InputError: it names code that this node does not import.
+            InputError: it is none, or names code that this node does not import. Nothing is written then.
         """
+        check_config(config, self.settings.allow)
         digest = sha256(config).hexdigest()
-        check_class_paths(yaml.safe_load(config), (*ALLOWED, *self.settings.allow))
         path = self._config(digest)
-        if not path.exists():
+        if not path.exists() or path.read_bytes() != config:
             path.parent.mkdir(parents=True, exist_ok=True)
             disk.replace(path, config)
         return digest
@@ -191,9 +189,7 @@ class Node:
                 form = None if kept is None else kept.keep(fed, result, broadcast)
             except Exception as error:  # the other clients of this node still count
                 log.exception("client %s could not be trained", order.get("client"))
-                known = kept is None or isinstance(error, InputError)  # other errors may quote what is secret
-                reason = in_a_line(error) if known else f"{type(error).__name__}, see the node's log"
-                results.append({"client": order.get("client"), "reason": reason})
+                results.append({"client": order.get("client"), "reason": told(error)})
                 continue
             if form is not None:
                 results.append({"client": result.client.id, "form": form})
@@ -260,52 +256,27 @@ class Node:
     def _prepared(self, digest: str) -> tuple[Federation, SequentialEngine]:
         """Return the federation of a configuration that was checked, and what trains its clients."""
         if self.built is None or self.built[0] != digest:
-            path = self._config(digest)
-            if len(digest) != 64 or not path.exists():
-                raise InputError(
-                    f"configuration {digest[:12]}", "this node has not checked it", "check the node first"
-                )
-            fed = self.build(path)
+            with only_imports(self._checked(digest)):
+                fed = self.build(self._config(digest))
             if fed.privacy is not None:
                 check_private(fed)
                 fed.privacy.randomness = self.randomness
             self.built = digest, fed, SequentialEngine(fed.fabric, fed.method, fed.data)
         return self.built[1:]
 
+    def _checked(self, digest: str) -> frozenset[str]:
+        """Check a configuration on the disk, and return what may be imported for it.
+
+        Raises:
+            InputError: it is not there, was changed, or is none that this node builds.
+        """
+        path = self._config(digest)
+        config = path.read_bytes() if len(digest) == 64 and path.exists() else b""
+        if sha256(config).hexdigest() != digest:
+            raise InputError(
+                f"configuration {digest[:12]}", "this node has not checked it", "check the node first"
+            )
+        return check_config(config, self.settings.allow)
+
     def _config(self, digest: str) -> Path:
         return self.settings.folder / "configs" / f"{Path(digest).name}.yaml"
-
-
-def in_a_line(error: Exception) -> str:
-    """Return an error as one line: of bad input what it says, of a bug its type as well."""
-    known = isinstance(error, (ThreePartError, MessageError))
-    return " ".join((str(error) if known else f"{type(error).__name__}: {error}").split())
-
-
-def check_class_paths(config: object, allowed: Collection[str], *, in_model: bool = False) -> None:
-    """Refuse a configuration that names a class, or within ``model`` a function, of a package that the node
-    does not allow.
-
-    Raises:
-        InputError: it names one.
-    """
-    if isinstance(config, Mapping):
-        for key, value in config.items():
-            if key == "class_path":
-                _check_import_path(str(value), allowed)
-            else:
-                check_class_paths(value, allowed, in_model=in_model or key == "model")
-    elif isinstance(config, list):
-        for value in config:
-            check_class_paths(value, allowed, in_model=in_model)
-    elif in_model and isinstance(config, str) and DOTTED.fullmatch(config):
-        _check_import_path(config, allowed)
-
-
-def _check_import_path(path: str, allowed: Collection[str]) -> None:
-    if path.split(".")[0] not in allowed:
-        raise InputError(
-            f"import path {path}",
-            f"this node imports from {', '.join(allowed)} alone",
-            "the node's owner can add a package with --allow",
-        )

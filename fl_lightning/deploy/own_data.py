@@ -22,15 +22,13 @@ from fl_lightning import __version__
 from fl_lightning.data import FederatedData
 from fl_lightning.data.apart import holdings_apart, own_holdings
 from fl_lightning.data.form import Form
+from fl_lightning.deploy.gate import KEY
 from fl_lightning.deploy.mail import Mail, Transport
 from fl_lightning.deploy.messages import Message
 from fl_lightning.deploy.roster import POLL_SECONDS, RoundRules
 from fl_lightning.errors import InputError, RunStopped, require
 
 log = logging.getLogger("fl_lightning")
-KEY = "own_data"
-"""Entry of the configuration of such a run, as nodes are sent it: the form, and once it is known how many
-training examples each client has."""
 NAMES = {
     "version": "version of fl_lightning",
     "task": "task",
@@ -183,7 +181,8 @@ class OwnData:
         try:
             own = yaml.safe_load(self.given.read_text())
         except (OSError, yaml.YAMLError) as error:
-            raise InputError(f"--data {self.given}", f"it cannot be read ({error})", "correct it") from None
+            log.error("--data %s cannot be read: %s", self.given, error)
+            raise InputError(f"--data {self.given}", "it cannot be read as YAML", "correct it") from None
         if not isinstance(own, dict) or "class_path" not in own:
             raise InputError(
                 f"--data {self.given}", "it has no class_path", "write class_path: ImageFolder, and init_args"

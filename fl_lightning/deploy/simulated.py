@@ -7,6 +7,7 @@ that makes no difference; the phases of a secure sum are in memory, so with one 
 from __future__ import annotations
 
 import json
+import logging
 import os
 import sys
 from functools import cache
@@ -15,10 +16,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fl_lightning.deploy.messages import refusal
+from fl_lightning.deploy.told import told
 from fl_lightning.errors import require
 
 if TYPE_CHECKING:  # it imports torch
     from fl_lightning.deploy.node import Node
+
+log = logging.getLogger("fl_lightning")
 
 
 def require_ray() -> None:
@@ -61,7 +65,8 @@ def answer(message: bytes, job: Path, partition: int, of: int) -> bytes:
     try:
         node = _node(job, partition, of)
     except Exception as error:
-        return refusal(f"{type(error).__name__}: {error}")
+        log.exception("a simulated node could not be made")
+        return refusal(told(error))
     return node.answer(message)
 
 

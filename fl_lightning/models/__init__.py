@@ -22,6 +22,7 @@ from fl_lightning.models.mlp import MLP
 from fl_lightning.models.residual_mlp import ResidualMLP
 from fl_lightning.models.resnet import ResNet20
 from fl_lightning.models.small_cnn import SmallCNN
+from fl_lightning.support.import_gate import check_import
 from fl_lightning.tasks import Classification, LanguageModelling, Task
 
 __all__ = [
@@ -298,6 +299,7 @@ def _error_text(error: Exception) -> str:
 
 
 def _import(path: str) -> Callable[..., Any]:
+    check_import(path)
     module, _, name = path.rpartition(".")
     try:
         return getattr(import_module(module), name)

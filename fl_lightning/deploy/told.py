@@ -1,0 +1,74 @@
+"""What a node tells a server of an error: what is wrong, and nothing of its files or of where they lie.
+
+An error of a reader of files may quote them, and the server may have named the file. So only those parts of a
+message are told that stand in the project's code as they are, and what was checked by code that reads no
+files. All of it is in the node's own log.
+"""
+
+from __future__ import annotations
+
+import re
+import traceback
+from types import CodeType, FrameType
+
+from fl_lightning.deploy.messages import MessageError
+from fl_lightning.errors import ThreePartError
+
+TOLD = (
+    *("deploy", "methods", "privacy", "wire", "loop", "support.import_gate"),
+    *("data.apart", "data.base", "data.form", "data.partition"),
+)
+"""Parts of the project whose messages quote settings, numbers and names of classes, and no file."""
+LOG = "the node's log says more"
+PATH = re.compile(r"(?<![\w.:/-])(?:~|[A-Za-z]:)?[/\\](?:[^\s'\",;:()\[\]]*[/\\])*([^\s'\",;:()\[\]/\\]*)")
+SETTING = re.compile(r"(?:--)?((?:model|data|trainer|seed_everything)(?:\.\w+)*)\b")
+PLACE = re.compile(r"(?:--data )?((?:~|[A-Za-z]:)?[/\\][^\n]*)")
+
+
+def told(error: Exception) -> str:
+    """Return what a server may know of an error, in one line."""
+    if isinstance(error, MessageError):
+        text = str(error)
+    elif not isinstance(error, ThreePartError):
+        text = f"{type(error).__name__}; {LOG}"
+    else:
+        frame = _raised_in(error)
+        module = frame.f_globals.get("__name__", "") if frame else ""
+        if any(f"{module}.".startswith(f"fl_lightning.{part}.") for part in TOLD):
+            given = _place(error.given) if PLACE.match(error.given) else error.given
+            text = "; ".join(filter(None, [given, error.rule, error.instead]))
+        else:
+            constant = _constants(error)
+            parts = [part for part in (error.rule, error.instead) if part in constant]
+            text = "; ".join(filter(None, [_place(error.given), *parts, LOG]))
+    return " ".join(PATH.sub(r"\1", " ".join(text.split())).split())
+
+
+def _raised_in(error: Exception) -> FrameType | None:
+    """Return where an error was raised; a function that raises it for another one does not count."""
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    kept = [frame for frame in frames if frame.f_globals.get("__name__") != "fl_lightning.errors"]
+    return kept[-1] if kept else None
+
+
+def _constants(error: Exception) -> set[str]:
+    """Return the texts in the code of the project's functions that an error came through."""
+    found: set[str] = set()
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        if str(frame.f_globals.get("__name__", "")).startswith("fl_lightning."):
+            found |= _texts_of(frame.f_code)
+    return found
+
+
+def _texts_of(code: CodeType) -> set[str]:
+    return {constant for constant in code.co_consts if isinstance(constant, str)}
+
+
+def _place(given: str) -> str:
+    """Return the setting or the name of the file that a message begins with; empty where it is neither."""
+    if match := SETTING.match(given):
+        return match[1]
+    if match := PLACE.match(given):
+        path = re.split(r"[,:(;] ?", match[1])[0].strip()
+        return re.split(r"[\\/]", path.rstrip("\\/"))[-1].split(" ")[0]
+    return ""
