@@ -100,8 +100,6 @@ def _read(data: bytes) -> dict[str, Any]:
             check_size(text, "the configuration")
         config = yaml.safe_load(text)
         whole = isinstance(config, dict) and yaml.safe_dump(config, sort_keys=False) == text
-    except InputError:
-        raise
     except (ValueError, yaml.YAMLError, RecursionError, MemoryError):
         whole = False
     require(

@@ -19,6 +19,7 @@ TOLD = (
     *("data.apart", "data.base", "data.form", "data.partition"),
 )
 """Parts of the project whose messages quote settings, numbers and names of classes, and no file."""
+UNSAID = "this node cannot do what the configuration says"
 LOG = "the node's log says more"
 PATH = re.compile(r"(?<![\w.:/-])(?:~|[A-Za-z]:)?[/\\](?:[^\s'\",;:()\[\]]*[/\\])*([^\s'\",;:()\[\]/\\]*)")
 SETTING = re.compile(r"(?:--)?((?:model|data|trainer|seed_everything)(?:\.\w+)*)\b")
@@ -40,7 +41,7 @@ def told(error: Exception) -> str:
         else:
             constant = _constants(error)
             parts = [part for part in (error.rule, error.instead) if part in constant]
-            text = "; ".join(filter(None, [_place(error.given), *parts, LOG]))
+            text = "; ".join(filter(None, [_place(error.given) or UNSAID, *parts, LOG]))
     return " ".join(PATH.sub(r"\1", " ".join(text.split())).split())
 
 
