@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 import time
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
@@ -13,10 +12,11 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
+from fl_lightning.deploy.answers import Trained, phase_parts, reason_of, results_of, seconds_of
 from fl_lightning.deploy.deployable import check_deployable
 from fl_lightning.deploy.evaluating import ask_nodes, is_measured_on_nodes
 from fl_lightning.deploy.mail import Mail, Transport
-from fl_lightning.deploy.messages import Message
+from fl_lightning.deploy.messages import Message, MessageError
 from fl_lightning.deploy.roster import Roster, RoundRules
 from fl_lightning.deploy.server_state import beside_broadcast
 from fl_lightning.engines import ClientResult, ClientTask, Engine
@@ -25,7 +25,6 @@ from fl_lightning.engines.secure_round import MaskedSum
 from fl_lightning.errors import InputError
 from fl_lightning.loop import Federation
 from fl_lightning.methods.secure import SumForm
-from fl_lightning.metrics import Mean
 from fl_lightning.privacy import Randomness, from_system
 
 if TYPE_CHECKING:  # it needs the extra privacy
@@ -107,7 +106,7 @@ class RemoteEngine(Engine):
         found: dict[int, ClientResult] = {}
         by_id = {task.client.id: task for task in tasks}
         silent, started = set(messages), time.monotonic()
-        for node, answer in self.mail.exchange(messages, self.rules.round_seconds):
+        for node, answer in self.roster.exchange(messages, self.rules.round_seconds):
             silent.discard(node)
             self.mail.traffic.answers += 1
             self.mail.traffic.beside_training += max(0.0, time.monotonic() - started - seconds_of(answer))
@@ -140,7 +139,7 @@ class RemoteEngine(Engine):
         if not is_measured_on_nodes(self.fed):
             return ClientSums()
         about = {"run": self.run, "config": self.digest, "round": round, "deterministic": self.deterministic}
-        return ask_nodes(self.roster, self.mail, about, self.since, self.rules.round_seconds)
+        return ask_nodes(self.roster, about, self.since, self.rules.round_seconds)
 
     def notes(self) -> dict[str, Any]:
         """Return the run's id among the nodes, which node has which clients, and what messages have cost."""
@@ -191,30 +190,41 @@ class RemoteEngine(Engine):
         name = self.roster.name(node)
         secure = self.fed.secure_sum is not None
         if answer.kind != ("kept" if secure else "trained"):
-            log.warning("node %s did not train: %s", name, answer.header.get("reason", "it gave no reason"))
+            log.warning("node %s did not train: %s", name, reason_of(answer.header))
             if node in self.roster.names:
                 self.roster.forget(node)  # it is checked again before the next round
             return
-        for entry in answer.header["results"]:
+        try:
+            entries = results_of(answer)
+        except MessageError as error:
+            log.warning("node %s: its answer cannot be read (%s): its clients count as dropped", name, error)
+            return
+        for entry in entries:
             try:
-                id = int(entry["client"])
-                if "reason" in entry:
-                    log.warning("node %s: client %d: %s", name, id, entry["reason"])
-                elif id not in tasks or self.roster.node_of.get(id) != node:
-                    log.warning("node %s: client %d was not asked of it", name, id)
-                elif secure:
-                    self.forms[id] = form = SumForm.from_json(entry["form"])
-                    kept = "trained" if form.parts else "rejected"
-                    yield ClientResult(tasks[id].client, b"", {}, {}, 0, kept=kept)
-                else:
-                    losses = {
-                        str(key): Mean(float(total), weight)
-                        for key, (total, weight) in entry["losses"].items()
-                    }
-                    upload = answer.parts[int(entry["upload"])]
-                    yield ClientResult(tasks[id].client, upload, {}, losses, int(entry["steps"]))
-            except (KeyError, TypeError, ValueError, IndexError) as error:
-                log.warning("node %s: a result cannot be read (%r)", name, error)
+                read = Trained.from_entry(entry, answer.parts, secure=secure)
+            except MessageError as error:
+                log.warning("node %s: a result cannot be read (%s)", name, error)
+                continue
+            if read.reason:
+                log.warning("node %s: client %d: %s", name, read.client, read.reason)
+            elif read.client not in tasks or self.roster.node_of.get(read.client) != node:
+                log.warning("node %s: client %d was not asked of it", name, read.client)
+            elif read.form is not None:
+                self.forms[read.client] = read.form
+                kept = "trained" if read.form.parts else "rejected"
+                yield ClientResult(tasks[read.client].client, b"", {}, {}, 0, kept=kept)
+            elif missing := self._missing_terms(read):
+                log.warning("node %s: client %d has no %s: it is dropped", name, read.client, missing[0])
+            else:
+                if read.losses is None:
+                    log.warning("node %s: client %d: a loss is not finite and not counted", name, read.client)
+                client, losses = tasks[read.client].client, dict(read.losses or {})
+                yield ClientResult(client, read.upload, {}, losses, read.steps)
+
+    def _missing_terms(self, read: Trained) -> list[str]:
+        """Return the losses of the method's terms that a client with losses lacks."""
+        wanted = [f"loss_{term.name}" for term in self.fed.method.active_terms()] if read.losses else []
+        return [name for name in wanted if name not in (read.losses or {})]
 
     def _ask(self, round: int, phase: str, messages: Mapping[int, bytes]) -> Iterator[tuple[int, bytes]]:
         """Send the messages of one phase of a secure sum to clients, by id, and yield client and answer."""
@@ -226,17 +236,15 @@ class RemoteEngine(Engine):
             node: Message({**about, "clients": ids}, tuple(messages[id] for id in ids)).to_bytes()
             for node, ids in asked.items()
         }
-        for node, answer in self.mail.exchange(orders, self.rules.round_seconds):
+        for node, answer in self.roster.exchange(orders, self.rules.round_seconds):
             header = answer.header
             if any(header.get(name) != value for name, value in about.items()):
-                reason = header.get("reason", "it gave no reason")
-                log.warning("node %s leaves the secure sum: %s", self.roster.name(node), reason)
+                log.warning("node %s leaves the secure sum: %s", self.roster.name(node), reason_of(header))
                 continue
-            found = dict(zip(header.get("clients", ()), answer.parts, strict=False))
+            try:
+                found = phase_parts(answer)
+            except MessageError as error:
+                name = self.roster.name(node)
+                log.warning("node %s leaves the secure sum: its answer cannot be read: %s", name, error)
+                continue
             yield from ((id, found[id]) for id in asked[node] if id in found)
-
-
-def seconds_of(answer: Message) -> float:
-    """Return the seconds that a node says its training took; 0 where it says nothing of use."""
-    seconds = answer.header.get("seconds", 0.0)
-    return float(seconds) if isinstance(seconds, int | float) and math.isfinite(seconds) else 0.0

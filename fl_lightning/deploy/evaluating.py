@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import re
+from collections import Counter
 from collections.abc import Collection, Mapping
 from typing import Any
 
@@ -17,13 +18,13 @@ from safetensors import SafetensorError
 from safetensors.torch import load, save
 from torch import Tensor
 
-from fl_lightning.deploy.mail import Mail
-from fl_lightning.deploy.messages import Message
+from fl_lightning.deploy.answers import METRIC_NAME, left_out_of, reading, reason_of
+from fl_lightning.deploy.messages import MAX_NAME, Message, MessageError, printable
 from fl_lightning.deploy.roster import Roster
 from fl_lightning.deploy.states import StateFolder
 from fl_lightning.engines.base import ClientSums
 from fl_lightning.errors import InputError
-from fl_lightning.evaluation import MAX_PARTS, sums_of_validation, sums_on_test_set
+from fl_lightning.evaluation import MAX_PARTS, on_test_set, sums_of_validation, sums_on_test_set, validate
 from fl_lightning.loop import Federation
 
 log = logging.getLogger("fl_lightning")
@@ -40,7 +41,7 @@ def is_measured_on_nodes(fed: Federation) -> bool:
 
 
 def ask_nodes(
-    roster: Roster, mail: Mail, about: Mapping[str, Any], since: Mapping[int, int], seconds: float
+    roster: Roster, about: Mapping[str, Any], since: Mapping[int, int], seconds: float
 ) -> ClientSums:
     """Have all nodes evaluate their clients; one that does not answer is left out, and the log says so.
 
@@ -59,23 +60,30 @@ def ask_nodes(
     orders = {
         node: Message({**about, "clients": clients}, (state,)).to_bytes() for node, clients in asked.items()
     }
-    found: dict[str, dict[str, Tensor]] = {split: {} for split in SPLITS}
-    silent = {id for clients in asked.values() for id in map(int, clients)}
-    for node, answer in mail.exchange(orders, seconds):
-        reason = str(answer.header.get("reason", "it gave no reason"))
+    answered: dict[str, tuple[set[int], dict[str, dict[str, Tensor]]]] = {}
+    for node, answer in roster.exchange(orders, seconds):
+        reason = reason_of(answer.header)
         if answer.kind == "evaluated":
-            mine = {int(id) for id in asked[node]} - {int(id) for id in answer.header.get("left_out", ())}
+            mine = {int(id) for id in asked[node]}
             try:
-                parts = zip(splits, answer.parts, strict=True)
-                sums = {split: read_sums(part, split, mine) for split, part in parts}
-            except ValueError as error:
+                mine -= left_out_of(answer)
+                with reading():
+                    parts = zip(splits, answer.parts, strict=True)
+                    sums = {split: read_sums(part, split, mine) for split, part in parts}
+                    try_sums(fed, sums)
+            except MessageError as error:
                 reason = str(error)
             else:
-                for split, some in sums.items():
-                    found[split] |= some
-                silent -= mine
+                answered[node] = mine, sums
                 continue
         log.warning("node %s did not evaluate its clients: %s", roster.name(node), reason)
+    silent = {id for clients in asked.values() for id in map(int, clients)}
+    found: dict[str, dict[str, Tensor]] = {split: {} for split in SPLITS}
+    for node in alike(answered, roster):
+        mine, sums = answered[node]
+        for split, some in sums.items():
+            found[split] |= some
+        silent -= mine
     silent |= {int(id) for id in fed.data.active} - roster.node_of.keys()
     if silent:
         log.warning(
@@ -92,6 +100,44 @@ def ask_nodes(
     return ClientSums(**found)
 
 
+def try_sums(fed: Federation, sums: Mapping[str, Mapping[str, Tensor]]) -> None:
+    """Make metrics of what one node has sent, by itself.
+
+    Raises:
+        Exception: whatever comes of sums that are not those of the run's metrics.
+    """
+    subject = fed.fabric, fed.method, fed.data
+    if sums.get("test"):
+        on_test_set(*subject, answers=False, sums=sums["test"])
+    if sums.get("validation"):
+        validate(*subject, sums=sums["validation"])
+
+
+def alike(
+    answered: Mapping[str, tuple[set[int], Mapping[str, Mapping[str, Tensor]]]], roster: Roster
+) -> list[str]:
+    """Return the nodes whose sums are of the metrics that most clients have; the log names the others.
+
+    Args:
+        answered: clients and sums of each node.
+    """
+    names = {
+        node: {split: frozenset(key.partition("/")[2] for key in some) for split, some in sums.items()}
+        for node, (_, sums) in answered.items()
+    }
+    good = list(answered)
+    for split in SPLITS:
+        counts: Counter[frozenset[str]] = Counter()
+        for node in good:
+            if names[node].get(split):
+                counts[names[node][split]] += len(answered[node][0])
+        most = counts.most_common(1)[0][0] if counts else frozenset()
+        for node in [node for node in good if names[node].get(split) not in (None, frozenset(), most)]:
+            good.remove(node)
+            log.warning("node %s did not evaluate its clients: its metrics are others", roster.name(node))
+    return good
+
+
 def read_sums(part: bytes, split: str, clients: Collection[int]) -> dict[str, Tensor]:
     """Return the sums in a node's answer.
 
@@ -100,20 +146,22 @@ def read_sums(part: bytes, split: str, clients: Collection[int]) -> dict[str, Te
         clients: those that the node was asked for.
 
     Raises:
-        ValueError: they have another form, or are of other clients.
+        MessageError: they have another form, or are of other clients.
     """
     try:
         sums = load(part)
     except SafetensorError as error:
-        raise ValueError(f"its answer cannot be read ({error})") from None
+        raise MessageError(f"its answer cannot be read ({printable(error)})") from None
     for key, value in sums.items():
         named = KEY.fullmatch(key)
         form = SPLITS[split]
         fits = value.dtype == torch.float64 and value.ndim == len(form) and value.shape[-1] == form[-1]
         own = named is not None and int(named[1]) // MAX_PARTS in clients
+        own = own and len(key) <= MAX_NAME and METRIC_NAME.fullmatch(key) is not None
         rows = fits and (split == "test" or set(value[:, 0].tolist()) <= set(clients))
         if not (fits and own and rows):
-            raise ValueError(f"its answer has {key} {list(value.shape)}, which was not asked for")
+            shape = list(value.shape)
+            raise MessageError(f"its answer has {printable(key)} {shape}, which was not asked for")
     return sums
 
 

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from fl_lightning.deploy import simulated, sockets
-from fl_lightning.deploy.messages import cut, cut_in_parts, refusal
+from fl_lightning.deploy.messages import cut, cut_in_parts, printable, refusal
 
 log = logging.getLogger("fl_lightning")
 
@@ -100,12 +100,11 @@ def packed_answer(message: bytes) -> Any:
 
 
 def unpacked(content: Any) -> bytes:
-    """Return the message of ours in the content of one of Flower's.
-
-    Raises:
-        KeyError: there is none.
-    """
-    return b"".join(content[f"{RECORD}.{number}"][ENTRY] for number in range(len(content)))
+    """Return the message of ours in the content of one of Flower's; no bytes where there is none."""
+    try:
+        return b"".join(content[f"{RECORD}.{number}"][ENTRY] for number in range(len(content)))
+    except (KeyError, TypeError):  # whoever is let in by the SuperLink can send anything
+        return b""
 
 
 def next_look(waited: float) -> float:
@@ -175,7 +174,7 @@ class GridTransport:
                 if not node:
                     continue
                 if reply.has_error():
-                    log.warning("node %s: %s (%d)", node, reply.error.reason, reply.error.code)
+                    log.warning("node %s: %s (%d)", node, printable(reply.error.reason), reply.error.code)
                 else:
                     yield node, unpacked(reply.content)
                 heard = time.monotonic()

@@ -7,6 +7,7 @@ from dataclasses import asdict
 from typing import Any
 
 from fl_lightning import __version__
+from fl_lightning.deploy.messages import printable
 from fl_lightning.deploy.private import terms_of
 from fl_lightning.loop import Federation
 from fl_lightning.models.tensors import sha256_of_parameters
@@ -22,6 +23,7 @@ NAMES = {
     "privacy": "client-level privacy",
 }
 MAX_LISTED = 3  # tensors or clients that one line names
+MAX_SHOWN = 1000  # characters of what a node has
 
 
 def describe(fed: Federation, clients: Iterable[int]) -> dict[str, Any]:
@@ -52,7 +54,7 @@ def describe(fed: Federation, clients: Iterable[int]) -> dict[str, Any]:
 def mismatches(server: Mapping[str, Any], node: Mapping[str, Any]) -> list[str]:
     """Return in words what the two do not agree on; empty where a node fits the run."""
     found = [
-        f"{label}: {node.get(name)} there, {server[name]} here"
+        f"{label}: {printable(node.get(name), MAX_SHOWN)} there, {server[name]} here"
         for name, label in NAMES.items()
         if node.get(name) != server[name]
     ]
@@ -60,7 +62,8 @@ def mismatches(server: Mapping[str, Any], node: Mapping[str, Any]) -> list[str]:
         here, there = server[name], node.get(name) or {}
         wrong = sorted(key for key in {*here, *there} if here.get(key) != there.get(key))
         found += [
-            f"{label.format(key)}: {there.get(key, 'none')} there, {here.get(key, 'none')} here"
+            f"{label.format(printable(key))}: {printable(there.get(key, 'none'))} there, "
+            f"{here.get(key, 'none')} here"
             for key in wrong[:MAX_LISTED]
         ]
         found += [f"and {len(wrong) - MAX_LISTED} more"] if len(wrong) > MAX_LISTED else []

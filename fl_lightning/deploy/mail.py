@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -55,10 +55,12 @@ class Mail:
     Args:
         transport: carries the messages.
         traffic: what they have cost so far.
+        name_of: returns the name of a node for the log, given its key.
     """
 
     transport: Transport
     traffic: Traffic = field(default_factory=Traffic)
+    name_of: Callable[[str], str] = str
 
     def exchange(self, messages: Mapping[str, bytes], seconds: float) -> Iterator[tuple[str, Message]]:
         """Send one message to each node, and yield node and answer of the answers that can be read.
@@ -73,6 +75,8 @@ class Mail:
         for node, data in self.transport.exchange(messages, seconds):
             self.traffic.received += len(data)
             try:
-                yield node, Message.from_bytes(data)
+                answer = Message.from_bytes(data)
             except MessageError as error:
-                log.warning("node %s: its answer cannot be read: %s", node, error)
+                log.warning("node %s: its answer cannot be read: %s", self.name_of(node), error)
+                continue
+            yield node, answer

@@ -15,10 +15,22 @@ from typing import Any
 
 MAGIC = b"FLD1"
 HEAD = struct.Struct(">4sI")
+MAX_HEADER_BYTES = 2**26
+MAX_NAME = 100  # characters of a name
 
 
 class MessageError(ValueError):
-    """Bytes that are no message."""
+    """Bytes that are no message, or a message that is not what it has to be."""
+
+
+def printable(value: object, most: int = MAX_NAME) -> str:
+    """Return what a node has sent as text of one line, without characters that a terminal acts on, of at
+    most so many characters."""
+    text = " ".join(str(value)[: 4 * most].split())
+    shown = "".join(
+        each if each.isprintable() else each.encode("unicode_escape").decode() for each in text[:most]
+    )
+    return shown if len(shown) <= most and len(text) <= most else f"{shown[: most - 3]}..."
 
 
 @dataclass(frozen=True)
@@ -53,12 +65,17 @@ class Message:
         """
         try:
             magic, length = HEAD.unpack_from(data)
+            if magic != MAGIC or length > MAX_HEADER_BYTES:
+                raise ValueError(f"it begins with {data[: HEAD.size]!r}")
             header = json.loads(data[HEAD.size : HEAD.size + length])
             sizes = header.pop("parts")
+            if not isinstance(sizes, list) or any(type(size) is not int or size < 0 for size in sizes):
+                raise ValueError("lengths of parts that are none")
             ends = HEAD.size + length + sum(sizes)
-        except (struct.error, ValueError, KeyError, TypeError, AttributeError) as error:
+        # a header may be nested more deeply than Python reads
+        except (struct.error, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise MessageError(f"{len(data)} bytes that are no message ({error})") from error
-        if magic != MAGIC or ends != len(data) or any(size < 0 for size in sizes):
+        if ends != len(data):
             raise MessageError(f"{len(data)} bytes that are no message, or not all of one")
         parts, at = [], HEAD.size + length
         for size in sizes:

@@ -47,6 +47,8 @@ trained."""
 Count = Callable[[Path], dict[str, Any]]
 """Returns how many examples of its own a node has for the run of a configuration file, and their form."""
 
+UID = re.compile(rb"[0-9a-f]{32}")
+
 
 @dataclass(frozen=True)
 class NodeSettings:
@@ -79,6 +81,8 @@ class Node:
         build: builds a federation from a configuration file of this node.
         count: counts the examples that only this node has; None: it has none.
         randomness: what its clients' noise is drawn from.
+        epoch: what a server tells this process from an earlier one of the same node by, 8 to 64 hexadecimal
+            digits; None: it is drawn.
     """
 
     def __init__(
@@ -87,8 +91,10 @@ class Node:
         build: Build,
         count: Count | None = None,
         randomness: Randomness = from_system,
+        epoch: str | None = None,
     ) -> None:
         self.settings, self.build, self.count, self.randomness = settings, build, count, randomness
+        self.about = {"node": settings.name, "epoch": epoch or uuid.uuid4().hex}  # of every answer
         self.states = StateFolder(settings.folder / "states")
         self.built: tuple[str, Federation, SequentialEngine] | None = None
         self._sums: SecureRounds | None = None
@@ -107,14 +113,14 @@ class Node:
                 return self._evaluate(message)
             if message.kind == "phase":
                 header, parts = self.sums.answer(message)
-                return Message({**header, "node": self.settings.name}, tuple(parts)).to_bytes()
+                return Message({**header, **self.about}, tuple(parts)).to_bytes()
             raise MessageError(f"a message of the kind {message.kind!r}, which this version does not know")
         except (ThreePartError, MessageError) as error:
             log.error("refused: %s", error)
-            return refusal(told(error), node=self.settings.name)
+            return refusal(told(error), **self.about)
         except Exception as error:
             log.exception("a message could not be answered")
-            return refusal(told(error), node=self.settings.name)
+            return refusal(told(error), **self.about)
 
     @property
     def sums(self) -> SecureRounds:
@@ -129,10 +135,12 @@ class Node:
         """Return what tells this node from others, drawn when its folder was made: a node that is started
         again takes its own place."""
         path = self.settings.folder / "uid"
-        if not path.exists():
+        known = path.read_bytes() if path.exists() else b""
+        if not UID.fullmatch(known):  # none yet, or a damaged one
+            known = uuid.uuid4().hex.encode()
             self.settings.folder.mkdir(parents=True, exist_ok=True)
-            disk.replace(path, uuid.uuid4().hex.encode())
-        return path.read_text()
+            disk.replace(path, known)
+        return known.decode()
 
     def _check(self, message: Message) -> bytes:
         """Keep the run's configuration, build what it describes, and say what that is."""
@@ -142,7 +150,7 @@ class Node:
         clients = self.settings.clients(fed.data.num_clients)
         about = {
             "kind": "checked",
-            "node": self.settings.name,
+            **self.about,
             "uid": self.uid(),
             "clients": list(clients),
         }
@@ -157,7 +165,7 @@ class Node:
         digest = self._keep(message.parts[0])
         with only_imports(self._checked(digest)):
             counted = self.count(self._config(digest))
-        return Message({**counted, "node": self.settings.name}).to_bytes()
+        return Message({**counted, **self.about}).to_bytes()
 
     def _keep(self, config: bytes) -> str:
         """Write a run's configuration to the disk, if it is one, and return its SHA-256.
@@ -206,7 +214,7 @@ class Node:
             uploads.append(result.upload)
         header = {
             "kind": "trained" if kept is None else "kept",
-            "node": self.settings.name,
+            **self.about,
             "seconds": time.monotonic() - started,
             "results": results,
         }
@@ -218,7 +226,7 @@ class Node:
         here = self.settings.clients(fed.data.num_clients)
         with deterministic(bool(message.header.get("deterministic", True))):
             header, parts = evaluate_here(fed, message, self.states, here)
-        return Message({**header, "node": self.settings.name}, tuple(parts)).to_bytes()
+        return Message({**header, **self.about}, tuple(parts)).to_bytes()
 
     def _train_client(
         self, fed: Federation, engine: SequentialEngine, message: Message, order: Mapping[str, Any]

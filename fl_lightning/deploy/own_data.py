@@ -22,9 +22,10 @@ from fl_lightning import __version__
 from fl_lightning.data import FederatedData
 from fl_lightning.data.apart import holdings_apart, own_holdings
 from fl_lightning.data.form import Form
+from fl_lightning.deploy.answers import Counted, name_of, reason_of
 from fl_lightning.deploy.gate import KEY
 from fl_lightning.deploy.mail import Mail, Transport
-from fl_lightning.deploy.messages import Message
+from fl_lightning.deploy.messages import Message, MessageError, printable
 from fl_lightning.deploy.roster import POLL_SECONDS, RoundRules
 from fl_lightning.errors import InputError, RunStopped, require
 
@@ -43,6 +44,8 @@ NAMES = {
 COMMON = ("batch_size", "val_fraction")
 """Settings of the run's data that data of another class take over where their owner does not write them."""
 STAND_IN_CLIENTS = 100
+MAX_LISTED = 3  # clients that one line names
+MAX_EXAMPLES = 2**28  # of all clients together: every machine has 8 bytes in memory for each
 
 
 class Census:
@@ -109,28 +112,28 @@ class Census:
         Raises:
             InputError: it does not fit the run.
         """
-        name, header = str(answer.header.get("node", node)), answer.header
+        name = name_of(answer, node)
+        given, instead = f"node {name} ({node})", "put that right, or leave the node out"
         if answer.kind != "counted":
-            raise InputError(
-                f"node {name} ({node})",
-                str(header.get("reason", "it gave no reason")),
-                "put that right, or leave the node out",
-            )
-        theirs = header.get("facts") or {}
+            raise InputError(given, reason_of(answer.header), instead)
+        try:
+            counted = Counted.from_answer(answer)
+        except MessageError as error:
+            raise InputError(given, f"its answer cannot be read: {error}", instead) from None
+        theirs, clients = counted.facts, counted.clients
         wrong = [
             f"{label}: {_short(theirs.get(key))} there, {_short(known[key])} here"
             for key, label in NAMES.items()
             if theirs.get(key) != known[key]
         ]
-        clients = {int(id): (int(train), int(val)) for id, (train, val) in header["clients"].items()}
         wrong += [
             f"client {id} is on node {self.node_of[id]} already" for id in clients if id in self.node_of
-        ]
+        ][:MAX_LISTED]
         wrong += ["its data have no examples"] if not any(map(sum, clients.values())) else []
+        total = sum(map(sum, [*self.counts.values(), *clients.values()]))
+        wrong += [f"with it there are {total} examples, above {MAX_EXAMPLES}"] if total > MAX_EXAMPLES else []
         if wrong:
-            raise InputError(
-                f"node {name} ({node})", "; ".join(wrong), "put that right, or leave the node out"
-            )
+            raise InputError(given, "; ".join(wrong), instead)
         for id, (train, val) in clients.items():
             self.counts[id], self.node_of[id] = (train, val if self.validates else 0), name
             log.info("node %s: client %d has %d training and %d validation examples", name, id, train, val)
@@ -222,5 +225,4 @@ def form_of(entry: Mapping[str, Any]) -> Form:
 
 
 def _short(value: object) -> str:
-    text = str(value)
-    return text if len(text) <= 80 else f"{text[:77]}..."
+    return printable(value, 80)

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+from fl_lightning.deploy.answers import Checked, epoch_of, name_of, reading, reason_of
 from fl_lightning.deploy.identity import describe, mismatches
 from fl_lightning.deploy.mail import Mail
-from fl_lightning.deploy.messages import Message
+from fl_lightning.deploy.messages import Message, MessageError
 from fl_lightning.errors import RunStopped, require
 from fl_lightning.loop import Federation
 
@@ -60,8 +61,11 @@ class Roster:
         self.names: dict[str, str] = {}  # of the nodes that take part, by key
         self.node_of: dict[int, str] = {}  # key of the node that has a client
         self.uids: dict[str, str] = {}
+        self.epochs: dict[str, str] = {}  # of the processes that were checked
+        self.here: set[str] = set()  # nodes that were connected at the last look
         self.refused: dict[str, tuple[str, str]] = {}  # names and reasons, by key
         self.left_out: set[str] = set()  # connections that were replaced, or did not answer a check
+        mail.name_of = self.name
 
     def name(self, node: str) -> str:
         """Return the name of a node, or its key where it takes no part."""
@@ -85,10 +89,11 @@ class Roster:
         """
         ends = time.monotonic() + self.rules.wait_seconds
         while True:
-            here = set(self.mail.transport.nodes())
+            self.here = here = set(self.mail.transport.nodes())
             for node in [node for node in self.names if node not in here]:
                 self.forget(node)
             self.left_out &= here
+            self.refused = {node: why for node, why in self.refused.items() if node in here}
             self._check(sorted(here - self.names.keys() - self.refused.keys() - self.left_out))
             if len(self.names) >= self.rules.min_nodes or (self.refused and (first or not self.names)):
                 break
@@ -102,40 +107,83 @@ class Roster:
                 )
             time.sleep(POLL_SECONDS)
 
+    def exchange(self, orders: Mapping[str, bytes], seconds: float) -> Iterator[tuple[str, Message]]:
+        """Send orders to nodes that take part, and yield node and answer.
+
+        A node that was started again since it was checked may have other data now: what its new process has
+        done counts once this process has been checked, after the others have answered.
+        """
+        started_again = []
+        for node, answer in self.mail.exchange(orders, seconds):
+            if answer.kind == "refused" or epoch_of(answer) == self.epochs.get(node):
+                yield node, answer
+            else:
+                started_again.append((node, answer))
+        for node, answer in started_again:
+            if node in self.names:
+                log.info("node %s (%s) was started again: it is checked again", self.names[node], node)
+                self._leave(node)
+                self._check([node])
+            if node in self.names and epoch_of(answer) == self.epochs[node]:
+                yield node, answer
+            else:
+                log.warning("node %s: its answer is that of a process that was not checked", self.name(node))
+
     def _check(self, nodes: Sequence[str]) -> None:
         """Have new nodes build the run, and take those whose answer fits."""
         order = Message({"kind": "check"}, (self.config,)).to_bytes()
         self.left_out |= set(nodes)
         for node, answer in self.mail.exchange(dict.fromkeys(nodes, order), self.rules.wait_seconds):
             self.left_out.discard(node)
-            name, uid = str(answer.header.get("node", node)), str(answer.header.get("uid", node))
-            for before in [before for before, other in self.uids.items() if other == uid]:
-                self.forget(before)  # the same node, started again
-                self.left_out.add(before)
-            reason = self._misfit(answer)
-            if reason:
+            name = name_of(answer, node)
+            try:
+                reason = reason_of(answer.header) if answer.kind != "checked" else ""
+                found = None if reason else Checked.from_answer(answer)
+                reason = (self._replaced(found) or self._misfit(found)) if found else reason
+            except MessageError as error:
+                found, reason = None, f"its answer cannot be read: {error}"
+            if reason or found is None:
                 self.refused[node] = name, reason
                 log.error("node %s (%s) is refused: %s", name, node, reason)
                 continue
-            self.names[node], self.uids[node] = name, uid
-            for id in answer.header["clients"]:
-                self.node_of[int(id)] = node
-            log.info("node %s (%s) has %d clients", name, node, len(answer.header["clients"]))
+            self.names[node], self.uids[node], self.epochs[node] = name, found.uid, found.epoch
+            for id in found.clients:
+                self.node_of[id] = node
+            log.info("node %s (%s) has %d clients", name, node, len(found.clients))
 
-    def _misfit(self, answer: Message) -> str:
-        """Return why a node cannot take part, empty where it can."""
-        if answer.kind != "checked":
-            return str(answer.header.get("reason", "it gave no reason"))
-        clients = [int(id) for id in answer.header["clients"]]
-        wrong = [id for id in clients if not 0 <= id < self.fed.data.num_clients]
+    def _replaced(self, found: Checked) -> str:
+        """Let a node that was started again take its own place; return why it cannot, else an empty text."""
+        for before in [before for before, other in self.uids.items() if other == found.uid]:
+            clients = [id for id, node in self.node_of.items() if node == before]
+            if before in self.here and set(clients) != set(found.clients):
+                return (
+                    f"it has the folder of node {self.names[before]} ({before}), which is connected and has "
+                    "other clients; give each node a --folder of its own"
+                )
+            self.forget(before)  # the same node, started again
+            self.left_out.add(before)
+        return ""
+
+    def _misfit(self, found: Checked) -> str:
+        """Return why a node cannot take part, empty where it can.
+
+        Raises:
+            MessageError: what it has built cannot be compared.
+        """
+        wrong = [id for id in found.clients if id >= self.fed.data.num_clients]
         if wrong:
             return f"it has client {wrong[0]}, and the federation has {self.fed.data.num_clients}"
-        twice = [id for id in clients if id in self.node_of]
+        twice = [id for id in found.clients if id in self.node_of]
         if twice:
             return f"client {twice[0]} is on node {self.names[self.node_of[twice[0]]]} already"
-        return "; ".join(mismatches(describe(self.fed, clients), answer.header["identity"]))
+        with reading():
+            return "; ".join(mismatches(describe(self.fed, found.clients), found.identity))
 
     def forget(self, node: str) -> None:
-        log.warning("node %s (%s) has left", self.names.pop(node), node)
-        self.uids.pop(node)
+        log.warning("node %s (%s) has left", self.names[node], node)
+        self._leave(node)
+
+    def _leave(self, node: str) -> None:
+        for known in (self.names, self.uids, self.epochs):
+            known.pop(node)
         self.node_of = {id: at for id, at in self.node_of.items() if at != node}

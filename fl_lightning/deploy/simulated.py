@@ -25,6 +25,9 @@ if TYPE_CHECKING:  # it imports torch
 log = logging.getLogger("fl_lightning")
 
 
+EPOCH = "0" * 32  # of all workers, any of which may answer for a node
+
+
 def require_ray() -> None:
     """Refuse to go on without Ray.
 
@@ -81,4 +84,5 @@ def _node(job: Path, partition: int, of: int) -> Node:
     os.chdir(written["directory"])
     import_short_names()
     folder = Path(written["nodes"]) / f"node{partition}"
-    return Node(NodeSettings(folder, partition, of, name=f"simulated-{partition}"), builder())
+    settings = NodeSettings(folder, partition, of, name=f"simulated-{partition}")
+    return Node(settings, builder(), epoch=EPOCH)
