@@ -168,7 +168,7 @@ def node(
             SuperNode of Flower does, which starts a process for each message.
 
     Raises:
-        InputError: a setting is wrong, or Flower is not installed.
+        InputError: a setting is wrong, another node has the folder, or Flower is not installed.
         RunStopped: the SuperLink does not let the node in, or the SuperNode ended.
     """
     require_choice(connection, ("direct", "supernode"), "--connection")
@@ -191,7 +191,7 @@ def node(
     answering = Node(settings, builder(files, own), None if own is None else counter(files, own))
     launch.log_to_stderr()
     if connects and connection == "direct":
-        with launch.Started():  # SIGTERM signs the node off
+        with launch.locked(place), launch.Started():  # SIGTERM signs the node off
             fleet.serve(
                 superlink,
                 answering.answer,
@@ -201,7 +201,7 @@ def node(
                 private_key=private_key,
             )
         return
-    with launch.Started() as started, launch.socket_for(place) as socket:
+    with launch.locked(place), launch.Started() as started, launch.socket_for(place) as socket:
         if connects:
             launch.check_handshake(superlink, root_certificates, "--root_certificates")
             launch.start_supernode(started, superlink, socket, settings, root_certificates, private_key)

@@ -116,7 +116,8 @@ def try_sums(fed: Federation, sums: Mapping[str, Mapping[str, Tensor]]) -> None:
 def alike(
     answered: Mapping[str, tuple[set[int], Mapping[str, Mapping[str, Tensor]]]], roster: Roster
 ) -> list[str]:
-    """Return the nodes whose sums are of the metrics that most clients have; the log names the others.
+    """Return the nodes whose sums are of the metrics that most clients have, of equally many those of the
+    client with the smallest id; the log names the others.
 
     Args:
         answered: clients and sums of each node.
@@ -125,7 +126,7 @@ def alike(
         node: {split: frozenset(key.partition("/")[2] for key in some) for split, some in sums.items()}
         for node, (_, sums) in answered.items()
     }
-    good = list(answered)
+    good = sorted(answered, key=lambda node: min(answered[node][0], default=-1))
     for split in SPLITS:
         counts: Counter[frozenset[str]] = Counter()
         for node in good:

@@ -18,6 +18,8 @@ from ipaddress import ip_address
 from pathlib import Path
 from types import FrameType
 
+from filelock import FileLock, Timeout
+
 from fl_lightning.deploy import sockets
 from fl_lightning.deploy.node import NodeSettings
 from fl_lightning.engines.pool import end_with
@@ -206,6 +208,28 @@ def socket_for(folder: Path) -> Iterator[Path]:
             yield Path(short) / "node.sock"
 
 
+@contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """Keep other nodes from a node's folder within the block; the lock ends with the process.
+
+    Raises:
+        InputError: another node has it.
+    """
+    lock = FileLock(folder / ".node.lock", timeout=0)
+    try:
+        lock.acquire()
+    except Timeout:
+        raise InputError(
+            f"--folder {folder}", "another node has this folder", "end it, or give this one another folder"
+        ) from None
+    except NotImplementedError:
+        log.warning("%s: this file system has no locks; start one node alone with this folder", folder)
+    try:
+        yield
+    finally:
+        lock.release()
+
+
 def start_superlink(started: Started, folder: Path, *more: str) -> str:
     """Start a SuperLink on a free port of 127.0.0.1, wait until it listens, and return its address.
 
@@ -232,10 +256,16 @@ def start_superlink(started: Started, folder: Path, *more: str) -> str:
 
 
 def start_node(started: Started, address: str, folder: Path, number: int, of: int) -> subprocess.Popen:
-    """Start a node on this machine."""
+    """Start a node on this machine.
+
+    Raises:
+        InputError: another node has the folder.
+    """
     words = [sys.executable, "-m", "fl_lightning", "node", "--superlink", address, "--folder", str(folder)]
     words += ["--partition_id", str(number), "--num_partitions", str(of)]
     folder.mkdir(parents=True, exist_ok=True)
+    with locked(folder):  # else the node would end, and say why in its own log alone
+        pass
     return started.start(words, folder / "flower", folder / "node.log")
 
 

@@ -1,0 +1,400 @@
+"""Nodes that answer nonsense, and nodes that were started again: no answer ends the server's run, and nothing
+counts that a checked process has not done.
+
+A node of each test is honest but for one entry of one kind of answer. The others' clients must train on.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+import math
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from safetensors.torch import save
+from test_deploy import ALL, InProcess, deployed, metadata_of, nodes_in, simulated, weights
+from test_deploy_own_data import SIZES, config, leaf, leaf_file, own_nodes
+
+from fl_lightning.__main__ import main
+from fl_lightning.deploy import flower, launch
+from fl_lightning.deploy import simulated as simulated_nodes
+from fl_lightning.deploy.build import builder
+from fl_lightning.deploy.messages import HEAD, MAGIC, Message, printable
+from fl_lightning.deploy.node import Node, NodeSettings
+from fl_lightning.deploy.roster import RoundRules
+from fl_lightning.deploy.server import deploy_over
+from fl_lightning.errors import InputError
+from fl_lightning.evaluation import MAX_PARTS
+
+RULES = RoundRules(wait_seconds=5, round_seconds=60)
+SMALL = [*ALL[:5], "--trainer.max_rounds=2", "--trainer.max_local_steps=1", "--trainer.eval_every=2"]
+Change = Callable[[Message], bytes]
+HUGE = 10**400  # no float is as large
+
+
+class Hostile(InProcess):
+    """The second node's answers to one kind of message are changed, from round 2 on."""
+
+    def __init__(self, nodes: Mapping[str, Node], kind: str, change: Change) -> None:
+        super().__init__(nodes)
+        self.kind, self.change = kind, change
+
+    def exchange(self, messages, timeout):
+        for key, answer in super().exchange(messages, timeout):
+            order = Message.from_bytes(messages[key])
+            hostile = key == "node1" and order.kind == self.kind and order.header.get("round", 2) >= 2
+            yield key, self.change(Message.from_bytes(answer)) if hostile else answer
+
+
+def having(**entries: object) -> Change:
+    return lambda answer: Message({**answer.header, **entries}, answer.parts).to_bytes()
+
+
+def lacking(name: str) -> Change:
+    return lambda answer: Message(
+        {key: value for key, value in answer.header.items() if key != name}, answer.parts
+    ).to_bytes()
+
+
+def result(**entries: object) -> Change:
+    """Change the first result of an answer."""
+
+    def change(answer: Message) -> bytes:
+        first, *others = answer.header["results"]
+        results = [{**first, **entries}, *others]
+        return Message({**answer.header, "results": results}, answer.parts).to_bytes()
+
+    return change
+
+
+def identity(**entries: object) -> Change:
+    return lambda answer: having(identity={**answer.header["identity"], **entries})(answer)
+
+
+def raw(header: bytes) -> Change:
+    return lambda answer: HEAD.pack(MAGIC, len(header)) + header
+
+
+def ledger(cli) -> dict[tuple[int, int], str]:
+    with (cli.trainer.run_dir / "ledger.csv").open() as file:
+        return {(int(row["round"]), int(row["client"])): row["status"] for row in csv.DictReader(file)}
+
+
+def in_round_two(cli) -> list[str]:
+    """What became of clients 0 to 3; 0 and 2 are on the honest node."""
+    found = ledger(cli)
+    assert metadata_of(cli)["status"] == "finished"
+    assert {found[1, id] for id in range(4)} == {"trained"}
+    return [found[2, id] for id in range(4)]
+
+
+NODE_DROPPED = ["trained", "dropped", "trained", "dropped"]
+CLIENT_DROPPED = ["trained", "dropped", "trained", "trained"]
+NOBODY_DROPPED = ["trained"] * 4
+ANSWERS = {
+    "garbage": (lambda answer: bytes(100), NODE_DROPPED),
+    "4 GiB of header": (lambda answer: HEAD.pack(MAGIC, 2**32 - 1) + b"{}", NODE_DROPPED),
+    "deeply nested": (raw(b'{"a":' + b"[" * 200_000 + b"]" * 200_000 + b',"parts":[]}'), NODE_DROPPED),
+    "sizes that are floats": (raw(b'{"kind":"trained","results":[],"parts":[0.0]}'), NODE_DROPPED),
+    "no results": (lacking("results"), NODE_DROPPED),
+    "results is a number": (having(results=5), NODE_DROPPED),
+    "results are text": (having(results=["x"]), NODE_DROPPED),
+    "client is infinite": (result(client=math.inf), CLIENT_DROPPED),
+    "client of another node": (result(client=0), CLIENT_DROPPED),
+    "losses are a list": (result(losses=[1, 2]), CLIENT_DROPPED),
+    "a weight is text": (result(losses={"loss": [1.0, "x"]}), CLIENT_DROPPED),
+    "a weight of 0": (result(losses={"loss": [1.0, 0]}), CLIENT_DROPPED),
+    "a weight is no number": (result(losses={"loss": [math.nan, math.nan]}), CLIENT_DROPPED),
+    "a long name": (result(losses={"x" * 100_000: [1, 1]}), CLIENT_DROPPED),
+    "a name that is a path": (result(losses={"evil/../name\n": [1, 1]}), CLIENT_DROPPED),
+    "many names": (result(losses={f"loss{number}": [1, 1] for number in range(1000)}), CLIENT_DROPPED),
+    "steps are infinite": (result(steps=math.inf), CLIENT_DROPPED),
+    "steps are many": (result(steps=10**30), CLIENT_DROPPED),
+    "upload -1": (result(upload=-1), CLIENT_DROPPED),
+    "a reason": (result(reason="\x1b[2J\nnode n0: all is well"), CLIENT_DROPPED),
+    "a loss that is no number": (result(losses={"loss": [math.nan, 4]}), NOBODY_DROPPED),
+    "a loss that is no float": (result(losses={"loss": [HUGE, 4]}), NOBODY_DROPPED),
+    "seconds that are no float": (having(seconds=HUGE), NOBODY_DROPPED),
+    "a name that is none": (having(node={"a": 1}), NOBODY_DROPPED),
+}
+
+
+@pytest.mark.parametrize("case", ANSWERS)
+def test_an_answer_that_cannot_be_read_costs_its_clients_the_round(case, tmp_path, caplog):
+    change, expected = ANSWERS[case]
+    cli = deployed("fedavg", tmp_path, Hostile(nodes_in(tmp_path), "train", change), *SMALL, rules=RULES)
+    assert in_round_two(cli) == expected
+    with (cli.trainer.run_dir / "metrics.csv").open() as file:
+        (*_, last) = csv.DictReader(file)
+    assert math.isfinite(float(last["train/loss"]))
+    assert expected == NOBODY_DROPPED or "node n1: " in caplog.text
+    for line in caplog.messages:
+        assert line.isprintable()
+        assert len(line) < 2000
+
+
+CHECKS = {
+    "no clients": (lacking("clients"), "clients: None"),
+    "clients are infinite": (having(clients=[math.inf]), "clients: inf"),
+    "clients are text": (having(clients=["x"]), "clients: x"),
+    "a client twice": (having(clients=[1, 1, 3]), "a client is there twice"),
+    "no identity": (lacking("identity"), "identity: None"),
+    "identity is a list": (having(identity=[1]), "identity: "),
+    "examples are a list": (identity(examples=[1]), "examples: "),
+    "layout is a number": (identity(layout=5), "layout: 5"),
+    "a method with escapes": (identity(method="\x1b[2J\n" * 10**5), r"method: \x1b[2J \x1b[2J"),
+    "no uid": (lacking("uid"), "uid: None"),
+    "uid is a list": (having(uid=["a"]), "uid: "),
+    "no epoch": (having(epoch=""), "epoch: "),
+    "a long reason": (having(kind="refused", reason="\x1b]0;\u202e" * 10**5), r"\x1b]0;\u202e\x1b]0;"),
+}
+
+
+@pytest.mark.parametrize("case", CHECKS)
+def test_a_check_that_cannot_be_read_is_refused_by_name(case, tmp_path, caplog):
+    change, reason = CHECKS[case]
+    with pytest.raises(InputError) as caught:
+        deployed("fedavg", tmp_path, Hostile(nodes_in(tmp_path), "check", change), *SMALL, rules=RULES)
+    said = str(caught.value)
+    assert said.startswith("node n1; ")
+    assert reason in said
+    assert said.isprintable()
+    assert len(said) < 3000
+    assert not (tmp_path / "deployed").exists()
+
+
+SECURE = [*SMALL, "--trainer.secure_sum.threshold=0.5"]
+FORMS = [5, [[1]], [["x", -5, 0]], [["w", 10**12, 0]], [["w", math.inf, 0]], [["w", 1, HUGE]], {"a": 1}, None]
+
+
+@pytest.mark.parametrize("form", FORMS, ids=lambda form: str(form)[:20])
+def test_a_form_that_is_none_drops_its_client(form, tmp_path):
+    pytest.importorskip("cryptography")
+    transport = Hostile(nodes_in(tmp_path), "train", result(form=form))
+    cli = deployed("fedavg", tmp_path, transport, *SECURE, rules=RULES)
+    assert in_round_two(cli) == CLIENT_DROPPED
+
+
+@pytest.mark.parametrize("clients", [5, None, [[1], [2]], ["1", "3"], [1, 1]], ids=str)
+def test_an_answer_to_a_phase_that_cannot_be_read_leaves_the_sum(clients, tmp_path, caplog):
+    pytest.importorskip("cryptography")
+    transport = Hostile(nodes_in(tmp_path), "phase", having(clients=clients))
+    cli = deployed("fedavg", tmp_path, transport, *SECURE, rules=RULES)
+    assert metadata_of(cli)["status"] == "finished"
+    assert "node n1 leaves the secure sum: its answer cannot be read: clients: " in caplog.text
+
+
+def other_sums(**named: torch.Tensor) -> Change:
+    """Send sums of these metrics for client 1 in the place of what was measured."""
+
+    def change(answer: Message) -> bytes:
+        sums = save({f"{MAX_PARTS}/{name}": value.double() for name, value in named.items()})
+        return Message(answer.header, (sums, save({}))).to_bytes()
+
+    return change
+
+
+EVALUATIONS = {
+    "left_out is text": having(left_out=["x"]),
+    "left_out is a number": having(left_out=5),
+    "left_out is infinite": having(left_out=[math.inf]),
+    "no parts": lambda answer: Message(answer.header).to_bytes(),
+    "parts that are nonsense": lambda answer: Message(answer.header, (b"x", b"y")).to_bytes(),
+    "a metric that nobody has": other_sums(loss=torch.ones(2), accuracy=torch.ones(2), evil=torch.ones(2)),
+    "a metric is missing": other_sums(accuracy=torch.ones(2)),
+    "a name with escapes": other_sums(**{"\x1b[2J": torch.ones(2)}),
+}
+
+
+@pytest.mark.parametrize("case", EVALUATIONS)
+def test_an_evaluation_that_cannot_be_read_is_left_out(case, tmp_path, caplog):
+    more = [*SMALL, "--trainer.max_rounds=2"]
+    transport = Hostile(nodes_in(tmp_path), "evaluate", EVALUATIONS[case])
+    cli = deployed("local_only", tmp_path, transport, *more, rules=RULES)
+    assert metadata_of(cli)["status"] == "finished"
+    assert "node n1 did not evaluate its clients: " in caplog.text
+    assert "clients 1, 3 are left out of val/* and test/*" in caplog.text
+    assert all(line.isprintable() for line in caplog.messages)
+    with (cli.trainer.run_dir / "metrics.csv").open() as file:
+        (*_, last) = csv.DictReader(file)
+    assert "evil" not in " ".join(last)
+    assert math.isfinite(float(last["test/accuracy"]))
+
+
+CENSUSES = {
+    "clients are a list": having(clients=[1]),
+    "no clients": having(clients=None),
+    "a negative id": having(clients={"-1": [5, 0]}),
+    "a negative count": having(clients={"1": [-5, 9]}),
+    "a huge id": having(clients={str(10**9): [5, 0]}),
+    "a huge count": having(clients={"1": [10**12, 0]}),
+    "more examples than memory": having(clients={"1": [2**31 - 1, 0]}),
+    "a count with a fraction": having(clients={"1": [1.5, 0]}),
+    "an infinite count": having(clients={"1": [math.inf, 0]}),
+    "an id that is text": having(clients={"x": [1, 1]}),
+    "three counts": having(clients={"1": [1, 1, 1]}),
+    "facts are a list": having(facts=[1]),
+}
+
+
+@pytest.mark.parametrize("case", CENSUSES)
+def test_a_census_that_cannot_be_read_is_refused_by_name(case, tmp_path):
+    test = leaf_file(tmp_path / "test.json", {"t": 30})
+    own = {n: leaf_file(tmp_path / f"own{n}.json", {user: SIZES[user]}) for n, user in enumerate("ab")}
+    cli = config(tmp_path, "server", leaf(test, test))
+    transport = Hostile(own_nodes(tmp_path, own, 2), "census", CENSUSES[case])
+    rules = RoundRules(min_nodes=2, wait_seconds=5)
+    deploy_over(cli.trainer, yaml.safe_load(cli.config_text), transport, rules, own_data=True)
+    with pytest.raises(InputError, match=r"^node n1 \(node1\); ") as caught:
+        cli.start()
+    assert "cannot be read" in str(caught.value) or "examples, above" in str(caught.value)
+    assert not (tmp_path / "server").exists()
+
+
+def test_text_of_a_node_is_one_line_that_no_terminal_acts_on():
+    assert printable("node n0:\n all \x1b[2J fine") == r"node n0: all \x1b[2J fine"
+    assert printable("caf\u00e9 \u202e\ud800") == "caf\u00e9 \\u202e\\ud800"
+    assert printable({"a": 1}) == "{'a': 1}"
+    assert printable("x" * 10**6) == "x" * 97 + "..."
+    assert len(printable("\x1b" * 10**6)) == 100
+    assert printable("x" * 100) == "x" * 100
+
+
+def test_what_is_no_message_of_ours_is_read_as_no_bytes():
+    pytest.importorskip("flwr")
+    assert flower.unpacked({"other": {}}) == b""
+    assert flower.unpacked({"fl_lightning.0": {"message": 5}}) == b""
+
+
+class Scripted(InProcess):
+    """Does something after some rounds; a node that is away is not connected."""
+
+    def __init__(self, nodes: Mapping[str, Node], after: Mapping[int, Callable[[Scripted], None]]) -> None:
+        super().__init__(nodes)
+        self.after, self.away, self.orders = after, set[str](), list[tuple[str, str]]()
+
+    def nodes(self):
+        return [key for key in super().nodes() if key not in self.away]
+
+    def exchange(self, messages, timeout):
+        orders = {key: Message.from_bytes(message) for key, message in messages.items()}
+        self.orders += [(key, order.kind) for key, order in orders.items()]
+        yield from super().exchange(messages, timeout)
+        for round in {order.header.get("round") for order in orders.values() if order.kind == "train"}:
+            self.after.get(round, lambda transport: None)(self)
+
+
+def second_node(folder: Path, overlay: Mapping | None = None) -> Node:
+    files = []
+    if overlay is not None:
+        files.append(folder / "overlay.yaml")
+        files[0].write_text(yaml.safe_dump(overlay))
+    return Node(NodeSettings(folder / "node1", 1, 2, name="n1"), builder(files))
+
+
+FEWER = {"data": {"init_args": {"synthetic_examples": 200}}}
+
+
+def test_a_node_that_comes_back_with_other_data_does_not_count(tmp_path, caplog):
+    """It was restarted between two looks, under the same key."""
+    transport = Scripted(
+        nodes_in(tmp_path), {1: lambda it: it.by_key.update(node1=second_node(tmp_path, FEWER))}
+    )
+    cli = deployed("fedavg", tmp_path, transport, *SMALL, rules=RULES)
+    assert in_round_two(cli) == NODE_DROPPED
+    assert "node n1 (node1) is refused: training examples of client 1" in caplog.text
+
+
+def test_a_node_that_comes_back_as_it_was_is_checked_and_counts(tmp_path):
+    transport = Scripted(nodes_in(tmp_path), {1: lambda it: it.by_key.update(node1=second_node(tmp_path))})
+    cli = deployed("fedavg", tmp_path, transport, *SMALL, rules=RULES)
+    assert in_round_two(cli) == NOBODY_DROPPED
+    assert transport.orders.count(("node1", "check")) == 2
+    assert weights(cli) == simulated("fedavg", tmp_path, *SMALL)
+
+
+def test_a_node_that_was_refused_and_left_is_checked_again(tmp_path):
+    def away(it: Scripted) -> None:
+        it.away = {"node1"}
+
+    def back(overlay: Mapping | None) -> Callable[[Scripted], None]:
+        def change(it: Scripted) -> None:
+            it.away = set()
+            it.by_key["node1"] = second_node(tmp_path, overlay)
+
+        return change
+
+    after = {1: away, 2: back(FEWER), 3: away, 4: back(None)}
+    transport = Scripted(nodes_in(tmp_path), after)
+    cli = deployed("fedavg", tmp_path, transport, *SMALL, "--trainer.max_rounds=5", rules=RULES)
+    assert [ledger(cli)[round, 1] for round in range(1, 6)] == ["trained", *["dropped"] * 3, "trained"]
+
+
+@pytest.mark.parametrize(
+    "damage", [lambda text: text[:300], lambda text: text.replace(b"lr: 0.0", b"lr: 0.9")]
+)
+def test_a_configuration_that_was_changed_on_the_disk_is_not_trained_with(damage, tmp_path):
+    """Its node is restarted, says that it has not checked it, and is sent it again."""
+
+    def change(it: Scripted) -> None:
+        (path,) = (tmp_path / "node1" / "configs").iterdir()
+        before = path.read_bytes()
+        path.write_bytes(damage(before))
+        assert path.read_bytes() != before
+        it.by_key["node1"] = second_node(tmp_path)
+
+    cli = deployed(
+        "fedavg",
+        tmp_path,
+        Scripted(nodes_in(tmp_path), {1: change}),
+        *SMALL,
+        "--trainer.max_rounds=3",
+        rules=RULES,
+    )
+    assert in_round_two(cli) == NODE_DROPPED
+    assert {ledger(cli)[3, id] for id in range(4)} == {"trained"}
+
+
+def test_a_second_node_with_the_folder_of_a_connected_one_is_refused_by_name(tmp_path):
+    nodes = {
+        f"node{number}": Node(NodeSettings(tmp_path / "node", number, 2, name=f"n{number}"), builder())
+        for number in range(2)
+    }
+    with pytest.raises(InputError, match=r"^node n1; it has the folder of node n0 \(node0\), which is conn"):
+        deployed("fedavg", tmp_path, InProcess(nodes), *SMALL, rules=RULES)
+
+
+def test_a_damaged_uid_is_drawn_anew(tmp_path):
+    nodes = nodes_in(tmp_path)
+    for folder in ("node0", "node1"):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "uid").write_text("")
+    assert nodes["node0"].uid() != nodes["node1"].uid()
+    assert nodes["node0"].uid() == nodes_in(tmp_path)["node0"].uid()
+
+
+def test_a_folder_has_one_node(tmp_path, capsys):
+    with launch.locked(tmp_path):
+        words = ["node", "--superlink", "none", "--folder", str(tmp_path)]
+        with pytest.raises(SystemExit) as caught:
+            main(words)
+    assert caught.value.code == 2
+    assert f"--folder {tmp_path}; another node has this folder" in " ".join(capsys.readouterr().err.split())
+    with launch.locked(tmp_path):
+        pass
+
+
+def test_workers_of_flowers_simulation_are_one_node(tmp_path, monkeypatch):
+    """Any of them may answer for a node, so that it is not checked anew with each."""
+    (tmp_path / "job.json").write_text(json.dumps({"directory": str(tmp_path), "nodes": str(tmp_path)}))
+    monkeypatch.chdir(tmp_path)
+    simulated_nodes._node.cache_clear()
+    one = simulated_nodes._node(tmp_path, 0, 2)
+    simulated_nodes._node.cache_clear()
+    assert simulated_nodes._node(tmp_path, 0, 2).about == one.about
+    simulated_nodes._node.cache_clear()
+    assert nodes_in(tmp_path)["node0"].about != nodes_in(tmp_path)["node0"].about
