@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -223,7 +223,7 @@ def results_of(answer: Message) -> list[Any]:
 
 def seconds_of(answer: Message) -> float:
     """Return the seconds that a node says its training took; 0 where it says nothing of use."""
-    seconds = answer.header.get("seconds")
+    seconds: Any = answer.header.get("seconds")
     return float(seconds) if type(seconds) in (int, float) and 0 <= seconds <= MAX_SECONDS else 0.0
 
 
@@ -254,7 +254,7 @@ def _form(value: object) -> SumForm:
     return SumForm.from_json(parts)
 
 
-def left_out_of(answer: Message) -> Collection[int]:
+def left_out_of(answer: Message) -> set[int]:
     """Return the clients that a node could not evaluate.
 
     Raises:

@@ -8,6 +8,7 @@ is imported. What a client keeps stays on the node's disk.
 from __future__ import annotations
 
 import logging
+import re
 import socket
 import time
 import uuid
