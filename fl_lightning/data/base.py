@@ -66,9 +66,9 @@ class FederatedData(ExampleBatches, Recorded, LightningDataModule):
     example_shape: tuple[int, ...]
 
     run_form: Form | None = None
-    """Of a node's own data, what they take over from the run's; to be set before ``setup``. All examples are
-    then for training, and there is no test set. None: classes and constants follow from the training
-    examples."""
+    """Names of classes and constants of preprocessing that these data take over from another run's data,
+    instead of finding them in their own training examples; a node of a deployment sets it before ``setup``.
+    All examples are then for training, and there is no test set. None: they are found in the examples."""
 
     apart: bool = False
     """Whether clients are on other machines, with their examples."""

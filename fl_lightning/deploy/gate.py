@@ -18,6 +18,7 @@ from typing import Any
 
 import yaml
 
+from fl_lightning.deploy.messages import printable
 from fl_lightning.errors import InputError, require
 from fl_lightning.support.documents import MAX_DEPTH, check_size
 
@@ -45,6 +46,7 @@ CLASS = ("class_path", "init_args", "dict_kwargs")
 FIXED = {"engine": "sequential", "workers": 1, "logger": False}
 """Settings of the trainer that are the same on all nodes."""
 MAX_BYTES = 2**24
+MAX_SHOWN = 80  # characters of what the server sent, in a refusal
 ROOMS = tuple(
     f"fl_lightning.{room}"
     for room in ("data", "methods", "metrics", "models", "privacy", "quantization", "settings", "tasks")
@@ -145,7 +147,7 @@ def _check_keys(group: Mapping[Any, Any], place: Place, known: Collection[str]) 
     for key in group:
         require(
             key in known,
-            f"{_name((*place, _shown(key)))}:",
+            f"{_name((*place, printable(key, MAX_SHOWN)))}:",
             "servers do not send this setting to nodes",
             f"send {', '.join(known)} alone",
         )
@@ -163,7 +165,7 @@ def _texts(node: object, place: Place, *, strict: bool = True) -> Iterator[tuple
             plain = isinstance(key, int) or (isinstance(key, str) and re.fullmatch(r"[\w -]*", key))
             require(
                 plain or not strict,
-                f"{_name((*place, _shown(key)))}:",
+                f"{_name((*place, printable(key, MAX_SHOWN)))}:",
                 "the name of a setting has letters, digits, _ and -",
                 "nest the settings",
             )
@@ -179,7 +181,7 @@ def _texts(node: object, place: Place, *, strict: bool = True) -> Iterator[tuple
 
 def _check_text(place: Place, text: str, allow: Collection[str], names: set[str]) -> None:
     """Refuse a text that names what this node does not import, and add to ``names`` what it does."""
-    given = f"{_name(place)}: {_shown(text)}"
+    given = f"{_name(place)}: {printable(text, MAX_SHOWN)}"
     require("class_path" not in text, given, "a class is named by a mapping", "send class_path and init_args")
     match, is_class = DOTTED.fullmatch(text), place[-1:] == ("class_path",)
     if match is None or (_is_file(text) and not is_class and "network" not in place):
@@ -272,10 +274,3 @@ def _is_file(text: str) -> bool:
 
 def _name(place: Place) -> str:
     return ".".join(place).replace(".[]", "[]") or "the configuration"
-
-
-def _shown(value: object) -> str:
-    """Return what the server sent, short and without control characters."""
-    text = value if isinstance(value, str) else repr(value)
-    text = "".join(letter if letter.isprintable() else "?" for letter in text)
-    return text if len(text) <= 80 else f"{text[:77]}..."

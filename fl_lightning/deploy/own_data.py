@@ -45,7 +45,7 @@ COMMON = ("batch_size", "val_fraction")
 """Settings of the run's data that data of another class take over where their owner does not write them."""
 STAND_IN_CLIENTS = 100
 MAX_LISTED = 3  # clients that one line names
-MAX_EXAMPLES = 2**28  # of all clients together: every machine has 8 bytes in memory for each
+MAX_TOTAL_EXAMPLES = 2**28  # of all clients together: every machine has 8 bytes in memory for each
 
 
 class Census:
@@ -131,7 +131,11 @@ class Census:
         ][:MAX_LISTED]
         wrong += ["its data have no examples"] if not any(map(sum, clients.values())) else []
         total = sum(map(sum, [*self.counts.values(), *clients.values()]))
-        wrong += [f"with it there are {total} examples, above {MAX_EXAMPLES}"] if total > MAX_EXAMPLES else []
+        wrong += (
+            [f"with it there are {total} examples, above {MAX_TOTAL_EXAMPLES}"]
+            if total > MAX_TOTAL_EXAMPLES
+            else []
+        )
         if wrong:
             raise InputError(given, "; ".join(wrong), instead)
         for id, (train, val) in clients.items():

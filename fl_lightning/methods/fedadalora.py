@@ -141,7 +141,8 @@ class FedAdaLoRA(Method):
             return super().upload(client)
         weights = self.layout.to_wire(self.layout.read(self.network))
         scores = self.importance.scores()
-        found = torch.cat([scores.get(name, torch.zeros(r)).cpu() for name, r in self._layers()])
+        layers = zip(self.factors, self.ranks, strict=True)
+        found = torch.cat([scores.get(name, torch.zeros(rank)).cpu() for name, rank in layers])
         found = found[self.kept.bool()]
         shares = found / found.sum().clamp_min(torch.finfo(found.dtype).tiny)
         return Payload(
@@ -151,9 +152,6 @@ class FedAdaLoRA(Method):
                 "importance": shares,
             }
         )
-
-    def _layers(self) -> list[tuple[str, int]]:
-        return list(zip(self.factors, self.ranks, strict=True))
 
     def upload_limits(self, client: Client) -> Mapping[str, int]:
         limits = dict(super().upload_limits(client))
