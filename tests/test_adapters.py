@@ -163,6 +163,25 @@ def test_directions_have_one_sign():
         assert all(a.equal(b) for a, b in zip(first.parameters(), again.parameters(), strict=True))
 
 
+def test_spectral_trains_in_one_product_where_that_is_cheaper_and_equally_well():
+    torch.manual_seed(1)
+    layer = SpectralLinear(nn.Linear(24, 16), rank=16)
+    nn.init.normal_(layer.spectral_m)
+    x = torch.randn(4, 9, 24, requires_grad=True)
+    slope = torch.randn(4, 9, 16)
+    with torch.no_grad():
+        apart = layer(x)
+        assert torch.equal(apart, layer.base_layer(x) + layer.added(x))
+    together = layer(x)
+    found = torch.autograd.grad(together, (x, layer.spectral_m), slope)
+    expected = torch.autograd.grad(layer.base_layer(x) + layer.added(x), (x, layer.spectral_m), slope)
+    assert not torch.equal(together, apart)  # it was another order of products
+    torch.testing.assert_close((together, *found), (apart, *expected))
+    few = SpectralLinear(nn.Linear(24, 16), rank=2)  # 36 tokens: 15 360 multiplications against 5 760
+    nn.init.normal_(few.spectral_m)
+    assert torch.equal(few(x), few.base_layer(x) + few.added(x))
+
+
 def test_svft_is_the_sum_of_its_entries_and_spectral_its_diagonal():
     base = nn.Linear(6, 4)
     u, _, vt = signed_svd(base.weight, 3)
