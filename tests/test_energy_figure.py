@@ -13,6 +13,7 @@ from synthetic_runs import make_run, make_study
 
 from fl_lightning.study.metric_names import headline
 from fl_lightning.study.report.compare import compare
+from fl_lightning.study.report.curves import over, rounds_curve
 from fl_lightning.study.report.energy_figure import budgets, curves, quality_over_joules
 from fl_lightning.tasks import LanguageModelling
 
@@ -22,8 +23,9 @@ HIGH = 20e-3
 """Joules of a sequence with all layers at high."""
 
 
-def make_runs(root: Path, **study) -> None:
-    """Three budgets and seeds: HEST keeps the budget, TABS spends a tenth more than it, LoRA spends all."""
+def make_runs(root: Path, broken: float = 1.0, **study) -> None:
+    """Three budgets and seeds: HEST keeps the budget, TABS spends a tenth more than it, LoRA spends all.
+    The perplexity of HEST is multiplied by ``broken``."""
     folder = root / "study"
     folder.mkdir(parents=True)
     document = {
@@ -49,7 +51,7 @@ def make_runs(root: Path, **study) -> None:
                     "energy/refused": 0.0,
                     "test/rouge_l": 0.1 + 0.3 * used,
                 }
-                perplexity = 5.0 - 2.0 * used + 0.1 * seed
+                perplexity = (5.0 - 2.0 * used + 0.1 * seed) * (broken if label == "HEST" else 1.0)
                 levels = {"budget": str(share)}
                 make_run(folder, label, seed, perplexity, levels=levels, task=TASK, **energy)
 
@@ -83,6 +85,17 @@ def test_the_figure_has_a_panel_for_each_quality_and_scope_and_its_budgets(tmp_p
     text = (tmp_path / "out" / "report.md").read_text()
     assert "a sequence, whole network (mJ)" in text
     assert "sequences refused" in text
+
+
+def test_perplexities_far_apart_are_on_a_logarithmic_axis_and_shares_never(tmp_path):
+    for broken, scale in ((1.0, "linear"), (1000.0, "log")):
+        make_runs(tmp_path / scale, broken)
+        comparison = comparison_of(tmp_path / scale)
+        panels = quality_over_joules(comparison).axes
+        assert [axes.get_yscale() for axes in panels] == [scale] * 3 + ["linear"] * 3
+        assert ("(logarithmic)" in panels[0].get_ylabel()) == (scale == "log")
+        (axes,) = over(comparison, comparison.levels[0], "round", rounds_curve).axes
+        assert axes.get_yscale() == scale
 
 
 def test_runs_without_energy_have_no_such_figure_and_half_of_it_is_no_fault(tmp_path):

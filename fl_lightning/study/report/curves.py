@@ -32,7 +32,8 @@ if TYPE_CHECKING:
 
 MARKERS_PER_CURVE = 8
 LOGARITHMIC_RATIO = 8.0
-"""Methods whose megabytes differ by this factor are drawn on a logarithmic axis."""
+"""Megabytes, and qualities without an upper bound, that differ by this factor are drawn on a logarithmic
+axis."""
 MOST_CURVES, PANELS_IN_A_ROW = 6, 4
 """More methods than can be told apart in one pair of axes get a panel each."""
 Curve = tuple[np.ndarray, np.ndarray]
@@ -95,18 +96,30 @@ def over(
     if not curves:
         return None
     title = title_of(f"Test {task.primary_in_words}, mean and standard deviation over seeds", levels)
-    ends = [x[-1] for x, _ in curves.values()]
-    logarithmic = "megabytes" in xlabel and min(ends) > 0 and max(ends) > LOGARITHMIC_RATIO * min(ends)
-    label = f"{xlabel} (logarithmic)" if logarithmic else xlabel
-    figure, each = _drawn(comparison, curves, title, label, tested.title)
+    of_x = "megabytes" in xlabel and is_wide([x[-1] for x, _ in curves.values()])
+    of_y = not task.is_share(task.primary) and is_wide(
+        np.concatenate([y.mean(axis=0) for _, y in curves.values()])
+    )
+    figure, each = _drawn(comparison, curves, title, axis_label(xlabel, of_x), axis_label(tested.title, of_y))
     for axes in each:
         if xlabel == "round":
             _count(axes)
-        if logarithmic:
+        if of_x:
             axes.set_xscale("log")
+        if of_y:
+            axes.set_yscale("log")
     if task.is_share(task.primary):  # panels share their axes
         each[0].set_ylim(max(0.0, each[0].get_ylim()[0]), min(102.0, each[0].get_ylim()[1]))
     return figure
+
+
+def is_wide(values: Sequence[float] | np.ndarray) -> bool:
+    """Return whether values are drawn on a logarithmic axis: all are positive, and they differ much."""
+    return bool(np.min(values) > 0 and np.max(values) > LOGARITHMIC_RATIO * np.min(values))
+
+
+def axis_label(text: str, logarithmic: bool) -> str:
+    return f"{text} (logarithmic)" if logarithmic else text
 
 
 def _drawn(

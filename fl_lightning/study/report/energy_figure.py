@@ -11,7 +11,7 @@ from fl_lightning.figures import GREY, legend_outside, open_frame
 from fl_lightning.metrics.names import words_of
 from fl_lightning.study.metric_names import Column
 from fl_lightning.study.report.comparison import Comparison, name_of
-from fl_lightning.study.report.curves import look_of
+from fl_lightning.study.report.curves import axis_label, is_wide, look_of
 from fl_lightning.study.statistics import mean_std
 
 if TYPE_CHECKING:
@@ -78,7 +78,16 @@ def quality_over_joules(comparison: Comparison) -> Figure | None:
                 axes.set_title(titles[name], fontsize="medium")
             if row == len(qualities) - 1:
                 axes.set_xlabel(f"{unit} per sequence", fontsize="small")
-        panels[row, 0].set_ylabel(quality.title, fontsize="small")
+        drawn = [
+            point.y
+            for name in columns
+            for curve in found.get((quality.metric, name), {}).values()
+            for point in curve
+        ]
+        wide = quality.scale != 100 and bool(drawn) and is_wide(drawn)
+        if wide:
+            panels[row, 0].set_yscale("log")  # of the whole row, whose panels share it
+        panels[row, 0].set_ylabel(axis_label(quality.title, wide), fontsize="small")
     figure.suptitle("Quality against energy: mean and standard deviation over seeds")
     legend_outside(figure)
     return figure
