@@ -1,9 +1,11 @@
 """Certificates and keys to try a deployment out with; for a real one, use those of your organisation.
 
-    python -m fl_lightning.deploy.certificates certs --hosts 127.0.0.1 localhost --nodes 2
+    python -m fl_lightning.deploy.certificates certs --hosts server.example.org --nodes 2
 
-writes ``ca.crt``, ``server.pem`` and ``server.key`` for the SuperLink, and for each node ``node<i>`` and
-``node<i>.pub``. It needs the package ``cryptography``, which Flower brings along.
+writes ``ca.crt``, ``server.pem`` and ``server.key`` for nginx and the SuperLink, and for each node ``node<i>``
+and ``node<i>.pub``. The certificate also holds for ``localhost`` and ``127.0.0.1``, by which nginx and
+``deploy`` reach the SuperLink. The authority's key is not kept: when the certificate ends, everything is made
+anew. It needs the package ``cryptography``, which Flower brings along.
 """
 
 from __future__ import annotations
@@ -19,13 +21,15 @@ from typing import Any
 
 from fl_lightning.errors import InputError
 
+LOOPBACK = ("localhost", "127.0.0.1")  # by which nginx and ``deploy`` reach the SuperLink
+
 
 def make_certificates(folder: Path, hosts: Sequence[str], nodes: int, days: float = 30.0) -> None:
     """Write an authority, a server certificate that it signed, and keys of nodes.
 
     Args:
         folder: it must not have an authority yet.
-        hosts: names and addresses by which nodes dial the SuperLink.
+        hosts: names and addresses by which the server is dialled, at least one.
         nodes: number of nodes.
         days: until the certificates expire, counted from now; a negative number makes expired ones, for
             tests.
@@ -138,13 +142,20 @@ def main(words: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m fl_lightning.deploy.certificates", description="certificates and keys for tests"
     )
-    parser.add_argument("folder", type=Path)
-    parser.add_argument("--hosts", nargs="+", default=["127.0.0.1", "localhost"])
-    parser.add_argument("--nodes", type=int, default=2)
-    parser.add_argument("--days", type=float, default=30.0)
+    parser.add_argument("folder", type=Path, help="where they are written; it must not have any yet")
+    parser.add_argument(
+        "--hosts",
+        nargs="+",
+        default=[],
+        metavar="HOST",
+        help=f"names and addresses by which nodes dial the server, beside {' and '.join(LOOPBACK)}",
+    )
+    parser.add_argument("--nodes", type=int, default=2, help="number of nodes (default: 2)")
+    parser.add_argument("--days", type=float, default=30.0, help="days until they expire (default: 30)")
     asked = parser.parse_args(words)
+    hosts = list(dict.fromkeys([*asked.hosts, *LOOPBACK]))
     try:
-        make_certificates(asked.folder, asked.hosts, asked.nodes, asked.days)
+        make_certificates(asked.folder, hosts, asked.nodes, asked.days)
     except InputError as error:
         sys.stderr.write(f"fl_lightning: error: {error}\n")
         return 2
