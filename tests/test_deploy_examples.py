@@ -7,6 +7,7 @@ import re
 import shlex
 import shutil
 import subprocess
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -27,8 +28,7 @@ def node_settings(command: str) -> dict:
 
 def superlink_settings(command: str) -> dict[str, str | bool]:
     words = [*shlex.split(command), "--"]
-    settings = zip(words, words[1:], strict=False)
-    return {word: following[:2] == "--" or following for word, following in settings if word[:2] == "--"}
+    return {word: then[:2] == "--" or then for word, then in pairwise(words) if word[:2] == "--"}
 
 
 def compose() -> dict:
@@ -51,7 +51,7 @@ def test_the_nodes_of_compose_divide_the_clients_and_mount_what_they_name():
     assert {each["superlink"] for each in given} == {f"proxy:{PORT}"}
     for name, service in services.items():
         mounts = [volume.split(":")[:2] for volume in service["volumes"]]
-        for source, _ in mounts:  # a file or folder beside the file, a volume, or one of the user's certificates
+        for source, _ in mounts:  # a file or folder here, a volume, or one of the user's certificates
             assert source in volumes or source.startswith("./certs/") or (FOLDER / source).exists(), name
         inside = [target for _, target in mounts]
         for path in re.findall(r"(?<= )/\S+", service.get("command", "")):
@@ -104,7 +104,8 @@ def test_what_the_server_of_compose_writes_is_on_its_volume():
 def test_the_image_is_made_of_the_package_alone():
     lines = (FOLDER / "Dockerfile").read_text().splitlines()
     copied = [word for line in lines if line.startswith("COPY ") for word in line.split()[1:-1]]
-    assert set(copied) == {*"pyproject.toml setup.py README.md LICENSE fl_lightning callbacks configs".split()}
+    files = {"pyproject.toml", "setup.py", "README.md", "LICENSE"}
+    assert set(copied) == files | {"fl_lightning", "callbacks", "configs"}
 
 
 def test_the_units_start_programs_with_settings_that_they_have():

@@ -1,5 +1,5 @@
-"""nginx with the shipped examples/deploy/nginx.conf: nodes reach the Fleet API through it, and nobody anything
-else."""
+"""nginx with the shipped examples/deploy/nginx.conf: nodes reach the Fleet API through it, and nobody reaches
+anything else."""
 
 from __future__ import annotations
 
@@ -28,22 +28,55 @@ pytest.importorskip("cryptography")
 from fl_lightning.deploy.certificates import make_certificates
 
 SHIPPED = Path(__file__).parent.parent / "examples" / "deploy" / "nginx.conf"
-NGINX = shutil.which("nginx", path=os.pathsep.join([os.environ.get("PATH", ""), "/usr/sbin", "/usr/local/sbin"]))
+PLACES = [os.environ.get("PATH", ""), "/usr/sbin", "/usr/local/sbin"]
+NGINX = shutil.which("nginx", path=os.pathsep.join(PLACES))
 pytestmark = pytest.mark.skipif(NGINX is None, reason="nginx is not installed")
-SPELLINGS = """
-/v1/control/start-run /v1/control/list-runs /v1/control/register-node /v1/runtime/pull-task-input
-/v1/fleet/../control/start-run /v1/fleet/%2e%2e/control/start-run /v1/fleet/..%2fcontrol/start-run
-/v1/fleet/%2e%2e%2fcontrol/start-run /v1/fleet/%252e%252e/control/start-run
-/v1/fleet/..%252fcontrol/start-run /v1/fleet//../control/start-run //v1/control/start-run /v1//control/start-run
-/v1/./control/start-run /v1/fleet/get-run/../../control/start-run /v1/fleet/get-run;/../../control/start-run
-/v1/fleet/get-run/..;/..;/control/start-run /v1/fleet/..\\control\\start-run /v1/fleet/..%5ccontrol%5cstart-run
-/V1/CONTROL/START-RUN /v1/fleet/..%c0%afcontrol/start-run /v1/fleet/%00/../../control/start-run
-/v1/fleet/get-run%0d%0aX:%20y /v1/fleet/get-run%20HTTP/1.1%0d%0a /../v1/control/start-run
-https://127.0.0.1:8000/v1/control/start-run /v1/fleet/get-run/ /v1/fleet/get-run%2f..%2f /v1/fleet/ /v1/fleet
-/v1/fleet/start-run / /docs /openapi.json /health * v1/control/start-run
-""".split()
+SPELLINGS = [
+    "/v1/control/start-run",
+    "/v1/control/list-runs",
+    "/v1/control/register-node",
+    "/v1/runtime/pull-task-input",
+    "/v1/fleet/../control/start-run",
+    "/v1/fleet/%2e%2e/control/start-run",
+    "/v1/fleet/..%2fcontrol/start-run",
+    "/v1/fleet/%2e%2e%2fcontrol/start-run",
+    "/v1/fleet/%252e%252e/control/start-run",
+    "/v1/fleet/..%252fcontrol/start-run",
+    "/v1/fleet//../control/start-run",
+    "//v1/control/start-run",
+    "/v1//control/start-run",
+    "/v1/./control/start-run",
+    "/v1/fleet/get-run/../../control/start-run",
+    "/v1/fleet/get-run;/../../control/start-run",
+    "/v1/fleet/get-run/..;/..;/control/start-run",
+    "/v1/fleet/..\\control\\start-run",
+    "/v1/fleet/..%5ccontrol%5cstart-run",
+    "/V1/CONTROL/START-RUN",
+    "/v1/fleet/..%c0%afcontrol/start-run",
+    "/v1/fleet/%00/../../control/start-run",
+    "/v1/fleet/get-run%0d%0aX:%20y",
+    "/v1/fleet/get-run%20HTTP/1.1%0d%0a",
+    "/../v1/control/start-run",
+    "https://127.0.0.1:8000/v1/control/start-run",
+    "/v1/fleet/get-run/",
+    "/v1/fleet/get-run%2f..%2f",
+    "/v1/fleet/",
+    "/v1/fleet",
+    "/v1/fleet/start-run",
+    "/",
+    "/docs",
+    "/openapi.json",
+    "/health",
+    "*",
+    "v1/control/start-run",
+]
 """Paths that are no call of the Fleet API, however they are read."""
-CALLS = "/v1/fleet/get-run?/../../control/x /v1/fleet/get-run#/../x //v1/./fleet//get%2drun /v1/FLEET/Get-Run".split()
+CALLS = [
+    "/v1/fleet/get-run?/../../control/start-run",
+    "/v1/fleet/get-run#/../x",
+    "//v1/./fleet//get%2drun",
+    "/v1/FLEET/Get-Run",
+]
 """Paths that nginx reads as a call of the Fleet API."""
 
 
@@ -76,8 +109,8 @@ def proxy(folder: Path, superlink_port: int) -> Iterator[int]:
 
 
 class Recorder(ThreadingHTTPServer):
-    """A server in the SuperLink's place that keeps method and path of each request, as they came, with the
-    number of bytes of its body."""
+    """A server in the SuperLink's place that keeps of each request the method and the path, as they came, and
+    the number of bytes of its body."""
 
     def __init__(self, certs: Path) -> None:
         self.seen: list[tuple[str, str, int]] = []
@@ -123,16 +156,18 @@ def recorded(folder: Path, certs: str = "certs") -> Iterator[tuple[Recorder, int
         thread.join(20)
 
 
-def status(folder: Path, port: int, path: str, method: str = "POST", host: str = "server", body: int = 0) -> int:
-    """The status that a request gets, whose path and host are sent as they are; the body has ``body`` zeros."""
+def status(
+    folder: Path, port: int, path: str, method: str = "POST", host: str = "server", body: int = 0
+) -> int:
+    """The status that a request gets; path and host are sent as they are, and ``body`` zeros."""
     context = ssl.create_default_context(cafile=folder / "certs" / "ca.crt")
     context.verify_flags &= ~ssl.VERIFY_X509_STRICT
     with (
         socket.create_connection(("127.0.0.1", port), 60) as plain,
         context.wrap_socket(plain, server_hostname="127.0.0.1") as line,
     ):
-        head = f"{method} {path} HTTP/1.1\r\nHost: {host}\r\nContent-Length: {body}\r\nConnection: close\r\n\r\n"
-        line.sendall(head.encode())
+        head = [f"{method} {path} HTTP/1.1", f"Host: {host}", f"Content-Length: {body}", "Connection: close"]
+        line.sendall("\r\n".join([*head, "", ""]).encode())
         try:
             for sent in range(0, body, 2**20):
                 line.sendall(bytes(min(2**20, body - sent)))
@@ -215,9 +250,9 @@ def test_nodes_work_through_the_proxy_and_nobody_controls_the_superlink_through_
 
     with proxy(tmp_path, int(address.rpartition(":")[2])) as port:
         outside = f"127.0.0.1:{port}"
-        config.write_text(
-            config.read_text() + f'[superlink.outside]\naddress = "{outside}"\nroot-certificates = "{certs}/ca.crt"\n'
-        )
+        with config.open("a") as file:
+            file.write(f'[superlink.outside]\naddress = "{outside}"\n')
+            file.write(f'root-certificates = "{certs / "ca.crt"}"\n')
         commands = [["list"], ["supernode", "register", certs / "node2.pub"], ["run", app]]
         before = controlled()
         for words in commands:

@@ -2,10 +2,10 @@
 
     python -m fl_lightning.deploy.certificates certs --hosts server.example.org --nodes 2
 
-writes ``ca.crt``, ``server.pem`` and ``server.key`` for nginx and the SuperLink, and for each node ``node<i>``
-and ``node<i>.pub``. The certificate also holds for ``localhost`` and ``127.0.0.1``, by which nginx and
-``deploy`` reach the SuperLink. The authority's key is not kept: when the certificate ends, everything is made
-anew. It needs the package ``cryptography``, which Flower brings along.
+writes ``ca.crt``, ``server.pem`` and ``server.key`` for nginx and the SuperLink, and for each node
+``node<i>`` and ``node<i>.pub``. The certificate also holds for ``localhost`` and ``127.0.0.1``, by which
+nginx and ``deploy`` reach the SuperLink. The authority's key is not kept: when the certificate ends,
+everything is made anew. It needs the package ``cryptography``, which Flower brings along.
 """
 
 from __future__ import annotations
