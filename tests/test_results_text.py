@@ -8,6 +8,7 @@ followed by where it stands in that study's report.json, in a comment that nobod
 Numbers in code, in links and in tables of code need none.
 """
 
+import csv
 import json
 import re
 from pathlib import Path
@@ -82,6 +83,22 @@ def test_every_run_of_fedvemoe_ends_with_four_experts_and_one_for_each_cluster()
     assert (min(since), max(since)) == (8, 18)
     by_the_tenth = [sum(round <= 10 for round in since[level::3]) for level in range(3)]
     assert by_the_tenth == [3, 2, 2]
+
+
+def test_the_page_on_three_budgets_has_the_numbers_of_its_clients():
+    page = (RESULTS / "hest_devices.md").read_text()
+    with (RESULTS / "hest_devices" / "clients.csv").open() as file:
+        clients = [row for row in csv.DictReader(file) if row["round"] == "20"]
+    assert len(clients) == 8
+    for row in clients:
+        assert float(row["energy/over_budget"]) == float(row["energy/refused"]) == 0
+        columns = ("granted", "spent", "joules", "joules_model")
+        joules = " | ".join(f"{1e3 * float(row[f'energy/{name}']):.0f}" for name in columns)
+        id, clamped = int(row["client"]), float(row["energy/clamped"])
+        line = f"| {id} | {(0.4, 0.6, 0.9)[id % 3]} | {joules} | {clamped:.1f} |"
+        assert f"{line} {float(row['perplexity']):.0f} |\n" in page
+        share = float(row["energy/joules"]) / float(row["energy/joules_high"])
+        assert id % 3 == 0 or 0.53 <= round(share, 2) <= 0.54
 
 
 def test_secure_runs_are_the_plain_ones_and_private_ones_never_move():
