@@ -48,6 +48,7 @@ from fl_lightning.run.interrupts import Interrupts
 from fl_lightning.run.journal import Journal
 from fl_lightning.run.log import RunLog
 from fl_lightning.run.metadata import dataset_of
+from fl_lightning.run.places import check_place
 from fl_lightning.run.progress import Progress
 from fl_lightning.run.resume import Start, find_same, find_start, identity_of, start_on_all_ranks
 from fl_lightning.run.trial import trial_run
@@ -256,6 +257,7 @@ class FederatedTrainer(Recorded):
             )
             start = start_on_all_ranks(lambda: self._choose_start(ckpt_path, settings))
             fed = self._prepare()
+            self.check_start(start, deployed=self.remote is not None)
             if self.secure_sum is not None:
                 check_secure_sum(self.secure_sum, method, fed.cohort_size)
                 if self.remote is None:
@@ -365,6 +367,18 @@ class FederatedTrainer(Recorded):
         if self.auto_resume:
             return find_same(self.root / self.experiment, self._name, settings)
         return Start()
+
+    def check_start(self, start: Start, *, deployed: bool) -> None:
+        """Refuse to continue a run whose clients' states are elsewhere; the data have been prepared.
+
+        Args:
+            start: the run that is continued, if one is.
+            deployed: whether clients are on nodes from here on.
+
+        Raises:
+            InputError: it cannot be continued here.
+        """
+        check_place(start, deployed=deployed, private=self.privacy is not None, own_data=self.data.apart)
 
     def _settings(self) -> dict[str, Any]:
         """Return the configuration without secrets: from the command line, or else from the constructors'

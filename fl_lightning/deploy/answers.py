@@ -179,6 +179,8 @@ class Trained:
         losses: the mean of each loss; None where one of them is not finite, as after a round that diverged:
             all are then left out of the mean over clients.
         form: of the vector that it has kept for a secure sum.
+        keeps: whether it keeps something between rounds.
+        lost: whether it was not trained since what it kept is not on its node.
     """
 
     client: int
@@ -187,6 +189,8 @@ class Trained:
     steps: int = 0
     losses: Mapping[str, Mean] | None = field(default_factory=dict)
     form: SumForm | None = None
+    keeps: bool = False
+    lost: bool = False
 
     @classmethod
     def from_entry(cls, entry: object, parts: Sequence[bytes], *, secure: bool) -> Trained:
@@ -204,12 +208,13 @@ class Trained:
             header = collection(entry, "a result", dict)
             client = whole(header.get("client"), "client", MAX_ID)
             if "reason" in header:
-                return cls(client, reason_of(header))
+                return cls(client, reason_of(header), lost=header.get("lost") is True)
+            keeps = header.get("keeps") is True
             if secure:
-                return cls(client, form=_form(header.get("form")))
+                return cls(client, form=_form(header.get("form")), keeps=keeps)
             upload = parts[whole(header.get("upload"), "upload", len(parts) - 1)]
             steps = whole(header.get("steps"), "steps", MAX_EXAMPLES)
-            return cls(client, "", upload, steps, _losses(header.get("losses")))
+            return cls(client, "", upload, steps, _losses(header.get("losses")), keeps=keeps)
 
 
 def results_of(answer: Message) -> list[Any]:

@@ -18,6 +18,7 @@ from fl_lightning.deploy.own_data import OwnData, stand_in
 from fl_lightning.deploy.roster import RoundRules
 from fl_lightning.deploy.simulated import require_ray, run_words
 from fl_lightning.errors import InputError, RunStopped, require, require_choice
+from fl_lightning.run.resume import find_start
 
 log = logging.getLogger("fl_lightning")
 
@@ -101,6 +102,9 @@ def deploy(cli: Any) -> None:
         cli.trainer.deal = stand_in
     # what the server would refuse is refused here, in one line, before anything starts
     check_deployable(cli.trainer.prepare(cli.model, cli.datamodule, seed=cli.config["seed_everything"]))
+    if ckpt_path := cli.config_init["ckpt_path"]:
+        start = find_start(ckpt_path, cli.trainer.root / cli.trainer.experiment, cli.trainer.run_name)
+        cli.trainer.check_start(start, deployed=True)
     folder = Path(tempfile.mkdtemp(prefix="fl-deploy-"))
     goes_on = False
     try:

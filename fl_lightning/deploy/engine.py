@@ -5,9 +5,10 @@ from __future__ import annotations
 import logging
 import time
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from hashlib import sha256
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import yaml
@@ -15,6 +16,7 @@ import yaml
 from fl_lightning.deploy.answers import Trained, phase_parts, reason_of, results_of, seconds_of
 from fl_lightning.deploy.deployable import check_deployable
 from fl_lightning.deploy.evaluating import ask_nodes, is_measured_on_nodes
+from fl_lightning.deploy.lost import LostStates
 from fl_lightning.deploy.mail import Mail, Transport
 from fl_lightning.deploy.messages import Message, MessageError
 from fl_lightning.deploy.roster import Roster, RoundRules
@@ -51,7 +53,9 @@ class RemoteEngine(Engine):
         rules: how long a round waits.
         run: id of the run, under which nodes keep states; a run that is continued has the one from before.
         since: of a run that is continued, the last round of each client in which it did not drop.
+        keeps: of a run that is continued, whether a client has kept something; None: nobody knows.
         deterministic: whether nodes use deterministic algorithms.
+        on_begin: is called with the run directory before the first round.
         randomness: what the noise and the cohorts of a private run are drawn from.
 
     Raises (from :meth:`start`):
@@ -68,20 +72,24 @@ class RemoteEngine(Engine):
         rules: RoundRules | None = None,
         run: str | None = None,
         since: Mapping[int, int] | None = None,
+        keeps: bool | None = None,
         deterministic: bool = True,
+        on_begin: Callable[[Path], None] | None = None,
         randomness: Randomness = from_system,
     ) -> None:
         self.fed, self.rules, self.mail = fed, rules or RoundRules(), Mail(transport)
         self.config = yaml.safe_dump(dict(config), sort_keys=False).encode()
         self.digest = sha256(self.config).hexdigest()
         self.run = run or uuid.uuid4().hex
-        self.deterministic = deterministic
+        self.deterministic, self.on_begin = deterministic, on_begin
         if fed.privacy is not None:
             fed.privacy.randomness = randomness
         self.roster = Roster(fed, self.config, self.rules, self.mail)
         self.forms: dict[int, SumForm] = {}  # of what nodes keep for the round's secure sum, by client
         # a client that counted as dropped goes on from the state before, whatever its node did since
         self.since = dict(since or {})
+        self.keeps, self.lost = keeps, LostStates()
+        self.refused: set[int] = set()  # clients whose node lacks their state in this round
 
     def start(self) -> None:
         check_deployable(self.fed)
@@ -98,9 +106,12 @@ class RemoteEngine(Engine):
             )
 
     def train(self, tasks: Sequence[ClientTask], units: Units | None = None) -> Iterator[ClientResult]:
-        self.forms = {}
+        self.forms, self.refused = {}, set()
         if not tasks:
             return
+        if self.on_begin is not None:
+            self.on_begin(self.fed.run_dir)
+            self.on_begin = None
         self.roster.gather()
         messages = self._messages(tasks)
         found: dict[int, ClientResult] = {}
@@ -115,6 +126,9 @@ class RemoteEngine(Engine):
         for node in sorted(silent):
             name = self.roster.name(node)
             log.warning("round %d: no answer of node %s: its clients count as dropped", tasks[0].round, name)
+        node_of = self.roster.node_of
+        asked = {id for id in by_id if node_of.get(id) in messages}
+        self.lost.after_round(asked, self.refused, found.keys(), node_of.keys())
         for task in tasks:
             id = task.client.id
             if id in found:
@@ -142,14 +156,21 @@ class RemoteEngine(Engine):
         return ask_nodes(self.roster, about, self.since, self.rules.round_seconds)
 
     def notes(self) -> dict[str, Any]:
-        """Return the run's id among the nodes, which node has which clients, and what messages have cost."""
-        about = {"transport": self.mail.transport.name, "run": self.run, "nodes": self.roster.clients()}
+        """Return the run's id among the nodes, which node has which clients, whether they keep something, and
+        what messages have cost."""
+        about: dict[str, Any] = {
+            "transport": self.mail.transport.name,
+            "run": self.run,
+            "nodes": self.roster.clients(),
+            "clients_keep": self.keeps,
+        }
         if self.fed.data.apart:
             sizes = self.fed.data.sizes
             about["examples"] = {str(id): int(size) for id, size in enumerate(sizes) if size}
         return {"deployment": {**about, "messages": asdict(self.mail.traffic)}}
 
     def close(self) -> None:
+        self.lost.warn()
         self.mail.transport.close()
 
     def _messages(self, tasks: Sequence[ClientTask]) -> dict[str, bytes]:
@@ -205,11 +226,17 @@ class RemoteEngine(Engine):
             except MessageError as error:
                 log.warning("node %s: a result cannot be read (%s)", name, error)
                 continue
+            mine = read.client in tasks and self.roster.node_of.get(read.client) == node
             if read.reason:
                 log.warning("node %s: client %d: %s", name, read.client, read.reason)
-            elif read.client not in tasks or self.roster.node_of.get(read.client) != node:
+                if mine and read.lost:
+                    self.refused.add(read.client)
+                continue
+            if not mine:
                 log.warning("node %s: client %d was not asked of it", name, read.client)
-            elif read.form is not None:
+                continue
+            self.keeps = bool(self.keeps) or read.keeps
+            if read.form is not None:
                 self.forms[read.client] = read.form
                 kept = "trained" if read.form.parts else "rejected"
                 yield ClientResult(tasks[read.client].client, b"", {}, {}, 0, kept=kept)

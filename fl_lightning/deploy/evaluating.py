@@ -21,7 +21,7 @@ from torch import Tensor
 from fl_lightning.deploy.answers import METRIC_NAME, left_out_of, reading, reason_of
 from fl_lightning.deploy.messages import MAX_NAME, Message, MessageError, printable
 from fl_lightning.deploy.roster import Roster
-from fl_lightning.deploy.states import StateFolder
+from fl_lightning.deploy.states import LostStateError, StateFolder
 from fl_lightning.engines.base import ClientSums
 from fl_lightning.errors import InputError
 from fl_lightning.evaluation import MAX_PARTS, on_test_set, sums_of_validation, sums_on_test_set, validate
@@ -180,11 +180,15 @@ def evaluate_here(
     method, data = fed.method, fed.data
     run, own, left_out = str(message.header["run"]), {}, []
     for id, since in sorted((int(id), int(since)) for id, since in message.header["clients"].items()):
-        state = {} if not method.personalised else states.load(run, id, since)
+        why = f"what it kept after round {since} is not here"
+        try:
+            state = {} if not method.personalised else states.load(run, id, since)
+        except LostStateError as error:
+            state, why = None, str(error)
         state = state if id in here else None
         if state is None:
             left_out.append(id)
-            log.error("client %d cannot be evaluated: what it kept after round %d is not here", id, since)
+            log.error("client %d cannot be evaluated: %s", id, why)
         else:
             own[id] = state
     server = load(message.parts[0])

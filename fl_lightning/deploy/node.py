@@ -25,7 +25,7 @@ from fl_lightning.deploy.identity import describe
 from fl_lightning.deploy.messages import Message, MessageError, refusal
 from fl_lightning.deploy.private import check_private, take_up
 from fl_lightning.deploy.server_state import take_over
-from fl_lightning.deploy.states import StateFolder
+from fl_lightning.deploy.states import LostStateError, StateFolder
 from fl_lightning.deploy.told import told
 from fl_lightning.engines import ClientResult, ClientTask, SequentialEngine
 from fl_lightning.engines.determinism import deterministic
@@ -198,15 +198,17 @@ class Node:
                 form = None if kept is None else kept.keep(fed, result, broadcast)
             except Exception as error:  # the other clients of this node still count
                 log.exception("client %s could not be trained", order.get("client"))
-                results.append({"client": order.get("client"), "reason": told(error)})
+                lost = {"lost": True} if isinstance(error, LostStateError) else {}
+                results.append({"client": order.get("client"), "reason": told(error), **lost})
                 continue
+            about = {"client": result.client.id, "keeps": bool(result.state)}
             if form is not None:
-                results.append({"client": result.client.id, "form": form})
+                results.append({**about, "form": form})
                 continue
             losses = {name: [mean.total, mean.weight] for name, mean in result.losses.items()}
             results.append(
                 {
-                    "client": result.client.id,
+                    **about,
                     "steps": result.steps,
                     "losses": losses,
                     "upload": len(uploads),
@@ -235,7 +237,7 @@ class Node:
         """Train one client from the state that the server names, and write what it keeps before it answers.
 
         Raises:
-            InputError: the client is not here, or what it kept is not.
+            InputError: the client is not here, or what it kept is not, or cannot be read or written.
             PayloadError: the broadcast was damaged on the way.
         """
         run, round = str(message.header["run"]), int(message.header["round"])
@@ -253,7 +255,7 @@ class Node:
         with deterministic(bool(message.header.get("deterministic", True))):
             (result,) = engine.train([task])
         if state is None and result.state:
-            raise InputError(
+            raise LostStateError(
                 f"client {id}",
                 f"what it kept after round {since} is not in {self.states.folder}",
                 "put the node's folder back, or start the run anew",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import csv
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ def deploy_over(
     rules: RoundRules | None = None,
     *,
     own_data: bool = False,
+    on_begin: Callable[[Path], None] | None = None,
     randomness: Randomness = from_system,
 ) -> None:
     """Have the trainer's ``fit`` send its clients' work over a transport.
@@ -34,6 +35,7 @@ def deploy_over(
     Args:
         config: the whole configuration of the run, of which nodes are sent what they need.
         own_data: whether clients are those of the nodes' own data, for which nodes are asked first.
+        on_begin: is called with the run directory before the first round.
         randomness: what the server's noise and the cohorts of a private run are drawn from.
     """
     sent = config_for_nodes(config)
@@ -43,17 +45,20 @@ def deploy_over(
         trainer.deal, sent = census.deal, census.config
 
     def remote(fed: Federation, before: Mapping[str, Any]) -> RemoteEngine:
-        run = before.get("deployment", {}).get("run")
+        deployment = before.get("deployment", {})
         done = trainer.progress.done.round
-        since = last_rounds(trainer.run_dir, done) if done else {}
+        # clients of a run that was simulated have kept nothing until now, or it would be refused
+        since = last_rounds(trainer.run_dir, done) if done and deployment else {}
         return RemoteEngine(
             transport,
             fed,
             sent,
             rules,
-            run=run,
+            run=deployment.get("run"),
             since=since,
+            keeps=deployment.get("clients_keep") if done else None,
             deterministic=trainer.deterministic,
+            on_begin=on_begin,
             randomness=randomness,
         )
 

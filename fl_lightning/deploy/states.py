@@ -6,9 +6,11 @@ import re
 from collections.abc import Mapping
 from pathlib import Path
 
+from safetensors import SafetensorError
 from safetensors.torch import load, save
 from torch import Tensor
 
+from fl_lightning.errors import InputError
 from fl_lightning.support import disk
 
 KEPT_ROUNDS = 3
@@ -16,6 +18,10 @@ KEPT_ROUNDS = 3
 and one more for a server that falls back to the checkpoint before its last."""
 RUN_ID = re.compile(r"[0-9a-f]{8,64}")
 AFTER = re.compile(r"after_(\d+)\.safetensors")
+
+
+class LostStateError(InputError):
+    """What a client kept is not here, or cannot be read: without it, it is not trained."""
 
 
 class StateFolder:
@@ -34,11 +40,23 @@ class StateFolder:
 
     def load(self, run: str, client: int, round: int) -> dict[str, Tensor] | None:
         """Return what a client kept after a round; nothing after round 0; None where no such state is
-        here."""
+        here.
+
+        Raises:
+            LostStateError: it is here and cannot be read. It is left as it is.
+        """
         if round == 0:
             return {}
         path = self._of(run, client) / f"after_{round:06d}.safetensors"
-        return load(path.read_bytes()) if path.exists() else None
+        try:
+            return load(path.read_bytes()) if path.exists() else None
+        except (OSError, SafetensorError) as error:
+            raise LostStateError(
+                f"{path}, what client {client} kept after round {round}",
+                "the file is damaged or cannot be read",
+                "put it back from a copy, or continue the run from a checkpoint of an earlier round; until "
+                "then the client counts as dropped",
+            ) from error
 
     def save(
         self,
@@ -58,14 +76,21 @@ class StateFolder:
             always: write a file also for a client that keeps nothing and never has.
 
         Raises:
-            OSError: the disk does not take it.
+            InputError: the disk does not take it. What was kept before is then still there.
         """
         folder = self._of(run, client)
         if not (state or always or folder.exists()):
             return
-        folder.mkdir(parents=True, exist_ok=True)
         packed = {name: tensor.detach().cpu().contiguous() for name, tensor in state.items()}
-        disk.replace(folder / f"after_{round:06d}.safetensors", save(packed))
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            disk.replace(folder / f"after_{round:06d}.safetensors", save(packed))
+        except OSError as error:
+            raise InputError(
+                f"what client {client} keeps after round {round}",
+                f"the node's disk does not take it ({error.strerror or type(error).__name__})",
+                "make room, or let the node write its folder; the client counts as dropped",
+            ) from error
         rounds = {int(found[1]): path for path in folder.iterdir() if (found := AFTER.fullmatch(path.name))}
         past = sorted(number for number in rounds if number <= started_from)[1 - KEPT_ROUNDS :]
         for number, path in rounds.items():

@@ -7,8 +7,10 @@ files. All of it is in the node's own log.
 
 from __future__ import annotations
 
+import os
 import re
 import traceback
+from errno import EDQUOT, ENOSPC, EROFS
 from types import CodeType, FrameType
 
 from fl_lightning.deploy.messages import MessageError
@@ -19,6 +21,8 @@ TOLD = (
     *("data.apart", "data.base", "data.form", "data.partition"),
 )
 """Parts of the project whose messages quote settings, numbers and names of classes, and no file."""
+DISK = (ENOSPC, EDQUOT, EROFS)
+"""Errors of a disk, which say nothing of its files."""
 UNSAID = "this node cannot do what the configuration says"
 LOG = "the node's log says more"
 PATH = re.compile(r"(?<![\w.:/-])(?:~|[A-Za-z]:)?[/\\](?:[^\s'\",;:()\[\]]*[/\\])*([^\s'\",;:()\[\]/\\]*)")
@@ -30,6 +34,8 @@ def told(error: Exception) -> str:
     """Return what a server may know of an error, in one line."""
     if isinstance(error, MessageError):
         text = str(error)
+    elif isinstance(error, OSError) and error.errno in DISK:
+        text = f"the node's disk: {os.strerror(error.errno)}; {LOG}"
     elif not isinstance(error, ThreePartError):
         text = f"{type(error).__name__}; {LOG}"
     else:

@@ -92,8 +92,10 @@ class Journal:
 
     @property
     def engine(self) -> str | None:
-        """Name of the engine that the run was started with; None for a new run."""
-        return self.before.get("engine")
+        """Name of the engine that the run was started with; None for a new run. Nodes train one client after
+        another."""
+        name = self.before.get("engine")
+        return "sequential" if name == "remote" else name
 
     @property
     def before(self) -> dict[str, Any]:

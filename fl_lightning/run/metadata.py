@@ -96,9 +96,11 @@ def continued_metadata(before: Mapping[str, Any], here: Mapping[str, Any], round
             log.warning(
                 "%s: %s -> %s; from here on sums may be rounded differently", name, before[name], here[name]
             )
-    resumed = before.get("resumed")
+    resumed, deployment = before.get("resumed"), before.get("deployment")
     return {
         **here,
+        # it has the id under which nodes keep states, which a process that is killed now must not lose
+        **({"deployment": deployment} if isinstance(deployment, dict) else {}),
         "started": before["started"] if is_time(before.get("started")) else here["started"],
         "tracking_run_id": before.get("tracking_run_id"),
         "tracking_run_dir": before.get("tracking_run_dir"),

@@ -1,0 +1,174 @@
+"""Runs that are continued elsewhere: begun on nodes and gone on with here, or the other way round.
+
+Clients that keep nothing have the weights of a run that was never interrupted; others are refused by name, as
+they would begin anew in silence. Nodes that have lost what clients keep do not let a run end as if it had
+gone well.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+from test_deploy import (
+    ALL,
+    InProcess,
+    KilledInRoundThree,
+    command_line,
+    deployed,
+    metadata_of,
+    nodes_in,
+    simulated,
+    weights,
+)
+from test_deploy_own_data import config, leaf, leaf_file, own_nodes
+from test_deploy_own_data import deployed as deployed_on_own_data
+
+from fl_lightning.__main__ import main
+from fl_lightning.deploy import command
+from fl_lightning.deploy.messages import Message
+from fl_lightning.errors import InputError, RunStopped
+from fl_lightning.hooks import Callback
+
+SMALL = [*ALL[:5], "--trainer.max_local_steps=2"]
+KD = [*ALL, "--trainer.max_local_steps=2"]
+
+
+class Stop(Callback):
+    """Ends the run before a round, as Ctrl-C does."""
+
+    def __init__(self, round: int = 3) -> None:
+        self.round = round
+
+    def on_round_start(self, round, fed):
+        if round == self.round:
+            raise KeyboardInterrupt
+
+
+def stopped(name: str, folder: Path, *more: str) -> Path:
+    """The directory of a simulated run of which two rounds are done."""
+    cli = command_line(name, folder / "fit", *more)
+    cli.trainer.callbacks.append(Stop())
+    with pytest.raises(KeyboardInterrupt):
+        cli.start()
+    return cli.trainer.run_dir
+
+
+def killed(name: str, folder: Path, *more: str) -> Path:
+    """The directory of a deployed run of which two rounds are done."""
+    with pytest.raises(KeyboardInterrupt):
+        deployed(name, folder, KilledInRoundThree(nodes_in(folder)), *more)
+    (run,) = (folder / "deployed").glob("*/*/")
+    return run
+
+
+def go_on(name: str, folder: Path, run: Path, *more: str):
+    cli = command_line(name, folder / "any", *more, f"--ckpt_path={run}")
+    cli.start()
+    return cli
+
+
+@pytest.mark.slow
+@pytest.mark.essential
+def test_a_run_of_clients_that_keep_nothing_may_change_place(tmp_path, caplog):
+    caplog.set_level("INFO")
+    expected = simulated("fedavg", tmp_path, *SMALL)
+    run = killed("fedavg", tmp_path, *SMALL)
+    assert json.loads((run / "metadata.json").read_text())["deployment"]["clients_keep"] is False
+    cli = go_on("fedavg", tmp_path, run, *SMALL, "--trainer.engine=auto")
+    assert weights(cli) == expected
+    assert "engine: sequential" in caplog.text
+    run = stopped("fedavg", tmp_path, *SMALL)
+    cli = deployed("fedavg", tmp_path, InProcess(nodes_in(tmp_path)), *SMALL, f"--ckpt_path={run}")
+    assert weights(cli) == expected
+
+
+@pytest.mark.slow
+@pytest.mark.essential
+@pytest.mark.parametrize(("name", "more"), [("fedkd", KD), ("local_only", SMALL)])
+def test_a_run_of_clients_that_keep_something_is_refused_elsewhere(name, more, tmp_path):
+    run = killed(name, tmp_path, *more)
+    before = (run / "metadata.json").read_text()
+    with pytest.raises(
+        InputError, match=r"it was deployed, and what its clients keep is on their nodes.*deploy"
+    ):
+        go_on(name, tmp_path, run, *more)
+    assert (run / "metadata.json").read_text() == before
+    run = stopped(name, tmp_path, *more)
+    with pytest.raises(InputError, match="it was simulated, and what its clients keep is in its checkpoints"):
+        deployed(name, tmp_path, InProcess(nodes_in(tmp_path)), *more, f"--ckpt_path={run}")
+
+
+@pytest.mark.slow
+@pytest.mark.essential
+def test_private_runs_and_batched_ones_are_refused_elsewhere(tmp_path):
+    """Noise of a simulation follows from the seed, and stacked clients are rounded in another way."""
+    private = [*SMALL, "--trainer.participation=1.0", "--model.weigh_by=clients"]
+    noise = "--trainer.privacy={clip_norm: 0.5, noise_multiplier: 0.8, where: central}"
+    run = killed("fedavg", tmp_path, *private, noise)
+    with pytest.raises(InputError, match="it was deployed, with noise that nobody can repeat"):
+        go_on("fedavg", tmp_path, run, *private, noise)
+    for more, says in (
+        ([noise], "noise that follows from the seed"),
+        (["--trainer.engine=batched"], "batched"),
+    ):
+        run = stopped("fedavg", tmp_path, *private, *more)
+        nodes = InProcess(nodes_in(tmp_path))
+        with pytest.raises(InputError, match=f"it was simulated,? with .*{says}"):
+            deployed("fedavg", tmp_path, nodes, *private, *more, f"--ckpt_path={run}")
+
+
+def test_a_run_on_the_nodes_own_data_is_not_simulated_further(tmp_path):
+    test = leaf_file(tmp_path / "test.json", {"t": 30})
+    each = {0: leaf_file(tmp_path / "own0.json", {"a": 9})}
+    cli = config(tmp_path, "server", leaf(test, test), max_rounds=1)
+    run = deployed_on_own_data(cli, own_nodes(tmp_path, each, 1), 1).trainer.run_dir
+    words = ["--config", str(tmp_path / "server.yaml"), f"--ckpt_path={run}", "--trainer.allow_changed=true"]
+    assert main(["fit", *words]) == 2
+    with pytest.raises(InputError, match=r"nodes' own data; continue it with deploy and --deploy.own_data"):
+        type(cli)("fit", words).start()
+
+
+def test_deploy_refuses_before_anything_is_started(tmp_path, monkeypatch, capsys):
+    more = [*SMALL, "--trainer.max_local_steps=1"]
+    run = stopped("local_only", tmp_path, *more)
+    monkeypatch.setattr(command.launch, "require_flower", lambda: None)
+    monkeypatch.setattr(command.launch, "flwr_run", lambda *a: pytest.fail("it was started"))
+    words = command_line("local_only", tmp_path / "any", *more).typed
+    assert main(["deploy", *words, f"--ckpt_path={run}"]) == 2
+    assert "it was simulated, and what its clients keep is in its checkpoints" in capsys.readouterr().err
+
+
+class LosesFolders(InProcess):
+    """Nodes lose what clients keep before round 2."""
+
+    def __init__(self, folder: Path, *names: str) -> None:
+        super().__init__(nodes_in(folder))
+        self.folders = [folder / name / "states" for name in names]
+
+    def exchange(self, messages, timeout):
+        headers = [Message.from_bytes(message).header for message in messages.values()]
+        if {header.get("round") for header in headers} == {2} and headers[0]["kind"] == "train":
+            for folder in self.folders:
+                shutil.rmtree(folder)
+        yield from super().exchange(messages, timeout)
+
+
+@pytest.mark.slow
+@pytest.mark.essential
+def test_a_run_whose_clients_have_all_lost_their_state_stops(tmp_path):
+    with pytest.raises(RunStopped, match=r"what clients 0, 1, 2, 3 kept is on none.*--ckpt_path"):
+        deployed("fedkd", tmp_path, LosesFolders(tmp_path, "node0", "node1"), *KD)
+    (found,) = (tmp_path / "deployed").glob("*/*/metadata.json")
+    assert json.loads(found.read_text())["status"] == "failed"
+    assert len((found.parent / "metrics.csv").read_text().splitlines()) == 2  # round 1 and no other
+
+
+@pytest.mark.slow
+@pytest.mark.essential
+def test_a_run_of_which_some_have_says_so_at_its_end(tmp_path, caplog):
+    cli = deployed("fedkd", tmp_path, LosesFolders(tmp_path, "node1"), *KD)
+    assert metadata_of(cli)["status"] == "finished"
+    assert "what clients 1, 3 kept is not on their nodes any more" in caplog.text
