@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -75,22 +74,23 @@ def test_a_signal_ends_a_node_that_is_connected(attempts, tmp_path, monkeypatch)
 
 
 @pytest.mark.parametrize(
-    ("written", "error", "says"),
+    ("begun", "error", "says"),
     [
-        ((), InputError, "it did not take the run"),
-        (("begun",), RunStopped, "went away during the run.*continue with --ckpt_path"),
+        (None, InputError, "it did not take the run"),
+        ("", RunStopped, "went away during the run.*then no round was begun"),
+        ("/runs/mine", RunStopped, "went away during the run.*continue with --ckpt_path /runs/mine"),
     ],
 )
 def test_a_superlink_that_went_away_is_told_from_one_that_took_no_run(
-    written, error, says, tmp_path, monkeypatch
+    begun, error, says, tmp_path, monkeypatch
 ):
-    def run(words: list[str], **settings: object) -> subprocess.CompletedProcess:
+    def show(words: list[str], folder: Path, home: Path) -> int:
         assert words[:3] == ["flwr", "run", str(tmp_path / "app")]
-        for name in written:
-            Path(tmp_path, name).touch()
-        return subprocess.CompletedProcess(words, 1)
+        if begun is not None:
+            (tmp_path / "begun").write_text(begun)
+        return 1
 
-    monkeypatch.setattr(launch.subprocess, "run", run)
+    monkeypatch.setattr(launch, "_show", show)
     with pytest.raises(error, match=says):
         launch.flwr_run(tmp_path, "127.0.0.1:1", None)
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 import logging
 import shutil
 import tempfile
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fl_lightning.deploy import fleet, launch, sockets
+from fl_lightning.deploy import fleet, halves, launch, sockets
 from fl_lightning.deploy.build import builder, counter
 from fl_lightning.deploy.deployable import check_deployable
 from fl_lightning.deploy.job import outcome_of, write_job
@@ -18,6 +19,7 @@ from fl_lightning.deploy.own_data import OwnData, stand_in
 from fl_lightning.deploy.roster import RoundRules
 from fl_lightning.deploy.simulated import require_ray, run_words
 from fl_lightning.errors import InputError, RunStopped, require, require_choice
+from fl_lightning.run.interrupts import Interrupts
 from fl_lightning.run.resume import find_start
 
 log = logging.getLogger("fl_lightning")
@@ -105,34 +107,56 @@ def deploy(cli: Any) -> None:
     if ckpt_path := cli.config_init["ckpt_path"]:
         start = find_start(ckpt_path, cli.trainer.root / cli.trainer.experiment, cli.trainer.run_name)
         cli.trainer.check_start(start, deployed=True)
-    folder = Path(tempfile.mkdtemp(prefix="fl-deploy-"))
-    goes_on = False
-    try:
-        words = ["python", "-m", "fl_lightning", "deploy", *cli.typed]
-        ckpt_path, own_data = cli.config_init["ckpt_path"], settings.own_data
-        nodes = Path(cli.trainer.root).absolute() / "nodes"
-        write_job(folder, cli.config_text, rules, ckpt_path, words, nodes=nodes, own_data=own_data)
-        with launch.Started() as started:
-            address, more = settings.superlink, []
-            if settings.simulation:
-                address = launch.start_superlink(started, nodes / "superlink", "--simulation")
-                more = run_words(settings.simulation, one_worker=cli.trainer.secure_sum is not None)
-            elif settings.local_nodes:
-                address = launch.start_superlink(started, nodes / "superlink")
-                for number in range(settings.local_nodes):
-                    launch.start_node(started, address, nodes / f"node{number}", number, settings.local_nodes)
-            launch.flwr_run(folder, address, settings.root_certificates, *more)
-        outcome = outcome_of(folder)
-    except KeyboardInterrupt:
-        goes_on = not settings.started_nodes
-        if goes_on:
-            log.warning("the run goes on at %s; flwr list names it, flwr stop ends it", settings.superlink)
-        raise
-    finally:
-        if not goes_on:
-            shutil.rmtree(folder, ignore_errors=True)
+    outcome = _run(cli, settings, rules)
     if outcome["code"]:
         raise (InputError if outcome["code"] == 2 else RunStopped)(*outcome["error"])
+
+
+def _run(cli: Any, settings: Deployment, rules: RoundRules) -> Mapping[str, Any]:
+    """Run the job on a SuperLink, show its log, and return its outcome.
+
+    A signal leaves the run to itself where the SuperLink was not started here. Only the first one counts.
+    """
+    folder = Path(tempfile.mkdtemp(prefix="fl-deploy-"))
+    goes_on = False
+    with Interrupts():
+        try:
+            words = ["python", "-m", "fl_lightning", "deploy", *cli.typed]
+            nodes, ckpt_path = Path(cli.trainer.root).absolute() / "nodes", cli.config_init["ckpt_path"]
+            own_data = settings.own_data
+            write_job(folder, cli.config_text, rules, ckpt_path, words, nodes=nodes, own_data=own_data)
+            with halves.here(folder, halves.COMMAND), launch.Started() as started:
+                address, more = _reach(cli, settings, started, nodes)
+                goes_on = not settings.started_nodes
+                launch.flwr_run(folder, address, settings.root_certificates, *more)
+                goes_on = False
+                return outcome_of(folder)
+        except (KeyboardInterrupt, SystemExit):
+            if goes_on:
+                at = settings.superlink
+                log.warning("the run goes on at %s; flwr list names it, flwr stop ends it", at)
+            raise
+        except BaseException:
+            goes_on = False
+            raise
+        finally:
+            if not goes_on or halves.is_gone(folder, halves.SERVER):
+                shutil.rmtree(folder, ignore_errors=True)
+
+
+def _reach(cli: Any, settings: Deployment, started: launch.Started, nodes: Path) -> tuple[str, list[str]]:
+    """Return the address of the SuperLink and further arguments of ``flwr run``. A SuperLink and nodes that
+    are to be started here are started first."""
+    if settings.simulation:
+        one_worker = cli.trainer.secure_sum is not None
+        address = launch.start_superlink(started, nodes / "superlink", "--simulation")
+        return address, run_words(settings.simulation, one_worker=one_worker)
+    if not settings.local_nodes:
+        return settings.superlink, []
+    address = launch.start_superlink(started, nodes / "superlink")
+    for number in range(settings.local_nodes):
+        launch.start_node(started, address, nodes / f"node{number}", number, settings.local_nodes)
+    return address, []
 
 
 def node(

@@ -59,6 +59,7 @@ def _server_app() -> Any:
     def main(grid: Any, context: Any) -> None:
         from fl_lightning.deploy.job import run_job
 
+        logging.getLogger("flwr").addFilter(without_traceback)
         run_job(Path(str(context.run_config["job"])), GridTransport(grid))
 
     return server_app
@@ -75,6 +76,16 @@ def _client_app() -> Any:
         return Message(packed_answer(_answer(unpacked(message.content), context)), reply_to=message)
 
     return client_app
+
+
+def without_traceback(record: logging.LogRecord) -> bool:
+    """Have Flower's log say a refusal in one line: where in the code it was raised helps nobody."""
+    from fl_lightning.deploy.job import RunRefused
+
+    error = record.exc_info[1] if record.exc_info else None
+    if isinstance(error, RunRefused):
+        record.msg, record.args, record.exc_info = f"the run ended: {error}", (), None
+    return True
 
 
 def packed(messages: Iterable[Iterable[bytes]]) -> list[Any]:

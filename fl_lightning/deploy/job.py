@@ -2,16 +2,19 @@
 
 ``job.json`` has the folder to work in, that of nodes on this machine, the arguments of ``fit``, the rules of
 rounds and the command line; ``run.yaml`` the whole configuration; ``begun`` is there once the server's half
-runs; ``outcome.json`` is written at the end. The folder stays on the server's machine: Flower is given its
-path alone.
+runs, and has the run directory from the first round on; ``outcome.json`` is written at the end. The folder
+stays on the server's machine: Flower is given its path alone. The command removes it when it ends; a command
+that has left a run to itself leaves that to the server's half.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import shutil
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -19,6 +22,7 @@ from typing import Any
 import yaml
 
 from fl_lightning.cli.parser import FederatedCLI, import_short_names
+from fl_lightning.deploy.halves import COMMAND, SERVER, here, is_gone
 from fl_lightning.deploy.mail import Transport
 from fl_lightning.deploy.roster import RoundRules
 from fl_lightning.deploy.server import deploy_over
@@ -53,35 +57,53 @@ def write_job(
     disk.replace(folder / "job.json", json.dumps(job).encode())
 
 
+class RunRefused(RuntimeError):
+    """The run ended as it should have, with one line that says why: nobody needs its traceback."""
+
+
 def run_job(folder: Path, transport: Transport) -> None:
     """Run a deployment, and write what came of it.
 
     Raises:
-        RuntimeError: it failed, so that Flower knows it too.
+        RunRefused: it was refused or stopped, so that Flower knows it too.
+        Exception: whatever else ended it.
     """
-    (folder / "begun").touch()
-    job = json.loads((folder / "job.json").read_text())
-    os.chdir(job["directory"])
-    sys.path.append(job["directory"])
-    outcome: dict[str, Any] = {"code": 1, "error": "the server was stopped"}
+    with here(folder, SERVER):
+        (folder / "begun").touch()
+        job = json.loads((folder / "job.json").read_text())
+        os.chdir(job["directory"])
+        sys.path.append(job["directory"])
+        outcome: dict[str, Any] = {"code": 1, "error": ["the server was stopped", "", ""]}
+        try:
+            outcome = {"code": 0, "run_dir": str(_fit(folder, job, transport))}
+        except (InputError, RunStopped) as error:
+            code = 2 if isinstance(error, InputError) else 1
+            outcome = {"code": code, "error": [error.given, error.rule, error.instead]}
+            raise RunRefused(str(error)) from None
+        except (KeyboardInterrupt, SystemExit):
+            given = (
+                "the server was stopped, by somebody or by a SuperLink that had not heard of it for a minute"
+            )
+            outcome = {"code": 1, "error": [given, "", how_to_go_on(folder)]}
+            raise
+        except Exception as error:
+            where = f"its traceback is in {error.run_log}" if hasattr(error, "run_log") else ""
+            outcome = {"code": 1, "error": [f"{type(error).__name__}: {error}", "", where]}
+            raise
+        finally:
+            with suppress(FileNotFoundError):  # with local nodes the command ends everything, and the folder
+                disk.replace(folder / "outcome.json", json.dumps(outcome).encode())
+            if is_gone(folder, COMMAND):  # it has left the run to itself
+                shutil.rmtree(folder, ignore_errors=True)
+
+
+def how_to_go_on(folder: Path) -> str:
+    """Return in words how the run of a job is continued, with its run directory where it is known."""
     try:
-        outcome = {"code": 0, "run_dir": str(_fit(folder, job, transport))}
-    except InputError as error:
-        outcome = {"code": 2, "error": [error.given, error.rule, error.instead]}
-        raise RuntimeError(str(error)) from error
-    except RunStopped as error:
-        outcome = {"code": 1, "error": [error.given, error.rule, error.instead]}
-        raise RuntimeError(str(error)) from error
-    except (KeyboardInterrupt, SystemExit):
-        given = "the server was stopped, by somebody or by a SuperLink that had not heard of it for a minute"
-        outcome = {"code": 1, "error": [given, "", "continue with --ckpt_path"]}
-        raise
-    except Exception as error:
-        where = f"its traceback is in {error.run_log}" if hasattr(error, "run_log") else ""
-        outcome = {"code": 1, "error": [f"{type(error).__name__}: {error}", "", where]}
-        raise
-    finally:
-        disk.replace(folder / "outcome.json", json.dumps(outcome).encode())
+        run = (folder / "begun").read_text().strip()
+    except OSError:
+        run = ""
+    return f"continue with --ckpt_path {run}" if run else "no round was begun: start it anew"
 
 
 def outcome_of(folder: Path) -> Mapping[str, Any]:
@@ -89,7 +111,8 @@ def outcome_of(folder: Path) -> Mapping[str, Any]:
     try:
         return json.loads((folder / "outcome.json").read_text())
     except (OSError, ValueError):
-        return {"code": 1, "error": ["the server's process ended without a word", "", "look into its log"]}
+        given = "the server's half of the run ended without a word, as a process does that is killed"
+        return {"code": 1, "error": [given, "", how_to_go_on(folder)]}
 
 
 def _fit(folder: Path, job: Mapping[str, Any], transport: Transport) -> Path:
@@ -99,6 +122,12 @@ def _fit(folder: Path, job: Mapping[str, Any], transport: Transport) -> Path:
         arguments += ["--ckpt_path", job["ckpt_path"]]
     cli: Any = FederatedCLI("fit", arguments)
     rules = RoundRules(**job["rules"])
-    deploy_over(cli.trainer, yaml.safe_load(cli.config_text), transport, rules, own_data=job["own_data"])
+
+    def begin(run_dir: Path) -> None:
+        with suppress(OSError):
+            disk.replace(folder / "begun", str(run_dir.absolute()).encode())
+
+    config = yaml.safe_load(cli.config_text)
+    deploy_over(cli.trainer, config, transport, rules, own_data=job["own_data"], on_begin=begin)
     cli.start(job["command_line"])
     return cli.trainer.run_dir

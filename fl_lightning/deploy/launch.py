@@ -12,15 +12,18 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from importlib.metadata import PackageNotFoundError, version
 from ipaddress import ip_address
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 from filelock import FileLock, Timeout
 
 from fl_lightning.deploy import sockets
+from fl_lightning.deploy.halves import SERVER, is_gone
+from fl_lightning.deploy.job import how_to_go_on
 from fl_lightning.deploy.node import NodeSettings
 from fl_lightning.engines.pool import end_with
 from fl_lightning.errors import InputError, RunStopped
@@ -30,6 +33,7 @@ log = logging.getLogger("fl_lightning")
 SUPERLINK = "127.0.0.1:8000"
 START_SECONDS = 120.0  # that a SuperLink may take until it listens
 HANDSHAKE_SECONDS = 10.0  # that a SuperLink may take to show its certificate
+LOOK_SECONDS = 1.0  # between looks whether the server's half is still there
 END_SECONDS = 10.0  # that a program has to end after SIGTERM
 APP = """\
 [project]
@@ -57,11 +61,12 @@ class Started:
 
     def __init__(self) -> None:
         self.programs: list[subprocess.Popen] = []
-        self._before: dict[int, object] = {}
+        self._before: dict[int, Any] = {}
 
     def __enter__(self) -> Started:
         # SIGTERM as an exception, so that programs are ended as after Ctrl-C
-        self._before = {signal.SIGTERM: signal.signal(signal.SIGTERM, _leave)}
+        if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
+            self._before = {signal.SIGTERM: signal.signal(signal.SIGTERM, _leave)}
         return self
 
     def start(self, words: Sequence[str], home: Path, output: Path | None = None) -> subprocess.Popen:
@@ -97,7 +102,8 @@ class Started:
             except subprocess.TimeoutExpired:
                 program.kill()
                 program.wait()
-        signal.signal(signal.SIGTERM, self._before[signal.SIGTERM])  # type: ignore[arg-type]
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
 
 
 def _leave(number: int, frame: FrameType | None) -> None:
@@ -308,19 +314,57 @@ def flwr_run(folder: Path, address: str, root_certificates: str | None, *more: s
     )
     (home / "config.toml").write_text(f'[superlink.deployment]\naddress = "{address}"\n{security}\n')
     words = ["flwr", "run", str(app), "deployment", "--stream", *more]
-    done = subprocess.run(words, env=environment(home), check=False)
-    if done.returncode and not (folder / "outcome.json").exists():
-        if (folder / "begun").exists():
-            raise RunStopped(
-                f"the SuperLink at {address} went away during the run",
-                "the server's half of a run ends with its SuperLink",
-                "start it again, then continue with --ckpt_path",
-            )
+    code = _show(words, folder, home)
+    if (folder / "outcome.json").exists():
+        return
+    begun = (folder / "begun").exists()
+    if begun and not _answers(address):
+        raise RunStopped(
+            f"the SuperLink at {address} went away during the run",
+            "the server's half of a run ends with its SuperLink",
+            f"start it again, then {how_to_go_on(folder)}",
+        )
+    if code and not begun:
         raise InputError(
             f"--deploy.superlink {address}",
             "it did not take the run; its answer is above",
             "start flower-superlink there, or name another",
         )
+
+
+def _show(words: Sequence[str], folder: Path, home: Path) -> int:
+    """Run ``flwr run``, which shows the log of the server's half, and return its exit code.
+
+    Flower notices after a minute that this half was killed; here its lock says so at once.
+    """
+    program = subprocess.Popen(words, env=environment(home))
+    try:
+        while program.poll() is None:
+            with suppress(subprocess.TimeoutExpired):
+                program.wait(LOOK_SECONDS)
+            if is_gone(folder, SERVER) and not (folder / "outcome.json").exists():
+                with suppress(subprocess.TimeoutExpired):
+                    program.wait(END_SECONDS)  # the end of its log
+                break
+        return program.poll() or 0
+    finally:
+        if program.poll() is None:
+            program.terminate()
+            try:
+                program.wait(END_SECONDS)
+            except subprocess.TimeoutExpired:
+                program.kill()
+                program.wait()
+
+
+def _answers(address: str) -> bool:
+    """Return whether somebody listens at an address."""
+    host, _, port = address.rpartition(":")
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), HANDSHAKE_SECONDS).close()
+    except OSError:
+        return False
+    return True
 
 
 def log_to_stderr() -> None:
