@@ -16,7 +16,7 @@ import pytest
 from test_deploy import ALL, command_line, nodes_in, wait_until
 
 from fl_lightning.deploy import halves, job, launch
-from fl_lightning.deploy.flower import without_traceback
+from fl_lightning.deploy.flower import RefusalFilter
 from fl_lightning.deploy.roster import RoundRules
 from fl_lightning.deploy.transport_local import InProcess
 from fl_lightning.errors import InputError, RunStopped
@@ -97,15 +97,20 @@ def test_a_refusal_is_one_line_of_flowers_log(error, code, written, monkeypatch,
 
     monkeypatch.setattr(job, "_fit", refuse)
     flower = logging.getLogger("test.flwr")
-    flower.addFilter(without_traceback)
-    for raised in (None, ValueError("a bug")):
+    flower.addFilter(RefusalFilter())
+    for raised in (ValueError("a bug"), None):
         try:
             if raised:
                 raise raised
             job.run_job(written, InProcess({}))
         except Exception as ended:  # as Flower does it
             flower.error("%s raised an exception", "ServerApp", exc_info=ended)
-    assert caplog.messages == ["the run ended: a; b; c", "ServerApp raised an exception"]
+            flower.error("Exit Code: 201\nsomething unhandled")
+    assert caplog.messages == [
+        "ServerApp raised an exception",
+        "Exit Code: 201\nsomething unhandled",
+        "the run ended: a; b; c",
+    ]
     assert caplog.text.count("Traceback") == 1  # of the bug
     assert job.outcome_of(written) == {"code": code, "error": ["a", "b", "c"]}
 
@@ -130,7 +135,7 @@ def test_who_is_killed_in_mid_run_leaves_the_run_directory_to_continue(written):
 
 def test_a_killed_half_is_noticed_although_its_log_goes_on(tmp_path, monkeypatch):
     (tmp_path / "begun").touch()
-    monkeypatch.setattr(launch, "END_SECONDS", 0.2)
+    monkeypatch.setattr(launch, "LAST_LOG_SECONDS", 0.2)
     monkeypatch.setattr(launch, "LOOK_SECONDS", 0.1)
     monkeypatch.setattr(launch, "environment", lambda home: dict(os.environ))
     holder = python(HOLDER, tmp_path, halves.SERVER, cwd=tmp_path)

@@ -59,7 +59,7 @@ def _server_app() -> Any:
     def main(grid: Any, context: Any) -> None:
         from fl_lightning.deploy.job import run_job
 
-        logging.getLogger("flwr").addFilter(without_traceback)
+        logging.getLogger("flwr").addFilter(RefusalFilter())
         run_job(Path(str(context.run_config["job"])), GridTransport(grid))
 
     return server_app
@@ -78,14 +78,20 @@ def _client_app() -> Any:
     return client_app
 
 
-def without_traceback(record: logging.LogRecord) -> bool:
-    """Have Flower's log say a refusal in one line: where in the code it was raised helps nobody."""
-    from fl_lightning.deploy.job import RunRefused
+class RefusalFilter(logging.Filter):
+    """Has Flower's log say a refusal in one line: where in the code it was raised helps nobody, nor does what
+    Flower says of unhandled exceptions."""
 
-    error = record.exc_info[1] if record.exc_info else None
-    if isinstance(error, RunRefused):
-        record.msg, record.args, record.exc_info = f"the run ended: {error}", (), None
-    return True
+    refused = False
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        from fl_lightning.deploy.job import RunRefused
+
+        error = record.exc_info[1] if record.exc_info else None
+        if isinstance(error, RunRefused):
+            self.refused = True
+            record.msg, record.args, record.exc_info = f"the run ended: {error}", (), None
+        return not (self.refused and record.getMessage().startswith("Exit Code: "))
 
 
 def packed(messages: Iterable[Iterable[bytes]]) -> list[Any]:

@@ -34,6 +34,7 @@ SUPERLINK = "127.0.0.1:8000"
 START_SECONDS = 120.0  # that a SuperLink may take until it listens
 HANDSHAKE_SECONDS = 10.0  # that a SuperLink may take to show its certificate
 LOOK_SECONDS = 1.0  # between looks whether the server's half is still there
+LAST_LOG_SECONDS = 3.0  # that a log may go on after the server's half was killed
 END_SECONDS = 10.0  # that a program has to end after SIGTERM
 APP = """\
 [project]
@@ -344,7 +345,7 @@ def _show(words: Sequence[str], folder: Path, home: Path) -> int:
                 program.wait(LOOK_SECONDS)
             if is_gone(folder, SERVER) and not (folder / "outcome.json").exists():
                 with suppress(subprocess.TimeoutExpired):
-                    program.wait(END_SECONDS)  # the end of its log
+                    program.wait(LAST_LOG_SECONDS)
                 break
         return program.poll() or 0
     finally:

@@ -103,7 +103,7 @@ class Roster:
                     f"{len(self.names)} nodes are connected that fit the run{refused}",
                     f"a round begins with {self.rules.min_nodes}, for which it waits "
                     f"{self.rules.wait_seconds:g} seconds",
-                    "start nodes, then continue with --ckpt_path",
+                    f"start nodes, then {'the run again' if first else 'continue with --ckpt_path'}",
                 )
             time.sleep(POLL_SECONDS)
 
