@@ -8,11 +8,13 @@ is imported. What a client keeps stays on the node's disk.
 from __future__ import annotations
 
 import logging
+import os
 import re
 import socket
 import time
 import uuid
 from collections.abc import Callable, Collection, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from hashlib import sha256
 from pathlib import Path
@@ -182,6 +184,11 @@ class Node:
             disk.replace(path, config)
         return digest
 
+    def _touch(self, digest: str) -> None:
+        """Note that a configuration is in use: one that has not been for long is removed one day."""
+        with suppress(OSError):
+            os.utime(self._config(digest))
+
     def _train(self, message: Message) -> bytes:
         """Train clients. Their uploads travel, or under a secure sum stay here."""
         fed, engine = self._prepared(str(message.header["config"]))
@@ -266,6 +273,7 @@ class Node:
 
     def _prepared(self, digest: str) -> tuple[Federation, SequentialEngine]:
         """Return the federation of a configuration that was checked, and what trains its clients."""
+        self._touch(digest)
         if self.built is None or self.built[0] != digest:
             with only_imports(self._checked(digest)):
                 fed = self.build(self._config(digest))
