@@ -21,8 +21,9 @@ import yaml
 from test_deploy_own_data import SIZES, TRAINER, leaf, leaf_file
 
 from fl_lightning.cli.parser import FederatedCLI
+from fl_lightning.deploy.addresses import free_port
 from fl_lightning.deploy.certificates import make_certificates
-from fl_lightning.deploy.launch import environment, free_port
+from fl_lightning.deploy.launch import environment
 from fl_lightning.hooks import Stressor
 
 pytestmark = [

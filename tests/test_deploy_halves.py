@@ -96,7 +96,7 @@ def test_a_refusal_is_one_line_of_flowers_log(error, code, written, monkeypatch,
         raise error
 
     monkeypatch.setattr(job, "_fit", refuse)
-    flower = logging.getLogger("test.flwr")
+    flower = logging.getLogger(f"test.flwr{code}")
     flower.addFilter(RefusalFilter())
     for raised in (ValueError("a bug"), None):
         try:

@@ -21,7 +21,7 @@ from test_deploy import ALL, InProcess, command_line, deployed, metadata_of, nod
 from test_deploy_own_data import SIZES, config, leaf, leaf_file, own_nodes
 
 from fl_lightning.__main__ import main
-from fl_lightning.deploy import flower, launch
+from fl_lightning.deploy import flower, folders
 from fl_lightning.deploy import simulated as simulated_nodes
 from fl_lightning.deploy.build import builder, config_for_nodes
 from fl_lightning.deploy.mail import Mail
@@ -426,11 +426,11 @@ def test_a_damaged_uid_is_drawn_anew(tmp_path):
 
 
 def test_a_folder_has_one_node(tmp_path, capsys):
-    with launch.locked(tmp_path):
+    with folders.locked(tmp_path):
         words = ["node", "--superlink", "none", "--folder", str(tmp_path)]
         assert main(words) == 2
     assert f"--folder {tmp_path}; another node has this folder" in " ".join(capsys.readouterr().err.split())
-    with launch.locked(tmp_path):
+    with folders.locked(tmp_path):
         pass
 
 

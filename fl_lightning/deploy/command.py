@@ -10,8 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fl_lightning.deploy import fleet, halves, launch, sockets
+from fl_lightning.deploy import addresses, fleet, folders, halves, launch, sockets
 from fl_lightning.deploy.build import builder, counter
+from fl_lightning.deploy.cleaning import clean
 from fl_lightning.deploy.deployable import check_deployable
 from fl_lightning.deploy.job import outcome_of, write_job
 from fl_lightning.deploy.node import Node, NodeSettings
@@ -21,6 +22,7 @@ from fl_lightning.deploy.simulated import require_ray, run_words
 from fl_lightning.errors import InputError, RunStopped, require, require_choice
 from fl_lightning.run.interrupts import Interrupts
 from fl_lightning.run.resume import find_start
+from fl_lightning.support.packaged import find_config
 
 log = logging.getLogger("fl_lightning")
 
@@ -46,7 +48,7 @@ class Deployment:
             nodes have the clients that the run deals its data out to.
     """
 
-    superlink: str = launch.SUPERLINK
+    superlink: str = addresses.SUPERLINK
     root_certificates: str | None = None
     local_nodes: int = 0
     simulation: int = 0
@@ -66,7 +68,14 @@ class Deployment:
         Raises:
             InputError: one of the numbers is out of its range.
         """
-        min_nodes = max(1, self.started_nodes) if self.min_nodes is None else self.min_nodes
+        started = self.started_nodes
+        min_nodes = max(1, started) if self.min_nodes is None else self.min_nodes
+        require(
+            not started or min_nodes <= started,
+            f"--deploy.min_nodes {min_nodes}",
+            f"{started} nodes are started here, and no other joins them",
+            f"write at most {started}, or leave it out",
+        )
         return RoundRules(min_nodes, self.wait_seconds, self.round_seconds)
 
 
@@ -94,6 +103,15 @@ def deploy(cli: Any) -> None:
             "leave one of them out",
         )
     rules = settings.rules()
+    require(
+        not (settings.root_certificates and settings.started_nodes),
+        "--deploy.root_certificates with --deploy.local_nodes or --deploy.simulation",
+        "the SuperLink that is started here has no certificate and listens on 127.0.0.1 alone",
+        "leave one of them out",
+    )
+    if not settings.started_nodes:
+        addresses.require_tls(settings.superlink, settings.root_certificates, "--deploy.root_certificates")
+        addresses.require_host(settings.superlink, "--deploy.superlink")
     require(
         not (settings.own_data and settings.started_nodes),
         "--deploy.own_data with --deploy.local_nodes or --deploy.simulation",
@@ -160,17 +178,18 @@ def _reach(cli: Any, settings: Deployment, started: launch.Started, nodes: Path)
 
 
 def node(
-    superlink: str = launch.SUPERLINK,
+    superlink: str = addresses.SUPERLINK,
     folder: str = "node",
     partition_id: int = 0,
     num_partitions: int = 1,
     data: str | None = None,
     name: str | None = None,
-    overlays: list[str] | None = None,
-    allow: list[str] | None = None,
+    overlays: list[str] | str | None = None,
+    allow: list[str] | str | None = None,
     root_certificates: str | None = None,
     private_key: str | None = None,
     connection: str = "direct",
+    keep_days: float = 30.0,
 ) -> None:
     """Hold some clients of runs: answer a SuperLink's messages until this process is stopped.
 
@@ -186,14 +205,17 @@ def node(
         name: its name in the server's log and in ``metadata.json``; default: the machine's name and
             ``partition_id``.
         overlays: configuration files layered over the run's: where this node's data lie, on which device it
-            trains.
+            trains. Several are separated by commas, or a list in brackets, as names with commas need it.
         allow: packages whose classes and functions a run may name, beside the project's classes, torch's
-            optimisers and layers, and data sets and networks of torchvision and timm.
+            optimisers and layers, and data sets and networks of torchvision and timm. Several are separated
+            by commas, or a list in brackets.
         root_certificates: file with the certificate that signed the SuperLink's, in PEM form. Default: no
             TLS, which is allowed on 127.0.0.1 alone.
         private_key: file with this node's key, by which the SuperLink knows it.
         connection: ``direct``: this process fetches its messages from the SuperLink itself; ``supernode``: a
             SuperNode of Flower does, which starts a process for each message.
+        keep_days: at its start the node removes configurations and states of runs that it has not used in so
+            many days before its last use; 0: it removes nothing.
 
     Raises:
         InputError: a setting is wrong, another node has the folder, or Flower is not installed.
@@ -206,20 +228,24 @@ def node(
         "partitions are counted from 0",
         f"write 0 to {max(0, num_partitions - 1)}",
     )
+    require(keep_days >= 0, f"--keep_days {keep_days:g}", "it is a number of days", "write 0 to keep all")
+    files, packages = _overlays(overlays), _packages(allow)
+    for flag, file in (("--private_key", private_key), ("--root_certificates", root_certificates)):
+        given = f"{file}, the file of {flag}"
+        require(file is None or Path(file).is_file(), given, "there is no such file", "name one that is")
     connects = superlink != "none"
     if connects:
         launch.require_flower()
-        launch.require_tls(superlink, root_certificates, "--root_certificates")
-    place = Path(folder).absolute()
-    place.mkdir(parents=True, exist_ok=True)
+        addresses.require_tls(superlink, root_certificates, "--root_certificates")
+    place = folders.own_folder(Path(folder))
     described = {"name": name or f"{NodeSettings(place).name}-{partition_id}"}
-    settings = NodeSettings(place, partition_id, num_partitions, allow=tuple(allow or ()), **described)
-    files = [Path(overlay) for overlay in overlays or ()]
+    settings = NodeSettings(place, partition_id, num_partitions, allow=packages, **described)
     own = None if data is None else OwnData(data, partition_id, num_partitions)
     answering = Node(settings, builder(files, own), None if own is None else counter(files, own))
     launch.log_to_stderr()
     if connects and connection == "direct":
-        with launch.locked(place), launch.Started():  # SIGTERM signs the node off
+        with folders.locked(place), launch.Started():  # SIGTERM signs the node off
+            clean(place, keep_days)
             fleet.serve(
                 superlink,
                 answering.answer,
@@ -229,12 +255,51 @@ def node(
                 private_key=private_key,
             )
         return
-    with launch.locked(place), launch.Started() as started, launch.socket_for(place) as socket:
+    with folders.locked(place), launch.Started() as started, folders.socket_for(place) as socket:
+        clean(place, keep_days)
         if connects:
-            launch.check_handshake(superlink, root_certificates, "--root_certificates")
+            addresses.check_handshake(superlink, root_certificates, "--root_certificates")
             launch.start_supernode(started, superlink, socket, settings, root_certificates, private_key)
         log.info("node %s listens at %s", settings.name, socket)
         sockets.serve(socket, answering.answer, goes_on=started.all_run)
         raise RunStopped(
             "the SuperNode ended", "a node needs it", "look into its log, and start the node again"
         )
+
+
+def _several(given: list[str] | str | None) -> list[str]:
+    """Return the entries of a list, or of a text in which commas separate them."""
+    entries = given.split(",") if isinstance(given, str) else given or []
+    return [entry.strip() for entry in entries]
+
+
+def _overlays(given: list[str] | str | None) -> list[Path]:
+    """Return the files of ``--overlays``.
+
+    Raises:
+        InputError: one of them is not there.
+    """
+    for entry in (entries := _several(given)):
+        require(
+            entry and find_config(entry),
+            f"--overlays {entry}",
+            "there is no such file",
+            "write --overlays own.yaml, several as a.yaml,b.yaml",
+        )
+    return [Path(entry) for entry in entries]
+
+
+def _packages(given: list[str] | str | None) -> tuple[str, ...]:
+    """Return the packages of ``--allow``.
+
+    Raises:
+        InputError: one of them is no name of a package.
+    """
+    for entry in (entries := _several(given)):
+        require(
+            all(part.isidentifier() for part in entry.split(".")),
+            f"--allow {entry}",
+            "it is the name of a package, as Python imports it",
+            "write --allow my_package, several as a,b",
+        )
+    return tuple(entries)

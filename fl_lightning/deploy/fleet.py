@@ -22,8 +22,9 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NoReturn
 
+from fl_lightning.deploy.addresses import check_handshake, not_found
 from fl_lightning.deploy.flower import PART_WAITS, next_look, packed_answer, unpacked
-from fl_lightning.deploy.launch import check_handshake, environment
+from fl_lightning.deploy.launch import environment
 from fl_lightning.errors import InputError, RunStopped
 
 log = logging.getLogger("fl_lightning")
@@ -70,8 +71,17 @@ def serve(
     """
     os.environ.update(environment(home))
     connect = _connector(address, root_certificates, private_key)
-    connected, started = False, time.monotonic()
+    connected, started, told = False, time.monotonic(), False
     while goes_on():
+        if reason := not_found(address):
+            if not told:
+                log.warning(
+                    "%s: its host is not found (%s); the node goes on looking for it", address, reason
+                )
+            told = True
+            time.sleep(RECONNECT_SECONDS)
+            continue
+        told = False
         check_handshake(address, root_certificates, "--root_certificates")
         why = "connection lost"
         try:
@@ -151,13 +161,19 @@ def _keys(path: Path) -> tuple[Any, Any]:
 
     try:
         key = load_ssh_private_key(path.read_bytes(), None)
-    except (OSError, ValueError, UnsupportedAlgorithm) as error:
+    except OSError as error:
+        raise InputError(
+            f"{path}, the file of --private_key",
+            f"it cannot be read ({error.strerror or error})",
+            "let this user read it",
+        ) from None
+    except (ValueError, UnsupportedAlgorithm) as error:
         key, reason = None, f" ({error})"
     else:
         reason = ""
     if not isinstance(key, EllipticCurvePrivateKey):
         raise InputError(
-            f"--private_key {path}",
+            f"{path}, the file of --private_key",
             f"it is a private key of an elliptic curve in OpenSSH form{reason}",
             "make one: python -m fl_lightning.deploy.certificates certs --nodes 1",
         )

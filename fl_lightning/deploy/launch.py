@@ -6,22 +6,18 @@ import logging
 import os
 import signal
 import socket
-import ssl
 import subprocess
 import sys
-import tempfile
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Sequence
+from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
-from ipaddress import ip_address
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from filelock import FileLock, Timeout
-
-from fl_lightning.deploy import sockets
+from fl_lightning.deploy.addresses import answers, check_handshake, free_port, require_tls
+from fl_lightning.deploy.folders import locked, own_folder
 from fl_lightning.deploy.halves import SERVER, is_gone
 from fl_lightning.deploy.job import how_to_go_on
 from fl_lightning.deploy.node import NodeSettings
@@ -30,9 +26,7 @@ from fl_lightning.errors import InputError, RunStopped
 
 log = logging.getLogger("fl_lightning")
 
-SUPERLINK = "127.0.0.1:8000"
 START_SECONDS = 120.0  # that a SuperLink may take until it listens
-HANDSHAKE_SECONDS = 10.0  # that a SuperLink may take to show its certificate
 LOOK_SECONDS = 1.0  # between looks whether the server's half is still there
 LAST_LOG_SECONDS = 3.0  # that a log may go on after the server's half was killed
 END_SECONDS = 10.0  # that a program has to end after SIGTERM
@@ -139,104 +133,6 @@ def require_flower() -> None:
         ) from None
 
 
-def require_tls(address: str, certificates: str | None, flag: str) -> None:
-    """Refuse to talk to another machine without TLS.
-
-    Raises:
-        InputError: the address is not of this machine, or no address, and there are no certificates.
-    """
-    host, _, port = address.rpartition(":")
-    if not host or not port.isdigit():
-        raise InputError(f"address {address}", "it has a host and a port", f"write e.g. {SUPERLINK}")
-    if certificates is not None:
-        if not Path(certificates).is_file():
-            raise InputError(f"{flag} {certificates}", "there is no such file", "name one in PEM form")
-        return
-    try:
-        here = host == "localhost" or ip_address(host.strip("[]")).is_loopback
-    except ValueError:
-        here = False
-    if not here:
-        raise InputError(
-            f"address {address} without {flag}", "another machine is talked to over TLS", f"give {flag}"
-        )
-
-
-def check_handshake(address: str, certificates: str | None, flag: str) -> None:
-    """Refuse a SuperLink whose certificate does not hold: Flower would try again and again, in silence.
-
-    One that does not answer is left to Flower, which waits for it.
-
-    Raises:
-        InputError: its certificate has expired, is of another host, or nobody that is trusted signed it.
-    """
-    if certificates is None:
-        return
-    host, _, port = address.rpartition(":")
-    host = host.strip("[]")
-    try:
-        trusted = ssl.create_default_context(cafile=certificates)
-        trusted.verify_flags &= ~ssl.VERIFY_X509_STRICT  # as lenient as Flower is
-        with socket.create_connection((host, int(port)), HANDSHAKE_SECONDS) as plain:
-            trusted.wrap_socket(plain, server_hostname=host).close()
-    except ssl.SSLCertVerificationError as error:
-        raise InputError(
-            f"the certificate of the SuperLink at {address}",
-            error.verify_message,
-            f"renew it, or name with {flag} the one that signed it",
-        ) from None
-    except (ssl.SSLEOFError, ssl.SSLZeroReturnError):  # it went away in the middle of it
-        return
-    except ssl.SSLError as error:
-        raise InputError(
-            f"the SuperLink at {address}",
-            f"the TLS handshake failed ({error.reason or error})",
-            f"start it with its certificates, and check {flag}",
-        ) from None
-    except OSError:
-        return
-
-
-def free_port() -> int:
-    """Return a port of 127.0.0.1 that nobody listens on now."""
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return found.getsockname()[1]
-
-
-@contextmanager
-def socket_for(folder: Path) -> Iterator[Path]:
-    """Yield the path of a node's socket: in its folder, or where that is too long for a socket elsewhere."""
-    path = folder / "node.sock"
-    if len(os.fsencode(path)) <= sockets.MAX_PATH_BYTES:
-        yield path
-    else:
-        with tempfile.TemporaryDirectory(prefix="fl-node-") as short:
-            yield Path(short) / "node.sock"
-
-
-@contextmanager
-def locked(folder: Path) -> Iterator[None]:
-    """Keep other nodes from a node's folder within the block; the lock ends with the process.
-
-    Raises:
-        InputError: another node has it.
-    """
-    lock = FileLock(folder / ".node.lock", timeout=0)
-    try:
-        lock.acquire()
-    except Timeout:
-        raise InputError(
-            f"--folder {folder}", "another node has this folder", "end it, or give this one another folder"
-        ) from None
-    except NotImplementedError:
-        log.warning("%s: this file system has no locks; start one node alone with this folder", folder)
-    try:
-        yield
-    finally:
-        lock.release()
-
-
 def start_superlink(started: Started, folder: Path, *more: str) -> str:
     """Start a SuperLink on a free port of 127.0.0.1, wait until it listens, and return its address.
 
@@ -270,7 +166,7 @@ def start_node(started: Started, address: str, folder: Path, number: int, of: in
     """
     words = [sys.executable, "-m", "fl_lightning", "node", "--superlink", address, "--folder", str(folder)]
     words += ["--partition_id", str(number), "--num_partitions", str(of)]
-    folder.mkdir(parents=True, exist_ok=True)
+    own_folder(folder)
     with locked(folder):  # else the node would end, and say why in its own log alone
         pass
     return started.start(words, folder / "flower", folder / "node.log")
@@ -319,7 +215,7 @@ def flwr_run(folder: Path, address: str, root_certificates: str | None, *more: s
     if (folder / "outcome.json").exists():
         return
     begun = (folder / "begun").exists()
-    if begun and not _answers(address):
+    if begun and not answers(address):
         raise RunStopped(
             f"the SuperLink at {address} went away during the run",
             "the server's half of a run ends with its SuperLink",
@@ -356,16 +252,6 @@ def _show(words: Sequence[str], folder: Path, home: Path) -> int:
             except subprocess.TimeoutExpired:
                 program.kill()
                 program.wait()
-
-
-def _answers(address: str) -> bool:
-    """Return whether somebody listens at an address."""
-    host, _, port = address.rpartition(":")
-    try:
-        socket.create_connection((host.strip("[]"), int(port)), HANDSHAKE_SECONDS).close()
-    except OSError:
-        return False
-    return True
 
 
 def log_to_stderr() -> None:
