@@ -118,6 +118,18 @@ def test_a_state_that_cannot_be_read_is_named(tmp_path):
     assert kept.load(RUN, 3, 1)["w"].sum() == 20
 
 
+def test_a_server_that_goes_back_before_a_damaged_state_has_it_written_anew(tmp_path):
+    kept = StateFolder(tmp_path)
+    for round, before in ((1, 0), (2, 1)):
+        kept.save(RUN, 3, round, {"w": torch.full((2,), float(round))}, started_from=before)
+    (tmp_path / RUN / "client_000003" / "after_000002.safetensors").write_bytes(b"")
+    with pytest.raises(LostStateError):
+        kept.load(RUN, 3, 2)
+    assert kept.load(RUN, 3, 1)["w"].sum() == 2
+    kept.save(RUN, 3, 2, {"w": torch.full((2,), 5.0)}, started_from=1)
+    assert kept.load(RUN, 3, 2)["w"].sum() == 10
+
+
 def age(path: Path, days: float) -> None:
     for each in [*path.rglob("*"), path]:
         when = time.time() - days * 86400

@@ -13,11 +13,13 @@ import sys
 import threading
 import time
 from collections.abc import Collection, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import yaml
+from test_deploy import wait_until
 from test_deploy_own_data import SIZES, TRAINER, leaf, leaf_file
 
 from fl_lightning.cli.parser import FederatedCLI
@@ -285,6 +287,61 @@ def test_a_superlink_that_forgot_its_nodes_lets_them_in_anew(tmp_path):
         wait_for(tmp_path / "n.log", "connection lost; trying again")
         wait_for(tmp_path / "n.log", "as SuperNode", times=2)
         assert programs[1].poll() is None
+    finally:
+        end(programs)
+
+
+def server_halves(address: str) -> list[int]:
+    """The ids of the processes that Flower runs for the server's half on a SuperLink of this test."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        with suppress(OSError):  # it has ended
+            words = path.read_bytes().split(b"\0")
+            if words[1:2] and words[1].endswith(b"flwr-serverapp") and address.encode() in words:
+                found.append(int(path.parent.name))
+    return found
+
+
+def test_a_run_that_is_left_to_itself_ends_well_and_one_whose_half_is_killed_says_how_to_go_on(
+    tmp_path, monkeypatch
+):
+    """SIGTERM ends the command alone; then the server's half of a second run is killed, and the third goes on
+    with it. No job leaves its folder behind."""
+    jobs, address = tmp_path / "jobs", f"127.0.0.1:{free_port()}"
+    jobs.mkdir()
+    monkeypatch.setenv("TMPDIR", str(jobs))
+    words = ["flower-superlink", "--insecure", "--host", "127.0.0.1", "--port", address.rpartition(":")[2]]
+    words += ["--disable-runtime-dependency-installation"]
+    programs = [program(*words, cwd=tmp_path, log=tmp_path / "superlink.log")]
+    deploy = ["deploy", *RUN, f"--deploy.superlink={address}", "--deploy.min_nodes=2"]
+    try:
+        wait_until_it_listens(address)
+        for n in range(2):
+            node = ["node", "--superlink", address, "--folder", f"node{n}", "--partition_id", n]
+            programs.append(ours(*node, "--num_partitions=2", cwd=tmp_path, log=f"n{n}.log"))
+        for n in range(2):
+            wait_for(tmp_path / f"n{n}.log", "as SuperNode")
+        first = ours(*deploy, "--trainer.default_root_dir=deployed", cwd=tmp_path, log="first.log")
+        programs.append(first)
+        wait_for(tmp_path / "first.log", "has 2 clients")
+        first.send_signal(signal.SIGTERM)
+        assert finish(first, tmp_path / "first.log") == 143
+        assert "the run goes on at" in (tmp_path / "first.log").read_text()
+        wait_until(lambda: not list(jobs.glob("fl-deploy-*")), 300)
+        expected = simulated(tmp_path)["weights_sha256"]
+        assert metadata_in(tmp_path / "deployed")["weights_sha256"] == expected
+        second = ours(*deploy, "--trainer.default_root_dir=killed", cwd=tmp_path, log="second.log")
+        programs.append(second)
+        wait_until(lambda: list((tmp_path / "killed").glob("*/*/checkpoints/round_*")), 300)
+        (pid,) = server_halves(address)
+        os.kill(pid, signal.SIGKILL)
+        assert finish(second, tmp_path / "second.log") == 1
+        (run,) = (tmp_path / "killed").glob("*/*/")
+        assert f"continue with --ckpt_path {run}" in (tmp_path / "second.log").read_text()
+        again = [*deploy, "--trainer.default_root_dir=killed", f"--ckpt_path={run}"]
+        assert finish(ours(*again, cwd=tmp_path, log="third.log"), tmp_path / "third.log") == 0
+        assert metadata_in(tmp_path / "killed")["weights_sha256"] == expected
+        assert not list(jobs.glob("fl-deploy-*"))
     finally:
         end(programs)
 

@@ -54,8 +54,8 @@ class StateFolder:
             raise LostStateError(
                 f"{path}, what client {client} kept after round {round}",
                 "the file is damaged or cannot be read",
-                "put it back from a copy, or continue the run from a checkpoint of an earlier round; until "
-                "then the client counts as dropped",
+                "put it back from a copy, or continue the run from a checkpoint of an earlier round if there "
+                "is one; until then the client counts as dropped",
             ) from error
 
     def save(
