@@ -193,6 +193,16 @@ def test_a_link_in_the_place_of_all_states_is_left_alone(tmp_path):
     assert run.exists()
 
 
+def test_a_run_whose_states_are_read_is_not_old(tmp_path):
+    kept = StateFolder(tmp_path / "states")
+    other = "cd" * 16
+    for run in (RUN, other):
+        kept.save(run, 3, 1, {"w": torch.ones(2)}, started_from=0)
+        age(tmp_path / "states" / run, 100)
+    kept.load(RUN, 3, 1)
+    assert [path.name for path in clean(tmp_path, 30)] == [other]
+
+
 def test_a_configuration_that_is_used_is_not_old(tmp_path):
     (node,) = nodes_in(tmp_path, 1).values()
     digest = "3" * 64

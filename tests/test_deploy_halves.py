@@ -147,6 +147,18 @@ def test_a_killed_half_is_noticed_although_its_log_goes_on(tmp_path, monkeypatch
     assert time.monotonic() - started < 60
 
 
+def test_a_log_that_breaks_off_ends_no_run(tmp_path, monkeypatch):
+    monkeypatch.setattr(launch, "END_SECONDS", 0.1)
+    assert not launch.goes_on(tmp_path)  # it has not begun
+    (tmp_path / "begun").touch()
+    with halves.here(tmp_path, halves.SERVER):
+        assert launch.goes_on(tmp_path)
+    assert not launch.goes_on(tmp_path)
+    with halves.here(tmp_path, halves.SERVER):
+        (tmp_path / "outcome.json").touch()
+        assert not launch.goes_on(tmp_path)
+
+
 @pytest.mark.slow
 @pytest.mark.essential
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
@@ -164,7 +176,10 @@ def test_a_signal_leaves_the_run_to_itself(number, code, tmp_path):
     finally:
         process.kill()
     assert process.returncode == code
-    assert "the run goes on at 127.0.0.1:8000; flwr list names it, flwr stop ends it" in said
+    assert (
+        "the run goes on at 127.0.0.1:8000 if it was taken already; flwr list names it, flwr stop ends it"
+        in said
+    )
     assert "Traceback" not in said
     assert json.loads((folder / "job.json").read_text())
     assert halves.is_gone(folder, halves.COMMAND)

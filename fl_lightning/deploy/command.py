@@ -136,7 +136,7 @@ def _run(cli: Any, settings: Deployment, rules: RoundRules) -> Mapping[str, Any]
     A signal leaves the run to itself where the SuperLink was not started here. Only the first one counts.
     """
     folder = Path(tempfile.mkdtemp(prefix="fl-deploy-"))
-    goes_on = False
+    asked = left = False
     with Interrupts():
         try:
             words = ["python", "-m", "fl_lightning", "deploy", *cli.typed]
@@ -145,21 +145,34 @@ def _run(cli: Any, settings: Deployment, rules: RoundRules) -> Mapping[str, Any]
             write_job(folder, cli.config_text, rules, ckpt_path, words, nodes=nodes, own_data=own_data)
             with halves.here(folder, halves.COMMAND), launch.Started() as started:
                 address, more = _reach(cli, settings, started, nodes)
-                goes_on = not settings.started_nodes
+                asked = not settings.started_nodes
                 launch.flwr_run(folder, address, settings.root_certificates, *more)
-                goes_on = False
+                left = asked and launch.goes_on(folder)
+                require_end(left, address)
                 return outcome_of(folder)
         except (KeyboardInterrupt, SystemExit):
-            if goes_on:
+            if left := asked:
+                when = "" if (folder / "begun").exists() else " if it was taken already"
                 at = settings.superlink
-                log.warning("the run goes on at %s; flwr list names it, flwr stop ends it", at)
-            raise
-        except BaseException:
-            goes_on = False
+                log.warning("the run goes on at %s%s; flwr list names it, flwr stop ends it", at, when)
             raise
         finally:
-            if not goes_on or halves.is_gone(folder, halves.SERVER):
+            if not left or halves.is_gone(folder, halves.SERVER):
                 shutil.rmtree(folder, ignore_errors=True)
+
+
+def require_end(left: bool, address: str) -> None:
+    """Refuse to say what came of a run that has not ended.
+
+    Raises:
+        RunStopped: it has not, although its log has.
+    """
+    if left:
+        raise RunStopped(
+            f"the log of the run at {address} broke off",
+            "the run itself goes on",
+            "flwr list names it, flwr log shows the rest, flwr stop ends it",
+        )
 
 
 def _reach(cli: Any, settings: Deployment, started: launch.Started, nodes: Path) -> tuple[str, list[str]]:

@@ -229,6 +229,18 @@ def flwr_run(folder: Path, address: str, root_certificates: str | None, *more: s
         )
 
 
+def goes_on(folder: Path) -> bool:
+    """Return whether the server's half of a job, whose log has ended, is still at work ten seconds later."""
+    ends = time.monotonic() + END_SECONDS
+    while (folder / "begun").exists() and not (folder / "outcome.json").exists():
+        if is_gone(folder, SERVER):
+            return False
+        if time.monotonic() >= ends:
+            return True
+        time.sleep(0.2)
+    return False
+
+
 def _show(words: Sequence[str], folder: Path, home: Path) -> int:
     """Run ``flwr run``, which shows the log of the server's half, and return its exit code.
 

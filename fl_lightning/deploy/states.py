@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 
 from safetensors import SafetensorError
@@ -48,6 +50,8 @@ class StateFolder:
         if round == 0:
             return {}
         path = self._of(run, client) / f"after_{round:06d}.safetensors"
+        with suppress(OSError):
+            os.utime(self.folder / run)  # the run is in use: it is not one of long ago
         try:
             return load(path.read_bytes()) if path.exists() else None
         except (OSError, SafetensorError) as error:
