@@ -103,6 +103,19 @@ def test_a_run_of_clients_that_keep_something_is_refused_elsewhere(name, more, t
 
 @pytest.mark.slow
 @pytest.mark.essential
+@pytest.mark.parametrize("name", ["local_only", "fedavg"])
+def test_a_test_of_a_deployed_run_says_where_it_has_no_models_of_clients(name, tmp_path, capsys):
+    run = killed(name, tmp_path, *SMALL)
+    said, results = "on their nodes: this is the model of a newcomer", run / "test.json"
+    assert main(["test", "--ckpt_path", str(run), "--probes", "clean,cost"]) == 0
+    found = json.loads(results.read_text())
+    assert (said in " ".join(capsys.readouterr().out.split())) == (name == "local_only")
+    assert list(found["skipped"]) == (["clean", "cost"] if name == "local_only" else [])
+    assert ("newcomer" in found["probes"]["clean"]["answered_by"]) == (name == "local_only")
+
+
+@pytest.mark.slow
+@pytest.mark.essential
 def test_private_runs_and_batched_ones_are_refused_elsewhere(tmp_path):
     """Noise of a simulation follows from the seed, and stacked clients are rounded in another way."""
     private = [*SMALL, "--trainer.participation=1.0", "--model.weigh_by=clients"]

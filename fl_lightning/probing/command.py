@@ -76,13 +76,14 @@ def examine(
     run.lock()
     try:
         fed = prepare()
-        found = probe(load_model(fed, saved, settings, allow_changed), names)
+        subject = load_model(fed, saved, settings, allow_changed)
+        found = probe(subject, names)
         results = write_results(
             run,
             {
                 "chosen": which,
                 "settings_sha256": settings_hash(relevant_settings(settings)),
-                **make_report(fed, saved, found),
+                **make_report(fed, saved, found, comparable=not subject.newcomers),
             },
         )
     finally:
@@ -193,7 +194,9 @@ def load_model(
     fed.callbacks = ()  # callbacks are for training only
     done = restore(fed, checkpoint)
     fed.method.round = done.round
-    entries = _entries_until(RunDirectory(checkpoint.path.parent.parent), done.round)
+    run = RunDirectory(checkpoint.path.parent.parent)
+    entries = _entries_until(run, done.round)
+    deployed = "deployment" in run.read_json("metadata.json")
     sizes = [entry.upload for entry in entries if entry.round == done.round]
     trained_on = frozenset(entry.client for entry in entries)
     return ProbedModel(
@@ -206,6 +209,7 @@ def load_model(
         cohort=fed.cohort_size,
         protection=_protection(fed),
         trained_on=None if isinstance(fed.method, Centralised) else trained_on or None,
+        newcomers=fed.method.personalised and deployed and not checkpoint.tensors["clients"],
     )
 
 
@@ -234,9 +238,15 @@ def _entries_until(run: RunDirectory, round: int) -> list[LedgerEntry]:
     return [entry for entry in entries if entry.round <= round and entry.status == "trained"]
 
 
-def make_report(fed: Federation, checkpoint: Checkpoint, found: Mapping[str, Finding]) -> dict[str, Any]:
-    """Return the content of ``test.json``; warn of results that differ from those of training."""
-    recorded = _recorded(checkpoint)
+def make_report(
+    fed: Federation, checkpoint: Checkpoint, found: Mapping[str, Finding], *, comparable: bool = True
+) -> dict[str, Any]:
+    """Return the content of ``test.json``; warn of results that differ from those of training.
+
+    Args:
+        comparable: whether training measured the same models.
+    """
+    recorded = _recorded(checkpoint) if comparable else {}
     metrics = {name: value for finding in found.values() for name, value in finding.metrics.items()}
     for name in ("test/accuracy", "test/loss"):
         if name in metrics and name in recorded and not abs(metrics[name] - recorded[name]) <= MAX_DIFFERENCE:

@@ -78,6 +78,8 @@ class ProbedModel:
         cohort: clients of a round.
         protection: of the run, against those who read updates.
         trained_on: ids of the clients whose examples went into the model; None: all that have some.
+        newcomers: what clients keep is not here but on the nodes of a deployment: each client's own model is
+            that of a newcomer.
     """
 
     fabric: Fabric
@@ -89,6 +91,7 @@ class ProbedModel:
     cohort: int = 1
     protection: Protection = Protection()
     trained_on: frozenset[int] | None = None
+    newcomers: bool = False
 
     @property
     def target(self) -> Tensor:

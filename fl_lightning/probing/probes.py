@@ -39,6 +39,9 @@ TIMED_IMAGES = 1000
 TIMED_OTHERS = 200
 LARGE_BATCH = 100
 NO_IMAGES = "{} left out: the examples of {} are no images in [0, 1]"
+NEWCOMERS = (
+    "the clients' own models are on their nodes: this is the model of a newcomer, who keeps nothing yet"
+)
 NOT_QUANTISED = "{} left out: {} deploys its weights in full precision, there is no second model"
 
 
@@ -53,11 +56,10 @@ def clean(subject: ProbedModel) -> Finding:
             "test/ece": expected_calibration_error(*answers),
             "test/brier": brier_score(*answers),
         }
-    who = (
-        "each client's own model, its share of the test set"
-        if subject.method.personalised
-        else "the model of the server"
-    )
+    who = "the model of the server"
+    if subject.method.personalised:
+        whose = "a newcomer's model" if subject.newcomers else "each client's own model"
+        who = f"{whose}, its share of the test set"
     return Finding(metrics, details={"examples": len(subject.target), "answered_by": who})
 
 
@@ -311,6 +313,8 @@ def probe(subject: ProbedModel, names: list[str]) -> dict[str, Finding]:
     found = {}
     for name in names:
         found[name] = PROBES[name](subject)
+        if subject.newcomers:
+            found[name].skipped.append(NEWCOMERS)
         for sentence in found[name].skipped:
             log.warning("%s: %s", name, sentence)
     return found
