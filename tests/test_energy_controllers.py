@@ -17,6 +17,7 @@ from fl_lightning.energy import (
     CostLine,
     HESTController,
     TABSController,
+    bounded,
     expected_energy,
     gating,
     gumbel_choices,
@@ -183,6 +184,31 @@ def test_for_lines_the_fixed_part_is_paid_where_any_token_takes_the_option(monke
     torch.testing.assert_close(expected_energy(p.float(), line).double(), expected, rtol=1e-5, atol=0)
     monkeypatch.setattr(gating, "MOST_VALUES", 100_000)
     assert torch.equal(expected_energy(p, line), whole)
+
+
+def test_logits_beyond_the_bound_keep_the_gradient_that_leads_back():
+    theta = torch.tensor([-20.0, -20.0, -8.0, 0.5, 8.0, 20.0, 20.0, -math.inf], requires_grad=True)
+    slope = torch.tensor([1.0, -1.0, 1.0, 1.0, -1.0, 1.0, -1.0, 0.0])
+    found = bounded(theta)
+    assert found.tolist() == [-8.0, -8.0, -8.0, 0.5, 8.0, 8.0, 8.0, -math.inf]
+    (gradient,) = torch.autograd.grad(found, theta, slope)
+    assert gradient.tolist() == [0.0, -1.0, 1.0, 1.0, -1.0, 1.0, 0.0, 0.0]
+
+
+def test_a_price_moves_a_controller_that_is_certain():
+    """A logit of 200, as training without a bound has found them, has no second option in float32."""
+    costs = torch.tensor([[0.0, math.inf, 1.0]])
+    for limited in (True, False):
+        theta = torch.tensor([[0.0, 0.0, 200.0]], requires_grad=True)
+        optimizer = torch.optim.Adam([theta], lr=0.5)
+        for _ in range(600):
+            p = probabilities(bounded(theta) if limited else theta, costs)
+            energy = (p * costs.nan_to_num(posinf=0.0)).sum()
+            optimizer.zero_grad()
+            (100.0 * energy).backward()
+            optimizer.step()
+        assert (energy.item() < 0.01) == limited
+        assert (theta[0, 2].item() < theta[0, 0].item()) == limited
 
 
 def test_gates_are_one_hot_draws_of_softmax_with_the_soft_gradient():

@@ -3,7 +3,14 @@
 from fl_lightning.energy.controllers import BHSPController, HESTController, TABSController
 from fl_lightning.energy.cost_shapes import CostCurve, CostLine, MeasuredCost
 from fl_lightning.energy.costs import OPTIONS, SCOPES, CostTable, Removal, joined
-from fl_lightning.energy.gating import expected_energy, gumbel_choices, next_price, penalty, probabilities
+from fl_lightning.energy.gating import (
+    bounded,
+    expected_energy,
+    gumbel_choices,
+    next_price,
+    penalty,
+    probabilities,
+)
 from fl_lightning.energy.ledger import REFUSED, BatchedEnergyLedger, EnergyLedger
 from fl_lightning.energy.meters import JouleMeter, ModelledMeter, NVMLMeter, RAPLMeter, best_meter, one_label
 from fl_lightning.energy.table_files import from_json, read_table, shipped_table, to_json
@@ -27,6 +34,7 @@ __all__ = [
     "Removal",
     "TABSController",
     "best_meter",
+    "bounded",
     "expected_energy",
     "from_json",
     "gumbel_choices",

@@ -19,8 +19,39 @@ from torch import Tensor
 
 TEMPERATURE = 2 / 3
 """tau of Jang, Gu and Poole and of Maddison, Mnih and Teh (ICLR 2017), where gates are nearly binary."""
+MOST_LOGIT = 8.0
+"""Largest size of a logit in training: the least likely of two options is then drawn once in 3 000 times."""
 MOST_VALUES = 2**27
 """Numbers that :func:`expected_energy` holds at a time: 512 MB of float32."""
+
+
+def bounded(theta: Tensor, bound: float = MOST_LOGIT) -> Tensor:
+    """Return logits no larger than ``bound`` in size, beyond which a gradient only leads back.
+
+    Without a bound the logits of a controller grow until float32 knows no second option: p_z (c_z - E) is
+    then 0, and no price moves it any more. Within the bound values and gradients are theta's; a plain clamp
+    would hold what has left it outside for ever. This is the gradient *identity if towards* of Ballé's
+    ``lower_bound`` in tensorflow-compression.
+
+    Args:
+        theta: logits of any shape; infinite ones stay.
+        bound: above 0.
+    """
+    return _Bounded.apply(theta, bound)
+
+
+class _Bounded(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, theta: Tensor, bound: float) -> Tensor:
+        ctx.save_for_backward(theta)
+        ctx.bound = bound
+        return torch.where(theta.isinf(), theta, theta.clamp(-bound, bound))
+
+    @staticmethod
+    def backward(ctx: Any, *outer: Tensor) -> tuple[Tensor, None]:
+        (theta,) = ctx.saved_tensors
+        back = (theta.abs() <= ctx.bound) | (outer[0] * theta > 0)  # descent goes against the gradient
+        return outer[0] * back, None
 
 
 def probabilities(theta: Tensor, costs: Tensor) -> Tensor:

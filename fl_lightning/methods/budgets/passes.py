@@ -18,6 +18,7 @@ from fl_lightning.energy import (
     REFUSED,
     BatchedEnergyLedger,
     TABSController,
+    bounded,
     expected_energy,
     gumbel_choices,
     probabilities,
@@ -114,7 +115,7 @@ class SampledPlan(TokenPlan):
     def weights_at(self, group: int, x: Tensor) -> Tensor:
         theta, costs = self.theta, self.costs[:, :, group].to(x.device)
         own = theta.logits_at(group, x) if isinstance(theta, TABSController) else theta[:, :, group]
-        own = own.to(torch.promote_types(own.dtype, torch.float32))  # joules need it, also under autocast
+        own = bounded(own.to(torch.promote_types(own.dtype, torch.float32)))  # joules need it under autocast
         self.chances[group] = probabilities(own, costs)
         return gumbel_choices(own, costs, self.noise, self.temperature)
 
