@@ -297,6 +297,19 @@ def test_the_same_runs_give_the_same_report_byte_for_byte(tmp_path, figures):
         assert (tmp_path / "one" / file).read_bytes() == (tmp_path / "two" / file).read_bytes(), file
 
 
+@pytest.mark.parametrize("seeds", [(0,), (0, 1)])
+def test_runs_of_one_method_have_a_report_without_differences(seeds, tmp_path):
+    """As a newcomer asks for, who has one run of his own, or the same run simulated and deployed."""
+    for seed in seeds:
+        make_run(tmp_path / "runs", "FedAvg", seed, 0.5 + 0.1 * seed)
+    compare(str(tmp_path / "runs"), tmp_path / "out", tmp_path)
+    assert report_of(tmp_path / "out")["levels"][0]["differences"] == []
+    text = (tmp_path / "out" / "report.md").read_text()
+    assert "| FedAvg |" in text
+    assert "## Differences" not in text
+    assert (tmp_path / "out" / "tables.tex").read_text().count("begin{tabular}") == 2
+
+
 def test_reports_of_two_sweeps_differ_in_timings_and_provenance_alone(tmp_path, figures):
     for root, seconds in (("one", 0.1), ("two", 0.3)):
         make_study(tmp_path / root, {"A": A}, criteria=["time(A) <= 2", "accuracy(A) > 0.5"])

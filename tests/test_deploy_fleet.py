@@ -40,7 +40,7 @@ def test_a_node_with_a_key_waits_until_its_old_connection_has_ended(attempts, tm
     attempts += ["refused", "refused", "let in"]
     serve(attempts, tmp_path, "key")
     assert [line for line in caplog.messages if "again" in line] == [
-        "127.0.0.1:1: not let in yet ([code: 2004] Failed to activate SuperNode. exit code 305 of Flower); trying again"
+        f"127.0.0.1:1: {fleet.NOT_YET} ([code: 2004] Failed to activate SuperNode. exit code 305 of Flower); trying again"
     ] * 2
     assert "node n is connected to 127.0.0.1:1 as SuperNode 7" in caplog.messages
 

@@ -256,7 +256,7 @@ def test_no_message_holds_what_a_client_would_upload(tmp_path, monkeypatch):
     assert [len(message.parts) for message in kept] == [0] * 4
     for message in kept:
         (result,) = message.header["results"]
-        assert result.keys() == {"client", "form"}
+        assert result.keys() == {"client", "form", "keeps"}  # the last says whether it keeps anything
 
 
 @pytest.mark.slow

@@ -119,11 +119,11 @@ def deep(folder: Path) -> None:
 
 WRONG = {
     "no folder": (lambda folder: None, {}, "there is no such folder"),
-    "empty": (lambda folder: (folder / "red").mkdir(parents=True), {}, "it holds no images as class/image"),
+    "empty": (lambda folder: (folder / "red").mkdir(parents=True), {}, "it holds no images; the form is class/image"),
     "one class": (lambda folder: write(folder, colours={"red": (1, 2, 3)}), {}, "all training examples are of the class red"),
     "root of splits": (split, {}, "it holds train and test, which are no classes; write train: .*/train and test:"),
     "clients unsaid": (lambda folder: write(folder / "north"), {}, "write client_folders: true"),
-    "no clients": (write, {"client_folders": True}, "it holds no images as client/class/image"),
+    "no clients": (write, {"client_folders": True}, "it holds no images; the form is client/class/image"),
     "cut off": (damaged, {}, r"003\.png; it is no image or damaged"),
     "not an image": (no_image, {}, r"003\.png; it is no image or damaged"),
     "16 bits": (deep, {}, r"deep\.png; its pixels have more than 8 bits"),

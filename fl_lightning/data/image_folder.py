@@ -205,7 +205,9 @@ def find_images(folder: Path, client_folders: bool) -> list[ImageFile]:
                     found.append(ImageFile(path, label.name, outer.name if client_folders else None))
                 elif not path.name.startswith("."):
                     left_out[path.suffix or path.name] += 1
-    require(found, f"{folder}", f"it holds no images as {form}", f"give images: {', '.join(SUFFIXES)}")
+    require(
+        found, f"{folder}", f"it holds no images; the form is {form}", f"give images: {', '.join(SUFFIXES)}"
+    )
     if left_out:
         kinds = ", ".join(f"{count} of {kind}" for kind, count in left_out.most_common(5))
         log.warning("%s: %d files are no images and are left out (%s)", folder, left_out.total(), kinds)

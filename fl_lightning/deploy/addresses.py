@@ -94,6 +94,25 @@ def check_handshake(address: str, certificates: str | None, flag: str) -> None:
         return
 
 
+def require_no_tls(address: str, certificates: str | None, flag: str) -> None:
+    """Refuse to talk without TLS where the other side speaks it.
+
+    Raises:
+        InputError: it does, and there are no certificates.
+    """
+    if certificates is not None:
+        return
+    host, _, port = address.rpartition(":")
+    anybody = ssl.create_default_context()
+    anybody.check_hostname, anybody.verify_mode = False, ssl.CERT_NONE
+    try:
+        with socket.create_connection((host.strip("[]"), int(port)), HANDSHAKE_SECONDS) as plain:
+            anybody.wrap_socket(plain).close()
+    except OSError:  # an SSLError is one
+        return
+    raise InputError(f"address {address} without {flag}", "TLS is spoken there", f"give {flag}")
+
+
 def free_port() -> int:
     """Return a port of 127.0.0.1 that nobody listens on now."""
     with socket.socket() as found:

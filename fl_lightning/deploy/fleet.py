@@ -22,7 +22,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NoReturn
 
-from fl_lightning.deploy.addresses import check_handshake, not_found
+from fl_lightning.deploy.addresses import check_handshake, not_found, require_no_tls
 from fl_lightning.deploy.flower import PART_WAITS, next_look, packed_answer, unpacked
 from fl_lightning.deploy.launch import environment
 from fl_lightning.errors import InputError, RunStopped
@@ -33,6 +33,8 @@ RECONNECT_SECONDS = 5.0  # between attempts to reach a SuperLink that went away
 LET_IN_SECONDS = 90.0  # that a node with a key tries to be let in
 """A node that was killed counts as connected for a minute, and one with the same key is not let in until
 then."""
+
+NOT_YET = "not let in yet: its key is not registered there, or its connection from before has not ended"
 
 Answer = Callable[[bytes], bytes]
 
@@ -91,13 +93,15 @@ def serve(
                 _work(calls, answer, goes_on)
         except NotLetInError as error:
             known = private_key is not None and time.monotonic() < started + LET_IN_SECONDS
+            if not connected:
+                require_no_tls(address, root_certificates, "--root_certificates")
             if not (connected or known):
                 raise RunStopped(
                     f"no connection to the SuperLink at {address} ({error})",
                     "it must run there, and know this node's key where it asks for keys",
                     "put that right, and start the node again",
                 ) from None
-            why = f"not let in yet ({error})"
+            why = f"not let in ({error})" if connected else f"{NOT_YET} ({error})"
         if goes_on():
             log.warning("%s: %s; trying again", address, why)
             time.sleep(RECONNECT_SECONDS)

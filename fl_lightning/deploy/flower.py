@@ -197,7 +197,6 @@ class GridTransport:
                 heard = time.monotonic()
             now = time.monotonic()
             if waiting and now >= ends:
-                log.warning("no answer within %g seconds: %s", timeout, ", ".join(waiting.values()))
                 return
             if waiting and not replies:
                 time.sleep(min(next_look(now - heard), ends - now))

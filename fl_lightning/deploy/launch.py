@@ -16,7 +16,13 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from fl_lightning.deploy.addresses import answers, check_handshake, free_port, require_tls
+from fl_lightning.deploy.addresses import (
+    answers,
+    check_handshake,
+    free_port,
+    require_no_tls,
+    require_tls,
+)
 from fl_lightning.deploy.folders import locked, own_folder
 from fl_lightning.deploy.halves import SERVER, is_gone
 from fl_lightning.deploy.job import how_to_go_on
@@ -222,6 +228,7 @@ def flwr_run(folder: Path, address: str, root_certificates: str | None, *more: s
             f"start it again, then {how_to_go_on(folder)}",
         )
     if code and not begun:
+        require_no_tls(address, root_certificates, "--deploy.root_certificates")
         raise InputError(
             f"--deploy.superlink {address}",
             "it did not take the run; its answer is above",

@@ -72,11 +72,15 @@ class Mail:
         if not messages:
             return
         self.traffic.sent += sum(map(len, messages.values()))
+        silent = dict.fromkeys(messages)
         for node, data in self.transport.exchange(messages, seconds):
             self.traffic.received += len(data)
+            silent.pop(node, None)
             try:
                 answer = Message.from_bytes(data)
             except MessageError as error:
                 log.warning("node %s: its answer cannot be read: %s", self.name_of(node), error)
                 continue
             yield node, answer
+        if silent:
+            log.warning("no answer within %g seconds: %s", seconds, ", ".join(map(self.name_of, silent)))

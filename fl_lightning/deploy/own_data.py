@@ -102,10 +102,6 @@ class Census:
         self.config[KEY]["sizes"] = {str(id): train for id, (train, _) in sorted(self.counts.items())}
         data.distribute_apart(holdings_apart(self.counts), seed, device)
 
-    def examples(self) -> dict[str, int]:
-        """Return the number of training examples of each client, for ``metadata.json``."""
-        return {str(id): train for id, (train, _) in sorted(self.counts.items())}
-
     def _take(self, node: str, answer: Message, known: Mapping[str, Any]) -> None:
         """Take the clients of a node.
 

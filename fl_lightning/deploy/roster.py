@@ -149,7 +149,8 @@ class Roster:
             self.names[node], self.uids[node], self.epochs[node] = name, found.uid, found.epoch
             for id in found.clients:
                 self.node_of[id] = node
-            log.info("node %s (%s) has %d clients", name, node, len(found.clients))
+            count = len(found.clients)
+            log.info("node %s (%s) has %d client%s", name, node, count, "" if count == 1 else "s")
 
     def _replaced(self, found: Checked) -> str:
         """Let a node that was started again take its own place; return why it cannot, else an empty text."""
@@ -175,11 +176,13 @@ class Roster:
             return f"it has client {wrong[0]}, and the federation has {self.fed.data.num_clients}"
         twice = [id for id in found.clients if id in self.node_of]
         if twice:
-            return f"client {twice[0]} is on node {self.names[self.node_of[twice[0]]]} already"
+            other = self.node_of[twice[0]]
+            return f"client {twice[0]} is on node {self.names[other]} ({other}) already"
         with reading():
             return "; ".join(mismatches(describe(self.fed, found.clients), found.identity))
 
     def forget(self, node: str) -> None:
+        """Let a node go that is not connected any more, and say so."""
         log.warning("node %s (%s) has left", self.names[node], node)
         self._leave(node)
 

@@ -1,8 +1,8 @@
 """What a node tells a server of an error: what is wrong, and nothing of its files or of where they lie.
 
 An error of a reader of files may quote them, and the server may have named the file. So only those parts of a
-message are told that stand in the project's code as they are, and what was checked by code that reads no
-files. All of it is in the node's own log.
+message are told that stand in the project's code, whole or up to where something is filled in, and what was
+checked by code that reads no files. All of it is in the node's own log.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import re
 import traceback
+from collections.abc import Collection
 from errno import EDQUOT, ENOSPC, EROFS
 from types import CodeType, FrameType
 
@@ -21,6 +22,7 @@ TOLD = (
     *("data.apart", "data.base", "data.form", "data.partition"),
 )
 """Parts of the project whose messages quote settings, numbers and names of classes, and no file."""
+LEAST_TEXT = 12  # characters of a text in the code that are told where something is filled in after them
 DISK = (ENOSPC, EDQUOT, EROFS)
 """Errors of a disk, which say nothing of its files."""
 UNSAID = "this node cannot do what the configuration says"
@@ -46,7 +48,7 @@ def told(error: Exception) -> str:
             text = "; ".join(filter(None, [given, error.rule, error.instead]))
         else:
             constant = _constants(error)
-            parts = [part for part in (error.rule, error.instead) if part in constant]
+            parts = [_said(part, constant) for part in (error.rule, error.instead)]
             text = "; ".join(filter(None, [_place(error.given) or UNSAID, *parts, LOG]))
     return " ".join(PATH.sub(r"\1", " ".join(text.split())).split())
 
@@ -69,6 +71,14 @@ def _constants(error: Exception) -> set[str]:
 
 def _texts_of(code: CodeType) -> set[str]:
     return {constant for constant in code.co_consts if isinstance(constant, str)}
+
+
+def _said(text: str, constant: Collection[str]) -> str:
+    """Return a text that stands in the code; of one with something filled in, what stands before that."""
+    if text in constant:
+        return text
+    before = max((one for one in constant if text.startswith(one)), key=len, default="")
+    return f"{before.rstrip(' (:')} ..." if len(before) >= LEAST_TEXT else ""
 
 
 def _place(given: str) -> str:

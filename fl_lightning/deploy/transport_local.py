@@ -67,7 +67,6 @@ class Sockets:
             try:
                 key, answer = answers.get(timeout=max(0.0, ends - time.monotonic()))
             except Empty:
-                log.warning("no answer within %g seconds: %s", timeout, ", ".join(sorted(waiting)))
                 return
             waiting.discard(key)
             if answer is not None:

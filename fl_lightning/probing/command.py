@@ -76,14 +76,13 @@ def examine(
     run.lock()
     try:
         fed = prepare()
-        subject = load_model(fed, saved, settings, allow_changed)
-        found = probe(subject, names)
+        found = probe(load_model(fed, saved, settings, allow_changed), names)
         results = write_results(
             run,
             {
                 "chosen": which,
                 "settings_sha256": settings_hash(relevant_settings(settings)),
-                **make_report(fed, saved, found, comparable=not subject.newcomers),
+                **make_report(fed, saved, found),
             },
         )
     finally:
@@ -238,15 +237,9 @@ def _entries_until(run: RunDirectory, round: int) -> list[LedgerEntry]:
     return [entry for entry in entries if entry.round <= round and entry.status == "trained"]
 
 
-def make_report(
-    fed: Federation, checkpoint: Checkpoint, found: Mapping[str, Finding], *, comparable: bool = True
-) -> dict[str, Any]:
-    """Return the content of ``test.json``; warn of results that differ from those of training.
-
-    Args:
-        comparable: whether training measured the same models.
-    """
-    recorded = _recorded(checkpoint) if comparable else {}
+def make_report(fed: Federation, checkpoint: Checkpoint, found: Mapping[str, Finding]) -> dict[str, Any]:
+    """Return the content of ``test.json``; warn of results that differ from those of training."""
+    recorded = _recorded(checkpoint)
     metrics = {name: value for finding in found.values() for name, value in finding.metrics.items()}
     for name in ("test/accuracy", "test/loss"):
         if name in metrics and name in recorded and not abs(metrics[name] - recorded[name]) <= MAX_DIFFERENCE:

@@ -78,8 +78,8 @@ class ProbedModel:
         cohort: clients of a round.
         protection: of the run, against those who read updates.
         trained_on: ids of the clients whose examples went into the model; None: all that have some.
-        newcomers: what clients keep is not here but on the nodes of a deployment: each client's own model is
-            that of a newcomer.
+        newcomers: each client's own model is that of a newcomer, as what clients keep is on the nodes of a
+            deployment.
     """
 
     fabric: Fabric

@@ -39,9 +39,7 @@ TIMED_IMAGES = 1000
 TIMED_OTHERS = 200
 LARGE_BATCH = 100
 NO_IMAGES = "{} left out: the examples of {} are no images in [0, 1]"
-NEWCOMERS = (
-    "the clients' own models are on their nodes: this is the model of a newcomer, who keeps nothing yet"
-)
+ELSEWHERE = "{} left out: the clients' own models are on their nodes"
 NOT_QUANTISED = "{} left out: {} deploys its weights in full precision, there is no second model"
 
 
@@ -56,10 +54,11 @@ def clean(subject: ProbedModel) -> Finding:
             "test/ece": expected_calibration_error(*answers),
             "test/brier": brier_score(*answers),
         }
-    who = "the model of the server"
-    if subject.method.personalised:
-        whose = "a newcomer's model" if subject.newcomers else "each client's own model"
-        who = f"{whose}, its share of the test set"
+    who = (
+        "each client's own model, its share of the test set"
+        if subject.method.personalised
+        else "the model of the server"
+    )
     return Finding(metrics, details={"examples": len(subject.target), "answered_by": who})
 
 
@@ -284,6 +283,8 @@ PROBES: dict[str, Callable[[ProbedModel], Finding]] = {
     "membership": membership,
     "inversion": inversion,
 }
+OF_ANY_MODEL = frozenset({"cost", "latency", "generation"})
+"""Probes of what a model costs, whoever's it is."""
 ON_REQUEST = frozenset({"inversion"})
 """Probes that take half a minute and more; they are run where they are named."""
 
@@ -312,9 +313,8 @@ def probe(subject: ProbedModel, names: list[str]) -> dict[str, Finding]:
     """Run the probes, log what each one leaves out, and return the findings by name."""
     found = {}
     for name in names:
-        found[name] = PROBES[name](subject)
-        if subject.newcomers:
-            found[name].skipped.append(NEWCOMERS)
+        elsewhere = subject.newcomers and name not in OF_ANY_MODEL
+        found[name] = Finding(skipped=[ELSEWHERE.format(name)]) if elsewhere else PROBES[name](subject)
         for sentence in found[name].skipped:
             log.warning("%s: %s", name, sentence)
     return found

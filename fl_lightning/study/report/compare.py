@@ -181,9 +181,9 @@ def show(comparison: Comparison, out: Path, registration: RegistrationReport = N
     for levels in comparison.levels:
         table = tables.results(comparison, levels)
         console.print(table.without(*table.header[8:]).rich())
-        if comparison.pairs:
-            table = tables.differences(comparison, levels)
-            console.print(table.without("bootstrap", "p (t)", "p (sequence)", "p (Wilcoxon)", "g_z").rich())
+        tested = tables.differences(comparison, levels)
+        if tested is not None:
+            console.print(tested.without("bootstrap", "p (t)", "p (sequence)", "p (Wilcoxon)", "g_z").rich())
     for table in transfer_tables(comparison):
         console.print(table.without("clients", "bootstrap").rich())
     drops = tables.degradation(comparison)

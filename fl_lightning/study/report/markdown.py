@@ -92,8 +92,7 @@ def _parts(
     for one, title in criteria_tables(comparison, registration):
         yield _section(tables.verdicts(one, timing=False, title=title))
     for levels in comparison.levels:
-        if comparison.pairs:
-            yield _section(tables.differences(comparison, levels))
+        yield _section(tables.differences(comparison, levels))
     yield how_to_read(comparison)
     yield _section(tables.degradation(comparison))
     for number, table in enumerate(transfer_tables(comparison)):

@@ -242,10 +242,12 @@ def _means(
     return ReportTable.of(title, ["method", "seeds", *cells], rows)
 
 
-def differences(comparison: Comparison, levels: Levels) -> ReportTable:
-    """Return the tests of the primary metric."""
+def differences(comparison: Comparison, levels: Levels) -> ReportTable | None:
+    """Return the tests of the primary metric; None where there is one method alone."""
     written = comparison.column(comparison.study.metric)
     tested = comparison.differences(comparison.study.metric, levels)
+    if not tested:
+        return None
     rows = [{"difference": f"{one.a} − {one.b}", **difference_cells(one, "mean")} for one in tested]
     title = f"Differences in {written.title}{_at(levels)}, paired by seed"
     return ReportTable(title, pd.DataFrame(rows, dtype=object))
