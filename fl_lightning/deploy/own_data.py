@@ -169,6 +169,8 @@ class OwnData:
     def __init__(self, given: str, first: int, step: int) -> None:
         self.given, self.first, self.step = Path(given), first, step
         require(self.given.exists(), f"--data {given}", "there is no such file or folder", "name another")
+        empty = self.given.is_dir() and not any(self.given.iterdir())
+        require(not empty, f"--data {given}", "it is an empty folder", "name another")
 
     def config(self, run: Mapping[str, Any]) -> dict[str, Any]:
         """Return the run's configuration with this node's data.

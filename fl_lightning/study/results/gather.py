@@ -51,7 +51,7 @@ def gather(study: str, root: Path, mlflow: str | None = None) -> Results:
     results = assign(plan, records, folder) if plan else label_all(name, folder, records)
     if not results.runs:
         reasons = "; ".join(f"{entry.name}: {entry.reason}" for entry in results.excluded[:3])
-        rule = f"no finished run in {where} ({reasons or 'it is empty'})"
+        rule = f"no finished run in {where} ({reasons or 'it holds no run'})"
         raise InputError(f"--study {study}", rule, "wait for the sweep, or name --root")
     return selected(results)
 
