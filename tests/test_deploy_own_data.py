@@ -198,6 +198,9 @@ def test_data_that_do_not_fit_are_refused_by_name_and_nothing_is_created(what, l
     elif what == "empty":
         given = tmp_path / "nothing"
         given.mkdir()
+        with pytest.raises(InputError, match="it is an empty folder"):
+            OwnData(str(given), 0, 1)
+        (given / "readme.txt").write_text("no data")
         reason = "nothing; this folder has no .json files"
     elif what == "gone":
         nodes = own_nodes(tmp_path, each)
