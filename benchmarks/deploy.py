@@ -1,6 +1,6 @@
 """Seconds of a round and bytes of a deployment on this machine, against the simulation.
 
-    python benchmarks/deploy.py --nodes 4 --rounds 5 --network small_cnn
+    python benchmarks/deploy.py --nodes 4 --rounds 5 --network small_cnn [--steps 1]
 
 needs the extra ``deploy``. A SuperLink and the nodes run on this machine, so they share its cores and the
 network is its loopback, where a message passes three times: server to SuperLink, SuperLink to SuperNode,
@@ -49,13 +49,16 @@ def main() -> None:
     parser.add_argument("--nodes", type=int, default=4)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--network", default="small_cnn")
+    parser.add_argument(
+        "--steps", default="null", help="of a client in a round; 1: messages have the cores alone"
+    )
     asked = parser.parse_args()
     words = ["--config", "configs/fedavg.yaml", "--trainer.callbacks=[]", "--trainer.logger=false"]
     words += ["--trainer.participation=1.0", "--trainer.accelerator=cpu", "--trainer.engine=sequential"]
     words += ["--trainer.workers=1", f"--trainer.max_rounds={asked.rounds}", "--trainer.local_epochs=1"]
     words += [f"--trainer.eval_every={asked.rounds}", f"--data.num_clients={asked.nodes}"]
     words += [f"--model.network={asked.network}", "--data.partition=Shards"]
-    words += ["--data.partition.classes_per_client=5"]
+    words += ["--data.partition.classes_per_client=5", f"--trainer.max_local_steps={asked.steps}"]
     with tempfile.TemporaryDirectory() as folder:
         alone, payload, simulated = run("fit", Path(folder) / "fit", words)
         before = loopback_bytes()
