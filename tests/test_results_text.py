@@ -98,7 +98,7 @@ def test_the_page_on_three_budgets_has_the_numbers_of_its_clients():
         line = f"| {id} | {(0.4, 0.6, 0.9)[id % 3]} | {joules} | {clamped:.1f} |"
         assert f"{line} {float(row['perplexity']):.0f} |\n" in page
         share = float(row["energy/joules"]) / float(row["energy/joules_high"])
-        assert id % 3 == 0 or 0.53 <= round(share, 2) <= 0.54
+        assert id % 3 == 0 or 0.56 <= round(share, 2) <= 0.57
 
 
 def test_secure_runs_are_the_plain_ones_and_private_ones_never_move():
