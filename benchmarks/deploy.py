@@ -75,8 +75,11 @@ def main() -> None:
     print(f"same weights        {simulated['weights_sha256'] == deployed['weights_sha256']}")
     print(f"training, simulated {one:8.2f} s a round (median; {min(alone):.2f} to {max(alone):.2f})")
     print(f"training, deployed  {other:8.2f} s a round (median; {min(over):.2f} to {max(over):.2f})")
-    beside = traffic["beside_training"] / traffic["answers"]
-    print(f"beside training     {beside:8.2f} s from a round's first order to a node's answer (mean)")
+    first, *beside = traffic["beside_training"]
+    middle = statistics.median(beside)
+    print(
+        f"beside training     {middle:8.2f} s a round (median; {min(beside):.2f} to {max(beside):.2f}; first {first:.2f})"
+    )
     print(f"payloads            {payload:12,d} bytes a round")
     print(f"messages            {messages:12,.0f} bytes a round, with the checks of the nodes")
     print(f"loopback            {carried:12,.0f} bytes a round, three passes, with starting and polling")

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from hashlib import sha256
 from pathlib import Path
+from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 import yaml
@@ -116,13 +117,14 @@ class RemoteEngine(Engine):
         messages = self._messages(tasks)
         found: dict[int, ClientResult] = {}
         by_id = {task.client.id: task for task in tasks}
-        silent, started = set(messages), time.monotonic()
+        silent, beside, started = set(messages), list[float](), time.monotonic()
         for node, answer in self.roster.exchange(messages, self.rules.round_seconds):
             silent.discard(node)
-            self.mail.traffic.answers += 1
-            self.mail.traffic.beside_training += max(0.0, time.monotonic() - started - seconds_of(answer))
+            beside.append(max(0.0, time.monotonic() - started - seconds_of(answer)))
             for result in self._results(node, answer, by_id):
                 found[result.client.id] = result
+        self.mail.traffic.answers += len(beside)
+        self.mail.traffic.beside_training.append(fmean(beside) if beside else 0.0)
         for node in sorted(silent):
             name = self.roster.name(node)
             log.warning("round %d: no answer of node %s: its clients count as dropped", tasks[0].round, name)
@@ -146,7 +148,7 @@ class RemoteEngine(Engine):
 
         started = time.monotonic()
         added = add_up_on_nodes(asked, self.forms, ask)
-        self.mail.traffic.beside_training += time.monotonic() - started
+        self.mail.traffic.beside_training[-1] += time.monotonic() - started
         return added
 
     def evaluate_clients(self, round: int) -> ClientSums:

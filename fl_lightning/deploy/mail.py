@@ -39,13 +39,13 @@ class Traffic:
         sent, received: bytes of messages with their headers, as the transport was given them.
         answers: orders of a round that a node has answered.
         beside_training: seconds from the first order of a round to a node's answer in which this node did not
-            train, added up over answers.
+            train: for each round the mean over its answers, 0 without any, and the phases of its secure sum.
     """
 
     sent: int = 0
     received: int = 0
     answers: int = 0
-    beside_training: float = 0.0
+    beside_training: list[float] = field(default_factory=list)
 
 
 @dataclass
