@@ -108,7 +108,8 @@ def test_a_state_that_cannot_be_read_is_named(tmp_path):
     kept.save(RUN, 3, 1, {"w": torch.ones(20)}, started_from=0)
     path = tmp_path / RUN / "client_000003" / "after_000001.safetensors"
     whole = path.read_bytes()
-    for damaged in (b"", whole[:5], whole[:-4], b"\xff" * len(whole)):
+    flipped = [whole[:at] + bytes([whole[at] ^ 4]) + whole[at + 1 :] for at in range(len(whole))]
+    for damaged in (b"", whole[:5], whole[:-4], b"\xff" * len(whole), *flipped):
         path.write_bytes(damaged)
         with pytest.raises(
             LostStateError, match=r"after_000001.safetensors, what client 3 kept.*put it back"

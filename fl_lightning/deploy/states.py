@@ -6,9 +6,10 @@ import os
 import re
 from collections.abc import Mapping
 from contextlib import suppress
+from hashlib import sha256
 from pathlib import Path
 
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load, save
 from torch import Tensor
 
@@ -30,8 +31,9 @@ class StateFolder:
     """The states of the clients of one node, by run, client and round.
 
     ``<folder>/<run>/client_<id>/after_<round>.safetensors`` is what a client kept after that round. A file is
-    written aside, synced and renamed, so that one with its final name is whole. The server says from which
-    round's state a client goes on: one that falls back to an earlier checkpoint finds the state of then.
+    written aside, synced and renamed, so that one with its final name is whole. Its metadata has the SHA-256
+    of the same file without metadata. The server says from which round's state a client goes on: one that
+    falls back to an earlier checkpoint finds the state of then.
 
     Args:
         folder: it is made when the first state is written.
@@ -53,7 +55,7 @@ class StateFolder:
         with suppress(OSError):
             os.utime(self.folder / run)  # the run is in use: it is not one of long ago
         try:
-            return load(path.read_bytes()) if path.exists() else None
+            return _unpacked(path) if path.exists() else None
         except (OSError, SafetensorError) as error:
             raise LostStateError(
                 f"{path}, what client {client} kept after round {round}",
@@ -88,7 +90,8 @@ class StateFolder:
         packed = {name: tensor.detach().cpu().contiguous() for name, tensor in state.items()}
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            disk.replace(folder / f"after_{round:06d}.safetensors", save(packed))
+            whole = save(packed, {"sha256": sha256(save(packed)).hexdigest()})
+            disk.replace(folder / f"after_{round:06d}.safetensors", whole)
         except OSError as error:
             raise InputError(
                 f"what client {client} keeps after round {round}",
@@ -105,3 +108,18 @@ class StateFolder:
         if not RUN_ID.fullmatch(run):
             raise ValueError(f"{run!r} is no id of a run; it has 8 to 64 hexadecimal digits")
         return self.folder / run / f"client_{int(client):06d}"
+
+
+def _unpacked(path: Path) -> dict[str, Tensor]:
+    """Return the tensors of a file.
+
+    Raises:
+        OSError: it cannot be read.
+        SafetensorError: a byte of it has changed, or it is no such file.
+    """
+    state = load(path.read_bytes())
+    with safe_open(path, "pt") as file:
+        known = (file.metadata() or {}).get("sha256")
+    if known != sha256(save(state)).hexdigest():
+        raise SafetensorError("its SHA-256 is another")
+    return state
