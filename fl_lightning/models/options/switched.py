@@ -116,10 +116,10 @@ class SwitchedLinear(nn.Module):
             choices: int64 ``[B, T]``.
             counts: tokens of each option.
         """
-        flat, choices, dtype = x.flatten(0, -2), choices.flatten(), computed_dtype(x)
-        if max(counts) == len(flat):
-            found = self.execute(OPTIONS[counts.index(max(counts))], flat).to(dtype)
-            return found.view(*x.shape[:-1], self.shape[1])
+        dtype = computed_dtype(x)
+        if max(counts) == choices.numel():  # as in every step of one token
+            return self.execute(OPTIONS[counts.index(max(counts))], x).to(dtype)
+        flat, choices = x.flatten(0, -2), choices.flatten()
         found = flat.new_zeros(len(flat), self.shape[1], dtype=dtype)
         for z, count in enumerate(counts):
             if count:
@@ -128,7 +128,7 @@ class SwitchedLinear(nn.Module):
         return found.view(*x.shape[:-1], self.shape[1])
 
     def execute(self, option: str, x: Tensor) -> Tensor:
-        """Return the outputs ``[n, out]`` of one option for all of ``x [n, in]``, whatever the plan is.
+        """Return the outputs ``[..., out]`` of one option for all of ``x [..., in]``, whatever the plan is.
 
         Raises:
             MisuseError: there is no such option, or it is not available.
@@ -139,10 +139,10 @@ class SwitchedLinear(nn.Module):
         if not self.available[z]:
             raise self._not_available(z)
         if z == OFF:
-            return x.new_zeros(len(x), self.shape[1]) if self.scope == "model" else self._base(x)
+            return x.new_zeros(*x.shape[:-1], self.shape[1]) if self.scope == "model" else self._base(x)
         if z == HIGH and self.high == "float32":
             return self.adapted(x)
-        return self._narrow(z, x).to(x.dtype)
+        return self._narrow(z, x.flatten(0, -2)).to(x.dtype).view(*x.shape[:-1], self.shape[1])
 
     def _not_available(self, z: int) -> MisuseError:
         return MisuseError(
