@@ -21,8 +21,8 @@ from lightning.fabric import Fabric
 
 from fl_lightning.data import InstructionData
 from fl_lightning.engines import BatchedEngine, ClientTask, SequentialEngine
-from fl_lightning.engines.memory import keep_freed_memory
 from fl_lightning.methods import FedAvg
+from fl_lightning.support.memory import keep_freed_memory
 
 CONTENDERS = ("in turn", "stacked, one base", "stacked, a base each")
 

@@ -21,9 +21,9 @@ from torch import Tensor, nn
 from torch.func import functional_call, vmap
 from torch.nn import functional as F
 
-from fl_lightning.engines.memory import keep_freed_memory
 from fl_lightning.models.language import BYTE_VOCABULARY, Llama, LlamaTiny, merged_lora
 from fl_lightning.models.language.llama import transformers_settings, transformers_weights
+from fl_lightning.support.memory import keep_freed_memory
 
 RANK, ALPHA = 8, 16
 WARM = 3  # calls before those that count

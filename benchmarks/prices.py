@@ -22,8 +22,8 @@ from lightning.fabric import Fabric
 from fl_lightning import methods, rng
 from fl_lightning.data import IID, FederatedImages
 from fl_lightning.engines import ClientTask, SequentialEngine
-from fl_lightning.engines.memory import keep_freed_memory
 from fl_lightning.methods import teaching
+from fl_lightning.support.memory import keep_freed_memory
 
 METHODS = {
     "FedAvg": methods.FedAvg,

@@ -28,6 +28,7 @@ from fl_lightning.energy.works import (
 )
 from fl_lightning.errors import require
 from fl_lightning.models.options import HighPrecision, MergedLinear, Scope, SwitchedLinear
+from fl_lightning.support.memory import keep_freed_memory
 
 KNOTS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
 """Numbers of tokens that costs are fitted to. Products of 3 rows take longer than of 4 on some processors."""
@@ -106,6 +107,7 @@ def calibrate_together(
         "both are above 0",
         "write --seconds 60 --context 256",
     )
+    keep_freed_memory()  # as runs do; else the pages of long steps are faulted in again, at each or at none
     with one_thread(), rng.torch_stream(seed, "calibration"):
         switched = {name: switched_copy(one.network, one.scope, one.high) for name, one in subjects.items()}
         shapes = {

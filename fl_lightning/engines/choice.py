@@ -15,7 +15,6 @@ from fl_lightning.data import FederatedData
 from fl_lightning.distributed import collectives
 from fl_lightning.engines.base import ClientTask, Engine
 from fl_lightning.engines.holders import Holders
-from fl_lightning.engines.memory import keep_freed_memory
 from fl_lightning.engines.pool import PoolEngine
 from fl_lightning.engines.ranks import RankedEngine
 from fl_lightning.engines.sequential import SequentialEngine
@@ -23,6 +22,7 @@ from fl_lightning.engines.stacked.batched import MAX_STACK, BatchedEngine
 from fl_lightning.errors import InputError
 from fl_lightning.methods import Method
 from fl_lightning.methods.base import is_stackable
+from fl_lightning.support.memory import keep_freed_memory
 
 log = logging.getLogger("fl_lightning")
 

@@ -192,6 +192,7 @@ KNOWN = [
     Column("energy/over_budget", "sequences over budget", 1, 1),
     Column("energy/refused", "sequences refused", 1, 1),
     Column("energy/clamped", "tokens clamped", 1, 1),
+    Column("energy/controller_parameters", "parameters of the controller", 1, 0),
     Column("experts/active", "experts", 1, 1),
     Column("router/purity", "purity of clusters", 1, 2),
     Column("target/rounds_to_purity", "round from which purity is 1", 1, 1),

@@ -33,6 +33,8 @@ class Measurements:
       could not be afforded, ``energy/over_budget``: sequences that cost more than their budget by the 0.99
       quantile, counted from the options that were taken; of both kinds of passes together.
 
+    The network adds ``energy/controller_parameters``, the numbers that its controller has, biases included.
+
     A sequence that is refused is not computed: it costs 0 J and has spent nothing.
     """
 

@@ -136,7 +136,12 @@ class BudgetedNetwork(MeasuredNetwork):
 
     def measured(self) -> Mapping[str, Tensor]:
         self._expected = None
-        return self._measured.metrics()
+        found = self._measured.metrics()
+        joules, controller = found.get("energy/joules"), self.controller
+        if joules is not None and controller is not None:
+            count = sum(weight.numel() for weight in controller.parameters())
+            found["energy/controller_parameters"] = torch.full_like(joules, count)
+        return found
 
     @torch.no_grad()
     def _read(self, inputs: TokenInputs, ids: Tensor) -> tuple[Tensor, Tensor, Lengths]:
