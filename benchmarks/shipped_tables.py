@@ -3,7 +3,7 @@
     OMP_NUM_THREADS=1 python benchmarks/shipped_tables.py [--seconds 600] [--out fl_lightning/energy]
 
 The machine has to be idle. The time is that of all tables together; a pass over all pieces of work, of which
-there are three at least, takes about 4 s on one idle thread of an AMD EPYC. It ends with 1 where a mean is
+there are three at least, takes about 5 s on one idle thread of an AMD EPYC. It ends with 1 where a mean is
 more than 25 % off measurements that it was not fitted to; the files are written all the same.
 """
 

@@ -378,7 +378,7 @@ def test_the_pages_say_what_the_shipped_tables_say():
     said = {
         "howto/energy.md": [
             f"in {cheaper('llama_tiny', 16)} of 16 layers at 16 tokens and in {cheaper('llama_tiny', 64)} at 64",
-            f"and in {cheaper('llama_tiny_merged', 256)} at 256",
+            f"in {cheaper('llama_tiny_merged', 64)} at 64 tokens and in {cheaper('llama_tiny_merged', 256)} at 256",
             f"it is {span([*rest(spectral), *rest(adapter), *rest(lora)], '{:.0f}')} % of the mean joules",
             f"and {span(rest(merged), '{:.0f}')} % where its adapters are merged",
             f"cost {span([adapter.least_share(*n, 'q99') for n in LENGTHS], '{:.2f}')} of all layers",
@@ -393,7 +393,6 @@ def test_the_pages_say_what_the_shipped_tables_say():
             f"and {span(at_high(merged, lora), '{:.2f}')} of LoRA's",
         ],
     }
-    assert cheaper("llama_tiny_merged", 64) == 0
     for page, sentences in said.items():
         text = " ".join((DOCS / page).read_text().split())
         assert [sentence for sentence in sentences if sentence not in text] == []

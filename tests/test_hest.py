@@ -232,6 +232,7 @@ def test_joules_are_those_of_the_options_taken_by_hand():
     assert torch.allclose(found["energy/joules_model"], found["energy/joules"] + rest)
     assert torch.allclose(found["energy/spent"], 1.5 * found["energy/joules"])
     assert torch.allclose(found["energy/granted"], 5.0 * 1.5 * found["energy/joules_high"])
+    assert (found["energy/controller_parameters"] == 8).all()  # two for each of four layers
 
 
 def test_a_budget_below_the_cheapest_options_refuses_everything():
