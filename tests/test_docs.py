@@ -324,7 +324,7 @@ def test_the_study_of_the_page(tmp_path):
     file = tmp_path / "configs" / "page.yaml"
     file.write_text("".join(blocks(DOCS / "studies.md", "yaml")))
     study = Study.read(file)
-    assert len(study.cells()) == 3 * 3 * 2  # methods, seeds, levels of noise
+    assert len(study.cells()) == 3 * (3 * 2 + 1)  # seeds; methods and levels of noise, and one without them
     assert len(study.criteria) == 5
     assert len(study.premises) == 2
 

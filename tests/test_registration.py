@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from compared import A, B, C, report_of
+from compared import OFF, ON, A, B, C, report_of
 from synthetic_runs import make_study
 
 from fl_lightning.__main__ import main
@@ -140,6 +140,30 @@ def test_the_first_registration_stays_and_later_ones_are_amendments(runs):
         with pytest.raises(InputError, match="registration"):
             register_as(folder, 9)
     assert main(["compare", "--study", "study", "--root", str(runs), "--out", str(runs.parent / "o")]) == 2
+
+
+def test_a_run_outside_the_grid_is_compared_at_every_level_and_counted_once(tmp_path):
+    """A beats B at one level and loses at the other; the runs of A are the same ones."""
+    root = tmp_path / "runs"
+    folder = make_study(
+        root,
+        {"A": A, "B": {ON: dict.fromkeys(A, 0.8), OFF: dict.fromkeys(A, 0.99)}},
+        methods={"A": {"grid": False}, "B": {}},
+        grid={"noise": {"on": {}, "off": {}}},
+        criteria=["accuracy(A) - accuracy(B) >= 0.05"],
+    )
+    register_as(folder, 0)
+    line, report = head(root)
+    assert line.startswith("As registered before the first run")
+    levels = {tuple(one["levels"].items()): one["decision"] for one in report["criteria"][0]["levels"]}
+    assert levels == {ON: "holds", OFF: "fails"}
+    assert len(report["provenance"]["runs"]) == 3 + 2 * 3
+    text = (tmp_path / "out/report.md").read_text()
+    assert "9 finished runs" in text
+    assert "Each run of A is compared at every level." in text
+    shutil.rmtree(folder / "A-seed1")
+    _, report = head(root)
+    assert report["not_counted"] == [{"name": "A-seed1", "reason": "no run; never started"}]
 
 
 def test_an_edited_registration_and_one_that_came_late_are_told(runs):

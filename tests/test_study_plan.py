@@ -69,6 +69,18 @@ def test_every_combination_is_a_cell_whose_later_settings_win(write, tmp_path):
     assert study.degradation == {"axis": "noise", "stressed": "on", "clean": "off"}
 
 
+def test_a_method_outside_the_grid_is_run_once_for_each_seed(write):
+    study = Study.read(write(SMALL.replace("  A: {}", "  A: {grid: false}")))
+    cells = study.cells()
+    assert [cell.name for cell in cells if cell.method == "A"] == ["A-seed0", "A-seed4"]
+    assert len(cells) == 2 + 2 * 2 * 2
+    (outside, *_, inside) = cells[:5]
+    assert not any(Path(word).name == "off.yaml" for word in outside.args)
+    assert study.compared_at(outside) == study.combinations()
+    assert study.compared_at(inside) == [inside.levels]
+    assert Study.read(write(study.to_yaml())).methods["A"] == study.methods["A"]
+
+
 def test_a_grid_that_nobody_could_run_is_refused_at_once(write):
     study = replace(
         Study.read(write(SMALL)), grid={f"axis {n}": dict.fromkeys("abcd", Variation()) for n in range(20)}
@@ -109,6 +121,8 @@ def test_a_copy_says_the_same_from_anywhere(write, tmp_path):
         ("  A: {}", "  A: {}\n  a: {}", "differ, in more than case"),
         ("  A: {}", "  A: {setings: {}}", "methods.A.setings; known here.*write methods.A.settings"),
         ("  A: {}", "  A: {config: bb.yaml}", "no such file.*write b.yaml"),
+        ("  A: {}", "  A: {grid: 3}", "methods.A.grid: 3"),
+        ("noise: {on: {}", "noise: {on: {grid: false}", "grid.noise.on.grid; known here"),
         ("trainer.max_rounds: 3", "max_rounds: 3", "settings are dotted"),
         ("trainer.max_rounds: 3", "trainer.experiment: x", "the command sets it"),
         ("trainer.max_rounds: 3", "seed_everything: 3", "the command sets it"),
@@ -319,7 +333,7 @@ def test_the_search_of_the_study_of_budgets_resolves_at_the_ends_of_its_space():
         corner = part.corners()[-1]
         resolved = yaml.safe_load(cli.resolve(part.args(corner)))
         given = resolved["model"]["init_args"]
-        assert given["budget"] == 0.6
+        assert given["budget"] == 0.4
         network = given["network"]["init_args"]
         assert network["adapter"] == ("lora" if part.label.startswith("LoRA") else "spectral")
         assert given["optimizer"]["init_args"]["lr"] == corner["model.optimizer.init_args.lr"]

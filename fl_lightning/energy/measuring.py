@@ -17,8 +17,8 @@ MAX_CALLS_PER_VISIT = 20
 LONG_SECONDS = 0.01
 """Work that takes more is measured at its first call: the state of the caches makes no difference to it."""
 WARM_CALLS = 4
-"""Calls of short work that are not measured: after steps of hundreds of tokens, a second call of a step of one
-token took a quarter longer than a fifth one."""
+"""Calls of short work that are not measured: after steps of hundreds of tokens, the second call of a step of
+one token took a quarter longer than the fifth."""
 MIN_VISITS = 3
 
 

@@ -230,14 +230,10 @@ class UntilSession(SweepSession):
         """Return the results of the first seeds, as a report has them."""
         study = self.cells.study
         runs = [
-            FinishedRun(
-                state.cell.method,
-                state.cell.seed,
-                state.cell.levels,
-                self.records[state.cell.name],
-            )
+            FinishedRun(state.cell.method, state.cell.seed, levels, self.records[state.cell.name])
             for seed in study.seed_order[:count]
             for state in self.cells.of_seed(seed)
+            for levels in study.compared_at(state.cell)
         ]
         return selected(Results(study, runs, [], records=list(self.records.values())))
 

@@ -227,7 +227,7 @@ def _run(run: FinishedRun, wanted: Callable[[str], bool]) -> dict[str, Any]:
 
 def provenance(comparison: Comparison) -> dict[str, Any]:
     """Return where the runs come from."""
-    records = [run.record for run in comparison.results.runs]
+    records = [run.record for run in comparison.results.distinct]
     return {
         "runs": [
             {"name": one.name, "where": one.where, **{key: one.metadata.get(key) for key in PROVENANCE}}

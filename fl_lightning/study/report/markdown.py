@@ -196,16 +196,19 @@ def _tuned(comparison: Comparison) -> Iterator[str]:
 
 
 def _setup(comparison: Comparison) -> str:
-    runs = comparison.results.runs
+    runs = comparison.results.distinct
     datasets, rounds = sorted({run.dataset for run in runs}), sorted({run.rounds for run in runs})
     used = ", ".join(str(seed) for seed in comparison.study.seeds)
     controls = [label for label in comparison.labels if label in comparison.study.controls]
     partitions = len({run.partition for run in runs if run.label not in controls})
     others = f"; the controls ({', '.join(controls)}) have others" if controls else ""
+    methods = comparison.study.methods
+    apart = [one for one in comparison.labels if comparison.study.grid and not methods[one].in_grid]
+    repeated = f" Each run of {', '.join(apart)} is compared at every level." if apart else ""
     return (
         f"{len(runs)} finished runs; data set {', '.join(datasets)}; {', '.join(map(str, rounds))} "
         f"rounds; seeds {used}; {partitions} partition{'s' * (partitions > 1)}, the same for every "
-        f"method of a seed{others}."
+        f"method of a seed{others}.{repeated}"
     )
 
 
@@ -330,7 +333,7 @@ def _provenance(comparison: Comparison, registration: RegistrationReport) -> Ite
         ]
     )
     first: dict[tuple[str, ...], list[str] | None] = {}
-    for run, entry in zip(comparison.results.runs, entries, strict=True):
+    for run, entry in zip(comparison.results.distinct, entries, strict=True):
         first.setdefault((run.label, *run.levels.values()), entry["command_line"])
     lines = [shlex.join(words) for words in first.values() if words]
     if lines:

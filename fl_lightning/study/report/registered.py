@@ -3,10 +3,10 @@ registered criteria say if it does not."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from fl_lightning.errors import InputError
 from fl_lightning.study.report.comparison import Comparison
@@ -19,7 +19,7 @@ from fl_lightning.study.spec.registration import (
     TAG_LENGTH,
     Registration,
     differences,
-    level_key,
+    registered_hash,
     seedless_hash,
 )
 
@@ -105,7 +105,7 @@ def _registered(results: Results, registration: Registration, folder: Path) -> t
 def _different_runs(registration: Registration, results: Results) -> list[str]:
     """Return what of the runs themselves was not registered: their settings, or their registration."""
     plan, found = registration.first.plan, []
-    changed = [run for run in results.runs if _has_other_settings(run, plan["methods"])]
+    changed = [run for run in results.runs if _has_other_settings(run, plan)]
     if changed:
         labels = ", ".join(dict.fromkeys(run.label for run in changed))
         found.append(f"{len(changed)} runs of {labels} have other settings than registered")
@@ -122,9 +122,9 @@ def _some(names: Sequence[str]) -> str:
     return f"{len(names)} runs, such as {names[0]}, were" if len(names) > 1 else f"{names[0]} was"
 
 
-def _has_other_settings(run: FinishedRun, methods: dict) -> bool:
+def _has_other_settings(run: FinishedRun, plan: Mapping[str, Any]) -> bool:
     record = run.record
-    registered = methods.get(run.label, {}).get("sha256", {}).get(level_key(run.levels))
+    registered = registered_hash(plan, run.label, run.levels)
     if registered is None or not (record.settings and record.typed):
         return False  # a method or level that was not registered is named as such
     return seedless_hash(record.settings) != registered

@@ -153,7 +153,7 @@ def assign(
             failed = ", failed in the sweep" if entry.get("status") == "failed" else ""
             excluded.append(ExcludedRun(cell.name, chosen.problem + failed))
         else:
-            runs.append(FinishedRun(cell.method, cell.seed, cell.levels, chosen))
+            runs += [FinishedRun(cell.method, cell.seed, at, chosen) for at in plan.compared_at(cell)]
     excluded += [ExcludedRun(one.name, "not a cell of the study") for one in records if one.where not in used]
     return Results(plan, runs, excluded, records=records)
 

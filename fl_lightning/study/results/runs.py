@@ -127,7 +127,8 @@ class Results:
 
     Args:
         study: what was asked; for a plain folder of runs, what can be seen from them.
-        runs: finished runs, one a cell, in the study's order.
+        runs: finished runs, one for each method, seed and level, in the study's order; one that is compared
+            at every level of the grid stands there once for each.
         excluded: all others.
         stopping: where a study that adds seeds has stopped; None: its seeds are fixed.
         other_tests: results of ``test`` that are of another round than the study's tables.
@@ -140,6 +141,11 @@ class Results:
     stopping: Stopping | None = None
     other_tests: list[ExcludedRun] = field(default_factory=list)
     records: list[RunRecord] = field(default_factory=list)
+
+    @property
+    def distinct(self) -> list[FinishedRun]:
+        """Every run once, also one that is compared at every level of the grid."""
+        return list({run.record.where: run for run in reversed(self.runs)}.values())[::-1]
 
     @property
     def not_counted(self) -> list[ExcludedRun]:

@@ -39,10 +39,17 @@ class StudyEntries:
 
 @dataclass
 class VariationEntries:
-    """The entries of a method or a level in a study file."""
+    """The entries of a level in a study file."""
 
     config: str | list[str] | None = None
     settings: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass
+class MethodEntries(VariationEntries):
+    """The entries of a method in a study file."""
+
+    grid: bool = True
 
 
 @dataclass

@@ -5,6 +5,7 @@
     methods:                          # label -> what differs
       FedMPQKD: {}
       FedMPQ: {config: fedmpq.yaml}
+      FedAvg: {config: fedavg.yaml, grid: false}    # what the grid varies is none of its settings
       FedMPQKD a=1: {settings: {model.alpha: 1.0}}
     overlays: big_network.yaml        # optional: layered on top of every method's configuration
     grid:                             # optional: axis -> level -> the same form; every combination is run
@@ -48,6 +49,7 @@ from fl_lightning.study.spec.criteria import Criterion, check_needs, parse
 from fl_lightning.study.spec.entries import (
     CriterionEntries,
     DegradationEntries,
+    MethodEntries,
     PremiseEntries,
     ProbingEntries,
     StudyEntries,
@@ -82,15 +84,19 @@ class Variation:
     Args:
         configs: ``fit`` configurations, layered.
         settings: dotted ``fit`` settings.
+        in_grid: False for a method that has no level of the grid: it is run once for each seed, and this run
+            is compared at every level.
     """
 
     configs: tuple[Path, ...] = ()
     settings: Mapping[str, Any] = field(default_factory=dict)
+    in_grid: bool = True
 
     def document(self) -> dict[str, Any]:
         """Return the entry as it is written in a study file, with absolute paths."""
         document = {"config": [str(path.resolve()) for path in self.configs], "settings": dict(self.settings)}
-        return {key: value for key, value in document.items() if value}
+        given = {key: value for key, value in document.items() if value}
+        return given if self.in_grid else {**given, "grid": False}
 
 
 @dataclass(frozen=True)
@@ -100,7 +106,7 @@ class Cell:
     Args:
         method: the label of its method.
         seed: its seed.
-        levels: axis -> level.
+        levels: axis -> level; none for a method that is not in the grid.
         args: arguments of ``fit``, without those that the sweep adds.
     """
 
@@ -245,18 +251,28 @@ class Study:
 
     def cells(self) -> list[Cell]:
         """Return every run, seed by seed, so that a sweep that is stopped early has whole comparisons."""
-        axes = list(self.grid)
         count = len(self.seeds) * len(self.methods) * math.prod(map(len, self.grid.values()))
         if count > MAX_CELLS:
-            parts = f"{len(self.methods)} methods, {len(self.seeds)} seeds and a grid of {len(axes)} axes"
+            parts = (
+                f"{len(self.methods)} methods, {len(self.seeds)} seeds and a grid of {len(self.grid)} axes"
+            )
             given, rule = f"{self.path}: {count} cells of {parts}", f"a study has at most {MAX_CELLS}"
             raise InputError(given, rule, "leave axes or levels out")
         return [
-            self._cell(label, seed, dict(zip(axes, levels, strict=True)))
+            self._cell(label, seed, levels if method.in_grid else {})
             for seed in self.seeds
-            for levels in product(*self.grid.values())
-            for label in self.methods
+            for place, levels in enumerate(self.combinations())
+            for label, method in self.methods.items()
+            if method.in_grid or place == 0
         ]
+
+    def combinations(self) -> list[dict[str, str]]:
+        """Return every combination of levels, axis -> level; one without levels where there is no grid."""
+        return [dict(zip(self.grid, levels, strict=True)) for levels in product(*self.grid.values())]
+
+    def compared_at(self, cell: Cell) -> list[Mapping[str, str]]:
+        """Return the combinations of levels at which the run of a cell is compared."""
+        return [cell.levels] if self.methods[cell.method].in_grid else [*self.combinations()]
 
     def _cell(self, label: str, seed: int, levels: dict[str, str]) -> Cell:
         method = self.methods[label]
@@ -331,7 +347,7 @@ def _study(file: SpecFile, given: StudyEntries) -> Study:
         raise file.wrong("seeds", given.seeds)
     repeated = len({*given.seeds}) < len(given.seeds)
     file.require(not repeated, f"seeds: {given.seeds}", "each seed is run once", "remove the repeated one")
-    methods, grid = _variations(file, given.methods, "methods"), {}
+    methods, grid = _variations(file, given.methods, "methods", MethodEntries), {}
     for axis, levels in given.grid.items():
         file.name(axis, "grid")
         taken = axis in RESERVED or axis.startswith("mlflow.")
@@ -399,13 +415,16 @@ def _check_criteria(file: SpecFile, study: Study) -> None:
             file.require(name in known, f"premises.needed_by: {name}", rule, f"write {near[0]}")
 
 
-def _variations(file: SpecFile, given: Any, where: str) -> dict[str, Variation]:
+def _variations(
+    file: SpecFile, given: Any, where: str, schema: type[VariationEntries] = VariationEntries
+) -> dict[str, Variation]:
     found = {}
     for name, value in file.names(given, where).items():
         key = f"{where}.{name}."
-        entries = file.parse(VariationEntries, value, key)
+        entries = file.parse(schema, value, key)
         configs, settings = file.configs(entries.config, f"{key}config"), f"{key}settings"
-        found[name] = Variation(configs, file.settings(entries.settings, settings))
+        in_grid = getattr(entries, "grid", True)
+        found[name] = Variation(configs, file.settings(entries.settings, settings), in_grid)
     return found
 
 

@@ -30,6 +30,8 @@ TAG = "registration"
 """The tag of a run with the beginning of the hash of the plan that it was made under."""
 TAG_LENGTH = 16
 SEED = "seed_everything"
+OUT_OF_GRID = ""
+"""The key of the hash of a method that is not in the grid, and of every method where there is no grid."""
 PLAN_KEYS = (
     *("study", "selection", "metric", "criteria", "premises", "proposed", "degradation", "target_accuracy"),
     *("grid", "seeds", "stopping", "methods"),
@@ -180,6 +182,21 @@ def _hashes(label: str, resolved: Mapping[tuple[str, str], Mapping[str, Any]]) -
     return {level: settings_hash(config) for (own, level), config in resolved.items() if own == label}
 
 
+def registered_hash(plan: Mapping[str, Any], label: str, levels: Mapping[str, str]) -> str | None:
+    """Return the registered hash of a method's settings at some levels, without the seed.
+
+    Args:
+        plan: the registered plan.
+        label: the method.
+        levels: axis -> level.
+
+    Returns:
+        the hash; None where the method or the level was not registered.
+    """
+    hashes = plan["methods"].get(label, {}).get("sha256", {})
+    return hashes.get(level_key(levels), hashes.get(OUT_OF_GRID))
+
+
 def question_of(study: Study) -> dict[str, Any]:
     """Return the part of the plan that a study file alone tells, without its methods."""
     return {
@@ -234,7 +251,10 @@ def registered_study(study: Study, plan: Mapping[str, Any]) -> Study:
         study,
         seeds=list(plan["seeds"]),
         until=StoppingRule.from_registered(plan["stopping"]),
-        methods={label: Variation() for label in plan["methods"]},
+        methods={
+            label: Variation(in_grid=not plan["grid"] or OUT_OF_GRID not in method["sha256"])
+            for label, method in plan["methods"].items()
+        },
         grid={axis: {level: Variation() for level in levels} for axis, levels in plan["grid"].items()},
         **{
             key: plan[key]
