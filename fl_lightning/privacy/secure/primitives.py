@@ -96,12 +96,13 @@ def open_envelope(key: bytes, envelope: bytes) -> bytes:
 def split(secret: bytes, threshold: int, count: int) -> list[bytes]:
     """Return ``count`` shares of a secret of 16 bytes, of which any ``threshold`` reconstruct it and fewer
     say nothing (Shamir, 1979, over GF(2^128)). The coefficients come from the operating system."""
-    return [share for _, share in Shamir.split(threshold, count, secret)]
+    return [share for _, share in Shamir.split(threshold, count, secret, ssss=False)]
 
 
 def combine(shares: Mapping[int, bytes]) -> bytes:
     """Return the secret of as many shares as its threshold, by their position in what :func:`split` gave."""
-    return Shamir.combine([(position + 1, share) for position, share in sorted(shares.items())])
+    numbered = [(position + 1, share) for position, share in sorted(shares.items())]
+    return Shamir.combine(numbered, ssss=False)
 
 
 def add_mask(vector: np.ndarray, key: bytes, sign: int = 1) -> None:
