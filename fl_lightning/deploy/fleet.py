@@ -5,7 +5,8 @@ for work every three seconds. A node of this package knows what to do with a mes
 SuperLink's Fleet API itself, with the connection that Flower's SuperNode is made of: its registration, keys,
 TLS, heartbeats and retries. It never loads an app, so no code reaches it, and a message costs milliseconds.
 
-The names that this file imports from ``flwr`` are those of version 1.41, and Flower does not promise them;
+The names that this file imports from ``flwr`` are those of versions 1.41 and 1.42, and Flower does not promise
+them;
 ``--connection supernode`` needs none of them.
 """
 
@@ -117,8 +118,8 @@ def _connector(
     except ImportError:
         raise InputError(
             f"--connection direct with flwr {version('flwr')}",
-            "this version of Flower has another connection than 1.41",
-            "write --connection supernode, or install flwr 1.41",
+            "this version of Flower has another connection than 1.42",
+            "write --connection supernode, or install flwr 1.42",
         ) from None
     fleet_http_connection.flwr_exit = _refuse
     # of ``os`` both use getpid and kill alone, to end a process that a SuperLink does not know (any more)
