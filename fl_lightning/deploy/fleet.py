@@ -5,9 +5,8 @@ for work every three seconds. A node of this package knows what to do with a mes
 SuperLink's Fleet API itself, with the connection that Flower's SuperNode is made of: its registration, keys,
 TLS, heartbeats and retries. It never loads an app, so no code reaches it, and a message costs milliseconds.
 
-The names that this file imports from ``flwr`` are those of versions 1.41 and 1.42, and Flower does not promise
-them;
-``--connection supernode`` needs none of them.
+The names that this file imports from ``flwr`` are those of versions 1.41 and 1.42, and Flower does not
+promise them; ``--connection supernode`` needs none of them.
 """
 
 from __future__ import annotations
