@@ -23,9 +23,9 @@ HIGH = 20e-3
 """Joules of a sequence with all layers at high."""
 
 
-def make_runs(root: Path, broken: float = 1.0, **study) -> None:
+def make_runs(root: Path, broken: float = 1.0, written: float | None = None, **study) -> None:
     """Three budgets and seeds: HEST keeps the budget, TABS spends a tenth more than it, LoRA spends all.
-    The perplexity of HEST is multiplied by ``broken``."""
+    The perplexity of HEST is multiplied by ``broken``; an answer takes ``written`` times a sequence."""
     folder = root / "study"
     folder.mkdir(parents=True)
     document = {
@@ -51,6 +51,7 @@ def make_runs(root: Path, broken: float = 1.0, **study) -> None:
                     "energy/refused": 0.0,
                     "test/rouge_l": 0.1 + 0.3 * used,
                 }
+                energy |= {} if written is None else {"energy/joules_generated": written * joules}
                 perplexity = (5.0 - 2.0 * used + 0.1 * seed) * (broken if label == "HEST" else 1.0)
                 levels = {"budget": str(share)}
                 make_run(folder, label, seed, perplexity, levels=levels, task=TASK, **energy)
@@ -73,7 +74,7 @@ def test_the_figure_has_a_panel_for_each_quality_and_scope_and_its_budgets(tmp_p
     FigureCanvasAgg(figure).draw()
     panels = figure.axes
     assert len(panels) == 6  # perplexity and ROUGE-L; quantiles, means, the whole network
-    assert [axes.get_xlabel() for axes in panels] == [""] * 3 + ["mJ per sequence"] * 3
+    assert [axes.get_xlabel() for axes in panels] == ["mJ per sequence"] * 6
     titles = " ".join(axes.get_title() for axes in panels[:3])
     assert "the switched layers" in titles
     assert "the whole network" in titles
@@ -85,6 +86,17 @@ def test_the_figure_has_a_panel_for_each_quality_and_scope_and_its_budgets(tmp_p
     text = (tmp_path / "out" / "report.md").read_text()
     assert "a sequence, whole network (mJ)" in text
     assert "sequences refused" in text
+
+
+def test_answers_that_are_written_are_drawn_over_the_joules_of_writing_them(tmp_path):
+    """Their budget is of the longest answer that is allowed, and that of reading of the true one."""
+    make_runs(tmp_path, written=3.0)
+    panels = quality_over_joules(comparison_of(tmp_path)).axes
+    assert [axes.axison for axes in panels] == [True] * 3 + [False, True, False]
+    assert panels[4].get_xlabel() == "mJ per answer and its prompt"
+    assert panels[4].get_ylabel() == "test ROUGE-L (%)"
+    (hest, *_) = panels[4].containers
+    assert hest[0].get_xdata() == pytest.approx([3e3 * HIGH * share for share in BUDGETS])
 
 
 def test_perplexities_far_apart_are_on_a_logarithmic_axis_and_shares_never(tmp_path):

@@ -368,7 +368,7 @@ def test_the_pages_say_what_the_shipped_tables_say():
         kept[share] = span(mixed, "{:.2f}")
     ratios = tables["llama_tiny"].tensors(1, "q99").sum(0) / tables["llama_tiny"].tensors(1).sum(0)
     drawn = []
-    for tokens in (40, 60, 80):
+    for tokens in (11, 26, 40):
         costs = spectral.prompt_costs(tokens, "mean")
         theta = torch.tensor([0.0, 0.0, 2.0], dtype=torch.float64).expand(tokens, len(costs), 3)
         out = costs[..., -1].isinf()

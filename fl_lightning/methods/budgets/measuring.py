@@ -24,7 +24,8 @@ class Measurements:
     - ``energy/joules``: expected joules of a sequence of the test set, read with its true answer: of the
       switched layers, or with ``budget_of: network`` of the whole network;
     - ``energy/joules_high``: the same with all groups at ``high``;
-    - ``energy/joules_model``: expected joules of the whole network in either case;
+    - ``energy/joules_model``: expected joules of the whole network in either case, without the controller and
+      the ledger, which are in no table;
     - ``energy/spent``: the 0.99 quantiles of the same joules as ``energy/joules``, which are what a ledger
       charges; and ``energy/granted``: E_max of the sequence, which they are compared with;
     - ``energy/joules_generated``: expected joules of reading the prompt and writing an answer, counted as

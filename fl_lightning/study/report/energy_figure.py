@@ -13,6 +13,7 @@ from fl_lightning.study.metric_names import Column
 from fl_lightning.study.report.comparison import Comparison, name_of
 from fl_lightning.study.report.curves import axis_label, is_wide, look_of
 from fl_lightning.study.statistics import mean_std
+from fl_lightning.tasks.language_modelling import OF_ANSWERS
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -24,6 +25,8 @@ OF_BUDGET, OF_NETWORK = "energy/joules", "energy/joules_model"
 """Mean joules of what the budget is of, and of the whole network."""
 PANELS = (SPENT, OF_BUDGET, OF_NETWORK)
 """Metrics of joules per sequence: the columns of panels."""
+GENERATED = "energy/joules_generated"
+"""Mean joules of reading a prompt and writing an answer, whose budget is of the longest answer allowed."""
 UNITS = {1.0: "J", 1e-3: "mJ", 1e-6: "µJ", 1e-9: "nJ"}
 
 
@@ -48,7 +51,8 @@ def quality_over_joules(comparison: Comparison) -> Figure | None:
 
     There is a row of panels for perplexity, ROUGE-L and the task's primary metric, as far as they were
     measured, and a column for each scope: joules by the 0.99 quantile with the budgets as lines, then means,
-    which claims are about, and last those of the whole network, most of which no option may change.
+    which claims are about, and last those of the whole network, most of which no option may change. Qualities
+    of answers that are written are drawn over the means of writing them alone.
     """
     from matplotlib.figure import Figure
 
@@ -58,26 +62,33 @@ def quality_over_joules(comparison: Comparison) -> Figure | None:
         (quality.metric, name): points
         for quality in qualities
         for name in columns
-        if any((points := curves(comparison, name, quality)).values())
+        if (joules := _joules_beside(quality, name, comparison))
+        and any((points := curves(comparison, joules, quality)).values())
     }
     if not found:
         return None
     size = (1.0 + 3.4 * len(columns), 1.3 + 2.9 * len(qualities))
     figure = Figure(figsize=size, layout="constrained")
-    panels = figure.subplots(len(qualities), len(columns), sharex="col", sharey="row", squeeze=False)
+    panels = figure.subplots(len(qualities), len(columns), sharey="row", squeeze=False)
     for row, quality in enumerate(qualities):
         for place, name in enumerate(columns):
             axes = panels[row, place]
+            joules = _joules_beside(quality, name, comparison)
+            if joules is None:
+                axes.set_axis_off()
+                continue
             open_frame(axes)
             points = found.get((quality.metric, name), {})
-            scale, unit = _unit(comparison, name)
+            scale, unit = _unit(comparison, joules)
             _curves(axes, comparison, points, scale)
             if name == SPENT:
                 _budgets(axes, comparison, scale, named=row == 0)
             if row == 0:
                 axes.set_title(titles[name], fontsize="medium")
-            if row == len(qualities) - 1:
-                axes.set_xlabel(f"{unit} per sequence", fontsize="small")
+            elif joules == name:
+                axes.sharex(panels[0, place])
+            of = "sequence" if joules == name else "answer and its prompt"
+            axes.set_xlabel(f"{unit} per {of}", fontsize="small")
         drawn = [
             point.y
             for name in columns
@@ -87,10 +98,20 @@ def quality_over_joules(comparison: Comparison) -> Figure | None:
         wide = quality.scale != 100 and bool(drawn) and is_wide(drawn)
         if wide:
             panels[row, 0].set_yscale("log")  # of the whole row, whose panels share it
-        panels[row, 0].set_ylabel(axis_label(quality.title, wide), fontsize="small")
+        shown = next((axes for axes in panels[row] if axes.axison), panels[row, 0])
+        shown.set_ylabel(axis_label(quality.title, wide), fontsize="small")
+        shown.tick_params(labelleft=True)
     figure.suptitle("Quality against energy: mean and standard deviation over seeds")
     legend_outside(figure)
     return figure
+
+
+def _joules_beside(quality: Column, column: str, comparison: Comparison) -> str | None:
+    """Return the joules that a quality is drawn over in a column; None where there are none of its kind."""
+    of_answers = quality.metric.removeprefix("test/") in OF_ANSWERS
+    if not of_answers or GENERATED not in comparison.metrics:
+        return column
+    return GENERATED if column == OF_BUDGET else None
 
 
 def _qualities(comparison: Comparison) -> list[Column]:
