@@ -84,7 +84,7 @@ def check_size(text: str, given: str) -> None:
                     f"{given}, which has more than {MAX_VALUES} values, its aliases written out", *_RULE
                 )
     except yaml.YAMLError as error:
-        if "nesting depth" in str(error):  # libyaml refuses 1 000 levels from 0.2.6 on, before their first event
+        if "nesting depth" in str(error):  # libyaml 0.2.6 refuses 1 000 levels before their first event
             raise InputError(f"{given}, which has more than {MAX_DEPTH} levels", *_RULE) from None
         return
 
