@@ -10,6 +10,7 @@ setup(
         "fl_lightning.configs": ["**/*.yaml"],
         "fl_lightning.energy": ["*.json"],
         "fl_lightning.data.text": ["words.txt"],
+        "fl_lightning.study.report": ["report.css", "report.js"],
         "fl_lightning.models.language": ["*.safetensors"],
     },
 )

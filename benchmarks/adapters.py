@@ -20,9 +20,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from fl_lightning.energy.options import OPTIONS
+from fl_lightning.energy.switched import SwitchedLinear, add_switches, narrow_kept
 from fl_lightning.models.adapters import ADAPTERS
 from fl_lightning.models.language import BYTE_VOCABULARY, LlamaTiny
-from fl_lightning.models.options import OPTIONS, SwitchedLinear, add_switches, narrow_kept
 from fl_lightning.support.memory import keep_freed_memory
 from fl_lightning.wire import Layout
 

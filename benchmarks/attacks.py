@@ -7,6 +7,7 @@ Digits, ten clients (Dirichlet 0.5), all of them in every round, FedAvg, 12 roun
 sends x - u in place of x + u, u its honest update; ``claims 2**62`` is its ``examples``, which the server
 refuses, as it knows what the client enrolled with. Prints a Markdown table: final test accuracy, mean over
 the seeds (lowest to highest).
+``benchmarks/attack_grid.py`` has all averages and all attacks.
 """
 
 from __future__ import annotations
@@ -19,9 +20,15 @@ from functools import partial
 from torch.optim import SGD
 
 from callbacks import ByzantineClients
+from fl_lightning.aggregation.averages import (
+    Average,
+    CoordinateMedian,
+    NormClipping,
+    TrimmedMean,
+    WeightedMean,
+)
 from fl_lightning.data import Dirichlet, FederatedImages
 from fl_lightning.methods import FedAvg
-from fl_lightning.methods.averaging import Average, CoordinateMedian, NormClipping, TrimmedMean, WeightedMean
 from fl_lightning.trainer import FederatedTrainer
 
 ATTACKS = {

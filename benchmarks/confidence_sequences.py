@@ -1,4 +1,4 @@
-"""How often a confidence sequence is ever wrong, and how many seeds it needs: the tables of docs/studies.md.
+"""How often a confidence sequence is ever wrong, and how many seeds it needs: the tables of docs/seeds.md.
 
     python benchmarks/confidence_sequences.py
 

@@ -12,7 +12,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from fl_lightning.methods.averaging import weighted_mean
+from fl_lightning.aggregation.averages import weighted_mean
 
 BLOCK_VALUES = 2**16
 

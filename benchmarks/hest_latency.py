@@ -32,11 +32,11 @@ from torch import Tensor
 
 from fl_lightning.cli.parser import FederatedCLI
 from fl_lightning.energy import shipped_table
-from fl_lightning.methods.budgets.device import Device
+from fl_lightning.energy.budgets.device import Device
+from fl_lightning.energy.switched import narrow_kept
 from fl_lightning.metrics.text import prompts_and_answers
 from fl_lightning.models import LlamaTiny
 from fl_lightning.models.adapters import merged_lora
-from fl_lightning.models.options import narrow_kept
 from fl_lightning.probing.command import choose_checkpoint, load_model
 
 CONFIG = Path(__file__).resolve().parents[1] / "configs" / "hest_default.yaml"

@@ -1,4 +1,4 @@
-"""Bytes of a client-round for the README's table: what the payloads of each method's configuration weigh
+"""Bytes of a client-round for the table of methods: what the payloads of each method's configuration weigh
 against FedAvg's.
 
 python benchmarks/method_bytes.py
@@ -13,24 +13,11 @@ from tempfile import TemporaryDirectory
 
 from fl_lightning.__main__ import main as fl_lightning
 
-CONFIGS = {
-    "FedAvg": "fedavg",
-    "FedProx": "fedprox",
-    "FedNTD": "fedntd",
-    "QFedAvg": "qfedavg",
-    "AQFL": "aqfl",
-    "FedPQ": "fedpq",
-    "FedMPQ": "fedmpq",
-    "FedMPQKD": "kd_default",
-    "FedKD": "fedkd",
-    "FedMosaic": "fedmosaic_digits",
-    "FedVEMoE": "vemoe_default",
-    "HEST": "hest_default",
-    "FedAdaLoRA": "adalora",
-    "LocalOnly": "local_only",
-    "Oracle": "oracle",
-    "Centralised": "centralised",
-}
+ROOT = Path(__file__).parent.parent
+sys.path.append(str(ROOT / "docs"))
+
+from generated import rows  # noqa: E402
+
 ON_ADAPTERS = "lora_default"
 """FedAvg's configuration on adapters, which methods of language models are compared with."""
 OF_LANGUAGE = {"FedVEMoE", "HEST", "FedAdaLoRA"}
@@ -41,7 +28,7 @@ FEW = {"max_rounds": str(ROUNDS), "participation": "0.05", "callbacks": "[]", "l
 def method_bytes(config: str, folder: Path) -> tuple[float, float]:
     """Mean upload and download of a client in the second round with this configuration, from the run's
     ledger."""
-    path = Path(__file__).parent.parent / "configs" / f"{config}.yaml"
+    path = ROOT / "configs" / f"{config}.yaml"
     settings = {**FEW, "default_root_dir": str(folder), "experiment": config}
     flags = [word for name, value in settings.items() for word in (f"--trainer.{name}", value)]
     if fl_lightning(["fit", "--config", str(path), *flags]) != 0:
@@ -53,18 +40,19 @@ def method_bytes(config: str, folder: Path) -> tuple[float, float]:
     return up, down
 
 
-def relative_bytes() -> dict[str, tuple[str, str]]:
-    """Up and down of every method relative to FedAvg's, as the README prints them."""
+def relative_bytes() -> dict[str, tuple[float, float]]:
+    """Up and down of every method relative to FedAvg's, rounded as the pages of methods have them."""
+    configs = {row["method"]: row["config"] for of_kind in rows().values() for row in of_kind}
     with TemporaryDirectory() as folder:
-        measured = {name: method_bytes(config, Path(folder)) for name, config in CONFIGS.items()}
+        measured = {name: method_bytes(config, Path(folder)) for name, config in configs.items()}
         on_adapters = method_bytes(ON_ADAPTERS, Path(folder))
     relative = {}
     for name, (own_up, own_down) in measured.items():
         up, down = on_adapters if name in OF_LANGUAGE else measured["FedAvg"]
-        relative[name] = f"{own_up / up:.2f}", f"{own_down / down:.2f}"
+        relative[name] = round(own_up / up, 2), round(own_down / down, 2)
     return relative
 
 
 if __name__ == "__main__":
     for name, (up, down) in relative_bytes().items():
-        sys.stdout.write(f"| `{name}` | {up} | {down} |\n")
+        sys.stdout.write(f"{name} bytes: [{up:.2f}, {down:.2f}]\n")

@@ -24,11 +24,12 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from fl_lightning.aggregation.averages import WEIGHTED_MEAN, weighted_mean
+from fl_lightning.aggregation.base import Receipt
+from fl_lightning.aggregation.sums import Addend, Sums
 from fl_lightning.client import Client
 from fl_lightning.distributed.collectives import barrier, gather_parts
-from fl_lightning.engines import ClientTask, Receipt, exchange_receipts
-from fl_lightning.methods.averaging import WEIGHTED_MEAN, weighted_mean
-from fl_lightning.methods.sums import Addend, Sums
+from fl_lightning.engines import ClientTask, exchange_receipts
 from fl_lightning.metrics import Mean
 from fl_lightning.wire import LedgerEntry
 

@@ -29,6 +29,7 @@ from torch import Tensor
 from workload import OneHidden
 
 from fl_lightning import loop
+from fl_lightning.aggregation.plain import PlainSum
 from fl_lightning.data import IID, FederatedData
 from fl_lightning.hooks import Context, Meter
 from fl_lightning.methods import FedAvg
@@ -42,10 +43,10 @@ WARM = 3
 them."""
 PHASES = {
     "sampling": (loop, "sample_cohort"),
-    "orders": (loop, "make_orders"),
-    "training": (loop, "train"),
-    "collecting": (loop, "collect"),
-    "aggregation": (loop, "aggregate"),
+    "orders": (loop, "make_tasks"),
+    "training": (loop, "train_clients"),
+    "collecting": (loop, "receive"),
+    "aggregation": (PlainSum, "close"),
     "summary": (loop, "summarise"),
     "ledger and tables": (Progress, "add"),
     "checkpoints": (Progress, "save"),

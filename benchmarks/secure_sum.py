@@ -15,7 +15,7 @@ from time import process_time
 
 import torch
 
-from fl_lightning.privacy import ExactSum
+from fl_lightning.aggregation.exact_sum import ExactSum
 from fl_lightning.privacy.secure import PHASES, SecureSum
 from fl_lightning.privacy.secure.simulation import run_round
 

@@ -29,10 +29,12 @@ import torch
 from workload import WORKLOADS
 from workload_ours import Tensors
 
-from fl_lightning import hooks, loop
+from fl_lightning import hooks, loop, uploads
+from fl_lightning.aggregation.plain import PlainSum
 from fl_lightning.cli.parser import FederatedCLI
 from fl_lightning.engines.stacked import batched
 from fl_lightning.methods import FedAvg
+from fl_lightning.run import session
 from fl_lightning.run.journal import Journal
 from fl_lightning.run.progress import Progress
 from fl_lightning.tracking.loggers import Channel
@@ -147,29 +149,30 @@ def instrument(shares: Shares, trainer: Any, method: Any) -> None:
     shares.wrap("encode", Payload, "to_bytes")
     shares.wrap("decode", method, "receive")
     Payload.from_bytes = classmethod(shares.of("decode", Payload.from_bytes.__func__))  # type: ignore[method-assign, attr-defined]
-    shares.wrap("check", loop, "check_upload")
-    shares.wrap("aggregate", loop, "aggregate")
+    shares.wrap("check", uploads, "check_upload")
+    shares.wrap("aggregate", PlainSum, "close")
     shares.wrap("evaluation", loop, "evaluate")
     shares.wrap("rows and snapshot", Progress, "add")
     shares.wrap("checkpoint", Progress, "save")
     shares.wrap("MLflow, seen by the rounds", Journal, "log_round")
     Channel._write = shares.in_thread("MLflow, the writer's thread", Channel._write)  # type: ignore[method-assign]
-    one, count = trainer._run_round, 0
+    one, count = session.run_round, 0
 
-    def run_round(fed: Any) -> None:
+    def run_round(fed: Any, engine: Any, round: int) -> Any:
         nonlocal count
         count += 1
         if count == WARM + 1:
             trainer.journal.tracker.flush()
             shares.seconds.clear()
         started = time.perf_counter()
-        shares.of("training and the rest", one)(fed)
+        record = shares.of("training and the rest", one)(fed, engine, round)
         shares.seconds["round"] += time.perf_counter() - started
         if count == trainer.max_rounds:
             trainer.journal.tracker.flush()
             shares.measured = dict(shares.seconds)
+        return record
 
-    trainer._run_round = run_round
+    session.run_round = run_round
 
 
 def report(seconds: dict[str, float], rounds: int) -> None:

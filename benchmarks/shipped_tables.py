@@ -15,12 +15,12 @@ from pathlib import Path
 
 from rich.console import Console
 
-from fl_lightning.energy import calibrate as calibration
-from fl_lightning.energy.calibrate import Subject, calibrate_together
+from fl_lightning.energy.calibration import calibrate as calibration
+from fl_lightning.energy.calibration.calibrate import Subject, calibrate_together
+from fl_lightning.energy.calibration.fitting import MAX_RELATIVE_ERROR
+from fl_lightning.energy.calibration.meters import DEFAULT_WATTS, ModelledMeter, best_meter
+from fl_lightning.energy.calibration.networks import adapted_network
 from fl_lightning.energy.command import METERS, print_errors, print_table, write_table
-from fl_lightning.energy.fitting import MAX_RELATIVE_ERROR
-from fl_lightning.energy.meters import DEFAULT_WATTS, ModelledMeter, best_meter
-from fl_lightning.energy.networks import adapted_network
 
 TABLES = {
     "llama_tiny": ("spectral", 96, "model"),

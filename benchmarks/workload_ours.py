@@ -63,7 +63,7 @@ class Marks(Meter):
 
     def on_round_start(self, round: int, context: Any) -> None:
         if round == 2:
-            context.journal.tracker.flush()  # opening the store, in a thread of its own, is start-up
+            context.files.tracker.flush()  # opening the store, in a thread of its own, is start-up
         self.clock.append(now())
 
     def on_client_end(self, client: Client, round: int, context: Context) -> None:

@@ -26,7 +26,19 @@ def as_markdown(docstring: str) -> str:
 
 
 class Docstrings(griffe.Extension):
-    """Every docstring as Markdown, and every class on the page of the file that defines it."""
+    """Every docstring as Markdown, and every class on the page of the file that defines it.
+
+    What ``Annotated`` says beside a type is left out: the text has it in words.
+    """
+
+    def on_function(self, *, func: griffe.Function, loader: griffe.GriffeLoader, **kwargs: Any) -> None:
+        for parameter in func.parameters:
+            annotation: Any = parameter.annotation
+            path = str(getattr(annotation, "canonical_path", ""))
+            if isinstance(annotation, griffe.ExprName) and path.startswith("fl_lightning."):
+                annotation = getattr(loader.modules_collection[path], "value", None)
+            if str(getattr(annotation, "canonical_path", "")) == "typing.Annotated":
+                parameter.annotation = annotation.slice.elements[0]
 
     def on_object(self, *, obj: griffe.Object, **kwargs: Any) -> None:
         if obj.docstring:

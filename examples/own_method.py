@@ -1,4 +1,5 @@
-"""A method in one file: FedAvg with momentum on the server (FedAvgM, Hsu et al., 2019, arXiv 1909.06335).
+"""A method in one file: FedAvg with momentum on the server (Hsu et al., 2019, arXiv 1909.06335; the
+project's own is FedAvgM).
 
     v <- beta v + (w - sum_k p_k w_k),     w <- w - v
 
@@ -12,11 +13,11 @@ from typing import Any
 import torch
 
 from fl_lightning import FederatedData, Method
+from fl_lightning.aggregation.sums import Sums
 from fl_lightning.errors import require
-from fl_lightning.methods.sums import Sums
 
 
-class FedAvgM(Method):
+class OwnMomentum(Method):
     """Server momentum. ``beta`` 0 is FedAvg.
 
     Args:

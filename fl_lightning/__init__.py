@@ -10,6 +10,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from fl_lightning.cli.export import export_model
     from fl_lightning.data import FederatedData
     from fl_lightning.hooks import Meter, Stressor
     from fl_lightning.methods import Method
@@ -29,6 +30,7 @@ __all__ = [
     "Stressor",
     "Task",
     "__version__",
+    "export_model",
     "stream",
 ]
 
@@ -40,6 +42,7 @@ _MODULES = {
     "Payload": "wire",
     "Stressor": "hooks",
     "Task": "tasks",
+    "export_model": "cli.export",
     "stream": "rng",
 }
 

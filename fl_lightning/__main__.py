@@ -23,16 +23,20 @@ def main(argv: list[str] | None = None) -> int:
 
     An exception that is a bug is raised, unless its traceback is in the ``run.log`` of a run.
     """
+    describe = argv is None and "torch" not in sys.modules
     argv = sys.argv[1:] if argv is None else argv
     try:
         code = answer_quickly(argv)
         if code is None:
+            from fl_lightning.cli.early import refuse_early  # imports yaml, which --help does without
+
+            refuse_early(argv[0], argv[1:])
             # idle threads that spin would cost many times what they save on a busy machine
             os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
             with garbage_collection_off():
                 from fl_lightning.cli.parser import run
 
-            run(argv[0], argv[1:])
+            run(argv[0], argv[1:], describe=describe)
     except InputError as error:
         return _one_line(error, str(error), code=2)
     except RunStopped as error:

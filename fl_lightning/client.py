@@ -17,9 +17,9 @@ class Client:
         train: indices of its training examples in the data module's training set, int64 ``[n_k]``; may be
             empty.
         val: indices of its validation examples in the same set, disjoint from ``train``; may be empty.
-        state: tensors that the method keeps on this client between rounds; they are saved in checkpoints and
-            never sent to the server. Of several processes, rank 0 and the one that trained the client last
-            have them; elsewhere it is empty.
+        state: tensors that the method keeps on this client between rounds, of the last round in which its
+            upload counted; they are saved in checkpoints and never sent to the server. Of several processes,
+            rank 0 and the one that trained the client last have them; elsewhere it is empty.
     """
 
     id: int

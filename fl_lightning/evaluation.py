@@ -5,7 +5,8 @@ clients, each class in proportion to the training examples of it that they hold:
 whatever their number, and ``test/accuracy`` is the accuracy where the examples would turn up.
 
 Metrics are sums over batches (:class:`fl_lightning.tasks.Task`), added in the order of the batches whichever
-rank made them. Outputs are collected only for those who ask for probabilities.
+rank made them. Metrics that the user has named are states of each batch, merged in the same order. Outputs
+are collected only for those who ask for probabilities.
 
 A machine that has some of the clients alone makes their part of these sums (:func:`sums_on_test_set`,
 :func:`sums_of_validation`); :func:`on_test_set` and :func:`validate` take sums that were made elsewhere.
@@ -13,6 +14,7 @@ A machine that has some of the clients alone makes their part of these sums (:fu
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from itertools import islice
@@ -24,20 +26,27 @@ import numpy as np
 import torch
 from lightning.fabric import Fabric
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map
 
 from fl_lightning.client import Client
 from fl_lightning.data import FederatedData
+from fl_lightning.data.example_batches import Split
 from fl_lightning.distributed import collectives
 from fl_lightning.methods import Method
+from fl_lightning.methods.module_steps import ModuleLogs
 from fl_lightning.metrics import client_spread
+from fl_lightning.metrics.states import MetricStates
 from fl_lightning.models import MeasuredNetwork
 from fl_lightning.rng import stream
 from fl_lightning.tasks import Sums, Task
+from fl_lightning.tasks.base import in_float32
 
 T = TypeVar("T")
 States = Mapping[int, dict[str, Tensor]]
 NO_STATES: States = MappingProxyType({})
 NO_HOLDERS: Mapping[int, int] = MappingProxyType({})
+TRIED_EXAMPLES = 16
+"""Examples that metrics are tried out on before a run begins."""
 MAX_PARTS = 2**32
 """Batches of one client are numbered below it, so that all batches of all clients have an order: batch p of
 client k is number ``k * MAX_PARTS + p``."""
@@ -108,6 +117,8 @@ def on_test_set(
     *,
     answers: bool = True,
     sums: Mapping[str, Tensor] | None = None,
+    named: Mapping[str, Tensor] | None = None,
+    logs: Mapping[str, Tensor] | None = None,
 ) -> tuple[dict[str, float], tuple[Tensor, Tensor] | None]:
     """Evaluate the global model, or each client's own, on the global test set.
 
@@ -117,17 +128,25 @@ def on_test_set(
         answers: whether all outputs are collected; the metrics are sums over batches in any case.
         sums: what :func:`sums_on_test_set` gave for all clients, on other machines; then there are no
             answers.
+        named, logs: the states that it has left there.
 
     Returns:
         Metrics ``test/<metric>``; with ``answers`` the probabilities ``[n, C]`` and the targets ``[n]``, in
         the order of the test set, else None.
     """
-    task = data.task
+    task, states_of_named = data.task, MetricStates(named)
+    logged_here = ModuleLogs("test", data.seed, method.round, logs)
     columns: list[tuple[int, tuple[Tensor, ...]]] | None = [] if answers and sums is None else None
     if sums is None:
-        sums = sums_on_test_set(fabric, method, data, states, holders, columns)
-    means = averages(_totals(sums), method.counted_metrics)
+        sums = sums_on_test_set(fabric, method, data, states, holders, columns, states_of_named, logged_here)
+    every = collectives.gather_parts(sums)
+    means = averages(_totals(every), method.counted_metrics)
     metrics = {_metric_name(name): float(value) for name, value in task.finish(means).items()}
+    if is_test_set_dealt(method, data):
+        metrics |= _personal(task, every) | _global(fabric, method, data)
+    found = MetricStates.of_metrics(collectives.gather_parts(states_of_named.tensors) if task.named else {})
+    metrics |= {f"test/{one.name}": one.value(found["", one.name]) for one in task.named if found}
+    metrics = logged(method, logged_here) | metrics
     if columns is None:
         return metrics, None
     outputs, target = gather_columns(columns)
@@ -145,6 +164,8 @@ def sums_on_test_set(
     states: States = NO_STATES,
     holders: Mapping[int, int] = NO_HOLDERS,
     columns: list[tuple[int, tuple[Tensor, ...]]] | None = None,
+    named: MetricStates | None = None,
+    logs: ModuleLogs | None = None,
 ) -> dict[str, Tensor]:
     """Return sum and weight of each metric over this rank's batches of the test set, float64 ``[2]`` on the
     CPU, by ``<number of the batch>/<metric>``.
@@ -152,6 +173,8 @@ def sums_on_test_set(
     Args:
         holders: as of :func:`on_test_set`; a client of another machine has the rank -1.
         columns: takes outputs and targets of each batch with its number; None: they are not kept.
+        named: takes the states of ``task.named`` after each batch; None: they are not evaluated.
+        logs: takes what the ``test_step`` of a LightningModule logs; None: it is not called.
     """
     if is_test_set_dealt(method, data):
         batches = _dealt_batches(method, data, deal_test_set(data), states, holders)
@@ -161,13 +184,55 @@ def sums_on_test_set(
     sums: dict[str, Tensor] = {}
     for number, network, (inputs, target) in batches:
         outputs, found = evaluate_batch(fabric, data.task, network, inputs, target)
-        sums |= {
-            f"{number}/{name}": torch.stack([total.sum(), weight.sum()]).cpu()
-            for name, (total, weight) in found.items()
-        }
+        sums |= _of_batch(number, found)
         if columns is not None:
             columns.append((number, (outputs, target)))
+        if named is not None:
+            add_states(named, data.task, number, outputs, target)
+        if logs is not None:
+            with fabric.autocast():
+                logs.add(number, network, (inputs, target), len(target), number % MAX_PARTS)
     return sums
+
+
+def logged(method: Method, logs: ModuleLogs) -> dict[str, float]:
+    """Return what a LightningModule's own step has logged on all ranks."""
+    if method.module is None:
+        return {}
+    return logs.metrics(collectives.gather_parts(logs.states.tensors), method.network)
+
+
+def add_states(
+    states: MetricStates, task: Task, number: int, outputs: Any, target: Tensor, whose: str = ""
+) -> None:
+    """Add the states of the metrics that the user has named after one batch."""
+    forms = task.metric_inputs(outputs, target) if task.named else ()
+    for one in task.named:
+        states.add(number, one.name, one.state(forms), whose)
+
+
+def check_named(fabric: Fabric, method: Method, data: FederatedData) -> None:
+    """Try the metrics that the user has named out on a few examples, before anything is created.
+
+    Raises:
+        InputError: one does not take what the task gives.
+    """
+    if not data.task.named:
+        return
+    split: Split = "test" if len(data.test_target) else "train"
+    every = data.test_target if split == "test" else data.train_target
+    index = torch.arange(min(TRIED_EXAMPLES, len(every)), device=data.device)
+    client = data.client(int(data.active[0])) if method.personalised else None
+    network = method.deploy(client)
+    with torch.no_grad(), evaluation_mode(network), fabric.autocast():
+        if isinstance(network, MeasuredNetwork):
+            network.expect(every[index])
+        outputs = in_float32(network(data.inputs(split, index)))
+    if isinstance(outputs, Tensor):  # what is not finite is NaN in the rounds, and no reason to refuse
+        outputs = outputs.nan_to_num()
+    forms = data.task.metric_inputs(outputs, every[index])
+    for one in data.task.named:
+        one.choose_form(forms, type(data.task).__name__, data.task.metric_form)
 
 
 def is_test_set_dealt(method: Method, data: FederatedData) -> bool:
@@ -199,14 +264,23 @@ def evaluate_batch(
         }
 
 
+def _of_batch(number: int, found: Sums) -> dict[str, Tensor]:
+    """Return sum and weight of each metric over a batch, by ``<number>/<metric>``, float64 ``[2]`` on the
+    CPU."""
+    return {
+        f"{number}/{name}": torch.stack([total.sum(), weight.sum()]).cpu()
+        for name, (total, weight) in found.items()
+    }
+
+
 def _totals(sums: Mapping[str, Tensor]) -> dict[str, tuple[np.ndarray, np.ndarray]]:
-    """Add up what the ranks found, in the order of the batches and not of the ranks.
+    """Add up what all ranks found, in the order of the batches and not of the ranks.
 
     Args:
         sums: by ``<number of the batch>/<metric>``, sum and weight, float64 ``[2]``.
     """
     found: dict[str, list[tuple[int, Tensor]]] = {}
-    for key, pair in collectives.gather_parts(sums).items():
+    for key, pair in sums.items():
         number, _, name = key.partition("/")
         found.setdefault(name, []).append((int(number), pair))
     totals = {
@@ -214,6 +288,30 @@ def _totals(sums: Mapping[str, Tensor]) -> dict[str, tuple[np.ndarray, np.ndarra
         for name, pairs in sorted(found.items())
     }
     return {name: (total[0], total[1]) for name, total in totals.items()}
+
+
+def _personal(task: Task, sums: Mapping[str, Tensor]) -> dict[str, float]:
+    """Return the mean over clients of the task's metrics of each client's own model, on the test examples
+    that are dealt to it: every client counts once, however many they are."""
+    of_clients: dict[int, dict[str, Tensor]] = {}
+    for key, pair in sums.items():
+        number, _, name = key.partition("/")
+        of_clients.setdefault(int(number) // MAX_PARTS, {})[f"{number}/{name}"] = pair
+    each = [task.finish(averages(_totals(own))) for _, own in sorted(of_clients.items())]
+    names = [name for name in task.per_client if each and name in each[0]]
+    return {f"personal/{name}": float(np.mean([found[name] for found in each])) for name in names}
+
+
+def _global(fabric: Fabric, method: Method, data: FederatedData) -> dict[str, float]:
+    """Return the task's metrics of a personalised method's one model for all, on the whole test set."""
+    if not method.has_global_model:
+        return {}
+    network, task = method.deploy(), data.task
+    sums: dict[str, Tensor] = {}
+    for number, (inputs, target) in share(data.test_batches()):
+        sums |= _of_batch(number, evaluate_batch(fabric, task, network, inputs, target)[1])
+    found = task.finish(averages(_totals(collectives.gather_parts(sums))))
+    return {f"global/{name}": float(found[name]) for name in task.per_client if name in found}
 
 
 def averages(sums: Mapping[str, Any], counted: Collection[str] = ()) -> dict[str, np.ndarray]:
@@ -266,6 +364,7 @@ def validate(
     states: States = NO_STATES,
     holders: Mapping[int, int] = NO_HOLDERS,
     sums: Mapping[str, Tensor] | None = None,
+    logs: ModuleLogs | None = None,
 ) -> dict[str, dict[int, float]]:
     """Return ``task.per_client`` metrics, the loss and what a network measures of its own passes, of each
     client on its own validation examples, where it has any: by metric, then by the client's id. All are means
@@ -273,10 +372,11 @@ def validate(
 
     Args:
         sums: what :func:`sums_of_validation` gave for all clients, on other machines; None: it is asked here.
+        logs: takes what the ``validation_step`` of a LightningModule logs; None: it is not called.
     """
-    task = data.task
+    task, named = data.task, MetricStates()
     if sums is None:
-        sums = sums_of_validation(fabric, method, data, states, holders)
+        sums = sums_of_validation(fabric, method, data, states, holders, named=named, logs=logs)
     found = by_metric(collectives.gather_parts(sums))
     if not found:
         return {}
@@ -288,7 +388,27 @@ def validate(
     metrics = task.finish(means)
     measured = [name for name in metrics if "/" in name]
     wanted = dict.fromkeys((*task.per_client, *({"loss"} & metrics.keys()), *measured))
-    return {name: dict(zip(ids.tolist(), metrics[name].tolist(), strict=True)) for name in wanted}
+    values = {name: dict(zip(ids.tolist(), of.tolist(), strict=True)) for name, of in metrics.items()}
+    values |= values_of_clients(task, collectives.gather_parts(named.tensors) if task.named else {})
+    for one in task.named:  # clients of other machines that have no value say NaN
+        values[one.name] = {id: v for id, v in values.get(one.name, {}).items() if not math.isnan(v)}
+    return {name: values[name] for name in wanted}
+
+
+def values_of_clients(task: Task, tensors: Mapping[str, Tensor]) -> dict[str, dict[int, float]]:
+    """Return the metrics that the user has named of each client, by metric and by the client's id. One whose
+    examples are too few for a metric has none, such as of R2 with a single one.
+
+    Args:
+        tensors: states of all ranks, see :class:`fl_lightning.metrics.states.MetricStates`.
+    """
+    by_name = {one.name: one for one in task.named}
+    values: dict[str, dict[int, float]] = {}
+    for (id, name), batches in MetricStates.of_metrics(tensors).items():
+        value = by_name[name].value_if_defined(batches)
+        if value is not None:
+            values.setdefault(name, {})[int(id)] = value
+    return {name: dict(sorted(of.items())) for name, of in sorted(values.items())}
 
 
 def sums_of_validation(
@@ -298,22 +418,34 @@ def sums_of_validation(
     states: States = NO_STATES,
     holders: Mapping[int, int] = NO_HOLDERS,
     clients: Iterable[int] | None = None,
+    named: MetricStates | None = None,
+    logs: ModuleLogs | None = None,
 ) -> dict[str, Tensor]:
     """Return sum and weight of each metric over the clients in this rank's batches of validation examples: by
     ``<number of the batch>/<metric>`` a row for each client, with its id, sum and weight, float64 ``[k, 3]``.
 
     Args:
         clients: evaluate the examples of these clients, each by itself; None: those of all.
+        named: takes the states of ``task.named`` of each client; None: they are not evaluated.
+        logs: as of :func:`validate`.
     """
     sums: dict[str, Tensor] = {}
     batches = _validation_batches(method, data, states, holders, clients)
     for number, network, (inputs, target, owners) in batches:
-        _, found = evaluate_batch(fabric, data.task, network, inputs, target)
+        outputs, found = evaluate_batch(fabric, data.task, network, inputs, target)
         ids, index = torch.unique(owners, return_inverse=True)
         for name, (total, weight) in found.items():
             pairs = torch.stack([total, weight], 1)
             rows = pairs.new_zeros(len(ids), 2).index_add_(0, index.to(pairs.device), pairs)
             sums[f"{number}/{name}"] = torch.cat([ids.to(rows)[:, None], rows], 1)
+        if named is not None and data.task.named:
+            for id in ids.tolist():
+                mine = (owners == id).to(target.device)
+                own = tree_map(lambda part, mine=mine: part[mine], outputs)
+                add_states(named, data.task, number, own, target[mine], str(id))
+        if logs is not None:
+            with fabric.autocast():
+                logs.add(number, network, (inputs, target), len(target), number % MAX_PARTS)
     return sums
 
 
@@ -340,13 +472,14 @@ def spread_over_clients(data: FederatedData, validated: Mapping[str, dict[int, f
     metrics: dict[str, float] = {}
     for name in task.per_client if validated else ():
         of_clients = validated[name]
-        metrics |= client_spread(
+        spread = client_spread(
             list(of_clients.values()),
             data.val_sizes[list(of_clients)],
             metric=name,
             higher_is_better=name not in task.lower_is_better,
             is_hits=name in task.hits,
         )
+        metrics = {**metrics, **spread, **metrics}  # the number of clients is that of the first metric
     return metrics
 
 

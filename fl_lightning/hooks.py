@@ -8,6 +8,7 @@ client)``.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,8 +19,7 @@ from torch import Tensor
 from fl_lightning.client import Assignment, Client
 from fl_lightning.errors import InputError
 from fl_lightning.support.overriding import overrides
-from fl_lightning.support.recorded import Recorded
-from fl_lightning.tasks import Classification, Task
+from fl_lightning.support.recorded import Recorded, arguments_of
 from fl_lightning.wire import Payload
 
 if TYPE_CHECKING:
@@ -44,7 +44,7 @@ class RunFiles(Protocol):
 
 
 class Context(RunFiles, Protocol):
-    """What a callback may read of the run: a :class:`fl_lightning.loop.Federation`."""
+    """What a callback may read of the run: a :class:`fl_lightning.federation.Federation`."""
 
     seed: int
     max_rounds: int
@@ -52,6 +52,8 @@ class Context(RunFiles, Protocol):
     fabric: Any
     method: Any
     data: Any
+    aggregation: Any
+    callbacks: Any
 
 
 @dataclass
@@ -63,16 +65,20 @@ class RoundRecord:
         metrics: metrics by name; meters add to them.
         clients: metrics of each client on its own validation examples, by name and by the client's id; empty
             where the round was not evaluated.
+        named: ids of clients that sent wrong shares in the round's secure sum.
     """
 
     round: int
     metrics: dict[str, float] = field(default_factory=dict)
     clients: dict[str, dict[int, float]] = field(default_factory=dict)
+    named: set[int] = field(default_factory=set)
 
 
 class Callback(Recorded):
     """Base of stressors and meters. What must survive a resume goes through ``state_dict``; there is no other
     state."""
+
+    settings_shown = ("{cls}({name}={value})", "{name}: {value}")
 
     def on_check(self, context: Context) -> None:
         """Check own arguments against the run before anything is created.
@@ -107,6 +113,9 @@ class Stressor(Callback):
     None may depend on ``client.state``, which is not on all of several processes.
     """
 
+    attacks: bool = False
+    """Whether it replaces what clients have learned, which not all methods have them send."""
+
     def change_cohort(self, cohort: list[Assignment], *, round: int, context: Context) -> list[Assignment]:
         return cohort
 
@@ -125,6 +134,17 @@ class Stressor(Callback):
     ) -> Payload | None:
         """Return the same upload, decoded; None when it is lost."""
         return upload
+
+    def change_uploads(
+        self, uploads: dict[int, Payload], *, round: int, context: Context
+    ) -> dict[int, Payload]:
+        """Return the uploads of the round that count, by client id, where some of them depend on the others;
+        one that is left out is lost.
+
+        Where a stressor has this hook, each process of the run is sent all uploads; under a secure sum or
+        client-level privacy there are none.
+        """
+        return uploads
 
 
 class Meter(Callback):
@@ -174,20 +194,77 @@ def reads_probabilities(callback: object) -> bool:
     return hasattr(callback, "on_evaluate")
 
 
-def check_probabilities(callbacks: Iterable[object], task: Task) -> None:
-    """Refuse callbacks that need probabilities of classes where the task has none.
+def sees_uploads(callback: object) -> bool:
+    """Return whether a callback changes uploads knowing all of the round."""
+    return isinstance(callback, Stressor) and overrides(callback, Stressor, "change_uploads")
+
+
+def hooks_of(base: type) -> dict[str, inspect.Signature]:
+    """Return the hooks that a base of callbacks defines, with their signatures, in the order of the file."""
+    return {
+        name: inspect.signature(function)
+        for name, function in vars(base).items()
+        if inspect.isfunction(function) and not name.startswith("_")
+    }
+
+
+def check_signatures(callbacks: Iterable[object]) -> None:
+    """Refuse callbacks with a hook that cannot be called as the base class's is.
 
     Raises:
-        InputError: there is one.
+        InputError: there is one, which would end the run in the middle of a round.
     """
     for callback in callbacks:
-        if reads_probabilities(callback) and not isinstance(task, Classification):
-            name = type(callback).__name__
+        bases = (Callback, Stressor, Meter) if isinstance(callback, Stressor) else (Callback, Meter)
+        for hook, right in ((hook, right) for base in bases for hook, right in hooks_of(base).items()):
+            given = getattr(callback, hook, None)
+            if given is None or _takes(given, right):
+                continue
+            arguments = [
+                f"{one.name}={one.name}" if one.kind is one.KEYWORD_ONLY else one.name
+                for one in [*right.parameters.values()][1:]
+            ]
             raise InputError(
-                f"{name} where the task is {type(task).__name__}",
-                "it reads the probabilities of the classes of every test example",
-                f"leave callbacks.{name} out",
+                f"{type(callback).__name__}.{hook}{_without_types(given)}",
+                f"it is called as {hook}({', '.join(arguments)})",
+                f"write def {hook}{_without_types(right)}",
             )
+
+
+def _takes(hook: Any, right: inspect.Signature) -> bool:
+    """Return whether a bound hook can be called with the arguments of the base class's."""
+    _, *arguments = right.parameters.values()
+    by_name = {one.name: None for one in arguments if one.kind is one.KEYWORD_ONLY}
+    try:
+        inspect.signature(hook).bind(*[None] * (len(arguments) - len(by_name)), **by_name)
+    except TypeError:
+        return False
+    except ValueError:  # a builtin function has no signature to read
+        return True
+    return True
+
+
+def _without_types(hook: Any) -> str:
+    """Return the parameters of a hook as its definition has them, without types."""
+    if not isinstance(hook, inspect.Signature):
+        if not callable(hook):
+            return f" = {hook!r}"
+        hook = inspect.signature(getattr(hook, "__func__", hook))
+    plain = [one.replace(annotation=inspect.Parameter.empty) for one in hook.parameters.values()]
+    return str(inspect.Signature(plain))
+
+
+def stressors_text(callbacks: Iterable[object]) -> str:
+    """Return by what a run is stressed, or that it is not, for the first lines of its log.
+
+    A meter that uses a stressor's hook to observe is none.
+    """
+    found = [one for one in callbacks if isinstance(one, Stressor) and not isinstance(one, Meter)]
+    shown = [
+        f"{type(one).__name__}({', '.join(f'{name}={value}' for name, value in arguments_of(one).items())})"
+        for one in found
+    ]
+    return f"stressed by: {', '.join(shown)}" if shown else "no stressors"
 
 
 def stop_reason(callbacks: Iterable[object]) -> str:

@@ -13,6 +13,7 @@ import yaml
 
 from fl_lightning.errors import InputError
 from fl_lightning.support.documents import read_document
+from fl_lightning.support.recorded import former_path
 from fl_lightning.support.redaction import redact_settings
 
 FREE_KEYS = (
@@ -55,13 +56,19 @@ NEUTRAL_VALUES = {
     "model.init_args.module": None,
     "model.init_args.terms": None,
     "model.init_args.weigh_by": "examples",
+    "model.init_args.server_optimizer": None,
+    "model.init_args.personal": None,
+    "model.init_args.finetune": None,
     "model.init_args.network.init_args.adapter": "lora",
     "model.init_args.loss": "cross_entropy",
     "data.init_args.batch_tokens": None,
+    "data.init_args.metrics": None,
+    "data.init_args.primary": None,
 }
 """Settings that came after version 0.1.0, by pattern, with the value that runs of that version had."""
-NEUTRAL_VALUES_OF_CLASS = {
+NEUTRAL_VALUES_OF_CLASS: dict[str, dict[str, Any]] = {
     "TextFiles": {"data.init_args.generate": False, "data.init_args.primary": "perplexity"},
+    "TableData": {"data.init_args.missing": None, "data.init_args.text": None},
 }
 """Settings that a class of data got later and others always had, by the name of the class."""
 ALWAYS_HASHED = {"model.init_args.module": "fl_lightning.methods.FedAvg"}
@@ -73,8 +80,13 @@ SAME_CLASS = {
     "fl_lightning.Meter": "fl_lightning.hooks.Meter",
     "fl_lightning.Method": "fl_lightning.methods.Method",
     "fl_lightning.Stressor": "fl_lightning.hooks.Stressor",
+    **{
+        f"fl_lightning.aggregation.averages.{name}": f"fl_lightning.methods.{name}"
+        for name in ("CoordinateMedian", "NormClipping", "TrimmedMean", "WeightedMean")
+    },
 }
-"""Class paths that configurations may have since the package has public names, and what they had before."""
+"""Class paths that the command line writes into configurations since the package has public names, or since
+classes have moved, and what it wrote before."""
 
 
 def config_of(run: Path) -> dict[str, Any]:
@@ -143,6 +155,8 @@ def result_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
     def same(key: str, value: Any) -> Any:
         if key.endswith("class_path"):
             return SAME_CLASS.get(value, value)
+        if isinstance(value, str):
+            return former_path(value)
         former = (default for name, default in FORMER_DEFAULTS.items() if fnmatchcase(key, name))
         return next(former, None) if value is None else value
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from tiny_language import tiny
 
 from fl_lightning.energy import CostLine, CostTable, MeasuredCost
-from fl_lightning.models.options import add_switches
+from fl_lightning.energy.switched import add_switches
 
 GROUPS = [layer.name for layer in add_switches(tiny(259))]
 

@@ -9,16 +9,27 @@ import sys
 from functools import partial
 from pathlib import Path
 
+import torch
 from lightning.fabric.utilities.rank_zero import rank_zero_only
+from lightning.pytorch import LightningModule
 from ten import TEN, make
 from torch import nn
+from torch.nn import functional as F
 from torch.optim.lr_scheduler import ExponentialLR
+from torchmetrics import MetricCollection
+from torchmetrics.classification import (
+    MulticlassAUROC,
+    MulticlassCalibrationError,
+    MulticlassF1Score,
+    MulticlassPrecision,
+)
 from toy import run, sgd
 
-from callbacks import SecureDropout
+from callbacks import ByzantineClients, SecureDropout
+from fl_lightning import rng
 from fl_lightning.data import IID, FederatedImages
 from fl_lightning.hooks import Meter, Stressor
-from fl_lightning.methods import Method
+from fl_lightning.methods import Bulyan, CenteredClipping, FedAvg, FLTrust, Method, WeightedMean
 from fl_lightning.models import SmallCNN
 from fl_lightning.privacy import ClientPrivacy
 from fl_lightning.privacy.secure import PHASES, SecureSum
@@ -33,6 +44,9 @@ class Dropped(nn.Module):
 
     def forward(self, images):
         return self.body(self.dropout(images))
+
+
+MANY = (*TEN, "clipped", "FedAdam", "FedExP", "FedACG")
 
 
 def method_of(name: str) -> Method:
@@ -98,6 +112,70 @@ class DamagesMasked(Stressor):
         return upload[:-1] + bytes([upload[-1] ^ 1]) if damaged else upload
 
 
+class LoggingLit(LightningModule):
+    """A module that logs numbers, a metric and a collection of metrics in its evaluation steps."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Flatten(), nn.Linear(3 * 32 * 32, 10))
+        self.f1 = MulticlassF1Score(10)
+        self.many = MetricCollection([MulticlassPrecision(10), MulticlassAUROC(10)])
+
+    def forward(self, x):
+        return self.net(x)
+
+    def training_step(self, batch, batch_idx):
+        x, y = batch
+        outputs = self(x)
+        self.f1.update(outputs.detach(), y)  # left in its state, which must not reach an evaluation
+        return F.cross_entropy(outputs, y)
+
+    def validation_step(self, batch, batch_idx):
+        x, y = batch
+        self.f1(self(x), y)
+        self.log_dict({"val_loss": F.cross_entropy(self(x), y), "val/f1": self.f1})
+
+    def test_step(self, batch, batch_idx):
+        x, y = batch
+        outputs = self(x)
+        self.f1(outputs, y)
+        self.many.update(outputs.softmax(1), y)
+        self.log("f1", self.f1)
+        self.log_dict(self.many)
+        self.log("test/noise", torch.rand(()) * 0 + len(y), batch_size=1)
+        self.log("batches", batch_idx, reduce_fx="max")
+        self.log("examples", float(len(y)), reduce_fx=torch.sum)
+        self.log("accuracy", -1.0)
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.05)
+
+
+def seeded_lit(cls: type[LoggingLit] = LoggingLit) -> LoggingLit:
+    with rng.torch_stream(0, "weights"):
+        return cls()
+
+
+def fit_named(root: Path, **settings) -> None:
+    """Runs with named metrics: of one model, of personal ones, and of a module that logs by itself."""
+    metrics = [MulticlassF1Score, MulticlassAUROC, MulticlassCalibrationError]
+    for name in ("FedAvg", "LocalOnly", "module"):
+        data = data_of(name)
+        data.metrics, data.primary = metrics, "f1_score"
+        method = FedAvg(module=seeded_lit()) if name == "module" else method_of(name)
+        own = {"max_rounds": 2, "local_epochs": 1, "experiment": name, "run_name": "run", **settings}
+        run(method, data, root, **own)
+
+
+def fit_robust(root: Path, **settings) -> None:
+    """Runs whose averages keep something or train, among attackers that know all uploads."""
+    averages = {"v": CenteredClipping(0.2), "root": FLTrust(2), "bulyan": Bulyan(0), "mean": WeightedMean()}
+    for name, average in averages.items():
+        data, method = data_of("FedKD"), make("FedAvg", optimizer=sgd(0.05), network=Dropped, average=average)
+        own = {"max_rounds": 2, "local_epochs": 1, "experiment": name, "run_name": "run", **settings}
+        run(method, data, root, callbacks=[ByzantineClients(0.4, "min_max")], **own)
+
+
 SECURE = {
     "participation": 1.0,
     "max_rounds": 3,
@@ -109,10 +187,14 @@ SECURE = {
 if __name__ == "__main__":
     folder, what = Path(sys.argv[1]), sys.argv[2]
     if what == "all":
-        for method in (*TEN, "clipped"):
+        for method in MANY:
             fit(method, folder, devices=2, strategy="ddp", rank_timeout=120)
     elif what.startswith("secure"):  # and on how many ranks
         fit("FedMPQ", folder, devices=int(what.removeprefix("secure")), strategy="ddp", **SECURE)
+    elif what == "named":
+        fit_named(folder, devices=2, strategy="ddp", rank_timeout=120)
+    elif what == "robust":
+        fit_robust(folder, devices=2, strategy="ddp", rank_timeout=120)
     elif what == "private":
         fit_private(folder, devices=2, strategy="ddp", rank_timeout=120)
     elif what == "torchrun":

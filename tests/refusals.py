@@ -7,6 +7,7 @@ from contextlib import contextmanager
 
 import pytest
 
+from fl_lightning.cli import types
 from fl_lightning.errors import InputError, ThreePartError
 
 
@@ -19,3 +20,14 @@ def refused(given: str, instead: str = "", kind: type[ThreePartError] = InputErr
     assert given in error.given, error.given
     assert instead in error.instead, error.instead
     assert error.rule
+
+
+def know_installed_classes_alone(patch: pytest.MonkeyPatch) -> None:
+    """Keep the command line from classes that tests of this process defined."""
+    all_of = types.subclasses_of
+
+    def those_that_are_installed(cls: type) -> list[type]:
+        rooms = ("fl_lightning.", "callbacks.", "torch.", "lightning.", "torchmetrics.")
+        return [one for one in all_of(cls) if one.__module__.startswith(rooms)]
+
+    patch.setattr(types, "subclasses_of", those_that_are_installed)

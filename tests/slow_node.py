@@ -7,10 +7,10 @@ import sys
 import time
 from pathlib import Path
 
-from fl_lightning.deploy import fleet, launch
-from fl_lightning.deploy.build import builder
-from fl_lightning.deploy.messages import Message
-from fl_lightning.deploy.node import Node, NodeSettings
+from fl_lightning.deploy.flower import fleet, launch
+from fl_lightning.deploy.node.build import builder
+from fl_lightning.deploy.node.node import Node, NodeSettings
+from fl_lightning.deploy.protocol.messages import Message
 
 
 def main() -> None:

@@ -19,7 +19,7 @@ from toy import run, sgd
 from fl_lightning.hooks import Meter
 from fl_lightning.methods import FedAvg, LocalOnly, Method
 
-KEEPING = ("LocalOnly", "Anchored", "FedMosaic")
+KEEPING = ("LocalOnly", "Anchored", "FedMosaic", "FedPer")
 ROUNDS = 5
 
 

@@ -66,6 +66,7 @@ def make_run(
     tags: Mapping[str, str] | None = None,
     chosen: str = "last",
     tested_round: int | None = None,
+    guess: float | None = None,
     **history: Any,
 ) -> Path:
     """One run; ``history`` goes to :func:`history_of`."""
@@ -93,6 +94,8 @@ def make_run(
         "tracking_run_id": None,
         "tags": {"study": folder.name, "label": label, **levels, **(tags or {})} if tagged else {},
     }
+    if guess is not None:
+        metadata["constant_guess"] = guess
     if task is not CLASSIFICATION:  # runs of release 0.1 do not say it
         metadata["task"] = task_of(task)
     if status == "finished":

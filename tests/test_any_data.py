@@ -182,7 +182,7 @@ WRONG = {
     "a stream": (Stream(), {}, "Stream has no length or no items by position"),
     "no pair": ([torch.ones(3)] * 9, {}, "item 0; an item is .input, target. or a dictionary, and this is a Tensor"),
     "no target": ([{"x": 1, "y": 2}] * 9, {}, "nothing says which is the target; write target: NAME"),
-    "wrong target": ([{"x": 1, "label": 2}] * 9, {"target": "labl"}, "target=labl; .* did you mean label"),
+    "wrong target": ([{"x": 1, "label": 2}] * 9, {"target": "labl"}, "target=labl; .* write label"),
     "wrong input": ([{"x": 1, "y": 2}] * 9, {"target": "y", "input": "z"}, "input=z"),
     "wrong place": (pairs(), {"client": 2}, "client=2; .* is a tuple of 2; write a position from 0 to 1"),
     "text": ([("a text", 1)] * 9, {}, "an input is a tensor, an array, an image or numbers, and this is a str"),

@@ -10,6 +10,7 @@ from test_weighing import Keeps
 from tiny_language import adam, fit, records, tiny
 
 from fl_lightning import methods
+from fl_lightning.aggregation.receiving import check_values
 from fl_lightning.errors import InputError
 from fl_lightning.methods import (
     CoordinateMedian,
@@ -21,7 +22,6 @@ from fl_lightning.methods import (
     Oracle,
     TrimmedMean,
 )
-from fl_lightning.methods.receiving import check_values
 from fl_lightning.wire import Layout, Payload, PayloadError
 
 

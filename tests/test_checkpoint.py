@@ -14,9 +14,10 @@ import pytest
 import torch
 from matplotlib.figure import Figure
 
-from fl_lightning.run.checkpoint import CheckpointError, checkpoints_in, load_checkpoint, save_checkpoint
+from fl_lightning.run.checkpoint import CheckpointError, load_checkpoint, save_checkpoint
 from fl_lightning.run.directory import RunDirectory, is_plain_name
 from fl_lightning.run.log import RunLog
+from fl_lightning.run.paths import checkpoints_in
 from fl_lightning.run.tables import CsvTable, numbers
 from fl_lightning.support import disk
 from fl_lightning.support.redaction import redact, redact_arguments, redact_settings

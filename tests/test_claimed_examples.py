@@ -16,9 +16,15 @@ from refusals import refused
 from ten import TEN
 
 from callbacks import ByzantineClients
+from fl_lightning.aggregation.averages import (
+    CoordinateMedian,
+    NormClipping,
+    TrimmedMean,
+    WeightedMean,
+    capped,
+)
+from fl_lightning.aggregation.receiving import check_examples
 from fl_lightning.client import Client
-from fl_lightning.methods.averaging import CoordinateMedian, NormClipping, TrimmedMean, WeightedMean, capped
-from fl_lightning.methods.receiving import check_examples
 from fl_lightning.wire import Payload, PayloadError
 
 HUGE = 2**62

@@ -9,12 +9,14 @@ import os
 import subprocess
 import sys
 from contextlib import suppress
+from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import yaml
+from refusals import know_installed_classes_alone
 
 from fl_lightning.__main__ import garbage_collection_off, main
 from fl_lightning.cli import commands
@@ -308,6 +310,7 @@ def test_help_of_a_class_is_one_screen(
     runs: list[SimpleNamespace], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("COLUMNS", "100")
+    know_installed_classes_alone(monkeypatch)
     for flag, words in (
         ("--model.help FedAvg", "--model.average"),
         ("--trainer.callbacks.help=LabelNoise", "--trainer.callbacks.round"),
@@ -322,7 +325,12 @@ def test_help_of_a_class_is_one_screen(
     assert main(["fit", "--model.help", "FedMPQKD"]) == 0
     assert capsys.readouterr().out.count("\n") <= 70
     assert main(["fit", "--model.help"]) == 0
-    assert "FedProx" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "FedProx" in printed
+    lists = printed.split(":\n")
+    kinds = {title.splitlines()[-1]: names for title, names in pairwise(lists)}
+    assert "QFedAvg" in kinds["quantised"]
+    assert "FedKD" not in kinds["quantised"]
     assert main(["fit", "--model.help", "FedAvgg"]) == 2
     assert "write --model.help FedAvg\n" in capsys.readouterr().err
 

@@ -94,7 +94,7 @@ def test_a_planted_null_has_no_winner(tmp_path):
     """Four baselines, three seeds, nothing between them. Broken on purpose: without Holm's correction there
     would be winners."""
     trials = [planted(tmp_path, trial, 0.0, 3, 4) for trial in range(100)]
-    assert [one.ranking({}).winner for one in trials].count(None) >= 94
+    assert [one.ranking({}).leader for one in trials].count(None) >= 94
     families = [one.differences("final/accuracy", {}) for one in trials]
     raw = sum(any(one.test.p_t < 0.05 for one in family) for family in families)
     corrected = sum(any(one.test.p_holm < 0.05 for one in family) for family in families)
@@ -104,13 +104,13 @@ def test_a_planted_null_has_no_winner(tmp_path):
 def test_a_clear_winner_is_named_and_a_baseline_may_lead(tmp_path):
     make_study(
         tmp_path,
-        {"P": {s: 0.95 + 0.001 * s for s in range(4)}, "B": {s: 0.8 + 0.002 * (s % 3) for s in range(4)}},
+        {"P": {s: 0.95 + 0.001 * s for s in range(5)}, "B": {s: 0.8 + 0.002 * (s % 3) for s in range(5)}},
         proposed=["P"],
     )
     assert comparison_of(tmp_path).ranking({}).winner == "P"
     make_study(
         tmp_path,
-        {"P": {s: 0.8 + 0.002 * (s % 3) for s in range(4)}, "B": {s: 0.95 + 0.001 * s for s in range(4)}},
+        {"P": {s: 0.8 + 0.002 * (s % 3) for s in range(5)}, "B": {s: 0.95 + 0.001 * s for s in range(5)}},
         "other",
         proposed=["P"],
     )
@@ -220,11 +220,7 @@ def test_every_column_is_of_the_selected_model(tmp_path):
         )
         assert len(report["not_counted"]) == left_out
         main_table, beside = (
-            next(
-                line
-                for line in (tmp_path / selection / "report.md").read_text().splitlines()
-                if begin in line
-            )
+            (tmp_path / selection / "report.md").read_text().partition(begin)[2].partition("|")[0].lower()
             for begin in ("## Results", "## Beside it")
         )
         assert said in main_table
@@ -242,7 +238,7 @@ def test_the_bits_of_every_layer_are_in_the_report(tmp_path):
     compare("study", tmp_path / "out", tmp_path / "runs")
     lines = (tmp_path / "out/report.md").read_text().splitlines()
     [start] = [number for number, line in enumerate(lines) if line.startswith("## Magnitude bits")]
-    assert lines[start + 2 : start + 9] == [  # FedAvg is not quantised
+    assert lines[start + 4 : start + 11] == [  # FedAvg is not quantised
         "| layer | AQFL | MPQ |",
         "| --- | ---: | ---: |",
         "| average | 4.00 ± 0.00 | 4.00 ± 0.00 |",
@@ -260,7 +256,7 @@ def test_when_all_are_proposed_they_are_compared_with_each_other(tmp_path):
         tmp_path, {"P": {0: 0.9, 1: 0.91, 2: 0.93}, "Q": {0: 0.5, 1: 0.52, 2: 0.51}}, proposed=["P", "Q"]
     )
     outcome = comparison_of(tmp_path).ranking({})
-    assert outcome.winner == "P"
+    assert outcome.leader == "P"
     assert (outcome.gap.a, outcome.gap.b) == ("P", "Q")
 
 
@@ -271,7 +267,7 @@ def test_the_winner_under_corruption_is_the_most_accurate(tmp_path):
             make_run(
                 folder, label, seed, 0.9, tested={"corrupted/fog": base + seed / 100 * (label == "good")}
             )
-    assert Comparison(with_metric(gather("study", tmp_path), "corrupted/fog")).ranking({}).winner == "good"
+    assert Comparison(with_metric(gather("study", tmp_path), "corrupted/fog")).ranking({}).leader == "good"
     make_run(folder, "good", 3, 0.9, **{"mine/strange": 1.0})
     with pytest.raises(InputError, match="metric mine/strange"):
         with_metric(gather("study", tmp_path), "mine/strange")
@@ -291,10 +287,24 @@ def test_the_same_runs_give_the_same_report_byte_for_byte(tmp_path, figures):
     files = [
         path.relative_to(tmp_path / "one") for path in sorted((tmp_path / "one").rglob("*")) if path.is_file()
     ]
-    assert len(files) == 8 + 2 * 9
+    assert len(files) == 9 + 2 * 9
     assert Path("figures/degradation_over_rounds.png") in files
     for file in files:
         assert (tmp_path / "one" / file).read_bytes() == (tmp_path / "two" / file).read_bytes(), file
+
+
+@pytest.mark.parametrize("own", [(), ("FedPer",), ("FedPer", "FedAvg")])
+def test_a_report_says_where_methods_answer_other_questions(own, tmp_path):
+    """Own models on dealt examples beside one model on all of them; not where all or none have own models."""
+    for label in ("FedPer", "FedAvg"):
+        more = {"personal/accuracy": 0.7, "global/accuracy": 0.3} if label in own else {}
+        config = {"model": {"class_path": f"fl_lightning.methods.{label}"}}
+        for seed in (0, 1):
+            make_run(tmp_path / "runs", label, seed, 0.5, config=config, **more)
+    compare(str(tmp_path / "runs"), tmp_path / "out", tmp_path)
+    text = (tmp_path / "out" / "report.md").read_text()
+    assert ("Not like with like: the accuracy of FedPer is" in text) == (own == ("FedPer",))
+    assert ("accuracy of own models, mean over clients (%)" in text) == bool(own)
 
 
 @pytest.mark.parametrize("seeds", [(0,), (0, 1)])

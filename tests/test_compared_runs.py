@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import csv
 import json
 import shutil
+from pathlib import Path
 
 import pytest
 from compared import A, B, C, report_of
 from synthetic_runs import history_of, make_run, make_study
 
 from fl_lightning.__main__ import main
+from fl_lightning.run.checkpoint import save_checkpoint
+from fl_lightning.run.tables import CsvTable
 from fl_lightning.settings import config_of, settings_hash
 from fl_lightning.study.report.compare import compare
 from fl_lightning.study.report.comparison import Comparison
@@ -34,6 +38,54 @@ def test_what_cannot_be_compared_is_refused(tmp_path, capsys, differs, message):
     assert main(["compare", "--study", "study", "--root", str(tmp_path), "--out", str(tmp_path / "out")]) == 2
     assert message in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
+
+
+def with_checkpoint(run: Path, round: int) -> None:
+    """Leave the mark of a table that a checkpoint holds, and the table's second copy."""
+    rows = [*csv.DictReader((run / "metrics.csv").read_text().splitlines())][:round]
+    (run / "checkpoints").mkdir()
+    table = CsvTable(run / "metrics.csv", run / "checkpoints/metrics.csv")
+    table.append(rows)
+    checkpoint = run / "checkpoints" / f"round_{round:06d}"
+    save_checkpoint(checkpoint, {}, {"progress": {"tables": {"metrics": table.mark}}})
+
+
+def test_a_number_that_was_edited_by_hand_is_told_by_the_hash_in_the_checkpoint(tmp_path):
+    """A run without a checkpoint, or with none that can be read, has no hash to tell by."""
+    folder = make_study(tmp_path / "runs", {"A": A, "B": B})
+    for seed in (0, 1):
+        with_checkpoint(folder / f"A-seed{seed}", 5)
+    results = gather("study", tmp_path / "runs")
+    assert results.excluded == []
+    for name in ("A-seed0", "B-seed0"):
+        path = folder / name / "metrics.csv"
+        head, _, last = path.read_text().rstrip("\n").rpartition("\n")
+        cells = last.split(",")
+        cells[head.splitlines()[0].split(",").index("test/accuracy")] = "0.99"
+        path.write_text(f"{head}\n{','.join(cells)}\n")
+    results = gather("study", tmp_path / "runs")
+    assert [entry.name for entry in results.excluded] == ["A-seed0"]
+    assert "metrics.csv was changed since the run wrote it" in results.excluded[0].reason
+    assert {run.name for run in results.runs} >= {"A-seed1", "B-seed0"}
+    document = json.loads((folder / "A-seed1/metadata.json").read_text())
+    (folder / "A-seed1/metadata.json").write_text(json.dumps(document | {"final/accuracy": 0.99}))
+    named = {entry.name: entry.reason for entry in gather("study", tmp_path / "runs").excluded}
+    assert "metadata.json has final/accuracy 0.99" in named.pop("A-seed1")
+    assert named.keys() == {"A-seed0"}
+    (folder / "A-seed1/metadata.json").write_text(json.dumps(document))
+    (folder / "A-seed0/checkpoints/round_000005/progress.json").write_text("{")  # damaged: it tells nothing
+    assert gather("study", tmp_path / "runs").excluded == []
+
+
+def test_files_of_a_run_that_are_nested_too_deeply_are_named(tmp_path):
+    folder = make_study(tmp_path / "runs", {"A": A, "B": B})
+    (folder / "A-seed0/metadata.json").write_text("[" * 50_000)
+    (folder / "A-seed1/test.json").write_text("[" * 50_000)
+    results = gather("study", tmp_path / "runs")
+    assert [(entry.name, entry.reason.split(":")[0]) for entry in results.excluded] == [
+        ("A-seed0", "metadata.json cannot be read"),
+        ("A-seed1", "test.json cannot be read"),
+    ]
 
 
 def test_cells_that_do_not_count_are_listed_with_their_reason(tmp_path, capsys):

@@ -7,7 +7,7 @@ import pytest
 from fl_lightning import methods
 from fl_lightning.__main__ import main
 from fl_lightning.conformance import method_under_test, run_checks
-from fl_lightning.conformance.checks_wire import bytes_on_the_wire
+from fl_lightning.conformance.checks_wire import bytes_on_the_wire, shapes_of_entries
 from fl_lightning.methods import Method
 
 
@@ -21,9 +21,40 @@ METHODS = [
     if _is_method(getattr(methods, name)) and name != "Centralised"  # whose clients make no step
 ]
 BUDGETS = {"AQFL", "FedMPQ", "FedMPQKD"}
-NEUTRAL = {"FedAdaLoRA", "FedProx", "FedNTD", "QFedAvg", "FedKD", "FedVEMoE", "HEST"}
-KEEPS = {"FedKD", "FedMosaic", "LocalOnly", "FedVEMoE", "HEST"}
-SINGLE_UPLOADS = {"FedKD", "FedMosaic", "LocalOnly"}
+NEUTRAL = {
+    "FedAdaLoRA",
+    "FedDyn",
+    "FedNova",
+    "FedSAM",
+    "SCAFFOLD",
+    "FedProx",
+    "FedNTD",
+    "QFedAvg",
+    "FedKD",
+    "FedVEMoE",
+    "HEST",
+}
+NEUTRAL |= {"FedLC", "MOON", "FedCM", "MoFedSAM", "FedDC", "FedSpeed"}
+NEUTRAL |= {"Ditto", "FedRoD", "APFL", "FedALA"}
+NEUTRAL |= {"FedAvgM", "FedAdam", "FedYogi", "FedAdagrad", "FedExP", "FedACG"}
+KEEPS = {
+    "MOON",
+    "SCAFFOLD",
+    "FedDyn",
+    "FedDC",
+    "FedSpeed",
+    "FedKD",
+    "FedMosaic",
+    "LocalOnly",
+    "FedVEMoE",
+    "HEST",
+}
+KEEPS |= {"Ditto", "FedRoD", "APFL", "FedALA", "FedProto"}
+PERSONAL = {"Ditto", "FedRoD", "APFL", "FedALA", "FedProto"}
+PARTS_STAY = {"FedPer", "FedRep", "FedBABU", "LGFedAvg"}  # the quadratic's network has one part alone
+NO_MEAN = {"FineTune", "FedBN", *PARTS_STAY}  # or what is evaluated is not the mean of all weights
+KEEPS |= {"FedPer", "FedRep", "FedBN", "LGFedAvg"}
+SINGLE_UPLOADS = {"FedKD", "FedMosaic", "LocalOnly", "FedProto"}
 OF_ITS_OWN = {"FedMosaic", "LocalOnly", "Oracle", "FedVEMoE"}
 OF_TEXT = {"FedAdaLoRA", "FedVEMoE", "HEST"}
 ON_THE_QUADRATIC = {
@@ -52,19 +83,31 @@ def test_every_method_conforms(name):
         if name not in those
     }
     expected |= {"partial participation", "weights by examples"} if name in OF_ITS_OWN else set()
-    expected |= {"broadcast"} if name in ("LocalOnly", "Oracle", *OF_TEXT) else set()
+    expected |= {"weights by examples"} if name in PERSONAL else set()
+    expected |= {"broadcast"} if name in ("LocalOnly", "Oracle", "FedDyn", "FedSpeed", *OF_TEXT) else set()
     expected |= (
         {"order of uploads"} if name in SINGLE_UPLOADS else set()
     )  # their servers need the single uploads
-    expected |= {"control variates"}
+    expected |= {"control variates"} if name != "SCAFFOLD" else set()
+    expected |= {"dynamic regularisation"}  # which methods of others declare
     expected |= (
         ON_THE_QUADRATIC | {"partial participation", "weights by examples"} if name in OF_TEXT else set()
     )
-    expected |= (
-        {"same start as declared"} if name in {"AQFL", "FedAdaLoRA", "FedKD", "HEST", *OF_ITS_OWN} else set()
-    )
+    starts_apart = {"AQFL", "FedAdaLoRA", "FedKD", "HEST", "SCAFFOLD", "FedDyn", "FedSAM", *OF_ITS_OWN}
+    starts_apart |= {"FedDC", "FedSpeed", "MoFedSAM", "FedLC", "MOON", *PERSONAL}
+    starts_apart |= {"FedBN", *PARTS_STAY}
+    expected |= {"same start as declared"} if name in starts_apart else set()
+    expected |= ON_THE_QUADRATIC if name in PARTS_STAY else set()
+    unknown = {"known optimum", "agreement", "partial participation", "weights by examples"}
+    expected |= unknown if name in NO_MEAN else set()
     assert {o.check for o in outcomes if o.verdict == "not applicable"} == expected
     assert "as by hand formula" in next(o.detail for o in outcomes if o.check == "bytes on the wire")
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_an_entry_of_another_shape_is_refused(name):
+    (outcome,) = run_checks(method_under_test(getattr(methods, name)), [shapes_of_entries])
+    assert (outcome.verdict, outcome.detail.split()[1:]) == ("passed", ["refused"]), outcome.detail
 
 
 @pytest.mark.slow

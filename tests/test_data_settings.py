@@ -52,6 +52,14 @@ SETTINGS = {
         "test": None,
         "target": "label",
     },
+    "LabelledText": {
+        **{key: value for key, value in ITEMS.items() if key != "input"},
+        **dict.fromkeys(("path", "tokenizer", "name", "test")),
+        "text": "text",
+        "target": "label",
+        "max_length": 128,
+        "train": "train",
+    },
     "ImageFolder": {
         **IMAGES,
         "train": None,
@@ -125,8 +133,13 @@ SETTINGS = {
     "TwoClients": {"examples": 64, "noise": 0.3, "batch_size": 8, "val_fraction": 0.5},
 }
 LATER = {
-    "InstructionData": {"batch_tokens": None},
-    "TextFiles": {"batch_tokens": None, "generate": False, "primary": "perplexity"},
+    name: {"metrics": None} if "primary" in had else {"metrics": None, "primary": None}
+    for name, had in SETTINGS.items()
+    if name != "TwoClients"
+} | {
+    "InstructionData": {"batch_tokens": None, "metrics": None},
+    "TextFiles": {"batch_tokens": None, "generate": False, "primary": "perplexity", "metrics": None},
+    "TableData": {"missing": None, "text": None, "metrics": None, "primary": None},
 }
 """Settings that a class has got since; at these values they are in no hash."""
 

@@ -21,16 +21,17 @@ import numpy as np
 import pytest
 import torch
 import yaml
+from deploy_transports import InProcess, Sockets
 
 from fl_lightning.cli.parser import FederatedCLI
-from fl_lightning.deploy import sockets
-from fl_lightning.deploy.build import builder, config_for_nodes
-from fl_lightning.deploy.messages import Message, MessageError, cut_in_parts
-from fl_lightning.deploy.node import Node, NodeSettings
-from fl_lightning.deploy.roster import RoundRules
-from fl_lightning.deploy.server import deploy_over
-from fl_lightning.deploy.states import StateFolder
-from fl_lightning.deploy.transport_local import InProcess, Sockets
+from fl_lightning.deploy.node import sockets
+from fl_lightning.deploy.node.build import builder
+from fl_lightning.deploy.node.node import Node, NodeSettings
+from fl_lightning.deploy.node.states import StateFolder
+from fl_lightning.deploy.protocol.gate import config_for_nodes
+from fl_lightning.deploy.protocol.messages import Message, MessageError, cut_in_parts
+from fl_lightning.deploy.server.roster import RoundRules
+from fl_lightning.deploy.server.server import deploy_over
 from fl_lightning.errors import InputError, RunStopped
 from fl_lightning.hooks import Stressor
 
@@ -104,11 +105,13 @@ def simulated(config: str, folder: Path, *more: str, drop: Drop | None = None) -
     return weights(cli)
 
 
-def nodes_in(folder: Path, count: int = 2, build: Callable = builder, **more) -> dict[str, Node]:
+def nodes_in(
+    folder: Path, count: int = 2, build: Callable = builder, allow: Collection[str] = (), **more
+) -> dict[str, Node]:
     """New nodes on the same folders are nodes that were started again."""
     nodes = {}
     for number in range(count):
-        settings = NodeSettings(folder / f"node{number}", number, count, name=f"n{number}")
+        settings = NodeSettings(folder / f"node{number}", number, count, name=f"n{number}", allow=allow)
         nodes[f"node{number}"] = Node(settings, build(), **more)
     return nodes
 
@@ -130,6 +133,18 @@ def test_a_deployment_gives_the_weights_of_the_simulation(config, tmp_path):
     assert weights(cli) == simulated(config, tmp_path)
     nodes = metadata_of(cli)["deployment"]["nodes"]
     assert nodes == {"n0 (node0)": [0, 3, 6], "n1 (node1)": [1, 4, 7], "n2 (node2)": [2, 5]}
+
+
+@pytest.mark.slow
+@pytest.mark.essential
+@pytest.mark.parametrize("config", ["scaffold", "feddyn", "feddc", "fedcm", "moon", "fedlc", "fedper"])
+def test_a_client_whose_upload_is_lost_goes_on_from_what_it_kept_before(config, tmp_path):
+    """A third of the uploads are lost; nodes have trained by then, and learn of it by their next order."""
+    lost = "--trainer.callbacks=[{class_path: StragglerDropout, init_args: {probability: 0.33, mode: after}}]"
+    more = lost, "--trainer.participation=0.8", "--trainer.max_rounds=4"
+    cli = deployed(config, tmp_path, InProcess(nodes_in(tmp_path, 3)), *more)
+    assert weights(cli) == simulated(config, tmp_path, *more)
+    assert (cli.trainer.run_dir / "ledger.csv").read_text().count(",lost,") > 2
 
 
 class LateInRoundTwo(InProcess):

@@ -28,7 +28,7 @@ from test_deploy_own_data import deployed as deployed_on_own_data
 
 from fl_lightning.__main__ import main
 from fl_lightning.deploy import command
-from fl_lightning.deploy.messages import Message
+from fl_lightning.deploy.protocol.messages import Message
 from fl_lightning.errors import InputError, RunStopped
 from fl_lightning.hooks import Callback
 

@@ -22,11 +22,11 @@ from test_deploy import (
     weights,
 )
 
-from fl_lightning.deploy import states
-from fl_lightning.deploy.build import config_for_nodes
-from fl_lightning.deploy.cleaning import clean
-from fl_lightning.deploy.messages import Message
-from fl_lightning.deploy.states import LostStateError, StateFolder
+from fl_lightning.deploy.node import states
+from fl_lightning.deploy.node.cleaning import clean
+from fl_lightning.deploy.node.states import LostStateError, StateFolder
+from fl_lightning.deploy.protocol.gate import config_for_nodes
+from fl_lightning.deploy.protocol.messages import Message
 from fl_lightning.errors import InputError
 from fl_lightning.support import disk
 

@@ -8,14 +8,15 @@ from pathlib import Path
 
 import pytest
 import torch
+from deploy_transports import InProcess
 from safetensors.torch import save
 from test_deploy import command_line, deployed, nodes_in, weights
 
 from callbacks import ConfusionMatrix
-from fl_lightning.deploy.deployable import check_deployable
-from fl_lightning.deploy.evaluating import read_sums
-from fl_lightning.deploy.messages import Message
-from fl_lightning.deploy.transport_local import InProcess
+from fl_lightning.deploy.protocol.batch_states import parts_asked, read_states
+from fl_lightning.deploy.protocol.messages import Message, MessageError
+from fl_lightning.deploy.server.deployable import check_deployable
+from fl_lightning.deploy.server.evaluating import read_sums
 from fl_lightning.errors import InputError
 from fl_lightning.evaluation import MAX_PARTS
 
@@ -32,6 +33,9 @@ def measured(cli, name: str = "metrics") -> list[dict[str, str]]:
     return [{key: value for key, value in row.items() if not key.startswith(timed)} for row in rows]
 
 
+PERSONAL = ("APFL", "Ditto", "FedALA", "FedProto", "FedRoD")
+
+
 @pytest.mark.slow
 @pytest.mark.essential
 @pytest.mark.parametrize(
@@ -41,8 +45,11 @@ def measured(cli, name: str = "metrics") -> list[dict[str, str]]:
         ("fedmosaic_digits", SMALL),
         ("vemoe_default", TEXTS),
         ("lora_default", [*TEXTS, "--model=LocalOnly"]),
+        ("fedper", IMAGES),
+        ("finetune", IMAGES),
+        *((name.lower(), IMAGES) for name in PERSONAL),
     ],
-    ids=["LocalOnly", "FedMosaic", "FedVEMoE", "LocalOnly on text"],
+    ids=["LocalOnly", "FedMosaic", "FedVEMoE", "LocalOnly on text", "FedPer", "FineTune", *PERSONAL],
 )
 def test_metrics_of_personal_models_are_those_of_the_simulation(config, more, tmp_path):
     cli = deployed(config, tmp_path, InProcess(nodes_in(tmp_path)), *more)
@@ -109,3 +116,111 @@ def test_what_reads_outputs_of_personal_models_is_refused(tmp_path: Path):
     fed = cli.trainer.prepare(cli.model, cli.datamodule, seed=0)
     with pytest.raises(InputError, match=r"callbacks.ConfusionMatrix; it reads the outputs"):
         check_deployable(fed)
+    named = command_line("local_only", tmp_path, *IMAGES, "--data.metrics+=torchmetrics.AUROC")
+    fed = named.trainer.prepare(named.model, named.datamodule, seed=0)
+    with pytest.raises(InputError, match=r"AUROC with LocalOnly in a deployment; it keeps outputs for test"):
+        check_deployable(fed)
+
+
+MODULE = """
+import torch
+from lightning.pytorch import LightningModule
+from torch.nn import functional as F
+from torchmetrics.classification import MulticlassAUROC, MulticlassF1Score
+
+
+class Lit(LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.net = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(3 * 32 * 32, 10))
+        self.f1, self.kept = MulticlassF1Score(num_classes=10), MulticlassAUROC(num_classes=10)
+
+    def forward(self, x):
+        return self.net(x)
+
+    def training_step(self, batch, batch_idx):
+        return F.cross_entropy(self(batch[0]), batch[1])
+
+    def _log(self, split, batch):
+        logits = self(batch[0])
+        self.f1(logits, batch[1])
+        self.kept.update(logits.softmax(1), batch[1])
+        self.log(f"{split}/own_f1", self.f1)
+        self.log(f"{split}/kept", self.kept)
+        self.log(f"{split}/largest", logits.abs().max(), reduce_fx="max")
+        self.log(f"{split}/noisy", logits.mean() + torch.rand(()))
+
+    def validation_step(self, batch, batch_idx):
+        self._log("val", batch)
+
+    def test_step(self, batch, batch_idx):
+        self._log("test", batch)
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+"""
+
+
+def test_named_metrics_and_logs_of_a_module_are_those_of_the_simulation(tmp_path, monkeypatch, caplog):
+    """But for a metric that keeps outputs, which stay on nodes: that is left out, and the log says so."""
+    (tmp_path / "lit_of_nodes.py").write_text(MODULE)
+    monkeypatch.syspath_prepend(tmp_path)
+    more = [*IMAGES, "--model.module=lit_of_nodes.Lit", "--trainer.callbacks=[]"]
+    more += ["--data.metrics+=torchmetrics.classification.MulticlassF1Score"]
+    more += ["--data.metrics+=torchmetrics.AUROC", "--data.metrics.thresholds=10"]
+    reference = command_line("local_only", tmp_path / "simulated", *more)
+    reference.start()
+    cli = deployed("local_only", tmp_path, InProcess(nodes_in(tmp_path, allow=("lit_of_nodes",))), *more)
+    expected = measured(reference)
+    for row in expected:
+        assert {row.pop("test/kept"), row.pop("val/kept")} != {""}
+        assert all(
+            math.isfinite(float(row[f"{split}/{name}"])) for split in ("test", "val") for name in LOGGED
+        )
+    assert measured(cli) == expected
+    assert (
+        "Lit.kept keeps outputs, which stay on nodes: what is logged of it there is left out" in caplog.text
+    )
+
+
+LOGGED = ("own_f1", "largest", "noisy", "f1_score", "auroc")
+
+
+def test_states_that_were_not_asked_for_are_refused(tmp_path, monkeypatch):
+    (tmp_path / "lit_of_nodes.py").write_text(MODULE)
+    monkeypatch.syspath_prepend(tmp_path)
+    more = [
+        *IMAGES,
+        "--model.module=lit_of_nodes.Lit",
+        "--data.metrics+=torchmetrics.classification.MulticlassF1Score",
+    ]
+    cli = command_line("local_only", tmp_path, *more)
+    fed = cli.trainer.prepare(cli.model, cli.datamodule, seed=0)
+    assert parts_asked(fed, ["test", "validation"]) == ["named", "test_logs", "val_logs"]
+    assert parts_asked(fed, ["validation"]) == ["val_logs"]
+    mine, one, ten = 3 * MAX_PARTS, torch.ones((), dtype=torch.float64), torch.ones(10, dtype=torch.int64)
+    for kind, key, value, good in (
+        ("named", f"{mine}||f1_score|.tp", ten, True),
+        ("named", f"{mine}||f1_score|.tp", ten[:9], False),
+        ("named", f"{mine}||f1_score|.tp", ten.float(), False),
+        ("named", f"{mine}||f1_score|not finite", torch.ones(()), True),
+        ("named", f"{mine}||auroc|.tp", ten, False),
+        ("named", f"{mine + MAX_PARTS}||f1_score|.tp", ten, False),
+        ("named", "f1_score", ten, False),
+        ("test_logs", f"{mine}|=mean|test/largest|value", one, True),
+        ("test_logs", f"{mine}|=mean|val/largest|value", one, False),
+        ("test_logs", f"{mine}|=mean|final/largest|value", one, False),
+        ("test_logs", f"{mine}|=mean|test/largest|value", one.float(), False),
+        ("test_logs", f"{mine}|=median|test/largest|value", one, False),
+        ("val_logs", f"{mine}|f1|val/own_f1|.tp", ten, True),
+        ("val_logs", f"{mine}|kept|val/kept|.preds", torch.ones(3, 10), False),
+        ("val_logs", f"{mine}|=sum", one, False),
+    ):
+        part = save({key: value})
+        if good:
+            assert torch.equal(read_states(fed, part, kind, {3})[key], value)
+        else:
+            with pytest.raises(MessageError, match="was not asked for"):
+                read_states(fed, part, kind, {3})
+    with pytest.raises(MessageError, match="cannot be read"):
+        read_states(fed, b"nonsense", "named", {3})

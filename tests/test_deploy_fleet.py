@@ -7,8 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from fl_lightning.deploy import fleet, launch
-from fl_lightning.deploy.flower import FIRST_LOOK_SECONDS, LAST_LOOK_SECONDS, next_look
+from fl_lightning.deploy.flower import (
+    FIRST_LOOK_SECONDS,
+    LAST_LOOK_SECONDS,
+    fleet,
+    launch,
+    next_look,
+)
 from fl_lightning.errors import InputError, RunStopped
 
 

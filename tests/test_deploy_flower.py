@@ -6,6 +6,7 @@ import csv
 import importlib.util
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -23,9 +24,9 @@ from test_deploy import wait_until
 from test_deploy_own_data import SIZES, TRAINER, leaf, leaf_file
 
 from fl_lightning.cli.parser import FederatedCLI
-from fl_lightning.deploy.addresses import free_port
 from fl_lightning.deploy.certificates import make_certificates
-from fl_lightning.deploy.launch import environment
+from fl_lightning.deploy.flower.addresses import free_port
+from fl_lightning.deploy.flower.launch import environment
 from fl_lightning.hooks import Stressor
 
 pytestmark = [
@@ -238,6 +239,27 @@ def test_keys_and_certificates_are_checked_and_a_killed_node_costs_a_round(super
     )
     assert "n2" not in (tmp_path / "deploy.log").read_text()
     assert nodes[2].poll() is not None or CONNECTED[connection] not in (tmp_path / "n2.log").read_text()
+
+
+def test_a_node_that_answers_with_the_uid_of_another_is_refused_by_its_key(superlink, tmp_path):
+    """Both keys are registered, and both nodes have all clients: without its key the second one to answer would
+    be the first one that was started again, and would take its place."""
+    address, programs = superlink
+    for number in range(2):
+        (tmp_path / f"node{number}").mkdir()
+        (tmp_path / f"node{number}" / "uid").write_text("0123456789abcdef" * 2)
+        words = [*node_words(address, tmp_path, number, 1), "--partition_id=0"]
+        programs.append(ours(*words, cwd=tmp_path, log=f"n{number}.log"))
+    for number in range(2):
+        wait_for(tmp_path / f"n{number}.log", CONNECTED["direct"])
+    words = ["deploy", *RUN, "--trainer.default_root_dir=deployed", f"--deploy.superlink={address}"]
+    words += ["--deploy.root_certificates=certs/ca.crt", "--deploy.min_nodes=2", "--deploy.wait_seconds=240"]
+    process = ours(*words, cwd=tmp_path, log="deploy.log")
+    programs.append(process)
+    code, said = finish(process, tmp_path / "deploy.log"), (tmp_path / "deploy.log").read_text()
+    assert code == 2, said[-3000:]
+    assert re.search(r"error: node n[01]; it says that it is node \d+, under another key", said), said[-3000:]
+    assert not (tmp_path / "deployed").exists()
 
 
 def test_a_superlink_that_is_killed_costs_nothing(superlink, tmp_path):

@@ -13,12 +13,12 @@ import yaml
 from test_deploy import command_line
 
 from fl_lightning.cli.import_gate import only_imports
-from fl_lightning.deploy.build import builder, config_for_nodes, counter
-from fl_lightning.deploy.gate import check_config, names_in
-from fl_lightning.deploy.messages import Message
-from fl_lightning.deploy.node import Node, NodeSettings
-from fl_lightning.deploy.own_data import OwnData
-from fl_lightning.deploy.told import told
+from fl_lightning.deploy.node.build import builder, counter
+from fl_lightning.deploy.node.node import Node, NodeSettings
+from fl_lightning.deploy.node.own_data import OwnData
+from fl_lightning.deploy.node.told import told
+from fl_lightning.deploy.protocol.gate import check_config, config_for_nodes, names_in
+from fl_lightning.deploy.protocol.messages import Message
 from fl_lightning.errors import InputError
 from fl_lightning.models import build_network
 
@@ -129,10 +129,12 @@ def test_a_package_that_was_not_allowed_is_not_imported_from_anywhere(path, hone
         "torch.os.system",
         "torch.hub.load",
         "torch.nn.functional.relu",
+        "torchmetrics.text.BERTScore",
+        "torchmetrics.functional.f1_score",
         "torchvision.datasets.folder.default_loader.json",
         "fl_lightning.cli.parser.os.system",
-        "fl_lightning.deploy.launch.start_node",
-        "fl_lightning.methods.client_privacy.Sampler",
+        "fl_lightning.deploy.flower.launch.start_node",
+        "fl_lightning.aggregation.private.Sampler",
         "pandas.read_pickle",
         "__main__.anything",
     ],
@@ -318,6 +320,10 @@ def test_legitimate_names_pass(honest):
     names("data/init_args/train", "table.csv")
     names("model/init_args/optimizer", {"class_path": "torch.optim.SGD", "init_args": {"lr": 0.1}})
     names("model/init_args/scheduler", {"class_path": "torch.optim.lr_scheduler.StepLR"})
+    assert "torchmetrics.classification.f_beta.F1Score" in names(
+        "data/init_args/metrics",
+        [{"class_path": "torchmetrics.F1Score"}, {"class_path": "torchmetrics.R2Score"}],
+    )
     assert "torchvision.models.resnet18" in names(network, "torchvision.models.resnet18")
     assert "torchvision.datasets.mnist.MNIST" in names(
         "data/init_args/train", {"class_path": "torchvision.datasets.MNIST", "init_args": {"root": "files"}}

@@ -10,8 +10,10 @@ from __future__ import annotations
 import csv
 import json
 import math
+import time
 from collections.abc import Callable, Mapping, Sequence, Sized
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -21,17 +23,28 @@ from test_deploy import ALL, InProcess, command_line, deployed, metadata_of, nod
 from test_deploy_own_data import SIZES, config, leaf, leaf_file, own_nodes
 
 from fl_lightning.__main__ import main
-from fl_lightning.deploy import flower, folders
-from fl_lightning.deploy import simulated as simulated_nodes
-from fl_lightning.deploy.build import builder, config_for_nodes
-from fl_lightning.deploy.mail import Mail
-from fl_lightning.deploy.messages import HEAD, MAGIC, Message, printable
-from fl_lightning.deploy.node import Node, NodeSettings
-from fl_lightning.deploy.own_data import Census, facts
-from fl_lightning.deploy.roster import Roster, RoundRules
+from fl_lightning.deploy import flower
+from fl_lightning.deploy.flower import simulated as simulated_nodes
+from fl_lightning.deploy.node import folders
+from fl_lightning.deploy.node.build import builder
+from fl_lightning.deploy.node.node import Node, NodeSettings
+from fl_lightning.deploy.protocol import messages
+from fl_lightning.deploy.protocol.gate import config_for_nodes
+from fl_lightning.deploy.protocol.identity import facts
+from fl_lightning.deploy.protocol.mail import Mail
+from fl_lightning.deploy.protocol.messages import (
+    HEAD,
+    MAGIC,
+    Message,
+    MessageError,
+    longest_header,
+    printable,
+)
+from fl_lightning.deploy.server.census import Census
+from fl_lightning.deploy.server.roster import Roster, RoundRules
 from fl_lightning.errors import InputError
 from fl_lightning.evaluation import MAX_PARTS
-from fl_lightning.loop import Federation
+from fl_lightning.federation import Federation
 
 RULES = RoundRules(wait_seconds=5, round_seconds=60)
 SMALL = [*ALL[:5], "--trainer.max_rounds=2", "--trainer.max_local_steps=1", "--trainer.eval_every=2"]
@@ -175,11 +188,11 @@ CHECKS = {
     "identity is a list": (having(identity=[1]), "identity: "),
     "examples are a list": (identity(examples=[1]), "examples: "),
     "layout is a number": (identity(layout=5), "layout: 5"),
-    "a method with escapes": (identity(method="\x1b[2J\n" * 10**5), r"method: \x1b[2J \x1b[2J"),
+    "a method with escapes": (identity(method="\x1b[2J\n" * 10**4), r"method: \x1b[2J \x1b[2J"),
     "no uid": (lacking("uid"), "uid: None"),
     "uid is a list": (having(uid=["a"]), "uid: "),
     "no epoch": (having(epoch=""), "epoch: "),
-    "a long reason": (having(kind="refused", reason="\x1b]0;\u202e" * 10**5), r"\x1b]0;\u202e\x1b]0;"),
+    "a long reason": (having(kind="refused", reason="\x1b]0;\u202e" * 10**4), r"\x1b]0;\u202e\x1b]0;"),
 }
 
 
@@ -195,6 +208,80 @@ def test_a_check_that_cannot_be_read_is_refused_by_name(case, built):
     assert said.isprintable()
     assert len(said) < 1500
     assert roster.clients() == {"n0 (node0)": [0, 2]}
+
+
+class Registered(InProcess):
+    """Nodes under keys of which some are known to have been registered at a time."""
+
+    def __init__(self, nodes: Mapping[str, Node], since: Mapping[str, float]) -> None:
+        super().__init__(nodes)
+        self.since = since
+
+    def registered(self):
+        return self.since
+
+
+@pytest.mark.parametrize("leaves_first", [False, True])
+def test_a_node_with_a_key_of_before_cannot_take_the_place_of_another(leaves_first, built, tmp_path):
+    """It has learned the other's uid and has the same clients; its own key is registered, as the other's."""
+    fed, sent, _ = built
+    now = time.time()
+    nodes = nodes_in(tmp_path)
+    (tmp_path / "thief").mkdir()
+    (tmp_path / "thief/uid").write_text(nodes["node1"].uid())
+    thief = Node(NodeSettings(tmp_path / "thief", 1, 2, name="thief"), builder())
+    transport = Registered(nodes, dict.fromkeys(("node0", "node1", "key2"), now - 60))
+    roster = Roster(fed, sent, RULES, Mail(transport))
+    roster.gather(first=True)
+    if leaves_first:
+        del transport.by_key["node1"]
+        roster.gather()
+    transport.by_key["key2"] = thief
+    roster.gather()
+    assert "it says that it is node node1, under another key" in roster.refused["key2"][1]
+    assert roster.clients().get("n1 (node1)") == (None if leaves_first else [1, 3])
+    transport.by_key["node1"] = nodes["node1"]
+    roster.gather()
+    assert roster.clients() == {"n0 (node0)": [0, 2], "n1 (node1)": [1, 3]}
+    # without a key it registers itself when it comes back, under another one
+    del transport.by_key["node1"], transport.by_key["key2"]
+    transport.by_key["key3"] = nodes["node1"]
+    transport.since = {**transport.since, "key3": time.time()}
+    roster.gather()
+    assert roster.clients() == {"n0 (node0)": [0, 2], "n1 (key3)": [1, 3]}
+
+
+def test_when_nodes_were_registered_is_read_from_flower(monkeypatch):
+    monkeypatch.setattr(flower, "_wait_briefly_for_parts", lambda: None)
+
+    class Grid:
+        def get_nodes(self):
+            times = ("2026-01-02T03:04:05.500000+00:00", "")
+            return [SimpleNamespace(node_id=id, registered_at=time) for id, time in enumerate(times)]
+
+    assert flower.GridTransport(Grid()).registered() == {"0": 1767323045.5}
+    assert flower.GridTransport(SimpleNamespace()).registered() == {}
+
+
+def test_a_header_that_is_too_long_is_not_read(monkeypatch):
+    monkeypatch.setattr(messages.json, "loads", lambda text: pytest.fail("it was read"))
+    longest = longest_header(0)
+    data = HEAD.pack(MAGIC, longest + 1) + b"[" * (longest + 1)
+    with pytest.raises(MessageError, match=f"its header has {longest + 1} bytes, above {longest}"):
+        Message.from_bytes(data, longest)
+    nodes = InProcess({"n": SimpleNamespace(answer=lambda message: data)})
+    assert [*Mail(nodes).exchange({"n": b""}, 1)] == []
+
+
+def test_the_results_of_many_clients_are_not_too_long():
+    """As long as they get: 5 000 clients with three losses each, 500 with the forms of a hundred sums."""
+    losses = {f"loss_{name}": [-123.45678901234567, 65536.0] for name in ("ce", "kd", "proximal")}
+    entry = {"client": 10**6, "keeps": False, "steps": 10**4, "losses": losses, "upload": 10**4}
+    data = Message({"results": [entry] * 5000}, (b"x" * 10**3,) * 5000).to_bytes()
+    assert len(Message.from_bytes(data, longest_header(5000)).parts) == 5000
+    form = [[f"layer.{sum}", 10**6, 10**6] for sum in range(100)]
+    data = Message({"results": [{"client": 10**6, "keeps": False, "form": form}] * 500}).to_bytes()
+    assert len(Message.from_bytes(data, longest_header(500, forms=True)).header["results"]) == 500
 
 
 SECURE = "--trainer.secure_sum.threshold=0.67"

@@ -15,18 +15,19 @@ import numpy as np
 import pytest
 import torch
 import yaml
+from deploy_transports import InProcess
 from PIL import Image
 
+from fl_lightning import __version__
 from fl_lightning.cli.parser import FederatedCLI
 from fl_lightning.data import ImageFolder, TableData
 from fl_lightning.data.form import Form
-from fl_lightning.deploy import own_data
-from fl_lightning.deploy.build import builder, counter
-from fl_lightning.deploy.node import Node, NodeSettings
-from fl_lightning.deploy.own_data import OwnData
-from fl_lightning.deploy.roster import RoundRules
-from fl_lightning.deploy.server import deploy_over
-from fl_lightning.deploy.transport_local import InProcess
+from fl_lightning.deploy.node import own_data
+from fl_lightning.deploy.node.build import builder, counter
+from fl_lightning.deploy.node.node import Node, NodeSettings
+from fl_lightning.deploy.node.own_data import OwnData
+from fl_lightning.deploy.server.roster import RoundRules
+from fl_lightning.deploy.server.server import deploy_over
 from fl_lightning.errors import InputError
 
 TRAINER = {
@@ -55,10 +56,12 @@ def leaf_file(path: Path, users: Mapping[str, int], *, features: int = 6, classe
     return path
 
 
-def config(folder: Path, name: str, data: Mapping, model: str = "FedAvg", **trainer: object) -> FederatedCLI:
+def config(
+    folder: Path, name: str, data: Mapping, model: str = "FedAvg", init: Mapping = {}, **trainer: object
+) -> FederatedCLI:
     settings = {
         "trainer": {**TRAINER, "default_root_dir": str(folder / name), **trainer},
-        "model": {"class_path": model, "init_args": {"network": "mlp"}},
+        "model": {"class_path": model, "init_args": {"network": "mlp", **init}},
         "data": data,
     }
     path = folder / f"{name}.yaml"
@@ -152,9 +155,12 @@ def test_a_node_with_the_data_of_two_clients_has_two_clients(leaves, tmp_path):
 
 def test_personal_models_are_validated_on_nodes_with_data_of_their_own(leaves, tmp_path):
     whole, test, each = leaves
-    simulated = config(tmp_path, "simulated", leaf(whole, test), "LocalOnly")
+    metrics = [{"class_path": "torchmetrics.classification.MulticlassF1Score"}]
+    simulated = config(tmp_path, "simulated", leaf(whole, test, metrics=metrics), "LocalOnly")
     simulated.start()
-    cli = deployed(config(tmp_path, "server", leaf(test, test), "LocalOnly"), own_nodes(tmp_path, each))
+    server = config(tmp_path, "server", leaf(test, test, metrics=metrics), "LocalOnly")
+    cli = deployed(server, own_nodes(tmp_path, each))
+    assert {"val/f1_score", "val/f1_score_std", "test/f1_score"} < logged(cli)[-1].keys()
     for here, there in zip(logged(cli), logged(simulated), strict=True):
         assert {key: here[key] for key in here if key.startswith("val/")} == pytest.approx(
             {key: there[key] for key in there if key.startswith("val/")}, rel=1e-6
@@ -212,9 +218,8 @@ def test_data_that_do_not_fit_are_refused_by_name_and_nothing_is_created(what, l
         return
     elif what == "version":
         real = own_data.facts
-        versions = iter(["2.0", "1.0"])
-        monkeypatch.setattr(own_data, "facts", lambda data: {**real(data), "version": next(versions)})
-        reason = "version of fl_lightning: 1.0 there, 2.0 here"
+        monkeypatch.setattr(own_data, "facts", lambda data: {**real(data), "version": "0.9"})
+        reason = f"version of fl_lightning: 0.9 there, {__version__} here"
     else:
         given = tmp_path / "own.yaml"
         described = {"class_path": "LeafData", "init_args": {"train": str(each[0]), "batch_size": 8}}
@@ -286,3 +291,36 @@ def test_tables_take_over_the_runs_moments_and_categories(tmp_path):
     expected = np.column_stack([size, [0, 0], [1, 0]])  # blue and red; green is neither
     np.testing.assert_allclose(inputs, expected, rtol=1e-6)
     assert own.train_target.tolist() == [1, 1]
+
+
+def test_classes_of_a_hugging_face_data_set_are_matched_by_name(tmp_path):
+    """A node whose labels are numbered in another order has the same classes, and one with another class is
+    refused by its name. The folder that ``save_to_disk`` wrote takes the place of ``path``."""
+    datasets = pytest.importorskip("datasets")
+
+    def saved(name: str, kinds: list[str], labels: list[int], split: str | None = None) -> Path:
+        features = datasets.Features(
+            {"x": datasets.Sequence(datasets.Value("float32")), "label": datasets.ClassLabel(names=kinds)}
+        )
+        rows = {"x": [[float(len(kinds[label])), n / 9] for n, label in enumerate(labels)], "label": labels}
+        made = datasets.Dataset.from_dict(rows, features=features)
+        (made if split is None else datasets.DatasetDict({split: made})).save_to_disk(tmp_path / name)
+        return tmp_path / name
+
+    server = saved("server", ["ape", "zebra"], [0, 1] * 5, "train")
+    run = {"class_path": "HuggingFaceData", "init_args": {"path": str(server), "val_fraction": 0.2}}
+    run["init_args"] |= {"num_clients": 2, "partition": {"class_path": "IID"}, "batch_size": 4}
+    nodes = {
+        0: saved("own0", ["ape", "zebra"], [0, 1, 1, 0, 1]),
+        1: saved("own1", ["zebra", "ape"], [1, 1, 0, 1, 1]),
+    }
+    made = own_nodes(tmp_path, nodes, step=2)
+    cli = deployed(config(tmp_path, "run", run), made, count=2)
+    assert metadata(cli)["deployment"]["examples"] == {"0": 4, "1": 4}
+    for number, node in enumerate(made.values()):  # 0 is ape, 1 is zebra
+        assert node.built is not None
+        expected = [[0, 1, 1, 0, 1], [0, 0, 1, 0, 0]][number]
+        assert node.built[1].data.train_target.tolist() == expected
+    other = own_nodes(tmp_path / "other", {0: saved("own2", ["emu", "ape"], [0, 1, 1, 0])}, step=1)
+    with pytest.raises(InputError, match="its class emu is none of the run's: ape, zebra"):
+        deployed(config(tmp_path, "again", run), other, count=1)

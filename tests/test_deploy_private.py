@@ -8,10 +8,13 @@ from __future__ import annotations
 
 import csv
 import importlib.util
+import json
+import shutil
 from pathlib import Path
 
 import numpy as np
 import pytest
+from deploy_transports import InProcess
 from scipy import stats
 from test_deploy import ALL, COMMON, ROOT, command_line, deployed, nodes_in, simulated, weights
 from test_deploy_flower import finish, metadata_in, ours
@@ -19,15 +22,17 @@ from test_deploy_flower import simulated as simulated_by_command
 from test_deploy_secure import Leave, Mortal
 
 from fl_lightning import rng
-from fl_lightning.deploy.build import builder
-from fl_lightning.deploy.deployable import check_deployable
-from fl_lightning.deploy.messages import Message
-from fl_lightning.deploy.node import Node, NodeSettings
-from fl_lightning.deploy.private import check_private, take_up
-from fl_lightning.deploy.transport_local import InProcess
-from fl_lightning.errors import InputError
+from fl_lightning.compatibility import Run, check_run
+from fl_lightning.deploy.node.build import builder
+from fl_lightning.deploy.node.node import Node, NodeSettings
+from fl_lightning.deploy.protocol.messages import Message
+from fl_lightning.deploy.protocol.private import take_up
+from fl_lightning.deploy.server.deployable import check_deployable
+from fl_lightning.errors import InputError, RunStopped
 from fl_lightning.methods import FedAvg
-from fl_lightning.privacy import SystemGenerator, discrete_gaussian, rounded_gaussian
+from fl_lightning.privacy import NoisySums, SystemGenerator, discrete_gaussian, rounded_gaussian
+from fl_lightning.study.results.run_records import read_directory
+from fl_lightning.study.results.runs import run_metrics
 
 pytest.importorskip("dp_accounting")
 pytest.importorskip("Crypto")
@@ -168,9 +173,9 @@ def test_a_node_whose_owner_wants_noise_refuses_a_run_with_less(tmp_path):
             deployed("fedavg", tmp_path, InProcess({"node0": node}), *SMALL, *run)
     # a node does not count on its server's honesty: what it builds, and so does, is what its owner wrote
     (fed, _) = node.built[1:]
-    assert fed.privacy.settings.noise_multiplier == 0.5
-    assert fed.privacy.settings.is_distributed
-    assert fed.privacy.randomness is not rng.stream
+    assert fed.aggregation.privacy.settings.noise_multiplier == 0.5
+    assert fed.aggregation.privacy.settings.is_distributed
+    assert fed.aggregation.privacy.randomness is not rng.stream
 
 
 def prepared(folder: Path, *more: str):
@@ -179,9 +184,9 @@ def prepared(folder: Path, *more: str):
 
 
 def test_a_node_takes_no_order_that_would_thin_its_noise(tmp_path):
-    privacy = prepared(tmp_path, CENTRAL.replace("}", ", max_epsilon: 100}")).privacy
-    good = {"round": 1, "cohort": 3, "clip_norm": 1.0}
-    take_up(privacy, good)
+    privacy = prepared(tmp_path, CENTRAL.replace("}", ", max_epsilon: 100}")).aggregation.privacy
+    good, sums = {"round": 1, "cohort": 3, "clip_norm": 1.0}, NoisySums(tmp_path / "sums" / "of_a_run.csv")
+    take_up(privacy, good, sums)
     for wrong, reason in (
         ({"cohort": 4}, "a cohort of 4 clients; rounds of 3 are accounted"),
         ({"cohort": 0}, "a cohort of 0 clients"),
@@ -190,12 +195,162 @@ def test_a_node_takes_no_order_that_would_thin_its_noise(tmp_path):
         ({"round": 10**4}, "round 10000 of a private run; .*, above max_epsilon 100"),
     ):
         with pytest.raises(InputError, match=reason):
-            take_up(privacy, good | wrong)
-    following = prepared(tmp_path, QUANTILE).privacy
-    take_up(following, good | {"clip_norm": 0.25})
+            take_up(privacy, good | wrong, sums)
+    assert sums.count == 1
+    following = prepared(tmp_path, QUANTILE).aggregation.privacy
+    take_up(following, good | {"clip_norm": 0.25}, sums)
     assert following.clip_norm == 0.25
     with pytest.raises(InputError, match="a clip_norm of 1e"):
-        take_up(following, good | {"clip_norm": 1e9})
+        take_up(following, good | {"clip_norm": 1e9}, sums)
+
+
+def test_a_node_counts_each_order_as_one_more_sum_and_refuses_those_beyond_its_budget(tmp_path):
+    """Whatever its server says, which may repeat a round, or have lost its count."""
+    path = tmp_path / "sums.csv"
+    privacy = prepared(tmp_path, CENTRAL).aggregation.privacy
+    most = privacy.accountant.epsilon(7)
+    privacy = prepared(tmp_path, CENTRAL.replace("}", f", max_epsilon: {most}}}")).aggregation.privacy
+    good = {"cohort": 3, "clip_norm": 1.0}
+    for order, number in (({"round": 1}, 1), ({"round": 1}, 2), ({"round": 4}, 4), ({"round": 2}, 5)):
+        take_up(privacy, good | order, NoisySums(path))  # a node that is started again has its file
+        assert NoisySums(path).count == number
+    with pytest.raises(InputError, match="round 2 of a private run; with it, noisy sum 8 here"):
+        take_up(privacy, good | {"round": 2, "noisy_sum": 8}, NoisySums(path))
+    take_up(privacy, good | {"round": 2, "noisy_sum": 7}, NoisySums(path))
+    with pytest.raises(InputError, match="noisy sum 8"):
+        take_up(privacy, good | {"round": 3, "noisy_sum": 3}, NoisySums(path))
+
+
+def test_a_sum_that_was_begun_is_counted_whatever_became_of_its_line(tmp_path):
+    path = tmp_path / "sums.csv"
+    assert NoisySums(path).count == 0
+    NoisySums(path).add(1, 1)
+    NoisySums(path).add(2, 2)
+    assert path.read_text() == "sum,round\n1,1\n2,2\n"
+    path.write_text("sum,round\n1,1\n\x00\ufffd")  # the second line is half lost
+    NoisySums(path).add(3, 2)
+    assert path.read_bytes().endswith(b"\n3,2\n")
+    assert NoisySums(path).count == 3
+    path.write_text("3,2\n")  # the first ones are
+    assert NoisySums(path).count == 3
+
+
+def epsilons(folder: Path) -> list[float]:
+    return [float(value) for value in column(folder, "privacy/epsilon")]
+
+
+@pytest.mark.parametrize("way", ["by hand", "by itself", "by hand, without the file of an earlier release"])
+def test_a_private_deployment_that_is_taken_back_pays_for_each_repeated_round(way, tmp_path, caplog):
+    """Its noise is new each time: 5 sums are allowed, 3 rounds are done, and taken back to the first."""
+    of = prepared(tmp_path, CENTRAL).aggregation.privacy.accountant.epsilon
+    more = [*SMALL, "--trainer.keep_checkpoints=9", CENTRAL.replace("}", f", max_epsilon: {of(5)}}}")]
+    here, nodes = tmp_path / "deployed", nodes_in(tmp_path)
+    deployed("fedavg", tmp_path, InProcess(nodes), *more)
+    (run,) = (here / "fedavg").iterdir()
+    assert epsilons(here) == [of(1), of(2), of(3)]
+
+    def taken_back():
+        """Go on from the first checkpoint, named or the only one left whole of an interrupted run."""
+        if way != "by itself":
+            return deployed("fedavg", tmp_path, InProcess(nodes), *more, f"--ckpt_path={first}")
+        for later in sorted(first.parent.glob("round_*"))[1:]:
+            (later / "progress.json").write_text("{")
+        about = metadata_in(here) | {"status": "interrupted"}
+        (run / "metadata.json").write_text(json.dumps(about))
+        return deployed("fedavg", tmp_path, InProcess(nodes), *more, f"--ckpt_path={run}")
+
+    first = run / "checkpoints" / "round_000001"
+    lines = ["sum,round", "1,1", "2,2", "3,3", "4,2", "5,3"]
+    if "without" in way:
+        (run / "noisy_sums.csv").unlink()
+        del lines[1:4]
+    taken_back()
+    assert epsilons(here) == [of(1), of(4), of(5)]
+    assert "3 noisy sums were begun for the 1 rounds that are done" in caplog.text
+    taken_back()
+    assert (run / "noisy_sums.csv").read_text().split() == lines
+    assert "one more round would exceed max_epsilon" in caplog.text
+    # the rounds that are left say less than was spent; metadata.json, and so compare, say that
+    assert run_metrics(read_directory(run))["privacy/epsilon"] == of(5)
+    assert metadata_in(here)["deployment"]["privacy"] == {"noisy_sums": 5, "epsilon": of(5)}
+    if way == "by itself":
+        assert metadata_in(here)["status"] == "finished"
+        assert epsilons(here) == [of(1)]
+    for node in ("node0", "node1"):
+        (path,) = (tmp_path / node / "noisy_sums").iterdir()
+        assert NoisySums(path).count == 5
+
+
+def test_a_run_directory_that_was_put_back_from_a_copy_counts_what_its_nodes_know(tmp_path, caplog):
+    """Of 3 rounds the copy has one, in every file. Its nodes are refused by name until it counts all 3."""
+    of = prepared(tmp_path, CENTRAL).aggregation.privacy.accountant.epsilon
+    more = [*SMALL, "--trainer.keep_checkpoints=9", CENTRAL]
+    here, nodes = tmp_path / "deployed", nodes_in(tmp_path)
+
+    class KilledAfterOne(KilledAfter):
+        def exchange(self, messages, timeout):
+            header = Message.from_bytes(next(iter(messages.values()))).header
+            if header["kind"] == "train" and header["round"] == 2:
+                raise KeyboardInterrupt
+            yield from super().exchange(messages, timeout)
+
+    with pytest.raises(KeyboardInterrupt):
+        deployed("fedavg", tmp_path, KilledAfterOne(nodes), *more)
+    (run,) = (here / "fedavg").iterdir()
+    (run / "noisy_sums.csv").write_text("sum,round\n1,1\n")  # as a copy between the two rounds has it
+    about = metadata_in(here)
+    about["deployment"]["privacy"]["noisy_sums"] = 1
+    (run / "metadata.json").write_text(json.dumps(about))
+    copy = shutil.copytree(run, tmp_path / "copy")
+    deployed("fedavg", tmp_path, InProcess(nodes), *more, f"--ckpt_path={run}")
+    shutil.rmtree(run)
+    copy.rename(run)
+    message = "node n0; it has taken part in 3 noisy sums of this run, and noisy_sums.csv .* counts 1"
+    with pytest.raises(InputError, match=message):
+        deployed("fedavg", tmp_path, InProcess(nodes), *more, f"--ckpt_path={run}")
+    with (run / "noisy_sums.csv").open("a") as file:
+        file.write("3,0\n")
+    deployed("fedavg", tmp_path, InProcess(nodes), *more, f"--ckpt_path={run}")
+    assert epsilons(here) == [of(1), of(4), of(5)]
+
+
+def test_metadata_counts_where_the_file_of_sums_is_gone(tmp_path):
+    """Here the rounds that a run was taken back by are in no table any more."""
+    of = prepared(tmp_path, CENTRAL).aggregation.privacy.accountant.epsilon
+    more, nodes = [*SMALL, "--trainer.keep_checkpoints=9", CENTRAL], nodes_in(tmp_path)
+    deployed("fedavg", tmp_path, InProcess(nodes), *more)
+    (run,) = (tmp_path / "deployed" / "fedavg").iterdir()
+    first = [*more, f"--ckpt_path={run / 'checkpoints' / 'round_000001'}"]
+    deployed("fedavg", tmp_path, InProcess(nodes), *first)
+    (run / "noisy_sums.csv").unlink()
+    deployed("fedavg", tmp_path, InProcess(nodes), *first)
+    assert epsilons(tmp_path / "deployed") == [of(1), of(6), of(7)]
+
+
+def test_nothing_is_asked_of_nodes_before_the_line_is_on_the_disk(tmp_path):
+    def spoil(run: Path) -> None:
+        (run / "noisy_sums.csv").mkdir()
+
+    with pytest.raises(RunStopped, match="a noisy sum is counted before its noise is drawn"):
+        deployed("fedavg", tmp_path, InProcess(nodes_in(tmp_path)), *SMALL, CENTRAL, on_begin=spoil)
+    assert not (tmp_path / "node0" / "noisy_sums").exists()
+    (run,) = (tmp_path / "deployed" / "fedavg").iterdir()
+    with pytest.raises(InputError, match="it says how much of the budget is spent, and cannot be read"):
+        prepared(tmp_path, CENTRAL).aggregation.privacy.continue_in(run, 0)
+
+
+@pytest.mark.parametrize("rounds", [1, 2])
+def test_a_private_simulation_that_is_taken_back_is_the_one_that_never_was(rounds, tmp_path):
+    """Its seed gives the same noise, so a repeated round is no second look."""
+    more = [*SMALL, "--trainer.keep_checkpoints=9", "--trainer.checkpoint_every=1", CENTRAL]
+    expected, there = simulated("fedavg", tmp_path, *more), tmp_path / "simulated"
+    (run,) = (there / "fedavg").iterdir()
+    before = epsilons(there)
+    checkpoint = run / "checkpoints" / f"round_00000{rounds}"
+    assert simulated("fedavg", tmp_path, *more, f"--ckpt_path={checkpoint}") == expected
+    of = prepared(tmp_path, CENTRAL).aggregation.privacy.accountant.epsilon
+    assert epsilons(there) == before == [of(1), of(2), of(3)]
+    assert not (run / "noisy_sums.csv").exists()
 
 
 def test_what_a_private_deployment_cannot_do_is_refused(tmp_path):
@@ -210,7 +365,7 @@ def test_what_a_private_deployment_cannot_do_is_refused(tmp_path):
     check_deployable(fed)
     fed.method.__class__ = Other
     with pytest.raises(InputError, match="override starts of Other, as addends is"):
-        check_private(fed)
+        check_run(Run.of(fed, deployed=True))
 
 
 @pytest.mark.slow

@@ -21,7 +21,7 @@ from test_deploy_flower import RUN, end, finish, metadata_in, node_words, ours, 
 from test_deploy_flower import superlink as superlink  # a fixture
 
 from fl_lightning.deploy.flower import PART_BYTES
-from fl_lightning.deploy.launch import APP, free_port
+from fl_lightning.deploy.flower.launch import APP, free_port
 
 pytest.importorskip("cryptography")
 

@@ -15,6 +15,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from deploy_transports import InProcess
 from safetensors.torch import save
 from test_deploy import (
     Processes,
@@ -26,24 +27,24 @@ from test_deploy import (
 )
 
 from callbacks import ByzantineClients, SecureDropout
-from fl_lightning.deploy.build import builder
-from fl_lightning.deploy.deployable import check_deployable
-from fl_lightning.deploy.messages import Message
-from fl_lightning.deploy.node import Node, NodeSettings
-from fl_lightning.deploy.roster import RoundRules
-from fl_lightning.deploy.server_state import beside_broadcast, take_over
-from fl_lightning.deploy.transport_local import InProcess
-from fl_lightning.engines.secure_round import MaskedSum
+from fl_lightning.aggregation.masked_round import MaskedRound
+from fl_lightning.aggregation.sum_form import SumForm
+from fl_lightning.deploy.node.build import builder
+from fl_lightning.deploy.node.node import Node, NodeSettings
+from fl_lightning.deploy.protocol.messages import Message
+from fl_lightning.deploy.protocol.server_state import beside_broadcast, take_over
+from fl_lightning.deploy.server.deployable import check_deployable
+from fl_lightning.deploy.server.roster import RoundRules
 from fl_lightning.errors import InputError
 from fl_lightning.hooks import Stressor
-from fl_lightning.methods.secure import SumForm
 from fl_lightning.privacy.secure import PHASES, SecureSum
 from fl_lightning.wire import Payload, PayloadError
 
 pytest.importorskip("Crypto")
 
-from fl_lightning.deploy.secure_node import KeptRound, SecureRounds
-from fl_lightning.deploy.secure_server import add_up_on_nodes, common_form
+from fl_lightning.deploy.node.secure import KeptRound, SecureRounds
+from fl_lightning.deploy.server.secure import add_up_on_nodes, common_form
+from fl_lightning.privacy.secure.client import SecureClient
 
 SECURE = "--trainer.secure_sum={threshold: 0.6}"  # 3 of 4 clients
 IMAGES = [
@@ -117,6 +118,7 @@ class Mortal(InProcess):
     ("config", "more"),
     [
         ("fedavg", [*IMAGES, "--model.average=NormClipping", "--model.average.max_norm=0.05"]),
+        ("fedavg", [*IMAGES, "--model.server_optimizer=Extrapolation"]),
         ("qfedavg", [*IMAGES, "--trainer.secure_sum={threshold: 0.6, neighbours: 2}"]),
         ("fedmpq", IMAGES),
         ("hest_default", TEXTS),
@@ -155,10 +157,11 @@ def test_a_node_that_dies_leaves_before_the_phase(phase, tmp_path):
 @pytest.mark.slow
 @pytest.mark.essential
 def test_a_dead_node_has_kept_its_states(tmp_path):
-    """A client of HEST that trained and whose vector never came goes on from the price that it kept."""
+    """A client of HEST that trained and whose vector never came goes on from the price that it kept before."""
     cli = deployed("hest_default", tmp_path, Mortal(tmp_path, [1], "masked"), *TEXTS)
     assert weights(cli) == simulated("hest_default", tmp_path, *TEXTS, drop=Leave(2, [1], "masked"))
-    assert len(list((tmp_path / "node1" / "states").glob("*/client_000001/*.safetensors"))) == 3
+    kept = sorted(path.stem for path in (tmp_path / "node1" / "states").glob("*/client_000001/*.safetensors"))
+    assert kept == ["after_000001", "after_000003"]
 
 
 @pytest.mark.slow
@@ -266,12 +269,51 @@ def test_a_refused_upload_is_not_named_and_leaves_before_it_is_masked(tmp_path, 
         if client.id == 1:
             raise PayloadError("secret 4711")
 
-    monkeypatch.setattr("fl_lightning.deploy.secure_node.check_upload", refuse)
+    monkeypatch.setattr("fl_lightning.deploy.node.secure.check_upload", refuse)
     transport = Mortal(tmp_path)
     cli = deployed("fedavg", tmp_path, transport, *IMAGES)
     assert not any(b"4711" in answer for answer in transport.answers)
     statuses = {row["client"]: row["status"] for row in table(cli, "ledger")}
     assert statuses == {"0": "trained", "1": "rejected", "2": "trained", "3": "trained"}
+
+
+def test_who_seals_what_cannot_be_opened_is_left_out_after_two_rounds(tmp_path, monkeypatch, caplog):
+    """Nodes send complaints in place of masked vectors."""
+    honest = SecureClient.shares
+
+    def spoilt(self, message):
+        given = Payload.from_bytes(honest(self, message))
+        envelopes = given.tensor("envelopes") ^ (self.id == 0)
+        return Payload({**dict(given.items()), "envelopes": envelopes}).to_bytes()
+
+    monkeypatch.setattr(SecureClient, "shares", spoilt)
+    cli = deployed("fedavg", tmp_path, Mortal(tmp_path), *IMAGES, "--trainer.max_rounds=3")
+    assert [row["secure/void"] for row in table(cli, "metrics")] == ["1", "1", "0"]
+    assert "client 0 was named for wrong shares in 2 rounds, and is left out" in caplog.text
+
+
+@pytest.mark.slow
+@pytest.mark.essential
+def test_a_client_that_lies_voids_no_round_and_is_left_out(tmp_path, monkeypatch, caplog):
+    """Client 0 gives wrong shares; in round 2 client 1 adds 2^40 to its n_k, which voids that round alone."""
+    unmask, masked, of_client_1 = SecureClient.unmask, SecureClient.masked, []
+
+    def wrong_shares(self, message):
+        answer = Payload.from_bytes(unmask(self, message)).tensor("shares")
+        return Payload({"shares": answer ^ (self.id == 0)}).to_bytes()
+
+    def large_weight(self, vector):
+        of_client_1.extend([self] if self.id == 1 else [])
+        vector[-1] += 2**40 * (self.id == 1 and len(of_client_1) == 2)
+        return masked(self, vector)
+
+    monkeypatch.setattr(SecureClient, "unmask", wrong_shares)
+    monkeypatch.setattr(SecureClient, "masked", large_weight)
+    cli = deployed("fedavg", tmp_path, Mortal(tmp_path), *IMAGES)
+    assert [row["secure/void"] for row in table(cli, "metrics")] == ["0", "1", "0"]
+    assert "round 2 is void, and the model stays: its sum is impossible" in caplog.text
+    statuses = [row["status"] for row in table(cli, "ledger")]
+    assert statuses == ["trained"] * 4 + ["lost"] * 4 + ["dropped"] + ["trained"] * 3
 
 
 def test_a_node_whose_owner_wants_secure_sums_refuses_a_plain_run(tmp_path):
@@ -337,7 +379,7 @@ def add_up(nodes: Mapping[int, SecureRounds], silent: Mapping[str, int] | None =
             _, parts = nodes[id].answer(phase_message(phase, id, message, round))
             yield id, parts[0]
 
-    asked = MaskedSum(
+    asked = MaskedRound(
         SecureSum(threshold=0.6),
         SimpleNamespace(seed=0, server={"weights": torch.zeros(4)}),
         round,

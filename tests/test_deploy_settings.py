@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import ast
 import os
+import re
 import signal
 import socket
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 from test_deploy import ALL, ROOT, command_line
 
 from fl_lightning.__main__ import main
-from fl_lightning.deploy import command, fleet
-from fl_lightning.deploy.addresses import not_found, require_tls
+from fl_lightning.deploy import command
 from fl_lightning.deploy.command import Deployment
+from fl_lightning.deploy.flower import fleet
+from fl_lightning.deploy.flower.addresses import not_found, require_tls
+from fl_lightning.deploy.flower.launch import APP
 from fl_lightning.errors import InputError
 
 
@@ -111,6 +116,18 @@ def test_deploy_refuses_its_settings_in_one_line(words, says, quiet, no_names, c
     assert says in said(capsys)
 
 
+@pytest.mark.parametrize(("host", "warned"), [("192.0.2.7", True), ("127.0.0.1", False), ("[::1]", False)])
+def test_a_superlink_that_others_can_reach_deserves_a_line(host, warned, quiet, capsys, caplog, monkeypatch):
+    (quiet / "ca").touch()
+    monkeypatch.setattr(command, "check_deployable", lambda fed: _Stop().answer)
+    words = [f"--deploy.superlink={host}:8000", "--deploy.root_certificates=ca"]
+    assert main(["deploy", *command_line("fedavg", quiet, *ALL[:5]).typed, *words]) == 2
+    assert "far enough" in said(capsys)
+    lines = [line for line in caplog.messages if "can run code on its machine" in line]
+    assert len(lines) == warned
+    assert all(f"--deploy.superlink {host}:8000 is no loopback address" in line for line in lines)
+
+
 def test_simulated_nodes_are_not_waited_for_beyond_their_number():
     with pytest.raises(InputError, match="5 nodes are started here"):
         Deployment(simulation=5, min_nodes=6).rules()
@@ -170,3 +187,15 @@ def test_sigterm_ends_a_node(tmp_path):
     finally:
         process.kill()
     assert process.returncode == 143
+
+
+def test_flower_finds_its_apps_under_the_names_that_jobs_have():
+    """Nodes of other versions look for these names, and Flower searches the text of the file for them."""
+    named = re.findall(r'app = "(.+):(.+)"', APP)
+    assert named == [("fl_lightning.deploy.flower", f"{half}_app") for half in ("server", "client")]
+    for module, app in named:
+        tree = ast.parse(Path(find_spec(module).origin).read_text())
+        assigned = [
+            target for node in ast.walk(tree) if isinstance(node, ast.Assign) for target in node.targets
+        ]
+        assert app in {target.id for target in assigned if isinstance(target, ast.Name)}

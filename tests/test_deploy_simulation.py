@@ -11,8 +11,8 @@ from test_deploy_flower import IMAGES, ROOT, SHARDS, SMALL, finish, metadata_in,
 
 from fl_lightning.deploy.command import Deployment
 from fl_lightning.deploy.flower import _answer
-from fl_lightning.deploy.messages import Message
-from fl_lightning.deploy.simulated import require_ray, run_words
+from fl_lightning.deploy.flower.simulated import require_ray, run_words
+from fl_lightning.deploy.protocol.messages import Message
 from fl_lightning.errors import InputError
 
 
@@ -45,7 +45,7 @@ def test_simulated_nodes_need_ray_and_are_all_waited_for(monkeypatch):
     settings = "num-supernodes=3 client-resources-num-cpus=1"
     assert run_words(3, one_worker=False) == ["--federation-config", settings]
     assert run_words(3, one_worker=True) == ["--federation-config", f"{settings} init-args-num-cpus=1"]
-    monkeypatch.setattr("fl_lightning.deploy.simulated.find_spec", lambda name: None)
+    monkeypatch.setattr("fl_lightning.deploy.flower.simulated.find_spec", lambda name: None)
     with pytest.raises(InputError, match="Flower's simulation engine needs Ray"):
         require_ray()
 

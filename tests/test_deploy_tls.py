@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from fl_lightning.deploy.addresses import check_handshake, free_port
+from fl_lightning.deploy.flower.addresses import check_handshake, free_port
 from fl_lightning.errors import InputError
 
 pytest.importorskip("cryptography")

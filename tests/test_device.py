@@ -6,22 +6,25 @@ Reading a value or mixing devices raises; what moves between them is counted. Th
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
-from streams import Card
-from test_graphs import TEN, make
+from ten import SETTINGS, TEN
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from toy import sgd
 
-from fl_lightning import rng
+from fl_lightning import methods, rng
 from fl_lightning.conformance.toy import images
-from fl_lightning.engines.cuda.kinds import places
 from fl_lightning.methods import fedmosaic
+from fl_lightning.models import SmallCNN
 from fl_lightning.wire import Payload
 
 CUDA = torch.device("cuda", 0)
+NORMED = partial(SmallCNN, width=4, norm="batch")
 
 
 class Crossings(TorchDispatchMode):
@@ -46,9 +49,26 @@ def on_cuda(tensor: Tensor) -> Tensor:
     )
 
 
-@pytest.mark.parametrize("name", TEN)
+def places_of_tensors(module: nn.Module) -> list[tuple[dict[str, Tensor], str]]:
+    """Where a module and its children hold a tensor."""
+    return [
+        (held, name)
+        for child in module.modules()
+        for held in (child._parameters, child._buffers)
+        for name, tensor in held.items()
+        if tensor is not None
+    ]
+
+
+PLAIN = ("SCAFFOLD", "FedDyn", "FedCM", "FedDC")
+"""Methods of plain SGD alone."""
+
+
+@pytest.mark.parametrize("name", [*TEN, *PLAIN, "FedLC", "MOON"])
 def test_batches_and_steps_stay_on_the_device(name, monkeypatch):
-    method, data = make(name), images(crop="pad", flip=True)
+    momentum = 0.0 if name in PLAIN else 0.9
+    settings = {"network": NORMED, "optimizer": sgd(0.05, momentum=momentum), **SETTINGS.get(name, {})}
+    method, data = getattr(methods, name)(**settings), images(crop="pad", flip=True)
     data.prepare_data()
     data.setup("fit")
     data.distribute(0, torch.device("cpu"))
@@ -57,13 +77,13 @@ def test_batches_and_steps_stay_on_the_device(name, monkeypatch):
     method.round, client = 1, data.client(0)
     labels = data.labels(client)
     method.receive(Payload.from_bytes(method.broadcast(client).to_bytes()), client)
+    method.start_terms(client, labels)
     method.train()
-    Card(monkeypatch)  # streams in name
     monkeypatch.setattr(Tensor, "pin_memory", lambda tensor: tensor)
     monkeypatch.setattr(fedmosaic, "gradient_of", lambda *_: torch.zeros_like(method.gradient, device=CUDA))
     with FakeTensorMode(allow_non_fake_inputs=True):
         moved: dict[int, Tensor] = {}
-        for held, key in places(method):
+        for held, key in places_of_tensors(method):
             moved.setdefault(id(held[key]), on_cuda(held[key]))
             held[key] = moved[id(held[key])]
         for module in method.modules():

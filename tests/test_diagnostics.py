@@ -40,8 +40,8 @@ from callbacks.figures.feature_map import embed, feature_figure, penultimate
 from callbacks.figures.loss_landscape import contour_figure, curve_figure, filter_normalised
 from callbacks.meters.gradient_norms import gradient_figure
 from fl_lightning.conformance.toy import CENTRES, Points, images, on_images, on_points, run, sgd
+from fl_lightning.federation import weights_hash
 from fl_lightning.hooks import RoundRecord, Stressor
-from fl_lightning.loop import weights_hash
 from fl_lightning.methods import AQFL, FedAvg, FedKD, FedMosaic, FedMPQ, FedMPQKD, FedProx
 from fl_lightning.models import SmallCNN
 

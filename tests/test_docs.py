@@ -13,6 +13,7 @@ import re
 import shlex
 import shutil
 from pathlib import Path
+from types import ModuleType
 from xml.etree import ElementTree
 
 import numpy as np
@@ -24,13 +25,15 @@ import fl_lightning
 from callbacks.figures.figure_meter import FigureMeter
 from fl_lightning import methods
 from fl_lightning.__main__ import main
+from fl_lightning.conformance import method_under_test, run_checks
+from fl_lightning.conformance.checks_state import kept_state_is_used
 from fl_lightning.conformance.formulas import fp32_bytes, layer_sizes, num_values, packed_bytes, payload_bytes
 from fl_lightning.conformance.toy import images, on_images, run
 from fl_lightning.data import FederatedImages, Partition
 from fl_lightning.hooks import Meter, Stressor
 from fl_lightning.methods import Method
 from fl_lightning.models import SmallCNN
-from fl_lightning.study.spec.plan import Study
+from fl_lightning.study.plan.study import Study
 
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
@@ -45,14 +48,16 @@ MKDOCS = yaml.safe_load((ROOT / "mkdocs.yml").read_text())
 
 OF_A_RUN = {
     "config.yaml", "metadata.json", "metrics.csv", "ledger.csv", "clients.csv", "run.log", "partition.json", "registration.json", "test.json", "transfer.csv",
-    "cells.json", "until.json", "report.md", "report.json", "runs.csv", "differences.csv", "timings.csv",
+    "noisy_sums.csv", "cells.json", "until.json", "report.md", "report.json", "runs.csv", "differences.csv", "timings.csv",
     "timing_differences.csv", "confusion_matrix.csv",
 }  # fmt: skip
+OF_AN_EXPORT = {"load.py", "export.json", "config.json", "adapter_config.json"}
 OF_A_USER = {
     "my_methods.py",
     "my_stressors.py",
     "my_meters.py",
     "own_dataset.py",
+    "own_tasks.py",
     "own_module.py",
     "own_token_module.py",
     "own_tokens.py",
@@ -90,7 +95,7 @@ def test_files_that_are_named_exist(page):
     for token in re.findall(r"`([^`\n]+)`", re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL)):
         if token.startswith(IN_REPOSITORY) and re.fullmatch(r"[\w./-]+", token):
             assert (ROOT / token).exists(), f"{page.name}: {token}"
-        elif FILE.fullmatch(token) and token not in OF_A_RUN | OF_A_USER:
+        elif FILE.fullmatch(token) and token not in OF_A_RUN | OF_AN_EXPORT | OF_A_USER:
             within = (ROOT / token, ROOT / "fl_lightning" / token)
             found = any(path.exists() for path in within) or ("/" not in token and token in names)
             assert found, f"{page.name}: {token}"
@@ -130,6 +135,7 @@ def test_every_method_has_a_page():
         text = pages[name.lower()]
         for part in ("What travels", "Settings", "Traps", "Neutral", "Source"):
             assert f"**{part}" in text, f"{name} without {part}"
+        assert "**Weak" in text or "**When it helps" in text, f"{name} without what it is good for"
         assert f"::: fl_lightning.methods.{name.lower()}" in text
         (command,) = blocks(DOCS / "methods" / f"{name.lower()}.md", "bash")
         config = yaml.safe_load((ROOT / shlex.split(command)[-1]).read_text())
@@ -142,7 +148,7 @@ def commands(page: Path) -> list[str]:
 
 
 IN_README = set(commands(ROOT / "README.md"))
-"""These are run by test_runs.py."""
+"""These are run by test_readme.py."""
 IN_PAGES = sorted({command for page in WRITTEN for command in commands(page)} - IN_README)
 
 
@@ -279,6 +285,17 @@ def test_the_loss_term_of_the_page_is_fedprox(tmp_path, forgotten):
     torch.testing.assert_close(theirs.server["weights"], ours.server["weights"], rtol=0, atol=1e-5)
 
 
+@pytest.mark.slow
+@pytest.mark.essential
+def test_the_method_of_the_page_that_remembers():
+    """It passes the kit as it is; without ``measured`` the kit says that nothing reads what clients keep."""
+    remembers = code("howto/method.md")["Remembers"]
+    assert [o.detail for o in run_checks(method_under_test(remembers)) if o.verdict == "failed"] == []
+    silent = type("Silent", (remembers,), {"measured": frozenset()})
+    (kept,) = run_checks(method_under_test(silent), [kept_state_is_used])
+    assert "keeps 'history', but halving it changes nothing" in kept.detail
+
+
 def test_the_stressor_of_the_page(tmp_path, forgotten):
     """Who is rejected follows from the stream that it names; nothing is refused at probability 0."""
     stressor = code("howto/stressor.md")["DamagedUploads"]
@@ -294,6 +311,17 @@ def test_the_stressor_of_the_page(tmp_path, forgotten):
             }
         assert fate == {at: fl_lightning.stream(5, "damage", *at).random() < probability for at in fate}
         assert any(fate.values()) == (probability > 0)
+
+
+def test_the_stressor_of_the_page_that_replaces_assignments(tmp_path, forgotten):
+    """Of all clients, those with fewer than the largest one's examples drop."""
+    data = images()
+    run(on_images(methods.FedAvg()), data, tmp_path, max_rounds=1)
+    stressor = code("howto/stressor.md")["LargeClientsOnly"](int(max(data.sizes)))
+    settings = {"max_rounds": 1, "participation": 1.0, "callbacks": [stressor]}
+    trainer = run(on_images(methods.FedAvg()), data, tmp_path, **settings)
+    (row,) = trainer.progress.history
+    assert 0 < row["clients/trained"] == sum(data.sizes == max(data.sizes)) < len(data.sizes)
 
 
 def test_the_figure_of_the_page(tmp_path, forgotten):
@@ -339,13 +367,34 @@ def test_the_citation_and_the_changelog_are_of_this_version():
     assert latest[1] == fl_lightning.__version__
 
 
-def test_docstrings_become_markdown():
+def extension_of_griffe() -> ModuleType:
     pytest.importorskip("griffe", reason="pip install -e '.[docs]'")
     spec = importlib.util.spec_from_file_location("docstrings", DOCS / "docstrings.py")
     assert spec
     assert spec.loader
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
+    return module
+
+
+def test_constraints_are_left_out_of_signatures():
+    """Whether they stand in the signature or under a name."""
+    module = extension_of_griffe()
+    import griffe
+
+    loader = griffe.GriffeLoader(
+        search_paths=[str(ROOT)], extensions=griffe.load_extensions(module.Docstrings())
+    )
+    package = loader.load("fl_lightning")
+    for constructor, name in (
+        ("methods.fedprox.FedProx", "mu"),
+        ("data.image_base.ImageData", "val_fraction"),
+    ):
+        assert str(package[f"{constructor}.__init__"].parameters[name].annotation) == "float"
+
+
+def test_docstrings_become_markdown():
+    module = extension_of_griffe()
     assert module.as_markdown("See :func:`~a.b.c` and :class:`D`. Layout::\n\n    x") == (
         "See `c` and `D`. Layout:\n\n    x"
     )

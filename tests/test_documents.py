@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from time import perf_counter
 
 import pytest
 import yaml
@@ -77,14 +76,13 @@ def test_a_value_of_a_flag_or_a_variable_that_is_too_large_is_refused(
     assert "FL_LIGHTNING_TRAINER__TAGS" in refused(["fit", "--model", "FedAvg"], capsys)
 
 
+@pytest.mark.timeout(60)  # the parser itself would take minutes, or all memory
 @pytest.mark.parametrize(
     "text", [bomb(), bomb(2000), "[" + "1," * 5_000_000 + "]", "[" * 1_000_000], ids=range(4)
 )
-def test_the_refusal_takes_less_than_a_second(text: str) -> None:
-    started = perf_counter()
+def test_a_bomb_is_refused_before_it_is_parsed(text: str) -> None:
     with pytest.raises(InputError, match="which has more than"):
         check_size(text, "a document")
-    assert perf_counter() - started < 1
 
 
 def test_what_counts_is_the_number_of_values_with_aliases_written_out() -> None:

@@ -26,22 +26,21 @@ from fl_lightning.energy import (
     Removal,
     best_meter,
     from_json,
-    joined,
     one_label,
     read_table,
     shipped_table,
     to_json,
 )
-from fl_lightning.energy import calibrate as calibration
-from fl_lightning.energy.fitting import (
+from fl_lightning.energy.calibration import calibrate as calibration
+from fl_lightning.energy.calibration.fitting import (
     high_quantile,
     line_or_curve,
     measured_cost,
     relative_errors,
     robust_mean,
 )
-from fl_lightning.energy.samples import Measured, tables_of
-from fl_lightning.energy.works import LinearShape, ZeroOutput
+from fl_lightning.energy.calibration.samples import Measured, tables_of
+from fl_lightning.energy.calibration.works import LinearShape, ZeroOutput
 from fl_lightning.models import LlamaTiny
 from fl_lightning.models.adapters import adapter_layers
 
@@ -160,13 +159,6 @@ def test_other_networks_and_mixed_labels_are_refused():
         table().for_groups(["a.q", "b.o", "c"])
     with refused("which has no b.o", "calibrate"):
         table().for_groups(["a.q"])
-    one, other = (replace(table(), groups={name: table().groups[name]}) for name in ("a.q", "b.o"))
-    assert joined([one, other]) == table()
-    for changed in ({"label": "RAPL"}, {"device": "another"}, {"scope": "model"}, {"high": "bfloat16"}):
-        with refused(next(iter(changed.values()))):
-            joined([one, replace(other, **changed)])
-    with refused("two tables with a.q"):
-        joined([one, one])
     assert one_label([LABEL, LABEL]) == LABEL
     with refused("RAPL and of modelled"):
         one_label([LABEL, "RAPL"])

@@ -11,7 +11,7 @@ import torch
 from refusals import refused
 
 from fl_lightning.energy import REFUSED, BatchedEnergyLedger, BHSPController, EnergyLedger
-from fl_lightning.energy.ledger import UNITS_PER_JOULE
+from fl_lightning.energy.budgets.ledger import UNITS_PER_JOULE
 
 UNIT = 1 / UNITS_PER_JOULE
 INF = math.inf
@@ -245,6 +245,27 @@ def test_prompts_keep_the_budget_and_leave_what_their_tokens_need():
     assert clamped > 50
 
 
+@pytest.mark.parametrize("price", [1e308, INF, math.nan])
+def test_no_price_is_so_high_that_an_option_is_taken_that_is_not_there(price):
+    """Joules of about a thousand: price x joules is more than float64 holds."""
+    generator = np.random.default_rng(7)
+    for _ in range(50):
+        tokens, groups = int(generator.integers(1, 6)), int(generator.integers(1, 5))
+        costs = torch.from_numpy(generator.integers(1, 1000, size=(groups, 3))).double()
+        for row in costs:
+            row[torch.from_numpy(generator.permutation(3)[: generator.integers(0, 3)])] = INF
+        least = float(costs.min(-1).values.sum())
+        budget = 3 * least * tokens * float(generator.uniform(1, 1.5))
+        ledger = EnergyLedger(budget, 0.0, costs, tokens)
+        theta = torch.from_numpy(generator.normal(size=(tokens, groups, 3)))
+        prompt = ledger.decide_prompt(theta, price, 0.0, costs[..., None] * torch.arange(tokens + 1))
+        steps = [*prompt, *(ledger.decide(each, price) for each in theta)]
+        spent = [float(costs.gather(-1, choices.unsqueeze(-1)).sum()) for choices in steps]
+        assert ledger.spent == sum(spent) <= budget
+        if price > 1:
+            assert spent == [least] * len(steps)
+
+
 def test_what_a_ledger_refuses():
     for budget, fixed, costs, owed in (
         (-1.0, 0.0, torch.ones(1, 3), 1),
@@ -254,6 +275,8 @@ def test_what_a_ledger_refuses():
         (1.0, 0.0, torch.tensor([[1.0, math.nan, 1.0]]), 1),
         (1.0, 0.0, torch.ones(1, 3), -1),
         (1.0, 0.0, torch.full((1, 3), 1e6), 10),
+        (1.0, 0.0, torch.full((2, 3), 5e6), 1),  # its units add up to a multiple of 2^64
+        (1.0, 0.0, torch.full((4, 3), 5e6), 0),
     ):
         with refused("a ledger of"):
             EnergyLedger(budget, fixed, costs, owed)

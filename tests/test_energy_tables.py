@@ -21,25 +21,25 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from fl_lightning.__main__ import main
-from fl_lightning.energy import (
-    ModelledMeter,
-    calibrate,
-    expected_energy,
-    from_json,
-    read_table,
-    shipped_table,
-    to_json,
+from fl_lightning.energy import ModelledMeter, expected_energy, from_json, read_table, shipped_table, to_json
+from fl_lightning.energy.budgets.device import Device
+from fl_lightning.energy.calibration import calibrate
+from fl_lightning.energy.calibration.calibrate import Subject
+from fl_lightning.energy.calibration.networks import adapted_network, calibration_advice
+from fl_lightning.energy.calibration.samples import Measured, tables_of
+from fl_lightning.energy.calibration.steps import steps_of
+from fl_lightning.energy.calibration.works import (
+    LinearShape,
+    prefix_of,
+    step_work,
+    switched_copy,
+    without_groups,
 )
-from fl_lightning.energy.calibrate import Subject
-from fl_lightning.energy.networks import adapted_network, calibration_advice, kind_and_rank
-from fl_lightning.energy.samples import Measured, tables_of
-from fl_lightning.energy.steps import steps_of
-from fl_lightning.energy.works import LinearShape, prefix_of, step_work, switched_copy, without_groups
+from fl_lightning.energy.switched import add_switches, merge_adapters
+from fl_lightning.energy.switched.kinds import kind_and_rank
 from fl_lightning.errors import InputError
-from fl_lightning.methods.budgets.device import Device
 from fl_lightning.models import LlamaTiny
 from fl_lightning.models.adapters import ADAPTERS
-from fl_lightning.models.options import add_switches, merge_adapters
 
 LABEL = "modelled: CPU seconds x 15 W"
 BENCHMARKS = Path(__file__).parent.parent / "benchmarks"

@@ -177,7 +177,7 @@ def test_workers_end_with_the_run(tmp_path):
     workers = Workers()
     fit(FedAvg(network=SMALL), tmp_path, workers=2, engine="sequential", callbacks=[workers])
     assert len(workers.pids) >= 2
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 120
     while any(os.path.exists(f"/proc/{pid}") for pid in workers.pids) and time.monotonic() < deadline:
         time.sleep(0.01)
     assert not any(os.path.exists(f"/proc/{pid}") for pid in workers.pids)

@@ -11,10 +11,11 @@ import torch
 from averaged import digits, sent
 from refusals import refused
 
+from fl_lightning.aggregation import exact_sum
+from fl_lightning.aggregation.averages import NormClipping
+from fl_lightning.aggregation.exact_sum import MAX_MAGNITUDE, ExactSum, fraction_bits
 from fl_lightning.errors import MisuseError
 from fl_lightning.methods import AQFL, FedAvg, FedMPQ, FedMPQKD, FedNTD, FedPQ, FedProx, Oracle, QFedAvg
-from fl_lightning.methods.averaging import NormClipping
-from fl_lightning.privacy import MAX_MAGNITUDE, ExactSum, exact_sum, fraction_bits
 from fl_lightning.wire import Payload
 
 LARGEST = float(np.nextafter(np.float32(MAX_MAGNITUDE), np.float32(0)))

@@ -59,6 +59,19 @@ def test_train_script(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.essential
+def test_lightning_module(tmp_path):
+    """The README's lines are those of the example, which learns."""
+    script = (EXAMPLES / "lightning_module.py").read_text()
+    (shown,) = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    written = {line.strip() for line in script.splitlines()}
+    assert {line.strip() for line in shown.splitlines()} <= written
+    output = python(tmp_path, str(EXAMPLES / "lightning_module.py"))
+    (accuracy,) = re.findall(r"test accuracy ([\d.]+)", output)
+    assert float(accuracy) > 0.8  # guessing is 0.1
+
+
+@pytest.mark.slow
+@pytest.mark.essential
 def test_own_data(tmp_path):
     output = python(tmp_path, str(EXAMPLES / "own_data.py"))
     (accuracy,) = re.findall(r"test accuracy ([\d.]+)", output)
@@ -90,7 +103,7 @@ def test_own_method(tmp_path):
     limits = ["--trainer.max_rounds", "2", "--trainer.logger", "false"]
     assert "final/accuracy" in python(tmp_path, *command.split()[1:], *limits)
     (run,) = (tmp_path / "runs/own_method").iterdir()
-    assert run.name == "FedAvgM-digits-seed0"
+    assert run.name == "OwnMomentum-digits-seed0"
     with (run / "ledger.csv").open() as file:
         uploads = {int(row["upload"]) for row in csv.DictReader(file) if row["status"] == "trained"}
     assert uploads == {135_832}  # FedAvg's
@@ -104,14 +117,14 @@ def in_examples(monkeypatch):
     yield
     sys.modules.pop("own_method")
     gc.collect()
-    assert "FedAvgM" not in {cls.__name__ for cls in Method.__subclasses__()}
+    assert "OwnMomentum" not in {cls.__name__ for cls in Method.__subclasses__()}
 
 
 def test_own_methods_formula(in_examples):
     """Two rounds against the formula, entry by entry; statistics of BatchNorm are averaged and no more."""
-    from own_method import FedAvgM
+    from own_method import OwnMomentum
 
-    method = on_images(FedAvgM(beta=0.5))
+    method = on_images(OwnMomentum(beta=0.5))
     data = images()
     data.setup("fit")
     data.distribute(0, torch.device("cpu"))
@@ -138,15 +151,15 @@ def test_own_methods_formula(in_examples):
 
 
 def test_own_method_refuses_bad_input(in_examples):
-    from own_method import FedAvgM
+    from own_method import OwnMomentum
 
     with pytest.raises(InputError, match=r"--model.beta 1.5; it is a share in \[0, 1\); write"):
-        FedAvgM(beta=1.5)
+        OwnMomentum(beta=1.5)
 
 
 def test_own_method_passes_the_kit(in_examples):
-    from own_method import FedAvgM
+    from own_method import OwnMomentum
 
-    outcomes = list(run_checks(method_under_test(FedAvgM, {"beta": 0.7}, {"beta": 0.0}, None)))
+    outcomes = list(run_checks(method_under_test(OwnMomentum, {"beta": 0.7}, {"beta": 0.0}, None)))
     assert [outcome for outcome in outcomes if outcome.verdict == "failed"] == []
     assert {outcome.check for outcome in outcomes if outcome.verdict == "passed"} >= {"neutral", "resume"}

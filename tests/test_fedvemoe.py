@@ -19,16 +19,15 @@ from tiny_language import adam, fit, method_of, records
 from toy import ready
 
 from callbacks import ByzantineClients, ExpertFigure, FactorError, NewTasks
-from callbacks.meters.factor_error import adapters_in
+from fl_lightning.aggregation.clipped_sums import clip_addends
+from fl_lightning.aggregation.receiving import check_upload
+from fl_lightning.compatibility import Run, check_run
 from fl_lightning.data import TokenData
 from fl_lightning.engines.base import ClientResult
 from fl_lightning.engines.sequential import SequentialEngine
 from fl_lightning.hooks import Meter
 from fl_lightning.methods import FedAvg, FedVEMoE, LocalOnly
 from fl_lightning.methods.experts.slots import Rules
-from fl_lightning.methods.private_sums import clip_addends
-from fl_lightning.methods.receiving import check_upload
-from fl_lightning.methods.secure import check_secure_sum
 from fl_lightning.models.adapters import add_adapter
 from fl_lightning.models.language import Llama, LlamaTiny, add_lora
 from fl_lightning.models.language.experts import Seats, factors_of
@@ -279,6 +278,7 @@ def test_forged_uploads_are_refused():
         ("slots", Codes(none.int(), bits=1)),
         ("shares", torch.tensor([1.5])),
         ("shares", torch.tensor([-1.0])),
+        ("shares", torch.tensor([1.0005])),  # times n_k it is more than the largest weight
         ("rows", good.tensor("rows")[:1]),
         ("rows", good.tensor("rows")[:, :-1]),
         ("rows", good.tensor("rows") * float("nan")),
@@ -391,7 +391,7 @@ def test_a_client_that_did_not_answer_is_sent_again_what_it_missed(tmp_path, mon
     def with_one_away(engine, tasks, units=None):
         for result, task in zip(train(engine, tasks, units), tasks, strict=True):
             away = task.client.id == 1 and task.round in (2, 3)
-            yield ClientResult(task.client, b"", {}, {}, 0, unanswered=len(task.message)) if away else result
+            yield ClientResult(task.client, b"", {}, {}, 0, status="dropped") if away else result
 
     monkeypatch.setattr(SequentialEngine, "train", with_one_away)
     method = method_of(FedVEMoE, k_init=4, k_max=5, down="changed")
@@ -458,7 +458,7 @@ def test_the_error_of_averaging_factors_apart(cls, tmp_path):
             self.seen = [
                 (slot, weight, dense(context.method, adapter))
                 for payload in self.payloads
-                for slot, weight, adapter in adapters_in(context.method, payload)
+                for slot, weight, adapter in context.method.averaged(payload)
             ]
             self.starts = {}
             super().on_round_end(record, context)
@@ -632,7 +632,7 @@ def test_what_does_not_fit_is_refused():
     with refused("Llama that trains", "rank"):
         built(rank=0)
     with refused("secure_sum", "leave it out"):
-        check_secure_sum(SecureSum(), built()[0], cohort=4)
+        check_run(Run(built()[0], masks=SecureSum()))
 
 
 def test_an_adapter_that_starts_at_something_is_not_added_twice():
@@ -730,7 +730,7 @@ def test_no_message_is_longer_than_the_clip_whatever_a_client_says():
 def test_privacy_needs_its_wire_and_a_frozen_a():
     with refused("A is trained", "ffa"):
         built(wire="private")
-    assert "private" in method_of(FedVEMoE).privacy_refused
+    assert "private" in method_of(FedVEMoE).refuses["privacy"]
 
 
 # An open world

@@ -17,12 +17,13 @@ from tiny_language import fit, method_of, records
 
 from callbacks import OptionFigure
 from fl_lightning.energy import shipped_table
+from fl_lightning.energy.budgets.device import Device
+from fl_lightning.energy.budgets.passes import Lengths, expected_joules
+from fl_lightning.energy.options import OPTIONS
+from fl_lightning.energy.switched import switched
 from fl_lightning.hooks import Meter
 from fl_lightning.methods import HEST, FedAvg
-from fl_lightning.methods.budgets.device import Device
-from fl_lightning.methods.budgets.passes import Lengths, expected_joules
 from fl_lightning.models import LlamaTiny
-from fl_lightning.models.options import OPTIONS, switched
 from fl_lightning.probing.by_kind import by_kind
 from fl_lightning.probing.noisy_prompts import noisy_prompts
 

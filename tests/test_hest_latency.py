@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from fl_lightning.energy.switched import add_switches, narrow_kept
 from fl_lightning.models import LlamaTiny
-from fl_lightning.models.options import add_switches, narrow_kept
 
 BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
 

@@ -19,13 +19,13 @@ from fl_lightning.energy import (
     MeasuredCost,
     TABSController,
 )
+from fl_lightning.energy.budgets.device import Device
+from fl_lightning.energy.budgets.network import BudgetedNetwork
+from fl_lightning.energy.switched import Plan, add_switches
 from fl_lightning.errors import InputError, MisuseError
 from fl_lightning.methods import AQFL, FedAdaLoRA, FedAvg, FedMPQ
-from fl_lightning.methods.budgets.device import Device
-from fl_lightning.methods.budgets.network import BudgetedNetwork
 from fl_lightning.models import build_network
 from fl_lightning.models.language import BYTE_VOCABULARY, LlamaTiny, hf, lora_layers
-from fl_lightning.models.options import Plan, add_switches
 from fl_lightning.tasks import LanguageModelling
 from fl_lightning.wire import Layout
 

@@ -19,6 +19,7 @@ from fl_lightning import loop
 from fl_lightning.data import IID, Dirichlet, FederatedData, Partition, Shards, holdings
 from fl_lightning.data.partition import make_holdings
 from fl_lightning.rng import stream, streams
+from fl_lightning.wire import LedgerEntry
 
 K = 23
 """Clients of three examples and more, and a few blocks of them."""
@@ -153,13 +154,23 @@ def test_a_client_more_is_no_object_more() -> None:
 
 
 def test_clients_that_keep_nothing_leave_nothing_behind() -> None:
-    clients: list[Any] = [
-        SimpleNamespace(id=id, state=state) for id, state in ((1, {}), (2, {}), (3, {"kept": 1}))
-    ]
-    fed: Any = SimpleNamespace(states={2: {"kept": 0}}, callbacks=())
-    for client in clients:
-        loop.end_client(fed, client, 1)
+    clients = [SimpleNamespace(id=id, state=state) for id, state in ((1, {}), (2, {}), (3, {"kept": 1}))]
+    receipts: list[Any] = [SimpleNamespace(client=client) for client in clients]
+    fed: Any = SimpleNamespace(states={2: {"kept": 0}}, holders={})
+    loop.keep_states(fed, receipts, [LedgerEntry(1, client.id, "trained") for client in clients], {})
     assert fed.states == {3: {"kept": 1}}
+
+
+@pytest.mark.parametrize("status", ["dropped", "lost", "rejected"])
+def test_what_a_client_keeps_counts_where_its_upload_does(status: str) -> None:
+    """Client 1 has been trained by another process than before, client 2 for the first time."""
+    clients = [SimpleNamespace(id=id, state={"kept": 1}) for id in (1, 2, 3)]
+    receipts: list[Any] = [SimpleNamespace(client=client) for client in clients]
+    fed: Any = SimpleNamespace(states={1: {"kept": 0}, 3: {"kept": 0}}, holders={1: 1, 2: 1, 3: 1})
+    entries = [LedgerEntry(1, id, status if id < 3 else "trained") for id in (1, 2, 3)]
+    loop.keep_states(fed, receipts, entries, {1: 0, 3: 0})
+    assert fed.states == {1: {"kept": 0}, 3: {"kept": 1}}
+    assert fed.holders == {1: 0, 3: 1}
 
 
 def test_the_summary_of_many_clients_is_small_and_says_what_is_missing() -> None:

@@ -20,17 +20,26 @@ from ten import TEN
 from toy import sgd
 
 from fl_lightning import rng
+from fl_lightning.aggregation.base import Receipt, Round
+from fl_lightning.aggregation.choice import choose_aggregation
+from fl_lightning.aggregation.exact_sum import MAX_MAGNITUDE
+from fl_lightning.aggregation.receiving import (
+    check_examples,
+    check_upload,
+    check_values,
+    declared_limits,
+    max_undeclared,
+)
+from fl_lightning.aggregation.server import examples_in
+from fl_lightning.aggregation.sums import Addend
+from fl_lightning.aggregation.undeclared import UndeclaredUploads
 from fl_lightning.client import Assignment, Client
 from fl_lightning.engines import SequentialEngine
 from fl_lightning.errors import RunStopped
 from fl_lightning.hooks import Stressor
-from fl_lightning.loop import aggregate
 from fl_lightning.methods import FedAvg
-from fl_lightning.methods.base import declared_limits
-from fl_lightning.methods.receiving import check_examples, check_upload, check_values, max_undeclared
-from fl_lightning.methods.summing import examples_in
-from fl_lightning.privacy import MAX_MAGNITUDE
-from fl_lightning.wire import Codes, Payload, PayloadError
+from fl_lightning.privacy.secure import SecureSum
+from fl_lightning.wire import Codes, LedgerEntry, Payload, PayloadError
 from fl_lightning.wire.payload import HEADER, MAGIC, VERSION, _checksum, entry_head
 
 MUTATIONS = 500  # of each method: 5 000 in all
@@ -229,6 +238,9 @@ def test_a_server_that_would_not_stay_finite_keeps_its_state(tmp_path, caplog):
     trainer = fit("FedAvg", tmp_path, Broken(network=Dropped, optimizer=sgd(0.05)), max_rounds=2)
     assert "round 2: the server's next weights would not be finite" in caplog.text
     assert torch.isfinite(trainer.method.server["weights"]).all()
+    last = [row for row in rows(trainer, "ledger.csv") if row["round"] == "2"]
+    assert {row["status"] for row in last} == {"lost"}  # no upload was used
+    assert all(row["wasted"] == row["upload"] for row in last)
 
 
 def test_limits():
@@ -267,6 +279,7 @@ def test_what_is_too_large_is_refused_before_memory_is_taken_for_it(monkeypatch)
     limits = {"examples": 1, "weights": 1000}
     for body, allowed, rule in (
         (bomb, {"limits": limits}, "1000 at most"),
+        (bomb, {"limits": {"weights": (range(1, 1001),)}}, r"this method's has \(1 to 1000\)"),
         (bomb, {"max_values": 2**20}, "1048576 are left"),
         (unknown, {"limits": limits}, "hold examples, weights"),
     ):
@@ -283,7 +296,8 @@ def test_entries_that_a_method_does_not_know_and_entries_that_are_too_long_are_r
     assert set(limits) == set(honest)
     for entry, value in honest.items():
         values = value.values if isinstance(value, Codes) else value
-        longer = torch.cat([values.flatten(), values.new_zeros(limits[entry] - values.numel() + 1)])
+        first, *rest = [axis[-1] if isinstance(axis, range) else axis for axis in limits[entry]] or [1]
+        longer = values.new_zeros(first + 1, *rest)
         forged = {**honest, entry: Codes(longer, value.bits) if isinstance(value, Codes) else longer}
         with pytest.raises(PayloadError, match=f"entry '{entry}' of"):
             Payload.from_bytes(Payload(forged).to_bytes(), limits=limits)
@@ -350,14 +364,15 @@ def test_a_forged_upload_is_refused_or_harmless(name, built):
 
 def averaged_or_refused(method, client, upload: Payload) -> bool:
     """Whether it is averaged; the server is finite then, and as before afterwards."""
-    federation = SimpleNamespace(method=method, privacy=None)
     try:
         check_upload(method, upload, client, ())
     except PayloadError:
         return False
     before = dict(method.server)
     examples = examples_in(upload) if method.is_sum else 0
-    aggregate(federation, 1, {client.id: upload}, {client.id: examples})
+    receipt = Receipt(client, LedgerEntry(1, client.id, "trained"), examples=examples)
+    closing = Round(1, [Assignment(client)], deliver=None, add_under_masks=None)
+    choose_aggregation(method).close(closing, {client.id: upload}, [receipt])
     assert all(bool(torch.isfinite(tensor).all()) for tensor in method.server.values())
     method.server = before
     return True
@@ -387,6 +402,134 @@ def test_a_valid_payload_of_another_form_is_refused(name, built):
         assert not averaged_or_refused(method, client, Payload(entries)), {
             k: getattr(v, "shape", v) for k, v in entries.items()
         }
+
+
+@pytest.mark.parametrize("secure_sum", [None, SecureSum(0.6)], ids=["plain", "secure"])
+@pytest.mark.parametrize("name", ["FedMPQ", "FedMPQKD"])
+def test_a_shape_of_one_client_is_no_end_of_the_run(name, secure_sum, tmp_path, caplog):
+    """``tops`` as a column, which all checks of values let pass and no sum can take."""
+
+    def column(upload):
+        tops = upload["tops"]
+        return {**upload, "tops": replace(tops, values=tops.values.unsqueeze(1))}
+
+    trainer = fit(name, tmp_path, callbacks=[Entries(column)], secure_sum=secure_sum)
+    assert [row["status"] for row in rows(trainer, "ledger.csv")] == ["rejected", "trained", "trained"] * 2
+    assert "entry 'tops' of shape (4, 1)" in caplog.text
+
+
+class WithMore(FedAvg):
+    """Adds up one more vector, and declares numbers of values as before shapes could be declared."""
+
+    def upload(self, client):
+        return Payload({**super().upload(client), "more": torch.ones(3)})
+
+    def upload_limits(self, client):
+        return {"examples": 1, "weights": self.layout.size, "more": 3}
+
+    def addends(self, upload, client_id, weight):
+        more = upload.tensor("more")
+        if more.numel() < 3:
+            raise PayloadError("too short")
+        return {**super().addends(upload, client_id, weight), "more": Addend(more)}
+
+
+@pytest.mark.parametrize("more", [torch.ones(3, 1), torch.ones(2), None], ids=["column", "short", "missing"])
+def test_what_addends_refuse_of_a_method_without_shapes_is_a_rejection(more, tmp_path):
+    def forged(upload):
+        upload.pop("more")
+        return upload if more is None else {**upload, "more": more}
+
+    settings = {"network": Dropped, "optimizer": sgd(0.05)}
+    trainer = fit("FedAvg", tmp_path / "forged", WithMore(**settings), callbacks=[Entries(forged)])
+    assert [row["status"] for row in rows(trainer, "ledger.csv")] == ["rejected", "trained", "trained"] * 2
+    old = fit("FedAvg", tmp_path / "old", WithMore(**settings))
+    new = fit("FedAvg", tmp_path / "new", FedAvg(**settings))
+    assert torch.equal(old.method.server["weights"], new.method.server["weights"])
+
+
+class Undeclared(FedAvg):
+    """Adds up a vector of any length, and a product that needs three numbers; it declares nothing."""
+
+    def upload(self, client):
+        return Payload({**super().upload(client), "more": torch.ones(3), "factors": torch.ones(3)})
+
+    def addends(self, upload, client_id, weight):
+        product = torch.ones(2, 3) @ upload.tensor("factors")
+        added = {"more": Addend(upload.tensor("more")), "product": Addend(product)}
+        return {**super().addends(upload, client_id, weight), **added}
+
+
+@pytest.mark.parametrize(("entry", "said"), [("more", "others add more 3"), ("factors", "RuntimeError")])
+@pytest.mark.parametrize("secure_sum", [None, SecureSum(0.6)], ids=["plain", "secure"])
+@pytest.mark.parametrize("length", [2, 4])
+def test_another_length_of_an_undeclared_entry_is_a_rejection(
+    entry, said, secure_sum, length, tmp_path, caplog
+):
+    """The first client of each round sends it, before anybody knows what the others send."""
+    forged = Entries(lambda upload: {**upload, entry: torch.ones(length)})
+    method = Undeclared(network=Dropped, optimizer=sgd(0.05))
+    trainer = fit("FedAvg", tmp_path, method, callbacks=[forged], secure_sum=secure_sum)
+    found = rows(trainer, "ledger.csv")
+    assert [row["status"] for row in found] == ["rejected", "trained", "trained"] * 2
+    if secure_sum is None:
+        assert [int(row["wasted"]) for row in found if row["status"] == "rejected"] == [
+            int(row["upload"]) for row in found if row["status"] == "rejected"
+        ]
+    assert said in caplog.text
+    assert f"{entry} float32 [{length}]" in caplog.text
+
+
+def test_uploads_of_other_processes_say_what_is_odd_too(monkeypatch):
+    """The only upload of this process is the odd one; each of the two others is on a process of its own."""
+
+    def seen(id: int, entry: torch.Tensor) -> UndeclaredUploads:
+        found = UndeclaredUploads()
+        found.take(id, Payload({"more": entry}), lambda: {"more": Addend(torch.ones(3) * entry)})
+        return found
+
+    here, *others = [seen(0, torch.ones(4)), seen(1, torch.ones(3)), seen(2, torch.ones(3))]
+    sent = []
+    monkeypatch.setattr(
+        "fl_lightning.aggregation.undeclared.gather_bytes", lambda data: sent.append(data) or [data]
+    )
+    for other in others:
+        assert other.odd_ones() == {}
+    monkeypatch.setattr("fl_lightning.aggregation.undeclared.gather_bytes", lambda data: [data, *sent])
+    assert "the method cannot read (RuntimeError" in str(here.odd_ones()[0])
+    assert seen(1, torch.ones(3)).odd_ones() == {}
+    monkeypatch.setattr("fl_lightning.aggregation.undeclared.gather_bytes", lambda data: [data])
+    with pytest.raises(RuntimeError):  # nobody says that another shape can be read
+        here.odd_ones()
+
+
+def test_an_error_over_shapes_that_others_have_is_a_bug(tmp_path):
+    class Wrong(Undeclared):
+        def addends(self, upload, client_id, weight):
+            return super().addends(upload, [0, 1][client_id] if client_id > 1 else client_id, weight)
+
+    with pytest.raises(IndexError, match="list index"):
+        fit("FedAvg", tmp_path, Wrong(network=Dropped, optimizer=sgd(0.05)))
+
+
+@pytest.mark.parametrize("kind", [FedAvg, WithMore])
+def test_a_bug_in_addends_is_no_rejection(kind, tmp_path):
+    class Wrong(kind):
+        def addends(self, upload, client_id, weight):
+            return {**super().addends(upload, client_id, weight), "x": Addend(upload.no_such_attribute)}
+
+    with pytest.raises(AttributeError, match="no_such_attribute"):
+        fit("FedAvg", tmp_path, Wrong(network=Dropped, optimizer=sgd(0.05)))
+
+
+def test_every_method_of_the_package_declares_the_shapes_of_its_entries(built):
+    for name in TEN:
+        method, client, sent = built(name)
+        limits = declared_limits(method, client)
+        upload = Payload.from_bytes(sent, limits=limits)
+        for left_out in upload:
+            with pytest.raises(PayloadError):
+                Payload({k: v for k, v in upload.items() if k != left_out}).require_within(limits)
 
 
 @pytest.mark.parametrize("name", ["FedMPQ", "AQFL"])

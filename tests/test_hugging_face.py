@@ -96,13 +96,13 @@ def test_mistakes_are_one_line(tmp_path, datasets):
     datasets.Dataset.from_dict(some, features=kinds).save_to_disk(tmp_path / "unlabelled")
     for path, settings, words in (
         ("one", {}, "there is no column label; write one of measures, species, garden"),
-        ("one", {"target": "specie"}, "there is no column specie; did you mean species"),
+        ("one", {"target": "specie"}, "there is no column specie; write species"),
         ("one", {"target": "species", "input": "height"}, "there is no column height"),
         ("one", {"target": "species", "client": "plot"}, "there is no column plot"),
         ("one", {"target": "species"}, "train, item 0; an input is a tensor, an array, an image or numbers"),
         ("unlabelled", {"target": "kind"}, "labels -1 are none of the 2 classes; leave out rows without"),
         ("one", {"target": "species", "test": "test"}, "has a single split; leave test out"),
-        ("splits", {"target": "species", "test": "tests"}, "split tests; .* has no such split; did you mean|write one of train"),
+        ("splits", {"target": "species", "test": "tests"}, "split tests; .* has no such split; write train|write one of train"),
         ("rows.txt", {}, r"a file is one of \.parquet, \.csv"),
     ):  # fmt: skip
         with pytest.raises(InputError, match=words) as error:

@@ -219,6 +219,6 @@ def test_interrupted_it_keeps_the_last_round_and_says_how_to_continue(
     assert server.run(folder, interrupt=number, settings={"checkpoint_every": 0})[0] == code
     (run,) = (folder / "runs" / "fl_lightning").iterdir()
     assert json.loads((run / "metadata.json").read_text())["status"] == "interrupted"
-    assert f"after round 3 with --ckpt_path runs/fl_lightning/{run.name}" in (folder / "log.txt").read_text()
+    assert f"seed=3, ckpt_path='runs/fl_lightning/{run.name}')" in (folder / "log.txt").read_text()
     assert server.run(folder)[0] == 0
     assert differences(outcome(folder), reference[0]) == []

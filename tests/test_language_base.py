@@ -96,7 +96,7 @@ def test_its_name_is_a_network():
         build_network("llama_tiny", 300, (64,), **TOKENS)
     with pytest.raises(InputError, match="a language model reads examples of tokens"):
         build_network("llama_tiny", BYTE_VOCABULARY, (3, 28, 28))
-    with pytest.raises(InputError, match="did you mean llama_tiny"):
+    with pytest.raises(InputError, match="write llama_tiny"):
         build_network("lama_tiny", BYTE_VOCABULARY, (64,), **TOKENS)
 
 

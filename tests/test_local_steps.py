@@ -11,7 +11,6 @@ import pytest
 import torch
 from lightning.fabric import Fabric
 from lightning.fabric.plugins.precision import MixedPrecision
-from scaffold import Scaffold
 from ten import SMALL, fit, make, same
 from torch import nn
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_
@@ -22,10 +21,10 @@ from toy import CENTRES, Points, Quadratic, point_network, run, sgd
 from callbacks import StragglerDropout
 from fl_lightning.__main__ import main
 from fl_lightning.conformance.toy import images
+from fl_lightning.engines.sequential import local_step
 from fl_lightning.engines.stacked.stack import clip_rows
-from fl_lightning.engines.steps import local_step
 from fl_lightning.errors import InputError
-from fl_lightning.methods import FedAvg
+from fl_lightning.methods import SCAFFOLD, FedAvg
 
 FALLING = partial(schedules.ExponentialLR, gamma=0.5)
 
@@ -202,7 +201,7 @@ def test_control_variates_are_the_same_in_every_engine(changes, tmp_path, caplog
     }
 
     def go(**more):
-        method = Scaffold(network=SMALL, optimizer=sgd(0.05), **changes)
+        method = SCAFFOLD(network=SMALL, optimizer=sgd(0.05), **changes)
         run(method, images(), tmp_path, **settings, **more)
         return method.server
 

@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 import torch
-from torchmetrics.functional.classification import multiclass_calibration_error
+from torchmetrics.classification import MulticlassCalibrationError
 
 from fl_lightning.metrics import (
     auc_accuracy,
@@ -15,12 +15,21 @@ from fl_lightning.metrics import (
 
 @pytest.mark.parametrize("seed", range(5))
 @pytest.mark.parametrize(("classes", "bins"), [(2, 15), (10, 15), (100, 10), (10, 1)])
-def test_ece_agrees_with_torchmetrics(seed: int, classes: int, bins: int) -> None:
+def test_ece_is_that_of_torchmetrics_to_the_last_bit(seed: int, classes: int, bins: int) -> None:
+    """Whatever the probabilities come in; sharp ones, of which some are exactly 1, have a bin of their own."""
     generator = torch.Generator().manual_seed(seed)
-    probs = (3 * torch.randn(500, classes, generator=generator)).softmax(1)
+    probs = (30 * torch.randn(500, classes, generator=generator)).softmax(1)
     target = torch.randint(classes, (500,), generator=generator)
-    theirs = multiclass_calibration_error(probs, target, num_classes=classes, n_bins=bins)
-    assert expected_calibration_error(probs, target, bins) == pytest.approx(theirs.item(), abs=1e-6)
+    metric = MulticlassCalibrationError(num_classes=classes, n_bins=bins, norm="l1")
+    for part in range(0, 500, 64):
+        metric.update(probs[part : part + 64], target[part : part + 64])
+    found = {expected_calibration_error(given, target, bins) for given in (probs, probs.numpy())}
+    assert found == {metric.compute().item()}
+    drawn = calibration_bins(probs, target, bins)
+    assert drawn.counts.sum() == 500
+    assert drawn.counts[-1] == (probs.max(1).values == 1).sum() > 0
+    gaps = torch.from_numpy(abs(drawn.accuracy - drawn.confidence) * drawn.counts)
+    assert gaps.double().sum().item() / 500 == pytest.approx(metric.compute().item(), abs=1e-6)
 
 
 def test_ece_by_hand() -> None:
@@ -31,20 +40,20 @@ def test_ece_by_hand() -> None:
     assert expected_calibration_error(probs, [0, 1, 1, 1], bins=10) == pytest.approx(0.45)
 
 
-def test_ece_of_a_confidence_on_an_edge() -> None:
-    """0.6 is in (0.4, 0.6] and 0.7 is not: (0.4 + 0.7) / 2. In one bin they would give |0.5 - 0.65|."""
-    assert expected_calibration_error([[0.6, 0.4], [0.7, 0.3]], [0, 1], bins=5) == pytest.approx(0.55)
+def test_ece_of_confidences_on_an_edge() -> None:
+    """Bins are closed below and open above: 0.6 and 0.7 are both in [0.6, 0.8), so |0.5 - 0.65|."""
+    assert expected_calibration_error([[0.6, 0.4], [0.7, 0.3]], [0, 1], bins=5) == pytest.approx(0.15)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_bins_are_open_below_and_closed_above(dtype: torch.dtype) -> None:
-    """A confidence on an edge belongs to the bin below it, in either precision, and 1 to the last."""
-    confidence = torch.arange(3, 6, dtype=dtype) / 5
+def test_bins_are_closed_below_and_open_above(dtype: torch.dtype) -> None:
+    """A confidence on an edge belongs to the bin above it, in either precision, and 1 to a bin of its own."""
+    confidence = torch.tensor([0.5, 0.75, 1.0], dtype=dtype)
     bins = calibration_bins(
-        torch.stack([confidence, 1 - confidence], 1), torch.zeros(3, dtype=torch.long), bins=5
+        torch.stack([confidence, 1 - confidence], 1), torch.zeros(3, dtype=torch.long), bins=4
     )
     assert bins.counts.tolist() == [0, 0, 1, 1, 1]
-    assert bins.confidence[2:] == pytest.approx([0.6, 0.8, 1.0])
+    assert bins.confidence[2:].tolist() == [0.5, 0.75, 1.0]
 
 
 def test_brier_by_hand() -> None:

@@ -80,9 +80,9 @@ def test_weights_follow_the_stream(network: str) -> None:
 @pytest.mark.parametrize(
     ("network", "words"),
     [
-        ("smal_cnn", "did you mean small_cnn"),
-        ("resnet_20", "did you mean resnet20"),
-        ("efficientnet_b00", "did you mean efficientnet_b0"),
+        ("smal_cnn", "write small_cnn"),
+        ("resnet_20", "write resnet20"),
+        ("efficientnet_b00", "write efficientnet_b0"),
         ("torchvision.models.resnet1", "must be importable"),
         ("no_such_package.Net", "must be importable"),
         (SmallCNN(10), "already built"),

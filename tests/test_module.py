@@ -100,7 +100,7 @@ def test_from_the_command_line(tmp_path, monkeypatch):
         assert main(["fit", "--config", config, *flags]) == 0
         newest = max(Path("runs/fedavg").iterdir(), key=lambda path: path.stat().st_mtime_ns)
         hashes.append((newest / "metadata.json").read_text().split('"weights_sha256": "')[1][:64])
-        assert newest.name.removesuffix("-2") == "FedAvg-LitClassifier-digits-seed0"
+        assert newest.name.removesuffix("-2") == "FedAvg-LitClassifier-digits-width4-seed0"
     assert hashes[0] == hashes[1]  # its initial weights follow from the seed too
 
 

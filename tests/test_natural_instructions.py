@@ -20,7 +20,7 @@ from fl_lightning.data import NaturalInstructions
 from fl_lightning.data.text.tokens import IGNORED, ByteTokenizer
 from fl_lightning.energy import to_json
 from fl_lightning.errors import InputError
-from fl_lightning.study.spec.plan import Study
+from fl_lightning.study.plan.study import Study
 
 ROOT = Path(__file__).parent.parent
 DEFINITIONS = {

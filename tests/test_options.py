@@ -9,6 +9,17 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from fl_lightning.energy.options import OPTIONS
+from fl_lightning.energy.switched import (
+    Plan,
+    SwitchedLinear,
+    add_switches,
+    integer_product,
+    integers,
+    narrow_kept,
+    quantised_rows,
+    switches,
+)
 from fl_lightning.errors import InputError, MisuseError
 from fl_lightning.models.adapters import (
     ADAPTERS,
@@ -20,17 +31,6 @@ from fl_lightning.models.adapters import (
     plain_weights,
 )
 from fl_lightning.models.language import BYTE_VOCABULARY, Llama, LlamaTiny
-from fl_lightning.models.options import (
-    OPTIONS,
-    Plan,
-    SwitchedLinear,
-    add_switches,
-    integer_product,
-    integers,
-    narrow_kept,
-    quantised_rows,
-    switches,
-)
 
 TEXT = torch.tensor([[256, *b"Copy.\nfour words to copy\n="], [256, *b"Title case.\ngreen olives\n="]])
 

@@ -88,7 +88,8 @@ def test_a_study_of_the_users_refers_to_it(here: Path, capsys: pytest.CaptureFix
     (here / "small.yaml").write_text(STUDY)
     assert main(["sweep", "--config", "small", "--dry_run", "true"]) == 0
     said = capsys.readouterr().out
-    assert "4 cells, 4 to run: time and bytes unknown" in said
+    assert "4 cells, 4 to run, 4 rounds: time and bytes unknown" in said
+    assert "made from rounds that have run" in said
     assert "0:00:00" not in said
     assert main(["compare", "--study", "configs/exp2_embedded.yaml", "--out", "reports"]) == 2
     assert "runs/exp2_embedded, which does not exist" in capsys.readouterr().err

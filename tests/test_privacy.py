@@ -22,10 +22,10 @@ from toy import Points, on_points, run, run_for_nothing
 
 from callbacks import ByzantineClients, StragglerDropout
 from fl_lightning import methods
+from fl_lightning.aggregation.private import PrivateAggregation
 from fl_lightning.conformance.toy import CENTRES, images, small_network
 from fl_lightning.hooks import Meter, Stressor
 from fl_lightning.methods import CoordinateMedian
-from fl_lightning.methods.client_privacy import PrivateAggregation
 from fl_lightning.privacy import ClientPrivacy, RoundAccountant
 
 dp_accounting = pytest.importorskip("dp_accounting")

@@ -16,14 +16,15 @@ from scipy import stats
 from ten import make
 from toy import run
 
+from fl_lightning.aggregation.averages import WEIGHTED_MEAN
+from fl_lightning.aggregation.clipped_sums import clip_addends
+from fl_lightning.aggregation.exact_sum import ExactSum, fraction_bits
+from fl_lightning.aggregation.private import PrivateAggregation
+from fl_lightning.aggregation.sums import Addend, sums_of
 from fl_lightning.conformance.toy import images
 from fl_lightning.errors import MisuseError
 from fl_lightning.methods import NormClipping
-from fl_lightning.methods.averaging import WEIGHTED_MEAN
-from fl_lightning.methods.client_privacy import PrivateAggregation
-from fl_lightning.methods.private_sums import clip_addends
-from fl_lightning.methods.sums import Addend, sums_of
-from fl_lightning.privacy import ClientPrivacy, ExactSum, clip_together, discrete_gaussian, fraction_bits
+from fl_lightning.privacy import ClientPrivacy, clip_together, discrete_gaussian
 
 C, COHORT = 0.5, 20
 

@@ -19,6 +19,7 @@ NAMES = {
     "Payload": "wire.payload",
     "Stressor": "hooks",
     "Task": "tasks.base",
+    "export_model": "cli.export",
     "stream": "rng",
 }
 

@@ -14,9 +14,11 @@ from torch import nn
 from toy import run, sgd
 
 from fl_lightning import rng
+from fl_lightning.aggregation.choice import choose_aggregation
 from fl_lightning.engines import SequentialEngine
+from fl_lightning.federation import Federation
 from fl_lightning.hooks import Meter
-from fl_lightning.loop import Federation, make_tasks, sample_cohort
+from fl_lightning.loop import make_tasks, sample_cohort
 from fl_lightning.methods import FedAvg
 from fl_lightning.trainer import FederatedTrainer
 
@@ -74,7 +76,16 @@ def federation(name: str) -> Federation:
     with rng.torch_stream(0, "weights"):
         method.build(data)
     return Federation(
-        trainer.fabric, method, data, [], 0, max_rounds=1, participation=0.5, local_epochs=1, eval_every=1
+        trainer.fabric,
+        method,
+        data,
+        choose_aggregation(method),
+        [],
+        seed=0,
+        max_rounds=1,
+        participation=0.5,
+        local_epochs=1,
+        eval_every=1,
     )
 
 

@@ -15,8 +15,7 @@ import numpy as np
 import pytest
 import ranks_program
 import torch
-from ranks_program import fit
-from ten import TEN
+from ranks_program import MANY, fit
 
 from fl_lightning.client import Client
 from fl_lightning.distributed import launch
@@ -67,19 +66,31 @@ def is_alive(pid: int) -> bool:
 @pytest.mark.slow
 @pytest.mark.essential
 def test_two_processes_are_one(tmp_path):
-    """Each of the ten methods, kept client state included, and clipped steps at a falling lr; only rank 0
-    leaves anything."""
+    """Each of the ten methods, kept client state included, clipped steps at a falling lr, and optimisers of the
+    server; only rank 0 leaves anything."""
     program = started(tmp_path / "two", "all")
-    for name in (*TEN, "clipped"):
+    for name in MANY:
         fit(name, tmp_path / "one")
     _, errors = program.communicate(timeout=240)
     assert program.returncode == 0, errors
-    for name in (*TEN, "clipped"):
+    for name in MANY:
         assert [run.name for run in (tmp_path / "two" / name).iterdir()] == ["run"]
         two, one = tmp_path / "two" / name / "run", tmp_path / "one" / name / "run"
         assert result(two) == result(one), name
         assert {path.name for path in two.iterdir()} == {path.name for path in one.iterdir()}
         assert json.loads((two / "metadata.json").read_text())["processes"] == 2
+
+
+@pytest.mark.slow
+def test_robust_averages_of_two_processes_are_those_of_one(tmp_path):
+    """Every process is sent all uploads, also those of a mean that attackers look at."""
+    program = started(tmp_path / "two", "robust")
+    ranks_program.fit_robust(tmp_path / "one")
+    _, errors = program.communicate(timeout=240)
+    assert program.returncode == 0, errors
+    for name in ("v", "root", "bulyan", "mean"):
+        two, one = (result(tmp_path / folder / name / "run") for folder in ("two", "one"))
+        assert two == one, name
 
 
 @pytest.mark.slow
@@ -124,7 +135,7 @@ def test_ranks_leave_when_rank_zero_dies(tmp_path):
     program = started(tmp_path, "0")
     program.communicate(timeout=120)  # until rank 1 lets go of stderr
     assert program.returncode == -signal.SIGKILL
-    pid, deadline = int((tmp_path / "FedAvg" / "run" / "rank1.pid").read_text()), time.monotonic() + 20
+    pid, deadline = int((tmp_path / "FedAvg" / "run" / "rank1.pid").read_text()), time.monotonic() + 120
     while is_alive(pid):
         assert time.monotonic() < deadline
         time.sleep(0.1)

@@ -8,6 +8,7 @@ from toy import run, sgd
 
 from fl_lightning import methods, rng
 from fl_lightning.conformance.toy import images
+from fl_lightning.hooks import Stressor
 from fl_lightning.methods import FedAvg, LocalOnly, Oracle
 from fl_lightning.wire import Payload
 
@@ -109,3 +110,16 @@ def test_everything_in_one_place_is_one_client_with_everything(tmp_path):
         weights = start.layout.read(start.network)
     assert torch.equal(weights, central.server["weights"])
     assert trainer.progress.history[-1]["train/loss"] > 0
+
+
+@pytest.mark.parametrize(("claimed", "counts"), [(8, True), (1, True), (9, False), (0, False), (1.5, False)])
+def test_a_client_has_the_server_make_no_more_steps_than_it_was_asked_for(claimed, counts, tmp_path):
+    class Claim(Stressor):
+        def change_upload(self, upload, *, client, round, context):
+            assert context.method.steps_asked[client.id] == int(upload.tensor("steps")) == 8
+            forged = Payload({**dict(upload.items()), "steps": torch.tensor(float(claimed))})
+            return forged if client.id == 0 else upload
+
+    settings = {"max_rounds": 1, "max_local_steps": 8, "local_epochs": 50, "callbacks": [Claim()]}
+    trainer = run(made("Centralised"), images(), tmp_path, **settings)
+    assert trainer.progress.history[-1]["clients/rejected"] == (0 if counts else 1)

@@ -4,19 +4,29 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
 import yaml
 from compared import OFF, ON, A, B, C, report_of
+from refusals import refused
 from synthetic_runs import make_study
 
 from fl_lightning.__main__ import main
 from fl_lightning.errors import InputError
 from fl_lightning.settings import config_of
+from fl_lightning.study.plan.registration import (
+    Registration,
+    differences,
+    plan_of,
+    question_of,
+    register,
+    registered_study,
+)
+from fl_lightning.study.plan.schema import entry
+from fl_lightning.study.plan.study import Study
 from fl_lightning.study.report.compare import compare
-from fl_lightning.study.spec.plan import Study
-from fl_lightning.study.spec.registration import Registration, plan_of, register
 
 pytestmark = pytest.mark.usefixtures("figures_only_where_looked_at")
 STRICT, LAX = "accuracy(A) - accuracy(B) >= 0.045", "accuracy(A) - accuracy(B) >= -0.05"
@@ -49,10 +59,10 @@ def edit(root: Path, **changes) -> None:
 
 
 def head(root: Path, **flags) -> tuple[str, dict]:
-    """The first line of the report, and ``report.json``."""
+    """The first line below the title of the report, and ``report.json``."""
     out = root.parent / "out"
     compare("study", out, root, overwrite=True, **flags)
-    return (out / "report.md").read_text().splitlines()[0], report_of(out)
+    return (out / "report.md").read_text().splitlines()[2], report_of(out)
 
 
 def test_an_edited_criterion_is_visible_in_the_first_line_and_both_verdicts_are_shown(runs, capsys):
@@ -100,6 +110,32 @@ def test_whatever_is_edited_is_named(runs, changes, said):
     assert report["registration"]["registered"]["criteria"][0]["verdict"] == "fails"
 
 
+@dataclass(frozen=True, kw_only=True)
+class NotedStudy(Study):
+    note: str = entry("it is a text", "why", default="", register=str, later=True)
+
+
+def test_one_field_is_all_that_a_new_entry_takes(runs):
+    """It is read, checked, written, registered and compared; plans without it keep their hash."""
+    path = runs / "study/study.yaml"
+    without = NotedStudy.read(path)
+    assert question_of(without) == question_of(Study.read(path))
+    edit(runs, note="as in the first draft")
+    study = NotedStudy.read(path)
+    assert study.note == "as in the first draft"
+    assert yaml.safe_load(study.to_yaml()) == yaml.safe_load(without.to_yaml()) | {"note": study.note}
+    asked = question_of(study)
+    assert asked == question_of(without) | {"note": study.note}
+    plan = plan_of(study, [])
+    assert registered_study(replace(study, note="now"), plan).note == study.note
+    assert differences(plan, replace(study, note="now")) == [f"note: registered {study.note}, now now"]
+    with pytest.raises(InputError, match="note; known here: study, seeds, "):
+        Study.read(path)
+    edit(runs, note=[1])
+    with refused("note: [1]", "write note: why"):
+        NotedStudy.read(path)
+
+
 def test_another_metric_on_the_command_line_is_named_too(runs):
     line, report = head(runs, metric="test/ece")
     assert "metric: registered final/accuracy, now test/ece" in line
@@ -135,7 +171,7 @@ def test_the_first_registration_stays_and_later_ones_are_amendments(runs):
     line, _ = head(runs)
     assert "amended" in line
     written = (folder / "registration.json").read_text()
-    for damaged in ("{", "[]", '{"entries": []}', written.replace('"grid"', '"gird"')):
+    for damaged in ("{", "[]", '{"entries": []}', written.replace('"grid"', '"gird"'), "[" * 50_000):
         (folder / "registration.json").write_text(damaged)
         with pytest.raises(InputError, match="registration"):
             register_as(folder, 9)

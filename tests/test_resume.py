@@ -324,7 +324,7 @@ def test_last_is_the_run_that_was_written_last_even_without_a_checkpoint(tmp_pat
     fit(tmp_path, run_name="old")
     new = fit(tmp_path, run_name="new", until=0).run
     assert not list(new.checkpoints.glob("round_*"))
-    assert "continue from the start with --ckpt_path" in caplog.text
+    assert "continue from the start with trainer.fit(method, data, seed=3, ckpt_path=" in caplog.text
     fit(tmp_path, run_name="new", ckpt_path="last")
     assert json.loads((new.path / "metadata.json").read_text())["status"] == "finished"
     assert len(list((tmp_path / "runs" / "fl_lightning").iterdir())) == 2

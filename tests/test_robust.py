@@ -11,6 +11,7 @@ from refusals import refused
 from toy import CENTRES, Points, on_points, run, sgd
 
 from callbacks import ByzantineClients
+from fl_lightning.aggregation import averages
 from fl_lightning.client import Client
 from fl_lightning.data import IID, FederatedImages
 from fl_lightning.methods import (
@@ -23,7 +24,6 @@ from fl_lightning.methods import (
     QFedAvg,
     TrimmedMean,
     WeightedMean,
-    averaging,
 )
 from fl_lightning.wire import Codes, Payload
 
@@ -91,7 +91,7 @@ def test_order_of_clients_and_size_of_chunks_do_not_matter(average, monkeypatch)
     expected = average(rows, shares, start)
     shuffled = average(rows[::-1], shares[::-1], start)
     torch.testing.assert_close(shuffled, expected, rtol=1e-6, atol=1e-7)
-    monkeypatch.setattr(averaging, "MAX_ORDERED_VALUES", 50)  # five columns at a time
+    monkeypatch.setattr(averages, "MAX_ORDERED_VALUES", 50)  # five columns at a time
     assert torch.equal(average(rows, shares, start), expected)
     assert expected.dtype == torch.float32
 
@@ -119,7 +119,7 @@ def test_bad_max_norm(max_norm):
 # Methods use it
 
 
-class Recorder(averaging.Average):
+class Recorder(averages.Average):
     """Notes what it is asked and answers with the first client's weights."""
 
     def __init__(self) -> None:
@@ -254,7 +254,9 @@ def test_other_entries():
             "bits": Codes(torch.tensor([3]), 4),
         }
     )
-    bad = attacked(SimpleNamespace(server={}), upload, "sign_flip", strength=2.0)
+    bad = attacked(
+        SimpleNamespace(server={}, entry_starts=lambda upload: {}), upload, "sign_flip", strength=2.0
+    )
     assert int(bad.tensor("examples")) == 3
     assert bad.tensor("probs").tolist() == pytest.approx([-0.4])
     assert bad.codes("bits").values.tolist() == [3]

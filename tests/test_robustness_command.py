@@ -120,7 +120,8 @@ def test_everything_about_a_run(run, capsys):
         "of this machine",
     ):
         assert text in shown
-    assert "published corruptions not used" in said
+    left_out = "corruptions: published corruptions not used"  # said once, below the table
+    assert [text.count(left_out) for text in (shown, said)] == [1, 0]
     assert run_test(run)["metrics"] == metrics  # a function of checkpoint and seed
 
 

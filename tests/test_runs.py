@@ -3,21 +3,14 @@
 from __future__ import annotations
 
 import csv
-import gc
 import json
 import re
-import shlex
 from pathlib import Path
-from typing import Any
 
 import pytest
-import torch
-import yaml
 from cifar_files import write_cifar
-from synthetic_runs import make_study
 
 from fl_lightning.__main__ import main
-from fl_lightning.methods import Method
 
 ROOT = Path(__file__).parent.parent
 KD = str(ROOT / "configs" / "kd_default.yaml")
@@ -90,12 +83,6 @@ def rows(run: Path, name: str) -> list[dict[str, str]]:
 
 
 LONG = [pytest.mark.slow, pytest.mark.essential]
-
-
-def long(text: str) -> list[pytest.MarkDecorator]:
-    """The marks of a command: language models, sweeps, tests and diagnostics take longest."""
-    words = (" sweep ", " test ", " track ", "diagnostics", "lora_", "language", "vemoe")
-    return LONG if any(word in text for word in words) else []
 
 
 IN_EVERY_RUN = {"kd_default", "fedavg", "private", "secure"}
@@ -196,97 +183,3 @@ def test_the_saved_config_is_the_run():
     run = fit("--model.temperature", "3")
     again = fit(config=run / "config.yaml")
     assert fingerprint(run) == fingerprint(again)
-
-
-def commands_of_the_readme() -> list[Any]:
-    blocks = re.findall(r"```bash\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
-    lines = [
-        line.split("  #")[0].strip() for block in blocks for line in block.replace("\\\n", " ").splitlines()
-    ]
-    commands = [line for line in lines if line.startswith("python -m fl_lightning")]
-    return [pytest.param(line, marks=long(line)) for line in commands]
-
-
-@pytest.mark.slow
-@pytest.mark.essential
-@pytest.mark.parametrize("command", commands_of_the_readme())
-def test_commands_of_the_readme(command, monkeypatch):
-    arguments = shlex.split(command)[3:]
-    if any("cifar100" in argument for argument in arguments):
-        pytest.skip("needs the data set; its overlay is tested on files of the same format")
-    monkeypatch.syspath_prepend(ROOT)
-    for name in ("configs", "callbacks"):
-        Path(name).symlink_to(ROOT / name)
-    limits = ["--trainer.max_rounds", "2", "--trainer.logger", "false"] if arguments[0] == "fit" else []
-    if arguments[0] == "sweep":
-        limits = ["--dry_run", "true"]  # test_sweep.py runs one
-    elif arguments[0] == "tune":
-        pytest.skip("test_tune.py runs one, test_study_plan.py checks this one")
-    elif arguments[0] in ("test", "track"):
-        assert (
-            main(
-                [
-                    "fit",
-                    "--config",
-                    "configs/kd_default.yaml",
-                    "--trainer.max_rounds",
-                    "2",
-                    "--trainer.logger",
-                    "false",
-                ]
-            )
-            == 0
-        )
-    elif arguments[0] == "compare":
-        make_study(
-            Path("runs"),
-            {"FedMPQKD": {0: 0.9, 1: 0.92}, "FedMPQ": {0: 0.8, 1: 0.81}},
-            name=Path(arguments[2]).stem,
-        )
-    elif "--ckpt_path" in arguments:
-        place = arguments.index("--ckpt_path")
-        assert main([*arguments[:place], *arguments[place + 2 :], *limits]) == 0
-    assert main([*arguments, *limits]) == 0
-
-
-def python_of_the_readme() -> list[str]:
-    return re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
-
-
-def test_the_script_of_the_readme_leaves_a_run_that_says_what_it_was_made_of(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path}/mlflow.db")
-    _, code = python_of_the_readme()
-    exec(code, {"__name__": "script"})
-    (folder,) = (tmp_path / "runs" / "from_python").iterdir()
-    config = yaml.safe_load((folder / "config.yaml").read_text())
-    assert (config["model"]["init_args"]["mu"], config["seed_everything"]) == (0.1, 1)
-    assert (folder / "run.log").exists()
-
-
-@pytest.fixture
-def forgotten():
-    """A second class named FedProx would make the name ambiguous for the tests that follow."""
-    yield
-    gc.collect()
-    assert [cls.__module__ for cls in Method.__subclasses__() if cls.__name__ == "FedProx"] == [
-        "fl_lightning.methods.fedprox"
-    ]
-
-
-def test_the_readmes_method_is_the_projects(tmp_path, forgotten):
-    """The method that the README writes in a dozen lines trains as ours does, one client after another and in
-    a stack."""
-    from fl_lightning import methods
-    from fl_lightning.conformance.toy import images, on_images, run
-
-    code, _ = python_of_the_readme()
-    names: dict = {}
-    exec(code, names)
-    ours, theirs, stacked = (
-        on_images(cls(mu=0.5)) for cls in (methods.FedProx, names["FedProx"], names["FedProx"])
-    )
-    for method, engine in ((ours, "sequential"), (theirs, "sequential"), (stacked, "batched")):
-        run(method, images(), tmp_path, max_rounds=2, engine=engine)
-    torch.testing.assert_close(theirs.server["weights"], ours.server["weights"], rtol=0, atol=1e-5)
-    torch.testing.assert_close(stacked.server["weights"], ours.server["weights"], rtol=0, atol=1e-4)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import combinations
 from pathlib import Path
 
 import numpy as np
@@ -20,7 +21,7 @@ pytest.importorskip("Crypto")
 from fl_lightning.privacy.secure import client as clients
 from fl_lightning.privacy.secure.client import SecureClient
 from fl_lightning.privacy.secure.primitives import ProtocolError, combine, open_envelope, seal, split
-from fl_lightning.privacy.secure.server import SecureServer
+from fl_lightning.privacy.secure.server import MAX_SUBSETS, SecureServer, subsets
 from fl_lightning.privacy.secure.simulation import run_round
 
 LENGTH, HEADER, DEFAULT = 33, 19, SecureSum()
@@ -152,31 +153,101 @@ def test_one_share_too_few_says_nothing_of_a_secret():
     assert rank == 128
 
 
-@pytest.mark.parametrize("who", ["a holder", "the dealer"])
+def lying_holders(monkeypatch, liars, lies_of=lambda id: True) -> None:
+    """Has clients give wrong shares of the secrets of those that ``lies_of`` says."""
+    honest = SecureClient.unmask
+
+    def unmask(self, message):
+        asked = Payload.from_bytes(message)
+        ids = [*asked.tensor("living").tolist(), *asked.tensor("dropped").tolist()]
+        answer = Payload.from_bytes(honest(self, message)).tensor("shares").clone()
+        for row, id in zip(answer, ids, strict=True):
+            row ^= self.id in liars and lies_of(id)
+        return Payload({"shares": answer}).to_bytes()
+
+    monkeypatch.setattr(SecureClient, "unmask", unmask)
+
+
 @pytest.mark.parametrize("leaves", ["", "masked"])
-def test_wrong_shares_void_the_round(who, leaves, monkeypatch):
-    vectors = vectors_of(6)
-    liar = min(vectors)
-    if who == "a holder":
-        honest = SecureClient.unmask
+@pytest.mark.parametrize("liars", [1, 2])
+@pytest.mark.parametrize("settings", [SecureSum(0.6), SecureSum(0.6, neighbours=8)], ids=["all", "graph"])
+def test_wrong_shares_of_holders_are_left_out_and_their_holders_named(settings, liars, leaves, monkeypatch):
+    """Shares at the end of the order are not used where all are there, and who sends them is not looked at."""
+    vectors = vectors_of(14)
+    ids, gone = [*vectors], [*vectors][4]
+    for liars_of_round in ({*ids[:liars]}, {*ids[1:9:7][:liars]}, {*ids[-liars:]}):
+        with monkeypatch.context() as patch:
+            lying_holders(patch, liars_of_round)
+            outcome = summed(vectors, settings, {gone: leaves})
+        assert not outcome.void
+        assert outcome.total.tolist() == total_of(vectors, {*vectors} - ({gone} if leaves else set()))
+        assert outcome.named == (set() if liars_of_round == {*ids[-liars:]} else liars_of_round)
 
-        def unmask(self, message):
-            answer = Payload.from_bytes(honest(self, message)).tensor("shares")
-            return Payload({"shares": answer ^ (self.id == liar)}).to_bytes()
 
-        monkeypatch.setattr(SecureClient, "unmask", unmask)
+@pytest.mark.parametrize("kind", ["shares", "one share", "fingerprint"])
+def test_a_dealer_is_named_and_nobody_in_its_place(kind, monkeypatch, caplog):
+    """Shares that do not fit, and a wrong fingerprint, void the round. One share that does not fit is left
+    out: its dealer and its holder blame each other, and neither is named."""
+    vectors, dealt = vectors_of(6), []
+    liar = min(vectors)  # it deals first
+    honest_split, honest_fingerprint = clients.split, clients.fingerprint
+
+    def split_wrongly(secret, threshold, count):
+        dealt.append(secret)
+        shares = honest_split(secret, threshold, count)
+        if len(dealt) > 2 or kind == "fingerprint":
+            return shares
+        wrong = honest_split(bytes(16), threshold, count)
+        return [*wrong[:2], *shares[2:]] if kind == "one share" else wrong
+
+    def fingerprint(secret):
+        return honest_fingerprint(bytes(16) if kind == "fingerprint" and secret == dealt[0] else secret)
+
+    monkeypatch.setattr(clients, "split", split_wrongly)
+    monkeypatch.setattr(clients, "fingerprint", fingerprint)
+    outcome = summed(vectors, SecureSum(0.6))
+    if kind == "one share":
+        assert outcome.total.tolist() == total_of(vectors, vectors)
+        assert not outcome.named
+        assert "one of the two sent a wrong one" in caplog.text
     else:
-        honest_split, dealt = clients.split, []
+        assert f"whichever of them are taken: client {liar} named" in outcome.void
+        assert outcome.named == {liar}
+        assert outcome.total is None
 
-        def split_wrongly(secret, threshold, count):
-            dealt.append(secret)
-            return honest_split(bytes(16) if len(dealt) <= 2 else secret, threshold, count)
 
-        monkeypatch.setattr(clients, "split", split_wrongly)
-    gone = liar if who == "the dealer" else [*vectors][1]
-    outcome = summed(vectors, SecureSum(0.6), {gone: leaves})
-    assert "another secret than the one it advertised" in outcome.void
-    assert outcome.total is None
+def test_too_many_wrong_shares_name_nobody(monkeypatch):
+    """Three of six lie where two shares are to spare: all secrets fail, and honest clients are not blamed.
+    Without a share to spare one liar cannot be told either."""
+    vectors = vectors_of(6)
+    lying_holders(monkeypatch, {*[*vectors][:3]})
+    for settings in (SecureSum(0.6), SecureSum(1.0)):
+        outcome = summed(vectors, settings)
+        assert "another secret than the one it advertised" in outcome.void
+        assert outcome.total is None
+        assert not outcome.named
+
+
+def test_a_holder_that_lies_about_one_client_is_not_told_from_that_client(monkeypatch, caplog):
+    vectors = vectors_of(6)
+    first, _, third, *_ = vectors
+    lying_holders(monkeypatch, {third}, lies_of=lambda id: id == first)
+    outcome = summed(vectors, SecureSum(0.6))
+    assert outcome.total.tolist() == total_of(vectors, vectors)
+    assert not outcome.named
+    assert caplog.text.count("one of the two sent a wrong one") == 1
+
+
+@pytest.mark.parametrize(
+    ("count", "size", "found"), [(9, 6, 2), (100, 67, 2), (21, 15, 2), (100, 99, 1), (100, 95, 1), (4, 4, 0)]
+)
+def test_a_few_wrong_shares_are_left_out_by_some_subset(count, size, found):
+    tried = [{*some} for some in subsets(range(count), size)]
+    assert all(len(some) == size for some in tried)
+    assert len(tried) <= 1 + count + MAX_SUBSETS
+    for wrong in range(1, found + 1):
+        for liars in combinations(range(count), wrong):
+            assert any(not some & {*liars} for some in tried), liars
 
 
 def test_an_envelope_is_for_its_receiver_alone():

@@ -11,13 +11,13 @@ import pytest
 import yaml
 from refusals import refused
 from ten import make
-from toy import run, run_for_nothing
+from toy import run, run_for_nothing, sgd
 
 from callbacks import ByzantineClients, SecureDropout, StragglerDropout
+from fl_lightning.compatibility import methods_with, why_not
 from fl_lightning.conformance.toy import images
 from fl_lightning.hooks import Stressor
 from fl_lightning.methods import CoordinateMedian, FedAvg, NormClipping
-from fl_lightning.methods.secure import refusal, secure_methods
 from fl_lightning.privacy.secure import PHASES, SecureSum
 
 pytest.importorskip("Crypto")
@@ -25,10 +25,35 @@ pytest.importorskip("Crypto")
 SECURE = SecureSum(threshold=0.6)  # 4 of 6 clients
 METHODS = {
     **{
-        name: {} for name in ("FedAvg", "FedProx", "FedNTD", "QFedAvg", "AQFL", "FedPQ", "FedMPQ", "FedMPQKD")
+        name: {}
+        for name in (
+            "FedAvg",
+            "FedProx",
+            "FedNTD",
+            "FedLC",
+            "MOON",
+            "Ditto",
+            "FedRoD",
+            "FedALA",
+            "FineTune",
+            "FedPer",
+            "FedRep",
+            "FedBABU",
+            "FedBN",
+            "LGFedAvg",
+            "QFedAvg",
+            "AQFL",
+            "FedPQ",
+            "FedMPQ",
+            "FedMPQKD",
+        )
     },
+    **{name: {"optimizer": sgd(0.05)} for name in ("SCAFFOLD", "FedDyn", "FedNova", "FedSAM")},
+    **{name: {"optimizer": sgd(0.05)} for name in ("APFL", "FedCM", "MoFedSAM", "FedDC", "FedSpeed")},
     "NormClipping": {"average": NormClipping(0.05)},
 }
+OPTIMISED = {"FedAvgM", "FedAdam", "FedYogi", "FedAdagrad", "FedExP", "FedACG"}
+"""FedAvg with a server optimiser."""
 
 
 class Leaves(Stressor):
@@ -202,9 +227,10 @@ def test_a_method_of_ones_own_is_refused_where_it_reads_uploads():
         def aggregate(self, uploads):
             pass
 
-    assert "aggregate" in refusal(Reads())
-    assert "aggregate" in refusal(Reads)
-    assert {*secure_methods()} == {*METHODS, "FedAdaLoRA", "FedVEMoE", "HEST"} - {"NormClipping"}
+    assert "aggregate" in why_not(Reads(), "secure_sum")
+    assert "aggregate" in why_not(Reads, "secure_sum")
+    others = {"FedAdaLoRA", "FedVEMoE", "HEST"} | OPTIMISED
+    assert {*methods_with("secure_sum")} == {*METHODS} - {"NormClipping"} | others
 
 
 @pytest.mark.parametrize(

@@ -81,3 +81,13 @@ def test_a_default_that_follows_the_task_has_the_hash_of_the_former_one():
     follows, former, other = ({key: value} for value in (None, "val/accuracy", "train/loss"))
     assert settings_hash(follows) == settings_hash(former) != settings_hash(other)
     assert not changed_settings(former, follows)
+
+
+def test_a_class_that_moved_has_the_hash_of_its_former_place():
+    """As the command line wrote and writes them: an object that is a default, and a class."""
+    for key, former in (("average", "averaging.WEIGHTED_MEAN"), ("average.class_path", "TrimmedMean")):
+        then = {f"model.init_args.{key}": f"fl_lightning.methods.{former}"}
+        name = former.rpartition(".")[2]
+        now = {f"model.init_args.{key}": f"fl_lightning.aggregation.averages.{name}"}
+        assert settings_hash(then) == settings_hash(now)
+        assert not changed_settings(then, now)

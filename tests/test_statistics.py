@@ -198,7 +198,7 @@ def ever_wrong(draw, mean: float, first: int = 1, sequences: int = 4000, most: i
 def test_confidence_sequence_holds_the_truth_at_every_look():
     """Looked at after each of 300 values. Normal: 2.7 % are ever wrong, as METHODS.md says, where the t
     interval is in 43 %. Symmetric differences, heavy-tailed or on a coarse lattice, keep the 5 %; strongly
-    skewed ones do not, which docs/studies.md says."""
+    skewed ones do not, which docs/seeds.md says."""
     normal = ever_wrong(lambda rng, size: rng.normal(size=size), 0.0)
     assert normal == pytest.approx(0.027, abs=0.008)
     assert ever_wrong(lambda rng, size: rng.standard_t(3, size), 0.0) < 0.05

@@ -15,8 +15,9 @@ from fl_lightning.cli import parser as cli
 from fl_lightning.errors import InputError
 from fl_lightning.settings import FREE_KEYS, changed_settings, settings_hash
 from fl_lightning.study.execute.cells import StudyCells
-from fl_lightning.study.spec.plan import Study, Variation, as_flag
-from fl_lightning.study.spec.search import Range, Search
+from fl_lightning.study.plan.search import Range, Search
+from fl_lightning.study.plan.study import Study, as_flag
+from fl_lightning.study.plan.variations import Variation
 
 CONFIGS = Path(__file__).parent.parent / "configs"
 STUDIES = sorted(
@@ -113,6 +114,7 @@ def test_a_copy_says_the_same_from_anywhere(write, tmp_path):
         ("seeds: [0, 4]", "seeds: [1, 1]", "each seed is run once"),
         ("seeds: [0, 4]", "seeds: [-1]", "0 or more"),
         ("seeds: [0, 4]", "seed: [0]", "seed; known here.*write seeds"),
+        ("seeds: [0, 4]", "name: s", "name; known here.*write study"),
         ("study: small", "study: a/b", "folder's name"),
         ("study: small", "", "no study"),
         ("methods:", "methods: {}\nx:", "x; known here"),

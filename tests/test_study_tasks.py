@@ -17,14 +17,14 @@ from fl_lightning.study.execute import mlflow_page
 from fl_lightning.study.execute.display import Display
 from fl_lightning.study.execute.jobs import Job, RunningJob
 from fl_lightning.study.metric_names import TaskMetrics, direction, headline
+from fl_lightning.study.plan.registration import plan_of, register
+from fl_lightning.study.plan.study import Study
 from fl_lightning.study.report.compare import compare
 from fl_lightning.study.report.curves import rounds_curve
 from fl_lightning.study.report.figures import figures as figures_of
 from fl_lightning.study.report.registered import registration_report
 from fl_lightning.study.report.verdicts import check_criteria
 from fl_lightning.study.results.gather import gather, with_metric
-from fl_lightning.study.spec.plan import Study
-from fl_lightning.study.spec.registration import plan_of, register
 from fl_lightning.tasks import Classification, LanguageModelling, Regression
 
 pytestmark = pytest.mark.usefixtures("figures_only_where_looked_at")
@@ -39,8 +39,8 @@ class Distances(Regression):
 
 PERPLEXITY = LanguageModelling()
 RESULTS = (
-    "## Results: the last round's model, with the mean perplexity of the last five evaluations; "
-    "mean ± standard deviation over seeds"
+    "The last round's model, with the mean perplexity of the last five evaluations; "
+    "mean ± standard deviation over seeds."
 )
 A, B = {0: 6.0, 1: 6.2, 2: 6.4}, {0: 7.0, 1: 7.1, 2: 7.2}  # A - B = -1.0, -0.9, -0.8
 MEAN = {"last": 6.2, "last5": 6.2 * 137 / 60, "best_val": 6.2 * 5 / 3}
@@ -71,7 +71,7 @@ def test_a_report_follows_the_primary_metric(tmp_path, task, selection):
     assert report["levels"][0]["methods"]["A"]["metrics"][report["metric"]]["mean"] == pytest.approx(
         MEAN[selection]
     )
-    assert report["winner"] == "A"
+    assert report["leader"] == "A"
     assert report["gap"]["mean"] < 0
     assert "negative" in report["gap"]["direction"]
     assert report["aggregated"]["gap"] > 0  # percent by which A is better

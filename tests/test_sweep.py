@@ -28,8 +28,8 @@ from fl_lightning.study.execute.cells import CellState, StudyCells
 from fl_lightning.study.execute.display import Display
 from fl_lightning.study.execute.estimate import RemainingCost, RoundCost, find_cost, remaining_cost, show_plan
 from fl_lightning.study.execute.jobs import Job, Pool, slots_for
-from fl_lightning.study.spec.plan import Cell
-from fl_lightning.study.spec.registration import Registration
+from fl_lightning.study.plan.registration import Registration
+from fl_lightning.study.plan.study import Cell
 from fl_lightning.tracking.loggers import Tracking
 from fl_lightning.tracking.runs import begin_study, end_study
 

@@ -15,7 +15,8 @@ from page_commands import documented
 from sklearn.datasets import load_breast_cancer, load_diabetes
 
 from fl_lightning.__main__ import main
-from fl_lightning.data import IID, Natural, Shards, TableData
+from fl_lightning.data import IID, Natural, Shards, TableData, table_file
+from fl_lightning.data import table as table_data
 from fl_lightning.data.arrays import in_test
 from fl_lightning.errors import InputError
 from fl_lightning.models import MLP, build_network
@@ -75,6 +76,57 @@ def test_numbers_are_standardised_with_the_training_rows_alone(tmp_path):
         assert inputs[:, column].tolist() == (train["colour"] == colour).astype(float).tolist()
     assert data.names.classes == ["benign", "malignant"]
     assert data.train_target.tolist() == (train["kind"] == "malignant").astype(int).tolist()
+
+
+def test_a_wide_table_is_made_numbers_of_in_blocks_and_each_number_is_that_of_its_column(
+    tmp_path, monkeypatch
+):
+    """3 000 columns are read in tens of operations of pandas, not in thousands: no column is taken out by
+    itself, and no name is looked for among all others."""
+    rng, columns = np.random.default_rng(0), 3000
+    kinds = [lambda: rng.normal(5, 3, 40), lambda: rng.integers(0, 9, 40), lambda: rng.random(40) < 0.5]
+    table = pd.DataFrame({f"c{i}": kinds[i % 3]() for i in range(columns)} | {"kind": np.arange(40) % 2})
+    table.insert(1500, "colour", np.array(["red", "blue"])[np.arange(40) % 2])
+    path = written(tmp_path, table)
+    calls = dict.fromkeys(("to_numeric", "__getitem__", "nearest_or_list"), 0)
+
+    def counting(owner, name):
+        plain = getattr(owner, name)
+
+        def counted(*args, **more):
+            calls[name] += 1
+            return plain(*args, **more)
+
+        monkeypatch.setattr(owner, name, counted)
+
+    counting(pd, "to_numeric")
+    counting(pd.DataFrame, "__getitem__")
+    counting(table_file, "nearest_or_list")
+    monkeypatch.setattr(table_data, "BLOCK_VALUES", 32 * 1000)  # several blocks
+    data = TableData(str(path), "kind", test=str(path), num_clients=4)
+    train, test, _ = data.read()
+    assert calls["__getitem__"] < 100, calls
+    assert calls["to_numeric"] < 10, calls
+    assert calls["nearest_or_list"] == 0, calls
+    monkeypatch.undo()
+    for split in (train.inputs, test.inputs):
+        assert split.shape == (40, columns + 2)
+        for i in range(columns):
+            values = table[f"c{i}"].to_numpy(np.float64)
+            expected = ((values - values.mean()) / values.std()).astype(np.float32)
+            assert np.array_equal(split[:, i + 2 * (i >= 1500)], expected)  # behind colour and its two
+    assert list(data.form().columns) == [name for name in table if name != "kind"]
+
+
+def test_the_first_wrong_number_of_a_wide_table_is_named(tmp_path):
+    table = pd.DataFrame({f"c{i}": np.arange(9.0) for i in range(20)} | {"kind": np.arange(9) % 2})
+    right = str(written(tmp_path, table, "test.csv"))
+    table.loc[4, "c7"], table.loc[2, "c9"] = 1e31, np.inf
+    with pytest.raises(InputError, match=r"row 5, column c7; 1e\+31 is too large"):
+        ready(written(tmp_path, table), test=right)
+    table.loc[3, "c8"], table.loc[6, "c8"] = np.nan, np.nan
+    with pytest.raises(InputError, match=r"values are missing .*: c8 \(2 of 9, row 4\)"):
+        ready(written(tmp_path, table), test=right)
 
 
 def test_a_fraction_of_every_class_is_the_test_in_every_run(tmp_path):
@@ -180,24 +232,29 @@ def with_value(column: str, row: int, value: object) -> pd.DataFrame:
 
 
 WRONG_FILES = {
-    "missing": (with_value("age", 7, None), {}, "row 7, column age; the value is missing"),
-    "missing target": (with_value("kind", 60, None), {}, "row 60, column kind; the value is missing"),
+    "missing": (with_value("age", 7, None), {}, r"train\.csv; values are missing .*: age \(1 of 60, row 7\); write --data\.missing mean, median"),
+    "missing target": (with_value("kind", 60, None), {}, r"never filled in, and values of them are missing: kind \(1 of 60, row 60\); write --data\.missing drop"),
     "infinite": (with_value("age", 5, "inf"), {}, "row 5, column age; inf is no finite number"),
     "too large": (with_value("size", 5, 1e39), {}, "row 5, column size; 1e.39 is too large"),
-    "among numbers": (with_value("age", 9, "?"), {}, "row 9, column age; . is no number, and nearly all"),
-    "no such target": (rows(), {"target": "Kind"}, "there is no column Kind; did you mean kind"),
-    "no such feature": (rows(), {"features": ["sise"]}, "there is no column sise; did you mean size"),
+    "among numbers": (with_value("age", 9, "?"), {}, r"a value is no number, and nearly all .*: age \(. in row 9\)"),
+    "no such target": (rows(), {"target": "Kind"}, "there is no column Kind; write kind"),
+    "no such feature": (rows(), {"features": ["sise"]}, "there is no column sise; write size"),
     "no such client": (rows(), {"client": "clinic"}, "there is no column clinic; write one of size, age"),
     "target as feature": (rows(), {"features": ["size", "kind"]}, "the network does not see the target"),
     "no rows": (rows(0), {}, "the table has no rows"),
     "fractions": (rows(), {"target": "size"}, "classes are texts or whole numbers"),
     "many classes": (rows().assign(kind=range(60)), {}, "classes in"),
+    "amounts": (
+        rows(400).assign(kind=[18 + i % 70 for i in range(400)]),
+        {},
+        r"it has 70 different numbers, .* write --data.task regression, or --data.categorical \[kind\]",
+    ),
     "one class": (rows().assign(kind="a"), {}, "all training examples are of the class a"),
     "text of regression": (rows(), {"task": "regression"}, "row 2, column kind; benign is no finite number"),
     "an identifier": (
         pd.concat([rows(1200), pd.DataFrame({"name": [f"n{i}" for i in range(1200)]})], axis=1),
         {},
-        "column name; it has .* categories in 960 training rows",
+        r"too many different values for categories: name \(1200 in 1200 rows\); write --data\.text ordinal, tfidf or drop",
     ),
     "a task": (rows(), {"task": "ranking"}, "one of classification, regression"),
     "no share": (rows(), {"test_fraction": 0.0}, "a share in"),
@@ -235,6 +292,27 @@ def test_a_damaged_file_is_one_line(tmp_path, content, words):
     assert "\n" not in str(error.value)
 
 
+@pytest.mark.parametrize(
+    ("targets", "settings"),
+    [
+        ([i % 70 for i in range(400)], {}),
+        ([1 + i % 70 for i in range(400)], {}),
+        ([18 + i % 50 for i in range(400)], {}),
+        ([f"age {i % 70}" for i in range(400)], {}),
+        ([18 + i % 70 for i in range(400)], {"categorical": ["kind"]}),
+    ],
+)
+def test_what_can_only_be_classes_is_not_asked_about(tmp_path, targets, settings):
+    """Numbers from 0 or 1 on, few numbers, texts, and what is said to be categories."""
+    data = ready(written(tmp_path, rows(400).assign(kind=targets)), **settings)
+    assert data.num_classes == len(set(targets))
+
+
+def test_amounts_are_learnt_as_such_when_that_is_said(tmp_path):
+    table = rows(400).assign(kind=[18 + i % 70 for i in range(400)])
+    assert ready(written(tmp_path, table), task="regression").train_target.dtype == torch.float32
+
+
 def test_files_that_are_not_there_or_no_tables(tmp_path):
     with pytest.raises(InputError, match="there is no such file"):
         ready(tmp_path / "train.csv")
@@ -262,7 +340,7 @@ def test_dates_are_refused(tmp_path):
     pytest.importorskip("pyarrow")
     table = rows().assign(date=pd.Timestamp("2024-01-01"))
     with pytest.raises(
-        InputError, match="column date; a value is a number or a text, and this is a Timestamp"
+        InputError, match=r"dates are neither numbers nor categories: date \(as 2024-01-01.*make numbers"
     ):
         ready(written(tmp_path, table, "train.parquet"))
 
@@ -301,7 +379,7 @@ def test_a_csv_is_trained_by_the_documented_commands(tmp_path, monkeypatch):
     tumours.rename(columns={"target": "kind"}).to_csv(tmp_path / "tumours.csv", index=False)
     load_diabetes(as_frame=True).frame.to_csv(tmp_path / "diabetes.csv", index=False)
     monkeypatch.chdir(tmp_path)
-    first, second = documented("TableData")
+    first, second, _ = documented("TableData")
     assert main([*first, "--trainer.max_rounds", "5", "--trainer.logger", "false"]) == 0
     assert final(tmp_path / "runs")["final/accuracy"] > 0.85  # the larger class is 0.63 of the table
     with next((tmp_path / "runs").rglob("ledger.csv")).open() as file:
@@ -309,3 +387,17 @@ def test_a_csv_is_trained_by_the_documented_commands(tmp_path, monkeypatch):
     (tmp_path / "runs").rename(tmp_path / "first")
     assert main([*second, "--trainer.max_rounds", "5", "--trainer.logger", "false"]) == 0
     assert final(tmp_path / "runs")["final/mse"] < 0.8  # the mean alone is 1
+
+
+def test_what_a_configuration_keeps_of_its_federation_is_said(tmp_path, capsys):
+    """A small table among the hundred clients of a packaged configuration."""
+    file = tmp_path / "own.csv"
+    file.write_text("a,kind\n" + "".join(f"{n / 7},{'xy'[n % 2]}\n" for n in range(60)))
+    words = ["fit", "--config", "fedmpq", "--data", "TableData", "--data.train", str(file)]
+    assert main([*words, "--data.target", "kind", "--trainer.logger", "false"]) == 2
+    said = capsys.readouterr().err.splitlines()
+    assert "note: kept from the configuration: data.num_clients 100, data.partition Dirichlet" in said[-2]
+    assert said[-1].endswith(
+        "data.num_clients 100 with min_size 1; 48 training examples cannot give each client 1; "
+        "write data.num_clients 48 or less, or data.partition.min_size 0"
+    )

@@ -15,6 +15,7 @@ from torch.nn import functional as F
 
 from callbacks import AccuracyBytesFigure, Calibration, ClientAccuracyFigure, EarlyStopping, LabelNoise
 from fl_lightning import FederatedData, FederatedTrainer, evaluation
+from fl_lightning.aggregation.averages import CoordinateMedian
 from fl_lightning.data import IID, Dirichlet
 from fl_lightning.hooks import RoundRecord
 from fl_lightning.methods import (
@@ -29,7 +30,6 @@ from fl_lightning.methods import (
     FedProx,
     QFedAvg,
 )
-from fl_lightning.methods.averaging import CoordinateMedian
 from fl_lightning.methods.terms import LabelSmoothing
 from fl_lightning.rng import stream
 from fl_lightning.tasks import Classification, LanguageModelling, Regression, Task
@@ -310,7 +310,7 @@ def test_early_stopping_follows_the_primary_metric_and_its_direction():
         (FedKD, Counting(), "--model FedKD where the task is LanguageModelling; its soft labels are"),
         (FedMosaic, Counting(), "--model FedMosaic where the task is LanguageModelling; it finds related"),
         (FedMPQKD, Line(), "FedMPQKD where the task is Regression; it compares logits of classes"),
-        (FedNTD, Line(), "--model.terms NotTrueTerm where the task is Regression; it compares logits"),
+        (FedNTD, Line(), "--model FedNTD where the task is Regression; it compares logits"),
     ],
     ids=["FedKD", "FedMosaic", "FedMPQKD", "FedNTD"],
 )

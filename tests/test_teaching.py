@@ -53,9 +53,7 @@ def test_batches_are_the_same_and_logits_the_teachers(client_id, steps, ahead, s
         method, data, client, epochs=3, labels=torch.arange(len(labels)), steps=steps
     )
     found = list(
-        teaching.with_logits(
-            method.teacher, numbers, labels, repeats=not data.augments, ahead=ahead, stream=teaching.InTurn()
-        )
+        teaching.with_logits(method.teacher, numbers, labels, repeats=not data.augments, ahead=ahead)
     )
     assert len(found) == len(plain) == min(steps, data.num_steps(client, 3))
     for (inputs, target), (same_inputs, same_target, logits) in zip(plain, found, strict=True):
@@ -106,7 +104,6 @@ def test_what_the_teacher_has_to_do(repeats, ahead, seen):
                     data.labels(client),
                     repeats=repeats,
                     ahead=ahead,
-                    stream=teaching.InTurn(),
                 )
             )
         )

@@ -17,9 +17,14 @@ from fl_lightning.__main__ import main
 from fl_lightning.conformance import command, method_under_test, run_checks
 from fl_lightning.methods import (
     AQFL,
+    MOON,
+    BalancedSoftmax,
+    CalibratedLogits,
+    ContrastiveTerm,
     DistillationTerm,
     FedAvg,
     FedKD,
+    FedLC,
     FedMosaic,
     FedMPQ,
     FedMPQKD,
@@ -44,8 +49,11 @@ ALL = {
     "prox": ProximalTerm(0.1),
     "ntd": NotTrueTerm(0.5),
     "kd": DistillationTerm(0.5, 2.0),
+    "calibrated": CalibratedLogits(0.5),
+    "contrast": ContrastiveTerm(1.0),
 }
 NEUTRAL = [ScaledLoss(0.0), LabelSmoothing(0.0), ProximalTerm(0.0), NotTrueTerm(0.0), DistillationTerm(0.0)]
+NEUTRAL += [CalibratedLogits(0.0), ContrastiveTerm(0.0)]
 
 
 def fitted(method: Method, tmp_path, **settings):
@@ -66,8 +74,10 @@ def optimizer():
         (lambda: FedProx(mu=0.1, optimizer=optimizer()), FedAvg, ProximalTerm(0.1)),
         (lambda: FedNTD(beta=0.5, tau=2.0, optimizer=optimizer()), FedAvg, NotTrueTerm(0.5, 2.0)),
         (lambda: FedMPQKD(alpha=0.7, temperature=3.0, optimizer=optimizer()), FedMPQ, DistillationTerm(0.7, 3.0)),
+        (lambda: FedLC(tau=2.0, optimizer=optimizer()), FedAvg, CalibratedLogits(2.0)),
+        (lambda: MOON(mu=2.0, temperature=0.4, optimizer=optimizer()), FedAvg, ContrastiveTerm(2.0, 0.4)),
     ],
-    ids=["FedProx", "FedNTD", "FedMPQKD"],
+    ids=["FedProx", "FedNTD", "FedMPQKD", "FedLC", "MOON"],
 )  # fmt: skip
 def test_a_method_is_the_plain_one_with_its_term(whole, plain, term, engine, tmp_path):
     """Bit for bit, weights and losses."""
@@ -76,7 +86,7 @@ def test_a_method_is_the_plain_one_with_its_term(whole, plain, term, engine, tmp
     assert torch.equal(expected, found)
     for name in ("train/loss", "train/loss_task", f"train/loss_{term.name}"):
         assert [row[name] for row in rows] == [row[name] for row in losses]
-    assert float(rows[-1][f"train/loss_{term.name}"]) > 0
+    assert abs(float(rows[-1][f"train/loss_{term.name}"])) > 0
 
 
 @pytest.mark.parametrize("kind", [FedAvg, FedMPQ, AQFL])
@@ -219,6 +229,11 @@ def test_a_method_that_would_ignore_a_term_is_refused(kind, hint, tmp_path):
         (lambda: ProximalTerm(float("inf")), "ProximalTerm(mu=inf)"),
         (lambda: NotTrueTerm(tau=0), "NotTrueTerm(tau=0)"),
         (lambda: DistillationTerm(temperature=-1), "DistillationTerm(temperature=-1)"),
+        (lambda: CalibratedLogits(tau=-1), "CalibratedLogits(tau=-1)"),
+        (lambda: BalancedSoftmax(gamma=-1), "BalancedSoftmax(gamma=-1)"),
+        (lambda: ContrastiveTerm(temperature=0), "ContrastiveTerm(temperature=0)"),
+        (lambda: FedLC(terms=[BalancedSoftmax()]), "--model.terms BalancedSoftmax with --model FedLC"),
+        (lambda: FedAvg(terms=[BalancedSoftmax(), CalibratedLogits()]), "two terms of the name"),
         (lambda: FedProx(terms=[ProximalTerm()]), "--model.terms ProximalTerm with --model FedProx"),
         (lambda: FedMPQKD(terms=[DistillationTerm()]), "--model.terms DistillationTerm with"),
         (lambda: FedAvg(terms=[{"class_path": "ScaledLoss"}]), "an item of type dict"),
@@ -291,6 +306,7 @@ def test_terms_in_the_command_that_checks_a_method(capsys, monkeypatch):
 
 
 WEAK = [ScaledLoss(0.01), LabelSmoothing(0.01), ProximalTerm(0.01), NotTrueTerm(0.01), DistillationTerm(0.01)]
+WEAK += [ContrastiveTerm(0.01)]
 
 
 @pytest.mark.slow

@@ -18,7 +18,7 @@ from fl_lightning.data.text.tokens import ByteTokenizer, Record, encode_records
 from fl_lightning.errors import InputError
 from fl_lightning.metrics.text import IGNORED
 
-PAGE = Path(__file__).parent.parent / "docs" / "howto" / "text_data.md"
+PAGE = Path(__file__).parent.parent / "docs" / "howto" / "token_ids.md"
 BYTES = ByteTokenizer()
 
 
@@ -187,7 +187,7 @@ WRONG = {
     "fractions": ([[0.5, 1.0]], {}, "no row of whole numbers"),
     "rows of several lengths": ([[[1], [2, 3]]], {}, "no row of whole numbers"),
     "empty": ([[]], {}, "item 0; its input_ids are empty"),
-    "no ids": ([{"ids": [1, 2]}], {}, "item 0; it has no input_ids; write one of ids"),
+    "no ids": ([{"ids": [1, 2]}], {}, "item 0; it has no input_ids; write ids"),
     "beyond the vocabulary": ([[1, 2], [3, 259]], {}, r"item 1, token \[259\]; ids are 0 to 258 with a vocabulary"),
     "negative": ([[1, -100]], {}, r"token \[-100\]; ids are 0 to 258"),
     "shifted labels": ([([5, 6, 7], [6, 7, -100])], {}, r"label \[6\] of the token \[5\] at \[0\]; a label is the token at its own"),

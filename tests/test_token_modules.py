@@ -16,7 +16,7 @@ from fl_lightning.__main__ import main
 from fl_lightning.data import IID, DataModuleData, DataModuleTokens, TokenData
 from fl_lightning.errors import InputError
 
-PAGE = Path(__file__).parent.parent / "docs" / "howto" / "text_data.md"
+PAGE = Path(__file__).parent.parent / "docs" / "howto" / "token_ids.md"
 ITEMS = [{"input_ids": [k, k + 1, k + 2], "labels": [-100, k + 1, k + 2], "site": k % 3} for k in range(60)]
 FALSE_ITEM = {"input_ids": [1, 2], "labels": [2, -100], "site": 0}
 

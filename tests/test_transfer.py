@@ -12,11 +12,11 @@ from compared import comparison_of, report_of, rows_of
 from synthetic_runs import make_run, make_study
 
 from fl_lightning.errors import InputError
+from fl_lightning.study.plan.study import Study
 from fl_lightning.study.report.compare import compare
 from fl_lightning.study.report.transfer_figure import negative_transfer
 from fl_lightning.study.report.verdicts import check_criteria, verdicts
 from fl_lightning.study.results.gather import gather
-from fl_lightning.study.spec.plan import Study
 from fl_lightning.tasks import LanguageModelling
 
 pytestmark = pytest.mark.usefixtures("figures_only_where_looked_at")
@@ -70,7 +70,7 @@ def test_gains_are_those_computed_by_hand(tmp_path):
     assert "transfer/mean" not in alone
     assert level["methods"]["FedAvg"]["loss"]["transfer/mean"]["values"]["2"] == pytest.approx(-0.1)
     text = (tmp_path / "out" / "report.md").read_text()
-    assert "## Negative transfer: gain of a client in perplexity against LocalOnly" in text
+    assert "## Negative transfer in perplexity\n\nGain of a client against LocalOnly.\n" in text
     assert "| LocalOnly (alone) | 3 | 3 | - | - | - | - | - | 3.667 [" in text
     row = next(line for line in text.splitlines() if line.startswith("| FedAvg | 3 | 3 | "))
     low, high = -5 / 3 - T_2 / 3, -5 / 3 + T_2 / 3  # the variance of -1, -2, -2 is 1/3
@@ -81,7 +81,10 @@ def test_gains_are_those_computed_by_hand(tmp_path):
     of_one = {"method": "FedAvg", "seed": "1", "name": "0", "metric": "perplexity", "group": "g0"}
     (row,) = [row for row in rows if of_one.items() <= row.items()]
     assert [float(row[name]) for name in ("value", "alone", "gain")] == [4.0, 2.0, -2.0]
-    assert "Negative transfer: gain" in (tmp_path / "out" / "tables.tex").read_text()
+    assert (
+        "Negative transfer in perplexity: gain of a client against LocalOnly."
+        in (tmp_path / "out" / "tables.tex").read_text()
+    )
 
 
 CRITERIA = {  # the interval of the mean gain is -2.19 to 2.19, of the share -0.03 to 0.92, of the worst -3.1 to -0.2

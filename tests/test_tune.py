@@ -15,7 +15,7 @@ from fl_lightning.run.metadata import task_of
 from fl_lightning.study.execute import trials as module
 from fl_lightning.study.execute.jobs import Job, RunningJob
 from fl_lightning.study.execute.trials import SearchSession, open_search
-from fl_lightning.study.spec.search import Search
+from fl_lightning.study.plan.search import Search
 from fl_lightning.tasks import LanguageModelling, Regression, Task
 
 CONFIGS = Path(__file__).parent.parent / "configs"

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from optuna import load_study
 from synthetic_runs import make_run
 from test_tune import Process, new_run, resolve
 
@@ -17,10 +18,10 @@ from fl_lightning.__main__ import main
 from fl_lightning.errors import InputError
 from fl_lightning.study.execute.jobs import RunningJob
 from fl_lightning.study.execute.tune_study import StudySearchSession, check_record
+from fl_lightning.study.plan.search import Search
+from fl_lightning.study.plan.study import Study
+from fl_lightning.study.plan.tuned import TunedRecord
 from fl_lightning.study.report.compare import compare
-from fl_lightning.study.spec.plan import Study
-from fl_lightning.study.spec.search import Search
-from fl_lightning.study.spec.tuned import TunedRecord
 
 CONFIGS = Path(__file__).parent.parent / "configs"
 STUDY = """
@@ -116,6 +117,20 @@ def test_every_method_has_its_own_best_of_the_same_number_of_trials(tmp_path):
             for path in (tmp_path / "small-tune").glob(f"{label}-trial-*/metadata.json")
         ]
         assert (len(values), max(values)) == (6, method.value)
+
+
+def test_methods_are_tried_at_the_same_points(tmp_path):
+    """Ten trials are drawn before Optuna goes by what it found, the space of all methods before a method's own."""
+    own = "space_of: {High: {model.max_share: {low: 0.5, high: 1.0}}}\n"
+    write(tmp_path, search=SEARCH.replace("trials: 6", "trials: 12") + own)
+    assert tune(tmp_path, slots=2)
+    storage = f"sqlite:///{tmp_path / 'small-tune' / 'optuna.db'}"
+    low, high = (
+        [trial.params[LR] for trial in load_study(study_name=f"small-tune: {label}", storage=storage).trials]
+        for label in BEST
+    )
+    assert low[:10] == high[:10]
+    assert low[10:] != high[10:]
 
 
 def test_the_record_does_not_depend_on_jobs_order_or_kills(tmp_path):

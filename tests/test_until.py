@@ -18,13 +18,13 @@ from fl_lightning.errors import InputError
 from fl_lightning.study.execute.cells import StudyCells
 from fl_lightning.study.execute.jobs import RunningJob
 from fl_lightning.study.execute.until import UntilSession, with_flags
+from fl_lightning.study.plan.study import Study
 from fl_lightning.study.report.compare import compare
 from fl_lightning.study.report.comparison import Comparison
 from fl_lightning.study.report.document import comparable, report
 from fl_lightning.study.report.looks import counted
 from fl_lightning.study.report.markdown import HOW_TO_READ, IN_A_SEQUENCE
 from fl_lightning.study.results.gather import gather
-from fl_lightning.study.spec.plan import Study
 from fl_lightning.study.statistics import sequence_interval
 from fl_lightning.tasks import LanguageModelling, Task
 
@@ -236,7 +236,7 @@ def test_what_was_registered_is_decided_too_when_the_criteria_were_changed(tmp_p
     assert len(found["seeds"]) == len(said["seeds"])
     assert len({run.name for run in (tmp_path / "small").glob("A-seed*")}) >= count
     text = (tmp_path / "report" / "report.md").read_text()
-    assert text.splitlines()[0].startswith("**Not as registered**")
+    assert text.splitlines()[2].startswith("**Not as registered**")
 
 
 def test_a_cell_that_fails_ends_it_since_no_seed_after_it_can_count(tmp_path):

@@ -7,9 +7,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 
 from callbacks.figures.figure_meter import FigureMeter
-from fl_lightning.figures import BLUE, RED, legend_outside, open_frame
+from fl_lightning.figures import BLUE, RED, count_rounds, legend_outside, open_frame, short_names
 from fl_lightning.hooks import Context, RoundRecord
-from fl_lightning.methods.quantized import QuantizedMethod
 from fl_lightning.quantization.allocation import MAX_BITS
 
 if TYPE_CHECKING:
@@ -54,7 +53,7 @@ class BitWidthFigure(FigureMeter):
 
 def layer_bits(method: Any) -> list[int] | None:
     """Magnitude bits of each quantised layer as deployed; None where the method has no such thing."""
-    return method.allocate(method.mean_budget()) if isinstance(method, QuantizedMethod) else None
+    return method.allocate(method.mean_budget()) if "bit_widths" in method.shows else None
 
 
 def bit_width_figure(
@@ -76,11 +75,11 @@ def bit_width_figure(
     from matplotlib.ticker import MaxNLocator
 
     L = len(names)
-    figure = Figure(figsize=(11, max(3.4, 1.6 + 0.24 * L) + 1), layout="constrained")
+    figure = Figure(figsize=(10, max(3.4, 1.6 + 0.26 * L) + 1), layout="constrained")
     axes = figure.subplot_mosaic(
         [["bits", "share"], ["pruned", "share"]],
         width_ratios=[2.2, 1],
-        height_ratios=[max(2.2, 0.24 * L), 1],
+        height_ratios=[max(2.2, 0.26 * L), 1],
     )
     left, below, right = axes["bits"], axes["pruned"], axes["share"]
     colours = ListedColormap(colormaps["viridis"](np.linspace(0.05, 1, MAX_BITS)))
@@ -96,16 +95,15 @@ def bit_width_figure(
         image, ax=left, ticks=range(1, MAX_BITS + 1), label="magnitude bits", pad=0.015, aspect=max(20, 2 * L)
     )
     left.hlines(np.arange(L - 1) + 0.5, rounds[0] - 0.5, rounds[-1] + 0.5, color="white", linewidth=1)
-    left.set_yticks(
-        range(L), [f"{name}  ({size:,})" for name, size in zip(names, sizes, strict=True)], fontsize=8
-    )
-    left.xaxis.set_major_locator(MaxNLocator(integer=True, steps=[1, 2, 5, 10]))
+    shown = zip(short_names(names), sizes, strict=True)
+    left.set_yticks(range(L), [f"{name}  ({size:,})" for name, size in shown])
+    count_rounds(left)
     left.set(ylabel="layer (weights)", title="Bits of each layer")
     open_frame(below)
     below.bar(rounds, pruned, 1.0, color=RED)
     below.set(xlabel="round", ylabel="planes pruned\nby clients", xlim=left.get_xlim())
     below.set_ylim(0, max(1.0, 1.1 * pruned.max()))
-    below.xaxis.set_major_locator(MaxNLocator(integer=True, steps=[1, 2, 5, 10]))
+    count_rounds(below)
     below.yaxis.set_major_locator(MaxNLocator(integer=True, nbins=3))
     average = bits @ sizes / sizes.sum()
     open_frame(right)
@@ -128,5 +126,5 @@ def bit_width_figure(
     right.set_box_aspect(1)
     right.set_anchor("N")
     right.set_xticks(range(1, MAX_BITS + 1))
-    legend_outside(figure)
+    legend_outside(figure, size="medium")
     return figure

@@ -7,15 +7,15 @@ import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from copy import deepcopy
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import numpy as np
 from lightning.fabric.utilities.rank_zero import rank_zero_only
 from torch import nn
 
-from fl_lightning.errors import require
 from fl_lightning.hooks import Context
 from fl_lightning.methods import Method
+from fl_lightning.support.constraints import within
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -25,15 +25,9 @@ log = logging.getLogger("fl_lightning")
 STUDENT, TEACHER = "student (deployed)", "teacher (full precision)"
 
 
-def check_every(meter: object, every: int) -> int:
-    name = type(meter).__name__
-    require(
-        every >= 0,
-        f"{name}(every={every})",
-        "rounds between figures, 0 or more",
-        "write every: 0 for the end only",
-    )
-    return every
+Every = Annotated[
+    int, within("[0, inf)", "rounds between figures, 0 or more", "write every: 0 for the end only")
+]
 
 
 @contextmanager

@@ -11,9 +11,8 @@ import numpy as np
 from callbacks.figures.drawing import evenly_spaced
 from callbacks.figures.figure_meter import FigureMeter
 from fl_lightning.client import Client
-from fl_lightning.figures import BLACK, BLUE, COLOURS, GREY, RED, open_frame
+from fl_lightning.figures import BLACK, BLUE, COLOURS, GREY, RED, count_rounds, open_frame
 from fl_lightning.hooks import Context, RoundRecord
-from fl_lightning.methods import FedVEMoE
 from fl_lightning.methods.experts.responsibilities import Paired
 from fl_lightning.metrics.names import words_of
 
@@ -50,7 +49,7 @@ class ExpertFigure(FigureMeter):
         self.trained: dict[str, Client] = {}
 
     def applies_to(self, context: Context) -> bool:
-        return isinstance(context.method, FedVEMoE) and context.method.k_max > 0
+        return self.name in context.method.shows
 
     def on_client_end(self, client: Any, round: int, context: Context) -> None:
         if self.applies and "responsibilities" in client.state:
@@ -166,7 +165,6 @@ def expert_figure(
             not known. No panel if it is known of none.
     """
     from matplotlib.figure import Figure
-    from matplotlib.ticker import MaxNLocator
 
     has_lost = bool(np.isfinite(lost).any())
     widths = [1.0, 1.0, 0.6, 0.8] if has_lost else [1.0, 1.0, 0.8]
@@ -187,7 +185,7 @@ def expert_figure(
     _draw_served(right, *served, metric)
     for axes in (left, right):
         axes.set_xlim(0.5, max(len(use), 1) + 0.5)  # of one evaluation alone, ticks would be parts of rounds
-        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+        count_rounds(axes)
     return figure
 
 

@@ -3,18 +3,18 @@ JMLR 2008)."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from callbacks.figures.drawing import own_copy, student_and_teacher
+from callbacks.figures.drawing import Every, own_copy, student_and_teacher
 from callbacks.figures.figure_meter import FigureMeter
-from fl_lightning.errors import require
 from fl_lightning.figures import COLOURS, MARKERS
 from fl_lightning.hooks import Context
 from fl_lightning.rng import stream
+from fl_lightning.support.constraints import within
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -41,16 +41,12 @@ class FeatureMap(FigureMeter):
     rule = "every client has a network of its own and there is none to map"
     instead = "leave it out, or write --model FedMPQKD"
 
-    def __init__(self, examples: int = 1000, perplexity: float = 30.0, every: int = 0) -> None:
-        require(
-            examples >= 10,
-            f"FeatureMap(examples={examples})",
-            "a map needs 10 images or more",
-            "write examples: 1000",
-        )
-        require(
-            perplexity > 0, f"FeatureMap(perplexity={perplexity})", "it is above 0", "write perplexity: 30"
-        )
+    def __init__(
+        self,
+        examples: Annotated[int, within("[10, inf)", "a map needs 10 images or more", 1000)] = 1000,
+        perplexity: Annotated[float, within("(0, inf]", "it is above 0", 30)] = 30.0,
+        every: Every = 0,
+    ) -> None:
         super().__init__(every)
         self.examples, self.perplexity = examples, perplexity
 

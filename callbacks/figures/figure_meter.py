@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from copy import deepcopy
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from callbacks.figures.drawing import check_every, draw, log
+from callbacks.figures.drawing import Every, draw, log
 from fl_lightning.hooks import Context, Meter, RoundRecord
 
 if TYPE_CHECKING:
@@ -35,8 +35,8 @@ class FigureMeter(Meter, ABC):
     empty: ClassVar[dict[str, Any]] = {}
     """The value of ``seen`` before the first round."""
 
-    def __init__(self, every: int = 0) -> None:
-        self.every = check_every(self, every)
+    def __init__(self, every: Every = 0) -> None:
+        self.every = every
         self.applies = True
         self.seen: dict[str, Any] = deepcopy(self.empty)
         """What the figure shows of past rounds, as JSON. Checkpoints keep it."""

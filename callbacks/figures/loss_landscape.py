@@ -9,19 +9,20 @@ deployed from them, quantised anew at every point.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from callbacks.figures.drawing import own_copy, student_and_teacher
+from callbacks.figures.drawing import Every, own_copy, student_and_teacher
 from callbacks.figures.figure_meter import FigureMeter
 from fl_lightning.errors import require
 from fl_lightning.figures import BLUE, RED, legend_outside, new_axes
 from fl_lightning.hooks import Context
 from fl_lightning.rng import stream
+from fl_lightning.support.constraints import within
 from fl_lightning.wire import Layout
 
 if TYPE_CHECKING:
@@ -49,24 +50,19 @@ class LossLandscape(FigureMeter):
     instead = "leave it out, or write --model FedMPQKD"
 
     def __init__(
-        self, dimensions: int = 2, points: int = 11, span: float = 1.0, examples: int = 500, every: int = 0
+        self,
+        dimensions: Annotated[int, within("[1, 2]", "a slice has 1 or 2", 2)] = 2,
+        points: int = 11,
+        span: Annotated[float, within("(0, inf)", "above 0 and finite", 1)] = 1.0,
+        examples: Annotated[int, within("[1, inf)", "test images, 1 or more", 500)] = 500,
+        every: Every = 0,
     ) -> None:
         name = type(self).__name__
-        require(
-            dimensions in (1, 2),
-            f"{name}(dimensions={dimensions})",
-            "a slice has 1 or 2",
-            "write dimensions: 2",
-        )
         require(
             points >= 3 and points % 2 == 1,
             f"{name}(points={points})",
             "an odd number, 3 or more",
             "write points: 11",
-        )
-        require(0 < span < float("inf"), f"{name}(span={span})", "above 0 and finite", "write span: 1")
-        require(
-            examples >= 1, f"{name}(examples={examples})", "test images, 1 or more", "write examples: 500"
         )
         self.dimensions, self.points, self.span, self.examples = dimensions, points, span, examples
         super().__init__(every)

@@ -10,9 +10,17 @@ import torch
 from callbacks.figures.figure_meter import FigureMeter
 from fl_lightning.client import Client
 from fl_lightning.evaluation import evaluation_mode
-from fl_lightning.figures import BLUE, GREY, ORANGE, RED, open_frame
+from fl_lightning.figures import (
+    BLUE,
+    GREY,
+    ORANGE,
+    RED,
+    count_rounds,
+    legend_outside,
+    open_frame,
+    short_names,
+)
 from fl_lightning.hooks import Context, RoundRecord
-from fl_lightning.methods import HEST
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -41,7 +49,7 @@ class OptionFigure(FigureMeter):
     """The first client, as it was left by its last round."""
 
     def applies_to(self, context: Context) -> bool:
-        return isinstance(context.method, HEST) and context.method.limited
+        return self.name in context.method.shows
 
     def on_cohort(self, cohort: list[Any], round: int, context: Context) -> None:
         self.prices: dict[int, float] = {}
@@ -112,17 +120,16 @@ def option_figure(
         source: where joules come from, and their scope.
     """
     from matplotlib.figure import Figure
-    from matplotlib.ticker import MaxNLocator
 
-    figure = Figure(figsize=(13.5, 4.6), layout="constrained")
-    left, middle, right = figure.subplots(1, 3, width_ratios=[1.5, 1, 0.8])
+    figure = Figure(figsize=(12, max(4.6, 1.8 + 0.2 * len(groups))), layout="constrained")
+    left, middle, right = figure.subplots(1, 3, width_ratios=[1.4, 1, 0.8])
     open_frame(middle, right)
     top = max(1.0, float(np.nanmax(shares)) if np.isfinite(shares).any() else 1.0)
     extent = (-BEFORE - 0.5, AFTER - 0.5, len(groups) - 0.5, -0.5)
     image = left.imshow(shares, vmin=0, vmax=top, cmap="cividis", aspect="auto", extent=extent)
     figure.colorbar(image, ax=left, shrink=0.85, pad=0.02, label="cost as a share of high")
     left.axvline(-0.5, color="white", linewidth=1.5)
-    left.set_yticks(range(len(groups)), [name.removeprefix("layers.") for name in groups], fontsize=7)
+    left.set_yticks(range(len(groups)), short_names(groups), fontsize=9)
     left.set(
         title="what each layer costs, token by token", xlabel="place; 0 is the first token after the prompt"
     )
@@ -131,15 +138,14 @@ def option_figure(
         middle.plot(rounds, 1e3 * high, color=GREY, linestyle=":", marker="^", label="all layers at high")
         middle.plot(rounds, 1e3 * budget * high, color=RED, linestyle="--", marker="s", label="budget")
         middle.plot(rounds, 1e3 * joules, color=BLUE, marker="o", label="spent")
-        middle.set_ylim(0, 1.25e3 * max(high.max(), joules.max()))
-        middle.legend(frameon=False, loc="upper right", ncols=3, fontsize=8, columnspacing=1.0)
+        middle.set_ylim(0, 1.05e3 * max(high.max(), joules.max()))
     middle.set(title="a sequence of the test set", xlabel=f"round\n{source}", ylabel="mean millijoules")
     if seen["prices"]:
         at, least, mean, most = np.array(seen["prices"]).T
-        right.fill_between(at, least, most, color=ORANGE, alpha=0.25, linewidth=0, label="all clients")
-        right.plot(at, mean, color=ORANGE, label="mean")
-        right.legend(frameon=False)
+        right.fill_between(at, least, most, color=ORANGE, alpha=0.25, linewidth=0, label="price, all clients")
+        right.plot(at, mean, color=ORANGE, marker="D", markersize=4, label="price, mean over clients")
     right.set(title="price of energy", xlabel="round", ylabel="lambda")
     for axes in (middle, right):
-        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+        count_rounds(axes)
+    legend_outside(figure, columns=5, size="medium")
     return figure

@@ -4,17 +4,22 @@ at the end."""
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from callbacks.figures.drawing import check_every, draw
-from fl_lightning.errors import require
+from callbacks.figures.drawing import Every, draw
 from fl_lightning.figures import GREY, RED, SKY, open_frame
 from fl_lightning.hooks import Context, Meter, RoundRecord
-from fl_lightning.metrics import CalibrationBins, brier_score, calibration_bins
+from fl_lightning.metrics import (
+    CalibrationBins,
+    brier_score,
+    calibration_bins,
+    expected_calibration_error,
+)
+from fl_lightning.support.constraints import within
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -31,10 +36,13 @@ class Calibration(Meter):
         every: rounds between reliability diagrams (``figures/reliability_round_0060``); 0: only the last.
     """
 
-    def __init__(self, bins: int = 15, every: int = 0) -> None:
-        require(bins >= 1, f"Calibration(bins={bins})", "bins of confidence, 1 or more", "write bins: 15")
-        self.bins, self.every = bins, check_every(self, every)
-        self._last: tuple[int, CalibrationBins] | None = None
+    def __init__(
+        self,
+        bins: Annotated[int, within("[1, inf)", "bins of confidence, 1 or more", 15)] = 15,
+        every: Every = 0,
+    ) -> None:
+        self.bins, self.every = bins, every
+        self._last: tuple[int, CalibrationBins, float | None] | None = None
         self._drawn = 0
 
     def on_evaluate(self, probs: Tensor, target: Tensor, record: RoundRecord, context: Context) -> None:
@@ -44,9 +52,9 @@ class Calibration(Meter):
                 "round %d: the model's probabilities are not finite; ECE and Brier are NaN", record.round
             )
             return
-        bins = calibration_bins(probs, target, self.bins)
-        record.metrics |= {"test/ece": bins.error, "test/brier": brier_score(probs, target)}
-        self._last = record.round, bins
+        ece = expected_calibration_error(probs, target, self.bins)
+        record.metrics |= {"test/ece": ece, "test/brier": brier_score(probs, target)}
+        self._last = record.round, calibration_bins(probs, target, self.bins), ece
         if self.every and record.round % self.every == 0:
             self._draw(context)
 
@@ -59,34 +67,41 @@ class Calibration(Meter):
         diagram."""
         if self._last is None:
             return {}
-        return {"round": self._last[0], "bins": [values.tolist() for values in self._last[1]]}
+        round, bins, ece = self._last
+        return {"round": round, "bins": [values.tolist() for values in bins], "ece": ece}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._last = (state["round"], CalibrationBins(*map(np.array, state["bins"]))) if state else None
+        """Take back what :meth:`state_dict` gave; that of a version before has M bins and no ECE."""
+        self._last = None
+        if state:
+            bins = CalibrationBins(*map(np.array, state["bins"]))
+            self._last = state["round"], bins, state.get("ece")
 
     def _draw(self, context: Context) -> None:
         assert self._last is not None
-        self._drawn, bins = self._last
-        draw(context, "reliability", lambda: reliability_diagram(bins, f"round {self._drawn}"), self._drawn)
+        self._drawn, bins, ece = self._last
+        title = f"round {self._drawn}" + ("" if ece is None else f": ECE {ece:.3f}")
+        draw(context, "reliability", lambda: reliability_diagram(bins, title, self.bins), self._drawn)
 
 
-def reliability_diagram(bins: CalibrationBins, title: str) -> Figure:
-    """Draw accuracy and mean confidence of each bin with the gap between them; below, how many examples each
-    bin holds."""
+def reliability_diagram(bins: CalibrationBins, title: str, M: int) -> Figure:
+    """Draw accuracy and mean confidence of each of M bins with the gap between them; below, how many examples
+    each bin holds. The bin of confidences that are exactly 1 is a narrow bar at the right end."""
     from matplotlib.figure import Figure
 
-    M = len(bins.counts)
-    width, centre, full = 1 / M, (np.arange(M) + 0.5) / M, bins.counts > 0
+    width = np.r_[np.full(M, 1 / M), 0.2 / M][: len(bins.counts)]
+    centre = np.r_[(np.arange(M) + 0.5) / M, 1 - 0.1 / M][: len(bins.counts)]
+    full = bins.counts > 0
     figure = Figure(figsize=(5, 6), layout="constrained")
     top, bottom = figure.subplots(2, 1, sharex=True, height_ratios=[3, 1])
     top.plot([0, 1], [0, 1], color=GREY, linestyle="--", linewidth=1, label="perfect calibration")
-    top.bar(centre[full], bins.accuracy[full], width, color=SKY, edgecolor="white", label="accuracy")
+    top.bar(centre[full], bins.accuracy[full], width[full], color=SKY, edgecolor="white", label="accuracy")
     low, high = np.minimum(bins.accuracy, bins.confidence), np.maximum(bins.accuracy, bins.confidence)
     gap = {"color": "none", "edgecolor": RED, "hatch": "////", "linewidth": 1.0}
     top.bar(
         centre[full],
         (high - low)[full],
-        0.86 * width,
+        0.86 * width[full],
         bottom=low[full],
         label="gap to mean confidence",
         **gap,
@@ -96,7 +111,7 @@ def reliability_diagram(bins: CalibrationBins, title: str) -> Figure:
         xlim=(0, 1),
         ylim=(0, 1),
         ylabel="share of correct predictions",
-        title=f"Reliability, {title}: ECE {bins.error:.3f}",
+        title=f"Reliability, {title}",
     )
     figure.legend(loc="outside upper center", ncols=3, frameon=False, fontsize="small")
     bottom.bar(centre, bins.counts, width, color=GREY, edgecolor="white")

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 import re
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from fl_lightning.errors import InputError
 from fl_lightning.hooks import Context, Meter, RoundRecord
 from fl_lightning.metrics import client_spread
+from fl_lightning.support.constraints import Constraint, within
 from fl_lightning.tasks import Classification, Task
 
 LOSS = "train/loss"
@@ -39,28 +40,15 @@ class EarlyStopping(Meter):
     def __init__(
         self,
         monitor: str | None = None,
-        patience: int = 10,
-        mode: Literal["max", "min"] | None = None,
-        min_delta: float = 0.0,
+        patience: Annotated[int, within("[1, inf)", "at least 1 evaluated round is needed", 10)] = 10,
+        mode: Annotated[
+            Literal["max", "min"] | None,
+            Constraint("it is max or min", "for an accuracy write mode: max"),
+        ] = None,
+        min_delta: Annotated[float, within("[0, inf)", "it is 0 or more, and finite", 0.001)] = 0.0,
     ) -> None:
         if monitor is not None and not FORM.fullmatch(monitor):
             raise _unknown(monitor, Classification())
-        if patience < 1:
-            raise InputError(
-                f"EarlyStopping(patience={patience})",
-                "at least 1 evaluated round is needed",
-                "write patience: 10",
-            )
-        if mode not in ("max", "min", None):
-            raise InputError(
-                f"EarlyStopping(mode={mode!r})", "it is max or min", "for an accuracy write mode: max"
-            )
-        if not 0 <= min_delta < math.inf:
-            raise InputError(
-                f"EarlyStopping(min_delta={min_delta})",
-                "it is 0 or more, and finite",
-                "write min_delta: 0.001",
-            )
         self.monitor, self.patience, self.min_delta = monitor, patience, min_delta
         self._monitored = monitor or ""
         self.mode = mode

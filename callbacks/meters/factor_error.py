@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import torch
 from torch import Tensor
 
@@ -11,9 +9,8 @@ from fl_lightning.client import Client
 from fl_lightning.distributed.collectives import gather_parts
 from fl_lightning.errors import InputError
 from fl_lightning.hooks import Context, Meter, RoundRecord, Stressor
-from fl_lightning.methods import FedVEMoE, Method
+from fl_lightning.methods import Method
 from fl_lightning.methods.experts.merging import AdapterSpace
-from fl_lightning.methods.summing import examples_in
 from fl_lightning.models.language.experts import factors_of
 from fl_lightning.models.tensors import tensors_of
 from fl_lightning.wire import Payload
@@ -33,7 +30,7 @@ class FactorError(Stressor, Meter):
         self._uploads: dict[str, Tensor] = {}
 
     def on_check(self, context: Context) -> None:
-        secure = getattr(context, "secure_sum", None) is not None
+        secure = context.aggregation.masks is not None
         if secure or not context.method.is_sum:
             why = (
                 "a secure sum shows no upload" if secure else f"{type(context.method).__name__} takes no mean"
@@ -49,7 +46,7 @@ class FactorError(Stressor, Meter):
         self._uploads = {}
 
     def change_upload(self, upload: Payload, *, client: Client, round: int, context: Context) -> Payload:
-        for slot, weight, adapter in adapters_in(context.method, upload):
+        for slot, weight, adapter in context.method.averaged(upload):
             value = torch.cat([torch.tensor([weight], dtype=torch.float64), adapter.double()])
             self._uploads[f"{slot}/{client.id}"] = value.cpu()
         return upload
@@ -77,20 +74,9 @@ def adapter_space(method: Method) -> AdapterSpace:
     Raises:
         InputError: its network has none, or trains something else than adapters.
     """
-    if isinstance(method, FedVEMoE) and method.k_max:
+    if method.space is not None:
         return method.space
     factors, tensors = factors_of(method.network), tensors_of(method.network)
     names = {name for each in factors for name in (each.a, each.b)}
     fixed = {name: tensors[name].detach() for name in names - method.layout.shapes.keys()}
     return AdapterSpace(method.layout, factors, fixed)
-
-
-def adapters_in(method: Method, upload: Payload) -> Iterator[tuple[int, float, Tensor]]:
-    """Yield slot, weight and values ``[P]`` of each adapter that a client sends."""
-    examples = examples_in(upload)
-    if isinstance(method, FedVEMoE):
-        trained = method.wire.trained(upload, method.server["active"])
-        for slot, row in trained.rows.items():
-            yield slot, examples * trained.shares[slot], row[: method.layout.size]
-    else:
-        yield 0, float(examples), method.decode(upload)

@@ -10,7 +10,7 @@ regulariser that outweighs the task is seen here: FedMPQ's is said to do so at f
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import numpy as np
 import torch
@@ -20,14 +20,18 @@ from callbacks.figures.drawing import draw, never_fatal, own_copy
 from fl_lightning import rng
 from fl_lightning.client import Assignment, Client
 from fl_lightning.engines.base import one_thread
-from fl_lightning.engines.steps import Steps
-from fl_lightning.errors import require
-from fl_lightning.figures import COLOURS, LINE_STYLES, MARKERS, legend_outside, new_axes
+from fl_lightning.engines.sequential import local_step, start_optimizer
+from fl_lightning.figures import COLOURS, LINE_STYLES, MARKERS, count_rounds, legend_outside, new_axes
 from fl_lightning.hooks import Context, Meter, RoundRecord
+from fl_lightning.support.constraints import within
 from fl_lightning.wire import Payload
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
+
+
+FEW_ROUNDS = 5
+"""Rounds of which a figure shows the points above all, since a line says little between them."""
 
 
 class GradientNorms(Meter):
@@ -48,19 +52,12 @@ class GradientNorms(Meter):
             step can be measured. A measured client then costs about twice its round.
     """
 
-    def __init__(self, every: int = 5, clients: int = 2, last_step: bool = False) -> None:
-        require(
-            every >= 1,
-            f"GradientNorms(every={every})",
-            "rounds between measurements, 1 or more",
-            "write every: 5",
-        )
-        require(
-            clients >= 1,
-            f"GradientNorms(clients={clients})",
-            "clients to measure, 1 or more",
-            "write clients: 2",
-        )
+    def __init__(
+        self,
+        every: Annotated[int, within("[1, inf)", "rounds between measurements, 1 or more", 5)] = 5,
+        clients: Annotated[int, within("[1, inf)", "clients to measure, 1 or more", 2)] = 2,
+        last_step: bool = False,
+    ) -> None:
         self.every, self.clients, self.last_step = every, clients, last_step
         self._measured: list[dict[str, float]] = []
         self._history: list[tuple[int, dict[str, float]]] = []
@@ -104,7 +101,7 @@ def gradient_norms(context: Context, client: Client, message: bytes, labels: Ten
     """Return the norm of each term on the first batch that has it: the client's own first one, and what it
     learns from before."""
     method, seed = own_copy(context), context.seed
-    method.receive(Payload.from_bytes(message), client)
+    method.start_client(Payload.from_bytes(message), client, labels)
     method.train()
     batches = list(method.local_batches(context.data, client, epochs=1, labels=labels, steps=1))
     norms: dict[str, float] = {}
@@ -120,17 +117,16 @@ def last_gradient_norms(context: Context, client: Client, message: bytes, labels
     then."""
     method, data, epochs = own_copy(context), context.data, context.local_epochs
     steps = data.num_steps(client, epochs)
-    engine = Steps(context.fabric, method)
-    method.receive(Payload.from_bytes(message), client)
+    method.start_client(Payload.from_bytes(message), client, labels)
     method.train()
-    engine.start()
+    optimizer = start_optimizer(context.fabric, method)
     with (
         one_thread(context.fabric.device),
         rng.torch_stream(context.seed, "dropout", method.round, client.id),
     ):
         batches = list(method.local_batches(data, client, epochs=epochs, labels=labels, steps=steps))
         for index, batch in enumerate(batches[:-1]):
-            engine.step(batch, index)
+            local_step(context.fabric, method, optimizer, batch, index)
         return norms_of(method.training_step(batches[-1], len(batches) - 1), list(method.trainable()))
 
 
@@ -160,14 +156,13 @@ def norms_of(outputs: Mapping[str, Tensor], parameters: list[Tensor]) -> dict[st
 def gradient_figure(history: list[tuple[int, dict[str, float]]]) -> Figure:
     """Draw a curve for each term over the rounds, the norms on a log scale, where 0 has no place: such rounds
     are left out, and said so."""
-    from matplotlib.ticker import MaxNLocator
-
     names = list(dict.fromkeys(name for _, norms in history for name in norms))
     if not names:
         raise ValueError("no round was measured")
     figure, axes = new_axes(
         "Gradient of each loss term, at the start of a client's round", "round", "L2 norm of the gradient"
     )
+    few = len(history) <= FEW_ROUNDS
     for index, name in enumerate(names):
         values = np.array([norms.get(name, np.nan) for _, norms in history])
         shown = np.isfinite(values) & (values > 0)
@@ -179,9 +174,15 @@ def gradient_figure(history: list[tuple[int, dict[str, float]]]) -> Figure:
             color=COLOURS[index % 8],
             linestyle=LINE_STYLES[index % 8],
             marker=MARKERS[index % 8],
-            markersize=4,
+            markersize=8 if few else 4,
+            linewidth=0.8 if few else 1.5,
         )
     axes.set_yscale("log")
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True, steps=[1, 2, 5, 10]))
+    if few:  # ticks where there is something, and room beside it
+        rounds = [round for round, _ in history]
+        axes.set_xlim(rounds[0] - 0.6, rounds[-1] + 0.6)
+        axes.set_xticks(rounds)
+    else:
+        count_rounds(axes)
     legend_outside(figure)
     return figure

@@ -5,15 +5,15 @@ from __future__ import annotations
 import logging
 import tempfile
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 from lightning.fabric.utilities.rank_zero import rank_zero_only
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from callbacks.figures.drawing import never_fatal
-from fl_lightning.errors import require
 from fl_lightning.hooks import Context, Meter, RoundRecord
+from fl_lightning.support.constraints import within
 
 log = logging.getLogger("fl_lightning")
 
@@ -32,9 +32,12 @@ class Profile(Meter):
         memory: whether allocations are part of the trace.
     """
 
-    def __init__(self, start: int = 2, rounds: int = 1, memory: bool = False) -> None:
-        require(start >= 1, f"Profile(start={start})", "rounds are counted from 1", "write start: 2")
-        require(rounds >= 1, f"Profile(rounds={rounds})", "rounds to profile, 1 or more", "write rounds: 1")
+    def __init__(
+        self,
+        start: Annotated[int, within("[1, inf)", "rounds are counted from 1", 2)] = 2,
+        rounds: Annotated[int, within("[1, inf)", "rounds to profile, 1 or more", 1)] = 1,
+        memory: bool = False,
+    ) -> None:
         self.start, self.rounds, self.memory = start, rounds, memory
         self._profiler: Any = None
         self._label: Any = None

@@ -1,4 +1,4 @@
-"""Live progress on a terminal; a plain line now and then in a log file."""
+"""Live progress on a terminal and in a notebook; a plain line now and then in a log file."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import sys
 import time
 from collections import deque
 from datetime import timedelta
-from typing import Any
+from typing import Annotated, Any
 
 from lightning.fabric.utilities.rank_zero import rank_zero_only
 from rich.console import Console, RenderableType
@@ -17,8 +17,9 @@ from rich.table import Table
 from rich.text import Text
 
 from fl_lightning.client import Assignment, Client
-from fl_lightning.errors import InputError
 from fl_lightning.hooks import Context, Meter, RoundRecord
+from fl_lightning.support.constraints import within
+from fl_lightning.support.notebook import KernelDisplay
 from fl_lightning.support.terminal import ResizableLive
 from fl_lightning.tasks import Classification, Task
 
@@ -26,7 +27,8 @@ log = logging.getLogger("fl_lightning")
 
 
 class ProgressBar(Meter):
-    """Two lines that redraw themselves where stderr is a terminal; elsewhere about ten log lines a run.
+    """Two lines that redraw themselves where stderr is a terminal, and in the output of a notebook's cell;
+    elsewhere about ten log lines a run.
 
     The log lines go to the logger ``fl_lightning`` at level INFO.
 
@@ -34,15 +36,12 @@ class ProgressBar(Meter):
         refresh_per_second: redraws per second of the live display.
     """
 
-    def __init__(self, refresh_per_second: float = 4) -> None:
-        if refresh_per_second <= 0:
-            raise InputError(
-                f"ProgressBar(refresh_per_second={refresh_per_second})",
-                "it is positive",
-                "write refresh_per_second: 4",
-            )
+    def __init__(
+        self, refresh_per_second: Annotated[float, within("(0, inf]", "it is positive", 4)] = 4
+    ) -> None:
         self.refresh_per_second = refresh_per_second
         self._live: ResizableLive | None = None
+        self._cell: KernelDisplay | None = None
         self._redirected: list[tuple[logging.StreamHandler, Any]] = []
         self._durations: deque[float] = deque(
             maxlen=20
@@ -63,7 +62,7 @@ class ProgressBar(Meter):
 
     def on_round_start(self, round: int, context: Context) -> None:
         self._round, self._finished, self._max_rounds, self._clients = round, round - 1, context.max_rounds, 0
-        if self._live is None and getattr(rank_zero_only, "rank", 0) == 0:
+        if not self._is_shown and getattr(rank_zero_only, "rank", 0) == 0:
             self._start()
 
     def on_cohort(self, cohort: list[Assignment], round: int, context: Context) -> None:
@@ -71,6 +70,8 @@ class ProgressBar(Meter):
 
     def on_client_end(self, client: Client, round: int, context: Context) -> None:
         self._clients += 1
+        if self._cell is not None:
+            self._cell.refresh()
 
     def on_round_end(self, record: RoundRecord, context: Context) -> None:
         now, self._finished = time.monotonic(), record.round
@@ -81,8 +82,10 @@ class ProgressBar(Meter):
         value = record.metrics.get(f"test/{self._task.primary}")
         if value is not None and self._task.is_better(value, self._best):
             self._best = value
+        if self._cell is not None:
+            self._cell.refresh()
         if (
-            self._live is None
+            not self._is_shown
             and getattr(rank_zero_only, "rank", 0) == 0
             and self._is_milestone(record.round)
         ):
@@ -160,12 +163,21 @@ class ProgressBar(Meter):
         )
         return f"{elapsed}, {_clock(max(left, 0))} left" if self._finished < self._max_rounds else elapsed
 
+    @property
+    def _is_shown(self) -> bool:
+        """Whether there is a live display."""
+        return self._live is not None or self._cell is not None
+
     def _is_milestone(self, round: int) -> bool:
         tenth = max(1, self._max_rounds // 10)
         return round % tenth == 0 or round in (1, self._max_rounds)
 
     def _start(self) -> None:
         console = Console(stderr=True)
+        if console.is_jupyter:
+            self._cell = KernelDisplay(self, self.refresh_per_second)
+            self._cell.start()
+            return
         if not console.is_terminal or console.is_dumb_terminal:
             return
         self._live = ResizableLive(self, console=console, refresh_per_second=self.refresh_per_second)
@@ -182,6 +194,9 @@ class ProgressBar(Meter):
                     )  # rich's, which writes above the display instead of through it
 
     def _stop(self) -> None:
+        if self._cell is not None:
+            self._cell.stop()
+            self._cell = None
         if self._live is None:
             return
         for handler, stream in self._redirected:

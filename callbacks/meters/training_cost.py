@@ -27,8 +27,7 @@ from fl_lightning import rng
 from fl_lightning.client import Assignment, Client
 from fl_lightning.engines.base import one_thread
 from fl_lightning.engines.optimizers import local_optimizer
-from fl_lightning.engines.steps import local_step
-from fl_lightning.engines.uploads import upload_of
+from fl_lightning.engines.sequential import local_step, upload_of
 from fl_lightning.hooks import Context, Meter, RoundRecord
 from fl_lightning.wire import Payload
 
@@ -162,7 +161,7 @@ class TrialRound:
         self.fed: Any = context
         self.work, self.method = work, own_copy(context)
         self.client = Client(work.client.id, work.client.train, work.client.val, dict(work.client.state))
-        self.method.receive(Payload.from_bytes(work.message), self.client)
+        self.method.start_client(Payload.from_bytes(work.message), self.client, work.labels)
         self.method.train()
         self.optimizer = local_optimizer(self.method)
         self.counter = FlopCounterMode(

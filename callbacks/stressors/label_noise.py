@@ -4,7 +4,7 @@ labels flipped."""
 from __future__ import annotations
 
 import logging
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import numpy as np
 from torch import Tensor
@@ -13,6 +13,7 @@ from fl_lightning.client import Assignment, Client
 from fl_lightning.errors import InputError
 from fl_lightning.hooks import Context, Stressor
 from fl_lightning.rng import stream
+from fl_lightning.support.constraints import Constraint, within
 from fl_lightning.tasks import Regression
 
 log = logging.getLogger("fl_lightning")
@@ -37,26 +38,20 @@ class LabelNoise(Stressor):
 
     def __init__(
         self,
-        round: int = 60,
-        clients: float = 0.1,
-        labels: float = 0.2,
-        among: Literal["federation", "cohort"] = "federation",
+        round: Annotated[
+            int, within("[1, inf)", "rounds are counted from 1", "for noise from the start write round: 1")
+        ] = 60,
+        clients: Annotated[
+            float, within("[0, 1]", "a share lies in [0, 1]", "for 10 % write clients: 0.1")
+        ] = 0.1,
+        labels: Annotated[
+            float, within("[0, 1]", "a share lies in [0, 1]", "for 10 % write labels: 0.1")
+        ] = 0.2,
+        among: Annotated[
+            Literal["federation", "cohort"],
+            Constraint("it is federation or cohort", "federation"),
+        ] = "federation",
     ) -> None:
-        if round < 1:
-            raise InputError(
-                f"LabelNoise(round={round})",
-                "rounds are counted from 1",
-                "for noise from the start write round: 1",
-            )
-        for name, share in (("clients", clients), ("labels", labels)):
-            if not 0 <= share <= 1:
-                raise InputError(
-                    f"LabelNoise({name}={share})", "a share lies in [0, 1]", f"for 10 % write {name}: 0.1"
-                )
-        if among not in ("federation", "cohort"):
-            raise InputError(
-                f"LabelNoise(among={among!r})", "it is federation or cohort", "write among: federation"
-            )
         self.round, self.clients, self.labels, self.among = round, clients, labels, among
         # federation: recomputed at will; cohort: known from round ``round`` on, and saved
         self._noisy: frozenset[int] | None = None

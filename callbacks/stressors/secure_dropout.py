@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Literal
+from typing import Annotated, Literal
 
 from fl_lightning.client import Assignment
-from fl_lightning.errors import InputError, require_choice
 from fl_lightning.hooks import Context, Stressor
 from fl_lightning.privacy.secure import PHASES
 from fl_lightning.rng import stream
+from fl_lightning.support.constraints import within
 
 
 class SecureDropout(Stressor):
@@ -26,15 +26,12 @@ class SecureDropout(Stressor):
     """
 
     def __init__(
-        self, probability: float = 0.1, phase: Literal["keys", "shares", "masked", "unmask"] = "masked"
+        self,
+        probability: Annotated[
+            float, within("[0, 1]", "a probability lies in [0, 1]", "for 10 % write 0.1")
+        ] = 0.1,
+        phase: Literal["keys", "shares", "masked", "unmask"] = "masked",
     ) -> None:
-        if not 0 <= probability <= 1:
-            raise InputError(
-                f"SecureDropout(probability={probability})",
-                "a probability lies in [0, 1]",
-                "for 10 % write 0.1",
-            )
-        require_choice(phase, PHASES, "SecureDropout.phase")
         self.probability, self.phase = probability, phase
 
     def change_cohort(self, cohort: list[Assignment], *, round: int, context: Context) -> list[Assignment]:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Literal
+from typing import Annotated, Literal
 
 from fl_lightning.client import Assignment
-from fl_lightning.errors import InputError
 from fl_lightning.hooks import Context, Stressor
 from fl_lightning.rng import stream
+from fl_lightning.support.constraints import Constraint, within
 
 
 class StragglerDropout(Stressor):
@@ -25,26 +25,17 @@ class StragglerDropout(Stressor):
 
     def __init__(
         self,
-        probability: float = 0.2,
-        mode: Literal["before", "after", "partial"] = "before",
-        work: float = 0.5,
+        probability: Annotated[
+            float, within("[0, 1]", "a probability lies in [0, 1]", "for 20 % write 0.2")
+        ] = 0.2,
+        mode: Annotated[
+            Literal["before", "after", "partial"],
+            Constraint("it is before, after or partial", "before"),
+        ] = "before",
+        work: Annotated[
+            float, within("(0, 1]", "a share of the local steps lies in (0, 1]", "for half of them write 0.5")
+        ] = 0.5,
     ) -> None:
-        if not 0 <= probability <= 1:
-            raise InputError(
-                f"StragglerDropout(probability={probability})",
-                "a probability lies in [0, 1]",
-                "for 20 % write 0.2",
-            )
-        if mode not in ("before", "after", "partial"):
-            raise InputError(
-                f"StragglerDropout(mode={mode!r})", "it is before, after or partial", "write mode: before"
-            )
-        if not 0 < work <= 1:
-            raise InputError(
-                f"StragglerDropout(work={work})",
-                "a share of the local steps lies in (0, 1]",
-                "for half of them write 0.5",
-            )
         self.probability, self.mode, self.work = probability, mode, work
 
     def change_cohort(self, cohort: list[Assignment], *, round: int, context: Context) -> list[Assignment]:

@@ -33,7 +33,7 @@ def import_callbacks() -> ModuleType:
     loaded = sys.modules.get(NAME)
     if loaded is not None and OURS in _folders(loaded.__spec__):
         return loaded
-    theirs = _find_theirs() if loaded is None else loaded.__spec__
+    theirs = find_theirs() if loaded is None else loaded.__spec__
     held = {
         name: sys.modules.pop(name)
         for name in list(sys.modules)
@@ -47,7 +47,7 @@ def import_callbacks() -> ModuleType:
     return ours if theirs is None else _join(ours, theirs, held)
 
 
-def _find_theirs() -> ModuleSpec | None:
+def find_theirs() -> ModuleSpec | None:
     """Return the user's module or package: the first of that name on the path that is not this project's.
 
     The working directory is searched first.

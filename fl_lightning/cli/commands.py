@@ -5,10 +5,10 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from difflib import get_close_matches
 
 from fl_lightning import __version__
 from fl_lightning.errors import InputError
+from fl_lightning.support.near_names import nearest
 from fl_lightning.support.packaged import configs
 
 TRACEBACK_VARIABLE = "FL_LIGHTNING_TRACEBACK"
@@ -29,6 +29,7 @@ class Command:
         quick: a function that needs no torch; it is called with the arguments in place of ``function``.
         settings: ``module:Class`` whose parameters become the flags ``--<command>.NAME``, beside those of
             ``fit``; ``function`` is then called with the parsed command line, with trainer, model and data.
+        extra: whether ``function`` cannot be imported without an extra of the package.
     """
 
     help: str
@@ -37,6 +38,7 @@ class Command:
     resolves: bool = False
     quick: Callable[[list[str]], None] | None = None
     settings: str | None = None
+    extra: bool = False
 
 
 COMMANDS = {
@@ -45,9 +47,12 @@ COMMANDS = {
         "train on real machines: the clients are on nodes, behind Flower's SuperLink",
         "fl_lightning.deploy.command:deploy",
         settings="fl_lightning.deploy.command:Deployment",
+        extra=True,
     ),
     "node": Command(
-        "hold some clients of deployed runs, until it is stopped", "fl_lightning.deploy.command:node"
+        "hold some clients of deployed runs, until it is stopped",
+        "fl_lightning.deploy.command:node",
+        extra=True,
     ),
     "sweep": Command(
         "run every cell of a study, in parallel, or add seeds until its criteria are decided; the next start "
@@ -64,6 +69,7 @@ COMMANDS = {
         "probe a finished run: clean, corrupted and attacked images, clients, calibration, cost; "
         "nothing is trained"
     ),
+    "export": Command("write a run's model into a folder that torch, peft, transformers or ONNX loads"),
     "compare": Command(
         "what finished runs show: tables, paired tests, verdicts, figures",
         "fl_lightning.study.report.compare:compare",
@@ -141,12 +147,9 @@ def answer_quickly(argv: list[str]) -> int | None:
         sys.stdout.write(version_text())
         return 0
     if argv[0] not in COMMANDS:
-        near = get_close_matches(argv[0], COMMANDS, n=1) or list(COMMANDS)
-        raise InputError(
-            argv[0],
-            f"the first argument must be a command: {', '.join(COMMANDS)}",
-            f"write python -m fl_lightning {near[0]} ...",
-        )
+        near = nearest(argv[0], COMMANDS)
+        instead = f"write python -m fl_lightning {near} ..." if near else "see python -m fl_lightning --help"
+        raise InputError(argv[0], f"the first argument must be a command: {', '.join(COMMANDS)}", instead)
     if quick := COMMANDS[argv[0]].quick:
         quick(argv[1:])
         return 0

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 from collections.abc import Iterable, Iterator, Mapping
-from difflib import get_close_matches
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ import yaml
 from fl_lightning.cli.commands import TRACEBACK_VARIABLE
 from fl_lightning.errors import InputError
 from fl_lightning.support.documents import read_document
+from fl_lightning.support.near_names import nearest
 from fl_lightning.support.packaged import configs_folder, layers, without_base
 
 ENV_PREFIX = "FL_LIGHTNING_"
@@ -74,12 +75,28 @@ def check_encoding(args: Iterable[str]) -> None:
             raise InputError(shown, "it is not UTF-8, and a configuration is", "write it in UTF-8") from None
 
 
-def with_config_of_run(args: list[str]) -> list[str]:
-    """Return the arguments of ``test``, with the configuration of the run in front if they name none.
+def with_bare_flags(args: list[str], switches: Iterable[str]) -> list[str]:
+    """Return the arguments with ``true`` after each switch that has no value, such as ``--calibrate``."""
+    bare = {f"--{name}" for name in switches}
+    found = []
+    for arg, following in zip_longest(args, args[1:], fillvalue="--"):
+        found += [arg, "true"] if arg in bare and following.startswith("--") else [arg]
+    return found
+
+
+def with_config_of_run(command: str, args: list[str]) -> list[str]:
+    """Return the arguments of ``test`` or ``export``, with the configuration of the run in front if they name
+    none; those of other commands stay as they are.
+
+    A run directory as the first argument means the same as after ``--ckpt_path``.
 
     Raises:
         InputError: the arguments name no run, or one without a configuration.
     """
+    if command not in ("test", "export"):
+        return args
+    if args and not args[0].startswith("-"):
+        args = ["--ckpt_path", *args]
     finder = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     for name in ("--config", "--ckpt_path", "--model"):
         finder.add_argument(name)
@@ -92,8 +109,8 @@ def with_config_of_run(args: list[str]) -> list[str]:
         return args
     if not given.ckpt_path or given.ckpt_path == "last":
         raise InputError(
-            f"test {(f'--ckpt_path {given.ckpt_path}' if given.ckpt_path else 'without --ckpt_path')} and "
-            "without --config",
+            f"{command} {f'--ckpt_path {given.ckpt_path}' if given.ckpt_path else 'without --ckpt_path'} "
+            "and without --config",
             "it needs to know the run",
             "write --ckpt_path and the run's directory",
         )
@@ -104,6 +121,13 @@ def with_config_of_run(args: list[str]) -> list[str]:
             f"--ckpt_path {given.ckpt_path}",
             "it is neither a run directory nor a checkpoint in one",
             "write the directory that holds config.yaml",
+        )
+    if "code_sha256:" in (run / "config.yaml").read_text(errors="replace"):
+        call = "export_model(trainer, FOLDER)" if command == "export" else "trainer.test"
+        raise InputError(
+            f"{command} of {run}",
+            "its configuration has a function that no file can name, such as a lambda",
+            f"call {call} in the script that trained it",
         )
     return ["--config", str(run / "config.yaml"), *args]
 
@@ -166,12 +190,9 @@ def _yaml_near(path: Path) -> str:
     names = {file.name: f"configs/{file.relative_to(folder)}" for file in folder.rglob("*.yaml")}
     files = [*Path("configs").glob("*.y*ml"), *path.parent.glob("*.y*ml")]
     names |= {file.name: str(file) for file in files if file != path}
-    near = [
-        match
-        for name in (path.name, f"{path.stem}.yaml")
-        for match in get_close_matches(name, names, n=1, cutoff=0.7)
-    ]
-    return names[near[0]] if near else "configs/kd_default.yaml"
+    stems = {Path(name).stem: file for name, file in names.items()}
+    near = nearest(path.stem, stems)
+    return stems[near] if near else "configs/kd_default.yaml"
 
 
 def _repeated_keys(node: yaml.Node) -> Iterator[tuple[str, int]]:
@@ -259,6 +280,11 @@ def check_kind(texts: Mapping[str, str]) -> None:
                 )
 
 
+def class_in(data: object) -> object:
+    """Return the class that a value of ``data`` names, as a name or under ``class_path``."""
+    return data.get("class_path") if isinstance(data, Mapping) else data
+
+
 def check_environment(settings: Iterable[str]) -> None:
     """Refuse environment variables with the project's prefix that set nothing, such as mistyped ones.
 
@@ -280,8 +306,8 @@ def check_environment(settings: Iterable[str]) -> None:
                 f"settings of {group.lower()} are given together",
                 instead,
             )
-        near = get_close_matches(name, valid, n=1)
-        instead = f"write {near[0]}" if near else f"unset {name}"
+        near = nearest(name, sorted(valid))
+        instead = f"write {near}" if near else f"unset {name}"
         raise InputError(f"environment variable {name}", "there is no such setting", instead)
 
 
@@ -308,6 +334,25 @@ def dropped_names(args: list[str], texts: Iterable[str], config: Mapping[str, An
                 nested = {name: nested}
             dropped.update(dict.fromkeys(_missing(nested, final)))
     return list(dropped)
+
+
+def kept_federation(args: list[str], texts: Iterable[str]) -> str:
+    """Return which clients configuration files give data of another class, where flags do not say it.
+
+    >>> files = ["data: {class_path: A, init_args: {num_clients: 100, partition: {class_path: Dirichlet}}}"]
+    >>> kept_federation(["--data", "B"], files), kept_federation(["--data.num_clients=5"], files)
+    ('data.num_clients 100, data.partition Dirichlet', 'data.partition Dirichlet')
+    """
+    found: dict[str, Any] = {}
+    for text in texts:
+        data = (yaml.safe_load(text) or {}).get("data")
+        data = data if isinstance(data, Mapping) else {}
+        given = {**data, **(data.get("init_args") or {})}
+        found |= {name: given[name] for name in ("num_clients", "partition") if name in given}
+    if isinstance(rule := found.get("partition"), Mapping):
+        found["partition"] = str(rule.get("class_path")).rpartition(".")[2]
+    flags = {arg.partition("=")[0] for arg in args}
+    return ", ".join(f"data.{name} {value}" for name, value in found.items() if f"--data.{name}" not in flags)
 
 
 def _plain(node: Any) -> Any:

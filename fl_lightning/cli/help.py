@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import inspect
+import re
 import shutil
 import textwrap
 from collections.abc import Iterator, Mapping
+from itertools import groupby
+from operator import itemgetter
 from typing import Any
 
 from fl_lightning.cli.types import (
@@ -13,11 +16,11 @@ from fl_lightning.cli.types import (
     hint_of,
     import_class,
     members,
-    nearest,
     settings_of,
     type_in_words,
 )
 from fl_lightning.errors import InputError
+from fl_lightning.support.near_names import nearest
 
 
 def class_help(args: list[str], settings: Mapping[str, Any]) -> str | None:
@@ -45,7 +48,7 @@ def class_help(args: list[str], settings: Mapping[str, Any]) -> str | None:
         if cls is not None:
             return "\n".join(_class_lines(path, cls)) + "\n"
         if name:
-            near = nearest(name, known) or next(iter(sorted(known)), "")
+            near = nearest(name, known) or "NAME with one of these"
             raise InputError(
                 f"{flag} {name}",
                 f"it is one of {', '.join(sorted(known))}, or an import path",
@@ -91,13 +94,20 @@ def _class_lines(path: str, cls: type) -> Iterator[str]:
 
 
 def _choice_lines(path: str, known: Mapping[str, type]) -> Iterator[str]:
-    for name, cls in sorted(known.items()):
-        yield f"{name:<24} {_first_paragraph(cls)}"[:160]
+    by_kind = sorted((getattr(cls, "kind", ""), name) for name, cls in known.items())
+    for kind, group in groupby(by_kind, key=itemgetter(0)):
+        if kind:
+            yield f"{kind}:"
+        for _, name in group:
+            line = f"{'  ' * bool(kind)}{name:<24}"
+            yield f"{line} {textwrap.shorten(_first_paragraph(known[name]), 134, placeholder=' ...')}"
     yield f"--{path}.help NAME shows the settings of one of them."
 
 
 def _first_paragraph(cls: type) -> str:
-    return " ".join((inspect.getdoc(cls) or "").partition("\n\n")[0].split())
+    """Return it as plain text: roles of a reference become the names that they show."""
+    text = " ".join((inspect.getdoc(cls) or "").partition("\n\n")[0].split())
+    return re.sub(r":\w+:`~?(?:\w+\.)*(\w+)`", r"\1", text).replace("``", "")
 
 
 def _shown(default: Any) -> str:

@@ -13,12 +13,12 @@ import re
 import sys
 import warnings
 from argparse import ArgumentError
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, redirect_stderr, suppress
+from dataclasses import replace
 from glob import escape
 from importlib import import_module
 from io import StringIO
-from itertools import zip_longest
 from typing import Any, TypeVar
 
 import lightning.fabric.loggers
@@ -36,7 +36,7 @@ from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from fl_lightning import rng
-from fl_lightning.cli.callbacks_module import import_callbacks
+from fl_lightning.cli.callbacks_module import find_theirs, import_callbacks
 from fl_lightning.cli.commands import COMMANDS
 from fl_lightning.cli.configs import (
     ENV_PREFIX,
@@ -45,13 +45,19 @@ from fl_lightning.cli.configs import (
     check_encoding,
     check_environment,
     check_kind,
+    class_in,
     dropped_names,
+    kept_federation,
     read_configs,
+    with_bare_flags,
     with_config_of_run,
 )
+from fl_lightning.cli.description import Description, read_description, write_description
 from fl_lightning.cli.help import class_help
-from fl_lightning.cli.messages import UserInput, constructor_message, explain, explain_null, wrong_nulls
-from fl_lightning.cli.types import Seed, concrete_classes, import_class, settings_of
+from fl_lightning.cli.messages import constructor_message, explain, explain_null, wrong_nulls
+from fl_lightning.cli.refusals import UserInput
+from fl_lightning.cli.run_names import overrides
+from fl_lightning.cli.types import Seed, concrete_classes, describe_settings, import_class, settings_of
 from fl_lightning.data import FederatedData, FederatedImages
 from fl_lightning.errors import InputError, MisuseError
 from fl_lightning.methods import Method
@@ -186,6 +192,10 @@ class FederatedCLI(LightningCLI):
             sys.stderr.write(
                 f"fl_lightning: note: not used, the class in use has no such setting: {', '.join(dropped)}\n"
             )
+        # a setting of the data themselves: they are of another class
+        if any(name.startswith("data.") and name.count(".") == 1 for name in dropped):
+            kept = kept_federation(self.args, given.texts.values())
+            sys.stderr.write(f"fl_lightning: note: kept from the configuration: {kept}\n" if kept else "")
 
     def _parse_ckpt_path(self) -> None:
         """Do nothing: the command line takes precedence over the hyper-parameters of a checkpoint."""
@@ -220,6 +230,7 @@ class FederatedCLI(LightningCLI):
         trainer.config_text = self.config_text
         trainer.config = yaml.safe_load(self.config_text)
         trainer.command_line = command_line or ["python", "-m", "fl_lightning", self.command, *self.typed]
+        trainer.overrides = overrides(trainer.command_line[4:])
         arguments = {name: self.config_init[name] for name in self.command_arguments}
         with _log_to_stderr():
             getattr(trainer, self.command)(
@@ -271,15 +282,23 @@ def _log_to_stderr() -> Iterator[None]:
         handler.removeFilter(rejections)
 
 
-def run(command: str, args: list[str]) -> None:
-    """Run one command of :data:`fl_lightning.cli.commands.COMMANDS`."""
+def run(command: str, args: list[str], *, describe: bool = False) -> None:
+    """Run one command of :data:`fl_lightning.cli.commands.COMMANDS`.
+
+    Args:
+        command: its name.
+        args: the command line after it.
+        describe: whether to keep a description of the command's settings for ``early.py``, if there is none.
+    """
     check_encoding(args)
     import_short_names()
+    if describe and find_theirs() is None and read_description(command) is None:
+        write_description(command, description_of(command))
     if config := find_config(os.environ.get(f"{ENV_PREFIX}CONFIG", "")):
         os.environ[f"{ENV_PREFIX}CONFIG"] = str(config)
     function = COMMANDS[command].function
     if function is None:
-        FederatedCLI(command, with_config_of_run(args) if command == "test" else args).start()
+        FederatedCLI(command, with_config_of_run(command, args)).start()
     elif COMMANDS[command].settings:
         _imported(function)(FederatedCLI(command, args))
     else:
@@ -289,8 +308,19 @@ def run(command: str, args: list[str]) -> None:
 def _run_function(command: str, function: Any, args: list[str]) -> None:
     """Run a command without trainer, model and data: its flags are the parameters of ``function``."""
     args = with_found_configs(args)
-    parser = ArgumentParser(prog=f"python -m fl_lightning {command}", allow_abbrev=False, exit_on_error=False)
+    parser, names, switches = _parser_of_function(command, function)
+    args = with_bare_flags(args, switches)
+    config = parse(parser, UserInput(args, read_configs(args)))
+    with as_input_errors():
+        values = parser.instantiate(config)
     handed = {"resolve": resolve} if COMMANDS[command].resolves else {}
+    function(**{name: values[name] for name in names}, **handed)
+
+
+def _parser_of_function(command: str, function: Any) -> tuple[ArgumentParser, list[str], list[str]]:
+    """Return the parser of such a command, the names of its settings, and which of them are switches."""
+    parser = ArgumentParser(prog=f"python -m fl_lightning {command}", allow_abbrev=False, exit_on_error=False)
+    handed = ["resolve"] if COMMANDS[command].resolves else []
     if "config" not in inspect.signature(function).parameters:
         parser.add_argument("--config", action=ActionConfigFile, help="YAML with arguments of this command")
     words = COMMANDS[command].words
@@ -301,20 +331,28 @@ def _run_function(command: str, function: Any, args: list[str]) -> None:
             words, nargs="*", type=str, metavar=words.upper().removesuffix("S"), help="one or more"
         )
         names.append(words)
-    args = with_bare_flags(args, [name for name in names if defaults[name] is False])
-    config = parse(parser, UserInput(args, read_configs(args)))
-    with as_input_errors():
-        values = parser.instantiate(config)
-    function(**{name: values[name] for name in names}, **handed)
+    return parser, names, [name for name in names if defaults[name] is False]
 
 
-def with_bare_flags(args: list[str], switches: Iterable[str]) -> list[str]:
-    """Return the arguments with ``true`` after each switch that has no value, such as ``--calibrate``."""
-    bare = {f"--{name}" for name in switches}
-    found = []
-    for arg, following in zip_longest(args, args[1:], fillvalue="--"):
-        found += [arg, "true"] if arg in bare and following.startswith("--") else [arg]
-    return found
+def description_of(command: str) -> Description:
+    """Return what can be written on the command line of a command."""
+    entry = COMMANDS[command]
+    if entry.function is None or entry.settings:
+        parser = _ParserAlone(command, []).parser
+        return describe_settings(parser, _settings_of_classes(), {"trainer": FederatedTrainer})
+    of_function, _, switches = _parser_of_function(command, _imported(entry.function))
+    found = describe_settings(of_function)
+    return replace(found, switches=tuple(switches), takes_words=entry.words is not None)
+
+
+class _ParserAlone(FederatedCLI):
+    """The parser of a command, with nothing parsed and nothing made."""
+
+    def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
+        self.config = Namespace()
+
+    def instantiate_classes(self) -> None:
+        pass
 
 
 def resolve(args: list[str]) -> str:
@@ -324,7 +362,10 @@ def resolve(args: list[str]) -> str:
         InputError: ``fit`` would refuse them.
     """
     with redirect_stderr(StringIO()):  # the run itself reports the settings that are not used
-        return FederatedCLI("fit", args).config_text
+        cli = FederatedCLI("fit", args)
+        trainer: Any = cli.trainer
+        trainer.check_settings(cli.model)
+        return cli.config_text
 
 
 def named_data_class(args: list[str]) -> str:
@@ -333,19 +374,15 @@ def named_data_class(args: list[str]) -> str:
     named: object = ""
     with suppress(Exception):  # whatever is wrong with it, the parser finds it
         for text in read_configs(args).values():
-            named = _class_in(yaml.safe_load(text).get("data")) or named
+            named = class_in(yaml.safe_load(text).get("data")) or named
         for flag, following in zip(args, [*args[1:], ""], strict=True):
             name, equals, value = flag.partition("=")
             if name in ("--data", "--data.class_path"):
-                named = _class_in(yaml.safe_load(value if equals else following)) or named
+                named = class_in(yaml.safe_load(value if equals else following)) or named
         imported = import_class(str(named))  # it may define the class
         found = [cls for cls in concrete_classes(FederatedData) if cls is imported or cls.__name__ == named]
         return f"{found[0].__module__}.{found[0].__qualname__}" if len(found) == 1 else ""
     return ""
-
-
-def _class_in(data: object) -> object:
-    return data.get("class_path") if isinstance(data, Mapping) else data
 
 
 def parse(parser: ArgumentParser, given: UserInput, flags: Iterable[str] = ()) -> Namespace:

@@ -1,24 +1,32 @@
-"""Settings for error messages: which ones exist, their types in words, near names, and valid examples."""
+"""Settings for error messages: which ones exist, their types in words, and valid examples."""
 
 from __future__ import annotations
 
 import inspect
 import re
+import sys
 from argparse import Action
+from collections import abc
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from difflib import get_close_matches
+from dataclasses import is_dataclass, replace
 from functools import cache
 from pathlib import Path
-from types import NoneType, UnionType
+from types import MappingProxyType, NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin
 
-from jsonargparse import ArgumentParser
+from jsonargparse import ArgumentParser, Namespace
 from jsonargparse.typing import restricted_number_type
 from lightning.pytorch import LightningDataModule, LightningModule
+from torch import Tensor, nn
 from torch.utils.data import Dataset
+from torchmetrics import Metric
 
+from fl_lightning.cli.description import Description
+from fl_lightning.cli.refusals import Setting
 from fl_lightning.data.map_style import DataModuleCallable, DatasetCallable
 from fl_lightning.data.text.tokens import Tokenizer
+from fl_lightning.metrics.named import MetricOfClasses
+from fl_lightning.support.constraints import Constraint, constraints_of
 from fl_lightning.support.import_gate import may_import
 
 Seed = restricted_number_type("Seed", int, [(">=", 0), ("<", 2**63)], docstring="An int >= 0 and below 2^63")
@@ -31,6 +39,7 @@ TYPE_WORDS: dict[Any, str] = {
     NoneType: "null",
     Seed: "an int >= 0 and below 2^63",
     LightningModule: "the import path of a LightningModule",
+    Path: "a path",
     DatasetCallable: "the import path of a torch.utils.data.Dataset",
     DataModuleCallable: "the import path of a LightningDataModule",
     Tokenizer: "the import path of a tokeniser",
@@ -44,6 +53,7 @@ TYPE_EXAMPLES: dict[Any, str] = {
     LightningModule: "my_package.LitClassifier",
     DatasetCallable: "torchvision.datasets.FakeData",
     DataModuleCallable: "my_package.MyDataModule",
+    MetricOfClasses: "torchmetrics.classification.MulticlassF1Score",
     Tokenizer: "fl_lightning.data.text.tokens.HuggingFaceTokenizer",
 }
 MAX_LISTED_CLASSES = 15  # names that a message lists
@@ -82,86 +92,6 @@ def import_class(class_path: str) -> Any:
         return getattr(__import__(module, fromlist=[name]), name)
     except (ImportError, AttributeError, ValueError):
         return None
-
-
-def nearest(name: str, valid: Iterable[str]) -> str | None:
-    """Return the valid name closest to ``name``; None if none is close.
-
-    Whole names are compared first, then the last parts of dotted names.
-
-    >>> nearest("max_round", ["trainer.max_rounds", "seed_everything"])
-    'trainer.max_rounds'
-    """
-    valid = list(valid)
-    leaf = name.rpartition(".")[2].lower()
-    lowered = {option.lower(): option for option in valid}
-    leaves = {option.rpartition(".")[2].lower(): option for option in reversed(valid)}
-    for written, options in ((name.lower(), lowered), (leaf, leaves)):
-        if near := get_close_matches(written, options, n=5, cutoff=0.75):
-            swapped = [option for option in near if sorted(option) == sorted(written)]  # letters swapped
-            return options[(swapped or near)[0]]
-    return None
-
-
-FOREIGN_NAMES = {
-    "seed": "seed_everything",
-    "random_seed": "seed_everything",
-    "random_state": "seed_everything",
-    "lr": "model.optimizer.lr",
-    "learning_rate": "model.optimizer.lr",
-    "momentum": "model.optimizer.momentum",
-    "weight_decay": "model.optimizer.weight_decay",
-    "batch": "data.batch_size",
-    "data.alpha": "data.partition.beta",
-    "dirichlet_alpha": "data.partition.beta",
-    "clients": "data.num_clients",
-    "n_clients": "data.num_clients",
-    "num_users": "data.num_clients",
-    "method": "model",
-    "algorithm": "model",
-    "rounds": "trainer.max_rounds",
-    "num_rounds": "trainer.max_rounds",
-    "n_rounds": "trainer.max_rounds",
-    "fraction": "trainer.participation",
-    "client_fraction": "trainer.participation",
-    "gpu": "trainer.devices",
-    "gpus": "trainer.devices",
-    "num_gpus": "trainer.devices",
-    "device": "trainer.accelerator",
-    "num_workers": "trainer.workers",
-    "name": "trainer.run_name",
-    "output": "trainer.default_root_dir",
-    "output_dir": "trainer.default_root_dir",
-    "save_dir": "trainer.default_root_dir",
-    "resume": "ckpt_path",
-    "resume_from_checkpoint": "ckpt_path",
-    "checkpoint": "ckpt_path",
-}
-"""The name of a setting here, by the name that other programs give it (the whole or its last part)."""
-EPOCH_NAMES = ("epochs", "max_epochs", "num_epochs", "n_epochs", "max_epoch")
-
-
-def intended_setting(name: str, valid: Iterable[str]) -> str | None:
-    """Return the setting that ``name`` probably means; None if there is no such setting.
-
-    It is the one with the same last part, one that other programs call so, or the nearest name.
-
-    >>> intended_setting("trainer.gpus", ["trainer.tags"])
-    'trainer.devices'
-    >>> intended_setting("batch_size", ["data.batch_size", "data"])
-    'data.batch_size'
-    """
-    valid = list(valid)
-    leaf = name.rpartition(".")[2]
-    if leaf in EPOCH_NAMES:
-        return (
-            "trainer.max_rounds for rounds of the federation, --trainer.local_epochs for a client's "
-            "passes over its data"
-        )
-    alike = [option for option in valid if option.rpartition(".")[2] == leaf]
-    if alike:
-        return alike[0]
-    return FOREIGN_NAMES.get(name) or FOREIGN_NAMES.get(leaf) or nearest(name, valid)
 
 
 def members(hint: Any) -> Iterator[Any]:
@@ -208,9 +138,13 @@ def concrete_classes(cls: type) -> Iterator[type]:
     """Yield those of ``cls`` and its subclasses that can be built."""
     if not inspect.isabstract(cls) and not cls.__name__.startswith("_"):
         yield cls
-    subclasses: list[type] = cls.__subclasses__()
-    for subclass in subclasses:
+    for subclass in subclasses_of(cls):
         yield from concrete_classes(subclass)
+
+
+def subclasses_of(cls: type) -> list[type]:
+    """Return the classes that name ``cls``, which may be a metaclass, as a base."""
+    return list(type.__subclasses__(cls))
 
 
 def type_in_words(hint: Any) -> str:
@@ -240,13 +174,151 @@ def type_in_words(hint: Any) -> str:
 
 def example_of(action: Any) -> str:
     """Return a valid value for a setting: its default, or an example of its type."""
+    return _plain_example(action) or next(iter(choices(hint_of(action))), "VALUE")
+
+
+def _plain_example(action: Any) -> str:
+    """Return the default of a setting, or an example of a type that has no choices; empty without one."""
     default = getattr(action, "default", None)
     if isinstance(default, bool):
         return str(default).lower()
     if isinstance(default, int | float | str) and default != "==SUPPRESS==":
         return str(default)
+    kinds = list(members(hint_of(action)))
+    kinds += [item for kind in kinds if get_origin(kind) is list for item in members(get_args(kind)[0])]
+    found = (TYPE_EXAMPLES.get(kind, "") for kind in kinds)
+    return next(filter(None, found), "")
+
+
+def describe(action: Any, constraint: Constraint | None = None) -> Setting:
+    """Return what a refusal says about a setting of the parser, or about None for one that is not known."""
     hint = hint_of(action)
+    return Setting(
+        words=None if hint is None else type_in_words(hint),
+        example=example_of(action),
+        choices=tuple(choices(hint)),
+        is_list=is_list(hint),
+        is_group=getattr(action, "metavar", None) == "CONFIG",
+        has_example=bool(_plain_example(action)),
+        takes=tuple(taken(hint)),
+        required=bool(getattr(action, "required", False)),
+        default_class=_default_class(action),
+        constraint=constraint,
+    )
+
+
+def describe_settings(
+    parser: ArgumentParser, of_classes: Iterable[str] = (), groups: Mapping[str, type] = MappingProxyType({})
+) -> Description:
+    """Return what a parser takes, with every class that can be named and the settings of each.
+
+    Args:
+        parser: the parser.
+        of_classes: dotted settings of classes that may be named, to suggest after a typo.
+        groups: the class of each group of settings.
+    """
+    of_groups = {
+        f"{group}.{name}": one for group, cls in groups.items() for name, one in constraints_of(cls).items()
+    }
+    settings = {name: describe(action, of_groups.get(name)) for name, action in settings_of(parser).items()}
+    bases: dict[str, dict[str, str]] = {}
+    classes: dict[str, dict[str, Setting]] = {}
+    left = [hint_of(action) for action in settings_of(parser).values()]
+    while left:
+        hint = left.pop()
+        left += get_args(hint) if get_origin(hint) is list else ()
+        for member in members(hint):
+            if get_origin(member) is list:
+                left.append(get_args(member)[0])
+            if is_dataclass(member) and inspect.isclass(member):
+                own = settings_of(member)
+                classes[_path_of(member)] = {name: describe(action) for name, action in own.items()}
+                left += [hint_of(action) for action in own.values()]
+            base = _named_base(member)
+            if base is None or _path_of(base) in bases:
+                continue
+            called_with = len(get_args(member)[0]) if get_origin(member) is abc.Callable else 0
+            names = bases[_path_of(base)] = {}
+            buildable = {cls for cls in concrete_classes(base) if base not in _OF_OTHERS or _is_ours(cls)}
+            for cls in _all_subclasses(base):
+                known = cls.__name__ in names or cls not in buildable
+                names[cls.__name__] = "" if known else _path_of(cls)
+                if cls in buildable:
+                    names |= dict.fromkeys(_import_paths(cls), _path_of(cls))
+                if cls in buildable and _path_of(cls) not in classes:
+                    own = settings_of(cls)
+                    constraints = constraints_of(cls)
+                    described = {name: describe(one, constraints.get(name)) for name, one in own.items()}
+                    for name in list(described)[:called_with]:
+                        described[name] = replace(described[name], takes=(), required=False)
+                    classes[_path_of(cls)] = described
+                    left += [hint_of(action) for action in own.values()]
+    all_settings = [one for own in (settings, *classes.values()) for one in own.values()]
+    sources = {one.constraint.names_from for one in all_settings if one.constraint} - {""}
+    names_of = {source: tuple(import_class(source.replace(":", "."))()) for source in sources}
+    return Description(settings, tuple(of_classes), bases, classes, names=names_of)
+
+
+# of their thousands of subclasses only the project's are described; the parser alone knows the others
+_OF_OTHERS = (LightningModule, LightningDataModule, Dataset, Metric, nn.Module, Tensor)
+
+
+def _is_ours(cls: type) -> bool:
+    return cls.__module__.startswith("fl_lightning.")
+
+
+def _path_of(cls: type) -> str:
+    return f"{cls.__module__}.{cls.__qualname__}"
+
+
+def _import_paths(cls: type) -> Iterator[str]:
+    """Yield the dotted names by which a class can be imported from its module and the packages around it."""
+    parts = cls.__module__.split(".")
+    for end in range(len(parts), 0, -1):
+        module = ".".join(parts[:end])
+        if getattr(sys.modules.get(module), cls.__name__, None) is cls:
+            yield f"{module}.{cls.__name__}"
+
+
+def _all_subclasses(cls: type) -> Iterator[type]:
+    yield cls
+    for subclass in subclasses_of(cls):
+        yield from _all_subclasses(subclass)
+
+
+def _named_base(member: Any) -> type | None:
+    """Return the class whose subclasses may be named for a type that is a class or a callable that returns
+    one; None for dataclasses, which are given by their fields."""
+    if not (inspect.isclass(member) or get_origin(member) is abc.Callable):
+        return None
+    cls = _class_of(member)
+    return None if cls is None or is_dataclass(cls) or cls.__module__ == "builtins" else cls
+
+
+def taken(hint: Any) -> Iterator[Any]:
+    """Yield what each member of a type takes, as ``early.py`` reads it; ``?`` where only the parser knows."""
     for member in members(hint):
-        if example := TYPE_EXAMPLES.get(member) or next(iter(choices(member)), None):
-            return example
-    return "VALUE"
+        if member in _PLAIN:
+            yield _PLAIN[member]
+        elif get_origin(member) is Literal:
+            yield {"literal": [str(value) for value in get_args(member)]}
+        elif get_origin(member) is list:
+            yield {"list": list(taken(get_args(member)[0]))}
+        elif (base := _named_base(member)) is not None:
+            yield {"class": _path_of(base)}
+        elif is_dataclass(member) and inspect.isclass(member):
+            yield {"fields": _path_of(member)}
+        else:
+            yield "?"
+
+
+_PLAIN: dict[Any, str] = {
+    int: "int", float: "float", bool: "bool", str: "str", NoneType: "null", Seed: "seed", Path: "path",
+}  # fmt: skip
+
+
+def _default_class(action: Any) -> str:
+    default = getattr(action, "default", None)
+    given = default.get("class_path") if isinstance(default, Mapping | Namespace) else None
+    cls = import_class(given) if isinstance(given, str) else None
+    return _path_of(cls) if inspect.isclass(cls) else ""

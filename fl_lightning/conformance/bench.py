@@ -10,6 +10,7 @@ from tempfile import mkdtemp
 from typing import Any
 
 import torch
+from lightning.fabric import Fabric
 from torch import Tensor
 from torch.optim.lr_scheduler import LRScheduler
 
@@ -21,8 +22,10 @@ from fl_lightning.conformance.toy import CENTRES, Points, Quadratic, on_points, 
 from fl_lightning.conformance.verdicts import NotApplicable, expect
 from fl_lightning.conformance.watch import InPlaceDetector, RunRecorder, equal_with_nan
 from fl_lightning.data import FederatedData
+from fl_lightning.engines.finetuning import prepare_finetuning
 from fl_lightning.engines.optimizers import local_optimizer
-from fl_lightning.engines.uploads import upload_of
+from fl_lightning.engines.root_set import prepare_guides
+from fl_lightning.engines.sequential import upload_of
 from fl_lightning.hooks import Callback
 from fl_lightning.methods import Method
 from fl_lightning.trainer import FederatedTrainer
@@ -115,15 +118,15 @@ class Bench:
         return prepare_data(self.subject.federation.data())
 
     def untrained(
-        self, round: int = 1, server: Mapping[str, Tensor] | None = None, cohort: int | None = None
+        self, round: int = 1, server: Mapping[str, Tensor] | None = None, cohort: Sequence[int] = ()
     ) -> Method:
-        """Return a new method in the given round, with a cohort of so many clients, that has seen nothing but
-        this state of the server."""
+        """Return a new method in the given round, all of whose cohort's uploads count, that has seen nothing
+        but this state of the server."""
         method = self.subject.federation.prepare(self.subject.make())
         build_method(method, self.data)
         method.round = round
-        if cohort is not None:
-            method.cohort = cohort
+        if cohort:
+            method.cohort, method.served = len(cohort), sorted(cohort)
         if server is not None:
             method.server = dict(server)
         return method
@@ -200,7 +203,7 @@ class Bench:
             return [method.deploy(client).eval()(torch.ones(1, 1))[0].clone() for client in clients]
 
     def _require_points(self) -> None:
-        if self.subject.federation is not IMAGES:
+        if self.subject.federation.data is not IMAGES.data:
             raise NotApplicable(f"it learns {self.subject.federation.name} alone, and the quadratic has none")
         try:
             self._why_unknown  # noqa: B018
@@ -246,6 +249,9 @@ def build_method(method: Method, data: FederatedData, seed: int = 0) -> None:
     method.seed = seed
     with rng.torch_stream(seed, "weights"):
         method.build(data)
+    fabric = Fabric(accelerator="cpu", devices=1)
+    prepare_guides(fabric, method, data)
+    prepare_finetuning(fabric, method, data, data.labels)
     method.round = 1
 
 
@@ -259,22 +265,25 @@ def prepare_data(data: FederatedData, seed: int = 0) -> FederatedData:
 def first_batch(method: Method, data: FederatedData) -> Any:
     """Let client 0 receive the first broadcast and return the first batch that it trains on."""
     client = data.client(0)
-    method.receive(Payload.from_bytes(method.broadcast(client).to_bytes()), client)
+    message = Payload.from_bytes(method.broadcast(client).to_bytes())
+    method.start_client(message, client, data.labels(client))
     method.train()
     return next(iter(method.local_batches(data, client, epochs=1, labels=data.labels(client), steps=1)))
 
 
-def expect_same_server(expected: Mapping[str, Tensor], found: Mapping[str, Tensor], when: str) -> None:
+def expect_same_server(
+    expected: Mapping[str, Tensor], found: Mapping[str, Tensor], when: str, cause: str = ""
+) -> None:
     """Require two states of the server to be equal, bit for bit.
 
     Raises:
         Violation: they differ.
     """
-    expect_same_tensors(expected, found, "the server's state", when)
+    expect_same_tensors(expected, found, "the server's state", when, cause)
 
 
 def expect_same_tensors(
-    expected: Mapping[str, Tensor], found: Mapping[str, Tensor], what: str, when: str
+    expected: Mapping[str, Tensor], found: Mapping[str, Tensor], what: str, when: str, cause: str = ""
 ) -> None:
     """Require two sets of named tensors to be equal, bit for bit.
 
@@ -283,10 +292,12 @@ def expect_same_tensors(
         found: tensors by name.
         what: what the tensors belong to, for the message.
         when: the circumstance that must not change them, for the message.
+        cause: why they probably differ.
 
     Raises:
         Violation: the names differ or one tensor differs; the message names the first one.
     """
-    expect(set(expected) == set(found), f"{when} {what} has {sorted(found)} instead of {sorted(expected)}")
+    names = f"{when} {what} has {sorted(found)} instead of {sorted(expected)}"
+    expect(set(expected) == set(found), names, cause=cause)
     for name, value in expected.items():
-        expect(equal_with_nan(value, found[name]), f"{what} has another {name!r} {when}")
+        expect(equal_with_nan(value, found[name]), f"{what} has another {name!r} {when}", cause=cause)

@@ -9,6 +9,9 @@ from typing import Any
 from torch.optim.lr_scheduler import ExponentialLR
 
 from fl_lightning.conformance.bench import Bench
+from fl_lightning.conformance.declarations import declared
+from fl_lightning.conformance.feddyn import alpha_of, feddyn_path
+from fl_lightning.conformance.feddyn import diagnose as diagnose_feddyn
 from fl_lightning.conformance.scaffold import ScaffoldRound, diagnose, distance, scaffold_path
 from fl_lightning.conformance.toy import LR
 from fl_lightning.conformance.verdicts import NotApplicable, expect, show
@@ -23,12 +26,13 @@ def federation_size(bench: Bench) -> None:
     runs = [bench.points((3, 1, *[2] * more), OnlyClients(0, 1)) for more in (1, 4)]
     few, many = (run.answers()[:2] for run in runs)
     difference = max(float((a - b).abs().max()) for a, b in zip(few, many, strict=True))
-    if runs[0].method.scales_with_federation:
+    if declared(runs[0].method).scales_with_federation:
         expect(
             difference > bench.subject.noise,
             (
                 "it declares scales_with_federation, and three more clients that never take part change "
-                "nothing: remove that declaration"
+                "nothing: divide by N, len(data.active), where the formula does, and not by the clients "
+                "that returned; or remove that declaration"
             ),
         )
     else:
@@ -44,7 +48,7 @@ def federation_size(bench: Bench) -> None:
 
 def control_variates(bench: Bench) -> str:
     """2 of 6 clients, stragglers and a falling lr follow SCAFFOLD's path."""
-    if not bench.subject.make().control_variates:
+    if not declared(bench.subject.make()).control_variates:
         raise NotApplicable("it declares no control variates")
     bench.require_known()
     answers, slow = AnswerRecorder(), SlowClients(SLOW_CLIENTS, WORK_SHARE)
@@ -61,7 +65,7 @@ def control_variates(bench: Bench) -> str:
         ScaffoldRound({k: made[k] for k in cohort}, planned, LR * LR_DECAY**number)
         for number, cohort in enumerate(run.log.cohorts)
     ]
-    weights = [1] * len(EXAMPLES) if run.method.uniform_clients else EXAMPLES
+    weights = [1] * len(EXAMPLES) if declared(run.method).uniform_clients else EXAMPLES
     (start,) = bench.start_on_points(run.trainer.data)
     expected, found = scaffold_path(start, rounds, weights), answers.seen
     wrong = next(
@@ -82,3 +86,28 @@ def control_variates(bench: Bench) -> str:
         )
         expect(False, f"{why}; {shown}" if why else shown)
     return "declared: SCAFFOLD's, option II"
+
+
+def dynamic_regularisation(bench: Bench) -> str:
+    """2 of 6 clients follow FedDyn's path."""
+    if not declared(bench.subject.make()).dynamic_regularisation:
+        raise NotApplicable("it declares no dynamic regularisation")
+    bench.require_known()
+    answers = AnswerRecorder()
+    run = bench.points(EXAMPLES, answers, max_rounds=ROUNDS, participation=2 / 6, local_epochs=EPOCHS)
+    (start,) = bench.start_on_points(run.trainer.data)
+    path = partial(feddyn_path, start, run.log.cohorts, len(EXAMPLES), EPOCHS, alpha=alpha_of(run.method))
+    expected, found, noise = path(), answers.seen, bench.subject.noise
+    seen, right = (
+        f"after {ROUNDS} rounds the model is at {show(found[-1])}",
+        f"{show(expected[-1])}, FedDyn's",
+    )
+    expect(
+        any(run.log.kept.values()),
+        "its clients keep nothing in client.state",
+        "H_i, which upload puts there and receive reads",
+        "H_i is an attribute of the module, which one process has for all clients, and no checkpoint",
+    )
+    if not distance(expected, found) <= noise:
+        expect(False, seen, right, diagnose_feddyn(path, EXAMPLES, found, noise))
+    return "declared: FedDyn's"

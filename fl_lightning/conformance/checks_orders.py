@@ -9,7 +9,7 @@ import torch
 
 from fl_lightning.conformance.bench import Bench, prepare_data
 from fl_lightning.conformance.federations import other_labels
-from fl_lightning.conformance.verdicts import expect
+from fl_lightning.conformance.verdicts import expect, not_finite
 from fl_lightning.data import FederatedData
 from fl_lightning.engines import ClientResult, ClientTask, SequentialEngine
 from fl_lightning.engines.base import one_thread
@@ -92,12 +92,21 @@ def only_its_own_examples(bench: Bench) -> None:
     )
 
 
-@torch.no_grad()
 def deployed_from_the_server(bench: Bench) -> None:
     """The evaluated network depends only on the state of server and client."""
     run = bench.everyone
     client = bench.data.client(CLIENT, run.log.kept[CLIENT])
     inputs, _ = next(iter(bench.data.test_batches()))
     other = bench.untrained(run.method.round, run.method.server)
-    answers = [method.deploy(client).eval()(inputs).clone() for method in (run.method, other)]
+    with torch.no_grad():
+        network = run.method.deploy(client).eval()
+        answers = [network(inputs).clone(), other.deploy(client).eval()(inputs).clone()]
+    if not all(answer.isfinite().all() for answer in answers):
+        where = not_finite(server=run.method.server, network=network.state_dict())
+        expect(
+            False,
+            f"the deployed network answers with NaN or infinity: {where or 'all its tensors are finite'}",
+            "finite answers",
+            "statistics of BatchNorm or weights that the server moved beyond what clients sent",
+        )
     expect(torch.equal(*answers), "a new instance with the same server state deploys another network")

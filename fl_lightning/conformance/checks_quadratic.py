@@ -6,7 +6,8 @@ import torch
 from torch import Tensor
 
 from fl_lightning.conformance.bench import Bench
-from fl_lightning.conformance.verdicts import NotApplicable, expect
+from fl_lightning.conformance.declarations import declared
+from fl_lightning.conformance.verdicts import NotApplicable, expect, show
 from fl_lightning.conformance.watch import OnlyClients
 
 ROUNDS = 60
@@ -47,10 +48,10 @@ def weights_by_examples(bench: Bench) -> str:
         "it declares uniform_clients, but a client of 3 examples counts for more than one of 1: remove "
         "that declaration, or weigh clients alike"
     )
-    if one.method.uniform_clients:
+    if declared(one.method).uniform_clients:
         _require_same(bench, one.answers(), _of_one_example(bench), by_n)
         return "declared: every client counts once"
-    if one.method.scales_with_federation:
+    if declared(one.method).scales_with_federation:
         raise NotApplicable(
             "it declares scales_with_federation, so 3 clients need not count like one of 3 examples"
         )
@@ -91,8 +92,12 @@ def permutation(bench: Bench) -> None:
 
 def _require_same(bench: Bench, expected: list[Tensor], found: list[Tensor], reason: str = "") -> None:
     difference = _difference(expected, found)
-    seen = f"the answers of the deployed model differ by {difference:.3g}"
-    expect(difference <= bench.subject.noise, f"{reason} ({seen})" if reason else seen)
+    expect(
+        difference <= bench.subject.noise,
+        f"the answers of the deployed model differ by {difference:.3g}: {show(found[0])}",
+        show(expected[0]),
+        reason,
+    )
 
 
 def _difference(expected: list[Tensor], found: list[Tensor]) -> float:

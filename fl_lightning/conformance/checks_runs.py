@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 from fl_lightning.client import Client
 from fl_lightning.conformance.bench import (
@@ -20,7 +21,7 @@ from fl_lightning.conformance.bench import (
 from fl_lightning.conformance.verdicts import NotApplicable, Violation, expect
 from fl_lightning.conformance.watch import OnlyClients
 from fl_lightning.engines.optimizers import local_optimizer
-from fl_lightning.engines.uploads import upload_of
+from fl_lightning.engines.sequential import upload_of
 from fl_lightning.methods import FedAvg, Method
 from fl_lightning.wire import Payload
 
@@ -107,8 +108,36 @@ def resume(bench: Bench) -> None:
     whole = bench.run(max_rounds=4, participation=0.5)
     half = bench.run(max_rounds=2, participation=0.5)
     rest = bench.run(max_rounds=4, participation=0.5, ckpt_path=str(half.trainer.run_dir), allow_changed=True)
-    expect_same_server(whole.method.server, rest.method.server, "after the resume")
+    cause = _lost_attributes(bench, whole.method)
+    expect_same_server(whole.method.server, rest.method.server, "after the resume", cause)
     _same_kept(whole, rest, "after the resume")
+
+
+def _lost_attributes(bench: Bench, trained: Method) -> str:
+    """Name the plain attributes with tensors that a run has changed, which no checkpoint has; empty if there
+    are none."""
+    new = vars(bench.untrained())
+    usual = vars(FedAvg()).keys()
+    changed = [
+        f"self.{name}"
+        for name, value in vars(trained).items()
+        if name not in usual and _tensors(value) and not _same_tensors(value, new.get(name))
+    ]
+    if not changed:
+        return ""
+    return (
+        f"a run changes {', '.join(sorted(changed))}, which no checkpoint has: put what a client keeps into "
+        "client.state, and what the server remembers into self.server"
+    )
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
+
+
+def _same_tensors(value: Any, other: Any) -> bool:
+    mine, others = _tensors(value), _tensors(other)
+    return len(mine) == len(others) and all(map(torch.equal, mine, others))
 
 
 def _same_kept(expected: FinishedRun, found: FinishedRun, when: str) -> None:

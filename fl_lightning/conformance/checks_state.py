@@ -7,12 +7,12 @@ from torch import Tensor
 
 from fl_lightning.client import Client
 from fl_lightning.conformance.bench import Bench, FinishedRun, expect_same_tensors
+from fl_lightning.conformance.declarations import declared
 from fl_lightning.conformance.verdicts import NotApplicable, expect
 from fl_lightning.conformance.watch import OnlyClients, StateHalver, halve_state
 from fl_lightning.engines import ClientTask
-from fl_lightning.engines.attributes import is_plain
+from fl_lightning.engines.attributes import has_same_start, is_plain
 from fl_lightning.engines.base import start_client
-from fl_lightning.methods.base import has_same_start
 from fl_lightning.models.tensors import tensors_of
 
 CLIENT, OTHER = 4, 1
@@ -43,7 +43,7 @@ def kept_state_is_used(bench: Bench) -> None:
             bench.run(StateHalver(CLIENT, name, round=2)).log.uploads[2, CLIENT] != run.log.uploads[2, CLIENT]
         )
         used = used or _deployed_from(run, name)
-        if name in run.method.measured:
+        if name in declared(run.method).measured:
             expect(not used, f"{name!r} is declared as measured, but the method reads it")
         else:
             expect(used, f"client {CLIENT} keeps {name!r}, but halving it changes nothing")

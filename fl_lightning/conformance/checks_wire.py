@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
+from itertools import product
 
+from torch import Tensor
+
+from fl_lightning.aggregation.receiving import check_upload, decode_upload
 from fl_lightning.conformance.bench import Bench, expect_same_server
 from fl_lightning.conformance.formulas import layer_sizes
-from fl_lightning.conformance.verdicts import NotApplicable, expect
+from fl_lightning.conformance.verdicts import NotApplicable, Violation, expect
 from fl_lightning.conformance.watch import client_without_data
 from fl_lightning.quantization import average_bits
-from fl_lightning.wire import Payload
+from fl_lightning.wire import Codes, Payload, PayloadError
 
 MAX_ROUNDING_ERROR = 1e-5
 """Largest difference of float32 sums that are taken in another order, relative to the largest value."""
@@ -51,7 +56,7 @@ def server_reads_uploads_only(bench: Bench) -> None:
     states = [*run.log.servers[1:], dict(run.method.server)]
     for round, (before, after) in enumerate(zip(run.log.servers, states, strict=True), start=1):
         cohort = run.log.cohorts[round - 1]
-        other = bench.untrained(round, before, len(cohort))
+        other = bench.untrained(round, before, cohort)
         for client in cohort:
             alike = (
                 other.broadcast(client_without_data(client)).to_bytes() == run.log.broadcasts[round, client]
@@ -61,7 +66,42 @@ def server_reads_uploads_only(bench: Bench) -> None:
                 f"the broadcast to client {client} in round {round} depends on more than uploads",
             )
         other.aggregate(run.log.uploads_of(round))
-        expect_same_server(after, other.server, "computed from the payloads alone")
+        cause = "aggregate or next_state reads what training sets, or an attribute that is not in self.server"
+        expect_same_server(after, other.server, "computed from the payloads alone", cause)
+
+
+def shapes_of_entries(bench: Bench) -> str:
+    """An upload is refused where an entry has one axis more, or axes (1, n)."""
+    run, refused, harmless = bench.everyone, 0, 0
+    cohort, uploads = run.log.cohorts[0], run.log.uploads_of(1)
+    method = bench.untrained(1, run.log.servers[0], cohort)
+    for id, name, axis in product(cohort, uploads[cohort[0]], (0, -1)):
+        if name not in uploads[id]:
+            continue
+        client = bench.data.client(id)
+        forged = Payload({**uploads[id], name: _with_axis(uploads[id][name], axis)})
+        try:
+            read = decode_upload(method, forged.to_bytes(), client, verified=True)
+            check_upload(method, read, client, ())
+        except PayloadError:
+            refused += 1
+            continue
+        try:
+            bench.untrained(1, run.log.servers[0], cohort).aggregate({**uploads, id: read})
+        except Exception as error:
+            raise Violation(
+                f"an upload whose entry {name!r} has an axis more is not refused and ends the run "
+                f"({type(error).__name__}: {error}); declare the shapes of all entries in upload_limits"
+            ) from error
+        harmless += 1
+    return f"{refused} refused" + (f", {harmless} without declared shapes are harmless" if harmless else "")
+
+
+def _with_axis(value: Tensor | Codes, axis: int) -> Tensor | Codes:
+    """Return an entry with one more axis of size 1, the first or the last one."""
+    if isinstance(value, Codes):
+        return replace(value, values=value.values.unsqueeze(axis))
+    return value.unsqueeze(axis)
 
 
 def order_of_uploads(bench: Bench) -> None:
@@ -72,7 +112,7 @@ def order_of_uploads(bench: Bench) -> None:
     before, uploads = run.log.servers[0], run.log.uploads_of(1)
     states = []
     for ids in (list(uploads), list(reversed(uploads)), [*list(uploads)[2:], *list(uploads)[:2]]):
-        other = bench.untrained(1, before, len(run.log.cohorts[0]))
+        other = bench.untrained(1, before, run.log.cohorts[0])
         other.aggregate({id: uploads[id] for id in ids})
         states.append(other.server)
     for state in states[1:]:

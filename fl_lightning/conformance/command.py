@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from difflib import get_close_matches
 from importlib import import_module
 from typing import Any
 
@@ -16,6 +15,7 @@ from fl_lightning.conformance.kit import CheckResult, run_checks
 from fl_lightning.conformance.known_methods import method_under_test
 from fl_lightning.errors import InputError
 from fl_lightning.methods import Method, Term
+from fl_lightning.support.near_names import nearest_or_list
 
 
 def check(
@@ -66,19 +66,23 @@ def find_method(name: str) -> type[Method]:
     try:
         found = getattr(import_module(module) if module else methods, attribute)
     except (ImportError, AttributeError) as error:
-        near = (get_close_matches(name, methods.__all__, n=1) or ["FedAvg"])[0]
+        known = [each for each in methods.__all__ if _is_method(getattr(methods, each))]
         raise InputError(
             f"--model {name}",
             f"no such method ({error})",
-            f"write --model {near}, or the import path of yours",
+            f"write --model {nearest_or_list(name, known)}, or the import path of yours",
         ) from error
-    if not (isinstance(found, type) and issubclass(found, Method)):
+    if not _is_method(found):
         raise InputError(
             f"--model {name}",
             "a subclass of fl_lightning.methods.Method is needed",
             "name one, such as FedAvg",
         )
     return found
+
+
+def _is_method(found: object) -> bool:
+    return isinstance(found, type) and issubclass(found, Method) and found is not Method
 
 
 def made_terms(settings: dict[str, Any] | None) -> dict[str, Any] | None:
@@ -110,8 +114,8 @@ def made_terms(settings: dict[str, Any] | None) -> dict[str, Any] | None:
 def results_table(model: str, results: Sequence[CheckResult]) -> Table:
     """Return a table with one row for each check.
 
-    The last column holds the rule, and below it a figure if the check returned one. For a check that failed
-    or does not apply it holds the reason instead.
+    The last column holds the rule, and below it a figure if the check returned one, or what was seen and
+    expected if it failed. For a check that does not apply it holds the reason instead.
     """
     styles = {
         "passed": ("green", "passed"),
@@ -126,9 +130,10 @@ def results_table(model: str, results: Sequence[CheckResult]) -> Table:
     grid = Table(title=title)
     grid.add_column("check", no_wrap=True)
     grid.add_column("verdict", no_wrap=True)
-    grid.add_column("rule, or what was seen")
+    grid.add_column("rule, and what was seen")
     for result in results:
         style, word = styles[result.verdict]
-        seen = [result.rule, result.detail] if result.verdict == "passed" else [result.detail]
+        detail = f"seen: {result.detail}" if result.verdict == "failed" else result.detail
+        seen = [detail] if result.verdict == "not applicable" else [result.rule, detail]
         grid.add_row(result.check, f"[{style}]{word}[/]", escape("\n".join(filter(None, seen))))
     return grid

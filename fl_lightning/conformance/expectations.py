@@ -14,9 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fl_lightning.conformance.declarations import declared
 from fl_lightning.conformance.references import sharpened
 from fl_lightning.conformance.toy import CENTRES, LR, pull
-from fl_lightning.conformance.verdicts import NotApplicable, expect, show
+from fl_lightning.conformance.verdicts import NotApplicable, expect, not_finite, show
 
 
 @dataclass(frozen=True)
@@ -45,7 +46,7 @@ class QuadraticRun:
     @property
     def weights(self) -> Sequence[int]:
         """Weights of the clients in the mean: n_k, or 1 if the method declares ``uniform_clients``."""
-        return [1] * len(self.counts) if self.method.uniform_clients else self.counts
+        return [1] * len(self.counts) if declared(self.method).uniform_clients else self.counts
 
 
 class Expectation(ABC):
@@ -86,15 +87,12 @@ class WeightAverage(Expectation):
         (end,) = run.end
         if self._rests(end, run, run.weights):
             return
-        others = run.counts if run.method.uniform_clients else [1] * len(run.counts)
-        hint = ""
-        if self._rests(end, run, others):
-            hint = ", the optimum for equal weights: weigh clients by n_k, or declare uniform_clients = True "
-            hint += "if that is meant"
-            if run.method.uniform_clients:
-                hint = ", the optimum for weights n_k, but it declares uniform_clients: remove that "
-                hint += "declaration, or weigh clients alike"
-        expect(False, f"it ends at {show(end)}{hint}")
+        alike = (
+            "equal weights" if declared(run.method).uniform_clients else f"weights n_k of {show_counts(run)}"
+        )
+        about = "about " if self.least_step < 1 else ""
+        expected = f"{about}{show(optimum(run.weights))}, the optimum of the clients with {alike}"
+        expect(False, f"it ends at {show(end)}", expected, likely_cause(run))
 
     def _rests(self, end: Tensor, run: QuadraticRun, weights: Sequence[int]) -> bool:
         """Return whether the pulls of all clients with these weights cancel at ``end``."""
@@ -105,18 +103,104 @@ class WeightAverage(Expectation):
         (start,), (end,) = run.start, run.end
         low, high = pull(start, run.weights, run.cohorts[0], self.least_step)
         moved = end - start
-        if run.method.scales_with_federation:
+        if declared(run.method).scales_with_federation:
             share = float(moved @ high / (high @ high)) / LR
             expect(
                 0 < share <= 1 + run.noise,
                 f"a step of lr {LR} moved it by {share:.3g} of the clients' mean step",
+                "a share above 0, at most 1",
+                "the wrong sign" if share <= 0 else f"the server's step is too long{UNLESS_FEDDYN}",
             )
             low, high = share * low, share * high
         inside = (moved >= LR * low - run.noise).all() and (moved <= LR * high + run.noise).all()
+        first, second = show(LR * low), show(LR * high)
         expect(
             bool(inside),
-            f"a step of lr {LR} moved it by {show(moved)}, outside [{show(LR * low)}, {show(LR * high)}]",
+            f"a step of lr {LR} moved it by {show(moved)}",
+            first if first == second else f"between {first} and {second}",
+            _cause_of_step(run, moved),
         )
+
+
+def optimum(weights: Sequence[float]) -> Tensor:
+    """Return the point where the pulls of the clients cancel, ``[6]``, if they make the same steps."""
+    share = torch.tensor([float(weight) for weight in weights])
+    return (share / share.sum()) @ CENTRES[: len(weights)]
+
+
+def show_counts(run: QuadraticRun) -> str:
+    """Return the examples of the clients in words, such as ``3 and 1 examples``."""
+    return f"{' and '.join(map(str, run.counts))} example{'s' * (sum(run.counts) > 1)}"
+
+
+NEAR = 0.05
+"""Share of a distance below which a point counts as reached, when a cause is guessed."""
+
+
+UNLESS_FEDDYN = "; if it is FedDyn, declare dynamic_regularisation = True, and the kit follows its formula"
+"""What is added to causes that are none of a method whose server adds H, so that its steps are longer."""
+
+
+def likely_cause(run: QuadraticRun) -> str:
+    """Return why an average of weights probably does not end at its optimum."""
+    (start,), (end,) = run.start, run.end
+    expected = optimum(run.weights)
+    if not end.isfinite().all():
+        return f"{not_finite(server=run.method.server) or 'its answers'}: a division by 0, or it diverges"
+    others = optimum(run.counts if declared(run.method).uniform_clients else [1] * len(run.counts))
+    if _is_near(end, others, expected):
+        if declared(run.method).uniform_clients:
+            return (
+                "this is the optimum for weights n_k, but it declares uniform_clients: remove that "
+                "declaration, or weigh clients alike"
+            )
+        return (
+            "this is the optimum for equal weights: weigh clients by n_k, or declare uniform_clients = True "
+            "if that is meant"
+        )
+    if _is_near(end, start, expected):
+        return "it has not moved: aggregate does not change the state that deploy reads"
+    for k in range(len(run.counts)):
+        if len(run.counts) > 1 and _is_near(end, CENTRES[k], expected):
+            return f"this is the optimum of client {k} alone: the others' uploads are not used"
+    share = float((end - start) @ (expected - start) / (expected - start).square().sum())
+    if _is_near(end, start + share * (expected - start), start):
+        if 0 < share < 1:
+            return f"it has gone {share:.0%} of the way: a step of the server is too short, or shrinks"
+        if abs(share - 1) <= NEAR:
+            return (
+                f"it is off by {abs(share - 1):.2%} of the way: it nears the optimum more slowly than "
+                f"FedAvg, or swings about it{UNLESS_FEDDYN}; if that is rounding, give its size by --noise"
+            )
+        return f"it has gone {share:.0%} of the way: a step of the server is too long, or has the wrong sign"
+    return "clients are pulled to other points than their optima: a term of the loss or a correction is left"
+
+
+def _is_near(point: Tensor, place: Tensor, other: Tensor) -> bool:
+    """Return whether a point is at a place, by the measure of that place's distance from another one."""
+    return float((point - place).norm()) <= NEAR * float((place - other).norm())
+
+
+def _cause_of_step(run: QuadraticRun, moved: Tensor) -> str:
+    """Return why a step with a part of the clients is probably not their mean step; empty where nothing
+    fits."""
+    if not moved.isfinite().all():
+        return f"{not_finite(server=run.method.server) or 'its answers'}: a division by 0, or it diverges"
+    cohort = run.cohorts[0]
+    (start,) = run.start
+    for weights, cause in (
+        ([1] * len(run.counts), "clients count alike: weigh them by n_k"),
+        (run.counts, "clients count by n_k, but it declares uniform_clients"),
+    ):
+        full = LR * pull(start, weights, cohort)[1]
+        everyone = sum(weights[k] for k in cohort) / sum(weights)
+        if float((moved - full).norm()) <= run.noise and weights != run.weights:
+            return cause
+        if float((moved - everyone * full).norm()) <= run.noise:
+            return "it divides by the examples of all clients, and not of the round's"
+    if float(moved.norm()) <= run.noise:
+        return "it has not moved: aggregate does not change the state that deploy reads"
+    return ""
 
 
 class SoftLabels(Expectation):
@@ -130,7 +214,8 @@ class SoftLabels(Expectation):
         (end,), expected = run.end, self.solve(run)
         expect(
             bool(((end - expected).abs() <= run.noise).all()),
-            f"its student is at {show(end)} instead of {show(expected)}",
+            f"its student is at {show(end)}",
+            show(expected),
         )
 
     expect_one_step = expect_limit
@@ -178,7 +263,12 @@ class OwnOptimum(Expectation):
         for k, (start, end) in enumerate(zip(run.start, run.end, strict=True)):
             moved, left = end - start, CENTRES[k] - end
             length = float(moved.norm())
-            expect(length > 0.1, f"the model of client {k} stays at {show(end)}")
+            expect(
+                length > 0.1,
+                f"the model of client {k} stays at {show(end)}",
+                f"a point nearer to the optimum of its client, {show(CENTRES[k])}",
+                "its adapter is not trained, or deploy does not use it",
+            )
             slope = float(moved @ left) / length
             expect(
                 abs(slope) <= run.noise,

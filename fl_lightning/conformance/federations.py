@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from fl_lightning.conformance.toy import Sizes, images, sgd, small_network
+from fl_lightning.conformance.toy import Sizes, images, sgd, small_group_network, small_network
 from fl_lightning.data import FederatedData
 from fl_lightning.data.text.federation import TextData, TextExamples
 from fl_lightning.data.text.tokens import padded
@@ -114,5 +114,6 @@ def other_labels(labels: Tensor, num_classes: int) -> Tensor:
 
 
 IMAGES = ToyFederation("images", images, small_network, _overwrite_images)
+IMAGES_IN_GROUPS = replace(IMAGES, network=small_group_network)
 TEXT = ToyFederation("text", Sentences, small_llama, _overwrite_text)
 TEXT_OF_ADALORA = replace(TEXT, network=small_adalora)

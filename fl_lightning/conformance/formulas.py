@@ -9,9 +9,11 @@ k-means found), the formula starts from the number that the upload states.
 from __future__ import annotations
 
 import math
+from fnmatch import fnmatchcase
 from typing import Any
 
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
 
 from fl_lightning.wire import Payload
 
@@ -42,12 +44,58 @@ def num_values(network: nn.Module) -> int:
     return sum(p.numel() for p in network.parameters()) + sum(b.numel() for b in statistics)
 
 
+def num_sent(method: Any) -> int:
+    """Return the number of values that travel: all but those of layers that stay on a client.
+
+    They are counted by the types of layers here, and by names of tensors in the methods.
+    """
+    network, stays = method.network, 0
+    if method.personal == "norm":
+        stays = sum(num_values(m) for m in network.modules() if isinstance(m, (_NormBase, *PLAIN_NORMS)))
+    elif method.personal in ("head", "body"):
+        head = num_values([m for m in network.modules() if isinstance(m, nn.Linear)][-1])
+        stays = head if method.personal == "head" else num_values(network) - head
+    elif method.personal is not None:
+        named = [
+            *network.named_parameters(),
+            *((n, b) for n, b in network.named_buffers() if b.is_floating_point()),
+        ]
+        stays = sum(t.numel() for name, t in named if fnmatchcase(name, method.personal))
+    return num_values(network) - stays
+
+
 EXAMPLES = {"examples": (0, 4)}
+PLAIN_NORMS = (nn.GroupNorm, nn.LayerNorm)
 
 
 def weights_up(method: Any, upload: Payload) -> int:
-    """Uploads of FedAvg, FedProx, FedNTD hold n_k and every value in fp32."""
-    return payload_bytes({**EXAMPLES, "weights": (1, fp32_bytes(num_values(method.network)))})
+    """Uploads of FedAvg, FedProx, FedNTD hold n_k and every value that travels in fp32."""
+    return payload_bytes({**EXAMPLES, "weights": (1, fp32_bytes(num_sent(method)))})
+
+
+def num_parameters(network: nn.Module) -> int:
+    """Return the number of trained values."""
+    return sum(p.numel() for p in network.parameters() if p.requires_grad)
+
+
+def weights_and_steps_up(method: Any, upload: Payload) -> int:
+    """Uploads of FedNova and FedCM hold n_k, every value, and a number of steps in fp32."""
+    return payload_bytes(
+        {**EXAMPLES, "weights": (1, fp32_bytes(num_values(method.network))), "steps": (0, 4)}
+    )
+
+
+def control_up(method: Any, upload: Payload) -> int:
+    """Uploads of SCAFFOLD and FedDC hold n_k, every value, and a change of the control variate for each
+    parameter."""
+    change = {"change": (1, fp32_bytes(num_parameters(method.network)))} if method.corrects else {}
+    return payload_bytes({**EXAMPLES, "weights": (1, fp32_bytes(num_values(method.network))), **change})
+
+
+def control_down(method: Any, message: Payload, name: str = "c") -> int:
+    """A broadcast of SCAFFOLD, FedDC and FedCM holds every value, and one more vector over the parameters."""
+    vector = {name: (1, fp32_bytes(num_parameters(method.network)))} if method.corrects else {}
+    return payload_bytes({"weights": (1, fp32_bytes(num_values(method.network))), **vector})
 
 
 def examples_up(method: Any, upload: Payload) -> int:
@@ -66,8 +114,8 @@ def nothing_down(method: Any, message: Payload) -> int:
 
 
 def weights_down(method: Any, message: Payload) -> int:
-    """A broadcast of weights holds every value in fp32."""
-    return payload_bytes({"weights": (1, fp32_bytes(num_values(method.network)))})
+    """A broadcast of weights holds every value that travels in fp32."""
+    return payload_bytes({"weights": (1, fp32_bytes(num_sent(method)))})
 
 
 def qsgd_up(method: Any, upload: Payload) -> int:
@@ -172,6 +220,23 @@ def _soft_labels(method: Any) -> dict[str, tuple[int, int]]:
 
 def _weights_too(method: Any) -> dict[str, tuple[int, int]]:
     return {"weights": (1, fp32_bytes(num_values(method.network)))} if method.average_weights else {}
+
+
+def prototypes_up(method: Any, upload: Payload) -> int:
+    """Uploads of FedProto hold n_k, d fp32 values for each class, and a count of each."""
+    d, C = _last_linear(method)
+    return payload_bytes({**EXAMPLES, "prototypes": (2, fp32_bytes(C * d)), "counts": (1, fp32_bytes(C))})
+
+
+def prototypes_down(method: Any, message: Payload) -> int:
+    """Broadcasts of FedProto hold d fp32 values and a bit for each class."""
+    d, C = _last_linear(method)
+    return payload_bytes({"prototypes": (2, fp32_bytes(C * d)), "known": (1, packed_bytes(C, 1))})
+
+
+def _last_linear(method: Any) -> tuple[int, int]:
+    layer = [m for m in method.network.modules() if isinstance(m, nn.Linear)][-1]
+    return layer.in_features, layer.out_features
 
 
 def adapters_up(method: Any, upload: Payload) -> int:

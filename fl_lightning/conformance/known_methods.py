@@ -8,22 +8,42 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
+from fl_lightning.compatibility import why_not
 from fl_lightning.conformance import formulas
+from fl_lightning.conformance.declarations import declared
 from fl_lightning.conformance.expectations import Expectation, OwnOptimum, SoftLabels, WeightAverage
+from fl_lightning.conformance.fedcm import ClientMomentum, mean_step
+from fl_lightning.conformance.feddyn import DynamicRegularisation
 from fl_lightning.conformance.federations import (
     IMAGES,
+    IMAGES_IN_GROUPS,
     TEXT,
     TEXT_OF_ADALORA,
     ToyFederation,
     small_costs,
 )
+from fl_lightning.conformance.personal import PersonalPath, adapted, alone, ditto, head_beside, mixture
 from fl_lightning.conformance.references import (
     BroadcastFormula,
     mean_by_relevance,
+    mean_of_prototypes,
     mean_of_soft_labels,
     mean_of_weights,
+    normalised_mean,
+    sum_of_changes,
 )
 from fl_lightning.conformance.scaffold import ControlVariates
+from fl_lightning.conformance.server_steps import (
+    Rule,
+    ServerPath,
+    acg,
+    adagrad,
+    adam,
+    exp,
+    momentum,
+    next_weights,
+    yogi,
+)
 from fl_lightning.conformance.toy import point_network
 from fl_lightning.methods import Method
 from fl_lightning.wire import Payload
@@ -63,8 +83,34 @@ FULL = {**MEAN, "up": formulas.weights_up}
 CODES = {"sent": BroadcastFormula("weights", mean_of_weights), "up": formulas.codes_up, "noise": 0.1}
 MPQ = {**CODES, "up": formulas.pruned_codes_up, "down": formulas.grids_down}
 
+MOMENTUM = {
+    "expects": ClientMomentum(),
+    "sent": BroadcastFormula("M", mean_step),
+    "up": formulas.weights_and_steps_up,
+    "down": partial(formulas.control_down, name="M"),
+}
+
+
+def optimised(rule: Rule, **known: Any) -> dict[str, Any]:
+    """Return what is known of FedAvg with a server optimiser."""
+    return {
+        **FULL,
+        "expects": ServerPath(rule),
+        "sent": BroadcastFormula("weights", next_weights(rule)),
+        **known,
+    }
+
+
 KNOWN_METHODS: dict[str, dict[str, Any]] = {
     "FedAvg": FULL,
+    "FedAvgM": optimised(momentum, neutral={"beta": 0.0}),
+    # m = D, and sqrt v + tau = 1: x + D without rounding
+    "FedAdam": optimised(adam, neutral={"beta1": 0.0, "beta2": 1.0, "tau": 0.5, "server_lr": 1.0}),
+    "FedYogi": optimised(yogi, neutral={"beta1": 0.0, "beta2": 1.0, "tau": 0.5, "server_lr": 1.0}),
+    # tau^2 + D^2 is tau^2 in float64
+    "FedAdagrad": optimised(adagrad, neutral={"tau": 2.0**40, "server_lr": 2.0**41}),
+    "FedExP": optimised(exp, settings={"eps": 1.0}, neutral={"eps": math.inf, "mean_of_two": False}),
+    "FedACG": optimised(acg, neutral={"lam": 0.0, "beta": 0.0}),
     "FedAdaLoRA": {
         "federation": TEXT_OF_ADALORA,
         "settings": {"final_rank": 0.75, "warmup": 0, "fall": 2},
@@ -73,6 +119,51 @@ KNOWN_METHODS: dict[str, dict[str, Any]] = {
         "down": formulas.directions_down,
     },
     "FedProx": {**FULL, "neutral": {"mu": 0.0}},
+    "SCAFFOLD": {
+        "neutral": {"control": False, "weigh_by": "examples"},
+        "sent": BroadcastFormula("c", sum_of_changes),
+        "up": formulas.control_up,
+        "down": formulas.control_down,
+    },
+    "FedDyn": {
+        "expects": DynamicRegularisation(),
+        "neutral": {"alpha": 0.0, "weigh_by": "examples"},
+        "up": formulas.weights_up,
+        "down": formulas.weights_down,
+    },
+    "FedDC": {
+        "expects": DynamicRegularisation(controls=True),
+        "neutral": {"alpha": 0.0, "weigh_by": "examples"},
+        "sent": BroadcastFormula("G", sum_of_changes),
+        "up": formulas.control_up,
+        "down": partial(formulas.control_down, name="G"),
+    },
+    "FedSpeed": {
+        "settings": {"rho": 0.001},
+        "noise": 0.01,
+        "expects": DynamicRegularisation(),
+        "neutral": {"lamb": 0.0, "rho": 0.0, "weigh_by": "examples"},
+        "up": formulas.weights_up,
+        "down": formulas.weights_down,
+    },
+    "FedNova": {
+        "neutral": {"normalize": False},
+        "sent": BroadcastFormula("weights", normalised_mean),
+        "up": formulas.weights_and_steps_up,
+        "down": formulas.weights_down,
+    },
+    # at rest a client is off by rho where it would stand still
+    "FedSAM": {**FULL, "settings": {"rho": 0.001}, "noise": 0.01, "neutral": {"rho": 0.0}},
+    "FedCM": {**MOMENTUM, "neutral": {"A": 1.0, "weigh_by": "examples"}},
+    "MoFedSAM": {
+        **MOMENTUM,
+        "settings": {"rho": 0.001},
+        "noise": 0.01,
+        "neutral": {"A": 1.0, "rho": 0.0, "weigh_by": "examples"},
+    },
+    # on the quadratic a term in place of the task loss would leave nothing of it
+    "FedLC": {**FULL, "on_points": {"tau": 0.0}, "neutral": {"tau": 0.0}},
+    "MOON": {**FULL, "neutral": {"mu": 0.0}},
     "FedNTD": {**FULL, "settings": {"beta": 0.01}, "noise": 0.05, "neutral": {"beta": 0.0}},
     "QFedAvg": {
         **MEAN,
@@ -93,7 +184,23 @@ KNOWN_METHODS: dict[str, dict[str, Any]] = {
         "up": formulas.soft_labels_up,
         "down": formulas.soft_labels_down,
     },
+    "FineTune": {**FULL},
+    "FedPer": {**FULL},
+    "FedRep": {**FULL},
+    "FedBABU": {**FULL},
+    "FedBN": {**FULL},
+    "LGFedAvg": {**FULL},
     "LocalOnly": {"expects": OwnOptimum(), "up": formulas.examples_up, "down": formulas.nothing_down},
+    "Ditto": {**FULL, "expects": PersonalPath(ditto), "neutral": {}},
+    "FedRoD": {**FULL, "on_points": {"gamma": 0.0}, "expects": head_beside, "neutral": {"gamma": 0.0}},
+    "APFL": {**FULL, "federation": IMAGES_IN_GROUPS, "expects": mixture, "neutral": {}},
+    "FedALA": {**FULL, "expects": adapted, "neutral": {"ala_epochs": 0}},
+    "FedProto": {
+        "expects": alone,
+        "sent": BroadcastFormula("prototypes", mean_of_prototypes),
+        "up": formulas.prototypes_up,
+        "down": formulas.prototypes_down,
+    },
     "Oracle": {"expects": OwnOptimum(), "up": formulas.weights_up, "down": formulas.weights_down},
     "FedMosaic": {
         "expects": OwnOptimum(),
@@ -143,10 +250,12 @@ def method_under_test(
     known = (
         dict(KNOWN_METHODS.get(method.__name__, {})) if method.__module__.startswith("fl_lightning.") else {}
     )
-    if method.language_only:
+    if "classification" in method.refuses and not why_not(method, "language"):
         known.setdefault("federation", TEXT)
-    if method.control_variates:
+    if declared(method).control_variates:
         known.setdefault("expects", ControlVariates())
+    if declared(method).dynamic_regularisation:
+        known.setdefault("expects", DynamicRegularisation())
     subject = MethodUnderTest(partial(method, **{**known.pop("settings", {}), **(settings or {})}), **known)
     if neutral is not None:
         subject = replace(subject, neutral=neutral)

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from fl_lightning.conformance.formulas import num_parameters
+from fl_lightning.conformance.verdicts import NotApplicable
 from fl_lightning.methods import Method
 from fl_lightning.wire import Payload
 
@@ -39,6 +41,39 @@ def mean_of_weights(history: History, sizes: Sequence[int], method: Method, clie
     return _mean({id: method.decode(upload) for id, upload in history[-1].items()}, sizes)
 
 
+def sum_of_changes(history: History, sizes: Sequence[int], method: Method, client: int) -> Tensor:
+    """Return c = 1/N sum of the changes that all clients have sent in all rounds, float64 ``[P]``."""
+    changes = [upload.tensor("change").double() for uploads in history for upload in uploads.values()]
+    return torch.stack(changes).sum(0) / sum(size > 0 for size in sizes)
+
+
+def normalised_mean(history: History, sizes: Sequence[int], method: Method, client: int) -> Tensor:
+    """Return x + tau sum_k p_k (w_k - x) / a_k, float64 ``[size]``, with the closed forms of Wang et al.
+    (NeurIPS 2020) for a_k of plain SGD, of momentum and of a proximal term.
+
+    Statistics of BatchNorm, which follow the parameters, are averaged.
+
+    Raises:
+        NotApplicable: there are momentum and a proximal term, for which the paper has no form.
+    """
+    (group,) = method.configure_optimizers().param_groups
+    r, pull = float(group["momentum"]), float(group["lr"]) * float(method.mu)  # type: ignore[arg-type]
+    if r and pull:
+        raise NotApplicable("the paper has no form for momentum with a proximal term")
+    steps = {id: float(upload.tensor("steps")) for id, upload in history[-1].items()}
+    work = {
+        id: (1 - (1 - pull) ** K) / pull if pull else (K - r * (1 - r**K) / (1 - r)) / (1 - r)
+        for id, K in steps.items()
+    }
+    start, P = method.server["weights"].double(), num_parameters(method.network)
+    moved = {id: method.decode(upload).double() - start for id, upload in history[-1].items()}
+    total = sum(sizes[id] for id in moved)
+    tau = sum(sizes[id] / total * (steps if pull else work)[id] for id in moved)
+    for id in moved:
+        moved[id][:P] *= tau / work[id]
+    return start + _mean(moved, sizes)
+
+
 def mean_of_soft_labels(history: History, sizes: Sequence[int], method: Method, client: int) -> Tensor:
     """Return p = sum_k n_k p_k / sum_k n_k over the clients of the last round, float64 ``[|P|, C]``.
 
@@ -46,6 +81,18 @@ def mean_of_soft_labels(history: History, sizes: Sequence[int], method: Method, 
     """
     mean = _mean({id: upload.tensor("soft_labels") for id, upload in history[-1].items()}, sizes)
     return sharpened(mean, method.sharpen)  # type: ignore[arg-type]
+
+
+def mean_of_prototypes(history: History, sizes: Sequence[int], method: Method, client: int) -> Tensor:
+    """Return P_c = sum_k n_kc z_kc / sum_k n_kc over the last round with the class, float64 ``[C, d]``; zeros
+    of one that nobody has had."""
+    last = torch.zeros_like(method.server["prototypes"], dtype=torch.float64)
+    for uploads in history:
+        counts = torch.stack([upload.tensor("counts").double() for upload in uploads.values()])
+        means = torch.stack([upload.tensor("prototypes").double() for upload in uploads.values()])
+        total = counts.sum(0).unsqueeze(1)
+        last = torch.where(total > 0, (counts.unsqueeze(2) * means).sum(0) / total, last)
+    return last
 
 
 def mean_by_relevance(history: History, sizes: Sequence[int], method: Method, client: int) -> Tensor:

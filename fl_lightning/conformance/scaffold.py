@@ -158,6 +158,8 @@ class ControlVariates(Expectation):
         ]
         expected = scaffold_path(start, rounds, run.weights)[-1]
         right = distance([expected], [end]) <= run.noise
-        expect(right, f"it ends at {show(end)}, and SCAFFOLD at {show(expected)}: see control variates")
+        expect(
+            right, f"it ends at {show(end)}", f"{show(expected)}, where SCAFFOLD ends", "see control variates"
+        )
 
     expect_one_step = expect_limit

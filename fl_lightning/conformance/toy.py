@@ -119,6 +119,11 @@ def small_network(num_classes: int) -> nn.Module:
     return SmallCNN(num_classes, norm="batch", width=4)
 
 
+def small_group_network(num_classes: int) -> nn.Module:
+    """Return a small CNN whose normalisation keeps no statistics."""
+    return SmallCNN(num_classes, width=4)
+
+
 class Quadratic:
     """The loss ``|w - CENTRES[label]|^2 / 2``, mean over the batch, in place of ``task_loss``.
 

@@ -12,6 +12,7 @@ from fl_lightning.data.partition import IID, Dirichlet, Natural, Partition, Shar
 from fl_lightning.data.table import TableData
 from fl_lightning.data.text.corpus_data import CorpusData
 from fl_lightning.data.text.federation import InstructionData, TextData
+from fl_lightning.data.text.labelled_text import LabelledText
 from fl_lightning.data.text.natural_instructions import NaturalInstructions
 from fl_lightning.data.text.text_files import TextFiles
 from fl_lightning.data.text.token_data import DataModuleTokens, TokenData
@@ -32,6 +33,7 @@ __all__ = [
     "ImageData",
     "ImageFolder",
     "InstructionData",
+    "LabelledText",
     "LeafData",
     "Natural",
     "NaturalInstructions",

@@ -10,26 +10,31 @@ import logging
 from abc import abstractmethod
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
-from difflib import get_close_matches
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Annotated, Any, Literal, cast
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
-from fl_lightning.data.base import FederatedData
+from fl_lightning.data.base import BatchSize, FederatedData, PublicExamples, ValFraction
 from fl_lightning.data.example_batches import Split
 from fl_lightning.data.form import Form
 from fl_lightning.data.partition import Dirichlet, Natural, Partition
 from fl_lightning.data.summary import MAX_LISTED_CLIENTS
 from fl_lightning.errors import InputError, require, require_choice
+from fl_lightning.metrics.named import MetricFactory
 from fl_lightning.rng import stream
+from fl_lightning.support.constraints import within
 from fl_lightning.tasks import Classification, Regression
 
 log = logging.getLogger(__name__)
 
+ClientCount = Annotated[
+    int, within("[0, inf)", "a federation has at least one client", "write 0 for those of the data")
+]
+"""A number of clients; 0: as many as the data have of their own."""
 TaskName = Literal["classification", "regression", "language_modelling"]
 SPLIT_SEED = 0  # not the run's seed: all runs have the same test set
 
@@ -95,6 +100,9 @@ class ArrayData(FederatedData):
         batch_size: examples of one local step.
         val_fraction: share of each client's examples that is held out for validation, in [0, 1).
         public_examples: training examples of the public set; 0: no public set.
+        metrics: metrics of torchmetrics by class path that are evaluated beside the task's, as ``test/*`` and
+            ``val/*``; null: none.
+        primary: the metric that selects, of the task's or of ``metrics``; null: the task's primary one.
 
     Raises:
         InputError: an argument is out of range.
@@ -115,11 +123,13 @@ class ArrayData(FederatedData):
         *,
         test_fraction: float = 0.2,
         task: TaskName = "classification",
-        num_clients: int = 0,
+        num_clients: ClientCount = 0,
         partition: Partition | None = None,
-        batch_size: int = 32,
-        val_fraction: float = 0.1,
-        public_examples: int = 0,
+        batch_size: BatchSize = 32,
+        val_fraction: ValFraction = 0.1,
+        public_examples: PublicExamples = 0,
+        metrics: list[MetricFactory] | None = None,
+        primary: str | None = None,
     ) -> None:
         self.count_clients = check_count(num_clients, self.natural)
         super().__init__(
@@ -129,6 +139,8 @@ class ArrayData(FederatedData):
             batch_size=batch_size,
             val_fraction=val_fraction,
             public_examples=public_examples,
+            metrics=metrics,
+            primary=primary,
         )
         check_test_fraction(self.has_test, test_fraction)
         require(
@@ -267,14 +279,8 @@ def check_count(num_clients: int, natural: bool) -> bool:
         natural: whether the data say whose each example is.
 
     Raises:
-        InputError: the number is negative, or 0 where the data say nothing of clients.
+        InputError: it is 0 where the data say nothing of clients.
     """
-    require(
-        num_clients >= 0,
-        f"num_clients={num_clients}",
-        "a federation has at least one client",
-        "write 0 for those of the data",
-    )
     require(
         num_clients or natural,
         "num_clients=0",
@@ -338,15 +344,6 @@ def number_names(values: Iterable[Hashable]) -> dict[Any, int]:
     except TypeError:  # numbers and texts side by side
         names = sorted(set(values), key=str)
     return {name: number for number, name in enumerate(names)}
-
-
-def near_names(name: object, names: Iterable[object]) -> str:
-    """Return what to write in place of a name that is not there: the nearest of those that are."""
-    known = [str(one) for one in names]
-    near = get_close_matches(str(name), known, n=1, cutoff=0.6)
-    if near:
-        return f"did you mean {near[0]}?"
-    return f"write one of {', '.join(known[:20])}{' ...' if len(known) > 20 else ''}"
 
 
 def check_classes(names: Sequence[Any], place: str) -> None:

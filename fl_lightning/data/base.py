@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from functools import cached_property
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 import torch
@@ -26,9 +26,16 @@ from fl_lightning.data.index_file import FromFile
 from fl_lightning.data.partition import Natural, Partition, check_memory, make_holdings
 from fl_lightning.data.summary import summarise_clients
 from fl_lightning.errors import InputError, require
+from fl_lightning.metrics.named import MetricFactory
 from fl_lightning.rng import stream
+from fl_lightning.support.constraints import within
 from fl_lightning.support.recorded import Recorded
 from fl_lightning.tasks import Classification, Task
+
+NumClients = Annotated[int, within("[1, inf)", "a federation has at least one client", "write 1 or more")]
+BatchSize = Annotated[int, within("[1, inf)", "a batch has at least one example", "write e.g. 64")]
+ValFraction = Annotated[float, within("[0, 1)", "a share in [0, 1)", "write e.g. 0.05, or 0 for none")]
+PublicExamples = Annotated[int, within("[0, inf)", "a public set has 0 or more examples", "write 0 for none")]
 
 
 class FederatedData(ExampleBatches, Recorded, LightningDataModule):
@@ -52,6 +59,9 @@ class FederatedData(ExampleBatches, Recorded, LightningDataModule):
             the server; 0: no public set.
         public_dataset: data set from which the public set is drawn; null: the training examples, and no
             client then holds public examples.
+        metrics: metrics of torchmetrics by class path that are evaluated beside the task's, as ``test/*`` and
+            ``val/*``; null: none.
+        primary: the metric that selects, of the task's or of ``metrics``; null: the task's primary one.
 
     Raises:
         InputError: an argument is out of range, or the clients do not fit into memory.
@@ -70,46 +80,33 @@ class FederatedData(ExampleBatches, Recorded, LightningDataModule):
     instead of finding them in their own training examples; a node of a deployment sets it before ``setup``.
     All examples are then for training, and there is no test set. None: they are found in the examples."""
 
+    own_setting = "train"
+    """The setting that names a node's own examples, where a deployment trains on the nodes' data."""
+
     apart: bool = False
     """Whether clients are on other machines, with their examples."""
+    continued: bool = False
+    """Whether they are those of a run that exists, whose settings are not questioned any more."""
 
     def __init__(
         self,
         *,
         dataset: str,
-        num_clients: int,
+        num_clients: NumClients,
         partition: Partition,
-        batch_size: int,
-        val_fraction: float,
-        public_examples: int = 0,
+        batch_size: BatchSize,
+        val_fraction: ValFraction,
+        public_examples: PublicExamples = 0,
         public_dataset: str | None = None,
+        metrics: list[MetricFactory] | None = None,
+        primary: str | None = None,
     ) -> None:
         super().__init__()
-        require(
-            num_clients >= 1,
-            f"num_clients={num_clients}",
-            "a federation has at least one client",
-            "write 1 or more",
-        )
         check_memory(f"num_clients={num_clients}", 8 * num_clients)
-        require(
-            batch_size >= 1, f"batch_size={batch_size}", "a batch has at least one example", "write e.g. 64"
-        )
-        require(
-            0 <= val_fraction < 1,
-            f"val_fraction={val_fraction}",
-            "a share in [0, 1)",
-            "write e.g. 0.05, or 0 for none",
-        )
         self.dataset, self.num_clients, self.partition = dataset, num_clients, partition
-        require(
-            public_examples >= 0,
-            f"public_examples={public_examples}",
-            "a public set has 0 or more examples",
-            "write 0 for none",
-        )
         self.batch_size, self.val_fraction = batch_size, val_fraction
         self.public_examples, self.public_dataset = public_examples, public_dataset
+        self.metrics, self.primary = metrics or [], primary
         self.public = np.empty(0, np.int64)
         self._public_moved = None
         self.seed = 0
@@ -246,6 +243,10 @@ class FederatedData(ExampleBatches, Recorded, LightningDataModule):
         for cached in ("sizes", "active", "partition_hash", "_all_validation"):  # values of another seed
             self.__dict__.pop(cached, None)
         self._holdings = holdings
+        if self.metrics or self.primary not in (None, self.task.primary):
+            if not self.task.named:  # else they are of another seed
+                self._own_task = self.task
+            self.task = self._own_task.measuring(self.metrics, self.primary, self.num_classes)
 
     def _dealt_by(self) -> np.ndarray:
         """Return what the partition goes by: the groups of the training examples, or whose they are."""

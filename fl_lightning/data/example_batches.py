@@ -8,6 +8,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
+from math import ceil
 from typing import Any, Literal
 
 import numpy as np
@@ -114,6 +115,10 @@ class ExampleBatches(ABC):
     def num_steps(self, client: Client, epochs: int) -> int:
         """Return the number of local steps in so many epochs."""
         return epochs * len(self.epoch_sizes(client))
+
+    def epochs_for(self, client: Client, steps: int) -> int:
+        """Return the fewest epochs that have so many local steps."""
+        return ceil(steps / self.num_steps(client, 1))
 
     def epoch_sizes(self, client: Client) -> list[int]:
         """Return the sizes of the client's batches in one epoch."""

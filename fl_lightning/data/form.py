@@ -18,12 +18,14 @@ class Form:
         moments: mean and standard deviation of each channel by which images are normalised, 2 x C; empty
             where inputs are taken as they are.
         columns: of a table, by the name of each column that is learnt from or learnt: the mean and standard
-            deviation of numbers, or the categories in order.
+            deviation of numbers, the categories in order, or the encoding of text as
+            :mod:`fl_lightning.data.table_values` fits it. Where missing values are filled in, ``column`` is
+            one of these and ``fill`` what takes the place of a missing value.
     """
 
     classes: Sequence[Any] = ()
     moments: Sequence[Sequence[float]] = ()
-    columns: Mapping[str, Sequence[Any]] = field(default_factory=dict)
+    columns: Mapping[str, Any] = field(default_factory=dict)
 
     def numbers(self, names: Iterable[Any], place: str) -> dict[Any, int]:
         """Return the number of each class of the run.

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from fl_lightning.data.arrays import Examples, Names, name_from, near_names
+from fl_lightning.data.arrays import Examples, Names, name_from
 from fl_lightning.data.map_style import ItemData
 from fl_lightning.errors import InputError, require
+from fl_lightning.support.near_names import nearest_or_list
 
 FILES = {".parquet": "parquet", ".csv": "csv", ".json": "json", ".jsonl": "json"}
 """The library's names of the kinds of files."""
@@ -41,6 +42,7 @@ class HuggingFaceData(ItemData):
     """
 
     examplewise = True
+    own_setting = "path"
 
     def __init__(
         self,
@@ -73,9 +75,17 @@ class HuggingFaceData(ItemData):
             InputError: the data set cannot be loaded, or a row has another form.
         """
         loaded = self._load()
-        first, second, names = self.examples_of(loaded, [f"{self.path}, {split}" for split in self.splits])
+        places = [f"{self.path}, {split}" for split in self.splits]
         feature = loaded[0].features[self.keys.target]
-        if hasattr(feature, "int2str") and names.classes:
+        coded = hasattr(feature, "int2str") and self.task.has_classes
+        if coded and self.run_form:  # which knows classes by their names
+            loaded = [None if rows is None else named_classes(rows, self.keys.target) for rows in loaded]
+        items = [
+            None if rows is None else self.items_of(rows, place)
+            for rows, place in zip(loaded, places, strict=True)
+        ]
+        first, second, names = self.examples_of(items, places)
+        if coded and not self.run_form:
             unknown = [number for number in names.classes if not 0 <= int(number) < feature.num_classes]
             require(
                 not unknown,
@@ -86,12 +96,44 @@ class HuggingFaceData(ItemData):
             names = Names([feature.int2str(int(n)) for n in names.classes], names.groups, names.clients)
         return first, second, names
 
+    def items_of(self, rows: Any, place: str) -> Any:
+        """Return the items of a split's rows, map-style; by default the rows themselves.
+
+        Args:
+            rows: a ``datasets.Dataset``.
+            place: its name, for messages.
+        """
+        return rows
+
+    def input_columns(self) -> Sequence[object]:
+        """Return the names of the columns of which inputs are made; None: all that are nothing else."""
+        wanted = self.keys.input
+        return wanted if isinstance(wanted, list) else [wanted]
+
     def _load(self) -> list[Any]:
         """Return the training split and the test split, or None where it is not named."""
         keys = self.keys
-        wanted = keys.input if isinstance(keys.input, list) else [keys.input]
-        columns = [name for name in (keys.target, keys.group, keys.client, *wanted) if name is not None]
-        return load_splits(self.path, self.configuration, self.splits, columns)
+        columns = [keys.target, keys.group, keys.client, *self.input_columns()]
+        named = [name for name in columns if name is not None]
+        return load_splits(self.path, self.configuration, self.splits, named)
+
+
+def named_classes(rows: Any, column: Any) -> Any:
+    """Return a split whose column of class numbers has the names of the classes.
+
+    A number that is of no class stays: it is refused as a class that the run has not.
+
+    Args:
+        rows: a ``datasets.Dataset``.
+        column: name of a column that is a ``ClassLabel``.
+    """
+    feature, numbers = rows.features[column], list(rows[column])
+    known = [number is not None and 0 <= number < feature.num_classes for number in numbers]
+    names = [
+        feature.int2str(number) if has_name else str(number)
+        for number, has_name in zip(numbers, known, strict=True)
+    ]
+    return rows.remove_columns(column).add_column(column, names)
 
 
 def load_splits(
@@ -118,7 +160,12 @@ def load_splits(
             require(wanted[1] is None, f"test={wanted[1]}", f"{path} has a single split", "leave test out")
             splits.append(found)
             continue
-        require(split in found, f"split {split}", f"{path} has no such split", near_names(split, found))
+        require(
+            split in found,
+            f"split {split}",
+            f"{path} has no such split",
+            f"write {nearest_or_list(split, found)}",
+        )
         splits.append(found[split])
     for split, one in zip(wanted, splits, strict=True):
         for column in columns if one is not None else ():
@@ -126,7 +173,7 @@ def load_splits(
                 column in one.column_names,
                 f"{path}, {split}",
                 f"there is no column {column}",
-                near_names(column, one.column_names),
+                f"write {nearest_or_list(column, one.column_names)}",
             )
     return splits
 

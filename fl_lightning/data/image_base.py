@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from typing import Literal, get_args
+from typing import Annotated, Literal
 
 import numpy as np
 import torch
@@ -14,12 +14,14 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from fl_lightning.data.arrays import channel_moments
-from fl_lightning.data.base import FederatedData
+from fl_lightning.data.base import BatchSize, FederatedData, NumClients, PublicExamples, ValFraction
 from fl_lightning.data.example_batches import Split
 from fl_lightning.data.form import Form
 from fl_lightning.data.local import Arrays
 from fl_lightning.data.partition import Dirichlet, Partition, check_memory
 from fl_lightning.errors import require
+from fl_lightning.metrics.named import MetricFactory
+from fl_lightning.support.constraints import Constraint, within
 
 Crop = Literal["none", "pad", "shrink"]
 
@@ -41,6 +43,9 @@ class ImageData(FederatedData):
         crop_size: side in pixels that a shrink crop leaves; the network sees images of this size.
         flip: whether training images are mirrored left to right with probability 1/2.
         public_examples: training images of the public set, drawn by the run's seed; 0: no public set.
+        metrics: metrics of torchmetrics by class path that are evaluated beside the task's, as ``test/*`` and
+            ``val/*``; null: none.
+        primary: the metric that selects, of the task's or of ``metrics``; null: the task's primary one.
 
     Raises:
         InputError: an argument is out of range.
@@ -62,24 +67,19 @@ class ImageData(FederatedData):
     def __init__(
         self,
         *,
-        num_clients: int = 100,
+        num_clients: NumClients = 100,
         partition: Partition | None = None,
-        batch_size: int = 64,
-        val_fraction: float = 0.05,
-        crop: Crop = "none",
-        crop_padding: int = 4,
+        batch_size: BatchSize = 64,
+        val_fraction: ValFraction = 0.05,
+        crop: Annotated[Crop, Constraint(instead="write none for no crop")] = "none",
+        crop_padding: Annotated[int, within("[0, inf)", "at least 0", "write 0 or more")] = 4,
         crop_size: int = 28,
         flip: bool = False,
-        public_examples: int = 0,
+        public_examples: PublicExamples = 0,
+        metrics: list[MetricFactory] | None = None,
+        primary: str | None = None,
     ) -> None:
         side = self.side
-        require(
-            crop in get_args(Crop),
-            f"crop={crop!r}",
-            f"one of {', '.join(get_args(Crop))}",
-            "write none for no crop",
-        )
-        require(crop_padding >= 0, f"crop_padding={crop_padding}", "at least 0", "write 0 or more")
         require(
             crop != "shrink" or 1 <= crop_size <= side,
             f"crop_size={crop_size}",
@@ -95,6 +95,8 @@ class ImageData(FederatedData):
             batch_size=batch_size,
             val_fraction=val_fraction,
             public_examples=public_examples,
+            metrics=metrics,
+            primary=primary,
         )
         self.crop, self.crop_padding, self.flip = crop, crop_padding, flip
         self.view_side = crop_size if crop == "shrink" else side

@@ -7,13 +7,14 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import numpy as np
 import torch
 from PIL import Image, ImageOps
 
 from fl_lightning.data.arrays import (
+    ClientCount,
     Names,
     check_classes,
     check_count,
@@ -24,11 +25,13 @@ from fl_lightning.data.arrays import (
     number_names,
     sha256_of,
 )
+from fl_lightning.data.base import ValFraction
 from fl_lightning.data.form import Form
 from fl_lightning.data.image_base import ImageData
 from fl_lightning.data.local import Arrays
 from fl_lightning.data.partition import Partition, check_memory
 from fl_lightning.errors import InputError, require
+from fl_lightning.support.constraints import path_to, within
 
 log = logging.getLogger(__name__)
 
@@ -43,6 +46,9 @@ class ImageFile(NamedTuple):
     path: Path
     label: str
     client: str | None
+
+
+IMAGES = path_to("folder", "there is no such folder", "write the path of a folder of images")
 
 
 class ImageFolder(ImageData):
@@ -73,19 +79,18 @@ class ImageFolder(ImageData):
 
     def __init__(
         self,
-        train: str,
-        test: str | None = None,
+        train: Annotated[str, IMAGES],
+        test: Annotated[str | None, IMAGES] = None,
         test_fraction: float = 0.2,
         client_folders: bool = False,
-        size: int = 32,
-        num_clients: int = 0,
+        size: Annotated[int, within("[1, inf)", "an image has at least one pixel", "write e.g. 32")] = 32,
+        num_clients: ClientCount = 0,
         partition: Partition | None = None,
-        val_fraction: float = 0.1,
+        val_fraction: ValFraction = 0.1,
         **settings: Any,
     ) -> None:
         self.count_clients = check_count(num_clients, client_folders)
         check_test_fraction(test is not None, test_fraction)
-        require(size >= 1, f"size={size}", "an image has at least one pixel", "write e.g. 32")
         self.train_path, self.test_path = Path(train), Path(test) if test else None
         self.dataset, self.root, self.side = name_from(train), str(self.train_path.parent), size
         super().__init__(
@@ -180,7 +185,7 @@ def find_images(folder: Path, client_folders: bool) -> list[ImageFile]:
     Raises:
         InputError: there is no such folder, it holds no images, or its form is another one.
     """
-    require(folder.is_dir(), f"{folder}", "there is no such folder", "write the path of a folder of images")
+    IMAGES.check(folder)
     form = "client/class/image" if client_folders else "class/image"
     splits = sorted(path.name for path in _folders(folder))
     require(

@@ -7,14 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from difflib import get_close_matches
-from typing import Any
+from typing import Annotated, Any
 
 from fl_lightning.data.cifar import Cifar
 from fl_lightning.data.image_base import ImageData
 from fl_lightning.data.local import Arrays, digits, synthetic
 from fl_lightning.data.partition import check_memory
 from fl_lightning.errors import require
+from fl_lightning.support.constraints import one_of, within
 
 
 @dataclass(frozen=True)
@@ -70,6 +70,11 @@ DATASETS = {
     ),
 }
 """All data sets by name. A new one is an entry here, and nothing else."""
+KNOWN_DATASET = one_of(
+    tuple(DATASETS),
+    instead="write one of them, or name other data: --data HuggingFaceData, ImageFolder or DatasetData",
+    near=True,
+)
 
 
 class FederatedImages(ImageData):
@@ -98,31 +103,17 @@ class FederatedImages(ImageData):
 
     def __init__(
         self,
-        dataset: str = "digits",
+        dataset: Annotated[str, KNOWN_DATASET] = "digits",
         root: str = "data",
         download: bool = False,
         public_dataset: str | None = None,
-        synthetic_examples: int = 5000,
-        synthetic_test_examples: int = 1000,
-        synthetic_size: int = 32,
-        synthetic_classes: int = 10,
+        synthetic_examples: Annotated[int, within("[1, inf)", "at least 1", "write 1 or more")] = 5000,
+        synthetic_test_examples: Annotated[int, within("[1, inf)", "at least 1", "write 1 or more")] = 1000,
+        synthetic_size: Annotated[int, within("[1, inf)", "at least 1", "write 1 or more")] = 32,
+        synthetic_classes: Annotated[int, within("[2, inf)", "at least 2", "write 2 or more")] = 10,
         synthetic_seed: int = 0,
         **settings: Any,
     ) -> None:
-        near = (get_close_matches(str(dataset).lower(), DATASETS, n=1, cutoff=0.0) or ["digits"])[0]
-        require(
-            dataset in DATASETS,
-            f"dataset={dataset!r}",
-            f"one of {', '.join(DATASETS)}",
-            f"did you mean {near}?",
-        )
-        for name, value, least in (
-            ("synthetic_examples", synthetic_examples, 1),
-            ("synthetic_test_examples", synthetic_test_examples, 1),
-            ("synthetic_size", synthetic_size, 1),
-            ("synthetic_classes", synthetic_classes, 2),
-        ):
-            require(value >= least, f"{name}={value}", f"at least {least}", f"write {least} or more")
         if "synthetic" in (dataset, public_dataset):
             examples = synthetic_examples + synthetic_test_examples
             size = (

@@ -21,13 +21,13 @@ from fl_lightning.data.arrays import (
     Names,
     check_classes,
     in_test,
-    near_names,
     number_names,
 )
 from fl_lightning.data.form import Form
 from fl_lightning.data.partition import check_memory
 from fl_lightning.errors import InputError, require
 from fl_lightning.rng import torch_stream
+from fl_lightning.support.near_names import nearest_or_list
 from fl_lightning.support.user_code import is_bug_of_user
 
 Key = int | str
@@ -272,17 +272,23 @@ def _parts_of_dictionary(item: Mapping[Any, Any], keys: Keys, where: str) -> dic
     )
     for name, key in named.items():
         if key is not None:
-            require(key in item, f"{name}={key}", f"{where} has no such name", near_names(key, item))
+            _require_key(key, item, name, where)
             found[name] = item[key] if name == "target" else plain(item[key])
     if isinstance(keys.input, (int, str)):
         wanted: list[Any] = [keys.input]
     else:
         wanted = [key for key in item if key not in named.values()] if keys.input is None else [*keys.input]
     for key in wanted:
-        require(key in item, f"input={key}", f"{where} has no such name", near_names(key, item))
+        _require_key(key, item, "input", where)
     require(wanted, where, "it has nothing beside the target", "give it an input")
     single = len(wanted) == 1 and not isinstance(keys.input, list)
     return found | {"input": item[wanted[0]] if single else {key: item[key] for key in wanted}}
+
+
+def _require_key(key: Any, item: Mapping[Any, Any], name: str, where: str) -> None:
+    if key not in item:
+        instead = f"write {nearest_or_list(key, item)}"
+        raise InputError(f"{name}={key}", f"{where} has no such name", instead)
 
 
 def plain(value: Any) -> Any:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import math
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 import torch
@@ -17,8 +17,11 @@ from fl_lightning.data.arrays import ArrayData, Examples, Names, name_from
 from fl_lightning.data.items import Items, to_examples
 from fl_lightning.data.partition import check_memory
 from fl_lightning.errors import InputError, require
+from fl_lightning.support.constraints import path_to
 
 EXPECTED = 'write {"users": ["a"], "num_samples": [1], "user_data": {"a": {"x": [[0.5]], "y": [1]}}}'
+
+LEAF = path_to("any", "there is no such file", "write a .json file in LEAF's form, or a folder of them")
 
 
 class LeafData(ArrayData):
@@ -41,7 +44,13 @@ class LeafData(ArrayData):
     examplewise = True
     natural = True
 
-    def __init__(self, train: str, test: str | None = None, images: bool = False, **settings: Any) -> None:
+    def __init__(
+        self,
+        train: Annotated[str, LEAF],
+        test: Annotated[str | None, LEAF] = None,
+        images: bool = False,
+        **settings: Any,
+    ) -> None:
         self.dataset, self.has_test = name_from(train), test is not None
         super().__init__(**settings)
         self.train_path, self.test_path = Path(train), Path(test) if test else None
@@ -74,9 +83,9 @@ def leaf_files(path: Path) -> list[Path]:
     Raises:
         InputError: there is none.
     """
-    found = sorted(path.glob("*.json")) if path.is_dir() else [path] if path.is_file() else []
-    reason = "this folder has no .json files" if path.is_dir() else "there is no such file"
-    require(found, f"{path}", reason, "write a .json file in LEAF's form, or a folder of them")
+    LEAF.check(path)
+    found = sorted(path.glob("*.json")) if path.is_dir() else [path]
+    LEAF.require(found, path, "this folder has no .json files")
     return found
 
 

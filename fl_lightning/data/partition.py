@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import os
 from abc import ABC, abstractmethod
+from typing import Annotated
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -16,6 +17,7 @@ from numpy.typing import ArrayLike
 from fl_lightning.data.holdings import Holdings
 from fl_lightning.errors import InputError, require
 from fl_lightning.rng import stream
+from fl_lightning.support.constraints import within
 from fl_lightning.support.recorded import Recorded
 
 MAX_DRAWS = 1000
@@ -40,18 +42,15 @@ def check_memory(given: str, size: int) -> None:
     )
 
 
-def _check_beta(beta: float) -> None:
-    # not (beta > 0) is also true of NaN
-    require(
-        beta > 0,
-        f"beta={beta}",
-        "the Dirichlet concentration is a positive number",
-        "write e.g. 0.1 (skewed) or .inf (IID)",
-    )
-
-
-def _check_min_size(min_size: int) -> None:
-    require(min_size >= 0, f"min_size={min_size}", "a client holds at least 0 examples", "write 0 or more")
+BETA = within(
+    "(0, inf]",
+    "the Dirichlet concentration is a positive number",
+    "write e.g. 0.1 (skewed) or .inf (IID)",
+    given="beta={value}",
+)
+MIN_SIZE = within(
+    "[0, inf)", "a client holds at least 0 examples", "write 0 or more", given="min_size={value}"
+)
 
 
 def _check_clients(num_clients: int) -> None:
@@ -111,13 +110,14 @@ def dirichlet_partition(
 
 def _dirichlet(label: np.ndarray, num_clients: int, beta: float, seed: int, min_size: int) -> Holdings:
     _check_clients(num_clients)
-    _check_beta(beta)
-    _check_min_size(min_size)
+    BETA.check(beta)
+    MIN_SIZE.check(min_size)
     require(
         min_size * num_clients <= len(label),
-        f"min_size={min_size} for num_clients={num_clients}",
-        f"{len(label)} examples cannot give each client that many",
-        f"write min_size {len(label) // num_clients} or less, or fewer clients",
+        f"data.num_clients {num_clients} with min_size {min_size}",
+        f"{len(label)} training examples cannot give each client {min_size}",
+        f"write data.num_clients {len(label) // max(min_size, 1)} or less, or data.partition.min_size "
+        f"{len(label) // num_clients}" + " or less" * (len(label) >= num_clients),
     )
     if math.isinf(beta):
         return IID().holdings(label, num_clients, seed)
@@ -185,10 +185,8 @@ class Dirichlet(IndexPartition):
         min_size: fewest examples of a client; 0 allows empty clients.
     """
 
-    def __init__(self, beta: float = 0.1, min_size: int = 1) -> None:
+    def __init__(self, beta: Annotated[float, BETA] = 0.1, min_size: Annotated[int, MIN_SIZE] = 1) -> None:
         self.beta, self.min_size = float(beta), min_size
-        _check_beta(self.beta)
-        _check_min_size(min_size)
 
     def holdings(self, labels: np.ndarray, num_clients: int, seed: int) -> Holdings:
         return _dirichlet(labels, num_clients, self.beta, seed, self.min_size)
@@ -225,13 +223,12 @@ class Shards(IndexPartition):
         classes_per_client: shards of one client; about the number of classes that it sees.
     """
 
-    def __init__(self, classes_per_client: int = 2) -> None:
-        require(
-            classes_per_client >= 1,
-            f"classes_per_client={classes_per_client}",
-            "a client gets at least one shard",
-            "write 1 or more",
-        )
+    def __init__(
+        self,
+        classes_per_client: Annotated[
+            int, within("[1, inf)", "a client gets at least one shard", "write 1 or more")
+        ] = 2,
+    ) -> None:
         self.classes_per_client = classes_per_client
 
     def holdings(self, labels: np.ndarray, num_clients: int, seed: int) -> Holdings:

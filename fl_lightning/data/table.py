@@ -6,10 +6,10 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import numpy as np
 import torch
@@ -26,25 +26,42 @@ from fl_lightning.data.arrays import (
 from fl_lightning.data.form import Form
 from fl_lightning.data.partition import check_memory
 from fl_lightning.data.table_file import (
+    TABLE_FILE,
+    block_of,
     check_column,
-    check_complete,
     check_file,
-    check_text,
     moments,
     numbers_of,
     place_of,
     read_table,
 )
+from fl_lightning.data.table_values import (
+    Missing,
+    TextEncoding,
+    check_settings,
+    check_values,
+    encoded,
+    encodings_of,
+    filled,
+    fills_of,
+    fit_ordinal,
+    fit_tfidf,
+    max_categories,
+    whole_names,
+)
 from fl_lightning.errors import InputError, require
+from fl_lightning.support.constraints import Constraint
 
 if TYPE_CHECKING:
     import pandas as pd  # imported in functions below: it is slow, and most runs need no table
 
 log = logging.getLogger(__name__)
 
-MAX_CATEGORIES, MIN_REPEATED = 1000, 20
-"""Largest number of categories of a column. One with more, or with more than 20 of which most stand in one
-row only, is text or a name of the row."""
+
+MAX_NUMBERS = 50
+"""Largest number of different numbers in a target of which it is not asked what they are."""
+BLOCK_VALUES = 2**22
+"""Numbers that are standardised together, in float64."""
 
 
 class TableData(ArrayData):
@@ -55,14 +72,24 @@ class TableData(ArrayData):
 
     Args:
         train: a file: ``.csv``, ``.tsv`` or ``.parquet``, with the names of the columns in the first line.
-        target: column of what is learnt.
+        target: column of what is learnt. With more than 50 different numbers, other than 0, 1, 2 ... or 1, 2,
+            3 ..., it could be meant either way and is refused until ``task`` is regression or ``categorical``
+            names it.
         test: a file with the same columns; null: ``test_fraction`` of the rows of ``train``.
         features: columns that the network sees; null: all but ``target``, ``group`` and ``client``.
-        categorical: columns of numbers that are names, such as a postcode, and become categories.
+        categorical: columns of numbers that are names, such as a postcode, and become categories; of the
+            target, classes.
         group: column by which partitions deal the rows out; null: the class.
         client: column that says whose a row is, for the partition Natural; null: the rows say nothing of it.
         standardise_target: whether a regression's target is standardised with the training rows too. Then
             errors are in its standard deviations: ``mse`` is 1 for who always says the mean.
+        missing: what is done where a feature has no value. mean, median and most_frequent: that of the
+            training rows takes its place, and of categories always the most frequent one; drop: the row is
+            left out, also where target, group or client have no value; null: the file is refused.
+        text: what becomes of columns of text with too many values for categories. ordinal: the number of the
+            text in sorted order; tfidf: the TF-IDF weight of each of the 1000 most frequent words; drop: the
+            column is left out; ``{COLUMN: ordinal}``: each column that is named, whatever its values; null:
+            the file is refused.
         settings: those of all data in memory, see :class:`~fl_lightning.data.arrays.ArrayData`.
 
     Raises:
@@ -73,14 +100,18 @@ class TableData(ArrayData):
 
     def __init__(
         self,
-        train: str,
+        train: Annotated[str, TABLE_FILE],
         target: str,
-        test: str | None = None,
+        test: Annotated[str | None, TABLE_FILE] = None,
         features: list[str] | None = None,
         categorical: list[str] | None = None,
         group: str | None = None,
         client: str | None = None,
         standardise_target: bool = True,
+        missing: Annotated[
+            Missing | None, Constraint(given="--data.missing {value}", instead="write --data.missing mean")
+        ] = None,
+        text: TextEncoding | dict[str, str] | None = None,
         **settings: Any,
     ) -> None:
         self.dataset, self.natural, self.has_test = name_from(train), client is not None, test is not None
@@ -98,7 +129,12 @@ class TableData(ArrayData):
         self.features, self.categorical = features, list(categorical or [])
         self.group, self.client_column = group, client
         self.standardise_target = standardise_target
-        self._columns: dict[str, list[Any]] = {}
+        check_settings(missing, text)
+        self.missing, self.text = missing, text
+        self._columns: dict[str, Any] = {}
+        self._encodings: dict[str, TextEncoding | None] = {}
+        self._fills: dict[str, Any] = {}
+        self._mended: dict[str, Any] = {}
         if not self.task.has_classes:
             self.num_classes = 1
 
@@ -120,27 +156,22 @@ class TableData(ArrayData):
         """
         import pandas as pd
 
-        table, self._columns = read_table(self.train_path), {}
+        table, self._columns, self._mended = read_table(self.train_path), {}, {}
         self._check_columns(table)
-        used = [
-            *self._features(table),
-            *dict.fromkeys(filter(None, (self.target, self.group, self.client_column))),
-        ]
-        used = list(dict.fromkeys(used))
-        check_complete(table, used, self.train_path)
-        if self.test_path:
-            self._check_target(table)
-            train, test, test_file = table, read_table(self.test_path), self.test_path
-            for name in used:
-                if name != self.client_column:
-                    check_column(test, name, test_file)
-            check_complete(test, [name for name in used if name in test], test_file)
+        test_table = read_table(self.test_path) if self.test_path else None
+        test_file = self.test_path or self.train_path
+        self._check_target(table[table[self.target].notna()])
+        if test_table is not None:
+            train, test = table, test_table
         else:
-            self._check_target(table)
-            labels = table[self.target].astype(str) if self._classifies else pd.Series(np.zeros(len(table)))
+            labels = table[self.target].map(str) if self._classifies else pd.Series(np.zeros(len(table)))
             own = self.run_form is not None
             chosen = np.zeros(len(table), bool) if own else in_test(labels.to_numpy(), self.test_fraction)
-            train, test, test_file = table[~chosen], table[chosen], self.train_path
+            train, test = table[~chosen], table[chosen]
+        features, run = self._features(train), self._run_columns
+        self._encodings = encodings_of(train, features, self.categorical, self.text, run)
+        self._check_values(table, test_table)
+        train, test = self._complete(train, test, test_file)
         classes, targets = self._targets(train, test, test_file)
         groups, numbers = self._numbered(self.group, train, test)
         clients, owners = self._numbered(self.client_column, train, None)
@@ -152,7 +183,16 @@ class TableData(ArrayData):
         )
 
     def form(self) -> Form:
-        return replace(super().form(), columns=self._columns)
+        columns = {
+            name: {"fill": self._fills[name], "column": entry} if name in self._fills else entry
+            for name, entry in self._columns.items()
+        }
+        return replace(super().form(), columns=columns)
+
+    def partition_summary(self) -> dict[str, Any]:
+        """Return the content of ``partition.json``, with what became of missing values and of text."""
+        summary = super().partition_summary()
+        return summary | {"examples": summary["examples"] | self._mended}
 
     def _moments(self, name: str, values: np.ndarray) -> tuple[float, float]:
         """Return mean and standard deviation by which a column is standardised: of the run, or of the
@@ -161,8 +201,8 @@ class TableData(ArrayData):
         self._columns[name] = [mean, std]
         return mean, std
 
-    def _of_run(self, name: str) -> Sequence[Any]:
-        columns = self.run_form.columns if self.run_form else {}
+    def _of_run(self, name: str) -> Any:
+        columns = self._run_columns or {}
         require(
             name in columns,
             f"{self.train_path}, column {name}",
@@ -170,6 +210,14 @@ class TableData(ArrayData):
             f"name the features without {name}",
         )
         return columns[name]
+
+    @property
+    def _run_columns(self) -> dict[str, Any] | None:
+        """What the run knows of each column, of a node's own data."""
+        if self.run_form is None:
+            return None
+        columns = self.run_form.columns.items()
+        return {name: entry["column"] if _has_fill(entry) else entry for name, entry in columns}
 
     @property
     def _classifies(self) -> bool:
@@ -187,6 +235,80 @@ class TableData(ArrayData):
             "a column has no name: it may be the number of the row",
             "write the file without an index, or name the features",
         )
+
+    def _check_values(self, table: pd.DataFrame, test_table: pd.DataFrame | None) -> None:
+        """Refuse all columns of a file that nothing says how to read, in one message.
+
+        Raises:
+            InputError: values are missing, or columns are neither numbers nor categories.
+        """
+        features, others = self._seen(table), self._others
+        common: dict[str, Any] = {"features": features, "missing": self.missing}
+        check_values(
+            self.train_path,
+            table,
+            others=others,
+            encodings=self._encodings,
+            may_be_empty=self.run_form is not None,
+            **common,
+        )
+        if test_table is None or self.test_path is None:
+            return
+        others = [name for name in others if name != self.client_column]
+        for name in (*features, *others):
+            check_column(test_table, name, self.test_path)
+        check_values(self.test_path, test_table, others=others, encodings={}, may_be_empty=True, **common)
+
+    def _complete(
+        self, train: pd.DataFrame, test: pd.DataFrame, test_file: Path
+    ) -> tuple[pd.DataFrame, pd.DataFrame]:
+        """Return both splits without missing values.
+
+        Raises:
+            InputError: no row is left.
+        """
+        if self.text is not None:
+            self._mended["text"] = dict(self._encodings)
+        if self.missing is None:
+            return train, test
+        features = self._seen(train)
+        names = [*self.categorical, *(name for name in self._others if self._is_name(name))]
+        used = [*features, *self._others]
+        gaps = [some[[name for name in used if name in some]].isna() for some in (train, test)]
+        counts = gaps[0].sum().add(gaps[1].sum(), fill_value=0)
+        self._mended["missing"] = {str(name): int(count) for name, count in counts.items() if count}
+        if self.missing == "drop":
+            both = [some[~gap.any(axis=1)] for some, gap in zip((train, test), gaps, strict=True)]
+            for some, rest, path in zip((train, test), both, (self.train_path, test_file), strict=True):
+                require(
+                    len(rest) or not len(some),
+                    f"{path} with missing=drop",
+                    "every row lacks a value",
+                    "name the features without the columns that lack most, or write --data.missing mean",
+                )
+            self._mended["rows left out"] = len(train) + len(test) - sum(map(len, both))
+            train, test = whole_names(both, names)
+            return train, test
+        if self.run_form is None:
+            self._fills = fills_of(train, features, self.categorical, self._encodings, self.missing)
+        else:
+            columns = self.run_form.columns.items()
+            self._fills = {name: entry["fill"] for name, entry in columns if _has_fill(entry)}
+        train, test = whole_names([filled(some, self._fills) for some in (train, test)], names)
+        return train, test
+
+    @property
+    def _others(self) -> list[str]:
+        """The columns of target, group and client."""
+        return list(dict.fromkeys(filter(None, (self.target, self.group, self.client_column))))
+
+    def _is_name(self, name: str) -> bool:
+        """Return whether the values of a column are names: of classes, groups or clients."""
+        return self._classifies or name != self.target
+
+    def _seen(self, table: pd.DataFrame) -> list[str]:
+        """Return the columns that the network sees, without those that ``text`` drops."""
+        return [name for name in self._features(table) if self._encodings.get(name) != "drop"]
 
     def _features(self, table: pd.DataFrame) -> list[str]:
         if self.features is not None:
@@ -243,18 +365,22 @@ class TableData(ArrayData):
             return
         column, place = table[self.target], f"{self.train_path}, column {self.target}"
         fractions = pd.api.types.is_float_dtype(column) and not np.all(column == column.round())
+        regression = "write --data.task regression, or another target"
         require(
-            not fractions,
-            place,
-            "classes are texts or whole numbers, and these are fractions",
-            "write task: regression, or another target",
+            not fractions, place, "classes are texts or whole numbers, and these are fractions", regression
         )
         classes = column.nunique()
         require(
             classes <= max(2, len(table) // 2),
             place,
             f"it has {classes} classes in {len(table)} rows",
-            "write task: regression, or another target",
+            regression,
+        )
+        require(
+            self.continued or self.target in self.categorical or not _may_be_amounts(column),
+            place,
+            f"it has {classes} different numbers, which may be amounts to predict or names of classes",
+            f"write --data.task regression, or --data.categorical [{self.target}] for classification",
         )
 
     def _numbers_of(
@@ -280,17 +406,15 @@ class TableData(ArrayData):
         self, train: pd.DataFrame, test: pd.DataFrame, test_file: Path
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the numbers of all features, float32 ``[N, D]`` of both splits."""
-        import pandas as pd
-
         blocks: list[tuple[np.ndarray, np.ndarray]] = []
         width = 0
-        for name in self._features(train):
-            if name in self.categorical or not pd.api.types.is_numeric_dtype(train[name]):
-                block = self._one_hot(name, train, test, test_file)
+        for names, numeric in self._feature_blocks(train):
+            if numeric:
+                block = self._standardised(names, train, test, test_file)
+            elif names[0] in self._encodings:
+                block = self._of_text(names[0], train, test, test_file)
             else:
-                values = self._numbers_of(name, train, test, test_file)
-                mean, std = self._moments(name, values[0])
-                block = (((values[0] - mean) / std)[:, None], ((values[1] - mean) / std)[:, None])
+                block = self._one_hot(names[0], train, test, test_file)
             width += block[0].shape[1]
             check_memory(
                 f"{self.train_path} with {width} numbers a row", 4 * width * (len(train) + len(test))
@@ -299,34 +423,98 @@ class TableData(ArrayData):
         both = [np.concatenate(some, axis=1) for some in zip(*blocks, strict=True)]
         return torch.from_numpy(both[0]), torch.from_numpy(both[1])
 
+    def _of_text(
+        self, name: str, train: pd.DataFrame, test: pd.DataFrame, test_file: Path
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Return a column of text as numbers, as :mod:`fl_lightning.data.table_values` encodes it."""
+        if self.run_form is not None:
+            fit = self._of_run(name)
+        elif self._encodings[name] == "tfidf":
+            fit = fit_tfidf(train[name], f"{self.train_path}, column {name}")
+        else:
+            fit = fit_ordinal(train[name])
+        self._columns[name] = fit
+        found, unknown = encoded(test[name], fit)
+        self._warn_of_unknown(name, unknown, len(test), test_file)
+        return encoded(train[name], fit)[0], found
+
+    def _warn_of_unknown(self, name: str, count: int, rows: int, test_file: Path) -> None:
+        if count:
+            log.warning(
+                "%s, column %s: %d of %d test rows have a category that no training row has; they count as "
+                "none of them",
+                test_file,
+                name,
+                count,
+                rows,
+            )
+
+    def _feature_blocks(self, train: pd.DataFrame) -> Iterator[tuple[list[str], bool]]:
+        """Yield the features in their order: numbers that stand side by side together, as far as
+        :data:`BLOCK_VALUES` goes, and each column of names by itself."""
+        import pandas as pd
+
+        kinds = dict(zip(train.columns, train.dtypes, strict=True))
+        most, together = max(1, BLOCK_VALUES // len(train)), list[str]()
+        names = {*self.categorical, *self._encodings}
+        for name in self._seen(train):
+            numeric = name not in names and pd.api.types.is_numeric_dtype(kinds[name])
+            if together and (not numeric or len(together) == most):
+                yield together, True
+                together = []
+            if numeric:
+                together.append(name)
+            else:
+                yield [name], False
+        if together:
+            yield together, True
+
+    def _standardised(
+        self, names: list[str], train: pd.DataFrame, test: pd.DataFrame, test_file: Path
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Return columns of numbers in standard deviations from their means, float64 ``[N, D]``."""
+        values = block_of(train, names, self.train_path), block_of(test, names, test_file)
+        found = [self._moments(name, column) for name, column in zip(names, values[0], strict=True)]
+        mean, std = (np.array(some)[:, None] for some in zip(*found, strict=True))
+        return ((values[0] - mean) / std).T, ((values[1] - mean) / std).T
+
     def _one_hot(
         self, name: str, train: pd.DataFrame, test: pd.DataFrame, test_file: Path
     ) -> tuple[np.ndarray, np.ndarray]:
         """Return 1 where a row has a category, else 0, for each category of the training rows."""
-        check_text(train, name, self.train_path, numbers_are_names=name in self.categorical)
         texts = [some[name].astype(str) for some in (train, test)]
         numbers = number_names(texts[0].tolist())
         if self.run_form is not None:
             numbers = {text: number for number, text in enumerate(self._of_run(name))}
         self._columns[name] = list(numbers)
         require(
-            self.run_form or len(numbers) <= min(MAX_CATEGORIES, max(MIN_REPEATED, len(train) // 2)),
+            self.run_form or len(numbers) <= max_categories(len(train)),
             f"{self.train_path}, column {name}",
             f"it has {len(numbers)} categories in {len(train)} training rows",
             f"name the features without {name}",
         )
         unknown = ~texts[1].isin(list(numbers))
-        if unknown.any():
-            log.warning(
-                "%s, column %s: %d of %d test rows have a category that no training row has; they count as "
-                "none of them",
-                test_file,
-                name,
-                int(unknown.sum()),
-                len(test),
-            )
+        self._warn_of_unknown(name, int(unknown.sum()), len(test), test_file)
         found = []
         for text in texts:
             place = text.map(numbers).fillna(-1).to_numpy(np.int64)
             found.append(place[:, None] == np.arange(len(numbers)))
         return found[0], found[1]
+
+
+def _has_fill(entry: Any) -> bool:
+    """Return whether an entry of a form's columns says what takes the place of a missing value."""
+    return isinstance(entry, Mapping) and "fill" in entry
+
+
+def _may_be_amounts(column: pd.Series) -> bool:
+    """Return whether the numbers of a target may be amounts, such as ages, and not names of classes.
+
+    Classes that are numbered are 0, 1, 2 ... or 1, 2, 3 ...
+    """
+    import pandas as pd
+
+    if not pd.api.types.is_numeric_dtype(column) or column.nunique() <= MAX_NUMBERS:
+        return False
+    first, count = column.min(), column.nunique()
+    return not (first in (0, 1) and column.max() == first + count - 1)

@@ -5,14 +5,16 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from fl_lightning.data.arrays import near_names
 from fl_lightning.data.partition import check_memory
 from fl_lightning.errors import InputError, require
+from fl_lightning.support.constraints import path_to
+from fl_lightning.support.near_names import nearest_or_list
 
 if TYPE_CHECKING:
     import pandas as pd  # imported in functions below: it is slow, and most runs need no table
@@ -22,8 +24,9 @@ MAX_NUMBER = 1e30
 """A larger number would spoil the deviation of its column: its square is more than float32 holds."""
 CONSTANT = 1e-12
 """A column whose deviation is a smaller share of its largest value is a constant, but for rounding."""
-MAX_SHARE_OF_NUMBERS = 0.9
-"""A column of text of which more values than this share, but not all, are numbers has a wrong value."""
+MANY_COLUMNS = 1000
+"""A wider table is copied once: the copy has one array for each type, where the parser leaves one for each
+column, and a look at all columns takes a hundredth of the time."""
 
 
 def read_table(path: Path) -> pd.DataFrame:
@@ -64,14 +67,20 @@ def read_table(path: Path) -> pd.DataFrame:
         raise InputError(f"{path}", f"it is no table ({reason})", "check the file") from None
     require(len(table), f"{path}", "the table has no rows", "fill it")
     kinds = table.dtypes
-    table = table.astype({name: object for name in table if isinstance(kinds[name], pd.CategoricalDtype)})
+    if categories := [name for name in table if isinstance(kinds[name], pd.CategoricalDtype)]:
+        table = table.astype(dict.fromkeys(categories, object))
+    if len(table.columns) > MANY_COLUMNS:
+        table = table.copy()
     if not isinstance(table.index, pd.RangeIndex):  # of a Parquet file: it may hold a column
         table = table.reset_index() if all(table.index.names) else table.reset_index(drop=True)
     return table
 
 
+TABLE_FILE = path_to("file", "there is no such file", "write the path of a .csv or .parquet file")
+
+
 def check_file(path: Path) -> None:
-    require(path.is_file(), f"{path}", "there is no such file", "write the path of a .csv or .parquet file")
+    TABLE_FILE.check(path)
     suffixes = CSV_SUFFIXES + PARQUET_SUFFIXES
     require(
         path.name.endswith(suffixes), f"{path}", f"a table's name ends in {', '.join(suffixes)}", "rename it"
@@ -79,15 +88,17 @@ def check_file(path: Path) -> None:
 
 
 def _check_names(names: list[str], path: Path) -> None:
-    double = [name for name in dict.fromkeys(names) if names.count(name) > 1]
+    double = [name for name, count in Counter(names).items() if count > 1]
     require(not double, f"{path}", f"two columns are named {double[:1]}", "rename one of them")
 
 
 def check_column(table: pd.DataFrame, name: str, path: Path) -> None:
-    instead = near_names(name, table.columns)
+    if name in table.columns:
+        return
+    instead = f"write {nearest_or_list(name, table.columns)}"
     if len(table.columns) == 1 and not path.name.endswith(PARQUET_SUFFIXES):
         instead = "separate the columns by commas (.csv) or tabs (.tsv)"
-    require(name in table.columns, f"{path}", f"there is no column {name}", instead)
+    raise InputError(f"{path}", f"there is no column {name}", instead)
 
 
 def place_of(table: pd.DataFrame, position: int, name: str, path: Path) -> str:
@@ -95,49 +106,9 @@ def place_of(table: pd.DataFrame, position: int, name: str, path: Path) -> str:
     return f"{path}, row {int(table.index[position]) + 1}, column {name}"
 
 
-def check_complete(table: pd.DataFrame, names: list[str], path: Path) -> None:
-    """Refuse values that are missing.
-
-    Raises:
-        InputError: one is; the first one is named.
-    """
-    for name in names:
-        missing = table[name].isna().to_numpy()
-        if missing.any():
-            raise InputError(
-                place_of(table, int(missing.argmax()), name, path),
-                f"the value is missing (empty, NA, NaN or null), one of {int(missing.sum())} of the column",
-                "fill it in, remove the rows, or name the features without the column",
-            )
-
-
-def check_text(table: pd.DataFrame, name: str, path: Path, *, numbers_are_names: bool) -> None:
-    """Refuse a column that is neither numbers nor names.
-
-    Raises:
-        InputError: it has dates, lists or the like, or numbers among which something else stands.
-    """
-    import pandas as pd
-
-    column = table[name]
-    if pd.api.types.is_numeric_dtype(column):
-        return
-    plain = column.map(lambda value: isinstance(value, (str, bool, int, float))).to_numpy(bool)
-    if not plain.all():
-        kind = type(column.iloc[int((~plain).argmax())]).__name__
-        raise InputError(
-            place_of(table, int((~plain).argmax()), name, path),
-            f"a value is a number or a text, and this is a {kind}",
-            f"name the features without {name}",
-        )
-    wrong = pd.to_numeric(column, errors="coerce").isna().to_numpy()
-    if not numbers_are_names and 0 < wrong.mean() < 1 - MAX_SHARE_OF_NUMBERS:
-        position = int(wrong.argmax())
-        raise InputError(
-            place_of(table, position, name, path),
-            f"{column.iloc[position]} is no number, and nearly all values of the column are",
-            f"correct it, or write categorical: [{name}] if they are names",
-        )
+def row_of(table: pd.DataFrame, marked: np.ndarray) -> int:
+    """Return the number in the file of the first row that is marked, bool ``[N]``."""
+    return int(table.index[int(marked.argmax())]) + 1
 
 
 def numbers_of(table: pd.DataFrame, name: str, path: Path) -> np.ndarray:
@@ -158,6 +129,24 @@ def numbers_of(table: pd.DataFrame, name: str, path: Path) -> np.ndarray:
             f"{table[name].iloc[position]} is {'too large' if finite else 'no finite number'}",
             "correct it, or remove the row",
         )
+    return values
+
+
+def block_of(table: pd.DataFrame, names: list[str], path: Path) -> np.ndarray:
+    """Return columns of numbers as float64 ``[D, N]``, each what :func:`numbers_of` returns.
+
+    Raises:
+        InputError: a value is no finite number; the first column with one is named.
+    """
+    import pandas as pd
+
+    block = table[names]
+    if not all(map(pd.api.types.is_numeric_dtype, block.dtypes)):
+        return np.stack([numbers_of(table, name, path) for name in names])
+    values = np.ascontiguousarray(block.to_numpy(np.float64).T)
+    wrong = ~(np.abs(values) < MAX_NUMBER).all(1)
+    if wrong.any():
+        numbers_of(table, names[int(wrong.argmax())], path)
     return values
 
 

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
 import numpy as np
 import torch
 from torch import Tensor
 
 from fl_lightning.data.base import FederatedData
 from fl_lightning.data.partition import Shards
-from fl_lightning.errors import InputError
 from fl_lightning.rng import stream
+from fl_lightning.support.constraints import within
 
 CENTRES = ((1.0, 0.0, 0.5, -0.25, 0.0, 0.0), (0.0, 1.0, -0.25, 0.5, 0.25, -0.25))
 """The mean input of each class."""
@@ -27,11 +29,17 @@ class TwoClients(FederatedData):
         val_fraction: share of each client's examples kept for its validation, in [0, 1).
     """
 
+    settings_shown = ("{cls}({name}={value})", "{name}: {value}")
+
     num_classes = 2
     example_shape = (6,)
 
     def __init__(
-        self, examples: int = 64, noise: float = 0.3, batch_size: int = 8, val_fraction: float = 0.5
+        self,
+        examples: Annotated[int, within("[2, inf)", "each client has 2 or more", 64)] = 64,
+        noise: Annotated[float, within("[0, inf)", "a standard deviation is 0 or more", 0.3)] = 0.3,
+        batch_size: int = 8,
+        val_fraction: float = 0.5,
     ) -> None:
         super().__init__(
             dataset="two_clients",
@@ -40,14 +48,6 @@ class TwoClients(FederatedData):
             batch_size=batch_size,
             val_fraction=val_fraction,
         )
-        if examples < 2:
-            raise InputError(
-                f"TwoClients(examples={examples})", "each client has 2 or more", "write examples: 64"
-            )
-        if not 0 <= noise < float("inf"):
-            raise InputError(
-                f"TwoClients(noise={noise})", "a standard deviation is 0 or more", "write noise: 0.3"
-            )
         self.examples, self.noise = examples, noise
 
     def setup(self, stage: str | None = None) -> None:

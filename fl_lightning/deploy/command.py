@@ -10,15 +10,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fl_lightning.deploy import addresses, fleet, folders, halves, launch, sockets
-from fl_lightning.deploy.build import builder, counter
-from fl_lightning.deploy.cleaning import clean
-from fl_lightning.deploy.deployable import check_deployable
-from fl_lightning.deploy.job import outcome_of, write_job
-from fl_lightning.deploy.node import Node, NodeSettings
-from fl_lightning.deploy.own_data import OwnData, stand_in
-from fl_lightning.deploy.roster import RoundRules
-from fl_lightning.deploy.simulated import require_ray, run_words
+from fl_lightning.deploy.flower import addresses, fleet, launch
+from fl_lightning.deploy.flower.simulated import require_ray, run_words
+from fl_lightning.deploy.node import folders, sockets
+from fl_lightning.deploy.node.build import builder, counter
+from fl_lightning.deploy.node.cleaning import clean
+from fl_lightning.deploy.node.node import Node, NodeSettings
+from fl_lightning.deploy.node.own_data import OwnData
+from fl_lightning.deploy.server import halves
+from fl_lightning.deploy.server.census import stand_in
+from fl_lightning.deploy.server.deployable import check_deployable
+from fl_lightning.deploy.server.job import outcome_of, write_job
+from fl_lightning.deploy.server.roster import RoundRules
 from fl_lightning.errors import InputError, RunStopped, require, require_choice
 from fl_lightning.run.interrupts import Interrupts
 from fl_lightning.run.resume import find_start
@@ -112,6 +115,7 @@ def deploy(cli: Any) -> None:
     if not settings.started_nodes:
         addresses.require_tls(settings.superlink, settings.root_certificates, "--deploy.root_certificates")
         addresses.require_host(settings.superlink, "--deploy.superlink")
+        addresses.warn_of_reach(settings.superlink)
     require(
         not (settings.own_data and settings.started_nodes),
         "--deploy.own_data with --deploy.local_nodes or --deploy.simulation",
@@ -220,8 +224,8 @@ def node(
         overlays: configuration files layered over the run's: where this node's data lie, on which device it
             trains. Several are separated by commas, or a list in brackets, as names with commas need it.
         allow: packages whose classes and functions a run may name, beside the project's classes, torch's
-            optimisers and layers, and data sets and networks of torchvision and timm. Several are separated
-            by commas, or a list in brackets.
+            optimisers and layers, metrics of torchmetrics, and data sets and networks of torchvision and
+            timm. Several are separated by commas, or a list in brackets.
         root_certificates: file with the certificate that signed the SuperLink's, in PEM form. Default: no
             TLS, which is allowed on 127.0.0.1 alone.
         private_key: file with this node's key, by which the SuperLink knows it.

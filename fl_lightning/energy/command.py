@@ -8,12 +8,14 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from fl_lightning.energy.calibrate import DEFAULT_CONTEXT, Calibration
-from fl_lightning.energy.calibrate import calibrate as measure_network
-from fl_lightning.energy.costs import OPTIONS, PRECISIONS, SCOPES, CostTable
-from fl_lightning.energy.fitting import MAX_RELATIVE_ERROR
-from fl_lightning.energy.meters import DEFAULT_WATTS, ModelledMeter, best_meter
-from fl_lightning.energy.networks import MERGED, adapted_network
+from fl_lightning.energy.calibration.calibrate import DEFAULT_CONTEXT, Calibration
+from fl_lightning.energy.calibration.calibrate import calibrate as measure_network
+from fl_lightning.energy.calibration.fitting import MAX_RELATIVE_ERROR
+from fl_lightning.energy.calibration.meters import DEFAULT_WATTS, ModelledMeter, best_meter
+from fl_lightning.energy.calibration.networks import adapted_network
+from fl_lightning.energy.costs import CostTable
+from fl_lightning.energy.options import OPTIONS, PRECISIONS, SCOPES
+from fl_lightning.energy.switched.kinds import MERGED
 from fl_lightning.energy.table_files import read_table, shipped_table, to_json
 from fl_lightning.errors import InputError, require, require_choice
 from fl_lightning.models.adapters import ALL_LINEAR

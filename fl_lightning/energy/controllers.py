@@ -17,12 +17,12 @@ same groups: with 4 a layer, HEST has 2 k (d + 128) = 270 336 and TABS 128 d = 5
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
 
-from fl_lightning.energy.costs import OPTIONS
 from fl_lightning.errors import require
 
 HIGH_AT_START = 2.0
@@ -30,7 +30,15 @@ HIGH_AT_START = 2.0
 NORM_EPSILON = 1e-6
 
 
-class HESTController(nn.Module):
+class TokenController(nn.Module, ABC):
+    """A controller of which the logits of all groups are known before the network computes."""
+
+    @abstractmethod
+    def logits_of(self, embedded: Tensor) -> Tensor:
+        """Return logits ``[B, T, G, 3]`` of embeddings ``[B, T, d]``."""
+
+
+class HESTController(TokenController):
     """A controller that reads the token's embedding once for all groups.
 
         theta_gtz = sum_k (W_z h_t)_k (v_z)_gk + b_gz    for z in {int8, high}
@@ -58,17 +66,15 @@ class HESTController(nn.Module):
         self.readout = nn.Parameter(torch.zeros(2, groups, features))  # v_int8, v_high
         self.bias = nn.Parameter(torch.tensor([0.0, HIGH_AT_START]).repeat(groups, 1))  # [G, 2]
 
+    def logits_of(self, embedded: Tensor) -> Tensor:
+        return self(embedded)
+
     def forward(self, embedding: Tensor) -> Tensor:
         """Return logits ``[..., G, 3]`` of embeddings ``[..., d]``; one row depends on one token alone."""
         h = nn.functional.rms_norm(embedding, embedding.shape[-1:], eps=NORM_EPSILON)
         features = torch.einsum("...d,zkd->...zk", h.to(self.projection.dtype), self.projection)
         theta = torch.einsum("...zk,zgk->...gz", features, self.readout) + self.bias
         return torch.cat((torch.zeros_like(theta[..., :1]), theta), dim=-1)
-
-    @property
-    def weight_count(self) -> int:
-        """Weights without biases, ``2 k (d + G)``."""
-        return self.projection.numel() + self.readout.numel()
 
 
 class TABSController(nn.Module):
@@ -115,13 +121,8 @@ class TABSController(nn.Module):
         """Return logits ``[..., G, 3]`` of the inputs of all groups, G tensors ``[..., in]``."""
         return torch.stack([self.logits_at(group, x) for group, x in enumerate(hidden)], dim=-2)
 
-    @property
-    def weight_count(self) -> int:
-        """Weights without biases, the sum of the groups' widths: ``L R d`` with R groups a layer."""
-        return sum(weight.numel() for weight in self.weights)
 
-
-class BHSPController(nn.Module):
+class BHSPController(TokenController):
     """A controller that reads no token: theta_gz are free numbers.
 
     The name stood once in a draft, as token-agnostic, and nowhere else.
@@ -138,33 +139,13 @@ class BHSPController(nn.Module):
         _require_sizes(groups=groups)
         self.bias = nn.Parameter(torch.tensor([0.0, HIGH_AT_START]).repeat(groups, 1))  # [G, 2]
 
+    def logits_of(self, embedded: Tensor) -> Tensor:
+        return self(*embedded.shape[:2])
+
     def forward(self, batch: int = 1, length: int = 1) -> Tensor:
         """Return logits ``[B, T, G, 3]``, the same for every token."""
         theta = torch.cat((torch.zeros_like(self.bias[:, :1]), self.bias), dim=-1)
         return theta.expand(batch, length, -1, -1)
-
-    @property
-    def weight_count(self) -> int:
-        """Free numbers, ``2 G``."""
-        return self.bias.numel()
-
-
-def hest_weights(width: int, groups: int, features: int) -> int:
-    """Return ``2 k (d + G)``, the weights of a HEST without its 2 G biases.
-
-    >>> hest_weights(width=4096, groups=32, features=32)
-    264192
-    """
-    return (len(OPTIONS) - 1) * features * (width + groups)
-
-
-def tabs_weights(width: int, layers: int, groups_per_layer: int) -> int:
-    """Return ``L R d``, the weights of a TABS without its L R biases.
-
-    >>> tabs_weights(width=4096, layers=32, groups_per_layer=16)
-    2097152
-    """
-    return layers * groups_per_layer * width
 
 
 def _require_sizes(**sizes: int) -> None:

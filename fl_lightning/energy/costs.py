@@ -7,26 +7,19 @@ A *group* is a linear layer of the base together with its adapter. An *option* i
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import get_args
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from fl_lightning.energy.cost_shapes import MeasuredCost
+from fl_lightning.energy.options import OPTIONS, PRECISIONS, SCOPES
 from fl_lightning.errors import require, require_choice
-from fl_lightning.models.options import HighPrecision, Scope
 
-OPTIONS = ("off", "int8", "high")
-"""The options in the order of quality, which is the last axis of all tensors of this room."""
-SCOPES: tuple[str, ...] = get_args(Scope)
-"""Whether *off* leaves out the adapter alone or the whole linear layer."""
 LABELS = re.compile(r"NVML|RAPL|modelled: CPU seconds x \d+(\.\d+)? W")
 """Where joules come from. A table has one label, and figures with different labels are never mixed."""
-PRECISIONS: tuple[str, ...] = get_args(HighPrecision)
-"""The precisions that the option ``high`` can be computed in; float32 stands for the network's own."""
 LARGEST_STEP = 4096
 """Tokens up to which useless options are looked for."""
 
@@ -228,27 +221,17 @@ def require_label(label: str) -> None:
     )
 
 
-def joined(tables: Sequence[CostTable]) -> CostTable:
-    """Return one table with the groups of several, which were calibrated on one device in one way.
-
-    The rest is that of the first.
+def one_label(labels: Iterable[str]) -> str:
+    """Return the label that all figures have.
 
     Raises:
-        InputError: labels, devices, scopes, contexts or precisions differ, or two tables have a group in
-            common.
+        InputError: there are two labels, or none.
     """
-    first = tables[0]
-    groups: dict[str, Mapping[str, MeasuredCost]] = {}
-    for table in tables:
-        for name in ("label", "device", "scope", "context", "high"):
-            one, other = getattr(first, name), getattr(table, name)
-            require(
-                one == other,
-                f"tables of the {name} {one} and {other}",
-                "figures of different sources are never mixed in one table",
-                "calibrate all groups on one device with one meter",
-            )
-        twice = groups.keys() & table.groups.keys()
-        require(not twice, f"two tables with {min(twice, default='')}", "a group has one cost", "drop one")
-        groups |= table.groups
-    return replace(first, groups=groups, removed=tuple(r for table in tables for r in table.removed))
+    found = sorted(set(labels))
+    require(
+        len(found) == 1,
+        f"figures of {' and of '.join(found) or 'no meter'}",
+        "joules of different sources are never mixed in one table",
+        "measure all of them with one meter",
+    )
+    return found[0]

@@ -146,28 +146,3 @@ class _CoinCosts(torch.autograd.Function):
     def backward(ctx: Any, *outer: Tensor) -> tuple[Tensor, None]:
         (gradient,) = ctx.saved_tensors
         return gradient * outer[0], None
-
-
-def penalty(energy: Tensor, budget: float, price: float) -> Tensor:
-    """Return ``lambda (E / E_max - 1)``, what the loss has beside the task's.
-
-    Args:
-        energy: E, joules, with its gradient.
-        budget: E_max, joules, above 0; infinity: the penalty is 0 at any price.
-        price: lambda, 0 or more.
-    """
-    if math.isinf(budget):
-        return energy * 0.0
-    return price * (energy / budget - 1.0)
-
-
-def next_price(price: float, used: float, budget: float, eta: float) -> float:
-    """Return ``max(0, lambda + eta (E_batch / E_max - 1))``, a projected step of dual ascent.
-
-    Args:
-        price: lambda, 0 or more.
-        used: E_batch, joules.
-        budget: E_max, joules, above 0 and perhaps infinite.
-        eta: size of the step.
-    """
-    return max(0.0, price + eta * (used / budget - 1.0))

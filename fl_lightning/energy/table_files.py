@@ -8,8 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from fl_lightning.energy.cost_shapes import MeasuredCost, measured_from_json
-from fl_lightning.energy.costs import OPTIONS, CostTable, Removal
+from fl_lightning.energy.costs import CostTable, Removal
+from fl_lightning.energy.options import OPTIONS
 from fl_lightning.errors import InputError, require
+from fl_lightning.support.packaged import cost_table, table_text
 
 FORMAT = 1
 """Number of the file's form; a reader refuses others."""
@@ -17,7 +19,6 @@ KEYS = {"format", "label", "device", "scope", "context", "rest", "costs", "group
 LATER_KEYS = {"high", "adapter"}
 """Keys that tables of before do not have: their *high* is float32, and nobody said what adapters they are
 of."""
-MAX_BYTES = 2**24
 
 
 def to_json(table: CostTable) -> str:
@@ -134,20 +135,7 @@ def read_table(path: Path | str) -> CostTable:
     Raises:
         InputError: the file cannot be read, or holds no table.
     """
-    path = Path(path)
-    try:
-        with path.open("rb") as file:
-            data = file.read(MAX_BYTES + 1)
-        require(len(data) <= MAX_BYTES, str(path), "a table has at most 16 MiB", "calibrate again")
-        text = data.decode()
-    except (OSError, UnicodeDecodeError) as error:
-        raise InputError(
-            str(path),
-            f"it cannot be read ({getattr(error, 'strerror', None) or error})",
-            "correct the path, or make a table: python -m fl_lightning energy --calibrate true "
-            f"--network NAME --out {path.name}",
-        ) from None
-    return from_json(text, str(path))
+    return from_json(table_text(path), str(path))
 
 
 def shipped_table(network: str = "llama_tiny") -> CostTable:
@@ -158,17 +146,4 @@ def shipped_table(network: str = "llama_tiny") -> CostTable:
     Raises:
         InputError: there is none of this name.
     """
-    path = Path(__file__).with_name(f"{Path(network).name}.json")
-    require(
-        path.is_file(),
-        f"no table of costs for {network}",
-        f"{', '.join(sorted(shipped_tables()))} come with the package",
-        "write one of these; those of other networks are files, made by python -m fl_lightning energy "
-        "--calibrate true --network NAME --out costs.json",
-    )
-    return read_table(path)
-
-
-def shipped_tables() -> list[str]:
-    """Return the names of the tables that come with the package."""
-    return [path.stem for path in Path(__file__).parent.glob("*.json")]
+    return read_table(cost_table(network))

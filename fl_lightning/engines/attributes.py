@@ -1,6 +1,11 @@
-"""Python attributes of a module: which PyTorch keeps books of, and which are plain values."""
+"""Python attributes of a module: which PyTorch keeps books of, which are plain values, and which a class
+declares for itself alone."""
 
 from __future__ import annotations
+
+from torch import nn
+
+from fl_lightning.methods import Method
 
 REGISTERED = ("_parameters", "_buffers", "_modules")
 """Attributes in which ``torch.nn.Module`` keeps its tensors and submodules."""
@@ -12,3 +17,16 @@ def is_plain(value: object) -> bool:
     if isinstance(value, (list, tuple)):
         return all(map(is_plain, value))
     return isinstance(value, PLAIN)
+
+
+def is_stackable(method: nn.Module) -> bool:
+    """Return what the method's own class declares: what a subclass adds may not be stackable, and nobody can
+    tell from outside."""
+    return vars(method).get("stackable", vars(type(method)).get("stackable", False))
+
+
+def has_same_start(method: Method) -> bool:
+    """Return what the method's own class declares as ``same_start``, where nothing stays on a client and no
+    term reads what differs from client to client."""
+    of_client = bool(method.own.size) or method.terms_read("class_counts", "previous_features")
+    return vars(type(method)).get("same_start", False) and not of_client

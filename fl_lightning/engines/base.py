@@ -6,17 +6,18 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
+from fl_lightning.aggregation.masked_round import MaskedRound, add_up_here
+from fl_lightning.aggregation.sum_form import SumForm
 from fl_lightning.client import Client
 from fl_lightning.data import FederatedData
-from fl_lightning.engines.secure_round import MaskedSum, add_up_here
 from fl_lightning.methods import Method
-from fl_lightning.methods.secure import SumForm
 from fl_lightning.metrics import Mean
 from fl_lightning.wire import Payload
 
@@ -24,6 +25,7 @@ if TYPE_CHECKING:  # it needs the extra privacy
     from fl_lightning.privacy.secure.simulation import Outcome
 
 Units = list[list[int]]
+NO_TENSORS: Mapping[str, Tensor] = MappingProxyType({})
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,11 +67,10 @@ class ClientResult:
         steps: optimiser steps.
         verified: the same bytes if they have not left this machine's memory, so that their checksum can be
             skipped; else None.
-        unanswered: bytes that were sent to a client on another machine that did not answer in time, which
-            then counts as dropped, and the rest is empty; None: it answered.
-        kept: what became of the upload of a client on another machine that keeps it for a secure sum:
-            ``trained`` if it passed its own checks, else ``rejected``; ``upload`` and ``losses`` are then
-            empty. An empty text: the upload is here.
+        status: what is known of a client whose upload is not here: ``dropped``, where its machine did not
+            answer in time; ``trained`` or ``rejected``, where it keeps its upload, to send it under masks,
+            and that passed its own checks or not. Empty: the upload is here.
+        download: bytes that it was sent; None: the task's whole message.
     """
 
     client: Client
@@ -78,8 +79,8 @@ class ClientResult:
     losses: dict[str, Mean]
     steps: int
     verified: bytes | None = None
-    unanswered: int | None = None
-    kept: str = ""
+    status: Literal["", "dropped", "trained", "rejected"] = ""
+    download: int | None = None
 
 
 class ClientSums(NamedTuple):
@@ -89,10 +90,15 @@ class ClientSums(NamedTuple):
     Args:
         test: sum and weight on the test examples that are dealt to each client; None: they are measured here.
         validation: sum and weight on the clients' validation examples; None: they are measured here.
+        named: states of the metrics that the user has named, on the test examples.
+        test_logs, val_logs: states of what the steps of a LightningModule have logged.
     """
 
     test: Mapping[str, Tensor] | None = None
     validation: Mapping[str, Tensor] | None = None
+    named: Mapping[str, Tensor] = NO_TENSORS
+    test_logs: Mapping[str, Tensor] = NO_TENSORS
+    val_logs: Mapping[str, Tensor] = NO_TENSORS
 
 
 class Engine(ABC):
@@ -125,7 +131,7 @@ class Engine(ABC):
         all."""
         yield from enumerate(self.train(tasks))
 
-    def add_under_masks(self, asked: MaskedSum) -> tuple[SumForm, Outcome]:
+    def add_under_masks(self, asked: MaskedRound) -> tuple[SumForm, Outcome]:
         """Have the clients that were just trained add up their uploads under masks.
 
         Returns:
@@ -137,6 +143,9 @@ class Engine(ABC):
         """Have clients whose states or validation examples are on other machines measure their models after a
         round; by default there are none."""
         return ClientSums()
+
+    def acknowledge(self, round: int, clients: Sequence[int]) -> None:  # noqa: B027
+        """Learn whose uploads of a round counted, by id: what the others kept of it does not."""
 
     def notes(self) -> dict[str, Any]:
         """Return entries of ``metadata.json`` about where clients are trained, as they are now."""
@@ -168,7 +177,7 @@ class LossSums:
 def start_client(method: Method, task: ClientTask) -> None:
     """Make the resident module what this client starts its round from, in training mode."""
     method.round = task.round
-    method.receive(task.payload(), task.client)
+    method.start_client(task.payload(), task.client, task.labels)
     method.train()
 
 

@@ -13,6 +13,7 @@ from lightning.fabric import Fabric
 
 from fl_lightning.data import FederatedData
 from fl_lightning.distributed import collectives
+from fl_lightning.engines.attributes import is_stackable
 from fl_lightning.engines.base import ClientTask, Engine
 from fl_lightning.engines.holders import Holders
 from fl_lightning.engines.pool import PoolEngine
@@ -21,7 +22,6 @@ from fl_lightning.engines.sequential import SequentialEngine
 from fl_lightning.engines.stacked.batched import MAX_STACK, BatchedEngine
 from fl_lightning.errors import InputError
 from fl_lightning.methods import Method
-from fl_lightning.methods.base import is_stackable
 from fl_lightning.support.memory import keep_freed_memory
 
 log = logging.getLogger("fl_lightning")
@@ -38,9 +38,6 @@ MIN_BATCHED_COHORT = 32
 PROBE_STEPS = 2  # local steps of each client of the measurement
 PROBE_SECONDS = 0.3  # that the measurement's clients take one after another, at most ...
 MIN_PROBE_CLIENTS = 16  # ... if that is at least so many of them
-MAX_SEATS = 8
-"""Clients at once on CUDA. torch has 32 streams for a device and then deals out the first again; a client has
-up to three, and recordings on one stream would write to one workspace."""
 
 
 def make_engine(
@@ -53,40 +50,33 @@ def make_engine(
     cohort: int,
     before: str | None,
     timeout: float = math.inf,
-    cuda_graphs: bool = False,
     holders: Holders | None = None,
 ) -> Engine:
     """Make the engine of a run.
 
     Args:
-        engine: ``auto`` measures both on this method, network and data; with several workers on CUDA it is
-            ``sequential``.
-        workers: what trains clients side by side: processes on a CPU, streams on CUDA with ``cuda_graphs``.
-            ``auto``: :func:`most_workers`.
+        engine: ``auto`` measures both on this method, network and data.
+        workers: processes that train clients side by side on a CPU. ``auto``: :func:`most_workers`.
         cohort: clients of a round.
         before: what an earlier part of this run chose, which stays.
         timeout: seconds after which worker processes that do not answer are given up.
-        cuda_graphs: use what :mod:`fl_lightning.engines.cuda` has.
         holders: which rank holds which client's state; the engine keeps it up to date.
     """
     if fabric.device.type == "cpu":
         keep_freed_memory()
     size = min(cohort, most_workers(fabric) if workers == "auto" else workers)
+    if workers != "auto" and workers > size:
+        log.info("workers: %d of %d, since a round has no more clients", size, workers)
     if engine != "auto":
         name: str = engine
     elif before:
         name = before
     else:
-        worth_it = cohort >= MIN_BATCHED_COHORT and is_stackable(method) and not (size > 1 and cuda_graphs)
+        worth_it = cohort >= MIN_BATCHED_COHORT and is_stackable(method)
         name = collectives.from_rank_zero(_measured(fabric, method, data)) if worth_it else "sequential"
-    if cuda_graphs and name == "sequential":
-        from fl_lightning.engines.cuda.choice import cuda_engine
-
-        inner, where = cuda_engine(fabric, method, data, size)
-    else:
-        inner, where = _engine(name, fabric, method, data, size, timeout)
+    inner, where = _engine(name, fabric, method, data, size, timeout)
     log.info("engine: %s, %s", name, where)
-    return RankedEngine(inner, data, holders)
+    return RankedEngine(inner, data, holders) if collectives.world_size() > 1 else inner
 
 
 def _engine(
@@ -101,41 +91,17 @@ def _engine(
     return PoolEngine(inner, method, data, size, timeout), f"{size} worker processes"
 
 
-def check_workers(
-    fabric: Fabric, workers: int | Literal["auto"], engine: EngineName, *, cuda_graphs: bool = False
-) -> None:
-    """Refuse workers and CUDA graphs that this device does not have.
+def check_workers(fabric: Fabric, workers: int | Literal["auto"]) -> None:
+    """Refuse several workers where a process cannot be forked while it trains.
 
     Raises:
-        InputError: several workers where a process cannot be forked while it trains; more streams than CUDA
-            gives; streams for the stacks of the batched engine; CUDA graphs without CUDA.
+        InputError: they are asked for there.
     """
-    if cuda_graphs and fabric.device.type != "cuda":
+    if workers != "auto" and workers > 1 and not _can_fork(fabric):
         raise InputError(
-            f"--trainer.cuda_graphs true on {fabric.device}",
-            "CUDA graphs are recorded on a CUDA device",
-            "leave it out, or write --trainer.accelerator cuda",
-        )
-    if workers == "auto" or workers == 1 or _can_fork(fabric):
-        return
-    given = f"--trainer.workers {workers} on {fabric.device} ({sys.platform})"
-    if not cuda_graphs:
-        raise InputError(
-            given,
-            "workers are forks that train on a CPU, on Linux, or streams on CUDA with cuda_graphs",
-            "leave it out, write --trainer.devices for more than one process, or --trainer.cuda_graphs true",
-        )
-    if workers > MAX_SEATS:
-        raise InputError(
-            given,
-            f"workers on CUDA are streams, at most {MAX_SEATS}, each with a copy of the model",
-            f"write 2 to {MAX_SEATS}",
-        )
-    if engine == "batched":
-        raise InputError(
-            f"{given} with --trainer.engine batched",
-            "a stack has many clients on the device by itself",
-            "leave one of the two out, or write --trainer.engine sequential",
+            f"--trainer.workers {workers} on {fabric.device} ({sys.platform})",
+            "workers are forks that train on a CPU, on Linux",
+            "leave it out, or write --trainer.devices for more than one process",
         )
 
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import astuple, dataclass, replace
+from dataclasses import astuple, replace
 from hashlib import blake2b
 from typing import Any
 
 from torch import Tensor
 
-from fl_lightning.client import Client
+from fl_lightning.aggregation.base import Receipt
 from fl_lightning.data import FederatedData
 from fl_lightning.distributed.collectives import gather_bytes, gather_parts, rank, world_size
 from fl_lightning.engines.base import ClientResult, ClientTask, Engine, Units
@@ -80,23 +80,6 @@ class RankedEngine(Engine):
         place = {at: here for here, at in enumerate(share)}
         own_units = [[place[at] for at in unit] for unit in mine]
         yield from zip(share, self.engine.train([tasks[at] for at in share], own_units), strict=True)
-
-
-@dataclass(frozen=True, slots=True)
-class Receipt:
-    """What came of one client's work, once its upload has been received where it was made.
-
-    Args:
-        client: the client, with what it keeps where that is known.
-        entry: its bytes and whether its upload counts.
-        losses: the mean of each loss term.
-        examples: n_k of its upload if that counts and the server needs sums alone, else 0.
-    """
-
-    client: Client
-    entry: LedgerEntry
-    losses: dict[str, Mean]
-    examples: int = 0
 
 
 def exchange_receipts(

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 
+import torch
 from lightning.fabric import Fabric
+from lightning.fabric.plugins.precision import MixedPrecision
+from torch import Tensor
 from torch.optim import Optimizer
 
 from fl_lightning import rng
@@ -19,44 +21,24 @@ from fl_lightning.engines.base import (
     Units,
     local_batches,
     one_thread,
+    size_of,
     start_client,
 )
-from fl_lightning.engines.steps import Steps
-from fl_lightning.engines.uploads import upload_of
+from fl_lightning.engines.optimizers import local_optimizer
 from fl_lightning.methods import Method
-
-
-@dataclass(frozen=True, slots=True)
-class RunningClient:
-    """A client whose steps have been asked for.
-
-    Args:
-        client: who it is.
-        losses: its losses so far, on the device.
-        steps: how many steps.
-        optimizer: with which optimiser.
-    """
-
-    client: Client
-    losses: LossSums
-    steps: int
-    optimizer: Optimizer
+from fl_lightning.methods.lit_module import require_asked
+from fl_lightning.methods.local_work import LocalWork
+from fl_lightning.methods.optimizing import clip_gradients
+from fl_lightning.wire import Payload
 
 
 class SequentialEngine(Engine):
-    """Trains one client after another through the resident module.
-
-    Args:
-        steps: how local steps are taken; default: eagerly.
-    """
+    """Trains one client after another through the resident module."""
 
     name = "sequential"
 
-    def __init__(
-        self, fabric: Fabric, method: Method, data: FederatedData, steps: Steps | None = None
-    ) -> None:
+    def __init__(self, fabric: Fabric, method: Method, data: FederatedData) -> None:
         self.fabric, self.method, self.data = fabric, method, data
-        self.steps = steps or Steps(fabric, method)
 
     def train(self, tasks: Sequence[ClientTask], units: Units | None = None) -> Iterator[ClientResult]:
         for task in tasks:
@@ -65,15 +47,10 @@ class SequentialEngine(Engine):
             yield result
 
     def train_client(self, task: ClientTask) -> ClientResult:
-        return self.end(self.begin(task))
-
-    def begin(self, task: ClientTask) -> RunningClient:
-        """Queue all local steps of one client. A device may still work on them afterwards, so the module is
-        in use until :meth:`end`."""
-        method, client, local = self.method, task.client, self.steps
-        local.before()
+        """Make all local steps of one client and its upload."""
+        method, client, losses = self.method, task.client, LossSums()
         start_client(method, task)
-        local.start()
+        optimizer = start_optimizer(self.fabric, method)
         steps, batches = 0, local_batches(method, self.data, task)
         with rng.torch_stream(method.seed, "dropout", task.round, client.id):
             while True:
@@ -81,13 +58,54 @@ class SequentialEngine(Engine):
                     batch = next(batches, None)
                 if batch is None:
                     break
-                local.step(batch, steps)
+                losses.add(local_step(self.fabric, method, optimizer, batch, steps), size_of(batch))
                 steps += 1
-        local.end()
-        return RunningClient(client, local.losses, steps, local.optimizer)
+        upload = upload_of(method, client, steps, optimizer).to_bytes()
+        return ClientResult(client, upload, client.state, losses.means(), steps, verified=upload)
 
-    def end(self, begun: RunningClient) -> ClientResult:
-        """Wait for the client that was begun last and return its result."""
-        client, losses = begun.client, begun.losses
-        upload = upload_of(self.method, client, begun.steps, begun.optimizer).to_bytes()
-        return ClientResult(client, upload, client.state, losses.means(), begun.steps, verified=upload)
+
+def start_optimizer(fabric: Fabric, method: Method) -> Optimizer:
+    """Return the optimiser of a client that starts its round.
+
+    In 16-mixed its loss scale is fresh, since it must not depend on who trained before.
+    """
+    precision = fabric.strategy.precision
+    if isinstance(precision, MixedPrecision) and precision.scaler is not None:
+        precision.scaler = type(precision.scaler)(precision.device)
+    return local_optimizer(method)
+
+
+def local_step(
+    fabric: Fabric, method: Method, optimizer: Optimizer, batch: object, index: int
+) -> dict[str, Tensor]:
+    """Make local step number ``index``, counted from 0, and return its loss terms, detached from the
+    graph."""
+    with fabric.autocast():
+        outputs = method.training_step(batch, index)
+    descend(fabric, method, optimizer, outputs["loss"])
+    method.on_train_batch_end(outputs, batch, index)
+    return {name: value.detach() for name, value in outputs.items()}
+
+
+def descend(fabric: Fabric, method: Method, optimizer: Optimizer, loss: Tensor) -> None:
+    """Step along the gradient of a loss, clipped as the method says."""
+    optimizer.zero_grad()
+    fabric.backward(loss)
+    if method.gradient_clip_val is not None:
+        fabric.strategy.precision.unscale_gradients(optimizer)
+        clip_gradients(optimizer, method.gradient_clip_val, method.gradient_clip_algorithm)
+    fabric.strategy.optimizer_step(optimizer)
+
+
+@torch.no_grad()
+def upload_of(method: Method, client: Client, steps: int, optimizer: Optimizer) -> Payload:
+    """Return what the client sends after ``steps`` local steps of ``optimizer``, which ``upload`` may ask
+    for."""
+    if steps and method.module is not None:
+        require_asked(method)
+    method.local_work = LocalWork.of(steps, optimizer)
+    try:
+        method.end_client(client)
+        return method.upload(client)
+    finally:
+        method.local_work = None

@@ -19,7 +19,7 @@ from fl_lightning.client import Client
 from fl_lightning.data import FederatedData
 from fl_lightning.methods.quantized import QuantizedMethod, check_budgets
 from fl_lightning.quantization.activations import fake_quantize
-from fl_lightning.wire import Payload, PayloadError
+from fl_lightning.wire import Limit, Payload, PayloadError
 
 
 class AQFL(QuantizedMethod):
@@ -34,6 +34,7 @@ class AQFL(QuantizedMethod):
         settings: those of every method.
     """
 
+    kind = "quantised"
     stackable = True
 
     def __init__(
@@ -73,8 +74,8 @@ class AQFL(QuantizedMethod):
         coded = self.codec.encode(weights, self.allocate(self.bits), noise)
         return Payload({"examples": self.examples_of(client), **coded})
 
-    def upload_limits(self, client: Client) -> Mapping[str, int]:
-        return {"examples": 1, **self.codec.limits()}
+    def upload_limits(self, client: Client) -> Mapping[str, Limit]:
+        return {"examples": (), **self.codec.limits()}
 
     # The server's half
 

@@ -18,9 +18,10 @@ from fl_lightning import rng
 from fl_lightning.client import Client
 from fl_lightning.data import FederatedData
 from fl_lightning.methods.base import Method
+from fl_lightning.methods.local_work import check_steps
 from fl_lightning.methods.optimizing import clip_gradients, round_optimizer
 from fl_lightning.metrics import Mean
-from fl_lightning.wire import Payload
+from fl_lightning.wire import Limit, Payload
 
 
 class Centralised(Method):
@@ -35,10 +36,16 @@ class Centralised(Method):
         settings: those of every method.
     """
 
-    received_refused = "its clients receive nothing"
-    secure_refused = "its clients send no weights that could be added"
-    attack_refused = "its clients send numbers of examples and steps alone"
-    privacy_refused = "its server holds the examples of all clients"
+    kind = "references"
+    pools_examples = True
+    refuses = {
+        "received_terms": "its clients receive nothing",
+        "secure_sum": "its clients send no weights that could be added",
+        "attack": "its clients send numbers of examples and steps alone",
+        "privacy": "its server holds the examples of all clients",
+        "own_data": "its server trains on the examples of all clients, and nodes keep them",
+        "server_optimizer": "its server trains by itself, and averages nothing",
+    }
 
     def build(self, data: FederatedData) -> None:
         super().build(data)
@@ -70,12 +77,12 @@ class Centralised(Method):
             }
         )
 
-    def upload_limits(self, client: Client) -> Mapping[str, int]:
-        return {"examples": 1, "steps": 1}
+    def upload_limits(self, client: Client) -> Mapping[str, Limit]:
+        return {"examples": (), "steps": ()}
 
     def check(self, upload: Payload, client: Client) -> None:
         upload.tensor("examples")
-        upload.tensor("steps")
+        check_steps(upload, self.steps_asked.get(client.id))
 
     def aggregate(self, uploads: Mapping[int, Payload]) -> None:
         steps = sum(int(upload.tensor("steps")) for upload in uploads.values())

@@ -12,19 +12,21 @@ of it travels, and it never returns; in the paper, which trains in one place, it
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 from torch import Tensor
 
+from fl_lightning.aggregation.averages import WeightedMean
+from fl_lightning.aggregation.server_optimizers import EVALUATED
+from fl_lightning.aggregation.sums import Addend, Sums
 from fl_lightning.client import Client
 from fl_lightning.data import FederatedData
 from fl_lightning.errors import require
-from fl_lightning.methods.averaging import WeightedMean
-from fl_lightning.methods.base import Method, NetworkSetting
-from fl_lightning.methods.sums import Addend, Sums
+from fl_lightning.methods.base import KnownNetwork, Method
 from fl_lightning.models.adapters import Importance, budget_at, choose_masks, factor_names, orthogonality
-from fl_lightning.wire import Codes, Payload, PayloadError
+from fl_lightning.support.constraints import within
+from fl_lightning.wire import Codes, Limit, Payload, PayloadError
 
 
 class FedAdaLoRA(Method):
@@ -44,22 +46,19 @@ class FedAdaLoRA(Method):
         InputError: a setting is out of its range; or, by ``build``, the network has no AdaLoRA.
     """
 
+    kind = "language models"
+    calls_server_optimizer = True
+
     def __init__(
         self,
-        network: NetworkSetting = "llama_tiny",
-        final_rank: float = 4.0,
-        warmup: int = 2,
-        fall: int = 10,
-        orthogonality: float = 0.1,
+        network: KnownNetwork = "llama_tiny",
+        final_rank: Annotated[float, within("[0, inf)", "it is 0 or more", "leave it out")] = 4.0,
+        warmup: Annotated[int, within("[0, inf)", "it is 0 rounds or more", "leave it out")] = 2,
+        fall: Annotated[int, within("[1, inf)", "it is 1 rounds or more", "leave it out")] = 10,
+        orthogonality: Annotated[float, within("[0, inf)", "it is 0 or more", "leave it out")] = 0.1,
         **settings: Any,
     ) -> None:
         super().__init__(network=network, **settings)
-        for name, value, least in (("warmup", warmup, 0), ("fall", fall, 1)):
-            require(
-                value >= least, f"--model.{name} {value}", f"it is {least} rounds or more", "leave it out"
-            )
-        for name, number in (("final_rank", final_rank), ("orthogonality", orthogonality)):
-            require(0 <= number < float("inf"), f"--model.{name} {number}", "it is 0 or more", "leave it out")
         self.final_rank, self.warmup, self.fall = final_rank, warmup, fall
         self.gamma = orthogonality
 
@@ -153,9 +152,12 @@ class FedAdaLoRA(Method):
             }
         )
 
-    def upload_limits(self, client: Client) -> Mapping[str, int]:
-        limits = dict(super().upload_limits(client))
-        return limits | {"importance": self.directions} if self.drops else limits
+    def upload_limits(self, client: Client) -> Mapping[str, Limit]:
+        if not self.drops:
+            return super().upload_limits(client)
+        kept = self.server["kept"]
+        values, directions = int(self.values_of(kept).sum()), int(kept.sum())
+        return {"examples": (), "weights": (values,), "importance": (directions,)}
 
     # The server's half
 
@@ -192,8 +194,9 @@ class FedAdaLoRA(Method):
 
     def summing_state(self) -> Mapping[str, Tensor]:
         # what a client started from enters no addend of the plain mean
-        plain = isinstance(self.average, WeightedMean)
-        return {name: tensor for name, tensor in self.server.items() if name == "kept" or not plain}
+        plain = isinstance(self.average, WeightedMean) and not self.adds_squares
+        state = super().summing_state()
+        return {name: tensor for name, tensor in state.items() if name == "kept" or not plain}
 
     def next_state(self, sums: Sums) -> None:
         """Average the weights, and drop the directions that are beyond the next round's budget."""
@@ -207,7 +210,8 @@ class FedAdaLoRA(Method):
         importance = sums.mean("importance").masked_fill(~kept, float("-inf"))  # what is dropped stays so
         mask = choose_masks({"all": importance}, min(budget, int(kept.sum())))["all"]
         self.server["kept"] = mask.to(torch.uint8)
-        self.server["weights"] = self.server["weights"] * self.values_of(self.server["kept"])
+        for name in {"weights", EVALUATED}.intersection(self.server):
+            self.server[name] = self.server[name] * self.values_of(self.server["kept"])
 
     def server_metrics(self) -> dict[str, float]:
         kept = int(self.server["kept"].sum()) if self.drops else self.directions

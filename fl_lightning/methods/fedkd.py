@@ -15,7 +15,7 @@ nothing to distil.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 from torch import Tensor
@@ -24,12 +24,14 @@ from torch.utils._pytree import tree_map
 
 from fl_lightning import rng
 from fl_lightning.client import Client
+from fl_lightning.compatibility import only
 from fl_lightning.data import FederatedData
 from fl_lightning.errors import InputError
 from fl_lightning.methods.base import Method
 from fl_lightning.methods.losses import kl_divergence
 from fl_lightning.methods.optimizing import clip_gradients, round_optimizer
-from fl_lightning.wire import Payload, PayloadError
+from fl_lightning.support.constraints import within
+from fl_lightning.wire import Limit, Payload, PayloadError
 
 SUM_TOLERANCE = 1e-3  # of a row of soft labels: float32 sums of many classes
 
@@ -55,40 +57,30 @@ class FedKD(Method):
         settings: those of every method.
     """
 
+    kind = "exchange of logits"
     stackable = True
     own_terms = frozenset({"kd"})
-    secure_refused = "its server reads the soft labels of single clients"
-    privacy_refused = "its soft labels are probabilities, and a sum of them with noise is none"
-    classification_only = "its soft labels are one row of classes for each public example"
+    refuses = {
+        **only("classification", "its soft labels are one row of classes for each public example"),
+        "secure_sum": "its server reads the soft labels of single clients",
+        "own_data": "its public set is the same for all, and nodes have data of their own",
+        "privacy": "its soft labels are probabilities, and a sum of them with noise is none",
+        "server_optimizer": "a student that its server distils is the next model, and no mean",
+    }
 
     def __init__(
         self,
-        temperature: float = 1.0,
-        distill_epochs: int = 1,
+        temperature: Annotated[float, within("(0, inf]", "a temperature is above 0", 1)] = 1.0,
+        distill_epochs: Annotated[int, within("[0, inf)", "passes are 0 or more", 1)] = 1,
         server_epochs: int = 1,
-        sharpen: float | None = None,
+        sharpen: Annotated[float | None, within("(0, inf]", "a temperature is above 0, or null", 0.1)] = None,
         average_weights: bool = False,
         **settings: Any,
     ) -> None:
         if not average_weights:
-            self.received_refused = "its clients receive soft labels, and no weights unless they are averaged"
+            why = "its clients receive soft labels, and no weights unless they are averaged"
+            self.refuses = {**self.refuses, "received_terms": why}
         super().__init__(**settings)
-        if not temperature > 0:
-            raise InputError(
-                f"--model.temperature {temperature}",
-                "a temperature is above 0",
-                "write --model.temperature 1",
-            )
-        if sharpen is not None and not sharpen > 0:
-            raise InputError(
-                f"--model.sharpen {sharpen}", "a temperature is above 0, or null", "write --model.sharpen 0.1"
-            )
-        if distill_epochs < 0:
-            raise InputError(
-                f"--model.distill_epochs {distill_epochs}",
-                "passes are 0 or more",
-                "write --model.distill_epochs 1",
-            )
         if server_epochs < (0 if average_weights else 1):
             raise InputError(
                 f"--model.server_epochs {server_epochs}",
@@ -183,11 +175,11 @@ class FedKD(Method):
         outputs = [self.network(inputs).float() for inputs, _ in self.public_data.public_batches()]
         return torch.softmax(torch.cat(outputs) / self.temperature, dim=1).cpu()
 
-    def upload_limits(self, client: Client) -> Mapping[str, int]:
+    def upload_limits(self, client: Client) -> Mapping[str, Limit]:
         weights = super().upload_limits(client)
         return {
-            **(weights if self.average_weights else {"examples": 1}),
-            "soft_labels": self.server["soft_labels"].numel(),
+            **(weights if self.average_weights else {"examples": ()}),
+            "soft_labels": self.server["soft_labels"].shape,
         }
 
     # The server's half

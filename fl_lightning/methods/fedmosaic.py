@@ -19,16 +19,17 @@ sampled still helps.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
+from fl_lightning.aggregation.averages import WeightedMean
 from fl_lightning.client import Client
+from fl_lightning.compatibility import only
 from fl_lightning.data import FederatedData
-from fl_lightning.errors import InputError
-from fl_lightning.methods.averaging import WeightedMean
+from fl_lightning.errors import InputError, require
 from fl_lightning.methods.base import Method, NetworkSetting
 from fl_lightning.methods.relevance import (
     cosine,
@@ -42,7 +43,8 @@ from fl_lightning.methods.relevance import (
 )
 from fl_lightning.models import build_network
 from fl_lightning.models.pq_lora import adapted_layers, align, attach, read_adapters, write_global
-from fl_lightning.wire import Layout, Payload, PayloadError
+from fl_lightning.support.constraints import within
+from fl_lightning.wire import Layout, Limit, Payload, PayloadError
 
 NEWCOMER = Client(id=-1, train=np.empty(0, np.int64), val=np.empty(0, np.int64))
 
@@ -79,15 +81,16 @@ class FedMosaic(Method):
         settings: those of every method.
     """
 
+    kind = "personal models"
     stackable = True
-    module_refused = (
-        "it cuts the networks of its clients into blocks with adapters, which a module does not have"
-    )
-
-    secure_refused = "its server compares the gradients of single clients"
-    privacy_refused = "its server compares single clients with each other"
-    classification_only = "it finds related clients by the gradient of a last layer over classes"
-    received_refused = "its clients receive adapters for models of their own, and no model"
+    refuses = {
+        **only("classification", "it finds related clients by the gradient of a last layer over classes"),
+        "module": "it cuts the networks of its clients into blocks with adapters, which no module has",
+        "secure_sum": "its server compares the gradients of single clients",
+        "privacy": "its server compares single clients with each other",
+        "received_terms": "its clients receive adapters for models of their own, and no model",
+        "server_optimizer": "its server mixes adapters for each client",
+    }
 
     personalised = True
     growing = frozenset({"ids", "adapters", "sketches"})
@@ -97,41 +100,29 @@ class FedMosaic(Method):
         network: NetworkSetting = "residual_mlp",
         networks: list[NetworkSetting] | None = None,
         reference: NetworkSetting = "small_cnn",
-        rank: int = 8,
-        num_blocks: int = 4,
+        rank: Annotated[int, within("[1, inf)", "at least 1", 8)] = 8,
+        num_blocks: Annotated[int, within("[1, inf)", "at least 1", 4)] = 4,
         scale: float = 1.0,
         gate: Literal["scalar", "input"] = "scalar",
         full_gradient: bool = True,
         head: Literal["local", "frozen"] = "local",
         align: Literal["none", "public"] = "none",
-        tau: float = 0.5,
+        tau: Annotated[float, within("(0, inf]", "a temperature is above 0", 0.5)] = 0.5,
         include_self: bool = False,
-        ema: float = 0.5,
-        sketch_rows: float = 0.4,
-        sketch_batches: int = 4,
-        sigma: float = 0.01,
+        ema: Annotated[float, within("(0, 1]", "a weight in (0, 1]", 0.5)] = 0.5,
+        sketch_rows: Annotated[float, within("(0, 1]", "a share in (0, 1]", 0.4)] = 0.4,
+        sketch_batches: Annotated[int, within("[1, inf)", "at least 1", 4)] = 4,
+        sigma: Annotated[float, within("[0, inf]", "a standard deviation is 0 or more", 0.01)] = 0.01,
         loss: Literal["cross_entropy", "squared_error"] = "cross_entropy",
         **settings: Any,
     ) -> None:
         super().__init__(network=network, **settings)
-        for name, value, valid, rule, example in (
-            (
-                "networks",
-                networks,
-                networks is None or len(networks) > 0,
-                "at least one family",
-                "[residual_mlp]",
-            ),
-            ("rank", rank, rank >= 1, "at least 1", 8),
-            ("num_blocks", num_blocks, num_blocks >= 1, "at least 1", 4),
-            ("tau", tau, tau > 0, "a temperature is above 0", 0.5),
-            ("ema", ema, 0 < ema <= 1, "a weight in (0, 1]", 0.5),
-            ("sketch_rows", sketch_rows, 0 < sketch_rows <= 1, "a share in (0, 1]", 0.4),
-            ("sketch_batches", sketch_batches, sketch_batches >= 1, "at least 1", 4),
-            ("sigma", sigma, sigma >= 0, "a standard deviation is 0 or more", 0.01),
-        ):
-            if not valid:
-                raise InputError(f"--model.{name} {value}", f"{rule}", f"write --model.{name} {example}")
+        require(
+            networks is None or networks,
+            f"--model.networks {networks}",
+            "at least one family",
+            "write --model.networks [residual_mlp]",
+        )
         if self.max_share != 1:
             raise InputError(
                 f"--model.max_share {self.max_share}",
@@ -268,8 +259,8 @@ class FedMosaic(Method):
             {"adapters": read_adapters(adapted_layers(self.network)), "sketch": sketch(ema, noise, self.kept)}
         )
 
-    def upload_limits(self, client: Client) -> Mapping[str, int]:
-        return {"adapters": self.server["adapters"].shape[1:].numel(), "sketch": len(self.kept)}
+    def upload_limits(self, client: Client) -> Mapping[str, Limit]:
+        return {"adapters": self.server["adapters"].shape[1:], "sketch": (len(self.kept),)}
 
     # The server's half
 

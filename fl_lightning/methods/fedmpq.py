@@ -19,23 +19,25 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import torch
 from torch import Tensor, nn
 
+from fl_lightning.aggregation.server_optimizers import SQUARES
+from fl_lightning.aggregation.sums import Addend, Sums
 from fl_lightning.client import Client
 from fl_lightning.data import FederatedData
-from fl_lightning.errors import InputError, require_choice
+from fl_lightning.errors import InputError
 from fl_lightning.methods.quantized import QuantizedMethod, encode_layers
-from fl_lightning.methods.sums import Addend, Sums
 from fl_lightning.quantization import allocate_bits, quantize_and_prune
 from fl_lightning.quantization.allocation import MAX_BITS
 from fl_lightning.quantization.latent import Latent
 from fl_lightning.quantization.layer import Grid, Layer, Representation
 from fl_lightning.quantization.planes import Planes
 from fl_lightning.quantization.uniform import SMALLEST_SCALE, nearest_scale
-from fl_lightning.wire import Codes, Payload, PayloadError
+from fl_lightning.support.constraints import within
+from fl_lightning.wire import Codes, Limit, Payload, PayloadError
 
 GROWTH = 2.5
 """Share of a layer's weights above s, in units of the pruning threshold, at which s doubles. At 1 a grid that
@@ -59,9 +61,8 @@ class FedMPQ(QuantizedMethod):
             shrinks below what it started with, s_0, is pulled the less.
         prune_threshold: share of set digits at which a client drops a bit plane, in [0, 1); 0.02 in the
             paper.
-        representation: what the clients' optimiser steps on. ``latent``: the weights themselves, so that a
-            step is the optimiser's own on W. ``planes``: two planes for each bit, as in the paper, 2 N
-            numbers for each weight; Adam moves W there by up to 2 s times its learning rate.
+        representation: what clients' optimisers step on: ``latent``, W itself, or ``planes``, two for each
+            bit, as in the paper, 2 N numbers a weight; Adam moves W there by up to 2 s times its lr.
         rounding: of uploads: ``stochastic`` (unbiased), or ``nearest``: updates below half a step are lost.
         plane_lr: of ``planes``: ``matched`` divides their gradients, the task's and the regulariser's, by
             c^2 sum_b 4^b, so that a step of SGD on them moves W about as far as a step of the same lr on W;
@@ -72,17 +73,21 @@ class FedMPQ(QuantizedMethod):
         settings: those of every method.
     """
 
+    kind = "quantised"
     stackable = True
-    privacy_refused = "bit-widths travel beside weights, and noise for both leaves nothing of them"
+    calls_server_optimizer = True
     same_start = True
     own_terms = frozenset({"bit"})
     module_optimizes = False  # it would step on weights that are made of the variables
+    refuses = {
+        "privacy": "bit-widths travel beside weights, and noise for both leaves nothing of them",
+    }
 
     def __init__(
         self,
         bits: float | list[float] = 4,
-        lambda_b: float = 0.01,
-        prune_threshold: float = 0.02,
+        lambda_b: Annotated[float, within("[0, inf)", "a regulariser weighs 0 or more", 0.01)] = 0.01,
+        prune_threshold: Annotated[float, within("[0, 1)", "it is a share in [0, 1)", 0.02)] = 0.02,
         representation: Literal["latent", "planes"] = "latent",
         rounding: Literal["stochastic", "nearest"] = "stochastic",
         plane_lr: Literal["matched", "raw"] = "matched",
@@ -92,21 +97,6 @@ class FedMPQ(QuantizedMethod):
         **settings: Any,
     ) -> None:
         super().__init__(bits, download, activation_bits, quantise_shortcuts, **settings)
-        if not 0 <= lambda_b < float("inf"):
-            raise InputError(
-                f"--model.lambda_b {lambda_b}",
-                "a regulariser weighs 0 or more",
-                "write --model.lambda_b 0.01",
-            )
-        if not 0 <= prune_threshold < 1:
-            raise InputError(
-                f"--model.prune_threshold {prune_threshold}",
-                "it is a share in [0, 1)",
-                "write --model.prune_threshold 0.02",
-            )
-        require_choice(representation, ("latent", "planes"), "--model.representation")
-        require_choice(rounding, ("stochastic", "nearest"), "--model.rounding")
-        require_choice(plane_lr, ("matched", "raw"), "--model.plane_lr")
         self.lambda_b = lambda_b
         self.prune_threshold = prune_threshold
         self.rounding = rounding
@@ -224,8 +214,8 @@ class FedMPQ(QuantizedMethod):
             }
         )
 
-    def upload_limits(self, client: Client) -> Mapping[str, int]:
-        return {"examples": 1, "tops": len(self.layers), **self.codec.limits()}
+    def upload_limits(self, client: Client) -> Mapping[str, Limit]:
+        return {"examples": (), "tops": (len(self.layers),), **self.codec.limits()}
 
     def _on_cpu(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         """Return all layers on the CPU in one transfer: one by one, each layer would wait for the device."""
@@ -260,14 +250,12 @@ class FedMPQ(QuantizedMethod):
             raise PayloadError(
                 f"bits {sent} where {given} were dealt out", "a client prunes and never adds", "send no more"
             )
-        tops = upload.codes("tops").values.flatten().tolist()
-        if len(tops) != len(given) or any(
-            top > most - n for top, n, most in zip(tops, sent, given, strict=True)
-        ):
+        tops = upload.codes("tops").values.tolist()
+        if any(top > most - n for top, n, most in zip(tops, sent, given, strict=True)):
             raise PayloadError(
                 f"tops {tops} with bits {sent} where {given} were dealt out",
                 "it counts the bits of each layer that were dropped at the top",
-                "send one for each layer",
+                "count no more",
             )
 
     def addends(self, upload: Payload, client_id: int, weight: int) -> dict[str, Addend]:
@@ -276,8 +264,7 @@ class FedMPQ(QuantizedMethod):
         budget = self.budgets[client_id % len(self.budgets)]
         sent = upload.codes("bits").values
         removed = torch.tensor(self.allocate(budget)) - sent
-        units = round(budget * BUDGET_UNITS)
-        by_budget = weight * units, self.largest_weight * MAX_BITS * BUDGET_UNITS
+        by_budget = weight * self._budget_units(client_id), self.largest_weight * MAX_BITS * BUDGET_UNITS
         return {
             **super().addends(upload, client_id, weight),
             "bits": Addend(sent, *by_budget),
@@ -286,17 +273,28 @@ class FedMPQ(QuantizedMethod):
             "planes": Addend(removed),
         }
 
+    def weight_bounds(self, name: str, most: int, client_id: int, examples: int) -> tuple[int, int]:
+        if name in ("weights", SQUARES):
+            return super().weight_bounds(name, most, client_id, examples)
+        units = 1 if name == "planes" else self._budget_units(client_id)
+        return units, units if name == "planes" else examples * units
+
+    def largest_value(self, name: str) -> float:
+        return super().largest_value(name) if name in ("weights", SQUARES) else float(MAX_BITS)
+
+    def _budget_units(self, client_id: int) -> int:
+        return round(self.budgets[client_id % len(self.budgets)] * BUDGET_UNITS)
+
     def next_state(self, sums: Sums) -> None:
         """W_{t+1} from the de-quantised uploads; b_l and Delta_l weighted by n_k * budget_k."""
         deployed = self.allocate(self.mean_budget())
-        average = sums.mean("weights")
-        self.server = {
-            "weights": average,
+        weights = self.next_weights(sums)
+        self.server |= {
+            "weights": weights,
             "bits": sums.mean("bits").round().to(torch.int32).clamp(1, MAX_BITS),
             "delta": (1 + sums.mean("removed")).round().to(torch.int32).clamp_min(1),
             "aggregated": torch.ones(1, dtype=torch.int32),
-            "grid": self._next_grid(average, sums.mean("tops")),
-            "first_grid": self.server["first_grid"],
+            "grid": self._next_grid(weights, sums.mean("tops")),
         }
         pairs = zip(deployed, self.allocate(self.mean_budget()), strict=True)
         self.changes = BitChanges(
@@ -314,7 +312,8 @@ class FedMPQ(QuantizedMethod):
             sizes = tensors[name].abs().flatten()
             rank = min(math.ceil(share * len(sizes)), len(sizes))
             edge = float(sizes.topk(rank).values[-1])
-            scale = max(scale * 2.0 ** -round(top), SMALLEST_SCALE)
+            planes = min(max(round(top), 0), MAX_BITS)
+            scale = max(scale * 2.0**-planes, SMALLEST_SCALE)
             while scale < edge:  # so many weights lie above it
                 scale *= 2
             scales.append(scale)
@@ -328,11 +327,12 @@ class FedMPQ(QuantizedMethod):
             "bits/moved": float(changes.moved),
         }
 
-    def quantized(self, bits: Sequence[int]) -> Payload:
-        """Return W_t with layer l at ``bits[l]``, on the grid of these bits that is nearest to it."""
-        tensors = self.layout.unpack(self.server["weights"])
+    def quantized(self, bits: Sequence[int], weights: Tensor) -> Payload:
+        """Return ``weights``, ``[P]``, with layer l at ``bits[l]``, on the grid of these bits that is nearest
+        to it."""
+        tensors = self.layout.unpack(weights)
         scales = [nearest_scale(tensors[name], n) for name, n in zip(self.layers, bits, strict=True)]
-        return self.codec.encode(self.server["weights"], bits, scales=scales)
+        return self.codec.encode(weights, bits, scales=scales)
 
     def allocate(self, budget: float) -> list[int]:
         """Bits of each layer for a budget: uniform before the first aggregation, FedMPQ's rule afterwards."""

@@ -9,7 +9,7 @@ Hinton et al. (2015) for T^2; nothing more is uploaded than by FedMPQ.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from copy import deepcopy
 from typing import Any, Literal
 
@@ -49,9 +49,7 @@ class FedMPQKD(FedMPQ):
     stackable = True
     same_start = True
     own_terms = frozenset({"bit", "kd", "teacher"})
-    distils = True
-    teacher_stream = teaching.InTurn()
-    """Where the teacher computes."""
+    refuses = {**FedMPQ.refuses, "no_classes": "it compares logits of classes"}
 
     def __init__(
         self,
@@ -73,8 +71,6 @@ class FedMPQKD(FedMPQ):
                 raise InputError(
                     f"--model.temperature {value}", "a temperature is above 0", "write --model.temperature 2"
                 )
-        require_choice(kl, ("forward", "reverse"), "--model.kl")
-        require_choice(teacher_source, ("full", "received"), "--model.teacher_source")
         if isinstance(teacher, bool) or not isinstance(teacher, int):
             require_choice(teacher, ("frozen", "joint"), "--model.teacher")
         elif teacher < 1:
@@ -140,9 +136,7 @@ class FedMPQKD(FedMPQ):
         batches = ((data.with_labels(inputs, labels[number]), number) for inputs, number in numbered)
         alike = data.device.type != "cpu" and isinstance(self.task, Classification)
         ahead = teaching.AHEAD if alike else 1  # sequences of two batches differ in length
-        yield from teaching.with_logits(
-            self.teacher, batches, labels, repeats=not data.augments, ahead=ahead, stream=self.teacher_stream
-        )
+        yield from teaching.with_logits(self.teacher, batches, labels, repeats=not data.augments, ahead=ahead)
 
     @property
     def _reads_logits(self) -> bool:
@@ -157,15 +151,13 @@ class FedMPQKD(FedMPQ):
             outputs = super().training_step(batch, batch_idx)
             return {**outputs, "loss_kd": torch.zeros_like(outputs["loss"])}
         inputs, target, *known = batch
-        teacher, join = self._asked(inputs, target.device) if not known else (known[0], None)
+        teacher = known[0] if known else self._asked(inputs)
         weights, bit_norm = self.quantized_weights()
         student = functional_call(self.network, weights, (inputs,))
         task = self.task_loss(student, target)
         if self.module is not None:
             task = module_loss(self.module, (inputs, target), batch_idx, weights)
         bit = self.lambda_b * bit_norm
-        if join:
-            join()
         kd = self.alpha * distillation(
             self.task.class_rows(student, target),
             self.task.class_rows(teacher.detach(), target).logits,
@@ -182,14 +174,12 @@ class FedMPQKD(FedMPQ):
             outputs["loss"] = outputs["loss"] + outputs["loss_teacher"]
         return self.with_terms(outputs, (inputs, target), student)
 
-    def _asked(self, inputs: Any, device: torch.device) -> tuple[Tensor, Callable[[], None] | None]:
-        """Return the teacher's logits, and what waits for them where it is beside the student."""
-        if (
-            self.teacher_mode == "joint"
-        ):  # trained: its backward pass would have to come back to the other stream too
-            return self.teacher(inputs), None
-        with torch.no_grad(), self.teacher_stream.fork(device) as join:
-            return self.teacher(inputs), join
+    def _asked(self, inputs: Any) -> Tensor:
+        """Return the teacher's logits; only a teacher that is trained has gradients."""
+        if self.teacher_mode == "joint":
+            return self.teacher(inputs)
+        with torch.no_grad():
+            return self.teacher(inputs)
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         super().on_train_batch_end(outputs, batch, batch_idx)

@@ -9,11 +9,11 @@ FedAvg.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated, Any
 
-from fl_lightning.errors import InputError
 from fl_lightning.methods.base import Method
 from fl_lightning.methods.terms import NotTrueTerm
+from fl_lightning.support.constraints import within
 
 
 class FedNTD(Method):
@@ -30,11 +30,14 @@ class FedNTD(Method):
     same_start = True
     own_terms = frozenset({"ntd"})
 
-    def __init__(self, beta: float = 1.0, tau: float = 1.0, **settings: Any) -> None:
+    def __init__(
+        self,
+        beta: Annotated[float, within("[0, inf)", "a loss term weighs 0 or more", 1)] = 1.0,
+        tau: Annotated[float, within("(0, inf)", "a temperature is above 0", 1)] = 1.0,
+        **settings: Any,
+    ) -> None:
         super().__init__(**settings)
-        if not 0 <= beta < float("inf"):
-            raise InputError(f"--model.beta {beta}", "a loss term weighs 0 or more", "write --model.beta 1")
-        if not 0 < tau < float("inf"):
-            raise InputError(f"--model.tau {tau}", "a temperature is above 0", "write --model.tau 1")
         self.beta, self.tau = beta, tau
         self.terms = [NotTrueTerm(beta, tau), *self.terms]
+        if beta:
+            self.refuses = {**self.refuses, "no_classes": "it compares logits of classes"}

@@ -8,18 +8,18 @@ are 4 bits a weight and 2 kB a tensor. Q is biased towards the mean of its clust
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from fl_lightning.client import Client
-from fl_lightning.errors import InputError
 from fl_lightning.methods.updates import CodedUpdates
 from fl_lightning.quantization import product
-from fl_lightning.wire import Codes, Payload, PayloadError
+from fl_lightning.support.constraints import within
+from fl_lightning.wire import Codes, Limit, Payload, PayloadError
 
 
 class FedPQ(CodedUpdates):
@@ -33,21 +33,18 @@ class FedPQ(CodedUpdates):
         settings: those of every method.
     """
 
+    kind = "quantised"
     stackable = True
     same_start = True
 
-    def __init__(self, dim: int = 2, centroids: int = 256, iterations: int = 20, **settings: Any) -> None:
+    def __init__(
+        self,
+        dim: Annotated[int, within("[1, inf)", "a sub-vector has 1 value or more", 2)] = 2,
+        centroids: Annotated[int, within("[2, 65536]", "a codebook has 2 to 65536", 256)] = 256,
+        iterations: Annotated[int, within("[1, inf)", "k-means takes 1 or more", 20)] = 20,
+        **settings: Any,
+    ) -> None:
         super().__init__(**settings)
-        if dim < 1:
-            raise InputError(f"--model.dim {dim}", "a sub-vector has 1 value or more", "write --model.dim 2")
-        if not 2 <= centroids <= 2**16:
-            raise InputError(
-                f"--model.centroids {centroids}", "a codebook has 2 to 65536", "write --model.centroids 256"
-            )
-        if iterations < 1:
-            raise InputError(
-                f"--model.iterations {iterations}", "k-means takes 1 or more", "write --model.iterations 20"
-            )
         self.dim, self.centroids, self.iterations = dim, centroids, iterations
 
     def is_coded(self, parameter: Tensor) -> bool:
@@ -74,12 +71,12 @@ class FedPQ(CodedUpdates):
             entries[f"c{tensor}"] = torch.from_numpy(codebook)
         return entries
 
-    def code_limits(self) -> dict[str, int]:
-        indices = {f"i{tensor}": -(-size // self.dim) for tensor, size in enumerate(self.coded.sizes)}
-        codebooks = {
-            f"c{tensor}": self._num_centroids(size) * self.dim for tensor, size in enumerate(self.coded.sizes)
-        }
-        return indices | codebooks
+    def code_limits(self) -> Mapping[str, Limit]:
+        shapes: dict[str, Limit] = {}
+        for tensor, size in enumerate(self.coded.sizes):
+            shapes[f"i{tensor}"] = (-(-size // self.dim),)
+            shapes[f"c{tensor}"] = range(1, self._num_centroids(size) + 1), self.dim
+        return shapes
 
     def decode_updates(self, upload: Payload) -> list[Tensor]:
         updates = []

@@ -5,11 +5,11 @@ L = L_task + mu / 2 * || w - w_t ||^2        over the trainable parameters
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated, Any
 
-from fl_lightning.errors import InputError
 from fl_lightning.methods.base import Method
 from fl_lightning.methods.terms import ProximalTerm
+from fl_lightning.support.constraints import within
 
 
 class FedProx(Method):
@@ -22,13 +22,16 @@ class FedProx(Method):
         settings: those of every method.
     """
 
+    kind = "drift correction"
     stackable = True
     same_start = True
     own_terms = frozenset({"prox"})
 
-    def __init__(self, mu: float = 0.01, **settings: Any) -> None:
+    def __init__(
+        self,
+        mu: Annotated[float, within("[0, inf)", "a loss term weighs 0 or more", 0.01)] = 0.01,
+        **settings: Any,
+    ) -> None:
         super().__init__(**settings)
-        if not 0 <= mu < float("inf"):
-            raise InputError(f"--model.mu {mu}", "a loss term weighs 0 or more", "write --model.mu 0.01")
         self.mu = mu
         self.terms = [ProximalTerm(mu), *self.terms]

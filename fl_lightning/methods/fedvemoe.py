@@ -9,7 +9,7 @@ The server has slots for experts, each a LoRA adapter, and a shared adapter in s
     own      trains an adapter of its own on the same batches, which never leaves it but by a birth
     upload   rejects all experts where its own adapter is better by a paired test
 
-and the server averages each expert over the clients that trained it, w_ik = n_i share_ik:
+    and the server averages each expert over the clients that trained it, w_ik = n_i share_ik:
 
     W_k <- W_k + eta (sum_i w_ik W_ik / sum_i w_ik - W_k)
 
@@ -25,19 +25,23 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from copy import deepcopy
 from dataclasses import dataclass, fields
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
+from fl_lightning.aggregation.server import examples_in
+from fl_lightning.aggregation.sums import Addend, Sums
 from fl_lightning.client import Client
+from fl_lightning.compatibility import no_personal, only
 from fl_lightning.data import FederatedData
 from fl_lightning.errors import require
-from fl_lightning.methods.base import Method, NetworkSetting
+from fl_lightning.methods.base import KnownNetwork, Method
 from fl_lightning.methods.experts.merging import AdapterSpace
 from fl_lightning.methods.experts.responsibilities import (
+    SHARE_UNITS,
     Paired,
     is_worse_than_own,
     responsibilities,
@@ -53,12 +57,12 @@ from fl_lightning.methods.experts.sums import (
     warn_of_noise,
 )
 from fl_lightning.methods.experts.wire import ExpertWire, Received, Trained
-from fl_lightning.methods.sums import Addend, Sums
 from fl_lightning.metrics.text import IGNORED
 from fl_lightning.models.language.experts import Seats
 from fl_lightning.models.tensors import tensors_of
 from fl_lightning.rng import stream
-from fl_lightning.wire import Payload
+from fl_lightning.support.constraints import within
+from fl_lightning.wire import Limit, Payload
 
 CHANGES = ("experts/born", "experts/pruned", "experts/merged")
 LEAST_TRAINING = 4
@@ -116,48 +120,43 @@ class FedVEMoE(Method):
         settings: those of every method.
     """
 
+    kind = "language models"
     personalised = True
-    language_only = "experts are adapters of a language model, chosen at each token"
+    refuses = {
+        **no_personal("its clients have models of their own, of experts"),
+        **only("language", "experts are adapters of a language model, chosen at each token"),
+        "received_terms": "a client chooses its experts after it has received them",
+        "server_optimizer": "it has a mean for each expert; write --model.server_lr for their step",
+    }
     measured = frozenset({"responsibilities"})
-    received_refused = "a client chooses its experts after it has received them"
 
     def __init__(
         self,
-        network: NetworkSetting = "llama_tiny",
+        network: KnownNetwork = "llama_tiny",
         k_init: int = 1,
-        k_max: int = 8,
+        k_max: Annotated[int, within("[0, 256]", "0 to 256 slots", 8)] = 8,
         top_m: int = 2,
         shared: bool = True,
-        probes: int = 32,
-        tau: float = 0.05,
-        kappa: float = 1.0,
-        gamma: float = 1.0,
-        gate_weight: float = 0.01,
-        server_lr: float = 1.0,
+        probes: Annotated[int, within("[2, inf)", "2 examples or more", 32)] = 32,
+        tau: Annotated[float, within("(0, inf]", "a temperature is above 0", 0.05)] = 0.05,
+        kappa: Annotated[float, within("[0, inf]", "0 or more", 1.0)] = 1.0,
+        gamma: Annotated[float, within("(0, inf]", "a temperature is above 0", 1.0)] = 1.0,
+        gate_weight: Annotated[float, within("[0, inf]", "0 or more", 0.01)] = 0.01,
+        server_lr: Annotated[float, within("(0, inf]", "above 0", 1.0)] = 1.0,
         birth: Literal["test", "never"] = "test",
-        birth_gap: float = 0.05,
-        birth_z: float = 2.0,
+        birth_gap: Annotated[float, within("[0, inf]", "0 nats or more", 0.05)] = 0.05,
+        birth_z: Annotated[float, within("[0, inf]", "0 or more", 2.0)] = 2.0,
         rules: Rules = RULES,
         wire: Literal["plain", "oblivious", "private"] = "plain",
         down: Literal["all", "changed"] = "all",
-        mass_scale: float = 0.1,
+        mass_scale: Annotated[float, within("(0, inf]", "above 0", 0.1)] = 0.1,
         **settings: Any,
     ) -> None:
         super().__init__(network=network, **settings)
         for name, value, valid, rule, example in (
-            ("k_max", k_max, 0 <= k_max <= 256, "0 to 256 slots", 8),
             ("k_init", k_init, 1 <= k_init <= max(1, k_max), f"1 to {max(1, k_max)} experts, k_max", 1),
             ("top_m", top_m, top_m >= 1 + (shared and k_max > 0), "2 or more with a shared adapter", 2),
             ("shared", shared, shared or k_max > 0, "true where there are no experts", True),
-            ("probes", probes, probes >= 2, "2 examples or more", 32),
-            ("tau", tau, tau > 0, "a temperature is above 0", 0.05),
-            ("kappa", kappa, kappa >= 0, "0 or more", 1.0),
-            ("gamma", gamma, gamma > 0, "a temperature is above 0", 1.0),
-            ("gate_weight", gate_weight, gate_weight >= 0, "0 or more", 0.01),
-            ("server_lr", server_lr, server_lr > 0, "above 0", 1.0),
-            ("birth_gap", birth_gap, birth_gap >= 0, "0 nats or more", 0.05),
-            ("birth_z", birth_z, birth_z >= 0, "0 or more", 2.0),
-            ("mass_scale", mass_scale, mass_scale > 0, "above 0", 0.1),
         ):
             require(valid, f"--model.{name} {value}", rule, f"write --model.{name} {example}")
         require(
@@ -174,10 +173,13 @@ class FedVEMoE(Method):
         self.keeps_own = birth == "test" and k_max > 0
         self.rules, self.oblivious, self.private = rules, wire != "plain", wire == "private"
         self.mass_scale, self.remembers = mass_scale, down == "changed" and k_max > 0
+        self.shows = frozenset({"experts"} if k_max else ())
         if not self.oblivious:
-            self.secure_refused = "a plain message tells its experts; write --model.wire oblivious"
+            why = "a plain message tells its experts; write --model.wire oblivious"
+            self.refuses = {**self.refuses, "secure_sum": why}
         if not self.private:
-            self.privacy_refused = "its means are over an expert's trainers; write --model.wire private"
+            why = "its means are over an expert's trainers; write --model.wire private"
+            self.refuses = {**self.refuses, "privacy": why}
 
     def build(self, data: FederatedData) -> None:
         super().build(data)
@@ -415,8 +417,8 @@ class FedVEMoE(Method):
         last = self.received.rejecters
         return last > 0 and bool(self.stream("birth", client).random() < 1 / last)
 
-    def upload_limits(self, client: Client) -> Mapping[str, int]:
-        return {"examples": 1, **self.wire.limits()}
+    def upload_limits(self, client: Client) -> Mapping[str, Limit]:
+        return {"examples": (), **self.wire.limits()}
 
     # The server's half
 
@@ -431,6 +433,14 @@ class FedVEMoE(Method):
         """Return what the rows of an upload were before the client trained them, ``[n, P + d]``."""
         mine = upload.codes("slots").values.reshape(-1) if self.k_max else torch.empty(0)
         return self.slots.rows[self.wire.sent(torch.nonzero(mine).flatten().add(1).tolist())]
+
+    def entry_starts(self, upload: Payload) -> Mapping[str, Tensor]:
+        return {"rows": self.starts_of(upload)} if "rows" in upload else {}
+
+    def averaged(self, upload: Payload) -> Iterator[tuple[int, float, Tensor]]:
+        examples, trained = examples_in(upload), self.wire.trained(upload, self.server["active"])
+        for slot, row in trained.rows.items():
+            yield slot, examples * trained.shares[slot], row[: self.layout.size]
 
     def check(self, upload: Payload, client: Client) -> None:
         upload.tensor("examples")
@@ -449,6 +459,14 @@ class FedVEMoE(Method):
         elif self.oblivious and self.keeps_own:
             addends["own"] = Addend(torch.zeros(self.layout.size))
         return addends
+
+    def weight_bounds(self, name: str, most: int, client_id: int, examples: int) -> tuple[int, int]:
+        if name.startswith("expert/"):
+            return 0, examples * SHARE_UNITS
+        return super().weight_bounds(name, most, client_id, examples)
+
+    def largest_value(self, name: str) -> float:
+        return 1.0 if name in ("mass", "votes") else super().largest_value(name)
 
     def starts(self) -> Mapping[str, Tensor]:
         return {}  # with trainer.privacy addends are differences already

@@ -16,14 +16,15 @@ belong to a client's device and never travel.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from typing import Any, Literal
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, Literal
 
 import torch
 from torch import Tensor, nn
 
 from fl_lightning import rng
 from fl_lightning.client import Client
+from fl_lightning.compatibility import no_personal, only
 from fl_lightning.data import FederatedData
 from fl_lightning.energy import (
     OPTIONS,
@@ -32,21 +33,24 @@ from fl_lightning.energy import (
     HESTController,
     TABSController,
 )
+from fl_lightning.energy.budgets.device import Device
+from fl_lightning.energy.budgets.measuring import COUNTED
+from fl_lightning.energy.budgets.network import BudgetedNetwork, Controller, embedding_of
+from fl_lightning.energy.budgets.passes import Lengths
+from fl_lightning.energy.budgets.tables import devices_of, require_reachable
+from fl_lightning.energy.calibration.networks import calibration_advice
 from fl_lightning.energy.gating import TEMPERATURE
-from fl_lightning.energy.networks import calibration_advice
-from fl_lightning.errors import require, require_choice
-from fl_lightning.methods.base import Method, NetworkSetting
-from fl_lightning.methods.budgets.device import Device
-from fl_lightning.methods.budgets.measuring import COUNTED
-from fl_lightning.methods.budgets.network import BudgetedNetwork, Controller, embedding_of
-from fl_lightning.methods.budgets.passes import Lengths
-from fl_lightning.methods.budgets.tables import devices_of, require_reachable
-from fl_lightning.models.options import SwitchedLinear, add_switches
-from fl_lightning.wire import Layout, Payload
+from fl_lightning.energy.switched import SwitchedLinear, add_switches
+from fl_lightning.errors import require
+from fl_lightning.methods.base import KnownNetwork, Method
+from fl_lightning.support.constraints import within
+from fl_lightning.wire import Layout, Limit, Payload
 
 CONTROLLERS = ("hest", "tabs", "bhsp", "none")
 PRICE = "price"
 """Name of lambda in what a client keeps."""
+
+POSITIVE = within("(0, inf)", "it is a positive number", "leave it out")
 
 
 class HEST(Method):
@@ -77,28 +81,30 @@ class HEST(Method):
         InputError: a setting is out of its range.
     """
 
+    kind = "language models"
     personalised = True
-    language_only = "it decides token by token"
+    refuses = {
+        **no_personal("its clients have budgets of their own, and one controller"),
+        **only("language", "it decides token by token"),
+        "module": "a controller switches the layers of a network",
+    }
     counted_metrics = COUNTED
-    module_refused = "a controller switches the layers of a network"
 
     def __init__(
         self,
-        network: NetworkSetting = "llama_tiny",
+        network: KnownNetwork = "llama_tiny",
         controller: Literal["hest", "tabs", "bhsp", "none"] = "hest",
-        features: int = 8,
+        features: Annotated[int, POSITIVE] = 8,
         scope: Literal["adapter", "model"] = "model",
         high: Literal["float32", "bfloat16"] = "float32",
         costs: str | list[str] | CostTable | None = None,
         budget: float | list[float] = 0.7,
         budget_of: Literal["layers", "network"] = "layers",
-        price_lr: float = 0.1,
-        temperature: float = TEMPERATURE,
+        price_lr: Annotated[float, POSITIVE] = 0.1,
+        temperature: Annotated[float, POSITIVE] = TEMPERATURE,
         **settings: Any,
     ) -> None:
         super().__init__(network=network, **settings)
-        require_choice(controller, CONTROLLERS, "--model.controller")
-        require_choice(budget_of, ("layers", "network"), "--model.budget_of")
         budgets = list(budget) if isinstance(budget, list) else [budget]
         unlimited = [math.isinf(share) for share in budgets]
         require(
@@ -107,16 +113,13 @@ class HEST(Method):
             "a budget is a positive share of the energy at high, for each client or for all",
             "write --model.budget 0.7, or .inf for none",
         )
-        for name, value in (("features", features), ("price_lr", price_lr), ("temperature", temperature)):
-            require(
-                0 < value < math.inf, f"--model.{name} {value}", "it is a positive number", "leave it out"
-            )
         self.controller_kind, self.features = controller, features
         self.scope, self.high, self.costs, self.whole = scope, high, costs, budget_of == "network"
         self.budget_shares, self.price_lr, self.temperature = budgets, price_lr, temperature
         self.limited = not any(unlimited)
         self.decides = self.limited and controller != "none"
         self.personalised = self.limited
+        self.shows = frozenset({"options"} if self.limited else ())
         self.price = torch.zeros(())
 
     def build(self, data: FederatedData) -> None:
@@ -139,8 +142,8 @@ class HEST(Method):
         controller = self._controller(switches)
         self.network = BudgetedNetwork(self.network, switches, controller, self.devices[0])
         self.layout = Layout.of(self.network)
-        self.server = {"weights": self.layout.to_wire(self.layout.read(self.network))}
-        self._build_terms()
+        self.start_server()
+        self._build_terms(data)
 
     def _controller(self, switches: Sequence[SwitchedLinear]) -> Controller:
         groups = len(switches)
@@ -197,6 +200,10 @@ class HEST(Method):
         if self.decides:
             client.state[PRICE] = self.price.detach().cpu()
         return super().upload(client)
+
+    def upload_limits(self, client: Client) -> Mapping[str, Limit]:
+        # said once more: a declaration holds for the ``upload`` of its own class
+        return super().upload_limits(client)
 
     # The server's half
 

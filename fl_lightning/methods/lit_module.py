@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 from collections.abc import Mapping
 from copy import deepcopy
-from inspect import Parameter, signature
 from typing import Any, Protocol
 
 import torch
@@ -14,8 +14,10 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.utils._pytree import tree_map
 
+from fl_lightning.aggregation.server import SummingServer
 from fl_lightning.data import FederatedData
-from fl_lightning.errors import InputError, MisuseError
+from fl_lightning.errors import InputError, MisuseError, require
+from fl_lightning.methods.module_steps import NoTrainer, call_step, try_steps
 
 log = logging.getLogger("fl_lightning")
 
@@ -39,7 +41,6 @@ class Host(Protocol):
     """What is read of the method that a module is part of."""
 
     module: LightningModule | None
-    module_refused: str
     module_optimizes: bool
     network_spec: Any
     optimizer_spec: Any
@@ -52,13 +53,14 @@ def check_module(method: Host, module: LightningModule) -> None:
         ValueError: in three parts.
     """
     name, mine = type(module).__name__, type(method).__name__
-    if method.module_refused:
-        raise InputError(
-            f"--model.module {name} with --model {mine}",
-            f"{method.module_refused}",
-            "leave module out, or write --model FedAvg",
-        )
-    if method.network_spec != "small_cnn":
+    require(
+        not isinstance(module, SummingServer),
+        f"--model.module {name}",
+        "it is a method itself",
+        f"write --model {name}",
+    )
+    constructors = (inspect.signature(cls).parameters for cls in type(method).__mro__)
+    if method.network_spec != next(each["network"].default for each in constructors if "network" in each):
         raise InputError(
             f"--model.network {method.network_spec} beside --model.module {name}",
             "the module is the network",
@@ -110,10 +112,12 @@ def adopt(method: Host, module: LightningModule, data: FederatedData) -> Lightni
     client = data.client(int(data.active[0]))
     batch = next(iter(data.train_batches(client, round=1, epochs=1, steps=1)))
     module.gave_loss = False  # type: ignore[assignment]
+    batch = tree_map(lambda tensor: tensor.cpu(), batch)
     try:
-        module_loss(deepcopy(module).train(), tree_map(lambda tensor: tensor.cpu(), batch), 0)
+        module_loss(deepcopy(module).train(), batch, 0)
     except MisuseError as error:
         raise InputError(error.given, error.rule, error.instead) from error
+    try_steps(module, batch)
     if method.optimizer_spec is not None:
         used, unused = f"{name}.configure_optimizers", "--model.optimizer"
         if not method.module_optimizes:
@@ -137,7 +141,7 @@ def module_loss(
     if module._trainer is None:  # a copy has lost it
         module.trainer = NoTrainer(type(module).__name__)
     if weights is None:
-        outputs = _Stepper.step(module, batch, batch_idx)
+        outputs = call_step(module, "training_step", batch, batch_idx)
     else:
         outputs = functional_call(
             _Stepper(module), {f"module.{name}": w for name, w in weights.items()}, (batch, batch_idx)
@@ -162,8 +166,8 @@ def require_asked(method: Host) -> None:
         name, mine = type(method.module).__name__, type(method).__name__
         raise TypeError(
             f"--model.module {name} with --model {mine}, whose training_step never asks {name} for a "
-            "loss; it would be ignored; call super().training_step there, or set "
-            f"{mine}.module_refused to the reason"
+            "loss; it would be ignored; call super().training_step there, or give the reason in "
+            f"{mine}.refuses['module']"
         )
 
 
@@ -175,33 +179,8 @@ class _Stepper(nn.Module):
         self.module = module
 
     def forward(self, batch: Any, batch_idx: int) -> Any:
-        return self.step(self.module, batch, batch_idx)
-
-    @staticmethod
-    def step(module: Any, batch: Any, batch_idx: int) -> Any:
-        parameters = list(signature(module.training_step).parameters.values())
-        takes_index = (
-            len(parameters) > 1 and parameters[1].kind is not Parameter.KEYWORD_ONLY
-        )  # whatever its name is
-        return module.training_step(*((batch, batch_idx) if takes_index else (batch,)))
-
-
-class NoTrainer:
-    """Stands where a module of the user's looks for its ``lightning.Trainer``: whatever it asks is answered
-    with one line."""
-
-    def __init__(self, name: str) -> None:
-        self._name = name
-
-    def __getattr__(self, attribute: str) -> Any:
-        if attribute.startswith("__"):
-            raise AttributeError(attribute)
-        raise InputError(
-            f"--model.module {self._name} asks for self.trainer.{attribute}",
-            "its steps are taken by FederatedTrainer and it has no lightning.Trainer",
-            f"do without it in {self._name}, or write a Method, which knows self.round and self.seed",
-        )
+        return call_step(self.module, "training_step", batch, batch_idx)
 
 
 def _logs_nothing(*args: Any, **settings: Any) -> None:
-    """Do nothing: it replaces ``LightningModule.log``, which needs a ``lightning.Trainer``."""
+    """Do nothing: in training it replaces ``LightningModule.log``, which needs a ``lightning.Trainer``."""

@@ -16,7 +16,7 @@ from torch import nn
 from fl_lightning.client import Client
 from fl_lightning.data import FederatedData
 from fl_lightning.methods.base import Method
-from fl_lightning.wire import Payload
+from fl_lightning.wire import Limit, Payload
 
 
 class LocalOnly(Method):
@@ -29,12 +29,16 @@ class LocalOnly(Method):
         settings: those of every method.
     """
 
+    kind = "references"
     stackable = True
     personalised = True
-    received_refused = "its clients receive nothing"
-    secure_refused = "its clients send no weights that could be added"
-    attack_refused = "its clients send their number of examples alone"
-    privacy_refused = "nothing is learned from what its clients send"
+    refuses = {
+        "received_terms": "its clients receive nothing",
+        "secure_sum": "its clients send no weights that could be added",
+        "attack": "its clients send their number of examples alone",
+        "privacy": "nothing is learned from what its clients send",
+        "server_optimizer": "nothing is averaged",
+    }
 
     def build(self, data: FederatedData) -> None:
         super().build(data)
@@ -54,8 +58,8 @@ class LocalOnly(Method):
         client.state["weights"] = weights
         return Payload({"examples": self.examples_of(client)})
 
-    def upload_limits(self, client: Client) -> Mapping[str, int]:
-        return {"examples": 1}
+    def upload_limits(self, client: Client) -> Mapping[str, Limit]:
+        return {"examples": ()}
 
     def check(self, upload: Payload, client: Client) -> None:
         upload.tensor("examples")

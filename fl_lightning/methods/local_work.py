@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from torch.optim import Optimizer
 
 from fl_lightning.errors import MisuseError
+from fl_lightning.wire import Payload, PayloadError
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,3 +41,46 @@ class LocalWork:
                 "give all parameters one lr",
             )
         return self.lrs[0]
+
+
+class WithLocalWork:
+    """The part of a method that knows its client's local steps while ``upload`` runs."""
+
+    local_work: LocalWork | None = None
+    """Set by the engine."""
+
+    @property
+    def local_steps(self) -> int:
+        """K, the optimiser steps that this client made in this round, fewer for a straggler; known while
+        ``upload`` runs."""
+        return self._local_work("local_steps").steps
+
+    @property
+    def local_lr(self) -> float:
+        """eta_l, the learning rate of those steps in this round, as the schedule has it; known while
+        ``upload`` runs, and one where groups of parameters have the same."""
+        return self._local_work("local_lr").lr
+
+    def _local_work(self, name: str) -> LocalWork:
+        if self.local_work is None:
+            text = f"{type(self).__name__}.{name} is known while upload runs, when the steps are done"
+            raise RuntimeError(f"{text}; read it there")
+        return self.local_work
+
+
+def check_steps(upload: Payload, asked: int | None) -> None:
+    """Refuse an upload whose ``steps`` no client can have made.
+
+    Args:
+        upload: says how many local steps its client made.
+        asked: how many it was asked for; None where that is not known.
+
+    Raises:
+        PayloadError: they are not a whole number from 1 to that.
+    """
+    steps = float(upload.tensor("steps"))
+    most = steps if asked is None else asked
+    if not (1 <= steps <= most and steps.is_integer()):
+        raise PayloadError(
+            f"steps {steps:g}", f"they are a whole number from 1 to the {most:g} asked for", "send that"
+        )

@@ -63,6 +63,11 @@ def round_optimizer(method: Method) -> Optimizer:
     return optimizer
 
 
+def round_lr(method: Method) -> float:
+    """Return the learning rate of ``method.round``, of an optimiser that has one for all parameters."""
+    return float(round_optimizer(method).param_groups[0]["lr"])
+
+
 def check_schedule(method: Method, rounds: int) -> None:
     """Play the schedule once through, so that it is refused now and not in mid-run.
 

@@ -13,10 +13,11 @@ from collections.abc import Mapping
 
 from torch import Tensor, nn
 
+from fl_lightning.aggregation.sums import Addend, Sums
 from fl_lightning.client import Client
+from fl_lightning.compatibility import no_personal
 from fl_lightning.data import FederatedData
 from fl_lightning.methods.base import Method
-from fl_lightning.methods.sums import Addend, Sums
 from fl_lightning.wire import Payload
 
 
@@ -27,10 +28,16 @@ class Oracle(Method):
         settings: those of every method.
     """
 
+    kind = "references"
     stackable = True
     personalised = True
-    secure_refused = "it adds each client to the sum of its group, and a masked vector has one place for all"
-    privacy_refused = "it deals clients into groups by their examples, which no noise hides"
+    refuses = {
+        **no_personal("its models are those of groups of clients"),
+        "secure_sum": "it adds each client to its group's sum, and a masked vector has one place for all",
+        "privacy": "it deals clients into groups by their examples, which no noise hides",
+        "own_data": "it knows the group of each client, and nodes do not say it",
+        "server_optimizer": "it has a mean for each group of clients, and no other",
+    }
 
     def build(self, data: FederatedData) -> None:
         super().build(data)
@@ -56,6 +63,9 @@ class Oracle(Method):
         group = int(self.group[client_id])
         start = self.server["groups"][group].float()
         return {f"groups/{group}": Addend(self.decode(upload), weight, self.largest_weight, start)}
+
+    def starts(self) -> Mapping[str, Tensor]:
+        return {f"groups/{group}": row.float() for group, row in enumerate(self.server["groups"])}
 
     def next_state(self, sums: Sums) -> None:
         groups = self.server["groups"].clone()

@@ -10,17 +10,19 @@ The download is in fp32.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 from torch import Tensor
 
 from fl_lightning.client import Client
-from fl_lightning.errors import InputError
 from fl_lightning.methods.base import Method
 from fl_lightning.methods.updates import CodedUpdates
 from fl_lightning.quantization import qsgd
-from fl_lightning.wire import Codes, Payload, PayloadError
+from fl_lightning.support.constraints import Constraint, within
+from fl_lightning.wire import Codes, Limit, Payload, PayloadError
+
+BITS = Constraint("a value takes 2 to 16 bits, sign included, or 32", "4", interval="[2, 16]", names=(32,))
 
 
 class QFedAvg(CodedUpdates):
@@ -33,23 +35,19 @@ class QFedAvg(CodedUpdates):
         settings: those of every method.
     """
 
+    kind = "quantised"
     stackable = True
     same_start = True
 
-    def __init__(self, bits: int = 4, bucket: int | None = None, **settings: Any) -> None:
+    def __init__(
+        self,
+        bits: Annotated[int, BITS] = 4,
+        bucket: Annotated[
+            int | None, within("[1, 512]", "1 to 512 values share a norm, or null: a whole tensor", 512)
+        ] = None,
+        **settings: Any,
+    ) -> None:
         super().__init__(**settings)
-        if not 2 <= bits <= 16 and bits != 32:
-            raise InputError(
-                f"--model.bits {bits}",
-                "a value takes 2 to 16 bits, sign included, or 32",
-                "write --model.bits 4",
-            )
-        if bucket is not None and not 1 <= bucket <= 512:
-            raise InputError(
-                f"--model.bucket {bucket}",
-                "1 to 512 values share a norm, or null: a whole tensor",
-                "write --model.bucket 512",
-            )
         self.bits, self.bucket = bits, bucket
 
     def upload(self, client: Client) -> Payload:
@@ -67,10 +65,10 @@ class QFedAvg(CodedUpdates):
         codes, norms = zip(*coded, strict=True)
         return {"codes": Codes(torch.cat(codes), self.bits), "norms": torch.cat(norms)}
 
-    def code_limits(self) -> dict[str, int]:
-        return {"codes": self.coded.size, "norms": sum(self._buckets())} if self.coded.sizes else {}
+    def code_limits(self) -> Mapping[str, Limit]:
+        return {"codes": (self.coded.size,), "norms": (sum(self._buckets()),)} if self.coded.sizes else {}
 
-    def upload_limits(self, client: Client) -> Mapping[str, int]:
+    def upload_limits(self, client: Client) -> Mapping[str, Limit]:
         return Method.upload_limits(self, client) if self.bits == 32 else super().upload_limits(client)
 
     def _buckets(self) -> list[int]:

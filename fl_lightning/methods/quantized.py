@@ -8,7 +8,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from itertools import repeat
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import numpy as np
 import torch
@@ -16,12 +16,13 @@ from torch import Tensor, nn
 
 from fl_lightning.client import Client
 from fl_lightning.data import FederatedData
-from fl_lightning.errors import InputError, require, require_choice
+from fl_lightning.errors import InputError
 from fl_lightning.methods.base import Method
 from fl_lightning.quantization import Quantized, average_bits, dequantize_codes, quantize
 from fl_lightning.quantization.activations import quantize_activations
 from fl_lightning.quantization.allocation import MAX_BITS
-from fl_lightning.wire import Codes, Layout, Payload, PayloadError
+from fl_lightning.support.constraints import within
+from fl_lightning.wire import Codes, Layout, Limit, Payload, PayloadError
 
 log = logging.getLogger("fl_lightning")
 
@@ -40,23 +41,20 @@ class QuantizedMethod(Method, ABC):
         InputError: ``bits`` or ``activation_bits`` out of range, or a ``download`` that there is not.
     """
 
+    shows = frozenset({"bit_widths"})
+
     def __init__(
         self,
         bits: float | list[float] = 4,
         download: Literal["full", "quantised"] = "full",
-        activation_bits: int | None = None,
+        activation_bits: Annotated[
+            int | None, within(f"[1, {MAX_BITS}]", f"1 to {MAX_BITS} bits, or null", 4)
+        ] = None,
         quantise_shortcuts: bool = True,
         **settings: Any,
     ) -> None:
         super().__init__(**settings)
         self.budgets = check_budgets(bits)
-        require(
-            activation_bits is None or 1 <= activation_bits <= MAX_BITS,
-            f"--model.activation_bits {activation_bits}",
-            f"1 to {MAX_BITS} bits, or null",
-            "write --model.activation_bits 4",
-        )
-        require_choice(download, ("full", "quantised"), "--model.download")
         self.download = download
         self.activation_bits = activation_bits
         self.quantise_shortcuts = quantise_shortcuts
@@ -84,9 +82,10 @@ class QuantizedMethod(Method, ABC):
         return sum(self.budgets) / len(self.budgets)
 
     def summing_state(self) -> Mapping[str, Tensor]:
-        # what a client started from enters no addend where it was sent something else (check_secure_sum)
+        # what a client started from enters no addend where it was sent something else (compatibility)
         exact = self.download == "full"
-        return {name: tensor for name, tensor in self.server.items() if exact or name != "weights"}
+        state = super().summing_state()
+        return {name: tensor for name, tensor in state.items() if exact or name != "weights"}
 
     @abstractmethod
     def allocate(self, budget: float) -> list[int]:
@@ -95,11 +94,11 @@ class QuantizedMethod(Method, ABC):
     def broadcast(self, client: Client) -> Payload:
         if self.download == "full":
             return super().broadcast(client)
-        return self.quantized(self.allocate(self.budget(client)))
+        return self.quantized(self.allocate(self.budget(client)), self.server["weights"])
 
-    def quantized(self, bits: Sequence[int]) -> Payload:
-        """Return W_t with layer l at ``bits[l]``, rounded to the nearest point."""
-        return self.codec.encode(self.server["weights"], bits)
+    def quantized(self, bits: Sequence[int], weights: Tensor) -> Payload:
+        """Return ``weights``, ``[P]``, with layer l at ``bits[l]``, rounded to the nearest point."""
+        return self.codec.encode(weights, bits)
 
     def server_metrics(self) -> dict[str, float]:
         """Return the magnitude bits of the deployed model: per weight on average, and of each layer."""
@@ -115,12 +114,12 @@ class QuantizedMethod(Method, ABC):
 
     def deploy(self, client: Client | None = None) -> nn.Module:
         """W_t on the grid (nearest) at the bit-widths that the mean budget gives."""
-        payload = self.quantized(self.allocate(self.mean_budget()))
+        payload = self.quantized(self.allocate(self.mean_budget()), self.evaluated_weights)
         self.layout.write(self.network, self.codec.decode(payload, sender="server"))
         return self.network
 
     def full_precision(self) -> nn.Module:
-        return self.codec.full_precision(self.network, self.server["weights"])
+        return self.codec.full_precision(self.network, self.evaluated_weights)
 
 
 class LayerCodec:
@@ -209,11 +208,11 @@ class LayerCodec:
             tensors[name] = dequantize_codes(codes.values, scales[layer], bits[layer]).view(shape)
         return self.layout.pack(tensors)
 
-    def limits(self) -> dict[str, int]:
-        """Largest number of values of each entry of an encoded vector."""
-        layers = len(self.names)
-        each = {f"w{layer}": size for layer, size in enumerate(self.sizes)}
-        return {"bits": layers, "scales": layers, "rest": self.rest.size, **each}
+    def limits(self) -> dict[str, Limit]:
+        """Return the shape of each entry of an encoded vector."""
+        layers = (len(self.names),)
+        each = {f"w{layer}": (size,) for layer, size in enumerate(self.sizes)}
+        return {"bits": layers, "scales": layers, "rest": (self.rest.size,), **each}
 
     def full_precision(self, network: nn.Module, vector: Tensor) -> nn.Module:
         """Return a copy of ``network`` with these weights as they are, and activations that nobody

@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import math
+from typing import Annotated
 
-from fl_lightning.errors import InputError
+from fl_lightning.support.constraints import within
 from fl_lightning.support.recorded import Recorded
+
+Rounds = Annotated[
+    int, within("[1, inf)", "it takes at least 1", "write rounds: 10", given="a schedule over {value} rounds")
+]
 
 
 class LinearSchedule(Recorded):
@@ -20,8 +25,8 @@ class LinearSchedule(Recorded):
     [0.0, 0.5, 1.0, 1.0]
     """
 
-    def __init__(self, start: float, end: float, rounds: int) -> None:
-        self.start, self.end, self.rounds = start, end, _at_least_one(rounds)
+    def __init__(self, start: float, end: float, rounds: Rounds) -> None:
+        self.start, self.end, self.rounds = start, end, rounds
 
     def __repr__(self) -> str:
         return f"LinearSchedule({self.start}, {self.end}, {self.rounds})"
@@ -39,8 +44,8 @@ class CosineSchedule(Recorded):
         rounds: at least 1.
     """
 
-    def __init__(self, start: float, end: float, rounds: int) -> None:
-        self.start, self.end, self.rounds = start, end, _at_least_one(rounds)
+    def __init__(self, start: float, end: float, rounds: Rounds) -> None:
+        self.start, self.end, self.rounds = start, end, rounds
 
     def __repr__(self) -> str:
         return f"CosineSchedule({self.start}, {self.end}, {self.rounds})"
@@ -63,9 +68,3 @@ def ends(value: float | LinearSchedule | CosineSchedule) -> tuple[float, float]:
 
 def _progress(round: int, rounds: int) -> float:
     return min(1.0, (round - 1) / (rounds - 1)) if rounds > 1 else 1.0
-
-
-def _at_least_one(rounds: int) -> int:
-    if rounds < 1:
-        raise InputError(f"a schedule over {rounds} rounds", "it takes at least 1", "write rounds: 10")
-    return rounds

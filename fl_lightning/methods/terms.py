@@ -4,10 +4,12 @@
 
 A term reads what the method's own loss reads: the trained model's logits, which of a quantised method are the
 quantised student's, the target and the task loss. Some also read what the client received this round: its
-weights, or the logits of the network that has them, frozen, in evaluation mode and in full precision. A term
-at its neutral setting is left out, so that the method computes what it computes without it, bit for bit.
+weights, or what the network that has them makes of the batch, frozen, in evaluation mode and in full
+precision. Some read of the client how many examples of each class it has, or its own model of its last round.
+A term at its neutral setting is left out, so that the method computes what it computes without it, bit for
+bit.
 
-``B`` batch, ``C`` classes.
+``B`` batch, ``C`` classes, ``d`` features.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 from torch import Tensor
@@ -24,6 +26,8 @@ from torch.nn import functional as F
 
 from fl_lightning.errors import InputError, require
 from fl_lightning.methods.losses import distillation, not_true_distillation
+from fl_lightning.methods.products import squared_distance
+from fl_lightning.support.constraints import within
 from fl_lightning.support.recorded import Recorded
 from fl_lightning.tasks import ClassRows
 
@@ -38,8 +42,11 @@ class LocalStep:
         logits: outputs of the model that is trained; None where no term reads them.
         trained: returns the weights that the local optimiser moves, by name, before any rounding.
         received: returns what those weights were when the client received them, by name.
-        teacher: makes logits of inputs with the received network; it is called without gradient.
+        frozen: returns outputs and features of inputs, of the network of this name: ``received_network`` or
+            ``previous_network``; it is called without gradient. Features are None where no term reads them.
         class_rows: makes rows of logits of classes from outputs and target, as the data's task does.
+        features: of the model that is trained, ``[B, ..., d]``; None where no term reads them.
+        class_counts: float32 ``[C]``; None where no term reads them.
     """
 
     def __init__(
@@ -50,12 +57,15 @@ class LocalStep:
         logits: Tensor | None,
         trained: Callable[[], Mapping[str, Tensor]],
         received: Callable[[], Mapping[str, Tensor]],
-        teacher: Callable[[Any], Tensor],
+        frozen: Callable[[str, Any], tuple[Tensor, Tensor | None]],
         class_rows: Callable[[Any, Tensor], ClassRows],
+        features: Tensor | None = None,
+        class_counts: Tensor | None = None,
     ) -> None:
         self.inputs, self.target, self.task = inputs, target, task
-        self._logits, self._teacher, self._class_rows = logits, teacher, class_rows
+        self._logits, self._frozen, self._class_rows = logits, frozen, class_rows
         self._trained, self._received = trained, received
+        self._features, self._class_counts = features, class_counts
 
     @cached_property
     def rows(self) -> ClassRows:
@@ -76,9 +86,42 @@ class LocalStep:
     @cached_property
     def received_logits(self) -> Tensor:
         """Logits ``[M, C]`` of the network as received, without gradient, in the order of ``rows``; one pass,
-        however many terms read them."""
+        however many terms read them or its features."""
+        return self._class_rows(self._received_pass[0], self.target).logits
+
+    @property
+    def features(self) -> Tensor:
+        """What enters the last linear layer of the model that is trained, ``[M, d]``."""
+        return self._rows_of(self._features, "features")
+
+    @property
+    def received_features(self) -> Tensor:
+        """The same of the network as received, without gradient."""
+        return self._rows_of(self._received_pass[1], "received_features")
+
+    @cached_property
+    def previous_features(self) -> Tensor:
+        """The same of the client's own model of its last round that counted, without gradient; before the
+        first one, of the network as received."""
         with torch.no_grad():
-            return self._class_rows(self._teacher(self.inputs), self.target).logits
+            _, features = self._frozen("previous_network", self.inputs)
+        return self._rows_of(features, "previous_features")
+
+    @property
+    def class_counts(self) -> Tensor:
+        """How many labels of each class the client trains on in this round, float32 ``[C]``."""
+        assert self._class_counts is not None, "a term that reads class counts says reads_class_counts"
+        return self._class_counts
+
+    @cached_property
+    def _received_pass(self) -> tuple[Tensor, Tensor | None]:
+        with torch.no_grad():
+            return self._frozen("received_network", self.inputs)
+
+    @staticmethod
+    def _rows_of(features: Tensor | None, name: str) -> Tensor:
+        assert features is not None, f"a term that reads {name} says reads_{name}"
+        return features.flatten(0, -2)
 
 
 class Term(Recorded, ABC):
@@ -88,11 +131,23 @@ class Term(Recorded, ABC):
     ``torch.func.vmap``.
     """
 
+    settings_shown = ("{cls}({name}={value})", "{name}: {value}")
+
     name: str = ""
     """The term is logged as ``train/loss_<name>``, as it enters the loss."""
     reads_logits: bool = False
     reads_received_weights: bool = False
     reads_received_logits: bool = False
+    reads_class_counts: bool = False
+    reads_features: bool = False
+    reads_received_features: bool = False
+    reads_previous_features: bool = False
+    """Each client then keeps its model of its last round."""
+
+    @property
+    def reads_received(self) -> bool:
+        """Whether the term compares with what the client received."""
+        return self.reads_received_weights or self.reads_received_logits or self.reads_received_features
 
     @property
     def neutral(self) -> bool:
@@ -141,13 +196,12 @@ class LabelSmoothing(Term):
     name = "smoothing"
     reads_logits = True
 
-    def __init__(self, smoothing: float = 0.1) -> None:
-        require(
-            0 <= smoothing < 1,
-            f"LabelSmoothing(smoothing={smoothing})",
-            "the share that is spread over all classes lies in [0, 1)",
-            "write smoothing: 0.1",
-        )
+    def __init__(
+        self,
+        smoothing: Annotated[
+            float, within("[0, 1)", "the share that is spread over all classes lies in [0, 1)", 0.1)
+        ] = 0.1,
+    ) -> None:
         self.smoothing = smoothing
 
     @property
@@ -181,9 +235,8 @@ class ProximalTerm(Term):
         return self.mu == 0
 
     def __call__(self, step: LocalStep) -> Tensor:
-        trained = step.trained_weights
-        squares = [(trained[name] - start).square().sum() for name, start in step.received_weights.items()]
-        return self.mu / 2 * torch.stack(squares).sum()
+        trained, received = step.trained_weights, step.received_weights
+        return self.mu / 2 * squared_distance([trained[name] for name in received], [*received.values()])
 
 
 class NotTrueTerm(Term):
@@ -236,17 +289,117 @@ class DistillationTerm(Term):
         return self.alpha * distillation(step.rows, step.received_logits, self.temperature)
 
 
-def check_terms(terms: Sequence[Term], own: frozenset[str], method: str, refused: str) -> None:
+class _Recalibrated(Term):
+    """A cross-entropy of shifted logits in place of the task loss: the term is their difference.
+
+    Two of a kind have one name, since a loss is replaced once.
+    """
+
+    name = "calibrated"
+    reads_logits = True
+    reads_class_counts = True
+
+    def __call__(self, step: LocalStep) -> Tensor:
+        shifted = step.rows.logits.float() + self.shift(step.class_counts)
+        losses = F.cross_entropy(shifted, step.rows.target, reduction="none")
+        return step.rows.mean(losses) - step.task
+
+    @abstractmethod
+    def shift(self, counts: Tensor) -> Tensor:
+        """Return what is added to the logits of each class, ``[C]``; -inf for one without examples.
+
+        Args:
+            counts: of the client's training examples by class, float32 ``[C]``.
+        """
+
+
+class CalibratedLogits(_Recalibrated):
+    """FedLC's loss (Zhang et al., ICML 2022): the cross-entropy of z_c - tau n_c^(-1/4) in place of the task
+    loss, n_c the client's training examples of class c.
+
+    The softmax is over all classes: the paper's denominator, without the true class, makes a loss without a
+    lower bound. A class of which the client has no example is left out (-inf), so that nothing pushes its
+    logits down.
+
+    Args:
+        tau: weight of the shift, 0 or more; 1 in most public code. 0: the term is left out.
+    """
+
+    def __init__(self, tau: float = 1.0) -> None:
+        self.tau = _weight("CalibratedLogits", "tau", tau, 1)
+
+    @property
+    def neutral(self) -> bool:
+        return self.tau == 0
+
+    def shift(self, counts: Tensor) -> Tensor:
+        return -self.tau * counts.pow(-0.25)
+
+
+class BalancedSoftmax(_Recalibrated):
+    """The balanced softmax (Ren et al., NeurIPS 2020): the cross-entropy of z_c + gamma log n_c in place of
+    the task loss, n_c the client's training examples of class c. One of none is left out (-inf).
+
+    Args:
+        gamma: weight of the shift, 0 or more; 1 in the paper. 0: the term is left out.
+    """
+
+    def __init__(self, gamma: float = 1.0) -> None:
+        self.gamma = _weight("BalancedSoftmax", "gamma", gamma, 1)
+
+    @property
+    def neutral(self) -> bool:
+        return self.gamma == 0
+
+    def shift(self, counts: Tensor) -> Tensor:
+        return self.gamma * counts.log()
+
+
+class ContrastiveTerm(Term):
+    """MOON's term (Li et al., CVPR 2021): features are to be near those of the received model, and far from
+    those of the client's own last one.
+
+    mu times the mean of -log softmax([cos(z, z_x), cos(z, z_prev)] / temperature)[0]. z is what enters the
+    last linear layer. z_x and z_prev are those of frozen networks in evaluation mode. In a client's first
+    round both are the same, and the term has no gradient.
+
+    Args:
+        mu: weight of the term, 0 or more; 1, 5 or 10 in the paper. 0: the term is left out.
+        temperature: above 0; 0.5 in the paper.
+    """
+
+    name = "contrast"
+    reads_features = True
+    reads_received_features = True
+    reads_previous_features = True
+
+    def __init__(self, mu: float = 1.0, temperature: float = 0.5) -> None:
+        self.mu = _weight("ContrastiveTerm", "mu", mu, 1)
+        self.temperature = _temperature("ContrastiveTerm", "temperature", temperature, 0.5)
+
+    @property
+    def neutral(self) -> bool:
+        return self.mu == 0
+
+    def __call__(self, step: LocalStep) -> Tensor:
+        z = step.features.float()
+        near, far = (
+            F.cosine_similarity(z, other.float(), dim=1) / self.temperature
+            for other in (step.received_features, step.previous_features)
+        )
+        return self.mu * (torch.logsumexp(torch.stack([near, far]), dim=0) - near).mean()
+
+
+def check_terms(terms: Sequence[Term], own: frozenset[str], method: str) -> None:
     """Refuse terms that this method cannot have.
 
     Args:
         terms: in the order of the configuration.
         own: names of the terms that the method's loss has already.
         method: its class name.
-        refused: why no term can read what its clients receive; empty when it can.
 
     Raises:
-        InputError: something that is no term, two terms of one name, or a term that reads what is not there.
+        InputError: something that is no term, or two terms of one name.
     """
     seen: set[str] = set()
     for term in terms:
@@ -268,10 +421,6 @@ def check_terms(terms: Sequence[Term], own: frozenset[str], method: str, refused
                 f"--model.terms with two terms of the name loss_{term.name}",
                 "each term is logged by its name",
                 "leave one of them out",
-            )
-        if refused and (term.reads_received_weights or term.reads_received_logits):
-            raise InputError(
-                f"--model.terms {kind} with --model {method}", refused, "write ScaledLoss or LabelSmoothing"
             )
         seen.add(term.name)
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from fl_lightning.client import Client
 from fl_lightning.data import FederatedData
 from fl_lightning.methods.base import Method
-from fl_lightning.wire import Codes, Layout, Payload
+from fl_lightning.wire import Codes, Layout, Limit, Payload
 
 
 class CodedUpdates(Method, ABC):
@@ -61,11 +61,11 @@ class CodedUpdates(Method, ABC):
         )
 
     @abstractmethod
-    def code_limits(self) -> dict[str, int]:
-        """Largest number of values of each entry that ``encode_updates`` makes."""
+    def code_limits(self) -> Mapping[str, Limit]:
+        """Return the shape of each entry that ``encode_updates`` makes."""
 
-    def upload_limits(self, client: Client) -> Mapping[str, int]:
-        return {"examples": 1, **self.code_limits(), "rest": self.rest.size}
+    def upload_limits(self, client: Client) -> Mapping[str, Limit]:
+        return {"examples": (), **self.code_limits(), "rest": (self.rest.size,)}
 
     def decode(self, upload: Payload) -> Tensor:
         ended = self.layout.unpack(self.server["weights"].float())

@@ -1,12 +1,10 @@
-"""Does a probability mean what it says? Pure functions of probabilities (never logits) and targets.
+"""Does a probability mean what it says? torchmetrics, given probabilities (never logits) and targets.
 
 Legend: n examples, C classes, M bins. Sources: expected calibration error, Guo et al., ICML 2017, equation 3;
 Brier score, Brier, Monthly Weather Review 1950.
 
-The bins are Guo et al.'s, open below and closed above. Those of torchmetrics are closed below and open above:
-its error of the confidences 0.6 (right) and 0.7 (wrong) in 5 bins is 0.15, where equation 3 gives 0.55; and a
-confidence of exactly 1 has a bin of its own. A reliability diagram needs the bins themselves, which it keeps
-private.
+torchmetrics guesses from the values whether they are logits, so it is handed what has been checked to be
+probabilities. Its bins are closed below and open above, and a confidence of exactly 1 has a bin of its own.
 """
 
 from __future__ import annotations
@@ -15,7 +13,9 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
+import torch
 from torch import Tensor
+from torch.nn.functional import one_hot
 
 from fl_lightning.errors import MisuseError
 
@@ -23,28 +23,23 @@ Numbers = Tensor | np.ndarray | Sequence
 
 
 class CalibrationBins(NamedTuple):
-    """What a reliability diagram draws. Bin m holds confidences in (m / M, (m + 1) / M]; an empty bin has
-    means of 0.
+    """What a reliability diagram draws: bin m < M holds the confidences in [m / M, (m + 1) / M), and bin M
+    those that are exactly 1. An empty bin has means of 0.
 
     Args:
-        counts: examples per bin, int64 ``[M]``.
-        confidence: mean confidence per bin, float64 ``[M]``, in [0, 1].
-        accuracy: share of correct predictions per bin, float64 ``[M]``, in [0, 1].
+        counts: examples per bin, int64 ``[M + 1]``.
+        confidence: mean confidence per bin, float32 ``[M + 1]``, in [0, 1].
+        accuracy: share of correct predictions per bin, float32 ``[M + 1]``, in [0, 1].
     """
 
     counts: np.ndarray
     confidence: np.ndarray
     accuracy: np.ndarray
 
-    @property
-    def error(self) -> float:
-        """Expected calibration error: ``sum_m counts_m / n * |accuracy_m - confidence_m|`` (L1)."""
-        return float((self.counts * np.abs(self.accuracy - self.confidence)).sum() / self.counts.sum())
-
 
 def expected_calibration_error(probs: Numbers, target: Numbers, bins: int = 15) -> float:
-    """Expected calibration error (ECE) in [0, 1]: L1, equal-width bins ``(lo, hi]``, confidence = largest
-    probability.
+    """Return the expected calibration error (ECE) in [0, 1] to the last bit as ``MulticlassCalibrationError``
+    of torchmetrics gives it with ``norm="l1"``: equal-width bins, confidence = largest probability.
 
     Args:
         probs: probabilities ``[n, C]``, rows summing to 1; tensor on any device, array or nested list.
@@ -57,47 +52,45 @@ def expected_calibration_error(probs: Numbers, target: Numbers, bins: int = 15) 
     >>> round(expected_calibration_error([[0.9, 0.1], [0.9, 0.1]], [0, 1]), 6)
     0.4
     """
-    return calibration_bins(probs, target, bins).error
+    from torchmetrics.functional.classification import multiclass_calibration_error
+
+    p, t = _checked(probs, target, bins)
+    return multiclass_calibration_error(p, t, p.shape[1], bins, "l1", validate_args=False).item()
 
 
 def calibration_bins(probs: Numbers, target: Numbers, bins: int = 15) -> CalibrationBins:
-    """Count, mean confidence and accuracy per bin; arguments and errors as
-    :func:`expected_calibration_error`."""
-    if bins < 1:
-        raise MisuseError(f"calibration with {bins} bins", "at least 1 is needed", "15 is usual")
-    p, t = _checked(probs, target)
-    confidence = p.max(axis=1)
-    edges = (np.arange(1, bins) / bins).astype(
-        p.dtype
-    )  # in the precision of p: 0.6 in float32 is on the edge 0.6, not above it
-    index = np.searchsorted(edges, confidence, side="left")
-    counts = np.bincount(index, minlength=bins)
-    correct = (p.argmax(axis=1) == t).astype(np.float64)
-    total = np.maximum(counts, 1)
-    return CalibrationBins(
-        counts,
-        np.bincount(index, weights=confidence.astype(np.float64), minlength=bins) / total,
-        np.bincount(index, weights=correct, minlength=bins) / total,
-    )
+    """Return the bins that :func:`expected_calibration_error` is the mean gap of, by the function of
+    torchmetrics that it calls; arguments and errors are the same."""
+    from torchmetrics.functional.classification.calibration_error import _binning_bucketize
+
+    p, t = _checked(probs, target, bins)
+    confidence, predicted = p.max(1)
+    edges = torch.linspace(0, 1, bins + 1, dtype=torch.float32)
+    accuracy, mean, share = _binning_bucketize(confidence.float(), (predicted == t).float(), edges)
+    counts = (share.double() * len(t)).round().long()
+    return CalibrationBins(counts.numpy(), mean.numpy(), accuracy.numpy())
 
 
 def brier_score(probs: Numbers, target: Numbers) -> float:
-    """Multiclass Brier score in [0, 2]: squared distance to the one-hot target, summed over classes, mean
-    over examples.
+    """Return the multiclass Brier score in [0, 2]: squared distance to the one-hot target, summed over
+    classes, mean over examples. It is C times the mean squared error of torchmetrics, in float64.
 
     Arguments and errors as :func:`expected_calibration_error`.
 
     >>> brier_score([[1.0, 0.0], [1.0, 0.0]], [0, 1])
     1.0
     """
+    from torchmetrics.functional.regression import mean_squared_error
+
     p, t = _checked(probs, target)
-    p = p.astype(np.float64)
-    of_target = p[np.arange(len(t)), t]
-    return float(((p**2).sum(axis=1) - 2 * of_target + 1).mean())
+    C = p.shape[1]
+    return C * mean_squared_error(p.double(), one_hot(t, C).double()).item()
 
 
-def _checked(probs: Numbers, target: Numbers) -> tuple[np.ndarray, np.ndarray]:
-    """Probabilities as a float array ``[n, C]``, targets as int64 ``[n]``."""
+def _checked(probs: Numbers, target: Numbers, bins: int = 1) -> tuple[Tensor, Tensor]:
+    """Return probabilities in [0, 1] as a float tensor ``[n, C]`` and targets int64 ``[n]``, on the CPU."""
+    if bins < 1:
+        raise MisuseError(f"calibration with {bins} bins", "at least 1 is needed", "15 is usual")
     p, t = _array(probs), _array(target)
     if p.ndim != 2 or t.shape != p.shape[:1]:
         raise MisuseError(
@@ -130,7 +123,7 @@ def _checked(probs: Numbers, target: Numbers) -> tuple[np.ndarray, np.ndarray]:
             f"class indices 0 to {p.shape[1] - 1} are needed",
             "check the labels",
         )
-    return p, whole
+    return torch.tensor(p).clamp(0, 1), torch.tensor(whole)
 
 
 def _array(values: Numbers) -> np.ndarray:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from difflib import get_close_matches
-from functools import partial
+from dataclasses import replace
 from importlib import import_module
 from inspect import isclass, signature
 from typing import Any, Literal, get_args
@@ -19,13 +18,16 @@ from fl_lightning.models.first_inputs import FirstInputs
 from fl_lightning.models.language import LlamaTiny
 from fl_lightning.models.measured import MeasuredNetwork
 from fl_lightning.models.mlp import MLP
+from fl_lightning.models.recipe import Recipe, innermost, made_by, recipe_of
 from fl_lightning.models.residual_mlp import ResidualMLP
 from fl_lightning.models.resnet import ResNet20
 from fl_lightning.models.small_cnn import SmallCNN
+from fl_lightning.support.constraints import Constraint
 from fl_lightning.support.import_gate import check_import
 from fl_lightning.tasks import Classification, LanguageModelling, Task
 
 __all__ = [
+    "KNOWN_NETWORK",
     "LANGUAGE_NETWORKS",
     "MLP",
     "NETWORKS",
@@ -33,11 +35,13 @@ __all__ = [
     "LlamaTiny",
     "MeasuredNetwork",
     "NetworkName",
+    "Recipe",
     "ResNet20",
     "ResidualMLP",
     "SmallCNN",
     "build_network",
     "lay_out",
+    "recipe_of",
 ]
 
 _IMAGE_NETWORKS: dict[str, Callable[..., nn.Module]] = {
@@ -51,6 +55,15 @@ NetworkName = Literal[
 ]
 LANGUAGE_NETWORKS: dict[str, Callable[[int], nn.Module]] = {"llama_tiny": LlamaTiny}
 NETWORKS = tuple(name for name in get_args(NetworkName) if name not in LANGUAGE_NETWORKS)
+KNOWN_NETWORK = Constraint(
+    f"one of {', '.join([*NETWORKS, *LANGUAGE_NETWORKS])}, a timm name, hf:NAME or a class path",
+    f"write one of them, such as {NETWORKS[0]}",
+    names_from="fl_lightning.models:network_names",
+    near=True,
+    at_once=False,
+    given="network={value}",
+)
+"""What a name of a network may be; a class path, such as ``torchvision.models.resnet18``, is no name."""
 _TIMM_NAMES = {"mobilenetv2": "mobilenetv2_100", "vit_small": "vit_small_patch16_224"}
 
 
@@ -69,9 +82,11 @@ def build_network(
 
     Args:
         network: one of ``NETWORKS``, any other timm name, ``llama_tiny``, ``hf:NAME_OR_FOLDER`` (see
-            :mod:`fl_lightning.models.language.hf`), a class path (``torchvision.models.resnet18``), or a
-            callable that takes the number of classes, as ``num_classes`` or as its first argument, and, if
-            it has a parameter of that name, ``example_shape``.
+            :mod:`fl_lightning.models.language.hf`; of labelled text
+            :mod:`fl_lightning.models.language.hf_classifier`), a class path
+            (``torchvision.models.resnet18``), or a callable that takes the number of classes, as
+            ``num_classes`` or as its first argument, and, if it has a parameter of that name,
+            ``example_shape``.
         num_classes: number of outputs; of a language model, number of tokens.
         example_shape: shape of an example of the data module, ``(3, H, W)`` for images, ``(T,)`` for tokens.
         logits: whether the outputs must be those of the task; if not, ``[B, any]``.
@@ -90,16 +105,20 @@ def build_network(
             "an example has one dimension or more, none of them empty",
             "correct the data",
         )
-    if isinstance(task, LanguageModelling) and network in NETWORKS:
+    is_language = isinstance(task, LanguageModelling)
+    is_text = isinstance(inputs, dict) and "input_ids" in inputs
+    if (is_language or is_text) and network in NETWORKS:
+        instead = "llama_tiny, hf:NAME_OR_FOLDER" if is_language else "hf:NAME_OR_FOLDER"
+        counted = "tokens" if is_language else "classes"
         raise InputError(
-            f"network={network!r} where the task is LanguageModelling",
+            f"network={network!r} where the task is {type(task).__name__}",
             "it does not read tokens",
-            "write --model.network llama_tiny, hf:NAME_OR_FOLDER or my_package.MyNetwork, which takes the "
-            "number of tokens",
+            f"write --model.network {instead} or my_package.MyNetwork, which takes the number of {counted}",
         )
     if network in _IMAGE_NETWORKS and (len(example_shape) != 3 or example_shape[0] != 3):
         raise _not_images(f"network={network!r}", example_shape)
-    made = _make(network, num_classes, example_shape)
+    classifies_text = is_text and not is_language
+    made = _make(network, num_classes, example_shape, classifies_text)
     if inputs is None:
         inputs = torch.zeros(2, *example_shape)
     _check_outputs(made, network, num_classes, inputs, logits, task or Classification())
@@ -117,7 +136,10 @@ def _not_images(network: str, example_shape: tuple[int, ...]) -> InputError:
 
 
 def _make(
-    network: str | Callable[[int], nn.Module], num_classes: int, example_shape: tuple[int, ...]
+    network: str | Callable[[int], nn.Module],
+    num_classes: int,
+    example_shape: tuple[int, ...],
+    classifies_text: bool,
 ) -> nn.Module:
     if isinstance(network, nn.Module):
         raise InputError(
@@ -136,26 +158,33 @@ def _make(
     if network in _OWN_NETWORKS:
         return _call_maker(_OWN_NETWORKS[network], network, num_classes, example_shape)
     if network in LANGUAGE_NETWORKS:
-        return LANGUAGE_NETWORKS[network](num_classes)
+        return made_by(LANGUAGE_NETWORKS[network], num_classes)
+    if network.startswith("hf:") and classifies_text:
+        from fl_lightning.models.language.hf_classifier import TransformersClassifier
+
+        return made_by(TransformersClassifier, num_classes, network.removeprefix("hf:"))
     if network.startswith("hf:"):
         from fl_lightning.models.language.hf import TransformersLM  # imports transformers where it is there
 
-        return TransformersLM(num_classes, network.removeprefix("hf:"))
+        return made_by(TransformersLM, num_classes, network.removeprefix("hf:"))
     import timm  # slow to import, and not needed for the project's own networks
 
     if timm.is_model(_TIMM_NAMES.get(network, network)):
         if len(example_shape) != 3:
             raise _not_images(f"network={network!r}", example_shape)
         return _from_timm(network, num_classes, example_shape)
-    if "." in network:
-        return _call_maker(_import(network), network, num_classes, example_shape)
-    known = [*NETWORKS, *LANGUAGE_NETWORKS, *timm.list_models()]
-    near = (get_close_matches(network.lower(), known, n=1, cutoff=0.0) or [NETWORKS[0]])[0]
-    raise InputError(
-        f"network={network!r}",
-        f"one of {', '.join([*NETWORKS, *LANGUAGE_NETWORKS])}, a timm name, hf:NAME or a class path",
-        f"did you mean {near}?",
-    )
+    if "." not in network:
+        replace(KNOWN_NETWORK, names=network_names()).check(network)
+    return _call_maker(_import(network), network, num_classes, example_shape)
+
+
+def network_names() -> tuple[str, ...]:
+    """Return every name that a network can be given by."""
+    import timm
+
+    # list_models leaves out former names, which are still right
+    of_timm = filter(timm.is_model, dir(timm.models))
+    return *NETWORKS, *LANGUAGE_NETWORKS, *of_timm
 
 
 def _call_maker(
@@ -173,12 +202,13 @@ def _call_maker(
     except (TypeError, ValueError):
         named = False
     try:
-        takes_shape = "example_shape" in signature(_innermost(make)).parameters
+        takes_shape = "example_shape" in signature(innermost(make)).parameters
     except (TypeError, ValueError):
         takes_shape = False
     shape = {"example_shape": example_shape} if takes_shape else {}
     try:
-        made = make(num_classes=num_classes, **shape) if named else make(num_classes, **shape)
+        given_by = {"num_classes": num_classes} if named else {}
+        made = made_by(make, *([] if named else [num_classes]), **given_by, **shape)
     except ValueError:  # the network refuses its own settings
         raise
     except Exception as error:
@@ -206,7 +236,7 @@ def _check_maker(make: Any, given: object) -> None:
     Raises:
         InputError: the callable is refused.
     """
-    make = _innermost(make)
+    make = innermost(make)
     if isclass(make):
         good = issubclass(make, nn.Module)
     else:
@@ -272,19 +302,9 @@ def _form_of(inputs: Any) -> str:
     return type(inputs).__name__
 
 
-def _innermost(make: Any) -> Any:
-    """Return the class or function that nested ``partial`` objects call.
-
-    The partials of jsonargparse pass the class to a function that builds it.
-    """
-    while isinstance(make, partial):
-        make = make.args[-1] if make.args and isclass(make.args[-1]) else make.func
-    return make
-
-
 def _name_of(given: object) -> str:
     """Return the name of a class or callable, for a message."""
-    given = _innermost(given)
+    given = innermost(given)
     if isinstance(given, str):
         return repr(given)
     return (
@@ -327,8 +347,8 @@ def _from_timm(network: str, num_classes: int, example_shape: tuple[int, ...]) -
     config = timm.get_pretrained_cfg(name)
     if config is not None and config.fixed_input_size:
         try:
-            return timm.create_model(name, img_size=example_shape[-2:], **options)
+            return made_by(timm.create_model, name, img_size=example_shape[-2:], **options)
         except TypeError as error:
             if "img_size" not in str(error):
                 raise
-    return timm.create_model(name, **options)
+    return made_by(timm.create_model, name, **options)

@@ -1,4 +1,4 @@
-"""Gaussian noise in integers, which is added to sums of integers (:mod:`fl_lightning.privacy.exact_sum`).
+"""Gaussian noise in integers, which is added to sums of integers (:mod:`fl_lightning.aggregation.exact_sum`).
 
 All draws come from a generator that is given: one of the run's seed, so that a simulation can be repeated and
 continued, or in a deployment the operating system's. Libraries that sample the discrete Gaussian, such as

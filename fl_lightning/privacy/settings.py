@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
-from fl_lightning.errors import require, require_choice
+from fl_lightning.errors import require
+from fl_lightning.support.constraints import check_fields, within
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,47 +34,37 @@ class ClientPrivacy:
             twentieth of the cohort, or z where that is more.
     """
 
-    noise_multiplier: float
-    clip_norm: float
-    delta: float = 1e-5
-    max_epsilon: float | None = None
+    noise_multiplier: Annotated[float, within("[0, inf)", "it is 0 or more", "1.0")]
+    clip_norm: Annotated[float, within("(0, inf)", "it is above 0", "1.0")]
+    delta: Annotated[float, within("(0, 1)", "it is in (0, 1)", "1e-5")] = 1e-5
+    max_epsilon: Annotated[float | None, within("(0, inf)", "it is above 0", "8.0")] = None
     where: Literal["central", "distributed"] = "central"
-    min_returned: float = 0.67
-    target_quantile: float | None = None
-    clip_learning_rate: float = 0.2
+    min_returned: Annotated[float, within("(0, 1]", "it is in (0, 1]", "0.67")] = 0.67
+    target_quantile: Annotated[float | None, within("[0, 1]", "it is in [0, 1]", "0.5")] = None
+    clip_learning_rate: Annotated[float, within("(0, inf)", "it is above 0", "0.2")] = 0.2
     count_noise: float | None = None
 
     settings_alone: ClassVar[bool] = True
     """In a configuration it is its settings, without a class path."""
 
+    settings_shown: ClassVar = ("--trainer.privacy.{name} {value}",) * 2
+
     def __post_init__(self) -> None:
-        z, quantile = self.noise_multiplier, self.target_quantile
-        _require_number("noise_multiplier", z, 0 <= z < math.inf, "0 or more", "1.0")
-        _require_number("clip_norm", self.clip_norm, 0 < self.clip_norm < math.inf, "above 0", "1.0")
-        _require_number("delta", self.delta, 0 < self.delta < 1, "in (0, 1)", "1e-5")
-        _require_number(
-            "clip_learning_rate",
-            self.clip_learning_rate,
-            0 < self.clip_learning_rate < math.inf,
-            "above 0",
-            "0.2",
+        check_fields(self)
+        z = self.noise_multiplier
+        require(
+            self.count_noise is None or z / 2 < self.count_noise < math.inf,
+            f"--trainer.privacy.count_noise {self.count_noise}",
+            "it is above noise_multiplier / 2",
+            f"write --trainer.privacy.count_noise {z:g}",
         )
-        _require_number("min_returned", self.min_returned, 0 < self.min_returned <= 1, "in (0, 1]", "0.67")
-        if quantile is not None:
-            _require_number("target_quantile", quantile, 0 <= quantile <= 1, "in [0, 1]", "0.5")
-        if self.count_noise is not None:
-            valid = z / 2 < self.count_noise < math.inf
-            _require_number("count_noise", self.count_noise, valid, "above noise_multiplier / 2", f"{z:g}")
         if self.max_epsilon is not None:
-            valid = 0 < self.max_epsilon < math.inf
-            _require_number("max_epsilon", self.max_epsilon, valid, "above 0", "8.0")
             require(
                 z > 0,
                 f"--trainer.privacy.noise_multiplier 0 with max_epsilon {self.max_epsilon:g}",
                 "without noise no epsilon is finite",
                 "write --trainer.privacy.max_epsilon null, or --trainer.privacy.noise_multiplier 1.0",
             )
-        require_choice(self.where, ("central", "distributed"), "--trainer.privacy.where")
 
     @property
     def is_distributed(self) -> bool:
@@ -106,8 +97,3 @@ class ClientPrivacy:
         if z == 0 or not self.is_adaptive:
             return z
         return (z**-2 - (2 * self.count_deviation(cohort)) ** -2) ** -0.5
-
-
-def _require_number(name: str, value: float, valid: bool, rule: str, example: str) -> None:
-    setting = f"--trainer.privacy.{name}"
-    require(valid, f"{setting} {value}", f"it is {rule}", f"write {setting} {example}")

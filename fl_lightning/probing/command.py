@@ -15,13 +15,13 @@ from rich.console import Console
 from rich.table import Table
 
 from fl_lightning.errors import InputError
-from fl_lightning.loop import Federation, weights_hash
-from fl_lightning.methods import Centralised
+from fl_lightning.federation import Federation, weights_hash
 from fl_lightning.probing import Finding, ProbedModel, probe, select_probes
 from fl_lightning.probing.probed_model import Protection
-from fl_lightning.run.checkpoint import CheckpointError, checkpoints_in
+from fl_lightning.run.checkpoint import CheckpointError
 from fl_lightning.run.directory import RunDirectory, checkpoint_name
 from fl_lightning.run.metadata import git_state, now, versions
+from fl_lightning.run.paths import checkpoints_in
 from fl_lightning.run.resume import changed_identity, find_start, identity_of
 from fl_lightning.run.snapshot import Checkpoint, restore
 from fl_lightning.run.tables import numbers
@@ -207,14 +207,14 @@ def load_model(
         uploads=sum(sizes) / len(sizes) if sizes else None,
         cohort=fed.cohort_size,
         protection=_protection(fed),
-        trained_on=None if isinstance(fed.method, Centralised) else trained_on or None,
+        trained_on=None if fed.method.pools_examples else trained_on or None,
         newcomers=fed.method.personalised and deployed and not checkpoint.tensors["clients"],
     )
 
 
 def _protection(fed: Federation) -> Protection:
     """Return what protects the run's updates; C is that of the configuration."""
-    secure, privacy = fed.secure_sum is not None, fed.privacy
+    secure, privacy = fed.aggregation.masks is not None, fed.aggregation.privacy
     if privacy is None:
         return Protection(secure)
     settings, cohort = privacy.settings, fed.cohort_size

@@ -171,8 +171,7 @@ def _update(subject: ProbedModel, client: Client) -> Tensor:
     task = ClientTask(client, method.round, message, labels, epochs=1, steps=1)
     (result,) = SequentialEngine(subject.fabric, method, data).train([task])
     addends = method.addends(Payload.from_bytes(result.upload), client.id, 1).values()
-    (moved,) = (addend.values - addend.start for addend in addends if addend.start is not None)
-    return moved
+    return next(addend.values - addend.start for addend in addends if addend.start is not None)
 
 
 def _victims(subject: ProbedModel) -> list[Client]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,11 +13,13 @@ from torch import Tensor, nn
 from fl_lightning.errors import InputError
 from fl_lightning.evaluation import (
     evaluation_mode,
+    logged,
     on_test_set,
     predict_validation,
     spread_over_clients,
     validate,
 )
+from fl_lightning.methods.module_steps import ModuleLogs
 from fl_lightning.metrics import brier_score, expected_calibration_error
 from fl_lightning.probing.attacks import EPS, STEPS, fgsm, pgd
 from fl_lightning.probing.by_kind import by_kind, generation
@@ -32,8 +33,6 @@ from fl_lightning.probing.probed_model import Finding, Forward, ProbedModel
 from fl_lightning.probing.scaling import TEMPERATURE_BOUNDS, calibration, fit_temperature
 from fl_lightning.rng import stream
 from fl_lightning.tasks import Classification, LanguageModelling
-
-log = logging.getLogger("fl_lightning")
 
 TIMED_IMAGES = 1000
 TIMED_OTHERS = 200
@@ -159,7 +158,8 @@ def _not_quantised(subject: ProbedModel, what: str) -> str:
 
 def clients(subject: ProbedModel) -> Finding:
     """Evaluate each client's own validation examples: mean, standard deviation and worst decile."""
-    found = validate(subject.fabric, subject.method, subject.data, subject.states)
+    logs = ModuleLogs("val", subject.seed, subject.method.round)
+    found = validate(subject.fabric, subject.method, subject.data, subject.states, logs=logs)
     if not found:
         return Finding(
             skipped=["metrics of clients left out: no client has validation examples (data.val_fraction)"]
@@ -172,7 +172,7 @@ def clients(subject: ProbedModel) -> Finding:
     if len(each) < subject.data.num_clients:
         few = f"{len(each)} of {subject.data.num_clients} clients"
         skipped.append(f"metrics of clients are of {few}; the others have no validation examples")
-    metrics = spread_over_clients(subject.data, found)
+    metrics = logged(subject.method, logs) | spread_over_clients(subject.data, found)
     return Finding(metrics, details={"clients": each}, skipped=skipped)
 
 
@@ -310,11 +310,9 @@ def select_probes(names: str | None) -> list[str]:
 
 
 def probe(subject: ProbedModel, names: list[str]) -> dict[str, Finding]:
-    """Run the probes, log what each one leaves out, and return the findings by name."""
+    """Run the probes, and return the findings by name; each says what it left out."""
     found = {}
     for name in names:
         elsewhere = subject.newcomers and name not in OF_ANY_MODEL
         found[name] = Finding(skipped=[ELSEWHERE.format(name)]) if elsewhere else PROBES[name](subject)
-        for sentence in found[name].skipped:
-            log.warning("%s: %s", name, sentence)
     return found

@@ -55,7 +55,8 @@ def calibration(logits: Tensor, target: Tensor, temperature: float = 1.0) -> dic
     z = logits.double() / temperature
     probs = z.softmax(1)
     return {
-        "ece": expected_calibration_error(probs, target),
+        # of float32 as in the rounds, so that it is test/ece to the last bit where T is 1
+        "ece": expected_calibration_error((logits.float() / temperature).softmax(1), target),
         "nll": F.cross_entropy(z, target).item(),
         "brier": brier_score(probs, target),
     }

@@ -76,22 +76,7 @@ def load_checkpoint(folder: Path) -> tuple[dict[str, dict[str, Tensor]], dict[st
     Raises:
         CheckpointError: a file is missing, foreign, or does not match the manifest.
     """
-    try:
-        manifest = json.loads((folder / MANIFEST).read_bytes())
-        if not isinstance(manifest, dict) or any(Path(name).name != name for name in manifest):
-            raise ValueError(f"{MANIFEST} is not a table of file names and hashes")
-        files = {name: (folder / name).read_bytes() for name in manifest}
-    except (OSError, ValueError, RecursionError) as error:
-        raise CheckpointError(
-            f"{folder} cannot be read ({error})", f"a checkpoint is a folder with {MANIFEST}", "name another"
-        ) from None
-    for name, data in files.items():
-        if sha256(data).hexdigest() != manifest[name]:
-            raise CheckpointError(
-                f"{folder / name} does not match its SHA-256 in {MANIFEST}",
-                "it is damaged",
-                "use an earlier checkpoint",
-            )
+    files = _intact_files(folder)
     try:
         tensors = {
             Path(n).stem: load_tensors(data) for n, data in files.items() if n.endswith(".safetensors")
@@ -105,9 +90,42 @@ def load_checkpoint(folder: Path) -> tuple[dict[str, dict[str, Tensor]], dict[st
         ) from None
 
 
-def checkpoints_in(folder: Path) -> list[Path]:
-    """Return the complete checkpoints ``round_*`` in a folder, newest first."""
-    return sorted((path for path in folder.glob("round_*") if path.is_dir()), reverse=True)
+def load_document(folder: Path, name: str) -> Any:
+    """Return one of the documents of a checkpoint, whose other files are not read.
+
+    Raises:
+        CheckpointError: it is missing, foreign, or does not match the manifest.
+    """
+    files = _intact_files(folder, f"{name}.json")
+    try:
+        return json.loads(files[f"{name}.json"])
+    except (KeyError, ValueError, RecursionError) as error:
+        raise CheckpointError(f"{folder} has no document {name} ({error})") from None
+
+
+def _intact_files(folder: Path, only: str = "") -> dict[str, bytes]:
+    """Return the files of a checkpoint, or one of them, by name.
+
+    Raises:
+        CheckpointError: a file is missing, or does not match the manifest.
+    """
+    try:
+        manifest = json.loads((folder / MANIFEST).read_bytes())
+        if not isinstance(manifest, dict) or any(Path(name).name != name for name in manifest):
+            raise ValueError(f"{MANIFEST} is not a table of file names and hashes")
+        files = {name: (folder / name).read_bytes() for name in manifest if only in ("", name)}
+    except (OSError, ValueError, RecursionError) as error:
+        raise CheckpointError(
+            f"{folder} cannot be read ({error})", f"a checkpoint is a folder with {MANIFEST}", "name another"
+        ) from None
+    for name, data in files.items():
+        if sha256(data).hexdigest() != manifest[name]:
+            raise CheckpointError(
+                f"{folder / name} does not match its SHA-256 in {MANIFEST}",
+                "it is damaged",
+                "use an earlier checkpoint",
+            )
+    return files
 
 
 def remove_checkpoint(folder: Path) -> None:

@@ -16,7 +16,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fl_lightning.errors import InputError
-from fl_lightning.run.checkpoint import Tensors, checkpoints_in, remove_checkpoint, save_checkpoint
+from fl_lightning.run.checkpoint import Tensors, remove_checkpoint, save_checkpoint
+from fl_lightning.run.paths import checkpoints_in
 from fl_lightning.run.tables import CsvTable, Mark
 from fl_lightning.support.disk import replace
 
@@ -282,9 +283,13 @@ def to_json(document: object) -> str:
     return json.dumps(document, indent=1, default=str) + "\n"
 
 
-def numbered(folder: Path, name: str) -> list[Path]:
-    """Return the runs called ``name``, ``name-2``, ``name-3`` ... in ``folder``, latest first."""
-    pattern = re.compile(rf"{re.escape(name)}(?:-(\d+))?")
+def numbered(folder: Path, name: str, end: str = "") -> list[Path]:
+    """Return the runs called ``name``, ``name-2``, ``name-3`` ... in ``folder``, latest first.
+
+    With an ``end`` they are those called ``name-end``, also with more between the two.
+    """
+    called = re.escape(name) + (rf"(?:-.+)?-{re.escape(end)}" if end else "")
+    pattern = re.compile(rf"{called}(?:-(\d+))?")
     found = [
         (int(match[1] or 1), path)
         for path in folder.glob("*")

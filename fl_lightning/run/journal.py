@@ -13,7 +13,7 @@ from lightning.fabric.loggers import Logger
 
 from fl_lightning.distributed import collectives
 from fl_lightning.errors import InputError, RunStopped
-from fl_lightning.loop import Federation
+from fl_lightning.federation import Federation
 from fl_lightning.run.clients import FILE as CLIENTS
 from fl_lightning.run.directory import RunDirectory, to_json
 from fl_lightning.run.log import RunLog
@@ -146,6 +146,7 @@ class Journal:
             resumes=self.start.run is not None,
             since=min(self.run.created, started / 1000),
             started=started,
+            primary=fed.data.task.primary,
         )
         self.is_open = True
 

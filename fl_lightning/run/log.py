@@ -21,22 +21,31 @@ MAX_BUFFERED = 10_000  # records before the run has a directory
 class RunLog:
     """A context that keeps the records of the logger ``fl_lightning`` and writes them to ``run.log``.
 
-    The records are kept in memory until :meth:`write_to` names the run directory.
+    The records are kept in memory until :meth:`write_to` names the run directory. Where nobody has set up
+    logging, as in a notebook, errors go to stderr too: Python would write them there by itself, were it not
+    for the handler of the file.
     """
 
     def __init__(self) -> None:
         self.path: Path | None = None
         self._handler: logging.Handler = logging.NullHandler()
+        self._errors: logging.Handler = logging.NullHandler()
 
     def __enter__(self) -> RunLog:
         self.path = None
+        if not log.hasHandlers():
+            self._errors = logging.StreamHandler()
+            self._errors.setLevel(logging.ERROR)
+            log.addHandler(self._errors)
         self._use(MemoryHandler(MAX_BUFFERED, flushLevel=sys.maxsize, flushOnClose=False))
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._use(logging.NullHandler())
+        for handler in (self._handler, self._errors):
+            log.removeHandler(handler)
+            handler.close()
 
     def write_to(self, run: Path) -> None:
         """Append to ``run.log`` in this run directory from here on, beginning with the records kept so far.

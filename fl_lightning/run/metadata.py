@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from fl_lightning.data import FederatedData
-from fl_lightning.loop import Federation
+from fl_lightning.federation import Federation
 from fl_lightning.run.directory import read_json
 from fl_lightning.support.redaction import redact_arguments
 from fl_lightning.tasks import Task
@@ -55,6 +55,7 @@ def describe_run(
         "method": type(fed.method).__name__,
         "dataset": dataset_of(fed.data),
         "task": task_of(fed.data.task),
+        "constant_guess": fed.data.task.constant_guess(fed.data.test_target),
         "git": git_state(),
         "versions": versions(),
         "command_line": redact_arguments(list(command_line)),
@@ -78,6 +79,7 @@ def task_of(task: Task) -> dict[str, Any]:
         "primary": task.primary,
         "higher_is_better": task.higher_is_better,
         "shares": sorted(task.shares),
+        **({"named": {one.name: one.higher_is_better for one in task.named}} if task.named else {}),
     }
 
 
@@ -130,8 +132,12 @@ def is_tracked_elsewhere(metadata: Mapping[str, Any], run: Path) -> bool:
 
 
 def tags_of(metadata: Mapping[str, Any], run_dir: Path) -> dict[str, str]:
-    """Return the tags of a run for its trackers: the user's, and the project's, which take precedence."""
+    """Return the tags of a run for its trackers: the user's, and the project's, which take precedence.
+
+    MLflow's table has a column for no tag but the source of a run, which is therefore its method and seed.
+    """
     return {
+        "mlflow.source.name": f"{metadata['method']}, seed {metadata['seed']}",
         **metadata.get("tags", {}),
         "method": metadata["method"],
         "dataset": metadata["dataset"],

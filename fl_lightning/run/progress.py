@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from fl_lightning.errors import RunStopped
+from fl_lightning.federation import Federation
 from fl_lightning.hooks import RoundRecord
-from fl_lightning.loop import Federation
 from fl_lightning.metrics import final_summary
 from fl_lightning.run.directory import RunDirectory
 from fl_lightning.run.resume import Start, check_same

@@ -10,10 +10,11 @@ from typing import Any
 
 from fl_lightning.distributed import collectives
 from fl_lightning.errors import InputError
-from fl_lightning.loop import Federation
+from fl_lightning.federation import Federation
 from fl_lightning.models.tensors import sha256_of_parameters
-from fl_lightning.run.checkpoint import CheckpointError, checkpoints_in
+from fl_lightning.run.checkpoint import CheckpointError
 from fl_lightning.run.directory import free_name, numbered
+from fl_lightning.run.paths import checkpoints_in, run_and_checkpoints
 from fl_lightning.run.snapshot import Checkpoint
 from fl_lightning.settings import changed_settings, config_of, flatten, is_free
 from fl_lightning.support.recorded import not_recorded
@@ -61,21 +62,8 @@ def find_start(ckpt_path: str, experiment: Path, run_name: str | None = None) ->
     Raises:
         InputError: there is no such run or checkpoint, or none of its checkpoints can be read.
     """
-    path = _last_run(experiment, run_name) if ckpt_path == "last" else Path(ckpt_path).absolute()
-    if path.name.startswith("round_") and path.parent.name == "checkpoints":
-        run, candidates = path.parent.parent, [c for c in checkpoints_in(path.parent) if c.name <= path.name]
-        if not path.exists():
-            raise InputError(
-                f"--ckpt_path {ckpt_path}", "there is no such checkpoint", "name the run directory, or last"
-            )
-    else:
-        run, candidates = path, checkpoints_in(path / "checkpoints")
-    if not (run / "config.yaml").exists() and not candidates:
-        raise InputError(
-            f"--ckpt_path {ckpt_path}",
-            "it is neither a run directory nor a checkpoint in one",
-            "name one, or last",
-        )
+    named = str(_last_run(experiment, run_name)) if ckpt_path == "last" else ckpt_path
+    run, candidates = run_and_checkpoints(named)
     if not candidates:
         return Start(run)
     for candidate in candidates:
@@ -135,14 +123,27 @@ def start_on_all_ranks(choose: Callable[[], Start]) -> Start:
     return start if collectives.rank() == 0 or not path else find_start(path, Path())
 
 
-def find_same(experiment: Path, name: str, config: Mapping[str, Any]) -> Start:
+def find_same(
+    experiment: Path, name: str, config: Mapping[str, Any], *, between: tuple[str, str] | None = None
+) -> Start:
     """Return the start for ``auto_resume``: the latest run of this name with the same configuration.
 
     Settings that do not change results may differ. Without such a run, the start is that of a new run.
+
+    Args:
+        experiment: the folder of the experiment.
+        name: the name that a new run gets.
+        config: the configuration, nested.
+        between: the beginning and the end that a default name has. A run that has another default name is
+            looked at after those of this name: its settings may have stood in a file and not in flags, and
+            version 0.2 put no setting into a name.
     """
     asked = flatten(config)
     new_name = free_name(experiment, name)
-    for run in numbered(experiment, name):
+    runs = numbered(experiment, name)
+    if between and asked.get(RUN_NAME) is None:
+        runs += [run for run in numbered(experiment, *between) if run not in runs]
+    for run in runs:
         if not (run / "config.yaml").exists():
             continue
         try:

@@ -14,8 +14,8 @@ from typing import Any
 from torch import Tensor
 
 from fl_lightning.errors import InputError
+from fl_lightning.federation import Federation
 from fl_lightning.hooks import RoundRecord
-from fl_lightning.loop import Federation
 from fl_lightning.run.checkpoint import CheckpointError, load_checkpoint
 from fl_lightning.run.clients import ClientValues, from_json, is_json_of, keep
 from fl_lightning.run.directory import RunDirectory, checkpoint_name

@@ -114,6 +114,14 @@ class CsvTable:
             "both have been changed",
         )
 
+    def holds(self, mark: Mark) -> bool:
+        """Return whether a copy of the table begins with what it held at ``mark``."""
+        try:
+            self.until(mark)
+        except CheckpointError:
+            return False
+        return True
+
     def _intact(self, mark: Mark) -> bytes:
         """Return what :meth:`until` does, with OSError where the running run's own table is damaged."""
         try:

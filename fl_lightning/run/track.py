@@ -18,6 +18,7 @@ import yaml
 from fl_lightning.errors import InputError
 from fl_lightning.run.directory import RunDirectory, read_json, to_json
 from fl_lightning.run.metadata import is_time, is_tracked_elsewhere, milliseconds, round_times, tags_of
+from fl_lightning.run.paths import require_run
 from fl_lightning.run.tables import numbers
 from fl_lightning.support.documents import read_document
 from fl_lightning.support.redaction import redact, redact_settings
@@ -35,6 +36,7 @@ from fl_lightning.tracking.mlflow_store import (
     logged_steps,
     open_run,
     reason,
+    with_first_charts,
     with_ordered_times,
 )
 
@@ -73,11 +75,7 @@ class StoredRun:
         Raises:
             InputError: the path is not a run directory, or a file in it cannot be read.
         """
-        run = RunDirectory(Path(os.path.abspath(path)))
-        if not (run.path / "config.yaml").is_file():
-            raise InputError(
-                path, "it is not a run directory, which holds config.yaml", "write runs/EXPERIMENT/NAME"
-            )
+        run = RunDirectory(require_run(path))
         metadata = run.read_json("metadata.json")
         if not is_time(metadata.get("started")):  # written by an older release, or damaged
             metadata["started"] = datetime.fromtimestamp(run.created, timezone.utc).isoformat(
@@ -119,10 +117,14 @@ class StoredRun:
         for test in tests:
             found = {**test.get("metrics", {}), **test.get("timings", {})}
             later[int(test["round"])] = {**found, **later.get(int(test["round"]), {})}
+        primary = str(metadata["task"]["primary"]) if "task" in metadata else ""  # not in older releases
         return [
             Round(
                 step := int(row["round"]),
-                {**later.get(step, {}), **{k: v for k, v in row.items() if k != "round"}},
+                {
+                    **later.get(step, {}),
+                    **with_first_charts({k: v for k, v in row.items() if k != "round"}, primary),
+                },
                 time,
             )
             for row, time in zip(history, round_times(metadata, history), strict=True)

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 from fl_lightning.client import Assignment
 from fl_lightning.errors import InputError
-from fl_lightning.hooks import Context, Stressor
+from fl_lightning.hooks import Context, Meter, Stressor
 
 log = logging.getLogger("fl_lightning")
 
@@ -33,7 +33,7 @@ class TrialSettings(Protocol):
     callbacks: list[Any]
 
 
-class FewClients(Stressor):
+class FewClients(Stressor, Meter):
     """A stressor that leaves a cohort ``MAX_CLIENTS`` clients with one local step each.
 
     Clients that train and return their upload are preferred.

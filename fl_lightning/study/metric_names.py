@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import inf, isfinite
 from typing import Any
 
@@ -24,6 +24,7 @@ class Column:
         scale: the factor from values of the metric to those of the table.
         digits: the digits after the point.
         unit: the unit of a difference.
+        short: a heading of a few words for a table on paper; empty: ``title`` is one.
     """
 
     metric: str
@@ -31,6 +32,7 @@ class Column:
     scale: float = 1.0
     digits: int = 3
     unit: str = ""
+    short: str = ""
 
     def number(self, value: float, sign: bool = False) -> str:
         """Write one value."""
@@ -57,11 +59,13 @@ class TaskMetrics:
         primary: the task's primary metric, such as ``accuracy``.
         higher_is_better: whether more of it is better.
         shares: the task's metrics that lie in [0, 1] and are shown in percent.
+        named: the metrics that were named by class path, and whether more of each is better.
     """
 
     primary: str = "accuracy"
     higher_is_better: bool = True
     shares: frozenset[str] = frozenset({"accuracy"})
+    named: Mapping[str, bool] = field(default_factory=dict, hash=False)
 
     @classmethod
     def of_run(cls, metadata: Mapping[str, Any]) -> TaskMetrics:
@@ -73,7 +77,9 @@ class TaskMetrics:
         task = metadata.get("task")
         if isinstance(task, Mapping) and isinstance(task.get("primary"), str):
             higher, shares = task.get("higher_is_better") is not False, task.get("shares") or ()
-            return cls(task["primary"], higher, frozenset(map(str, shares)))
+            named = task.get("named")
+            named = dict(named) if isinstance(named, Mapping) else {}
+            return cls(task["primary"], higher, frozenset(map(str, shares)), named)
         primary = next((found[1] for name in metadata if (found := LAST5.fullmatch(name))), "accuracy")
         return cls() if primary == "accuracy" else cls(primary, direction(primary) != -1, SHARES)
 
@@ -124,21 +130,23 @@ def measure_of(metric: str) -> str:
     return found[1]
 
 
-def _share(metric: str, title: str) -> Column:
-    return Column(metric, f"{title} (%)", 100, 2, " points")
+def _share(metric: str, title: str, short: str = "") -> Column:
+    return Column(metric, f"{title} (%)", 100, 2, " points", short and f"{short} (%)")
 
 
-def _bytes(metric: str, title: str, digits: int = 3) -> Column:
-    return Column(metric, f"{title} (MB)", 1e-6, digits, " MB")
+def _bytes(metric: str, title: str, digits: int = 3, short: str = "") -> Column:
+    return Column(metric, f"{title} (MB)", 1e-6, digits, " MB", short)
 
 
 def _millijoules(metric: str, title: str) -> Column:
     return Column(metric, f"{title} (mJ)", 1e3, 3, " mJ")
 
 
-def _of_task(metric: str, title: str, task: TaskMetrics) -> Column:
+def _of_task(metric: str, title: str, task: TaskMetrics, short: str = "") -> Column:
     digits = 3 if measure_of(metric) == "perplexity" else 4
-    return _share(metric, title) if task.is_share(metric) else Column(metric, title, 1, digits)
+    if task.is_share(metric):
+        return _share(metric, title, short)
+    return Column(metric, title, 1, digits, short=short)
 
 
 def measure_column(measure: str, task: TaskMetrics) -> Column:
@@ -159,12 +167,21 @@ def task_columns(task: TaskMetrics = CLASSIFICATION) -> list[Column]:
         f"final/last5_{primary}": f"{name}, last five evaluations",
         f"final/{primary}": f"{name}, last round",
         f"final/best_val_test_{primary}": f"{name}, best-validation round",
+        f"personal/{primary}": f"{name} of own models, mean over clients",
+        f"global/{primary}": f"{name} of the one model for all",
         f"val/{primary}_std_corrected": f"std over {clients}, noise removed",
         f"val/{primary}_worst_decile_min5": f"worst decile of {few}",
         f"val/{primary}_std": f"std over clients{noise}",
         f"val/{primary}_worst_decile": f"worst decile of clients{noise}",
     }
-    columns = [_of_task(metric, title, task) for metric, title in titles.items()]
+    short = {
+        f"final/last5_{primary}": f"{name}, last five",
+        f"val/{primary}_std_corrected": "std over clients",
+        f"val/{primary}_worst_decile_min5": "worst decile of clients",
+        f"val/{primary}_std": "std over all clients",
+        f"val/{primary}_worst_decile": "worst decile of all clients",
+    }
+    columns = [_of_task(metric, title, task, short.get(metric, "")) for metric, title in titles.items()]
     columns.append(Column(f"final/auc_{primary}", f"AUC ({area} x rounds)", 1, 0 if area == "%" else 3))
     if primary in ("mse", "mae"):
         columns.append(Column("test/loss", "test loss"))  # not in nats
@@ -177,7 +194,7 @@ KNOWN = [
     Column("test/ece", "ECE (%)", 100, 2, " points"),
     Column("test/loss", "test loss (nats)"),
     Column("test/brier", "Brier score"),
-    Column("val/clients_min5", "clients with 5+ validation examples", 1, 0),
+    Column("val/clients_min5", "clients with 5+ validation examples", 1, 0, short="clients"),
     _share("corrupted/accuracy", "corrupted"),
     _share("fgsm/accuracy", "FGSM"),
     _share("pgd/accuracy", "PGD"),
@@ -196,11 +213,11 @@ KNOWN = [
     Column("experts/active", "experts", 1, 1),
     Column("router/purity", "purity of clusters", 1, 2),
     Column("target/rounds_to_purity", "round from which purity is 1", 1, 1),
-    _bytes("total/total_bytes", "up and down, all rounds", 1),
+    _bytes("total/total_bytes", "up and down, all rounds", 1, "all rounds (MB)"),
     _bytes("total/upload_bytes", "up, all rounds", 1),
     _bytes("total/download_bytes", "down, all rounds", 1),
-    Column("client/upload_bytes", "up per client and round (kB)", 1e-3, 1, " kB"),
-    Column("client/download_bytes", "down per client and round (kB)", 1e-3, 1, " kB"),
+    Column("client/upload_bytes", "up per client and round (kB)", 1e-3, 1, " kB", "up (kB)"),
+    Column("client/download_bytes", "down per client and round (kB)", 1e-3, 1, " kB", "down (kB)"),
     Column("cost/train_flops", "training, all clients of a round (GFLOP)", 1e-9, 2, " GFLOP"),
     _bytes("cost/train_memory", "peak of a local step", 1),
     Column("target/rounds", "rounds to target", 1, 1),
@@ -225,10 +242,13 @@ and what was refused beside joules, of which it costs none."""
 
 LOWER = {
     *("loss", "ece", "brier", "nll", "bytes", "megabytes", "std", "rounds", "seconds", "drop", "flops"),
-    *("memory", "bits", "perplexity", "mse", "mae", "epsilon"),
+    *("memory", "bits", "perplexity", "mse", "mae", "epsilon", "error"),
 }
 """Words of a name that say that lower is better."""
-HIGHER = {"accuracy", "accuracies", "match", "rouge"}
+HIGHER = {
+    *("accuracy", "accuracies", "match", "rouge"),
+    *("f1", "auroc", "precision", "recall", "specificity", "jaccard", "kappa", "r2"),
+}
 """Words of a name that say that higher is better."""
 LOWER_FAMILIES = {"train", "time", "latency", "memory", "energy"}
 """First parts of names; ``train/*`` are losses, unless the name says accuracy."""
@@ -270,7 +290,7 @@ def headline(
     of_clients = [*spread, f"val/{primary}_worst_decile_min5", "val/clients_min5"]
     of_model = ["corrupted/accuracy", "fgsm/accuracy", "pgd/accuracy", "bits/average", *OF_EXPERTS]
     of_model += OF_ENERGY
-    of_task = [metric, *selected, f"final/auc_{primary}", *others]
+    of_task = [metric, *selected, f"final/auc_{primary}", f"personal/{primary}", f"global/{primary}", *others]
     names = [*of_task, "test/ece", *of_clients, *of_model, *OF_THE_RUN]
     titled = {name: _of_task(name, words_of(measure_of(name)), task) for name in others}
     return [titled.get(name) or column(name, task) for name in dict.fromkeys(names) if name in measured]
@@ -318,6 +338,8 @@ def direction(metric: str, task: TaskMetrics | None = None) -> int | None:
     family = metric.partition("/")[0]
     if task is not None and measure_of(metric) == task.primary and "std" not in words:
         return 1 if task.higher_is_better else -1
+    if task is not None and measure_of(metric) in task.named and "std" not in words:
+        return 1 if task.named[measure_of(metric)] else -1
     if words & LOWER:
         return -1
     if words & HIGHER:

@@ -32,6 +32,20 @@ def write_synced(path: Path, data: bytes) -> None:
         os.fsync(file.fileno())
 
 
+def append_line(path: Path, line: str) -> None:
+    """Add a line at the end of a file, and wait until it is on the disk. Part of a line that a loss of power
+    left there stays a line of its own."""
+    with open_own(path, "a+b") as file:
+        end = file.seek(0, os.SEEK_END)
+        file.seek(max(end - 1, 0))
+        separator = b"" if file.read(1) in (b"", b"\n") else b"\n"
+        file.write(separator + line.encode() + b"\n")
+        file.flush()
+        os.fsync(file.fileno())
+    if end == 0:
+        sync_folder(path.parent)
+
+
 def replace(path: Path, data: bytes) -> None:
     """Write a file in place of an earlier one, as a whole or not at all.
 

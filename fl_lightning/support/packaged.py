@@ -1,4 +1,5 @@
-"""The configurations that come with the project, which can be named from any folder, listed and copied."""
+"""Files that come with the project: configurations, which can be named from any folder, listed and copied,
+and tables of costs."""
 
 from __future__ import annotations
 
@@ -9,7 +10,9 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from fl_lightning.errors import InputError
+from fl_lightning.errors import InputError, require
+
+MAX_TABLE_BYTES = 2**24
 
 
 def configs_folder() -> Path:
@@ -17,6 +20,50 @@ def configs_folder() -> Path:
     package = Path(__file__).resolve().parents[1]
     inside = package / "configs"
     return inside if inside.is_dir() else package.parent / "configs"
+
+
+def cost_tables() -> dict[str, Path]:
+    """Return the files of the tables of costs that come with the package, by name."""
+    folder = Path(__file__).resolve().parents[1] / "energy"
+    return {path.stem: path for path in sorted(folder.glob("*.json"))}
+
+
+def cost_table(network: str) -> Path:
+    """Return the file of one of them.
+
+    Raises:
+        InputError: there is none of this name.
+    """
+    tables = cost_tables()
+    require(
+        network in tables,
+        f"no table of costs for {network}",
+        f"{', '.join(tables)} come with the package",
+        "write one of these; those of other networks are files, made by python -m fl_lightning energy "
+        "--calibrate true --network NAME --out costs.json",
+    )
+    return tables[network]
+
+
+def table_text(path: Path | str) -> str:
+    """Return the text of a file with a table of costs.
+
+    Raises:
+        InputError: the file cannot be read, or is too large.
+    """
+    path = Path(path)
+    try:
+        with path.open("rb") as file:
+            data = file.read(MAX_TABLE_BYTES + 1)
+        require(len(data) <= MAX_TABLE_BYTES, str(path), "a table has at most 16 MiB", "calibrate again")
+        return data.decode()
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError(
+            str(path),
+            f"it cannot be read ({getattr(error, 'strerror', None) or error})",
+            "correct the path, or make a table: python -m fl_lightning energy --calibrate true "
+            f"--network NAME --out {path.name}",
+        ) from None
 
 
 def model_folder(name: str) -> str:

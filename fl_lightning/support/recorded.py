@@ -1,5 +1,7 @@
 """The constructors' arguments of a run made from Python, in the form of the command line's ``config.yaml``.
 
+An argument that its annotation does not allow is refused here (``constraints.py``).
+
 ``FedProx(mu=0.1, optimizer=lambda p: SGD(p, lr=0.1))`` becomes a class path and its arguments. A function
 that cannot be imported by a name, such as that lambda, becomes a hash of its code and of the values that it
 closes over. Two runs thus differ in their settings if their constructors got different arguments. A value
@@ -11,17 +13,19 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import fields, is_dataclass
-from functools import partial, wraps
+from functools import cache, partial, wraps
 from hashlib import sha256
 from importlib import import_module
 from pathlib import Path
 from types import BuiltinFunctionType, CodeType, FunctionType, ModuleType
-from typing import Any
+from typing import Any, ClassVar
 from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
 from torch import Tensor
+
+from fl_lightning.support.constraints import check_arguments, own_constraints
 
 NOT_RECORDED = "not recorded: "
 # A longer list is replaced by its hash, or the configuration would be too large to be read back.
@@ -35,24 +39,31 @@ _IN_WORK: set[int] = set()  # functions whose hash is being computed
 
 
 class Recorded:
-    """The base of classes whose constructor's arguments are recorded, also those of subclasses."""
+    """The base of classes whose constructor's arguments are checked and recorded, also those of subclasses.
+
+    A refusal shows an argument as ``settings_shown`` has it: how it was given, and how to write another.
+    """
+
+    settings_shown: ClassVar[tuple[str, str]] = ("{name}={value}", "{value}")
 
     def __init_subclass__(cls, **settings: Any) -> None:
         super().__init_subclass__(**settings)
         if "__init__" in vars(cls):
-            cls.__init__ = _recording(cls.__init__)  # type: ignore[method-assign]
+            cls.__init__ = _recording(cls, cls.__init__)  # type: ignore[method-assign]
 
 
-def _recording(constructor: Callable[..., None]) -> Callable[..., None]:
-    """Return the constructor with the addition that it records its arguments."""
+def _recording(cls: type, constructor: Callable[..., None]) -> Callable[..., None]:
+    """Return the constructor with the addition that it checks and records its arguments."""
     signature = inspect.signature(constructor)
+    # not before the module is read to its end, which defines what annotations name
+    constraints = cache(lambda: own_constraints(cls))
 
     @wraps(constructor)
     def record(self: Any, *arguments: Any, **named: Any) -> None:
+        bound = signature.bind(self, *arguments, **named).arguments  # a TypeError if they do not fit
         if self not in _ARGUMENTS:  # the subclass's constructor is called first, and its arguments count
-            _ARGUMENTS[self] = {}
-            bound = signature.bind(self, *arguments, **named)  # a TypeError if they do not fit
-            _ARGUMENTS[self] = dict(list(bound.arguments.items())[1:])
+            _ARGUMENTS[self] = dict(list(bound.items())[1:])
+        check_arguments(type(self), constraints(), bound)
         constructor(self, *arguments, **named)
 
     return record
@@ -140,6 +151,15 @@ def describe(value: Any) -> Any:
             "class_path": import_path(type(value)),
             "init_args": _ignored(value, hyperparameters) | describe(hyperparameters),
         }
+    from torchmetrics import Metric
+
+    if isinstance(value, Metric):  # it keeps what it was given under the names of the arguments
+        given = {
+            name: vars(value)[name]
+            for name in inspect.signature(type(value)).parameters
+            if name in vars(value)
+        }
+        return {"class_path": import_path(type(value)), "init_args": describe(given)}
     return f"{NOT_RECORDED}{import_path(type(value))}"
 
 
@@ -150,19 +170,34 @@ def not_recorded(settings: Mapping[str, Any]) -> list[str]:
     ]
 
 
-ROOMS_OF_CALLBACKS = ("callbacks.stressors.", "callbacks.meters.", "callbacks.figures.")
+FORMER_MODULES = {
+    "callbacks.stressors.": "callbacks.",
+    "callbacks.meters.": "callbacks.",
+    "callbacks.figures.": "callbacks.",
+    "fl_lightning.aggregation.averages.": "fl_lightning.methods.averaging.",
+    "fl_lightning.aggregation.private.": "fl_lightning.methods.client_privacy.",
+}
+"""Where classes that have moved stand in configurations, hashes and checkpoints, so that runs of earlier
+versions can be continued and compared."""
 
 
 def import_path(named: Any) -> str:
     """Return the class path of a class or a function in configurations, hashes and checkpoints.
 
-    It is a path that can be imported. The path of a callback leaves out its subpackage, as in version 0.1.0,
-    so that runs of that version can be continued and compared.
+    The path of a class of a configuration can be imported.
     """
-    path = f"{named.__module__}.{named.__qualname__}"
-    for room in ROOMS_OF_CALLBACKS:
-        if path.startswith(room):
-            return f"callbacks.{path.removeprefix(room)}"
+    return former_path(f"{named.__module__}.{named.__qualname__}")
+
+
+def former_path(path: str) -> str:
+    """Return the path by which configurations of all versions name what has this one.
+
+    >>> former_path("fl_lightning.aggregation.averages.TrimmedMean")
+    'fl_lightning.methods.averaging.TrimmedMean'
+    """
+    for module, former in FORMER_MODULES.items():
+        if path.startswith(module):
+            return f"{former}{path.removeprefix(module)}"
     return path
 
 

@@ -46,6 +46,11 @@ _VALUE = re.compile(
 _BRACKET = re.compile(r"[{}\[\]()]")
 _QUOTE = re.compile(r"\\*[\"']")
 _BEARER = re.compile(r"(?i)\b(bearer\s+)[\w.~+/=-]{8,}")
+# of GitHub, GitLab, Hugging Face, OpenAI and the like, AWS and Slack
+_TOKEN = re.compile(
+    r"(?<![A-Za-z0-9])(?:gh[opsur]_[A-Za-z0-9]{10,}|github_pat_\w{10,}|glpat-[\w-]{10,}|hf_[A-Za-z0-9]{16,}"
+    r"|sk-(?=[\w-]*\d)[\w-]{16,}|A[KS]IA[A-Z0-9]{12,}|npm_[A-Za-z0-9]{30,}|pypi-[\w-]{30,}|xox[abeoprs]-[\w-]{10,})"
+)
 _PLAIN = re.compile(r"(?i)(?:null|none|true|false|~|\*\*\*)?$")
 _NUMBER = re.compile(r"[-+]?[\d.]+(?:[eE][-+]?\d+)?$")
 
@@ -66,12 +71,15 @@ def is_secret(name: str) -> bool:
 
 
 def redact(text: str) -> str:
-    """Return a text without the ``user:password`` of addresses and without values of secrets' names.
+    """Return a text without the ``user:password`` of addresses, without values of secrets' names, and without
+    tokens that are known by their beginning.
 
     >>> redact("--uri=http://me:pw@host:5000/x --trainer.logger.token=abc")
     '--uri=http://***@host:5000/x --trainer.logger.token=***'
+    >>> redact("pushed with ghp_16C7e42F292c6912E7")
+    'pushed with ***'
     """
-    text = _BEARER.sub(rf"\1{HIDDEN}", _URL.sub(HIDDEN, text))
+    text = _BEARER.sub(rf"\1{HIDDEN}", _TOKEN.sub(HIDDEN, _URL.sub(HIDDEN, text)))
     return _hide_named(_FLAG, _hide_named(_NAMED, text))
 
 

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import linecache
+import re
 import sysconfig
 import traceback
-from dis import opname
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+
+from fl_lightning.errors import InputError, MisuseError
 
 _PACKAGE = Path(__file__).parents[1]
 _OURS = (_PACKAGE, _PACKAGE.parent / "callbacks")
@@ -28,6 +33,24 @@ def is_bug_of_user(error: BaseException) -> bool:
     return not (_is_users(called[-1]) and _is_raised_by_its_last_frame(error))
 
 
+@contextmanager
+def errors_as_refusals() -> Iterator[None]:
+    """Return a context in which a ``ValueError`` or ``OSError`` is a refusal of input, unless the user's code
+    has a bug.
+
+    Raises:
+        InputError: it is a refusal; its text is that of the error.
+    """
+    try:
+        yield
+    except (InputError, MisuseError):
+        raise
+    except (ValueError, OSError) as error:
+        if isinstance(error, ValueError) and is_bug_of_user(error):
+            raise
+        raise InputError.from_text(str(error)) from error
+
+
 def first_cause(error: BaseException) -> BaseException:
     """Return the exception at the beginning of the chain of causes of ``error``."""
     while (
@@ -47,7 +70,10 @@ def _is_raised_by_its_last_frame(error: BaseException) -> bool:
     last = error.__traceback__
     while last is not None and last.tb_next is not None:
         last = last.tb_next
-    return last is not None and opname[last.tb_frame.f_code.co_code[last.tb_lasti]] == "RAISE_VARARGS"
+    if last is None:
+        return False
+    line = linecache.getline(last.tb_frame.f_code.co_filename, last.tb_lineno)
+    return re.search(r"(^|[:;])\s*raise\b", line) is not None
 
 
 def _is_in(file: Path, folders: tuple[Path, ...]) -> bool:

@@ -8,16 +8,20 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from collections.abc import Mapping
-from typing import Any, NamedTuple
+from collections.abc import Mapping, Sequence
+from copy import copy
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from fl_lightning.errors import InputError
+from fl_lightning.errors import InputError, MisuseError, require
 from fl_lightning.metrics.names import words_of
 from fl_lightning.support.recorded import Recorded
+
+if TYPE_CHECKING:
+    from fl_lightning.metrics.named import NamedMetric
 
 Sums = dict[str, tuple[Tensor, Tensor]]
 """What a task has measured: by metric, a sum and the weight that it is divided by, float64. Both are ``[B]``
@@ -70,6 +74,62 @@ class Task(Recorded):
     has_classes: bool = False
     """Whether outputs are logits of classes, so that they can be distilled: :meth:`class_rows`."""
 
+    named: tuple[NamedMetric, ...] = ()
+    """Metrics that the user named by class path, in ``data.metrics``."""
+
+    metric_form: str = "outputs and targets"
+    """What :meth:`metric_inputs` gives, for a message."""
+
+    def metric_inputs(self, outputs: Any, target: Tensor) -> Sequence[tuple[Any, Tensor]]:
+        """Return outputs and targets of a batch as metrics of torchmetrics take them, in each form that there
+        is; a metric gets the first one that it takes. Tensors are on the CPU.
+
+        Args:
+            outputs: what the network makes of a batch.
+            target: ``[B, ...]``.
+        """
+        return [(outputs.cpu() if isinstance(outputs, Tensor) else outputs, target.cpu())]
+
+    def metric_arguments(self, num_outputs: int) -> dict[str, Any]:
+        """Return the arguments that are filled in where a metric takes them and they are not given."""
+        return {"num_classes": num_outputs, "num_labels": num_outputs}
+
+    def measuring(self, metrics: Sequence[Any], primary: str | None, num_outputs: int) -> Task:
+        """Return this task with metrics of the user's.
+
+        Args:
+            metrics: factories, see :class:`fl_lightning.metrics.named.NamedMetric`.
+            primary: the metric that selects; None: the task's own.
+            num_outputs: of the data, such as the number of classes.
+
+        Raises:
+            InputError: one cannot be made, two have one name, or no metric has the name ``primary``.
+        """
+        from fl_lightning.metrics.named import NamedMetric
+
+        task, taken = copy(self), {*self.per_client, *self.lower_is_better, *self.shares, "ece", "brier"}
+        for metric in metrics:
+            named = NamedMetric(metric, self.metric_arguments(num_outputs))
+            require(
+                named.name not in taken,
+                f"--data.metrics {named.path}, which is logged as {named.name}",
+                "there is another metric of this name",
+                f"leave it out, or name a subclass, such as class Other{named.path}({named.path})",
+            )
+            taken.add(named.name)
+            task.named = (*task.named, named)
+            task.per_client = (*task.per_client, named.name)
+            if not named.higher_is_better:
+                task.lower_is_better = task.lower_is_better | {named.name}
+        require(
+            primary is None or primary in task.per_client,
+            f"--data.primary {primary}",
+            f"the metric that selects is one of {', '.join(task.per_client)}",
+            f"write --data.primary {self.primary}",
+        )
+        task.primary = primary or self.primary
+        return task
+
     @property
     def higher_is_better(self) -> bool:
         """Whether more of the primary metric is better."""
@@ -110,7 +170,11 @@ class Task(Recorded):
 
     def class_rows(self, outputs: Any, target: Tensor) -> ClassRows:
         """Return the logits of classes that the outputs are, row by row, where ``has_classes``."""
-        raise NotImplementedError(f"{type(self).__name__} has no classes")
+        raise MisuseError(
+            f"class_rows of {type(self).__name__}",
+            "a task whose has_classes is True returns its logits there",
+            "override class_rows, or leave has_classes at False",
+        )
 
     def weight(self, target: Tensor) -> Tensor:
         """Return how much each example counts, float64 ``[B]``: 1, or its labelled tokens."""
@@ -139,6 +203,17 @@ class Task(Recorded):
             means: by metric, of everything a scalar, of each client ``[K]``.
         """
         return dict(means)
+
+    def constant_guess(self, target: Tensor) -> float | None:
+        """Return the best value of the primary metric that one answer to all examples has on these targets,
+        such as the share of the most frequent class; None where it is not known.
+
+        A report says of no model that it has learnt anything unless it is better than this.
+
+        Args:
+            target: of the test set ``[N, ...]``.
+        """
+        return None
 
     def accepts(self, outputs: Any, num_outputs: int, examples: int) -> bool:
         """Return whether outputs for so many examples have the form that :meth:`outputs_form` names."""

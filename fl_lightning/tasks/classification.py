@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -29,11 +32,37 @@ class Classification(Task):
         return F.cross_entropy(outputs, target)
 
     def examplewise(self, outputs: Tensor, target: Tensor) -> Sums:
+        from torchmetrics.functional.classification import multiclass_accuracy
+
         weight = self.weight(target)
+        right = multiclass_accuracy(
+            outputs[:, :, None],
+            target[:, None],
+            num_classes=outputs.shape[1],
+            average="micro",
+            multidim_average="samplewise",
+            validate_args=False,
+        )
         return {
-            "accuracy": ((outputs.argmax(1) == target).double(), weight),
+            "accuracy": (right.double(), weight),
             "loss": (F.cross_entropy(outputs.double(), target, reduction="none"), weight),
         }
+
+    metric_form = "probabilities [n, C] and classes [n]"
+
+    def metric_inputs(self, outputs: Tensor, target: Tensor) -> Sequence[tuple[Tensor, Tensor]]:
+        """Probabilities float32 ``[B, C]`` and classes ``[B]``; of two classes also those of class 1,
+        ``[B]``, for binary metrics."""
+        probs, classes = outputs.softmax(1).cpu(), target.cpu()
+        return [(probs, classes), *([(probs[:, 1], classes)] if probs.shape[1] == 2 else [])]
+
+    def metric_arguments(self, num_outputs: int) -> dict[str, Any]:
+        return {**super().metric_arguments(num_outputs), "task": "multiclass"}
+
+    def constant_guess(self, target: Tensor) -> float | None:
+        if self.primary != "accuracy" or target.ndim != 1 or target.is_floating_point() or not len(target):
+            return None
+        return float(np.unique(target.cpu().numpy(), return_counts=True)[1].max() / len(target))
 
     def outputs_form(self, examples: str, num_outputs: int) -> str:
         return f"logits [{examples}, {num_outputs}]"

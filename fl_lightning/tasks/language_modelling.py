@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal, Protocol
 
 import numpy as np
@@ -135,6 +135,29 @@ class LanguageModelling(Task):
 
     def finish(self, means: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
         return {**means, "perplexity": perplexity(means["loss"], np.ones_like(means["loss"]))}
+
+    metric_form = "probabilities [n, V] and tokens [n], nor logits [B, T, V] and tokens [B, T]"
+
+    def metric_inputs(self, outputs: Tensor, target: Tensor) -> Sequence[tuple[Tensor, Tensor]]:
+        """Probabilities float32 ``[M, V]`` and tokens ``[M]`` of the labelled positions, and the logits
+        ``[B, T, V]`` with the target ``[B, T]``, for perplexities."""
+        target = target[:, : outputs.shape[1]]
+        labelled = target != IGNORED
+        rows = outputs[labelled].softmax(1).cpu(), target[labelled].cpu()
+        return [rows, (outputs.cpu(), target.cpu())]
+
+    def metric_arguments(self, num_outputs: int) -> dict[str, Any]:
+        return {"num_classes": num_outputs, "task": "multiclass", "ignore_index": IGNORED}
+
+    def constant_guess(self, target: Tensor) -> float | None:
+        """For the perplexity, the answer is how often each token is a label of the test set."""
+        counts = np.unique(target[target != IGNORED].cpu().numpy(), return_counts=True)[1]
+        shares = counts / counts.sum()
+        if not len(shares) or self.primary not in OF_TOKENS:
+            return None
+        return float(
+            np.exp(-(shares * np.log(shares)).sum()) if self.primary == "perplexity" else shares.max()
+        )
 
     def accepts(self, outputs: Any, num_outputs: int, examples: int) -> bool:
         """A vocabulary may be larger than the data's: it is often rounded up."""

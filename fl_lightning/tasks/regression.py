@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -25,14 +26,34 @@ class Regression(Task):
     def loss(self, outputs: Tensor, target: Tensor) -> Tensor:
         return (outputs.reshape(target.shape) - target).square().mean()
 
+    def constant_guess(self, target: Tensor) -> float | None:
+        if not len(target) or self.primary not in ("mse", "mae", "loss"):
+            return None
+        each = target.cpu().double().reshape(len(target), -1)
+        if self.primary == "mae":
+            return float((each - each.median(0).values).abs().mean())
+        return float((each - each.mean(0)).square().mean())
+
     def accepts(self, outputs: Any, num_outputs: int, examples: int) -> bool:
         one = num_outputs == 1 and isinstance(outputs, Tensor) and outputs.shape == (examples,)
         return one or super().accepts(outputs, num_outputs, examples)
 
     def examplewise(self, outputs: Tensor, target: Tensor) -> Sums:
-        error = (outputs.double().reshape(target.shape) - target.double()).reshape(len(target), -1)
-        squared, weight = error.square().mean(1), self.weight(target)
-        return {"mse": (squared, weight), "mae": (error.abs().mean(1), weight), "loss": (squared, weight)}
+        from torchmetrics.functional.regression import mean_absolute_error, mean_squared_error
+
+        B, weight = len(target), self.weight(target)
+        # an example is an output of several, so that each gets a mean of its own
+        y, true = (part.double().reshape(B, -1).T for part in (outputs, target))
+        squared = mean_squared_error(y, true, num_outputs=B).reshape(B)
+        absolute = mean_absolute_error(y, true, num_outputs=B).reshape(B)
+        return {"mse": (squared, weight), "mae": (absolute, weight), "loss": (squared, weight)}
+
+    metric_form = "predictions and targets [n], or [n, D]"
+
+    def metric_inputs(self, outputs: Tensor, target: Tensor) -> Sequence[tuple[Tensor, Tensor]]:
+        """Predictions and targets ``[B]``, or ``[B, D]`` where there are several numbers."""
+        shape = target.shape[:1] if target[:1].numel() == 1 else target.shape
+        return [(outputs.reshape(shape).cpu(), target.reshape(shape).cpu())]
 
     def corrupt(
         self, target: Tensor, where: np.ndarray, rng: np.random.Generator, num_outputs: int

@@ -39,6 +39,7 @@ from fl_lightning.tracking.mlflow_store import (
     open_run,
     prepare,
     reason,
+    with_first_charts,
     with_ordered_times,
 )
 from fl_lightning.tracking.writer import Writer
@@ -142,6 +143,7 @@ class Tracking:
         since: when ``run_dir`` was made, in seconds since 1970. Runs in the store that are older belong to an
             earlier directory of that name.
         started: when the run began, in milliseconds since 1970; None for now.
+        primary: the task's primary metric, which MLflow shows first; empty: none is.
     """
 
     def __init__(
@@ -155,6 +157,7 @@ class Tracking:
         resumes: bool = False,
         since: float = 0.0,
         started: int | None = None,
+        primary: str = "",
     ) -> None:
         given = [] if isinstance(logger, bool) else [logger] if isinstance(logger, Logger) else list(logger)
         active = getattr(rank_zero_only, "rank", 0) == 0
@@ -166,6 +169,7 @@ class Tracking:
         self._resume_id, self._resumes, self._since = run_id, resumes, since
         self._started = _now() if started is None else started
         self._step = 0
+        self._primary = primary
 
     @property
     def loggers(self) -> list[Logger]:
@@ -220,15 +224,17 @@ class Tracking:
         for row, ended in zip(history, times, strict=True):
             self._step = int(row["round"])
             metrics = {key: value for key, value in row.items() if key != "round"}
-            for channel in channels:
-                channel.writer.put(Round(self._step, metrics, ended))
+            self._put(Round(self._step, metrics, ended), channels)
 
     def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
         """Log the metrics of round ``step``."""
         self._step = step
-        round = Round(step, dict(metrics), _now())
-        for channel in self._channels:
-            channel.writer.put(round)
+        self._put(Round(step, dict(metrics), _now()), self._channels)
+
+    def _put(self, round: Round, channels: Sequence[Channel]) -> None:
+        for channel in channels:
+            shown = with_first_charts(round.metrics, self._primary) if channel.is_mlflow else round.metrics
+            channel.writer.put(round._replace(metrics=shown))
 
     def log_artifact(self, path: Path | str, folder: str | None = None) -> None:
         """Copy a file to the loggers that keep files, into ``folder``.

@@ -226,6 +226,20 @@ def logged_steps(client: Any, run_id: str) -> dict[str, dict[int, int]]:
     }
 
 
+def with_first_charts(metrics: Mapping[str, float], primary: str) -> dict[str, float]:
+    """Return the metrics and, once more, those of which MLflow's page is to draw its first charts.
+
+    It has a section of charts for each word before a slash and sorts them by code point. ``Main``, with its
+    capital letter, comes before the project's own; which charts come first cannot be said in another way.
+
+    Args:
+        metrics: the metrics of a round by name.
+        primary: the task's primary metric; it and the loss, both of the test set, come first.
+    """
+    first = {f"Main/{name}": f"test/{name}" for name in (primary, "loss")}
+    return {**metrics, **{copy: metrics[name] for copy, name in first.items() if name in metrics}}
+
+
 def with_ordered_times(rounds: Sequence[Round], known: Mapping[str, Mapping[int, int]]) -> list[Round]:
     """Return the rounds with their times moved between those in the store, so that times grow with steps.
 

@@ -3,7 +3,18 @@
 from fl_lightning.wire.codes import Codes
 from fl_lightning.wire.layout import Layout
 from fl_lightning.wire.ledger import Ledger, LedgerEntry
-from fl_lightning.wire.payload import Payload, PayloadError
+from fl_lightning.wire.payload import Axis, Limit, OptionalShape, Payload, PayloadError
 from fl_lightning.wire.rows import encode_rows
 
-__all__ = ["Codes", "Layout", "Ledger", "LedgerEntry", "Payload", "PayloadError", "encode_rows"]
+__all__ = [
+    "Axis",
+    "Codes",
+    "Layout",
+    "Ledger",
+    "LedgerEntry",
+    "Limit",
+    "OptionalShape",
+    "Payload",
+    "PayloadError",
+    "encode_rows",
+]

@@ -16,8 +16,9 @@ from __future__ import annotations
 import math
 import struct
 import zlib
-from collections.abc import ItemsView, Iterator, Mapping
+from collections.abc import ItemsView, Iterator, Mapping, Sequence
 from dataclasses import replace
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -41,6 +42,21 @@ DTYPES = (
 TYPE_NUMBERS = {dtype: kind for kind, dtype in enumerate(DTYPES)}
 CODES_TYPE, INDICES_TYPE = 32, 64
 MAX_COMPARED_VALUES = 4096  # values of an entry: ``identity`` compares larger ones by their memory only
+
+Axis: TypeAlias = int | range
+"""Size of an axis, or the sizes that it may have."""
+Shape: TypeAlias = tuple[Axis, ...]
+
+
+class OptionalShape(tuple[Axis, ...]):
+    """The shape of an entry that may be left out; one that is declared as a plain tuple has to be there."""
+
+    __slots__ = ()
+
+
+Limit: TypeAlias = int | Shape
+"""What is declared of an entry: its shape; or an integer, its largest number of values in any shape, and it
+may be left out."""
 
 
 class PayloadError(ThreePartError, ValueError):
@@ -144,14 +160,18 @@ class Payload(Mapping[str, "Tensor | Codes"]):
         """
         return tuple((name, *_entry_identity(value)) for name, value in self.items())
 
-    def require_within(self, limits: Mapping[str, int]) -> None:
-        """Check the entries against the largest number of values of each.
+    def require_within(self, limits: Mapping[str, Limit]) -> None:
+        """Check the entries against what is declared of each.
 
         Raises:
-            PayloadError: ``limits`` does not name an entry, or allows fewer values.
+            PayloadError: ``limits`` does not name an entry or allows another shape or fewer values, or an
+                entry is missing that has to be there.
         """
         for name, value in self._entries.items():
-            _require_allowed(name, (value.values if isinstance(value, Codes) else value).numel(), limits)
+            require_allowed(name, (value.values if isinstance(value, Codes) else value).shape, limits)
+        for name, limit in limits.items():
+            if name not in self and isinstance(limit, tuple) and not isinstance(limit, OptionalShape):
+                self._required(name)
 
     @classmethod
     def from_bytes(
@@ -159,7 +179,7 @@ class Payload(Mapping[str, "Tensor | Codes"]):
         data: bytes,
         *,
         verified: bool = False,
-        limits: Mapping[str, int] | None = None,
+        limits: Mapping[str, Limit] | None = None,
         max_values: int | None = None,
     ) -> Payload:
         """Decode a payload; refuse entries beyond the limits before memory is allocated for them.
@@ -168,7 +188,8 @@ class Payload(Mapping[str, "Tensor | Codes"]):
             data: the bytes.
             verified: whether to skip the checksum, because these bytes were checked before or never left
                 this machine's memory.
-            limits: names of the allowed entries, with the largest number of values of each; None: no limits.
+            limits: names of the allowed entries, with the shape of each or its largest number of values;
+                None: no limits.
             max_values: largest number of values of all entries together; None: no limit.
 
         Raises:
@@ -222,7 +243,7 @@ class Payload(Mapping[str, "Tensor | Codes"]):
 class _Reader:
     """Reads one entry after another from the body of a payload."""
 
-    def __init__(self, body: memoryview, limits: Mapping[str, int] | None, max_values: int | None) -> None:
+    def __init__(self, body: memoryview, limits: Mapping[str, Limit] | None, max_values: int | None) -> None:
         self.body, self.offset, self.limits = body, 0, limits
         self.left = 8 * len(body) if max_values is None else max_values  # codes have at least one bit
 
@@ -254,7 +275,7 @@ class _Reader:
         shape = struct.unpack(f"<{ndim}I", self.take(4 * ndim))
         count = math.prod(shape)
         if self.limits is not None:
-            _require_allowed(name, count, self.limits)
+            require_allowed(name, shape, self.limits)
         if count > self.left:
             raise PayloadError(
                 f"entry {name!r} of {count} values",
@@ -284,15 +305,38 @@ class _Reader:
         return name, value if ndim == 1 else value.reshape(shape)
 
 
-def _require_allowed(name: str, count: int, limits: Mapping[str, int]) -> None:
+def require_allowed(name: str, shape: Sequence[int], limits: Mapping[str, Limit]) -> None:
+    """Check the shape of one entry against what is declared of it.
+
+    Raises:
+        PayloadError: nothing is, or another shape, or fewer values.
+    """
     if name not in limits:
         raise PayloadError(
             f"an entry {name!r}", f"this method's uploads hold {', '.join(limits)}", "send these"
         )
-    if count > limits[name]:
+    limit, count = limits[name], math.prod(shape)
+    if isinstance(limit, tuple):
+        if len(shape) != len(limit) or not all(map(_is_size, shape, limit)):
+            raise PayloadError(
+                f"entry {name!r} of shape {tuple(shape)}",
+                f"this method's has {_says(limit)}",
+                "use one network and one set of settings on both sides",
+            )
+    elif count > limit:
         raise PayloadError(
-            f"entry {name!r} of {count} values", f"this method's has {limits[name]} at most", "send no more"
+            f"entry {name!r} of {count} values", f"this method's has {limit} at most", "send no more"
         )
+
+
+def _is_size(size: int, axis: Axis) -> bool:
+    return size in axis if isinstance(axis, range) else size == axis
+
+
+def _says(shape: Shape) -> str:
+    """Return a declared shape in words: ``(3, 1 to 8)``."""
+    axes = [f"{axis[0]} to {axis[-1]}" if isinstance(axis, range) else str(axis) for axis in shape]
+    return f"({', '.join(axes)})"
 
 
 def checksum_of_header(count: int) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import numpy as np
 
@@ -10,7 +10,8 @@ from fl_lightning.data.text.corpora import Corpus, packages, standard_library
 from fl_lightning.data.text.federation import TextData, TextExamples
 from fl_lightning.data.text.text_files import joined_windows, part_of_windows
 from fl_lightning.data.text.tokens import encode_windows
-from fl_lightning.errors import require, require_choice
+from fl_lightning.errors import require
+from fl_lightning.support.constraints import Constraint, within
 
 
 class CorpusData(TextData):
@@ -37,24 +38,19 @@ class CorpusData(TextData):
 
     def __init__(
         self,
-        corpus: Literal["packages", "standard_library"] = "packages",
+        corpus: Annotated[
+            Literal["packages", "standard_library"],
+            Constraint(given="corpus {value}", instead="write corpus packages"),
+        ] = "packages",
         packages: tuple[str, ...] | list[str] = ("numpy", "pandas", "scipy", "sklearn"),
         max_characters: int | None = 100_000,
         min_characters: int = 0,
-        num_clients: int = 0,
-        test_fraction: float = 0.1,
+        num_clients: Annotated[
+            int, within("[0, inf)", "a federation has at least one client", "write 0 for one of each domain")
+        ] = 0,
+        test_fraction: Annotated[float, within("(0, 1)", "a share in (0, 1)", "write e.g. 0.1")] = 0.1,
         **settings: Any,
     ) -> None:
-        require_choice(corpus, ("packages", "standard_library"), "corpus")
-        require(
-            num_clients >= 0,
-            f"num_clients={num_clients}",
-            "a federation has at least one client",
-            "write 0 for one of each domain",
-        )
-        require(
-            0 < test_fraction < 1, f"test_fraction={test_fraction}", "a share in (0, 1)", "write e.g. 0.1"
-        )
         require(
             corpus == "standard_library" or packages,
             "packages=[]",

@@ -10,14 +10,14 @@ import logging
 from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Annotated, Any, cast, get_args
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from fl_lightning.client import Client
-from fl_lightning.data.base import FederatedData
+from fl_lightning.data.base import BatchSize, FederatedData, NumClients, PublicExamples, ValFraction
 from fl_lightning.data.batches import Draws, Pass
 from fl_lightning.data.example_batches import Split
 from fl_lightning.data.holdings import Holdings
@@ -27,7 +27,9 @@ from fl_lightning.data.text.records import records_sha256
 from fl_lightning.data.text.token_batches import draw_token_pass, token_batch_sizes
 from fl_lightning.data.text.tokens import ByteTokenizer, Record, Sequences, Tokenizer, encode_records
 from fl_lightning.errors import require
+from fl_lightning.metrics.named import MetricFactory
 from fl_lightning.metrics.text import IGNORED
+from fl_lightning.support.constraints import within
 from fl_lightning.tasks import LanguageModelling
 from fl_lightning.tasks.language_modelling import Primary
 
@@ -81,7 +83,10 @@ class TextData(FederatedData):
         context: largest number of tokens that the network sees at once.
         tokenizer: makes tokens of text; null: bytes.
         generate: whether answers are generated for exact match and ROUGE-L, up to the longest true one.
-        primary: the metric that selects: perplexity, token_accuracy, exact_match or rouge_l.
+        primary: the metric that selects: perplexity, token_accuracy, exact_match or rouge_l, or one of
+            ``metrics``.
+        metrics: metrics of torchmetrics by class path that are evaluated beside the task's, as ``test/*`` and
+            ``val/*``; null: none.
 
     Raises:
         InputError: an argument is out of range.
@@ -95,16 +100,19 @@ class TextData(FederatedData):
     def __init__(
         self,
         *,
-        num_clients: int = 8,
+        num_clients: NumClients = 8,
         partition: Partition | None = None,
-        batch_size: int = 16,
+        batch_size: BatchSize = 16,
         batch_tokens: int | None = None,
-        val_fraction: float = 0.1,
-        public_examples: int = 0,
-        context: int = 128,
+        val_fraction: ValFraction = 0.1,
+        public_examples: PublicExamples = 0,
+        context: Annotated[
+            int, within("[2, inf)", "a network sees at least 2 tokens", "write e.g. 72")
+        ] = 128,
         tokenizer: Tokenizer | None = None,
         generate: bool = False,
-        primary: Primary = "perplexity",
+        primary: Primary | str = "perplexity",
+        metrics: list[MetricFactory] | None = None,
     ) -> None:
         super().__init__(
             dataset=self.dataset,
@@ -113,8 +121,9 @@ class TextData(FederatedData):
             batch_size=batch_size,
             val_fraction=val_fraction,
             public_examples=public_examples,
+            metrics=metrics,
+            primary=primary,
         )
-        require(context >= 2, f"context={context}", "a network sees at least 2 tokens", "write e.g. 72")
         check_memory(f"context={context} for a batch of {batch_size}", 24 * context * batch_size)
         require(
             batch_tokens is None or batch_tokens >= context,
@@ -126,8 +135,11 @@ class TextData(FederatedData):
         self.tokenizer: Tokenizer = ByteTokenizer() if tokenizer is None else tokenizer
         self.num_classes, self.example_shape = self.tokenizer.vocab_size, (context,)
         self.generate, self.primary = generate, primary
+        # where metrics are named, one of them may select
+        is_named = bool(metrics) and primary not in get_args(Primary)
+        self._own_primary = cast("Primary", "perplexity" if is_named else primary)
         decoder = self.tokenizer if generate else None
-        self.task = LanguageModelling(decoder, context if generate else 0, primary)
+        self.task = LanguageModelling(decoder, context if generate else 0, self._own_primary)
         self._groups: dict[Split, Tensor] = {}
 
     @abstractmethod
@@ -168,7 +180,7 @@ class TextData(FederatedData):
         if self.generate:
             targets = self.test_target, self.train_target  # clients validate on some of the latter
             longest = max(int((target != IGNORED).sum(1).max()) for target in targets if len(target))
-            self.task = LanguageModelling(self.tokenizer, longest, self.primary)
+            self.task = LanguageModelling(self.tokenizer, longest, self._own_primary)
         self.move(self.device)
 
     @property
@@ -314,16 +326,15 @@ class InstructionData(TextData):
 
     def __init__(
         self,
-        num_clients: int = 8,
+        num_clients: NumClients = 8,
         examples_per_client: int = 400,
-        house: float = 0.25,
+        house: Annotated[float, within("[0, 1]", "a share in [0, 1]", "write e.g. 0.25")] = 0.25,
         tests_per_task: int = 24,
         context: int = 72,
         generate: bool = True,
         text_seed: int = 0,
         **settings: Any,
     ) -> None:
-        require(0 <= house <= 1, f"house={house}", "a share in [0, 1]", "write e.g. 0.25")
         for name, value in (("examples_per_client", examples_per_client), ("tests_per_task", tests_per_task)):
             require(value >= 1, f"{name}={value}", "at least 1", "write 1 or more")
         check_memory(

@@ -9,10 +9,11 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 
+from fl_lightning.data.base import NumClients
 from fl_lightning.data.hugging_face import load_splits
 from fl_lightning.data.text.federation import TextData, TextExamples
 from fl_lightning.data.text.records import (
@@ -25,6 +26,7 @@ from fl_lightning.data.text.records import (
 from fl_lightning.data.text.text_files import RECORD_SUFFIXES
 from fl_lightning.data.text.tokens import Record, TooLong, encode_records
 from fl_lightning.errors import require
+from fl_lightning.support.constraints import within
 
 CATEGORIES = {
     "translation": ["translat"],
@@ -81,8 +83,11 @@ class NaturalInstructions(TextData):
         columns: dict[str, str] | None = None,
         constants: dict[str, str] | None = None,
         categories: dict[str, list[str]] | None = None,
-        max_examples: int | None = None,
-        num_clients: int = 8,
+        max_examples: Annotated[
+            int | None,
+            within("[1, inf)", "a category has one record or more", "write e.g. 2000, or null for all"),
+        ] = None,
+        num_clients: NumClients = 8,
         context: int = 512,
         too_long: TooLong = "cut",
         generate: bool = True,
@@ -93,12 +98,6 @@ class NaturalInstructions(TextData):
             f"test_fraction={test_fraction}",
             "a share in (0, 1)",
             "write e.g. 0.1, or name a test split",
-        )
-        require(
-            max_examples is None or max_examples >= 1,
-            f"max_examples={max_examples}",
-            "a category has one record or more",
-            "write e.g. 2000, or null for all",
         )
         self.constants = dict(constants or {})
         self.columns = {name: name for name in Record._fields if name not in self.constants}

@@ -6,7 +6,7 @@ import hashlib
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 import torch
@@ -22,6 +22,7 @@ from fl_lightning.data.text.tokens import (
     encode_windows,
 )
 from fl_lightning.errors import require
+from fl_lightning.support.constraints import path_to, within
 
 RECORD_SUFFIXES, PROSE_SUFFIXES = (".jsonl", ".json"), (".txt", ".md", ".text")
 
@@ -41,6 +42,9 @@ class Line:
     place: str
     client: str
     group: str
+
+
+TEXT = path_to("any", "no such file", "write a .jsonl or .txt file, or a folder of them")
 
 
 class TextFiles(TextData):
@@ -72,21 +76,17 @@ class TextFiles(TextData):
 
     def __init__(
         self,
-        train: str,
-        test: str | None = None,
+        train: Annotated[str, TEXT],
+        test: Annotated[str | None, TEXT] = None,
         test_fraction: float = 0.1,
         client: str | None = None,
         group: str | None = "task_name",
-        num_clients: int = 0,
+        num_clients: Annotated[
+            int, within("[0, inf)", "a federation has at least one client", "write 0 for those of the files")
+        ] = 0,
         too_long: TooLong = "refuse",
         **settings: Any,
     ) -> None:
-        require(
-            num_clients >= 0,
-            f"num_clients={num_clients}",
-            "a federation has at least one client",
-            "write 0 for those of the files",
-        )
         require(
             test is not None or 0 < test_fraction < 1,
             f"test_fraction={test_fraction}",
@@ -236,13 +236,9 @@ def text_files(path: Path) -> list[Path]:
     if path.is_dir():
         found = sorted(file for file in path.iterdir() if file.is_file() and file.suffix in suffixes)
     else:
-        found = [path] if path.is_file() else []
-    require(
-        found,
-        f"{path}",
-        f"no {'such file' if not path.is_dir() else 'text in this folder'}",
-        "write a .jsonl or .txt file, or a folder of them",
-    )
+        TEXT.check(path)
+        found = [path]
+    TEXT.require(found, path, "no text in this folder")
     require(
         all(file.suffix in suffixes for file in found),
         f"{path}",

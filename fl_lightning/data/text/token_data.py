@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from fl_lightning.data.arrays import check_count, check_test_fraction, number_names, sha256_of
+from fl_lightning.data.arrays import ClientCount, check_count, check_test_fraction, number_names, sha256_of
 from fl_lightning.data.items import Key
 from fl_lightning.data.map_style import (
     DataModuleCallable,
@@ -97,7 +97,7 @@ class TokenData(TextData):
         eos: int | None = None,
         client: Key | None = None,
         group: Key | None = None,
-        num_clients: int = 0,
+        num_clients: ClientCount = 0,
         partition: Partition | None = None,
         context: int = 128,
         too_long: TooLong = "refuse",

@@ -14,13 +14,13 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from fl_lightning.data.arrays import near_names
 from fl_lightning.data.items import Key, count_items, item_at, plain
 from fl_lightning.data.partition import check_memory
 from fl_lightning.data.text.records import json_records, read_text
 from fl_lightning.data.text.tokens import Sequences, TooLong
 from fl_lightning.errors import InputError, require
 from fl_lightning.metrics.text import IGNORED
+from fl_lightning.support.near_names import nearest_or_list
 
 IDS, LABELS, LOSS_MASK, TEXT_MASK = "input_ids", "labels", "loss_mask", "attention_mask"
 """The names of an item's parts; all but the first may be missing."""
@@ -165,7 +165,7 @@ def _token_item(
 def _parts(item: Any, where: str) -> Mapping[str, Any]:
     """Return the parts of an item by their names."""
     if isinstance(item, Mapping):
-        require(IDS in item, where, f"it has no {IDS}", near_names(IDS, item))
+        require(IDS in item, where, f"it has no {IDS}", f"write {nearest_or_list(IDS, item)}")
         require(
             LABELS not in item or LOSS_MASK not in item,
             where,
@@ -181,7 +181,7 @@ def _parts(item: Any, where: str) -> Mapping[str, Any]:
 def _value(item: Any, key: Key, where: str) -> Any:
     """Return what an item says of its client or its group."""
     if isinstance(item, Mapping):
-        require(key in item, f"{key}", f"{where} has no such name", near_names(key, item))
+        require(key in item, f"{key}", f"{where} has no such name", f"write {nearest_or_list(key, item)}")
     else:
         there = isinstance(item, tuple) and isinstance(key, int) and 0 <= key < len(item)
         require(there, f"{key}", f"{where} has no such position", "write the position in the tuple")

@@ -96,7 +96,7 @@ class HuggingFaceTokenizer(Recorded):
 
     def __init__(self, name: str = "", tokenizer: Any = None, gguf_file: str | None = None) -> None:
         if tokenizer is None:
-            tokenizer = _pretrained_tokenizer(name, gguf_file)
+            tokenizer = pretrained_tokenizer(name, gguf_file)
         self.name, self.tokenizer = name, tokenizer
         require(
             tokenizer.eos_token_id is not None,
@@ -116,7 +116,12 @@ class HuggingFaceTokenizer(Recorded):
         return str(self.tokenizer.decode(list(ids), skip_special_tokens=True))
 
 
-def _pretrained_tokenizer(name: str, gguf_file: str | None) -> Any:
+def pretrained_tokenizer(name: str, gguf_file: str | None = None) -> Any:
+    """Return a tokeniser of transformers.
+
+    Raises:
+        InputError: transformers is not installed, or there is no such tokeniser.
+    """
     try:
         from transformers import AutoTokenizer
     except ImportError:

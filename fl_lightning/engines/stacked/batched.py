@@ -25,7 +25,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map
 
 from fl_lightning import rng
 from fl_lightning.data import FederatedData
-from fl_lightning.engines.attributes import REGISTERED
+from fl_lightning.engines.attributes import REGISTERED, has_same_start
 from fl_lightning.engines.base import (
     ClientResult,
     ClientTask,
@@ -35,12 +35,11 @@ from fl_lightning.engines.base import (
     one_thread,
     start_client,
 )
-from fl_lightning.engines.sequential import SequentialEngine
+from fl_lightning.engines.sequential import SequentialEngine, upload_of
 from fl_lightning.engines.stacked.stack import CannotStackError, Stack, StackLosses
 from fl_lightning.engines.stacked.start_state import StartState
-from fl_lightning.engines.uploads import default_uploads, upload_of
+from fl_lightning.engines.stacked.uploads import default_uploads
 from fl_lightning.methods import Method
-from fl_lightning.methods.base import has_same_start
 from fl_lightning.models.tensors import constants_of, tensors_of
 from fl_lightning.support.overriding import overrides
 

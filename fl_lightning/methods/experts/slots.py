@@ -6,13 +6,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
 import torch
 from torch import Tensor
 
-from fl_lightning.errors import require
 from fl_lightning.methods.experts.merging import AdapterSpace
+from fl_lightning.support.constraints import check_fields, within
 
 FREE = -1
 
@@ -36,30 +36,22 @@ class Rules:
     settings_alone: ClassVar[bool] = True
     """In a configuration it is its settings, without a class path."""
 
-    momentum: float = 0.5
-    smoothing: float = 1e-3
-    birth_rounds: int = 2
-    birth_share: float = 0.05
-    prune_share: float = 0.02
-    prune_rounds: int = 3
-    merge_cosine: float = 0.95
-    merge_rounds: int = 2
-    merge_loss: float = 0.1
+    settings_shown: ClassVar = ("--model.rules.{name} {value}", "{value}")
+
+    momentum: Annotated[float, within("(0, 1]", "it is a weight in (0, 1]", 0.5)] = 0.5
+    smoothing: Annotated[float, within("(0, 1)", "it is a share in (0, 1)", 1e-3)] = 1e-3
+    birth_rounds: Annotated[int, within("[1, inf)", "it is 1 round or more", 2)] = 2
+    birth_share: Annotated[float, within("[0, 1]", "it is a share in [0, 1]", 0.05)] = 0.05
+    prune_share: Annotated[float, within("[0, 1)", "it is a share in [0, 1)", 0.02)] = 0.02
+    prune_rounds: Annotated[int, within("[1, inf)", "it is 1 round or more", 3)] = 3
+    merge_cosine: Annotated[
+        float, within("(-1, inf]", "it is a cosine; above 1: nothing is merged", 0.95)
+    ] = 0.95
+    merge_rounds: Annotated[int, within("[1, inf)", "it is 1 round or more", 2)] = 2
+    merge_loss: Annotated[float, within("[0, 1]", "it is a share in [0, 1]", 0.1)] = 0.1
 
     def __post_init__(self) -> None:
-        for name, valid, rule in (
-            ("momentum", 0 < self.momentum <= 1, "a weight in (0, 1]"),
-            ("smoothing", 0 < self.smoothing < 1, "a share in (0, 1)"),
-            ("birth_rounds", self.birth_rounds >= 1, "1 round or more"),
-            ("birth_share", 0 <= self.birth_share <= 1, "a share in [0, 1]"),
-            ("prune_share", 0 <= self.prune_share < 1, "a share in [0, 1)"),
-            ("prune_rounds", self.prune_rounds >= 1, "1 round or more"),
-            ("merge_cosine", self.merge_cosine > -1, "a cosine; above 1: nothing is merged"),
-            ("merge_rounds", self.merge_rounds >= 1, "1 round or more"),
-            ("merge_loss", 0 <= self.merge_loss <= 1, "a share in [0, 1]"),
-        ):
-            default = getattr(type(self), name)
-            require(valid, f"--model.rules.{name} {getattr(self, name)}", f"it is {rule}", f"write {default}")
+        check_fields(self)
 
 
 RULES = Rules()

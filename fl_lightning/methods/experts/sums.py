@@ -11,9 +11,9 @@ import logging
 import torch
 from torch import Tensor
 
+from fl_lightning.aggregation.sums import Addend, Sums
 from fl_lightning.methods.experts.responsibilities import SHARE_UNITS
 from fl_lightning.methods.experts.wire import Trained
-from fl_lightning.methods.sums import Addend, Sums
 
 log = logging.getLogger("fl_lightning")
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from fl_lightning.methods.experts.slots import Slots
-from fl_lightning.wire import Codes, Payload, PayloadError
+from fl_lightning.wire import Axis, Codes, Limit, OptionalShape, Payload, PayloadError
 
 Rows = Mapping[int, Tensor]
 """Rows ``[P + d]`` by slot."""
@@ -143,15 +143,17 @@ class ExpertWire:
         """Return the slots whose rows a client sends that trained the experts of ``mine``."""
         return [*self._first, *(range(1, self.slots + 1) if self.oblivious else mine)]
 
-    def limits(self) -> dict[str, int]:
-        """Return the largest number of values of each entry of an upload, ``examples`` left out."""
-        width = self.size + self.features
+    def limits(self) -> dict[str, Limit]:
+        """Return the shape of each entry of an upload, ``examples`` left out."""
+        width, shared = self.size + self.features, int(self.shared)
         if self.slots == 0:
-            return {"rows": width}
-        experts = self.slots if self.oblivious else self.seats
-        own = {"own": self.size} if self.with_own else {}
-        rows = (experts + self.shared) * width
-        return {"slots": self.slots, "shares": experts, "rows": rows, "votes": 2, **own}
+            return {"rows": (1, width)}
+        experts: Axis = self.slots if self.oblivious else range(1, self.seats + 1)
+        rows: Axis = self.slots + shared if self.oblivious else range(1 + shared, self.seats + shared + 1)
+        shapes: dict[str, Limit] = {"slots": (self.slots,), "shares": (experts,), "rows": (rows, width)}
+        if self.with_own:
+            shapes["own"] = (self.size,) if self.oblivious else OptionalShape((self.size,))
+        return {**shapes, "votes": (2,)}
 
     def trained(self, upload: Payload, active: Tensor) -> Trained:
         """Return what an upload says.
@@ -199,7 +201,7 @@ class ExpertWire:
         if self.oblivious and shares.shape == mine.shape:
             shares = shares[mine]
         fits = shares.shape == (int(mine.sum()),) and 0 < len(shares) <= self.seats
-        if not (fits and bool((shares > 0).all()) and float(shares.sum()) < 1.001):
+        if not (fits and bool(((shares > 0) & (shares <= 1)).all()) and float(shares.sum()) < 1.001):
             raise PayloadError(
                 f"shares {shares.tolist()} of {int(mine.sum())} experts",
                 f"1 to {self.seats} experts have shares above 0 that add up to 1",

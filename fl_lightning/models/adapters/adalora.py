@@ -72,6 +72,9 @@ class AdaLoRALinear(AdaptedLinear):
         """Return (alpha / r) P diag(lambda * mask) Q, ``[out, in]``."""
         return self.lora_B @ self._inner()
 
+    def low_rank(self) -> tuple[Tensor, Tensor, float]:
+        return self.lora_A * (self.lora_E * self.mask), self.lora_B, self.scaling
+
 
 def adalora_layers(network: nn.Module) -> dict[str, AdaLoRALinear]:
     """Return the layers with AdaLoRA by name, in the order of the network."""

@@ -52,6 +52,14 @@ class AdaptedLinear(nn.Module, ABC):
     def product(self) -> Tensor:
         """Return what the adapter adds to W: dW, ``[out, in]``."""
 
+    def low_rank(self) -> tuple[Tensor, Tensor, float]:
+        """Return A ``[r, in]``, B ``[out, r]`` and c of LoRA's form of what the adapter adds, dW = c B A.
+
+        Override where r is less than in.
+        """
+        product = self.product()
+        return torch.eye(product.shape[1]).to(product), product, 1.0
+
     def full_weight(self) -> Tensor:
         """Return W + dW, ``[out, in]``."""
         return self.base_layer.weight if self.merged else self.base_layer.weight + self.product()
@@ -161,6 +169,6 @@ def plain_weights(network: nn.Module) -> dict[str, Tensor]:
         if owner is None:
             found[name] = tensor
         elif name.startswith(f"{owner}.base_layer."):
-            plain = owner.removesuffix(".adapted")  # as a switch of models.options calls its layer
+            plain = owner.removesuffix(".adapted")  # as a switch of energy calls its layer
             found[name.replace(f"{owner}.base_layer.", f"{plain}.", 1)] = tensor
     return found

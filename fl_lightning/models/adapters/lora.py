@@ -52,6 +52,9 @@ class LoRALinear(AdaptedLinear):
         """Return what the adapter adds to W, ``(alpha / r) B A`` ``[out, in]``."""
         return self.scaling * (self.lora_B.weight @ self.lora_A.weight)
 
+    def low_rank(self) -> tuple[Tensor, Tensor, float]:
+        return self.lora_A.weight, self.lora_B.weight, self.scaling
+
 
 def add_lora(
     network: nn.Module,

@@ -68,6 +68,9 @@ class SpectralLinear(AdaptedLinear):
         """Return U_R diag(m) V_R^T, ``[out, in]``."""
         return (self.left * self.spectral_m).to(self.left.dtype) @ self.right
 
+    def low_rank(self) -> tuple[Tensor, Tensor, float]:
+        return self.right, (self.left * self.spectral_m).to(self.left.dtype), 1.0
+
 
 def new_gains(weight: Tensor, count: int) -> Tensor:
     """Return zeros ``[count]`` on the device of a weight, in its precision or in float32 if that is wider."""

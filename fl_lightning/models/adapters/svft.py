@@ -75,3 +75,6 @@ class SVFTLinear(AdaptedLinear):
     def product(self) -> Tensor:
         """Return U_R M V_R^T, ``[out, in]``."""
         return (self.left @ self.matrix().to(self.left.dtype)) @ self.right
+
+    def low_rank(self) -> tuple[Tensor, Tensor, float]:
+        return self.right, self.left @ self.matrix().to(self.left.dtype), 1.0

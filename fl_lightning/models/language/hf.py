@@ -5,7 +5,8 @@ They need the optional extra ``fl_lightning[language]``. No other network fetche
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal
@@ -26,10 +27,10 @@ from fl_lightning.models.adapters import (
     merged_lora,
     plain_weights,
 )
+from fl_lightning.models.language.generating import Generating
 from fl_lightning.models.language.llama import (
     Llama,
     TokenInputs,
-    prompts_to_continue,
     transformers_settings,
     transformers_weights,
 )
@@ -39,7 +40,7 @@ PREFIX = "hf:"
 PRECISIONS = ("float32", "bfloat16", "float16")
 
 
-class TransformersLM(nn.Module):
+class TransformersLM(Generating):
     """A causal language model of transformers, with adapters on a frozen base, of peft where it has them.
 
     Adapters are drawn from torch's current generator. ``model`` is peft's ``PeftModel``, or without adapters
@@ -86,18 +87,12 @@ class TransformersLM(nn.Module):
         adapter: AdapterKind = "lora",
     ) -> None:
         super().__init__()
-        _require_extra(f"network {PREFIX}{name}")
-        require(
-            rank >= 0 and alpha > 0,
-            f"rank={rank}, alpha={alpha}",
-            "adapters have a rank of 1 or more and a positive alpha; rank 0 means none",
-            f"write rank {DEFAULT_RANK} and alpha {DEFAULT_ALPHA:g}",
-        )
+        check_adapters(name, rank, alpha)
         require_choice(dtype, PRECISIONS, "dtype")
         kind = kind_of(adapter, ffa)
         if load_in_4bit:
             _require_4bit(name, rank, kind)
-        model = _load(name, dtype, gguf_file, load_in_4bit)
+        model = load(name, dtype, "CausalLM", **_special(gguf_file, load_in_4bit))
         require(
             num_classes <= model.config.vocab_size,
             f"{PREFIX}{name} of {model.config.vocab_size} tokens on data of {num_classes} tokens",
@@ -109,7 +104,7 @@ class TransformersLM(nn.Module):
             filterwarnings("ignore", "fan_in_fan_out is set to")  # peft sees by itself what GPT-2 needs
             if gradient_checkpointing:
                 model.gradient_checkpointing_enable({"use_reentrant": False})
-            self.model: Any = model if rank == 0 else _adapt(model, name, kind, rank, alpha, targets)
+            self.model: Any = model if rank == 0 else adapt(model, name, kind, rank, alpha, targets)
         self.name, self.positions = name, learned_positions(model.config)
 
     def forward(self, inputs: TokenInputs) -> Tensor:
@@ -137,40 +132,26 @@ class TransformersLM(nn.Module):
         """The ``PreTrainedModel``, whose layers hold the adapters."""
         return self.model.get_base_model() if hasattr(self.model, "get_base_model") else self.model
 
-    @torch.no_grad()
-    def generate(
-        self,
-        input_ids: Tensor,
-        attention_mask: Tensor | None = None,
-        max_new_tokens: int = 32,
-        eos: int | None = None,
-        pad: int | None = None,
+    def continued(
+        self, ids: Tensor, lengths: Tensor, max_new_tokens: int, eos: int | None, filler: int
     ) -> Tensor:
-        """Return the tokens that greedy decoding adds to each prompt, int64 ``[B, at most max_new_tokens]``.
-
-        The arguments are those of :meth:`fl_lightning.models.language.Llama.generate`. Where the model has
-        learned positions, as GPT-2 has, a sequence ends when they are used up: no true answer is longer, if
-        prompt and answer fit into a context that the model has positions for. ``pad`` follows.
-
-        Raises:
-            MisuseError: a prompt has no token, or the bound is less than 1.
-        """
-        ids, lengths = prompts_to_continue(input_ids, attention_mask, max_new_tokens)
-        filler = pad if pad is not None else (0 if eos is None else eos)
+        """Return what ``generate`` returns. Where the model has learned positions, as GPT-2 has, a sequence
+        ends when they are used up, and ``filler`` follows: no true answer is longer, if prompt and answer fit
+        into a context that the model has positions for."""
         if self.positions is None:
-            return self._continued(ids, lengths, max_new_tokens, eos, filler)
+            return self._with_transformers(ids, lengths, max_new_tokens, eos, filler)
         left = (self.positions + 1 - lengths).clamp(1, max_new_tokens)  # the last token takes no position
         found = torch.full((len(ids), int(left.max())), filler, dtype=ids.dtype, device=ids.device)
         longest = 0
         for bound in left.unique().tolist():  # a single one, unless a prompt is near the end of the positions
             rows = (left == bound).nonzero()[:, 0]
             width = int(lengths[rows].max())
-            new = self._continued(ids[rows, :width], lengths[rows], bound, eos, filler)
+            new = self._with_transformers(ids[rows, :width], lengths[rows], bound, eos, filler)
             found[rows, : new.shape[1]] = new
             longest = max(longest, new.shape[1])
         return found[:, :longest]
 
-    def _continued(
+    def _with_transformers(
         self, ids: Tensor, lengths: Tensor, max_new_tokens: int, eos: int | None, filler: int
     ) -> Tensor:
         """Return the greedy continuation of prompts ``[B, T]`` that are padded on the right."""
@@ -199,10 +180,14 @@ class TransformersLM(nn.Module):
         return found[:, length:]
 
 
-def to_transformers(network: Llama) -> Any:
+def to_transformers(network: Llama, *, merge: bool = True) -> Any:
     """Return transformers' ``LlamaForCausalLM`` of the same logits, with adapters merged into the weights.
 
     Its ``save_pretrained(folder)`` writes a folder for ``hf:FOLDER`` and for other programs.
+
+    Args:
+        network: the network.
+        merge: false: what the adapters add is left out.
 
     Raises:
         InputError: transformers is not installed.
@@ -211,7 +196,7 @@ def to_transformers(network: Llama) -> Any:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     model = LlamaForCausalLM(LlamaConfig(**transformers_settings(network)))
-    with merged_lora(network):
+    with merged_lora(network) if merge else nullcontext():
         model.load_state_dict(transformers_weights(plain_weights(network)))
     return model
 
@@ -268,55 +253,115 @@ def _require_4bit(name: str, rank: int, kind: AdapterKind = "lora") -> None:
     )
 
 
-def _load(name: str, dtype: str, gguf_file: str | None, load_in_4bit: bool) -> Any:
-    """Return the model of a name or folder.
+def check_adapters(name: str, rank: int, alpha: float) -> None:
+    """Refuse a network where its libraries are not installed, or adapters that cannot be.
 
     Raises:
-        InputError: transformers cannot load it.
+        InputError: something is missing or out of range.
     """
-    from transformers import AutoModelForCausalLM, BitsAndBytesConfig
-    from transformers.utils import logging
+    _require_extra(f"network {PREFIX}{name}")
+    require(
+        rank >= 0 and alpha > 0,
+        f"rank={rank}, alpha={alpha}",
+        "adapters have a rank of 1 or more and a positive alpha; rank 0 means none",
+        f"write rank {DEFAULT_RANK} and alpha {DEFAULT_ALPHA:g}",
+    )
 
-    name = model_folder(name)
-    local, bars = Path(name).is_dir(), logging.is_progress_bar_enabled()
-    options: dict[str, Any] = {"dtype": getattr(torch, dtype), "local_files_only": local}
-    if gguf_file is not None:
-        options["gguf_file"] = gguf_file
+
+def _special(gguf_file: str | None, load_in_4bit: bool) -> dict[str, Any]:
+    """Return the settings of :func:`load` for weights of other kinds."""
+    from transformers import BitsAndBytesConfig
+
+    options: dict[str, Any] = {} if gguf_file is None else {"gguf_file": gguf_file}
     if load_in_4bit:
         options["quantization_config"] = BitsAndBytesConfig(
             load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.bfloat16
         )
-    if local:  # a download is worth a bar, the reading of a file is not
-        logging.disable_progress_bar()
-    try:
-        return AutoModelForCausalLM.from_pretrained(name, **options)
+    return options
+
+
+def load(name: str, dtype: str, kind: Literal["CausalLM", "SequenceClassification"], **options: Any) -> Any:
+    """Return the model of a name or folder.
+
+    Args:
+        name: name, folder or ``package:NAME``.
+        dtype: precision of the weights.
+        kind: what the model is for.
+        options: further arguments of ``from_pretrained``.
+
+    Raises:
+        InputError: transformers cannot load it.
+    """
+    import transformers
+    from transformers.utils import logging
+
+    name = model_folder(name)
+    local, level = Path(name).is_dir(), logging.get_verbosity()
+    options |= {"dtype": getattr(torch, dtype), "local_files_only": local}
+    if kind == "SequenceClassification":  # a head that is new is what is expected, and no news
+        logging.set_verbosity_error()
+    try:  # a download is worth a bar, the reading of a file is not
+        with without_bars() if local else nullcontext():
+            return getattr(transformers, f"AutoModelFor{kind}").from_pretrained(name, **options)
     except Exception as error:  # transformers' errors for a bad name have no common type
         text = " ".join(str(error).split())[:200]
+        what = {"CausalLM": "a causal language model", "SequenceClassification": "a language model"}[kind]
         raise InputError(
             f"network {PREFIX}{name}: {type(error).__name__} ({text})",
-            "it is the name of a causal language model on the hub, or a folder that save_pretrained wrote",
+            f"it is the name of {what} on the hub, or a folder that save_pretrained wrote",
             "correct the name, or download the model into a folder",
         ) from error
     finally:
-        if bars:
+        logging.set_verbosity(level)
+
+
+@contextmanager
+def without_bars() -> Iterator[None]:
+    """Return a context in which transformers shows no progress bar."""
+    from transformers.utils import logging
+
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
             logging.enable_progress_bar()
 
 
-def _adapt(
-    model: Any, name: str, kind: AdapterKind, rank: int, alpha: float, targets: str | Sequence[str]
+def adapt(
+    model: Any,
+    name: str,
+    kind: AdapterKind,
+    rank: int,
+    alpha: float,
+    targets: str | Sequence[str],
+    heads: Sequence[str] = (),
 ) -> nn.Module:
     """Return the model with a frozen base and adapters.
+
+    Args:
+        model: a model of transformers.
+        name: its name, for messages.
+        kind: kind of the adapters.
+        rank: r of the adapters.
+        alpha: an adapter's factor is alpha / r.
+        targets: ``all-linear``, or names of layers.
+        heads: of a classifier, names of the layers that are trained whole.
 
     Raises:
         InputError: no layer has a name of ``targets``, or the adapter does not go together with the model.
     """
     if kind in ("svft", "spectral"):
-        return _adapt_with_ours(model, kind, rank, targets)
+        adapted = _adapt_with_ours(model, kind, rank, targets)
+        for head in heads:
+            adapted.get_submodule(head).requires_grad_(True)
+        return adapted
     from peft import get_peft_model, prepare_model_for_kbit_training
 
     if getattr(model, "is_loaded_in_4bit", False):
         model = prepare_model_for_kbit_training(model, use_gradient_checkpointing=False)
-    config = _peft_config(kind, rank, alpha, targets if isinstance(targets, str) else list(targets))
+    config = _peft_config(kind, rank, alpha, targets if isinstance(targets, str) else list(targets), heads)
     try:
         adapted = get_peft_model(model, config)
     except ValueError as error:
@@ -332,12 +377,16 @@ def _adapt(
     return adapted
 
 
-def _peft_config(kind: AdapterKind, rank: int, alpha: float, targets: str | list[str]) -> Any:
+def _peft_config(
+    kind: AdapterKind, rank: int, alpha: float, targets: str | list[str], heads: Sequence[str]
+) -> Any:
     """Return peft's settings of a kind of adapter. AdaLoRA's schedule in them is not used."""
     from peft import AdaLoraConfig, LoraConfig
 
     both: dict[str, Any] = {"lora_alpha": alpha, "target_modules": targets, "bias": "none"}
-    both["task_type"] = "CAUSAL_LM"
+    both["task_type"] = "SEQ_CLS" if heads else "CAUSAL_LM"
+    if heads:
+        both["modules_to_save"] = list(heads)
     if kind == "adalora":
         return AdaLoraConfig(init_r=rank, target_r=rank, total_step=1, **both)
     return LoraConfig(r=rank, init_lora_weights="pissa" if kind == "pissa" else True, **both)

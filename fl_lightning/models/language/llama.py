@@ -20,7 +20,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from fl_lightning.errors import MisuseError, require
+from fl_lightning.errors import require
+from fl_lightning.models.language.generating import Generating
 
 TokenInputs: TypeAlias = Tensor | Mapping[str, Tensor]
 """Token ids int64 ``[B, T]``, or a dictionary with ``input_ids`` and perhaps ``attention_mask``."""
@@ -30,7 +31,7 @@ ROTARY_BASE = 10_000.0
 EMBEDDING_STD = 0.05
 
 
-class Llama(nn.Module):
+class Llama(Generating):
     """A causal language model with new weights from torch's current generator.
 
     It has no buffers: the rotary tables are computed in each pass.
@@ -113,30 +114,9 @@ class Llama(nn.Module):
         """Return logits ``[..., V]`` of features ``[..., width]``, by the weights of the embedding."""
         return F.linear(features, self.embed_tokens.weight)
 
-    @torch.no_grad()
-    def generate(
-        self,
-        input_ids: Tensor,
-        attention_mask: Tensor | None = None,
-        max_new_tokens: int = 32,
-        eos: int | None = None,
-        pad: int | None = None,
+    def continued(
+        self, ids: Tensor, lengths: Tensor, max_new_tokens: int, eos: int | None, filler: int
     ) -> Tensor:
-        """Return the tokens that greedy decoding adds to each prompt, int64 ``[B, at most max_new_tokens]``.
-
-        Each prompt gets the tokens that it would get alone. Decoding ends when every sequence has ended.
-
-        Args:
-            input_ids: prompts int64 ``[B, T]``, padded on either side.
-            attention_mask: what of them is text, ``[B, T]``; None: all of it.
-            max_new_tokens: bound on the number of new tokens.
-            eos: the token that ends a sequence; it is part of the result. None: sequences end at the bound.
-            pad: what follows the end of a sequence; by default ``eos``.
-
-        Raises:
-            MisuseError: a prompt has no token, or the bound is less than 1.
-        """
-        ids, lengths = prompts_to_continue(input_ids, attention_mask, max_new_tokens)
         cache = KeyValueCache()
         positions = torch.arange(ids.shape[1], device=ids.device).unsqueeze(0).expand(len(ids), -1)
         features = self.features(ids, positions, cache)
@@ -146,7 +126,7 @@ class Llama(nn.Module):
         while True:
             token = self.logits(last).argmax(-1)
             if eos is not None:
-                token = token.masked_fill(ended, eos if pad is None else pad)
+                token = token.masked_fill(ended, filler)
                 ended |= token == eos
             found.append(token)
             if len(found) == max_new_tokens or bool(ended.all()):
@@ -277,35 +257,20 @@ class LayerCache:
         return keys[self.index], values[self.index], here <= self.positions[:, None, :, None]
 
 
-def left_aligned(ids: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Return prompts with their padding on the right, ``[B, T]``, and their lengths, int64 ``[B]``.
+FUSED_LAYERS = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
+"""Which layers of transformers' ``LlamaForCausalLM`` a layer of :class:`Llama` is, one below the other."""
 
-    Args:
-        ids: int64 ``[B, T]``.
-        mask: what of them is text, ``[B, T]``; None: all of it.
+
+def transformers_names(name: str) -> list[str]:
+    """Return the names in transformers' ``LlamaForCausalLM`` of what has this name in :class:`Llama`.
+
+    >>> transformers_names("layers.0.mlp.gate_up_proj")
+    ['model.layers.0.mlp.gate_proj', 'model.layers.0.mlp.up_proj']
     """
-    if mask is None:
-        return ids, torch.full((len(ids),), ids.shape[1], device=ids.device)
-    text = mask.bool()
-    order = text.long().argsort(dim=1, descending=True, stable=True)
-    lengths = text.sum(1)
-    return ids.gather(1, order)[:, : int(lengths.max()) if len(ids) else 0], lengths
-
-
-def prompts_to_continue(ids: Tensor, mask: Tensor | None, max_new_tokens: int) -> tuple[Tensor, Tensor]:
-    """Return what :func:`left_aligned` makes of prompts that are to be continued.
-
-    Raises:
-        MisuseError: a prompt has no token, or the bound is less than 1.
-    """
-    ids, lengths = left_aligned(ids, mask)
-    if max_new_tokens < 1 or ids.shape[1] < 1 or int(lengths.min()) < 1:
-        raise MisuseError(
-            f"generate of prompts of {lengths.tolist()} tokens, max_new_tokens={max_new_tokens}",
-            "a prompt has one token or more, and so has what is generated",
-            "begin each prompt with a token such as BOS",
-        )
-    return ids, lengths
+    fused = next((part for part in FUSED_LAYERS if part in name), None)
+    if fused is None:
+        return [f"model.{name}"]
+    return [f"model.{name.replace(fused, part)}" for part in FUSED_LAYERS[fused]]
 
 
 def transformers_weights(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -316,13 +281,9 @@ def transformers_weights(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """
     found: dict[str, Tensor] = {}
     for name, weight in weights.items():
-        parts = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
-        fused = next((part for part in parts if part in name), None)
-        if fused is None:
-            found[f"model.{name}"] = weight
-        else:
-            for part, piece in zip(parts[fused], weight.chunk(len(parts[fused])), strict=True):
-                found[f"model.{name.replace(fused, part)}"] = piece.clone()
+        parts = transformers_names(name)
+        for part, piece in zip(parts, weight.chunk(len(parts)), strict=True):
+            found[part] = piece if len(parts) == 1 else piece.clone()
     return {**found, "lm_head.weight": weights["embed_tokens.weight"]}
 
 

@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from fl_lightning.privacy.secure.complaints import UnopenedError
 from fl_lightning.privacy.secure.primitives import (
     SEED_BYTES,
     ProtocolError,
@@ -92,7 +93,8 @@ class SecureClient:
             message: the envelopes of those neighbours that dealt shares.
 
         Raises:
-            ProtocolError: an envelope cannot be opened, or there are too few of them.
+            UnopenedError: envelopes cannot be opened.
+            ProtocolError: there are too few of them.
         """
         given = Payload.from_bytes(message)
         self.sharers = given.tensor("ids").tolist()
@@ -103,9 +105,16 @@ class SecureClient:
                 f"at least {self.least_shares - 1} of its neighbours deal shares",
                 "leave the round",
             )
+        unopened = []
         for id, envelope in zip(self.sharers, envelopes, strict=True):
-            shares = open_envelope(self._envelope_key(id, id, self.id), envelope)
-            self.held[id] = shares[:SEED_BYTES], shares[SEED_BYTES:]
+            try:
+                shares = open_envelope(self._envelope_key(id, id, self.id), envelope)
+            except ProtocolError:
+                unopened.append(id)
+            else:
+                self.held[id] = shares[:SEED_BYTES], shares[SEED_BYTES:]
+        if unopened:
+            raise UnopenedError(self.id, unopened)
 
     def masked(self, vector: Tensor) -> bytes:
         """Return the message of phase *masked*: the vector with all masks added, modulo 2^64.

@@ -5,13 +5,15 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from itertools import chain, combinations, islice
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from fl_lightning.privacy.secure.client import mask_sign, own_mask_key, stacked
+from fl_lightning.privacy.secure.complaints import Complaint, convicted
 from fl_lightning.privacy.secure.primitives import (
     KEY_BYTES,
     SEED_BYTES,
@@ -30,6 +32,12 @@ from fl_lightning.wire import Payload, PayloadError
 log = logging.getLogger("fl_lightning")
 
 ENVELOPE_BYTES = 2 * SEED_BYTES + TAG_BYTES
+MAX_SUBSETS = 64
+"""Sets of shares that are tried where one gives another secret than the advertised one, beyond those that
+leave out any single share."""
+MAX_LIARS = 2
+"""Clients that are named in one round since no shares give their secrets. Of more it is likelier that several
+holders lied, and nobody is named."""
 
 
 class RoundVoid(Exception):
@@ -48,6 +56,10 @@ class SecureServer:
     Attributes:
         total: int64 ``[L]``, the sum modulo 2^64 of the masked vectors that arrived, until it is unmasked.
         living: ids of the clients whose vectors are in it.
+        named: ids of clients that sent wrong shares, as far as one liar alone cannot have made it seem so: a
+            client whose secret no shares give, one whose shares of two or more clients' secrets do not fit,
+            and one that sealed envelopes which several clients cannot open. Of a single share that does not
+            fit, its dealer and its holder blame each other.
     """
 
     def __init__(self, settings: SecureSum, ring: Sequence[int], length: int) -> None:
@@ -59,6 +71,12 @@ class SecureServer:
         self.public: dict[int, tuple[bytes, bytes]] = {}
         self.graph: dict[int, list[int]] = {}
         self.fingerprints: dict[int, bytes] = {}
+        self.named: set[int] = set()
+        self.misfits: dict[int, set[int]] = {}
+        """Clients for whose secrets a holder gave a share that does not fit, by holder."""
+        self.complaints: set[Complaint] = set()
+        self.suspects: set[int] = set()
+        """Holders whose next share is used last and looked at."""
 
     def pass_on_keys(self, messages: Mapping[int, bytes]) -> dict[int, bytes]:
         """Return the public keys of its neighbours for each client that sent its own.
@@ -109,11 +127,14 @@ class SecureServer:
         }
 
     def add_masked(self, id: int, message: bytes) -> None:
-        """Add one masked vector.
+        """Add one masked vector, or note whose envelopes its client cannot open.
 
         Raises:
             PayloadError: it is damaged, of another length, or of a client that dealt no shares.
         """
+        if dealers := self._unopened(id, message):
+            self.complaints |= {(id, dealer) for dealer in dealers}
+            return
         given = _checked(message, {"masked": (self.length,)}, torch.int64)
         if id in self.living or id not in self.fingerprints:
             raise PayloadError(
@@ -122,12 +143,39 @@ class SecureServer:
         self.total += given.tensor("masked")
         self.living.add(id)
 
+    def _unopened(self, id: int, message: bytes) -> set[int]:
+        """Return whose envelopes a client complains of; nobody where its message is another one."""
+        dealers = [other for other in self.graph.get(id, ()) if other in self.fingerprints]
+        if id not in self.fingerprints or len(message) > Payload({"unopened": _ids(dealers)}).nbytes:
+            return set()  # and a long message is not decoded twice
+        try:
+            found = Payload.from_bytes(message, limits={"unopened": len(dealers)}).tensor("unopened").tolist()
+        except PayloadError:
+            return set()
+        return {*found} if isinstance(found, list) and {*found} <= {*dealers} else set()
+
+    def _name_by_complaints(self) -> None:
+        """Name the clients that complaints convict."""
+        for id in sorted(liars := convicted(self.complaints)):
+            others = sorted({other for pair in self.complaints if id in pair for other in pair} - {id})
+            log.warning(
+                "secure sum: client %d is named: envelopes between it and clients %s cannot be opened",
+                id, ", ".join(map(str, others)),
+            )  # fmt: skip
+        self.named |= liars
+        for id, dealer in sorted(pair for pair in self.complaints if not liars.intersection(pair)):
+            log.warning(
+                "secure sum: client %d cannot open the envelope that client %d sealed: one of the two lies",
+                id, dealer,
+            )  # fmt: skip
+
     def unmask_requests(self) -> dict[int, bytes]:
         """Return, for each client whose vector arrived, whose shares of which secret it is to send.
 
         Raises:
             RoundVoid: too few vectors arrived.
         """
+        self._name_by_complaints()
         self._require_enough(self.living, "sent their vector")
         requests = {}
         for id in sorted(self.living):
@@ -142,7 +190,7 @@ class SecureServer:
             messages: the answers to :meth:`unmask_requests`.
 
         Raises:
-            RoundVoid: too few answered, or their shares give something else than what was advertised.
+            RoundVoid: too few answered, or no shares of a client give what it advertised.
         """
         asked = {holder: [id for ids in self._asked(holder) for id in ids] for holder in messages}
         answers = _readable(messages, lambda holder: {"shares": (len(asked[holder]), SEED_BYTES)})
@@ -152,37 +200,95 @@ class SecureServer:
             for id, share in zip(asked[holder], given.tensor("shares").numpy(), strict=True):
                 shares[id][self._holders(id).index(holder)] = share.tobytes()
         total = self.total.numpy().view(np.uint64)
+        unknown: list[int] = []
         for id in sorted(self.fingerprints):
             if id not in self.living and not self.living.intersection(self.graph[id]):
                 continue  # nobody in the sum has a mask in common with it
             seed = self._reconstructed(id, shares[id])
-            if id in self.living:
+            if seed is None:
+                unknown.append(id)
+                if len(unknown) > MAX_LIARS:
+                    break
+            elif id in self.living:
                 add_mask(total, own_mask_key(seed), -1)
-                continue
-            key = private_key(seed)
-            for other in self.living.intersection(self.graph[id]):
-                add_mask(total, agreed_key(key, self.public[other][1], "mask"), -mask_sign(other, id))
+            else:
+                key = private_key(seed)
+                for other in self.living.intersection(self.graph[id]):
+                    add_mask(total, agreed_key(key, self.public[other][1], "mask"), -mask_sign(other, id))
+        if unknown:
+            raise RoundVoid(self._blame(unknown, {id: len(shares[id]) for id in unknown}))
         return self.total
 
-    def _reconstructed(self, id: int, shares: Mapping[int, bytes]) -> bytes:
-        """Return the seed of a client's own mask, or of its mask key where it dropped out."""
+    def _reconstructed(self, id: int, shares: Mapping[int, bytes]) -> bytes | None:
+        """Return the seed of a client's own mask, or of its mask key where it dropped out; None where no
+        shares that were tried give what it advertised.
+
+        Raises:
+            RoundVoid: there are too few shares.
+        """
+        holders = self._holders(id)
         if len(shares) < self.least_shares:
             raise RoundVoid(
-                f"{len(shares)} of {len(self._holders(id))} shares of client {id} came back; "
+                f"{len(shares)} of {len(holders)} shares of client {id} came back; "
                 f"{self.least_shares} are needed"
             )
-        seed = combine(dict(sorted(shares.items())[: self.least_shares]))
-        right = (
-            fingerprint(seed) == self.fingerprints[id]
-            if id in self.living
-            else public_key(private_key(seed)) == self.public[id][1]
-        )
-        if not right:
-            raise RoundVoid(
-                f"the shares of client {id} give another secret than the one it advertised: it, or one of "
-                "those who hold them, sent wrong ones"
-            )
+        order = sorted(shares, key=lambda place: (holders[place] in self.suspects, place))
+        for chosen in subsets(order, self.least_shares):
+            seed = combine({place: shares[place] for place in chosen})
+            if self._is_advertised(id, seed):
+                break
+        else:
+            return None
+        searched = [*chosen] != order[: self.least_shares]
+        for place in order:
+            holder = holders[place]
+            if place in chosen:
+                self.suspects.discard(holder)
+            elif searched or holder in self.suspects - self.named:
+                others = {other: shares[other] for other in chosen[1:]}
+                self._note(holder, id, fits=combine({**others, place: shares[place]}) == seed)
         return seed
+
+    def _is_advertised(self, id: int, seed: bytes) -> bool:
+        if id in self.living:
+            return fingerprint(seed) == self.fingerprints[id]
+        return public_key(private_key(seed)) == self.public[id][1]
+
+    def _blame(self, unknown: Sequence[int], given: Mapping[int, int]) -> str:
+        """Return why secrets cannot be reconstructed, and name their clients where it is they who lied: of
+        shares more than are needed, one holder's wrong ones would have been found.
+
+        Args:
+            unknown: the clients whose secrets they are, ``MAX_LIARS`` + 1 at most.
+            given: how many shares of each secret came back.
+        """
+        whose = f"client{'s'[: len(unknown) > 1]} {', '.join(map(str, unknown))}"
+        wrong = f"the shares of {whose} give another secret than the one it advertised"
+        if len(unknown) > MAX_LIARS or min(given.values()) == self.least_shares:
+            return f"{wrong}: it, or some of those who hold them, sent wrong ones"
+        self.named.update(unknown)
+        return f"{wrong}, whichever of them are taken: {whose} named"
+
+    def _note(self, holder: int, id: int, fits: bool) -> None:
+        """Note whether a holder's share of a client's secret fits the others."""
+        if fits:
+            self.suspects.discard(holder)
+            return
+        self.suspects.add(holder)
+        known = self.misfits.setdefault(holder, set())
+        known.add(id)
+        if len(known) == 1:
+            log.warning(
+                "secure sum: the share of client %d's secret that client %d gave does not fit: one of the "
+                "two sent a wrong one",
+                id, holder,
+            )  # fmt: skip
+        elif holder not in self.named:
+            self.named.add(holder)
+            log.warning(
+                "secure sum: client %d is named: its shares of the secrets of clients %s do not fit",
+                holder, ", ".join(map(str, sorted(known))),
+            )  # fmt: skip
 
     def _asked(self, holder: int) -> tuple[list[int], list[int]]:
         """Return of whom a client is asked for a share: of its own and its neighbours' that live, and of
@@ -199,6 +305,31 @@ class SecureServer:
                 f"{len(clients)} of {len(self.ring)} clients {what}; {self.least_clients} are needed "
                 f"(threshold {self.settings.threshold:g})"
             )
+
+
+def subsets(order: Sequence[int], size: int) -> Iterator[Sequence[int]]:
+    """Yield ``size`` of these at a time: first those in front, then others, until all wrong ones have been
+    left out together, if they are few.
+
+    With n of them and s = n - size to spare, any single one is left out after ceil(n / s) sets: whole blocks
+    of s are left out in turn. Of w at once, w blocks of s / w each, ``MAX_SUBSETS`` in all.
+
+    >>> [*subsets([1, 2, 3, 4], 2)][:3]
+    [[1, 2], [3, 4], [1, 2]]
+    """
+    spare = len(order) - size
+
+    def without(blocks_left_out: int) -> Iterator[Sequence[int]]:
+        width = spare // blocks_left_out
+        blocks = [order[at : at + width] for at in range(0, len(order), width)]
+        for some in combinations(blocks, blocks_left_out):
+            left_out = {*chain.from_iterable(some)}
+            yield [one for one in order if one not in left_out][:size]
+
+    yield order[:size]
+    if spare:
+        yield from without(1)
+    yield from islice(chain.from_iterable(map(without, range(2, spare + 1))), MAX_SUBSETS)
 
 
 def _readable(

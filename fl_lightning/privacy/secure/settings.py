@@ -6,12 +6,20 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
-from typing import ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 from fl_lightning.errors import require
+from fl_lightning.support.constraints import check_fields, within
 
 PHASES = ("keys", "shares", "masked", "unmask")
 """The phases of a round, in order."""
+
+THRESHOLD = within(
+    "(0.5, 1]",
+    "it lies in (0.5, 1]: half of the clients could give the server shares of one secret of a client "
+    "and the other half those of the other",
+    0.67,
+)
 
 
 @dataclass(frozen=True)
@@ -25,20 +33,16 @@ class SecureSum:
             or more, with which the cost of a client does not grow with the cohort.
     """
 
-    threshold: float = 0.67
+    threshold: Annotated[float, THRESHOLD] = 0.67
     neighbours: int | Literal["all"] = "all"
 
     settings_alone: ClassVar[bool] = True
     """In a configuration it is its settings, without a class path."""
 
+    settings_shown: ClassVar = ("--trainer.secure_sum.{name} {value}",) * 2
+
     def __post_init__(self) -> None:
-        require(
-            0.5 < self.threshold <= 1,
-            f"--trainer.secure_sum.threshold {self.threshold}",
-            "it lies in (0.5, 1]: half of the clients could give the server shares of one secret of a client "
-            "and the other half those of the other",
-            "write --trainer.secure_sum.threshold 0.67",
-        )
+        check_fields(self)
         k = self.neighbours
         require(
             k == "all" or (isinstance(k, int) and not isinstance(k, bool) and k >= 2 and k % 2 == 0),
@@ -81,6 +85,15 @@ class SecureSum:
             id: sorted({ring[(at + sign * step) % count] for step in steps for sign in (1, -1)})
             for at, id in enumerate(ring)
         }
+
+    def check_usable(self, cohort: int) -> None:
+        """Refuse a secure sum that cannot be made: of one client, or without the cryptography.
+
+        Raises:
+            InputError: it is one.
+        """
+        require_extra()
+        self.check_cohort(cohort)
 
     def check_cohort(self, cohort: int) -> None:
         """Refuse a cohort of one client.

@@ -20,6 +20,7 @@ from torch import Tensor
 from fl_lightning import rng
 from fl_lightning.distributed.collectives import gather_bytes, sum_over_ranks
 from fl_lightning.privacy.secure.client import SecureClient
+from fl_lightning.privacy.secure.complaints import UnopenedError
 from fl_lightning.privacy.secure.primitives import ProtocolError
 from fl_lightning.privacy.secure.server import RoundVoid, SecureServer
 from fl_lightning.privacy.secure.settings import PHASES, SecureSum
@@ -74,6 +75,7 @@ class Outcome:
         total: int64 ``[L]``, the sum of the vectors of ``living``; None where the round is void.
         living: ids of the clients whose masked vectors arrived.
         rejected: ids of those whose masked messages were refused.
+        named: ids of those whose shares were wrong.
         void: why there is no sum; empty where there is one.
         traffic: bytes and seconds.
     """
@@ -81,6 +83,7 @@ class Outcome:
     total: Tensor | None = None
     living: set[int] = field(default_factory=set)
     rejected: set[int] = field(default_factory=set)
+    named: set[int] = field(default_factory=set)
     void: str = ""
     traffic: Traffic = field(default_factory=Traffic)
 
@@ -133,6 +136,7 @@ def _exchange(
     least_shares = settings.least_shares(len(cohort))
     ring = rng.stream(seed, "secure_ring", round).permutation(cohort).tolist()
     server = SecureServer(settings, ring, length)
+    outcome.named = server.named
 
     def present(phase: str) -> list[int]:
         """Clients that have not left before this phase."""
@@ -215,10 +219,14 @@ def _mask(
             if id not in vectors:
                 continue  # another process has its vector
             message = clients[id].masked(vectors[id]())
+        except UnopenedError as error:
+            log.warning("round %d: client %d leaves the secure sum: %s", round, id, error)
+            message = error.complaint
         except ProtocolError as error:
             log.warning("round %d: client %d leaves the secure sum: %s", round, id, error)
             continue
-        sizes[id] = len(message)
+        if id in vectors:
+            sizes[id] = len(message)
         add_delivered(server, id, deliver(id, message), outcome, round)
     report = {"sizes": list(sizes.items()), "living": list(server.living), "rejected": list(outcome.rejected)}
     for of_rank in map(json.loads, gather_bytes(json.dumps(report).encode())):

@@ -14,8 +14,10 @@ from fl_lightning.errors import InputError
 from fl_lightning.probing import select_probes
 from fl_lightning.run.directory import read_json, to_json
 from fl_lightning.settings import flatten, settings_hash
+from fl_lightning.study.execute.lock import one_writer
+from fl_lightning.study.execute.shards import WHOLE, Shard
+from fl_lightning.study.plan.study import Cell, Study
 from fl_lightning.study.results.run_records import find_run, read_cells, read_metrics
-from fl_lightning.study.spec.plan import Cell, Study
 from fl_lightning.support.disk import replace
 from fl_lightning.support.redaction import redact_settings
 
@@ -55,7 +57,10 @@ class CellState:
         if self.run is None:
             self.run = find_run(folder, self.cell.name, self.hash)
         if self.run is not None:
-            status = read_json(self.run / "metadata.json").get("status")
+            metadata = read_json(self.run / "metadata.json")
+            status, threads = metadata.get("status"), metadata.get("threads")
+            if not self.threads and isinstance(threads, int):
+                self.threads = threads  # of a folder that was copied without the cells.json of its sweep
             self.status = status if status in ("finished", "failed") else "interrupted"
             self.problem = ""
             if status == "finished" and not self.metrics():
@@ -92,6 +97,9 @@ class StudyCells:
         folder: the folder of its runs.
         states: one a cell.
         resolve: turns arguments of ``fit`` into the whole configuration.
+        shard: the part of the study that is run.
+        every: the states of all cells of the study, in its order; those of other shards too.
+        others: the names of the cells of other shards.
     """
 
     def __init__(
@@ -100,13 +108,18 @@ class StudyCells:
         folder: Path,
         states: list[CellState],
         resolve: Callable[[list[str]], str] = lambda args: "",
+        shard: Shard = WHOLE,
     ) -> None:
         self.study, self.folder, self.states, self.resolve = study, folder, states, resolve
+        self.shard = shard
+        self.every, self.others = [*states], set[str]()
         self._known = read_cells(folder)
         self._resolved: dict[tuple[str, ...], Any] = {}  # by method and levels: the seed changes one entry
 
     @classmethod
-    def plan(cls, study: Study, root: Path, resolve: Callable[[list[str]], str]) -> StudyCells:
+    def plan(
+        cls, study: Study, root: Path, resolve: Callable[[list[str]], str], shard: Shard = WHOLE
+    ) -> StudyCells:
         """Resolve every cell and look for its run; nothing is created.
 
         Of a study that adds seeds until its criteria are decided, these are the cells of the seeds that it
@@ -115,7 +128,7 @@ class StudyCells:
         Raises:
             InputError: ``fit`` would refuse a cell; the message begins with its name.
         """
-        cells = cls(study, root / study.name, [], resolve)
+        cells = cls(study, root / study.name, [], resolve, shard)
         begun = {entry.get("seed") for entry in cells._known.values()}
         count = max(i + 1 for i, seed in enumerate(study.seed_order) if seed in {*study.seeds, *begun})
         for seed in study.seed_order[:count]:
@@ -123,13 +136,14 @@ class StudyCells:
         return cells
 
     def add_seed(self, seed: int) -> list[CellState]:
-        """Add the cells of one more seed, look for their runs, and return them.
+        """Add the cells of one more seed, look for the runs of those of this shard, and return them.
 
         Raises:
             InputError: ``fit`` would refuse a cell; the message begins with its name.
         """
-        states = []
-        for cell in replaced(self.study, seeds=[seed]).cells():
+        states, cells = [], replaced(self.study, seeds=[seed]).cells()
+        own = self.shard.names(cells)
+        for cell in cells:
             key = (cell.method, *cell.levels.values())
             if key not in self._resolved:
                 try:
@@ -138,8 +152,13 @@ class StudyCells:
                     raise error.within(f"{self.study.path}, cell {cell.name}") from error
             config = flatten(self._resolved[key] | {"seed_everything": cell.seed})
             threads = int(self._known.get(cell.name, {}).get("threads", 0))
-            states.append(CellState(cell, config, settings_hash(config), threads=threads))
-            states[-1].find_run(self.folder)
+            state = CellState(cell, config, settings_hash(config), threads=threads)
+            self.every.append(state)
+            if cell.name in own:
+                state.find_run(self.folder)
+                states.append(state)
+            else:
+                self.others.add(cell.name)
         self.states += states
         return states
 
@@ -160,22 +179,36 @@ class StudyCells:
         """Return what the user must do before some cells can be run."""
         return [f"{state.cell.name}: {state.problem}" for state in self.states if state.problem]
 
+    def left_to_others(self) -> int:
+        """Return how many cells of other shards have no finished run in this folder."""
+        others = [state for state in self.every if state.cell.name in self.others]
+        for state in others:
+            state.find_run(self.folder)
+        return sum(state.status != "finished" for state in others)
+
     def write(self) -> None:
-        """Write ``cells.json``."""
-        entries = [
-            {
-                "name": state.cell.name,
-                "label": state.cell.method,
-                "seed": state.cell.seed,
-                "levels": dict(state.cell.levels),
-                "hash": state.hash,
-                "status": state.status,
-                "run": state.run.name if state.run else None,
-                "threads": state.threads,
-            }
-            for state in self.states
-        ]
-        replace(self.folder / "cells.json", to_json(entries).encode())
+        """Write ``cells.json``; what another shard has written there of a cell of its own stays."""
+        with one_writer(self.folder, self.shard):
+            there = read_cells(self.folder) if self.others else {}
+            entries = []
+            for state in self.every:
+                entry = there.get(state.cell.name, {}) if state.cell.name in self.others else {}
+                entries.append(entry if entry.get("hash") == state.hash else _entry(state))
+            replace(self.folder / "cells.json", to_json(entries).encode())
+
+
+def _entry(state: CellState) -> dict[str, Any]:
+    """Return what ``cells.json`` says of a cell."""
+    return {
+        "name": state.cell.name,
+        "label": state.cell.method,
+        "seed": state.cell.seed,
+        "levels": dict(state.cell.levels),
+        "hash": state.hash,
+        "status": state.status,
+        "run": state.run.name if state.run else None,
+        "threads": state.threads,
+    }
 
 
 def resolved_settings(args: list[str], resolve: Callable[[list[str]], str]) -> dict[str, Any]:

@@ -110,8 +110,15 @@ def show_plan(cells: StudyCells, jobs: int, console: Console | None = None) -> N
     )
     if rest.unknown:  # what is known of the others is a lower bound, and of nothing it is no bound
         about = f"more than {about.removeprefix('about ')}" if rest.seconds else "time and bytes unknown"
-    left = count - cells.count("finished")
-    console.print(f"{cells.study.name}: {count} cells, {left} to run: {about}", markup=False)
+    left = [state for state in cells if state.status != "finished"]
+    rounds = sum(state.rounds - len(state.metrics()) for state in left)
+    part = "" if cells.shard.is_whole else f", shard {cells.shard}"
+    console.print(
+        f"{cells.study.name}{part}: {count} cells, {len(left)} to run, {rounds} rounds: {about}", markup=False
+    )
     if rest.unknown:
-        names = ", ".join(rest.unknown)
-        console.print(f"not counted, since nothing is known of their cost: {names}", markup=False)
+        console.print(
+            f"not counted: {', '.join(rest.unknown)}. An estimate is made from rounds that have run: start "
+            "the sweep, stop it with Ctrl-C after a round of each, and ask again; what is done counts",
+            markup=False,
+        )

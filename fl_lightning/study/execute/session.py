@@ -11,11 +11,9 @@ from fl_lightning.study.execute import mlflow_page
 from fl_lightning.study.execute.cells import CellState, StudyCells
 from fl_lightning.study.execute.display import Display, clock, shown, task_of
 from fl_lightning.study.execute.jobs import Job, Pool, RunningJob, fit_arguments
+from fl_lightning.study.execute.lock import one_writer
 from fl_lightning.study.metric_names import CLASSIFICATION, TaskMetrics
-from fl_lightning.study.report.verdicts import check_task
-from fl_lightning.study.results.run_records import runs_in
-from fl_lightning.study.spec.plan import as_flag
-from fl_lightning.study.spec.registration import (
+from fl_lightning.study.plan.registration import (
     FILE,
     TAG,
     TAG_LENGTH,
@@ -24,6 +22,9 @@ from fl_lightning.study.spec.registration import (
     plan_of,
     register,
 )
+from fl_lightning.study.plan.study import as_flag
+from fl_lightning.study.report.verdicts import check_task
+from fl_lightning.study.results.run_records import runs_in
 from fl_lightning.support.disk import replace
 from fl_lightning.support.redaction import redact
 from fl_lightning.tracking.mlflow_store import Status, store
@@ -57,17 +58,18 @@ class SweepSession:
             SystemExit: 1 when one failed.
         """
         cells, study = self.cells, self.cells.study
-        plan = plan_of(study, ((one.cell.method, one.cell.levels, one.config) for one in cells))
-        known = Registration.read(cells.folder)
-        self.registration = register(cells.folder, plan, runs_in(cells.folder))
-        replace(cells.folder / "study.yaml", study.to_yaml().encode())
+        plan = plan_of(study, ((one.cell.method, one.cell.levels, one.config) for one in cells.every))
+        with one_writer(cells.folder, cells.shard):
+            known = Registration.read(cells.folder)
+            self.registration = register(cells.folder, plan, runs_in(cells.folder))
+            replace(cells.folder / "study.yaml", study.to_yaml().encode())
+            if self.logger and any(one.config.get("trainer.logger") is True for one in cells.every):
+                tags, view = {"cells": str(len(cells.every))}, mlflow_page.view_tags(list(study.grid))
+                self.parent = begin_study(study.name, cells.folder, tags, view)
         for state in cells:
             if state.status == "failed" and not state.problem:
                 state.status = "interrupted"  # it is tried again
         cells.write()
-        if self.logger and any(state.config.get("trainer.logger") is True for state in cells):
-            tags, view = {"cells": str(len(cells.states))}, mlflow_page.view_tags(list(study.grid))
-            self.parent = begin_study(study.name, cells.folder, tags, view)
         self.display = Display(
             self.summary, lambda job: (self.at_work(job.name).run, self.at_work(job.name).rounds)
         )
@@ -88,7 +90,9 @@ class SweepSession:
                     state.find_run(cells.folder)
             cells.write()
             status: Status = "KILLED" if not done else "FAILED" if self.failures() else "FINISHED"
-            end_study(self.parent, cells.folder, status)
+            left = cells.left_to_others()
+            if not left:  # else another shard closes it
+                end_study(self.parent, cells.folder, status)
             self.display.line(f"{self.summary()}, in {self.display.elapsed}")
             self.finish()
             if not done:
@@ -102,6 +106,10 @@ class SweepSession:
         if self.parent:
             self.display.line(f"curves         mlflow ui --backend-store-uri {redact(store())}")
             self.display.line(f"               {mlflow_page.link(self.parent.experiment_id)}")
+        if left:
+            self.display.line(
+                f"other shards   {left} of their {len(cells.others)} cells are not finished in this folder"
+            )
         compare = f"python -m fl_lightning compare --study {study.name} --out reports/{study.name}"
         self.display.line(f"what holds     {compare}")
 
@@ -148,6 +156,8 @@ class SweepSession:
         count, statuses = self.cells.count, ("running", "interrupted", "waiting", "failed")
         others = "".join(f", {count(status)} {status}" for status in statuses if count(status))  # type: ignore[arg-type]
         name, total = self.cells.study.name, len(self.cells.states)
+        if not self.cells.shard.is_whole:
+            name += f", shard {self.cells.shard}"
         return f"{name}: {count('finished')} of {total} cells finished{others}"
 
     def failures(self) -> list[str]:

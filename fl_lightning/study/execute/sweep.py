@@ -9,13 +9,15 @@ from typing import Literal
 
 from rich.console import Console
 
+from fl_lightning.errors import require
 from fl_lightning.study.execute.cells import StudyCells
 from fl_lightning.study.execute.estimate import show_plan
 from fl_lightning.study.execute.jobs import Pool, slots_for, threads_per_job
 from fl_lightning.study.execute.lock import only_one
 from fl_lightning.study.execute.session import SweepSession
+from fl_lightning.study.execute.shards import WHOLE, Shard
 from fl_lightning.study.execute.until import UntilSession, with_flags
-from fl_lightning.study.spec.plan import Study
+from fl_lightning.study.plan.study import Study
 
 Resolve = Callable[[list[str]], str]
 
@@ -30,6 +32,7 @@ def sweep(
     until: Literal["decided"] | None = None,
     max_seeds: int | None = None,
     max_hours: float | None = None,
+    shard: str | None = None,
     *,
     resolve: Resolve,
 ) -> None:
@@ -50,10 +53,14 @@ def sweep(
         max_seeds: the number of seeds at which that ends, those that the study lists among them; 50 if
             neither this flag nor the study file says otherwise.
         max_hours: the hours of sweeping, over all sessions of this study, at which it ends.
+        shard: the part of the study that this machine runs, such as ``3/8``: the third of eight.
     """
+    part = WHOLE if shard is None else Shard.read(shard)
     study = with_flags(Study.read(config), until, max_seeds, max_hours)
+    rule = "seeds are added by what all cells show, so that one machine runs them all"
+    require(part.is_whole or study.until is None, f"--shard {part} with until", rule, "leave one of them out")
     slots = slots_for(jobs, devices)
-    cells = StudyCells.plan(study, Path(root), resolve)
+    cells = StudyCells.plan(study, Path(root), resolve, part)
     for state in cells:
         state.threads = threads_per_job(jobs, state.threads)
     if dry_run:
@@ -62,7 +69,7 @@ def sweep(
             most = study.until.max_seeds
             Console(soft_wrap=True).print(f"seeds are added until every criterion is decided: {most} at most")
         return
-    with only_one(cells.folder) as held:
+    with only_one(cells.folder, part) as held:
         for state in cells:
             state.find_run(cells.folder)  # those of a sweep that was killed have stopped by now
         pool = Pool(slots, held)

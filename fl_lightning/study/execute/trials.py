@@ -22,8 +22,8 @@ from fl_lightning.study.execute.cells import resolved_settings
 from fl_lightning.study.execute.display import Display
 from fl_lightning.study.execute.jobs import Job, Pool, RunningJob, fit_arguments
 from fl_lightning.study.metric_names import CLASSIFICATION, TaskMetrics, measure_of
+from fl_lightning.study.plan.search import Direction, Search
 from fl_lightning.study.results.run_records import find_run, read_metrics
-from fl_lightning.study.spec.search import Direction, Search
 from fl_lightning.support.disk import replace
 from fl_lightning.tracking.mlflow_store import Status
 from fl_lightning.tracking.runs import StudyRun, begin_study, end_study

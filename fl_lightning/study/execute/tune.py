@@ -17,7 +17,7 @@ from fl_lightning.study.execute.jobs import Pool, slots_for, threads_per_job
 from fl_lightning.study.execute.lock import only_one
 from fl_lightning.study.execute.trials import SearchSession
 from fl_lightning.study.execute.tune_study import StudySearchSession, check_record
-from fl_lightning.study.spec.search import Search
+from fl_lightning.study.plan.search import Search
 
 
 def tune(

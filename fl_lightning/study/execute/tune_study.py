@@ -21,9 +21,9 @@ from fl_lightning.errors import InputError, require
 from fl_lightning.study.execute.display import Display
 from fl_lightning.study.execute.jobs import Job, Pool, RunningJob
 from fl_lightning.study.execute.trials import SearchSession
-from fl_lightning.study.spec.search import MethodSearch, Range, Search
-from fl_lightning.study.spec.spec_file import SpecFile
-from fl_lightning.study.spec.tuned import TunedMethod, TunedRecord, file_hash
+from fl_lightning.study.plan.search import MethodSearch, Range, Search
+from fl_lightning.study.plan.spec_file import SpecFile
+from fl_lightning.study.plan.tuned import TunedMethod, TunedRecord, file_hash
 from fl_lightning.support.disk import replace
 from fl_lightning.tracking.mlflow_store import Status
 from fl_lightning.tracking.runs import StudyRun, begin_study, end_study

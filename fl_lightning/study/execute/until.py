@@ -19,14 +19,14 @@ from fl_lightning.run.directory import read_json, to_json
 from fl_lightning.study.execute.cells import CellState
 from fl_lightning.study.execute.jobs import Job, RunningJob, threads_per_job
 from fl_lightning.study.execute.session import SweepSession
+from fl_lightning.study.plan.stopping import Ending, Stopping, StoppingRule, check_rule
+from fl_lightning.study.plan.study import Study
 from fl_lightning.study.report.looks import counted, looks
 from fl_lightning.study.report.verdicts import check_task
 from fl_lightning.study.results.gather import gather_registered
 from fl_lightning.study.results.run_records import RunRecord, read_directory
 from fl_lightning.study.results.runs import FinishedRun, Results, selected
 from fl_lightning.study.results.seeds import complete_seeds
-from fl_lightning.study.spec.plan import Study
-from fl_lightning.study.spec.stopping import Ending, Stopping, StoppingRule, check_rule
 from fl_lightning.support.disk import replace as replace_file
 
 FILE = "until.json"

@@ -10,28 +10,29 @@ import os
 import re
 import shutil
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 
 from fl_lightning.errors import InputError, require
 from fl_lightning.study.report import tables
-from fl_lightning.study.report.comparison import Comparison, Levels
+from fl_lightning.study.report.comparison import Comparison
 from fl_lightning.study.report.document import differences_csv, report, runs_csv
-from fl_lightning.study.report.figures import FIGURES, figures
+from fl_lightning.study.report.figures import FIGURES, as_svg, figures
+from fl_lightning.study.report.latex import Layout, tables_tex, timings_tex
 from fl_lightning.study.report.looks import counted
 from fl_lightning.study.report.markdown import answers, criteria_tables, markdown
+from fl_lightning.study.report.page import page
 from fl_lightning.study.report.registered import NOT_REGISTERED, RegistrationReport, registration_report
 from fl_lightning.study.report.transfer_tables import transfer_tables
 from fl_lightning.study.report.verdicts import check_criteria
 from fl_lightning.study.results.gather import check_comparable, gather, locate, with_metric
 
 OWN = {
-    *("report.md", "report.json", "runs.csv", "differences.csv", "timings.csv", "timing_differences.csv"),
-    *("transfer.csv", "tables.tex", "timings.tex", "figures"),
+    *("report.md", "report.html", "report.json", "runs.csv", "differences.csv", "timings.csv"),
+    *("timing_differences.csv", "transfer.csv", "tables.tex", "timings.tex", "figures"),
 }
 """The files of a report; anything else in its folder is the user's, and stays."""
 
@@ -43,6 +44,9 @@ def compare(
     mlflow: str | None = None,
     metric: str | None = None,
     overwrite: bool = False,
+    columns: str | None = None,
+    caption: str | None = None,
+    label: str | None = None,
 ) -> None:
     """Compare the finished runs of a study and write a report.
 
@@ -53,18 +57,24 @@ def compare(
         mlflow: read the runs from this MLflow store instead, such as ``sqlite:///mlflow.db``.
         metric: primary metric instead of the study's, such as ``final/auc_accuracy``.
         overwrite: replace the report that is in ``out``; other files in there stay.
+        columns: metrics of the table of results in ``tables.tex``, such as ``accuracy,ece,upload``; by
+            default the headline metrics in which not all rows are the same.
+        caption: the caption of that table, in LaTeX.
+        label: the label of that table, such as ``tab:main``; those of the other tables begin with it.
 
     Raises:
         InputError: there is nothing to compare, the runs cannot be compared, or ``out`` holds something.
     """
+    layout = Layout.read(columns, caption, label)
     check_out(out, overwrite)
     results = with_metric(counted(gather(study, root, mlflow)), metric)
     check_comparable(results)
     comparison = Comparison(results)
     check_criteria(comparison)
+    layout.metrics(comparison)
     _, folder = locate(study, root, must_exist=False)
     registration = registration_report(results, folder)
-    write(comparison, out.resolve(), registration)  # of a link, what it leads to
+    write(comparison, out.resolve(), registration, layout)  # of a link, what it leads to
     show(comparison, out, registration)
 
 
@@ -82,10 +92,15 @@ def check_out(out: Path, overwrite: bool) -> None:
         require((out / "report.json").is_file(), f"--out {out}", rule, "name another folder")
 
 
-def write(comparison: Comparison, out: Path, registration: RegistrationReport = NOT_REGISTERED) -> None:
+def write(
+    comparison: Comparison,
+    out: Path,
+    registration: RegistrationReport = NOT_REGISTERED,
+    layout: Layout = Layout(),  # noqa: B008 (it is frozen)
+) -> None:
     """Write the report: it is made aside and put in its place as a whole."""
     with _in_place_of(out) as folder:
-        drawn, empty = [], []
+        drawn, empty = dict[str, bytes](), []
         (folder / "figures").mkdir()
         for name, figure in figures(comparison):
             if figure is None:
@@ -94,34 +109,26 @@ def write(comparison: Comparison, out: Path, registration: RegistrationReport = 
             figure.savefig(folder / "figures" / f"{name}.png", dpi=150, metadata={"Software": None})
             undated = {"Creator": None, "Producer": None, "CreationDate": None}
             figure.savefig(folder / "figures" / f"{name}.pdf", metadata=undated)
-            drawn.append(name)
+            drawn[name] = as_svg(figure)
+        text = markdown(comparison, list(drawn), empty, registration)
         texts = {
             "report.json": json.dumps(
                 report(comparison, registration), indent=1, allow_nan=False, default=str
             )
             + "\n",
-            "report.md": markdown(comparison, drawn, empty, registration),
+            "report.md": text,
+            "report.html": page(text, drawn),
             "runs.csv": runs_csv(comparison, timing=False),
             "timings.csv": runs_csv(comparison, timing=True),
             "differences.csv": differences_csv(comparison, timing=False),
             "timing_differences.csv": differences_csv(comparison, timing=True),
-            "tables.tex": _latex(comparison, tables.results, tables.bits, tables.differences)
-            + "".join(f"\n{table.latex()}" for table in transfer_tables(comparison)),
-            "timings.tex": _latex(comparison, tables.clocks),
+            "tables.tex": tables_tex(comparison, layout),
+            "timings.tex": timings_tex(comparison, layout),
         }
         if comparison.transfer.alone:
             texts["transfer.csv"] = comparison.transfer.csv()
         for name, text in texts.items():
             (folder / name).write_text(text, encoding="utf-8")
-
-
-def _json(document: dict[str, Any]) -> str:
-    return json.dumps(document, indent=1, allow_nan=False, default=str) + "\n"
-
-
-def _latex(comparison: Comparison, *kinds: Callable[[Comparison, Levels], tables.ReportTable | None]) -> str:
-    made = (make(comparison, levels) for make in kinds for levels in comparison.levels)
-    return "\n".join(table.latex() for table in made if table is not None)
 
 
 @contextmanager
@@ -205,4 +212,4 @@ def closing(comparison: Comparison, out: Path) -> Iterator[str]:
     """Yield the last lines of the terminal."""
     yield from (answer.replace("**", "") for answer in answers(comparison))
     yield from (f"not counted: {entry.name}: {entry.reason}" for entry in comparison.not_counted)
-    yield f"report: {out / 'report.md'}"
+    yield f"report: {out / 'report.md'} and report.html"

@@ -18,11 +18,11 @@ import numpy as np
 import pandas as pd
 
 from fl_lightning.study.metric_names import CLASSIFICATION, Column, TaskMetrics, column, higher_is_better
+from fl_lightning.study.plan.quantities import TRANSFER
+from fl_lightning.study.plan.selection import Selection, selected_metric
 from fl_lightning.study.report.judging import NO_SPREAD
 from fl_lightning.study.report.transfer import NegativeTransfer
 from fl_lightning.study.results.runs import ExcludedRun, FinishedRun, Results, selected
-from fl_lightning.study.spec.quantities import TRANSFER
-from fl_lightning.study.spec.selection import Selection, selected_metric
 from fl_lightning.study.statistics import (
     Interval,
     PairedTest,
@@ -35,6 +35,9 @@ from fl_lightning.study.statistics import (
 
 Levels = Mapping[str, str]
 """The level of every axis of the grid; empty without a grid."""
+MIN_SEEDS = 5
+"""The seeds that a winner takes: with fewer, a small p rests on the normal distribution alone, since the
+Wilcoxon test cannot find a difference (its p is 2^(1 - n) at least)."""
 INSIDE_NOISE = "inside the noise: no method is significantly better than every other, and no winner is named"
 
 
@@ -102,13 +105,15 @@ class Ranking:
         best_proposed: the one with the best mean; None when the study has none with finished runs.
         best_baseline: the best of the others; without proposed methods, the second best of all.
         gap: best proposed - best baseline.
-        winner: the method that is significantly better than every other method, or None.
+        leader: the method that is significantly better than every other method, or None.
+        winner: the same, where there are ``MIN_SEEDS`` seeds or more and it has learnt something.
         reason: why it is the winner, or why there is none.
     """
 
     best_proposed: str | None
     best_baseline: str | None
     gap: Difference | None
+    leader: str | None
     winner: str | None
     reason: str
 
@@ -166,6 +171,13 @@ class Comparison:
         """The planned levels that have a run."""
         with_runs = {name_of(run.levels) for run in self.results.runs}
         return [levels for levels in self.planned_levels if name_of(levels) in with_runs]
+
+    @cached_property
+    def with_own_models(self) -> tuple[list[str], list[str]]:
+        """The methods whose clients have models of their own, and the others."""
+        metric = f"personal/{self.study.task.primary}"
+        own = {*self.frame.label[self.frame.metric == metric]}
+        return [one for one in self.labels if one in own], [one for one in self.labels if one not in own]
 
     @cached_property
     def metrics(self) -> list[str]:
@@ -313,10 +325,66 @@ class Comparison:
         else:  # all methods, or none, are proposed: the best two
             first, second, *_ = [*ranked, None, None]
         if first is None or second is None:
-            return Ranking(first, second, None, None, f"no comparison: {self._missing(ranked)}")
+            return Ranking(first, second, None, None, None, f"no comparison: {self._missing(ranked)}")
         gap = self.difference(metric, first, second, levels)
         assert gap is not None  # every pair that a ranking can name is in the family
-        return Ranking(first, second, gap, *self._winner(ranked, self.differences(metric, levels), gap))
+        leader, reason = self._leader(ranked, self.differences(metric, levels), gap)
+        winner = leader
+        if leader is not None and (doubt := self._doubt(leader, levels)):
+            winner, reason = None, f"{reason}, {doubt}"
+        return Ranking(first, second, gap, leader, winner, reason)
+
+    def _doubt(self, leader: str, levels: Levels) -> str:
+        """Return why a method that is significantly better than every other one is not called the winner;
+        empty where it is."""
+        tests = [one.test for one in self.differences(self.study.metric, levels) if leader in (one.a, one.b)]
+        fewest = min(test.n for test in tests)
+        if fewest < MIN_SEEDS:
+            return (
+                f"but no winner is named with fewer than {MIN_SEEDS} seeds: with {fewest}, so small a p "
+                "rests on normally distributed differences alone (Wilcoxon's cannot be below "
+                f"{2.0 ** (1 - fewest):.3g})"
+            )
+        if self.has_learnt(leader, levels) is False:
+            return f"but it has not learnt anything: its {self._no_better_than_guess([leader], levels)}"
+        return ""
+
+    def has_learnt(self, label: str, levels: Levels) -> bool | None:
+        """Return whether the primary metric of a method is better than that of a constant guess: whether the
+        whole 95 % interval of its mean over seeds is. None where the runs do not tell.
+
+        A constant guess is the best single answer to all examples of the test set, such as its most frequent
+        class, or the mean of its targets.
+        """
+        guesses = {seed: run.constant_guess for seed, run in self.runs(label, levels).items()}
+        values = self.values(self.study.selected_metric, label, levels)
+        sign = 1 if self.study.task.higher_is_better else -1
+        gains = sign * (values - pd.Series(guesses, dtype=float)).reindex(values.index)
+        if gains.empty or gains.isna().any():
+            return None
+        if gains.mean() <= 0:
+            return False
+        if len(gains) == 1:
+            return None
+        low, _ = self.interval(gains.tolist())
+        return isnan(low) or low > 0  # of equal values there is no interval
+
+    def _no_better_than_guess(self, labels: Sequence[str], levels: Levels) -> str:
+        runs = [run for label in labels for run in self.runs(label, levels).values()]
+        written = self.column(self.study.selected_metric)
+        ends = (choose(run.constant_guess for run in runs) for choose in (min, max))
+        shown = " to ".join(dict.fromkeys(map(written.number, ends)))
+        return (
+            f"{written.title} is not better, by the 95 % interval, than {shown}, which one answer to all "
+            "test examples can have"
+        )
+
+    def nobody_learnt(self, levels: Levels) -> str:
+        """Return a sentence where it is known of every method that it has not learnt anything; else empty."""
+        labels = [label for label in self.labels if self.runs(label, levels)]
+        if not labels or any(self.has_learnt(label, levels) is not False for label in labels):
+            return ""
+        return f"Nobody has learnt anything: no method's {self._no_better_than_guess(labels, levels)}."
 
     def _missing(self, ranked: Sequence[str]) -> str:
         absent = [label for label in self.study.methods if label not in ranked]
@@ -325,7 +393,7 @@ class Comparison:
         have = "have" if len(absent) > 1 else "has"
         return f"{', '.join(absent)} {have} no finished run with a number for {self.study.metric}"
 
-    def _winner(
+    def _leader(
         self, ranked: Sequence[str], tested: Sequence[Difference], gap: Difference
     ) -> tuple[str | None, str]:
         if gap.test.n < 2:

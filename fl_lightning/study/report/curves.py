@@ -15,9 +15,12 @@ import pandas as pd
 from fl_lightning.figures import (
     BLUE,
     COLOURS,
+    HATCHES,
     LINE_STYLES,
     MARKERS,
     RED,
+    count_rounds,
+    draw_band,
     legend_outside,
     new_axes,
     open_frame,
@@ -42,6 +45,11 @@ Curve = tuple[np.ndarray, np.ndarray]
 
 def title_of(text: str, levels: Levels) -> str:
     return f"{text}\n{name_of(levels)}" if levels else text
+
+
+def hatch_of(comparison: Comparison, label: str) -> str:
+    """Return the pattern of a method's bands."""
+    return HATCHES[list(comparison.study.methods).index(label) % len(HATCHES)]
 
 
 def look_of(comparison: Comparison, label: str) -> tuple[str, object, str]:
@@ -103,7 +111,7 @@ def over(
     figure, each = _drawn(comparison, curves, title, axis_label(xlabel, of_x), axis_label(tested.title, of_y))
     for axes in each:
         if xlabel == "round":
-            _count(axes)
+            count_rounds(axes)
         if of_x:
             axes.set_xscale("log")
         if of_y:
@@ -156,10 +164,12 @@ def _panels(
             x, y = curves[name]
             mean = y.mean(axis=0)
             text = f"{name} ({len(y)} seeds)" if name in proposed else "the method above the panel"
-            axes.plot(x, mean, color=colour, linewidth=width, label=text)
+            line = "--" if name in proposed else "-"
+            axes.plot(x, mean, color=colour, linestyle=line, linewidth=width, label=text)
             if len(y) > 1:
                 spread = y.std(axis=0, ddof=1)
-                axes.fill_between(x, mean - spread, mean + spread, color=colour, alpha=0.15, linewidth=0)
+                style, hatch = ("--", HATCHES[0]) if name in proposed else ("-", HATCHES[1])
+                draw_band(axes, x, mean - spread, mean + spread, colour, style, hatch)
     panels[0].plot([], [], color="#D0D0D0", linewidth=1.4, label="each other method")
     for axes in panels[len(shown) :]:
         axes.set_visible(False)
@@ -200,15 +210,8 @@ def degradation(comparison: Comparison, others: Levels) -> Figure | None:
     figure, each = _drawn(comparison, curves, title_of(title, others), "round", ylabel)
     for axes in each:
         axes.axhline(0, color="black", linewidth=0.8)
-        _count(axes)
+        count_rounds(axes)
     return figure
-
-
-def _count(axes: Axes) -> None:
-    """Put ticks at whole numbers."""
-    from matplotlib.ticker import MaxNLocator
-
-    axes.xaxis.set_major_locator(MaxNLocator("auto", steps=[1, 2, 5, 10], integer=True))
 
 
 def _legend(figure: Figure, comparison: Comparison) -> None:
@@ -234,4 +237,4 @@ def _band(axes: Axes, comparison: Comparison, label: str, x: np.ndarray, y: np.n
     axes.plot([], [], linestyle=style, linewidth=width, label=f"{label} ({count})", **look)
     if len(y) > 1:
         spread = y.std(axis=0, ddof=1)
-        axes.fill_between(x, mean - spread, mean + spread, color=colour, alpha=0.12, linewidth=0)
+        draw_band(axes, x, mean - spread, mean + spread, colour, style, hatch_of(comparison, label))

@@ -15,12 +15,12 @@ from typing import Any
 import pandas as pd
 
 from fl_lightning.study.metric_names import is_timing
+from fl_lightning.study.plan.selection import selection_of
 from fl_lightning.study.report import transfer_tables
 from fl_lightning.study.report.comparison import Comparison, Difference, Levels, name_of
 from fl_lightning.study.report.registered import NOT_REGISTERED, RegistrationReport
 from fl_lightning.study.report.verdicts import Verdict, premise_verdicts, verdicts
 from fl_lightning.study.results.runs import FinishedRun
-from fl_lightning.study.spec.selection import selection_of
 from fl_lightning.study.statistics import mean_std
 
 TEST_FIELDS = [
@@ -172,6 +172,7 @@ def _ranking(comparison: Comparison, levels: Levels) -> dict[str, Any]:
         "best_proposed": best(ranking.best_proposed),
         "best_baseline": best(ranking.best_baseline),
         "gap": gap and {"direction": f"{gap.a} - {gap.b}; {better}: {gap.a} is better", **_difference(gap)},
+        "leader": ranking.leader,
         "winner": ranking.winner,
         "winner_reason": ranking.reason,
     }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
+from io import BytesIO
 from itertools import pairwise
 from math import isfinite
 from textwrap import wrap
@@ -55,6 +56,16 @@ def figures(comparison: Comparison) -> Iterator[tuple[str, Figure | None]]:
         yield _file("degradation_over_rounds", others), degradation(comparison, others)
     if any(name in comparison.metrics for name in PANELS):
         yield "quality_over_joules", quality_over_joules(comparison)
+
+
+def as_svg(figure: Figure) -> bytes:
+    """Return the figure as SVG, the same bytes for the same figure."""
+    from matplotlib import rc_context
+
+    file = BytesIO()
+    with rc_context({"svg.hashsalt": "report"}):
+        figure.savefig(file, format="svg", metadata={"Date": None, "Creator": None})
+    return file.getvalue()
 
 
 def _file(name: str, levels: Levels) -> str:

@@ -22,7 +22,7 @@ from typing import Literal, Protocol
 
 import pandas as pd
 
-from fl_lightning.study.spec.criteria import (
+from fl_lightning.study.plan.criteria import (
     OPERATORS,
     RELATIONS,
     AllOf,
@@ -31,7 +31,7 @@ from fl_lightning.study.spec.criteria import (
     Inequality,
     NoIncrease,
 )
-from fl_lightning.study.spec.quantities import Quantity, quantity_of
+from fl_lightning.study.plan.quantities import Quantity, quantity_of
 from fl_lightning.study.statistics import LEVEL, Interval, PairedTest, mean_std, t_interval
 
 NO_SPREAD = "all seeds give the same difference, so that its spread cannot be estimated"

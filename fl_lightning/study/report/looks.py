@@ -9,12 +9,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
+from fl_lightning.study.plan.criteria import Inequality
+from fl_lightning.study.plan.stopping import Ending, Stopping
 from fl_lightning.study.report.comparison import Comparison
 from fl_lightning.study.report.verdicts import Verdict, verdicts
 from fl_lightning.study.results.runs import Results
 from fl_lightning.study.results.seeds import begun_beyond, complete_seeds, of_seeds
-from fl_lightning.study.spec.criteria import Inequality
-from fl_lightning.study.spec.stopping import Ending, Stopping
 
 
 def is_awaited(verdict: Verdict) -> bool:

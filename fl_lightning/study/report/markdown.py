@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from fl_lightning.study.metric_names import seeds
+from fl_lightning.study.plan.selection import ACCURACY
 from fl_lightning.study.report import tables
 from fl_lightning.study.report.comparison import Comparison, Difference, Levels, name_of
 from fl_lightning.study.report.document import provenance
@@ -17,7 +18,6 @@ from fl_lightning.study.report.registered import NOT_REGISTERED, RegistrationRep
 from fl_lightning.study.report.transfer_tables import how_to_read as how_to_read_transfer
 from fl_lightning.study.report.transfer_tables import transfer_tables
 from fl_lightning.study.report.verdicts import verdicts
-from fl_lightning.study.spec.selection import ACCURACY
 from fl_lightning.study.statistics import POWER
 
 HOW_TO_READ = (
@@ -64,7 +64,7 @@ def markdown(
         comparison: what the report is about.
         figures: the names of the figures in ``figures/``.
         empty: the names of the figures that have nothing to show.
-        registration: whether it asks what was registered; the first line of the report says so.
+        registration: whether it asks what was registered; the line below the title says so.
     """
     return "\n\n".join(part for part in _parts(comparison, figures, empty, registration) if part) + "\n"
 
@@ -76,8 +76,8 @@ def _parts(
     registration: RegistrationReport,
 ) -> Iterator[str]:
     study = comparison.study
-    yield registration.line
     yield f"# {study.name}"
+    yield registration.line
     yield from answers(comparison)
     for levels in comparison.levels:
         yield _section(tables.results(comparison, levels))
@@ -118,12 +118,10 @@ def _parts(
         "they do not."
     )
     for levels in comparison.levels:
-        table = tables.clocks(comparison, levels)
-        yield f"### {table.title}"
-        yield table.markdown()
+        yield _with_heading("###", tables.clocks(comparison, levels))
     for one, title in criteria_tables(comparison, registration):
         timing = tables.verdicts(one, timing=True, title=title)
-        yield f"### {timing.title}\n\n{timing.markdown()}" if timing else ""
+        yield _with_heading("###", timing) if timing else ""
     yield from _provenance(comparison, registration)
 
 
@@ -142,7 +140,11 @@ def criteria_tables(
 
 
 def _section(table: tables.ReportTable | None) -> str:
-    return f"## {table.title}\n\n{table.markdown()}" if table else ""
+    return _with_heading("##", table) if table else ""
+
+
+def _with_heading(marks: str, table: tables.ReportTable) -> str:
+    return "\n\n".join(filter(None, (f"{marks} {table.title}", _sentence(table.caption), table.markdown())))
 
 
 def answers(comparison: Comparison) -> Iterator[str]:
@@ -151,7 +153,9 @@ def answers(comparison: Comparison) -> Iterator[str]:
         ranking = comparison.ranking(levels)
         where = f"At {name_of(levels)}: " if levels else ""
         winner = f"winner: {ranking.winner}" if ranking.winner else "no winner"
-        yield f"**{where}{winner}.** {_sentence(ranking.reason)} {_gap(ranking.gap)}".strip()
+        parts = _sentence(ranking.reason), comparison.nobody_learnt(levels), _gap(ranking.gap)
+        yield " ".join(filter(None, (f"**{where}{winner}.**", *parts)))
+    yield _unlike(comparison)
     counted = [verdict.decision for verdict in verdicts(comparison) if not verdict.criterion.is_timing]
     if counted:
         tally = ", ".join(
@@ -165,7 +169,22 @@ def answers(comparison: Comparison) -> Iterator[str]:
 
 
 def _sentence(text: str) -> str:
-    return text[0].upper() + text[1:] + "."
+    return text and text[0].upper() + text[1:] + "."
+
+
+def _unlike(comparison: Comparison) -> str:
+    """Return that some methods answer another question than others, where they do."""
+    personal, others = comparison.with_own_models
+    if not personal or not others:
+        return ""
+    primary = comparison.study.task.primary
+    words = comparison.study.task.primary_in_words
+    return (
+        f"Not like with like: the {words} of {', '.join(personal)} is that of clients' own models, each on "
+        f"the test examples that are dealt to its client; that of {', '.join(others)} is one model's on all "
+        "test examples, which is another question. `FineTune` with `finetune_steps: 0` asks FedAvg the first "
+        f"one, and `global/{primary}` is the answer to the second one of methods that have one model for all."
+    )
 
 
 def _gap(gap: Difference | None) -> str:

@@ -9,12 +9,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from fl_lightning.errors import InputError
-from fl_lightning.study.report.comparison import Comparison
-from fl_lightning.study.report.looks import counted
-from fl_lightning.study.report.verdicts import check_task
-from fl_lightning.study.results.gather import check_comparable, gather_registered
-from fl_lightning.study.results.runs import FinishedRun, Results
-from fl_lightning.study.spec.registration import (
+from fl_lightning.study.plan.registration import (
     TAG,
     TAG_LENGTH,
     Registration,
@@ -22,6 +17,11 @@ from fl_lightning.study.spec.registration import (
     registered_hash,
     seedless_hash,
 )
+from fl_lightning.study.report.comparison import Comparison
+from fl_lightning.study.report.looks import counted
+from fl_lightning.study.report.verdicts import check_task
+from fl_lightning.study.results.gather import check_comparable, gather_registered
+from fl_lightning.study.results.runs import FinishedRun, Results
 
 Status = Literal["as registered", "not as registered", "registered late", "not registered"]
 
@@ -32,7 +32,7 @@ class RegistrationReport:
 
     Args:
         status: ``registered late``: runs were there before.
-        line: the first line of the report.
+        line: the first line of the report, below its title.
         differences: what differs from the registered plan, one clause each.
         sha256: the hash of the registered plan, or empty.
         dates: of the registration and its amendments.

@@ -1,10 +1,9 @@
-"""The tables of a report, as text in cells; and a table as Markdown, as LaTeX (booktabs) or for the
-terminal."""
+"""The tables of a report, as text in cells; and a table as Markdown or for the terminal."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import isfinite
 from typing import Any
 
@@ -25,22 +24,15 @@ from fl_lightning.study.metric_names import (
     seeds,
     words_of,
 )
+from fl_lightning.study.plan.quantities import PRIMARY, metric_of
+from fl_lightning.study.plan.selection import described, selected_metrics
+from fl_lightning.study.plan.tuned import TunedRecord
 from fl_lightning.study.report.comparison import Comparison, Difference, Levels, name_of
 from fl_lightning.study.report.judging import Judgement
 from fl_lightning.study.report.verdicts import Verdict, premise_verdicts
 from fl_lightning.study.report.verdicts import verdicts as every_verdict
-from fl_lightning.study.spec.quantities import PRIMARY, metric_of
-from fl_lightning.study.spec.selection import described, selected_metrics
-from fl_lightning.study.spec.tuned import TunedRecord
 from fl_lightning.study.statistics import mean_std
 
-LATEX = str.maketrans(
-    {character: f"\\{character}" for character in "%&_#${}"}
-    | {character: f"${character}$" for character in "<>="}
-    | {"\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}"}
-    | {"±": r"$\pm$", "−": "$-$"}
-)
-"""How characters that mean something to LaTeX are written."""
 AVERAGE, LAYER = "bits/average", "bits/layer/"
 """The metric of the average, and the beginning of the metrics of the layers."""
 FULL_PRECISION = 32
@@ -50,6 +42,8 @@ BIT_CHANGES = {
     "total/bits_moved": "changes of a layer's width by the server, all rounds",
 }
 """The sums over rounds below the table of bits."""
+OVER_SEEDS = "mean ± standard deviation over seeds"
+"""What a cell of most tables holds."""
 STYLES = {"holds": "green", "fails": "red", "undecided": "yellow", "not tested": "magenta"}
 """Colours of decisions in the terminal."""
 
@@ -59,18 +53,27 @@ class ReportTable:
     """A table of a report.
 
     Args:
-        title: the line above it.
+        title: its heading, a few words.
         cells: the text of its cells.
         texts: the number of leading columns that are text; the others are numbers.
+        caption: what its numbers are; it begins with a small letter and has no full stop.
     """
 
     title: str
     cells: pd.DataFrame
     texts: int = 1
+    caption: str = ""
 
     @classmethod
-    def of(cls, title: str, header: list[str], rows: Sequence[Sequence[str]], texts: int = 1) -> ReportTable:
-        return cls(title, pd.DataFrame(list(rows), columns=header, dtype=object), texts)
+    def of(
+        cls, title: str, header: list[str], rows: Sequence[Sequence[str]], texts: int = 1, caption: str = ""
+    ) -> ReportTable:
+        return cls(title, pd.DataFrame(list(rows), columns=header, dtype=object), texts, caption)
+
+    @property
+    def line(self) -> str:
+        """Title and caption in one line."""
+        return f"{self.title}: {self.caption}" if self.caption else self.title
 
     @property
     def header(self) -> list[str]:
@@ -90,25 +93,16 @@ class ReportTable:
         lines.insert(1, " | ".join(rule))
         return "\n".join(f"| {line} |" for line in lines)
 
-    def latex(self) -> str:
-        """Return a tabular environment; it needs the package booktabs."""
-        cells = self.cells.map(lambda cell: cell.translate(LATEX))
-        cells.columns = [name.translate(LATEX) for name in self.header]
-        # after the \\ of the line above, a first [ or * would be its argument
-        cells.isetitem(0, cells.iloc[:, 0].str.replace(r"^[\[*]", r"{\g<0>}", regex=True))
-        columns = "l" * self.texts + "r" * (len(self.header) - self.texts)
-        text = cells.style.hide(axis="index").to_latex(hrules=True, column_format=columns)
-        return f"% {self.title}\n{text}"
-
     def without(self, *names: str) -> ReportTable:
         """Return the table without some columns."""
         texts = sum(name not in names for name in self.header[: self.texts])
-        return ReportTable(self.title, self.cells.drop(columns=[*names], errors="ignore"), texts)
+        cells = self.cells.drop(columns=[*names], errors="ignore")
+        return replace(self, cells=cells, texts=texts)
 
     def rich(self) -> Table:
         """Return the table for the terminal, where Markdown's marks are left out."""
         style: dict[str, Any] = {"title_justify": "left", "title_style": "bold", "box": SIMPLE_HEAD}
-        table = Table(title=self.title, pad_edge=False, **style)
+        table = Table(title=self.line, pad_edge=False, **style)
         for i, name in enumerate(self.header):
             table.add_column(name, justify="left" if i < self.texts else "right", overflow="fold")
         for row in self.rows:
@@ -119,7 +113,8 @@ class ReportTable:
         return table
 
 
-def _at(levels: Levels) -> str:
+def at(levels: Levels) -> str:
+    """Return the end of a title: at which levels the numbers are."""
     return f" at {name_of(levels)}" if levels else ""
 
 
@@ -128,16 +123,17 @@ def results(comparison: Comparison, levels: Levels) -> ReportTable:
 
     All columns are of the model that the study selects, or of the whole run.
     """
-    title = f"Results{_at(levels)}: {_model(comparison)}; mean ± standard deviation over seeds"
-    return _means(comparison, levels, _headline(comparison), title, True)
+    of = f"{model_of(comparison)}; {OVER_SEEDS}"
+    return means_of(comparison, levels, headline_of(comparison), f"Results{at(levels)}", of, best_first=True)
 
 
-def _model(comparison: Comparison) -> str:
+def model_of(comparison: Comparison) -> str:
     """Return which model the tables are of, in words."""
     return described(comparison.study.selection, comparison.study.task.primary_in_words)
 
 
-def _headline(comparison: Comparison) -> list[Column]:
+def headline_of(comparison: Comparison) -> list[Column]:
+    """Return the columns of the table of results."""
     study = comparison.study
     selected = selected_metrics(study.selection, study.task.primary)
     return headline(study.metric, selected, comparison.metrics, study.task)
@@ -149,13 +145,13 @@ def other_results(comparison: Comparison, levels: Levels) -> ReportTable | None:
     of_the_run = (*OF_THE_RUN, metric_of("auc", other.study.selection, other.study.task.primary))
     columns = [
         one
-        for one in _headline(other)
+        for one in headline_of(other)
         if one.metric not in of_the_run and _is_complete(other, one.metric, levels)
     ]
     if not columns:
         return None
-    title = f"Beside it{_at(levels)}: {_model(other)}; mean ± standard deviation over seeds"
-    return _means(other, levels, columns, title, True)
+    of = f"{model_of(other)}; {OVER_SEEDS}"
+    return means_of(other, levels, columns, f"Beside it{at(levels)}", of, best_first=True)
 
 
 def _is_complete(comparison: Comparison, metric: str, levels: Levels) -> bool:
@@ -186,9 +182,8 @@ def bits(comparison: Comparison, levels: Levels) -> ReportTable | None:
         [said, *(column(name).mean(comparison.values(name, label, levels).tolist()) for label in quantised)]
         for name, said in rows
     ]
-    model = _model(comparison).partition(",")[0]
-    title = f"Magnitude bits per weight{_at(levels)}: {model}; mean ± standard deviation over seeds"
-    return ReportTable.of(title, ["layer", *quantised], cells)
+    title, model = f"Magnitude bits per weight{at(levels)}", model_of(comparison).partition(",")[0]
+    return ReportTable.of(title, ["layer", *quantised], cells, caption=f"{model}; {OVER_SEEDS}")
 
 
 def _in_order(comparison: Comparison, layers: Sequence[str]) -> list[str]:
@@ -203,7 +198,7 @@ def clocks(comparison: Comparison, levels: Levels) -> ReportTable:
     measured = [name for name in comparison.metrics if is_timing(name)]
     names = dict.fromkeys([*(one.metric for one in CLOCKS if one.metric in measured), *measured])
     columns = [column(name) for name in names]
-    return _means(comparison, levels, columns, f"Time{_at(levels)}, mean ± standard deviation over seeds")
+    return means_of(comparison, levels, columns, f"Time{at(levels)}", OVER_SEEDS)
 
 
 def target(comparison: Comparison, levels: Levels) -> ReportTable | None:
@@ -215,16 +210,22 @@ def target(comparison: Comparison, levels: Levels) -> ReportTable | None:
     shown = f"{value:.1%} test {words_of(task.primary)}"
     if not task.is_share(task.primary):
         shown = f"a test {words_of(task.primary)} of {value:g}"
-    title = f"Until {shown}{_at(levels)}"
-    table = _means(comparison, levels, columns, title)
+    table = means_of(comparison, levels, columns, f"Until {shown}{at(levels)}")
     reached = comparison.table("target/rounds", levels).count()
     counts = [f"{reached[row[0]]} of {len(comparison.runs(row[0], levels))}" for row in table.rows]
-    return ReportTable(title, table.cells.assign(**{"seeds that reach it": counts}))
+    return replace(table, cells=table.cells.assign(**{"seeds that reach it": counts}))
 
 
-def _means(
-    comparison: Comparison, levels: Levels, columns: list[Column], title: str, best_first: bool = False
+def means_of(
+    comparison: Comparison,
+    levels: Levels,
+    columns: Sequence[Column],
+    title: str,
+    caption: str = "",
+    *,
+    best_first: bool = False,
 ) -> ReportTable:
+    """Return mean and standard deviation of some metrics, by method."""
     counts = {label: len(comparison.runs(label, levels)) for label in comparison.labels}
     labels = [label for label in comparison.labels if counts[label]]
     if best_first:
@@ -239,7 +240,7 @@ def _means(
         return one.mean(values) + (f" ({len(values)} of {counts[label]})" if some else "")
 
     rows = [[label, str(counts[label]), *(written(label, one) for one in columns)] for label in labels]
-    return ReportTable.of(title, ["method", "seeds", *cells], rows)
+    return ReportTable.of(title, ["method", "seeds", *cells], rows, caption=caption)
 
 
 def differences(comparison: Comparison, levels: Levels) -> ReportTable | None:
@@ -249,8 +250,8 @@ def differences(comparison: Comparison, levels: Levels) -> ReportTable | None:
     if not tested:
         return None
     rows = [{"difference": f"{one.a} − {one.b}", **difference_cells(one, "mean")} for one in tested]
-    title = f"Differences in {written.title}{_at(levels)}, paired by seed"
-    return ReportTable(title, pd.DataFrame(rows, dtype=object))
+    caption = f"in {written.title}, paired by seed"
+    return ReportTable(f"Differences{at(levels)}", pd.DataFrame(rows, dtype=object), caption=caption)
 
 
 def tuned(record: TunedRecord) -> ReportTable:
@@ -301,10 +302,10 @@ def degradation(comparison: Comparison) -> ReportTable | None:
         {"method": f"{label} ({name_of(others)})" if others else label, **difference_cells(one, "drop")}
         for others, label, one in comparison.degradations()
     ]
-    stress = f"{entry['axis']}: {entry['clean']} against {entry['stressed']}"
+    sides = f"{entry['clean']} against {entry['stressed']}"
     what = comparison.column(comparison.study.metric).title
-    title = f"Degradation of {what}, {stress}; positive: worse under stress"
-    table = ReportTable(title, pd.DataFrame(rows, dtype=object))
+    caption = f"of {what}, {sides}; positive: worse under stress"
+    table = ReportTable(f"Degradation by {entry['axis']}", pd.DataFrame(rows, dtype=object), caption=caption)
     return table.without("p (Holm)", "p (Wilcoxon)", "detectable", "seeds needed")
 
 
@@ -360,7 +361,7 @@ def claims(comparison: Comparison) -> tuple[ReportTable | None, list[str]]:
             texts.append(": ".join([*path, str(value)]))
             continue
         rows.append([label, names[0], str(value), _measured(comparison, names[0], label, levels)])
-    header = ["method", "what", "claimed", f"measured{_at(levels)}"]
+    header = ["method", "what", "claimed", f"measured{at(levels)}"]
     return (ReportTable.of("Claimed and measured", header, rows, 2) if rows else None), texts
 
 

@@ -24,8 +24,8 @@ import pandas as pd
 
 from fl_lightning.run.clients import ABOUT, FILE
 from fl_lightning.study.metric_names import direction
+from fl_lightning.study.plan.registration import level_key
 from fl_lightning.study.results.runs import ExcludedRun, FinishedRun, Results, selected_round
-from fl_lightning.study.spec.registration import level_key
 from fl_lightning.study.statistics import Interval, bootstrap_interval, mean_std
 
 ALONE = "LocalOnly"

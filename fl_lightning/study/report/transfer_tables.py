@@ -8,8 +8,8 @@ from math import inf, isfinite
 from typing import Any
 
 from fl_lightning.study.metric_names import Column, measure_column
-from fl_lightning.study.report.comparison import Comparison, Levels, name_of
-from fl_lightning.study.report.tables import ReportTable, interval
+from fl_lightning.study.report.comparison import Comparison, Levels
+from fl_lightning.study.report.tables import ReportTable, at, interval
 from fl_lightning.study.report.transfer import SeedSummary
 
 SHARE = Column("below", "clients below zero (%)", 100, 1, " points")
@@ -65,8 +65,8 @@ def of_clients(comparison: Comparison, levels: Levels, metric: str) -> ReportTab
         name = f"{label} (alone)" if label == transfer.alone else label
         worst = _with_interval(written, found.worst, bounds=_range(comparison, metric))
         rows.append([name, str(len(found.worst.values)), clients, *gains, worst])
-    title = f"Negative transfer{_at(levels)}: gain of a client in {written.title} against {transfer.alone}"
-    return ReportTable.of(title, header, rows)
+    title = f"Negative transfer in {written.title}{at(levels)}"
+    return ReportTable.of(title, header, rows, caption=f"gain of a client against {transfer.alone}")
 
 
 def of_kinds(comparison: Comparison, levels: Levels, metric: str) -> ReportTable:
@@ -85,7 +85,8 @@ def of_kinds(comparison: Comparison, levels: Levels, metric: str) -> ReportTable
         for name in names
     ]
     what = f"{written.title} on test examples, and gain{_unit(written)} against {transfer.alone}"
-    return ReportTable.of(f"Negative transfer by kind{_at(levels)}: {what}", header, rows)
+    title = f"Negative transfer by kind in {written.title}{at(levels)}"
+    return ReportTable.of(title, header, rows, caption=what)
 
 
 def _range(comparison: Comparison, metric: str) -> tuple[float, float]:
@@ -93,10 +94,6 @@ def _range(comparison: Comparison, metric: str) -> tuple[float, float]:
     if comparison.study.task.is_share(metric.rpartition("/")[2]):
         return 0.0, 1.0
     return float(metric.endswith("perplexity")), inf
-
-
-def _at(levels: Levels) -> str:
-    return f" at {name_of(levels)}" if levels else ""
 
 
 def _unit(written: Column) -> str:

@@ -9,17 +9,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from difflib import get_close_matches
 
 import pandas as pd
 
 from fl_lightning.errors import InputError, require
+from fl_lightning.study.plan.criteria import Criterion, check_needs
+from fl_lightning.study.plan.quantities import ACCURACY, PRIMARY, Quantity, metric_of
+from fl_lightning.study.plan.study import Study
 from fl_lightning.study.report.comparison import Comparison, Levels, name_of
 from fl_lightning.study.report.judging import Decision, Judgement, judge
-from fl_lightning.study.spec.criteria import Criterion, check_needs
-from fl_lightning.study.spec.plan import Study
-from fl_lightning.study.spec.quantities import ACCURACY, PRIMARY, Quantity, metric_of
 from fl_lightning.study.statistics import PairedTest, paired_test
+from fl_lightning.support.near_names import nearest_or_list
 
 
 @dataclass(frozen=True)
@@ -230,6 +230,6 @@ def check_criteria(comparison: Comparison) -> None:
             for metric in quantity.recorded:
                 there = metric in known or quantity.labels[0] not in comparison.labels
                 if not there and not comparison.study.test:
-                    near = get_close_matches(metric, known, n=1, cutoff=0.0)[0]
                     given = f"criterion {criterion.text!r}: {metric}"
+                    near = nearest_or_list(metric, sorted(known))
                     raise InputError(given, "no run has this metric", f"write {near}")

@@ -5,13 +5,15 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
 from fl_lightning.errors import InputError, require
 from fl_lightning.settings import settings_hash
 from fl_lightning.study.metric_names import higher_is_better
+from fl_lightning.study.plan.kinds import folder_of, is_study_file
+from fl_lightning.study.plan.registration import level_key, registered_study, seedless_hash
+from fl_lightning.study.plan.study import Cell, Study
 from fl_lightning.study.results.labels import label_all
 from fl_lightning.study.results.run_records import RunRecord, from_store, read_cells, read_folder
 from fl_lightning.study.results.runs import (
@@ -21,8 +23,7 @@ from fl_lightning.study.results.runs import (
     Results,
     selected,
 )
-from fl_lightning.study.spec.plan import Cell, Study
-from fl_lightning.study.spec.registration import level_key, registered_study, seedless_hash
+from fl_lightning.support.near_names import nearest
 from fl_lightning.support.packaged import find_config
 from fl_lightning.support.redaction import redact
 from fl_lightning.tracking.runs import read_runs
@@ -89,20 +90,11 @@ def _with_rule_of_sweep(plan: Study, folder: Path) -> Study:
 
 def locate(study: str, root: Path, must_exist: bool = True) -> tuple[Study | None, Path]:
     """Return the study, if there is a file of it, and the folder of its runs."""
-    path = Path(study)
-    if path.suffix in (".yaml", ".yml") or path.is_file():
-        path = find_config(path) or path
+    if is_study_file(study):
+        path = find_config(study) or Path(study)
         plan = Study.read(path, find_configs=False)
         return _with_rule_of_sweep(plan, root / plan.name), root / plan.name
-    folder = next((folder for folder in (root / study, path) if folder.is_dir()), None)
-    if folder is None:
-        if not must_exist:
-            return None, root / study
-        known = sorted(entry.name for entry in root.iterdir() if entry.is_dir()) if root.is_dir() else []
-        near = get_close_matches(study, known, n=1, cutoff=0.0)
-        instead = f"write --study {near[0]}" if near else "name another --root"
-        rule = f"it is the name of a study in {root}, a study's YAML file, or a folder of runs"
-        raise InputError(f"--study {study}", rule, instead)
+    folder = folder_of(study, root, must_exist)
     file = folder / "study.yaml"
     return (Study.read(file, find_configs=False) if file.is_file() else None), folder
 
@@ -200,9 +192,9 @@ def with_metric(results: Results, metric: str | None) -> Results:
     study = results.study
     known = sorted({name for run in results.runs for name in run.metrics})
     if study.metric not in known:
-        near = [*get_close_matches(study.metric, known, n=1, cutoff=0.0), study.selected_metric]
+        near = nearest(study.metric, known) or study.selected_metric
         rule = f"no run of {study.name} has it"
-        raise InputError(f"metric {study.metric}", rule, f"write --metric {near[0]}")
+        raise InputError(f"metric {study.metric}", rule, f"write --metric {near}")
     higher_is_better(study.metric, study.task)
     return replace(results, study=study)
 

@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from fl_lightning.settings import is_free, settings_hash
+from fl_lightning.study.plan.study import Study
+from fl_lightning.study.plan.variations import RESERVED, Variation
 from fl_lightning.study.results.run_records import RunRecord
 from fl_lightning.study.results.runs import ExcludedRun, FinishedRun, Results
-from fl_lightning.study.spec.plan import RESERVED, Study, Variation
 
 MAX_SETTINGS_LENGTH = 60
 """Characters of settings in a label; longer ones are shown as a hash."""

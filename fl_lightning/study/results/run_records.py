@@ -5,16 +5,18 @@ from __future__ import annotations
 import csv
 import json
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from fl_lightning.errors import InputError
+from fl_lightning.run.checkpoint import CheckpointError, load_document
 from fl_lightning.run.clients import FILE as CLIENTS
 from fl_lightning.run.directory import numbered
-from fl_lightning.run.tables import numbers
+from fl_lightning.run.paths import checkpoints_in
+from fl_lightning.run.tables import CsvTable, numbers
 from fl_lightning.settings import config_of, is_free, settings_hash
 from fl_lightning.support.recorded import not_recorded
 
@@ -94,10 +96,11 @@ def read_directory(path: Path) -> RunRecord:
         clients = _text(path / CLIENTS)
         settings = config_of(path) if (path / file).exists() else {}
         unknown = _not_recorded(settings) if (path / file).exists() else ""
-    except (OSError, ValueError, AttributeError, TypeError) as error:
+    except (OSError, ValueError, AttributeError, TypeError, RecursionError, csv.Error) as error:
         reason = getattr(error, "strerror", None) or str(error)
         return RunRecord(path.name, str(path), metadata, [], {}, f"{file} cannot be read: {reason}")
-    wrong, checkpoint = problem(metadata, history) or unknown, str(document.get("chosen", "last"))
+    wrong = problem(metadata, history) or _changed_metrics(path, metadata, history) or unknown
+    checkpoint = str(document.get("chosen", "last"))
     return RunRecord(
         path.name,
         str(path),
@@ -117,7 +120,12 @@ def from_store(entry: Mapping[str, Any]) -> RunRecord:
 
     There, what ``test`` measured is among the metrics, at the round of its checkpoint.
     """
-    metadata, history = entry["metadata"], entry["history"]
+    metadata = entry["metadata"]
+    # charts of MLflow alone are second copies
+    history = [
+        {name: value for name, value in row.items() if not name.startswith("Main/")}
+        for row in entry["history"]
+    ]
     points: dict[str, list[tuple[Any, float]]] = {}
     for row in history:
         for name, value in row.items():
@@ -157,6 +165,37 @@ def _mapping(path: Path) -> dict[str, Any]:
 
 def _numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
     return {name: float(value) for name, value in metrics.items() if is_number(value)}
+
+
+def _changed_metrics(run: Path, metadata: Mapping[str, Any], history: Sequence[Mapping[str, float]]) -> str:
+    """Return that the rounds in ``metrics.csv``, or the ``final/*`` of ``metadata.json``, are not those that
+    the run wrote, by the hash in its newest checkpoint that can be read; empty where they are, and for a run
+    without checkpoints."""
+    table = CsvTable(run / "metrics.csv", run / "metrics.csv")
+    for checkpoint in checkpoints_in(run / "checkpoints"):
+        with suppress(CheckpointError, KeyError, TypeError):
+            mark = load_document(checkpoint, "progress")["tables"]["metrics"]
+            if table.holds(mark):
+                if mark["rows"] != len(history):
+                    return (
+                        f"its newest checkpoint, {checkpoint.name}, is of {mark['rows']} rounds, and "
+                        f"metrics.csv has {len(history)}: nothing says that the others are the run's"
+                    )
+                return _changed_summary(metadata, history)
+            return (
+                f"metrics.csv was changed since the run wrote it, by its SHA-256 in checkpoints/"
+                f"{checkpoint.name}; checkpoints/metrics.csv is its copy"
+            )
+    return ""
+
+
+def _changed_summary(metadata: Mapping[str, Any], history: Sequence[Mapping[str, float]]) -> str:
+    """Return which ``final/*`` of ``metadata.json`` is not what the rounds say; empty where none is."""
+    for name, value in metadata.items():
+        of_test = [row[f"test/{name[6:]}"] for row in history if f"test/{name[6:]}" in row]
+        if name.startswith("final/") and of_test and is_number(value) and value != of_test[-1]:
+            return f"metadata.json has {name} {value:.6g}, and its last round has {of_test[-1]:.6g}"
+    return ""
 
 
 def _not_recorded(settings: Mapping[str, Any]) -> str:
@@ -208,7 +247,7 @@ def read_cells(folder: Path) -> dict[str, dict[str, Any]]:
     """Return what a study's ``cells.json`` says of each cell, by name; empty when it cannot be read."""
     try:
         return {entry["name"]: entry for entry in json.loads((folder / "cells.json").read_bytes())}
-    except (OSError, ValueError, TypeError, KeyError):
+    except (OSError, ValueError, TypeError, KeyError, RecursionError):
         return {}
 
 

@@ -7,16 +7,16 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from math import fsum, isfinite, isnan, nan
 from statistics import fmean, median
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from fl_lightning.study.metric_names import CLASSIFICATION, TaskMetrics
-from fl_lightning.study.results.run_records import RunRecord
-from fl_lightning.study.spec.quantities import OVER
+from fl_lightning.study.plan.quantities import OVER
+from fl_lightning.study.results.run_records import RunRecord, is_number
 
 if TYPE_CHECKING:
-    from fl_lightning.study.spec.plan import Study
-    from fl_lightning.study.spec.selection import Selection
-    from fl_lightning.study.spec.stopping import Stopping
+    from fl_lightning.study.plan.selection import Selection
+    from fl_lightning.study.plan.stopping import Stopping
+    from fl_lightning.study.plan.study import Study
 
 NO_RUN = "no run"
 """The beginning of the reason why a cell without a run is not in the comparison."""
@@ -104,6 +104,13 @@ class FinishedRun:
         return TaskMetrics.of_run(self.record.metadata)
 
     @property
+    def constant_guess(self) -> float:
+        """The best value of the primary metric that one answer to all examples of the test set has; NaN where
+        the run does not say, as runs of before and some tasks do not."""
+        found = self.record.metadata.get("constant_guess")
+        return float(found) if isinstance(found, (int, float)) else nan
+
+    @property
     def partition(self) -> str:
         return str(self.record.metadata.get("partition_sha256"))
 
@@ -165,7 +172,8 @@ def run_metrics(
       primary metric, is its value on the test set in the round that validation chose.
     - ``total/*`` is the bytes over all rounds, ``total/bits_pruned`` and ``total/bits_moved`` the sums of
       ``bits/pruned`` and ``bits/moved``, and ``client/*`` the bytes per client that trained and round.
-    - ``privacy/epsilon`` is that of all rounds, whichever is selected: all models were to be seen.
+    - ``privacy/epsilon`` is that of all rounds, whichever is selected: all models were to be seen; of a
+      deployment also of rounds that were taken back.
     - ``time/round`` and ``time/train`` are the median seconds of a round without the first three;
       ``time/total`` is the seconds of all rounds.
     - Of the other metrics of the rounds, the last one measured until the selected round counts.
@@ -204,7 +212,7 @@ def run_metrics(
         if f"bits/{name}" in columns:
             metrics[f"total/bits_{name}"] = sum(columns[f"bits/{name}"])
     if "privacy/epsilon" in history[-1]:
-        metrics["privacy/epsilon"] = history[-1]["privacy/epsilon"]
+        metrics["privacy/epsilon"] = max(history[-1]["privacy/epsilon"], _epsilon_spent(record.metadata))
     trained = sum(columns.get("clients/trained", []))
     for name in ("upload", "download") if trained else ():
         metrics[f"client/{name}_bytes"] = sum(columns.get(f"comm/{name}_bytes", [])) / trained
@@ -221,6 +229,15 @@ def run_metrics(
         reached = to_target(history, target, task)
         metrics |= dict(zip(("target/rounds", "target/megabytes"), reached, strict=True))
     return {name: float(metrics[name]) for name in sorted(metrics)}  # floats, as MLflow has them
+
+
+def _epsilon_spent(metadata: Mapping[str, Any]) -> float:
+    """Return epsilon of all noisy sums that a deployment has begun, by its ``metadata.json``; 0 where that
+    does not say."""
+    found: Any = metadata
+    for name in ("deployment", "privacy", "epsilon"):
+        found = found.get(name) if isinstance(found, Mapping) else None
+    return float(found) if is_number(found) else 0.0
 
 
 def selected_round(record: RunRecord, selection: Selection) -> float:

@@ -12,8 +12,8 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
+from fl_lightning.study.plan.study import Study
 from fl_lightning.study.results.runs import NO_RUN, ExcludedRun, Results
-from fl_lightning.study.spec.plan import Study
 
 
 def complete_seeds(results: Results) -> list[int]:

@@ -1,0 +1,1 @@
+"""From the uploads of a round to the server's next state."""

@@ -1,0 +1,227 @@
+"""What uploads add to the server's sums, and the means that the server makes of them.
+
+A method whose server needs nothing but sums says what one upload adds (``Method.addends``) and what the
+means become (``Method.next_state``). The sums are of integers (:mod:`fl_lightning.aggregation.exact_sum`), so
+they do not depend on the order of uploads.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from fl_lightning.aggregation.averages import Average, GuidedAverage
+from fl_lightning.aggregation.exact_sum import ExactSum, exact_mean
+from fl_lightning.distributed.collectives import gather_bytes, sum_over_ranks, world_size
+from fl_lightning.errors import MisuseError
+
+
+@dataclass(frozen=True, slots=True)
+class Addend:
+    """What one upload adds to one sum: w x, with w = weight / most.
+
+    Args:
+        values: x, a vector ``[P]`` of values of less than 2^20.
+        weight: an integer from 1 to ``most``, such as n_k.
+        most: largest weight that a client may have, known before anybody has answered.
+        start: what the round started from, ``[P]``, where the server's ``average`` decides what becomes of
+            the clients' vectors; None where it is always the weighted mean.
+    """
+
+    values: Tensor
+    weight: int = 1
+    most: int = 1
+    start: Tensor | None = None
+
+
+class Sums:
+    """Sums by name over the clients of a round.
+
+    Args:
+        average: the server's rule for addends that have a ``start``.
+        cohort: most clients that may be added.
+        guides: the updates that ``average`` goes by, where it does, by the name of the sum.
+    """
+
+    deviation: float = 0.0
+    """Standard deviation of the noise on each value of a sum; 0 where sums are exact."""
+
+    def __init__(self, average: Average, cohort: int, guides: Mapping[str, Tensor] | None = None) -> None:
+        self.average, self.cohort, self.guides = average, cohort, guides or {}
+        self._parts: dict[str, Part] = {}
+        self._averaged: dict[str, Tensor] = {}
+
+    def add(self, name: str, addends: Sequence[Addend]) -> None:
+        """Add what several uploads add to one sum.
+
+        Raises:
+            MisuseError: the weights are in different units.
+        """
+        first = addends[0]
+        if any(addend.most != first.most for addend in addends):
+            raise MisuseError(
+                f"addends {name!r} with different largest weights",
+                "the weights of one sum have one unit",
+                "give all the same most",
+            )
+        weights = [addend.weight for addend in addends]
+        vectors = [addend.values for addend in addends]
+        if first.start is not None:
+            if not self.average.is_sum:
+                shares = [weight / sum(weights) for weight in weights]
+                self._averaged[name] = self._average(name, vectors, shares, first.start)
+                return
+            vectors = [self.average.bounded(vector, first.start) for vector in vectors]
+        self._parts[name] = Part(vectors, weights, first.most)
+
+    def _average(
+        self, name: str, vectors: Sequence[Tensor], shares: Sequence[float], start: Tensor
+    ) -> Tensor:
+        average = self.average
+        if not (isinstance(average, GuidedAverage) and average.guide):
+            return average(vectors, shares, start)
+        if name not in self.guides:
+            raise MisuseError(
+                f"addends {name!r} with a start, which starts() does not have",
+                f"{type(average).__name__} goes by an update of each",
+                "override starts, as addends is",
+            )
+        return average.guided(vectors, shares, start, self.guides[name])
+
+    def add_merged(self, name: str, total: ExactSum, weight: int, most: int) -> None:
+        """Take one sum over all clients, added up elsewhere.
+
+        Args:
+            name: of the sum.
+            total: sum w x over the clients.
+            weight: the sum of their weights, in units of 1 / ``most``.
+            most: largest weight of one client.
+        """
+        self._parts[name] = Part([], [weight], most, total)
+
+    def __iter__(self) -> Iterator[str]:
+        """Yield the names of the sums."""
+        yield from (*self._parts, *self._averaged)
+
+    def mean(self, name: str) -> Tensor:
+        """Return sum w x / sum w over the clients, or what the server's ``average`` makes of them; float32
+        ``[P]``.
+
+        Raises:
+            MisuseError: vectors of different sizes, or values out of range.
+        """
+        if name in self._averaged:
+            return self._averaged[name]
+        part = self._parts[name]
+        if part.merged is not None:
+            return part.merged.mean(part.total_weight)
+        return exact_mean(part.vectors, part.shares, part.total_weight, self.cohort)
+
+    def total(self, name: str) -> Tensor:
+        """Return sum w x over the clients; float64 ``[P]``.
+
+        Raises:
+            MisuseError: as :meth:`mean`.
+        """
+        part = self._parts[name]
+        return (part.merged or part.exact_sum(self.cohort)).total()
+
+    def merge_ranks(self) -> None:
+        """Add what the other processes of the run added to sums of the same names.
+
+        Each process sends and receives about twice 8 bytes a value, however many clients there are.
+
+        Raises:
+            RankLost: a process died or did not answer in time.
+        """
+        if world_size() == 1:
+            return
+        forms = {name: [part.size, part.most, sum(part.weights)] for name, part in self._parts.items()}
+        of_ranks = [json.loads(form) for form in gather_bytes(json.dumps(forms).encode())]
+        for name in sorted({name for of_rank in of_ranks for name in of_rank}):
+            found = [of_rank[name] for of_rank in of_ranks if name in of_rank]
+            size, most = found[0][:2]
+            part = self._parts.get(name) or Part([], [], most)
+            merged = part.exact_sum(self.cohort, size)
+            merged.integers = sum_over_ranks(merged.integers)
+            self._parts[name] = Part([], [sum(weight for *_, weight in found)], most, merged)
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One sum: what this process has of it, and what all have once they are merged."""
+
+    vectors: list[Tensor]
+    weights: list[int]
+    most: int
+    merged: ExactSum | None = None
+
+    @property
+    def size(self) -> int:
+        return len(self.vectors[0])
+
+    @property
+    def shares(self) -> list[float]:
+        return [weight / self.most for weight in self.weights]
+
+    @property
+    def total_weight(self) -> float:
+        return sum(self.weights) / self.most
+
+    def exact_sum(self, cohort: int, size: int | None = None) -> ExactSum:
+        exact = ExactSum(self.size if size is None else size, cohort)
+        if self.vectors:
+            exact.add(self.vectors, self.shares)
+        return exact
+
+
+def integers_of(addends: Mapping[str, Addend], average: Average, cohort: int) -> dict[str, Tensor]:
+    """Return the integers that one client adds to each sum, before they are masked: q =
+    round_half_even(w x 2^F), int64 ``[P]`` by name.
+
+    Added up over clients, in any order, they are the integers of :class:`Sums` of the same addends. They
+    leave room for ``cohort`` clients: no sum wraps around.
+
+    Args:
+        addends: what the client's upload adds, by name.
+        average: the server's rule, which must be a weighted mean; a client bounds its own vector by it.
+        cohort: most clients that may be added, which fixes F.
+
+    Raises:
+        MisuseError: the average is no weighted mean, or values or weights are out of range.
+    """
+    integers = {}
+    for name, addend in addends.items():
+        vector = addend.values
+        if addend.start is not None:
+            if not average.is_sum:
+                raise MisuseError(
+                    f"integers of a {type(average).__name__}",
+                    "it needs the single vectors",
+                    "average with WeightedMean or NormClipping",
+                )
+            vector = average.bounded(vector, addend.start)
+        exact = ExactSum(len(vector), cohort)
+        exact.add([vector], [addend.weight / addend.most])
+        integers[name] = exact.integers
+    return integers
+
+
+def sums_of(
+    addends: Sequence[Mapping[str, Addend]],
+    average: Average,
+    cohort: int,
+    guides: Mapping[str, Tensor] | None = None,
+) -> Sums:
+    """Return the sums of what uploads add."""
+    sums, by_name = Sums(average, cohort, guides), defaultdict(list)
+    for each in addends:
+        for name, addend in each.items():
+            by_name[name].append(addend)
+    for name, of_one in by_name.items():
+        sums.add(name, of_one)
+    return sums

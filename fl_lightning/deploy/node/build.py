@@ -1,0 +1,102 @@
+"""A federation from a configuration file, on a node."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from fl_lightning.cli.import_gate import more_imports
+from fl_lightning.cli.parser import FederatedCLI
+from fl_lightning.deploy.node.node import Build, Count
+from fl_lightning.deploy.node.own_data import OwnData, form_of
+from fl_lightning.deploy.protocol.gate import KEY, names_in
+from fl_lightning.errors import require
+from fl_lightning.federation import Federation
+from fl_lightning.support import disk
+from fl_lightning.support.packaged import find_config, layers
+
+
+def builder(overlays: Sequence[Path] = (), own: OwnData | None = None) -> Build:
+    """Return what builds federations from configuration files.
+
+    Args:
+        overlays: configuration files of the node's own, layered over the run's: where its data lie, and on
+            which device it trains.
+        own: the node's own data; None: it has its part of the data that the run names.
+    """
+
+    owned = _names_of_owner(overlays, own)
+
+    def build(path: Path) -> Federation:
+        with more_imports(owned):
+            return prepared(path)
+
+    def prepared(path: Path) -> Federation:
+        cli = _parsed(path, overlays, own)
+        return cli.trainer.prepare(cli.model, cli.datamodule, seed=cli.config["seed_everything"])
+
+    return build
+
+
+def counter(overlays: Sequence[Path] = (), own: OwnData | None = None) -> Count:
+    """Return what counts a node's own examples for the run of a configuration file."""
+
+    owned = _names_of_owner(overlays, own)
+
+    def count(path: Path) -> dict[str, Any]:
+        with more_imports(owned):
+            return counted(path)
+
+    def counted(path: Path) -> dict[str, Any]:
+        cli = _parsed(path, overlays, own)
+        cli.datamodule.prepare_data()
+        cli.datamodule.setup("fit")
+        assert own is not None
+        return own.census(cli.datamodule, cli.config["seed_everything"])
+
+    return count
+
+
+def _names_of_owner(overlays: Sequence[Path], own: OwnData | None) -> set[str]:
+    """Return the packages that files of the node's owner name, and that are therefore imported."""
+    files = [layer for overlay in overlays if (path := find_config(overlay)) for layer in layers(path)]
+    files += [own.given] if own is not None and own.given.suffix in (".yaml", ".yml") else []
+    found: set[str] = set()
+    for file in files:
+        with suppress(OSError, ValueError, yaml.YAMLError):  # said in words when the file is used
+            found |= names_in(yaml.safe_load(file.read_text()))
+    return found
+
+
+def _parsed(path: Path, overlays: Sequence[Path], own: OwnData | None) -> Any:
+    """Return the trainer, the method and the data that a configuration describes, with the node's own data.
+
+    Raises:
+        InputError: the run deals out its data and the node has its own, or the other way round.
+    """
+    run = yaml.safe_load(path.read_text())
+    entry = run.pop(KEY, None)
+    require(
+        entry is None or own is not None,
+        "a run on the nodes' own data",
+        "this node has none",
+        "start it with --data and the folder of its data",
+    )
+    require(
+        entry is not None or own is None,
+        "a run that deals out the data that it names",
+        "this node has data of its own",
+        "start it without --data, or the run with --deploy.own_data true",
+    )
+    if own is not None:
+        path = path.with_suffix(".own.yaml")
+        disk.replace(path, yaml.safe_dump(own.config(run), sort_keys=False).encode())
+    cli: Any = FederatedCLI("fit", [word for file in (path, *overlays) for word in ("--config", str(file))])
+    if own is not None:
+        cli.datamodule.run_form = form_of(entry)
+        cli.trainer.deal = own.deal(entry["sizes"])
+    return cli

@@ -1,0 +1,1 @@
+"""The server's half of a deployment: an engine whose clients are on nodes, and the job that it runs in."""

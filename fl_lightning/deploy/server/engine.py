@@ -1,0 +1,296 @@
+"""An engine whose tasks travel as messages: the loop stays as it is, and clients train on their nodes."""
+
+from __future__ import annotations
+
+import logging
+import time
+import uuid
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict
+from hashlib import sha256
+from pathlib import Path
+from statistics import fmean
+from typing import TYPE_CHECKING, Any
+
+import yaml
+
+from fl_lightning.aggregation.masked_round import MaskedRound
+from fl_lightning.aggregation.sum_form import SumForm
+from fl_lightning.deploy.protocol.answers import Trained, phase_parts, reason_of, results_of, seconds_of
+from fl_lightning.deploy.protocol.mail import Mail, Transport
+from fl_lightning.deploy.protocol.messages import Message, MessageError, longest_header
+from fl_lightning.deploy.protocol.server_state import beside_broadcast
+from fl_lightning.deploy.server.deployable import check_deployable
+from fl_lightning.deploy.server.evaluating import ask_nodes, is_measured_on_nodes
+from fl_lightning.deploy.server.lost import LostStates
+from fl_lightning.deploy.server.roster import Roster, RoundRules
+from fl_lightning.engines import ClientResult, ClientTask, Engine
+from fl_lightning.engines.base import ClientSums, Units
+from fl_lightning.errors import InputError
+from fl_lightning.federation import Federation
+from fl_lightning.privacy import Randomness, from_system
+
+if TYPE_CHECKING:  # it needs the extra privacy
+    from fl_lightning.privacy.secure.simulation import Outcome
+
+log = logging.getLogger("fl_lightning")
+
+
+class RemoteEngine(Engine):
+    """Trains clients on the nodes that have their data.
+
+    Each task becomes an order: client, epochs, steps and the round whose kept state the client goes on from;
+    a node gets one message with the orders of all its clients, and each different broadcast in it once, its
+    bytes untouched. No label travels, and what a client keeps stays on its node. A client whose node is not
+    there, fails or is late counts as dropped, and its state is as it was before the round.
+
+    Under a secure sum no upload and no loss travels: nodes keep what their clients would send, and the phases
+    of the sum are further messages, one for each node and phase. Each phase waits as long as a round.
+
+    Args:
+        transport: carries the messages.
+        fed: the federation of the server.
+        config: the configuration that nodes build from.
+        rules: how long a round waits.
+        run: id of the run, under which nodes keep states; a run that is continued has the one from before.
+        since: of a run that is continued, the last round of each client whose upload counted.
+        keeps: of a run that is continued, whether a client has kept something; None: nobody knows.
+        deterministic: whether nodes use deterministic algorithms.
+        on_begin: is called with the run directory before the first round.
+        randomness: what the noise and the cohorts of a private run are drawn from.
+
+    Raises (from :meth:`start`):
+        InputError: the run cannot be deployed, or a node does not fit it.
+    """
+
+    name = "remote"
+
+    def __init__(
+        self,
+        transport: Transport,
+        fed: Federation,
+        config: Mapping[str, Any],
+        rules: RoundRules | None = None,
+        run: str | None = None,
+        since: Mapping[int, int] | None = None,
+        keeps: bool | None = None,
+        deterministic: bool = True,
+        on_begin: Callable[[Path], None] | None = None,
+        randomness: Randomness = from_system,
+    ) -> None:
+        self.fed, self.rules = fed, rules or RoundRules()
+        longest = longest_header(fed.data.num_clients, forms=fed.aggregation.masks is not None)
+        self.mail = Mail(transport, longest)
+        self.config = yaml.safe_dump(dict(config), sort_keys=False).encode()
+        self.digest = sha256(self.config).hexdigest()
+        self.run = run or uuid.uuid4().hex
+        self.deterministic, self.on_begin = deterministic, on_begin
+        if (privacy := fed.aggregation.privacy) is not None:
+            privacy.randomness = randomness
+        self.roster = Roster(fed, self.config, self.rules, self.mail, self.run)
+        self.forms: dict[int, SumForm] = {}  # of what nodes keep for the round's secure sum, by client
+        # a client whose upload did not count goes on from the state before, whatever its node did since
+        self.since = dict(since or {})
+        self.keeps, self.lost = keeps, LostStates()
+        self.refused: set[int] = set()  # clients whose node lacks their state in this round
+
+    def start(self) -> None:
+        check_deployable(self.fed)
+        if self.fed.aggregation.masks is not None:
+            log.info("secure_sum: keys are drawn by the nodes' operating systems, anew in each round")
+        self.roster.gather(first=True)
+        if self.roster.refused:
+            name, reason = next(iter(self.roster.refused.values()))
+            raise InputError(f"node {name}", reason, "put that right, or leave the node out")
+        missing = sorted({int(id) for id in self.fed.data.active} - self.roster.node_of.keys())
+        if missing:
+            log.warning(
+                "%d clients have no node yet and count as dropped, the first is %d", len(missing), missing[0]
+            )
+
+    def train(self, tasks: Sequence[ClientTask], units: Units | None = None) -> Iterator[ClientResult]:
+        self.forms, self.refused = {}, set()
+        if tasks:
+            if self.on_begin is not None:
+                self.on_begin(self.fed.run_dir)
+                self.on_begin = None
+            self.roster.gather()
+        terms: dict[str, Any] = {}
+        if (privacy := self.fed.aggregation.privacy) is not None:
+            # also where nobody trains: the noise on an empty sum hides that
+            terms["noisy_sum"] = privacy.begin_sum(self.fed.method.round, self.fed.run_dir)
+        if not tasks:
+            return
+        messages = self._messages(tasks, terms)
+        found: dict[int, ClientResult] = {}
+        by_id = {task.client.id: task for task in tasks}
+        silent, beside, started = set(messages), list[float](), time.monotonic()
+        for node, answer in self.roster.exchange(messages, self.rules.round_seconds):
+            silent.discard(node)
+            beside.append(max(0.0, time.monotonic() - started - seconds_of(answer)))
+            for result in self._results(node, answer, by_id):
+                found[result.client.id] = result
+        self.mail.traffic.answers += len(beside)
+        self.mail.traffic.beside_training.append(fmean(beside) if beside else 0.0)
+        for node in sorted(silent):
+            name = self.roster.name(node)
+            log.warning("round %d: no answer of node %s: its clients count as dropped", tasks[0].round, name)
+        node_of = self.roster.node_of
+        asked = {id for id in by_id if node_of.get(id) in messages}
+        self.lost.after_round(asked, self.refused, found.keys(), node_of.keys())
+        for task in tasks:
+            id = task.client.id
+            if id in found:
+                yield found[id]
+            else:
+                sent = len(task.message) if self.roster.node_of.get(id) in messages else 0
+                yield ClientResult(task.client, b"", {}, {}, 0, status="dropped", download=sent)
+
+    def acknowledge(self, round: int, clients: Sequence[int]) -> None:
+        self.since.update(dict.fromkeys(clients, round))
+
+    def add_under_masks(self, asked: MaskedRound) -> tuple[SumForm, Outcome]:
+        from fl_lightning.deploy.server.secure import add_up_on_nodes
+
+        def ask(phase: str, messages: Mapping[int, bytes]) -> Iterator[tuple[int, bytes]]:
+            return self._ask(asked.round, phase, messages)
+
+        started = time.monotonic()
+        added = add_up_on_nodes(asked, self.forms, ask)
+        self.mail.traffic.beside_training[-1] += time.monotonic() - started
+        return added
+
+    def evaluate_clients(self, round: int) -> ClientSums:
+        if not is_measured_on_nodes(self.fed):
+            return ClientSums()
+        about = {"run": self.run, "config": self.digest, "round": round, "deterministic": self.deterministic}
+        return ask_nodes(self.roster, about, self.since, self.rules.round_seconds)
+
+    def notes(self) -> dict[str, Any]:
+        """Return the run's id among the nodes, which node has which clients, whether they keep something,
+        what messages have cost, and what a private run has spent: its last round says less where later ones
+        were taken back."""
+        about: dict[str, Any] = {
+            "transport": self.mail.transport.name,
+            "run": self.run,
+            "nodes": self.roster.clients(),
+            "clients_keep": self.keeps,
+        }
+        if (privacy := self.fed.aggregation.privacy) is not None:
+            epsilon = privacy.epsilon if privacy.settings.noise_multiplier else None
+            about["privacy"] = {"noisy_sums": privacy.releases, "epsilon": epsilon}
+        if self.fed.data.apart:
+            sizes = self.fed.data.sizes
+            about["examples"] = {str(id): int(size) for id, size in enumerate(sizes) if size}
+        return {"deployment": {**about, "messages": asdict(self.mail.traffic)}}
+
+    def close(self) -> None:
+        self.lost.warn()
+        self.mail.transport.close()
+
+    def _messages(self, tasks: Sequence[ClientTask], terms: Mapping[str, Any]) -> dict[str, bytes]:
+        """Return the message of each node that has clients of this round, with what a private one adds."""
+        orders: dict[str, list[dict[str, int]]] = {}
+        parts: dict[str, dict[bytes, int]] = {}
+        states: dict[bytes, bytes] = {}
+        for task in tasks:
+            id = task.client.id
+            node = self.roster.node_of.get(id)
+            if node is None:
+                continue
+            mine = parts.setdefault(node, {})
+            order = {"client": id, "epochs": task.epochs, "steps": task.steps, "since": self.since.get(id, 0)}
+            order["message"] = mine.setdefault(task.message, len(mine))
+            if self.fed.aggregation.masks is not None:
+                if task.message not in states:
+                    states[task.message] = beside_broadcast(self.fed.method, task.message)
+                order["state"] = mine.setdefault(states[task.message], len(mine))
+            orders.setdefault(node, []).append(order)
+        privacy = self.fed.aggregation.privacy
+        about = {
+            "kind": "train",
+            "run": self.run,
+            "config": self.digest,
+            "round": tasks[0].round,
+            "seed": self.fed.seed,
+            "cohort": self.fed.method.cohort,
+            "deterministic": self.deterministic,
+            "clip_norm": None if privacy is None else privacy.clip_norm,
+            **terms,
+        }
+        return {
+            node: Message({**about, "orders": each}, tuple(parts[node])).to_bytes()
+            for node, each in orders.items()
+        }
+
+    def _results(self, node: str, answer: Message, tasks: Mapping[int, ClientTask]) -> Iterator[ClientResult]:
+        """Yield the results in an answer that belong to this round's clients of the node."""
+        name = self.roster.name(node)
+        secure = self.fed.aggregation.masks is not None
+        if answer.kind != ("kept" if secure else "trained"):
+            log.warning("node %s did not train: %s", name, reason_of(answer.header))
+            if node in self.roster.names:
+                self.roster.forget(node)  # it is checked again before the next round
+            return
+        try:
+            entries = results_of(answer)
+        except MessageError as error:
+            log.warning("node %s: its answer cannot be read (%s): its clients count as dropped", name, error)
+            return
+        for entry in entries:
+            try:
+                read = Trained.from_entry(entry, answer.parts, secure=secure)
+            except MessageError as error:
+                log.warning("node %s: a result cannot be read (%s)", name, error)
+                continue
+            mine = read.client in tasks and self.roster.node_of.get(read.client) == node
+            if read.reason:
+                log.warning("node %s: client %d: %s", name, read.client, read.reason)
+                if mine and read.lost:
+                    self.refused.add(read.client)
+                continue
+            if not mine:
+                log.warning("node %s: client %d was not asked of it", name, read.client)
+                continue
+            self.keeps = bool(self.keeps) or read.keeps
+            if read.form is not None:
+                self.forms[read.client] = read.form
+                client = tasks[read.client].client
+                yield ClientResult(
+                    client, b"", {}, {}, 0, status="trained" if read.form.parts else "rejected"
+                )
+            elif missing := self._missing_terms(read):
+                log.warning("node %s: client %d has no %s: it is dropped", name, read.client, missing[0])
+            else:
+                if read.losses is None:
+                    log.warning("node %s: client %d: a loss is not finite and not counted", name, read.client)
+                client, losses = tasks[read.client].client, dict(read.losses or {})
+                yield ClientResult(client, read.upload, {}, losses, read.steps)
+
+    def _missing_terms(self, read: Trained) -> list[str]:
+        """Return the losses of the method's terms that a client with losses lacks."""
+        wanted = [f"loss_{term.name}" for term in self.fed.method.active_terms()] if read.losses else []
+        return [name for name in wanted if name not in (read.losses or {})]
+
+    def _ask(self, round: int, phase: str, messages: Mapping[int, bytes]) -> Iterator[tuple[int, bytes]]:
+        """Send the messages of one phase of a secure sum to clients, by id, and yield client and answer."""
+        about = {"kind": "phase", "run": self.run, "round": round, "phase": phase}
+        asked: dict[str, list[int]] = {}
+        for id in sorted(messages.keys() & self.roster.node_of.keys()):
+            asked.setdefault(self.roster.node_of[id], []).append(id)
+        orders = {
+            node: Message({**about, "clients": ids}, tuple(messages[id] for id in ids)).to_bytes()
+            for node, ids in asked.items()
+        }
+        for node, answer in self.roster.exchange(orders, self.rules.round_seconds):
+            header = answer.header
+            if any(header.get(name) != value for name, value in about.items()):
+                log.warning("node %s leaves the secure sum: %s", self.roster.name(node), reason_of(header))
+                continue
+            try:
+                found = phase_parts(answer)
+            except MessageError as error:
+                name = self.roster.name(node)
+                log.warning("node %s leaves the secure sum: its answer cannot be read: %s", name, error)
+                continue
+            yield from ((id, found[id]) for id in asked[node] if id in found)

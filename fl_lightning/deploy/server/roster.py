@@ -1,0 +1,218 @@
+"""Which nodes take part in a deployment, and which clients each of them has."""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from fl_lightning.deploy.protocol.answers import Checked, epoch_of, name_of, reading, reason_of
+from fl_lightning.deploy.protocol.identity import describe, mismatches
+from fl_lightning.deploy.protocol.mail import Mail
+from fl_lightning.deploy.protocol.messages import Message, MessageError
+from fl_lightning.deploy.protocol.private import uncounted
+from fl_lightning.errors import RunStopped, require
+from fl_lightning.federation import Federation
+
+log = logging.getLogger("fl_lightning")
+POLL_SECONDS = 0.5  # between looks at which nodes are connected, while there are too few
+
+
+@dataclass(frozen=True)
+class RoundRules:
+    """How long a round waits, and for whom.
+
+    Args:
+        min_nodes: nodes that fit the run before a round begins, at least 1.
+        wait_seconds: seconds that a round waits for so many, and that a check of a node may take.
+        round_seconds: seconds after which a round goes on without the clients that have not answered.
+    """
+
+    min_nodes: int = 1
+    wait_seconds: float = 300.0
+    round_seconds: float = 600.0
+
+    def __post_init__(self) -> None:
+        for name, value, least in (
+            ("min_nodes", self.min_nodes, 1),
+            ("wait_seconds", self.wait_seconds, 1),
+            ("round_seconds", self.round_seconds, 1),
+        ):
+            require(
+                value >= least,
+                f"--deploy.{name} {value}",
+                f"at least {least} is needed",
+                f"write --deploy.{name} {least}",
+            )
+
+
+class Roster:
+    """The nodes that fit a run: each has built it, and what it built is what the server has.
+
+    Args:
+        fed: the federation of the server.
+        config: the configuration that nodes build from, as YAML.
+        rules: how many nodes a round begins with.
+        mail: reaches the nodes.
+        run: id of the run among the nodes.
+    """
+
+    def __init__(self, fed: Federation, config: bytes, rules: RoundRules, mail: Mail, run: str = "") -> None:
+        self.fed, self.config, self.rules, self.mail, self.run = fed, config, rules, mail, run
+        self.names: dict[str, str] = {}  # of the nodes that take part, by key
+        self.node_of: dict[int, str] = {}  # key of the node that has a client
+        self.uids: dict[str, str] = {}
+        self.places: dict[str, tuple[str, float]] = {}  # by uid: its node, and when that was asked for it
+        self.epochs: dict[str, str] = {}  # of the processes that were checked
+        self.here: set[str] = set()  # nodes that were connected at the last look
+        self.refused: dict[str, tuple[str, str]] = {}  # names and reasons, by key
+        self.left_out: set[str] = set()  # connections that were replaced, or did not answer a check
+        mail.name_of = self.name
+
+    def name(self, node: str) -> str:
+        """Return the name of a node, or its key where it takes no part."""
+        return self.names.get(node, node)
+
+    def clients(self) -> dict[str, list[int]]:
+        """Return the clients of each node, by its name and key."""
+        found: dict[str, list[int]] = {}
+        for id, node in sorted(self.node_of.items()):
+            found.setdefault(f"{self.names[node]} ({node})", []).append(id)
+        return found
+
+    def gather(self, *, first: bool = False) -> None:
+        """Wait until enough nodes that fit the run are connected.
+
+        Args:
+            first: the run has not begun, and a node that does not fit ends the wait.
+
+        Raises:
+            RunStopped: they were not in time.
+        """
+        ends = time.monotonic() + self.rules.wait_seconds
+        while True:
+            self.here = here = set(self.mail.transport.nodes())
+            for node in [node for node in self.names if node not in here]:
+                self.forget(node)
+            self.left_out &= here
+            self.refused = {node: why for node, why in self.refused.items() if node in here}
+            self._check(sorted(here - self.names.keys() - self.refused.keys() - self.left_out))
+            if len(self.names) >= self.rules.min_nodes or (self.refused and (first or not self.names)):
+                break
+            if time.monotonic() >= ends:
+                refused = "".join(f"; node {name}: {reason}" for name, reason in self.refused.values())
+                raise RunStopped(
+                    f"{len(self.names)} nodes are connected that fit the run{refused}",
+                    f"a round begins with {self.rules.min_nodes}, for which it waits "
+                    f"{self.rules.wait_seconds:g} seconds",
+                    f"start nodes, then {'the run again' if first else 'continue with --ckpt_path'}",
+                )
+            time.sleep(POLL_SECONDS)
+
+    def exchange(self, orders: Mapping[str, bytes], seconds: float) -> Iterator[tuple[str, Message]]:
+        """Send orders to nodes that take part, and yield node and answer.
+
+        A node that was started again since it was checked may have other data now: what its new process has
+        done counts once this process has been checked, after the others have answered.
+        """
+        started_again = []
+        for node, answer in self.mail.exchange(orders, seconds):
+            if answer.kind == "refused" or epoch_of(answer) == self.epochs.get(node):
+                yield node, answer
+            else:
+                started_again.append((node, answer))
+        for node, answer in started_again:
+            if node in self.names:
+                log.info("node %s (%s) was started again: it is checked again", self.names[node], node)
+                self._leave(node)
+                self._check([node])
+            if node in self.names and epoch_of(answer) == self.epochs[node]:
+                yield node, answer
+            else:
+                log.warning("node %s: its answer is that of a process that was not checked", self.name(node))
+
+    def _check(self, nodes: Sequence[str]) -> None:
+        """Have new nodes build the run, and take those whose answer fits."""
+        private = self.run and self.fed.aggregation.privacy is not None
+        about = {"kind": "check", **({"run": self.run} if private else {})}
+        order = Message(about, (self.config,)).to_bytes()
+        self.left_out |= set(nodes)
+        asked = time.time()
+        for node, answer in self.mail.exchange(dict.fromkeys(nodes, order), self.rules.wait_seconds):
+            self.left_out.discard(node)
+            name = name_of(answer, node)
+            try:
+                reason = reason_of(answer.header) if answer.kind != "checked" else ""
+                found = None if reason else Checked.from_answer(answer)
+                if found is not None:
+                    reason = self._not_its_own(node, found) or self._replaced(found) or self._misfit(found)
+                    reason = reason or uncounted(self.fed.aggregation.privacy, found.noisy_sums)
+            except MessageError as error:
+                found, reason = None, f"its answer cannot be read: {error}"
+            if reason or found is None:
+                self.refused[node] = name, reason
+                log.error("node %s (%s) is refused: %s", name, node, reason)
+                continue
+            self.names[node], self.uids[node], self.epochs[node] = name, found.uid, found.epoch
+            self.places[found.uid] = node, asked
+            for id in found.clients:
+                self.node_of[id] = node
+            count = len(found.clients)
+            log.info("node %s (%s) has %d client%s", name, node, count, "" if count == 1 else "s")
+
+    def _not_its_own(self, node: str, found: Checked) -> str:
+        """Return why a node cannot have the place of the node whose uid it sends, else an empty text.
+
+        A uid is what a node says of itself. Its key tells more: a node with a registered key comes back under
+        that key, and one without registers itself anew when it comes back, which is after it was checked.
+        """
+        before, asked = self.places.get(found.uid, (node, 0.0))
+        since = self.mail.transport.registered().get(node, math.inf) if before != node else math.inf
+        if since >= asked:
+            return ""
+        return (
+            f"it says that it is node {before}, under another key, which was registered before that node was "
+            "checked; give each node a --folder of its own, and after a change of keys continue the run with "
+            "--ckpt_path"
+        )
+
+    def _replaced(self, found: Checked) -> str:
+        """Let a node that was started again take its own place; return why it cannot, else an empty text."""
+        for before in [before for before, other in self.uids.items() if other == found.uid]:
+            clients = [id for id, node in self.node_of.items() if node == before]
+            if before in self.here and set(clients) != set(found.clients):
+                return (
+                    f"it has the folder of node {self.names[before]} ({before}), which is connected and has "
+                    "other clients; give each node a --folder of its own"
+                )
+            self.forget(before)  # the same node, started again
+            self.left_out.add(before)
+        return ""
+
+    def _misfit(self, found: Checked) -> str:
+        """Return why a node cannot take part, empty where it can.
+
+        Raises:
+            MessageError: what it has built cannot be compared.
+        """
+        wrong = [id for id in found.clients if id >= self.fed.data.num_clients]
+        if wrong:
+            return f"it has client {wrong[0]}, and the federation has {self.fed.data.num_clients}"
+        twice = [id for id in found.clients if id in self.node_of]
+        if twice:
+            other = self.node_of[twice[0]]
+            return f"client {twice[0]} is on node {self.names[other]} ({other}) already"
+        with reading():
+            return "; ".join(mismatches(describe(self.fed, found.clients), found.identity))
+
+    def forget(self, node: str) -> None:
+        """Let a node go that is not connected any more, and say so."""
+        log.warning("node %s (%s) has left", self.names[node], node)
+        self._leave(node)
+
+    def _leave(self, node: str) -> None:
+        for known in (self.names, self.uids, self.epochs):
+            known.pop(node)
+        self.node_of = {id: at for id, at in self.node_of.items() if at != node}

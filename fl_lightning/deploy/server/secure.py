@@ -1,0 +1,81 @@
+"""The server's half of a secure sum whose clients are on nodes: four exchanges of messages."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+
+from fl_lightning import rng
+from fl_lightning.aggregation.masked_round import MaskedRound
+from fl_lightning.aggregation.receiving import max_undeclared
+from fl_lightning.aggregation.sum_form import SumForm
+from fl_lightning.privacy.secure.server import RoundVoid, SecureServer
+from fl_lightning.privacy.secure.simulation import Outcome, add_delivered, lengths, stays
+
+log = logging.getLogger("fl_lightning")
+
+Ask = Callable[[str, Mapping[int, bytes]], Iterator[tuple[int, bytes]]]
+"""Sends the messages of a phase to clients, by id, and yields client and answer as answers come, in time."""
+
+
+def add_up_on_nodes(asked: MaskedRound, forms: Mapping[int, SumForm], ask: Ask) -> tuple[SumForm, Outcome]:
+    """Have clients that were trained on nodes mask and add up their uploads.
+
+    A client whose node does not answer a phase has left before it.
+
+    Args:
+        asked: what is to be added up; uploads and addends are the nodes'.
+        forms: what each client that was trained says of its vector; one whose upload was refused has the
+            form without parts.
+        ask: reaches the nodes.
+
+    Returns:
+        The form of all vectors, and what came of the round.
+    """
+    form, outcome = common_form(forms, max_undeclared(asked.method)), Outcome()
+    here = {id for id, other in forms.items() if other in (form, SumForm())}
+    for id in sorted(forms.keys() - here):
+        log.warning("round %d: client %d leaves: its vector has another form", asked.round, id)
+    try:
+        _exchange(asked, here, form.length, ask, outcome)
+    except RoundVoid as error:
+        outcome.void = str(error)
+    return form, outcome
+
+
+def common_form(forms: Mapping[int, SumForm], most: int) -> SumForm:
+    """Return the form that most clients have; of equally many, that of the client with the smallest id.
+
+    Args:
+        forms: by client.
+        most: longest vector that a server takes memory for.
+    """
+    counts = Counter(form for _, form in sorted(forms.items()) if form.parts and form.length <= most)
+    return max(counts, key=lambda form: counts[form]) if counts else SumForm()
+
+
+def _exchange(asked: MaskedRound, here: set[int], length: int, ask: Ask, outcome: Outcome) -> None:
+    cohort, traffic = sorted(asked.leaves_before), outcome.traffic
+    ring = rng.stream(asked.method.seed, "secure_ring", asked.round).permutation(cohort).tolist()
+    server = SecureServer(asked.settings, ring, length)
+    outcome.named = server.named
+
+    def answers(phase: str, messages: Mapping[int, bytes], counted_as: str) -> Iterator[tuple[int, bytes]]:
+        """Ask those that have not left before a phase, and count messages as a simulation does."""
+        present = {
+            id: message
+            for id, message in messages.items()
+            if id in here and stays(asked.leaves_before[id], phase)
+        }
+        traffic.received(counted_as, lengths(present))
+        for id, answer in ask(phase, present):
+            traffic.sent(phase, {id: len(answer)})
+            yield id, answer
+
+    lists = server.pass_on_keys(dict(answers("keys", dict.fromkeys(cohort, b""), "keys")))
+    boxes = server.pass_on_shares(dict(answers("shares", lists, "keys")))
+    for id, message in answers("masked", boxes, "shares"):  # one at a time: a vector is as long as the model
+        add_delivered(server, id, asked.deliver(id, message), outcome, asked.round)
+    outcome.living = server.living
+    outcome.total = server.unmask(dict(answers("unmask", server.unmask_requests(), "unmask")))

@@ -1,0 +1,126 @@
+"""Which table of costs is of which device, and budgets that can be kept by it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TypeAlias
+
+from fl_lightning.energy.budgets.device import Device
+from fl_lightning.energy.budgets.passes import Lengths
+from fl_lightning.energy.costs import CostTable, one_label
+from fl_lightning.energy.options import OPTIONS
+from fl_lightning.energy.switched import SwitchedLinear
+from fl_lightning.energy.switched.kinds import MERGED, adapter_name
+from fl_lightning.energy.table_files import read_table, shipped_table
+from fl_lightning.errors import InputError, require
+from fl_lightning.models.adapters import LoRALinear, SpectralLinear
+
+DEFAULT_TABLES = {"model": "llama_tiny", "adapter": "llama_tiny_adapter"}
+"""Shipped tables of costs of spectral adapters by what *off* leaves out."""
+Costs: TypeAlias = str | CostTable | None
+"""A table, its file or the name of a shipped one; None: the shipped one that is of the adapters."""
+
+
+def devices_of(
+    costs: Sequence[Costs],
+    shares: Sequence[float],
+    switches: Sequence[SwitchedLinear],
+    whole: bool,
+    advice: str,
+    options: Sequence[str] = OPTIONS,
+) -> list[Device]:
+    """Return the kinds of devices: device i has table i and budget i, each modulo their number.
+
+    Args:
+        costs: tables, one or more.
+        shares: budgets as shares of the cost at *high*, one or more.
+        switches: the switched layers, in the order of the groups.
+        whole: whether budgets are of the whole network.
+        advice: how to make a table of this network.
+        options: those that the controller has.
+
+    Raises:
+        InputError: there is no table, or one is of another scope, precision, adapter, network or source of
+            joules.
+    """
+    require(costs, "--model.costs []", "a list has the table of one client or more", "leave it out")
+    scope, high, tables = switches[0].scope, switches[0].high, []
+    for one in costs:
+        name = one or default_table(switches, advice)
+        table = name if isinstance(name, CostTable) else table_of(name, advice)
+        require(
+            table.scope == scope,
+            f"--model.scope {scope} with a table of costs of the scope {table.scope}",
+            "a table is of what *off* leaves out",
+            f"write --model.scope {table.scope}, or {advice}",
+        )
+        require(
+            table.high == high,
+            f"--model.high {high} with a table of costs whose *high* is {table.high}",
+            "a table is of the precision that it was calibrated in",
+            f"write --model.high {table.high}, or {advice}",
+        )
+        adapter = adapter_name(switches[0].adapted)
+        require(
+            table.adapter in ("", MERGED, adapter),
+            f"{adapter} with a table of costs that was measured with {table.adapter}",
+            "a table is of the adapters that it was calibrated with, or of merged ones",
+            f"write the network's adapter and rank as the table has them, or {advice}",
+        )
+        found = table.for_groups([layer.name for layer in switches], advice)
+        tables.append(found.without_useless(options=options))
+    one_label(table.label for table in tables)  # energy/joules is a mean over devices
+    count = math.lcm(len(tables), len(shares))
+    return [Device(tables[i % len(tables)], shares[i % len(shares)], whole) for i in range(count)]
+
+
+def table_of(costs: str, advice: str) -> CostTable:
+    """Return the table of costs of a file, or one that comes with the package, by its name.
+
+    Raises:
+        InputError: there is none, or the file is damaged; ``advice`` says how to make one.
+    """
+    try:
+        is_file = Path(costs).suffix or len(Path(costs).parts) > 1
+        return read_table(costs) if is_file else shipped_table(costs)
+    except InputError as error:
+        raise InputError(error.given, error.rule, f"correct --model.costs, or {advice}") from None
+
+
+def default_table(switches: Sequence[SwitchedLinear], advice: str) -> str:
+    """Return the shipped table that is of these adapters; groups of all kinds have the same names.
+
+    Raises:
+        InputError: none is; ``advice`` says how to make one.
+    """
+    scope, kinds = switches[0].scope, {type(one.adapted) for one in switches}
+    if kinds == {SpectralLinear} and {len(one.adapted.spectral_m) for one in switches} == {96}:
+        return DEFAULT_TABLES[scope]
+    is_lora = kinds == {LoRALinear} and {one.adapted.lora_A.out_features for one in switches} == {8}
+    if is_lora and scope == "model":
+        return "llama_tiny_lora"
+    raise InputError(
+        f"adapters {min(kind.__name__ for kind in kinds)} in the scope {scope} without --model.costs",
+        "tables that come with the package are of spectral adapters of rank 96, and of LoRA of rank 8 in the "
+        "scope model",
+        advice,
+    )
+
+
+def require_reachable(device: Device, lengths: Lengths) -> None:
+    """Refuse a budget that no sequence of these lengths can keep.
+
+    Raises:
+        InputError: the cheapest options cost more.
+    """
+    each = set(zip(lengths.prompts.tolist(), lengths.new.tolist(), strict=True))
+    least = min((device.least_share(*one, "q99") for one in each), default=0.0)
+    require(
+        least <= device.share,
+        f"--model.budget {device.share:g} where the cheapest options cost {least:.2f} of *high*",
+        "a budget below them refuses all sequences of the test set",
+        f"write --model.budget {min(1.0, least + 0.1):.1f}"
+        + (", or --model.scope model" if device.table.scope == "adapter" else ""),
+    )

@@ -1,0 +1,1 @@
+"""Calibration: what the options of a network's layers cost on this device, measured."""

@@ -1,0 +1,15 @@
+"""The options of a switched layer, their scopes and precisions: the words of this room."""
+
+from __future__ import annotations
+
+from typing import Literal, TypeAlias, get_args
+
+OPTIONS = ("off", "int8", "high")
+"""In the order of quality, the lowest first, which is the last axis of all tensors of this room."""
+OFF, INT8, HIGH = range(3)
+Scope: TypeAlias = Literal["adapter", "model"]
+"""Whether *off* leaves out the adapter alone or the whole linear layer."""
+SCOPES: tuple[str, ...] = get_args(Scope)
+HighPrecision: TypeAlias = Literal["float32", "bfloat16"]
+"""The precisions that the option ``high`` can be computed in; float32 stands for the network's own."""
+PRECISIONS: tuple[str, ...] = get_args(HighPrecision)

@@ -1,0 +1,67 @@
+"""The folder of an export: it appears when it is whole, and nothing is overwritten unasked."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from fl_lightning.errors import InputError, require
+from fl_lightning.run.directory import read_json
+
+SUMMARY = "export.json"
+
+
+def check_folder(folder: str | Path, overwrite: bool) -> Path:
+    """Return the folder to write, or refuse it; nothing is created.
+
+    Raises:
+        InputError: it is a file, or holds something that is not to be overwritten.
+    """
+    require(folder, "export without --to", "it writes a folder", "write --to FOLDER")
+    path = Path(folder)
+    try:
+        there = path.exists() and (not path.is_dir() or any(path.iterdir()))
+    except OSError as error:
+        raise _unwritable(path, error) from None
+    require(not there or path.is_dir(), f"--to {folder}", "it is a file", "write the name of a new folder")
+    require(
+        not there or overwrite,
+        f"--to {folder}",
+        "the folder exists and is not empty",
+        "write the name of a new folder, or --overwrite true",
+    )
+    return path
+
+
+@contextmanager
+def new_folder(path: Path) -> Iterator[Path]:
+    """Yield an empty folder beside ``path``, whose files are moved to ``path`` when the block has ended.
+
+    The files that an export wrote to ``path`` before are removed; other files there stay.
+
+    Raises:
+        InputError: the folder cannot be written.
+    """
+    try:
+        path.absolute().parent.mkdir(parents=True, exist_ok=True)
+        with TemporaryDirectory(prefix=f".{path.name}.", dir=path.absolute().parent) as aside:
+            yield Path(aside)
+            path.mkdir(exist_ok=True)
+            for name in read_json(path / SUMMARY).get("files", []):
+                if isinstance(name, str) and (path / name).resolve().is_relative_to(path.resolve()):
+                    (path / name).unlink(missing_ok=True)
+            for file in [found for found in Path(aside).rglob("*") if found.is_file()]:
+                target = path / file.relative_to(aside)
+                target.parent.mkdir(parents=True, exist_ok=True)
+                shutil.move(file, target)
+    except OSError as error:
+        raise _unwritable(path, error) from error
+
+
+def _unwritable(path: Path, error: OSError) -> InputError:
+    return InputError(
+        f"--to {path}", f"it cannot be written ({error.strerror or error})", "write the name of a new folder"
+    )

@@ -1,0 +1,170 @@
+"""Language models as the folders that peft and transformers load."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
+from copy import deepcopy
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fl_lightning.energy.switched import SwitchedLinear
+from fl_lightning.export.loader import LOADER, source
+from fl_lightning.export.trained_model import TrainedModel
+from fl_lightning.models.adapters import adapter_layers, merged_lora, plain_weights
+from fl_lightning.models.language import Llama
+from fl_lightning.models.language.experts import ExpertLoRA
+from fl_lightning.models.language.hf import TransformersLM, to_transformers, without_bars
+from fl_lightning.models.language.llama import transformers_names
+from fl_lightning.support.packaged import model_folder
+
+BASE = "base"
+"""Folder of the base model, of which an export of ``llama_tiny`` has the weights."""
+
+
+def forms(network: nn.Module) -> list[Any]:
+    """Return the formats of a language model that a network can be written in, the one to prefer first."""
+    if any(isinstance(module, (ExpertLoRA, SwitchedLinear)) for module in network.modules()):
+        return []  # layers with several adapters, or with options for each token, are not theirs
+    if isinstance(network, TransformersLM) and _is_pissa(network):
+        return ["transformers"]  # it took a part of the base, and peft would have to take the very same
+    if isinstance(network, TransformersLM) and hasattr(network.model, "peft_config"):
+        return ["peft", "transformers"]
+    if isinstance(network, (Llama, TransformersLM)):
+        return ["peft", "transformers"] if adapter_layers(network) else ["transformers"]
+    return []
+
+
+def _is_pissa(network: TransformersLM) -> bool:
+    configs = getattr(network.model, "peft_config", {}).values()
+    return any(getattr(config, "init_lora_weights", None) == "pissa" for config in configs)
+
+
+@without_bars()
+@torch.no_grad()
+def write_peft(trained: TrainedModel, folder: Path) -> str:
+    """Write adapters as a folder that peft loads, and return what is needed to do so.
+
+    Adapters of our own kinds become LoRA, whose product is what they add. The base of ``llama_tiny`` goes
+    along, into the folder ``base``; that of ``hf:NAME`` is named.
+    """
+    network: Any = trained.network
+    if isinstance(network, Llama):
+        model, base = to_transformers(network, merge=False), f'Path(__file__).with_name("{BASE}")'
+        model.save_pretrained(folder / BASE)
+        adapted = _as_peft(model, _low_rank(network, transformers_names))
+        adapted.peft_config["default"].base_model_name_or_path = BASE
+    else:
+        name = model_folder(network.name)
+        base = repr(str(Path(name).absolute()) if Path(name).is_dir() else name)
+        adapted = network.model
+        if not hasattr(adapted, "peft_config"):
+            adapted = _as_peft(_plain(network, merge=False), _low_rank(network.base, lambda layer: [layer]))
+        if Path(name).is_dir():
+            adapted.peft_config["default"].base_model_name_or_path = str(Path(name).absolute())
+    # peft would ask the hub whether the embedding is the base's; adapters leave it as it is
+    adapted.save_pretrained(folder, save_embedding_layers=False)
+    _save_tokenizer(trained, folder)
+    dtype = next(weight.dtype for weight in network.parameters() if weight.is_floating_point())
+    lines = [
+        "from pathlib import Path",
+        "",
+        "import torch",
+        "from peft import PeftModel",
+        "from transformers import AutoModelForCausalLM",
+        "",
+        f"base = AutoModelForCausalLM.from_pretrained({base}, dtype={dtype})",
+        "network = PeftModel.from_pretrained(base, Path(__file__).parent).eval()",
+    ]
+    (folder / LOADER).write_text(source(lines, "Load the adapters on their base by peft."))
+    return "transformers and peft" + ("" if isinstance(network, Llama) else f", and the base {network.name}")
+
+
+@without_bars()
+@torch.no_grad()
+def write_transformers(trained: TrainedModel, folder: Path) -> str:
+    """Write a whole model, adapters merged into its weights, as ``from_pretrained`` loads it; return what is
+    needed to do so."""
+    network: Any = trained.network
+    if isinstance(network, Llama):
+        model = to_transformers(network)
+    elif hasattr(network.model, "peft_config"):
+        model = deepcopy(network.model).merge_and_unload()
+    else:
+        model = _plain(network, merge=True)
+    model.save_pretrained(folder)
+    _save_tokenizer(trained, folder)
+    lines = [
+        "from pathlib import Path",
+        "",
+        "import torch",
+        "from transformers import AutoModelForCausalLM",
+        "",
+        "network = AutoModelForCausalLM.from_pretrained(",
+        f"    Path(__file__).parent, dtype={model.dtype}",
+        ").eval()",
+    ]
+    (folder / LOADER).write_text(source(lines, "Load the exported model by transformers."))
+    return "transformers"
+
+
+def _plain(network: TransformersLM, *, merge: bool) -> Any:
+    """Return the model of transformers under adapters of ours, with what they add or without it."""
+    base = network.base
+    model = type(base)(base.config).to(base.dtype)
+    with merged_lora(base) if merge else nullcontext():
+        model.load_state_dict(plain_weights(base))
+    return model
+
+
+def _low_rank(
+    network: nn.Module, names: Callable[[str], list[str]]
+) -> dict[str, tuple[Tensor, Tensor, float]]:
+    """Return A, B and c of what each adapter adds, by the layer's name in transformers.
+
+    Args:
+        network: network with adapters of ours.
+        names: returns the names there of a layer, those of its outputs from the first.
+    """
+    found = {}
+    for layer, adapted in adapter_layers(network).items():
+        a, b, scaling = adapted.low_rank()
+        parts = names(layer)
+        for part, rows in zip(parts, b.chunk(len(parts)), strict=True):
+            found[part] = (a, rows, scaling)
+    return found
+
+
+def _as_peft(model: Any, factors: Mapping[str, tuple[Tensor, Tensor, float]]) -> Any:
+    """Return peft's model with LoRA of these factors.
+
+    Args:
+        model: a model of transformers.
+        factors: A ``[r, in]``, B ``[out, r]`` and c by the layer's name; r and c are one for all layers.
+    """
+    from peft import LoraConfig, get_peft_model
+
+    a, _, scaling = next(iter(factors.values()))
+    ends = {name.rpartition(".")[2] for name in factors}
+    all_of_them = {name for name, _ in model.named_modules() if name.rpartition(".")[2] in ends}
+    alpha: Any = scaling * len(a)  # peft's file has any number
+    config = LoraConfig(
+        r=len(a),
+        lora_alpha=alpha,
+        target_modules=sorted(ends if all_of_them == {*factors} else factors),
+        task_type="CAUSAL_LM",
+    )
+    adapted = get_peft_model(model, config)
+    for name, (a, b, _) in factors.items():
+        layer: Any = adapted.get_base_model().get_submodule(name)
+        layer.lora_A["default"].weight.copy_(a)
+        layer.lora_B["default"].weight.copy_(b)
+    return adapted
+
+
+def _save_tokenizer(trained: TrainedModel, folder: Path) -> None:
+    if trained.tokenizer is not None:
+        trained.tokenizer.save_pretrained(folder)

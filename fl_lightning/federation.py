@@ -1,0 +1,109 @@
+"""What a round touches: the parts of a run, and what it remembers between rounds."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from hashlib import sha256
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from lightning.fabric import Fabric
+from torch import Tensor
+
+from fl_lightning.aggregation.base import Aggregation
+from fl_lightning.client import Client
+from fl_lightning.data import FederatedData
+from fl_lightning.engines import Holders
+from fl_lightning.hooks import Callback, RunFiles, stress
+from fl_lightning.methods import Method
+from fl_lightning.wire import Ledger, Payload
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+
+@dataclass
+class Federation:
+    """Everything that a round touches, and what callbacks may read of the run.
+
+    Args:
+        fabric: device and precision.
+        method: the resident module and the server's state.
+        data: the clients' examples.
+        aggregation: what becomes of the uploads of a round.
+        callbacks: stressors and meters, in the order of the configuration.
+        seed: what every random draw follows from.
+        max_rounds: rounds of the run.
+        participation: share of the clients with training data that is sampled each round, in (0, 1].
+        local_epochs: passes over its data that a client makes in a round.
+        max_local_steps: bound on its local steps; None: no bound.
+        eval_every: rounds between evaluations; the last round is always evaluated.
+        files: where figures and texts of callbacks go; None outside a run.
+        states: what clients keep between rounds, by client id; of several processes, rank 0 has all, another
+            rank those of the clients that it trained last.
+        holders: which rank holds which client's state.
+        ledger: bytes of every client and round.
+        last_broadcast: identity and bytes of the last broadcast, and its payload, which keeps it comparable.
+    """
+
+    fabric: Fabric
+    method: Method
+    data: FederatedData
+    aggregation: Aggregation
+    callbacks: Sequence[Callback]
+    seed: int
+    max_rounds: int
+    participation: float
+    local_epochs: int
+    eval_every: int
+    max_local_steps: int | None = None
+    files: RunFiles | None = None
+    states: dict[int, dict[str, Tensor]] = field(default_factory=dict)
+    holders: Holders = field(default_factory=dict)
+    ledger: Ledger = field(default_factory=Ledger)
+    last_broadcast: tuple[tuple[object, ...], bytes, Payload] | None = None
+
+    @property
+    def cohort_size(self) -> int:
+        """Clients that are sampled each round."""
+        return max(1, math.floor(self.participation * len(self.data.active) + 0.5))
+
+    def labels_of(self, client: Client) -> Tensor:
+        """Return the labels that a client trains on in the method's round, int64 ``[n_k]``: the data's, as
+        stressors have changed them."""
+        (own,) = self.data.labels_of([client])
+        return stress(
+            self.callbacks, "change_labels", own, client=client, round=self.method.round, context=self
+        )
+
+    @property
+    def run_dir(self) -> Path:
+        """The directory of the run."""
+        return self._files.run_dir
+
+    def log_figure(self, name: str, figure: Figure) -> None:
+        """Save ``figures/<name>.png`` and ``.pdf`` and hand them to the loggers."""
+        self._files.log_figure(name, figure)
+
+    def log_text(self, name: str, text: str) -> None:
+        """Save ``figures/<name>`` and hand it to the loggers."""
+        self._files.log_text(name, text)
+
+    @property
+    def _files(self) -> RunFiles:
+        assert self.files is not None, "there is no run directory before on_setup"
+        return self.files
+
+
+def weights_hash(fed: Federation) -> str:
+    """SHA-256 of the server's state as one float64 vector, its tensors in order of name."""
+    weights = torch.cat(
+        [
+            torch.empty(0),
+            *(fed.method.server[name].reshape(-1).double() for name in sorted(fed.method.server)),
+        ]
+    )
+    return sha256(weights.numpy().tobytes()).hexdigest()

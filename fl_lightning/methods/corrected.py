@@ -1,0 +1,121 @@
+"""What methods against client drift have in common: clients count once each and keep vectors over the trained
+parameters, of which the server keeps a mean over all clients of the federation.
+
+The mean is divided by N, the clients that have examples, and not by those that were asked or that returned: a
+client that did not take part keeps its vector, and it stays in the mean.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import SGD
+
+from fl_lightning.aggregation.client_weights import Weighing
+from fl_lightning.client import Client
+from fl_lightning.data import FederatedData
+from fl_lightning.errors import require
+from fl_lightning.methods.base import Method
+from fl_lightning.methods.optimizing import round_optimizer
+from fl_lightning.methods.products import inner_product
+from fl_lightning.wire import Layout
+
+
+class CorrectedMethod(Method, ABC):
+    """Base of methods whose clients and server keep vectors ``[P]`` over the trained parameters.
+
+    Args:
+        weigh_by: ``clients``, each of which counts once; another value where nothing is corrected.
+        settings: those of every method.
+    """
+
+    uniform_clients = True
+    scales_with_federation = True
+    refuses = {"privacy": "clipping and noise part the server's mean from what its clients keep"}
+    plain_sgd_why: str = ""
+    """Why local steps have to be those of SGD without momentum, weight decay and clipping; empty: they need
+    not be."""
+
+    def __init__(self, weigh_by: Weighing = "clients", **settings: Any) -> None:
+        super().__init__(weigh_by=weigh_by, **settings)
+        require(
+            weigh_by == "clients" or not self.corrects,
+            f"--model.weigh_by {weigh_by} with --model {type(self).__name__}",
+            "its correction is a mean over clients, each of which counts once",
+            "leave weigh_by out",
+        )
+
+    @property
+    @abstractmethod
+    def corrects(self) -> bool:
+        """Whether anything is corrected at these settings; else the method is the mean of its clients."""
+
+    def build(self, data: FederatedData) -> None:
+        super().build(data)
+        travels = {*self.trained_names} & self.layout.shapes.keys()
+        self.trained = Layout.of(self.network, include=travels.__contains__)
+        self.clients = len(data.active)
+        if self.corrects and self.plain_sgd_why:
+            require_plain_sgd(self, self.plain_sgd_why)
+
+    def configure_optimizers(self) -> Any:
+        if self.plain_sgd_why and self.optimizer_spec is None and self.module is None:
+            return SGD(self.trainable(), 0.05)
+        return super().configure_optimizers()
+
+    def make_room(self, *names: str) -> None:
+        """Register buffers ``[P]`` for what ``receive`` sets."""
+        for name in names:
+            self.register_buffer(name, torch.zeros(self.trained.size), persistent=False)
+
+    def kept(self, client: Client, name: str) -> Tensor:
+        """Return a vector that the client keeps; zeros before its first round that counted."""
+        return client.state.get(name, torch.zeros(self.trained.size))
+
+    def along(self, vector: Tensor) -> Tensor:
+        """Return <vector, y>, a term that adds ``vector`` ``[P]`` to the gradient by y."""
+        weights = [weight for _, weight in self.own_parameters()]
+        return inner_product(weights, [*self.trained.unpack(vector).values()])
+
+    def own_parameters(self) -> list[tuple[str, Tensor]]:
+        """Return what the local optimiser steps on, in the order of the vectors."""
+        weights = self.trained_weights()
+        return [(name, weights[name]) for name in self.trained.shapes]
+
+
+def require_plain_sgd(
+    method: Method, why: str, *, momentum: bool = False, decay: bool = False, clipping: bool = False
+) -> None:
+    """Refuse local steps that are not minus a rate times a gradient.
+
+    Args:
+        method: built, so that its optimiser can be made.
+        why: they have to be.
+        momentum, decay, clipping: whether momentum, weight decay and clipped gradients are allowed.
+
+    Raises:
+        InputError: another optimiser than SGD, Nesterov's form, several rates, or clipped gradients.
+    """
+    name, optimizer = type(method).__name__, round_optimizer(method)
+    kind = type(optimizer).__name__
+    require(
+        type(optimizer) is SGD,
+        f"--model.optimizer {kind} with --model {name}",
+        why,
+        "write --model.optimizer SGD",
+    )
+    wanted = {"dampening": True, "nesterov": True, "maximize": True}
+    wanted |= {"momentum": not momentum, "weight_decay": not decay}
+    for group in optimizer.param_groups:
+        for setting, refused in wanted.items():
+            given = f"--model.optimizer.{setting} {group[setting]} with --model {name}"
+            zero = str(type(group[setting])()).lower()
+            require(not (refused and group[setting]), given, why, f"write --model.optimizer.{setting} {zero}")
+    rates = sorted({float(group["lr"]) for group in optimizer.param_groups})
+    require(len(rates) == 1, f"an optimiser with learning rates {rates}", why, "give all parameters one lr")
+    clip = method.gradient_clip_val
+    given = f"--trainer.gradient_clip_val {clip} with --model {name}"
+    require(clip is None or clipping, given, why, "leave gradient_clip_val out")

@@ -1,0 +1,88 @@
+"""FedDC (Gao et al., CVPR 2022): FedDyn with control variates, so that a client's own drift and the way that
+all go are told apart.
+
+    L = L_task + a_i (<h_i, y - x> + 1/2 ||y - x||^2) + <G / w_i - g_i, y>      K_i local steps from x
+    h_i <- h_i + y_i - x
+    g_i+ = g_i - G / w_i - (y_i - x) / (K_i eta)
+    G <- G + 1 / N sum_S w_i (g_i+ - g_i)
+    x <- 1 / |S| sum_S y_i + 1 / N sum_all h_i
+
+a_i = alpha / w_i, and w_i is 1 or N n_i / sum_k n_k. The first term is that of alpha / 2 ||y - (x - h_i)||^2.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fl_lightning.aggregation.sums import Addend, Sums
+from fl_lightning.client import Client
+from fl_lightning.data import FederatedData
+from fl_lightning.methods.feddyn import FedDyn
+from fl_lightning.wire import Limit, Payload
+
+
+class FedDC(FedDyn):
+    """FedDyn whose clients also step along G - g_i, as SCAFFOLD's do. Clients count once each.
+
+    h_i is kept as FedDyn's H_i, and their mean over all clients on the server, H.
+
+    Args:
+        settings: those of FedDyn, whose ``alpha`` 0 is FedAvg, bit for bit where ``weigh_by`` is the same,
+            and those of every method.
+    """
+
+    kind = "drift correction"
+    stackable = True
+    plain_sgd_why = "g_i is a mean gradient, (x - y) / (K lr), where a step is minus lr times a gradient"
+
+    def build(self, data: FederatedData) -> None:
+        super().build(data)
+        if self.corrects:
+            self.server["G"] = torch.zeros(self.trained.size)
+            self.make_room("correction")
+
+    def broadcast(self, client: Client) -> Payload:
+        message = super().broadcast(client)
+        return Payload({**message, "G": self.server["G"]}) if self.corrects else message
+
+    def receive(self, message: Payload, client: Client) -> None:
+        super().receive(message, client)
+        if self.corrects:
+            G = message.tensor("G") * self.inverse_share(client)
+            self.correction = (G - self.kept(client, "g_i")).to(self.device)
+
+    def training_step(self, batch: Any, batch_idx: int = 0) -> dict[str, Tensor]:
+        outputs = super().training_step(batch, batch_idx)
+        if not self.corrects:
+            return outputs
+        return {**outputs, "loss": outputs["loss"] + self.along(self.correction)}
+
+    def upload(self, client: Client) -> Payload:
+        message = super().upload(client)
+        if not self.corrects:
+            return message
+        g_i, way = self.kept(client, "g_i"), self.local_steps * self.local_lr
+        if way:  # a rate of 0 moves nothing and says nothing of the gradient
+            moved = self.trained.read(self.network) - self.start.cpu()
+            client.state["g_i"] = -self.correction.cpu() - moved / way
+        else:
+            client.state["g_i"] = g_i
+        change = (client.state["g_i"] - g_i) / self.inverse_share(client)
+        return Payload({**message, "change": change})
+
+    def upload_limits(self, client: Client) -> Mapping[str, Limit]:
+        own = {"change": (self.trained.size,)} if self.corrects else {}
+        return {**super().upload_limits(client), **own}
+
+    def addends(self, upload: Payload, client_id: int, weight: int) -> dict[str, Addend]:
+        own = {"change": Addend(upload.tensor("change"))} if self.corrects else {}
+        return {**super().addends(upload, client_id, weight), **own}
+
+    def next_state(self, sums: Sums) -> None:
+        super().next_state(sums)
+        if self.corrects:
+            self.server["G"] = self.server["G"] + (sums.total("change") / self.clients).float()

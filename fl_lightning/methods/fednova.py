@@ -1,0 +1,109 @@
+"""FedNova (Wang et al., NeurIPS 2020): updates are divided by the length of their clients' local work, so
+that who makes more steps does not pull the model towards its own optimum.
+
+    x <- x + tau sum_i p_i (y_i - x) / a_i
+    a_i = u after K_i times:  s <- r s + 1 - eta mu u,  u <- u + s, both from 0
+    tau = sum_i p_i a_i, with mu > 0 sum_i p_i K_i
+
+a_i is what K_i steps of SGD with momentum r and a proximal term make of gradients of 1: K_i for plain SGD.
+K_i is the number of steps that the client made, fewer for a straggler. With server_momentum q the server
+moves by eta B, B <- q B + step / eta.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any
+
+import torch
+
+from fl_lightning.aggregation.sums import Addend, Sums
+from fl_lightning.client import Client
+from fl_lightning.data import FederatedData
+from fl_lightning.errors import require
+from fl_lightning.methods.base import Method
+from fl_lightning.methods.corrected import require_plain_sgd
+from fl_lightning.methods.local_work import check_steps
+from fl_lightning.methods.optimizing import round_lr, round_optimizer
+from fl_lightning.methods.terms import ProximalTerm
+from fl_lightning.support.constraints import within
+from fl_lightning.wire import Limit, Payload
+
+
+class FedNova(Method):
+    """FedAvg of normalised updates, for local SGD with or without momentum and a proximal term.
+
+    Args:
+        mu: weight of a proximal term, 0 or more, as in FedProx.
+        server_momentum: share of the last steps that the server makes again, in [0, 1).
+        normalize: whether updates are normalised; False, without the others, is FedAvg, bit for bit.
+        settings: those of every method.
+    """
+
+    kind = "drift correction"
+    stackable = True
+    same_start = True
+    own_terms = frozenset({"prox"})
+    refuses = {"privacy": "a number of steps cannot be clipped together with weights"}
+
+    def __init__(
+        self,
+        mu: Annotated[float, within("[0, inf)", "a loss term weighs 0 or more", 0.0)] = 0.0,
+        server_momentum: Annotated[float, within("[0, 1)", "it is a share in [0, 1)", 0.9)] = 0.0,
+        normalize: bool = True,
+        **settings: Any,
+    ) -> None:
+        super().__init__(**settings)
+        self.mu, self.server_momentum, self.normalize = mu, server_momentum, normalize
+        self.terms = [ProximalTerm(mu), *self.terms]
+
+    def build(self, data: FederatedData) -> None:
+        super().build(data)
+        why = "a_i is how far steps of SGD go, with momentum and a proximal term"
+        require_plain_sgd(self, why, momentum=True, decay=True, clipping=True)
+        pull = self.mu * round_lr(self)
+        given, why = f"mu {self.mu:g} at a learning rate of {pull / (self.mu or 1):g}", "mu lr is at most 1"
+        require(pull <= 1, given, f"{why}, or a_i need not be above 0", "write --model.mu 0.01")
+        if self.server_momentum:
+            self.server["momentum"] = torch.zeros(self.trained_values)
+
+    def upload(self, client: Client) -> Payload:
+        steps = torch.tensor(float(self.local_steps))
+        return Payload({**super().upload(client), "steps": steps})
+
+    def upload_limits(self, client: Client) -> Mapping[str, Limit]:
+        return {**super().upload_limits(client), "steps": ()}
+
+    def check(self, upload: Payload, client: Client) -> None:
+        super().check(upload, client)
+        check_steps(upload, self.steps_asked.get(client.id))
+
+    def work_of(self, steps: int) -> float:
+        """Return a_i of a client that made so many steps in this round."""
+        (group, *_) = round_optimizer(self).param_groups
+        momentum, shrinks, last, total = group["momentum"], group["lr"] * self.mu, 0.0, 0.0
+        for _ in range(steps if self.normalize else 1):
+            last = momentum * last + 1 - shrinks * total
+            total += last
+        return total
+
+    def addends(self, upload: Payload, client_id: int, weight: int) -> dict[str, Addend]:
+        steps, start, most = int(upload.tensor("steps")), self.starts()["weights"], self.largest_weight
+        work, ended, P = self.work_of(steps), self.decode(upload), self.trained_values
+        if work != 1:
+            ended = torch.cat([start[:P] + (ended[:P] - start[:P]) / work, ended[P:]])
+        length = (steps if self.mu else work) if self.normalize else 1.0
+        return {
+            "weights": Addend(ended, weight, most, start),
+            "lengths": Addend(torch.tensor([float(length)]), weight, most),
+        }
+
+    def next_state(self, sums: Sums) -> None:
+        P, mean, tau = self.trained_values, sums.mean("weights"), float(sums.mean("lengths"))
+        start, ended = self.server["weights"][:P].double(), mean[:P].double()
+        weights = ended + (tau - 1) * (ended - start)
+        if self.server_momentum:
+            lr = round_lr(self)
+            pace = self.server_momentum * self.server["momentum"].double() + (weights - start) / lr
+            self.server["momentum"], weights = pace.float(), start + lr * pace
+        self.server["weights"] = self.layout.to_wire(torch.cat([weights.float(), mean[P:]]))

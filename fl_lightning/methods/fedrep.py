@@ -1,0 +1,76 @@
+"""FedRep (Collins et al., ICML 2021, algorithm 1): each client trains its own head first, then the shared
+body.
+
+    h_i <- ``head_steps`` local steps on the head at ``head_lr``, from the client's own, body frozen
+    y_i <- K_i local steps on the body from x, head frozen
+    x <- sum_i p_i y_i
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Annotated, Any
+
+from torch import Tensor
+
+from fl_lightning.client import Client
+from fl_lightning.data import FederatedData
+from fl_lightning.errors import require
+from fl_lightning.methods.base import Method
+from fl_lightning.methods.personal import TuningRate
+from fl_lightning.support.constraints import at_least
+
+
+class FedRep(Method):
+    """FedAvg of the body; the last linear layer stays on its client, which trains it first.
+
+    K_i counts the steps on the body. The steps on the head come before them and are the same for a straggler.
+    A part that is frozen takes no step at all, also none of momentum or weight decay.
+
+    Args:
+        head_steps: local steps on the head, at least 1; ten epochs in the paper.
+        head_lr: their learning rate, above 0, which the schedule scales as the other; null: that of the body.
+        settings: those of every method.
+    """
+
+    kind = "personal models"
+    owns = frozenset({"personal"})
+
+    def __init__(
+        self,
+        head_steps: Annotated[int, at_least(1)] = 10,
+        head_lr: TuningRate = None,
+        **settings: Any,
+    ) -> None:
+        super().__init__(personal="head", **settings)
+        self.head_steps, self.head_lr = head_steps, head_lr
+        require(
+            head_lr is None or self.module is None,
+            f"--model.head_lr {head_lr} beside --model.module {type(self.module).__name__}",
+            "its configure_optimizers sets the learning rates",
+            "leave head_lr out, and give the head a group of its own there",
+        )
+
+    def trainable(self) -> Any:
+        trained = self.trained_weights()
+        body = {"params": [p for name, p in trained.items() if name not in self.own.shapes]}
+        head = {"params": [p for name, p in trained.items() if name in self.own.shapes]}
+        return [body, head if self.head_lr is None else {**head, "lr": self.head_lr}]
+
+    def local_batches(
+        self, data: FederatedData, client: Client, *, epochs: int, labels: Tensor, steps: int
+    ) -> Iterator[Any]:
+        passes, first = data.epochs_for(client, self.head_steps), self.head_steps
+        yield from super().local_batches(data, client, epochs=passes, labels=labels, steps=first)
+        yield from super().local_batches(data, client, epochs=epochs, labels=labels, steps=steps)
+
+    def training_step(self, batch: Any, batch_idx: int = 0) -> dict[str, Tensor]:
+        trains_head = batch_idx < self.head_steps
+        for name, parameter in self.trained_weights().items():
+            parameter.requires_grad_((name in self.own.shapes) == trains_head)
+        return super().training_step(batch, batch_idx)
+
+    def upload(self, client: Client) -> Any:
+        for parameter in self.trained_weights().values():
+            parameter.requires_grad_(True)
+        return super().upload(client)

@@ -1,0 +1,147 @@
+"""The states of a torchmetrics metric, batch by batch: they travel between ranks as tensors and are merged in
+the order of the batches, so that a value does not depend on who evaluated which batch.
+
+torchmetrics merges by rank (``sync``), in the order of ranks; ``merge_state`` is refused by metrics that
+declare a full state update. Each state says itself how it is reduced, and that is what is done here.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from torchmetrics import Metric
+
+State = dict[str, Tensor]
+"""What a metric has kept of one batch: by the path of the metric (one may be made of several), the name of
+the state and, of a list that is not concatenated, the position."""
+
+
+@contextmanager
+def quietly() -> Iterator[None]:
+    """Hide the warnings of metrics, such as that a client has examples of one class alone."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        yield
+
+
+def parts_of(metric: Metric) -> dict[str, Metric]:
+    """Return the metric, under an empty name, and those that it is made of, by their paths."""
+    from torchmetrics import Metric
+
+    return {path: part for path, part in metric.named_modules() if isinstance(part, Metric)}
+
+
+def keeps_outputs(metric: Metric) -> bool:
+    """Return whether a state of the metric is a list, which grows with the examples."""
+    return any(
+        isinstance(default, list) for part in parts_of(metric).values() for default in part._defaults.values()
+    )
+
+
+def clear(metric: Metric) -> None:
+    """Forget all batches, and keep the metric from talking to other ranks by itself."""
+    for part in parts_of(metric).values():
+        part.reset()
+        part.distributed_available_fn = _never
+
+
+def _never() -> bool:
+    return False
+
+
+def state_of(metric: Metric) -> State:
+    """Return what a metric has kept, on the CPU.
+
+    Raises:
+        TypeError: it keeps something else than tensors.
+    """
+    from torchmetrics.utilities import dim_zero_cat
+
+    found: State = {}
+    for path, part in parts_of(metric).items():
+        for name, value in part.metric_state.items():
+            key = f"{path}.{name}"
+            if isinstance(value, Tensor):
+                found[key] = value
+            elif not all(isinstance(item, Tensor) for item in value):
+                raise TypeError(f"{type(part).__name__}.{name} is no tensor and no list of tensors")
+            elif value and part._reductions[name] is dim_zero_cat:
+                found[key] = dim_zero_cat(value)
+            else:
+                found |= {f"{key}.{place}": item for place, item in enumerate(value)}
+    return {key: value.detach().cpu() for key, value in found.items()}
+
+
+def value_of(metric: Metric, states: Sequence[Mapping[str, Tensor]]) -> Any:
+    """Return the value of a metric over all batches, and leave it cleared.
+
+    Args:
+        states: what :func:`state_of` gave for each batch, in the order of the batches; at least one.
+    """
+    clear(metric)
+    for path, part in parts_of(metric).items():
+        for name, default in part.metric_state.items():
+            key = f"{path}.{name}"
+            if isinstance(default, Tensor):
+                found = [state[key] for state in states]
+                reduce = part._reductions[name]
+                merged = torch.stack(found) if len(found) > 1 else found[0]
+                setattr(part, name, reduce(merged) if callable(reduce) and len(found) > 1 else merged)
+            else:
+                setattr(part, name, [item for state in states for item in _items(state, key)])
+        part._update_count = len(states)
+    device = metric.device
+    try:
+        with quietly(), torch.no_grad():
+            return metric.to("cpu").compute()
+    finally:
+        clear(metric.to(device))
+
+
+def _items(state: Mapping[str, Tensor], key: str) -> list[Tensor]:
+    """Return what a batch adds to a state that is a list."""
+    if key in state:
+        return [state[key]]
+    own = [name for name in state if name.startswith(f"{key}.") and name[len(key) + 1 :].isdecimal()]
+    return [state[name] for name in sorted(own, key=lambda name: int(name.rpartition(".")[2]))]
+
+
+class MetricStates:
+    """The states of several metrics over batches, as tensors under names that can travel.
+
+    Args:
+        tensors: of this rank, by ``<number of the batch>|<whose>|<metric>|<state>``.
+    """
+
+    def __init__(self, tensors: Mapping[str, Tensor] | None = None) -> None:
+        self.tensors = dict(tensors or {})
+
+    def add(self, number: int, metric: str, state: State, whose: str = "") -> None:
+        """Keep the state of a metric after one batch.
+
+        Args:
+            number: of the batch, among all of all ranks.
+            metric: its name.
+            whose: the client or the model that the batch is of, where each has a value of its own.
+        """
+        self.tensors |= {f"{number}|{whose}|{metric}|{key}": value for key, value in state.items()}
+
+    @staticmethod
+    def of_metrics(tensors: Mapping[str, Tensor]) -> dict[tuple[str, str], list[State]]:
+        """Return the states of each metric in the order of the batches, by whose they are and by its name.
+
+        Args:
+            tensors: those of all ranks.
+        """
+        found: dict[tuple[str, str], dict[int, State]] = {}
+        for key, value in tensors.items():
+            number, whose, metric, name = key.split("|", 3)
+            found.setdefault((whose, metric), {}).setdefault(int(number), {})[name] = value
+        return {who: [batches[number] for number in sorted(batches)] for who, batches in found.items()}

@@ -1,0 +1,178 @@
+"""A run while it goes on: its engine, its rounds, and what is kept and said when it ends."""
+
+from __future__ import annotations
+
+import logging
+import signal
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+
+from fl_lightning.distributed.launch import start_others, stop_others
+from fl_lightning.engines import Engine, spread_states
+from fl_lightning.federation import Federation, weights_hash
+from fl_lightning.hooks import stressors_text, tell
+from fl_lightning.loop import run_round
+from fl_lightning.run.clients import clients_csv
+from fl_lightning.run.interrupts import Interrupts
+from fl_lightning.run.journal import Journal
+from fl_lightning.run.log import RunLog
+from fl_lightning.run.progress import Progress
+
+log = logging.getLogger("fl_lightning")
+
+
+@dataclass
+class RunSession:
+    """The rounds of one call of ``fit``, from the engine's start to the summary or the error that ends them.
+
+    Args:
+        fed: what the rounds touch.
+        progress: the rounds that are done, and their checkpoints.
+        journal: the run directory and the trackers.
+        interrupts: signals, which end the run between two rounds.
+        log_file: the run's log.
+        make_engine: makes the engine, which is not started yet.
+        stop_reason: returns why the run ends after the rounds that are done; empty: it goes on.
+        command_line: the command line of the program; empty where Python code calls.
+        tags: names and values that the trackers show.
+        keeps: whether the run directory stays.
+    """
+
+    fed: Federation
+    progress: Progress
+    journal: Journal
+    interrupts: Interrupts
+    log_file: RunLog
+    make_engine: Callable[[Federation], Engine]
+    stop_reason: Callable[[], str]
+    command_line: Sequence[str]
+    tags: dict[str, str]
+    keeps: bool
+
+    def run(self, *, launch_as: str | None) -> dict[str, float]:
+        """Run the rounds that are left and return the summary.
+
+        Args:
+            launch_as: name of the run, which processes of further ranks are started with; None: they run.
+
+        Raises:
+            RunStopped: a process was lost, the run directory cannot be written any more, or no upload ever
+                counted.
+        """
+        fed, max_rounds = self.fed, self.fed.max_rounds
+        log.info("%s", stressors_text(fed.callbacks))
+        fed.files = self.journal
+        with ExitStack() as running:
+            running.callback(self.journal.close)
+            try:
+                if launch_as is not None:
+                    start_others(fed.fabric, launch_as)
+                # Python drops what a signal handler raises while a worker is forked
+                with self.interrupts.held():
+                    engine = self._start_engine(running)
+                with self.interrupts.held(), self.journal.writing():
+                    self.journal.open(fed, engine.name, self.command_line, self.tags, self.log_file)
+                    self._note(engine)
+                try:
+                    tell(fed.callbacks, "on_setup", fed)
+                finally:  # not before: opening a store takes seconds, which the callbacks need not share
+                    self.journal.track()
+                while self.progress.done.round < max_rounds and not self.stop_reason():
+                    self._run_round(engine)
+                return self._finish()
+            except BaseException as error:
+                stop_others()
+                if isinstance(error, SystemExit) and not self._is_interrupt(error):
+                    error = _left(error)
+                if self.journal.is_open:
+                    self._stop(error)
+                raise error
+
+    def _start_engine(self, running: ExitStack) -> Engine:
+        """Choose and start the engine, which ``running`` closes.
+
+        It comes before the trackers: workers are forks, and a fork must not find locks that threads of this
+        process hold.
+        """
+        spread_states(self.fed.states, self.fed.holders)
+        engine = self.make_engine(self.fed)
+        running.callback(engine.close)
+        engine.start()
+        return engine
+
+    def _note(self, engine: Engine) -> None:
+        """Note where clients are trained, if there is something to note and it is new."""
+        notes = engine.notes()
+        if any(self.journal.metadata.get(name) != value for name, value in notes.items()):
+            self.journal.note(**notes)
+
+    def _run_round(self, engine: Engine) -> None:
+        self.interrupts.check()
+        fed, round = self.fed, self.progress.done.round + 1
+        tell(fed.callbacks, "on_round_start", round, fed)
+        record = run_round(fed, engine, round)
+        tell(fed.callbacks, "on_round_end", record, fed)
+        with self.interrupts.held(), self.journal.writing():
+            self.progress.add(fed, record, self.journal.run)
+            self.journal.log_round(record.metrics, round)
+            self._note(engine)
+
+    def _finish(self) -> dict[str, float]:
+        fed, summary = self.fed, self.progress.summary
+        with self.interrupts.held(), self.journal.writing():
+            self.progress.save(self.journal.run)
+        tell(fed.callbacks, "on_fit_end", summary, fed)
+        self.progress.check_learned()
+        early = self.progress.done.round < fed.max_rounds
+        reason = self.stop_reason() if early else ""
+        with self.journal.writing():
+            self.journal.finish(
+                summary,
+                weights_hash(fed),
+                clients=clients_csv(fed.data, self.progress.done.clients),
+                stopped_early=reason,
+                kept=self.keeps,
+            )
+        return summary
+
+    def _stop(self, error: BaseException) -> None:
+        """End the run early: keep what is done and say how to continue."""
+        self.interrupts.ignore()
+        interrupted, done, run = self._is_interrupt(error), self.progress.done.round, self.journal.run
+        if not interrupted:
+            self.log_file.add_traceback(error)
+            if self.log_file.path is not None and self.keeps:
+                error.run_log = self.log_file.path  # type: ignore[attr-defined]
+        try:
+            self.progress.save(run)
+            self.journal.note(status="interrupted" if interrupted else "failed")
+        except OSError as problem:
+            log.error("no checkpoint of round %d could be written (%s)", done, problem)
+        try:
+            tell(self.fed.callbacks, "on_exception", error, self.fed)
+        except Exception as second:  # it must not hide the first one, nor keep the trackers from being closed
+            log.exception("on_exception of a callback failed (%s: %s)", type(second).__name__, second)
+        if not self.keeps:
+            log.error("fast_dev_run: stopped in round %d; nothing was kept", done + 1)
+        elif min(done, self.progress.saved) < self.fed.max_rounds:
+            again = f"after round {self.progress.saved}" if self.progress.saved else "from the start"
+            by = f"--ckpt_path {run.path}"
+            if not self.command_line:  # it was started from Python
+                by = f"trainer.fit(method, data, seed={self.fed.seed}, ckpt_path={str(run.path)!r})"
+            reached = min(done + 1, self.fed.max_rounds)
+            log.error("stopped in round %d; continue %s with %s", reached, again, by)
+        self.interrupts.release()
+        self.journal.stop("KILLED" if interrupted else "FAILED")
+
+    def _is_interrupt(self, error: BaseException) -> bool:
+        """Return whether a signal, or an exit as after one, ends the run, and not an error."""
+        asked = isinstance(error, SystemExit) and error.code == 128 + signal.SIGTERM
+        return self.interrupts.received or isinstance(error, KeyboardInterrupt) or asked
+
+
+def _left(error: SystemExit) -> RuntimeError:
+    """Make an error of a ``sys.exit`` in the code of a run, whose code 0 would say that the run is done."""
+    found = RuntimeError(f"code of this run called sys.exit({error.code!r}) in mid-run; raise an exception")
+    found.__cause__ = error
+    return found

@@ -1,0 +1,77 @@
+"""What Python code and notebooks see of a trainer's run: its directory, history and figures."""
+
+from __future__ import annotations
+
+from inspect import signature
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from fl_lightning.data import FederatedData
+from fl_lightning.run.directory import RunDirectory
+from fl_lightning.run.journal import Journal
+from fl_lightning.run.progress import Progress
+from fl_lightning.support.notebook import Pictures, table
+from fl_lightning.support.recorded import Recorded, arguments_of
+
+if TYPE_CHECKING:
+    from pandas import DataFrame
+
+
+class RunViews(Recorded):
+    """The part of a trainer that shows its run; the other parts make the run.
+
+    Attributes:
+        journal: where the run is written; there is none before the first run.
+        progress: its rounds.
+        data: its federation.
+        max_rounds: rounds that it shall have.
+    """
+
+    journal: Journal
+    progress: Progress
+    data: FederatedData
+    max_rounds: int
+
+    @property
+    def run(self) -> RunDirectory:
+        """The directory of the run that goes on, or of the last one."""
+        return self.journal.run
+
+    @property
+    def run_dir(self) -> Path:
+        """Its path."""
+        return self.run.path
+
+    @property
+    def history(self) -> DataFrame:
+        """The metrics of the rounds so far, one row for each, by round; empty before the first."""
+        from pandas import DataFrame  # slow to import, and a run does without
+
+        rows = self.progress.history if hasattr(self, "progress") else []
+        return DataFrame(rows, columns=None if rows else ["round"]).set_index("round")
+
+    @property
+    def figures(self) -> Pictures:
+        """The figures in the run directory by name, which a notebook shows inline."""
+        return Pictures(self.run.figures if self._has_run else None)
+
+    @property
+    def _has_run(self) -> bool:
+        """Whether there is a run directory: of the run that goes on, or of the last one."""
+        return hasattr(self, "journal") and hasattr(self.journal, "run")
+
+    def _repr_html_(self) -> str:
+        """Return what a notebook shows: where the run is, how far it is, and its last metrics."""
+        if not self._has_run:
+            defaults, rows = signature(type(self)).parameters, {"max_rounds": str(self.max_rounds)}
+            for name, value in arguments_of(self).items():
+                if value != defaults[name].default:
+                    rows[name] = str(value)
+            return table(rows.items(), "FederatedTrainer, before its first run")
+        done, task = self.progress.done.round, self.data.task
+        rows = {"run directory": str(self.run_dir), "rounds": f"{done} of {self.max_rounds}"}
+        last = self.progress.history[-1] if self.progress.history else {}
+        for name in (f"test/{task.primary}", f"val/{task.primary}", "test/loss", "train/loss"):
+            if name in last:
+                rows[name] = f"{last[name]:.6g}"
+        return table(rows.items(), self.run_dir.name)

@@ -1,0 +1,306 @@
+"""The search file: the settings that ``tune`` may choose, and the metric that it optimises.
+
+study: exp2_embedded             # folder and experiment of the tuned run; trials: <study>-tune
+config: kd_default.yaml          # one `fit` configuration or a list, layered; paths are relative to the file
+settings: {trainer.max_rounds: 30}   # optional: of every trial and of the final run
+final: {trainer.max_rounds: 100} # optional: settings of the final run alone
+space:                           # dotted setting -> range, or list of choices
+  model.alpha: {low: 0.0, high: 1.0}
+  model.optimizer.init_args.lr: {low: 1.0e-3, high: 1.0e-1, log: true}
+  trainer.local_epochs: {low: 1, high: 5}
+  model.temperature: [1.0, 2.0, 4.0]
+trials: 20
+metric: final/best_val_accuracy  # of validation or training, never of the test set; default: the best
+                                 # validation of the primary metric that the runs have
+direction: maximize              # default: as the name of the metric, or the task of the runs, says
+seed: 0                          # of every run and of the search
+prune: false                     # end trials early that are below the median of those before, round by round
+
+Where ``study`` is the path of a study file, every method of the study is tuned, each with the same space and
+the same number of trials; what a method alone has to set is searched within that number. ``config`` and
+``settings`` are then layered over the method's, there is no ``final``, and the outcome is a record that the
+study reads by ``tuned``:
+
+study: exp2_embedded.yaml
+config: overlays/noise_off.yaml  # optional: the level of the study's grid at which it is tuned
+space_of:                        # optional: settings that one method alone has, beside those of all
+  FedMPQKD: {model.alpha: {low: 0.0, high: 1.0}}
+record: tuned/exp2_embedded.yaml # optional; the default has the study's name
+seed: 1000                       # none of the study's seeds
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import inf
+from pathlib import Path
+from typing import Any, Literal
+
+from optuna.distributions import BaseDistribution, CategoricalDistribution, FloatDistribution, IntDistribution
+from optuna.samplers import TPESampler
+
+from fl_lightning.rng import stream
+from fl_lightning.study.metric_names import MEASURES, TaskMetrics, direction
+from fl_lightning.study.plan.entries import PATHS, SETTINGS
+from fl_lightning.study.plan.schema import entry
+from fl_lightning.study.plan.spec_file import Seed, SpecFile
+from fl_lightning.study.plan.study import Study, as_arguments
+from fl_lightning.study.plan.tuned import method_hash
+
+METRIC = "final/best_val_accuracy"
+"""What is optimised where a search file names no metric and the runs are of classification."""
+OF_VALIDATION = [f"final/{form}_{primary}" for primary in MEASURES for form in ("best_val", "last5_val")]
+"""Metrics of the end of a run that the test set has no part in."""
+Direction = Literal["maximize", "minimize"]
+
+
+@dataclass
+class SearchEntries:
+    """The entries of a search file, with their types."""
+
+    study: str = entry("it is a string", "my_study")
+    space: dict[str, Any] = entry(
+        "it is a mapping with at least one entry", "{model.alpha: {low: 0.0, high: 1.0}}"
+    )
+    trials: Seed = entry("it is an integer, 1 or more", "20")  # type: ignore[valid-type]
+    config: str | list[str] | None = entry(*PATHS, default=None)
+    settings: dict[str, Any] = entry(*SETTINGS, factory=dict)
+    final: dict[str, Any] = entry(*SETTINGS, factory=dict)
+    metric: str | None = entry("it is a string", "final/best_val_accuracy", default=None)
+    direction: Direction | None = entry("it is one of maximize, minimize", "maximize", default=None)
+    seed: Seed = entry("it is an integer, 0 or more, below 2^63", "0", default=0)  # type: ignore[valid-type]
+    prune: bool = entry("it is true or false", "true", default=False)
+    record: str | None = entry("it is a path", "tuned/my_study.yaml", default=None)
+    space_of: dict[str, dict[str, Any]] = entry(
+        "it is a mapping of labels of methods", "{FedMPQKD: {model.alpha: [0.5, 1.0]}}", factory=dict
+    )
+
+
+@dataclass
+class RangeEntries:
+    """The entries of a range in a search file."""
+
+    low: int | float = entry("it is a number", "0.1")
+    high: int | float = entry("it is a number", "0.1")
+    log: bool = entry("it is true or false", "true", default=False)
+
+
+@dataclass(frozen=True)
+class Range:
+    """The numbers from ``low`` to ``high``, both included; integers if both are.
+
+    Args:
+        low, high: the ends.
+        log: whether numbers are drawn evenly on a logarithmic scale.
+    """
+
+    low: float
+    high: float
+    log: bool = False
+
+    @property
+    def is_whole(self) -> bool:
+        return isinstance(self.low, int) and isinstance(self.high, int)
+
+
+@dataclass(frozen=True)
+class Search:
+    """A search, as its file describes it.
+
+    Args:
+        study: the study that the tuned run belongs to.
+        path: the search file.
+        configs: ``fit`` configurations, layered.
+        settings: the dotted settings of every run.
+        final: the dotted settings of the final run alone.
+        space: dotted setting -> the values that it may have.
+        trials: the number of trials, those that fail or are pruned among them.
+        metric: the metric that is optimised; None: the best validation of the runs' primary metric.
+        direction: ``maximize`` or ``minimize``; None: as the primary metric of the runs is better.
+        seed: the seed of every run, and of the search.
+        prune: whether trials may be ended early.
+        label: the method of the study that is tuned; empty: the configuration of the file.
+        parts: the searches of all methods of a study; empty where there is one alone.
+        record: the file that the outcome of all parts is written to; None where there are none.
+    """
+
+    study: str
+    path: Path
+    configs: tuple[Path, ...]
+    settings: Mapping[str, Any]
+    final: Mapping[str, Any]
+    space: Mapping[str, Range | list[Any]]
+    trials: int
+    metric: str | None = None
+    direction: Direction | None = None
+    seed: int = 0
+    prune: bool = False
+    label: str = ""
+    parts: tuple[MethodSearch, ...] = ()
+    record: Path | None = None
+
+    @classmethod
+    def read(cls, path: str | Path) -> Search:
+        """Read a search file.
+
+        Raises:
+            InputError: it cannot be read, or something in it is wrong; the message names the file and the
+                key.
+        """
+        file = SpecFile(Path(path))
+        return _search(file, file.read(SearchEntries, "search file"))
+
+    def metric_of(self, task: TaskMetrics) -> str:
+        """Return the metric that is optimised where runs are of this task."""
+        return self.metric or f"final/best_val_{task.primary}"
+
+    def direction_of(self, task: TaskMetrics) -> Direction:
+        """Return the direction in which it is optimised where runs are of this task."""
+        return self.direction or ("maximize" if task.higher_is_better else "minimize")
+
+    @property
+    def name(self) -> str:
+        """The name of the folder and of the experiment of the trials."""
+        return f"{self.study}-tune"
+
+    def args(self, chosen: Mapping[str, Any], *, final: bool = False) -> list[str]:
+        """Return the arguments of ``fit`` with these values of the space."""
+        settings = {**self.settings, **(self.final if final else {}), **chosen}
+        return as_arguments(self.configs, settings, self.seed)
+
+    def corners(self) -> list[dict[str, Any]]:
+        """Return combinations in which each end of each range and each choice occurs.
+
+        The other settings have their first value.
+        """
+        values = {
+            key: [allowed.low, allowed.high] if isinstance(allowed, Range) else allowed
+            for key, allowed in self.space.items()
+        }
+        first = {key: allowed[0] for key, allowed in values.items()}
+        others = [first | {key: value} for key, allowed in values.items() for value in allowed[1:]]
+        return [first, *others]
+
+    def distributions(self) -> dict[str, BaseDistribution]:
+        """Return the space as Optuna's distributions."""
+        return {name: _distribution(allowed) for name, allowed in self.space.items()}
+
+    def sampler(self, number: int) -> TPESampler:
+        """Return the sampler of trial ``number``."""
+        return TPESampler(seed=int(stream(self.seed, "tune", number).integers(2**32)))
+
+
+def _distribution(allowed: Range | list[Any]) -> BaseDistribution:
+    if not isinstance(allowed, Range):
+        return CategoricalDistribution(allowed)
+    if allowed.is_whole:
+        return IntDistribution(int(allowed.low), int(allowed.high), log=allowed.log)
+    return FloatDistribution(allowed.low, allowed.high, log=allowed.log)
+
+
+@dataclass(frozen=True)
+class MethodSearch(Search):
+    """The search of one method of a study.
+
+    Args:
+        method_sha256: the hash of the method's entry in the study.
+    """
+
+    method_sha256: str = ""
+
+
+def _search(file: SpecFile, given: SearchEntries) -> Search:
+    """Check what the entries mean together."""
+    for key in ("trials", "space"):
+        if not getattr(given, key):
+            raise file.wrong(SearchEntries, key, getattr(given, key))
+    metric, way = given.metric, given.direction
+    if metric is not None:
+        allowed = metric in OF_VALIDATION or metric.startswith(("val/", "train/", "comm/", "bits/"))
+        rule, instead = "the test set must not choose settings", f"write metric: {METRIC}, or one of val/*"
+        file.require(allowed, f"metric: {metric}", rule, instead)
+        rule = "its name does not tell whether more of it is better"
+        better = direction(metric)
+        instead = "write direction: maximize, or minimize"
+        file.require(way or better, f"metric: {metric}, without a direction", rule, instead)
+        way = way or ("maximize" if better == 1 else "minimize")
+    for key in (*given.space, *(key for own in given.space_of.values() for key in own)):
+        file.setting(key, "space")
+    shared: dict[str, Any] = {
+        "path": file.path,
+        "space": _space(file, given.space, "space"),
+        "trials": int(given.trials),
+        "metric": metric,
+        "direction": way,
+        "seed": int(given.seed),
+        "prune": given.prune,
+    }
+    configs, settings = file.configs(given.config, "config"), file.settings(given.settings, "settings")
+    final = file.settings(given.final, "final")
+    if Path(given.study).suffix in (".yaml", ".yml"):
+        return _search_of_study(file, given, shared, configs, settings)
+    rule, instead = "one configuration is tuned, of which there is no record", "write study: my_study.yaml"
+    file.require(given.record is None, f"record: {given.record}", rule, instead)
+    rule, instead = "one configuration is tuned, with one space", "write its settings under space"
+    file.require(not given.space_of, "space_of", rule, instead)
+    return Search(
+        study=file.name(given.study, "study"), configs=configs, settings=settings, final=final, **shared
+    )
+
+
+def _search_of_study(
+    file: SpecFile,
+    given: SearchEntries,
+    shared: Mapping[str, Any],
+    configs: tuple[Path, ...],
+    settings: Mapping[str, Any],
+) -> Search:
+    """Return the search over every method of a study."""
+    rule = "what is chosen goes to the record, and the study runs with it"
+    file.require(not given.final, "final", rule, "leave it out")
+    (path,) = file.configs(given.study, "study")
+    study = Study.read(path, with_record=False)
+    rule = f"the study {study.name} runs this seed: settings would be chosen on what they are judged by"
+    free = max(study.seed_order) + 1000
+    file.require(given.seed not in study.seed_order, f"seed: {given.seed}", rule, f"write seed: {free}")
+    foreign = min(set(given.space_of) - set(study.methods), default=None)
+    rule, instead = f"the study {study.name} has no such method", f"write one of {', '.join(study.methods)}"
+    file.require(foreign is None, f"space_of.{foreign}", rule, instead)
+    own = {label: _space(file, each, f"space_of.{label}") for label, each in given.space_of.items()}
+    parts = tuple(
+        MethodSearch(
+            study=study.name,
+            configs=(*study.configs, *method.configs, *study.overlays, *configs),
+            settings={**study.settings, **method.settings, **settings},
+            final={},
+            label=label,
+            method_sha256=method_hash(method.configs, method.settings),
+            **{**shared, "space": {**shared["space"], **own.get(label, {})}},
+        )
+        for label, method in study.methods.items()
+    )
+    record = file.path.parent / (given.record or f"tuned/{study.name}.yaml")
+    return Search(
+        study=study.name, configs=configs, settings=settings, final={}, parts=parts, record=record, **shared
+    )
+
+
+def _space(file: SpecFile, given: Mapping[str, Any], where: str) -> dict[str, Range | list[Any]]:
+    return {key: _allowed(file, value, f"{where}.{key}") for key, value in given.items()}
+
+
+def _allowed(file: SpecFile, given: Any, where: str) -> Range | list[Any]:
+    """Return the values that a setting may have."""
+    if isinstance(given, list):
+        plain = given and all(isinstance(item, (bool, int, float, str, type(None))) for item in given)
+        rule = "choices are numbers, strings, true, false or null"
+        file.require(plain, f"{where}: {given!r}", rule, f"write {where}: [0.1, 0.2]")
+        return given
+    example = f"write {where}: {{low: 0.1, high: 1.0}}, or a list of choices"
+    ends = file.parse(RangeEntries, given, f"{where}.", example)
+    shown = f"{where}: {ends.low} to {ends.high}"
+    file.require(ends.low > -inf and ends.high < inf, shown, "the ends are finite numbers", example)
+    file.require(ends.low < ends.high, shown, "low is less than high", example)
+    file.require(not ends.log or ends.low > 0, shown, "a logarithmic range is above 0", "raise low")
+    return Range(**vars(ends))

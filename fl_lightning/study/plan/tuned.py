@@ -1,0 +1,181 @@
+"""The record of a search over all methods of a study: which settings were chosen for each, and how.
+
+``tune`` writes it beside the study, and a study reads it by ``tuned: tuned/my_study.yaml``. The settings of a
+label are layered over those of its method. A record is refused where a method of the study is not in it, or
+where the search or a method was changed after it was made: nobody then knows where its numbers come from.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from fl_lightning.errors import InputError, require
+from fl_lightning.study.plan.spec_file import SpecFile
+from fl_lightning.support.redaction import redact_settings
+
+HEAD = """\
+# What `tune` chose for each method of a study, by validation alone; the test set chose nothing. Made by
+#   python -m fl_lightning tune --config {search}
+# A study reads it by `tuned:` and refuses it when the search or a method has changed since. Not to be edited.
+"""
+
+
+@dataclass(frozen=True)
+class TunedMethod:
+    """What was chosen for one method.
+
+    Args:
+        settings: dotted setting -> the chosen value.
+        value: the metric of the search, on validation, of the best trial.
+        trial: the number of the best trial.
+        finished, pruned, failed: the trials of this method, by how they ended.
+        method_sha256: the hash of the method's entry in the study, see :func:`method_hash`.
+    """
+
+    settings: Mapping[str, Any]
+    value: float
+    trial: int
+    finished: int
+    pruned: int
+    failed: int
+    method_sha256: str
+
+
+@dataclass(frozen=True)
+class TunedRecord:
+    """The record of a search over all methods of a study.
+
+    Args:
+        study: the name of the study.
+        search: the search file, relative to the record.
+        search_sha256: the hash of what the search file says, see :func:`file_hash`.
+        date: the day on which the last trial ended.
+        version: the version of this program.
+        metric, direction, trials, seed: as in the search file; ``trials`` is the number for each method.
+        space: the values that each setting may have, the same for every method.
+        settings: the settings of every trial, beside those of the study.
+        chosen: label -> what was chosen.
+        path: the file that it was read from; None: it stands in the study file.
+    """
+
+    study: str
+    search: str
+    search_sha256: str
+    date: str
+    version: str
+    metric: str
+    direction: str
+    trials: int
+    seed: int
+    space: Mapping[str, Any]
+    settings: Mapping[str, Any]
+    chosen: Mapping[str, TunedMethod]
+    path: Path | None = field(default=None, compare=False)
+
+    @classmethod
+    def parse(cls, document: Any, where: str, path: Path | None = None) -> TunedRecord:
+        """Return the record that a YAML document describes.
+
+        Raises:
+            InputError: it is none.
+        """
+        known = {one.name for one in fields(cls)} - {"path"}
+        of_method = {one.name for one in fields(TunedMethod)}
+        rule, instead = "it is no record of tune", "write the path of a file that tune has written"
+        right = isinstance(document, Mapping) and {*document} == known
+        require(right and isinstance(document["chosen"], Mapping), where, rule, instead)
+        for label, method in document["chosen"].items():
+            right = isinstance(method, Mapping) and {*method} == of_method
+            require(right and isinstance(method["settings"], Mapping), f"{where}: {label}", rule, instead)
+        chosen = {label: TunedMethod(**method) for label, method in document["chosen"].items()}
+        return cls(**{**document, "chosen": chosen}, path=path)
+
+    @classmethod
+    def read(cls, path: Path) -> TunedRecord:
+        """Read a record.
+
+        Raises:
+            InputError: it cannot be read, or is none.
+        """
+        return cls.parse(SpecFile(path).load("record of tune"), str(path), path)
+
+    def document(self) -> dict[str, Any]:
+        """Return the record as it is written."""
+        return {key: value for key, value in asdict(self).items() if key != "path"}
+
+    def to_yaml(self) -> str:
+        text = yaml.safe_dump(
+            redact_settings(self.document()), sort_keys=False, allow_unicode=True, width=110
+        )
+        return HEAD.format(search=self.search) + text
+
+    def check(self, where: str, methods: Mapping[str, str]) -> None:
+        """Check that the record is about these methods as they are now, and of the search as it is now.
+
+        Args:
+            where: the beginning of a message.
+            methods: label -> the hash of its entry.
+
+        Raises:
+            InputError: a method is missing, or one or the search was changed.
+        """
+        again = "run tune again, or leave 'tuned' out"
+        given = f"{where}tuned{f': {self.path}' if self.path else ''}"
+        missing = [label for label in methods if label not in self.chosen]
+        require(not missing, f"{given}; {', '.join(missing)}", "the record has no such method", again)
+        changed = [label for label, hash in methods.items() if hash != self.chosen[label].method_sha256]
+        rule = "the method was changed in the study after it was tuned"
+        require(not changed, f"{given}; {', '.join(changed)}", rule, again)
+        search = self.path.parent / self.search if self.path else None
+        if search is not None and search.is_file():
+            same = file_hash(SpecFile(search)) == self.search_sha256
+            require(
+                same, f"{given}; {self.search}", "the search was changed after the record was made", again
+            )
+
+
+def method_hash(configs: Sequence[Path], settings: Mapping[str, Any]) -> str:
+    """Return the hash of a method's entry in a study: the names of its configurations, and its settings."""
+    return _hash({"config": [path.name for path in configs], "settings": dict(settings)})
+
+
+def file_hash(file: SpecFile) -> str:
+    """Return the hash of what a search file says; comments and the order of keys do not count."""
+    return _hash(file.load("search file"))
+
+
+def _hash(document: Any) -> str:
+    return sha256(json.dumps(document, sort_keys=True, default=str).encode()).hexdigest()
+
+
+def tuned_record(file: SpecFile, given: str | Mapping[str, Any], key: str) -> TunedRecord | None:
+    """Return the record that the entry ``tuned`` of a study file names, or is.
+
+    Args:
+        file: the study file.
+        given: the path of a record, relative to the study file, or a record.
+        key: of the entry.
+
+    Returns:
+        None where the record is not there and need not be.
+
+    Raises:
+        InputError: it is none.
+    """
+    if isinstance(given, Mapping):
+        return TunedRecord.parse(given, f"{file.path}: {key}")
+    path = file.path.parent / given
+    if not path.is_file():
+        rule = f"there is no such record in {path.parent}"
+        instead = "run python -m fl_lightning tune with the search file of this study"
+        if file.find_configs:
+            raise InputError(f"{file.path}: {key}: {given}", rule, instead)
+        return None
+    return TunedRecord.read(path)

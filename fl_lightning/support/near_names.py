@@ -1,0 +1,107 @@
+"""What to write in place of a name that is not there: the nearest that is, or the list.
+
+Every refusal of an unknown name asks here, so that all have one measure of "near" and none guesses below it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from difflib import get_close_matches
+
+LEAST_RATIO = 0.72  # difflib's: twice the letters in common, over the letters of both names
+LEAST_RATIO_SHORT = 0.6  # of names of at most four letters, where one wrong letter is a third of the name
+MOST_LISTED = 20
+
+ALIASES: Mapping[str, str] = {
+    # commands
+    "train": "fit",
+    "run": "fit",
+    "eval": "test",
+    "evaluate": "test",
+    "validate": "test",
+    "search": "tune",
+    "optimize": "tune",
+    "report": "compare",
+    # methods: one step of all of a client's data is FedAvg with max_local_steps 1
+    "fedsgd": "FedAvg",
+    # precisions
+    "16": "16-mixed",
+    "fp16": "16-mixed",
+    "half": "16-mixed",
+    "float16": "16-mixed",
+    "16-true": "16-mixed",
+    "bf16": "bf16-mixed",
+    "bfloat16": "bf16-mixed",
+    "bf16-true": "bf16-mixed",
+    "32": "32-true",
+    "fp32": "32-true",
+    "float32": "32-true",
+    # loggers
+    "wandb": "WandbLogger",
+    "mlflow": "MLFlowLogger",
+    "tensorboard": "TensorBoardLogger",
+    "csv": "CSVLogger",
+    # keys of a study
+    "name": "study",
+    "title": "study",
+}
+"""What the field calls something, in small letters, and the name here; it counts only where that is valid."""
+
+
+def nearest(name: str, valid: Iterable[str]) -> str | None:
+    """Return the valid name closest to ``name``; None if none is close.
+
+    What the field calls it comes first, then whole names, then the last parts of dotted names. Capitals do
+    not count.
+
+    >>> nearest("max_round", ["trainer.max_rounds", "seed_everything"])
+    'trainer.max_rounds'
+    >>> nearest("SCAFFOLD", ["AQFL", "FedAvg"])
+    """
+    valid = [str(option) for option in valid]
+    if (known := ALIASES.get(name.lower())) in valid:
+        return known
+    leaf = name.rpartition(".")[2].lower()
+    lowered = {option.lower(): option for option in valid}
+    leaves = {option.rpartition(".")[2].lower(): option for option in reversed(valid)}
+    for written, options in ((name.lower(), lowered), (leaf, leaves)):
+        least = LEAST_RATIO if len(written) > 4 else LEAST_RATIO_SHORT
+        near = get_close_matches(written, options, n=5, cutoff=least)
+        if len(written) <= 2:  # pt is no slip of peft
+            near = [option for option in near if option[0] == written[0] and len(option) <= len(written) + 1]
+        if near:
+            swapped = [option for option in near if sorted(option) == sorted(written)]  # letters swapped
+            return options[(swapped or near)[0]]
+    return None
+
+
+def nearest_or_list(name: object, valid: Iterable[object]) -> str:
+    """Return the valid name closest to ``name``, or in words which there are.
+
+    >>> nearest_or_list("labl", ["label", "image"])
+    'label'
+    >>> nearest_or_list("x1", ["label", "image"])
+    'one of label, image'
+    """
+    known = [str(option) for option in valid]
+    return nearest(str(name), known) or listed(known)
+
+
+def nearest_of_listed(name: object, valid: Iterable[object]) -> str:
+    """Return the valid name closest to ``name``, or "one of them" after a rule that lists them.
+
+    >>> nearest_of_listed("noise", ["lr"])
+    'lr'
+    >>> nearest_of_listed("noise", ["lr", "bits"])
+    'one of them'
+    """
+    known = [str(option) for option in valid]
+    return nearest(str(name), known) or (known[0] if len(known) == 1 else "one of them")
+
+
+def listed(names: Iterable[str]) -> str:
+    """Return names as "one of A, B, C", at most ``MOST_LISTED`` of them."""
+    names = list(names)
+    if len(names) == 1:
+        return names[0]
+    return f"one of {', '.join(names[:MOST_LISTED])}{' ...' if len(names) > MOST_LISTED else ''}"

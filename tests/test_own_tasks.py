@@ -1,0 +1,101 @@
+"""The tasks of the page on tasks of one's own: their metrics are other libraries', and they are trained."""
+
+from __future__ import annotations
+
+import gc
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from page_commands import PAGE
+from sklearn.metrics import f1_score, mean_pinball_loss
+from torch import Tensor, nn
+
+from fl_lightning import Task
+from fl_lightning.__main__ import main
+from fl_lightning.conformance.toy import run, sgd
+from fl_lightning.methods import FedAvg
+
+
+@pytest.fixture
+def page() -> dict:
+    """What the page defines, which is gone afterwards: the commands would offer it to other tests."""
+    blocks = PAGE.with_name("task.md").read_text().split("```python\n")[1:]
+    names: dict = {"__name__": "task_page"}
+    exec("\n".join(block.split("```")[0] for block in blocks), names)
+    yield names
+    names.clear()
+    gc.collect()
+
+
+def measured(task: Task, outputs: Tensor, target: Tensor) -> dict[str, float]:
+    """Return the metrics of all examples from the sums of two parts of them."""
+    parts = [task.sums(outputs[half], target[half]) for half in (slice(0, 7), slice(7, None))]
+    totals = {name: [sum(part[name][i] for part in parts) for i in (0, 1)] for name in parts[0]}
+    return {name: float(total / weight) for name, (total, weight) in totals.items()}
+
+
+def test_metrics_of_parts_add_up_to_those_of_other_libraries(page):
+    torch.manual_seed(0)
+    labels, logits = (torch.rand(20, 4) > 0.6).float(), torch.randn(20, 4)
+    found = measured(page["MultiLabel"](), logits, labels)
+    assert found["f1"] == pytest.approx(f1_score(labels, logits > 0, average="micro"))
+    assert found["loss"] == pytest.approx(float(page["MultiLabel"]().loss(logits, labels)), rel=1e-5)
+
+    pixels, logits = torch.randint(0, 2, (20, 6, 5)), torch.randn(20, 2, 6, 5)
+    found = measured(page["Segmentation"](), logits, pixels)
+    assert found["dice"] == pytest.approx(f1_score(pixels.flatten(), logits.argmax(1).flatten()))
+    assert found["loss"] == pytest.approx(float(page["Segmentation"]().loss(logits, pixels)), rel=1e-5)
+
+    target, outputs = torch.randn(20), torch.randn(20, 1)
+    found = measured(page["Quantile"](0.8), outputs, target)
+    assert found["pinball"] == pytest.approx(mean_pinball_loss(target, outputs[:, 0], alpha=0.8), rel=1e-5)
+    assert found["below"] == float(np.mean(target.numpy() <= outputs[:, 0].numpy()))
+
+
+def other_data(page: dict, task: Task, x: Tensor, target: Tensor, num_classes: int):
+    """Return the page's data with other examples and another task."""
+    data = page["Traits"]()
+    data.task, data.num_classes, data.example_shape = task, num_classes, tuple(x.shape[1:])
+
+    def setup(stage: str | None = None) -> None:
+        data.features = {"train": x[:300], "test": x[300:]}
+        data.train_target, data.test_target = target[:300], target[300:]
+
+    data.setup = setup
+    return data
+
+
+def test_a_segmentation_and_a_quantile_are_learnt(page, tmp_path):
+    torch.manual_seed(0)
+    settings = {"max_rounds": 10, "participation": 1.0, "local_epochs": 2}
+    pixels = (torch.rand(400, 8, 8) > 0.7).long()
+    images = pixels[:, None] + 0.3 * torch.randn(400, 1, 8, 8)
+    network = partial(
+        nn.Conv2d, 1, kernel_size=1
+    )  # of which the first free argument is the number of classes
+    method = FedAvg(network=lambda num_classes: network(out_channels=num_classes), optimizer=sgd(0.5))
+    data = other_data(page, page["Segmentation"](), images, pixels, 2)
+    result = run(method, data, tmp_path / "pixels", **settings).progress.summary
+    assert result["final/dice"] > 0.9
+
+    x = torch.rand(400, 1)
+    data = other_data(page, page["Quantile"](0.9), x, 2 * x[:, 0] + torch.rand(400), 1)
+    method = FedAvg(network=lambda num_classes: nn.Linear(1, num_classes), optimizer=sgd(0.3))
+    trainer = run(method, data, tmp_path / "quantile", **settings)
+    assert 0.8 < trainer.progress.history[-1]["test/below"] < 0.98
+    assert trainer.progress.summary["final/pinball"] < 0.1  # that of the best line is 0.045, of 0 it is 1.35
+
+
+def test_the_page_is_trained_from_the_command_line(tmp_path, monkeypatch, page, capsys):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    blocks = PAGE.with_name("task.md").read_text().split("```python\n")[1:]
+    Path("own_tasks.py").write_text("\n".join(block.split("```")[0] for block in blocks))
+    flags = "--data own_tasks.Traits --model.network mlp --trainer.max_rounds 5 --trainer.logger false"
+    assert main(["fit", "--config", "plain", *flags.split()]) == 0
+    err = capsys.readouterr().err
+    assert "final/f1" in err
+    assert float(err.partition("final/f1")[2].split()[0]) > 0.7
