@@ -12,6 +12,8 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from refusals import refused
 
 from fl_lightning.__main__ import main
@@ -251,6 +253,23 @@ def test_a_line_is_found_and_a_bend_is_kept():
     assert relative_errors({3: 1.0}, {3: samples}) == {3: pytest.approx(-0.5)}
     cost = measured_cost([1, 2], np.array([1.0, 2.0]), np.array([0.5, 9.0]))
     assert cost.q99.at([1, 2]).tolist() == [1.0, 9.0]
+
+
+@given(st.lists(st.tuples(*[st.floats(0.5, 2.0)] * 2), min_size=4, max_size=4))
+def test_a_quantile_is_nowhere_below_its_mean(points):
+    """Both are fitted to noise within the tolerance of a line and beyond it."""
+    tokens = [1, 2, 4, 8]
+    means, more = (np.array(values) for values in zip(*points, strict=True))
+    cost = measured_cost(tokens, means * tokens, means * tokens * np.maximum(more, 1.0) ** 0.1)
+    between = np.linspace(1, 8, 50)
+    assert (cost.q99.at(between) >= cost.mean.at(between) * (1 - 1e-9)).all()
+
+
+def test_the_quantile_of_noise_that_a_line_fits_does_not_cross_the_mean():
+    """The line of the means is 1.047 at one token, that of the quantiles 1.0 without the rule."""
+    tokens, means = [1, 2, 3], np.array([1.0, 1.1, 1.0])
+    cost = measured_cost(tokens, means, np.array([1.0, 1.1, 1.21]))
+    assert (cost.q99.at(tokens) >= cost.mean.at(tokens) * (1 - 1e-9)).all()
 
 
 def test_what_layers_cost_more_in_the_network_is_added():

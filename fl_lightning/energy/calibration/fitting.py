@@ -19,15 +19,22 @@ SMALLEST_JOULES = 1e-12
 
 
 def measured_cost(tokens: Sequence[int], means: np.ndarray, quantiles: np.ndarray) -> MeasuredCost:
-    """Return the cost of one piece of work.
+    """Return the cost of one piece of work, whose quantile is nowhere below its mean up to the last point.
+
+    A line may pass below its points, so two lines that are fitted apart may cross: what is charged for
+    enforcement would then be less than what is counted in training.
 
     Args:
         tokens: ascending from 1.
         means: mean joules of a step, ``[points]``.
         quantiles: 0.99 quantiles ``[points]``; one below its mean counts as the mean.
     """
-    highest = np.maximum(quantiles, means)
-    return MeasuredCost(line_or_curve(tokens, means), line_or_curve(tokens, highest))
+    mean = line_or_curve(tokens, means)
+    highest = np.maximum(quantiles, mean.at(tokens))
+    quantile = line_or_curve(tokens, highest)
+    if (quantile.at(tokens) < mean.at(tokens)).any():
+        quantile = _curve(tokens, highest)
+    return MeasuredCost(mean, quantile)
 
 
 def relative_errors(predicted: Mapping[int, float], held_out: Mapping[int, np.ndarray]) -> dict[int, float]:
@@ -67,6 +74,10 @@ def line_or_curve(tokens: Sequence[int], joules: np.ndarray) -> Cost:
     errors = np.abs(line.at(tokens) - joules) / np.maximum(joules, SMALLEST_JOULES)
     if errors.max() <= MAX_ERROR_OF_LINE:
         return line
+    return _curve(tokens, joules)
+
+
+def _curve(tokens: Sequence[int], joules: np.ndarray) -> CostCurve:
     return CostCurve(tuple(tokens), tuple(map(float, joules)))
 
 
