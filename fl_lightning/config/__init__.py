@@ -1,0 +1,1 @@
+"""Settings as they are written, packaged, checked and recorded."""
