@@ -18,7 +18,7 @@ import what_works
 import yaml
 
 from fl_lightning import methods
-from fl_lightning.settings import FREE_KEYS, is_free
+from fl_lightning.config.settings import FREE_KEYS, is_free
 from fl_lightning.trainer import FederatedTrainer
 
 DOCS = Path(__file__).parent

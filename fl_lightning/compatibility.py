@@ -19,11 +19,11 @@ from typing import Any, Literal, get_args
 from fl_lightning.aggregation.averages import Average
 from fl_lightning.aggregation.private import PrivateAggregation
 from fl_lightning.aggregation.server import SummingServer
+from fl_lightning.config.overriding import overrides
 from fl_lightning.errors import InputError
 from fl_lightning.hooks import Context, Stressor, reads_probabilities, sees_uploads
 from fl_lightning.metrics.states import keeps_outputs
 from fl_lightning.privacy.secure.settings import SecureSum
-from fl_lightning.support.overriding import overrides
 from fl_lightning.tasks import Classification, LanguageModelling, Task
 
 TaskFeature = Literal["classification", "language", "other_classes", "no_classes"]

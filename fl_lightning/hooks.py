@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 from torch import Tensor
 
 from fl_lightning.client import Assignment, Client
+from fl_lightning.config.overriding import overrides
+from fl_lightning.config.recorded import Recorded, arguments_of
 from fl_lightning.errors import InputError
-from fl_lightning.support.overriding import overrides
-from fl_lightning.support.recorded import Recorded, arguments_of
 from fl_lightning.wire import Payload
 
 if TYPE_CHECKING:

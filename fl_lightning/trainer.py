@@ -17,6 +17,8 @@ from fl_lightning.aggregation.choice import choose_aggregation
 from fl_lightning.aggregation.named_clients import NamedClients
 from fl_lightning.aggregation.private import PrivateAggregation
 from fl_lightning.compatibility import Run, check_run
+from fl_lightning.config.constraints import at_least, within
+from fl_lightning.config.recorded import settings_of_run
 from fl_lightning.data import FederatedData
 from fl_lightning.distributed.launch import (
     join,
@@ -60,9 +62,7 @@ from fl_lightning.run.resume import Start, find_same, find_start, identity_of, s
 from fl_lightning.run.session import RunSession
 from fl_lightning.run.trial import trial_run
 from fl_lightning.run.views import RunViews
-from fl_lightning.support.constraints import at_least, within
 from fl_lightning.support.notebook import Results
-from fl_lightning.support.recorded import settings_of_run
 from fl_lightning.support.redaction import redact_settings
 from fl_lightning.support.user_code import errors_as_refusals
 

@@ -13,9 +13,9 @@ import numpy as np
 from lightning.fabric.utilities.rank_zero import rank_zero_only
 from torch import nn
 
+from fl_lightning.config.constraints import within
 from fl_lightning.hooks import Context
 from fl_lightning.methods import Method
-from fl_lightning.support.constraints import within
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

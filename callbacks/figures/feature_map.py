@@ -11,10 +11,10 @@ from torch import Tensor, nn
 
 from callbacks.figures.drawing import Every, own_copy, student_and_teacher
 from callbacks.figures.figure_meter import FigureMeter
+from fl_lightning.config.constraints import within
 from fl_lightning.figures import COLOURS, MARKERS
 from fl_lightning.hooks import Context
 from fl_lightning.rng import stream
-from fl_lightning.support.constraints import within
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

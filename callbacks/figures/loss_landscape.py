@@ -18,11 +18,11 @@ from torch.nn import functional as F
 
 from callbacks.figures.drawing import Every, own_copy, student_and_teacher
 from callbacks.figures.figure_meter import FigureMeter
+from fl_lightning.config.constraints import within
 from fl_lightning.errors import require
 from fl_lightning.figures import BLUE, RED, legend_outside, new_axes
 from fl_lightning.hooks import Context
 from fl_lightning.rng import stream
-from fl_lightning.support.constraints import within
 from fl_lightning.wire import Layout
 
 if TYPE_CHECKING:

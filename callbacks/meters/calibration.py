@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from callbacks.figures.drawing import Every, draw
+from fl_lightning.config.constraints import within
 from fl_lightning.figures import GREY, RED, SKY, open_frame
 from fl_lightning.hooks import Context, Meter, RoundRecord
 from fl_lightning.metrics import (
@@ -19,7 +20,6 @@ from fl_lightning.metrics import (
     calibration_bins,
     expected_calibration_error,
 )
-from fl_lightning.support.constraints import within
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -6,10 +6,10 @@ import math
 import re
 from typing import Annotated, Any, Literal
 
+from fl_lightning.config.constraints import Constraint, within
 from fl_lightning.errors import InputError
 from fl_lightning.hooks import Context, Meter, RoundRecord
 from fl_lightning.metrics import client_spread
-from fl_lightning.support.constraints import Constraint, within
 from fl_lightning.tasks import Classification, Task
 
 LOSS = "train/loss"

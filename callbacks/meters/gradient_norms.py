@@ -19,11 +19,11 @@ from torch import Tensor
 from callbacks.figures.drawing import draw, never_fatal, own_copy
 from fl_lightning import rng
 from fl_lightning.client import Assignment, Client
+from fl_lightning.config.constraints import within
 from fl_lightning.engines.base import one_thread
 from fl_lightning.engines.sequential import local_step, start_optimizer
 from fl_lightning.figures import COLOURS, LINE_STYLES, MARKERS, count_rounds, legend_outside, new_axes
 from fl_lightning.hooks import Context, Meter, RoundRecord
-from fl_lightning.support.constraints import within
 from fl_lightning.wire import Payload
 
 if TYPE_CHECKING:

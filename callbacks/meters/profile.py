@@ -12,8 +12,8 @@ from lightning.fabric.utilities.rank_zero import rank_zero_only
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from callbacks.figures.drawing import never_fatal
+from fl_lightning.config.constraints import within
 from fl_lightning.hooks import Context, Meter, RoundRecord
-from fl_lightning.support.constraints import within
 
 log = logging.getLogger("fl_lightning")
 

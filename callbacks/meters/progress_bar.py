@@ -17,8 +17,8 @@ from rich.table import Table
 from rich.text import Text
 
 from fl_lightning.client import Assignment, Client
+from fl_lightning.config.constraints import within
 from fl_lightning.hooks import Context, Meter, RoundRecord
-from fl_lightning.support.constraints import within
 from fl_lightning.support.notebook import KernelDisplay
 from fl_lightning.support.terminal import ResizableLive
 from fl_lightning.tasks import Classification, Task

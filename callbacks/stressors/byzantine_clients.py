@@ -14,10 +14,10 @@ from torch import Tensor
 
 from fl_lightning.aggregation.robust import squared_distances
 from fl_lightning.client import Client
+from fl_lightning.config.constraints import Constraint, within
 from fl_lightning.errors import InputError
 from fl_lightning.hooks import Context, Stressor
 from fl_lightning.rng import stream
-from fl_lightning.support.constraints import Constraint, within
 from fl_lightning.tasks import Classification
 from fl_lightning.wire import Codes, Layout, Payload
 

@@ -10,10 +10,10 @@ import numpy as np
 from torch import Tensor
 
 from fl_lightning.client import Assignment, Client
+from fl_lightning.config.constraints import Constraint, within
 from fl_lightning.errors import InputError
 from fl_lightning.hooks import Context, Stressor
 from fl_lightning.rng import stream
-from fl_lightning.support.constraints import Constraint, within
 from fl_lightning.tasks import Regression
 
 log = logging.getLogger("fl_lightning")

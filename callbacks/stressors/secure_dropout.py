@@ -6,10 +6,10 @@ from dataclasses import replace
 from typing import Annotated, Literal
 
 from fl_lightning.client import Assignment
+from fl_lightning.config.constraints import within
 from fl_lightning.hooks import Context, Stressor
 from fl_lightning.privacy.secure import PHASES
 from fl_lightning.rng import stream
-from fl_lightning.support.constraints import within
 
 
 class SecureDropout(Stressor):

@@ -6,9 +6,9 @@ from dataclasses import replace
 from typing import Annotated, Literal
 
 from fl_lightning.client import Assignment
+from fl_lightning.config.constraints import Constraint, within
 from fl_lightning.hooks import Context, Stressor
 from fl_lightning.rng import stream
-from fl_lightning.support.constraints import Constraint, within
 
 
 class StragglerDropout(Stressor):

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from fl_lightning.aggregation.exact_sum import exact_mean
-from fl_lightning.support.constraints import within
-from fl_lightning.support.recorded import Recorded
+from fl_lightning.config.constraints import within
+from fl_lightning.config.recorded import Recorded
 
 MAX_ORDERED_VALUES = 2**22
 """Values that the order statistics hold at once, in float64: 32 MB, however many clients and weights there

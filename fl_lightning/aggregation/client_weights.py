@@ -8,9 +8,9 @@ from typing import Literal, get_args
 import numpy as np
 
 from fl_lightning.client import Client
+from fl_lightning.config.overriding import overrides
 from fl_lightning.data import FederatedData
 from fl_lightning.errors import InputError, require_choice
-from fl_lightning.support.overriding import overrides
 from fl_lightning.tasks import Task
 
 Weighing = Literal["examples", "tokens", "clients"]

@@ -26,6 +26,7 @@ from fl_lightning.aggregation.clipped_sums import COUNT, PrivateSums, clip_adden
 from fl_lightning.aggregation.exact_sum import MAX_MAGNITUDE, fraction_bits
 from fl_lightning.aggregation.server import SummingServer
 from fl_lightning.aggregation.sums import Addend, Sums, sums_of
+from fl_lightning.config.overriding import overrides
 from fl_lightning.distributed.collectives import world_size
 from fl_lightning.errors import InputError, MisuseError, RunStopped, require
 from fl_lightning.hooks import Meter, RoundRecord
@@ -39,7 +40,6 @@ from fl_lightning.privacy import (
     rounded_gaussian,
     rounding_length,
 )
-from fl_lightning.support.overriding import overrides
 from fl_lightning.wire import Payload
 
 log = logging.getLogger("fl_lightning")

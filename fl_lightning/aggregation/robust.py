@@ -32,7 +32,7 @@ from fl_lightning.aggregation.averages import (
     weighted_mean,
 )
 from fl_lightning.aggregation.exact_sum import ExactSum, exact_mean
-from fl_lightning.support.constraints import at_least, within
+from fl_lightning.config.constraints import at_least, within
 
 Hostile = Annotated[int, within("[0, inf)", "0 or more uploads of a round may be hostile", 1)]
 Iterations = Annotated[int, within("[1, inf)", "one iteration or more is made", 1)]

@@ -16,7 +16,7 @@ from fl_lightning.aggregation.exact_sum import MAX_MAGNITUDE, largest
 from fl_lightning.aggregation.server_optimizers import EVALUATED, SQUARES, ServerOptimizer
 from fl_lightning.aggregation.sums import Addend, Sums, sums_of
 from fl_lightning.client import Client
-from fl_lightning.support.overriding import overrides
+from fl_lightning.config.overriding import overrides
 from fl_lightning.wire import Layout, LedgerEntry, Limit, Payload, PayloadError
 
 log = logging.getLogger("fl_lightning")

@@ -22,9 +22,9 @@ from typing import Annotated
 import torch
 from torch import Tensor
 
+from fl_lightning.config.constraints import within
+from fl_lightning.config.recorded import Recorded
 from fl_lightning.errors import InputError
-from fl_lightning.support.constraints import within
-from fl_lightning.support.recorded import Recorded
 
 OWN = "optimizer/"
 """What the names of an optimiser's entries of ``method.server`` begin with."""

@@ -7,9 +7,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from fl_lightning import __version__
+from fl_lightning.config.near_names import nearest
+from fl_lightning.config.packaged import configs
 from fl_lightning.errors import InputError
-from fl_lightning.support.near_names import nearest
-from fl_lightning.support.packaged import configs
 
 TRACEBACK_VARIABLE = "FL_LIGHTNING_TRACEBACK"
 """Name of the environment variable that makes a failing command print its traceback; its value is then 1."""

@@ -12,10 +12,10 @@ from typing import Any
 import yaml
 
 from fl_lightning.cli.commands import TRACEBACK_VARIABLE
+from fl_lightning.config.documents import read_document
+from fl_lightning.config.near_names import nearest
+from fl_lightning.config.packaged import configs_folder, layers, without_base
 from fl_lightning.errors import InputError
-from fl_lightning.support.documents import read_document
-from fl_lightning.support.near_names import nearest
-from fl_lightning.support.packaged import configs_folder, layers, without_base
 
 ENV_PREFIX = "FL_LIGHTNING_"
 

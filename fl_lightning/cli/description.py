@@ -19,7 +19,7 @@ from typing import Any
 
 from fl_lightning.cli.callbacks_module import OURS
 from fl_lightning.cli.refusals import Setting
-from fl_lightning.support.constraints import Constraint
+from fl_lightning.config.constraints import Constraint
 
 PACKAGE = Path(__file__).resolve().parents[1]
 

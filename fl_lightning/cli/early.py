@@ -53,10 +53,10 @@ from fl_lightning.cli.refusals import (
     without_value,
 )
 from fl_lightning.cli.uses import check_uses
+from fl_lightning.config.constraints import Constraint
+from fl_lightning.config.packaged import with_found_configs
 from fl_lightning.errors import InputError
 from fl_lightning.run.paths import require_run
-from fl_lightning.support.constraints import Constraint
-from fl_lightning.support.packaged import with_found_configs
 
 FLAG = re.compile(r"--[A-Za-z_][\w.-]*\+?")
 

@@ -19,8 +19,8 @@ from fl_lightning.cli.types import (
     settings_of,
     type_in_words,
 )
+from fl_lightning.config.near_names import nearest
 from fl_lightning.errors import InputError
-from fl_lightning.support.near_names import nearest
 
 
 def class_help(args: list[str], settings: Mapping[str, Any]) -> str | None:

@@ -9,8 +9,8 @@ from threading import RLock
 from jsonargparse import set_parsing_settings
 from jsonargparse._common import parsing_settings  # there is no documented way to take a policy back
 
+from fl_lightning.config.import_gate import allowed_imports, gate
 from fl_lightning.errors import require
-from fl_lightning.support.import_gate import allowed_imports, gate
 
 _LOCK = RLock()
 

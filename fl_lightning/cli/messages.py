@@ -33,8 +33,8 @@ from fl_lightning.cli.types import (
     settings_of,
     type_in_words,
 )
+from fl_lightning.config.near_names import nearest
 from fl_lightning.errors import InputError
-from fl_lightning.support.near_names import nearest
 
 KEY = re.compile(r'Parser key "([^"]+)"')
 OWNER = re.compile(r"class_path[ =]'([^']+)'")

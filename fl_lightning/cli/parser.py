@@ -58,11 +58,11 @@ from fl_lightning.cli.messages import constructor_message, explain, explain_null
 from fl_lightning.cli.refusals import UserInput
 from fl_lightning.cli.run_names import overrides
 from fl_lightning.cli.types import Seed, concrete_classes, describe_settings, import_class, settings_of
+from fl_lightning.config.documents import check_size
+from fl_lightning.config.packaged import find_config, with_found_configs
 from fl_lightning.data import FederatedData, FederatedImages
 from fl_lightning.errors import InputError, MisuseError
 from fl_lightning.methods import Method
-from fl_lightning.support.documents import check_size
-from fl_lightning.support.packaged import find_config, with_found_configs
 from fl_lightning.support.user_code import first_cause, is_bug_of_user
 from fl_lightning.trainer import FederatedTrainer
 

@@ -16,9 +16,9 @@ from typing import Any
 import yaml
 
 from fl_lightning.cli.configs import beside_class_path, line_of, variable_of
+from fl_lightning.config.constraints import Constraint
+from fl_lightning.config.near_names import MOST_LISTED, listed, nearest
 from fl_lightning.errors import InputError
-from fl_lightning.support.constraints import Constraint
-from fl_lightning.support.near_names import MOST_LISTED, listed, nearest
 
 FROM_DATA = {"num_classes", "image_size"}  # arguments that users try to set and the data determines
 

@@ -9,9 +9,9 @@ from typing import Any
 import yaml
 
 from fl_lightning.cli.configs import read_configs
+from fl_lightning.config.packaged import with_found_configs
+from fl_lightning.config.settings import is_free, is_under
 from fl_lightning.errors import InputError
-from fl_lightning.settings import is_free, is_under
-from fl_lightning.support.packaged import with_found_configs
 from fl_lightning.support.redaction import redact_arguments
 
 MAX_SETTINGS = 4

@@ -23,11 +23,11 @@ from torchmetrics import Metric
 
 from fl_lightning.cli.description import Description
 from fl_lightning.cli.refusals import Setting
+from fl_lightning.config.constraints import Constraint, constraints_of
+from fl_lightning.config.import_gate import may_import
 from fl_lightning.data.map_style import DataModuleCallable, DatasetCallable
 from fl_lightning.data.text.tokens import Tokenizer
 from fl_lightning.metrics.named import MetricOfClasses
-from fl_lightning.support.constraints import Constraint, constraints_of
-from fl_lightning.support.import_gate import may_import
 
 Seed = restricted_number_type("Seed", int, [(">=", 0), ("<", 2**63)], docstring="An int >= 0 and below 2^63")
 

@@ -11,9 +11,9 @@ from typing import Any
 
 import yaml
 
+from fl_lightning.config.packaged import cost_table, table_text
 from fl_lightning.run.paths import run_and_checkpoints
 from fl_lightning.study.plan.kinds import check_kind, folder_of, is_study_file
-from fl_lightning.support.packaged import cost_table, table_text
 
 
 def check_uses(command: str, values: Mapping[str, Any]) -> None:

@@ -1,7 +1,7 @@
 """What a setting may be, beside its type: said once, in the annotation of the constructor's argument.
 
 ``share: Annotated[float, within("(0, 1]", "a share lies in (0, 1]", 0.2)]`` is read where a constructor of a
-:class:`~fl_lightning.support.recorded.Recorded` class binds its arguments, and by the command line, which
+:class:`~fl_lightning.config.recorded.Recorded` class binds its arguments, and by the command line, which
 refuses a slip before it imports torch. Both make the one message here.
 """
 
@@ -15,8 +15,8 @@ from pathlib import Path
 from types import NoneType, SimpleNamespace, UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
+from fl_lightning.config.near_names import nearest
 from fl_lightning.errors import InputError
-from fl_lightning.support.near_names import nearest
 
 
 @dataclass(frozen=True)

@@ -161,7 +161,7 @@ def base_of(path: Path) -> str:
     Raises:
         InputError: the key has no single name as its value.
     """
-    from fl_lightning.support.documents import read_document  # imports yaml, which --help does without
+    from fl_lightning.config.documents import read_document  # imports yaml, which --help does without
 
     try:
         nodes = _base_nodes(read_document(path, str(path)))

@@ -25,7 +25,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fl_lightning.support.constraints import check_arguments, own_constraints
+from fl_lightning.config.constraints import check_arguments, own_constraints
 
 NOT_RECORDED = "not recorded: "
 # A longer list is replaced by its hash, or the configuration would be too large to be read back.

@@ -11,11 +11,11 @@ from rich.markup import escape
 from rich.table import Table
 
 from fl_lightning import methods
+from fl_lightning.config.near_names import nearest_or_list
 from fl_lightning.conformance.kit import CheckResult, run_checks
 from fl_lightning.conformance.known_methods import method_under_test
 from fl_lightning.errors import InputError
 from fl_lightning.methods import Method, Term
-from fl_lightning.support.near_names import nearest_or_list
 
 
 def check(

@@ -19,6 +19,8 @@ from lightning import LightningDataModule
 from torch import Tensor
 
 from fl_lightning.client import Client
+from fl_lightning.config.constraints import within
+from fl_lightning.config.recorded import Recorded
 from fl_lightning.data.example_batches import ExampleBatches
 from fl_lightning.data.form import Form
 from fl_lightning.data.holdings import Holdings
@@ -28,8 +30,6 @@ from fl_lightning.data.summary import summarise_clients
 from fl_lightning.errors import InputError, require
 from fl_lightning.metrics.named import MetricFactory
 from fl_lightning.rng import stream
-from fl_lightning.support.constraints import within
-from fl_lightning.support.recorded import Recorded
 from fl_lightning.tasks import Classification, Task
 
 NumClients = Annotated[int, within("[1, inf)", "a federation has at least one client", "write 1 or more")]

@@ -17,10 +17,10 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 
 from fl_lightning.client import Client
+from fl_lightning.config.overriding import overrides
 from fl_lightning.data.batches import Draws, Pass, batch_sizes, draw_pass, side_by_side
 from fl_lightning.data.holdings import Holdings
 from fl_lightning.rng import stream
-from fl_lightning.support.overriding import overrides
 
 Split = Literal["train", "test"]
 

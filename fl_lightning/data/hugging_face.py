@@ -6,10 +6,10 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from fl_lightning.config.near_names import nearest_or_list
 from fl_lightning.data.arrays import Examples, Names, name_from
 from fl_lightning.data.map_style import ItemData
 from fl_lightning.errors import InputError, require
-from fl_lightning.support.near_names import nearest_or_list
 
 FILES = {".parquet": "parquet", ".csv": "csv", ".json": "json", ".jsonl": "json"}
 """The library's names of the kinds of files."""

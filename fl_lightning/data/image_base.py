@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from fl_lightning.config.constraints import Constraint, within
 from fl_lightning.data.arrays import channel_moments
 from fl_lightning.data.base import BatchSize, FederatedData, NumClients, PublicExamples, ValFraction
 from fl_lightning.data.example_batches import Split
@@ -21,7 +22,6 @@ from fl_lightning.data.local import Arrays
 from fl_lightning.data.partition import Dirichlet, Partition, check_memory
 from fl_lightning.errors import require
 from fl_lightning.metrics.named import MetricFactory
-from fl_lightning.support.constraints import Constraint, within
 
 Crop = Literal["none", "pad", "shrink"]
 

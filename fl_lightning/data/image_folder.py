@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from PIL import Image, ImageOps
 
+from fl_lightning.config.constraints import path_to, within
 from fl_lightning.data.arrays import (
     ClientCount,
     Names,
@@ -31,7 +32,6 @@ from fl_lightning.data.image_base import ImageData
 from fl_lightning.data.local import Arrays
 from fl_lightning.data.partition import Partition, check_memory
 from fl_lightning.errors import InputError, require
-from fl_lightning.support.constraints import path_to, within
 
 log = logging.getLogger(__name__)
 

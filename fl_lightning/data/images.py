@@ -9,12 +9,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Annotated, Any
 
+from fl_lightning.config.constraints import one_of, within
 from fl_lightning.data.cifar import Cifar
 from fl_lightning.data.image_base import ImageData
 from fl_lightning.data.local import Arrays, digits, synthetic
 from fl_lightning.data.partition import check_memory
 from fl_lightning.errors import require
-from fl_lightning.support.constraints import one_of, within
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.data import IterableDataset
 
+from fl_lightning.config.near_names import nearest_or_list
 from fl_lightning.data.arrays import (
     Examples,
     Names,
@@ -27,7 +28,6 @@ from fl_lightning.data.form import Form
 from fl_lightning.data.partition import check_memory
 from fl_lightning.errors import InputError, require
 from fl_lightning.rng import torch_stream
-from fl_lightning.support.near_names import nearest_or_list
 from fl_lightning.support.user_code import is_bug_of_user
 
 Key = int | str

@@ -13,11 +13,11 @@ from typing import Annotated, Any
 import numpy as np
 import torch
 
+from fl_lightning.config.constraints import path_to
 from fl_lightning.data.arrays import ArrayData, Examples, Names, name_from
 from fl_lightning.data.items import Items, to_examples
 from fl_lightning.data.partition import check_memory
 from fl_lightning.errors import InputError, require
-from fl_lightning.support.constraints import path_to
 
 EXPECTED = 'write {"users": ["a"], "num_samples": [1], "user_data": {"a": {"x": [[0.5]], "y": [1]}}}'
 

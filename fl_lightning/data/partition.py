@@ -14,11 +14,11 @@ from typing import Annotated
 import numpy as np
 from numpy.typing import ArrayLike
 
+from fl_lightning.config.constraints import within
+from fl_lightning.config.recorded import Recorded
 from fl_lightning.data.holdings import Holdings
 from fl_lightning.errors import InputError, require
 from fl_lightning.rng import stream
-from fl_lightning.support.constraints import within
-from fl_lightning.support.recorded import Recorded
 
 MAX_DRAWS = 1000
 

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import numpy as np
 import torch
 
+from fl_lightning.config.constraints import Constraint
 from fl_lightning.data.arrays import (
     ArrayData,
     Examples,
@@ -50,7 +51,6 @@ from fl_lightning.data.table_values import (
     whole_names,
 )
 from fl_lightning.errors import InputError, require
-from fl_lightning.support.constraints import Constraint
 
 if TYPE_CHECKING:
     import pandas as pd  # imported in functions below: it is slow, and most runs need no table

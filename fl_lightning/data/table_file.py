@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from fl_lightning.config.constraints import path_to
+from fl_lightning.config.near_names import nearest_or_list
 from fl_lightning.data.partition import check_memory
 from fl_lightning.errors import InputError, require
-from fl_lightning.support.constraints import path_to
-from fl_lightning.support.near_names import nearest_or_list
 
 if TYPE_CHECKING:
     import pandas as pd  # imported in functions below: it is slow, and most runs need no table

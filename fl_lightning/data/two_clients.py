@@ -8,10 +8,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from fl_lightning.config.constraints import within
 from fl_lightning.data.base import FederatedData
 from fl_lightning.data.partition import Shards
 from fl_lightning.rng import stream
-from fl_lightning.support.constraints import within
 
 CENTRES = ((1.0, 0.0, 0.5, -0.25, 0.0, 0.0), (0.0, 1.0, -0.25, 0.5, 0.25, -0.25))
 """The mean input of each class."""

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from fl_lightning.config.packaged import find_config
 from fl_lightning.deploy.flower import addresses, fleet, launch
 from fl_lightning.deploy.flower.simulated import require_ray, run_words
 from fl_lightning.deploy.node import folders, sockets
@@ -25,7 +26,6 @@ from fl_lightning.deploy.server.roster import RoundRules
 from fl_lightning.errors import InputError, RunStopped, require, require_choice
 from fl_lightning.run.interrupts import Interrupts
 from fl_lightning.run.resume import find_start
-from fl_lightning.support.packaged import find_config
 
 log = logging.getLogger("fl_lightning")
 

@@ -7,11 +7,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from fl_lightning.config.packaged import cost_table, table_text
 from fl_lightning.energy.cost_shapes import MeasuredCost, measured_from_json
 from fl_lightning.energy.costs import CostTable, Removal
 from fl_lightning.energy.options import OPTIONS
 from fl_lightning.errors import InputError, require
-from fl_lightning.support.packaged import cost_table, table_text
 
 FORMAT = 1
 """Number of the file's form; a reader refuses others."""

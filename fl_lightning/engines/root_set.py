@@ -8,12 +8,12 @@ from torch import Tensor
 
 from fl_lightning.aggregation.server import SummingServer
 from fl_lightning.client import Client
+from fl_lightning.config.overriding import overrides
 from fl_lightning.data import FederatedData
 from fl_lightning.engines.base import ClientTask
 from fl_lightning.engines.sequential import SequentialEngine
 from fl_lightning.errors import require
 from fl_lightning.methods.base import Method
-from fl_lightning.support.overriding import overrides
 
 
 def prepare_guides(fabric: Fabric, method: Method, data: FederatedData) -> None:

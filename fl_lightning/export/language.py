@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fl_lightning.config.packaged import model_folder
 from fl_lightning.energy.switched import SwitchedLinear
 from fl_lightning.export.loader import LOADER, source
 from fl_lightning.export.trained_model import TrainedModel
@@ -19,7 +20,6 @@ from fl_lightning.models.language import Llama
 from fl_lightning.models.language.experts import ExpertLoRA
 from fl_lightning.models.language.hf import TransformersLM, to_transformers, without_bars
 from fl_lightning.models.language.llama import transformers_names
-from fl_lightning.support.packaged import model_folder
 
 BASE = "base"
 """Folder of the base model, of which an export of ``llama_tiny`` has the weights."""

@@ -10,9 +10,9 @@ import torch
 from lightning.pytorch import LightningModule
 from torch import nn
 
+from fl_lightning.config.recorded import import_path
 from fl_lightning.export.trained_model import TrainedModel
 from fl_lightning.models import Recipe, recipe_of
-from fl_lightning.support.recorded import import_path
 
 LOADER = "load.py"
 WEIGHTS = "model.safetensors"

@@ -18,11 +18,11 @@ from torch import Tensor, nn
 from torch.optim import SGD
 
 from fl_lightning.client import Client
+from fl_lightning.config.constraints import within
 from fl_lightning.data import FederatedData
 from fl_lightning.errors import require
 from fl_lightning.methods.beside import BesideMethod, same_numbers
 from fl_lightning.methods.corrected import require_plain_sgd
-from fl_lightning.support.constraints import within
 from fl_lightning.wire import Payload
 
 

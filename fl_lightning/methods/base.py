@@ -34,6 +34,8 @@ from fl_lightning.aggregation.server import SummingServer
 from fl_lightning.aggregation.server_optimizers import ServerOptimizer
 from fl_lightning.client import Client
 from fl_lightning.compatibility import Feature, Run, adopt_former, check_run
+from fl_lightning.config.constraints import within
+from fl_lightning.config.recorded import Recorded
 from fl_lightning.data import FederatedData
 from fl_lightning.methods.lit_module import adopt, check_module, module_loss
 from fl_lightning.methods.local_work import WithLocalWork
@@ -41,8 +43,6 @@ from fl_lightning.methods.personal import FineTuning, WithPersonal
 from fl_lightning.methods.terms import Term, check_terms
 from fl_lightning.methods.with_terms import WithTerms
 from fl_lightning.models import KNOWN_NETWORK, NetworkName, build_network
-from fl_lightning.support.constraints import within
-from fl_lightning.support.recorded import Recorded
 from fl_lightning.tasks import Classification, Task
 from fl_lightning.wire import Layout, Limit, Payload
 

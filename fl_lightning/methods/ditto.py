@@ -17,11 +17,11 @@ import torch
 from torch import Tensor, nn
 
 from fl_lightning.client import Client
+from fl_lightning.config.constraints import within
 from fl_lightning.data import FederatedData
 from fl_lightning.methods.beside import BesideMethod, same_numbers
 from fl_lightning.methods.products import squared_distance
 from fl_lightning.models.tensors import tensors_of
-from fl_lightning.support.constraints import within
 from fl_lightning.wire import Payload
 
 

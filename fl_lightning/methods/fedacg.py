@@ -9,9 +9,9 @@ from __future__ import annotations
 from typing import Annotated, Any
 
 from fl_lightning.aggregation.server_optimizers import Lookahead, Share
+from fl_lightning.config.constraints import within
 from fl_lightning.methods.base import Method
 from fl_lightning.methods.terms import ProximalTerm
-from fl_lightning.support.constraints import within
 
 
 class FedACG(Method):

@@ -21,11 +21,11 @@ from fl_lightning.aggregation.averages import WeightedMean
 from fl_lightning.aggregation.server_optimizers import EVALUATED
 from fl_lightning.aggregation.sums import Addend, Sums
 from fl_lightning.client import Client
+from fl_lightning.config.constraints import within
 from fl_lightning.data import FederatedData
 from fl_lightning.errors import require
 from fl_lightning.methods.base import KnownNetwork, Method
 from fl_lightning.models.adapters import Importance, budget_at, choose_masks, factor_names, orthogonality
-from fl_lightning.support.constraints import within
 from fl_lightning.wire import Codes, Limit, Payload, PayloadError
 
 

@@ -19,11 +19,11 @@ import torch
 from torch import Tensor, nn
 
 from fl_lightning.client import Client
+from fl_lightning.config.constraints import within
 from fl_lightning.data import FederatedData
 from fl_lightning.errors import require
 from fl_lightning.methods.beside import PersonalMethod, same_numbers
 from fl_lightning.methods.personal import part_of
-from fl_lightning.support.constraints import within
 from fl_lightning.wire import Layout, Payload
 
 

@@ -19,11 +19,11 @@ from torch import Tensor
 from fl_lightning.aggregation.server_optimizers import Rate, ServerSGD
 from fl_lightning.aggregation.sums import Addend, Sums
 from fl_lightning.client import Client
+from fl_lightning.config.constraints import within
 from fl_lightning.data import FederatedData
 from fl_lightning.methods.corrected import CorrectedMethod
 from fl_lightning.methods.local_work import check_steps
 from fl_lightning.methods.optimizing import round_lr
-from fl_lightning.support.constraints import within
 from fl_lightning.wire import Limit, Payload
 
 

@@ -18,10 +18,10 @@ from torch import Tensor
 
 from fl_lightning.aggregation.sums import Addend, Sums
 from fl_lightning.client import Client
+from fl_lightning.config.constraints import within
 from fl_lightning.data import FederatedData
 from fl_lightning.methods.corrected import CorrectedMethod
 from fl_lightning.methods.products import squared_distance
-from fl_lightning.support.constraints import within
 from fl_lightning.wire import Payload
 
 

@@ -25,12 +25,12 @@ from torch.utils._pytree import tree_map
 from fl_lightning import rng
 from fl_lightning.client import Client
 from fl_lightning.compatibility import only
+from fl_lightning.config.constraints import within
 from fl_lightning.data import FederatedData
 from fl_lightning.errors import InputError
 from fl_lightning.methods.base import Method
 from fl_lightning.methods.losses import kl_divergence
 from fl_lightning.methods.optimizing import clip_gradients, round_optimizer
-from fl_lightning.support.constraints import within
 from fl_lightning.wire import Limit, Payload, PayloadError
 
 SUM_TOLERANCE = 1e-3  # of a row of soft labels: float32 sums of many classes

@@ -10,9 +10,9 @@ from __future__ import annotations
 
 from typing import Annotated, Any
 
+from fl_lightning.config.constraints import within
 from fl_lightning.methods.base import Method
 from fl_lightning.methods.terms import CalibratedLogits
-from fl_lightning.support.constraints import within
 
 
 class FedLC(Method):

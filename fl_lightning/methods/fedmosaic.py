@@ -28,6 +28,7 @@ from torch import Tensor, nn
 from fl_lightning.aggregation.averages import WeightedMean
 from fl_lightning.client import Client
 from fl_lightning.compatibility import only
+from fl_lightning.config.constraints import within
 from fl_lightning.data import FederatedData
 from fl_lightning.errors import InputError, require
 from fl_lightning.methods.base import Method, NetworkSetting
@@ -43,7 +44,6 @@ from fl_lightning.methods.relevance import (
 )
 from fl_lightning.models import build_network
 from fl_lightning.models.pq_lora import adapted_layers, align, attach, read_adapters, write_global
-from fl_lightning.support.constraints import within
 from fl_lightning.wire import Layout, Limit, Payload, PayloadError
 
 NEWCOMER = Client(id=-1, train=np.empty(0, np.int64), val=np.empty(0, np.int64))

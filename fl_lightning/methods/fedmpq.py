@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from fl_lightning.aggregation.server_optimizers import SQUARES
 from fl_lightning.aggregation.sums import Addend, Sums
 from fl_lightning.client import Client
+from fl_lightning.config.constraints import within
 from fl_lightning.data import FederatedData
 from fl_lightning.errors import InputError
 from fl_lightning.methods.quantized import QuantizedMethod, encode_layers
@@ -36,7 +37,6 @@ from fl_lightning.quantization.latent import Latent
 from fl_lightning.quantization.layer import Grid, Layer, Representation
 from fl_lightning.quantization.planes import Planes
 from fl_lightning.quantization.uniform import SMALLEST_SCALE, nearest_scale
-from fl_lightning.support.constraints import within
 from fl_lightning.wire import Codes, Limit, Payload, PayloadError
 
 GROWTH = 2.5

@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.func import functional_call
 
 from fl_lightning.client import Client
+from fl_lightning.config.overriding import overrides
 from fl_lightning.data import FederatedData
 from fl_lightning.errors import InputError, require_choice
 from fl_lightning.methods import teaching
@@ -25,7 +26,6 @@ from fl_lightning.methods.fedmpq import FedMPQ
 from fl_lightning.methods.lit_module import module_loss
 from fl_lightning.methods.losses import distillation
 from fl_lightning.methods.schedules import CosineSchedule, LinearSchedule, at, ends
-from fl_lightning.support.overriding import overrides
 from fl_lightning.tasks import Classification
 from fl_lightning.wire import Payload
 

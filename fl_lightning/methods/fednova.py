@@ -19,6 +19,7 @@ import torch
 
 from fl_lightning.aggregation.sums import Addend, Sums
 from fl_lightning.client import Client
+from fl_lightning.config.constraints import within
 from fl_lightning.data import FederatedData
 from fl_lightning.errors import require
 from fl_lightning.methods.base import Method
@@ -26,7 +27,6 @@ from fl_lightning.methods.corrected import require_plain_sgd
 from fl_lightning.methods.local_work import check_steps
 from fl_lightning.methods.optimizing import round_lr, round_optimizer
 from fl_lightning.methods.terms import ProximalTerm
-from fl_lightning.support.constraints import within
 from fl_lightning.wire import Limit, Payload
 
 

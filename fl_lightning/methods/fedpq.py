@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 from fl_lightning.client import Client
+from fl_lightning.config.constraints import within
 from fl_lightning.methods.updates import CodedUpdates
 from fl_lightning.quantization import product
-from fl_lightning.support.constraints import within
 from fl_lightning.wire import Codes, Limit, Payload, PayloadError
 
 

@@ -21,10 +21,10 @@ from torch.nn.functional import one_hot
 from fl_lightning.aggregation.averages import NoAverageError
 from fl_lightning.client import Client
 from fl_lightning.compatibility import only
+from fl_lightning.config.constraints import within
 from fl_lightning.data import FederatedData
 from fl_lightning.methods.beside import PersonalMethod
 from fl_lightning.models.features import FeatureTap
-from fl_lightning.support.constraints import within
 from fl_lightning.wire import Codes, Limit, Payload, PayloadError
 
 

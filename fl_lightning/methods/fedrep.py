@@ -14,11 +14,11 @@ from typing import Annotated, Any
 from torch import Tensor
 
 from fl_lightning.client import Client
+from fl_lightning.config.constraints import at_least
 from fl_lightning.data import FederatedData
 from fl_lightning.errors import require
 from fl_lightning.methods.base import Method
 from fl_lightning.methods.personal import TuningRate
-from fl_lightning.support.constraints import at_least
 
 
 class FedRep(Method):

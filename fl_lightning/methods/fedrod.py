@@ -18,12 +18,12 @@ from torch import Tensor, nn
 
 from fl_lightning.client import Client
 from fl_lightning.compatibility import only
+from fl_lightning.config.constraints import within
 from fl_lightning.data import FederatedData
 from fl_lightning.errors import require
 from fl_lightning.methods.beside import PersonalMethod
 from fl_lightning.methods.terms import BalancedSoftmax
 from fl_lightning.models.features import FeatureTap
-from fl_lightning.support.constraints import within
 from fl_lightning.wire import Layout, Payload
 
 

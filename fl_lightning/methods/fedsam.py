@@ -13,8 +13,8 @@ from typing import Annotated, Any
 import torch
 from torch import Tensor
 
+from fl_lightning.config.constraints import within
 from fl_lightning.methods.base import Method
-from fl_lightning.support.constraints import within
 
 
 class FedSAM(Method):

@@ -10,9 +10,9 @@ from __future__ import annotations
 
 from typing import Annotated, Any
 
+from fl_lightning.config.constraints import within
 from fl_lightning.methods.feddyn import FedDyn
 from fl_lightning.methods.fedsam import FedSAM
-from fl_lightning.support.constraints import within
 
 
 class FedSpeed(FedDyn, FedSAM):

@@ -36,6 +36,7 @@ from fl_lightning.aggregation.server import examples_in
 from fl_lightning.aggregation.sums import Addend, Sums
 from fl_lightning.client import Client
 from fl_lightning.compatibility import no_personal, only
+from fl_lightning.config.constraints import within
 from fl_lightning.data import FederatedData
 from fl_lightning.errors import require
 from fl_lightning.methods.base import KnownNetwork, Method
@@ -61,7 +62,6 @@ from fl_lightning.metrics.text import IGNORED
 from fl_lightning.models.language.experts import Seats
 from fl_lightning.models.tensors import tensors_of
 from fl_lightning.rng import stream
-from fl_lightning.support.constraints import within
 from fl_lightning.wire import Limit, Payload
 
 CHANGES = ("experts/born", "experts/pruned", "experts/merged")

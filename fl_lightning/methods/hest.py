@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from fl_lightning import rng
 from fl_lightning.client import Client
 from fl_lightning.compatibility import no_personal, only
+from fl_lightning.config.constraints import within
 from fl_lightning.data import FederatedData
 from fl_lightning.energy import (
     OPTIONS,
@@ -43,7 +44,6 @@ from fl_lightning.energy.gating import TEMPERATURE
 from fl_lightning.energy.switched import SwitchedLinear, add_switches
 from fl_lightning.errors import require
 from fl_lightning.methods.base import KnownNetwork, Method
-from fl_lightning.support.constraints import within
 from fl_lightning.wire import Layout, Limit, Payload
 
 CONTROLLERS = ("hest", "tabs", "bhsp", "none")

@@ -20,9 +20,9 @@ from torch import Tensor
 from torchmetrics import Metric, MetricCollection
 
 from fl_lightning import rng
+from fl_lightning.config.overriding import overrides
 from fl_lightning.errors import InputError
 from fl_lightning.metrics.states import MetricStates, State, clear, parts_of, state_of, value_of
-from fl_lightning.support.overriding import overrides
 
 log = logging.getLogger("fl_lightning")
 

@@ -20,10 +20,10 @@ from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from fl_lightning.client import Client
+from fl_lightning.config.constraints import within
+from fl_lightning.config.recorded import Recorded
 from fl_lightning.errors import require
 from fl_lightning.models.tensors import tensors_of
-from fl_lightning.support.constraints import within
-from fl_lightning.support.recorded import Recorded
 from fl_lightning.wire import Layout
 
 OWN = "personal"

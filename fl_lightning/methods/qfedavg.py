@@ -16,10 +16,10 @@ import torch
 from torch import Tensor
 
 from fl_lightning.client import Client
+from fl_lightning.config.constraints import Constraint, within
 from fl_lightning.methods.base import Method
 from fl_lightning.methods.updates import CodedUpdates
 from fl_lightning.quantization import qsgd
-from fl_lightning.support.constraints import Constraint, within
 from fl_lightning.wire import Codes, Limit, Payload, PayloadError
 
 BITS = Constraint("a value takes 2 to 16 bits, sign included, or 32", "4", interval="[2, 16]", names=(32,))

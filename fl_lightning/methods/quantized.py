@@ -15,13 +15,13 @@ import torch
 from torch import Tensor, nn
 
 from fl_lightning.client import Client
+from fl_lightning.config.constraints import within
 from fl_lightning.data import FederatedData
 from fl_lightning.errors import InputError
 from fl_lightning.methods.base import Method
 from fl_lightning.quantization import Quantized, average_bits, dequantize_codes, quantize
 from fl_lightning.quantization.activations import quantize_activations
 from fl_lightning.quantization.allocation import MAX_BITS
-from fl_lightning.support.constraints import within
 from fl_lightning.wire import Codes, Layout, Limit, Payload, PayloadError
 
 log = logging.getLogger("fl_lightning")

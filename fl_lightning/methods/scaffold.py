@@ -21,9 +21,9 @@ from torch.utils._pytree import tree_leaves
 from fl_lightning.aggregation.server_optimizers import ServerSGD
 from fl_lightning.aggregation.sums import Addend, Sums
 from fl_lightning.client import Client
+from fl_lightning.config.constraints import within
 from fl_lightning.data import FederatedData
 from fl_lightning.methods.corrected import CorrectedMethod
-from fl_lightning.support.constraints import within
 from fl_lightning.wire import Limit, Payload
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from typing import Annotated
 
-from fl_lightning.support.constraints import within
-from fl_lightning.support.recorded import Recorded
+from fl_lightning.config.constraints import within
+from fl_lightning.config.recorded import Recorded
 
 Rounds = Annotated[
     int, within("[1, inf)", "it takes at least 1", "write rounds: 10", given="a schedule over {value} rounds")

@@ -24,11 +24,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from fl_lightning.config.constraints import within
+from fl_lightning.config.recorded import Recorded
 from fl_lightning.errors import InputError, require
 from fl_lightning.methods.losses import distillation, not_true_distillation
 from fl_lightning.methods.products import squared_distance
-from fl_lightning.support.constraints import within
-from fl_lightning.support.recorded import Recorded
 from fl_lightning.tasks import ClassRows
 
 

@@ -12,6 +12,8 @@ from typing import Any, Literal, get_args
 import torch
 from torch import nn
 
+from fl_lightning.config.constraints import Constraint
+from fl_lightning.config.import_gate import check_import
 from fl_lightning.errors import InputError
 from fl_lightning.models.channels_last import lay_out
 from fl_lightning.models.first_inputs import FirstInputs
@@ -22,8 +24,6 @@ from fl_lightning.models.recipe import Recipe, innermost, made_by, recipe_of
 from fl_lightning.models.residual_mlp import ResidualMLP
 from fl_lightning.models.resnet import ResNet20
 from fl_lightning.models.small_cnn import SmallCNN
-from fl_lightning.support.constraints import Constraint
-from fl_lightning.support.import_gate import check_import
 from fl_lightning.tasks import Classification, LanguageModelling, Task
 
 __all__ = [

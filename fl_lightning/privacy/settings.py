@@ -6,8 +6,8 @@ import math
 from dataclasses import dataclass
 from typing import Annotated, ClassVar, Literal
 
+from fl_lightning.config.constraints import check_fields, within
 from fl_lightning.errors import require
-from fl_lightning.support.constraints import check_fields, within
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,6 +14,7 @@ from lightning.fabric.loggers import Logger
 from rich.console import Console
 from rich.table import Table
 
+from fl_lightning.config.settings import changed_settings, flatten, is_under, settings_hash
 from fl_lightning.errors import InputError
 from fl_lightning.federation import Federation, weights_hash
 from fl_lightning.probing import Finding, ProbedModel, probe, select_probes
@@ -25,7 +26,6 @@ from fl_lightning.run.paths import checkpoints_in
 from fl_lightning.run.resume import changed_identity, find_start, identity_of
 from fl_lightning.run.snapshot import Checkpoint, restore
 from fl_lightning.run.tables import numbers
-from fl_lightning.settings import changed_settings, flatten, is_under, settings_hash
 from fl_lightning.tracking.runs import add_to_run
 from fl_lightning.wire import Ledger, LedgerEntry
 

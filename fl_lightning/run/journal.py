@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from lightning.fabric.loggers import Logger
 
+from fl_lightning.config.settings import changed_settings, config_of, flatten
 from fl_lightning.distributed import collectives
 from fl_lightning.errors import InputError, RunStopped
 from fl_lightning.federation import Federation
@@ -28,7 +29,6 @@ from fl_lightning.run.metadata import (
 )
 from fl_lightning.run.progress import Progress
 from fl_lightning.run.resume import Start
-from fl_lightning.settings import changed_settings, config_of, flatten
 from fl_lightning.support.redaction import redact_settings
 from fl_lightning.tracking.loggers import Tracking
 from fl_lightning.tracking.mlflow_store import Status

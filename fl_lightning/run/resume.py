@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from fl_lightning.config.recorded import not_recorded
+from fl_lightning.config.settings import changed_settings, config_of, flatten, is_free
 from fl_lightning.distributed import collectives
 from fl_lightning.errors import InputError
 from fl_lightning.federation import Federation
@@ -16,8 +18,6 @@ from fl_lightning.run.checkpoint import CheckpointError
 from fl_lightning.run.directory import free_name, numbered
 from fl_lightning.run.paths import checkpoints_in, run_and_checkpoints
 from fl_lightning.run.snapshot import Checkpoint
-from fl_lightning.settings import changed_settings, config_of, flatten, is_free
-from fl_lightning.support.recorded import not_recorded
 
 log = logging.getLogger("fl_lightning")
 

@@ -13,6 +13,8 @@ from typing import Any
 
 from torch import Tensor
 
+from fl_lightning.config.recorded import import_path
+from fl_lightning.config.settings import flatten
 from fl_lightning.errors import InputError
 from fl_lightning.federation import Federation
 from fl_lightning.hooks import RoundRecord
@@ -20,8 +22,6 @@ from fl_lightning.run.checkpoint import CheckpointError, load_checkpoint
 from fl_lightning.run.clients import ClientValues, from_json, is_json_of, keep
 from fl_lightning.run.directory import RunDirectory, checkpoint_name
 from fl_lightning.run.tables import Mark
-from fl_lightning.settings import flatten
-from fl_lightning.support.recorded import import_path
 
 log = logging.getLogger("fl_lightning")
 

@@ -15,12 +15,12 @@ from typing import Any
 
 import yaml
 
+from fl_lightning.config.documents import read_document
 from fl_lightning.errors import InputError
 from fl_lightning.run.directory import RunDirectory, read_json, to_json
 from fl_lightning.run.metadata import is_time, is_tracked_elsewhere, milliseconds, round_times, tags_of
 from fl_lightning.run.paths import require_run
 from fl_lightning.run.tables import numbers
-from fl_lightning.support.documents import read_document
 from fl_lightning.support.redaction import redact, redact_settings
 from fl_lightning.tracking.loggers import as_params
 from fl_lightning.tracking.mlflow_store import (

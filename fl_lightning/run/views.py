@@ -6,12 +6,12 @@ from inspect import signature
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from fl_lightning.config.recorded import Recorded, arguments_of
 from fl_lightning.data import FederatedData
 from fl_lightning.run.directory import RunDirectory
 from fl_lightning.run.journal import Journal
 from fl_lightning.run.progress import Progress
 from fl_lightning.support.notebook import Pictures, table
-from fl_lightning.support.recorded import Recorded, arguments_of
 
 if TYPE_CHECKING:
     from pandas import DataFrame

@@ -16,9 +16,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from fl_lightning.config.recorded import Recorded
 from fl_lightning.errors import InputError, MisuseError, require
 from fl_lightning.metrics.names import words_of
-from fl_lightning.support.recorded import Recorded
 
 if TYPE_CHECKING:
     from fl_lightning.metrics.named import NamedMetric

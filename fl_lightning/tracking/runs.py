@@ -16,8 +16,8 @@ from typing import Any, NamedTuple
 import yaml
 from lightning.fabric.loggers import Logger
 
+from fl_lightning.config.settings import flatten
 from fl_lightning.errors import InputError
-from fl_lightning.settings import flatten
 from fl_lightning.support.redaction import redact
 from fl_lightning.tracking.mlflow_store import (
     CALL_LIMIT,

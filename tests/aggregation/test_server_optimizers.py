@@ -6,9 +6,9 @@ from functools import partial
 
 import pytest
 import torch
+from golden_adapters import ADAPTERS
 from golden_cases import cases_of, differences, make_method, run_case
 from ten import fit, make, same
-from test_golden_breadth import ADAPTERS
 from toy import run
 
 from fl_lightning.aggregation.server_optimizers import (

@@ -13,8 +13,8 @@ from types import SimpleNamespace
 
 import pytest
 import yaml
+from places import ROOT, SUPPORT
 
-ROOT = Path(__file__).parents[1]
 MINE = """\
 from fl_lightning.hooks import Meter
 
@@ -43,7 +43,7 @@ Done = SimpleNamespace
 @pytest.fixture(scope="module")
 def server() -> Iterator[subprocess.Popen[str]]:
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, str(ROOT / "tests" / "forked.py")]
+    command = [sys.executable, str(SUPPORT / "forked.py")]
     with subprocess.Popen(
         command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
     ) as process:

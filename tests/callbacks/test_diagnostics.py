@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 import torch
 import yaml
+from places import ROOT
 from refusals import refused
 from torch import nn
 from torch.nn import functional as F
@@ -45,7 +46,6 @@ from fl_lightning.hooks import RoundRecord, Stressor
 from fl_lightning.methods import AQFL, FedAvg, FedKD, FedMosaic, FedMPQ, FedMPQKD, FedProx
 from fl_lightning.models import SmallCNN
 
-ROOT = Path(__file__).parent.parent
 FIGURES = {
     "accuracy_bytes", "bit_widths", "client_accuracy", "confusion_matrix", "feature_map", "gradient_norms", "loss_landscape",
 }  # fmt: skip

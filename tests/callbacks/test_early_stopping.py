@@ -11,6 +11,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import yaml
+from places import CONFIGS
 from refusals import refused
 from ten import make
 from toy import ready, run
@@ -22,7 +23,7 @@ from fl_lightning.hooks import Meter, RoundRecord
 from fl_lightning.run.tables import numbers
 from fl_lightning.study.results.gather import check_comparable, gather
 
-CONFIG = str(Path(__file__).parent.parent / "configs" / "fedavg.yaml")
+CONFIG = str(CONFIGS / "fedavg.yaml")
 SMALL = [
     "fit",
     "--config",

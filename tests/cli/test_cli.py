@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 import yaml
+from places import ROOT
 from refusals import know_installed_classes_alone
 
 from fl_lightning.__main__ import garbage_collection_off, main
@@ -426,7 +427,7 @@ sys.exit(code)
 
 
 def python(*args: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
-    paths = os.pathsep.join([str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
+    paths = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
     return subprocess.run(
         [sys.executable, *args],
         capture_output=True,

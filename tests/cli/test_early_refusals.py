@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from places import ROOT
 from refusals import know_installed_classes_alone
 
 from fl_lightning.__main__ import main
@@ -23,10 +24,10 @@ from fl_lightning.cli.configs import read_configs
 from fl_lightning.cli.description import Description, read_description, write_description
 from fl_lightning.cli.early import Unsure, check_arguments, refuse_by
 from fl_lightning.cli.refusals import Setting
+from fl_lightning.config.constraints import at_least
+from fl_lightning.config.packaged import configs_folder, with_found_configs
 from fl_lightning.errors import InputError
 from fl_lightning.run.session import RunSession
-from fl_lightning.support.constraints import at_least
-from fl_lightning.support.packaged import configs_folder, with_found_configs
 
 SLIPS = [
     "fit --config kd_default --trainer.max_round 3",
@@ -79,7 +80,7 @@ def printed_by_a_new_process(lines: list[str], folder: Path) -> tuple[list[str],
         capture_output=True,
         text=True,
         cwd=folder,
-        env={**clean, "XDG_CACHE_HOME": str(folder / "cache"), "PYTHONPATH": str(Path(__file__).parents[1])},
+        env={**clean, "XDG_CACHE_HOME": str(folder / "cache"), "PYTHONPATH": str(ROOT)},
         check=True,
     )
     return done.stdout.splitlines(), done.stderr.splitlines()

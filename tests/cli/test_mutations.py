@@ -11,10 +11,10 @@ import pytest
 import yaml
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from places import CONFIGS
 
 from fl_lightning.__main__ import main
 
-CONFIGS = Path(__file__).parent.parent / "configs"
 FEDERATION, METHOD = (
     yaml.safe_load((CONFIGS / name).read_text()) for name in ("federations/digits.yaml", "kd_default.yaml")
 )

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import yaml
 from page_commands import documented, file_of_page
+from places import ROOT
 
 from callbacks import LabelNoise, StragglerDropout
 from fl_lightning.__main__ import main
@@ -15,8 +16,6 @@ from fl_lightning.cli.types import import_class
 from fl_lightning.conformance.toy import images, on_images, run
 from fl_lightning.hooks import Meter, Stressor
 from fl_lightning.methods import FedAvg
-
-ROOT = Path(__file__).parent.parent
 
 
 def stressors(args: list[str]) -> list[str]:

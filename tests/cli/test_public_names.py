@@ -9,7 +9,7 @@ import sys
 import pytest
 
 import fl_lightning
-from fl_lightning.settings import changed_settings, settings_hash
+from fl_lightning.config.settings import changed_settings, settings_hash
 
 NAMES = {
     "FederatedData": "data.base",

@@ -7,9 +7,9 @@ from typing import Annotated, Any, Literal
 
 import pytest
 
+from fl_lightning.config.constraints import Constraint, at_least, constraints_of, one_of, within
+from fl_lightning.config.recorded import Recorded, arguments_of
 from fl_lightning.errors import InputError
-from fl_lightning.support.constraints import Constraint, at_least, constraints_of, one_of, within
-from fl_lightning.support.recorded import Recorded, arguments_of
 
 Colour = Literal["red", "green"]
 

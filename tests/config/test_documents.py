@@ -10,8 +10,8 @@ import pytest
 import yaml
 
 from fl_lightning.__main__ import main
+from fl_lightning.config.documents import MAX_VALUES, check_size
 from fl_lightning.errors import InputError
-from fl_lightning.support.documents import MAX_VALUES, check_size
 
 
 def bomb(levels: int = 10, *, flow: bool = False) -> str:

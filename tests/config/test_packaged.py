@@ -11,12 +11,12 @@ from typing import Any
 
 import pytest
 import yaml
+from places import ROOT
 
 import fl_lightning
 from fl_lightning.__main__ import main
-from fl_lightning.support.packaged import configs_folder, find_config
+from fl_lightning.config.packaged import configs_folder, find_config
 
-ROOT = Path(__file__).parents[1]
 STUDY = """\
 study: small
 config: configs/fedavg.yaml
@@ -149,7 +149,7 @@ def test_a_wheel_works_in_an_empty_folder(tmp_path: Path) -> None:
         return done.stdout + done.stderr
 
     program = [sys.executable, "-m", "fl_lightning"]
-    where = run(sys.executable, "-c", "import fl_lightning.support.packaged as p; print(p.configs_folder())")
+    where = run(sys.executable, "-c", "import fl_lightning.config.packaged as p; print(p.configs_folder())")
     assert Path(where.strip()) == site / "fl_lightning" / "configs"
     base = run(
         sys.executable, "-c", "from fl_lightning.models import LlamaTiny as L; print(len(L(259).layers))"

@@ -18,14 +18,14 @@ from torch.optim import SGD, Adam
 from toy import run
 
 from callbacks import LabelNoise
+from fl_lightning.config.recorded import NOT_RECORDED, describe, not_recorded
+from fl_lightning.config.settings import config_of
 from fl_lightning.data import Dirichlet
 from fl_lightning.errors import InputError
 from fl_lightning.hooks import Stressor
 from fl_lightning.methods import CosineSchedule, FedAvg, FedMPQKD, FedProx, TrimmedMean
 from fl_lightning.models import SmallCNN
-from fl_lightning.settings import config_of
 from fl_lightning.study.results.gather import gather
-from fl_lightning.support.recorded import NOT_RECORDED, describe, not_recorded
 
 SMALL = partial(SmallCNN, width=4)
 
@@ -202,7 +202,7 @@ def test_what_save_hyperparameters_ignores_is_not_recorded():
 @pytest.mark.essential
 def test_a_set_in_a_function_has_one_description_in_all_processes():
     program = (
-        "from fl_lightning.support.recorded import describe; print(describe(lambda p: p in {'a', 'b', "
+        "from fl_lightning.config.recorded import describe; print(describe(lambda p: p in {'a', 'b', "
         "'c', 'dd'})['code_sha256'])"
     )
     run_with = [

@@ -9,9 +9,9 @@ from fnmatch import fnmatchcase
 import pytest
 
 from fl_lightning import methods
+from fl_lightning.config.settings import FREE_KEYS, NEUTRAL_VALUES, changed_settings, settings_hash
 from fl_lightning.models.language import LlamaTiny
 from fl_lightning.models.language.hf import TransformersLM
-from fl_lightning.settings import FREE_KEYS, NEUTRAL_VALUES, changed_settings, settings_hash
 from fl_lightning.trainer import FederatedTrainer
 
 TRAINER_OF_0_1_0 = [

@@ -3,11 +3,10 @@ told what is wrong."""
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 import torch
 from breaking import DividesByTheRound, Dynamic, KeepsInAnAttribute, Repels
+from places import CONFIGS
 from torch.optim import SGD
 
 from fl_lightning.__main__ import main
@@ -66,7 +65,7 @@ def test_a_strangers_method_passes(method):
 
 def test_it_trains_from_the_command_line(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    config = str(Path(__file__).parent.parent / "configs" / "fedavg.yaml")
+    config = str(CONFIGS / "fedavg.yaml")
     command = [
         "fit",
         "--config",

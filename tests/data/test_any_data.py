@@ -19,10 +19,10 @@ from torchvision.datasets import MNIST, FakeData
 from toy import run
 
 from fl_lightning.__main__ import main
+from fl_lightning.config.recorded import describe
 from fl_lightning.data import IID, DataModuleData, DatasetData, FederatedData, Natural
 from fl_lightning.errors import InputError
 from fl_lightning.methods import FedAvg
-from fl_lightning.support.recorded import describe
 
 
 class ListData(Dataset):

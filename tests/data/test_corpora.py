@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from places import ROOT
 
 from fl_lightning.__main__ import main
 from fl_lightning.data import CorpusData
@@ -16,8 +17,6 @@ from fl_lightning.data.text import corpora
 from fl_lightning.data.text.corpora import Corpus, docstrings, packages, standard_library, topics
 from fl_lightning.data.text.tokens import IGNORED
 from fl_lightning.errors import InputError
-
-ROOT = Path(__file__).parent.parent
 
 FILES = {
     "toy_text/__init__.py": '"""The package."""\nraise SystemExit("it was imported")\n',

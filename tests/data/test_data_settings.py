@@ -11,9 +11,9 @@ from torchvision.datasets import FakeData
 from fl_lightning import data
 from fl_lightning.__main__ import main
 from fl_lightning.cli.types import settings_of
+from fl_lightning.config.recorded import describe
+from fl_lightning.config.settings import flatten, settings_hash
 from fl_lightning.data import DatasetData, FederatedImages, TableData, TextFiles
-from fl_lightning.settings import flatten, settings_hash
-from fl_lightning.support.recorded import describe
 
 IN_MEMORY = {
     "test_fraction": 0.2,

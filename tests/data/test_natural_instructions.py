@@ -14,6 +14,7 @@ import pytest
 import torch
 import yaml
 from budgeted import costs
+from places import ROOT
 
 from fl_lightning.__main__ import main
 from fl_lightning.data import NaturalInstructions
@@ -22,7 +23,6 @@ from fl_lightning.energy import to_json
 from fl_lightning.errors import InputError
 from fl_lightning.study.plan.study import Study
 
-ROOT = Path(__file__).parent.parent
 DEFINITIONS = {
     "translation": "Translate the word from English to Hausa.",
     "reasoning": "Calculate the sum of the two numbers.",

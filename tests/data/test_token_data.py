@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from page_commands import documented, file_of_page
+from places import DOCS
 from tiny_language import method_of
 from toy import run
 
@@ -18,7 +19,7 @@ from fl_lightning.data.text.tokens import ByteTokenizer, Record, encode_records
 from fl_lightning.errors import InputError
 from fl_lightning.metrics.text import IGNORED
 
-PAGE = Path(__file__).parent.parent / "docs" / "howto" / "token_ids.md"
+PAGE = DOCS / "howto" / "token_ids.md"
 BYTES = ByteTokenizer()
 
 

@@ -10,13 +10,14 @@ import pytest
 import torch
 from lightning import LightningDataModule
 from page_commands import documented, file_of_page
+from places import DOCS
 from torch.utils.data import DataLoader, Subset
 
 from fl_lightning.__main__ import main
 from fl_lightning.data import IID, DataModuleData, DataModuleTokens, TokenData
 from fl_lightning.errors import InputError
 
-PAGE = Path(__file__).parent.parent / "docs" / "howto" / "token_ids.md"
+PAGE = DOCS / "howto" / "token_ids.md"
 ITEMS = [{"input_ids": [k, k + 1, k + 2], "labels": [-100, k + 1, k + 2], "site": k % 3} for k in range(60)]
 FALSE_ITEM = {"input_ids": [1, 2], "labels": [2, -100], "site": 0}
 

@@ -22,6 +22,7 @@ import pytest
 import torch
 import yaml
 from deploy_transports import InProcess, Sockets
+from places import ROOT
 
 from fl_lightning.cli.parser import FederatedCLI
 from fl_lightning.deploy.node import sockets
@@ -35,7 +36,6 @@ from fl_lightning.deploy.server.server import deploy_over
 from fl_lightning.errors import InputError, RunStopped
 from fl_lightning.hooks import Stressor
 
-ROOT = Path(__file__).parent.parent
 COMMON = [
     "--trainer.logger=false",
     "--trainer.max_rounds=3",

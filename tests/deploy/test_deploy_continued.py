@@ -12,6 +12,8 @@ import shutil
 from pathlib import Path
 
 import pytest
+from own_leaves import config, leaf, leaf_file, own_nodes
+from own_leaves import deployed as deployed_on_own_data
 from test_deploy import (
     ALL,
     InProcess,
@@ -23,8 +25,6 @@ from test_deploy import (
     simulated,
     weights,
 )
-from test_deploy_own_data import config, leaf, leaf_file, own_nodes
-from test_deploy_own_data import deployed as deployed_on_own_data
 
 from fl_lightning.__main__ import main
 from fl_lightning.deploy import command

@@ -13,10 +13,11 @@ from pathlib import Path
 import pytest
 import yaml
 from jsonargparse import auto_parser
+from places import ROOT
 
 from fl_lightning.deploy.command import node
 
-FOLDER = Path(__file__).parent.parent / "examples" / "deploy"
+FOLDER = ROOT / "examples" / "deploy"
 PORT = "8443"  # of nginx, which nodes dial
 
 

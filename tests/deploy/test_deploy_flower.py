@@ -20,8 +20,9 @@ from pathlib import Path
 
 import pytest
 import yaml
+from own_leaves import SIZES, TRAINER, leaf, leaf_file
+from places import ROOT
 from test_deploy import wait_until
-from test_deploy_own_data import SIZES, TRAINER, leaf, leaf_file
 
 from fl_lightning.cli.parser import FederatedCLI
 from fl_lightning.deploy.certificates import make_certificates
@@ -34,7 +35,6 @@ pytestmark = [
     pytest.mark.timeout(1200),
     pytest.mark.skipif(importlib.util.find_spec("flwr") is None, reason="flwr is not installed"),
 ]
-ROOT = Path(__file__).parent.parent
 RUN = [
     "--config",
     str(ROOT / "configs" / "fedavg.yaml"),

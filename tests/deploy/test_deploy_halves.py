@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 from deploy_transports import InProcess
+from places import ROOT
 from test_deploy import ALL, command_line, nodes_in, wait_until
 
 from fl_lightning.deploy.flower import RefusalFilter, launch
@@ -20,7 +21,6 @@ from fl_lightning.deploy.server import halves, job
 from fl_lightning.deploy.server.roster import RoundRules
 from fl_lightning.errors import InputError, RunStopped
 
-ROOT = Path(__file__).parent.parent
 HOLDER = """
 import sys, time
 from pathlib import Path

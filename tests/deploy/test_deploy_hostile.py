@@ -18,9 +18,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 import yaml
+from own_leaves import SIZES, config, leaf, leaf_file, own_nodes
 from safetensors.torch import save
 from test_deploy import ALL, InProcess, command_line, deployed, metadata_of, nodes_in, simulated, weights
-from test_deploy_own_data import SIZES, config, leaf, leaf_file, own_nodes
 
 from fl_lightning.__main__ import main
 from fl_lightning.deploy import flower

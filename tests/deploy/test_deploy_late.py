@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from places import ROOT, SUPPORT
 from test_deploy import ALL, COMMON, Drop
 from test_deploy import simulated as simulated_here
 from test_deploy_flower import SMALL, finish, metadata_in, node_words, ours, program, superlink, wait_for  # noqa: F401
@@ -19,7 +20,6 @@ pytestmark = [
     pytest.mark.timeout(1800),
     pytest.mark.skipif(importlib.util.find_spec("flwr") is None, reason="flwr is not installed"),
 ]
-ROOT = Path(__file__).parent.parent
 
 
 def start_nodes(address: str, folder: Path, programs: list, *second: object) -> None:
@@ -39,7 +39,7 @@ def test_a_node_that_is_late_is_dropped_and_takes_part_in_the_next_round(superli
     and in round 3 they start from round 1, as in a simulation that drops them in round 2."""
     address, programs = superlink
     go = tmp_path / "go"
-    words = [ROOT / "tests" / "slow_node.py", address, "node1", 1, 2, "certs/ca.crt", "certs/node1", go]
+    words = [SUPPORT / "slow_node.py", address, "node1", 1, 2, "certs/ca.crt", "certs/node1", go]
     start_nodes(address, tmp_path, programs, *words)
     run = ["--config", ROOT / "configs" / "fedkd.yaml", *COMMON, *ALL, "--deploy.round_seconds=60"]
     process, log = ours(*deploy_words(address, *run), cwd=tmp_path, log="deploy.log"), tmp_path / "deploy.log"

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from places import SUPPORT
 from test_deploy_flower import RUN, finish, metadata_in, program, simulated, wait_for
 
 from fl_lightning.deploy.certificates import make_certificates
@@ -21,7 +22,6 @@ pytestmark = [
     pytest.mark.timeout(1800),
     pytest.mark.skipif(importlib.util.find_spec("flwr") is None, reason="flwr is not installed"),
 ]
-ROOT = Path(__file__).parent.parent
 SERVER = "10.71.0.1"  # on the loopback of the server's namespace, and of no machine
 
 
@@ -56,7 +56,7 @@ def machines(tmp_path: Path) -> Iterator[tuple[list[str], list[subprocess.Popen]
         for number, name in enumerate(names[1:]):
             log, subnet = tmp_path / f"line{number}.log", f"10.71.{number + 1}"
             line = [
-                ROOT / "tests" / "lossy_line.py",
+                SUPPORT / "lossy_line.py",
                 names[0],
                 f"{subnet}.1",
                 name,

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import csv
 import json
-from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
@@ -16,6 +15,7 @@ import pytest
 import torch
 import yaml
 from deploy_transports import InProcess
+from own_leaves import SIZES, config, deployed, leaf, leaf_file, own_nodes
 from PIL import Image
 
 from fl_lightning import __version__
@@ -23,73 +23,11 @@ from fl_lightning.cli.parser import FederatedCLI
 from fl_lightning.data import ImageFolder, TableData
 from fl_lightning.data.form import Form
 from fl_lightning.deploy.node import own_data
-from fl_lightning.deploy.node.build import builder, counter
+from fl_lightning.deploy.node.build import builder
 from fl_lightning.deploy.node.node import Node, NodeSettings
 from fl_lightning.deploy.node.own_data import OwnData
-from fl_lightning.deploy.server.roster import RoundRules
 from fl_lightning.deploy.server.server import deploy_over
 from fl_lightning.errors import InputError
-
-TRAINER = {
-    "logger": False,
-    "max_rounds": 2,
-    "participation": 1.0,
-    "local_epochs": 1,
-    "eval_every": 1,
-    "accelerator": "cpu",
-    "engine": "sequential",
-    "workers": 1,
-}
-SIZES = {"a": 9, "b": 14, "c": 20, "d": 11}
-
-
-def leaf_file(path: Path, users: Mapping[str, int], *, features: int = 6, classes: int = 3) -> Path:
-    """A file in LEAF's form; the examples of a user follow from its name."""
-    data = {}
-    for user, size in users.items():
-        rng = np.random.default_rng(list(user.encode()))
-        target = rng.integers(classes, size=size)
-        inputs = rng.normal(size=(size, features)) + target[:, None]
-        data[user] = {"x": inputs.round(4).tolist(), "y": target.tolist()}
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps({"users": list(data), "user_data": data}))
-    return path
-
-
-def config(
-    folder: Path, name: str, data: Mapping, model: str = "FedAvg", init: Mapping = {}, **trainer: object
-) -> FederatedCLI:
-    settings = {
-        "trainer": {**TRAINER, "default_root_dir": str(folder / name), **trainer},
-        "model": {"class_path": model, "init_args": {"network": "mlp", **init}},
-        "data": data,
-    }
-    path = folder / f"{name}.yaml"
-    path.write_text(yaml.safe_dump(settings))
-    return FederatedCLI("fit", ["--config", str(path)])
-
-
-def leaf(train: Path, test: Path, **more: object) -> dict:
-    return {
-        "class_path": "LeafData",
-        "init_args": {"train": str(train), "test": str(test), "val_fraction": 0.2, "batch_size": 4, **more},
-    }
-
-
-def own_nodes(folder: Path, data: Mapping[int, Path | str], step: int = 4) -> dict[str, Node]:
-    nodes = {}
-    for number, path in data.items():
-        own = OwnData(str(path), number, step)
-        settings = NodeSettings(folder / f"node{number}", number, step, name=f"n{number}")
-        nodes[f"node{number}"] = Node(settings, builder((), own), counter((), own))
-    return nodes
-
-
-def deployed(cli: FederatedCLI, nodes: Mapping[str, Node], count: int = 4) -> FederatedCLI:
-    rules = RoundRules(min_nodes=count, wait_seconds=5, round_seconds=60)
-    deploy_over(cli.trainer, yaml.safe_load(cli.config_text), InProcess(nodes), rules, own_data=True)
-    cli.start()
-    return cli
 
 
 def metadata(cli: FederatedCLI) -> dict:

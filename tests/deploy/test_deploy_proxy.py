@@ -17,6 +17,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
+from places import ROOT
 from test_deploy_flower import RUN, end, finish, metadata_in, node_words, ours, program, simulated, wait_for
 from test_deploy_flower import superlink as superlink  # a fixture
 
@@ -27,7 +28,7 @@ pytest.importorskip("cryptography")
 
 from fl_lightning.deploy.certificates import make_certificates
 
-SHIPPED = Path(__file__).parent.parent / "examples" / "deploy" / "nginx.conf"
+SHIPPED = ROOT / "examples" / "deploy" / "nginx.conf"
 PLACES = [os.environ.get("PATH", ""), "/usr/sbin", "/usr/local/sbin"]
 NGINX = shutil.which("nginx", path=os.pathsep.join(PLACES))
 pytestmark = pytest.mark.skipif(NGINX is None, reason="nginx is not installed")

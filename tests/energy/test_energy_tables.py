@@ -8,15 +8,14 @@ import shlex
 import sys
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
-from budgeted import costs
+from budgeted import built, costs
+from places import BENCHMARKS, DOCS
 from refusals import refused
-from test_hest import built
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
@@ -42,8 +41,6 @@ from fl_lightning.models import LlamaTiny
 from fl_lightning.models.adapters import ADAPTERS
 
 LABEL = "modelled: CPU seconds x 15 W"
-BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
-DOCS = Path(__file__).parent.parent / "docs"
 
 
 @pytest.fixture

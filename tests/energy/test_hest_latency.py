@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 import torch
+from places import BENCHMARKS
 
 from fl_lightning.energy.switched import add_switches, narrow_kept
 from fl_lightning.models import LlamaTiny
-
-BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
 
 
 @pytest.mark.slow

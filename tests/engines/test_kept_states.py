@@ -15,9 +15,9 @@ import numpy as np
 import pytest
 import states_program
 import torch
+from ranked import result, started
 from safetensors.torch import load_file
 from states_program import KEEPING, ROUNDS, fit, fit_all
-from test_ranks import result, started
 
 from fl_lightning.client import Client
 from fl_lightning.distributed import collectives

@@ -11,6 +11,7 @@ import pytest
 import torch
 from lightning.fabric import Fabric
 from lightning.fabric.plugins.precision import MixedPrecision
+from places import CONFIGS
 from ten import SMALL, fit, make, same
 from torch import nn
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_
@@ -252,7 +253,7 @@ def test_a_schedule_that_cannot_be_played_is_refused_before_anything_is_made(sch
 @pytest.mark.essential
 def test_from_the_command_line(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    config = str(Path(__file__).parent.parent / "configs" / "fedavg.yaml")
+    config = str(CONFIGS / "fedavg.yaml")
     small = [
         "--data.num_clients",
         "5",
@@ -286,7 +287,7 @@ def test_from_the_command_line(tmp_path, monkeypatch, capsys):
 
 
 def test_runs_from_before_these_settings_are_still_the_same_runs():
-    from fl_lightning.settings import changed_settings, settings_hash
+    from fl_lightning.config.settings import changed_settings, settings_hash
 
     before = {"trainer.max_rounds": 3, "model.init_args.network": "small_cnn"}
     after = {

@@ -12,6 +12,7 @@ import time
 from pathlib import Path
 
 import pytest
+from places import ROOT, SUPPORT
 from ranks_program import fit
 
 from fl_lightning.engines.pool import PoolEngine
@@ -19,10 +20,9 @@ from fl_lightning.errors import RankLost
 from fl_lightning.hooks import Stressor
 from fl_lightning.run.interrupts import Interrupts
 
-HERE = Path(__file__).parent
 ENVIRONMENT = {
     **os.environ,
-    "PYTHONPATH": os.pathsep.join([str(HERE), str(HERE.parent), os.environ.get("PYTHONPATH", "")]),
+    "PYTHONPATH": os.pathsep.join([str(SUPPORT), str(ROOT), os.environ.get("PYTHONPATH", "")]),
 }
 
 

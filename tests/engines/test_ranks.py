@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import csv
 import json
-import os
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -15,6 +11,7 @@ import numpy as np
 import pytest
 import ranks_program
 import torch
+from ranked import result, started
 from ranks_program import MANY, fit
 
 from fl_lightning.client import Client
@@ -24,36 +21,6 @@ from fl_lightning.engines.base import ClientResult
 from fl_lightning.engines.ranks import RankedEngine, _pack, _unpack, deal, work
 from fl_lightning.metrics import Mean
 from fl_lightning.trainer import FederatedTrainer
-
-PROGRAM = ranks_program.__file__
-
-
-def started(
-    *arguments: str | Path, launcher: tuple[str, ...] = (), program: str = PROGRAM
-) -> subprocess.Popen:
-    unset = ("LOCAL_RANK", "WORLD_SIZE", "RANK", "MASTER_PORT", "MASTER_ADDR", "NODE_RANK")
-    environment = {name: value for name, value in os.environ.items() if name not in unset} | {
-        "OMP_NUM_THREADS": "1"
-    }
-    command = [sys.executable, *launcher, program, *map(str, arguments)]
-    return subprocess.Popen(
-        command, env=environment, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    )
-
-
-def result(run: Path) -> tuple[str, list[dict[str, str]], str]:
-    """Hash of the weights, metrics without timings, ledger."""
-    with (run / "metrics.csv").open() as file:
-        rows = [
-            {name: cell for name, cell in row.items() if not name.startswith("time/")}
-            for row in csv.DictReader(file)
-        ]
-    return (
-        json.loads((run / "metadata.json").read_text())["weights_sha256"],
-        rows,
-        (run / "ledger.csv").read_text(),
-        (run / "clients.csv").read_text(),
-    )
 
 
 def is_alive(pid: int) -> bool:

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from page_commands import documented
+from places import DOCS
 from refusals import refused
 from safetensors.torch import load_file, save_file
 from tiny_language import adam, records
@@ -467,7 +468,7 @@ def test_the_best_checkpoint_is_that_of_its_round(tmp_path: Path):
 
 def test_the_commands_of_the_page(bare_directory: Path, capsys: pytest.CaptureFixture[str]):
     """After a run of one round in place of the real one, by its name; a trainer in Python gives the same files."""
-    page = Path(__file__).parent.parent / "docs" / "howto" / "export.md"
+    page = DOCS / "howto" / "export.md"
     commands = documented("export", page)  # of the global model, and of client 3
     few = ["--trainer.max_rounds", "1", "--trainer.logger", "false", "--trainer.participation", "1.0"]
     for method, arguments in zip(("fedavg", "fedmosaic_digits"), commands, strict=True):

@@ -9,8 +9,8 @@ from functools import partial
 
 import pytest
 import torch
+from golden_adapters import found_by_a_file
 from golden_cases import Adapter, cases_of, differences, run_case
-from test_golden_breadth import found_by_a_file
 from torch.optim import SGD, AdamW
 from toy import CENTRES, Points, Quadratic, point_network, run, sgd
 

@@ -13,8 +13,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 from language_program import Stops
+from outcomes import differences, outcome
 from refusals import refused
-from test_kill import differences, outcome
 from tiny_language import adam, fit, method_of, records
 from toy import ready
 

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from budgeted import GROUPS, costs
+from budgeted import GROUPS, built, costs
 from lightning.fabric import Fabric
 from refusals import refused
 from tiny_language import fit, method_of, records
@@ -29,20 +29,6 @@ from fl_lightning.probing.noisy_prompts import noisy_prompts
 
 HIGH = math.exp(2) / (1 + math.exp(2))
 """Probability of *high* at the start, beside one other option."""
-
-
-def built(data=None, **settings):
-    """A method that has been built with a strange controller, and its data."""
-    given = {"costs": costs(), "budget": 0.8, "scope": "adapter", **settings}
-    method = HEST(**given) if "network" in given else method_of(HEST, **given)
-    data = data or records(generate=False)
-    data.prepare_data()
-    data.setup("fit")
-    data.distribute(0, torch.device("cpu"))
-    torch.manual_seed(0)
-    method.build(data)
-    method.round = 1
-    return method, data
 
 
 def disturb(method, size: float = 3.0, seed: int = 0):

@@ -10,8 +10,8 @@ from copy import deepcopy
 import pytest
 import torch
 import torch.nn.functional as F
+from golden_adapters import found_by_a_file
 from lightning.fabric import Fabric
-from test_golden_breadth import found_by_a_file
 from torch import nn
 from toy import ready, run, sgd
 

@@ -10,6 +10,7 @@ from typing import ClassVar
 import pytest
 import torch
 from lightning.pytorch import LightningModule
+from places import CONFIGS
 from torch import nn
 from torch.nn import functional as F
 from torch.optim import lr_scheduler as schedules
@@ -83,7 +84,7 @@ def test_from_the_command_line(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
     Path("plain_lit.py").write_text(PLAIN)
-    config = str(Path(__file__).parent.parent / "configs" / "fedavg.yaml")
+    config = str(CONFIGS / "fedavg.yaml")
     flags = [
         "--model.module",
         "plain_lit.LitClassifier",

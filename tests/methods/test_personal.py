@@ -8,8 +8,8 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
+from golden_adapters import found_by_a_file
 from lightning.pytorch import LightningModule
-from test_golden_breadth import found_by_a_file
 from toy import run, sgd
 
 from callbacks import LabelNoise

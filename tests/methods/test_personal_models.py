@@ -8,8 +8,8 @@ from functools import partial
 
 import pytest
 import torch
+from golden_adapters import found_by_a_file
 from lightning.pytorch import LightningModule
-from test_golden_breadth import found_by_a_file
 from torch import nn
 from toy import run, sgd
 

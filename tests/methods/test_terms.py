@@ -14,6 +14,8 @@ from refusals import refused
 from toy import CENTRES, Points, on_points, run, sgd
 
 from fl_lightning.__main__ import main
+from fl_lightning.config.recorded import describe
+from fl_lightning.config.settings import flatten, settings_hash
 from fl_lightning.conformance import command, method_under_test, run_checks
 from fl_lightning.methods import (
     AQFL,
@@ -39,8 +41,6 @@ from fl_lightning.methods import (
     ScaledLoss,
     Term,
 )
-from fl_lightning.settings import flatten, settings_hash
-from fl_lightning.support.recorded import describe
 from fl_lightning.wire import Payload
 
 ALL = {

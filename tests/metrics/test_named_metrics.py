@@ -15,10 +15,10 @@ import ranks_program
 import torch
 import yaml
 from compared import decisions
+from places import CONFIGS
+from ranked import result, started
 from ranks_program import LoggingLit
 from sklearn import metrics as sk
-from test_ranks import result, started
-from test_tasks import Bigrams, Counting, Line
 from tiny_language import records
 from torchmetrics import F1Score, R2Score
 from torchmetrics.classification import (
@@ -33,21 +33,22 @@ from torchmetrics.classification import (
 from torchmetrics.regression import MeanAbsoluteError, PearsonCorrCoef
 from torchmetrics.text import Perplexity
 from toy import ready, run, sgd
+from toy_tasks import Bigrams, Counting, Line
 
 from callbacks import Calibration, EarlyStopping
 from fl_lightning import evaluation
 from fl_lightning.__main__ import main
+from fl_lightning.config.settings import config_of, flatten, settings_hash
 from fl_lightning.data.example_batches import ExampleBatches
 from fl_lightning.data.two_clients import TwoClients
 from fl_lightning.errors import InputError
 from fl_lightning.hooks import Meter
 from fl_lightning.methods import FedAvg, LocalOnly
 from fl_lightning.metrics import expected_calibration_error
-from fl_lightning.settings import config_of, flatten, settings_hash
 from fl_lightning.study.metric_names import TaskMetrics, direction
 from fl_lightning.tasks import Classification
 
-CONFIG = str(Path(__file__).parent.parent / "configs" / "fedavg.yaml")
+CONFIG = str(CONFIGS / "fedavg.yaml")
 NAMED = [MulticlassF1Score, partial(MulticlassPrecision, average="weighted"), MulticlassCalibrationError]
 
 

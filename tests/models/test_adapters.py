@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from places import ROOT
 from tiny_language import adam, fit
 from torch import Tensor, nn
 
@@ -32,7 +33,7 @@ from fl_lightning.models.language import BYTE_VOCABULARY, Llama, LlamaTiny, add_
 from fl_lightning.models.language.experts import factors_of
 from fl_lightning.wire import Layout
 
-PAGE = Path(__file__).parent.parent / "docs/howto/adapters.md"
+PAGE = ROOT / "docs/howto/adapters.md"
 VALUES = {  # of 4 blocks with layers 96 x 288, 96 x 96, 96 x 512 and 256 x 96, at rank 8 or 8 directions
     "lora": 49_152,
     "ffa": 4 * 8 * (288 + 96 + 512 + 96),

@@ -12,6 +12,7 @@ from types import ModuleType
 
 import pytest
 import torch
+from places import ROOT
 from safetensors.torch import load_file, save_file
 
 from fl_lightning.cli.parser import FederatedCLI
@@ -21,7 +22,6 @@ from fl_lightning.models.language import BYTE_VOCABULARY, Llama, LlamaTiny, lora
 from fl_lightning.models.language.tiny import WEIGHTS_FILE, load_base
 from fl_lightning.tasks import LanguageModelling
 
-ROOT = Path(__file__).parent.parent
 PAGE = ROOT / "docs/howto/language_models.md"
 SHA256 = "b10e6c1be35b980f1aaaed8d20374b45788f94488b9a14d0f95ef8ef9f863df9"
 BOS, EOS, PAD = 256, 257, 258

@@ -7,12 +7,11 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+from places import ROOT
 
 from fl_lightning.__main__ import main
+from fl_lightning.config.packaged import model_folder
 from fl_lightning.methods import FedVEMoE
-from fl_lightning.support.packaged import model_folder
-
-ROOT = Path(__file__).parent.parent
 
 
 @pytest.mark.slow

@@ -13,11 +13,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from ranked import result, started
 from ranks_program import data_of
 from refusals import refused
 from scipy import stats
 from ten import make
-from test_ranks import result, started
 from toy import Points, on_points, run, run_for_nothing
 
 from callbacks import ByzantineClients, StragglerDropout

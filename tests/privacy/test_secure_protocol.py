@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from itertools import combinations
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from averaged import entry
+from places import ROOT
 from scipy import stats
 
 from fl_lightning.errors import ThreePartError
@@ -350,7 +350,7 @@ def test_the_page_says_what_a_client_sends(neighbours, k):
 @pytest.mark.parametrize(("cohort", "k"), [(1000, 20), (1000, 50), (1000, 100), (100, 50)])
 def test_the_page_says_what_a_thin_graph_risks(cohort, k):
     """The exposure by the hypergeometric distribution, and void rounds on the graphs that are drawn."""
-    page = (Path(__file__).parents[1] / "docs/howto/secure_sum.md").read_text()
+    page = (ROOT / "docs/howto/secure_sum.md").read_text()
     start = f"| {cohort:,} | {k} | ".replace(",", " ")
     (row,) = [line for line in page.splitlines() if line.startswith(start) and " of " in line]
     cells = [cell.strip() for cell in row.strip("|").split("|")]

@@ -17,7 +17,6 @@ from fl_lightning.probing import command as probing
 from fl_lightning.probing import select_probes
 from fl_lightning.tracking import mlflow_store
 
-ROOT = Path(__file__).parent.parent
 SMALL = [
     *("--data.dataset", "synthetic", "--data.num_clients", "6", "--data.synthetic_examples", "120"),
     *("--data.synthetic_test_examples", "30", "--data.synthetic_size", "16", "--data.synthetic_classes", "4"),

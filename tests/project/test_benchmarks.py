@@ -6,11 +6,10 @@ import os
 import subprocess
 import sys
 from importlib.util import find_spec
-from pathlib import Path
 
 import pytest
+from places import ROOT
 
-ROOT = Path(__file__).parent.parent
 FOLDER = ROOT / "benchmarks"
 SHORTEST = {
     "adapters": "--repeats 1 --rows 2 --length 16",

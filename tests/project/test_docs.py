@@ -20,6 +20,7 @@ import numpy as np
 import pytest
 import torch
 import yaml
+from places import ROOT
 
 import fl_lightning
 from callbacks.figures.figure_meter import FigureMeter
@@ -35,7 +36,6 @@ from fl_lightning.methods import Method
 from fl_lightning.models import SmallCNN
 from fl_lightning.study.plan.study import Study
 
-ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
 PAGES = {str(path.relative_to(DOCS)): path for path in sorted(DOCS.rglob("*.md"))}
 REFERENCES = ("LocalOnly", "Oracle", "Centralised")

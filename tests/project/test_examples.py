@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from places import ROOT
 
 from fl_lightning.conformance import method_under_test
 from fl_lightning.conformance.kit import run_checks
@@ -22,7 +23,6 @@ from fl_lightning.errors import InputError
 from fl_lightning.methods import Method
 from fl_lightning.wire import Payload
 
-ROOT = Path(__file__).parent.parent
 EXAMPLES = ROOT / "examples"
 
 

@@ -8,8 +8,8 @@ from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
+from places import ROOT
 
-ROOT = Path(__file__).parent.parent
 LAYERS = [
     {"__main__"},
     {"deploy"},
@@ -34,7 +34,7 @@ LAYERS = [
     {"models", "quantization"},
     {"tasks"},
     {"metrics"},
-    {"settings"},
+    {"config"},
     {"rng", "figures", "support"},
     {"errors"},
 ]
@@ -59,7 +59,7 @@ CONFINED = {
     "flwr": {"deploy"},
 }
 FILES = sorted((ROOT / "fl_lightning").rglob("*.py"))
-MOST_LOOSE_FILES = 15
+MOST_LOOSE_FILES = 14
 
 
 def module_of(path: Path) -> str:

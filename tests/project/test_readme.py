@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 import yaml
 from cifar_files import write_cifar
+from places import ROOT
 
 from fl_lightning.__main__ import main
 
-ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
 SHORT = {"trainer": {"max_rounds": 2, "max_local_steps": 2, "logger": False}}
 CIFAR = {

@@ -11,11 +11,11 @@ Numbers in code, in links and in tables of code need none.
 import csv
 import json
 import re
-from pathlib import Path
 
 import pytest
+from places import DOCS
 
-RESULTS = Path(__file__).parent.parent / "docs" / "results"
+RESULTS = DOCS / "results"
 CLAIM = re.compile(r"(?P<said>[-−+]?\d[\d.]*|[a-z]+(?: tested)?)(?:\*\*)?<!--\s*(?P<path>[^>]*?)\s*-->")
 STEP = re.compile(r"(\w+)|\[([^\]]+)\]|\.")
 NUMBER = re.compile(r"(?<![\w.])[-−+]?\d[\d.]*(?![\w])")

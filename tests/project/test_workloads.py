@@ -11,8 +11,7 @@ from importlib import import_module
 from pathlib import Path
 
 import pytest
-
-BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
+from places import BENCHMARKS
 
 
 @pytest.fixture

@@ -9,6 +9,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+from places import CONFIGS
 from ranks_program import Dropped, data_of, fit
 from toy import run, sgd
 
@@ -90,7 +91,7 @@ def project(tmp_path, monkeypatch) -> Path:
 
 
 def command(name: str) -> int:
-    config = Path(__file__).parent.parent / "configs" / "fedavg.yaml"
+    config = CONFIGS / "fedavg.yaml"
     return main(["fit", "--config", str(config), "--model", f"own_methods.{name}", *QUICK])
 
 

@@ -12,8 +12,9 @@ import numpy as np
 import pytest
 import torch
 from lightning.pytorch import LightningModule
+from own_leaves import SIZES, config, deployed, leaf, leaf_file, own_nodes
+from places import ROOT
 from refusals import refused
-from test_deploy_own_data import SIZES, config, deployed, leaf, leaf_file, own_nodes
 from torch import nn
 from torch.nn import functional as F
 
@@ -36,7 +37,6 @@ from fl_lightning.privacy.secure import SecureSum
 from fl_lightning.rng import stream
 from fl_lightning.tasks import Classification, ClassRows, LanguageModelling, Regression, Task
 
-ROOT = Path(__file__).parent.parent
 KINDS = {
     name: kind
     for name in methods.__all__

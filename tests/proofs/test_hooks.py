@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from places import DOCS
 
 from fl_lightning.__main__ import main
 from fl_lightning.conformance.toy import images, on_images, run
@@ -15,7 +16,7 @@ from fl_lightning.hooks import Callback, Meter, Stressor, hooks_of
 from fl_lightning.methods import FedAvg
 from fl_lightning.trainer import FederatedTrainer
 
-HOWTO = Path(__file__).parent.parent / "docs" / "howto"
+HOWTO = DOCS / "howto"
 
 
 @pytest.mark.parametrize(("page", "base"), [("stressor", Stressor), ("figure", Meter)])

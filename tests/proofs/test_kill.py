@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import csv
 import json
 import random
 import shutil
 import signal
-import sqlite3
 import subprocess
 import sys
-from contextlib import closing
 from pathlib import Path
 
 import pytest
-
-HERE = Path(__file__).parent
+from outcomes import differences, outcome
+from places import ROOT, SUPPORT
 
 
 class Server:
@@ -24,7 +21,7 @@ class Server:
     def __init__(self):
         self.process = subprocess.Popen(
             [sys.executable, "-c", (
-                f"import sys; sys.path[:0] = [{str(HERE)!r}, {str(HERE.parent)!r}]; import kill_server "
+                f"import sys; sys.path[:0] = [{str(SUPPORT)!r}, {str(ROOT)!r}]; import kill_server "
                 "as k; k.serve()"
             )],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
@@ -76,65 +73,6 @@ def store(server, tmp_path_factory) -> tuple[Path, dict, float]:
     code, seconds = server.run(whole, mlflow=True)
     assert code == 0
     return template, outcome(whole), seconds
-
-
-def outcome(folder: Path) -> dict:
-    """All that must be the same: everything but times and ids."""
-    (run,) = (folder / "runs" / "fl_lightning").glob("[!.]*")
-    metadata = json.loads((run / "metadata.json").read_text())
-    with (run / "metrics.csv").open() as file:
-        metrics = [
-            {k: v for k, v in row.items() if not k.startswith("time/")} for row in csv.DictReader(file)
-        ]
-    checkpoints = sorted((run / "checkpoints").glob("round_*"))
-    progress = json.loads((checkpoints[-1] / "progress.json").read_text())
-    result = {
-        key: value
-        for key, value in metadata.items()
-        if key in ("status", "weights_sha256") or key.startswith("final/")
-    }
-    result |= {
-        "metrics": metrics,
-        "ledger": (run / "ledger.csv").read_text(),
-        "clients": (run / "clients.csv").read_text(),
-        "partition": (run / "partition.json").read_text(),
-    }
-    result |= {
-        "callbacks": progress["callbacks"],
-        "best": (progress["best_round"], progress["best_value"]),
-    }
-    result |= {
-        "checkpoints": [c.name for c in checkpoints],
-        "tensors": (checkpoints[-1] / "clients.safetensors").read_bytes(),
-    }
-    result |= {"files": sorted(path.name for path in run.iterdir())}
-    if (folder / "mlflow.db").exists():
-        with closing(sqlite3.connect(folder / "mlflow.db")) as database:
-            ids = database.execute(
-                "select run_uuid from runs where experiment_id in (select experiment_id from "
-                "experiments where name = 'fl_lightning')"
-            ).fetchall()
-            assert [metadata["tracking_run_id"]] == [id for (id,) in ids]
-            query = (
-                "select key, step, value from metrics where run_uuid = ? and key not like 'time/%' "
-                "order by key, step"
-            )
-            result["mlflow"] = database.execute(query, ids[0]).fetchall()
-            result["steps"] = database.execute(
-                (
-                    "select count(*), count(distinct step) from metrics where run_uuid = ? and key = "
-                    "'time/round'"
-                ),
-                ids[0],
-            ).fetchall()
-            result["state"] = database.execute(
-                "select status from runs where run_uuid = ?", ids[0]
-            ).fetchall()
-    return result
-
-
-def differences(found: dict, wanted: dict) -> list[str]:
-    return [key for key in wanted if found.get(key) != wanted[key]]
 
 
 def kill_and_continue(

@@ -7,8 +7,8 @@ import signal
 import language_program
 import pytest
 from language_program import KINDS, TABLE, start
-from test_kill import differences, outcome
-from test_ranks import started
+from outcomes import differences, outcome
+from ranked import started
 
 pytestmark = [pytest.mark.slow, pytest.mark.essential]
 

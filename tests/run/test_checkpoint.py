@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 from matplotlib.figure import Figure
+from places import ROOT
 
 from fl_lightning.run.checkpoint import CheckpointError, load_checkpoint, save_checkpoint
 from fl_lightning.run.directory import RunDirectory, is_plain_name
@@ -22,7 +23,6 @@ from fl_lightning.run.tables import CsvTable, numbers
 from fl_lightning.support import disk
 from fl_lightning.support.redaction import redact, redact_arguments, redact_settings
 
-ROOT = Path(__file__).parent.parent
 TENSORS = {
     "server": {"weights": torch.arange(6.0).reshape(2, 3), "bits": torch.tensor([1, 2], dtype=torch.int8)},
     "clients": {},

@@ -13,6 +13,7 @@ from typing import Any
 import pandas as pd
 import pytest
 import yaml
+from places import ROOT
 from rich.console import Console
 
 from callbacks import PartitionFigure, ProgressBar
@@ -22,7 +23,6 @@ from fl_lightning.methods import FedAvg
 from fl_lightning.run.log import RunLog
 from fl_lightning.support.notebook import KernelDisplay
 
-ROOT = Path(__file__).parent.parent
 NOTEBOOK = ROOT / "examples" / "notebook.ipynb"
 
 

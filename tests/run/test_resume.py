@@ -13,7 +13,7 @@ import pytest
 import torch
 import yaml
 from kill_server import Fading, Remembering
-from test_kill import differences, outcome
+from outcomes import differences, outcome
 from toy import sgd
 
 from callbacks import LabelNoise, StragglerDropout

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 from cifar_files import write_cifar
+from places import ROOT
 
 from fl_lightning.__main__ import main
 
-ROOT = Path(__file__).parent.parent
 KD = str(ROOT / "configs" / "kd_default.yaml")
 STUDIES = [
     path

@@ -11,6 +11,7 @@ import pytest
 import scipy.stats
 from compared import GRID, OFF, ON, A, B, comparison_of, report_of, rows_of
 from matplotlib.backends.backend_agg import FigureCanvasAgg
+from places import ROOT
 from synthetic_runs import history_of, make_run, make_study
 
 from fl_lightning.__main__ import main
@@ -479,7 +480,7 @@ def test_figures_of_long_names_and_of_nothing(tmp_path, figures):
     assert "Not drawn" in (tmp_path / "out/report.md").read_text()
 
 
-CONFIG = Path(__file__).parent.parent / "configs/fedavg.yaml"
+CONFIG = ROOT / "configs/fedavg.yaml"
 
 
 FIT = ["fit", "--config", str(CONFIG), "--trainer.max_rounds", "2", "--trainer.participation", "0.5", "--trainer.callbacks", "[]",

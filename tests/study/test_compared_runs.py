@@ -12,9 +12,9 @@ from compared import A, B, C, report_of
 from synthetic_runs import history_of, make_run, make_study
 
 from fl_lightning.__main__ import main
+from fl_lightning.config.settings import config_of, settings_hash
 from fl_lightning.run.checkpoint import save_checkpoint
 from fl_lightning.run.tables import CsvTable
-from fl_lightning.settings import config_of, settings_hash
 from fl_lightning.study.report.compare import compare
 from fl_lightning.study.report.comparison import Comparison
 from fl_lightning.study.results import gather as gathering

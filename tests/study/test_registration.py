@@ -14,8 +14,8 @@ from refusals import refused
 from synthetic_runs import make_study
 
 from fl_lightning.__main__ import main
+from fl_lightning.config.settings import config_of
 from fl_lightning.errors import InputError
-from fl_lightning.settings import config_of
 from fl_lightning.study.plan.registration import (
     Registration,
     differences,

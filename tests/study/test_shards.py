@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 import yaml
 from compared import report_of
+from places import CONFIGS
 from synthetic_runs import make_run
 
 from fl_lightning.__main__ import main
@@ -30,7 +31,6 @@ from fl_lightning.study.results.run_records import read_cells
 
 pytestmark = pytest.mark.usefixtures("figures_only_where_looked_at")
 
-CONFIGS = Path(__file__).parent.parent / "configs"
 STUDY = f"""
 study: small
 config: {CONFIGS}/fedavg.yaml

@@ -9,22 +9,22 @@ import pytest
 import yaml
 from hypothesis import given
 from hypothesis import strategies as st
+from places import CONFIGS
 
 from fl_lightning.__main__ import main
 from fl_lightning.cli import parser as cli
+from fl_lightning.config.settings import FREE_KEYS, changed_settings, settings_hash
 from fl_lightning.errors import InputError
-from fl_lightning.settings import FREE_KEYS, changed_settings, settings_hash
 from fl_lightning.study.execute.cells import StudyCells
 from fl_lightning.study.plan.search import Range, Search
 from fl_lightning.study.plan.study import Study, as_flag
 from fl_lightning.study.plan.variations import Variation
 
-CONFIGS = Path(__file__).parent.parent / "configs"
 STUDIES = sorted(
     path
     for path in CONFIGS.rglob("*.yaml")
     if "\nstudy:" in (text := path.read_text()) and "\nmethods:" in text
-    if path.stem != "hest"  # a tokeniser of the Hub; tests/test_natural_instructions.py has one in its place
+    if path.stem != "hest"  # a tokeniser of the Hub; tests/data/test_natural_instructions.py has one in its place
 )
 SMALL = """
 study: small

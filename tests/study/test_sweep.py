@@ -17,12 +17,13 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from places import CONFIGS
 from rich.console import Console
 
 from fl_lightning.__main__ import main
+from fl_lightning.config.settings import settings_hash
 from fl_lightning.errors import InputError
 from fl_lightning.probing import PROBES
-from fl_lightning.settings import settings_hash
 from fl_lightning.study.execute import jobs, lock, mlflow_page
 from fl_lightning.study.execute.cells import CellState, StudyCells
 from fl_lightning.study.execute.display import Display
@@ -33,7 +34,6 @@ from fl_lightning.study.plan.study import Cell
 from fl_lightning.tracking.loggers import Tracking
 from fl_lightning.tracking.runs import begin_study, end_study
 
-CONFIGS = Path(__file__).parent.parent / "configs"
 STUDY = """
 study: small
 config: {configs}/kd_default.yaml

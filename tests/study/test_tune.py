@@ -8,6 +8,7 @@ from pathlib import Path
 import optuna
 import pytest
 import yaml
+from places import CONFIGS
 
 from fl_lightning.__main__ import main
 from fl_lightning.errors import InputError
@@ -18,7 +19,6 @@ from fl_lightning.study.execute.trials import SearchSession, open_search
 from fl_lightning.study.plan.search import Search
 from fl_lightning.tasks import LanguageModelling, Regression, Task
 
-CONFIGS = Path(__file__).parent.parent / "configs"
 SEARCH = """
 study: small
 config: {configs}/fedavg.yaml

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import yaml
 from optuna import load_study
+from places import CONFIGS
 from synthetic_runs import make_run
 from test_tune import Process, new_run, resolve
 
@@ -23,7 +24,6 @@ from fl_lightning.study.plan.study import Study
 from fl_lightning.study.plan.tuned import TunedRecord
 from fl_lightning.study.report.compare import compare
 
-CONFIGS = Path(__file__).parent.parent / "configs"
 STUDY = """
 study: small
 config: {configs}/fedavg.yaml

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from places import CONFIGS
 from synthetic_runs import CLASSIFICATION, make_run
 
 from fl_lightning.__main__ import main
@@ -28,7 +29,6 @@ from fl_lightning.study.results.gather import gather
 from fl_lightning.study.statistics import sequence_interval
 from fl_lightning.tasks import LanguageModelling, Task
 
-CONFIGS = Path(__file__).parent.parent / "configs"
 STUDY = """
 study: small
 config: {configs}/fedavg.yaml

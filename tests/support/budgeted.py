@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from tiny_language import tiny
+import torch
+from tiny_language import method_of, records, tiny
 
 from fl_lightning.energy import CostLine, CostTable, MeasuredCost
 from fl_lightning.energy.switched import add_switches
+from fl_lightning.methods import HEST
 
 GROUPS = [layer.name for layer in add_switches(tiny(259))]
 
@@ -23,3 +25,17 @@ def costs(scope: str = "adapter", q99: float = 1.5, high=(2.0, 6.0), groups=GROU
     each = {"off": measured(1, 2), "int8": measured(8, 1), "high": measured(*high)}
     every = dict.fromkeys(groups, each)
     return CostTable("modelled: CPU seconds x 15 W", "by hand", scope, 64, every, measured(10, 1))
+
+
+def built(data=None, **settings):
+    """A method that has been built with a strange controller, and its data."""
+    given = {"costs": costs(), "budget": 0.8, "scope": "adapter", **settings}
+    method = HEST(**given) if "network" in given else method_of(HEST, **given)
+    data = data or records(generate=False)
+    data.prepare_data()
+    data.setup("fit")
+    data.distribute(0, torch.device("cpu"))
+    torch.manual_seed(0)
+    method.build(data)
+    method.round = 1
+    return method, data

@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from places import TESTS
 from torch import Tensor, nn
 from torch.optim import SGD
 from torch.optim.lr_scheduler import ExponentialLR
@@ -30,7 +31,7 @@ from fl_lightning.wire import Layout
 OF_LOCAL_SGD = {"lr", "lr_decay", "steps", "momentum", "weight_decay", "weights"}
 """Settings of a case that all methods have; the others are the method's own."""
 
-FILES = Path(__file__).parent / "golden" / "breadth"
+FILES = TESTS / "golden" / "breadth"
 """Our own files, which mistakes are planted against whatever ``--golden`` names."""
 
 Case = Mapping[str, Any]

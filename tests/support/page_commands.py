@@ -6,7 +6,9 @@ import re
 import shlex
 from pathlib import Path
 
-PAGE = Path(__file__).parent.parent / "docs" / "howto" / "data.md"
+from places import DOCS
+
+PAGE = DOCS / "howto" / "data.md"
 
 
 def documented(word: str, page: Path = PAGE) -> list[list[str]]:

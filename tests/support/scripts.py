@@ -6,10 +6,9 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib import import_module
-from pathlib import Path
 from types import ModuleType
 
-ROOT = Path(__file__).parent.parent
+from places import ROOT
 
 
 @contextmanager

@@ -13,7 +13,7 @@ import pytest
 import yaml
 
 from fl_lightning.__main__ import main
-from fl_lightning.settings import changed_settings, flatten, settings_hash
+from fl_lightning.config.settings import changed_settings, flatten, settings_hash
 from fl_lightning.study.execute.jobs import Job, Pool
 from fl_lightning.support.redaction import redact, redact_arguments, redact_settings
 from fl_lightning.tracking.mlflow_store import reason

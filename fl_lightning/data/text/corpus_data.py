@@ -6,12 +6,12 @@ from typing import Annotated, Any, Literal
 
 import numpy as np
 
+from fl_lightning.config.constraints import Constraint, within
 from fl_lightning.data.text.corpora import Corpus, packages, standard_library
 from fl_lightning.data.text.federation import TextData, TextExamples
 from fl_lightning.data.text.text_files import joined_windows, part_of_windows
 from fl_lightning.data.text.tokens import encode_windows
 from fl_lightning.errors import require
-from fl_lightning.support.constraints import Constraint, within
 
 
 class CorpusData(TextData):

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from fl_lightning.client import Client
+from fl_lightning.config.constraints import within
 from fl_lightning.data.base import BatchSize, FederatedData, NumClients, PublicExamples, ValFraction
 from fl_lightning.data.batches import Draws, Pass
 from fl_lightning.data.example_batches import Split
@@ -29,7 +30,6 @@ from fl_lightning.data.text.tokens import ByteTokenizer, Record, Sequences, Toke
 from fl_lightning.errors import require
 from fl_lightning.metrics.named import MetricFactory
 from fl_lightning.metrics.text import IGNORED
-from fl_lightning.support.constraints import within
 from fl_lightning.tasks import LanguageModelling
 from fl_lightning.tasks.language_modelling import Primary
 

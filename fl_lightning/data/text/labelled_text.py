@@ -12,12 +12,12 @@ from typing import Annotated, Any
 import torch
 from torch import Tensor
 
+from fl_lightning.config.constraints import within
 from fl_lightning.data.example_batches import Split
 from fl_lightning.data.hugging_face import HuggingFaceData
 from fl_lightning.data.partition import check_memory
 from fl_lightning.data.text.tokens import pretrained_tokenizer
 from fl_lightning.errors import InputError, require
-from fl_lightning.support.constraints import within
 
 log = logging.getLogger(__name__)
 

@@ -13,6 +13,7 @@ from typing import Annotated, Any
 
 import numpy as np
 
+from fl_lightning.config.constraints import within
 from fl_lightning.data.base import NumClients
 from fl_lightning.data.hugging_face import load_splits
 from fl_lightning.data.text.federation import TextData, TextExamples
@@ -26,7 +27,6 @@ from fl_lightning.data.text.records import (
 from fl_lightning.data.text.text_files import RECORD_SUFFIXES
 from fl_lightning.data.text.tokens import Record, TooLong, encode_records
 from fl_lightning.errors import require
-from fl_lightning.support.constraints import within
 
 CATEGORIES = {
     "translation": ["translat"],

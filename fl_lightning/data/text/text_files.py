@@ -11,6 +11,7 @@ from typing import Annotated, Any
 import numpy as np
 import torch
 
+from fl_lightning.config.constraints import path_to, within
 from fl_lightning.data.partition import check_memory
 from fl_lightning.data.text.federation import TextData, TextExamples
 from fl_lightning.data.text.records import checked_record, json_records, prompt_place, read_text
@@ -22,7 +23,6 @@ from fl_lightning.data.text.tokens import (
     encode_windows,
 )
 from fl_lightning.errors import require
-from fl_lightning.support.constraints import path_to, within
 
 RECORD_SUFFIXES, PROSE_SUFFIXES = (".jsonl", ".json"), (".txt", ".md", ".text")
 

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from fl_lightning.config.recorded import Recorded
 from fl_lightning.data.arrays import ClientCount, check_count, check_test_fraction, number_names, sha256_of
 from fl_lightning.data.items import Key
 from fl_lightning.data.map_style import (
@@ -26,7 +27,6 @@ from fl_lightning.data.text.token_items import TokenItem, read_token_items, toke
 from fl_lightning.data.text.tokens import ByteTokenizer, Tokenizer, TooLong
 from fl_lightning.errors import require
 from fl_lightning.metrics.text import IGNORED
-from fl_lightning.support.recorded import Recorded
 
 
 class TokenNumbers(Recorded):

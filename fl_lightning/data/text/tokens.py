@@ -14,11 +14,11 @@ from typing import Any, Literal, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from fl_lightning.config.packaged import model_folder
+from fl_lightning.config.recorded import Recorded
 from fl_lightning.data.partition import check_memory
 from fl_lightning.errors import InputError, require
 from fl_lightning.metrics.text import IGNORED
-from fl_lightning.support.packaged import model_folder
-from fl_lightning.support.recorded import Recorded
 
 PROMPT_END = "\n="
 """What separates the inputs of a record from the answer that is asked for."""

@@ -11,13 +11,13 @@ import yaml
 
 from fl_lightning.cli.import_gate import more_imports
 from fl_lightning.cli.parser import FederatedCLI
+from fl_lightning.config.packaged import find_config, layers
 from fl_lightning.deploy.node.node import Build, Count
 from fl_lightning.deploy.node.own_data import OwnData, form_of
 from fl_lightning.deploy.protocol.gate import KEY, names_in
 from fl_lightning.errors import require
 from fl_lightning.federation import Federation
 from fl_lightning.support import disk
-from fl_lightning.support.packaged import find_config, layers
 
 
 def builder(overlays: Sequence[Path] = (), own: OwnData | None = None) -> Build:

@@ -17,7 +17,7 @@ from fl_lightning.deploy.protocol.messages import MessageError
 from fl_lightning.errors import ThreePartError
 
 TOLD = (
-    *("deploy", "methods", "privacy", "wire", "loop", "support.import_gate", "support.constraints"),
+    *("deploy", "methods", "privacy", "wire", "loop", "config.import_gate", "config.constraints"),
     *("data.apart", "data.base", "data.form", "data.partition"),
 )
 """Parts of the project whose messages quote settings, numbers and names of classes, and no file."""

@@ -18,9 +18,9 @@ from typing import Any
 
 import yaml
 
+from fl_lightning.config.documents import MAX_DEPTH, check_size
 from fl_lightning.deploy.protocol.messages import printable
 from fl_lightning.errors import InputError, require
-from fl_lightning.support.documents import MAX_DEPTH, check_size
 
 KEY = "own_data"
 """Key of a run's configuration that says what the nodes' own data have in common."""

@@ -24,6 +24,7 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map
 
 from fl_lightning import rng
+from fl_lightning.config.overriding import overrides
 from fl_lightning.data import FederatedData
 from fl_lightning.engines.attributes import REGISTERED, has_same_start
 from fl_lightning.engines.base import (
@@ -41,7 +42,6 @@ from fl_lightning.engines.stacked.start_state import StartState
 from fl_lightning.engines.stacked.uploads import default_uploads
 from fl_lightning.methods import Method
 from fl_lightning.models.tensors import constants_of, tensors_of
-from fl_lightning.support.overriding import overrides
 
 log = logging.getLogger("fl_lightning")
 

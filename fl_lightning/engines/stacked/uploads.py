@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from fl_lightning.client import Client
+from fl_lightning.config.overriding import overrides
 from fl_lightning.methods import Method
 from fl_lightning.models.tensors import tensors_of
-from fl_lightning.support.overriding import overrides
 from fl_lightning.wire import Layout, encode_rows
 
 

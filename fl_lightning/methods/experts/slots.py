@@ -11,8 +11,8 @@ from typing import Annotated, ClassVar
 import torch
 from torch import Tensor
 
+from fl_lightning.config.constraints import check_fields, within
 from fl_lightning.methods.experts.merging import AdapterSpace
-from fl_lightning.support.constraints import check_fields, within
 
 FREE = -1
 

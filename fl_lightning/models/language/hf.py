@@ -15,6 +15,7 @@ from warnings import catch_warnings, filterwarnings, simplefilter
 import torch
 from torch import Tensor, nn
 
+from fl_lightning.config.packaged import model_folder
 from fl_lightning.errors import InputError, require, require_choice
 from fl_lightning.models.adapters import (
     ALL_LINEAR,
@@ -34,7 +35,6 @@ from fl_lightning.models.language.llama import (
     transformers_settings,
     transformers_weights,
 )
-from fl_lightning.support.packaged import model_folder
 
 PREFIX = "hf:"
 PRECISIONS = ("float32", "bfloat16", "float16")

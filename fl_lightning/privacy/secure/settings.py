@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Annotated, ClassVar, Literal
 
+from fl_lightning.config.constraints import check_fields, within
 from fl_lightning.errors import require
-from fl_lightning.support.constraints import check_fields, within
 
 PHASES = ("keys", "shares", "masked", "unmask")
 """The phases of a round, in order."""

@@ -10,10 +10,10 @@ from typing import Any, Literal
 
 import yaml
 
+from fl_lightning.config.settings import flatten, settings_hash
 from fl_lightning.errors import InputError
 from fl_lightning.probing import select_probes
 from fl_lightning.run.directory import read_json, to_json
-from fl_lightning.settings import flatten, settings_hash
 from fl_lightning.study.execute.lock import one_writer
 from fl_lightning.study.execute.shards import WHOLE, Shard
 from fl_lightning.study.plan.study import Cell, Study

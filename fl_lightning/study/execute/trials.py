@@ -15,9 +15,9 @@ import optuna
 import yaml
 from optuna.trial import FrozenTrial, TrialState
 
+from fl_lightning.config.settings import changed_settings, flatten, is_free, settings_hash
 from fl_lightning.errors import InputError, require
 from fl_lightning.run.directory import read_json
-from fl_lightning.settings import changed_settings, flatten, is_free, settings_hash
 from fl_lightning.study.execute.cells import resolved_settings
 from fl_lightning.study.execute.display import Display
 from fl_lightning.study.execute.jobs import Job, Pool, RunningJob, fit_arguments

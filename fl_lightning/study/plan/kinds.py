@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Collection
 from pathlib import Path
 
+from fl_lightning.config.near_names import nearest_or_list
 from fl_lightning.errors import InputError, require
-from fl_lightning.support.near_names import nearest_or_list
 
 COMMAND_OF_KEY = {"model": "fit", "trainer": "fit", "space": "tune", "methods": "sweep"}
 COMMAND_OF_KIND = {"study file": "sweep", "search file": "tune"}

@@ -8,10 +8,10 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import isfinite
 
+from fl_lightning.config.near_names import nearest, nearest_of_listed
 from fl_lightning.errors import InputError
 from fl_lightning.study.metric_names import is_exact, is_timing
 from fl_lightning.study.plan.selection import Selection, selected_metric
-from fl_lightning.support.near_names import nearest, nearest_of_listed
 
 Wrong = Callable[..., InputError]
 """Makes the error of a criterion of what was given, the rule, and what to write instead."""

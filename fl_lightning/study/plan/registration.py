@@ -15,10 +15,10 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
+from fl_lightning.config.settings import result_settings, settings_hash
 from fl_lightning.errors import InputError
 from fl_lightning.run.directory import to_json
 from fl_lightning.run.metadata import now
-from fl_lightning.settings import result_settings, settings_hash
 from fl_lightning.study.metric_names import CLASSIFICATION
 from fl_lightning.study.plan.differences import different, different_names
 from fl_lightning.study.plan.schema import default_of, entries

@@ -19,13 +19,13 @@ import yaml
 from jsonargparse import ArgumentParser, set_loader
 from jsonargparse.typing import PositiveFloat, restricted_number_type
 
+from fl_lightning.config.documents import read_document
+from fl_lightning.config.near_names import nearest, nearest_of_listed
+from fl_lightning.config.packaged import find_config
 from fl_lightning.errors import InputError, require
 from fl_lightning.run.directory import LONGEST_NAME, is_plain_name
 from fl_lightning.study.plan.kinds import check_kind
 from fl_lightning.study.plan.schema import entries
-from fl_lightning.support.documents import read_document
-from fl_lightning.support.near_names import nearest, nearest_of_listed
-from fl_lightning.support.packaged import find_config
 
 T = TypeVar("T")
 TRUE_FALSE = "tag:yaml.org,2002:bool"

@@ -32,6 +32,7 @@ from typing import Any, Literal
 
 import yaml
 
+from fl_lightning.config.near_names import nearest
 from fl_lightning.errors import InputError
 from fl_lightning.study.metric_names import (
     CLASSIFICATION,
@@ -64,7 +65,6 @@ from fl_lightning.study.plan.variations import (
     read_grid,
     read_methods,
 )
-from fl_lightning.support.near_names import nearest
 from fl_lightning.support.redaction import redact_settings
 
 METRICS = [

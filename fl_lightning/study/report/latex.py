@@ -13,6 +13,7 @@ from textwrap import wrap
 
 import pandas as pd
 
+from fl_lightning.config.near_names import nearest_or_list
 from fl_lightning.errors import InputError, require
 from fl_lightning.study.metric_names import Column, direction
 from fl_lightning.study.plan.quantities import metric_of
@@ -21,7 +22,6 @@ from fl_lightning.study.report import tables
 from fl_lightning.study.report.comparison import Comparison, Levels, name_of
 from fl_lightning.study.report.tables import ReportTable
 from fl_lightning.study.report.transfer_tables import transfer_tables
-from fl_lightning.support.near_names import nearest_or_list
 
 HEAD = "% in the preamble: \\usepackage{booktabs,graphicx}\n"
 ESCAPES = str.maketrans(

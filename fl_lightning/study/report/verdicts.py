@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 
 import pandas as pd
 
+from fl_lightning.config.near_names import nearest_or_list
 from fl_lightning.errors import InputError, require
 from fl_lightning.study.plan.criteria import Criterion, check_needs
 from fl_lightning.study.plan.quantities import ACCURACY, PRIMARY, Quantity, metric_of
@@ -19,7 +20,6 @@ from fl_lightning.study.plan.study import Study
 from fl_lightning.study.report.comparison import Comparison, Levels, name_of
 from fl_lightning.study.report.judging import Decision, Judgement, judge
 from fl_lightning.study.statistics import PairedTest, paired_test
-from fl_lightning.support.near_names import nearest_or_list
 
 
 @dataclass(frozen=True)

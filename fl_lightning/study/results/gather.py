@@ -8,8 +8,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from fl_lightning.config.near_names import nearest
+from fl_lightning.config.packaged import find_config
+from fl_lightning.config.settings import settings_hash
 from fl_lightning.errors import InputError, require
-from fl_lightning.settings import settings_hash
 from fl_lightning.study.metric_names import higher_is_better
 from fl_lightning.study.plan.kinds import folder_of, is_study_file
 from fl_lightning.study.plan.registration import level_key, registered_study, seedless_hash
@@ -23,8 +25,6 @@ from fl_lightning.study.results.runs import (
     Results,
     selected,
 )
-from fl_lightning.support.near_names import nearest
-from fl_lightning.support.packaged import find_config
 from fl_lightning.support.redaction import redact
 from fl_lightning.tracking.runs import read_runs
 

@@ -8,7 +8,7 @@ from itertools import combinations
 from pathlib import Path
 from typing import Any
 
-from fl_lightning.settings import is_free, settings_hash
+from fl_lightning.config.settings import is_free, settings_hash
 from fl_lightning.study.plan.study import Study
 from fl_lightning.study.plan.variations import RESERVED, Variation
 from fl_lightning.study.results.run_records import RunRecord

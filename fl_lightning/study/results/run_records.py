@@ -11,14 +11,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from fl_lightning.config.recorded import not_recorded
+from fl_lightning.config.settings import config_of, is_free, settings_hash
 from fl_lightning.errors import InputError
 from fl_lightning.run.checkpoint import CheckpointError, load_document
 from fl_lightning.run.clients import FILE as CLIENTS
 from fl_lightning.run.directory import numbered
 from fl_lightning.run.paths import checkpoints_in
 from fl_lightning.run.tables import CsvTable, numbers
-from fl_lightning.settings import config_of, is_free, settings_hash
-from fl_lightning.support.recorded import not_recorded
 
 log = logging.getLogger("fl_lightning")
 

@@ -11,9 +11,9 @@ from typing import Any
 
 import yaml
 
+from fl_lightning.config.documents import read_document
+from fl_lightning.config.recorded import former_path
 from fl_lightning.errors import InputError
-from fl_lightning.support.documents import read_document
-from fl_lightning.support.recorded import former_path
 from fl_lightning.support.redaction import redact_settings
 
 FREE_KEYS = (
