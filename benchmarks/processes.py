@@ -39,20 +39,20 @@ def run(command: list[str], *, folder: Path, environment: dict[str, str], timeou
         process = subprocess.Popen(
             command, cwd=folder, env=environment, stdout=out, stderr=err, start_new_session=True
         )
-        family, peak, end = {process.pid}, 0.0, time.monotonic() + timeout
+        peak, end = 0.0, time.monotonic() + timeout
         try:
             while process.poll() is None and time.monotonic() < end:
                 started = time.monotonic()
-                alive = descendants(process.pid)
-                family |= alive
-                peak = max(peak, sum(map(memory, alive)))
+                peak = max(peak, sum(map(memory, descendants(process.pid))))
                 pause = max(0.2, (time.monotonic() - started) / SHARE)
                 with suppress(subprocess.TimeoutExpired):
                     process.wait(min(pause, max(end - time.monotonic(), 0.01)))
             code = process.poll()
+            if code is None:
+                peak = max(peak, sum(map(memory, descendants(process.pid))))
         finally:
             if process.poll() is None:
-                for pid in family & descendants(process.pid):
+                for pid in descendants(process.pid):
                     with suppress(ProcessLookupError):
                         os.kill(pid, signal.SIGKILL)
                 process.wait()

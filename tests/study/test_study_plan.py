@@ -24,7 +24,8 @@ STUDIES = sorted(
     path
     for path in CONFIGS.rglob("*.yaml")
     if "\nstudy:" in (text := path.read_text()) and "\nmethods:" in text
-    if path.stem != "hest"  # a tokeniser of the Hub; tests/data/test_natural_instructions.py has one in its place
+    if path.stem
+    != "hest"  # a tokeniser of the Hub; tests/data/test_natural_instructions.py has one in its place
 )
 SMALL = """
 study: small
