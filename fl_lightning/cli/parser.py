@@ -55,7 +55,7 @@ from fl_lightning.cli.configs import (
 from fl_lightning.cli.description import Description, read_description, write_description
 from fl_lightning.cli.help import class_help
 from fl_lightning.cli.messages import constructor_message, explain, explain_null, wrong_nulls
-from fl_lightning.cli.refusals import UserInput
+from fl_lightning.cli.refusals import CLOSED, UserInput
 from fl_lightning.cli.run_names import overrides
 from fl_lightning.cli.types import Seed, concrete_classes, describe_settings, import_class, settings_of
 from fl_lightning.config.documents import check_size
@@ -189,8 +189,10 @@ class FederatedCLI(LightningCLI):
         self.config_text = self._resolved_text()
         dropped = dropped_names(self.args, given.texts.values(), yaml.safe_load(self.config_text))
         if dropped:
+            closed = f"; {CLOSED}" if "model.network" in dropped else ""
+            names = ", ".join(dropped)
             sys.stderr.write(
-                f"fl_lightning: note: not used, the class in use has no such setting: {', '.join(dropped)}\n"
+                f"fl_lightning: note: not used, the class in use has no such setting: {names}{closed}\n"
             )
         # a setting of the data themselves: they are of another class
         if any(name.startswith("data.") and name.count(".") == 1 for name in dropped):

@@ -271,6 +271,8 @@ def unknown_key(
     valid = list(own if owner else settings)
     near = nearest(name, valid) if owner else intended_setting(name, valid)
     rule = f"{owner} has no setting {leaf}" if owner else "there is no such setting"
+    if prefix == "model" and "network" not in own:
+        return InputError(shown, rule, CLOSED)
     if near is not None and owner:
         near = f"{prefix}.{near}"
     if near is None:
@@ -282,6 +284,7 @@ def unknown_key(
     return InputError(shown, rule, f"write {instead}")
 
 
+CLOSED = "end its constructor with super().__init__(..., **settings), which gives it those of every method"
 LOGGER = "MLFlowLogger"
 """The class that ``trainer.logger: true`` stands for."""
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
+from torch import Tensor
 from torch.optim.lr_scheduler import ExponentialLR
 
 from fl_lightning.conformance.bench import Bench
@@ -68,14 +70,7 @@ def control_variates(bench: Bench) -> str:
     weights = [1] * len(EXAMPLES) if declared(run.method).uniform_clients else EXAMPLES
     (start,) = bench.start_on_points(run.trainer.data)
     expected, found = scaffold_path(start, rounds, weights), answers.seen
-    wrong = next(
-        (
-            r
-            for r in range(ROUNDS)
-            if not distance(expected[r : r + 1], found[r : r + 1]) <= bench.subject.noise
-        ),
-        None,
-    )
+    wrong = _first_round_apart(expected, found, bench.subject.noise)
     if wrong is not None:
         why = diagnose(start, rounds, weights, found, bench.subject.noise)
         if not any(run.log.kept.values()):
@@ -98,16 +93,25 @@ def dynamic_regularisation(bench: Bench) -> str:
     (start,) = bench.start_on_points(run.trainer.data)
     path = partial(feddyn_path, start, run.log.cohorts, len(EXAMPLES), EPOCHS, alpha=alpha_of(run.method))
     expected, found, noise = path(), answers.seen, bench.subject.noise
-    seen, right = (
-        f"after {ROUNDS} rounds the model is at {show(found[-1])}",
-        f"{show(expected[-1])}, FedDyn's",
-    )
     expect(
         any(run.log.kept.values()),
         "its clients keep nothing in client.state",
         "H_i, which upload puts there and receive reads",
         "H_i is an attribute of the module, which one process has for all clients, and no checkpoint",
     )
-    if not distance(expected, found) <= noise:
-        expect(False, seen, right, diagnose_feddyn(path, EXAMPLES, found, noise))
+    wrong = _first_round_apart(expected, found, noise)
+    if wrong is not None:
+        seen = f"after round {wrong + 1}, of clients {_listed(run.log.cohorts[wrong])}, the model is at"
+        right = f"{show(expected[wrong])}, FedDyn's"
+        expect(False, f"{seen} {show(found[wrong])}", right, diagnose_feddyn(path, EXAMPLES, found, noise))
     return "declared: FedDyn's"
+
+
+def _first_round_apart(expected: Sequence[Tensor], found: Sequence[Tensor], noise: float) -> int | None:
+    """Return the first round, counted from 0, after which two paths differ by more than ``noise``."""
+    paths = zip(expected, found, strict=True)
+    return next((r for r, (a, b) in enumerate(paths) if not distance([a], [b]) <= noise), None)
+
+
+def _listed(clients: Sequence[int]) -> str:
+    return " and ".join(map(str, clients))

@@ -40,6 +40,7 @@ def feddyn_path(
     keeps: float = 1.0,
     divisor: Callable[[int, int], int] = max,
     adds: float = 1.0,
+    forgets: bool = False,
     weights: Sequence[int] = (),
 ) -> list[Tensor]:
     """Return x after each round, float64 ``[6]``.
@@ -57,6 +58,7 @@ def feddyn_path(
         keeps: share of H_i that is left in the client's next update of it.
         divisor: what the sum of the clients' steps is divided by, given N and |S|.
         adds: share of H that is added to the mean.
+        forgets: whether a client that sits out a round loses its H_i.
         weights: of each client of the federation in the mean; empty: all alike.
     """
     linear, quadratic = signs
@@ -73,6 +75,8 @@ def feddyn_path(
             own[k] = keeps * history + y - x, g + change
             ended.append(y)
             changes = changes + change
+        if forgets:
+            own = {k: own[k] for k in cohort}
         G = G + changes / clients
         mean = torch.tensor([weights[k] for k in cohort]).double() @ torch.stack(ended)
         mean = mean / sum(weights[k] for k in cohort)
@@ -129,6 +133,10 @@ def _known_mistakes(
     yield (
         "H_i is the last step alone: add y_i - x to the H_i that is in client.state",
         partial(path, keeps=0.0),
+    )
+    yield (
+        "the H_i of a client that sits out a round is lost: it stays as it is until the client trains again",
+        partial(path, forgets=True),
     )
     yield (
         "clients count by n_k: weigh them alike, by weigh_by='clients' in the call of super().__init__",

@@ -393,6 +393,26 @@ def test_what_a_constructor_refuses(here: Path, capsys: pytest.CaptureFixture[st
         sys.modules.pop("strict", None)
 
 
+def test_a_constructor_that_hides_the_settings_of_every_method_is_told_so(
+    here: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A flag is refused, and what a configuration says is not used, with a line that says why."""
+    (here / "hiding.py").write_text(
+        "from fl_lightning.methods import Method\n"
+        "class Hides(Method):\n"
+        "    def __init__(self, alpha: float = 0.1, **settings):\n"
+        "        super().__init__(**{'weigh_by': 'clients', **settings})\n"
+    )
+    monkeypatch.setattr(FederatedTrainer, "fit", lambda *given, **settings: None)
+    try:
+        asked = "fit --model hiding.Hides"
+        assert "super().__init__(..., **settings)" in refuse(f"{asked} --model.network mlp", capsys)
+        assert main(shlex.split("fit --config named.yaml --model hiding.Hides")) == 0
+        assert "model.network; end its constructor with super()" in capsys.readouterr().err
+    finally:
+        sys.modules.pop("hiding", None)
+
+
 def test_an_unreadable_file(
     here: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

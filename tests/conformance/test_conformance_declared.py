@@ -198,6 +198,18 @@ class LastStepAlone(Dynamic):
         return message
 
 
+class ForgetsWhoSitsOut(Dynamic):
+    def receive(self, message, client):
+        trained = int(client.state.get("trained", torch.zeros(())))
+        if trained != self.round - 1:
+            client.state.pop("history", None)
+        super().receive(message, client)
+
+    def upload(self, client):
+        client.state["trained"] = torch.tensor(float(self.round))
+        return super().upload(client)
+
+
 class ByExamples(Dynamic):
     def __init__(self, **settings):
         super().__init__(weigh_by="examples", **settings)
@@ -234,6 +246,7 @@ class NoAlpha(Dynamic):
         (DividesByTheRound, "it is |S|/N of that, the sum divided by N"),
         (SumOfSteps, "H moves by the sum of the clients' steps"),
         (LastStepAlone, "add y_i - x to the H_i that is in client.state"),
+        (ForgetsWhoSitsOut, "the H_i of a client that sits out a round is lost"),
         (ByExamples, "clients count by n_k"),
         (OnlyTheMean, "H is not added to the mean"),
         (MinusH, "H is taken away from the mean"),

@@ -22,8 +22,8 @@ class Dynamic(Method):
     uniform_clients = scales_with_federation = dynamic_regularisation = True
     sign = 1.0
 
-    def __init__(self, alpha=0.1, **settings):
-        super().__init__(**{"weigh_by": "clients", **settings})
+    def __init__(self, alpha=0.1, weigh_by="clients", **settings):
+        super().__init__(weigh_by=weigh_by, **settings)
         self.alpha = alpha
 
     def build(self, data):
