@@ -13,12 +13,13 @@ from __future__ import annotations
 import inspect
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args
 
 from fl_lightning.aggregation.averages import Average
 from fl_lightning.aggregation.private import PrivateAggregation
 from fl_lightning.aggregation.server import SummingServer
+from fl_lightning.clock.rounds import Rounds
 from fl_lightning.config.overriding import overrides
 from fl_lightning.errors import InputError
 from fl_lightning.hooks import Context, Stressor, reads_probabilities, sees_uploads
@@ -62,6 +63,8 @@ class Run:
         task: None where the data have not been read, as in the plan of a study.
         deployed: whether clients are on nodes.
         own_data: whether the data are the nodes' own.
+        rounds: of ``trainer.rounds``.
+        has_clock: whether there is a ``trainer.clock``.
     """
 
     method: Any
@@ -71,12 +74,15 @@ class Run:
     task: Task | None = None
     deployed: bool = False
     own_data: bool = False
+    rounds: Rounds | None = None
+    has_clock: bool = False
 
     @classmethod
     def of(cls, fed: Context, *, deployed: bool) -> Run:
         """Return what a federation combines."""
-        way, data = fed.aggregation, fed.data
-        return cls(fed.method, fed.callbacks, way.masks, way.privacy, data.task, deployed, data.apart)
+        way, data, timing = fed.aggregation, fed.data, fed.timing
+        found = cls(fed.method, fed.callbacks, way.masks, way.privacy, data.task, deployed, data.apart)
+        return found if timing is None else replace(found, rounds=timing.rounds, has_clock=True)
 
     @property
     def name(self) -> str:
@@ -331,6 +337,32 @@ def _attack(run: Run) -> Iterator[Refusal]:
             yield given, why, "leave it out, or write --model FedAvg"
 
 
+# Virtual time
+
+
+def _clock(run: Run) -> Iterator[Refusal]:
+    if run.deployed and run.has_clock:
+        rule = "the rounds of a deployment take real time, which time/round has"
+        yield "trainer.clock in a deployment", rule, "leave it out"
+
+
+def _late_clients(run: Run) -> Iterator[Refusal]:
+    if run.rounds is None or not run.rounds.leaves_out:
+        return
+    given = f"--trainer.rounds {type(run.rounds).__name__}"
+    if run.deployed:
+        yield f"{given} in a deployment", "it goes by virtual time", "write --min_nodes and --round_seconds"
+    if not run.has_clock:
+        instead = "write --trainer.clock.devices LogNormalDevices, or leave it out"
+        yield given, "who is late is told by a clock, and there is none", instead
+    if run.masks is not None:
+        rule = "who masks an upload is needed until the end of the round"
+        yield f"{given} with trainer.secure_sum", rule, "leave one of them out"
+    if run.privacy is not None:
+        rule = "epsilon is accounted for cohorts of a known size, and who is late depends on the clients"
+        yield f"{given} with trainer.privacy", rule, "leave one of them out"
+
+
 # Deployments
 
 
@@ -417,6 +449,12 @@ ROWS = (
         "The server needs nothing of uploads but sums of messages that can be clipped and weigh the same.",
         _privacy,
         ("privacy",),
+    ),
+    Row("clock", "Clients are simulated, since virtual seconds are not those of real machines.", _clock),
+    Row(
+        "late clients",
+        "`OverSelection` and `Deadline` go by a clock, and the server may leave out single uploads.",
+        _late_clients,
     ),
     Row(
         "deployment",

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from fl_lightning.aggregation.base import Aggregation
 from fl_lightning.client import Client
+from fl_lightning.clock import Timing
 from fl_lightning.data import FederatedData
 from fl_lightning.engines import Holders
 from fl_lightning.hooks import Callback, RunFiles, stress
@@ -41,6 +42,7 @@ class Federation:
         local_epochs: passes over its data that a client makes in a round.
         max_local_steps: bound on its local steps; None: no bound.
         eval_every: rounds between evaluations; the last round is always evaluated.
+        timing: virtual time, and whose uploads are in time; None: rounds take none.
         files: where figures and texts of callbacks go; None outside a run.
         states: what clients keep between rounds, by client id; of several processes, rank 0 has all, another
             rank those of the clients that it trained last.
@@ -60,6 +62,7 @@ class Federation:
     local_epochs: int
     eval_every: int
     max_local_steps: int | None = None
+    timing: Timing | None = None
     files: RunFiles | None = None
     states: dict[int, dict[str, Tensor]] = field(default_factory=dict)
     holders: Holders = field(default_factory=dict)
@@ -68,8 +71,15 @@ class Federation:
 
     @property
     def cohort_size(self) -> int:
-        """Clients that are sampled each round."""
+        """Clients that are wanted each round."""
         return max(1, math.floor(self.participation * len(self.data.active) + 0.5))
+
+    @property
+    def invited(self) -> int:
+        """Clients that are sampled each round: those that are wanted, and more where the first are used."""
+        if self.timing is None:
+            return self.cohort_size
+        return min(self.timing.rounds.invited(self.cohort_size), len(self.data.active))
 
     def labels_of(self, client: Client) -> Tensor:
         """Return the labels that a client trains on in the method's round, int64 ``[n_k]``: the data's, as

@@ -54,6 +54,7 @@ class Context(RunFiles, Protocol):
     data: Any
     aggregation: Any
     callbacks: Any
+    timing: Any
 
 
 @dataclass

@@ -62,6 +62,12 @@ def train_round(fed: Federation, engine: Engine, record: RoundRecord) -> None:
     ]
     if any(map(sees_uploads, fed.callbacks)):
         change_uploads(fed, round, uploads, receipts)
+    examples = {task.client.id: task.examples(fed.data.batch_size) for task in tasks}
+    if fed.timing is not None:
+        receipts = fed.timing.leave_out(fed.seed, fed.cohort_size, examples, receipts)
+        for receipt in receipts:
+            if receipt.entry.status != "trained":
+                uploads.pop(receipt.client.id, None)
     record.metrics["time/train"] = perf_counter() - started
     losses = mean_losses(receipts)
     if losses and (terms := fed.method.active_terms()):
@@ -71,6 +77,8 @@ def train_round(fed: Federation, engine: Engine, record: RoundRecord) -> None:
     entries = fed.aggregation.close(closing, uploads, receipts)
     keep_states(fed, receipts, entries, holders)
     engine.acknowledge(round, [entry.client for entry in entries if entry.status == "trained"])
+    if fed.timing is not None:
+        entries = fed.timing.end_round(fed.seed, fed.cohort_size, examples, entries, record)
     for entry in entries:
         fed.ledger.add(entry)
     record.metrics |= summarise(fed, entries, losses)
@@ -147,7 +155,7 @@ def sample_cohort(fed: Federation, round: int) -> list[Assignment]:
     """Draw the round's clients, uniformly among those that have training data, and return them in order of
     id."""
     ids = fed.aggregation.randomness(fed.seed, "cohort", round, 0).choice(
-        fed.data.active, fed.cohort_size, replace=False, shuffle=False
+        fed.data.active, fed.invited, replace=False, shuffle=False
     )
     # copies: what a client keeps counts once it is done, so that an interrupted round leaves no trace in the
     # checkpoint

@@ -16,6 +16,7 @@ from fl_lightning import rng
 from fl_lightning.aggregation.choice import choose_aggregation
 from fl_lightning.aggregation.named_clients import NamedClients
 from fl_lightning.aggregation.private import PrivateAggregation
+from fl_lightning.clock import Clock, Rounds, Synchronous, Timing
 from fl_lightning.compatibility import Run, check_run
 from fl_lightning.config.constraints import at_least, within
 from fl_lightning.config.recorded import settings_of_run
@@ -106,6 +107,10 @@ class FederatedTrainer(RunViews):
             it gets every upload. It needs the extra ``privacy``.
         privacy: client-level differential privacy, as :class:`fl_lightning.privacy.ClientPrivacy` has it:
             ``noise_multiplier``, ``clip_norm``, ``delta``, ``max_epsilon`` ... Default: none.
+        clock: virtual seconds of devices and lines, as :class:`fl_lightning.clock.Clock` has them:
+            ``devices``, ``network``. Default: rounds take no virtual time.
+        rounds: ``Synchronous``, ``OverSelection`` or ``Deadline`` of :mod:`fl_lightning.clock`; all but the
+            first need a clock. Default: ``Synchronous``.
         eval_every: rounds between evaluations, at least 1; the last round is always evaluated.
         checkpoint_every: rounds between checkpoints, at least 1; 0 writes only the last one. Default: every
             round, or where rounds are short as often as takes 2 % of the time. Resume is exact whichever it
@@ -154,6 +159,8 @@ class FederatedTrainer(RunViews):
         max_local_steps: Annotated[int | None, at_least(1)] = None,
         secure_sum: SecureSum | None = None,
         privacy: ClientPrivacy | None = None,
+        clock: Clock | None = None,
+        rounds: Rounds | None = None,
         eval_every: Annotated[int, at_least(1)] = 1,
         checkpoint_every: Annotated[int | None, at_least(0)] = None,
         keep_checkpoints: Annotated[int, at_least(1)] = 2,
@@ -176,6 +183,9 @@ class FederatedTrainer(RunViews):
             *(callbacks or []),
             *([NamedClients()] if secure_sum else []),
         ]
+        self.rounds = rounds or Synchronous()
+        self.timing = None if clock is None else Timing(clock, self.rounds)
+        self.callbacks += [self.timing] if self.timing else []
         check_signatures(self.callbacks)
         self.fabric = make_fabric(
             accelerator,
@@ -384,7 +394,15 @@ class FederatedTrainer(RunViews):
         Raises:
             InputError: there is something.
         """
-        run = Run(method, self.callbacks, self.secure_sum, self.privacy, deployed=self.remote is not None)
+        run = Run(
+            method,
+            self.callbacks,
+            self.secure_sum,
+            self.privacy,
+            deployed=self.remote is not None,
+            rounds=self.rounds,
+            has_clock=self.timing is not None,
+        )
         check_run(run if data is None else replace(run, task=data.task, own_data=data.apart))
 
     def _require_one_process(self, command: str) -> None:
@@ -454,6 +472,7 @@ class FederatedTrainer(RunViews):
             local_epochs=self.local_epochs,
             max_local_steps=self.max_local_steps,
             eval_every=self.eval_every,
+            timing=self.timing,
         )
         prepare_finetuning(self.fabric, self.method, self.data, fed.labels_of)
         with errors_as_refusals():

@@ -50,6 +50,8 @@ NEUTRAL_VALUES = {
     "trainer.gradient_clip_val": None,
     "trainer.gradient_clip_algorithm": "norm",
     "trainer.privacy": None,
+    "trainer.clock": None,
+    "trainer.rounds": None,
     "trainer.callbacks.*.init_args.claimed_examples": None,
     "model.init_args.scheduler": None,
     "model.init_args.max_share": 1.0,

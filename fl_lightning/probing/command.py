@@ -232,7 +232,7 @@ def _entries_until(run: RunDirectory, round: int) -> list[LedgerEntry]:
     """Return the ledger's entries of uploads that were used, up to this round; none if it cannot be read."""
     try:
         entries = Ledger.from_csv(run.tables["ledger"].path.read_text()).entries
-    except (OSError, ValueError, StopIteration):
+    except (OSError, ValueError):
         return []
     return [entry for entry in entries if entry.round <= round and entry.status == "trained"]
 

@@ -182,6 +182,7 @@ def task_columns(task: TaskMetrics = CLASSIFICATION) -> list[Column]:
         f"val/{primary}_worst_decile": "worst decile of all clients",
     }
     columns = [_of_task(metric, title, task, short.get(metric, "")) for metric, title in titles.items()]
+    columns.append(Column(f"target/seconds_to_{primary}", "virtual seconds to target", 1, 1, " s"))
     columns.append(Column(f"final/auc_{primary}", f"AUC ({area} x rounds)", 1, 0 if area == "%" else 3))
     if primary in ("mse", "mae"):
         columns.append(Column("test/loss", "test loss"))  # not in nats
@@ -222,6 +223,10 @@ KNOWN = [
     _bytes("cost/train_memory", "peak of a local step", 1),
     Column("target/rounds", "rounds to target", 1, 1),
     Column("target/megabytes", "MB to target", 1, 2),
+    Column("clock/seconds", "virtual time (s)", 1, 1, " s"),
+    Column("clock/round_seconds", "virtual time of the last round (s)", 1, 2, " s"),
+    Column("clock/idle", "share of time spent waiting (%)", 100, 1, " points"),
+    Column("clients/late", "late clients", 1, 1),
 ]
 CLOCKS = [
     Column("time/round", "round (s)"),
@@ -230,7 +235,7 @@ CLOCKS = [
 ]
 OF_THE_RUN = (
     *("client/upload_bytes", "client/download_bytes", "total/total_bytes"),
-    *("cost/train_flops", "cost/train_memory", "privacy/epsilon"),
+    *("clock/seconds", "cost/train_flops", "cost/train_memory", "privacy/epsilon"),
 )
 """Headline columns that are of all rounds, whichever model is selected, beside the area under the curve."""
 OF_EXPERTS = ("experts/active", "router/purity", "target/rounds_to_purity")

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import csv
 import io
-from collections.abc import Iterable
-from dataclasses import astuple, dataclass, fields, replace
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,6 +22,8 @@ class LedgerEntry:
         download: bytes of the broadcast, and of a secure sum's messages to the client.
         upload: bytes of the upload; of a secure sum, of all messages of the client.
         wasted: bytes of the upload that were not used; part of ``upload``.
+        started, ended: virtual seconds since the start of the run between which it was at work, where the
+            run has a clock and the client was sent the broadcast.
     """
 
     round: int
@@ -30,10 +32,13 @@ class LedgerEntry:
     download: int = 0
     upload: int = 0
     wasted: int = 0
+    started: float | None = None
+    ended: float | None = None
 
-    def row(self) -> dict[str, int | str]:
-        """Return the values of the entry by column."""
-        return {name: getattr(self, name) for name in self.__slots__}
+    def row(self) -> dict[str, int | float | str]:
+        """Return the values of the entry by column, without those that it does not have."""
+        values = {name: getattr(self, name) for name in self.__slots__}
+        return {name: value for name, value in values.items() if value is not None}
 
     def unused(self) -> LedgerEntry:
         """Return the entry of a round whose sum the server could not use: a client that trained is lost."""
@@ -62,25 +67,22 @@ class Ledger:
             "comm/total_bytes": upload + download,
         }
 
-    def to_csv(self) -> str:
-        """Return the text of ``ledger.csv``: one line per entry, ordered by round and then by cohort."""
-        text = io.StringIO()
-        writer = csv.writer(text, lineterminator="\n")
-        writer.writerow(field.name for field in fields(LedgerEntry))
-        writer.writerows(map(astuple, self.entries))
-        return text.getvalue()
-
     @classmethod
     def from_csv(cls, text: str) -> Ledger:
         """Read a ledger from the text of ``ledger.csv``.
 
         Raises:
-            ValueError: a line has another number of columns, or no number where one is needed.
-            StopIteration: the text is empty.
+            ValueError: a column is missing, or there is no number where one is needed.
         """
-        rows = csv.reader(io.StringIO(text))
-        next(rows)
-        return cls(
-            LedgerEntry(int(round), int(client), status, int(download), int(upload), int(wasted))
-            for round, client, status, download, upload, wasted in rows
-        )
+        return cls(map(_entry_of, csv.DictReader(io.StringIO(text))))
+
+
+COUNTS = ("round", "client", "download", "upload", "wasted")
+
+
+def _entry_of(row: Mapping[str, str]) -> LedgerEntry:
+    if None in row.values() or not {*COUNTS, "status"} <= row.keys():
+        raise ValueError(f"no line of a ledger: {row}")
+    started, ended = (float(row[name]) if row.get(name) else None for name in ("started", "ended"))
+    counts = {name: int(row[name]) for name in COUNTS}
+    return LedgerEntry(**counts, status=row["status"], started=started, ended=ended)

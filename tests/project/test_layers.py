@@ -27,6 +27,7 @@ LAYERS = [
     {"engines"},
     {"methods"},
     {"compatibility"},
+    {"clock"},
     {"aggregation"},
     {"hooks", "data"},
     {"privacy", "energy"},

@@ -27,6 +27,7 @@ from toy import run, sgd
 
 from callbacks import ByzantineClients, SecureDropout
 from fl_lightning import rng
+from fl_lightning.clock import Clock, LogNormalDevices, OverSelection
 from fl_lightning.data import IID, FederatedImages
 from fl_lightning.hooks import Meter, Stressor
 from fl_lightning.methods import Bulyan, CenteredClipping, FedAvg, FLTrust, Method, WeightedMean
@@ -46,12 +47,14 @@ class Dropped(nn.Module):
         return self.body(self.dropout(images))
 
 
-MANY = (*TEN, "clipped", "FedAdam", "FedExP", "FedACG")
+MANY = (*TEN, "clipped", "late", "FedAdam", "FedExP", "FedACG")
 
 
 def method_of(name: str) -> Method:
     if name == "clipped":
         return make("FedAvg", optimizer=sgd(0.05), scheduler=partial(ExponentialLR, gamma=0.5))
+    if name == "late":
+        return make("SCAFFOLD", optimizer=sgd(0.05), network=Dropped)
     return make(name, optimizer=sgd(0.05), **({} if name == "FedMosaic" else {"network": Dropped}))
 
 
@@ -64,9 +67,13 @@ def data_of(name: str, num_clients: int = 6) -> FederatedImages:
 
 def fit(name: str, root: Path, method: Method | None = None, **settings):
     clip = {"gradient_clip_val": 0.1} if name == "clipped" else {}
+    late = (
+        {"clock": Clock(devices=LogNormalDevices()), "rounds": OverSelection(1.6)} if name == "late" else {}
+    )
     settings = {
         "max_rounds": 2,
         **clip,
+        **late,
         "participation": 0.5,
         "local_epochs": 1,
         "experiment": name,

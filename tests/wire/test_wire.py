@@ -1,3 +1,5 @@
+import csv
+import io
 import struct
 from contextlib import suppress
 
@@ -144,7 +146,16 @@ def test_ledger_sums_and_csv():
         "comm/wasted_bytes": 7,
         "comm/total_bytes": 32,
     }
-    assert Ledger.from_csv(ledger.to_csv()).entries == ledger.entries
+    timed = LedgerEntry(2, 3, "trained", 10, 7, started=0.1, ended=2.5)
+    for entries in (ledger.entries, [*ledger.entries, timed]):
+        text, columns = io.StringIO(), entries[-1].row().keys()
+        writer = csv.DictWriter(text, columns, restval="")
+        writer.writeheader()
+        writer.writerows(entry.row() for entry in entries)
+        assert Ledger.from_csv(text.getvalue()).entries == entries
+    for wrong in ("round,client\n1,2\n", f"{','.join(columns)}\n1,2,trained\n"):
+        with pytest.raises(ValueError, match="no line of a ledger"):
+            Ledger.from_csv(wrong)
 
 
 def test_codes_say_whether_they_are_indices():

@@ -202,11 +202,13 @@ def clocks(comparison: Comparison, levels: Levels) -> ReportTable:
 
 
 def target(comparison: Comparison, levels: Levels) -> ReportTable | None:
-    """Return rounds and megabytes until the target, and how many seeds reach it."""
+    """Return rounds, megabytes and virtual seconds until the target, and how many seeds reach it."""
     value, task = comparison.study.target_value, comparison.study.task
     if value is None:
         return None
     columns = [column("target/rounds"), column("target/megabytes")]
+    seconds = f"target/seconds_to_{task.primary}"
+    columns += [column(seconds, task)] if seconds in comparison.metrics else []
     shown = f"{value:.1%} test {words_of(task.primary)}"
     if not task.is_share(task.primary):
         shown = f"a test {words_of(task.primary)} of {value:g}"

@@ -227,7 +227,8 @@ def run_metrics(
         metrics["target/rounds_to_purity"] = to_purity(history)
     if target is not None:
         reached = to_target(history, target, task)
-        metrics |= dict(zip(("target/rounds", "target/megabytes"), reached, strict=True))
+        names = ["target/rounds", "target/megabytes", f"target/seconds_to_{task.primary}"]
+        metrics |= dict(zip(names, reached if "clock/seconds" in columns else reached[:2], strict=False))
     return {name: float(metrics[name]) for name in sorted(metrics)}  # floats, as MLflow has them
 
 
@@ -249,21 +250,22 @@ def selected_round(record: RunRecord, selection: Selection) -> float:
 
 def to_target(
     history: Iterable[Mapping[str, float]], target: float, task: TaskMetrics = CLASSIFICATION
-) -> tuple[float, float]:
-    """Return the rounds, and the megabytes over the wire, until the primary metric on the test set first
-    reaches ``target``.
+) -> tuple[float, float, float]:
+    """Return the rounds, the megabytes over the wire and the virtual seconds, of a run that has a clock, until
+    the primary metric on the test set first reaches ``target``.
 
     >>> rows = [{"round": 1, "comm/total_bytes": 2_000_000, "test/accuracy": 0.5}]
     >>> rows += [{"round": 2, "comm/total_bytes": 1_000_000}]
-    >>> to_target([*rows, {"round": 3, "comm/total_bytes": 500_000, "test/accuracy": 0.9}], 0.8)
-    (3, 3.5)
+    >>> last = {"round": 3, "comm/total_bytes": 500_000, "test/accuracy": 0.9, "clock/seconds": 12.5}
+    >>> to_target([*rows, last], 0.8)
+    (3, 3.5, 12.5)
     """
     total, sign = 0.0, 1 if task.higher_is_better else -1
     for row in history:
         total += row.get("comm/total_bytes", 0)
         if sign * row.get(f"test/{task.primary}", nan) >= sign * target:
-            return row["round"], total / 1e6
-    return nan, nan
+            return row["round"], total / 1e6, row.get("clock/seconds", nan)
+    return nan, nan, nan
 
 
 def to_purity(history: Iterable[Mapping[str, float]]) -> float:

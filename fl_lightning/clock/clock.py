@@ -1,0 +1,76 @@
+"""The settings of virtual time."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Annotated, ClassVar
+
+from fl_lightning.clock.devices import Devices, Line
+from fl_lightning.config.constraints import check_fields, within
+
+RATE = within("(0, inf]", "a line carries more than 0 bytes a second", 1e6)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Lines:
+    """One line for every client.
+
+    Args:
+        down, up: bytes per second, above 0. Default: bytes take no time.
+        latency: seconds that a client's round takes beside computing and bytes, 0 or more.
+    """
+
+    down: Annotated[float, RATE] = math.inf
+    up: Annotated[float, RATE] = math.inf
+    latency: Annotated[float, within("[0, inf)", "a latency is 0 seconds or more", 0.1)] = 0.0
+
+    settings_alone: ClassVar[bool] = True
+    """In a configuration it is its settings, without a class path."""
+
+    settings_shown: ClassVar = ("--trainer.clock.network.{name} {value}",) * 2
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Clock:
+    """How long a client's round takes, in virtual seconds:
+
+        latency + bytes down / down + seconds of the device for its examples + bytes up / up
+
+    Args:
+        devices: how long clients compute.
+        network: their lines, where ``devices`` does not know them. Default: bytes take no time.
+    """
+
+    devices: Devices
+    network: Lines | None = None
+
+    settings_alone: ClassVar[bool] = True
+    """In a configuration it is its settings, without a class path."""
+
+    settings_shown: ClassVar = ("--trainer.clock.{name} {value}",) * 2
+
+    def line(self, client: int) -> Line:
+        """Return a client's line."""
+        network = self.network or Lines()
+        own = self.devices.line(client)
+        if own is None:
+            return Line(network.down, network.up, network.latency)
+        return Line(own.down, own.up, network.latency)
+
+    def seconds(self, seed: int, round: int, client: int, *, examples: int, down: int, up: int) -> float:
+        """Return the virtual seconds between the server's broadcast and the end of a client's upload.
+
+        Args:
+            seed: seed of the run.
+            round: number of the round, from 1.
+            client: its id.
+            examples: examples that pass through its local steps, each epoch counted.
+            down, up: bytes that it is sent and sends.
+        """
+        line = self.line(client)
+        computing = self.devices.seconds(seed, round, client, examples)
+        return line.latency + down / line.down + computing + up / line.up

@@ -1,0 +1,202 @@
+"""Devices: how long a client computes, and the lines that it has."""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Literal
+
+import numpy as np
+import pandas as pd
+
+from fl_lightning.config.constraints import within
+from fl_lightning.config.recorded import Recorded
+from fl_lightning.errors import InputError, require
+from fl_lightning.rng import stream
+
+SECONDS = within("[0, inf)", "an example takes 0 seconds or more", 0.005)
+MEAN = within("(0, inf)", "a mean time is above 0 seconds", 0.005)
+SPREAD = within("[0, inf)", "a spread is 0 or more", 0.6)
+
+
+@dataclass(frozen=True)
+class Line:
+    """A client's line.
+
+    Args:
+        down, up: bytes per second; infinity: nothing takes time.
+        latency: seconds of a round trip, once a round.
+    """
+
+    down: float = math.inf
+    up: float = math.inf
+    latency: float = 0.0
+
+
+class Devices(Recorded, ABC):
+    """The devices of all clients: a pure function of the seed, the round and the client."""
+
+    settings_shown = ("--trainer.clock.devices.{name} {value}",) * 2
+
+    @abstractmethod
+    def seconds(self, seed: int, round: int, client: int, examples: int) -> float:
+        """Return how long a client computes in a round, in seconds, 0 or more.
+
+        Args:
+            seed: seed of the run.
+            round: number of the round, from 1.
+            client: its id.
+            examples: examples that it passes through its local steps, each epoch counted.
+        """
+
+    def line(self, client: int) -> Line | None:
+        """Return the line that is known of a client; None: that of ``trainer.clock.network``."""
+        return None
+
+
+class SameDevice(Devices):
+    """Every client has the same device.
+
+    Args:
+        seconds_per_example: of one training step's share of an example, 0 or more.
+    """
+
+    def __init__(self, seconds_per_example: Annotated[float, SECONDS] = 0.005) -> None:
+        self.seconds_per_example = seconds_per_example
+
+    def seconds(self, seed: int, round: int, client: int, examples: int) -> float:
+        return self.seconds_per_example * examples
+
+
+class LogNormalDevices(Devices):
+    """Every client has a device of its own for the whole run, its time of an example log-normal: few are
+    many times slower than most.
+
+    0.005 and 0.6 are what FedScale (Lai et al., ICML 2022) takes where a client has no measured device.
+
+    Args:
+        mean: expected seconds of an example over all devices, above 0.
+        sigma: standard deviation of the logarithm, 0 or more; 0: all are the same.
+    """
+
+    def __init__(self, mean: Annotated[float, MEAN] = 0.005, sigma: Annotated[float, SPREAD] = 0.6) -> None:
+        self.mean, self.sigma = mean, sigma
+
+    def seconds(self, seed: int, round: int, client: int, examples: int) -> float:
+        normal = stream(seed, "clock/device", client=client).standard_normal()
+        return self.mean * math.exp(self.sigma * normal - self.sigma**2 / 2) * examples
+
+
+class DrawnDevices(Devices):
+    """Every client's time is drawn anew in every round, as FLSim does it.
+
+    Args:
+        law: ``exponential``; ``uniform`` between 0 and twice the mean; ``normal``, of mean and ``spread``;
+            ``half_normal``, the absolute value of a normal variable of mean 0, scaled to the mean.
+        mean: expected seconds, above 0, before the floor.
+        spread: standard deviation of ``normal``, in seconds, 0 or more.
+        floor: least seconds, 0 or more.
+        per: ``client``: the whole round of a client takes so long; ``example``: each of its examples does.
+    """
+
+    def __init__(
+        self,
+        law: Literal["exponential", "uniform", "normal", "half_normal"] = "exponential",
+        mean: Annotated[float, MEAN] = 1.0,
+        spread: Annotated[float, SPREAD] = 0.0,
+        floor: Annotated[float, within("[0, inf)", "the least time is 0 seconds or more", 0.0)] = 0.0,
+        per: Literal["client", "example"] = "client",
+    ) -> None:
+        self.law, self.mean, self.spread, self.floor, self.per = law, mean, spread, floor, per
+
+    def seconds(self, seed: int, round: int, client: int, examples: int) -> float:
+        draws = stream(seed, "clock/duration", round, client)
+        if self.law == "exponential":
+            value = self.mean * draws.standard_exponential()
+        elif self.law == "uniform":
+            value = 2 * self.mean * draws.random()
+        elif self.law == "normal":
+            value = self.mean + self.spread * draws.standard_normal()
+        else:
+            value = self.mean * math.sqrt(math.pi / 2) * abs(draws.standard_normal())
+        return max(value, self.floor, 0.0) * (examples if self.per == "example" else 1)
+
+
+class DeviceTable(Devices):
+    """Every client's measured device, from a file.
+
+    Args:
+        path: a CSV or Parquet file of one row for each client, with the columns ``client`` (its id),
+            ``seconds_per_example``, and both or neither of ``down`` and ``up``, in bytes per second.
+
+    Raises:
+        InputError: the file cannot be read, a column is missing, a client has two rows, or a value is not
+            above 0. A client without a row is refused when it is first sampled.
+    """
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+        frame = _read(Path(path))
+        columns = ["client", "seconds_per_example"]
+        lines = {"down", "up"} & set(frame.columns)
+        columns += ["down", "up"] if lines else []
+        missing = [name for name in columns if name not in frame.columns]
+        instead = "write client,seconds_per_example,down,up above the rows"
+        require(not missing, path, f"it has no column {', '.join(missing)}", instead)
+        for name in columns:
+            frame[name] = pd.to_numeric(frame[name], errors="coerce")
+        wrong = frame[~(np.isfinite(frame[columns]) & (frame[columns] >= 0)).all(axis=1)]
+        require(
+            wrong.empty,
+            f"{path}, row {', '.join(str(row + 2) for row in wrong.index[:5])}",
+            f"{', '.join(columns)} are numbers of 0 or more",
+            "mend these rows",
+        )
+        zero = bool(lines) and bool((frame[["down", "up"]] <= 0).any(axis=None))
+        require(
+            not zero, f"{path}, down and up", "a line carries more than 0 bytes a second", "mend the rows"
+        )
+        twice = frame["client"][frame["client"].duplicated()]
+        require(
+            twice.empty,
+            f"{path}, client {twice.iloc[0] if len(twice) else ''}",
+            "it has two rows",
+            "keep one",
+        )
+        self.rows = {
+            int(row["client"]): (
+                float(row["seconds_per_example"]),
+                Line(float(row["down"]), float(row["up"])) if lines else None,
+            )
+            for row in frame.to_dict("records")
+        }
+
+    def seconds(self, seed: int, round: int, client: int, examples: int) -> float:
+        return self._row(client)[0] * examples
+
+    def line(self, client: int) -> Line | None:
+        return self._row(client)[1]
+
+    def check(self, clients: list[int]) -> None:
+        """Refuse a federation with clients that have no row.
+
+        Raises:
+            InputError: there is one.
+        """
+        for client in clients:
+            self._row(client)
+
+    def _row(self, client: int) -> tuple[float, Line | None]:
+        if client not in self.rows:
+            raise InputError(f"{self.path}, client {client}", "it has no row", "add one for every client")
+        return self.rows[client]
+
+
+def _read(path: Path) -> pd.DataFrame:
+    try:
+        return pd.read_parquet(path) if path.suffix == ".parquet" else pd.read_csv(path)
+    except (OSError, ValueError, ImportError) as error:
+        reason = " ".join(str(error).split()) or type(error).__name__
+        raise InputError(str(path), f"it cannot be read ({reason})", "write a CSV or Parquet file") from None

@@ -1,0 +1,273 @@
+"""Virtual time: known answers, neutral forms, and that nothing of a run depends on who executes it."""
+
+from __future__ import annotations
+
+import csv
+import math
+from functools import partial
+from pathlib import Path
+from statistics import fmean
+
+import numpy as np
+import pytest
+import torch
+from ranked import result
+from refusals import refused
+from ten import SMALL
+from toy import run, sgd
+
+from fl_lightning.clock import (
+    Clock,
+    Deadline,
+    DeviceTable,
+    DrawnDevices,
+    Lines,
+    LogNormalDevices,
+    OverSelection,
+    SameDevice,
+    Synchronous,
+)
+from fl_lightning.conformance.toy import images
+from fl_lightning.hooks import Stressor
+from fl_lightning.methods import SCAFFOLD, FedAvg
+from fl_lightning.privacy import ClientPrivacy
+from fl_lightning.privacy.secure.settings import SecureSum
+
+LINES = Lines(down=2e6, up=1e6, latency=0.25)
+
+
+def trained(folder: Path, method=FedAvg, **settings):
+    settings = {"participation": 0.5, "local_epochs": 2, "max_rounds": 4, **settings}
+    return run(method(network=SMALL, optimizer=sgd(0.1)), images(), folder, **settings)
+
+
+def rows(trainer, name: str) -> list[dict[str, str]]:
+    with (trainer.run_dir / name).open() as file:
+        return list(csv.DictReader(file))
+
+
+def column(trainer, name: str) -> list[float]:
+    return [float(row[name]) for row in rows(trainer, "metrics.csv")]
+
+
+def same_training(one, other) -> bool:
+    """Weights, metrics but those of clocks, and the bytes of every client."""
+    (a, metrics, ledger, clients), (b, more, timed, same) = (result(t.run_dir) for t in (one, other))
+    virtual = ("clock/", "clients/late")
+    more = [{k: v for k, v in row.items() if not k.startswith(virtual)} for row in more]
+    timed = [line.rsplit(",", 2)[0] for line in timed.splitlines()]
+    return (a, metrics, ledger.splitlines(), clients) == (b, more, timed, same)
+
+
+def test_equal_devices_by_hand(tmp_path):
+    """A round lasts as long as the client with most examples: latency, bytes by rate, seconds of examples."""
+    trainer = trained(tmp_path, clock=Clock(devices=SameDevice(0.01), network=LINES), participation=1.0)
+    data, ledger, now = trainer.data, rows(trainer, "ledger.csv"), 0.0
+    for number, seconds in enumerate(column(trainer, "clock/seconds"), 1):
+        took = {}
+        for row in (row for row in ledger if row["round"] == str(number)):
+            examples = 2 * len(data.client(int(row["client"])).train)
+            took[row["client"]] = (
+                0.25 + int(row["download"]) / 2e6 + 0.01 * examples + int(row["upload"]) / 1e6
+            )
+            assert float(row["started"]) == pytest.approx(now, rel=1e-12)
+            assert float(row["ended"]) == pytest.approx(now + took[row["client"]], rel=1e-12)
+        length = max(took.values())
+        now += length
+        assert seconds == pytest.approx(now, rel=1e-9)
+        idle = fmean((length - one) / length for one in took.values())
+        assert column(trainer, "clock/idle")[number - 1] == pytest.approx(idle)
+        assert column(trainer, "clock/round_seconds")[number - 1] == pytest.approx(length)
+
+
+def test_no_device_and_no_line_take_no_time(tmp_path):
+    trainer = trained(tmp_path, clock=Clock(devices=SameDevice(0.0)), max_rounds=2)
+    assert column(trainer, "clock/seconds") == column(trainer, "clock/idle") == [0.0, 0.0]
+
+
+@pytest.mark.parametrize(
+    "rounds", [None, Synchronous(), OverSelection(1.0), Deadline(math.inf)], ids=lambda r: type(r).__name__
+)
+@pytest.mark.parametrize("method", [FedAvg, SCAFFOLD])
+def test_a_clock_and_neutral_rounds_change_nothing(tmp_path, rounds, method):
+    plain = trained(tmp_path / "plain", method)
+    clock = Clock(devices=LogNormalDevices(), network=LINES)
+    assert same_training(plain, trained(tmp_path / "timed", method, clock=clock, rounds=rounds))
+
+
+def test_virtual_time_follows_from_the_seed_alone(tmp_path):
+    """Not workers, nor an engine, nor an end in between."""
+    settings = {"clock": Clock(devices=LogNormalDevices(), network=LINES), "rounds": OverSelection(1.5)}
+    one = result(trained(tmp_path / "one", SCAFFOLD, **settings).run_dir)
+    assert result(trained(tmp_path / "two", SCAFFOLD, workers=2, **settings).run_dir) == one
+    half = trained(tmp_path / "half", SCAFFOLD, max_rounds=2, **settings)
+    again = trained(tmp_path / "half", SCAFFOLD, ckpt_path=str(half.run_dir), allow_changed=True, **settings)
+    assert result(again.run_dir) == one
+
+
+class Loses(Stressor):
+    """Loses the uploads of these clients by round, after they have trained."""
+
+    def __init__(self, late: dict[int, set[int]]) -> None:
+        self.late = late
+
+    def change_upload(self, upload, *, client, round, context):
+        return None if client.id in self.late.get(round, ()) else upload
+
+
+@pytest.mark.parametrize("rounds", [OverSelection(1.5), Deadline(0.9)], ids=["over-selection", "deadline"])
+@pytest.mark.parametrize("method", [FedAvg, SCAFFOLD])
+def test_late_uploads_are_lost_ones(tmp_path, method, rounds):
+    """Weights, what clients keep and bytes are those of a run whose stressor loses just these uploads."""
+    clock = Clock(devices=DrawnDevices("exponential", mean=0.5), network=LINES)
+    timed = trained(tmp_path / "timed", method, clock=clock, rounds=rounds, participation=4 / 6)
+    late: dict[int, set[int]] = {}
+    for row in rows_lost(timed):
+        late.setdefault(int(row["round"]), set()).add(int(row["client"]))
+    assert sum(map(len, late.values())) == sum(column(timed, "clients/late")) > 0
+    share = timed.timing.rounds.invited(4) / 6
+    lost = trained(tmp_path / "lost", method, participation=share, callbacks=[Loses(late)])
+    assert same_training(lost, timed)
+    for row in rows_lost(timed):
+        assert row["wasted"] == row["upload"] != "0"
+
+
+def rows_lost(trainer) -> list[dict[str, str]]:
+    return [row for row in rows(trainer, "ledger.csv") if row["status"] == "lost"]
+
+
+def test_over_selection_keeps_the_first_and_orders_ties_by_id():
+    rounds = OverSelection(1.3)
+    assert [rounds.invited(m) for m in (1, 3, 10)] == [2, 4, 13]
+    ended = rounds.end({7: 2.0, 3: 1.0, 5: 2.0, 1: 3.0}, cohort=3, began=4)
+    assert (ended.seconds, ended.used) == (2.0, {3, 5, 7})
+    ended = rounds.end({7: 2.0, 3: 1.0, 5: 2.0}, cohort=2, began=4)
+    assert (ended.seconds, ended.used) == (2.0, {3, 5})
+    assert rounds.end({9: 4.0}, cohort=3, began=4).used == {9}
+
+
+def test_a_deadline_by_hand():
+    def end(least: int, began: int, **returned: float):
+        found = Deadline(2.0, least).end({int(k[1:]): v for k, v in returned.items()}, cohort=3, began=began)
+        return found.seconds, found.used
+
+    assert end(1, 3, c1=1.0, c2=1.5, c3=2.0) == (2.0, {1, 2, 3})
+    assert end(1, 2, c1=1.0, c2=1.5) == (1.5, {1, 2})
+    assert end(1, 3, c1=1.0, c2=1.5) == (2.0, {1, 2}), "one is lost, which nobody tells the server"
+    assert end(1, 2, c1=1.0, c2=2.5) == (2.0, {1})
+    assert end(2, 2, c1=1.0, c2=2.5) == (2.0, set()), "too few: the round is void"
+    assert end(3, 2, c1=1.0, c2=1.5) == (2.0, set())
+    assert Deadline(math.inf, least=2).end({1: 4.0}, cohort=2, began=2).used == frozenset()
+
+
+def test_a_void_round_changes_nothing_and_lasts_until_the_deadline(tmp_path):
+    """Of two rounds the clients of the second are ten times slower than the deadline."""
+    clock = Clock(devices=SameDevice(1.0))
+    trainer = trained(tmp_path / "two", SCAFFOLD, clock=clock, rounds=Deadline(1e6), max_rounds=2)
+    assert column(trainer, "clients/late") == [0, 0]
+
+    class Slower(SameDevice):
+        def seconds(self, seed, round, client, examples):
+            return 1e7 if round == 2 else super().seconds(seed, round, client, examples)
+
+    void = trained(
+        tmp_path / "void", SCAFFOLD, clock=Clock(devices=Slower(1.0)), rounds=Deadline(1e6), max_rounds=2
+    )
+    one = trained(tmp_path / "one", SCAFFOLD, clock=clock, rounds=Deadline(1e6), max_rounds=1)
+    assert all(torch.equal(void.method.server[name], one.method.server[name]) for name in one.method.server)
+    assert column(void, "clock/round_seconds")[1] == 1e6
+    assert column(void, "clients/late")[1] == column(void, "clients/sampled")[1] == 3
+
+
+def test_exponential_times_and_over_selection_last_h_n_minus_h_n_minus_m():
+    """The mean of the m-th of n exponential variables of rate 1 (Renyi 1953), over 4000 rounds, in 4 standard
+    errors of the mean."""
+    rounds, cohort, count = OverSelection(1.3), 10, 4000
+    n, devices = rounds.invited(10), DrawnDevices("exponential", mean=1.0)
+    lengths = [
+        rounds.end({k: devices.seconds(5, r, k, 1) for k in range(n)}, cohort=cohort, began=n).seconds
+        for r in range(1, count + 1)
+    ]
+    expected = sum(1 / k for k in range(n - cohort + 1, n + 1))
+    error = math.sqrt(sum(1 / k**2 for k in range(n - cohort + 1, n + 1)) / count)
+    assert abs(fmean(lengths) - expected) < 4 * error
+    assert abs(fmean(lengths) - sum(1 / k for k in range(1, cohort + 1))) > 20 * error, (
+        "that of no over-selection"
+    )
+
+
+@pytest.mark.parametrize(
+    ("devices", "mean", "std"),
+    [
+        (DrawnDevices("exponential", mean=2.0), 2.0, 2.0),
+        (DrawnDevices("uniform", mean=2.0), 2.0, 2 / math.sqrt(3)),
+        (DrawnDevices("normal", mean=9.0, spread=1.5), 9.0, 1.5),
+        (DrawnDevices("half_normal", mean=2.0), 2.0, 2 * math.sqrt(math.pi / 2 - 1)),
+        (LogNormalDevices(mean=2.0, sigma=0.6), 2.0, 2 * math.sqrt(math.exp(0.36) - 1)),
+    ],
+    ids=["exponential", "uniform", "normal", "half_normal", "log-normal"],
+)
+def test_laws_have_their_mean_and_spread(devices, mean, std):
+    count = 20_000
+    drawn = np.array([devices.seconds(1, 1, client, 1) for client in range(count)])
+    assert abs(drawn.mean() - mean) < 4 * std / math.sqrt(count)
+    assert drawn.std() == pytest.approx(std, rel=0.06)
+
+
+def test_a_device_is_kept_and_a_drawn_time_is_not():
+    kept, drawn = LogNormalDevices(), DrawnDevices("uniform", per="example", floor=0.2)
+    assert kept.seconds(1, 1, 3, 10) == kept.seconds(1, 9, 3, 10) != kept.seconds(1, 1, 4, 10)
+    assert drawn.seconds(1, 1, 3, 10) != drawn.seconds(1, 2, 3, 10)
+    assert drawn.seconds(1, 1, 3, 20) == pytest.approx(2 * drawn.seconds(1, 1, 3, 10))
+    assert min(drawn.seconds(1, r, 1, 1) for r in range(1, 200)) == 0.2
+
+
+def test_a_table_of_devices_has_times_and_lines(tmp_path):
+    path = tmp_path / "phones.csv"
+    path.write_text(
+        "client,seconds_per_example,down,up\n" + "".join(f"{k},0.0{k + 1},1e6,{k + 1}e5\n" for k in range(6))
+    )
+    clock = Clock(devices=DeviceTable(str(path)), network=Lines(down=1, up=1, latency=0.5))
+    found = clock.seconds(0, 1, 2, examples=10, down=2_000_000, up=600_000)
+    assert found == pytest.approx(0.5 + 2 + 0.3 + 2)
+    assert max(column(trained(tmp_path / "run", clock=clock), "clock/seconds")) > 0
+    path.write_text("client,seconds_per_example\n0,0.1\n")
+    with refused("client 1", "add one for every client"):
+        trained(tmp_path / "few", clock=Clock(devices=DeviceTable(str(path))), participation=1.0)
+    for text, given in {
+        "client\n0\n": "phones.csv",
+        "client,seconds_per_example,down\n0,1,1\n": "phones.csv",
+        "client,seconds_per_example\n0,fast\n": "row 2",
+        "client,seconds_per_example\n0,1\n0,2\n": "client 0",
+        "client,seconds_per_example,down,up\n0,1,0,1\n": "down and up",
+    }.items():
+        path.write_text(text)
+        with refused(given):
+            DeviceTable(str(path))
+    with refused("none.csv"):
+        DeviceTable(str(tmp_path / "none.csv"))
+
+
+@pytest.mark.parametrize(
+    ("settings", "given"),
+    [
+        ({"rounds": OverSelection()}, "--trainer.rounds OverSelection"),
+        (
+            {"rounds": Deadline(3.0), "clock": Clock(devices=SameDevice()), "secure_sum": SecureSum()},
+            "secure_sum",
+        ),
+        (
+            {
+                "rounds": Deadline(3.0),
+                "clock": Clock(devices=SameDevice()),
+                "privacy": ClientPrivacy(noise_multiplier=1.0, clip_norm=1.0),
+            },
+            "trainer.privacy",
+        ),
+    ],
+    ids=["without a clock", "under masks", "private"],
+)
+def test_what_does_not_go_together(tmp_path, settings, given):
+    with refused(given):
+        trained(tmp_path, partial(FedAvg, weigh_by="clients"), **settings)
+    assert not any(tmp_path.iterdir())
