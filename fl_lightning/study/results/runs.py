@@ -251,7 +251,7 @@ def selected_round(record: RunRecord, selection: Selection) -> float:
 def to_target(
     history: Iterable[Mapping[str, float]], target: float, task: TaskMetrics = CLASSIFICATION
 ) -> tuple[float, float, float]:
-    """Return the rounds, the megabytes over the wire and the virtual seconds, of a run that has a clock, until
+    """Return the rounds, the megabytes over the wire and, of a run with a clock, the virtual seconds until
     the primary metric on the test set first reaches ``target``.
 
     >>> rows = [{"round": 1, "comm/total_bytes": 2_000_000, "test/accuracy": 0.5}]
