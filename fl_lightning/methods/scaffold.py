@@ -128,10 +128,13 @@ class SCAFFOLD(CorrectedMethod):
         return {**super().upload_limits(client), **own}
 
     def addends(self, upload: Payload, client_id: int, weight: int) -> dict[str, Addend]:
-        own = {"change": Addend(upload.tensor("change"))} if self.control else {}
+        own = {"change": self.change_of(upload)} if self.control else {}
         return {**super().addends(upload, client_id, weight), **own}
+
+    def starts(self) -> Mapping[str, Tensor]:
+        return {**super().starts(), **(self.change_starts() if self.control else {})}
 
     def next_state(self, sums: Sums) -> None:
         super().next_state(sums)
         if self.control:
-            self.server["c"] = self.server["c"] + (sums.total("change") / self.clients).float()
+            self.server["c"] = self.server["c"] + self.mean_change(sums)
