@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from fl_lightning.aggregation.exact_sum import MAX_MAGNITUDE
-from fl_lightning.aggregation.receiving import check_upload, decode_upload
+from fl_lightning.aggregation.receiving import check_upload, declared_limits, decode_upload
 from fl_lightning.conformance.bench import Bench, expect_same_server
 from fl_lightning.conformance.formulas import layer_sizes
 from fl_lightning.conformance.verdicts import NotApplicable, Violation, expect
@@ -82,6 +82,8 @@ def shapes_of_entries(bench: Bench) -> str:
 
 def hostile_entries(bench: Bench) -> str:
     """No upload ends the run whose entry is missing, of another type, NaN, or as large as it may be."""
+    if declared_limits(bench.untrained(), bench.data.client(0)) is None:
+        raise NotApplicable("it does not declare what its uploads hold, in upload_limits")
     return _forge(bench, "is missing, of another type or out of range", _hostile)
 
 
@@ -180,6 +182,8 @@ def broadcast(bench: Bench) -> None:
             message = Payload.from_bytes(run.log.broadcasts[round, client])
             if "w0" in message:
                 raise NotApplicable("the broadcast holds codes of weights")
+            if sent.entry not in message:
+                raise NotApplicable(f"at these settings the broadcast has no {sent.entry!r}")
             found = message.tensor(sent.entry).double()
             expected = sent.formula(history[: round - 1], run.sizes, before, client).double()
             difference = float((found - expected).abs().max()) / max(1.0, float(expected.abs().max()))

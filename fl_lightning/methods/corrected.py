@@ -34,7 +34,6 @@ class CorrectedMethod(Method, ABC):
     """
 
     uniform_clients = True
-    scales_with_federation = True
     refuses = {"privacy": "clipping and noise part the server's mean from what its clients keep"}
     plain_sgd_why: str = ""
     """Why local steps have to be those of SGD without momentum, weight decay and clipping; empty: they need
@@ -53,6 +52,10 @@ class CorrectedMethod(Method, ABC):
     @abstractmethod
     def corrects(self) -> bool:
         """Whether anything is corrected at these settings; else the method is the mean of its clients."""
+
+    @property
+    def scales_with_federation(self) -> bool:
+        return self.corrects
 
     def build(self, data: FederatedData) -> None:
         super().build(data)

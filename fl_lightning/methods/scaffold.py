@@ -40,7 +40,6 @@ class SCAFFOLD(CorrectedMethod):
 
     kind = "drift correction"
     stackable = True
-    control_variates = True
     calls_server_optimizer = True
     plain_sgd_why = "c_i is a mean gradient, (x - y) / (K lr), where a step is minus lr times a gradient"
 
@@ -58,6 +57,10 @@ class SCAFFOLD(CorrectedMethod):
 
     @property
     def corrects(self) -> bool:
+        return self.control
+
+    @property
+    def control_variates(self) -> bool:
         return self.control
 
     def build(self, data: FederatedData) -> None:
