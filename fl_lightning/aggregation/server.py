@@ -294,7 +294,8 @@ def set_next_state(
     method: SummingServer, round: int, entries: Iterable[LedgerEntry], make: Callable[[], None]
 ) -> bool:
     """Let the method make the server's next state, and return whether it did: the server keeps its last one
-    where the next would not be finite, or the uploads have no average.
+    where the next would not be finite, its weights would be too large for any upload of the next round, or
+    the uploads have no average.
 
     Args:
         entries: those of the round's clients.
@@ -315,14 +316,13 @@ def set_next_state(
         method.has_said_no_average = True
         return False
     broken = [name for name, tensor in method.server.items() if not is_finite(tensor)]
-    if broken:
+    why = f"{', '.join(broken)} would not be finite" if broken else ""
+    if not broken and not largest(method.server.get("weights", torch.zeros(0))) < MAX_MAGNITUDE:
+        why = f"weights would reach {MAX_MAGNITUDE:g}, and uploads are below"
+    if why:
         method.server = before
-        log.warning(
-            "round %d: the server's next %s would not be finite; it keeps its last state",
-            round,
-            ", ".join(broken),
-        )
-    return not broken
+        log.warning("round %d: the server's next %s; it keeps its last state", round, why)
+    return not why
 
 
 def is_finite(tensor: Tensor) -> bool:

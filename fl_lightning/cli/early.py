@@ -141,17 +141,18 @@ class _Check:
         self.bad: list[InputError] = []
         self.values: dict[str, Any] = {}  # numbers, texts and truth values that were given
         self.refused: dict[str, tuple[Constraint, InputError]] = {}  # by what is not allowed
-        self.begin_with_named_data()
+        for group in ("model", "data"):
+            self.begin_with_named(group)
 
-    def begin_with_named_data(self) -> None:
-        """Note the class of data that is named last, which the parser begins with."""
-        setting = self.known.settings.get("data")
+    def begin_with_named(self, group: str) -> None:
+        """Note the class of a group that is named last, which the parser begins with."""
+        setting = self.known.settings.get(group)
         if setting is None or not (base := self.base_of(setting)):
             return
         named: Any = None
         for text in self.given.texts.values():
-            named = class_in(yaml.safe_load(text).get("data")) or named
-        for flag in ("data", "data.class_path"):
+            named = class_in(yaml.safe_load(text).get(group)) or named
+        for flag in (group, f"{group}.class_path"):
             words = self.given.args
             for word, following in zip(words, [*words[1:], ""], strict=False):
                 name, equals, value = word.partition("=")
@@ -161,7 +162,7 @@ class _Check:
         if named and not cls and "." in str(named):
             raise Unsure
         if cls:
-            self.chosen["data"] = cls
+            self.chosen[group] = cls
 
     def run(self) -> None:
         unknown = []

@@ -139,11 +139,17 @@ class FederatedCLI(LightningCLI):
             default=True,
             help="true for MLflow at sqlite:///mlflow.db, false for none, or any Lightning loggers",
         )
+        # Both begin with the class in use, or the defaults of another one would be taken over as if they had
+        # been given.
+        method = named_class(self.args, "model", Method)
         parser.add_argument(
-            "--model", type=Method, required=True, help="the method: class name, or class_path and init_args"
+            "--model",
+            type=Method,
+            help="the method: class name, or class_path and init_args",
+            **({"default": {"class_path": method}} if method else {"required": True}),
         )
-        # the class in use, or the defaults of another one would be taken over as if they had been given
-        named = named_data_class(self.args) or f"{FederatedImages.__module__}.{FederatedImages.__qualname__}"
+        named = named_class(self.args, "data", FederatedData)
+        named = named or f"{FederatedImages.__module__}.{FederatedImages.__qualname__}"
         parser.add_argument(
             "--data",
             type=FederatedData,
@@ -370,20 +376,26 @@ def resolve(args: list[str]) -> str:
         return cli.config_text
 
 
-def named_data_class(args: list[str]) -> str:
-    """Return the class path of the data that flags or configuration files name last; empty where they name
-    none, or none that there is."""
+def named_class(args: list[str], group: str, base: type) -> str:
+    """Return the class path that flags or configuration files name last for a group of settings; empty where
+    they name none, or none that there is.
+
+    Args:
+        args: the command line after the command.
+        group: ``model`` or ``data``.
+        base: the class of which it names a subclass.
+    """
     named: object = ""
     with suppress(Exception):  # whatever is wrong with it, the parser finds it
         for text in read_configs(args).values():
-            named = class_in(yaml.safe_load(text).get("data")) or named
+            named = class_in(yaml.safe_load(text).get(group)) or named
         for flag, following in zip(args, [*args[1:], ""], strict=True):
             name, equals, value = flag.partition("=")
-            if name in ("--data", "--data.class_path"):
+            if name in (f"--{group}", f"--{group}.class_path"):
                 named = class_in(yaml.safe_load(value if equals else following)) or named
         imported = import_class(str(named))  # it may define the class
-        found = [cls for cls in concrete_classes(FederatedData) if cls is imported or cls.__name__ == named]
-        return f"{found[0].__module__}.{found[0].__qualname__}" if len(found) == 1 else ""
+        found = {cls for cls in concrete_classes(base) if cls is imported or cls.__name__ == named}
+        return "".join(f"{cls.__module__}.{cls.__qualname__}" for cls in found) if len(found) == 1 else ""
     return ""
 
 

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import math
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from itertools import product
 
+import torch
 from torch import Tensor
 
-from fl_lightning.aggregation.receiving import check_upload, decode_upload
+from fl_lightning.aggregation.exact_sum import MAX_MAGNITUDE
+from fl_lightning.aggregation.receiving import check_upload, declared_limits, decode_upload
 from fl_lightning.conformance.bench import Bench, expect_same_server
 from fl_lightning.conformance.formulas import layer_sizes
 from fl_lightning.conformance.verdicts import NotApplicable, Violation, expect
@@ -18,6 +21,8 @@ from fl_lightning.wire import Codes, Payload, PayloadError
 
 MAX_ROUNDING_ERROR = 1e-5
 """Largest difference of float32 sums that are taken in another order, relative to the largest value."""
+
+Value = Tensor | Codes
 
 
 def bytes_on_the_wire(bench: Bench) -> str:
@@ -72,16 +77,45 @@ def server_reads_uploads_only(bench: Bench) -> None:
 
 def shapes_of_entries(bench: Bench) -> str:
     """An upload is refused where an entry has one axis more, or axes (1, n)."""
+    return _forge(bench, "has an axis more", lambda value: [_with_axis(value, axis) for axis in (0, -1)])
+
+
+def hostile_entries(bench: Bench) -> str:
+    """No upload ends the run whose entry is missing, of another type, NaN, or as large as it may be."""
+    if declared_limits(bench.untrained(), bench.data.client(0)) is None:
+        raise NotApplicable("it does not declare what its uploads hold, in upload_limits")
+    return _forge(bench, "is missing, of another type or out of range", _hostile)
+
+
+def _forge(bench: Bench, what: str, forge: Callable[[Value], Sequence[Value | None]]) -> str:
+    """Change the entries of each client's upload one by one; each must be refused or harmless.
+
+    Args:
+        bench: of the method.
+        what: is wrong with the entry, in words.
+        forge: returns what comes in place of an entry; None: nothing.
+
+    Returns:
+        How many were refused, and how many were not.
+
+    Raises:
+        Violation: one is not refused and ends the run.
+    """
     run, refused, harmless = bench.everyone, 0, 0
     cohort, uploads = run.log.cohorts[0], run.log.uploads_of(1)
     method = bench.untrained(1, run.log.servers[0], cohort)
-    for id, name, axis in product(cohort, uploads[cohort[0]], (0, -1)):
-        if name not in uploads[id]:
-            continue
+    forged = [
+        (id, name, value)
+        for id, name in product(cohort, uploads[cohort[0]])
+        if name in uploads[id]
+        for value in forge(uploads[id][name])
+    ]
+    for id, name, value in forged:
+        rest = {each: sent for each, sent in uploads[id].items() if each != name}
+        upload = Payload(rest if value is None else {**uploads[id], name: value})
         client = bench.data.client(id)
-        forged = Payload({**uploads[id], name: _with_axis(uploads[id][name], axis)})
         try:
-            read = decode_upload(method, forged.to_bytes(), client, verified=True)
+            read = decode_upload(method, upload.to_bytes(), client, verified=True)
             check_upload(method, read, client, ())
         except PayloadError:
             refused += 1
@@ -90,14 +124,31 @@ def shapes_of_entries(bench: Bench) -> str:
             bench.untrained(1, run.log.servers[0], cohort).aggregate({**uploads, id: read})
         except Exception as error:
             raise Violation(
-                f"an upload whose entry {name!r} has an axis more is not refused and ends the run "
-                f"({type(error).__name__}: {error}); declare the shapes of all entries in upload_limits"
+                f"an upload whose entry {name!r} {what} is not refused and ends the run "
+                f"({type(error).__name__}: {error}); declare the shapes of all entries in upload_limits, and "
+                "read each in check"
             ) from error
         harmless += 1
-    return f"{refused} refused" + (f", {harmless} without declared shapes are harmless" if harmless else "")
+    return f"{refused} refused" + (f", {harmless} are harmless" if harmless else "")
 
 
-def _with_axis(value: Tensor | Codes, axis: int) -> Tensor | Codes:
+def _hostile(value: Value) -> list[Value | None]:
+    """Return nothing, an entry of the other kind, and in place of a tensor NaN, infinities, values at the
+    limit and beyond, and other types of numbers."""
+    if isinstance(value, Codes):
+        return [None, value.values.float()]
+    limit = MAX_MAGNITUDE - 1
+    return [
+        None,
+        Codes(torch.zeros(value.shape, dtype=torch.int32), 4),
+        *(torch.full(value.shape, each) for each in (math.nan, math.inf, -math.inf, 2.0**62, limit, -limit)),
+        torch.full(value.shape, 1e300, dtype=torch.float64),
+        torch.full(value.shape, 2**62),
+        *(value.to(kind) for kind in (torch.float64, torch.float16, torch.int64)),
+    ]
+
+
+def _with_axis(value: Value, axis: int) -> Value:
     """Return an entry with one more axis of size 1, the first or the last one."""
     if isinstance(value, Codes):
         return replace(value, values=value.values.unsqueeze(axis))
@@ -131,6 +182,8 @@ def broadcast(bench: Bench) -> None:
             message = Payload.from_bytes(run.log.broadcasts[round, client])
             if "w0" in message:
                 raise NotApplicable("the broadcast holds codes of weights")
+            if sent.entry not in message:
+                raise NotApplicable(f"at these settings the broadcast has no {sent.entry!r}")
             found = message.tensor(sent.entry).double()
             expected = sent.formula(history[: round - 1], run.sizes, before, client).double()
             difference = float((found - expected).abs().max()) / max(1.0, float(expected.abs().max()))

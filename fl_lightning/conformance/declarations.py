@@ -1,12 +1,13 @@
 """What a method declares to the kit alone, where it differs by design from what the checks expect.
 
-A method declares it by class attributes of these names, such as ``uniform_clients = True``; nothing but the
-kit reads them.
+A method declares it by class attributes of these names, such as ``uniform_clients = True``, or by properties
+where it depends on settings; nothing but the kit reads them.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
+from typing import Any
 
 
 @dataclass(frozen=True)
@@ -34,8 +35,14 @@ class Declarations:
 def declared(method: object) -> Declarations:
     """Return what a method, or a class of methods, declares.
 
+    Of a class, a property counts as declared: it may be so at some settings.
+
     >>> declared(type("Mean", (), {"uniform_clients": True})).uniform_clients
     True
     """
-    names = [each.name for each in fields(Declarations) if hasattr(method, each.name)]
-    return Declarations(**{name: getattr(method, name) for name in names})
+    found: dict[str, Any] = {}
+    for each in fields(Declarations):
+        if hasattr(method, each.name):
+            value = getattr(method, each.name)
+            found[each.name] = True if isinstance(value, property) else value
+    return Declarations(**found)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from fl_lightning.conformance.expectations import Expectation, QuadraticRun
-from fl_lightning.conformance.formulas import num_parameters
+from fl_lightning.conformance.formulas import num_sent
 from fl_lightning.conformance.references import History
 from fl_lightning.conformance.toy import CENTRES, LR
 from fl_lightning.conformance.verdicts import expect, show
@@ -44,7 +44,7 @@ class ClientMomentum(Expectation):
 
 def mean_step(history: History, sizes: Sequence[int], method: Method, client: int) -> Tensor:
     """Return M after the last round of a history, float64 ``[P]``, at the optimiser's own learning rate."""
-    (group,), P = method.configure_optimizers().param_groups, num_parameters(method.network)
+    (group,), P = method.configure_optimizers().param_groups, num_sent(method, trained=True)
     x = method.server["weights"][:P].double()
     steps = [
         (x - upload.tensor("weights")[:P].double()) / float(upload.tensor("steps"))

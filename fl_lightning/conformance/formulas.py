@@ -44,24 +44,27 @@ def num_values(network: nn.Module) -> int:
     return sum(p.numel() for p in network.parameters()) + sum(b.numel() for b in statistics)
 
 
-def num_sent(method: Any) -> int:
+def num_sent(method: Any, *, trained: bool = False) -> int:
     """Return the number of values that travel: all but those of layers that stay on a client.
 
     They are counted by the types of layers here, and by names of tensors in the methods.
+
+    Args:
+        method: whose network and ``personal`` are read.
+        trained: whether trained parameters alone are counted.
     """
-    network, stays = method.network, 0
+    network, stays, count = method.network, 0, num_parameters if trained else num_values
     if method.personal == "norm":
-        stays = sum(num_values(m) for m in network.modules() if isinstance(m, (_NormBase, *PLAIN_NORMS)))
+        stays = sum(count(m) for m in network.modules() if isinstance(m, (_NormBase, *PLAIN_NORMS)))
     elif method.personal in ("head", "body"):
-        head = num_values([m for m in network.modules() if isinstance(m, nn.Linear)][-1])
-        stays = head if method.personal == "head" else num_values(network) - head
+        head = count([m for m in network.modules() if isinstance(m, nn.Linear)][-1])
+        stays = head if method.personal == "head" else count(network) - head
     elif method.personal is not None:
-        named = [
-            *network.named_parameters(),
-            *((n, b) for n, b in network.named_buffers() if b.is_floating_point()),
-        ]
+        named = [(n, p) for n, p in network.named_parameters() if p.requires_grad or not trained]
+        if not trained:
+            named += [(n, b) for n, b in network.named_buffers() if b.is_floating_point()]
         stays = sum(t.numel() for name, t in named if fnmatchcase(name, method.personal))
-    return num_values(network) - stays
+    return count(network) - stays
 
 
 EXAMPLES = {"examples": (0, 4)}
@@ -79,23 +82,22 @@ def num_parameters(network: nn.Module) -> int:
 
 
 def weights_and_steps_up(method: Any, upload: Payload) -> int:
-    """Uploads of FedNova and FedCM hold n_k, every value, and a number of steps in fp32."""
-    return payload_bytes(
-        {**EXAMPLES, "weights": (1, fp32_bytes(num_values(method.network))), "steps": (0, 4)}
-    )
+    """Uploads of FedNova and FedCM hold n_k, every value that travels, and a number of steps in fp32."""
+    return payload_bytes({**EXAMPLES, "weights": (1, fp32_bytes(num_sent(method))), "steps": (0, 4)})
 
 
 def control_up(method: Any, upload: Payload) -> int:
-    """Uploads of SCAFFOLD and FedDC hold n_k, every value, and a change of the control variate for each
-    parameter."""
-    change = {"change": (1, fp32_bytes(num_parameters(method.network)))} if method.corrects else {}
-    return payload_bytes({**EXAMPLES, "weights": (1, fp32_bytes(num_values(method.network))), **change})
+    """Uploads of SCAFFOLD and FedDC hold n_k, every value that travels, and a change of the control variate
+    for each parameter of these."""
+    change = {"change": (1, fp32_bytes(num_sent(method, trained=True)))} if method.corrects else {}
+    return payload_bytes({**EXAMPLES, "weights": (1, fp32_bytes(num_sent(method))), **change})
 
 
 def control_down(method: Any, message: Payload, name: str = "c") -> int:
-    """A broadcast of SCAFFOLD, FedDC and FedCM holds every value, and one more vector over the parameters."""
-    vector = {name: (1, fp32_bytes(num_parameters(method.network)))} if method.corrects else {}
-    return payload_bytes({"weights": (1, fp32_bytes(num_values(method.network))), **vector})
+    """A broadcast of SCAFFOLD, FedDC and FedCM holds every value that travels, and one more vector over the
+    parameters of these."""
+    vector = {name: (1, fp32_bytes(num_sent(method, trained=True)))} if method.corrects else {}
+    return payload_bytes({"weights": (1, fp32_bytes(num_sent(method))), **vector})
 
 
 def examples_up(method: Any, upload: Payload) -> int:

@@ -46,6 +46,7 @@ CHECKS: tuple[Check, ...] = (
     checks_wire.bytes_on_the_wire,
     checks_wire.server_reads_uploads_only,
     checks_wire.shapes_of_entries,
+    checks_wire.hostile_entries,
     checks_wire.order_of_uploads,
     checks_wire.broadcast,
     checks_wire.budget,

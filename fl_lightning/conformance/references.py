@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fl_lightning.conformance.formulas import num_parameters
+from fl_lightning.conformance.formulas import num_sent
 from fl_lightning.conformance.verdicts import NotApplicable
 from fl_lightning.methods import Method
 from fl_lightning.wire import Payload
@@ -65,7 +65,7 @@ def normalised_mean(history: History, sizes: Sequence[int], method: Method, clie
         id: (1 - (1 - pull) ** K) / pull if pull else (K - r * (1 - r**K) / (1 - r)) / (1 - r)
         for id, K in steps.items()
     }
-    start, P = method.server["weights"].double(), num_parameters(method.network)
+    start, P = method.server["weights"].double(), num_sent(method, trained=True)
     moved = {id: method.decode(upload).double() - start for id, upload in history[-1].items()}
     total = sum(sizes[id] for id in moved)
     tau = sum(sizes[id] / total * (steps if pull else work)[id] for id in moved)

@@ -80,9 +80,9 @@ class APFL(BesideMethod):
     def configure_optimizers(self) -> Any:
         return super().configure_optimizers() if self.optimizer_spec else SGD(self.trainable(), 0.05)
 
-    def upload(self, client: Client) -> Payload:
+    def end_client(self, client: Client) -> None:
+        super().end_client(client)
         self.keep(client, v=self.layout.read(self.beside), A=self.A.detach().cpu().clamp(0, 1))
-        return super().upload(client)
 
     def deploy(self, client: Client | None = None) -> nn.Module:
         network = super().deploy()

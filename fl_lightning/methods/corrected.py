@@ -15,13 +15,14 @@ from torch import Tensor
 from torch.optim import SGD
 
 from fl_lightning.aggregation.client_weights import Weighing
+from fl_lightning.aggregation.sums import Addend, Sums
 from fl_lightning.client import Client
 from fl_lightning.data import FederatedData
 from fl_lightning.errors import require
 from fl_lightning.methods.base import Method
 from fl_lightning.methods.optimizing import round_optimizer
 from fl_lightning.methods.products import inner_product
-from fl_lightning.wire import Layout
+from fl_lightning.wire import Layout, Payload
 
 
 class CorrectedMethod(Method, ABC):
@@ -33,7 +34,6 @@ class CorrectedMethod(Method, ABC):
     """
 
     uniform_clients = True
-    scales_with_federation = True
     refuses = {"privacy": "clipping and noise part the server's mean from what its clients keep"}
     plain_sgd_why: str = ""
     """Why local steps have to be those of SGD without momentum, weight decay and clipping; empty: they need
@@ -53,6 +53,10 @@ class CorrectedMethod(Method, ABC):
     def corrects(self) -> bool:
         """Whether anything is corrected at these settings; else the method is the mean of its clients."""
 
+    @property
+    def scales_with_federation(self) -> bool:
+        return self.corrects
+
     def build(self, data: FederatedData) -> None:
         super().build(data)
         travels = {*self.trained_names} & self.layout.shapes.keys()
@@ -66,6 +70,11 @@ class CorrectedMethod(Method, ABC):
             return SGD(self.trainable(), 0.05)
         return super().configure_optimizers()
 
+    def check(self, upload: Payload, client: Client) -> None:
+        super().check(upload, client)
+        for name in self.upload_limits(client):
+            upload.tensor(name)
+
     def make_room(self, *names: str) -> None:
         """Register buffers ``[P]`` for what ``receive`` sets."""
         for name in names:
@@ -74,6 +83,22 @@ class CorrectedMethod(Method, ABC):
     def kept(self, client: Client, name: str) -> Tensor:
         """Return a vector that the client keeps; zeros before its first round that counted."""
         return client.state.get(name, torch.zeros(self.trained.size))
+
+    def change_of(self, upload: Payload) -> Addend:
+        """Return what a client's ``change`` of its vector adds up to; a robust ``average`` guards it too."""
+        return Addend(upload.tensor("change"), start=self.change_starts().get("change"))
+
+    def change_starts(self) -> dict[str, Tensor]:
+        """Return zeros, which changes are counted from, where ``average`` is no sum; it cannot be guided by a
+        root set here."""
+        guarded = not self.average.is_sum and self.average.guide != "root_update"
+        return {"change": torch.zeros(self.trained.size)} if guarded else {}
+
+    def mean_change(self, sums: Sums) -> Tensor:
+        """Return what the server's vector changes by: 1 / N of the changes of those that returned."""
+        if self.change_starts():
+            return len(self.served) / self.clients * sums.mean("change")
+        return (sums.total("change") / self.clients).float()
 
     def along(self, vector: Tensor) -> Tensor:
         """Return <vector, y>, a term that adds ``vector`` ``[P]`` to the gradient by y."""

@@ -101,9 +101,9 @@ class Ditto(BesideMethod):
         groups: list[dict[str, Any]] = [{"params": shared}, {"params": personal, "lr": self.personal_lr}]
         return groups
 
-    def upload(self, client: Client) -> Payload:
+    def end_client(self, client: Client) -> None:
+        super().end_client(client)
         self.keep(client, v=self.layout.read(self.beside))
-        return super().upload(client)
 
     def deploy(self, client: Client | None = None) -> nn.Module:
         if client is None:

@@ -100,9 +100,9 @@ class FedALA(PersonalMethod):
         (gradient,) = torch.autograd.grad(loss, W)
         return (W.detach() - self.ala_lr * gradient).clamp(0, 1)
 
-    def upload(self, client: Client) -> Payload:
+    def end_client(self, client: Client) -> None:
+        super().end_client(client)
         self.keep(client, v=self.layout.read(self.network), W=self.W.cpu().clone())
-        return super().upload(client)
 
     def deploy(self, client: Client | None = None) -> nn.Module:
         network = super().deploy()

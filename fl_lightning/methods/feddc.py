@@ -79,10 +79,13 @@ class FedDC(FedDyn):
         return {**super().upload_limits(client), **own}
 
     def addends(self, upload: Payload, client_id: int, weight: int) -> dict[str, Addend]:
-        own = {"change": Addend(upload.tensor("change"))} if self.corrects else {}
+        own = {"change": self.change_of(upload)} if self.corrects else {}
         return {**super().addends(upload, client_id, weight), **own}
+
+    def starts(self) -> Mapping[str, Tensor]:
+        return {**super().starts(), **(self.change_starts() if self.corrects else {})}
 
     def next_state(self, sums: Sums) -> None:
         super().next_state(sums)
         if self.corrects:
-            self.server["G"] = self.server["G"] + (sums.total("change") / self.clients).float()
+            self.server["G"] = self.server["G"] + self.mean_change(sums)

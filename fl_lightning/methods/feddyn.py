@@ -85,15 +85,18 @@ class FedDyn(CorrectedMethod):
         term = self.weight / 2 * (squares - (self.start - self.centre).square().sum())
         return {**outputs, "loss": outputs["loss"] + term, "loss_dynamic": term}
 
-    def upload(self, client: Client) -> Payload:
+    def end_client(self, client: Client) -> None:
+        super().end_client(client)
         if self.corrects:
             moved = self.trained.read(self.network) - self.start.cpu()
             client.state["H_i"] = self.kept(client, "H_i") + moved
-        return super().upload(client)
 
     def addends(self, upload: Payload, client_id: int, weight: int) -> dict[str, Addend]:
         own = {"clients": Addend(torch.ones(1))} if self.corrects else {}
         return {**super().addends(upload, client_id, weight), **own}
+
+    def largest_value(self, name: str) -> float:
+        return 1.0 if name == "clients" else super().largest_value(name)
 
     def next_state(self, sums: Sums) -> None:
         if not self.corrects:

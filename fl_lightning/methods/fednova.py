@@ -16,7 +16,9 @@ from collections.abc import Mapping
 from typing import Annotated, Any
 
 import torch
+from torch import Tensor
 
+from fl_lightning.aggregation.exact_sum import MAX_MAGNITUDE, largest
 from fl_lightning.aggregation.sums import Addend, Sums
 from fl_lightning.client import Client
 from fl_lightning.config.constraints import within
@@ -27,7 +29,10 @@ from fl_lightning.methods.corrected import require_plain_sgd
 from fl_lightning.methods.local_work import check_steps
 from fl_lightning.methods.optimizing import round_lr, round_optimizer
 from fl_lightning.methods.terms import ProximalTerm
-from fl_lightning.wire import Limit, Payload
+from fl_lightning.wire import Limit, Payload, PayloadError
+
+SWING_STEPS = 100
+"""Steps within which a_i is least, where momentum takes it back."""
 
 
 class FedNova(Method):
@@ -63,7 +68,8 @@ class FedNova(Method):
         require_plain_sgd(self, why, momentum=True, decay=True, clipping=True)
         pull = self.mu * round_lr(self)
         given, why = f"mu {self.mu:g} at a learning rate of {pull / (self.mu or 1):g}", "mu lr is at most 1"
-        require(pull <= 1, given, f"{why}, or a_i need not be above 0", "write --model.mu 0.01")
+        above = pull <= 1 and min(map(self.work_of, range(1, SWING_STEPS))) > 0
+        require(above, given, f"{why}, or a_i need not be above 0", "write --model.mu 0.01")
         if self.server_momentum:
             self.server["momentum"] = torch.zeros(self.trained_values)
 
@@ -77,6 +83,11 @@ class FedNova(Method):
     def check(self, upload: Payload, client: Client) -> None:
         super().check(upload, client)
         check_steps(upload, self.steps_asked.get(client.id))
+        work = self.work_of(int(upload.tensor("steps")))
+        if work < 1 and not largest(self._normalised(self.decode(upload), work)) < MAX_MAGNITUDE:
+            raise PayloadError(
+                f"an update that is too large for work of {work:.3g}", "it is divided by that", "lower the lr"
+            )
 
     def work_of(self, steps: int) -> float:
         """Return a_i of a client that made so many steps in this round."""
@@ -89,14 +100,25 @@ class FedNova(Method):
 
     def addends(self, upload: Payload, client_id: int, weight: int) -> dict[str, Addend]:
         steps, start, most = int(upload.tensor("steps")), self.starts()["weights"], self.largest_weight
-        work, ended, P = self.work_of(steps), self.decode(upload), self.trained_values
-        if work != 1:
-            ended = torch.cat([start[:P] + (ended[:P] - start[:P]) / work, ended[P:]])
-        length = (steps if self.mu else work) if self.normalize else 1.0
+        ended = self._normalised(self.decode(upload), self.work_of(steps))
         return {
             "weights": Addend(ended, weight, most, start),
-            "lengths": Addend(torch.tensor([float(length)]), weight, most),
+            "lengths": Addend(torch.tensor([self._length_of(steps)]), weight, most),
         }
+
+    def _normalised(self, ended: Tensor, work: float) -> Tensor:
+        """Return x + (y_i - x) / a_i, and statistics as they are, ``[P]``."""
+        start, P = self.starts()["weights"], self.trained_values
+        return ended if work == 1 else torch.cat([start[:P] + (ended[:P] - start[:P]) / work, ended[P:]])
+
+    def _length_of(self, steps: int) -> float:
+        """Return what a client of so many steps adds to tau."""
+        return (float(steps) if self.mu else self.work_of(steps)) if self.normalize else 1.0
+
+    def largest_value(self, name: str) -> float:
+        if name == "lengths" and self.steps_asked:
+            return self._length_of(max(self.steps_asked.values()))
+        return super().largest_value(name)
 
     def next_state(self, sums: Sums) -> None:
         P, mean, tau = self.trained_values, sums.mean("weights"), float(sums.mean("lengths"))

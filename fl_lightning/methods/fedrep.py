@@ -70,7 +70,7 @@ class FedRep(Method):
             parameter.requires_grad_((name in self.own.shapes) == trains_head)
         return super().training_step(batch, batch_idx)
 
-    def upload(self, client: Client) -> Any:
+    def end_client(self, client: Client) -> None:
+        super().end_client(client)
         for parameter in self.trained_weights().values():
             parameter.requires_grad_(True)
-        return super().upload(client)

@@ -82,9 +82,9 @@ class FedRoD(PersonalMethod):
         outputs = self.with_terms({"loss": task, "loss_task": task}, batch, logits)
         return {**outputs, "loss": outputs["loss"] + personal, "loss_personal": personal}
 
-    def upload(self, client: Client) -> Payload:
+    def end_client(self, client: Client) -> None:
+        super().end_client(client)
         self.keep(client, P=self.of_head.read(self.head))
-        return super().upload(client)
 
     @torch.no_grad()
     def deploy(self, client: Client | None = None) -> nn.Module:

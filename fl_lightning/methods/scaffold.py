@@ -40,7 +40,6 @@ class SCAFFOLD(CorrectedMethod):
 
     kind = "drift correction"
     stackable = True
-    control_variates = True
     calls_server_optimizer = True
     plain_sgd_why = "c_i is a mean gradient, (x - y) / (K lr), where a step is minus lr times a gradient"
 
@@ -58,6 +57,10 @@ class SCAFFOLD(CorrectedMethod):
 
     @property
     def corrects(self) -> bool:
+        return self.control
+
+    @property
+    def control_variates(self) -> bool:
         return self.control
 
     def build(self, data: FederatedData) -> None:
@@ -128,10 +131,13 @@ class SCAFFOLD(CorrectedMethod):
         return {**super().upload_limits(client), **own}
 
     def addends(self, upload: Payload, client_id: int, weight: int) -> dict[str, Addend]:
-        own = {"change": Addend(upload.tensor("change"))} if self.control else {}
+        own = {"change": self.change_of(upload)} if self.control else {}
         return {**super().addends(upload, client_id, weight), **own}
+
+    def starts(self) -> Mapping[str, Tensor]:
+        return {**super().starts(), **(self.change_starts() if self.control else {})}
 
     def next_state(self, sums: Sums) -> None:
         super().next_state(sums)
         if self.control:
-            self.server["c"] = self.server["c"] + (sums.total("change") / self.clients).float()
+            self.server["c"] = self.server["c"] + self.mean_change(sums)

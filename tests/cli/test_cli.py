@@ -192,6 +192,32 @@ def test_what_a_changed_class_does_not_know_is_dropped_and_said(
 
 
 @pytest.mark.parametrize(
+    "name", ["FedDC", "FedSpeed", "MoFedSAM", "SCAFFOLD", "FedCM", "FedProx", "FedAdam", "FedMPQ", "FedRep"]
+)
+def test_a_method_has_its_own_defaults_wherever_its_class_stands(name: str, here: Path) -> None:
+    """Flags and files that set something of no class yet are of the class that is named last."""
+    from fl_lightning.cli.parser import resolve
+
+    (here / "part.yaml").write_text("model: {network: mlp}\n")
+    flags, part = ["--model.network", "mlp"], ["--config", str(here / "part.yaml")]
+    expected = yaml.safe_load(resolve(["--model", name, *flags]))
+    assert expected["model"]["init_args"]["network"] == "mlp"
+    class_path = f"--model.class_path=fl_lightning.methods.{name}"
+    for given in ([*flags, "--model", name], [*flags, class_path], [*part, "--model", name]):
+        assert yaml.safe_load(resolve(given)) == expected, given
+    other = ["--model", "FedNova", *flags, "--model.mu", "0.25", "--model", name]
+    model = yaml.safe_load(resolve(other))["model"]["init_args"]
+    assert model == {**expected["model"]["init_args"], **({"mu": 0.25} if "mu" in model else {})}
+
+
+def test_a_setting_before_the_class_that_has_it(here: Path) -> None:
+    from fl_lightning.cli.parser import resolve
+
+    model = yaml.safe_load(resolve(["--model.alpha", "0.3", "--model", "FedDyn"]))["model"]["init_args"]
+    assert (model["alpha"], model["weigh_by"]) == (0.3, "clients")
+
+
+@pytest.mark.parametrize(
     "flags", [["--data", "TextFiles"], ["--data=fl_lightning.data.TextFiles"], ["--config", "text.yaml"]]
 )
 def test_a_class_has_its_own_defaults(flags: list[str], here: Path) -> None:

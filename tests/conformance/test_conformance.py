@@ -7,7 +7,7 @@ import pytest
 from fl_lightning import methods
 from fl_lightning.__main__ import main
 from fl_lightning.conformance import method_under_test, run_checks
-from fl_lightning.conformance.checks_wire import bytes_on_the_wire, shapes_of_entries
+from fl_lightning.conformance.checks_wire import broadcast, bytes_on_the_wire, shapes_of_entries
 from fl_lightning.methods import Method
 
 
@@ -160,6 +160,23 @@ def test_bytes_by_hand_at_other_settings(name, settings):
     assert (outcome.verdict, outcome.detail.split(", ")[-1]) == ("passed", "as by hand formula"), (
         outcome.detail
     )
+
+
+@pytest.mark.parametrize("personal", ["norm", "head", "features.0.*"])
+@pytest.mark.parametrize("name", ["SCAFFOLD", "FedNova", "FedCM", "FedDC", "MoFedSAM"])
+def test_bytes_of_methods_with_a_second_vector_are_of_what_travels(name, personal):
+    subject = method_under_test(getattr(methods, name), {"personal": personal})
+    bytes_by_hand, sent = run_checks(subject, [bytes_on_the_wire, broadcast])
+    assert bytes_by_hand.detail.endswith("as by hand formula"), bytes_by_hand.detail
+    assert (bytes_by_hand.verdict, sent.verdict) == ("passed", "passed"), sent.detail
+
+
+def test_scaffold_with_a_personal_head_by_hand():
+    """Of 2 688 values 1 024 weights and 4 biases of the classifier stay, of 2 632 trained ones too."""
+    (outcome,) = run_checks(method_under_test(methods.SCAFFOLD, {"personal": "head"}), [bytes_on_the_wire])
+    travels, trained = 2688 - 1028, 2632 - 1028
+    up, down = 4 * (travels + trained) + 19 + 15 + 14 + 13, 4 * (travels + trained) + 19 + 14 + 8
+    assert f"{up} bytes up, {down} down, as by hand formula" in outcome.detail
 
 
 def test_fedavg_by_hand():

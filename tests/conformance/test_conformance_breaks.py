@@ -17,6 +17,7 @@ from breaking import (
 from torch.nn import functional as F
 from torch.optim import SGD
 
+from fl_lightning.aggregation.sums import Addend
 from fl_lightning.methods import AQFL, FedAvg, FedMPQ
 from fl_lightning.wire import Layout, Payload
 
@@ -51,7 +52,7 @@ class ReadsUnsentState(FedAvg):
         self.server["weights"] = (self.server["weights"] + self.layout.read(self.network)) / 2
 
 
-@BROKEN.fails("shapes of entries")
+@BROKEN.fails("shapes of entries", "hostile entries")
 class StacksAnyShape(FedAvg):
     """It declares how many values its entry has, and not their shape."""
 
@@ -64,6 +65,20 @@ class StacksAnyShape(FedAvg):
     def aggregate(self, uploads):
         torch.stack([upload.tensor("more") for upload in uploads.values()])
         super().aggregate(uploads)
+
+
+@BROKEN.fails("hostile entries")
+class ReadsLate(FedAvg):
+    """What it sends beside weights is first read where it is added up."""
+
+    def upload(self, client):
+        return Payload({**super().upload(client), "more": torch.ones(3)})
+
+    def upload_limits(self, client):
+        return {**super().upload_limits(client), "more": (3,)}
+
+    def addends(self, upload, client_id, weight):
+        return {**super().addends(upload, client_id, weight), "more": Addend(upload.tensor("more"))}
 
 
 @BROKEN.fails("known optimum", "partial participation", "copies", "weights by examples")

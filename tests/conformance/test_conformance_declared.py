@@ -13,15 +13,16 @@ from fl_lightning.__main__ import main
 from fl_lightning.conformance import CHECKS, method_under_test, run_checks
 from fl_lightning.conformance.scaffold import ScaffoldRound, scaffold_path
 from fl_lightning.conformance.toy import CENTRES
-from fl_lightning.methods import SCAFFOLD, FedAvg, Method
+from fl_lightning.methods import SCAFFOLD, FedAvg, FedCM, FedDC, FedDyn, FedSpeed, Method
 from fl_lightning.wire import Payload
 
 pytestmark = [pytest.mark.slow, pytest.mark.essential]  # what proves the kit, which itself runs in every run
 
 
-def failures(method, *names):
+def failures(method, *names, settings=None):
     checks = [check for check in CHECKS if not names or check.__name__.replace("_", " ") in names]
-    return {o.check: o.detail for o in run_checks(method_under_test(method), checks) if o.verdict == "failed"}
+    outcomes = run_checks(method_under_test(method, settings), checks)
+    return {o.check: o.detail for o in outcomes if o.verdict == "failed"}
 
 
 class Scaffold(SCAFFOLD):
@@ -256,6 +257,44 @@ class NoAlpha(Dynamic):
 )
 def test_a_wrong_feddyn_is_told_what_is_wrong(wrong, says):
     assert says in failures(wrong, "dynamic regularisation")["dynamic regularisation"]
+
+
+class DeclaredDyn(FedDyn):
+    """The project's method, of which the kit knows nothing but what it declares."""
+
+    dynamic_regularisation = True
+
+
+class TwiceTheMean(DeclaredDyn):
+    def next_state(self, sums):
+        start = self.server["weights"]
+        super().next_state(sums)
+        self.server["weights"] = 2 * self.server["weights"] - start
+
+
+AT_NEUTRAL = ("known optimum", "agreement", "partial participation", "federation size", "broadcast")
+
+
+@pytest.mark.parametrize(
+    ("method", "settings"),
+    [
+        (DeclaredDyn, {"alpha": 0.0}),
+        (FedDyn, {"alpha": 0.0}),
+        (FedDC, {"alpha": 0.0}),
+        (FedSpeed, {"lamb": 0.0, "rho": 0.001}),
+        (SCAFFOLD, {"control": False}),
+        (FedCM, {"A": 1.0}),
+    ],
+)
+def test_a_method_that_keeps_nothing_at_its_neutral_setting_passes_there(method, settings):
+    """It is the mean of its clients, and has neither vectors nor the number of all clients in its steps."""
+    checks = [*AT_NEUTRAL, "dynamic regularisation", "control variates", "kept state is used"]
+    assert failures(method, *checks, settings=settings) == {}
+
+
+def test_a_feddyn_is_checked_at_alpha_0_too():
+    found = failures(TwiceTheMean, *AT_NEUTRAL, "dynamic regularisation", settings={"alpha": 0.0})
+    assert {"partial participation", "dynamic regularisation"} <= found.keys()
 
 
 class Undeclared(Dynamic):

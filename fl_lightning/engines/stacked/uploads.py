@@ -1,4 +1,4 @@
-"""The uploads of a whole stack, where the method leaves ``upload`` at the default."""
+"""The uploads of a whole stack, where the method leaves ``upload`` and ``end_client`` at the default."""
 
 from __future__ import annotations
 
@@ -28,7 +28,8 @@ def default_uploads(
             name.
         shared: values that are the same for all of them, by name.
     """
-    if overrides(method, Method, "upload") or method.terms_read("previous_features") or method.own.size:
+    own = any(overrides(method, Method, hook) for hook in ("upload", "end_client"))
+    if own or method.terms_read("previous_features") or method.own.size:
         return None
     layout = method.layout
     if type(layout) is not Layout or "read" in vars(layout):
