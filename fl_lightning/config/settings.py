@@ -60,6 +60,7 @@ NEUTRAL_VALUES = {
     "model.init_args.personal": None,
     "model.init_args.finetune": None,
     "model.init_args.network.init_args.adapter": "lora",
+    "model.init_args.network.init_args.example_shape": None,
     "model.init_args.loss": "cross_entropy",
     "data.init_args.batch_tokens": None,
     "data.init_args.metrics": None,
