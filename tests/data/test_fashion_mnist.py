@@ -4,15 +4,24 @@ from __future__ import annotations
 
 import gzip
 import hashlib
+import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+import yaml
 from fashion_files import NAMES, PACKAGE, needs_package, write_fashion
+from places import CONFIGS
 from toy import ready
 
+from fl_lightning.__main__ import main
+from fl_lightning.cli import parser as cli
 from fl_lightning.data import IID, FederatedImages, fashion_mnist
+from fl_lightning.study.plan.study import Study
+
+SYNTHETIC = ("data.dataset", "data.synthetic")
 
 
 def fashion(root: Path, **settings: object) -> FederatedImages:
@@ -143,6 +152,50 @@ def test_grey_digits_are_one_channel_of_the_three() -> None:
     one, three = (ready(dataset="digits", channels=channels) for channels in (1, 3))
     assert torch.equal(one.train_images.expand(-1, 3, -1, -1), three.train_images)
     assert one.partition_hash == three.partition_hash
+
+
+@pytest.mark.parametrize(
+    "args",
+    [
+        ["--config", "fashion", "--data.partition.min_size", "2"],
+        ["--config", "kd_default", "--config", "overlays/fashion_mnist", "--data.num_clients", "10"],
+    ],
+    ids=["fashion", "overlay"],
+)
+def test_the_configurations_run(tmp_path, monkeypatch, args) -> None:
+    monkeypatch.chdir(tmp_path)
+    write_fashion(tmp_path / "data/FashionMNIST/raw", monkeypatch, rows=400)
+    assert main(["fit", *args, "--trainer.max_rounds", "2", "--trainer.logger", "false"]) == 0
+    (metadata,) = (json.loads(path.read_text()) for path in tmp_path.glob("runs/*/*/metadata.json"))
+    assert (metadata["dataset"], metadata["status"]) == ("fashion_mnist", "finished")
+
+
+def test_corruptions_of_grey_images_are_reported_as_such(tmp_path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    write_fashion(tmp_path / "data/FashionMNIST/raw", monkeypatch)
+    few = ["--data.num_clients", "2", "--data.partition.min_size", "2", "--trainer.max_rounds", "1"]
+    assert main(["fit", "--config", "fashion", *few, "--trainer.logger", "false"]) == 0
+    (run,) = tmp_path.glob("runs/*/*")
+    assert main(["test", "--ckpt_path", str(run), "--probes", "corruptions,fgsm"]) == 0
+    found = json.loads((run / "test.json").read_text())
+    assert "of a corrupted grey image the first one is shown" in json.dumps(found)
+
+
+@pytest.mark.parametrize("name", ["exp1_embedded", "exp2_embedded"])
+def test_the_overlay_makes_studies_of_the_project_studies_of_clothing(name) -> None:
+    """Its ends resolve, and but for the data they are what they were."""
+    study = Study.read(CONFIGS / f"{name}.yaml")
+    settings = {key: value for key, value in study.settings.items() if not key.startswith(SYNTHETIC)}
+    overlays = (*study.overlays, CONFIGS / "overlays/fashion_mnist.yaml")
+    ours = replace(study, settings=settings, overlays=overlays)
+    for place in (0, -1):
+        theirs, clothes = (
+            yaml.safe_load(cli.resolve(one.cells()[place].args))
+            for one in (replace(study, settings=settings), ours)
+        )
+        changed = {"dataset": "fashion_mnist", "root": "data", "download": False, "channels": 3}
+        assert clothes["data"]["init_args"] == theirs["data"]["init_args"] | changed
+        assert clothes["model"] == theirs["model"]
 
 
 @needs_package
