@@ -112,9 +112,10 @@ def at_least(least: int) -> Constraint:
     return within(f"[{least}, inf)", f"at least {least} is needed", max(least, 1))
 
 
-def one_of(names: Sequence[str], instead: str = "", *, near: bool = False) -> Constraint:
-    """Return the constraint of a text to some names."""
-    return Constraint(f"one of {', '.join(names)}", instead or names[0], names=tuple(names), near=near)
+def one_of(names: Sequence[str | int], instead: str = "", *, near: bool = False) -> Constraint:
+    """Return the constraint of a setting to some names, or to some numbers."""
+    rule = f"one of {', '.join(map(str, names))}"
+    return Constraint(rule, instead or str(names[0]), names=tuple(names), near=near)
 
 
 def path_to(kind: str, rule: str, instead: str) -> Constraint:

@@ -62,6 +62,7 @@ NEUTRAL_VALUES = {
     "model.init_args.personal": None,
     "model.init_args.finetune": None,
     "model.init_args.network.init_args.adapter": "lora",
+    "model.init_args.network.init_args.example_shape": None,
     "model.init_args.loss": "cross_entropy",
     "data.init_args.batch_tokens": None,
     "data.init_args.metrics": None,
@@ -70,6 +71,7 @@ NEUTRAL_VALUES = {
 """Settings that came after version 0.1.0, by pattern, with the value that runs of that version had."""
 NEUTRAL_VALUES_OF_CLASS: dict[str, dict[str, Any]] = {
     "TextFiles": {"data.init_args.generate": False, "data.init_args.primary": "perplexity"},
+    "FederatedImages": {"data.init_args.channels": 3},
     "TableData": {"data.init_args.missing": None, "data.init_args.text": None},
 }
 """Settings that a class of data got later and others always had, by the name of the class."""

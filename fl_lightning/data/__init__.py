@@ -1,6 +1,7 @@
 """Data sets, and partitions that distribute them to clients."""
 
 from fl_lightning.data.base import FederatedData
+from fl_lightning.data.dirichlet_forms import DirichletPerClient, UncappedDirichlet
 from fl_lightning.data.hugging_face import HuggingFaceData
 from fl_lightning.data.image_base import ImageData
 from fl_lightning.data.image_folder import ImageFolder
@@ -9,6 +10,13 @@ from fl_lightning.data.index_file import FromFile
 from fl_lightning.data.leaf import LeafData
 from fl_lightning.data.map_style import DataModuleData, DatasetData
 from fl_lightning.data.partition import IID, Dirichlet, Natural, Partition, Shards, dirichlet_partition
+from fl_lightning.data.published_partitions import (
+    LabelsPerClient,
+    NIIDBenchDirichlet,
+    PFLlibPathological,
+    PFLlibPractical,
+    Quantity,
+)
 from fl_lightning.data.table import TableData
 from fl_lightning.data.text.corpus_data import CorpusData
 from fl_lightning.data.text.federation import InstructionData, TextData
@@ -26,6 +34,7 @@ __all__ = [
     "DataModuleTokens",
     "DatasetData",
     "Dirichlet",
+    "DirichletPerClient",
     "FederatedData",
     "FederatedImages",
     "FromFile",
@@ -34,10 +43,15 @@ __all__ = [
     "ImageFolder",
     "InstructionData",
     "LabelledText",
+    "LabelsPerClient",
     "LeafData",
+    "NIIDBenchDirichlet",
     "Natural",
     "NaturalInstructions",
+    "PFLlibPathological",
+    "PFLlibPractical",
     "Partition",
+    "Quantity",
     "Shards",
     "TableData",
     "TextData",
@@ -45,5 +59,6 @@ __all__ = [
     "TokenData",
     "TokenFile",
     "TwoClients",
+    "UncappedDirichlet",
     "dirichlet_partition",
 ]

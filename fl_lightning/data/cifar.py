@@ -9,17 +9,15 @@ from __future__ import annotations
 
 import logging
 import pickle
-import socket
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from fl_lightning.data.local import Arrays
+from fl_lightning.data.published_files import PublishedFiles
 from fl_lightning.errors import InputError
 
-Arrays = tuple[np.ndarray, np.ndarray]
 log = logging.getLogger(__name__)
 
 
@@ -82,19 +80,7 @@ def read_batch(path: Path) -> Arrays:
     return images.reshape(-1, 3, 32, 32), labels
 
 
-@contextmanager
-def _socket_timeout(seconds: float) -> Iterator[None]:
-    """Set the timeout of new sockets within the block."""
-    before = socket.getdefaulttimeout()
-    # torchvision sets no timeout, so a firewall that drops packets would hang the run
-    socket.setdefaulttimeout(seconds)
-    try:
-        yield
-    finally:
-        socket.setdefaulttimeout(before)
-
-
-class Cifar:
+class Cifar(PublishedFiles):
     """The files of CIFAR-10 or CIFAR-100.
 
     Args:
@@ -105,9 +91,8 @@ class Cifar:
     def __init__(self, dataset: str, *, root: str) -> None:
         from torchvision import datasets
 
-        self.dataset, self.root = dataset, Path(root)
         self.published = datasets.CIFAR100 if dataset == "cifar100" else datasets.CIFAR10
-        self.folder = self.root / self.published.base_folder
+        super().__init__(dataset, Path(root) / self.published.base_folder)
 
     def missing(self) -> list[str]:
         """Return the names of the files that are not in the folder."""
@@ -115,41 +100,18 @@ class Cifar:
         return [name for name, _ in files if not (self.folder / name).is_file()]
 
     def prepare(self, download: bool) -> None:
-        """Download missing files if ``download`` allows it; existing files are never replaced.
-
-        Raises:
-            InputError: a file is missing and was not downloaded.
-        """
-        if self.missing():
-            reason = self._fetch() if download else "--data.download is false"
-            if self.missing():
-                allow = "" if download else "write --data.download true, "
-                raise InputError(
-                    f"{self.dataset}",
-                    f"file {self.missing()[0]} is not in {self.folder} and was not fetched ({reason})",
-                    f"put the files there, {allow}or run configs/kd_default.yaml, which needs no network",
-                )
+        super().prepare(download)
         self._compare_checksums()
 
-    def _fetch(self) -> str:
-        """Download and unpack the archive; return the reason why a file may still be missing."""
+    def download(self) -> None:
         from torchvision.datasets.utils import download_and_extract_archive
 
-        new = [folder for folder in (self.root, *self.root.parents) if not folder.exists()]
-        try:
-            with _socket_timeout(30):
-                download_and_extract_archive(
-                    self.published.url,
-                    str(self.root),
-                    filename=self.published.filename,
-                    md5=self.published.tgz_md5,
-                )
-        except (OSError, RuntimeError) as error:
-            with suppress(OSError):  # rmdir refuses a folder that is not empty
-                for folder in new:
-                    folder.rmdir()
-            return " ".join(str(error).split()) or type(error).__name__
-        return "the archive did not hold it"
+        download_and_extract_archive(
+            self.published.url,
+            str(self.folder.parent),
+            filename=self.published.filename,
+            md5=self.published.tgz_md5,
+        )
 
     def _compare_checksums(self) -> None:
         from torchvision.datasets.utils import check_integrity

@@ -27,9 +27,10 @@ Crop = Literal["none", "pad", "shrink"]
 
 
 class ImageData(FederatedData):
-    """Square images of three channels and their classes; a subclass calls :meth:`hold` in ``setup``.
+    """Square images and their classes; a subclass calls :meth:`hold` in ``setup``.
 
-    A subclass sets :attr:`dataset`, :attr:`side` and :attr:`root` before it calls this constructor.
+    A subclass sets :attr:`dataset`, :attr:`side`, :attr:`root` and, where it is not 3, :attr:`channels`
+    before it calls this constructor.
 
     Args:
         num_clients: number of clients that hold the training examples.
@@ -55,6 +56,8 @@ class ImageData(FederatedData):
     """Name of the data set."""
     side: int
     """Side of an image in pixels."""
+    channels: int = 3
+    """Channels of an image."""
     root: str
     """Folder of the files, beside which the ``test`` command looks for those of corruptions."""
 
@@ -87,7 +90,8 @@ class ImageData(FederatedData):
             f"write 1 to {side}",
         )
         if crop == "pad":
-            check_memory(f"crop_padding={crop_padding} around an image", 3 * (side + 2 * crop_padding) ** 2)
+            padded = side + 2 * crop_padding
+            check_memory(f"crop_padding={crop_padding} around an image", self.channels * padded**2)
         super().__init__(
             dataset=self.dataset,
             num_clients=num_clients,
@@ -100,7 +104,7 @@ class ImageData(FederatedData):
         )
         self.crop, self.crop_padding, self.flip = crop, crop_padding, flip
         self.view_side = crop_size if crop == "shrink" else side
-        self.example_shape = (3, self.view_side, self.view_side)
+        self.example_shape = (self.channels, self.view_side, self.view_side)
 
     @abstractmethod
     def setup(self, stage: str | None = None) -> None:
@@ -110,7 +114,7 @@ class ImageData(FederatedData):
         """Keep the images, and compute the mean and standard deviation of the training pixels.
 
         Args:
-            train: training images uint8 ``[N, 3, side, side]`` and classes int64 ``[N]``.
+            train: training images uint8 ``[N, channels, side, side]`` and classes int64 ``[N]``.
             test: test images and classes, in the same form.
             public: images of another data set for the public set; None: there are none.
         """
@@ -149,7 +153,7 @@ class ImageData(FederatedData):
         """Return the part of the images that the network sees.
 
         Args:
-            images: uint8 ``[B, 3, side, side]``.
+            images: uint8 ``[B, channels, side, side]``.
             draws: crop and mirroring as :meth:`draws` returns them, ``[B, 3]``; None: the centre crop.
         """
         side = self.view_side
@@ -163,7 +167,7 @@ class ImageData(FederatedData):
         row = top + steps
         column = left + torch.where(mirrored.bool(), side - 1 - steps, steps)
         example = torch.arange(len(images), device=images.device)[:, None, None, None]
-        channel = torch.arange(3, device=images.device)[:, None, None]
+        channel = torch.arange(images.shape[1], device=images.device)[:, None, None]
         return images[example, channel, row[:, None, :, None], column[:, None, None, :]]  # a single gather
 
     def normalise(self, pixels: Tensor) -> Tensor:

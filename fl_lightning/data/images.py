@@ -1,4 +1,4 @@
-"""Images of data sets that are known by a short name: CIFAR, digits and synthetic images.
+"""Images of data sets that are known by a short name: CIFAR, Fashion-MNIST, digits and synthetic images.
 
 A data set is one entry of ``DATASETS``.
 """
@@ -11,9 +11,11 @@ from typing import Annotated, Any
 
 from fl_lightning.config.constraints import one_of, within
 from fl_lightning.data.cifar import Cifar
+from fl_lightning.data.fashion_mnist import FashionMnist
 from fl_lightning.data.image_base import ImageData
 from fl_lightning.data.local import Arrays, digits, synthetic
 from fl_lightning.data.partition import check_memory
+from fl_lightning.data.published_files import PublishedFiles
 from fl_lightning.errors import require
 
 
@@ -34,30 +36,39 @@ class ImageSet:
     """A data set of images that is known by a name.
 
     Args:
-        read: returns training and test images uint8 ``[N, 3, side, side]`` with their classes int64 ``[N]``.
+        read: returns training and test images uint8 ``[N, C, side, side]`` with their classes int64 ``[N]``.
         num_classes: number of classes, given the settings.
         side: side of an image in pixels, given the settings.
         prepare: downloads and checks the files; by default there are none.
+        grey: whether its images have one channel, C = 1, and not 3.
     """
 
     read: Callable[[ImageSettings], tuple[Arrays, Arrays]]
     num_classes: Callable[[ImageSettings], int]
     side: Callable[[ImageSettings], int] = lambda settings: 32
     prepare: Callable[[ImageSettings], None] = lambda settings: None
+    grey: bool = False
 
 
-def _cifar(name: str, num_classes: int) -> ImageSet:
+def _published(
+    files: Callable[[ImageSettings], PublishedFiles], *, num_classes: int, side: int = 32, grey: bool = False
+) -> ImageSet:
     return ImageSet(
-        read=lambda settings: Cifar(name, root=settings.root).read(),
+        read=lambda settings: files(settings).read(),
         num_classes=lambda settings: num_classes,
-        prepare=lambda settings: Cifar(name, root=settings.root).prepare(settings.download),
+        side=lambda settings: side,
+        prepare=lambda settings: files(settings).prepare(settings.download),
+        grey=grey,
     )
 
 
 DATASETS = {
-    "cifar10": _cifar("cifar10", 10),
-    "cifar100": _cifar("cifar100", 100),
-    "digits": ImageSet(read=lambda settings: digits(), num_classes=lambda settings: 10),
+    "fashion_mnist": _published(
+        lambda settings: FashionMnist(root=settings.root), num_classes=10, side=28, grey=True
+    ),
+    "cifar10": _published(lambda settings: Cifar("cifar10", root=settings.root), num_classes=10),
+    "cifar100": _published(lambda settings: Cifar("cifar100", root=settings.root), num_classes=100),
+    "digits": ImageSet(read=lambda settings: digits(), num_classes=lambda settings: 10, grey=True),
     "synthetic": ImageSet(
         read=lambda settings: synthetic(
             sizes=settings.synthetic_sizes,
@@ -70,6 +81,7 @@ DATASETS = {
     ),
 }
 """All data sets by name. A new one is an entry here, and nothing else."""
+GREY = tuple(name for name, images in DATASETS.items() if images.grey)
 KNOWN_DATASET = one_of(
     tuple(DATASETS),
     instead="write one of them, or name other data: --data HuggingFaceData, ImageFolder or DatasetData",
@@ -81,10 +93,12 @@ class FederatedImages(ImageData):
     """Images and their classes, distributed to clients.
 
     Args:
-        dataset: cifar10, cifar100 (read from root), digits (1 797 scanned digits, no files needed) or
-            synthetic.
-        root: folder of the CIFAR files (the one that holds cifar-10-batches-py or cifar-100-python).
-        download: whether missing CIFAR files may be fetched from the network.
+        dataset: fashion_mnist (read from root or from Debian's package dataset-fashion-mnist), cifar10,
+            cifar100 (read from root), digits (1 797 scanned digits, no files needed) or synthetic.
+        root: folder of the files (the one that holds FashionMNIST, cifar-10-batches-py or cifar-100-python).
+        download: whether missing files may be fetched from the network.
+        channels: of grey images (fashion_mnist, digits): 3 equal channels, as networks and corruptions for
+            colours take them, or 1. Other images have 3.
         public_dataset: data set whose training images, without labels, are the public set of FedKD, all of
             them if public_examples is 0; null: a slice of dataset's own training images, taken out before
             they are dealt to clients. Normalised like dataset's.
@@ -106,6 +120,7 @@ class FederatedImages(ImageData):
         dataset: Annotated[str, KNOWN_DATASET] = "digits",
         root: str = "data",
         download: bool = False,
+        channels: Annotated[int, one_of((1, 3), "write 3, or 1 for grey images")] = 3,
         public_dataset: str | None = None,
         synthetic_examples: Annotated[int, within("[1, inf)", "at least 1", "write 1 or more")] = 5000,
         synthetic_test_examples: Annotated[int, within("[1, inf)", "at least 1", "write 1 or more")] = 1000,
@@ -131,9 +146,11 @@ class FederatedImages(ImageData):
             synthetic_seed=synthetic_seed,
         )
         self.dataset, self.root, self.side = dataset, root, DATASETS[dataset].side(self.settings)
+        self.channels = channels
         super().__init__(**settings)
         self.public_dataset = public_dataset
         self._check_public()
+        self._check_channels()
         self.num_classes = DATASETS[dataset].num_classes(self.settings)
 
     def _check_public(self) -> None:
@@ -165,6 +182,20 @@ class FederatedImages(ImageData):
             f"write crop shrink and a crop_size of {min(side, self.side)} or less",
         )
 
+    def _check_channels(self) -> None:
+        """Refuse one channel of images that have three.
+
+        Raises:
+            InputError: the clients' or the public images are no grey ones.
+        """
+        for name in filter(None, (self.dataset, self.public_dataset)):
+            require(
+                self.channels == 3 or name in GREY,
+                f"channels={self.channels} for {name}",
+                "its images have three channels",
+                f"write channels 3, or a data set of grey images: {', '.join(GREY)}",
+            )
+
     def prepare_data(self) -> None:
         """Download missing files if allowed, and check the files.
 
@@ -180,6 +211,15 @@ class FederatedImages(ImageData):
         Raises:
             InputError: a file is damaged.
         """
-        train, test = DATASETS[self.dataset].read(self.settings)
-        public = DATASETS[self.public_dataset].read(self.settings)[0][0] if self.public_dataset else None
+        train, test = self._read(self.dataset)
+        public = self._read(self.public_dataset)[0][0] if self.public_dataset else None
         self.hold(train, test, public)
+
+    def _read(self, dataset: str) -> tuple[Arrays, Arrays]:
+        """Return training and test images with their classes, all images with ``channels`` channels."""
+        parts = DATASETS[dataset].read(self.settings)
+        train, test = (
+            (images if images.shape[1] == self.channels else images.repeat(self.channels, axis=1), labels)
+            for images, labels in parts
+        )
+        return train, test

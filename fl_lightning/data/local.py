@@ -20,7 +20,7 @@ def _to_uint8(values: torch.Tensor) -> np.ndarray:
 
 
 def digits() -> tuple[Arrays, Arrays]:
-    """Return 1 797 scanned digits (8x8, 17 grey levels), enlarged to RGB 32x32.
+    """Return 1 797 scanned digits (8x8, 17 grey levels), enlarged to 32x32, uint8 ``[N, 1, 32, 32]``.
 
     Of every class, 80 % are training and 20 % are test images.
     """
@@ -28,9 +28,7 @@ def digits() -> tuple[Arrays, Arrays]:
 
     pixels, labels = load_digits(return_X_y=True)
     grey = torch.from_numpy(pixels).reshape(-1, 1, 8, 8) * (255 / 16)
-    images = _to_uint8(interpolate(grey, size=(32, 32), mode="bilinear", align_corners=False)).repeat(
-        3, axis=1
-    )
+    images = _to_uint8(interpolate(grey, size=(32, 32), mode="bilinear", align_corners=False))
     labels = labels.astype(np.int64)
     rng = stream(DIGITS_SPLIT_SEED, "digits/test")
     in_test = np.zeros(len(labels), bool)

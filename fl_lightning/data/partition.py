@@ -53,7 +53,12 @@ MIN_SIZE = within(
 )
 
 
-def _check_clients(num_clients: int) -> None:
+def check_clients(num_clients: int) -> None:
+    """Refuse a federation without clients.
+
+    Raises:
+        InputError: there is no client.
+    """
     require(
         num_clients >= 1,
         f"num_clients={num_clients}",
@@ -63,14 +68,19 @@ def _check_clients(num_clients: int) -> None:
 
 
 def _draw(
-    by_class: list[np.ndarray], num_clients: int, beta: float, rng: np.random.Generator
+    by_class: list[np.ndarray],
+    num_clients: int,
+    beta: float,
+    rng: np.random.Generator,
+    *,
+    capped: bool = True,
 ) -> tuple[np.ndarray, np.ndarray]:
     """Draw once; return the owner of every example ``[N]`` and the number of examples per client ``[K]``."""
     total = sum(map(len, by_class))
     owner, held = np.empty(total, np.int64), np.zeros(num_clients, np.int64)
     for members in by_class:
         share = rng.dirichlet(np.full(num_clients, min(beta, 1e12)))
-        below_mean = held * num_clients < total  # fewer than N / K, in integers
+        below_mean = (held * num_clients < total) | (not capped)  # fewer than N / K, in integers
         share[~below_mean] = 0.0
         # with a small beta the shares of most clients underflow to zero; once all clients with a share are
         # full, the others get equal shares
@@ -105,11 +115,15 @@ def dirichlet_partition(
     >>> [part.tolist() for part in dirichlet_partition([0, 0, 1, 1], num_clients=1)]
     [[0, 1, 2, 3]]
     """
-    return _dirichlet(np.asarray(labels), num_clients, float(beta), seed, min_size).parts()
+    return dirichlet_holdings(np.asarray(labels), num_clients, float(beta), seed, min_size).parts()
 
 
-def _dirichlet(label: np.ndarray, num_clients: int, beta: float, seed: int, min_size: int) -> Holdings:
-    _check_clients(num_clients)
+def dirichlet_holdings(
+    label: np.ndarray, num_clients: int, beta: float, seed: int, min_size: int, *, capped: bool = True
+) -> Holdings:
+    """Return the holdings of :func:`dirichlet_partition`; not ``capped``: a client gets its share of a class
+    however many examples it holds."""
+    check_clients(num_clients)
     BETA.check(beta)
     MIN_SIZE.check(min_size)
     require(
@@ -124,7 +138,8 @@ def _dirichlet(label: np.ndarray, num_clients: int, beta: float, seed: int, min_
     by_class = [np.flatnonzero(label == value) for value in np.unique(label)]
     fewest = 0
     for attempt in range(MAX_DRAWS):
-        owner, held = _draw(by_class, num_clients, beta, stream(seed, "partition", round=attempt))
+        rng = stream(seed, "partition", round=attempt)
+        owner, held = _draw(by_class, num_clients, beta, rng, capped=capped)
         if held.min() >= min_size:
             return Holdings.by_owner(owner, num_clients)
         fewest = max(fewest, int(held.min()))
@@ -189,7 +204,7 @@ class Dirichlet(IndexPartition):
         self.beta, self.min_size = float(beta), min_size
 
     def holdings(self, labels: np.ndarray, num_clients: int, seed: int) -> Holdings:
-        return _dirichlet(labels, num_clients, self.beta, seed, self.min_size)
+        return dirichlet_holdings(labels, num_clients, self.beta, seed, self.min_size)
 
 
 class IID(IndexPartition):
@@ -199,7 +214,7 @@ class IID(IndexPartition):
     """
 
     def holdings(self, labels: np.ndarray, num_clients: int, seed: int) -> Holdings:
-        _check_clients(num_clients)
+        check_clients(num_clients)
         shuffled = stream(seed, "partition").permutation(len(labels))
         # client k gets the shuffled examples k, k + K, k + 2 K and so on
         turns, more = divmod(len(labels), num_clients)  # the first ``more`` clients have one example more
@@ -232,7 +247,7 @@ class Shards(IndexPartition):
         self.classes_per_client = classes_per_client
 
     def holdings(self, labels: np.ndarray, num_clients: int, seed: int) -> Holdings:
-        _check_clients(num_clients)
+        check_clients(num_clients)
         shards, total = num_clients * self.classes_per_client, len(labels)
         require(
             shards <= total,

@@ -88,7 +88,8 @@ def build_network(
             ``num_classes`` or as its first argument, and, if it has a parameter of that name,
             ``example_shape``.
         num_classes: number of outputs; of a language model, number of tokens.
-        example_shape: shape of an example of the data module, ``(3, H, W)`` for images, ``(T,)`` for tokens.
+        example_shape: shape of an example of the data module, ``(C, H, W)`` for images, ``(T,)`` for
+            tokens.
         logits: whether the outputs must be those of the task; if not, ``[B, any]``.
         task: what outputs it needs; default: classification, ``[B, num_classes]``.
         inputs: of two examples, what the network is tried out with; default: zeros of ``example_shape``.
@@ -115,7 +116,7 @@ def build_network(
             "it does not read tokens",
             f"write --model.network {instead} or my_package.MyNetwork, which takes the number of {counted}",
         )
-    if network in _IMAGE_NETWORKS and (len(example_shape) != 3 or example_shape[0] != 3):
+    if network in _IMAGE_NETWORKS and len(example_shape) != 3:
         raise _not_images(f"network={network!r}", example_shape)
     classifies_text = is_text and not is_language
     made = _make(network, num_classes, example_shape, classifies_text)
@@ -129,7 +130,7 @@ def _not_images(network: str, example_shape: tuple[int, ...]) -> InputError:
     shape = ", ".join(map(str, example_shape))
     return InputError(
         f"{network} on examples of shape [{shape}]",
-        "it needs images [3, H, W]",
+        "it needs images [C, H, W]",
         f"write --model.network mlp, or my_package.MyNetwork, a class that takes the number of classes and "
         f"maps [B, {shape}] to logits",
     )

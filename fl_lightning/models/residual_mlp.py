@@ -20,24 +20,33 @@ class ResidualMLP(nn.Module):
         num_classes: number of logits.
         width: features between the blocks; inside a block twice as many.
         depth: number of blocks.
+        example_shape: shape of one image, whose first number is its channels; the data give it. None: 3
+            channels.
 
     Raises:
         InputError: width or depth is less than 1.
     """
 
-    def __init__(self, num_classes: int, width: int = 64, depth: int = 4) -> None:
+    def __init__(
+        self,
+        num_classes: int,
+        width: int = 64,
+        depth: int = 4,
+        example_shape: tuple[int, ...] | None = None,
+    ) -> None:
         super().__init__()
         if width < 1 or depth < 1:
             raise InputError(
                 f"width={width}, depth={depth}", "both are 1 or more", "write e.g. width 64, depth 4"
             )
-        self.stem = nn.Linear(3 * GRID_SIDE**2, width)
+        channels = example_shape[0] if example_shape else 3
+        self.stem = nn.Linear(channels * GRID_SIDE**2, width)
         self.blocks = nn.Sequential(*(ResidualBlock(width) for _ in range(depth)))
         self.norm = nn.LayerNorm(width)
         self.classifier = nn.Linear(width, num_classes)
 
     def forward(self, images: Tensor) -> Tensor:
-        """Map images ``[B, 3, H, W]`` of 8x8 pixels or more to logits ``[B, C]``."""
+        """Map images ``[B, channels, H, W]`` of 8x8 pixels or more to logits ``[B, C]``."""
         height, width = images.shape[-2:]
         stride = (height // GRID_SIDE, width // GRID_SIDE)
         # this kernel makes the grid exactly 8x8 for every image size

@@ -49,18 +49,28 @@ class ResNet20(nn.Module):
         num_classes: number of logits.
         shortcut: projection (1x1 convolution and BatchNorm; 272 474 weights with 10 classes) or A (no
             weights; 269 722).
+        example_shape: shape of one image, whose first number is its channels; the data give it. None: 3
+            channels.
 
     Raises:
         InputError: there is no such shortcut.
     """
 
-    def __init__(self, num_classes: int, shortcut: Shortcut = "projection") -> None:
+    def __init__(
+        self,
+        num_classes: int,
+        shortcut: Shortcut = "projection",
+        example_shape: tuple[int, ...] | None = None,
+    ) -> None:
         super().__init__()
         if shortcut not in ("projection", "A"):
             raise InputError(
                 f"shortcut={shortcut!r}", "one of projection, A", "write projection, the default"
             )
-        self.stem = nn.Sequential(nn.Conv2d(3, 16, 3, padding=1, bias=False), nn.BatchNorm2d(16), nn.ReLU())
+        inputs = example_shape[0] if example_shape else 3
+        self.stem = nn.Sequential(
+            nn.Conv2d(inputs, 16, 3, padding=1, bias=False), nn.BatchNorm2d(16), nn.ReLU()
+        )
         blocks, channels = [], 16
         for outputs in (16, 32, 64):
             for position in range(3):
@@ -74,5 +84,5 @@ class ResNet20(nn.Module):
                 nn.init.kaiming_normal_(module.weight)
 
     def forward(self, images: Tensor) -> Tensor:
-        """Map images ``[B, 3, H, W]`` to logits ``[B, C]``."""
+        """Map images ``[B, channels, H, W]`` to logits ``[B, C]``."""
         return self.classifier(self.blocks(self.stem(images)).mean(dim=(2, 3)))

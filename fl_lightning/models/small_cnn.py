@@ -25,12 +25,20 @@ class SmallCNN(nn.Module):
         num_classes: number of logits.
         norm: after each convolution: group (no statistics to average over clients), batch or none.
         width: channels of the first convolution; the others have 2 and 4 times as many.
+        example_shape: shape of one image, whose first number is its channels; the data give it. None: 3
+            channels.
 
     Raises:
         InputError: there is no such norm, or the width is no positive multiple of 4.
     """
 
-    def __init__(self, num_classes: int, norm: Norm = "group", width: int = 16) -> None:
+    def __init__(
+        self,
+        num_classes: int,
+        norm: Norm = "group",
+        width: int = 16,
+        example_shape: tuple[int, ...] | None = None,
+    ) -> None:
         super().__init__()
         if norm not in ("group", "batch", "none"):
             raise InputError(f"norm={norm!r}", "one of group, batch, none", "write group, the default")
@@ -39,7 +47,7 @@ class SmallCNN(nn.Module):
                 f"width={width}", "a positive multiple of 4, the number of groups", "write e.g. 16"
             )
         layers: list[nn.Module] = []
-        channels = 3
+        channels = example_shape[0] if example_shape else 3
         for factor, stride in ((1, 2), (2, 2), (4, 1)):
             layers.append(
                 nn.Conv2d(channels, factor * width, 3, stride=stride, padding=1, bias=norm == "none")
@@ -52,7 +60,7 @@ class SmallCNN(nn.Module):
         self.classifier = nn.Linear(channels * GRID_SIDE**2, num_classes)
 
     def forward(self, images: Tensor) -> Tensor:
-        """Map images ``[B, 3, H, W]`` of 16x16 pixels or more to logits ``[B, C]``."""
+        """Map images ``[B, channels, H, W]`` of 16x16 pixels or more to logits ``[B, C]``."""
         maps = self.features(images)
         height, width = maps.shape[-2:]
         stride = (height // GRID_SIDE, width // GRID_SIDE)

@@ -131,7 +131,7 @@ class ProbedModel:
         """Return the logits of other or changed images, in the form of :meth:`answers`.
 
         Args:
-            images: uint8 ``[n, 3, side, side]`` on the data's device; None: the test images.
+            images: uint8 ``[n, C, side, side]`` on the data's device; None: the test images.
             change: changes the pixels of each batch; None: no change.
         """
         data = self.images

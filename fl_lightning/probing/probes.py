@@ -86,7 +86,11 @@ def corruptions(subject: ProbedModel) -> Finding:
             skipped.append(
                 f"the published constants are for 32x32 images and were used on {data.side}x{data.side}"
             )
-    clean_images = data.test_images.permute(0, 2, 3, 1).cpu().numpy()
+    colours = data.test_images
+    if data.channels == 1:
+        skipped.append("the recipes are for three channels: of a corrupted grey image the first one is shown")
+        colours = colours.repeat(1, 3, 1, 1)
+    clean_images = colours.permute(0, 2, 3, 1).cpu().numpy()
     found = {}
     for name in (*STANDARD, *EXTRA):
         images = (
@@ -94,7 +98,7 @@ def corruptions(subject: ProbedModel) -> Finding:
             if published.why_not
             else published.read(name)
         )
-        shown = torch.from_numpy(images).permute(0, 3, 1, 2).to(data.device)
+        shown = torch.from_numpy(images).permute(0, 3, 1, 2)[:, : data.channels].to(data.device)
         found[name] = subject.metrics_of(subject.answers_to(shown))["accuracy"]
     metrics = {
         "corrupted/accuracy": float(np.mean([found[name] for name in STANDARD])),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import tracemalloc
 
 import numpy as np
@@ -42,6 +43,26 @@ def test_every_partition_covers_and_follows_the_seed(partition: Partition) -> No
     assert is_partition(one, 1000)
     assert all(np.array_equal(a, b) for a, b in zip(one, same, strict=True))
     assert not all(np.array_equal(a, b) for a, b in zip(one, other, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("partition", "digests"),
+    [
+        (Dirichlet(0.1), ["3b1231ef3afe", "d8c78d91ccad"]),
+        (Dirichlet(0.5, min_size=10), ["2976e8052288", "9dfcfb64e71b"]),
+        (IID(), ["5c029262057d", "85bf19dfd3ea"]),
+        (Shards(2), ["c7c717873b54", "270a1d991b50"]),
+    ],
+    ids=repr,
+)
+def test_a_partition_is_for_ever(partition: Partition, digests: list[str]) -> None:
+    """Finished runs are continued and compared by who holds what: these were taken before others came."""
+    labels = np.random.Generator(np.random.Philox(7)).integers(0, 10, 6000)
+    found = [
+        hashlib.sha256(b"".join(part.astype("<i8").tobytes() + b"|" for part in partition(labels, 20, seed)))
+        for seed in (0, 3)
+    ]
+    assert [digest.hexdigest()[:12] for digest in found] == digests
 
 
 def test_a_full_client_gets_no_more() -> None:

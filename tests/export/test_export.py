@@ -112,7 +112,7 @@ class Two(nn.Module):
     ("network", "call"),
     [
         (partial(Two, width=5), "Two(width=5, num_classes=4)"),
-        ("small_cnn", "SmallCNN(num_classes=4)"),
+        ("small_cnn", "SmallCNN(num_classes=4, example_shape=(3, 16, 16))"),
         ("mlp", "MLP(num_classes=4, example_shape=(3, 16, 16))"),
         ("torchvision.models.shufflenet_v2_x0_5", "shufflenet_v2_x0_5(num_classes=4)"),
         (lambda num_classes: Two(num_classes), None),

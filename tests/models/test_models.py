@@ -49,6 +49,15 @@ def test_every_kind_of_name_makes_logits_and_trains(network: str, side: int) -> 
     assert all(parameter.grad is not None for parameter in model.parameters())
 
 
+@pytest.mark.parametrize("network", ["small_cnn", "resnet20", "residual_mlp", "mobilenetv2", SmallCNN])
+def test_networks_take_images_of_any_number_of_channels(network: str) -> None:
+    """One channel instead of three saves two thirds of the first layer's weights and nothing else."""
+    grey, colour = (build_network(network, 10, (channels, 28, 28)) for channels in (1, 3))
+    assert grey(torch.rand(2, 1, 28, 28)).shape == (2, 10)
+    first = next(iter(colour.parameters()))
+    assert count(colour) - count(grey) == first.numel() * 2 // 3
+
+
 @pytest.mark.parametrize("norm", ["group", "batch", "none"])
 @pytest.mark.parametrize("size", [(16, 16), (28, 28), (33, 47), (64, 64)])
 def test_small_cnn_takes_any_size(norm: str, size: tuple[int, int]) -> None:

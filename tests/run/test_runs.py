@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from cifar_files import write_cifar
+from fashion_files import needs_package
 from places import ROOT
 
 from fl_lightning.__main__ import main
@@ -90,7 +91,14 @@ IN_EVERY_RUN = {"kd_default", "fedavg", "private", "secure"}
 
 @pytest.mark.parametrize(
     "config",
-    [pytest.param(path, id=path.stem, marks=[] if path.stem in IN_EVERY_RUN else LONG) for path in CONFIGS],
+    [
+        pytest.param(
+            path,
+            id=path.stem,
+            marks=([] if path.stem in IN_EVERY_RUN else LONG) + [needs_package] * (path.stem == "fashion"),
+        )
+        for path in CONFIGS
+    ],
 )
 def test_every_config_runs_two_rounds(config):
     if config.name == "private.yaml":

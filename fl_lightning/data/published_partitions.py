@@ -1,0 +1,270 @@
+"""Partitions of the field's benchmarks, with the assignment of their published code, example by example.
+
+A run of seed s deals out the examples as the published code does at seed s. That code draws from NumPy's and
+Python's old generators, and so do these partitions: their streams are frozen. What it would leave to chance
+is refused here: a loop without end, a class that nobody holds.
+
+- NIID-Bench: Li, Diao, Chen, He: Federated Learning on Non-IID Data Silos, ICDE 2022; ``partition_data`` in
+  ``utils.py`` of Xtra-Computing/NIID-Bench at 61b901a, after its ``--init_seed``.
+- PFLlib: Zhang et al., JMLR 2025; ``separate_data`` in ``dataset/utils/dataset_utils.py`` of TsingZ0/PFLlib
+  at d832e76, which is always at seed 1. It deals out the training and the test images together.
+
+``N`` examples, ``K`` clients, ``C`` classes.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from typing import Annotated
+
+import numpy as np
+
+from fl_lightning.config.constraints import within
+from fl_lightning.data.dirichlet_forms import FINITE_BETA
+from fl_lightning.data.holdings import Holdings
+from fl_lightning.data.partition import MAX_DRAWS, MIN_SIZE, IndexPartition, check_clients
+from fl_lightning.errors import InputError, require
+
+LABELS = within("[1, inf)", "a client has at least one class", "write e.g. 2")
+TEST_SHARE = 0.25  # of each client's examples, by PFLlib
+
+
+def _generator(seed: int) -> np.random.RandomState:
+    """Return NumPy's old generator, after ``np.random.seed(seed)``."""
+    return np.random.RandomState(seed % 2**32)
+
+
+def _members(labels: np.ndarray) -> list[np.ndarray]:
+    """Return the examples of each class, in the order of the data."""
+    return [np.flatnonzero(labels == value) for value in np.unique(labels)]
+
+
+def _no_draw(partition: IndexPartition, num_clients: int, min_size: int) -> InputError:
+    return InputError(
+        f"{partition} for num_clients={num_clients}",
+        f"{MAX_DRAWS} draws left a client with fewer than {min_size} examples",
+        "write fewer clients, or a larger beta",
+    )
+
+
+class LabelsPerClient(IndexPartition):
+    """Each client holds examples of so many classes, and a class is cut evenly among those that hold it.
+
+    This is ``#C = k`` of NIID-Bench: client i holds class i modulo C, and others that are drawn.
+
+    Args:
+        labels: classes of a client, k.
+    """
+
+    def __init__(self, labels: Annotated[int, LABELS] = 2) -> None:
+        self.labels = labels
+
+    def holdings(self, labels: np.ndarray, num_clients: int, seed: int) -> Holdings:
+        """Return the examples of each client.
+
+        Raises:
+            InputError: the data have fewer classes, or nobody holds one of them.
+        """
+        check_clients(num_clients)
+        members, rng, classes = _members(labels), _generator(seed), random.Random(seed)
+        require(
+            self.labels <= len(members),
+            f"labels={self.labels}",
+            f"the data have {len(members)} classes",
+            f"write {len(members)} or less",
+        )
+        holds = np.zeros((num_clients, len(members)), bool)
+        for client in range(num_clients):
+            own = {client % len(members)}
+            while len(own) < self.labels:
+                own.add(classes.randint(0, len(members) - 1))
+            holds[client, [*own]] = True
+        owner = np.empty(len(labels), np.int64)
+        for number, examples in enumerate(members):
+            holders = np.flatnonzero(holds[:, number])
+            require(
+                len(holders),
+                f"labels={self.labels} for num_clients={num_clients}",
+                f"nobody holds one of the {len(members)} classes, and a partition covers all examples",
+                f"write num_clients {len(members)} or more, or more labels",
+            )
+            rng.shuffle(examples)
+            each, more = divmod(len(examples), len(holders))
+            owner[examples] = np.repeat(holders, each + (np.arange(len(holders)) < more))
+        return Holdings.by_owner(owner, num_clients)
+
+
+class Quantity(IndexPartition):
+    """Quantity skew: the clients' shares of the shuffled examples follow Dirichlet(beta).
+
+    This is ``q ~ Dir(beta)`` of NIID-Bench. The shares are drawn until every client's is ``min_size``
+    examples, at most 1000 times.
+
+    Args:
+        beta: concentration; 0.1 is strongly skewed.
+        min_size: smallest share of a client in examples, before it is rounded.
+    """
+
+    def __init__(
+        self, beta: Annotated[float, FINITE_BETA] = 0.5, min_size: Annotated[int, MIN_SIZE] = 10
+    ) -> None:
+        self.beta, self.min_size = float(beta), min_size
+
+    def holdings(self, labels: np.ndarray, num_clients: int, seed: int) -> Holdings:
+        """Return the examples of each client; of ``labels`` only their number counts.
+
+        Raises:
+            InputError: no draw gave every client its examples.
+        """
+        check_clients(num_clients)
+        rng, total = _generator(seed), len(labels)
+        shuffled = rng.permutation(total)
+        for _ in range(MAX_DRAWS):
+            share = rng.dirichlet(np.repeat(self.beta, num_clients))
+            share = share / share.sum()
+            if np.min(share * total) >= self.min_size:
+                break
+        else:
+            raise _no_draw(self, num_clients, self.min_size)
+        owner = np.empty(total, np.int64)
+        owner[shuffled] = _cut(share, total)
+        return Holdings.by_owner(owner, num_clients)
+
+
+def _cut(share: np.ndarray, count: int) -> np.ndarray:
+    """Return the owners of ``count`` examples, int64, by the clients' shares; what rounding leaves over goes
+    to the last client."""
+    cuts = (np.cumsum(share) * count).astype(int)[:-1]
+    return np.searchsorted(cuts, np.arange(count), side="right")
+
+
+class NIIDBenchDirichlet(IndexPartition):
+    """Label skew as NIID-Bench draws it: :class:`~fl_lightning.data.Dirichlet`, with the same cap, from the
+    stream and with the rounding of the published code.
+
+    Args:
+        beta: concentration; 0.1 is strongly skewed, 0.5 mildly.
+        min_size: fewest examples of a client; the draw is repeated, at most 1000 times, until all have them.
+    """
+
+    def __init__(
+        self, beta: Annotated[float, FINITE_BETA] = 0.5, min_size: Annotated[int, MIN_SIZE] = 10
+    ) -> None:
+        self.beta, self.min_size = float(beta), min_size
+
+    def fewest(self, total: int, num_clients: int) -> int:
+        """Return the fewest examples of a client."""
+        return self.min_size
+
+    def holdings(self, labels: np.ndarray, num_clients: int, seed: int) -> Holdings:
+        """Return the examples of each client.
+
+        Raises:
+            InputError: no draw gave every client its examples.
+        """
+        check_clients(num_clients)
+        rng, fewest = _generator(seed), self.fewest(len(labels), num_clients)
+        for _ in range(MAX_DRAWS):
+            owner = self._draw(labels, num_clients, rng)
+            if owner is not None and np.bincount(owner, minlength=num_clients).min() >= fewest:
+                return Holdings.by_owner(owner, num_clients)
+        raise _no_draw(self, num_clients, fewest)
+
+    def _draw(self, labels: np.ndarray, num_clients: int, rng: np.random.RandomState) -> np.ndarray | None:
+        """Draw the owner of every example once; None where the clients with a share are all full."""
+        owner, held = np.empty(len(labels), np.int64), np.zeros(num_clients, np.int64)
+        for members in _members(labels):
+            rng.shuffle(members)
+            share = rng.dirichlet(np.repeat(self.beta, num_clients)) * (held < len(labels) / num_clients)
+            if not share.sum() > 0:  # the published code divides by zero here
+                return None
+            owners = _cut(share / share.sum(), len(members))
+            owner[members] = owners
+            held += np.bincount(owners, minlength=num_clients)
+        return owner
+
+
+class PFLlibPractical(NIIDBenchDirichlet):
+    """PFLlib's practical label skew (``dir``): NIID-Bench's, with enough examples for a batch of test images.
+
+    Args:
+        beta: concentration; PFLlib's is 0.1.
+        batch_size: examples of a batch, by which the fewest examples of a client are counted.
+    """
+
+    def __init__(
+        self,
+        beta: Annotated[float, FINITE_BETA] = 0.1,
+        batch_size: Annotated[int, within("[1, inf)", "a batch has at least one example", "write 10")] = 10,
+    ) -> None:
+        self.beta, self.batch_size = float(beta), batch_size
+
+    def fewest(self, total: int, num_clients: int) -> int:
+        return _least_samples(self.batch_size, total, num_clients)
+
+
+def _least_samples(batch_size: int, total: int, num_clients: int) -> int:
+    """Return PFLlib's fewest examples of a client: a quarter of them is a batch, or half of a fair share."""
+    return int(min(batch_size / TEST_SHARE, total / num_clients / 2))
+
+
+class PFLlibPathological(IndexPartition):
+    """PFLlib's pathological label skew (``pat``): the clients in turn hold so many classes.
+
+    The examples are dealt out in the order of the data. In classes that are not balanced, the numbers of
+    all holders but the last are drawn evenly between a tenth of an equal part and an equal part.
+
+    Args:
+        classes_per_client: classes of a client.
+        balanced: whether those that hold a class have equally many of its examples.
+        batch_size: examples of a batch, by which the fewest examples of a class and client are counted.
+    """
+
+    def __init__(
+        self,
+        classes_per_client: Annotated[int, LABELS] = 2,
+        balanced: bool = False,
+        batch_size: Annotated[int, within("[1, inf)", "a batch has at least one example", "write 10")] = 10,
+    ) -> None:
+        self.classes_per_client, self.balanced, self.batch_size = classes_per_client, balanced, batch_size
+
+    def holdings(self, labels: np.ndarray, num_clients: int, seed: int) -> Holdings:
+        """Return the examples of each client.
+
+        Raises:
+            InputError: a class finds no client, or has too few examples.
+        """
+        check_clients(num_clients)
+        members, rng = _members(labels), _generator(seed)
+        left = np.full(num_clients, self.classes_per_client)
+        per_class = math.ceil(num_clients / len(members) * self.classes_per_client)
+        least = _least_samples(self.batch_size, len(labels), num_clients) / len(members)
+        owner = np.empty(len(labels), np.int64)
+        for examples in members:
+            holders = np.flatnonzero(left)[:per_class]
+            require(
+                len(holders),
+                f"{self} for num_clients={num_clients}",
+                f"the {len(members)} classes do not come out evenly, and nobody holds the last one",
+                f"write num_clients {len(members)}, or a multiple of it",
+            )
+            owner[examples] = np.repeat(holders, self._sizes(len(examples), len(holders), least, rng))
+            left[holders] -= 1
+        return Holdings.by_owner(owner, num_clients)
+
+    def _sizes(self, count: int, holders: int, least: float, rng: np.random.RandomState) -> np.ndarray:
+        """Return how many of the ``count`` examples of a class each holder gets."""
+        equal = count / holders
+        sizes = np.full(holders, int(equal))
+        if not self.balanced:
+            low, high = int(max(equal / 10, least)), int(equal)
+            require(
+                low < high or holders == 1,
+                f"{self} for {holders} clients that hold a class of {count} examples",
+                f"they have {high} each, and at least {low + 1} are needed",
+                "write fewer clients, or balanced true",
+            )
+            sizes[:-1] = rng.randint(low, max(high, low + 1), holders - 1)
+        sizes[-1] = count - sizes[:-1].sum()
+        return sizes
