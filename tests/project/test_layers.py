@@ -42,7 +42,7 @@ LAYERS = [
 """The rooms and loose files of the package, the uppermost first: a file imports from its own room and from
 those below its layer."""
 INSIDE = {
-    "study": [{"execute"}, {"report"}, {"results"}, {"plan"}, {"metric_names"}, {"statistics"}],
+    "study": [{"execute"}, {"report"}, {"results"}, {"plan"}, {"metric_names"}, {"ranks"}, {"statistics"}],
     "energy": [
         {"command", "budgets"},
         {"calibration", "table_files"},

@@ -105,7 +105,7 @@ def test_columns_caption_and_label_are_as_asked(tmp_path, capsys):
     assert "bits per" in header[2]  # asked for, though all are equal
     assert rows[0][2] == r"32.00 $\pm$ 0.00"
     assert r"\caption{What $\mu$ does}" in text
-    assert re.findall(r"\\label\{(.*)\}", text) == ["tab:main", "tab:main-differences"]
+    assert re.findall(r"\\label\{(.*)\}", text) == ["tab:main", "tab:main-places", "tab:main-differences"]
     capsys.readouterr()
     for flags, said in (
         (["--columns", "acuracy"], "--columns acuracy; no run has this metric; write "),

@@ -241,7 +241,7 @@ def registered_study(study: Study, plan: Mapping[str, Any]) -> Study:
     values = {
         one.name: known.restore(plan[key]) if key in plan else default_of(one)
         for key, one, known in entries(study)
-        if known.register
+        if known.register and known.restore
     }
     methods = {
         label: Variation(in_grid=not plan["grid"] or OUT_OF_GRID not in method["sha256"])

@@ -14,15 +14,24 @@ def same(value: Any) -> Any:
     return value
 
 
-def written(value: Any) -> Any:
-    """Return a value as a study file has it, with absolute paths."""
+def absolute(path: Path) -> str:
+    return str(path.resolve())
+
+
+def written(value: Any, path: Callable[[Path], str] = absolute) -> Any:
+    """Return a value as a study file has it.
+
+    Args:
+        value: the value.
+        path: returns the text that a path is written as.
+    """
     if hasattr(value, "document"):
-        return value.document()
+        return written(value.document(), path)
     if isinstance(value, Mapping):
-        return {key: written(one) for key, one in value.items()}
+        return {key: written(one, path) for key, one in value.items()}
     if isinstance(value, (list, tuple)):
-        return [written(one) for one in value]
-    return str(value.resolve()) if isinstance(value, Path) else value
+        return [written(one, path) for one in value]
+    return path(value) if isinstance(value, Path) else value
 
 
 @dataclass(frozen=True)
@@ -35,9 +44,9 @@ class Entry:
         given: its type in the file, where that is another one than the field's.
         key: its key in the file; empty: the name of the field.
         read: makes the field's value of the file, what it says, and the key.
-        write: makes what a file says of the field's value.
+        write: makes what a file says of the field's value; None: :func:`written` does.
         register: makes what is registered of the value, as JSON; None: the entry is no part of the question.
-        restore: makes the value of what was registered.
+        restore: makes the value of what was registered; None: that of the study as it is now is taken.
         later: whether it came after the first registrations, whose hashes do not have it: it is registered
             where it has another value than its default.
         compared: whether a report says that it is another one than was registered.
@@ -48,9 +57,9 @@ class Entry:
     given: Any = None
     key: str = ""
     read: Callable[[Any, Any, str], Any] = lambda file, given, key: given
-    write: Callable[[Any], Any] = written
+    write: Callable[[Any], Any] | None = None
     register: Callable[[Any], Any] | None = None
-    restore: Callable[[Any], Any] = same
+    restore: Callable[[Any], Any] | None = same
     later: bool = False
     compared: bool = True
 

@@ -14,6 +14,7 @@
     seeds: [0, 1, 2]
     until: {max_seeds: 40}            # optional: seeds are added until every criterion is decided
     tuned: tuned/exp2_embedded.yaml   # optional: what `tune` chose for each method
+    published: leaderboard_digits     # optional: a folder of `compare`, whose methods are compared too
 
 The rest is for the report: ``selection metric proposed alone controls degradation target_accuracy target
 criteria premises claimed``; ``test`` is for the sweep. Of two settings of one name the later wins: config,
@@ -24,7 +25,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
@@ -53,7 +54,8 @@ from fl_lightning.study.plan.entries import (
     read_test,
     registered_claims,
 )
-from fl_lightning.study.plan.schema import as_given, entries, entry, same
+from fl_lightning.study.plan.published import PublishedStudy, read_published, registered_marks
+from fl_lightning.study.plan.schema import absolute, as_given, entries, entry, same, written
 from fl_lightning.study.plan.selection import Selection, for_primary, selected_metric, selection_of
 from fl_lightning.study.plan.spec_file import Seed, Share, SpecFile
 from fl_lightning.study.plan.stopping import StoppingRule, check_rule, stopping_rule
@@ -166,6 +168,7 @@ class Study:
         claimed: figures that were claimed elsewhere; only the report reads them.
         until: the rule by which seeds are added to ``seeds``; None: these are all.
         tuned: what ``tune`` chose for each method; None: nothing.
+        published: published studies, whose runs are compared with those of this one and are not run again.
         task: the task of the runs; no part of the study file, since it follows from the data.
     """
 
@@ -268,6 +271,23 @@ class Study:
         default=None,
         read=tuned_record,
     )
+    published: tuple[PublishedStudy, ...] = entry(
+        "it is the folder of a report of compare, or a list of folders",
+        "docs/results/leaderboard_digits",
+        str | list[str],
+        default=(),
+        read=read_published,
+        register=registered_marks,
+        restore=None,
+        later=True,
+    )
+
+    @property
+    def labels(self) -> list[str]:
+        """The labels of all methods that are compared: those that are run, and those that are published."""
+        return list(
+            dict.fromkeys([*self.methods, *(label for one in self.published for label in one.labels)])
+        )
 
     @property
     def selected_metric(self) -> str:
@@ -306,7 +326,7 @@ class Study:
         return self._parsed(self.premises)
 
     def _parsed(self, entries: Sequence[str | dict[str, Any]]) -> list[Criterion]:
-        return [parse(**entry, labels=list(self.methods), grid=self.grid) for entry in map(as_entry, entries)]
+        return [parse(**entry, labels=self.labels, grid=self.grid) for entry in map(as_entry, entries)]
 
     @classmethod
     def read(cls, path: str | Path, find_configs: bool = True, with_record: bool = True) -> Study:
@@ -383,10 +403,15 @@ class Study:
         """Return the settings that ``tune`` chose for a method."""
         return {} if self.tuned is None else self.tuned.chosen[label].settings
 
-    def to_yaml(self) -> str:
-        """Return the study file with absolute paths, so that a copy can be read anywhere on this machine."""
+    def to_yaml(self, path: Callable[[Path], str] = absolute) -> str:
+        """Return the study file.
+
+        Args:
+            path: returns the text that a path is written as; by default it is absolute, so that a copy can be
+                read anywhere on this machine.
+        """
         document = {
-            key: known.write(value)
+            key: known.write(value) if known.write else written(value, path)
             for key, one, known in entries(type(self))
             if (value := getattr(self, one.name)) is not None
         }
@@ -420,9 +445,18 @@ def _check(file: SpecFile, study: Study) -> None:
     alone = [study.alone] if study.alone else []
     for key, labels in (("proposed", study.proposed), ("alone", alone), ("controls", study.controls)):
         for label in labels:
-            file.one_of(label, study.methods, key)
+            file.one_of(label, study.labels, key)
     if study.degradation is not None:
         _check_degradation(file, study.degradation, study.grid)
+    taken = {*study.methods}
+    for published in study.published:
+        twice = next((label for label in published.labels if label in taken), "")
+        given, rule = f"methods: {twice}", f"a method of that name is published in {published.name}"
+        file.require(not twice, given, rule, f"write {twice} here, or another name")
+        published.check(f"{file.path}: ", study.seeds, study.combinations(), study.selection)
+        taken |= {*published.labels}
+    rule = "seeds are added in every method, and those of published runs are fixed"
+    file.require(not (study.published and study.until), "until with published", rule, "leave one of them out")
     if study.until is not None:
         check_rule(study.until, study.seeds, study.criteria, f"{file.path}: ")
     if study.tuned is not None:

@@ -12,7 +12,7 @@ from fl_lightning.study.plan.spec_file import SpecFile
 
 RESERVED = (
     *("study", "label", "method", "seed", "dataset", "commit", "dirty", "run_dir", "partition_sha256"),
-    "registration",
+    *("registration", "content_sha256", "protocol_sha256"),
 )
 """Tags that every run has: none of them can name an axis."""
 
@@ -33,8 +33,8 @@ class Variation:
     in_grid: bool = True
 
     def document(self) -> dict[str, Any]:
-        """Return the entry as it is written in a study file, with absolute paths."""
-        document = {"config": [str(path.resolve()) for path in self.configs], "settings": dict(self.settings)}
+        """Return the entry as it is written in a study file; its files are paths."""
+        document = {"config": list(self.configs), "settings": dict(self.settings)}
         given = {key: value for key, value in document.items() if value}
         return given if self.in_grid else {**given, "grid": False}
 

@@ -17,21 +17,24 @@ from pathlib import Path
 from rich.console import Console
 
 from fl_lightning.errors import InputError, require
+from fl_lightning.study.plan.published import PLAN
 from fl_lightning.study.report import tables
 from fl_lightning.study.report.comparison import Comparison
-from fl_lightning.study.report.document import differences_csv, report, runs_csv
+from fl_lightning.study.report.document import differences_csv, plan_yaml, report, runs_csv
 from fl_lightning.study.report.figures import FIGURES, as_svg, figures
 from fl_lightning.study.report.latex import Layout, tables_tex, timings_tex
 from fl_lightning.study.report.looks import counted
 from fl_lightning.study.report.markdown import answers, criteria_tables, markdown
 from fl_lightning.study.report.page import page
+from fl_lightning.study.report.places import proposed_table
 from fl_lightning.study.report.registered import NOT_REGISTERED, RegistrationReport, registration_report
 from fl_lightning.study.report.transfer_tables import transfer_tables
 from fl_lightning.study.report.verdicts import check_criteria
 from fl_lightning.study.results.gather import check_comparable, gather, locate, with_metric
+from fl_lightning.study.results.published import add_published
 
 OWN = {
-    *("report.md", "report.html", "report.json", "runs.csv", "differences.csv", "timings.csv"),
+    *("report.md", "report.html", "report.json", "runs.csv", "differences.csv", "timings.csv", PLAN),
     *("timing_differences.csv", "transfer.csv", "tables.tex", "timings.tex", "figures"),
 }
 """The files of a report; anything else in its folder is the user's, and stays."""
@@ -67,7 +70,7 @@ def compare(
     """
     layout = Layout.read(columns, caption, label)
     check_out(out, overwrite)
-    results = with_metric(counted(gather(study, root, mlflow)), metric)
+    results = with_metric(add_published(counted(gather(study, root, mlflow))), metric)
     check_comparable(results)
     comparison = Comparison(results)
     check_criteria(comparison)
@@ -125,6 +128,8 @@ def write(
             "tables.tex": tables_tex(comparison, layout),
             "timings.tex": timings_tex(comparison, layout),
         }
+        if comparison.study.path.is_file():
+            texts[PLAN] = plan_yaml(comparison, out)
         if comparison.transfer.alone:
             texts["transfer.csv"] = comparison.transfer.csv()
         for name, text in texts.items():
@@ -193,6 +198,8 @@ def show(comparison: Comparison, out: Path, registration: RegistrationReport = N
             console.print(tested.without("bootstrap", "p (t)", "p (sequence)", "p (Wilcoxon)", "g_z").rich())
     for table in transfer_tables(comparison):
         console.print(table.without("clients", "bootstrap").rich())
+    if (places := proposed_table(comparison)) is not None:
+        console.print(places.rich())
     drops = tables.degradation(comparison)
     judged = [tables.premises(comparison)]
     for one, title in criteria_tables(comparison, registration):

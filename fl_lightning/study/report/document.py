@@ -8,19 +8,24 @@ of files: ``timing*.csv`` apart.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from math import isfinite
+from os.path import relpath
+from pathlib import Path
 from typing import Any
 
 import pandas as pd
 
-from fl_lightning.study.metric_names import is_timing
+from fl_lightning.config.packaged import configs_folder
+from fl_lightning.study.metric_names import TaskMetrics, is_timing
 from fl_lightning.study.plan.selection import selection_of
 from fl_lightning.study.report import transfer_tables
 from fl_lightning.study.report.comparison import Comparison, Difference, Levels, name_of
+from fl_lightning.study.report.places import places
 from fl_lightning.study.report.registered import NOT_REGISTERED, RegistrationReport
 from fl_lightning.study.report.verdicts import Verdict, premise_verdicts, verdicts
-from fl_lightning.study.results.runs import FinishedRun
+from fl_lightning.study.results.published import without_published
+from fl_lightning.study.results.runs import HASHES, FinishedRun
 from fl_lightning.study.statistics import mean_std
 
 TEST_FIELDS = [
@@ -47,6 +52,10 @@ def report(comparison: Comparison, registration: RegistrationReport = NOT_REGIST
         "proposed": comparison.proposed,
         "baselines": comparison.baselines,
         "seeds": study.seeds,
+        "controls": study.controls,
+        "target": study.target_value,
+        "task": _task(study.task),
+        "published": [{"study": one.name, "runs_sha256": one.sha256} for one in study.published],
         "interval": "confidence sequence" if comparison.is_sequential else "t",
         "stopping": stopping and {key: getattr(stopping, key) for key in ("seeds", "ending", "undecided")},
         "level": main,
@@ -128,14 +137,30 @@ def _level(comparison: Comparison, levels: Levels) -> dict[str, Any]:
     runs = [run for run in comparison.results.runs if run.levels == levels]
     shared = [run for run in runs if run.label not in comparison.study.controls]
     partitions = {str(run.seed): run.partition for run in reversed(shared)}
+    first = next((run for run in shared if comparison.study.methods[run.label].in_grid), runs[0])
     return {
         "levels": levels,
         "dataset": runs[0].dataset,
+        "content_sha256": first.content,
+        "protocol": first.protocol,
+        "protocol_sha256": first.protocol_sha256,
+        "constant_guess": first.constant_guess,
         "rounds": runs[0].asked_rounds,
         "partition_sha256": {str(seed): partitions.get(str(seed)) for seed in comparison.study.seeds},
         **_ranking(comparison, levels),
         "methods": _methods(comparison, levels, lambda metric: not is_timing(metric)),
+        "places": [asdict(one) for one in places(comparison, levels)],
         "differences": [_difference(one) for one in comparison.differences(comparison.study.metric, levels)],
+    }
+
+
+def _task(task: TaskMetrics) -> dict[str, Any]:
+    """Return what is known of the task, in the form of ``metadata.json``."""
+    return {
+        "primary": task.primary,
+        "higher_is_better": task.higher_is_better,
+        "shares": sorted(task.shares),
+        "named": dict(task.named),
     }
 
 
@@ -244,10 +269,31 @@ def runs_csv(comparison: Comparison, timing: bool) -> str:
     axes = list(comparison.study.grid)
     lines = [
         [run.name, run.label, run.seed, *(run.levels[axis] for axis in axes), run.rounds]
+        + ([] if timing else [*run.hashes.values()])
         + [_digits(run.metrics.get(metric)) for metric in metrics]
         for run in comparison.results.runs
     ]
-    return _csv(lines, ["run", "method", "seed", *axes, "rounds", *metrics])
+    hashes = () if timing else HASHES
+    return _csv(lines, ["run", "method", "seed", *axes, "rounds", *hashes, *metrics])
+
+
+def plan_yaml(comparison: Comparison, out: Path) -> str:
+    """Return the study file of a report, from which ``rank`` plans runs that can be paired with these.
+
+    Configurations of the project are written by their names there, and others relative to the report.
+
+    Args:
+        comparison: what is reported.
+        out: the folder of the report.
+    """
+    study = replace(without_published(comparison.results).study, until=None)
+
+    def place(path: Path) -> str:
+        found, project = path.resolve(), configs_folder().resolve()
+        inside = found.is_relative_to(project)
+        return found.relative_to(project).as_posix() if inside else Path(relpath(found, out)).as_posix()
+
+    return study.to_yaml(place)
 
 
 def differences_csv(comparison: Comparison, timing: bool) -> str:

@@ -23,6 +23,7 @@ from fl_lightning.study.report.curves import (
     title_of,
 )
 from fl_lightning.study.report.energy_figure import PANELS, quality_over_joules
+from fl_lightning.study.report.places import critical_difference
 from fl_lightning.study.report.transfer_figure import negative_transfer
 from fl_lightning.study.statistics import mean_std
 
@@ -36,6 +37,7 @@ OUTLIER_RATIO = 5.0
 """A row of differences that reaches so many times as far as the others is an outlier."""
 FIGURES = re.compile(
     r"\w+_over_(rounds|megabytes|joules)|final_by_method|paired_differences|negative_transfer"
+    r"|critical_difference"
 )
 """The beginnings of the figures' file names."""
 
@@ -50,6 +52,7 @@ def figures(comparison: Comparison) -> Iterator[tuple[str, Figure | None]]:
         yield _file("final_by_method", levels), by_method(comparison, levels)
         if comparison.pairs:
             yield _file("paired_differences", levels), forest(comparison, levels)
+        yield _file("critical_difference", levels), critical_difference(comparison, levels)
         if comparison.transfer.alone:
             yield _file("negative_transfer", levels), negative_transfer(comparison, levels)
     for others in comparison.without_stressor(comparison.levels) if comparison.study.degradation else []:

@@ -20,6 +20,7 @@ from fl_lightning.study.plan.quantities import metric_of
 from fl_lightning.study.plan.selection import ACCURACY
 from fl_lightning.study.report import tables
 from fl_lightning.study.report.comparison import Comparison, Levels, name_of
+from fl_lightning.study.report.places import places_table, proposed_table
 from fl_lightning.study.report.tables import ReportTable
 from fl_lightning.study.report.transfer_tables import transfer_tables
 
@@ -92,17 +93,20 @@ class Layout:
 
 
 def tables_tex(comparison: Comparison, layout: Layout) -> str:
-    """Return the tables of results, bits and differences and those of negative transfer, level by level."""
+    """Return the tables of results, places, bits, differences and negative transfer, level by level."""
     base = layout.label or f"tab:{_slug(comparison.study.name)}"
     parts = []
     for levels in comparison.levels:
         table, bold = results(comparison, levels, layout)
         caption = layout.caption + (f" ({escaped(name_of(levels))})" if levels else "")
         parts.append(latex(table, _label(base, "", levels), caption if layout.caption else "", bold))
-    for kind in (tables.bits, tables.differences):
+    if (proposed := proposed_table(comparison)) is not None:
+        parts.append(latex(proposed, _label(base, "place")))
+    for kind in (places_table, tables.bits, tables.differences):
         for levels in comparison.levels:
             if (found := kind(comparison, levels)) is not None:
-                parts.append(latex(found.without(*NOT_ON_PAPER), _label(base, kind.__name__, levels)))
+                label = _label(base, kind.__name__.removesuffix("_table"), levels)
+                parts.append(latex(found.without(*NOT_ON_PAPER), label))
     for number, table in enumerate(transfer_tables(comparison), start=1):
         parts.append(latex(table, _label(base, f"transfer{number}")))
     return "\n".join([HEAD, *parts])

@@ -21,6 +21,7 @@ from fl_lightning.study.report.comparison import Comparison
 from fl_lightning.study.report.looks import counted
 from fl_lightning.study.report.verdicts import check_task
 from fl_lightning.study.results.gather import check_comparable, gather_registered
+from fl_lightning.study.results.published import add_published, without_published
 from fl_lightning.study.results.runs import FinishedRun, Results
 
 Status = Literal["as registered", "not as registered", "registered late", "not registered"]
@@ -66,7 +67,7 @@ def registration_report(results: Results, folder: Path) -> RegistrationReport:
     registration = Registration.read(folder)
     if registration is None:
         return NOT_REGISTERED
-    first = registration.first
+    first, results = registration.first, without_published(results)
     found = [*differences(first.plan, results.study), *_different_runs(registration, results)]
     later = [entry for entry in registration.entries if entry.sha256 != first.sha256]
     found += [f"amended {_day(entry.date)}" for entry in later]
@@ -94,7 +95,7 @@ def registration_report(results: Results, folder: Path) -> RegistrationReport:
 def _registered(results: Results, registration: Registration, folder: Path) -> tuple[Comparison | None, str]:
     """Return the runs under the registered plan, and a sentence on where its verdicts are."""
     try:
-        found = counted(gather_registered(results, registration.first.plan, folder))
+        found = add_published(counted(gather_registered(results, registration.first.plan, folder)))
         check_comparable(found)
         check_task(found.study)
         return Comparison(found), "The verdicts of both are below."

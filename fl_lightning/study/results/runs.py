@@ -5,11 +5,13 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from math import fsum, isfinite, isnan, nan
 from statistics import fmean, median
 from typing import TYPE_CHECKING, Any
 
 from fl_lightning.study.metric_names import CLASSIFICATION, TaskMetrics
+from fl_lightning.study.plan.protocol import protocol_hash, protocol_of
 from fl_lightning.study.plan.quantities import OVER
 from fl_lightning.study.results.run_records import RunRecord, is_number
 
@@ -20,6 +22,8 @@ if TYPE_CHECKING:
 
 NO_RUN = "no run"
 """The beginning of the reason why a cell without a run is not in the comparison."""
+HASHES = ("content_sha256", "partition_sha256", "protocol_sha256")
+"""What ``runs.csv`` says of a run beside its numbers: what runs have in common that can be paired."""
 WARM_UP_ROUNDS = 3
 """Rounds whose seconds do not count: memory is allocated and libraries choose their algorithms."""
 
@@ -34,6 +38,8 @@ class FinishedRun:
         levels: axis -> level.
         record: what was read of it.
         metrics: one number per metric, see :func:`run_metrics`; :func:`selected` fills them in.
+        published: of a published run, the selection that its metrics are of; None: they follow from the
+            record.
     """
 
     label: str
@@ -41,6 +47,7 @@ class FinishedRun:
     levels: Mapping[str, str]
     record: RunRecord
     metrics: Mapping[str, float] = field(default_factory=dict)
+    published: Selection | None = None
 
     @property
     def name(self) -> str:
@@ -114,6 +121,23 @@ class FinishedRun:
     def partition(self) -> str:
         return str(self.record.metadata.get("partition_sha256"))
 
+    @cached_property
+    def protocol(self) -> dict[str, Any]:
+        """Every setting that is not the method's own; empty where the settings are not known, or MLflow keeps
+        them as text."""
+        return protocol_of(self.record.settings) if self.record.settings and self.record.typed else {}
+
+    @property
+    def protocol_sha256(self) -> str:
+        """The hash of the protocol; empty where it is not known."""
+        known = self.record.metadata.get("protocol_sha256")
+        return str(known or (protocol_hash(self.protocol) if self.protocol else ""))
+
+    @property
+    def hashes(self) -> dict[str, str]:
+        """:data:`HASHES` of this run."""
+        return dict(zip(HASHES, (self.content, self.partition, self.protocol_sha256), strict=True))
+
 
 @dataclass(frozen=True)
 class ExcludedRun:
@@ -151,8 +175,13 @@ class Results:
 
     @property
     def distinct(self) -> list[FinishedRun]:
-        """Every run once, also one that is compared at every level of the grid."""
-        return list({run.record.where: run for run in reversed(self.runs)}.values())[::-1]
+        """Every run once that is not published, also one that is compared at every level of the grid."""
+        return list({run.record.where: run for run in reversed(self.own)}.values())[::-1]
+
+    @property
+    def own(self) -> list[FinishedRun]:
+        """The runs that are not published."""
+        return [run for run in self.runs if run.published is None]
 
     @property
     def not_counted(self) -> list[ExcludedRun]:
@@ -293,6 +322,9 @@ def selected(results: Results) -> Results:
     if results.runs:
         study = study.with_task(results.runs[0].task)
     for run in results.runs:
+        if run.published is not None:
+            runs.append(run if run.published == study.selection else replace(run, metrics={}))
+            continue
         record, chosen = run.record, selected_round(run.record, study.selection)
         if record.tested and record.tested_round != chosen:
             others.append(ExcludedRun(f"test.json of {run.name}", _why_other(run, chosen, study.selection)))

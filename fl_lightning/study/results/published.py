@@ -1,0 +1,161 @@
+"""Published runs as runs of a study: read from ``runs.csv`` and ``report.json``, and refused where they
+cannot be paired with those of the study."""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from typing import Any
+
+from fl_lightning.errors import InputError, require
+from fl_lightning.study.plan.protocol import different_settings, protocol_hash
+from fl_lightning.study.plan.published import AGAIN, RUNS, PublishedStudy
+from fl_lightning.study.plan.study import Study
+from fl_lightning.study.plan.variations import Variation
+from fl_lightning.study.results.run_records import RunRecord
+from fl_lightning.study.results.runs import HASHES, ExcludedRun, FinishedRun, Results
+
+MOST_SETTINGS = 5
+"""Settings that a message names; a protocol in which more differ is another one altogether."""
+
+
+def add_published(results: Results) -> Results:
+    """Return the results with the published runs of the study, whose methods are then methods of it.
+
+    Raises:
+        InputError: a run of the study cannot be paired with them; the message names what differs.
+    """
+    study, excluded = results.study, list(results.excluded)
+    methods, controls, runs = dict(study.methods), list(study.controls), list(results.runs)
+    for published in study.published:
+        for run in results.runs:
+            check_paired(published, run, is_control=run.label in study.controls)
+        found = list(_runs(published, study))
+        apart = [run for run in found if not _is_of_protocol(published, run)]
+        excluded += [
+            ExcludedRun(run.name, "published with another protocol than its level has") for run in apart
+        ]
+        runs += [run for run in found if run not in apart]
+        methods |= {label: Variation() for label in published.labels}
+        controls += published.controls
+    study = replace(study, methods=methods, controls=controls)
+    return replace(results, study=study, runs=runs, excluded=excluded)
+
+
+def without_published(results: Results) -> Results:
+    """Return the results without what :func:`add_published` has added."""
+    study = results.study
+    added = {label for published in study.published for label in published.labels}
+    methods = {label: one for label, one in study.methods.items() if label not in added}
+    controls = [label for label in study.controls if label not in added]
+    runs = [run for run in results.runs if run.label not in added]
+    return replace(results, study=replace(study, methods=methods, controls=controls), runs=runs)
+
+
+def check_paired(published: PublishedStudy, run: FinishedRun, is_control: bool = False) -> None:
+    """Check that a run can be paired with the published ones of its seed and level.
+
+    Args:
+        published: the published study.
+        run: a finished run, as the study has it.
+        is_control: whether it is one whose clients may hold other examples.
+
+    Raises:
+        InputError: data, protocol or partition are others.
+    """
+    where = f"published: {published.name}"
+    level = published.level(run.levels, where)
+    pairs: tuple[tuple[str, str, str], ...] = (
+        ("data set", str(level.get("dataset")), run.dataset),
+        ("content of the data", str(level.get("content_sha256") or ""), run.content),
+    )
+    for what, theirs, ours in pairs:
+        given = f"{run.name} has {what} {ours[:12] or 'unknown'}, {where} has {theirs[:12] or 'unknown'}"
+        require(ours == theirs, given, f"runs are paired on one {what}", "use the published data")
+    if is_control:
+        return
+    check_protocol(published, run.name, run.levels, run.protocol)
+    theirs = str((level.get("partition_sha256") or {}).get(str(run.seed)) or "")
+    given = f"{run.name} has partition {run.partition[:12]}, {where} has {theirs[:12] or 'none'}"
+    rule, instead = (
+        f"runs are paired on one partition, here that of seed {run.seed}",
+        "use the published data",
+    )
+    require(run.partition == theirs, given, rule, instead)
+
+
+def check_protocol(
+    published: PublishedStudy, name: str, levels: Mapping[str, str], protocol: Mapping[str, Any]
+) -> None:
+    """Check that a run has, or would have, the published protocol.
+
+    Args:
+        published: the published study.
+        name: the name of the run.
+        levels: axis -> level.
+        protocol: that of the run; empty: it is not known.
+
+    Raises:
+        InputError: it has another one; the message names the settings.
+    """
+    where = f"published: {published.name}"
+    level = published.level(levels, where)
+    if protocol_hash(protocol) == level.get("protocol_sha256"):
+        return
+    rule = "its settings are not known, so that it cannot be paired"
+    require(protocol, name, rule, "read it from its folder")
+    found = different_settings(level["protocol"], protocol)
+    more = f" and {len(found) - MOST_SETTINGS} more" if len(found) > MOST_SETTINGS else ""
+    given = f"{name} has another protocol than {where}: {'; '.join(found[:MOST_SETTINGS])}{more}"
+    rule = "runs are paired on one protocol: every setting that is not the method's own"
+    raise InputError(given, rule, "leave these settings as they are published")
+
+
+def _is_of_protocol(published: PublishedStudy, run: FinishedRun) -> bool:
+    level = published.level(run.levels, published.name)
+    return run.label in published.controls or run.protocol_sha256 == level["protocol_sha256"]
+
+
+def _runs(published: PublishedStudy, study: Study) -> Iterator[FinishedRun]:
+    """Yield the published runs at the levels and seeds of a study."""
+    wanted = study.combinations()
+    for row in _rows(published):
+        levels = {axis: row[axis] for axis in published.levels[0]["levels"]}
+        if levels not in wanted or int(row["seed"]) not in study.seeds:
+            continue
+        level = published.level(levels, published.name)
+        about = {key: row[key] for key in HASHES if row[key]}
+        metadata = {
+            **about,
+            "seed": int(row["seed"]),
+            "dataset": level["dataset"],
+            "constant_guess": level.get("constant_guess"),
+            "task": published.report.get("task"),
+        }
+        no_metrics = {"run", "method", "seed", "rounds", *levels, *HASHES}
+        metrics = {key: float(cell) for key, cell in row.items() if key not in no_metrics and cell}
+        if published.report.get("target") != study.target_value:
+            metrics = {key: value for key, value in metrics.items() if not key.startswith("target/")}
+        history = [{"round": float(row["rounds"])}]
+        record = RunRecord(row["run"], f"{published.path}: {row['run']}", metadata, history, {})
+        selection = published.report["selection"]
+        yield FinishedRun(row["method"], int(row["seed"]), levels, record, metrics, selection)
+
+
+def _rows(published: PublishedStudy) -> list[dict[str, str]]:
+    """Return the lines of ``runs.csv``.
+
+    Raises:
+        InputError: it is not the table of its report.
+    """
+    path, needed = published.path / RUNS, {"run", "method", "seed", "rounds", *HASHES}
+    try:
+        with path.open(encoding="utf-8", newline="") as file:
+            rows = list(csv.DictReader(file))
+        needed |= {*published.levels[0]["levels"]}
+        if not all(needed <= {*row} and None not in row.values() for row in rows):
+            raise ValueError(f"each line needs {', '.join(sorted(needed))}")
+        return rows
+    except (OSError, ValueError, csv.Error) as error:
+        raise InputError(f"{path}", f"it is not the table of its report ({error})", AGAIN) from None
