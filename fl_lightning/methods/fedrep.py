@@ -8,7 +8,7 @@ body.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Mapping
 from typing import Annotated, Any
 
 from torch import Tensor
@@ -34,7 +34,10 @@ class FedRep(Method):
     """
 
     kind = "personal models"
+    stackable = True
     owns = frozenset({"personal"})
+    frozen: Collection[str] = frozenset()
+    """Names of the weights that the local step that runs leaves as they are."""
 
     def __init__(
         self,
@@ -66,11 +69,19 @@ class FedRep(Method):
 
     def training_step(self, batch: Any, batch_idx: int = 0) -> dict[str, Tensor]:
         trains_head = batch_idx < self.head_steps
-        for name, parameter in self.trained_weights().items():
-            parameter.requires_grad_((name in self.own.shapes) == trains_head)
-        return super().training_step(batch, batch_idx)
+        self.frozen = {name for name in self.trained_names if (name in self.own.shapes) != trains_head}
+        try:
+            return super().training_step(batch, batch_idx)
+        finally:
+            del self.frozen  # nothing of a step is left, as a stack of clients needs it
 
-    def end_client(self, client: Client) -> None:
-        super().end_client(client)
-        for parameter in self.trained_weights().values():
-            parameter.requires_grad_(True)
+    def task_and_logits(
+        self, batch: Any, batch_idx: int, weights: Mapping[str, Tensor] | None = None
+    ) -> tuple[Tensor, Tensor | None]:
+        frozen = {name: weight for name, weight in self.trained_weights().items() if name in self.frozen}
+        return super().task_and_logits(batch, batch_idx, {**frozen, **(weights or {})} or None)
+
+    def trained_weights(self) -> dict[str, Tensor]:
+        """Return the network's weights by name; those of the part that is frozen lead no gradient back."""
+        weights = super().trained_weights()
+        return {name: w.detach() if name in self.frozen else w for name, w in weights.items()}

@@ -12,9 +12,11 @@ from typing import Annotated, Any
 
 import torch
 from torch import Tensor
+from torch.func import grad
 
 from fl_lightning.config.constraints import within
 from fl_lightning.methods.base import Method
+from fl_lightning.models.tensors import constant_buffers
 
 
 class FedSAM(Method):
@@ -28,6 +30,8 @@ class FedSAM(Method):
     """
 
     kind = "flat minima"
+    stackable = True
+    same_start = True
     refuses = {"module": "its second pass would call your training_step, and log, once more"}
 
     def __init__(
@@ -41,15 +45,27 @@ class FedSAM(Method):
     def training_step(self, batch: Any, batch_idx: int = 0) -> dict[str, Tensor]:
         if self.rho == 0:
             return super().training_step(batch, batch_idx)
-        weights = self.trained_weights()
-        first, _ = self.task_and_logits(batch, batch_idx)
-        found = torch.autograd.grad(first, list(weights.values()))
-        norm = torch.stack([part.square().sum() for part in found]).sum().sqrt()
-        uphill = {
-            name: weight + self.rho / (norm + 1e-7) * part
-            for (name, weight), part in zip(weights.items(), found, strict=True)
-        }
+        weights, found, moved = self.trained_weights(), *self._first_pass(batch, batch_idx)
+        norm = torch.stack([part.square().sum() for part in found.values()]).sum().sqrt()
+        uphill = {name: weight + self.rho / (norm + 1e-7) * found[name] for name, weight in weights.items()}
+        for name, buffer in self._statistics().items():
+            buffer.copy_(moved[name])
         # the second pass normalises with its batch, and moves copies of the statistics
-        copies = {name: buffer.clone() for name, buffer in self.network.named_buffers()}
-        task, logits = self.task_and_logits(batch, batch_idx, {**copies, **uphill})
+        task, logits = self.task_and_logits(batch, batch_idx, {**moved, **uphill})
         return self.with_terms({"loss": task, "loss_task": task}, batch, logits)
+
+    def _first_pass(self, batch: Any, batch_idx: int) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        """Return q by name, and the statistics after the pass. ``torch.func.grad`` is what a stack of clients
+        can take a gradient by within a step."""
+
+        def loss_of(weights: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
+            copies = {name: buffer.clone() for name, buffer in self._statistics().items()}
+            return self.task_and_logits(batch, batch_idx, {**copies, **weights})[0], copies
+
+        weights = {name: weight.detach() for name, weight in self.trained_weights().items()}
+        return grad(loss_of, has_aux=True)(weights)
+
+    def _statistics(self) -> dict[str, Tensor]:
+        """Return the buffers that a pass may move."""
+        constants = constant_buffers(self.network)
+        return {name: b for name, b in self.network.named_buffers() if name not in constants}

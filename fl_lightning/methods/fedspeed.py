@@ -25,6 +25,7 @@ class FedSpeed(FedDyn, FedSAM):
     """
 
     kind = "flat minima"
+    stackable = True
     refuses = {**FedDyn.refuses, **FedSAM.refuses}
 
     def __init__(

@@ -17,4 +17,6 @@ class MoFedSAM(FedCM, FedSAM):
     """
 
     kind = "flat minima"
+    stackable = True
+    same_start = True
     refuses = {**FedCM.refuses, **FedSAM.refuses}

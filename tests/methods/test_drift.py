@@ -337,11 +337,18 @@ class NotNormalised(FedSAM):
 class MovesStatisticsTwice(FedSAM):
     """The second pass moves the statistics of BatchNorm too."""
 
+    second = False
+
+    def _first_pass(self, batch, batch_idx):
+        found = super()._first_pass(batch, batch_idx)
+        self.second = True
+        return found
+
     def task_and_logits(self, batch, batch_idx, weights=None):
-        parameters = dict(self.network.named_parameters())
-        return super().task_and_logits(
-            batch, batch_idx, weights and {name: weights[name] for name in parameters}
-        )
+        if self.second:
+            weights = {name: weights[name] for name, _ in self.network.named_parameters()}
+            self.second = False
+        return super().task_and_logits(batch, batch_idx, weights)
 
 
 FAULTS = (
