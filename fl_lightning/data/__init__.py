@@ -2,6 +2,7 @@
 
 from fl_lightning.data.base import FederatedData
 from fl_lightning.data.dirichlet_forms import DirichletPerClient, UncappedDirichlet
+from fl_lightning.data.feature_skew import FeatureNoise, FeatureSkew, RotatedClients
 from fl_lightning.data.hugging_face import HuggingFaceData
 from fl_lightning.data.image_base import ImageData
 from fl_lightning.data.image_folder import ImageFolder
@@ -35,6 +36,8 @@ __all__ = [
     "DatasetData",
     "Dirichlet",
     "DirichletPerClient",
+    "FeatureNoise",
+    "FeatureSkew",
     "FederatedData",
     "FederatedImages",
     "FromFile",
@@ -52,6 +55,7 @@ __all__ = [
     "PFLlibPractical",
     "Partition",
     "Quantity",
+    "RotatedClients",
     "Shards",
     "TableData",
     "TextData",
