@@ -14,6 +14,7 @@ from fl_lightning.data.partition import IID, Dirichlet, Natural, Partition, Shar
 from fl_lightning.data.published_partitions import (
     LabelsPerClient,
     NIIDBenchDirichlet,
+    NIIDBenchIID,
     PFLlibPathological,
     PFLlibPractical,
     Quantity,
@@ -49,6 +50,7 @@ __all__ = [
     "LabelsPerClient",
     "LeafData",
     "NIIDBenchDirichlet",
+    "NIIDBenchIID",
     "Natural",
     "NaturalInstructions",
     "PFLlibPathological",
