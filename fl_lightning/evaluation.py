@@ -31,13 +31,13 @@ from torch.utils._pytree import tree_map
 from fl_lightning.client import Client
 from fl_lightning.data import FederatedData
 from fl_lightning.data.example_batches import Split
+from fl_lightning.data.test_owners import deal_test_set
 from fl_lightning.distributed import collectives
 from fl_lightning.methods import Method
 from fl_lightning.methods.module_steps import ModuleLogs
 from fl_lightning.metrics import client_spread
 from fl_lightning.metrics.states import MetricStates
 from fl_lightning.models import MeasuredNetwork
-from fl_lightning.rng import stream
 from fl_lightning.tasks import Sums, Task
 from fl_lightning.tasks.base import in_float32
 
@@ -343,18 +343,6 @@ def _dealt_batches(
         for part, index in enumerate(mine.split(data.evaluation_batch)):
             batch = data.inputs("test", index), data.test_target[index]
             yield id * MAX_PARTS + part, network, batch
-
-
-def deal_test_set(data: FederatedData) -> np.ndarray:
-    """Return the client that each test example is dealt to, int64 ``[n]``: drawn in proportion to the
-    examples of its group (its class, where the data have no other) that clients hold, evenly where nobody
-    holds any; the same in every round and for every method."""
-    group, held = data.test_group.cpu().numpy(), data.group_counts().astype(np.float64)
-    rng, owner = stream(data.seed, "test_owners"), np.empty(len(group), np.int64)
-    for value in np.unique(group):
-        share = held[:, value] if held[:, value].any() else np.ones(len(held))
-        owner[group == value] = rng.choice(len(held), size=int((group == value).sum()), p=share / share.sum())
-    return owner
 
 
 def validate(

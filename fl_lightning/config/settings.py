@@ -67,6 +67,7 @@ NEUTRAL_VALUES = {
     "data.init_args.batch_tokens": None,
     "data.init_args.metrics": None,
     "data.init_args.primary": None,
+    "data.init_args.feature_skew": None,
 }
 """Settings that came after version 0.1.0, by pattern, with the value that runs of that version had."""
 NEUTRAL_VALUES_OF_CLASS: dict[str, dict[str, Any]] = {

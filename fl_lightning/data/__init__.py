@@ -2,6 +2,7 @@
 
 from fl_lightning.data.base import FederatedData
 from fl_lightning.data.dirichlet_forms import DirichletPerClient, UncappedDirichlet
+from fl_lightning.data.feature_skew import FeatureNoise, FeatureSkew, RotatedClients
 from fl_lightning.data.hugging_face import HuggingFaceData
 from fl_lightning.data.image_base import ImageData
 from fl_lightning.data.image_folder import ImageFolder
@@ -13,6 +14,7 @@ from fl_lightning.data.partition import IID, Dirichlet, Natural, Partition, Shar
 from fl_lightning.data.published_partitions import (
     LabelsPerClient,
     NIIDBenchDirichlet,
+    NIIDBenchIID,
     PFLlibPathological,
     PFLlibPractical,
     Quantity,
@@ -35,6 +37,8 @@ __all__ = [
     "DatasetData",
     "Dirichlet",
     "DirichletPerClient",
+    "FeatureNoise",
+    "FeatureSkew",
     "FederatedData",
     "FederatedImages",
     "FromFile",
@@ -46,12 +50,14 @@ __all__ = [
     "LabelsPerClient",
     "LeafData",
     "NIIDBenchDirichlet",
+    "NIIDBenchIID",
     "Natural",
     "NaturalInstructions",
     "PFLlibPathological",
     "PFLlibPractical",
     "Partition",
     "Quantity",
+    "RotatedClients",
     "Shards",
     "TableData",
     "TextData",

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
+from functools import partial
 from typing import Annotated, Literal
 
 import numpy as np
@@ -17,9 +18,12 @@ from fl_lightning.config.constraints import Constraint, within
 from fl_lightning.data.arrays import channel_moments
 from fl_lightning.data.base import BatchSize, FederatedData, NumClients, PublicExamples, ValFraction
 from fl_lightning.data.example_batches import Split
+from fl_lightning.data.feature_skew import FeatureSkew
 from fl_lightning.data.form import Form
+from fl_lightning.data.holdings import Holdings
 from fl_lightning.data.local import Arrays
 from fl_lightning.data.partition import Dirichlet, Partition, check_memory
+from fl_lightning.data.test_owners import deal_test_set
 from fl_lightning.errors import require
 from fl_lightning.metrics.named import MetricFactory
 
@@ -44,6 +48,7 @@ class ImageData(FederatedData):
         crop_size: side in pixels that a shrink crop leaves; the network sees images of this size.
         flip: whether training images are mirrored left to right with probability 1/2.
         public_examples: training images of the public set, drawn by the run's seed; 0: no public set.
+        feature_skew: how what clients see differs, such as FeatureNoise or RotatedClients; null: not at all.
         metrics: metrics of torchmetrics by class path that are evaluated beside the task's, as ``test/*`` and
             ``val/*``; null: none.
         primary: the metric that selects, of the task's or of ``metrics``; null: the task's primary one.
@@ -79,6 +84,7 @@ class ImageData(FederatedData):
         crop_size: int = 28,
         flip: bool = False,
         public_examples: PublicExamples = 0,
+        feature_skew: FeatureSkew | None = None,
         metrics: list[MetricFactory] | None = None,
         primary: str | None = None,
     ) -> None:
@@ -103,6 +109,7 @@ class ImageData(FederatedData):
             primary=primary,
         )
         self.crop, self.crop_padding, self.flip = crop, crop_padding, flip
+        self.feature_skew = feature_skew
         self.view_side = crop_size if crop == "shrink" else side
         self.example_shape = (self.channels, self.view_side, self.view_side)
 
@@ -121,9 +128,35 @@ class ImageData(FederatedData):
         self.public_images = None if public is None else torch.from_numpy(public)
         self.train_images, self.train_target = map(torch.from_numpy, train)
         self.test_images, self.test_target = map(torch.from_numpy, test)
+        if self.feature_skew is not None:
+            self._as_read = self.train_images, self.test_images
         moments = self.run_form.moments if self.run_form and self.run_form.moments else None
         self.train_mean, self.train_std = map(tuple, moments or channel_moments(train[0]))
         self.move(self.device)
+
+    def distribute(self, seed: int, device: torch.device) -> None:
+        """Assign the training images to clients, and show them and the test images as the clients see them.
+
+        Raises:
+            InputError: the public set is too large, or the partition refuses the data.
+        """
+        super().distribute(seed, device)
+        if self.feature_skew is None:
+            return
+        owner = np.full(len(self.train_target), -1)
+        owner[self._holdings.index] = np.repeat(np.arange(self.num_clients), self._holdings.sizes)
+        change = partial(self.feature_skew.change_all, num_clients=self.num_clients, seed=seed)
+        self.train_images = change(self._as_read[0], owner, part="train").to(self.device)
+        self.test_images = change(self._as_read[1], deal_test_set(self), part="test").to(self.device)
+
+    def distribute_apart(self, holdings: Holdings, seed: int, device: torch.device) -> None:
+        require(
+            self.feature_skew is None,
+            f"feature_skew={self.feature_skew} where nodes have data of their own",
+            "they are as they are",
+            "write feature_skew: null",
+        )
+        super().distribute_apart(holdings, seed, device)
 
     def form(self) -> Form:
         return Form(moments=(self.train_mean, self.train_std))

@@ -48,6 +48,23 @@ def _no_draw(partition: IndexPartition, num_clients: int, min_size: int) -> Inpu
     )
 
 
+class NIIDBenchIID(IndexPartition):
+    """The shuffled examples in equal parts, as NIID-Bench cuts them (``homo``); it is also what its feature
+    noise is added to."""
+
+    def holdings(self, labels: np.ndarray, num_clients: int, seed: int) -> Holdings:
+        check_clients(num_clients)
+        owner = np.empty(len(labels), np.int64)
+        owner[_generator(seed).permutation(len(labels))] = _equal_parts(np.arange(num_clients), len(labels))
+        return Holdings.by_owner(owner, num_clients)
+
+
+def _equal_parts(holders: np.ndarray, count: int) -> np.ndarray:
+    """Return the owners of ``count`` examples in order; the first holders have one more where it must be."""
+    each, more = divmod(count, len(holders))
+    return np.repeat(holders, each + (np.arange(len(holders)) < more))
+
+
 class LabelsPerClient(IndexPartition):
     """Each client holds examples of so many classes, and a class is cut evenly among those that hold it.
 
@@ -90,8 +107,7 @@ class LabelsPerClient(IndexPartition):
                 f"write num_clients {len(members)} or more, or more labels",
             )
             rng.shuffle(examples)
-            each, more = divmod(len(examples), len(holders))
-            owner[examples] = np.repeat(holders, each + (np.arange(len(holders)) < more))
+            owner[examples] = _equal_parts(holders, len(examples))
         return Holdings.by_owner(owner, num_clients)
 
 

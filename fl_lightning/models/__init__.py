@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from importlib import import_module
-from inspect import isclass, signature
+from inspect import signature
 from typing import Any, Literal, get_args
 
 import torch
@@ -16,10 +15,12 @@ from fl_lightning.config.constraints import Constraint
 from fl_lightning.config.import_gate import check_import
 from fl_lightning.errors import InputError
 from fl_lightning.models.channels_last import lay_out
+from fl_lightning.models.checks import check_maker, check_outputs, error_text, name_of
 from fl_lightning.models.first_inputs import FirstInputs
 from fl_lightning.models.language import LlamaTiny
 from fl_lightning.models.measured import MeasuredNetwork
 from fl_lightning.models.mlp import MLP
+from fl_lightning.models.published_cnns import FedAvgCNN, NIIDBenchCNN
 from fl_lightning.models.recipe import Recipe, innermost, made_by, recipe_of
 from fl_lightning.models.residual_mlp import ResidualMLP
 from fl_lightning.models.resnet import ResNet20
@@ -31,9 +32,11 @@ __all__ = [
     "LANGUAGE_NETWORKS",
     "MLP",
     "NETWORKS",
+    "FedAvgCNN",
     "FirstInputs",
     "LlamaTiny",
     "MeasuredNetwork",
+    "NIIDBenchCNN",
     "NetworkName",
     "Recipe",
     "ResNet20",
@@ -48,10 +51,21 @@ _IMAGE_NETWORKS: dict[str, Callable[..., nn.Module]] = {
     "small_cnn": SmallCNN,
     "resnet20": ResNet20,
     "residual_mlp": ResidualMLP,
+    "niid_bench_cnn": NIIDBenchCNN,
+    "fedavg_cnn": FedAvgCNN,
 }
+_FROM_16_PIXELS = ("small_cnn", "niid_bench_cnn", "fedavg_cnn")
 _OWN_NETWORKS: dict[str, Callable[..., nn.Module]] = {**_IMAGE_NETWORKS, "mlp": MLP}
 NetworkName = Literal[
-    "small_cnn", "resnet20", "mobilenetv2", "vit_small", "residual_mlp", "mlp", "llama_tiny"
+    "small_cnn",
+    "resnet20",
+    "mobilenetv2",
+    "vit_small",
+    "residual_mlp",
+    "mlp",
+    "niid_bench_cnn",
+    "fedavg_cnn",
+    "llama_tiny",
 ]
 LANGUAGE_NETWORKS: dict[str, Callable[[int], nn.Module]] = {"llama_tiny": LlamaTiny}
 NETWORKS = tuple(name for name in get_args(NetworkName) if name not in LANGUAGE_NETWORKS)
@@ -122,7 +136,7 @@ def build_network(
     made = _make(network, num_classes, example_shape, classifies_text)
     if inputs is None:
         inputs = torch.zeros(2, *example_shape)
-    _check_outputs(made, network, num_classes, inputs, logits, task or Classification())
+    check_outputs(made, network, num_classes, inputs, logits, task or Classification())
     return lay_out(made)
 
 
@@ -150,9 +164,9 @@ def _make(
         )
     if not isinstance(network, str):
         return _call_maker(network, network, num_classes, example_shape)
-    if network == "small_cnn" and min(example_shape[1:]) < 16:
+    if network in _FROM_16_PIXELS and min(example_shape[1:]) < 16:
         raise InputError(
-            f"network='small_cnn' on {example_shape[1]}x{example_shape[2]} images",
+            f"network={network!r} on {example_shape[1]}x{example_shape[2]} images",
             "it needs 16x16",
             "write resnet20",
         )
@@ -196,7 +210,7 @@ def _call_maker(
     The number is passed as keyword ``num_classes`` where possible, because the first argument of
     torchvision's functions is ``weights``. A maker with a parameter ``example_shape`` gets that too.
     """
-    _check_maker(make, given)
+    check_maker(make, given)
     try:
         parameters = signature(make).parameters.values()
         named = any(p.name == "num_classes" or p.kind is p.VAR_KEYWORD for p in parameters)
@@ -214,109 +228,17 @@ def _call_maker(
         raise
     except Exception as error:
         raise InputError(
-            f"network={_name_of(given)}: it raised {_error_text(error)}",
+            f"network={name_of(given)}: it raised {error_text(error)}",
             f"it is called with the number of classes, {num_classes}, and returns a torch.nn.Module",
             "correct it, or write small_cnn",
         ) from error
     if not isinstance(made, nn.Module):
         raise InputError(
-            f"network={_name_of(given)}",
+            f"network={name_of(given)}",
             f"made a {type(made).__name__}",
             "write something that returns a torch.nn.Module",
         )
     return made
-
-
-def _check_maker(make: Any, given: object) -> None:
-    """Refuse a callable that cannot return a network, before it is called.
-
-    The call could do harm: ``os.system``, ``sys.exit``, a reader of pickles. A class must be a subclass of
-    ``nn.Module``. A function must not come from Python's standard library or from torch, which have no
-    functions that return networks, unless its annotation says that it returns one.
-
-    Raises:
-        InputError: the callable is refused.
-    """
-    make = innermost(make)
-    if isclass(make):
-        good = issubclass(make, nn.Module)
-    else:
-        module = getattr(make, "__module__", None) or type(make).__module__
-        returned = getattr(make, "__annotations__", {}).get("return")
-        good = module.partition(".")[0] not in {"torch", *sys.stdlib_module_names} - {"__main__"}
-        good = good or (isclass(returned) and issubclass(returned, nn.Module))
-    if not (callable(make) and good):
-        raise InputError(
-            f"network={_name_of(given)}",
-            "a network is a subclass of torch.nn.Module, or a function of yours, of timm or of "
-            "torchvision that returns one",
-            "write e.g. torchvision.models.resnet18",
-        )
-
-
-def _check_outputs(
-    made: nn.Module, given: object, num_outputs: int, inputs: Any, logits: bool, task: Task
-) -> None:
-    """Refuse a network that does not map inputs of two examples to the outputs that the task needs.
-
-    Raises:
-        InputError: the network is refused.
-    """
-    if getattr(made, "reads_tokens", False) and not isinstance(task, LanguageModelling):
-        raise InputError(
-            f"network={_name_of(given)} where the task is {type(task).__name__}",
-            "a language model reads examples of tokens",
-            "write small_cnn for images, or take data of tokens",
-        )
-    was_training = made.training
-    needed = task.outputs_form("B", num_outputs)
-    try:
-        with torch.no_grad():
-            outputs = made.eval()(inputs)
-    except InputError:  # the network refuses these inputs itself
-        raise
-    except Exception as error:
-        raise InputError(
-            f"network={_name_of(given)}: it raised {_error_text(error)}",
-            f"it has to map {_form_of(inputs)} to {needed}",
-            "correct its forward method or its sizes",
-        ) from error
-    finally:
-        made.train(was_training)
-    is_batch = isinstance(outputs, torch.Tensor) and outputs.ndim == 2 and len(outputs) == 2
-    if not (task.accepts(outputs, num_outputs, 2) if logits else is_batch):
-        found = tuple(outputs.shape) if isinstance(outputs, torch.Tensor) else type(outputs).__name__
-        raise InputError(
-            f"network={_name_of(given)} makes {found} of two examples",
-            f"{task.outputs_form('2', num_outputs)} are needed",
-            "correct its forward method or its sizes",
-        )
-
-
-def _form_of(inputs: Any) -> str:
-    """Return the shape of inputs, or those of a dictionary by name, for a message."""
-    if isinstance(inputs, torch.Tensor):
-        kind = "examples" if inputs.is_floating_point() else f"{str(inputs.dtype).removeprefix('torch.')}"
-        return f"{kind} [B, {', '.join(map(str, inputs.shape[1:]))}]"
-    if isinstance(inputs, dict):
-        return "{" + ", ".join(f"{name!r}: {_form_of(value)}" for name, value in inputs.items()) + "}"
-    return type(inputs).__name__
-
-
-def _name_of(given: object) -> str:
-    """Return the name of a class or callable, for a message."""
-    given = innermost(given)
-    if isinstance(given, str):
-        return repr(given)
-    return (
-        f"{given.__module__}.{given.__qualname__}"
-        if hasattr(given, "__qualname__")
-        else type(given).__qualname__
-    )
-
-
-def _error_text(error: Exception) -> str:
-    return f"{type(error).__name__} ({' '.join(str(error).split())[:300]})"
 
 
 def _import(path: str) -> Callable[..., Any]:

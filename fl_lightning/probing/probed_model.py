@@ -12,7 +12,8 @@ from lightning.fabric import Fabric
 from torch import Tensor, nn
 
 from fl_lightning.data import FederatedData, ImageData
-from fl_lightning.evaluation import deal_test_set, evaluation_mode, metrics_of
+from fl_lightning.data.test_owners import deal_test_set
+from fl_lightning.evaluation import evaluation_mode, metrics_of
 from fl_lightning.methods import Method
 
 BATCH_SIZE = 512  # as in ``evaluation``, so that clean answers equal those during training bit for bit

@@ -25,7 +25,7 @@ from fl_lightning.probing.attacks import EPS, STEPS, fgsm, pgd
 from fl_lightning.probing.by_kind import by_kind, generation
 from fl_lightning.probing.corruptions.layers import frost_photographs
 from fl_lightning.probing.corruptions.published import PublishedImages
-from fl_lightning.probing.corruptions.recipes import EXTRA, SEVERITY, STANDARD, corrupt
+from fl_lightning.probing.corruptions.recipes import EXTRA, SEVERITY, STANDARD, corrupt_images
 from fl_lightning.probing.cost import float_bytes, flops, latencies, peak_memory
 from fl_lightning.probing.leakage import inversion, membership
 from fl_lightning.probing.noisy_prompts import noisy_prompts
@@ -86,20 +86,17 @@ def corruptions(subject: ProbedModel) -> Finding:
             skipped.append(
                 f"the published constants are for 32x32 images and were used on {data.side}x{data.side}"
             )
-    colours = data.test_images
     if data.channels == 1:
         skipped.append("the recipes are for three channels: of a corrupted grey image the first one is shown")
-        colours = colours.repeat(1, 3, 1, 1)
-    clean_images = colours.permute(0, 2, 3, 1).cpu().numpy()
+    clean_images = data.test_images.clamp(0, 255).to(torch.uint8)  # feature skew may have left this range
     found = {}
     for name in (*STANDARD, *EXTRA):
-        images = (
-            corrupt(name, clean_images, subject.seed, photographs)
+        shown = (
+            corrupt_images(name, clean_images, subject.seed, photographs)
             if published.why_not
-            else published.read(name)
+            else torch.from_numpy(published.read(name)).permute(0, 3, 1, 2)
         )
-        shown = torch.from_numpy(images).permute(0, 3, 1, 2)[:, : data.channels].to(data.device)
-        found[name] = subject.metrics_of(subject.answers_to(shown))["accuracy"]
+        found[name] = subject.metrics_of(subject.answers_to(shown.to(data.device)))["accuracy"]
     metrics = {
         "corrupted/accuracy": float(np.mean([found[name] for name in STANDARD])),
         "corrupted/extra_accuracy": float(np.mean([found[name] for name in EXTRA])),

@@ -140,6 +140,8 @@ LATER = {
     "InstructionData": {"batch_tokens": None, "metrics": None},
     "TextFiles": {"batch_tokens": None, "generate": False, "primary": "perplexity", "metrics": None},
     "TableData": {"missing": None, "text": None, "metrics": None, "primary": None},
+    "ImageFolder": {"feature_skew": None, "metrics": None, "primary": None},
+    "FederatedImages": {"channels": 3, "feature_skew": None, "metrics": None, "primary": None},
 }
 """Settings that a class has got since; at these values they are in no hash."""
 

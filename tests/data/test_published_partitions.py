@@ -12,6 +12,7 @@ from fl_lightning.data import (
     DirichletPerClient,
     LabelsPerClient,
     NIIDBenchDirichlet,
+    NIIDBenchIID,
     Partition,
     PFLlibPathological,
     PFLlibPractical,
@@ -44,6 +45,7 @@ def table(partition: Partition, labels: np.ndarray, num_clients: int, seed: int 
 @pytest.mark.parametrize(
     ("code", "partition", "num_clients", "at_0", "at_3"),
     [
+        (NIID, NIIDBenchIID(), 23, "b48f2807a5e1", "7aaf3744d503"),
         (NIID, LabelsPerClient(1), 10, "d07d0c4d5d6f", "d07d0c4d5d6f"),
         (NIID, LabelsPerClient(2), 10, "8f7c703e927d", "6d2e7811985a"),
         (NIID, LabelsPerClient(3), 10, "7d779452a683", "809ede300ded"),
@@ -125,7 +127,7 @@ def test_pathological_clients_hold_classes_in_turn() -> None:
 
 
 EVERY = [
-    *(LabelsPerClient(2), Quantity(5.0, min_size=1), NIIDBenchDirichlet(0.5, min_size=1)),
+    *(NIIDBenchIID(), LabelsPerClient(2), Quantity(5.0, min_size=1), NIIDBenchDirichlet(0.5, min_size=1)),
     *(PFLlibPathological(20), PFLlibPractical(1.0), DirichletPerClient(0.1), UncappedDirichlet(0.1)),
 ]
 

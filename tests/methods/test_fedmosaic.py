@@ -14,7 +14,7 @@ from toy import CENTRES, Points, run, run_for_nothing, sgd
 
 from fl_lightning import rng
 from fl_lightning.data import FederatedImages, Shards
-from fl_lightning.evaluation import deal_test_set
+from fl_lightning.data.test_owners import deal_test_set
 from fl_lightning.hooks import Meter, Stressor
 from fl_lightning.methods import FedMosaic
 from fl_lightning.models import build_network

@@ -15,9 +15,9 @@ from toy import run, sgd
 from callbacks import LabelNoise
 from fl_lightning.conformance.toy import images, small_network
 from fl_lightning.data import Dirichlet
+from fl_lightning.data.test_owners import deal_test_set
 from fl_lightning.engines import finetuning
 from fl_lightning.errors import InputError
-from fl_lightning.evaluation import deal_test_set
 from fl_lightning.hooks import Meter
 from fl_lightning.methods import (
     SCAFFOLD,

@@ -7,6 +7,7 @@ import socket
 import pytest
 import torch
 from torch import nn
+from torch.nn.functional import conv2d, linear, max_pool2d, relu
 
 from fl_lightning.models import NETWORKS, ResNet20, SmallCNN, build_network
 from fl_lightning.rng import torch_stream
@@ -30,6 +31,26 @@ def test_reference_weight_counts() -> None:
     assert count(ResNet20(10, "A")) == 269_722
     assert count(build_network("mobilenetv2", 100, (3, 32, 32))) == 2_351_972
     assert 30_000 < count(build_network("small_cnn", 10, (3, 32, 32))) < 60_000
+    for network, grey, colour in (
+        ("niid_bench_cnn", 44_426, 62_006),
+        ("fedavg_cnn", 582_026, 878_538),
+    ):  # those of the published code on Fashion-MNIST and CIFAR-10
+        assert count(build_network(network, 10, (1, 28, 28))) == grey
+        assert count(build_network(network, 10, (3, 32, 32))) == colour
+
+
+@pytest.mark.parametrize("network", ["niid_bench_cnn", "fedavg_cnn"])
+def test_networks_of_benchmarks_are_lenets(network: str) -> None:
+    """The same function, written out: convolution, ReLU, pooling, twice; then linear layers."""
+    model = build_network(network, 10, (1, 28, 28))
+    images = x = torch.rand(3, 1, 28, 28)
+    weights = list(model.parameters())
+    for weight, bias in zip(weights[0:4:2], weights[1:4:2], strict=True):
+        x = max_pool2d(relu(conv2d(x, weight, bias)), 2)
+    x = x.flatten(1)
+    for weight, bias in zip(weights[4:-2:2], weights[5:-2:2], strict=True):
+        x = relu(linear(x, weight, bias))
+    assert torch.allclose(model(images), linear(x, *weights[-2:]), atol=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -107,8 +128,10 @@ def test_bad_names_say_what_to_write(network: str, words: str) -> None:
 def test_networks_that_cannot_see_the_image_are_refused() -> None:
     with pytest.raises(ValueError, match="multiple of 4"):
         build_network("vit_small", 10, (3, 30, 30))
-    with pytest.raises(ValueError, match="16x16"):
-        build_network("small_cnn", 10, (3, 8, 8))
+    for network in ("small_cnn", "niid_bench_cnn", "fedavg_cnn"):
+        assert build_network(network, 10, (3, 16, 16))(torch.rand(2, 3, 16, 16)).shape == (2, 10)
+        with pytest.raises(ValueError, match="16x16"):
+            build_network(network, 10, (3, 15, 15))
     with pytest.raises(ValueError, match="write group"):
         SmallCNN(10, "layer")  # type: ignore[arg-type]
 

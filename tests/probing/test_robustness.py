@@ -321,7 +321,9 @@ def test_published_arrays_are_read_at_severity_3(cifar_c):
 def test_corrupted_images_that_are_clean_are_answered_as_clean_ones(tmp_path, monkeypatch):
     subject = subject_of(FedAvg(), tmp_path)
     monkeypatch.setattr(
-        probes, "corrupt", lambda name, images, seed, photographs: 255 - images if name in EXTRA else images
+        probes,
+        "corrupt_images",
+        lambda name, images, seed, photographs: 255 - images if name in EXTRA else images,
     )
     found = PROBES["corruptions"](subject)
     clean = PROBES["clean"](subject).metrics["test/accuracy"]

@@ -18,7 +18,9 @@ from collections.abc import Callable, Sequence
 from io import BytesIO
 
 import numpy as np
+import torch
 from scipy.ndimage import gaussian_filter, map_coordinates
+from torch import Tensor
 
 from fl_lightning.probing.corruptions.layers import clipped_zoom, frost_layers, motion_blur, plasma
 from fl_lightning.rng import stream
@@ -62,6 +64,16 @@ def corrupt(name: str, images: Images, seed: int, photographs: Sequence[np.ndarr
         done = _frost(block, rng, photographs) if name == "frost" else RECIPES[name](block, rng)
         blocks.append(done if done.dtype == np.uint8 else _to_bytes(done))
     return np.concatenate(blocks)
+
+
+def corrupt_images(name: str, images: Tensor, seed: int, photographs: Sequence[np.ndarray] = ()) -> Tensor:
+    """Return :func:`corrupt` of images uint8 ``[n, C, side, side]``, in the same shape, on the CPU.
+
+    Grey images, C = 1, are corrupted as three equal channels, of which the first is returned.
+    """
+    colours = images.cpu().expand(-1, 3, -1, -1).permute(0, 2, 3, 1).numpy()
+    done = torch.from_numpy(corrupt(name, colours, seed, photographs)).permute(0, 3, 1, 2)
+    return done[:, : images.shape[1]]
 
 
 def _to_bytes(x: np.ndarray) -> Images:

@@ -1,0 +1,20 @@
+"""Which client each example of the global test set turns up at."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from fl_lightning.data.base import FederatedData
+from fl_lightning.rng import stream
+
+
+def deal_test_set(data: FederatedData) -> np.ndarray:
+    """Return the client that each test example is dealt to, int64 ``[n]``: drawn in proportion to the
+    examples of its group (its class, where the data have no other) that clients hold, evenly where nobody
+    holds any; the same in every round and for every method."""
+    group, held = data.test_group.cpu().numpy(), data.group_counts().astype(np.float64)
+    rng, owner = stream(data.seed, "test_owners"), np.empty(len(group), np.int64)
+    for value in np.unique(group):
+        share = held[:, value] if held[:, value].any() else np.ones(len(held))
+        owner[group == value] = rng.choice(len(held), size=int((group == value).sum()), p=share / share.sum())
+    return owner
