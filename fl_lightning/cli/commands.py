@@ -74,6 +74,11 @@ COMMANDS = {
         "what finished runs show: tables, paired tests, verdicts, figures",
         "fl_lightning.study.report.compare:compare",
     ),
+    "rank": Command(
+        "train one method, yours, on a published study, and print its place among the published methods",
+        "fl_lightning.study.execute.rank:rank",
+        resolves=True,
+    ),
     "track": Command(
         "bring runs that were not tracked, or not wholly, into MLflow",
         "fl_lightning.run.track:track",

@@ -120,6 +120,7 @@ def make_study(
     accuracies: Mapping[str, Mapping[int, float] | Mapping[Level, Mapping[int, float]]],
     name: str = "study",
     task: Task = CLASSIFICATION,
+    run: Mapping[str, Any] | None = None,
     **keys: Any,
 ) -> Path:
     """A folder of runs with its ``study.yaml``.
@@ -128,6 +129,7 @@ def make_study(
         accuracies: label -> seed -> final accuracy; with a grid label -> levels -> seed -> accuracy. Of
             another task, its primary metric.
         task: the task of the runs.
+        run: arguments of every :func:`make_run`.
         keys: of the study file.
 
     Returns:
@@ -147,5 +149,5 @@ def make_study(
     for label, found in by_level.items():
         for levels, values in found.items():
             for seed, accuracy in values.items():
-                make_run(folder, label, seed, accuracy, levels=dict(levels), task=task)
+                make_run(folder, label, seed, accuracy, levels=dict(levels), task=task, **(run or {}))
     return folder

@@ -3,7 +3,8 @@ it before."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Literal
 
@@ -60,20 +61,35 @@ def sweep(
     rule = "seeds are added by what all cells show, so that one machine runs them all"
     require(part.is_whole or study.until is None, f"--shard {part} with until", rule, "leave one of them out")
     slots = slots_for(jobs, devices)
-    cells = StudyCells.plan(study, Path(root), resolve, part)
-    for state in cells:
-        state.threads = threads_per_job(jobs, state.threads)
+    cells = planned(StudyCells.plan(study, Path(root), resolve, part), jobs)
     if dry_run:
         show_plan(cells, jobs)
         if study.until is not None:
             most = study.until.max_seeds
             Console(soft_wrap=True).print(f"seeds are added until every criterion is decided: {most} at most")
         return
-    with only_one(cells.folder, part) as held:
-        for state in cells:
-            state.find_run(cells.folder)  # those of a sweep that was killed have stopped by now
-        pool = Pool(slots, held)
+    with pool_of(cells, slots) as pool:
         if study.until is None:
             SweepSession(cells, pool, logger).run()
         else:
             UntilSession(cells, pool, logger, jobs_at_a_time=jobs).run()
+
+
+def planned(cells: StudyCells, jobs: int) -> StudyCells:
+    """Return the cells, each with the threads of its process when so many jobs run at a time."""
+    for state in cells:
+        state.threads = threads_per_job(jobs, state.threads)
+    return cells
+
+
+@contextmanager
+def pool_of(cells: StudyCells, slots: Sequence[Mapping[str, str]]) -> Iterator[Pool]:
+    """Yield the pool of the only session that runs these cells now.
+
+    Raises:
+        InputError: another one runs them.
+    """
+    with only_one(cells.folder, cells.shard) as held:
+        for state in cells:
+            state.find_run(cells.folder)  # those of a sweep that was killed have stopped by now
+        yield Pool(slots, held)

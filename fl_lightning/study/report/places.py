@@ -95,7 +95,8 @@ def critical_difference(comparison: Comparison, levels: Levels) -> Figure | None
         colour = RED if one.label in comparison.proposed else BLACK
         first = "95 % interval of the place" if row == 0 else None
         axes.plot([one.first, one.last], [row, row], color=GREY, linewidth=1.2, label=first)
-        axes.plot(one.mean_rank, row, "o", color=colour, label="mean rank" if row == 0 else None)
+        axes.plot(one.mean_rank, row, "o", color=colour)
+    axes.plot([], [], "o", color=BLACK, label="mean rank")
     for number, (start, end) in enumerate(bars):
         height = -0.8 - 0.35 * number
         ends, label = [found[start].mean_rank, found[end].mean_rank], "cannot be told apart"

@@ -1,0 +1,193 @@
+"""Published runs are paired with those of a study as if one sweep had made all, or refused by name."""
+
+from __future__ import annotations
+
+import json
+from copy import deepcopy
+from pathlib import Path
+
+import pytest
+from compared import GRID, OFF, ON, A, B, C, report_of, rows_of
+from places import ROOT
+from published import CONFIG, publish
+from refusals import refused
+from synthetic_runs import make_study
+
+from fl_lightning.study.plan.published import PublishedStudy, find_published
+from fl_lightning.study.plan.study import Study
+from fl_lightning.study.report.compare import compare
+
+pytestmark = pytest.mark.usefixtures("figures_only_where_looked_at")
+AXIS = {"grid": GRID["grid"]}
+MINE = {"Mine": {ON: C, OFF: B}}
+THEIRS = {"A": {ON: A, OFF: B}, "B": {ON: B, OFF: C}}
+
+
+def own_study(root: Path, published: Path, accuracies=None, run=None, **keys) -> None:
+    """Write the runs of a study, named ``mine``, that is compared with published ones."""
+    run = {"config": CONFIG, **(run or {})}
+    keys = {"published": str(published), "proposed": ["Mine"], **AXIS, **keys}
+    make_study(root / "runs", accuracies or MINE, name="mine", run=run, **keys)
+
+
+def changed(**settings) -> dict:
+    """Return the configuration of synthetic runs with other settings, as in ``trainer__max_rounds=6``."""
+    config = deepcopy(CONFIG)
+    for name, value in settings.items():
+        *groups, last = name.split("__")
+        place = config
+        for group in groups:
+            place = place[group]
+        place[last] = value
+    return config
+
+
+def test_published_runs_give_what_one_sweep_of_all_methods_gives(tmp_path):
+    published = publish(tmp_path, THEIRS, **AXIS)
+    own_study(tmp_path, published)
+    compare("mine", tmp_path / "paired", tmp_path / "runs")
+    make_study(
+        tmp_path / "runs", {**MINE, **THEIRS}, name="all", run={"config": CONFIG}, proposed=["Mine"], **AXIS
+    )
+    compare("all", tmp_path / "swept", tmp_path / "runs")
+    paired, swept = (report_of(tmp_path / out) for out in ("paired", "swept"))
+    assert paired["methods"] == ["Mine", "A", "B"]
+    assert paired["levels"] == swept["levels"]  # differences, places, means, hashes: to the last digit
+    assert paired["levels"][0]["differences"][0]["seeds"] == [0, 1, 2]
+    rows = [sorted(rows_of(tmp_path / out / "runs.csv"), key=str) for out in ("paired", "swept")]
+    assert rows[0] == rows[1]
+    assert {
+        row["run"].split("-")[0] for row in rows_of(tmp_path / "paired/timings.csv") if row["time/round"]
+    } == {
+        "Mine"  # what a clock measured elsewhere is compared with nothing
+    }
+    assert {one["name"].split("-")[0] for one in paired["provenance"]["runs"]} == {"Mine"}
+    assert paired["published"] == [
+        {"study": "board", "runs_sha256": PublishedStudy.read(published, "").sha256}
+    ]
+
+
+def test_fewer_seeds_and_levels_than_are_published_may_be_compared(tmp_path):
+    published = publish(tmp_path, THEIRS, **AXIS)
+    few = {seed: C[seed] for seed in (0, 2)}
+    own_study(tmp_path, published, {"Mine": {ON: few}}, grid={"noise": {"on": {}}})
+    compare("mine", tmp_path / "out", tmp_path / "runs")
+    (level,) = report_of(tmp_path / "out")["levels"]
+    assert level["differences"][0]["differences"] == pytest.approx([C[0] - A[0], C[2] - A[2]])
+    assert {row["seed"] for row in rows_of(tmp_path / "out/runs.csv")} == {"0", "2"}
+
+
+BROKEN = {
+    "data set": ({"dataset": "cifar10"}, {}, "data set cifar10, published: board has digits"),
+    "content": ({"content": "f" * 64}, {}, "content of the data ffffffffffff, published: board has unknown"),
+    "partition": ({"partition": "e" * 64}, {}, "partition eeeeeeeeeeee, published: board has 5feceb66ffc8"),
+    "setting": (
+        {"config": changed(data__init_args__batch_size=64)},
+        {},
+        "another protocol than published: board: data.init_args.batch_size: 32 published, 64 here",
+    ),
+    "stressor": (
+        {"config": changed(trainer__callbacks=[])},
+        {},
+        'trainer.callbacks.0.class_path: "callbacks.LabelNoise" published, not set here',
+    ),
+    "network": (
+        {"config": changed(model__init_args__network="mlp")},
+        {},
+        'model.init_args.network: "small_cnn" published, "mlp" here',
+    ),
+    "selection": ({}, {"selection": "best_val"}, "selection: last is published, best_val is asked"),
+    "until": (
+        {},
+        {"until": {"max_seeds": 5}, "criteria": ["accuracy(Mine) > accuracy(A)"]},
+        "until with published",
+    ),
+}
+
+
+@pytest.mark.parametrize(("run", "keys", "named"), BROKEN.values(), ids=[*BROKEN])
+def test_what_breaks_the_pairing_is_refused_by_its_name(tmp_path, run, keys, named):
+    own_study(
+        tmp_path,
+        publish(tmp_path, THEIRS, selection="last", **AXIS),
+        run=run,
+        **{"selection": "last", **keys},
+    )
+    with refused(named):
+        compare("mine", tmp_path / "out", tmp_path / "runs")
+    assert not (tmp_path / "out").exists()
+
+
+def test_other_seeds_levels_and_taken_names_are_refused(tmp_path):
+    published = publish(tmp_path, THEIRS, **AXIS)
+    for accuracies, keys, named in (
+        ({"Mine": {ON: {7: 0.5}, OFF: {7: 0.5}}}, {}, "seeds 7 are not published"),
+        ({"Mine": {(("noise", "high"),): C}}, {"grid": {"noise": {"high": {}}}}, "noise=high"),
+        ({"Mine": C}, {"grid": {}}, "no grid"),
+        ({"A": MINE["Mine"]}, {"proposed": []}, "methods: A"),
+    ):
+        folder = tmp_path / named.replace(" ", "_")
+        own_study(folder, published, accuracies, **keys)
+        with refused(named):
+            compare("mine", folder / "out", folder / "runs")
+
+
+def test_settings_of_the_method_and_callbacks_that_only_watch_are_no_part_of_the_protocol(tmp_path):
+    watched = [{"class_path": "callbacks.ProgressBar"}, *CONFIG["trainer"]["callbacks"]]
+    config = changed(model__class_path="FedProx", model__init_args__mu=0.5, trainer__callbacks=watched)
+    own_study(tmp_path, publish(tmp_path, THEIRS, **AXIS), run={"config": config})
+    compare("mine", tmp_path / "out", tmp_path / "runs")
+    assert report_of(tmp_path / "out")["methods"] == ["Mine", "A", "B"]
+
+
+def test_a_published_run_of_another_protocol_than_its_level_is_left_out_and_listed(tmp_path):
+    published = publish(tmp_path, THEIRS, **AXIS)
+    table = published / "runs.csv"
+    lines = table.read_text().splitlines(keepends=True)
+    (place,) = (i for i, line in enumerate(lines) if line.startswith("B-noise=on-seed1,"))
+    protocol = report_of(published)["levels"][0]["protocol_sha256"]
+    lines[place] = lines[place].replace(protocol, "d" * 64)
+    table.write_text("".join(lines))
+    own_study(tmp_path, published)
+    compare("mine", tmp_path / "out", tmp_path / "runs")
+    report = report_of(tmp_path / "out")
+    assert [one["name"] for one in report["not_counted"]] == ["B-noise=on-seed1"]
+    assert report["levels"][0]["methods"]["B"]["seeds"] == [0, 2]
+
+
+@pytest.mark.parametrize("name", ["exp1_embedded", "vemoe_protected"])
+def test_a_report_of_an_earlier_release_is_read_and_cannot_be_paired(name):
+    found = PublishedStudy.read(find_published(name), name)
+    assert found.path == ROOT / "docs/results" / name
+    assert found.name == name
+    assert len(found.labels) > 2
+    with refused(f"published: {name}", "compare of this release"):
+        found.check("", found.seeds, [dict(one["levels"]) for one in found.levels], found.report["selection"])
+
+
+def test_runs_whose_settings_are_not_known_cannot_be_published_to_pair_with(tmp_path):
+    published = publish(tmp_path, THEIRS, run={"config": {}}, **AXIS)
+    own_study(tmp_path, published)
+    with refused("published: board"):
+        compare("mine", tmp_path / "out", tmp_path / "runs")
+
+
+def test_a_folder_that_compare_did_not_write_is_refused(tmp_path):
+    (tmp_path / "runs.csv").write_text("run\n")
+    for text in ("{}", "[", json.dumps({"study": "a", "methods": [], "seeds": [], "levels": [{}]})):
+        (tmp_path / "report.json").write_text(text)
+        with refused("somewhere", "docs/results"):
+            PublishedStudy.read(tmp_path, "somewhere")
+
+
+def test_a_report_has_the_plan_of_its_study_with_paths_that_hold_elsewhere(tmp_path):
+    (tmp_path / "mine.yaml").write_text("model: {class_path: FedAvg}\n")
+    keys = {"config": ["plain.yaml", str(tmp_path / "mine.yaml")], "overlays": "overlays/noise_on.yaml"}
+    published = publish(tmp_path, THEIRS, **AXIS, **keys)
+    text = (published / "study.yaml").read_text()
+    assert str(tmp_path) not in text
+    assert str(ROOT) not in text
+    assert "- plain.yaml\n- ../../mine.yaml\n" in text
+    plan = Study.read(published / "study.yaml")
+    assert [path.resolve() for path in plan.configs] == [ROOT / "configs/plain.yaml", tmp_path / "mine.yaml"]
+    assert (plan.seeds, list(plan.methods), list(plan.grid)) == ([0, 1, 2], ["A", "B"], ["noise"])

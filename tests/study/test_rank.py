@@ -1,0 +1,159 @@
+"""``rank`` trains one method alone, and says of it what a sweep of all methods says."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+from compared import report_of
+from published import InProcessPool
+from refusals import refused
+
+from fl_lightning.__main__ import main
+from fl_lightning.cli.parser import resolve
+from fl_lightning.study.execute import sweep
+from fl_lightning.study.execute.rank import rank
+from fl_lightning.study.report.compare import compare
+
+pytestmark = pytest.mark.usefixtures("figures_only_where_looked_at")
+STUDY = """
+study: {name}
+config: plain.yaml
+seeds: [3, 4]
+settings:
+  trainer.max_rounds: 1
+  trainer.callbacks: []
+  data.num_clients: 3
+  data.batch_size: 256
+methods: {{{methods}}}
+grid:
+  setting:
+    iid: {{}}
+    noisy: {{settings: {{trainer.callbacks: [{{class_path: callbacks.LabelNoise, init_args: {{round: 1}}}}]}}}}
+proposed: [{proposed}]
+"""
+THEIRS = "A: {}, B: {settings: {model.init_args.optimizer.init_args.lr: 0.01}}"
+MINE = "Third: {settings: {model.class_path: ranked_method.Third, model.init_args.mu: 0.5}}"
+METHOD = """
+from fl_lightning.methods import FedProx
+
+
+class Third(FedProx):
+    \"\"\"A method of one's own.\"\"\"
+"""
+
+
+@pytest.fixture(scope="module")
+def swept(tmp_path_factory) -> Path:
+    """A folder in which one sweep made all three methods in ``runs/all``, and two of them were published."""
+    folder = tmp_path_factory.mktemp("swept")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        patch.syspath_prepend(folder)
+        patch.setattr(sweep, "Pool", InProcessPool)
+        Path("ranked_method.py").write_text(METHOD)
+        Path("all.yaml").write_text(STUDY.format(name="all", methods=f"{MINE}, {THEIRS}", proposed="Third"))
+        Path("two.yaml").write_text(STUDY.format(name="two", methods=THEIRS, proposed="A"))
+        assert main(["sweep", "--config", "all.yaml", "--logger", "false"]) == 0
+        for label in "AB":
+            for run in Path("runs/all").glob(f"{label}-*"):
+                shutil.copytree(run, Path("runs/two") / run.name)
+        compare("two.yaml", Path("published"))
+    return folder
+
+
+@pytest.fixture
+def published(swept, tmp_path, monkeypatch) -> Path:
+    """The report of the two methods in a copy of that folder, which is the working directory."""
+    shutil.copytree(swept, tmp_path, dirs_exist_ok=True)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(sweep, "Pool", InProcessPool)
+    monkeypatch.setattr(InProcessPool, "started", [])
+    return Path("published")
+
+
+def ranked(*more: str) -> int:
+    args = ["rank", "--model", "ranked_method.Third", "--against", "published", "--logger", "false"]
+    return main([*args, "--settings", "{model.init_args.mu: 0.5}", *more])
+
+
+def test_a_third_method_alone_is_ranked_as_in_one_sweep_of_all_and_nothing_is_trained_twice(
+    published, capsys
+):
+    assert ranked("--setting", "noisy") == 0
+    assert InProcessPool.started == [f"Third-setting=noisy-seed{seed}" for seed in (3, 4)]
+    assert "Third − A" in capsys.readouterr().out
+    assert ranked() == 0  # all levels: what is finished is not run again
+    assert InProcessPool.started[2:] == [f"Third-setting=iid-seed{seed}" for seed in (3, 4)]
+    assert ranked() == 0
+    assert len(InProcessPool.started) == 4
+
+    compare("all", Path("swept"))
+    of_rank, of_sweep = report_of(Path("reports/two-Third")), report_of(Path("swept"))
+    assert of_rank["levels"] == of_sweep["levels"]  # to the last digit
+    assert [(one["a"], one["b"]) for one in of_rank["levels"][0]["differences"]] == [
+        ("Third", "A"),
+        ("Third", "B"),
+    ]
+    assert of_rank["levels"][0]["differences"][0]["family"] == 2
+    assert of_rank["registration"]["status"] == "not as registered"  # a level was added after the first start
+    text = capsys.readouterr().out
+    assert "Place of what is proposed" in text
+    assert "setting=iid" in text
+    for file, said in (
+        ("report.md", "## Places at setting=iid"),
+        ("tables.tex", r"\label{tab:two-Third-place}"),
+    ):
+        assert said in Path("reports/two-Third", file).read_text()
+
+
+def test_a_published_partition_that_is_another_ends_it_at_the_first_run(published, capsys):
+    report = json.loads((published / "report.json").read_text())
+    for level in report["levels"]:
+        level["partition_sha256"]["3"] = "f" * 64
+    (published / "report.json").write_text(json.dumps(report))
+    assert ranked() == 2
+    assert "published: two has ffffffffffff" in capsys.readouterr().err
+    assert InProcessPool.started == ["Third-setting=iid-seed3"]
+    assert ranked() == 2  # nor is the rest trained at the next start
+    assert len(InProcessPool.started) == 1
+    assert not Path("reports").exists()
+
+
+def test_what_breaks_the_pairing_is_refused_before_anything_is_trained(published):
+    def of(model="FedProx", **more):
+        rank(model, str(published), logger=False, resolve=resolve, **more)
+
+    for more, named in (
+        ({"settings": {"data.batch_size": 64}}, "data.init_args.batch_size: 256 published, 64 here"),
+        ({"settings": {"model.network": "mlp"}}, "model.init_args.network"),
+        ({"seeds": 3}, "--seeds 3"),
+        ({"seeds": 0}, "--seeds 0"),
+        ({"setting": "nosy"}, "--setting nosy"),
+        ({"label": "A"}, "--label A"),
+        ({"method_config": "nowhere.yaml"}, "--method_config nowhere.yaml"),
+        ({"model": "ranked_method.Forth"}, "ranked_method.Forth"),
+    ):
+        with refused(named):
+            of(**more)
+    with refused("--against nowhere"):
+        rank("FedProx", "nowhere", resolve=resolve)
+    Path("reports/two-FedProx").mkdir(parents=True)
+    Path("reports/two-FedProx/mine.txt").write_text("mine")
+    with refused("--out reports/two-FedProx"):
+        of()
+    (published / "study.yaml").unlink()
+    with refused("--against published", "compare of this release"):
+        of()
+    assert not InProcessPool.started
+    assert not list(Path("runs").glob("two-*"))
+    assert Path("reports/two-FedProx/mine.txt").read_text() == "mine"
+
+
+def test_a_dry_run_says_what_is_left_and_creates_nothing(published, capsys):
+    assert ranked("--dry_run", "true", "--seeds", "1") == 0
+    assert "two-Third: 2 cells, 2 to run, 2 rounds" in capsys.readouterr().out
+    assert not Path("runs/two-Third").exists()
