@@ -347,19 +347,19 @@ def _clock(run: Run) -> Iterator[Refusal]:
 
 
 def _late_clients(run: Run) -> Iterator[Refusal]:
-    if run.rounds is None or not run.rounds.leaves_out:
+    if run.rounds is None or not run.rounds.goes_by_clock:
         return
     given = f"--trainer.rounds {type(run.rounds).__name__}"
     if run.deployed:
         yield f"{given} in a deployment", "it goes by virtual time", "write --min_nodes and --round_seconds"
     if not run.has_clock:
         instead = "write --trainer.clock.devices LogNormalDevices, or leave it out"
-        yield given, "who is late is told by a clock, and there is none", instead
+        yield given, "it goes by a clock, and there is none", instead
     if run.masks is not None:
         rule = "who masks an upload is needed until the end of the round"
         yield f"{given} with trainer.secure_sum", rule, "leave one of them out"
     if run.privacy is not None:
-        rule = "epsilon is accounted for cohorts of a known size, and who is late depends on the clients"
+        rule = "epsilon is accounted for uniform cohorts, and who is in time depends on the clients"
         yield f"{given} with trainer.privacy", rule, "leave one of them out"
 
 
@@ -453,7 +453,8 @@ ROWS = (
     Row("clock", "Clients are simulated, since virtual seconds are not those of real machines.", _clock),
     Row(
         "late clients",
-        "`OverSelection` and `Deadline` go by a clock, and the server may leave out single uploads.",
+        "`OverSelection`, `Deadline`, `FedBuff` and `FedAsync` go by a clock, and the server may leave out "
+        "single uploads; the last two need clients that send weights alone and keep nothing.",
         _late_clients,
     ),
     Row(

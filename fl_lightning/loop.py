@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from time import perf_counter
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from fl_lightning import evaluation
 from fl_lightning.aggregation.base import Receipt, Round
@@ -15,6 +15,7 @@ from fl_lightning.aggregation.receiving import declares_shapes
 from fl_lightning.aggregation.server import examples_in
 from fl_lightning.aggregation.undeclared import UndeclaredUploads, reject_odd_ones
 from fl_lightning.client import Assignment, Client
+from fl_lightning.clock.trained import Trained
 from fl_lightning.distributed.collectives import world_size
 from fl_lightning.engines import ClientTask, Engine, exchange_receipts
 from fl_lightning.engines.base import one_thread
@@ -45,43 +46,47 @@ def run_round(fed: Federation, engine: Engine, round: int) -> RoundRecord:
 
 
 def train_round(fed: Federation, engine: Engine, record: RoundRecord) -> None:
-    """Train one round's cohort and make the server's next state of the uploads that count."""
+    """Train clients and make the server's next state of the uploads that count."""
     started, round = perf_counter(), record.round
     fed.method.round = round
-    cohort = stress(fed.callbacks, "change_cohort", sample_cohort(fed, round), round=round, context=fed)
+    holders, train = dict(fed.holders), partial(train_cohort, fed, engine, round)
+    if fed.timing is None:
+        trained = train(draw(fed, round, fed.data.active, fed.cohort_size))
+    else:
+        trained = fed.timing.collect(fed, round, train, partial(draw, fed, round))
+    record.metrics["time/train"] = perf_counter() - started
+    losses = mean_losses(trained.started)
+    if losses and (terms := fed.method.active_terms()):
+        require_terms(terms, losses, type(fed.method).__name__)
+    sending = partial(deliver, fed, round)
+    closing = Round(round, trained.cohort, sending, engine.add_under_masks, record.metrics, record.named)
+    entries = fed.aggregation.close(closing, trained.uploads, trained.receipts)
+    keep_states(fed, trained.receipts, entries, holders)
+    engine.acknowledge(round, [entry.client for entry in entries if entry.status == "trained"])
+    if fed.timing is not None:
+        entries = fed.timing.end_round(fed, trained, entries, record)
+    for entry in entries:
+        fed.ledger.add(entry)
+    record.metrics |= summarise(fed, entries, losses)
+
+
+def train_cohort(fed: Federation, engine: Engine, round: int, ids: Iterable[int]) -> Trained:
+    """Train clients from the server's present state, as far as stressors let them."""
+    cohort = stress(fed.callbacks, "change_cohort", assignments(fed, ids), round=round, context=fed)
     fed.method.cohort = len(cohort)
     tell(fed.callbacks, "on_cohort", cohort, round, fed)
-    trained = [assignment for assignment in cohort if assignment.trains]
+    at_work = [assignment for assignment in cohort if assignment.trains]
     uploads: dict[int, Payload] = {}
-    holders = dict(fed.holders)
-    tasks = make_tasks(fed, round, trained)
+    tasks = make_tasks(fed, round, at_work)
     fed.method.steps_asked = {task.client.id: task.steps for task in tasks}
-    ended = iter(train_clients(fed, engine, trained, tasks, uploads))
+    ended = iter(train_clients(fed, engine, at_work, tasks, uploads))
     receipts = [
         next(ended) if assignment.trains else dropped(assignment.client, round) for assignment in cohort
     ]
     if any(map(sees_uploads, fed.callbacks)):
         change_uploads(fed, round, uploads, receipts)
     examples = {task.client.id: task.examples(fed.data.batch_size) for task in tasks}
-    if fed.timing is not None:
-        receipts = fed.timing.leave_out(fed.seed, fed.cohort_size, examples, receipts)
-        for receipt in receipts:
-            if receipt.entry.status != "trained":
-                uploads.pop(receipt.client.id, None)
-    record.metrics["time/train"] = perf_counter() - started
-    losses = mean_losses(receipts)
-    if losses and (terms := fed.method.active_terms()):
-        require_terms(terms, losses, type(fed.method).__name__)
-    sending = partial(deliver, fed, round)
-    closing = Round(round, cohort, sending, engine.add_under_masks, record.metrics, record.named)
-    entries = fed.aggregation.close(closing, uploads, receipts)
-    keep_states(fed, receipts, entries, holders)
-    engine.acknowledge(round, [entry.client for entry in entries if entry.status == "trained"])
-    if fed.timing is not None:
-        entries = fed.timing.end_round(fed.seed, fed.cohort_size, examples, entries, record)
-    for entry in entries:
-        fed.ledger.add(entry)
-    record.metrics |= summarise(fed, entries, losses)
+    return Trained(cohort, receipts, uploads, examples, started=receipts)
 
 
 def train_clients(
@@ -151,15 +156,17 @@ def _put(table: dict[int, T], id: int, value: T | None) -> None:
         table[id] = value
 
 
-def sample_cohort(fed: Federation, round: int) -> list[Assignment]:
-    """Draw the round's clients, uniformly among those that have training data, and return them in order of
-    id."""
-    ids = fed.aggregation.randomness(fed.seed, "cohort", round, 0).choice(
-        fed.data.active, fed.invited, replace=False, shuffle=False
-    )
+def assignments(fed: Federation, ids: Iterable[int]) -> list[Assignment]:
+    """Ask clients to do all their work, in order of id."""
     # copies: what a client keeps counts once it is done, so that an interrupted round leaves no trace in the
     # checkpoint
     return [Assignment(fed.data.client(int(id), dict(fed.states.get(int(id), {})))) for id in sorted(ids)]
+
+
+def draw(fed: Federation, round: int, among: Any, count: int, number: int = 0) -> list[int]:
+    """Draw clients uniformly among these ids, in a round's draw of this number, counted from 0."""
+    draws = fed.aggregation.randomness(fed.seed, "cohort", round, number)
+    return draws.choice(among, count, replace=False, shuffle=False).tolist()
 
 
 def make_tasks(fed: Federation, round: int, assignments: Sequence[Assignment]) -> list[ClientTask]:

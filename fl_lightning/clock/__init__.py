@@ -5,22 +5,30 @@ have, and never of this machine's clock: two runs of a configuration have the sa
 executes them.
 """
 
+from fl_lightning.clock.asynchronous import FedAsync, FedBuff
 from fl_lightning.clock.clock import Clock, Lines
 from fl_lightning.clock.devices import Devices, DeviceTable, DrawnDevices, LogNormalDevices, SameDevice
 from fl_lightning.clock.rounds import Deadline, OverSelection, Rounds, Synchronous
+from fl_lightning.clock.staleness import Constant, Hinge, Polynomial, Staleness
 from fl_lightning.clock.timing import Timing
 
 __all__ = [
     "Clock",
+    "Constant",
     "Deadline",
     "DeviceTable",
     "Devices",
     "DrawnDevices",
+    "FedAsync",
+    "FedBuff",
+    "Hinge",
     "Lines",
     "LogNormalDevices",
     "OverSelection",
+    "Polynomial",
     "Rounds",
     "SameDevice",
+    "Staleness",
     "Synchronous",
     "Timing",
 ]

@@ -32,8 +32,8 @@ class Rounds(Recorded, ABC):
     """The form of a round."""
 
     settings_shown = ("--trainer.rounds.{name} {value}",) * 2
-    leaves_out: bool = False
-    """Whether uploads that return may not be used."""
+    goes_by_clock: bool = False
+    """Whether virtual time decides whose uploads are used, and when."""
 
     def invited(self, cohort: int) -> int:
         """Return how many clients are asked where ``cohort`` are wanted."""
@@ -63,7 +63,7 @@ class OverSelection(Rounds):
             :class:`Synchronous`.
     """
 
-    leaves_out = True
+    goes_by_clock = True
 
     def __init__(
         self, factor: Annotated[float, within("[1, inf)", "no fewer are asked than are wanted", 1.3)] = 1.3
@@ -88,7 +88,7 @@ class Deadline(Rounds):
         least: fewest uploads that make a round, at least 1.
     """
 
-    leaves_out = True
+    goes_by_clock = True
 
     def __init__(
         self,

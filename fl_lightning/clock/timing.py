@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
+from statistics import fmean
 from typing import Any
 
-from fl_lightning.aggregation.base import Receipt
+from fl_lightning.clock.asynchronous import Asynchronous, Flight, Flights
 from fl_lightning.clock.clock import Clock
 from fl_lightning.clock.devices import DeviceTable
 from fl_lightning.clock.rounds import Ending, Rounds
+from fl_lightning.clock.trained import Draw, Train, Trained
 from fl_lightning.hooks import Context, Meter, RoundRecord
 from fl_lightning.wire import LedgerEntry
 
@@ -27,81 +30,104 @@ class Timing(Meter):
 
     def __init__(self, clock: Clock, rounds: Rounds) -> None:
         self.clock, self.rounds, self.now = clock, rounds, 0.0
-        self.ending: Ending | None = None
-        self.late = 0
+        self.ending = Ending(0.0, frozenset())
+        self.flights = Flights(rounds) if isinstance(rounds, Asynchronous) else None
 
     def on_check(self, context: Context) -> None:
+        if self.flights is not None:
+            self.flights.rounds.check(context)
         if isinstance(self.clock.devices, DeviceTable):
             self.clock.devices.check([int(client) for client in context.data.active])
 
     def state_dict(self) -> dict[str, Any]:
-        return {"now": self.now}
+        return {"now": self.now} | ({"flying": self.flights.as_json()} if self.flights else {})
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.now = float(state["now"])
+        if self.flights is not None:
+            self.flights.now = self.now
+            self.flights.flying = [Flight(*parts) for parts in state["flying"]]
 
-    def leave_out(
-        self, seed: int, cohort: int, examples: Mapping[int, int], receipts: Sequence[Receipt]
-    ) -> list[Receipt]:
-        """Return the receipts of a round, those of late clients as lost.
+    def collect(self, context: Any, round: int, train: Train, draw: Draw) -> Trained:
+        """Return what a round is made of; uploads that are late are lost.
 
         Args:
-            seed: seed of the run.
-            cohort: how many clients are wanted.
-            examples: of each client that was sent the broadcast, the examples that its steps took, by id.
-            receipts: one for each client that was asked.
+            context: the federation.
+            round: its number, from 1.
+            train, draw: train clients, and choose them.
         """
-        self.ending, self.late = None, 0
-        if not self.rounds.leaves_out:
-            return list(receipts)
+        if self.flights is not None:
+            return self.flights.collect(context, round, train, draw, partial(self.seconds, context.seed))
+        trained = train(draw(context.data.active, context.invited, 0))
+        if not self.rounds.goes_by_clock:
+            return trained
         returned = {
-            receipt.client.id: self._seconds(seed, examples, receipt.entry)
-            for receipt in receipts
+            receipt.client.id: self.seconds(context.seed, trained.examples, receipt.entry)
+            for receipt in trained.receipts
             if receipt.entry.status == "trained"
         }
-        self.ending = self.rounds.end(returned, cohort=cohort, began=len(examples))
+        self.ending = self.rounds.end(returned, cohort=context.cohort_size, began=len(trained.examples))
         late = returned.keys() - self.ending.used
-        self.late = len(late)
-        return [
-            replace(receipt, entry=receipt.entry.unused(), examples=0)
-            if receipt.client.id in late
-            else receipt
-            for receipt in receipts
-        ]
+        return replace(
+            trained,
+            receipts=[
+                replace(one, entry=one.entry.unused(), examples=0) if one.client.id in late else one
+                for one in trained.receipts
+            ],
+            uploads={id: upload for id, upload in trained.uploads.items() if id not in late},
+            late=len(late),
+        )
 
     def end_round(
-        self,
-        seed: int,
-        cohort: int,
-        examples: Mapping[int, int],
-        entries: Sequence[LedgerEntry],
-        record: RoundRecord,
+        self, context: Any, trained: Trained, entries: Sequence[LedgerEntry], record: RoundRecord
     ) -> list[LedgerEntry]:
         """Let the round's time pass, and return the ledger's entries with the time of each client.
 
         Args:
-            entries: what the ledger has of the clients that were asked.
-            record: takes ``clock/*`` and ``clients/late``.
-            seed, cohort, examples: as :meth:`leave_out` takes them.
+            context: the federation.
+            trained: what :meth:`collect` gave.
+            entries: what the ledger has of its receipts.
+            record: takes ``clock/*``, ``clients/late`` and, of asynchronous rounds, ``clients/staleness``.
         """
-        took = {e.client: self._seconds(seed, examples, e) for e in entries if e.client in examples}
-        if self.ending is None:
-            back = {e.client: took[e.client] for e in entries if e.status in ("trained", "rejected")}
-            self.ending = self.rounds.end(back, cohort=cohort, began=len(took))
-        length, begin = self.ending.seconds, self.now
-        self.now += length
-        waited = sum(length - min(seconds, length) for seconds in took.values())
+        begin = self.now
+        if self.flights is None:
+            entries = self._timed(context, trained, entries)
+            spans, slots = [(e.started, e.ended) for e in entries], len(trained.examples)
+        else:
+            self.now, slots = self.flights.now, self.flights.rounds.concurrency
+            spans = [(entry.started, entry.ended) for entry in entries]
+            spans += [(flight.started, flight.ended) for flight in self.flights.flying]
+            record.metrics["clients/staleness"] = fmean(trained.staleness) if trained.staleness else 0.0
+        length = self.now - begin
+        worked = sum(
+            max(min(end, self.now) - max(start, begin), 0.0)
+            for start, end in spans
+            if start is not None and end is not None
+        )
         record.metrics |= {
             "clock/seconds": self.now,
             "clock/round_seconds": length,
-            "clock/idle": waited / (length * len(took)) if length and took else 0.0,
-            "clients/late": float(self.late),
+            "clock/idle": max(1 - worked / (length * slots), 0.0) if length and slots else 0.0,
+            "clients/late": float(trained.late),
         }
+        return list(entries)
+
+    def _timed(self, context: Any, trained: Trained, entries: Sequence[LedgerEntry]) -> list[LedgerEntry]:
+        took = {
+            e.client: self.seconds(context.seed, trained.examples, e)
+            for e in entries
+            if e.client in trained.examples
+        }
+        if not self.rounds.goes_by_clock:
+            back = {e.client: took[e.client] for e in entries if e.status in ("trained", "rejected")}
+            self.ending = self.rounds.end(back, cohort=context.cohort_size, began=len(took))
+        begin, self.now = self.now, self.now + self.ending.seconds
         return [
             replace(e, started=begin, ended=begin + took[e.client]) if e.client in took else e
             for e in entries
         ]
 
-    def _seconds(self, seed: int, examples: Mapping[int, int], entry: LedgerEntry) -> float:
+    def seconds(self, seed: int, examples: Mapping[int, int], entry: LedgerEntry) -> float:
+        """Return how long a client took, of examples by id and its bytes."""
         id, down, up = entry.client, entry.download, entry.upload
         return self.clock.seconds(seed, entry.round, id, examples=examples[id], down=down, up=up)

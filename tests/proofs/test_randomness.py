@@ -18,7 +18,7 @@ from fl_lightning.aggregation.choice import choose_aggregation
 from fl_lightning.engines import SequentialEngine
 from fl_lightning.federation import Federation
 from fl_lightning.hooks import Meter
-from fl_lightning.loop import make_tasks, sample_cohort
+from fl_lightning.loop import assignments, draw, make_tasks
 from fl_lightning.methods import FedAvg
 from fl_lightning.trainer import FederatedTrainer
 
@@ -91,7 +91,8 @@ def federation(name: str) -> Federation:
 
 def train(fed: Federation, round: int, pick=lambda orders: orders):
     fed.method.round = round
-    orders = pick(make_tasks(fed, round, sample_cohort(fed, round)))
+    ids = draw(fed, round, fed.data.active, fed.cohort_size)
+    orders = pick(make_tasks(fed, round, assignments(fed, ids)))
     engine = SequentialEngine(fed.fabric, fed.method, fed.data)
     return {result.client.id: result for result in engine.train(orders)}
 

@@ -1,0 +1,274 @@
+"""Rounds without a common start: a round is one version of the server's model.
+
+At most ``concurrency`` clients are at work at any time. One that ends is replaced by a free one, drawn at
+random, once everything that arrives at the same instant has arrived; so a buffer as large as the concurrency,
+with equal devices, is FedAvg.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable, Mapping
+from dataclasses import astuple, dataclass, field
+from typing import Annotated, Any
+
+import torch
+from torch import Tensor
+
+from fl_lightning.aggregation.base import Receipt
+from fl_lightning.aggregation.receiving import declared_limits
+from fl_lightning.clock.rounds import Rounds
+from fl_lightning.clock.staleness import Polynomial, Staleness
+from fl_lightning.clock.trained import Draw, Train, Trained
+from fl_lightning.config.constraints import at_least, within
+from fl_lightning.errors import InputError, require
+from fl_lightning.hooks import Context
+from fl_lightning.wire import LedgerEntry, Payload
+
+WEIGHTS, START, EXAMPLES = "flight/weights", "flight/start", "flight/examples"
+"""What is kept with a client whose upload is on its way: the upload, what it started from, and n_k."""
+
+
+class Asynchronous(Rounds):
+    """What FedBuff and FedAsync have in common.
+
+    Args:
+        concurrency: M, how many clients are at work at a time.
+        buffer: K, how many uploads make a version.
+        staleness: weight of an update by the versions since its download. Default: ``Polynomial(0.5)``.
+        max_staleness: versions beyond which an upload is not used. Default: all are.
+    """
+
+    goes_by_clock = True
+
+    def __init__(
+        self, concurrency: int, buffer: int, staleness: Staleness | None, max_staleness: int | None
+    ) -> None:
+        self.concurrency, self.buffer = concurrency, buffer
+        self.staleness, self.max_staleness = staleness or Polynomial(), max_staleness
+
+    def invited(self, cohort: int) -> int:
+        return self.concurrency
+
+    @abstractmethod
+    def present(self, upload: Tensor, start: Tensor, now: Tensor, versions: int, trained: int) -> Tensor:
+        """Return the weights that a stale upload stands for beside the server's present ones.
+
+        Args:
+            upload: the client's weights, ``[P]``.
+            start: those that it started from, ``[P]``.
+            now: the server's, ``[P]``.
+            versions: that the server has made in between.
+            trained: how many of the P are trained; the others are statistics of BatchNorm.
+        """
+
+    def check(self, context: Context) -> None:
+        """Refuse a run that cannot have such rounds.
+
+        Raises:
+            InputError: the federation is too small, its server needs more than weights, clients keep
+                something, or there are several ranks.
+        """
+        given, method, clients = (
+            f"--trainer.rounds {type(self).__name__}",
+            context.method,
+            context.data.active,
+        )
+        for name in ("concurrency", "buffer"):
+            require(
+                getattr(self, name) <= len(clients),
+                f"--trainer.rounds.{name} {getattr(self, name)}",
+                f"there are {len(clients)} clients with training data",
+                f"write {len(clients)} or less",
+            )
+        sends = declared_limits(method, context.data.client(int(clients[0])))
+        if sends is None or {*sends} != {"examples", "weights"} or method.personalised:
+            rule = "a stale update is weighed, and its clients send or keep more than weights"
+            raise InputError(f"{given} with --model {type(method).__name__}", rule, "write --model FedAvg")
+        require(
+            context.fabric.world_size == 1,
+            f"{given} on {context.fabric.world_size} ranks",
+            "uploads on their way are with one process",
+            "write --trainer.devices 1, perhaps with --trainer.workers",
+        )
+
+
+class FedBuff(Asynchronous):
+    """Buffered asynchronous aggregation (Nguyen et al., AISTATS 2022, Algorithm 1):
+
+        x <- x + mean over K uploads of s(d) (y - x_start)
+
+    The mean is the method's ``average``, by its weights; ``--model.weigh_by clients`` is the paper's, and a
+    ``server_optimizer`` has its learning rate. Statistics of BatchNorm are averaged as they are sent.
+
+    Args:
+        concurrency: M, clients at work at a time.
+        buffer: K, uploads that make a version.
+        staleness: s. Default: ``Polynomial(0.5)``.
+        max_staleness: largest d that is used. Default: all are.
+    """
+
+    def __init__(
+        self,
+        concurrency: Annotated[int, at_least(1)] = 10,
+        buffer: Annotated[int, at_least(1)] = 5,
+        staleness: Staleness | None = None,
+        max_staleness: Annotated[int | None, at_least(0)] = None,
+    ) -> None:
+        super().__init__(concurrency, buffer, staleness, max_staleness)
+
+    def present(self, upload: Tensor, start: Tensor, now: Tensor, versions: int, trained: int) -> Tensor:
+        weight = self.staleness.weight(versions)
+        if versions == 0 and weight == 1:
+            return upload
+        moved = now.double() + weight * (upload.double() - start.double())
+        return torch.cat([moved[:trained].to(upload.dtype), upload[trained:]])
+
+
+class FedAsync(Asynchronous):
+    """Every upload makes a version (Xie et al., 2019, Algorithm 1): x <- (1 - a s(d)) x + a s(d) y.
+
+    Args:
+        concurrency: M, clients at work at a time.
+        alpha: a, in (0, 1].
+        staleness: s. Default: ``Polynomial(0.5)``.
+        max_staleness: largest d that is used. Default: all are.
+    """
+
+    def __init__(
+        self,
+        concurrency: Annotated[int, at_least(1)] = 10,
+        alpha: Annotated[float, within("(0, 1]", "a mixing weight lies in (0, 1]", 0.6)] = 0.6,
+        staleness: Staleness | None = None,
+        max_staleness: Annotated[int | None, at_least(0)] = None,
+    ) -> None:
+        self.alpha = alpha
+        super().__init__(concurrency, 1, staleness, max_staleness)
+
+    def present(self, upload: Tensor, start: Tensor, now: Tensor, versions: int, trained: int) -> Tensor:
+        share = self.alpha * self.staleness.weight(versions)
+        return ((1 - share) * now.double() + share * upload.double()).to(upload.dtype)
+
+
+@dataclass(frozen=True, order=True)
+class Flight:
+    """A client at work: events are in the order of time and id.
+
+    Args:
+        ended: virtual seconds at which its upload arrives.
+        client: its id.
+        version: of the server's model that it started from.
+        started: virtual seconds of its start.
+        status, download, upload, wasted: what the ledger will say of it.
+    """
+
+    ended: float
+    client: int
+    version: int
+    started: float
+    status: str
+    download: int
+    upload: int
+    wasted: int
+
+    def entry(self, round: int) -> LedgerEntry:
+        """Return the ledger's entry of an upload that arrives in a round."""
+        sizes = self.download, self.upload, self.wasted
+        return LedgerEntry(round, self.client, self.status, *sizes, self.started, self.ended)
+
+
+Seconds = Callable[[Mapping[int, int], LedgerEntry], float]
+"""How long a client takes, of examples by id and its bytes."""
+
+
+@dataclass
+class Flights:
+    """The clients at work, and the virtual time.
+
+    Args:
+        rounds: the form of the rounds.
+        now: virtual seconds since the start of the run.
+        flying: in the order of events.
+    """
+
+    rounds: Asynchronous
+    now: float = 0.0
+    flying: list[Flight] = field(default_factory=list)
+
+    def as_json(self) -> list[Any]:
+        """Return the clients at work for a checkpoint."""
+        return [list(astuple(flight)) for flight in self.flying]
+
+    def collect(self, context: Any, round: int, train: Train, draw: Draw, seconds: Seconds) -> Trained:
+        """Let time pass until a version is complete, or nobody is left to wait for.
+
+        A client whose upload arrived in this round is not drawn again in it.
+
+        Args:
+            context: the federation, whose ``states`` keep uploads on their way.
+            round: number of the version that is made, from 1.
+            train, draw, seconds: train clients, choose them, and say how long they take.
+        """
+        found, gone, draws, rounds = Trained(), set[int](), 0, self.rounds
+        while len(found.uploads) < rounds.buffer:
+            if not (self.flying and self.flying[0].ended <= self.now):
+                busy = gone | {flight.client for flight in self.flying}
+                free = [int(client) for client in context.data.active if int(client) not in busy]
+                count = min(rounds.concurrency - len(self.flying), len(free))
+                if count > 0:
+                    gone |= self._start(context, round, train(draw(free, count, draws)), seconds, found)
+                    draws += 1
+                    continue
+                if not self.flying:
+                    break
+            flight = self.flying.pop(0)
+            self.now = max(self.now, flight.ended)
+            gone.add(flight.client)
+            self._land(context, round, flight, found)
+        return found
+
+    def _start(
+        self, context: Any, round: int, started: Trained, seconds: Seconds, found: Trained
+    ) -> set[int]:
+        """Put clients to work, and return the ids of those that never began."""
+        method, never = context.method, set[int]()
+        weights = method.starts()["weights"]
+        found.started += started.receipts
+        found.cohort += started.cohort
+        for receipt in started.receipts:
+            id, entry = receipt.client.id, receipt.entry
+            if id not in started.examples:
+                never.add(id)
+                found.receipts.append(receipt)
+                continue
+            require(
+                not receipt.client.state,
+                f"--trainer.rounds {type(self.rounds).__name__} with --model {type(method).__name__}",
+                "its clients keep something between rounds, which a stale upload would not fit",
+                "write --model FedAvg",
+            )
+            if id in started.uploads:
+                sent = started.uploads[id]
+                upload, examples = sent.tensor("weights"), sent.tensor("examples")
+                context.states[id] = {WEIGHTS: upload, START: weights, EXAMPLES: examples}
+            sizes = entry.download, entry.upload, entry.wasted
+            ended = self.now + seconds(started.examples, entry)
+            self.flying.append(Flight(ended, id, round - 1, self.now, entry.status, *sizes))
+        self.flying.sort()
+        return never
+
+    def _land(self, context: Any, round: int, flight: Flight, found: Trained) -> None:
+        """Take what arrives into a version."""
+        id, method, limit = flight.client, context.method, self.rounds.max_staleness
+        kept, entry, versions = context.states.pop(id, {}), flight.entry(round), round - 1 - flight.version
+        examples = 0
+        if flight.status == "trained" and limit is not None and versions > limit:
+            entry = entry.unused()
+            found.late += 1
+        elif flight.status == "trained":
+            now, trained = method.starts()["weights"], method.trained_values
+            weights = self.rounds.present(kept[WEIGHTS], kept[START], now, versions, trained)
+            found.uploads[id] = Payload({"weights": weights, "examples": kept[EXAMPLES]})
+            found.staleness.append(versions)
+            examples = int(kept[EXAMPLES])
+        found.receipts.append(Receipt(context.data.client(id), entry, {}, examples))

@@ -1,0 +1,64 @@
+"""How much an update counts that started from an earlier version of the model: Xie et al., FedAsync, 2019."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import Annotated
+
+from fl_lightning.config.constraints import at_least, within
+from fl_lightning.config.recorded import Recorded
+
+EXPONENT = within("[0, inf)", "an exponent is 0 or more", 0.5)
+SLOPE = within("[0, inf)", "a slope is 0 or more", 10.0)
+
+
+class Staleness(Recorded, ABC):
+    """A weight in (0, 1] by the number of versions that the server has made since a client's download."""
+
+    settings_shown = ("--trainer.rounds.staleness.{name} {value}",) * 2
+
+    @abstractmethod
+    def weight(self, versions: int) -> float:
+        """Return the weight; 1 where ``versions`` is 0."""
+
+
+class Constant(Staleness):
+    """Every update counts alike."""
+
+    def weight(self, versions: int) -> float:
+        return 1.0
+
+
+class Polynomial(Staleness):
+    """(1 + d)^-exponent.
+
+    Args:
+        exponent: 0 or more; 0.5 in FedAsync and in FedBuff (Nguyen et al., AISTATS 2022).
+
+    >>> Polynomial(0.5).weight(0), Polynomial(0.5).weight(3)
+    (1.0, 0.5)
+    """
+
+    def __init__(self, exponent: Annotated[float, EXPONENT] = 0.5) -> None:
+        self.exponent = exponent
+
+    def weight(self, versions: int) -> float:
+        return float((1 + versions) ** -self.exponent)
+
+
+class Hinge(Staleness):
+    """1 up to ``free`` versions, and 1 / (1 + slope (d - free)) beyond.
+
+    Args:
+        slope: 0 or more.
+        free: versions that cost nothing, 0 or more.
+
+    >>> Hinge().weight(4), Hinge().weight(5) == 1 / 11
+    (1.0, True)
+    """
+
+    def __init__(self, slope: Annotated[float, SLOPE] = 10.0, free: Annotated[int, at_least(0)] = 4) -> None:
+        self.slope, self.free = slope, free
+
+    def weight(self, versions: int) -> float:
+        return 1.0 if versions <= self.free else 1 / (1 + self.slope * (versions - self.free))

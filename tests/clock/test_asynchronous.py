@@ -1,0 +1,235 @@
+"""Rounds without a common start: known answers, an independent reference, and nothing but the seed decides."""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from ranked import result
+from refusals import refused
+from ten import SMALL
+from toy import CENTRES, Points, on_points, run, sgd
+
+from fl_lightning.aggregation.base import Receipt
+from fl_lightning.client import Client
+from fl_lightning.clock import (
+    Clock,
+    Constant,
+    FedAsync,
+    FedBuff,
+    Hinge,
+    LogNormalDevices,
+    Polynomial,
+    SameDevice,
+)
+from fl_lightning.clock.asynchronous import Flights
+from fl_lightning.clock.devices import Devices
+from fl_lightning.clock.trained import Trained
+from fl_lightning.conformance.toy import LR, images
+from fl_lightning.hooks import Stressor
+from fl_lightning.methods import SCAFFOLD, FedAdam, FedAvg, FedMPQ, FedPer
+from fl_lightning.privacy.secure.settings import SecureSum
+from fl_lightning.rng import stream
+from fl_lightning.wire import LedgerEntry, Payload
+
+
+class Fixed(Devices):
+    """Each client takes its own time, whatever it has to do."""
+
+    def __init__(self, *times: float) -> None:
+        self.times = times
+
+    def seconds(self, seed: int, round: int, client: int, examples: int) -> float:
+        return self.times[client % len(self.times)]
+
+
+def trained(folder: Path, method=FedAvg, data=None, **settings):
+    settings = {"participation": 0.5, "local_epochs": 1, "max_rounds": 6, **settings}
+    return run(method(network=SMALL, optimizer=sgd(0.1)), data or images(), folder, **settings)
+
+
+def rows(trainer, name: str) -> list[dict[str, str]]:
+    with (trainer.run_dir / name).open() as file:
+        return list(csv.DictReader(file))
+
+
+@pytest.mark.parametrize("method", [FedAvg, FedAdam])
+def test_a_buffer_as_large_as_the_concurrency_with_equal_devices_is_fedavg(tmp_path, method):
+    """Weights, metrics and bytes, bit for bit; every version takes as long as a client."""
+    plain = result(trained(tmp_path / "plain", method).run_dir)
+    buffered = trained(tmp_path / "buffered", method, clock=Clock(devices=Fixed(2.0)), rounds=FedBuff(3, 3))
+    weights, metrics, ledger, clients = result(buffered.run_dir)
+    own = ("clock/", "clients/late", "clients/staleness")
+    metrics = [{k: v for k, v in row.items() if not k.startswith(own)} for row in metrics]
+    ledger = "\n".join(line.rsplit(",", 2)[0] for line in ledger.splitlines()) + "\n"
+    assert (weights, metrics, ledger, clients) == plain
+    assert [row["clock/seconds"] for row in rows(buffered, "metrics.csv")] == [
+        str(2.0 * r) for r in range(1, 7)
+    ]
+
+
+class Simulated:
+    """Clients that take exponential times and send nothing: the events alone, of thousands of versions."""
+
+    def __init__(self, clients: int, rounds: FedBuff) -> None:
+        method = SimpleNamespace(starts=lambda: {"weights": torch.zeros(1)}, trained_values=1)
+        data = SimpleNamespace(active=np.arange(clients), client=self.client)
+        self.context = SimpleNamespace(method=method, data=data, states={})
+        self.flights, self.version = Flights(rounds), 0
+
+    def client(self, id: int) -> Client:
+        return Client(id, np.arange(1), np.arange(0))
+
+    def train(self, ids: Sequence[int]) -> Trained:
+        upload = Payload({"weights": torch.zeros(1), "examples": torch.tensor(1)})
+        receipts = [Receipt(self.client(id), LedgerEntry(self.version, id, "trained")) for id in sorted(ids)]
+        return Trained([], receipts, dict.fromkeys(ids, upload), dict.fromkeys(ids, 1), receipts)
+
+    def draw(self, free: Sequence[int], count: int, number: int) -> list[int]:
+        return stream(1, "draw", self.version, number).choice(free, count, replace=False).tolist()
+
+    def seconds(self, examples, entry: LedgerEntry) -> float:
+        return float(stream(1, "time", entry.round, entry.client).standard_exponential())
+
+    def next(self) -> Trained:
+        self.version += 1
+        return self.flights.collect(self.context, self.version, self.train, self.draw, self.seconds)
+
+
+@pytest.mark.parametrize(("M", "K"), [(10, 5), (30, 10), (7, 1)])
+def test_the_mean_staleness_is_m_minus_1_by_k(M, K):
+    """The long-run mean, of any law of durations without ties: M - 1 others arrive while one is at work."""
+    simulated = Simulated(200, FedBuff(M, K, Constant()))
+    found = [simulated.next().staleness for _ in range(1500)][100:]
+    assert all(len(one) == K for one in found)
+    assert len(simulated.flights.flying) == M - 1, "the last that arrived is replaced in the next version"
+    assert np.mean(found) == pytest.approx((M - 1) / K, rel=0.03)
+
+
+class Named(Stressor):
+    """Loses the uploads of a client, and another never begins."""
+
+    def __init__(self, lost: int, absent: int) -> None:
+        self.lost, self.absent = lost, absent
+
+    def change_cohort(self, cohort, *, round, context):
+        return [replace(one, trains=one.client.id != self.absent) for one in cohort]
+
+    def change_upload(self, upload, *, client, round, context):
+        return None if client.id == self.lost else upload
+
+
+def reference(ledger: list[dict[str, str]], rounds, start: torch.Tensor) -> torch.Tensor:
+    """The last model, float64 ``[6]``, written from the definition: a client that starts at time t goes on from
+    the version that is there, and what arrives is taken in the order of the ledger."""
+    versions, x = [], start.double()
+    ends = [
+        max(float(r["ended"]) for r in ledger if r["round"] == str(n))
+        for n in range(1, 1 + int(ledger[-1]["round"]))
+    ]
+    versions.append(x)
+    for number in range(1, len(ends) + 1):
+        updates = []
+        for row in (r for r in ledger if r["round"] == str(number) and r["status"] == "trained"):
+            # of versions made at the very instant of its start it has the last
+            had = max(v for v in range(number) if v == 0 or ends[v - 1] <= float(row["started"]))
+            begin, stale = versions[had], number - 1 - had
+            y = begin + LR * (CENTRES[int(row["client"])] - begin)  # one step on its quadratic
+            if isinstance(rounds, FedAsync):
+                share = rounds.alpha * (1 + stale) ** -0.5
+                updates.append((1 - share) * x + share * y - x)
+            else:
+                updates.append((1 + stale) ** -0.5 * (y - begin))
+        if updates:
+            x = x + torch.stack(updates).mean(dim=0)
+        versions.append(x)
+    return x
+
+
+@pytest.mark.parametrize(
+    "rounds", [FedBuff(4, 2), FedBuff(3, 1), FedAsync(3)], ids=["4 of 2", "3 of 1", "async"]
+)
+@pytest.mark.parametrize("stress", [False, True])
+def test_it_ends_where_a_reference_ends(tmp_path, rounds, stress):
+    """Six clients with one step each on a quadratic, of times without ties."""
+    data, clock = Points((1,) * 6), Clock(devices=Fixed(1.0, 1.37, 2.11, 3.05, 0.83, 1.73))
+    method = on_points(FedAvg())
+    callbacks = [Named(lost=2, absent=5)] if stress else []
+    trainer = run(
+        method, data, tmp_path, clock=clock, rounds=rounds, callbacks=callbacks, max_rounds=12, local_epochs=1
+    )
+    ledger = [row for row in rows(trainer, "ledger.csv") if row["ended"]]
+    initial = initial_weights(tmp_path / "initial")
+    torch.testing.assert_close(
+        method.server["weights"].double(), reference(ledger, rounds, initial), rtol=0, atol=2e-6
+    )
+    assert max(float(row["clients/staleness"]) for row in rows(trainer, "metrics.csv")) > 0
+    statuses = {row["status"] for row in rows(trainer, "ledger.csv")}
+    assert statuses == ({"trained", "lost", "dropped"} if stress else {"trained"})
+
+
+def initial_weights(folder: Path) -> torch.Tensor:
+    """The server's weights before the first round, from what it sends."""
+    seen = []
+
+    class Sees(Stressor):
+        def change_labels(self, labels, *, client, round, context):
+            seen.append(context.method.server["weights"].clone())
+            return labels
+
+    run(on_points(FedAvg()), Points((1,) * 6), folder, callbacks=[Sees()], max_rounds=1, local_epochs=1)
+    return seen[0]
+
+
+def test_nothing_but_the_seed_decides(tmp_path):
+    """Not workers, nor an end in between, with uploads on their way; and not the engine's stacks, in rounding."""
+    settings = {"clock": Clock(devices=LogNormalDevices()), "rounds": FedBuff(4, 2, Hinge(2.0, 1))}
+    one = result(trained(tmp_path / "one", **settings).run_dir)
+    assert result(trained(tmp_path / "two", workers=2, **settings).run_dir) == one
+    half = trained(tmp_path / "half", max_rounds=3, **settings)
+    assert half.timing.flights.flying
+    again = trained(tmp_path / "half", ckpt_path=str(half.run_dir), allow_changed=True, **settings)
+    assert result(again.run_dir) == one
+
+
+def test_what_is_too_stale_is_lost(tmp_path):
+    """The sixth client takes the time in which the others make ten versions."""
+    slow = Clock(devices=Fixed(1.0, 1.1, 1.2, 1.3, 1.4, 6.55))
+    trainer = trained(tmp_path, clock=slow, rounds=FedBuff(6, 3, max_staleness=3), max_rounds=13)
+    late = [row for row in rows(trainer, "ledger.csv") if row["status"] == "lost"]
+    assert {row["client"] for row in late} == {"5"}
+    assert len(late) == sum(float(row["clients/late"]) for row in rows(trainer, "metrics.csv"))
+    assert all(row["wasted"] == row["upload"] != "0" for row in late)
+
+
+def test_statistics_of_batchnorm_are_not_moved():
+    upload, start, now = torch.tensor([2.0, 0.5]), torch.tensor([1.0, 4.0]), torch.tensor([10.0, 1.0])
+    assert FedBuff(1, 1, Polynomial(1.0)).present(upload, start, now, 1, trained=1).tolist() == [10.5, 0.5]
+    mixed = FedAsync(1, 0.5, Constant()).present(upload, start, now, 9, trained=1)
+    assert mixed.tolist() == [6.0, 0.75]
+
+
+@pytest.mark.parametrize(
+    ("method", "settings", "given"),
+    [
+        (FedAvg, {"rounds": FedBuff(7, 2)}, "--trainer.rounds.concurrency 7"),
+        (FedAvg, {"rounds": FedBuff(2, 7)}, "--trainer.rounds.buffer 7"),
+        (SCAFFOLD, {}, "--model SCAFFOLD"),
+        (FedMPQ, {}, "--model FedMPQ"),
+        (FedPer, {}, "--model FedPer"),
+        (FedAvg, {"clock": None}, "--trainer.rounds FedBuff"),
+        (FedAvg, {"secure_sum": SecureSum()}, "secure_sum"),
+    ],
+    ids=["concurrency", "buffer", "SCAFFOLD", "FedMPQ", "FedPer", "no clock", "secure sum"],
+)
+def test_what_does_not_go_together(tmp_path, method, settings, given):
+    settings = {"clock": Clock(devices=SameDevice()), "rounds": FedBuff(2, 2), **settings}
+    with refused(given):
+        trained(tmp_path, method, **settings)
+    assert not any(tmp_path.iterdir())
