@@ -179,8 +179,8 @@ EPOCH_NAMES = ("epochs", "max_epochs", "num_epochs", "n_epochs", "max_epoch")
 def intended_setting(name: str, valid: Iterable[str]) -> str | None:
     """Return the setting that ``name`` probably means; None if there is no such setting.
 
-    It is the one with the same last part or one that other programs call so, of the same group if there is
-    one, or else the nearest name.
+    It is what other programs call so or one with the same last part, of the same group if there is one, or
+    else the nearest name.
 
     >>> intended_setting("trainer.name", ["data.name", "trainer.run_name"])
     'trainer.run_name'
@@ -196,8 +196,8 @@ def intended_setting(name: str, valid: Iterable[str]) -> str | None:
             "trainer.max_rounds for rounds of the federation, --trainer.local_epochs for a client's "
             "passes over its data"
         )
-    alike = [option for option in valid if option.rpartition(".")[2] == leaf]
-    alike += filter(None, [FOREIGN_NAMES.get(name) or FOREIGN_NAMES.get(leaf)])
+    same = [option for option in valid if option.rpartition(".")[2] == leaf]
+    alike = [*filter(None, [FOREIGN_NAMES.get(name)]), *same, *filter(None, [FOREIGN_NAMES.get(leaf)])]
     group = f"{name.partition('.')[0]}."
     of_group = [option for option in alike if option.startswith(group)]
     return next(iter(of_group or alike), None) or nearest(name, valid)

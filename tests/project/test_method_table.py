@@ -49,6 +49,7 @@ def test_every_method_has_a_row_and_its_file(generated):
 
 @pytest.mark.slow
 @pytest.mark.essential
+@pytest.mark.timeout(1800)
 def test_the_bytes_are_those_of_the_ledger(generated, method_bytes, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     rows = [row for of_kind in generated.rows().values() for row in of_kind]
