@@ -107,7 +107,7 @@ class Timing(Meter):
         record.metrics |= {
             "clock/seconds": self.now,
             "clock/round_seconds": length,
-            "clock/idle": max(1 - worked / (length * slots), 0.0) if length and slots else 0.0,
+            "clock/idle": round(max(1 - worked / (length * slots), 0.0), 12) if length and slots else 0.0,
             "clients/late": float(trained.late),
         }
         return list(entries)
