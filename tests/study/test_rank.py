@@ -134,6 +134,7 @@ def test_what_breaks_the_pairing_is_refused_before_anything_is_trained(published
         ({"seeds": 0}, "--seeds 0"),
         ({"setting": "nosy"}, "--setting nosy"),
         ({"label": "A"}, "--label A"),
+        ({"label": "mine/1"}, "--label mine/1"),
         ({"method_config": "nowhere.yaml"}, "--method_config nowhere.yaml"),
         ({"model": "ranked_method.Forth"}, "ranked_method.Forth"),
     ):
@@ -157,3 +158,13 @@ def test_a_dry_run_says_what_is_left_and_creates_nothing(published, capsys):
     assert ranked("--dry_run", "true", "--seeds", "1") == 0
     assert "two-Third: 2 cells, 2 to run, 2 rounds" in capsys.readouterr().out
     assert not Path("runs/two-Third").exists()
+
+
+def test_a_method_can_be_ranked_against_the_leaderboard_that_comes_with_the_project(
+    tmp_path, monkeypatch, capsys
+):
+    """Its protocol is that of the packaged configurations as they are now."""
+    monkeypatch.chdir(tmp_path)
+    rank("FedAvgM", dry_run=True, resolve=resolve)
+    assert "leaderboard_digits-FedAvgM: 15 cells, 15 to run, 75 rounds" in capsys.readouterr().out
+    assert not list(tmp_path.iterdir())

@@ -22,6 +22,7 @@ from fl_lightning.study.execute.session import SweepSession
 from fl_lightning.study.execute.sweep import Resolve, planned, pool_of
 from fl_lightning.study.plan.protocol import protocol_of
 from fl_lightning.study.plan.published import PLAN, REPORT, PublishedStudy, find_published
+from fl_lightning.study.plan.spec_file import SpecFile
 from fl_lightning.study.plan.study import Study
 from fl_lightning.study.plan.variations import Variation
 from fl_lightning.study.report.compare import check_out, compare
@@ -164,6 +165,8 @@ def study_of(
         target=plan.target,
         published=(published,),
     )
+    for name in (study.name, *(cell.name for cell in study.cells())):
+        SpecFile(path).name(name, f"--label {label}")
     published.check("", study.seeds, study.combinations(), study.selection)
     return study
 
