@@ -27,7 +27,7 @@ class FeatureSkew(Recorded, ABC):
     """What each client sees of its images: a pure function of its arguments."""
 
     dtype: ClassVar[torch.dtype] = torch.uint8
-    """Of the changed images; float16 where they leave 0 to 255 or are no whole numbers."""
+    """The type of the changed images; float16 where they leave 0 to 255 or are no whole numbers."""
 
     @abstractmethod
     def change(self, images: Tensor, client: int, num_clients: int, rng: np.random.Generator) -> Tensor:
