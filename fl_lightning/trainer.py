@@ -109,8 +109,9 @@ class FederatedTrainer(RunViews):
             ``noise_multiplier``, ``clip_norm``, ``delta``, ``max_epsilon`` ... Default: none.
         clock: virtual seconds of devices and lines, as :class:`fl_lightning.clock.Clock` has them:
             ``devices``, ``network``. Default: rounds take no virtual time.
-        rounds: ``Synchronous``, ``OverSelection`` or ``Deadline`` of :mod:`fl_lightning.clock`; all but the
-            first need a clock. Default: ``Synchronous``.
+        rounds: ``Synchronous``, ``OverSelection``, ``Deadline``, ``FedBuff`` or ``FedAsync`` of
+            :mod:`fl_lightning.clock`; all but the first need a clock, and the last two have a concurrency in
+            place of ``participation``. Default: ``Synchronous``.
         eval_every: rounds between evaluations, at least 1; the last round is always evaluated.
         checkpoint_every: rounds between checkpoints, at least 1; 0 writes only the last one. Default: every
             round, or where rounds are short as often as takes 2 % of the time. Resume is exact whichever it
