@@ -46,7 +46,7 @@ class Timing(Meter):
         self.now = float(state["now"])
         if self.flights is not None:
             self.flights.now = self.now
-            self.flights.flying = [Flight(*parts) for parts in state["flying"]]
+            self.flights.flying = [Flight(*parts) for parts in state.get("flying", [])]
 
     def collect(self, context: Any, round: int, train: Train, draw: Draw) -> Trained:
         """Return what a round is made of; uploads that are late are lost.
