@@ -8,7 +8,7 @@ from functools import partial
 
 import pytest
 import torch
-from test_conformance import METHODS
+from all_methods import METHODS
 from test_hostile import Entries
 from toy import run, sgd
 
@@ -204,7 +204,7 @@ def test_a_robust_average_guards_control_variates(make, vector, average, tmp_pat
 def test_a_secure_sum_knows_how_much_work_there_can_be(make, says, tmp_path, monkeypatch, caplog):
     """The first value of the sums is that number; 100 more of it are within the 2^20 of other sums."""
     pytest.importorskip("Crypto")
-    from test_secure_liars import clients_with_a_liar, more
+    from liars import clients_with_a_liar, more
 
     lie = clients_with_a_liar(more(0, 100 * 2 ** fraction_bits(6)))
     monkeypatch.setattr("fl_lightning.privacy.secure.simulation.SecureClient", lie)

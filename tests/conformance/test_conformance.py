@@ -3,23 +3,13 @@
 from __future__ import annotations
 
 import pytest
+from all_methods import METHODS
 
 from fl_lightning import methods
 from fl_lightning.__main__ import main
 from fl_lightning.conformance import method_under_test, run_checks
 from fl_lightning.conformance.checks_wire import broadcast, bytes_on_the_wire, shapes_of_entries
-from fl_lightning.methods import Method
 
-
-def _is_method(value):
-    return isinstance(value, type) and issubclass(value, Method) and value is not Method
-
-
-METHODS = [
-    name
-    for name in methods.__all__
-    if _is_method(getattr(methods, name)) and name != "Centralised"  # whose clients make no step
-]
 BUDGETS = {"AQFL", "FedMPQ", "FedMPQKD"}
 NEUTRAL = {
     "FedAdaLoRA",

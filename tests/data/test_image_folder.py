@@ -9,25 +9,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from image_files import damaged, write
 from page_commands import documented
 from PIL import Image
 
 from fl_lightning.__main__ import main
 from fl_lightning.data import IID, ImageFolder, Natural
 from fl_lightning.errors import InputError
-
-COLOURS = {"blue": (0, 0, 200), "red": (200, 0, 0)}
-
-
-def write(folder: Path, n: int = 10, shape: tuple[int, int] = (20, 20), colours: dict | None = None) -> Path:
-    """Images of one colour and some noise in a folder for each colour."""
-    rng = np.random.default_rng(n)
-    for name, colour in (colours or COLOURS).items():
-        (folder / name).mkdir(parents=True, exist_ok=True)
-        for number in range(n):
-            pixels = np.array(colour) + rng.integers(0, 50, (*shape, 3))
-            Image.fromarray(pixels.astype(np.uint8)).save(folder / name / f"{number:03}.png")
-    return folder
 
 
 def ready(train: Path, **settings) -> ImageFolder:
@@ -102,11 +90,6 @@ def test_what_is_no_image_is_told(tmp_path, caplog):
 def split(folder: Path) -> None:
     write(folder / "train")
     write(folder / "test")
-
-
-def damaged(folder: Path) -> None:
-    path = write(folder) / "red" / "003.png"
-    path.write_bytes(path.read_bytes()[:200])
 
 
 def no_image(folder: Path) -> None:

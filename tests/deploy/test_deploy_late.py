@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 import yaml
+from image_files import damaged, write
 from places import ROOT, SUPPORT
 from test_deploy import ALL, COMMON, Drop
 from test_deploy import simulated as simulated_here
 from test_deploy_flower import SMALL, finish, metadata_in, node_words, ours, program, superlink, wait_for  # noqa: F401
-from test_image_folder import damaged, write
 
 pytestmark = [
     pytest.mark.slow,

@@ -7,8 +7,8 @@ from functools import partial
 
 import pytest
 import torch
+from fates import Fates
 from ten import SMALL, fit, make, same
-from test_drift import Fates
 from torch import nn
 from toy import run, sgd
 

@@ -4,11 +4,11 @@ public code, each of which a golden file or a refusal catches."""
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 from functools import partial
 
 import pytest
 import torch
+from fates import Fates
 from golden_adapters import found_by_a_file
 from golden_cases import Adapter, cases_of, differences, run_case
 from torch.optim import SGD, AdamW
@@ -18,7 +18,7 @@ from callbacks import ByzantineClients
 from fl_lightning.aggregation.averages import WEIGHTED_MEAN
 from fl_lightning.conformance.toy import images, small_network
 from fl_lightning.errors import InputError
-from fl_lightning.hooks import Meter, Stressor
+from fl_lightning.hooks import Meter
 from fl_lightning.methods import (
     SCAFFOLD,
     CenteredClipping,
@@ -37,25 +37,6 @@ from fl_lightning.methods import (
 from fl_lightning.methods.optimizing import round_lr
 from fl_lightning.privacy.secure import SecureSum
 from fl_lightning.wire import PayloadError
-
-
-class Fates(Stressor):
-    """Client 1 never begins in round 2; the upload of client 2 is lost in round 3, that of client 3 is not
-    finite in round 4."""
-
-    def change_cohort(self, cohort, *, round, context):
-        def fate(a):
-            if (round, a.client.id) == (2, 1):
-                return replace(a, trains=False, returns=False)
-            return replace(a, returns=False) if (round, a.client.id) == (3, 2) else a
-
-        return [fate(assignment) for assignment in cohort]
-
-    def change_upload(self, upload, *, client, round, context):
-        if (round, client.id) != (4, 3):
-            return upload
-        weights = torch.full_like(upload.tensor("weights"), float("nan"))
-        return type(upload)({**upload, "weights": weights})
 
 
 class MeanOfKept(Meter):

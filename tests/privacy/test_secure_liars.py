@@ -12,6 +12,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from liars import LIAR, clients_with_a_liar, more
 from ten import make
 from toy import run
 
@@ -29,47 +30,13 @@ pytest.importorskip("Crypto")
 
 from fl_lightning.privacy.secure.client import SecureClient
 from fl_lightning.privacy.secure.complaints import convicted
-from fl_lightning.privacy.secure.primitives import private_key
 from fl_lightning.privacy.secure.server import SecureServer
 
-SECURE, LIAR, LIES_IN = SecureSum(threshold=0.6), 2, 2
+SECURE = SecureSum(threshold=0.6)
 
 
 def random_integers(vector):
     return torch.from_numpy(np.random.default_rng(0).integers(-(2**63), 2**63 - 1, len(vector)))
-
-
-def more(place: int, units: int):
-    def lie(vector):
-        vector = vector.clone()
-        vector[place] += units
-        return vector
-
-    return lie
-
-
-def clients_with_a_liar(lie=None, *, flips_key: bool = False) -> type[SecureClient]:
-    """A class of clients, of whom one lies in one round."""
-    rounds = []
-
-    class Clients(SecureClient):
-        def __init__(self, id, *details):
-            super().__init__(id, *details)
-            rounds.extend([id] if id == LIAR else [])
-            self.lies = id == LIAR and len(rounds) == LIES_IN
-
-        def keys(self):
-            if not (self.lies and flips_key):
-                return super().keys()
-            masks, self.mask_key = self.mask_key, private_key(bytes(16))
-            advertised = super().keys()
-            self.mask_key = masks
-            return advertised
-
-        def masked(self, vector):
-            return super().masked(lie(vector) if self.lies and lie else vector)
-
-    return Clients
 
 
 def fit(folder: Path, method, **settings):
