@@ -355,6 +355,9 @@ def _late_clients(run: Run) -> Iterator[Refusal]:
     if not run.has_clock:
         instead = "write --trainer.clock.devices LogNormalDevices, or leave it out"
         yield given, "it goes by a clock, and there is none", instead
+    for callback in filter(sees_uploads, run.callbacks) if run.rounds.has_versions else ():
+        rule = "it changes uploads knowing those of a round, and these arrive one by one"
+        yield f"{given} with {type(callback).__name__}", rule, "write attack: sign_flip, or leave it out"
     if run.masks is not None:
         rule = "who masks an upload is needed until the end of the round"
         yield f"{given} with trainer.secure_sum", rule, "leave one of them out"

@@ -6,6 +6,7 @@ import logging
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
+from itertools import cycle, islice
 from time import perf_counter
 from typing import Any, TypeVar
 
@@ -85,7 +86,8 @@ def train_cohort(fed: Federation, engine: Engine, round: int, ids: Iterable[int]
     ]
     if any(map(sees_uploads, fed.callbacks)):
         change_uploads(fed, round, uploads, receipts)
-    examples = {task.client.id: task.examples(fed.data.batch_size) for task in tasks}
+    sizes = {task.client.id: cycle(fed.data.epoch_sizes(task.client)) for task in tasks}
+    examples = {task.client.id: sum(islice(sizes[task.client.id], task.steps)) for task in tasks}
     return Trained(cohort, receipts, uploads, examples, started=receipts)
 
 

@@ -7,15 +7,17 @@ with equal devices, is FedAvg.
 
 from __future__ import annotations
 
+import logging
 from abc import abstractmethod
 from collections.abc import Callable, Mapping
-from dataclasses import astuple, dataclass, field
+from dataclasses import astuple, dataclass, field, replace
 from typing import Annotated, Any
 
 import torch
 from torch import Tensor
 
 from fl_lightning.aggregation.base import Receipt
+from fl_lightning.aggregation.exact_sum import MAX_MAGNITUDE, largest
 from fl_lightning.aggregation.receiving import declared_limits
 from fl_lightning.clock.rounds import Rounds
 from fl_lightning.clock.staleness import Polynomial, Staleness
@@ -25,7 +27,9 @@ from fl_lightning.errors import InputError, require
 from fl_lightning.hooks import Context
 from fl_lightning.wire import LedgerEntry, Payload
 
-WEIGHTS, START, EXAMPLES = "flight/weights", "flight/start", "flight/examples"
+log = logging.getLogger("fl_lightning")
+
+IN_FLIGHT = WEIGHTS, START, EXAMPLES = "flight/weights", "flight/start", "flight/examples"
 """What is kept with a client whose upload is on its way: the upload, what it started from, and n_k."""
 
 
@@ -39,7 +43,7 @@ class Asynchronous(Rounds):
         max_staleness: versions beyond which an upload is not used. Default: all are.
     """
 
-    goes_by_clock = True
+    goes_by_clock = has_versions = True
 
     def __init__(
         self, concurrency: int, buffer: int, staleness: Staleness | None, max_staleness: int | None
@@ -81,10 +85,21 @@ class Asynchronous(Rounds):
                 f"there are {len(clients)} clients with training data",
                 f"write {len(clients)} or less",
             )
+        if len(clients) < self.concurrency + self.buffer - 1:
+            log.warning(
+                "%s: nobody is drawn twice for a version, so of %d clients fewer than %d are at work at times",
+                given,
+                len(clients),
+                self.concurrency,
+            )
         sends = declared_limits(method, context.data.client(int(clients[0])))
         if sends is None or {*sends} != {"examples", "weights"} or method.personalised:
             rule = "a stale update is weighed, and its clients send or keep more than weights"
-            raise InputError(f"{given} with --model {type(method).__name__}", rule, "write --model FedAvg")
+            raise InputError(
+                f"{given} with --model {type(method).__name__}",
+                rule,
+                "write --model FedAvg, without personal and finetune",
+            )
         require(
             context.fabric.world_size == 1,
             f"{given} on {context.fabric.world_size} ranks",
@@ -216,7 +231,9 @@ class Flights:
                 free = [int(client) for client in context.data.active if int(client) not in busy]
                 count = min(rounds.concurrency - len(self.flying), len(free))
                 if count > 0:
-                    gone |= self._start(context, round, train(draw(free, count, draws)), seconds, found)
+                    asked = draw(free, count, draws)
+                    self._start(context, round, train(asked), seconds, found)
+                    gone |= {*asked} - {flight.client for flight in self.flying}  # these never began
                     draws += 1
                     continue
                 if not self.flying:
@@ -225,20 +242,18 @@ class Flights:
             self.now = max(self.now, flight.ended)
             gone.add(flight.client)
             self._land(context, round, flight, found)
+        context.method.cohort = rounds.buffer  # who started last is not known to a run that is continued
         return found
 
-    def _start(
-        self, context: Any, round: int, started: Trained, seconds: Seconds, found: Trained
-    ) -> set[int]:
-        """Put clients to work, and return the ids of those that never began."""
-        method, never = context.method, set[int]()
+    def _start(self, context: Any, round: int, started: Trained, seconds: Seconds, found: Trained) -> None:
+        """Put clients to work."""
+        method = context.method
         weights = method.starts()["weights"]
         found.started += started.receipts
         found.cohort += started.cohort
         for receipt in started.receipts:
             id, entry = receipt.client.id, receipt.entry
             if id not in started.examples:
-                never.add(id)
                 found.receipts.append(receipt)
                 continue
             require(
@@ -255,7 +270,6 @@ class Flights:
             ended = self.now + seconds(started.examples, entry)
             self.flying.append(Flight(ended, id, round - 1, self.now, entry.status, *sizes))
         self.flying.sort()
-        return never
 
     def _land(self, context: Any, round: int, flight: Flight, found: Trained) -> None:
         """Take what arrives into a version."""
@@ -268,7 +282,11 @@ class Flights:
         elif flight.status == "trained":
             now, trained = method.starts()["weights"], method.trained_values
             weights = self.rounds.present(kept[WEIGHTS], kept[START], now, versions, trained)
-            found.uploads[id] = Payload({"weights": weights, "examples": kept[EXAMPLES]})
-            found.staleness.append(versions)
-            examples = int(kept[EXAMPLES])
+            if largest(weights) < MAX_MAGNITUDE:
+                found.uploads[id] = Payload({"weights": weights, "examples": kept[EXAMPLES]})
+                found.staleness.append(versions)
+                examples = int(kept[EXAMPLES])
+            else:
+                log.warning("round %d: upload of client %d rejected: moved here, it is too large", round, id)
+                entry = replace(entry, status="rejected", wasted=entry.upload)
         found.receipts.append(Receipt(context.data.client(id), entry, {}, examples))

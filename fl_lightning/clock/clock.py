@@ -8,6 +8,7 @@ from typing import Annotated, ClassVar
 
 from fl_lightning.clock.devices import Devices, Line
 from fl_lightning.config.constraints import check_fields, within
+from fl_lightning.errors import MisuseError
 
 RATE = within("(0, inf]", "a line carries more than 0 bytes a second", 1e6)
 
@@ -70,7 +71,16 @@ class Clock:
             client: its id.
             examples: examples that pass through its local steps, each epoch counted.
             down, up: bytes that it is sent and sends.
+
+        Raises:
+            MisuseError: the devices gave no time.
         """
         line = self.line(client)
         computing = self.devices.seconds(seed, round, client, examples)
+        if not 0 <= computing < math.inf:
+            raise MisuseError(
+                f"{type(self.devices).__name__}.seconds gave {computing} for client {client}",
+                "a client computes for 0 seconds or more, and not for ever",
+                "return such a number",
+            )
         return line.latency + down / line.down + computing + up / line.up

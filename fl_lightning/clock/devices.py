@@ -132,8 +132,8 @@ class DeviceTable(Devices):
             ``seconds_per_example``, and both or neither of ``down`` and ``up``, in bytes per second.
 
     Raises:
-        InputError: the file cannot be read, a column is missing, a client has two rows, or a value is not
-            above 0. A client without a row is refused when it is first sampled.
+        InputError: the file cannot be read, a column is missing, a client has two rows, a time is below 0,
+            or a rate not above 0. A client with examples and no row is refused before the run begins.
     """
 
     def __init__(self, path: str) -> None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Annotated
 
@@ -22,10 +22,12 @@ class Ending:
     Args:
         seconds: its length.
         used: ids of the clients whose uploads count.
+        late: how many uploads came too late to be used.
     """
 
     seconds: float
     used: frozenset[int]
+    late: int = 0
 
 
 class Rounds(Recorded, ABC):
@@ -34,20 +36,25 @@ class Rounds(Recorded, ABC):
     settings_shown = ("--trainer.rounds.{name} {value}",) * 2
     goes_by_clock: bool = False
     """Whether virtual time decides whose uploads are used, and when."""
+    has_versions: bool = False
+    """Whether a round is a version of the model, and clients start at any time."""
 
     def invited(self, cohort: int) -> int:
         """Return how many clients are asked where ``cohort`` are wanted."""
         return cohort
 
-    def end(self, returned: Mapping[int, float], *, cohort: int, began: int) -> Ending:
+    def end(
+        self, answered: Mapping[int, float], valid: Collection[int], *, cohort: int, began: int
+    ) -> Ending:
         """Return how a round ends.
 
         Args:
-            returned: seconds after its start at which each upload that counts is there, by client id.
+            answered: seconds after its start at which each upload is there, by client id.
+            valid: ids of those of them that are not rejected.
             cohort: how many are wanted.
             began: how many clients were sent the broadcast, those included whose upload is lost.
         """
-        return Ending(max(returned.values(), default=0.0), frozenset(returned))
+        return Ending(max(answered.values(), default=0.0), frozenset(valid))
 
 
 class Synchronous(Rounds):
@@ -56,7 +63,8 @@ class Synchronous(Rounds):
 
 class OverSelection(Rounds):
     """More clients are asked than are wanted, and the first that return are used (Bonawitz et al., SysML
-    2019). What the others send is wasted, and what they keep stays as it was.
+    2019). What the others send is wasted, and what they keep stays as it was. On equal devices the first are
+    those of the smallest ids, in every round.
 
     Args:
         factor: clients that are asked by clients that are wanted, rounded up, at least 1; 1 is
@@ -73,9 +81,13 @@ class OverSelection(Rounds):
     def invited(self, cohort: int) -> int:
         return math.ceil(self.factor * cohort - 1e-9)
 
-    def end(self, returned: Mapping[int, float], *, cohort: int, began: int) -> Ending:
-        first = sorted(returned, key=lambda client: (returned[client], client))[:cohort]
-        return super().end({client: returned[client] for client in first}, cohort=cohort, began=began)
+    def end(
+        self, answered: Mapping[int, float], valid: Collection[int], *, cohort: int, began: int
+    ) -> Ending:
+        first = sorted(valid, key=lambda client: (answered[client], client))[:cohort]
+        if len(first) < cohort:
+            return super().end(answered, valid, cohort=cohort, began=began)
+        return Ending(answered[first[-1]], frozenset(first), len(valid) - cohort)
 
 
 class Deadline(Rounds):
@@ -97,9 +109,12 @@ class Deadline(Rounds):
     ) -> None:
         self.seconds, self.least = seconds, least
 
-    def end(self, returned: Mapping[int, float], *, cohort: int, began: int) -> Ending:
-        used = {client: at for client, at in returned.items() if at <= self.seconds}
-        last = super().end(used, cohort=cohort, began=began)
-        waits = len(used) < max(began, self.least) and math.isfinite(self.seconds)
-        enough = len(used) >= self.least
-        return Ending(self.seconds if waits else last.seconds, last.used if enough else frozenset())
+    def end(
+        self, answered: Mapping[int, float], valid: Collection[int], *, cohort: int, began: int
+    ) -> Ending:
+        there = {client: at for client, at in answered.items() if at <= self.seconds}
+        used, late = frozenset(there) & frozenset(valid), sum(answered[one] > self.seconds for one in valid)
+        waits = len(there) < began or len(used) < self.least
+        last = super().end(there, used, cohort=cohort, began=began).seconds
+        length = self.seconds if waits and math.isfinite(self.seconds) else last
+        return Ending(length, used if len(used) >= self.least else frozenset(), late)

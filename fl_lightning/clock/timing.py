@@ -8,13 +8,15 @@ from functools import partial
 from statistics import fmean
 from typing import Any
 
-from fl_lightning.clock.asynchronous import Asynchronous, Flight, Flights
+from fl_lightning.clock.asynchronous import IN_FLIGHT, Asynchronous, Flight, Flights
 from fl_lightning.clock.clock import Clock
 from fl_lightning.clock.devices import DeviceTable
 from fl_lightning.clock.rounds import Ending, Rounds
 from fl_lightning.clock.trained import Draw, Train, Trained
 from fl_lightning.hooks import Context, Meter, RoundRecord
 from fl_lightning.wire import LedgerEntry
+
+ANSWERED = ("trained", "rejected")
 
 
 class Timing(Meter):
@@ -31,13 +33,26 @@ class Timing(Meter):
     def __init__(self, clock: Clock, rounds: Rounds) -> None:
         self.clock, self.rounds, self.now = clock, rounds, 0.0
         self.ending = Ending(0.0, frozenset())
-        self.flights = Flights(rounds) if isinstance(rounds, Asynchronous) else None
+        self.flights: Flights | None = Flights(rounds) if isinstance(rounds, Asynchronous) else None
 
     def on_check(self, context: Context) -> None:
-        if self.flights is not None:
-            self.flights.rounds.check(context)
+        """Check the run, and forget what a fit before this one has left."""
+        self.now, self.ending = 0.0, Ending(0.0, frozenset())
+        if isinstance(self.rounds, Asynchronous):
+            self.rounds.check(context)
+            self.flights = Flights(self.rounds)
         if isinstance(self.clock.devices, DeviceTable):
             self.clock.devices.check([int(client) for client in context.data.active])
+
+    def on_setup(self, context: Any) -> None:
+        """Forget uploads on their way of which this run knows nothing: other rounds have left them."""
+        known = {flight.client for flight in self.flights.flying} if self.flights else set[int]()
+        for id in [id for id in context.states if id not in known]:
+            left = {name: kept for name, kept in context.states[id].items() if name not in IN_FLIGHT}
+            if len(left) < len(context.states[id]):
+                context.states.pop(id)
+                if left:
+                    context.states[id] = left
 
     def state_dict(self) -> dict[str, Any]:
         return {"now": self.now} | ({"flying": self.flights.as_json()} if self.flights else {})
@@ -59,23 +74,24 @@ class Timing(Meter):
         if self.flights is not None:
             return self.flights.collect(context, round, train, draw, partial(self.seconds, context.seed))
         trained = train(draw(context.data.active, context.invited, 0))
-        if not self.rounds.goes_by_clock:
-            return trained
-        returned = {
-            receipt.client.id: self.seconds(context.seed, trained.examples, receipt.entry)
-            for receipt in trained.receipts
-            if receipt.entry.status == "trained"
-        }
-        self.ending = self.rounds.end(returned, cohort=context.cohort_size, began=len(trained.examples))
-        late = returned.keys() - self.ending.used
+        answered, valid = {}, set[int]()
+        for receipt in trained.receipts:
+            id, entry = receipt.client.id, receipt.entry
+            if entry.status in ANSWERED:
+                answered[id] = self.seconds(context.seed, trained.examples, entry)
+            valid |= {id} if entry.status == "trained" else set()
+        self.ending = self.rounds.end(
+            answered, valid, cohort=context.cohort_size, began=len(trained.examples)
+        )
+        left_out = valid - self.ending.used
         return replace(
             trained,
             receipts=[
-                replace(one, entry=one.entry.unused(), examples=0) if one.client.id in late else one
+                replace(one, entry=one.entry.unused(), examples=0) if one.client.id in left_out else one
                 for one in trained.receipts
             ],
-            uploads={id: upload for id, upload in trained.uploads.items() if id not in late},
-            late=len(late),
+            uploads={id: upload for id, upload in trained.uploads.items() if id not in left_out},
+            late=self.ending.late,
         )
 
     def end_round(
@@ -118,10 +134,11 @@ class Timing(Meter):
             for e in entries
             if e.client in trained.examples
         }
-        if not self.rounds.goes_by_clock:
-            back = {e.client: took[e.client] for e in entries if e.status in ("trained", "rejected")}
-            self.ending = self.rounds.end(back, cohort=context.cohort_size, began=len(took))
-        begin, self.now = self.now, self.now + self.ending.seconds
+        length = self.ending.seconds
+        if not self.rounds.goes_by_clock:  # the bytes of masks are known by now
+            answered = [one.client.id for one in trained.receipts if one.entry.status in ANSWERED]
+            length = max((took[id] for id in answered), default=0.0)
+        begin, self.now = self.now, self.now + length
         return [
             replace(e, started=begin, ended=begin + took[e.client]) if e.client in took else e
             for e in entries

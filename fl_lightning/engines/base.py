@@ -47,10 +47,6 @@ class ClientTask:
     epochs: int
     steps: int
 
-    def examples(self, batch_size: int) -> int:
-        """Return how many examples its steps take, those of each epoch counted."""
-        return min(self.steps * batch_size, self.epochs * len(self.client.train))
-
     def payload(self) -> Payload:
         """Return the message in tensors of its own, which a reader may keep or change.
 

@@ -116,7 +116,10 @@ def exchange_receipts(
 
 def work(task: ClientTask, batch_size: int) -> float:
     """Return what a task costs, in examples: those of its steps, and something for the client itself."""
-    return task.examples(batch_size) + CLIENT_OVERHEAD_BATCHES * batch_size
+    return (
+        min(task.steps * batch_size, task.epochs * len(task.client.train))
+        + CLIENT_OVERHEAD_BATCHES * batch_size
+    )
 
 
 def deal(works: Sequence[float], size: int, preferred: Sequence[int | None] = ()) -> list[list[int]]:

@@ -16,6 +16,7 @@ from refusals import refused
 from ten import SMALL
 from toy import CENTRES, Points, on_points, run, sgd
 
+from callbacks import ByzantineClients
 from fl_lightning.aggregation.base import Receipt
 from fl_lightning.client import Client
 from fl_lightning.clock import (
@@ -187,15 +188,62 @@ def initial_weights(folder: Path) -> torch.Tensor:
     return seen[0]
 
 
-def test_nothing_but_the_seed_decides(tmp_path):
-    """Not workers, nor an end in between, with uploads on their way; and not the engine's stacks, in rounding."""
-    settings = {"clock": Clock(devices=LogNormalDevices()), "rounds": FedBuff(4, 2, Hinge(2.0, 1))}
+@pytest.mark.parametrize("devices", [LogNormalDevices(), Fixed(1.0)], ids=["unequal", "ties"])
+def test_nothing_but_the_seed_decides(tmp_path, devices):
+    """Not workers, nor an end in between, with uploads on their way; of equal devices nobody starts in every
+    second version."""
+    settings = {"clock": Clock(devices=devices), "rounds": FedBuff(4, 2, Hinge(2.0, 1))}
     one = result(trained(tmp_path / "one", **settings).run_dir)
     assert result(trained(tmp_path / "two", workers=2, **settings).run_dir) == one
     half = trained(tmp_path / "half", max_rounds=3, **settings)
     assert half.timing.flights.flying
     again = trained(tmp_path / "half", ckpt_path=str(half.run_dir), allow_changed=True, **settings)
     assert result(again.run_dir) == one
+
+
+def test_a_trainer_that_fits_twice_has_nobody_at_work_at_first(tmp_path):
+    settings = {"clock": Clock(devices=LogNormalDevices()), "rounds": FedBuff(4, 2), "max_rounds": 3}
+    trainer = trained(tmp_path, **settings)
+    first = result(trainer.run_dir)
+    trainer.fit(FedAvg(network=SMALL, optimizer=sgd(0.1)), images(), seed=0)
+    assert result(trainer.run_dir) == first
+
+
+def test_other_rounds_leave_nothing_on_its_way(tmp_path):
+    """A run that goes on synchronously, and then asynchronously again, by leave."""
+    settings = {"clock": Clock(devices=LogNormalDevices()), "allow_changed": True}
+    trainer = trained(tmp_path, rounds=FedBuff(4, 2), max_rounds=2, **settings)
+    for rounds, max_rounds in ((None, 4), (FedBuff(3, 2), 6)):
+        where = str(trainer.run_dir)
+        trainer = trained(tmp_path, rounds=rounds, max_rounds=max_rounds, ckpt_path=where, **settings)
+    assert len(rows(trainer, "metrics.csv")) == 6
+
+
+class Shortens(Stressor):
+    def change_cohort(self, cohort, *, round, context):
+        return [one for one in cohort if one.client.id != 3]
+
+
+def test_a_client_that_is_taken_out_of_a_cohort_is_not_asked_again(tmp_path):
+    settings = {"clock": Clock(devices=Fixed(1.0)), "rounds": FedBuff(6, 3), "callbacks": [Shortens()]}
+    found = rows(trained(tmp_path, max_rounds=3, **settings), "ledger.csv")
+    assert {row["client"] for row in found} == {"0", "1", "2", "4", "5"}
+
+
+class Huge(Stressor):
+    """Sends what is barely accepted by itself."""
+
+    def change_upload(self, upload, *, client, round, context):
+        sign = 1.0 if round == 1 else -1.0
+        return type(upload)({**upload, "weights": torch.full_like(upload.tensor("weights"), sign * 1e6)})
+
+
+def test_a_stale_upload_that_grows_too_large_is_rejected_and_the_run_goes_on(tmp_path):
+    clock = Clock(devices=Fixed(1.0, 1.37, 2.11, 3.05, 0.83, 1.73))
+    trainer = trained(tmp_path, clock=clock, rounds=FedBuff(4, 2), callbacks=[Huge()], max_rounds=8)
+    statuses = [row["status"] for row in rows(trainer, "ledger.csv")]
+    assert "rejected" in statuses
+    assert torch.isfinite(trainer.method.server["weights"]).all()
 
 
 def test_what_is_too_stale_is_lost(tmp_path):
@@ -225,8 +273,9 @@ def test_statistics_of_batchnorm_are_not_moved():
         (FedPer, {}, "--model FedPer"),
         (FedAvg, {"clock": None}, "--trainer.rounds FedBuff"),
         (FedAvg, {"secure_sum": SecureSum()}, "secure_sum"),
+        (FedAvg, {"callbacks": [ByzantineClients(attack="alie")]}, "ByzantineClients"),
     ],
-    ids=["concurrency", "buffer", "SCAFFOLD", "FedMPQ", "FedPer", "no clock", "secure sum"],
+    ids=["concurrency", "buffer", "SCAFFOLD", "FedMPQ", "FedPer", "no clock", "secure sum", "joint attack"],
 )
 def test_what_does_not_go_together(tmp_path, method, settings, given):
     settings = {"clock": Clock(devices=SameDevice()), "rounds": FedBuff(2, 2), **settings}

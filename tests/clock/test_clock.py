@@ -28,6 +28,7 @@ from fl_lightning.clock import (
     Synchronous,
 )
 from fl_lightning.conformance.toy import images
+from fl_lightning.errors import MisuseError
 from fl_lightning.hooks import Stressor
 from fl_lightning.methods import SCAFFOLD, FedAvg
 from fl_lightning.privacy import ClientPrivacy
@@ -105,6 +106,68 @@ def test_virtual_time_follows_from_the_seed_alone(tmp_path):
     assert result(again.run_dir) == one
 
 
+class Breaks(Stressor):
+    """The upload of the slowest client is not finite."""
+
+    def change_upload(self, upload, *, client, round, context):
+        weights = upload.tensor("weights")
+        return type(upload)({**upload, "weights": weights * float("nan" if client.id == 5 else 1)})
+
+
+@pytest.mark.parametrize(
+    "rounds", [OverSelection(1.0), Deadline(math.inf), Deadline(60.0)], ids=["first", "endless", "long"]
+)
+def test_a_rejected_upload_has_arrived(tmp_path, rounds):
+    class Slow(SameDevice):
+        def seconds(self, seed, round, client, examples):
+            return 5.0 if client == 5 else 1.0
+
+    settings = {
+        "clock": Clock(devices=Slow()),
+        "callbacks": [Breaks()],
+        "participation": 1.0,
+        "max_rounds": 2,
+    }
+    both = [trained(tmp_path / str(n), rounds=form, **settings) for n, form in enumerate((None, rounds))]
+    assert [column(one, "clock/seconds") for one in both] == [[5.0, 10.0]] * 2
+    assert [column(one, "clients/rejected") for one in both] == [[1.0, 1.0]] * 2
+
+
+def test_examples_are_those_of_the_local_steps(tmp_path):
+    """The last batch of an epoch is smaller; counted where they are trained on."""
+    seen: dict[int, int] = {}
+
+    class Counts(FedAvg):
+        def training_step(self, batch, batch_idx=0):
+            seen[self.round] = seen.get(self.round, 0) + len(batch[1])
+            return super().training_step(batch, batch_idx)
+
+    for steps in (None, 3):
+        seen.clear()
+        clock = Clock(devices=SameDevice(1.0))
+        settings = {"max_local_steps": steps, "max_rounds": 1, "engine": "sequential", "workers": 1}
+        trainer = trained(tmp_path / str(steps), Counts, clock=clock, **settings)
+        took = [float(row["ended"]) for row in rows(trainer, "ledger.csv")]
+        assert sum(took) == seen[1]
+
+
+def test_a_trainer_that_fits_twice_starts_the_clock_anew(tmp_path):
+    clock = Clock(devices=LogNormalDevices())
+    one = trained(tmp_path, clock=clock, max_rounds=2)
+    first = column(one, "clock/seconds")
+    one.fit(FedAvg(network=SMALL, optimizer=sgd(0.1)), images(), seed=0)
+    assert column(one, "clock/seconds") == first
+
+
+def test_a_device_without_a_time_is_a_bug(tmp_path):
+    class Wrong(SameDevice):
+        def seconds(self, seed, round, client, examples):
+            return math.nan
+
+    with refused("Wrong.seconds gave nan", kind=MisuseError):
+        trained(tmp_path, clock=Clock(devices=Wrong()))
+
+
 class Loses(Stressor):
     """Loses the uploads of these clients by round, after they have trained."""
 
@@ -139,25 +202,32 @@ def rows_lost(trainer) -> list[dict[str, str]]:
 def test_over_selection_keeps_the_first_and_orders_ties_by_id():
     rounds = OverSelection(1.3)
     assert [rounds.invited(m) for m in (1, 3, 10)] == [2, 4, 13]
-    ended = rounds.end({7: 2.0, 3: 1.0, 5: 2.0, 1: 3.0}, cohort=3, began=4)
-    assert (ended.seconds, ended.used) == (2.0, {3, 5, 7})
-    ended = rounds.end({7: 2.0, 3: 1.0, 5: 2.0}, cohort=2, began=4)
-    assert (ended.seconds, ended.used) == (2.0, {3, 5})
-    assert rounds.end({9: 4.0}, cohort=3, began=4).used == {9}
+
+    def end(cohort: int, answered: dict[int, float], rejected: tuple[int, ...] = ()):
+        found = rounds.end(answered, answered.keys() - {*rejected}, cohort=cohort, began=4)
+        return found.seconds, found.used, found.late
+
+    assert end(3, {7: 2.0, 3: 1.0, 5: 2.0, 1: 3.0}) == (2.0, {3, 5, 7}, 1)
+    assert end(2, {7: 2.0, 3: 1.0, 5: 2.0}) == (2.0, {3, 5}, 1)
+    assert end(3, {9: 4.0}) == (4.0, {9}, 0)
+    assert end(2, {9: 4.0, 1: 5.0, 2: 6.0}, rejected=(9,)) == (6.0, {1, 2}, 0)
+    assert end(3, {9: 7.0, 1: 5.0, 2: 6.0}, rejected=(9,)) == (7.0, {1, 2}, 0), "as long as it waits for all"
 
 
 def test_a_deadline_by_hand():
-    def end(least: int, began: int, **returned: float):
-        found = Deadline(2.0, least).end({int(k[1:]): v for k, v in returned.items()}, cohort=3, began=began)
-        return found.seconds, found.used
+    def end(least: int, began: int, rejected: tuple[int, ...] = (), **answered: float):
+        there = {int(k[1:]): v for k, v in answered.items()}
+        found = Deadline(2.0, least).end(there, there.keys() - {*rejected}, cohort=3, began=began)
+        return found.seconds, found.used, found.late
 
-    assert end(1, 3, c1=1.0, c2=1.5, c3=2.0) == (2.0, {1, 2, 3})
-    assert end(1, 2, c1=1.0, c2=1.5) == (1.5, {1, 2})
-    assert end(1, 3, c1=1.0, c2=1.5) == (2.0, {1, 2}), "one is lost, which nobody tells the server"
-    assert end(1, 2, c1=1.0, c2=2.5) == (2.0, {1})
-    assert end(2, 2, c1=1.0, c2=2.5) == (2.0, set()), "too few: the round is void"
-    assert end(3, 2, c1=1.0, c2=1.5) == (2.0, set())
-    assert Deadline(math.inf, least=2).end({1: 4.0}, cohort=2, began=2).used == frozenset()
+    assert end(1, 3, c1=1.0, c2=1.5, c3=2.0) == (2.0, {1, 2, 3}, 0)
+    assert end(1, 2, c1=1.0, c2=1.5) == (1.5, {1, 2}, 0)
+    assert end(1, 3, c1=1.0, c2=1.5) == (2.0, {1, 2}, 0), "one is lost, which nobody tells the server"
+    assert end(1, 2, c1=1.0, c2=2.5) == (2.0, {1}, 1)
+    assert end(1, 2, (2,), c1=1.0, c2=1.5) == (1.5, {1}, 0), "a rejected upload has arrived"
+    assert end(2, 2, c1=1.0, c2=2.5) == (2.0, set(), 1), "too few: the round is void, and one was late"
+    assert end(3, 2, c1=1.0, c2=1.5) == (2.0, set(), 0)
+    assert Deadline(math.inf, least=2).end({1: 4.0}, {1}, cohort=2, began=2).used == frozenset()
 
 
 def test_a_void_round_changes_nothing_and_lasts_until_the_deadline(tmp_path):
@@ -185,7 +255,9 @@ def test_exponential_times_and_over_selection_last_h_n_minus_h_n_minus_m():
     rounds, cohort, count = OverSelection(1.3), 10, 4000
     n, devices = rounds.invited(10), DrawnDevices("exponential", mean=1.0)
     lengths = [
-        rounds.end({k: devices.seconds(5, r, k, 1) for k in range(n)}, cohort=cohort, began=n).seconds
+        rounds.end(
+            {k: devices.seconds(5, r, k, 1) for k in range(n)}, range(n), cohort=cohort, began=n
+        ).seconds
         for r in range(1, count + 1)
     ]
     expected = sum(1 / k for k in range(n - cohort + 1, n + 1))
