@@ -87,7 +87,7 @@ class Asynchronous(Rounds):
             )
         if len(clients) < self.concurrency + self.buffer - 1:
             log.warning(
-                "%s: nobody is drawn twice for a version, so of %d clients fewer than %d are at work at times",
+                "%s: nobody is drawn twice for a version; of %d clients fewer than %d are at work at times",
                 given,
                 len(clients),
                 self.concurrency,

@@ -67,7 +67,7 @@ def test_equal_devices_by_hand(tmp_path):
     for number, seconds in enumerate(column(trainer, "clock/seconds"), 1):
         took = {}
         for row in (row for row in ledger if row["round"] == str(number)):
-            examples = 2 * len(data.client(int(row["client"])).train)
+            examples = 2 * max(len(data.client(int(row["client"])).train), 2)  # one by itself goes twice
             took[row["client"]] = (
                 0.25 + int(row["download"]) / 2e6 + 0.01 * examples + int(row["upload"]) / 1e6
             )
