@@ -56,6 +56,9 @@ def own_tracking_store():
         os.environ["MLFLOW_TRACKING_URI"] = before
 
 
+LOG_LEVEL = logging.getLogger("fl_lightning").level
+
+
 @contextmanager
 def log_level_kept() -> Iterator[None]:
     """Put back the package's log level and handlers, which the commands set."""
@@ -70,9 +73,14 @@ def log_level_kept() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def own_log_level():
-    """The next test starts without the log level that a command has set."""
-    with log_level_kept():
-        yield
+    """A test starts without the log level and handlers that a command has set, in the test before it or in a
+    fixture of its module."""
+    log = logging.getLogger("fl_lightning")
+    log.setLevel(LOG_LEVEL)
+    log.handlers[:] = []
+    yield
+    log.setLevel(LOG_LEVEL)
+    log.handlers[:] = []
 
 
 @pytest.fixture(scope="session")

@@ -263,7 +263,8 @@ def test_bad_input(
         ([str(whole), "--uri", "nonsense://x"], "make it reachable"),
     ):
         assert main(["track", *arguments]) == 2
-        (line,) = capsys.readouterr().err.splitlines()
+        line = capsys.readouterr().err
+        assert line.count("\n") == 1, line
         assert says in line
         assert "hush" not in line
     held = RunDirectory(whole)
