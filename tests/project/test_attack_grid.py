@@ -7,6 +7,8 @@ from statistics import fmean
 import pytest
 from scripts import ROOT, script
 
+from fl_lightning.study.statistics import t_interval
+
 RUNS, PAGE = ROOT / "docs/results/attack_grid.csv", ROOT / "docs/results/attacks.md"
 
 
@@ -32,6 +34,10 @@ def test_what_the_page_says_of_them(grid):
     assert all(mean[pair] > 0.6 for pair in mean if pair[1] in big and pair[0] != grid.MEAN)
     held = [a for a in grid.AVERAGES if all(mean[a, attack] > 0.8 for attack in grid.ATTACKS)]
     assert f"Above 0.8 under every attack are {' and '.join(f'`{a}`' for a in held)}" in page
+    least = found["NormClipping(1)", "ipm, 10"]
+    assert "the interval of the first reaches below it under `ipm, 10`" in page
+    assert held[0] == "NormClipping(1)"
+    assert t_interval(least)[0] < 0.8
     worst = min(grid.AVERAGES, key=lambda a: mean[a, "none"])
     assert f"Without an attack `{worst}` costs most" in page
     assert "`Bulyan(4)` falls lowest under `ipm, 0.1`" in page
