@@ -107,7 +107,7 @@ class Simulated:
 def test_the_mean_staleness_is_m_minus_1_by_k(M, K):
     """The long-run mean, of any law of durations without ties: M - 1 others arrive while one is at work."""
     simulated = Simulated(200, FedBuff(M, K, Constant()))
-    found = [simulated.next().staleness for _ in range(1500)][100:]
+    found = [simulated.next().staleness for _ in range(100 + 6000 // K)][100:]
     assert all(len(one) == K for one in found)
     assert len(simulated.flights.flying) == M - 1, "the last that arrived is replaced in the next version"
     assert np.mean(found) == pytest.approx((M - 1) / K, rel=0.03)

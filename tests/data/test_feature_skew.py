@@ -102,6 +102,8 @@ def test_the_public_set_is_seen_by_nobody() -> None:
     assert torch.equal(plain.public_inputs(position), noisy.public_inputs(position))
 
 
+@pytest.mark.slow
+@pytest.mark.essential
 def test_no_noise_is_no_skew_bit_for_bit(tmp_path: Path) -> None:
     weights = []
     for skew in (None, FeatureNoise(0.0), RotatedClients([0.0]), RotatedClients()):
@@ -112,6 +114,8 @@ def test_no_noise_is_no_skew_bit_for_bit(tmp_path: Path) -> None:
     assert weights[0] == weights[1] == weights[2] != weights[3]
 
 
+@pytest.mark.slow
+@pytest.mark.essential
 def test_skews_are_settings_of_a_run(tmp_path, monkeypatch, capsys) -> None:
     monkeypatch.chdir(tmp_path)
     few = ["--trainer.max_rounds", "1", "--trainer.logger", "false", "--data.feature_skew"]
