@@ -42,7 +42,7 @@ WARM = 3
 """Rounds before those that are timed: the first checkpoint and the first rows of the tables are among
 them."""
 PHASES = {
-    "sampling": (loop, "sample_cohort"),
+    "sampling": (loop, "draw"),
     "orders": (loop, "make_tasks"),
     "training": (loop, "train_clients"),
     "collecting": (loop, "receive"),

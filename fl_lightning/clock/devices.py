@@ -6,15 +6,17 @@ import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import numpy as np
-import pandas as pd
 
 from fl_lightning.config.constraints import within
 from fl_lightning.config.recorded import Recorded
 from fl_lightning.errors import InputError, require
 from fl_lightning.rng import stream
+
+if TYPE_CHECKING:
+    import pandas as pd
 
 SECONDS = within("[0, inf)", "an example takes 0 seconds or more", 0.005)
 MEAN = within("(0, inf)", "a mean time is above 0 seconds", 0.005)
@@ -137,6 +139,8 @@ class DeviceTable(Devices):
     """
 
     def __init__(self, path: str) -> None:
+        import pandas as pd  # takes a third of a second, and few runs have a table
+
         self.path = path
         frame = _read(Path(path))
         columns = ["client", "seconds_per_example"]
@@ -195,6 +199,8 @@ class DeviceTable(Devices):
 
 
 def _read(path: Path) -> pd.DataFrame:
+    import pandas as pd
+
     try:
         return pd.read_parquet(path) if path.suffix == ".parquet" else pd.read_csv(path)
     except (OSError, ValueError, ImportError) as error:

@@ -288,7 +288,7 @@ def test_the_same_runs_give_the_same_report_byte_for_byte(tmp_path, figures):
     files = [
         path.relative_to(tmp_path / "one") for path in sorted((tmp_path / "one").rglob("*")) if path.is_file()
     ]
-    assert len(files) == 9 + 2 * 9
+    assert len(files) == 10 + 2 * 9
     assert Path("figures/degradation_over_rounds.png") in files
     for file in files:
         assert (tmp_path / "one" / file).read_bytes() == (tmp_path / "two" / file).read_bytes(), file
