@@ -2,8 +2,6 @@ import logging
 import os
 import signal
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import hypothesis
@@ -57,18 +55,6 @@ def own_tracking_store():
 
 
 LOG_LEVEL = logging.getLogger("fl_lightning").level
-
-
-@contextmanager
-def log_level_kept() -> Iterator[None]:
-    """Put back the package's log level and handlers, which the commands set."""
-    log = logging.getLogger("fl_lightning")
-    level, handlers = log.level, list(log.handlers)
-    try:
-        yield
-    finally:
-        log.setLevel(level)
-        log.handlers[:] = handlers
 
 
 @pytest.fixture(autouse=True)

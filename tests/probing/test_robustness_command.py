@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import log_level_kept
 
 from fl_lightning.__main__ import main
 from fl_lightning.probing import command as probing
@@ -51,7 +50,7 @@ def fit(model: str = "FedMPQKD", *more: str, logger: str = "false") -> Path:
 def trained(tmp_path_factory) -> Path:
     """A run of FedMPQKD, to be copied."""
     torch.set_num_threads(1)
-    with log_level_kept(), pytest.MonkeyPatch.context() as patch:
+    with pytest.MonkeyPatch.context() as patch:
         patch.chdir(tmp_path_factory.mktemp("trained"))
         return fit().absolute()
 
