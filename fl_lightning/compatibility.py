@@ -139,7 +139,7 @@ def why_not(method: Any, feature: Feature) -> str:
     if feature in ("personal", "finetune"):
         if feature in method.owns:
             return "it sets it by itself"
-        hooks, rule = ("aggregate", "decode"), "its own {} makes something else of uploads than weights"
+        hooks, rule = ("aggregate",), "its own {} makes something else of uploads than weights"
     return next((rule.format(hook) for hook in hooks if _overrides(method, hook)), "")
 
 

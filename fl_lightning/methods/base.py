@@ -340,7 +340,11 @@ class Method(Recorded, SummingServer, WithLocalWork, WithPersonal, WithTerms):
         That one is put together by the client, so it may read ``client.state``; no other half of the server
         may.
         """
-        self.layout.write(self.network, self.evaluated_weights)
+        return self.deployed(self.evaluated_weights, client)
+
+    def deployed(self, weights: Tensor, client: Client | None) -> nn.Module:
+        """Return the network with these weights ``[P]``, what stays on the client, and its fine-tuning."""
+        self.layout.write(self.network, weights)
         self.take_own(client)
         if client is not None and self.finetuner is not None:
             self.finetuner(client)

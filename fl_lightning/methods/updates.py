@@ -24,9 +24,10 @@ class CodedUpdates(Method, ABC):
 
     def build(self, data: FederatedData) -> None:
         super().build(data)
-        coded = {name for name, parameter in self.network.named_parameters() if self.is_coded(parameter)}
+        parameters, travels = dict(self.network.named_parameters()), self.layout.shapes.keys()
+        coded = {name for name in travels & parameters.keys() if self.is_coded(parameters[name])}
         self.coded = Layout.of(self.network, include=coded.__contains__)
-        self.rest = Layout.of(self.network, include=lambda name: name not in coded)
+        self.rest = Layout.of(self.network, include=(travels - coded).__contains__)
         self.register_buffer("received", self.server["weights"], persistent=False)
 
     def is_coded(self, parameter: Tensor) -> bool:
