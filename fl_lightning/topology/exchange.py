@@ -121,6 +121,9 @@ class Peers(NodeAggregation):
         round.metrics["consensus/distance"] = self.nodes.distance()
         if self.push:
             round.metrics["consensus/least_mass"] = min(self._masses().values())
+        there = {entry.client for entry in entries}
+        later = [LedgerEntry(round.number, id, "away", size) for id, size in sorted(traffic.down.items())]
+        round.links.extend(entry for entry in later if entry.client not in there)
         return [traffic.entry(entry) for entry in entries]
 
     def _size(self, uploads: Mapping[int, Payload], entry: LedgerEntry) -> int:
@@ -164,8 +167,6 @@ class Peers(NodeAggregation):
     ) -> None:
         """Make the next state of everybody who is there, and of the mean model."""
         method, nodes, first = self.method, self.nodes, (round.number - 1) * self.averagings
-        everybody = self.add(uploads, dict.fromkeys(present, 1), 1)
-        mean = nodes.next(nodes.mean(), round.number, entries, partial(method.next_state, everybody))
         states, sums = {}, dict[tuple[tuple[int, int], ...], Sums]()
         done: dict[tuple[object, ...], State] = {}
         rows, masses = self._rows(first, present), self._masses()
@@ -183,6 +184,9 @@ class Peers(NodeAggregation):
             for id in present:
                 with nodes.at(nodes.of(id)):
                     states[id][PUBLIC] = method.decode(uploads[id])
+        # last, so that the method's metrics are of a server that got all uploads
+        everybody = self.add(uploads, dict.fromkeys(present, 1), 1)
+        mean = nodes.next(nodes.mean(), round.number, entries, partial(method.next_state, everybody))
         nodes.put(mean, states)
         self._pass_masses(rows, masses)
         for averaging in range(first + 1, first + self.averagings):

@@ -90,20 +90,21 @@ class Edges(NodeAggregation):
         method, nodes, number = self.method, self.nodes, round.number
         examples = {id: examples_in(upload) for id, upload in uploads.items()}
         weights = method.bounded_weights(examples)
-        total = self.add(uploads, weights)
-        cloud: State = nodes.next(nodes.mean(), number, entries, partial(method.next_state, total))
         of_edge: dict[int, list[int]] = {}
         for id in sorted(uploads):
             of_edge.setdefault(self.edges[id], []).append(id)
-        if number % self.every == 0:
-            round.links.extend(self._links(number, uploads, of_edge, weights, cloud))
-            nodes.put(cloud, dict.fromkeys(nodes.ids, cloud))
-            return
-        states = {}
-        for edge, ids in of_edge.items():
+        meets, states = number % self.every == 0, {}
+        for edge, ids in of_edge.items() if not meets else ():
             own = method.bounded_weights({id: examples[id] for id in ids})
             make = partial(method.next_state, self.add(uploads, own))
             states[edge] = nodes.next(nodes.of(edge), number, entries, make)
+        # last, so that the method's metrics are of a server that got all uploads
+        total = self.add(uploads, weights)
+        cloud: State = nodes.next(nodes.mean(), number, entries, partial(method.next_state, total))
+        if meets:
+            round.links.extend(self._links(number, uploads, of_edge, weights, cloud))
+            nodes.put(cloud, dict.fromkeys(nodes.ids, cloud))
+            return
         nodes.put(cloud, states)
         models = [nodes.get(edge, "weights") for edge in nodes.ids]
         nodes.put({"weights": mean_of(models, self.weights)}, {})

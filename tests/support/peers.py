@@ -1,0 +1,94 @@
+"""Nodes whose clients do no local steps, so that a round is nothing but an exchange."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from functools import partial
+from tempfile import mkdtemp
+
+import torch
+from torch import Tensor, nn
+from toy import Points, trainer_in
+
+from fl_lightning.aggregation.base import Receipt, Round
+from fl_lightning.methods import FedAvg
+from fl_lightning.topology import Topology
+from fl_lightning.wire import LedgerEntry, Payload
+
+
+class Vector(nn.Module):
+    """As many weights as one likes."""
+
+    def __init__(self, classes: int, size: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(size))
+        self.classes = classes
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return inputs.new_zeros(len(inputs), self.classes) + self.weight.sum()
+
+
+class Exchange:
+    """Peers with a vector each.
+
+    Args:
+        topology: who hears whom.
+        vectors: ``[n, P]``, where they begin.
+        seed: of the run.
+    """
+
+    def __init__(self, topology: Topology, vectors: Tensor, seed: int = 0) -> None:
+        count, size = vectors.shape
+        method = FedAvg(network=partial(Vector, size=size), weigh_by="clients")
+        data = Points((1,) * count, labels=(0,) * count)
+        trainer = trainer_in(mkdtemp(), topology=topology)
+        self.fed = trainer.prepare(method, data, seed=seed)
+        self.method, self.way, self.round = method, self.fed.aggregation, 0
+        method.cohort = count
+        self.start(vectors)
+
+    def start(self, vectors: Tensor) -> None:
+        """Let the peers have these vectors."""
+        states = {id: {"weights": vector.clone()} for id, vector in enumerate(vectors)}
+        self.way.nodes.put({"weights": vectors.double().mean(0).float()}, states)
+
+    @property
+    def vectors(self) -> Tensor:
+        """``[n, P]``."""
+        return torch.stack([self.way.nodes.get(id, "weights") for id in self.way.nodes.ids])
+
+    def exchange(
+        self, away: Collection[int] = (), lost: Collection[int] = (), local: Mapping[int, Tensor] | None = None
+    ) -> tuple[dict[str, float], list[LedgerEntry]]:
+        """Make a round, and return its metrics and entries.
+
+        Args:
+            away: who never begins.
+            lost: whose uploads are lost.
+            local: what peers send in place of what they have.
+        """
+        self.round += 1
+        receipts, uploads, nodes = [], {}, self.way.nodes
+        for id in nodes.ids:
+            weights = (local or {}).get(id, nodes.get(id, "weights"))
+            upload = Payload({"examples": torch.tensor(1, dtype=torch.int32), "weights": weights})
+            client, entry = self.fed.data.client(id), LedgerEntry(self.round, id, "dropped")
+            if id not in away:
+                status, wasted = ("lost", upload.nbytes) if id in lost else ("trained", 0)
+                entry = LedgerEntry(self.round, id, status, 0, upload.nbytes, wasted)
+            if id not in away and id not in lost:
+                uploads[id] = upload
+            receipts.append(Receipt(client, entry))
+        closing = Round(self.round, [], lambda client, sent: sent, lambda asked: None)
+        return closing.metrics, self.way.close(closing, uploads, receipts)
+
+
+def spread(vectors: Tensor) -> float:
+    """Return the mean over peers of ||x_i - mean||^2, in float64."""
+    vectors = vectors.double()
+    return float((vectors - vectors.mean(0)).square().sum(1).mean())
+
+
+def normal(count: int, size: int = 50, seed: int = 0) -> Tensor:
+    """Return standard normal vectors ``[n, P]``."""
+    return torch.randn(count, size, generator=torch.Generator().manual_seed(seed))
