@@ -158,6 +158,8 @@ def _why_no_nodes(method: Any) -> str:
         return "its own aggregate needs all uploads of a round in one place"
     if _overrides(method, "next_state") and not method.sums_over_any:
         return "its own next_state keeps what one server knows of all clients"
+    if "server_optimizer" in method.owns:
+        return "its server remembers its updates, and here there are several"
     return "its clients keep models of their own" if method.personalised else ""
 
 

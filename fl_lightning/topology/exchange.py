@@ -178,7 +178,7 @@ class Peers(NodeAggregation):
             same = units, *(tensor.data_ptr() for tensor in state.values())
             if same not in done:
                 make = partial(method.next_state, sums[units])
-                done[same] = nodes.next(state, round.number, entries, make)
+                done[same], _ = nodes.next(state, round.number, entries, make)
             states[id] = dict(done[same])
         if method.reads_public:
             for id in present:
@@ -186,7 +186,7 @@ class Peers(NodeAggregation):
                     states[id][PUBLIC] = method.decode(uploads[id])
         # last, so that the method's metrics are of a server that got all uploads
         everybody = self.add(uploads, dict.fromkeys(present, 1), 1)
-        mean = nodes.next(nodes.mean(), round.number, entries, partial(method.next_state, everybody))
+        mean, _ = nodes.next(nodes.mean(), round.number, entries, partial(method.next_state, everybody))
         nodes.put(mean, states)
         self._pass_masses(rows, masses)
         for averaging in range(first + 1, first + self.averagings):

@@ -81,15 +81,18 @@ class Edges(NodeAggregation):
         self, round: Round, uploads: Mapping[int, Payload], receipts: Sequence[Receipt]
     ) -> list[LedgerEntry]:
         entries = [receipt.entry for receipt in receipts]
-        if uploads:
-            self._close(round, uploads, entries)
+        unused = self._average(round, uploads, entries) if uploads else set()
         round.metrics["consensus/distance"] = self.nodes.distance()
-        return entries
+        return [entry.unused() if entry.client in unused else entry for entry in entries]
 
-    def _close(self, round: Round, uploads: Mapping[int, Payload], entries: Sequence[LedgerEntry]) -> None:
+    def _average(
+        self, round: Round, uploads: Mapping[int, Payload], entries: Sequence[LedgerEntry]
+    ) -> set[int]:
+        """Make the next states of the edges and of the cloud, and return the clients whose uploads
+        were not used, since what they would have made is not finite."""
         method, nodes, number = self.method, self.nodes, round.number
         examples = {id: examples_in(upload) for id, upload in uploads.items()}
-        weights = method.bounded_weights(examples)
+        weights, unused = method.bounded_weights(examples), set[int]()
         of_edge: dict[int, list[int]] = {}
         for id in sorted(uploads):
             of_edge.setdefault(self.edges[id], []).append(id)
@@ -97,17 +100,19 @@ class Edges(NodeAggregation):
         for edge, ids in of_edge.items() if not meets else ():
             own = method.bounded_weights({id: examples[id] for id in ids})
             make = partial(method.next_state, self.add(uploads, own))
-            states[edge] = nodes.next(nodes.of(edge), number, entries, make)
+            states[edge], made = nodes.next(nodes.of(edge), number, entries, make)
+            unused |= set() if made else {*ids}
         # last, so that the method's metrics are of a server that got all uploads
-        total = self.add(uploads, weights)
-        cloud: State = nodes.next(nodes.mean(), number, entries, partial(method.next_state, total))
+        make = partial(method.next_state, self.add(uploads, weights))
+        cloud, made = nodes.next(nodes.mean(), number, entries, make)
         if meets:
             round.links.extend(self._links(number, uploads, of_edge, weights, cloud))
             nodes.put(cloud, dict.fromkeys(nodes.ids, cloud))
-            return
+            return set() if made else {*uploads}
         nodes.put(cloud, states)
         models = [nodes.get(edge, "weights") for edge in nodes.ids]
         nodes.put({"weights": mean_of(models, self.weights)}, {})
+        return unused
 
     def _links(
         self,

@@ -71,12 +71,12 @@ class Nodes:
 
     def next(
         self, state: State, round: int, entries: Sequence[LedgerEntry], make: Callable[[], None]
-    ) -> dict[str, Tensor]:
-        """Return what the method makes of a node's state in a round; the same where it is not
-        finite."""
+    ) -> tuple[dict[str, Tensor], bool]:
+        """Return what the method makes of a node's state in a round, and whether it did: the state
+        stays where the next one would not be finite."""
         with self.at(state):
-            set_next_state(self.method, round, entries, make)
-            return {name: self.method.server[name] for name in self.names}
+            made = set_next_state(self.method, round, entries, make)
+            return {name: self.method.server[name] for name in self.names}, made
 
     def put(self, mean: State, states: Mapping[int, State]) -> None:
         """Replace the state of the mean model, and entries of some nodes."""

@@ -4,25 +4,16 @@ it, or on how often it was stopped."""
 from __future__ import annotations
 
 import csv
-from collections import Counter
-from functools import partial
 
 import pytest
 import torch
 from ranked import result
-from refusals import refused
-from ten import SMALL, make, same
-from toy import run, sgd
+from ten import make, same
+from toy import run
 
-from callbacks import ByzantineClients, StragglerDropout
-from fl_lightning import topology
-from fl_lightning.clock import Clock, Lines, OverSelection, SameDevice
+from callbacks import StragglerDropout
 from fl_lightning.conformance.toy import images
-from fl_lightning.methods import FedAvg, TrimmedMean
-from fl_lightning.privacy import ClientPrivacy
-from fl_lightning.privacy.secure.settings import SecureSum
 from fl_lightning.topology import Complete, Exponential, Gossip, Hierarchy, Moshpit, RandomGraph, Ring, Star
-from fl_lightning.wire import Ledger
 
 OVER_EDGES = ["FedAvg", "FedProx", "FedNTD", "AQFL", "FedMPQ", "FedMPQKD"]
 """Methods whose uploads say the weights by themselves."""

@@ -58,7 +58,10 @@ class Exchange:
         return torch.stack([self.way.nodes.get(id, "weights") for id in self.way.nodes.ids])
 
     def exchange(
-        self, away: Collection[int] = (), lost: Collection[int] = (), local: Mapping[int, Tensor] | None = None
+        self,
+        away: Collection[int] = (),
+        lost: Collection[int] = (),
+        local: Mapping[int, Tensor] | None = None,
     ) -> tuple[dict[str, float], list[LedgerEntry]]:
         """Make a round, and return its metrics and entries.
 
