@@ -108,7 +108,7 @@ class Peers(NodeAggregation):
         self, round: Round, uploads: Mapping[int, Payload], receipts: Sequence[Receipt]
     ) -> list[LedgerEntry]:
         entries, traffic = [receipt.entry for receipt in receipts], Traffic()
-        sizes = {entry.client: self._size(uploads, entry) for entry in entries}
+        sizes = {entry.client: self._size(entry) for entry in entries}
         present = sorted(uploads)
         heard = self._listeners(round.number, present, [e.client for e in entries if e.upload])
         for entry in entries:
@@ -126,16 +126,13 @@ class Peers(NodeAggregation):
         round.links.extend(entry for entry in later if entry.client not in there)
         return [traffic.entry(entry) for entry in entries]
 
-    def _size(self, uploads: Mapping[int, Payload], entry: LedgerEntry) -> int:
+    def _size(self, entry: LedgerEntry) -> int:
         """Return the bytes of one message of a peer: its upload, and what else its readers need."""
-        upload = uploads.get(entry.client)
-        if upload is None:
-            return entry.upload
         with self.nodes.at(self.nodes.of(entry.client)):
             beside = dict(self.method.beside_upload(entry.client))
         if self.push:
             beside[MASS] = self.nodes.get(entry.client, MASS)
-        return Payload({**upload, **beside}).nbytes if beside else entry.upload
+        return entry.upload + Payload(beside).nbytes - Payload({}).nbytes if entry.upload else 0
 
     def _listeners(
         self, round: int, present: Sequence[int], senders: Collection[int]

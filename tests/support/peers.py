@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from functools import partial
 from tempfile import mkdtemp
 
@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from toy import Points, trainer_in
 
 from fl_lightning.aggregation.base import Receipt, Round
+from fl_lightning.aggregation.client_weights import Weighing
 from fl_lightning.methods import FedAvg
 from fl_lightning.topology import Topology
 from fl_lightning.wire import LedgerEntry, Payload
@@ -29,18 +30,24 @@ class Vector(nn.Module):
 
 
 class Exchange:
-    """Peers with a vector each.
+    """Nodes with a vector each.
 
     Args:
-        topology: who hears whom.
-        vectors: ``[n, P]``, where they begin.
+        topology: who talks to whom.
+        vectors: where the nodes begin, ``[n, P]``.
+        examples: n_k of the clients, by which they weigh; by default they are the nodes, and weigh alike.
         seed: of the run.
     """
 
-    def __init__(self, topology: Topology, vectors: Tensor, seed: int = 0) -> None:
-        count, size = vectors.shape
-        method = FedAvg(network=partial(Vector, size=size), weigh_by="clients")
-        data = Points((1,) * count, labels=(0,) * count)
+    def __init__(
+        self, topology: Topology, vectors: Tensor, examples: tuple[int, ...] = (), seed: int = 0
+    ) -> None:
+        size = vectors.shape[1]
+        weigh_by: Weighing = "examples" if examples else "clients"
+        method = FedAvg(network=partial(Vector, size=size), weigh_by=weigh_by)
+        self.examples = examples or (1,) * len(vectors)
+        count = len(self.examples)
+        data = Points(self.examples, labels=(0,) * count)
         trainer = trainer_in(mkdtemp(), topology=topology)
         self.fed = trainer.prepare(method, data, seed=seed)
         self.method, self.way, self.round = method, self.fed.aggregation, 0
@@ -48,7 +55,7 @@ class Exchange:
         self.start(vectors)
 
     def start(self, vectors: Tensor) -> None:
-        """Let the peers have these vectors."""
+        """Let the nodes have these vectors."""
         states = {id: {"weights": vector.clone()} for id, vector in enumerate(vectors)}
         self.way.nodes.put({"weights": vectors.double().mean(0).float()}, states)
 
@@ -61,20 +68,20 @@ class Exchange:
         self,
         away: Collection[int] = (),
         lost: Collection[int] = (),
-        local: Mapping[int, Tensor] | None = None,
+        local: Tensor | None = None,
     ) -> tuple[dict[str, float], list[LedgerEntry]]:
         """Make a round, and return its metrics and entries.
 
         Args:
             away: who never begins.
             lost: whose uploads are lost.
-            local: what peers send in place of what they have.
+            local: what clients send in place of what they have, ``[K, P]``.
         """
         self.round += 1
         receipts, uploads, nodes = [], {}, self.way.nodes
-        for id in nodes.ids:
-            weights = (local or {}).get(id, nodes.get(id, "weights"))
-            upload = Payload({"examples": torch.tensor(1, dtype=torch.int32), "weights": weights})
+        for id, examples in enumerate(self.examples):
+            weights = local[id] if local is not None else nodes.get(self.way.node_of(id), "weights")
+            upload = Payload({"examples": torch.tensor(examples, dtype=torch.int32), "weights": weights})
             client, entry = self.fed.data.client(id), LedgerEntry(self.round, id, "dropped")
             if id not in away:
                 status, wasted = ("lost", upload.nbytes) if id in lost else ("trained", 0)
@@ -83,7 +90,8 @@ class Exchange:
                 uploads[id] = upload
             receipts.append(Receipt(client, entry))
         closing = Round(self.round, [], lambda client, sent: sent, lambda asked: None)
-        return closing.metrics, self.way.close(closing, uploads, receipts)
+        entries = self.way.close(closing, uploads, receipts)
+        return closing.metrics, [*entries, *closing.links]
 
 
 def spread(vectors: Tensor) -> float:
