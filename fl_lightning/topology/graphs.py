@@ -150,7 +150,7 @@ class RandomGraph(Graph):
 class RandomGroups(Graph):
     """Every round the peers are dealt to groups of equal size, in which they average exactly. With
     N peers in r groups the expected distance from consensus falls to (r - 1) / (N - 1) of what it
-    was (Ryabinin et al., NeurIPS 2021, Theorem 3.2 in the case of random groups).
+    was (Ryabinin et al., NeurIPS 2021, have random sizes too).
 
     Args:
         groups: r, at least 1.
