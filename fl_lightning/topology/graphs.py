@@ -100,8 +100,7 @@ class Complete(Graph):
 class Exponential(Graph):
     """One peer a round: x_i <- (y_i + y_j) / 2 with j = i + 2^s mod n, s = round - 1 mod ceil(log2
     n) (Assran et al., ICML 2019; Ying et al., NeurIPS 2021). Of n = 2^k peers k rounds make the
-    exact mean. It is
-    directed: who hears is not heard."""
+    exact mean. It is directed: who hears is not heard."""
 
     symmetric = False
 
@@ -150,7 +149,7 @@ class RandomGraph(Graph):
 class RandomGroups(Graph):
     """Every round the peers are dealt to groups of equal size, in which they average exactly. With
     N peers in r groups the expected distance from consensus falls to (r - 1) / (N - 1) of what it
-    was (Ryabinin et al., NeurIPS 2021, have random sizes too).
+    was. Ryabinin et al. (NeurIPS 2021) analyse groups of random size.
 
     Args:
         groups: r, at least 1.
