@@ -221,8 +221,8 @@ def integers(row: Mapping[int, Fraction], masses: Mapping[int, float]) -> dict[i
     smallest ones in the same proportions, or where those are above 2^30, in units of 2^-30 of the
     largest.
 
-    >>> integers({3: Fraction(1, 2), 5: Fraction(1, 3), 7: Fraction(1, 6)}, {3: 1.0, 5: 1.0, 7:
-    1.0}) {3: 3, 5: 2, 7: 1}
+    >>> integers({3: Fraction(1, 2), 5: Fraction(1, 3), 7: Fraction(1, 6)}, dict.fromkeys((3, 5, 7), 1.0))
+    {3: 3, 5: 2, 7: 1}
     """
     parts = {id: weight * Fraction(masses[id]) for id, weight in sorted(row.items())}
     unit = math.lcm(*(part.denominator for part in parts.values()))

@@ -14,7 +14,7 @@ from fl_lightning.errors import require
 from fl_lightning.hooks import Callback
 from fl_lightning.topology.base import Topology
 from fl_lightning.topology.exchange import Peers
-from fl_lightning.topology.graphs import Graph, Mixing, of_present
+from fl_lightning.topology.graphs import Graph, Mixing
 from fl_lightning.topology.meter import NodeMeter
 
 
@@ -51,7 +51,7 @@ class Gossip(Topology):
 
         def mixing(averaging: int, present: list[int]) -> Mixing:
             whole = self.graph.mixing(len(ids), method.seed, averaging + 1)
-            return of_present(whole, present, self.push_sum)
+            return self.graph.among(whole, present, self.push_sum)
 
         push = self.push_sum and not self.graph.symmetric
         return Peers(method, ids, mixing, push=push)

@@ -51,6 +51,16 @@ class Graph(Recorded, ABC):
             round: its number, from 1.
         """
 
+    def among(self, mixing: Mixing, present: Collection[int], push: bool) -> Mixing:
+        """Return W among those who are there, see :func:`of_present`.
+
+        Args:
+            mixing: W among all.
+            present: those who are there.
+            push: whether what was meant for one who is away stays with its sender.
+        """
+        return of_present(mixing, present, push)
+
 
 class Ring(Graph):
     """Each peer hears the one before and the one after: W_ij = 1/3."""
@@ -147,9 +157,9 @@ class RandomGraph(Graph):
 
 
 class RandomGroups(Graph):
-    """Every round the peers are dealt to groups of equal size, in which they average exactly. With
-    N peers in r groups the expected distance from consensus falls to (r - 1) / (N - 1) of what it
-    was. Ryabinin et al. (NeurIPS 2021) analyse groups of random size.
+    """Every round the peers are dealt to groups of equal size, which take the mean of those who are
+    there. With N peers in r groups, and nobody away, the expected distance from consensus falls to
+    (r - 1) / (N - 1) of what it was. Ryabinin et al. (NeurIPS 2021) analyse groups of random size.
 
     Args:
         groups: r, at least 1.
@@ -169,6 +179,10 @@ class RandomGroups(Graph):
     def mixing(self, peers: int, seed: int, round: int) -> Mixing:
         order = stream(seed, "topology/groups", round).permutation(peers).tolist()
         return in_groups(order[group :: self.groups] for group in range(self.groups))
+
+    def among(self, mixing: Mixing, present: Collection[int], push: bool) -> Mixing:
+        there = {*present}
+        return in_groups([*(mixing[i].keys() & there)] for i in sorted(there))
 
 
 class GraphFile(Graph):
@@ -268,6 +282,8 @@ def of_present(mixing: Mapping[int, Mapping[int, Fraction]], present: Collection
             symmetric W both are the same.
     """
     there = {*present}
+    if len(there) == len(mixing):
+        return {i: dict(row) for i, row in mixing.items()}
     kept = {i: {j: w for j, w in mixing[i].items() if j in there and j != i} for i in sorted(there)}
     own = {i: 1 - sum(row.values(), start=Fraction(0)) for i, row in kept.items()}
     if push:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import Annotated
+from typing import Annotated, Any
 
 from fl_lightning.aggregation.base import Aggregation, Receipt, Round
 from fl_lightning.aggregation.server import SummingServer, examples_in
@@ -46,8 +46,14 @@ class Hierarchy(Topology):
             f"write {len(ids)} or less",
         )
         edges = {id: place * self.groups // len(ids) for place, id in enumerate(ids)}
-        weights = [sum(int(data.sizes[id]) for id in ids if edges[id] == edge) for edge in range(self.groups)]
-        return Edges(usual.method, edges, weights, self.every)
+        return Edges(usual.method, edges, self._weights(usual.method, data, edges), self.every)
+
+    def _weights(self, method: Any, data: FederatedData, edges: Mapping[int, int]) -> list[int]:
+        """Return the sum of n_k over all clients of each edge."""
+        weights = [0] * self.groups
+        for id, edge in edges.items():
+            weights[edge] += method.client_weights.of(data.client(id))
+        return weights
 
     def meters(self) -> list[Callback]:
         return [NodeMeter("edges")]
@@ -57,13 +63,13 @@ class Edges(NodeAggregation):
     """Runs the server's half at every edge server, and now and then in the cloud, which has the
     usual state.
 
-    Between two averages of the edges the cloud's model is the mean of theirs, by training examples
-    of all their clients; it is there to be measured, and nobody starts from it.
+    Between two averages of the edges the cloud's model is the mean of theirs, by n_k of all their
+    clients; it is there to be measured, and nobody starts from it.
 
     Args:
         method: the server's half, after ``build``.
         edges: the edge of each client, by id.
-        weights: training examples of each edge's clients.
+        weights: n_k of all clients of each edge.
         every: rounds between averages of the edges.
     """
 

@@ -50,6 +50,16 @@ def test_a_moshpit_groups_mean_is_over_those_present(away):
     torch.testing.assert_close(peers.vectors[:3], peers.vectors[:1].expand(3, -1))
 
 
+def test_a_random_groups_mean_is_over_those_present():
+    """One group of all: who is there has their mean."""
+    before = normal(6)
+    peers = Exchange(Gossip(RandomGroups(1)), before)
+    peers.exchange(away=[1], lost=[4])
+    mean = before[[0, 2, 3, 5]].double().mean(0).float()
+    wanted = torch.stack([before[id] if id in (1, 4) else mean for id in range(6)])
+    torch.testing.assert_close(peers.vectors, wanted)
+
+
 @pytest.mark.parametrize("count", [5, 8, 16])
 def test_a_rings_slowest_wave_shrinks_by_one_third_plus_two_thirds_of_a_cosine(count):
     angles = 2 * math.pi * torch.arange(count) / count
