@@ -160,7 +160,8 @@ def _why_no_nodes(method: Any) -> str:
         return "its own next_state keeps what one server knows of all clients"
     if "server_optimizer" in method.owns:
         return "its server remembers its updates, and here there are several"
-    return "its clients keep models of their own" if method.personalised else ""
+    has_own = method.personalised or {"personal", "finetune"} & method.owns
+    return "its clients keep models of their own" if has_own else ""
 
 
 def _overrides(method: Any, hook: str) -> bool:
