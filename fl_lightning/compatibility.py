@@ -33,7 +33,7 @@ TASKS: tuple[TaskFeature, ...] = get_args(TaskFeature)
 Feature = (
     TaskFeature
     | Literal["module", "received_terms", "secure_sum", "privacy", "attack", "own_data", "server_optimizer"]
-    | Literal["personal", "finetune"]
+    | Literal["personal", "finetune", "topology"]
 )
 """What a run may have and a method may refuse."""
 Refusal = tuple[str, str, str]
@@ -65,6 +65,7 @@ class Run:
         own_data: whether the data are the nodes' own.
         rounds: of ``trainer.rounds``.
         has_clock: whether there is a ``trainer.clock``.
+        topology: of ``trainer.topology``; None: one server.
     """
 
     method: Any
@@ -76,6 +77,7 @@ class Run:
     own_data: bool = False
     rounds: Rounds | None = None
     has_clock: bool = False
+    topology: Any = None
 
     @classmethod
     def of(cls, fed: Context, *, deployed: bool) -> Run:
@@ -135,6 +137,8 @@ def why_not(method: Any, feature: Feature) -> str:
         return method.refuses[feature]
     if feature == "server_optimizer":
         return OWNS_ONE if feature in method.owns else _why_no_mean(method)
+    if feature == "topology":
+        return _why_no_nodes(method)
     hooks, rule = SINGLE_UPLOADS.get(feature, ((), ""))
     if feature in ("personal", "finetune"):
         if feature in method.owns:
@@ -147,6 +151,17 @@ def _why_no_mean(method: Any) -> str:
     own = ("aggregate",) if method.calls_server_optimizer else ("aggregate", "next_state")
     names = [hook for hook in own if _overrides(method, hook)]
     return f"its own {names[0]} makes the next weights, and not the clients' mean" if names else ""
+
+
+def _why_no_nodes(method: Any) -> str:
+    if _overrides(method, "aggregate"):
+        return "its own aggregate needs all uploads of a round in one place"
+    if _overrides(method, "next_state") and not method.sums_over_any:
+        return "its own next_state keeps what one server knows of all clients"
+    if "server_optimizer" in method.owns:
+        return "its server remembers its updates, and here there are several"
+    has_own = method.personalised or {"personal", "finetune"} & method.owns
+    return "its clients keep models of their own" if has_own else ""
 
 
 def _overrides(method: Any, hook: str) -> bool:
@@ -366,6 +381,57 @@ def _late_clients(run: Run) -> Iterator[Refusal]:
         yield f"{given} with trainer.privacy", rule, "leave one of them out"
 
 
+# Who talks to whom
+
+
+def _topology(run: Run) -> Iterator[Refusal]:
+    if run.topology is None or not run.topology.has_nodes:
+        return
+    method, peers = run.method, run.topology.has_peers
+    given = f"--trainer.topology {type(run.topology).__name__}"
+    with_model = f"{given} with --model {run.name}"
+    if run.deployed:
+        yield f"{given} in a deployment", "its clients talk to one server", "leave it out, or simulate it"
+    if run.masks is not None:
+        rule = "masks hide uploads from one server that adds them all up, and here there is none"
+        yield f"{given} with trainer.secure_sum", rule, "leave one of them out"
+    if run.privacy is not None:
+        rule = "noise is accounted for one sum a round, and here there are several"
+        yield f"{given} with trainer.privacy", rule, "leave one of them out"
+    if run.rounds is not None and run.rounds.goes_by_clock:
+        rule = "its nodes average what has arrived once everybody is done"
+        yield f"{given} with --trainer.rounds {type(run.rounds).__name__}", rule, "write Synchronous"
+    for callback in filter(sees_uploads, run.callbacks):
+        rule = "it changes uploads knowing those that one server gets, and here there are several"
+        yield f"{given} with {type(callback).__name__}", rule, "write attack: sign_flip, or leave it out"
+    if why := why_not(method, "topology"):
+        yield with_model, why, f"take one of {', '.join(methods_with('topology'))}"
+    if method.server_optimizer is not None:
+        rule = "a server optimiser remembers the updates of one server"
+        instead = "leave server_optimizer out, or write --model FedAvg"
+        yield f"{given} with --model.server_optimizer {type(method.server_optimizer).__name__}", rule, instead
+    if method.personalised:
+        rule = "its clients' own models are parts of one server's, and here each node has another"
+        yield with_model, rule, "write --model FedAvg, without personal and finetune"
+    if not method.average.is_sum:
+        rule = "it compares the vectors of a whole cohort, and a node gets few"
+        name = type(method.average).__name__
+        yield (
+            f"{given} with --model.average {name}",
+            rule,
+            "write --model.average WeightedMean, or NormClipping",
+        )
+    if not peers:
+        return
+    if method.weigh_by != "clients" or method.max_share != 1:
+        rule = "peers weigh alike: what an average is made of is not known any more after the next one"
+        yield f"{given} with --model.weigh_by {method.weigh_by}", rule, "write --model.weigh_by clients"
+    if method.reads_public and not run.topology.partners_stay:
+        rule = "its uploads are updates of what their readers know already, and here readers change"
+        instead = "take Gossip with Ring, Torus, Complete or GraphFile, or --model FedMPQ"
+        yield with_model, rule, instead
+
+
 # Deployments
 
 
@@ -459,6 +525,15 @@ ROWS = (
         "`OverSelection`, `Deadline`, `FedBuff` and `FedAsync` go by a clock, and the server may leave out "
         "single uploads; the last two need clients that send weights alone and keep nothing.",
         _late_clients,
+    ),
+    Row(
+        "topology",
+        "Edge servers and peers run the server's half of a method, each on sums of what it gets: "
+        "`Hierarchy`, `Gossip` and `Moshpit` need a weighted mean, rounds that wait for everybody, "
+        "and no server that remembers updates; peers weigh alike, and updates are coded for peers "
+        "that stay.",
+        _topology,
+        ("topology",),
     ),
     Row(
         "deployment",

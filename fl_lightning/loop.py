@@ -66,9 +66,9 @@ def train_round(fed: Federation, engine: Engine, record: RoundRecord) -> None:
     engine.acknowledge(round, [entry.client for entry in entries if entry.status == "trained"])
     if fed.timing is not None:
         entries = fed.timing.end_round(fed, trained, entries, record)
-    for entry in entries:
+    for entry in (*entries, *closing.links):
         fed.ledger.add(entry)
-    record.metrics |= summarise(fed, entries, losses)
+    record.metrics |= summarise(fed, entries, losses, closing.links)
 
 
 def train_cohort(fed: Federation, engine: Engine, round: int, ids: Iterable[int]) -> Trained:
@@ -113,7 +113,8 @@ def train_clients(
         task, client = tasks[position], result.client
         if result.status != "dropped":
             tell(fed.callbacks, "on_client_end", client, task.round, fed)
-        entry = receive(fed, assignments[position], task, result, uploads, undeclared)
+        with fed.aggregation.serving(client):
+            entry = receive(fed, assignments[position], task, result, uploads, undeclared)
         examples = examples_in(uploads[client.id]) if not single and client.id in uploads else 0
         receipts[position] = Receipt(client, entry, result.losses, examples)
     if undeclared is not None:
@@ -199,7 +200,8 @@ def asked_steps(fed: Federation, client: Client) -> int:
 
 def encode_broadcast(fed: Federation, client: Client) -> bytes:
     """Return what the client is sent. A broadcast that equals the last one is not encoded again."""
-    payload = fed.method.broadcast(client)
+    with fed.aggregation.serving(client):
+        payload = fed.method.broadcast(client)
     identity = payload.identity()
     if fed.last_broadcast is None or identity != fed.last_broadcast[0]:
         fed.last_broadcast = identity, payload.to_bytes(), payload
@@ -216,14 +218,18 @@ def mean_losses(receipts: Sequence[Receipt]) -> dict[str, Mean]:
 
 
 def summarise(
-    fed: Federation, entries: Sequence[LedgerEntry], losses: Mapping[str, Mean]
+    fed: Federation,
+    entries: Sequence[LedgerEntry],
+    losses: Mapping[str, Mean],
+    links: Sequence[LedgerEntry] = (),
 ) -> dict[str, float]:
-    """Return a round's counts, bytes, losses and what the server says of its state."""
+    """Return a round's counts, bytes, losses and what the server says of its state. Bytes are those of the
+    clients, and of links that are no client's."""
     counted = sum(entry.status == "trained" for entry in entries)
     rejected = sum(entry.status == "rejected" for entry in entries)
     return {
         **{f"train/{name}": mean.value for name, mean in losses.items()},
-        **Ledger.totals(entries),
+        **Ledger.totals([*entries, *links]),
         "clients/sampled": len(entries),
         "clients/dropped": len(entries) - counted - rejected,
         "clients/rejected": rejected,

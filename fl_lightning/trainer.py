@@ -66,6 +66,7 @@ from fl_lightning.run.views import RunViews
 from fl_lightning.support.notebook import Results
 from fl_lightning.support.redaction import redact_settings
 from fl_lightning.support.user_code import errors_as_refusals
+from fl_lightning.topology import Star, Topology
 
 log = logging.getLogger("fl_lightning")
 
@@ -112,6 +113,8 @@ class FederatedTrainer(RunViews):
         rounds: ``Synchronous``, ``OverSelection``, ``Deadline``, ``FedBuff`` or ``FedAsync`` of
             :mod:`fl_lightning.clock`; all but the first need a clock, and the last two have a concurrency in
             place of ``participation``. Default: ``Synchronous``.
+        topology: who talks to whom: ``Star``, ``Hierarchy``, ``Gossip`` or ``Moshpit`` of
+            :mod:`fl_lightning.topology`. Default: ``Star``, one server.
         eval_every: rounds between evaluations, at least 1; the last round is always evaluated.
         checkpoint_every: rounds between checkpoints, at least 1; 0 writes only the last one. Default: every
             round, or where rounds are short as often as takes 2 % of the time. Resume is exact whichever it
@@ -162,6 +165,7 @@ class FederatedTrainer(RunViews):
         privacy: ClientPrivacy | None = None,
         clock: Clock | None = None,
         rounds: Rounds | None = None,
+        topology: Topology | None = None,
         eval_every: Annotated[int, at_least(1)] = 1,
         checkpoint_every: Annotated[int | None, at_least(0)] = None,
         keep_checkpoints: Annotated[int, at_least(1)] = 2,
@@ -187,6 +191,8 @@ class FederatedTrainer(RunViews):
         self.rounds = rounds or Synchronous()
         self.timing = None if clock is None else Timing(clock, self.rounds)
         self.callbacks += [self.timing] if self.timing else []
+        self.topology = topology or Star()
+        self.callbacks += self.topology.meters()
         check_signatures(self.callbacks)
         self.fabric = make_fabric(
             accelerator,
@@ -403,6 +409,7 @@ class FederatedTrainer(RunViews):
             deployed=self.remote is not None,
             rounds=self.rounds,
             has_clock=self.timing is not None,
+            topology=self.topology,
         )
         check_run(run if data is None else replace(run, task=data.task, own_data=data.apart))
 
@@ -459,13 +466,14 @@ class FederatedTrainer(RunViews):
         """Build all that can refuse its input, before anything is created."""
         with errors_as_refusals():
             self._build()
+        usual = choose_aggregation(
+            self.method, self.secure_sum, self.privacy, single=any(map(sees_uploads, self.callbacks))
+        )
         fed = Federation(
             self.fabric,
             self.method,
             self.data,
-            choose_aggregation(
-                self.method, self.secure_sum, self.privacy, single=any(map(sees_uploads, self.callbacks))
-            ),
+            self.topology.way(usual, self.data),
             self.callbacks,
             seed=self.seed,
             max_rounds=self.max_rounds,

@@ -17,7 +17,7 @@ from fl_lightning.aggregation.server_optimizers import EVALUATED, SQUARES, Serve
 from fl_lightning.aggregation.sums import Addend, Sums, sums_of
 from fl_lightning.client import Client
 from fl_lightning.config.overriding import overrides
-from fl_lightning.wire import Layout, LedgerEntry, Limit, Payload, PayloadError
+from fl_lightning.wire import Codes, Layout, LedgerEntry, Limit, Payload, PayloadError
 
 log = logging.getLogger("fl_lightning")
 
@@ -48,6 +48,12 @@ class SummingServer:
     itself."""
     calls_server_optimizer: bool = False
     """Declares that an own ``next_state`` takes the weights from :meth:`next_weights`."""
+    sums_over_any: bool = False
+    """Declares that an own ``next_state`` makes a state of sums over any clients, such as those that one peer
+    hears, and counts nothing over all clients."""
+    reads_public: bool = False
+    """Whether ``decode`` reads an upload with weights that its sender had before. A server knows them; peers
+    know what the sender has told them last, which is then ``server["public"]``."""
     cohort: int = 1
     """Clients that were asked to take part in this round."""
     served: Sequence[int] = ()
@@ -200,6 +206,11 @@ class SummingServer:
     def entry_starts(self, upload: Payload) -> Mapping[str, Tensor]:
         """Return what entries of an upload were before the client trained them, by name, where no entry of
         its broadcast of the same name and shape says so."""
+        return {}
+
+    def beside_upload(self, client_id: int) -> Mapping[str, Tensor | Codes]:
+        """Return what readers of a client's upload need beside it where no server knows what the client was
+        sent: the entries that :meth:`addends` reads."""
         return {}
 
     def summing_state(self) -> Mapping[str, Tensor]:

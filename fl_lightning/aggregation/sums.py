@@ -12,6 +12,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from fl_lightning.aggregation.averages import Average, GuidedAverage
@@ -102,6 +103,23 @@ class Sums:
             most: largest weight of one client.
         """
         self._parts[name] = Part([], [weight], most, total)
+
+    def add_now(self) -> None:
+        """Add up what has been given, where several readers follow: each would add it up anew."""
+        for name, part in self._parts.items():
+            if part.merged is None:
+                merged = part.exact_sum(self.cohort)
+                self._parts[name] = Part([], [sum(part.weights)], part.most, merged)
+
+    def integers(self) -> dict[str, Tensor]:
+        """Return the sums as they travel between servers, by name: int64 ``[P + 1]``, the last value of which
+        is the sum of the weights."""
+        self.add_now()
+        return {
+            name: torch.cat([part.merged.integers, torch.tensor([sum(part.weights)])])
+            for name, part in self._parts.items()
+            if part.merged is not None
+        }
 
     def __iter__(self) -> Iterator[str]:
         """Yield the names of the sums."""

@@ -23,6 +23,7 @@ LAYERS = [
     {"loop"},
     {"uploads"},
     {"federation"},
+    {"topology"},
     {"evaluation"},
     {"engines"},
     {"methods"},

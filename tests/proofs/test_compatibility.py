@@ -36,6 +36,7 @@ from fl_lightning.privacy import ClientPrivacy
 from fl_lightning.privacy.secure import SecureSum
 from fl_lightning.rng import stream
 from fl_lightning.tasks import Classification, ClassRows, LanguageModelling, Regression, Task
+from fl_lightning.topology import Hierarchy
 
 KINDS = {
     name: kind
@@ -157,6 +158,8 @@ def toy_run(name: str, feature: str, folder: Path) -> None:
         trainer["callbacks"] = [ByzantineClients(0.2)]
     elif feature == "secure_sum":
         trainer["secure_sum"] = SecureSum()
+    elif feature == "topology":
+        trainer["topology"] = Hierarchy(groups=2)
     elif feature == "privacy":
         model["weigh_by"] = "clients"
         trainer["privacy"] = ClientPrivacy(noise_multiplier=1.0, clip_norm=0.1)

@@ -34,6 +34,7 @@ from fl_lightning.methods import Bulyan, CenteredClipping, FedAvg, FLTrust, Meth
 from fl_lightning.models import SmallCNN
 from fl_lightning.privacy import ClientPrivacy
 from fl_lightning.privacy.secure import PHASES, SecureSum
+from fl_lightning.topology import Exponential, Gossip, Hierarchy, Moshpit, Ring
 
 
 class Dropped(nn.Module):
@@ -47,12 +48,21 @@ class Dropped(nn.Module):
         return self.body(self.dropout(images))
 
 
-MANY = (*TEN, "clipped", "late", "FedAdam", "FedExP", "FedACG")
+OVER = {
+    "moshpit": ("FedMPQKD", Moshpit(side=2, dims=3)),
+    "push": ("FedMPQ", Gossip(Exponential())),
+    "ring": ("QFedAvg", Gossip(Ring())),
+    "edges": ("FedMPQKD", Hierarchy(groups=2, every=2)),
+}
+"""Methods without a server, or with several."""
+MANY = (*TEN, "clipped", "late", "FedAdam", "FedExP", "FedACG", *OVER)
 
 
 def method_of(name: str) -> Method:
     if name == "clipped":
         return make("FedAvg", optimizer=sgd(0.05), scheduler=partial(ExponentialLR, gamma=0.5))
+    if name in OVER:
+        return make(OVER[name][0], optimizer=sgd(0.05), network=Dropped, weigh_by="clients")
     if name == "late":
         return make("SCAFFOLD", optimizer=sgd(0.05), network=Dropped)
     return make(name, optimizer=sgd(0.05), **({} if name == "FedMosaic" else {"network": Dropped}))
@@ -74,6 +84,7 @@ def fit(name: str, root: Path, method: Method | None = None, **settings):
         "max_rounds": 2,
         **clip,
         **late,
+        **({"topology": OVER[name][1], "max_rounds": 3} if name in OVER else {}),
         "participation": 0.5,
         "local_epochs": 1,
         "experiment": name,
