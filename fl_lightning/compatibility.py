@@ -65,6 +65,7 @@ class Run:
         own_data: whether the data are the nodes' own.
         rounds: of ``trainer.rounds``.
         has_clock: whether there is a ``trainer.clock``.
+        availability: the name of what says when clients are online; empty where they always are.
     """
 
     method: Any
@@ -76,13 +77,20 @@ class Run:
     own_data: bool = False
     rounds: Rounds | None = None
     has_clock: bool = False
+    availability: str = ""
 
     @classmethod
     def of(cls, fed: Context, *, deployed: bool) -> Run:
         """Return what a federation combines."""
         way, data, timing = fed.aggregation, fed.data, fed.timing
         found = cls(fed.method, fed.callbacks, way.masks, way.privacy, data.task, deployed, data.apart)
-        return found if timing is None else replace(found, rounds=timing.rounds, has_clock=True)
+        return found if timing is None else found.timed(timing)
+
+    def timed(self, timing: Any) -> Run:
+        """Return the same with a clock, a :class:`fl_lightning.clock.Timing`."""
+        reached = timing.clock.reached
+        name = "" if reached.is_always else type(reached).__name__
+        return replace(self, rounds=timing.rounds, has_clock=True, availability=name)
 
     @property
     def name(self) -> str:
@@ -366,6 +374,18 @@ def _late_clients(run: Run) -> Iterator[Refusal]:
         yield f"{given} with trainer.privacy", rule, "leave one of them out"
 
 
+def _availability(run: Run) -> Iterator[Refusal]:
+    if not run.availability:
+        return
+    given = f"--trainer.clock.availability {run.availability} with"
+    if run.masks is not None:
+        rule = "who masks an upload is needed until the end of the round"
+        yield f"{given} trainer.secure_sum", rule, "leave one of them out"
+    if run.privacy is not None:
+        rule = "epsilon is accounted for cohorts that are drawn from all clients"
+        yield f"{given} trainer.privacy", rule, "leave one of them out"
+
+
 # Deployments
 
 
@@ -459,6 +479,11 @@ ROWS = (
         "`OverSelection`, `Deadline`, `FedBuff` and `FedAsync` go by a clock, and the server may leave out "
         "single uploads; the last two need clients that send weights alone and keep nothing.",
         _late_clients,
+    ),
+    Row(
+        "clients that come and go",
+        "The server may leave out single uploads, and a cohort is drawn from those that are online.",
+        _availability,
     ),
     Row(
         "deployment",

@@ -108,7 +108,7 @@ class FederatedTrainer(RunViews):
         privacy: client-level differential privacy, as :class:`fl_lightning.privacy.ClientPrivacy` has it:
             ``noise_multiplier``, ``clip_norm``, ``delta``, ``max_epsilon`` ... Default: none.
         clock: virtual seconds of devices and lines, as :class:`fl_lightning.clock.Clock` has them:
-            ``devices``, ``network``. Default: rounds take no virtual time.
+            ``devices``, ``network``, ``availability``. Default: rounds take no virtual time.
         rounds: ``Synchronous``, ``OverSelection``, ``Deadline``, ``FedBuff`` or ``FedAsync`` of
             :mod:`fl_lightning.clock`; all but the first need a clock, and the last two have a concurrency in
             place of ``participation``. Default: ``Synchronous``.
@@ -402,8 +402,8 @@ class FederatedTrainer(RunViews):
             self.privacy,
             deployed=self.remote is not None,
             rounds=self.rounds,
-            has_clock=self.timing is not None,
         )
+        run = run if self.timing is None else run.timed(self.timing)
         check_run(run if data is None else replace(run, task=data.task, own_data=data.apart))
 
     def _require_one_process(self, command: str) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 from fl_lightning.clock.asynchronous import IN_FLIGHT, Asynchronous, Flight, Flights
 from fl_lightning.clock.clock import Clock
 from fl_lightning.clock.devices import DeviceTable
+from fl_lightning.clock.reach import Reach
 from fl_lightning.clock.rounds import Ending, Rounds
 from fl_lightning.clock.trained import Draw, Train, Trained
 from fl_lightning.hooks import Context, Meter, RoundRecord
@@ -33,6 +34,7 @@ class Timing(Meter):
     def __init__(self, clock: Clock, rounds: Rounds) -> None:
         self.clock, self.rounds, self.now = clock, rounds, 0.0
         self.ending = Ending(0.0, frozenset())
+        self.began = 0.0
         self.flights: Flights | None = Flights(rounds) if isinstance(rounds, Asynchronous) else None
 
     def on_check(self, context: Context) -> None:
@@ -41,6 +43,7 @@ class Timing(Meter):
         if isinstance(self.rounds, Asynchronous):
             self.rounds.check(context)
             self.flights = Flights(self.rounds)
+        self.clock.reached.check(context.seed, context.data.active)
         if isinstance(self.clock.devices, DeviceTable):
             self.clock.devices.check([int(client) for client in context.data.active])
 
@@ -71,27 +74,39 @@ class Timing(Meter):
             round: its number, from 1.
             train, draw: train clients, and choose them.
         """
+        reach = Reach(self.clock, context.seed)
         if self.flights is not None:
-            return self.flights.collect(context, round, train, draw, partial(self.seconds, context.seed))
-        trained = train(draw(context.data.active, context.invited, 0))
-        answered, valid = {}, set[int]()
+            seconds = partial(self.seconds, context.seed)
+            return self.flights.collect(context, round, train, draw, seconds, reach)
+        there, self.began = reach.first_online(context.data.active, self.now)
+        trained = train(draw(there, min(context.invited, len(there)), 0))
+        receipts, answered, valid, offline = [], {}, set[int](), list[float]()
         for receipt in trained.receipts:
             id, entry = receipt.client.id, receipt.entry
-            if entry.status in ANSWERED:
-                answered[id] = self.seconds(context.seed, trained.examples, entry)
+            if id in trained.examples:
+                took = self.seconds(context.seed, trained.examples, entry)
+                if lost := reach.lost(replace(entry, started=self.began, ended=self.began + took)):
+                    receipt, entry = replace(receipt, entry=lost, examples=0), lost
+                    offline.append(lost.ended or 0.0)
+                elif entry.status in ANSWERED:
+                    answered[id] = took
             valid |= {id} if entry.status == "trained" else set()
+            receipts.append(receipt)
         self.ending = self.rounds.end(
             answered, valid, cohort=context.cohort_size, began=len(trained.examples)
         )
+        if offline and not answered and not self.ending.seconds:  # nobody is left to wait for
+            self.ending = replace(self.ending, seconds=max(offline) - self.began)
         left_out = valid - self.ending.used
         return replace(
             trained,
             receipts=[
                 replace(one, entry=one.entry.unused(), examples=0) if one.client.id in left_out else one
-                for one in trained.receipts
+                for one in receipts
             ],
-            uploads={id: upload for id, upload in trained.uploads.items() if id not in left_out},
+            uploads={id: upload for id, upload in trained.uploads.items() if id in self.ending.used},
             late=self.ending.late,
+            offline=len(offline),
         )
 
     def end_round(
@@ -103,10 +118,12 @@ class Timing(Meter):
             context: the federation.
             trained: what :meth:`collect` gave.
             entries: what the ledger has of its receipts.
-            record: takes ``clock/*``, ``clients/late`` and, of asynchronous rounds, ``clients/staleness``.
+            record: takes ``clock/*``, ``clients/late``, of asynchronous rounds ``clients/staleness``, and
+                where clients come and go ``clients/offline`` and ``comm/wasted_download_bytes``.
         """
-        begin = self.now
+        before = begin = self.now
         if self.flights is None:
+            begin = self.began
             entries = self._timed(context, trained, entries)
             spans, slots = [(e.started, e.ended) for e in entries], len(trained.examples)
         else:
@@ -122,23 +139,27 @@ class Timing(Meter):
         )
         record.metrics |= {
             "clock/seconds": self.now,
-            "clock/round_seconds": length,
+            "clock/round_seconds": self.now - before,
             "clock/idle": round(max(1 - worked / (length * slots), 0.0), 12) if length and slots else 0.0,
             "clients/late": float(trained.late),
         }
+        if not self.clock.reached.is_always:
+            unused = sum(entry.download for entry in entries if entry.status in ("lost", "rejected"))
+            record.metrics["clients/offline"] = float(trained.offline)
+            record.metrics["comm/wasted_download_bytes"] = unused
         return list(entries)
 
     def _timed(self, context: Any, trained: Trained, entries: Sequence[LedgerEntry]) -> list[LedgerEntry]:
         took = {
             e.client: self.seconds(context.seed, trained.examples, e)
             for e in entries
-            if e.client in trained.examples
+            if e.client in trained.examples and e.ended is None  # who went offline has its times
         }
         length = self.ending.seconds
         if not self.rounds.goes_by_clock:  # the bytes of masks are known by now
             answered = [one.client.id for one in trained.receipts if one.entry.status in ANSWERED]
-            length = max((took[id] for id in answered), default=0.0)
-        begin, self.now = self.now, self.now + length
+            length = max((took[id] for id in answered), default=length)
+        begin, self.now = self.began, self.began + length
         return [
             replace(e, started=begin, ended=begin + took[e.client]) if e.client in took else e
             for e in entries
