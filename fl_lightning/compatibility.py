@@ -66,6 +66,7 @@ class Run:
         rounds: of ``trainer.rounds``.
         has_clock: whether there is a ``trainer.clock``.
         availability: the name of what says when clients are online; empty where they always are.
+        sampler: of ``trainer.sampler``.
     """
 
     method: Any
@@ -78,12 +79,14 @@ class Run:
     rounds: Rounds | None = None
     has_clock: bool = False
     availability: str = ""
+    sampler: Any = None
 
     @classmethod
     def of(cls, fed: Context, *, deployed: bool) -> Run:
         """Return what a federation combines."""
         way, data, timing = fed.aggregation, fed.data, fed.timing
         found = cls(fed.method, fed.callbacks, way.masks, way.privacy, data.task, deployed, data.apart)
+        found = replace(found, sampler=fed.sampler)
         return found if timing is None else found.timed(timing)
 
     def timed(self, timing: Any) -> Run:
@@ -386,6 +389,27 @@ def _availability(run: Run) -> Iterator[Refusal]:
         yield f"{given} trainer.privacy", rule, "leave one of them out"
 
 
+def _sampler(run: Run) -> Iterator[Refusal]:
+    sampler = run.sampler
+    if sampler is None or sampler.is_uniform:
+        return
+    given = f"--trainer.sampler {type(sampler).__name__}"
+    if sampler.goes_by_clock and not run.has_clock:
+        instead = "write --trainer.clock.devices LogNormalDevices, or leave it out"
+        yield given, "it goes by a clock, and there is none", instead
+    if run.rounds is not None and run.rounds.has_versions:
+        rule = "it compares clients for a whole cohort, and these rounds draw one by one"
+        yield f"{given} with --trainer.rounds {type(run.rounds).__name__}", rule, "leave one of them out"
+    if run.masks is not None:
+        rule = "the server learns single clients' losses, and is to learn a sum alone"
+        yield f"{given} with trainer.secure_sum", rule, "leave one of them out"
+    if run.privacy is not None:
+        rule = "epsilon is accounted for uniform cohorts and for what uploads tell, and losses tell more"
+        yield f"{given} with trainer.privacy", rule, "leave one of them out"
+    if run.deployed:
+        yield f"{given} in a deployment", "nodes are asked for no losses", "leave it out"
+
+
 # Deployments
 
 
@@ -484,6 +508,12 @@ ROWS = (
         "clients that come and go",
         "The server may leave out single uploads, and a cohort is drawn from those that are online.",
         _availability,
+    ),
+    Row(
+        "samplers that look at clients",
+        "`PowerOfChoice` and `Oort` see losses and times of single simulated clients, cohort by cohort; "
+        "`Oort` goes by a clock.",
+        _sampler,
     ),
     Row(
         "deployment",

@@ -11,6 +11,7 @@ import logging
 import math
 from abc import abstractmethod
 from collections.abc import Callable, Mapping
+from copy import copy
 from dataclasses import astuple, dataclass, field, replace
 from typing import Annotated, Any
 
@@ -57,6 +58,14 @@ class Asynchronous(Rounds):
     def invited(self, cohort: int) -> int:
         return self.concurrency
 
+    def limited(self, clients: int | None) -> Asynchronous:
+        """Return the same rounds with at most so many clients at work; None: these."""
+        if clients is None:
+            return self
+        few = copy(self)
+        few.concurrency, few.buffer = min(self.concurrency, clients), min(self.buffer, clients)
+        return few
+
     @abstractmethod
     def present(self, upload: Tensor, start: Tensor, now: Tensor, versions: int, trained: int) -> Tensor:
         """Return the weights that a stale upload stands for beside the server's present ones.
@@ -73,8 +82,8 @@ class Asynchronous(Rounds):
         """Refuse a run that cannot have such rounds.
 
         Raises:
-            InputError: the federation is too small, its server needs more than weights, clients keep
-                something, or there are several ranks.
+            InputError: the federation is too small, its server needs more than weights, or clients keep
+                something.
         """
         given, method, clients = (
             f"--trainer.rounds {type(self).__name__}",
@@ -96,19 +105,14 @@ class Asynchronous(Rounds):
                 self.concurrency,
             )
         sends = declared_limits(method, context.data.client(int(clients[0])))
-        if sends is None or {*sends} != {"examples", "weights"} or method.personalised:
+        others = method.personalised or method.keeps_state
+        if sends is None or {*sends} != {"examples", "weights"} or others:
             rule = "a stale update is weighed, and its clients send or keep more than weights"
             raise InputError(
                 f"{given} with --model {type(method).__name__}",
                 rule,
                 "write --model FedAvg, without personal and finetune",
             )
-        require(
-            context.fabric.world_size == 1,
-            f"{given} on {context.fabric.world_size} ranks",
-            "uploads on their way are with one process",
-            "write --trainer.devices 1, perhaps with --trainer.workers",
-        )
 
 
 class FedBuff(Asynchronous):
@@ -217,7 +221,10 @@ def without(clients: np.ndarray, some: set[int]) -> np.ndarray:
         some: those to leave out.
     """
     others = np.array(sorted(some), np.int64)
-    return np.delete(clients, np.searchsorted(clients, others[np.isin(others, clients)]))
+    places = np.minimum(np.searchsorted(clients, others), len(clients) - 1)
+    keep = np.ones(len(clients), bool)
+    keep[places[clients[places] == others]] = False
+    return clients[keep]
 
 
 @dataclass

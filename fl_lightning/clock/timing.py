@@ -15,6 +15,7 @@ from fl_lightning.clock.reach import Reach
 from fl_lightning.clock.rounds import Ending, Rounds
 from fl_lightning.clock.trained import Draw, Train, Trained
 from fl_lightning.hooks import Context, Meter, RoundRecord
+from fl_lightning.rng import stream
 from fl_lightning.wire import LedgerEntry
 
 ANSWERED = ("trained", "rejected")
@@ -29,12 +30,16 @@ class Timing(Meter):
 
     Attributes:
         now: virtual seconds since the start of the run, at the end of its last round.
+        staleness: of each upload that counted in the last round, if rounds are versions.
     """
+
+    most_clients: int | None = None
+    """Clients at work at most in a trial run; None: as many as the rounds have."""
 
     def __init__(self, clock: Clock, rounds: Rounds) -> None:
         self.clock, self.rounds, self.now = clock, rounds, 0.0
-        self.ending = Ending(0.0, frozenset())
-        self.began = 0.0
+        self.ending, self.staleness = Ending(0.0, frozenset()), list[int]()
+        self.began, self.answers, self.lead = 0.0, dict[int, float](), 0.0
         self.flights: Flights | None = Flights(rounds) if isinstance(rounds, Asynchronous) else None
 
     def on_check(self, context: Context) -> None:
@@ -42,20 +47,25 @@ class Timing(Meter):
         self.now, self.ending = 0.0, Ending(0.0, frozenset())
         if isinstance(self.rounds, Asynchronous):
             self.rounds.check(context)
-            self.flights = Flights(self.rounds)
+            self.flights = Flights(self.rounds.limited(self.most_clients))
         self.clock.reached.check(context.seed, context.data.active)
         if isinstance(self.clock.devices, DeviceTable):
             self.clock.devices.check([int(client) for client in context.data.active])
 
     def on_setup(self, context: Any) -> None:
         """Forget uploads on their way of which this run knows nothing: other rounds have left them."""
-        known = {flight.client for flight in self.flights.flying} if self.flights else set[int]()
+        known = self.in_flight
         for id in [id for id in context.states if id not in known]:
             left = {name: kept for name, kept in context.states[id].items() if name not in IN_FLIGHT}
             if len(left) < len(context.states[id]):
                 context.states.pop(id)
                 if left:
                     context.states[id] = left
+
+    @property
+    def in_flight(self) -> set[int]:
+        """The clients whose upload is on its way; every process of a run has all of these uploads."""
+        return {flight.client for flight in self.flights.flying} if self.flights else set()
 
     def state_dict(self) -> dict[str, Any]:
         return {"now": self.now} | ({"flying": self.flights.as_json()} if self.flights else {})
@@ -78,6 +88,7 @@ class Timing(Meter):
         if self.flights is not None:
             seconds = partial(self.seconds, context.seed)
             return self.flights.collect(context, round, train, draw, seconds, reach)
+        self.answers, self.lead = {}, 0.0
         there, self.began = reach.first_online(context.data.active, self.now)
         trained = train(draw(there, min(context.invited, len(there)), 0))
         receipts, answered, valid, offline = [], {}, set[int](), list[float]()
@@ -93,10 +104,16 @@ class Timing(Meter):
             valid |= {id} if entry.status == "trained" else set()
             receipts.append(receipt)
         self.ending = self.rounds.end(
-            answered, valid, cohort=context.cohort_size, began=len(trained.examples)
+            answered,
+            valid,
+            cohort=context.cohort_size,
+            began=len(trained.examples),
+            lot=lambda client: stream(context.seed, "clock/ties", round, client).random(),
         )
-        if offline and not answered and not self.ending.seconds:  # nobody is left to wait for
-            self.ending = replace(self.ending, seconds=max(offline) - self.began)
+        if not answered and not self.ending.seconds:  # nobody is left to wait for
+            self.ending = replace(
+                self.ending, seconds=max([self.lead, *(end - self.began for end in offline)])
+            )
         left_out = valid - self.ending.used
         return replace(
             trained,
@@ -108,6 +125,25 @@ class Timing(Meter):
             late=self.ending.late,
             offline=len(offline),
         )
+
+    def ask(self, context: Any, entries: Sequence[LedgerEntry]) -> list[LedgerEntry]:
+        """Return the entries of clients that are asked for their loss, with times.
+
+        The cohort begins when the last of them has answered, or has gone offline without an answer.
+
+        Computing a loss takes as long as one pass over the client's examples.
+        """
+        reach, found = Reach(self.clock, context.seed), []
+        for entry in entries:
+            size = len(context.data.client(entry.client).train)
+            took = self.seconds(context.seed, {entry.client: size}, entry)
+            entry = replace(entry, started=self.began, ended=self.began + took)
+            if lost := reach.lost(entry):
+                entry = replace(lost, status="asked", upload=0, wasted=0)
+            found.append(entry)
+        self.answers = {e.client: (e.ended or 0.0) - self.began for e in found}
+        self.lead = max(self.answers.values(), default=0.0)
+        return found
 
     def end_round(
         self, context: Any, trained: Trained, entries: Sequence[LedgerEntry], record: RoundRecord
@@ -122,6 +158,7 @@ class Timing(Meter):
                 where clients come and go ``clients/offline`` and ``comm/wasted_download_bytes``.
         """
         before = begin = self.now
+        self.staleness = trained.staleness
         if self.flights is None:
             begin = self.began
             entries = self._timed(context, trained, entries)
@@ -132,7 +169,8 @@ class Timing(Meter):
             spans += [(flight.started, flight.ended) for flight in self.flights.flying]
             record.metrics["clients/staleness"] = fmean(trained.staleness) if trained.staleness else 0.0
         length = self.now - begin
-        worked = sum(
+        waited = [self.lead - self.answers[id] for id in trained.examples if id in self.answers]
+        worked = -sum(waited) + sum(
             max(min(end, self.now) - max(start, begin), 0.0)
             for start, end in spans
             if start is not None and end is not None
@@ -166,6 +204,9 @@ class Timing(Meter):
         ]
 
     def seconds(self, seed: int, examples: Mapping[int, int], entry: LedgerEntry) -> float:
-        """Return how long a client took, of examples by id and its bytes."""
-        id, down, up = entry.client, entry.download, entry.upload
-        return self.clock.seconds(seed, entry.round, id, examples=examples[id], down=down, up=up)
+        """Return how long a client took, of examples by id and its bytes; one that was asked for its loss has
+        the model by then, and waits for the others' answers."""
+        id, up = entry.client, entry.upload
+        down = 0 if id in self.answers else entry.download
+        took = self.clock.seconds(seed, entry.round, id, examples=examples[id], down=down, up=up)
+        return took + self.lead if id in self.answers else took

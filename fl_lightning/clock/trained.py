@@ -23,6 +23,7 @@ class Trained:
         started: receipts of the clients that started in this round, whose losses are this round's.
         staleness: of each upload that counts in an asynchronous round, the versions since its download.
         late: how many uploads came too late to be used.
+        losses: what clients that trained have told of their losses, by id.
         offline: how many clients went offline before their upload had arrived.
     """
 
@@ -34,6 +35,7 @@ class Trained:
     staleness: list[int] = field(default_factory=list)
     late: int = 0
     offline: int = 0
+    losses: dict[int, float] = field(default_factory=dict)
 
 
 Train = Callable[[Sequence[int]], Trained]

@@ -52,6 +52,7 @@ NEUTRAL_VALUES = {
     "trainer.privacy": None,
     "trainer.clock": None,
     "trainer.rounds": None,
+    "trainer.sampler": None,
     "trainer.callbacks.*.init_args.claimed_examples": None,
     "model.init_args.scheduler": None,
     "model.init_args.max_share": 1.0,

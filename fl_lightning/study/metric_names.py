@@ -227,6 +227,7 @@ KNOWN = [
     Column("clock/round_seconds", "virtual time of the last round (s)", 1, 2, " s"),
     Column("clock/idle", "share of time spent waiting (%)", 100, 1, " points"),
     Column("clients/late", "late clients", 1, 1),
+    Column("clients/asked", "clients asked for their loss", 1, 1),
     Column("clients/offline", "clients that went offline", 1, 1),
     _bytes("comm/wasted_download_bytes", "down, to clients that were not used", 1),
 ]

@@ -27,7 +27,7 @@ LAYERS = [
     {"engines"},
     {"methods"},
     {"compatibility"},
-    {"clock"},
+    {"clock", "sampling"},
     {"aggregation"},
     {"hooks", "data"},
     {"privacy", "energy"},
