@@ -7,7 +7,7 @@ setup(
     packages=[*find_packages(include=["fl_lightning*", "callbacks*"]), "fl_lightning.configs"],
     package_dir={"fl_lightning.configs": "configs"},
     package_data={
-        "fl_lightning.configs": ["**/*.yaml"],
+        "fl_lightning.configs": ["**/*.yaml", "devices/*.csv"],
         "fl_lightning.energy": ["*.json"],
         "fl_lightning.data.text": ["words.txt"],
         "fl_lightning.study.report": ["report.css", "report.js"],

@@ -13,6 +13,7 @@ from callbacks.figures.loss_landscape import LossLandscape
 from callbacks.figures.option_figure import OptionFigure
 from callbacks.figures.partition_figure import PartitionFigure
 from callbacks.figures.relevance_figure import RelevanceFigure
+from callbacks.figures.timeline_figure import TimelineFigure
 from callbacks.meters.calibration import Calibration
 from callbacks.meters.early_stopping import EarlyStopping
 from callbacks.meters.factor_error import FactorError
@@ -69,5 +70,6 @@ __all__ = [
     "RelevanceFigure",
     "SecureDropout",
     "StragglerDropout",
+    "TimelineFigure",
     "TrainingCost",
 ]

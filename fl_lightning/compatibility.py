@@ -66,6 +66,8 @@ class Run:
         rounds: of ``trainer.rounds``.
         has_clock: whether there is a ``trainer.clock``.
         topology: of ``trainer.topology``; None: one server.
+        availability: the name of what says when clients are online; empty where they always are.
+        sampler: of ``trainer.sampler``.
     """
 
     method: Any
@@ -78,13 +80,22 @@ class Run:
     rounds: Rounds | None = None
     has_clock: bool = False
     topology: Any = None
+    availability: str = ""
+    sampler: Any = None
 
     @classmethod
     def of(cls, fed: Context, *, deployed: bool) -> Run:
         """Return what a federation combines."""
         way, data, timing = fed.aggregation, fed.data, fed.timing
         found = cls(fed.method, fed.callbacks, way.masks, way.privacy, data.task, deployed, data.apart)
-        return found if timing is None else replace(found, rounds=timing.rounds, has_clock=True)
+        found = replace(found, sampler=fed.sampler)
+        return found if timing is None else found.timed(timing)
+
+    def timed(self, timing: Any) -> Run:
+        """Return the same with a clock, a :class:`fl_lightning.clock.Timing`."""
+        reached = timing.clock.reached
+        name = "" if reached.is_always else type(reached).__name__
+        return replace(self, rounds=timing.rounds, has_clock=True, availability=name)
 
     @property
     def name(self) -> str:
@@ -432,6 +443,45 @@ def _topology(run: Run) -> Iterator[Refusal]:
         yield with_model, rule, instead
 
 
+# Who takes part
+
+
+def _availability(run: Run) -> Iterator[Refusal]:
+    if not run.availability:
+        return
+    given = f"--trainer.clock.availability {run.availability} with"
+    if run.masks is not None:
+        rule = "who masks an upload is needed until the end of the round"
+        yield f"{given} trainer.secure_sum", rule, "leave one of them out"
+    if run.privacy is not None:
+        rule = "epsilon is accounted for cohorts that are drawn from all clients"
+        yield f"{given} trainer.privacy", rule, "leave one of them out"
+
+
+def _sampler(run: Run) -> Iterator[Refusal]:
+    sampler = run.sampler
+    if sampler is None or sampler.is_uniform:
+        return
+    given = f"--trainer.sampler {type(sampler).__name__}"
+    if sampler.goes_by_clock and not run.has_clock:
+        instead = "write --trainer.clock.devices LogNormalDevices, or leave it out"
+        yield given, "it goes by a clock, and there is none", instead
+    if run.rounds is not None and run.rounds.has_versions:
+        rule = "it compares clients for a whole cohort, and these rounds draw one by one"
+        yield f"{given} with --trainer.rounds {type(run.rounds).__name__}", rule, "leave one of them out"
+    if run.topology is not None and run.topology.has_nodes:
+        rule = "it compares clients by the losses of one server's model, and here nodes have their own"
+        yield f"{given} with --trainer.topology {type(run.topology).__name__}", rule, "leave one of them out"
+    if run.masks is not None:
+        rule = "the server learns single clients' losses, and is to learn a sum alone"
+        yield f"{given} with trainer.secure_sum", rule, "leave one of them out"
+    if run.privacy is not None:
+        rule = "epsilon is accounted for uniform cohorts and for what uploads tell, and losses tell more"
+        yield f"{given} with trainer.privacy", rule, "leave one of them out"
+    if run.deployed:
+        yield f"{given} in a deployment", "nodes are asked for no losses", "leave it out"
+
+
 # Deployments
 
 
@@ -534,6 +584,17 @@ ROWS = (
         "that stay.",
         _topology,
         ("topology",),
+    ),
+    Row(
+        "clients that come and go",
+        "The server may leave out single uploads, and a cohort is drawn from those that are online.",
+        _availability,
+    ),
+    Row(
+        "samplers that look at clients",
+        "`PowerOfChoice` and `Oort` see losses and times of single simulated clients, cohort by cohort; "
+        "`Oort` goes by a clock.",
+        _sampler,
     ),
     Row(
         "deployment",

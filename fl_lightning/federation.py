@@ -20,7 +20,8 @@ from fl_lightning.data import FederatedData
 from fl_lightning.engines import Holders
 from fl_lightning.hooks import Callback, RunFiles, stress
 from fl_lightning.methods import Method
-from fl_lightning.wire import Ledger, Payload
+from fl_lightning.sampling import Sampler, Uniform
+from fl_lightning.wire import Ledger, LedgerEntry, Payload
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -43,11 +44,13 @@ class Federation:
         max_local_steps: bound on its local steps; None: no bound.
         eval_every: rounds between evaluations; the last round is always evaluated.
         timing: virtual time, and whose uploads are in time; None: rounds take none.
+        sampler: draws the clients of a round.
         files: where figures and texts of callbacks go; None outside a run.
         states: what clients keep between rounds, by client id; of several processes, rank 0 has all, another
             rank those of the clients that it trained last.
         holders: which rank holds which client's state.
         ledger: bytes of every client and round.
+        asked: what the ledger says of clients that were asked for their loss in this round, by id.
         last_broadcast: identity and bytes of the last broadcast, and its payload, which keeps it comparable.
     """
 
@@ -63,10 +66,12 @@ class Federation:
     eval_every: int
     max_local_steps: int | None = None
     timing: Timing | None = None
+    sampler: Sampler = field(default_factory=Uniform)
     files: RunFiles | None = None
     states: dict[int, dict[str, Tensor]] = field(default_factory=dict)
     holders: Holders = field(default_factory=dict)
     ledger: Ledger = field(default_factory=Ledger)
+    asked: dict[int, LedgerEntry] = field(default_factory=dict)
     last_broadcast: tuple[tuple[object, ...], bytes, Payload] | None = None
 
     @property

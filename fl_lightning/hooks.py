@@ -55,6 +55,7 @@ class Context(RunFiles, Protocol):
     aggregation: Any
     callbacks: Any
     timing: Any
+    sampler: Any
 
 
 @dataclass

@@ -5,10 +5,13 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from itertools import cycle, islice
 from time import perf_counter
 from typing import Any, TypeVar
+
+import torch
 
 from fl_lightning import evaluation
 from fl_lightning.aggregation.base import Receipt, Round
@@ -19,6 +22,7 @@ from fl_lightning.client import Assignment, Client
 from fl_lightning.clock.trained import Trained
 from fl_lightning.distributed.collectives import world_size
 from fl_lightning.engines import ClientTask, Engine, exchange_receipts
+from fl_lightning.engines.asking import local_losses
 from fl_lightning.engines.base import one_thread
 from fl_lightning.errors import MisuseError
 from fl_lightning.federation import Federation
@@ -26,6 +30,7 @@ from fl_lightning.hooks import RoundRecord, reads_probabilities, sees_uploads, s
 from fl_lightning.methods.module_steps import ModuleLogs
 from fl_lightning.methods.terms import require_terms
 from fl_lightning.metrics import Mean
+from fl_lightning.sampling import ServerView
 from fl_lightning.uploads import change_uploads, deliver, receive
 from fl_lightning.wire import Ledger, LedgerEntry, Payload
 
@@ -49,7 +54,7 @@ def run_round(fed: Federation, engine: Engine, round: int) -> RoundRecord:
 def train_round(fed: Federation, engine: Engine, record: RoundRecord) -> None:
     """Train clients and make the server's next state of the uploads that count."""
     started, round = perf_counter(), record.round
-    fed.method.round = round
+    fed.method.round, fed.asked = round, {}
     holders, train = dict(fed.holders), partial(train_cohort, fed, engine, round)
     if fed.timing is None:
         trained = train(draw(fed, round, fed.data.active, fed.cohort_size))
@@ -66,6 +71,9 @@ def train_round(fed: Federation, engine: Engine, record: RoundRecord) -> None:
     engine.acknowledge(round, [entry.client for entry in entries if entry.status == "trained"])
     if fed.timing is not None:
         entries = fed.timing.end_round(fed, trained, entries, record)
+    used = {entry.client for entry in entries if entry.status == "trained"}
+    fed.sampler.learn(round, entries, {id: loss for id, loss in trained.losses.items() if id in used})
+    entries = with_asked(entries, fed.asked)
     for entry in (*entries, *closing.links):
         fed.ledger.add(entry)
     record.metrics |= summarise(fed, entries, losses, closing.links)
@@ -80,15 +88,18 @@ def train_cohort(fed: Federation, engine: Engine, round: int, ids: Iterable[int]
     uploads: dict[int, Payload] = {}
     tasks = make_tasks(fed, round, at_work)
     fed.method.steps_asked = {task.client.id: task.steps for task in tasks}
+    told = tell_losses(fed, tasks) if fed.sampler.reads_losses else {}
     ended = iter(train_clients(fed, engine, at_work, tasks, uploads))
     receipts = [
         next(ended) if assignment.trains else dropped(assignment.client, round) for assignment in cohort
     ]
     if any(map(sees_uploads, fed.callbacks)):
         change_uploads(fed, round, uploads, receipts)
+    receipts = [replace(one, entry=one.entry.with_upload(told.get(one.client.id))) for one in receipts]
     sizes = {task.client.id: cycle(fed.data.epoch_sizes(task.client)) for task in tasks}
     examples = {task.client.id: sum(islice(sizes[task.client.id], task.steps)) for task in tasks}
-    return Trained(cohort, receipts, uploads, examples, started=receipts)
+    losses = {id: float(message.tensor("loss")) for id, message in told.items()}
+    return Trained(cohort, receipts, uploads, examples, started=receipts, losses=losses)
 
 
 def train_clients(
@@ -167,9 +178,58 @@ def assignments(fed: Federation, ids: Iterable[int]) -> list[Assignment]:
 
 
 def draw(fed: Federation, round: int, among: Any, count: int, number: int = 0) -> list[int]:
-    """Draw clients uniformly among these ids, in a round's draw of this number, counted from 0."""
-    draws = fed.aggregation.randomness(fed.seed, "cohort", round, number)
-    return draws.choice(among, count, replace=False, shuffle=False).tolist()
+    """Draw clients among these ids, in a round's draw of this number, counted from 0."""
+    way, asking = fed.aggregation, partial(ask, fed, round)
+    view = ServerView(fed.seed, round, number, fed.data.sizes, way.randomness, asking)
+    return fed.sampler.draw(view, among, count)
+
+
+def ask(fed: Federation, round: int, ids: Iterable[int]) -> dict[int, float]:
+    """Send clients the server's model, and return the mean loss that each of them answers with, by id."""
+    tasks = [
+        ClientTask(one.client, round, encode_broadcast(fed, one.client), fed.labels_of(one.client), 1, 1)
+        for one in assignments(fed, ids)
+    ]
+    losses = local_losses(fed.fabric, fed.method, fed.data, tasks, fed.holders)
+    answers = {id: loss_message(loss.mean) for id, loss in losses.items()}
+    entries = [
+        LedgerEntry(round, task.client.id, "asked", len(task.message), answers[task.client.id].nbytes)
+        for task in tasks
+    ]
+    if fed.timing is not None:
+        entries = fed.timing.ask(fed, entries)
+    fed.asked = {entry.client: entry for entry in entries}
+    return {entry.client: float(answers[entry.client].tensor("loss")) for entry in entries if entry.upload}
+
+
+def tell_losses(fed: Federation, tasks: Sequence[ClientTask]) -> dict[int, Payload]:
+    """Return what each client that trains sends of its losses beside its upload, by id."""
+    losses = local_losses(fed.fabric, fed.method, fed.data, tasks, fed.holders)
+    return {id: loss_message(loss.root_mean_square) for id, loss in losses.items()}
+
+
+def loss_message(loss: float) -> Payload:
+    """Return the message in which a client says a loss, as a float32."""
+    return Payload({"loss": torch.tensor(loss, dtype=torch.float32)})
+
+
+def with_asked(entries: Sequence[LedgerEntry], asked: Mapping[int, LedgerEntry]) -> list[LedgerEntry]:
+    """Return a round's entries with what was sent to clients that were asked for a loss, and by them.
+
+    Who was taken then has the model already.
+    """
+    taken = {entry.client for entry in entries}
+    found = [
+        replace(
+            entry,
+            download=max(entry.download, asked[entry.client].download),
+            upload=entry.upload + asked[entry.client].upload,
+        )
+        if entry.client in asked
+        else entry
+        for entry in entries
+    ]
+    return found + [entry for id, entry in asked.items() if id not in taken]
 
 
 def make_tasks(fed: Federation, round: int, assignments: Sequence[Assignment]) -> list[ClientTask]:
@@ -225,13 +285,15 @@ def summarise(
 ) -> dict[str, float]:
     """Return a round's counts, bytes, losses and what the server says of its state. Bytes are those of the
     clients, and of links that are no client's."""
+    asked = sum(entry.status == "asked" for entry in entries)
     counted = sum(entry.status == "trained" for entry in entries)
     rejected = sum(entry.status == "rejected" for entry in entries)
     return {
         **{f"train/{name}": mean.value for name, mean in losses.items()},
         **Ledger.totals([*entries, *links]),
-        "clients/sampled": len(entries),
-        "clients/dropped": len(entries) - counted - rejected,
+        **({"clients/asked": len(fed.asked)} if fed.asked else {}),
+        "clients/sampled": len(entries) - asked,
+        "clients/dropped": len(entries) - asked - counted - rejected,
         "clients/rejected": rejected,
         "clients/trained": counted,
         **fed.method.server_metrics(),

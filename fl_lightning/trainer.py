@@ -63,6 +63,7 @@ from fl_lightning.run.resume import Start, find_same, find_start, identity_of, s
 from fl_lightning.run.session import RunSession
 from fl_lightning.run.trial import trial_run
 from fl_lightning.run.views import RunViews
+from fl_lightning.sampling import Sampler, Uniform
 from fl_lightning.support.notebook import Results
 from fl_lightning.support.redaction import redact_settings
 from fl_lightning.support.user_code import errors_as_refusals
@@ -109,12 +110,14 @@ class FederatedTrainer(RunViews):
         privacy: client-level differential privacy, as :class:`fl_lightning.privacy.ClientPrivacy` has it:
             ``noise_multiplier``, ``clip_norm``, ``delta``, ``max_epsilon`` ... Default: none.
         clock: virtual seconds of devices and lines, as :class:`fl_lightning.clock.Clock` has them:
-            ``devices``, ``network``. Default: rounds take no virtual time.
+            ``devices``, ``network``, ``availability``. Default: rounds take no virtual time.
         rounds: ``Synchronous``, ``OverSelection``, ``Deadline``, ``FedBuff`` or ``FedAsync`` of
             :mod:`fl_lightning.clock`; all but the first need a clock, and the last two have a concurrency in
             place of ``participation``. Default: ``Synchronous``.
         topology: who talks to whom: ``Star``, ``Hierarchy``, ``Gossip`` or ``Moshpit`` of
             :mod:`fl_lightning.topology`. Default: ``Star``, one server.
+        sampler: who is asked: ``Uniform``, ``PowerOfChoice`` or ``Oort`` of :mod:`fl_lightning.sampling`; the
+            last needs a clock. Default: ``Uniform``.
         eval_every: rounds between evaluations, at least 1; the last round is always evaluated.
         checkpoint_every: rounds between checkpoints, at least 1; 0 writes only the last one. Default: every
             round, or where rounds are short as often as takes 2 % of the time. Resume is exact whichever it
@@ -166,6 +169,7 @@ class FederatedTrainer(RunViews):
         clock: Clock | None = None,
         rounds: Rounds | None = None,
         topology: Topology | None = None,
+        sampler: Sampler | None = None,
         eval_every: Annotated[int, at_least(1)] = 1,
         checkpoint_every: Annotated[int | None, at_least(0)] = None,
         keep_checkpoints: Annotated[int, at_least(1)] = 2,
@@ -193,6 +197,8 @@ class FederatedTrainer(RunViews):
         self.callbacks += [self.timing] if self.timing else []
         self.topology = topology or Star()
         self.callbacks += self.topology.meters()
+        self.sampler = sampler or Uniform()
+        self.callbacks += [] if self.sampler.is_uniform else [self.sampler]
         check_signatures(self.callbacks)
         self.fabric = make_fabric(
             accelerator,
@@ -408,9 +414,10 @@ class FederatedTrainer(RunViews):
             self.privacy,
             deployed=self.remote is not None,
             rounds=self.rounds,
-            has_clock=self.timing is not None,
             topology=self.topology,
+            sampler=self.sampler,
         )
+        run = run if self.timing is None else run.timed(self.timing)
         check_run(run if data is None else replace(run, task=data.task, own_data=data.apart))
 
     def _require_one_process(self, command: str) -> None:
@@ -467,7 +474,10 @@ class FederatedTrainer(RunViews):
         with errors_as_refusals():
             self._build()
         usual = choose_aggregation(
-            self.method, self.secure_sum, self.privacy, single=any(map(sees_uploads, self.callbacks))
+            self.method,
+            self.secure_sum,
+            self.privacy,
+            single=self.rounds.has_versions or any(map(sees_uploads, self.callbacks)),
         )
         fed = Federation(
             self.fabric,
@@ -482,6 +492,7 @@ class FederatedTrainer(RunViews):
             max_local_steps=self.max_local_steps,
             eval_every=self.eval_every,
             timing=self.timing,
+            sampler=self.sampler,
         )
         prepare_finetuning(self.fabric, self.method, self.data, fed.labels_of)
         with errors_as_refusals():

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from callbacks.figures.drawing import draw, never_fatal, own_copy
 from fl_lightning import rng
-from fl_lightning.client import Assignment, Client
+from fl_lightning.client import Client
 from fl_lightning.config.constraints import within
 from fl_lightning.engines.base import one_thread
 from fl_lightning.engines.sequential import local_step, start_optimizer
@@ -62,7 +62,7 @@ class GradientNorms(Meter):
         self._measured: list[dict[str, float]] = []
         self._history: list[tuple[int, dict[str, float]]] = []
 
-    def on_cohort(self, cohort: list[Assignment], round: int, context: Context) -> None:
+    def on_round_start(self, round: int, context: Context) -> None:
         self._measured = []
 
     def on_client_start(

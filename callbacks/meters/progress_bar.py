@@ -61,12 +61,13 @@ class ProgressBar(Meter):
         self._durations.clear()
 
     def on_round_start(self, round: int, context: Context) -> None:
-        self._round, self._finished, self._max_rounds, self._clients = round, round - 1, context.max_rounds, 0
+        self._round, self._finished, self._max_rounds = round, round - 1, context.max_rounds
+        self._clients = self._expected = 0
         if not self._is_shown and getattr(rank_zero_only, "rank", 0) == 0:
             self._start()
 
     def on_cohort(self, cohort: list[Assignment], round: int, context: Context) -> None:
-        self._expected = sum(assignment.trains for assignment in cohort)
+        self._expected += sum(assignment.trains for assignment in cohort)
 
     def on_client_end(self, client: Client, round: int, context: Context) -> None:
         self._clients += 1

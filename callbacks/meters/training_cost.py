@@ -81,9 +81,11 @@ class TrainingCost(Meter):
         self._cohort: dict[str, list[Work]] = {}
         self._entries: tuple[bytes, str] = (b"", "")
 
+    def on_round_start(self, round: int, context: Context) -> None:
+        self._assigned, self._cohort = {}, {}
+
     def on_cohort(self, cohort: list[Assignment], round: int, context: Context) -> None:
-        self._assigned = {assignment.client.id: assignment.work for assignment in cohort}
-        self._cohort = {}
+        self._assigned |= {assignment.client.id: assignment.work for assignment in cohort}
 
     def on_client_start(
         self, client: Client, message: bytes, labels: Tensor, round: int, context: Context

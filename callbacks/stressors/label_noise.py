@@ -57,6 +57,12 @@ class LabelNoise(Stressor):
         self._noisy: frozenset[int] | None = None
 
     def on_check(self, context: Context) -> None:
+        if self.among == "cohort" and context.timing is not None and context.timing.rounds.has_versions:
+            raise InputError(
+                "LabelNoise(among='cohort') with asynchronous rounds",
+                "clients start at any time, and a version has no cohort",
+                "write among: federation",
+            )
         task, target = context.data.task, context.data.train_target[:0].cpu()
         task.corrupt(target, np.empty(0, np.int64), stream(context.seed, "label_noise"), 2)  # or it refuses
         if context.data.num_classes < 2 and not isinstance(task, Regression):

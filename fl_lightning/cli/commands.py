@@ -87,6 +87,11 @@ COMMANDS = {
     "check": Command(
         "run the conformance kit on a method, yours or one of the project's", "fl_lightning.conformance:check"
     ),
+    "traces": Command(
+        "convert FedScale's traces of devices' availability to a file that a run reads",
+        "fl_lightning.clock.convert_traces:traces",
+        "words",
+    ),
     "energy": Command(
         "print what each option of each linear layer costs in joules, or measure it on this device",
         "fl_lightning.energy.command:energy",

@@ -114,10 +114,11 @@ def explain(message: str, parser: ArgumentParser, given: UserInput, flags: Itera
 def constructor_message(message: str) -> str:
     """Return what a constructor said, without the text that jsonargparse puts around it.
 
-    For a union that is the first complaint which is not about a type.
+    For a union, also one within another, that is the first complaint which is not about a type.
     """
     complaints = COMPLAINT.findall(message) if "Union subtypes" in message else []
-    return next((text for text in complaints if not text.startswith("Expected a ")), message)
+    of_types = ("Expected a ", "Does not validate against any of the Union subtypes")
+    return next((text for text in complaints if not text.startswith(of_types)), message)
 
 
 def _unknown_key(

@@ -6,18 +6,24 @@ executes them.
 """
 
 from fl_lightning.clock.asynchronous import FedAsync, FedBuff
+from fl_lightning.clock.availability import Always, Availability, Diurnal
 from fl_lightning.clock.clock import Clock, Lines
 from fl_lightning.clock.devices import Devices, DeviceTable, DrawnDevices, LogNormalDevices, SameDevice
 from fl_lightning.clock.rounds import Deadline, OverSelection, Rounds, Synchronous
 from fl_lightning.clock.staleness import Constant, Hinge, Polynomial, Staleness
 from fl_lightning.clock.timing import Timing
+from fl_lightning.clock.traces import AvailabilityTrace
 
 __all__ = [
+    "Always",
+    "Availability",
+    "AvailabilityTrace",
     "Clock",
     "Constant",
     "Deadline",
     "DeviceTable",
     "Devices",
+    "Diurnal",
     "DrawnDevices",
     "FedAsync",
     "FedBuff",

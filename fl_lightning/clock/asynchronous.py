@@ -8,17 +8,21 @@ with equal devices, is FedAvg.
 from __future__ import annotations
 
 import logging
+import math
 from abc import abstractmethod
 from collections.abc import Callable, Mapping
+from copy import copy
 from dataclasses import astuple, dataclass, field, replace
 from typing import Annotated, Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from fl_lightning.aggregation.base import Receipt
 from fl_lightning.aggregation.exact_sum import MAX_MAGNITUDE, largest
 from fl_lightning.aggregation.receiving import declared_limits
+from fl_lightning.clock.reach import Reach
 from fl_lightning.clock.rounds import Rounds
 from fl_lightning.clock.staleness import Polynomial, Staleness
 from fl_lightning.clock.trained import Draw, Train, Trained
@@ -54,6 +58,14 @@ class Asynchronous(Rounds):
     def invited(self, cohort: int) -> int:
         return self.concurrency
 
+    def limited(self, clients: int | None) -> Asynchronous:
+        """Return the same rounds with at most so many clients at work; None: these."""
+        if clients is None:
+            return self
+        few = copy(self)
+        few.concurrency, few.buffer = min(self.concurrency, clients), min(self.buffer, clients)
+        return few
+
     @abstractmethod
     def present(self, upload: Tensor, start: Tensor, now: Tensor, versions: int, trained: int) -> Tensor:
         """Return the weights that a stale upload stands for beside the server's present ones.
@@ -70,8 +82,8 @@ class Asynchronous(Rounds):
         """Refuse a run that cannot have such rounds.
 
         Raises:
-            InputError: the federation is too small, its server needs more than weights, clients keep
-                something, or there are several ranks.
+            InputError: the federation is too small, its server needs more than weights, or clients keep
+                something.
         """
         given, method, clients = (
             f"--trainer.rounds {type(self).__name__}",
@@ -93,19 +105,14 @@ class Asynchronous(Rounds):
                 self.concurrency,
             )
         sends = declared_limits(method, context.data.client(int(clients[0])))
-        if sends is None or {*sends} != {"examples", "weights"} or method.personalised:
+        others = method.personalised or method.keeps_state
+        if sends is None or {*sends} != {"examples", "weights"} or others:
             rule = "a stale update is weighed, and its clients send or keep more than weights"
             raise InputError(
                 f"{given} with --model {type(method).__name__}",
                 rule,
                 "write --model FedAvg, without personal and finetune",
             )
-        require(
-            context.fabric.world_size == 1,
-            f"{given} on {context.fabric.world_size} ranks",
-            "uploads on their way are with one process",
-            "write --trainer.devices 1, perhaps with --trainer.workers",
-        )
 
 
 class FedBuff(Asynchronous):
@@ -175,6 +182,7 @@ class Flight:
         version: of the server's model that it started from.
         started: virtual seconds of its start.
         status, download, upload, wasted: what the ledger will say of it.
+        offline: whether it goes offline then, before its upload has arrived.
     """
 
     ended: float
@@ -185,6 +193,15 @@ class Flight:
     download: int
     upload: int
     wasted: int
+    offline: bool = False
+
+    @classmethod
+    def of(cls, entry: LedgerEntry, version: int) -> Flight:
+        """Return the flight of an entry with times, of a client that starts from a version."""
+        assert entry.started is not None
+        assert entry.ended is not None
+        sizes = entry.download, entry.upload, entry.wasted
+        return cls(entry.ended, entry.client, version, entry.started, entry.status, *sizes)
 
     def entry(self, round: int) -> LedgerEntry:
         """Return the ledger's entry of an upload that arrives in a round."""
@@ -194,6 +211,20 @@ class Flight:
 
 Seconds = Callable[[Mapping[int, int], LedgerEntry], float]
 """How long a client takes, of examples by id and its bytes."""
+
+
+def without(clients: np.ndarray, some: set[int]) -> np.ndarray:
+    """Return ids without some of them, which it has or not.
+
+    Args:
+        clients: sorted ids.
+        some: those to leave out.
+    """
+    others = np.array(sorted(some), np.int64)
+    places = np.minimum(np.searchsorted(clients, others), len(clients) - 1)
+    keep = np.ones(len(clients), bool)
+    keep[places[clients[places] == others]] = False
+    return clients[keep]
 
 
 @dataclass
@@ -214,27 +245,43 @@ class Flights:
         """Return the clients at work for a checkpoint."""
         return [list(astuple(flight)) for flight in self.flying]
 
-    def collect(self, context: Any, round: int, train: Train, draw: Draw, seconds: Seconds) -> Trained:
+    def collect(
+        self,
+        context: Any,
+        round: int,
+        train: Train,
+        draw: Draw,
+        seconds: Seconds,
+        reach: Reach | None = None,
+    ) -> Trained:
         """Let time pass until a version is complete, or nobody is left to wait for.
 
-        A client whose upload arrived in this round is not drawn again in it.
+        A client whose upload arrived in this round is not drawn again in it. Where clients are missing at
+        work and nobody is online, the next that comes online is asked.
 
         Args:
             context: the federation, whose ``states`` keep uploads on their way.
             round: number of the version that is made, from 1.
             train, draw, seconds: train clients, choose them, and say how long they take.
+            reach: who is online; None: everybody.
         """
         found, gone, draws, rounds = Trained(), set[int](), 0, self.rounds
         while len(found.uploads) < rounds.buffer:
             if not (self.flying and self.flying[0].ended <= self.now):
                 busy = gone | {flight.client for flight in self.flying}
-                free = [int(client) for client in context.data.active if int(client) not in busy]
-                count = min(rounds.concurrency - len(self.flying), len(free))
+                free, later = without(context.data.active, busy), math.inf
+                vacant = rounds.concurrency - len(self.flying)
+                if reach is not None and vacant > 0:
+                    free, later = reach.online(free, self.now)
+                count = min(vacant, len(free))
                 if count > 0:
                     asked = draw(free, count, draws)
-                    self._start(context, round, train(asked), seconds, found)
+                    self._start(context, round, train(asked), seconds, found, reach)
                     gone |= {*asked} - {flight.client for flight in self.flying}  # these never began
                     draws += 1
+                    continue
+                if later < (self.flying[0].ended if self.flying else math.inf):
+                    self.now = later
                     continue
                 if not self.flying:
                     break
@@ -245,7 +292,15 @@ class Flights:
         context.method.cohort = rounds.buffer  # who started last is not known to a run that is continued
         return found
 
-    def _start(self, context: Any, round: int, started: Trained, seconds: Seconds, found: Trained) -> None:
+    def _start(
+        self,
+        context: Any,
+        round: int,
+        started: Trained,
+        seconds: Seconds,
+        found: Trained,
+        reach: Reach | None,
+    ) -> None:
         """Put clients to work."""
         method = context.method
         weights = method.starts()["weights"]
@@ -262,20 +317,21 @@ class Flights:
                 "its clients keep something between rounds, which a stale upload would not fit",
                 "write --model FedAvg",
             )
-            if id in started.uploads:
+            entry = replace(entry, started=self.now, ended=self.now + seconds(started.examples, entry))
+            lost = reach.lost(entry) if reach is not None else None
+            entry = lost or entry
+            if id in started.uploads and entry.status == "trained":
                 sent = started.uploads[id]
                 upload, examples = sent.tensor("weights"), sent.tensor("examples")
                 context.states[id] = {WEIGHTS: upload, START: weights, EXAMPLES: examples}
-            sizes = entry.download, entry.upload, entry.wasted
-            ended = self.now + seconds(started.examples, entry)
-            self.flying.append(Flight(ended, id, round - 1, self.now, entry.status, *sizes))
+            self.flying.append(replace(Flight.of(entry, round - 1), offline=lost is not None))
         self.flying.sort()
 
     def _land(self, context: Any, round: int, flight: Flight, found: Trained) -> None:
         """Take what arrives into a version."""
         id, method, limit = flight.client, context.method, self.rounds.max_staleness
         kept, entry, versions = context.states.pop(id, {}), flight.entry(round), round - 1 - flight.version
-        examples = 0
+        examples, found.offline = 0, found.offline + flight.offline
         if flight.status == "trained" and limit is not None and versions > limit:
             entry = entry.unused()
             found.late += 1

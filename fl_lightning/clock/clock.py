@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from hashlib import sha256
 from typing import Annotated, ClassVar
 
+from fl_lightning.clock.availability import Always, Availability
 from fl_lightning.clock.devices import Devices, Line
 from fl_lightning.config.constraints import check_fields, within
 from fl_lightning.errors import MisuseError
 
+ALWAYS = Always()
 RATE = within("(0, inf]", "a line carries more than 0 bytes a second", 1e6)
 
 
@@ -44,15 +47,28 @@ class Clock:
     Args:
         devices: how long clients compute.
         network: their lines, where ``devices`` does not know them. Default: bytes take no time.
+        availability: when they are online. Default: always.
     """
 
     devices: Devices
     network: Lines | None = None
+    availability: Availability | None = None
 
     settings_alone: ClassVar[bool] = True
     """In a configuration it is its settings, without a class path."""
 
     settings_shown: ClassVar = ("--trainer.clock.{name} {value}",) * 2
+
+    @property
+    def reached(self) -> Availability:
+        """When clients can be reached."""
+        return self.availability or ALWAYS
+
+    @property
+    def content_sha256(self) -> str:
+        """SHA-256 of the files that devices and availability are read from; empty where there are none."""
+        found = [self.devices.content_sha256, self.reached.content_sha256]
+        return sha256("/".join(found).encode()).hexdigest() if any(found) else ""
 
     def line(self, client: int) -> Line:
         """Return a client's line."""

@@ -5,12 +5,15 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
+from hashlib import sha256
+from io import BytesIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import numpy as np
 
 from fl_lightning.config.constraints import within
+from fl_lightning.config.packaged import configs_folder
 from fl_lightning.config.recorded import Recorded
 from fl_lightning.errors import InputError, require
 from fl_lightning.rng import stream
@@ -56,6 +59,11 @@ class Devices(Recorded, ABC):
     def line(self, client: int) -> Line | None:
         """Return the line that is known of a client; None: that of ``trainer.clock.network``."""
         return None
+
+    @property
+    def content_sha256(self) -> str:
+        """SHA-256 of what is read from a file; empty where there is none."""
+        return ""
 
 
 class SameDevice(Devices):
@@ -132,6 +140,7 @@ class DeviceTable(Devices):
     Args:
         path: a CSV or Parquet file of one row for each client, with the columns ``client`` (its id),
             ``seconds_per_example``, and both or neither of ``down`` and ``up``, in bytes per second.
+            ``configs/devices/phones.csv`` comes with the project.
 
     Raises:
         InputError: the file cannot be read, a column is missing, a client has two rows, a time is below 0,
@@ -142,7 +151,9 @@ class DeviceTable(Devices):
         import pandas as pd  # takes a third of a second, and few runs have a table
 
         self.path = path
-        frame = _read(Path(path))
+        data = _bytes_of(Path(path))
+        self._sha256 = sha256(data).hexdigest()
+        frame = _read(Path(path), data)
         columns = ["client", "seconds_per_example"]
         lines = {"down", "up"} & set(frame.columns)
         columns += ["down", "up"] if lines else []
@@ -183,6 +194,10 @@ class DeviceTable(Devices):
     def line(self, client: int) -> Line | None:
         return self._row(client)[1]
 
+    @property
+    def content_sha256(self) -> str:
+        return self._sha256
+
     def check(self, clients: list[int]) -> None:
         """Refuse a federation with clients that have no row.
 
@@ -198,11 +213,21 @@ class DeviceTable(Devices):
         return self.rows[client]
 
 
-def _read(path: Path) -> pd.DataFrame:
+def _bytes_of(path: Path) -> bytes:
+    packaged = configs_folder() / path.relative_to("configs") if path.parts[:1] == ("configs",) else path
+    try:
+        return (path if path.exists() else packaged).read_bytes()
+    except OSError as error:
+        reason = error.strerror or str(error)
+        raise InputError(str(path), f"it cannot be read ({reason})", "write a CSV or Parquet file") from None
+
+
+def _read(path: Path, data: bytes) -> pd.DataFrame:
     import pandas as pd
 
     try:
-        return pd.read_parquet(path) if path.suffix == ".parquet" else pd.read_csv(path)
+        file = BytesIO(data)
+        return pd.read_parquet(file) if path.suffix == ".parquet" else pd.read_csv(file)
     except (OSError, ValueError, ImportError) as error:
         reason = " ".join(str(error).split()) or type(error).__name__
         raise InputError(str(path), f"it cannot be read ({reason})", "write a CSV or Parquet file") from None

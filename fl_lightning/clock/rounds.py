@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import math
 from abc import ABC
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, Literal
 
 from fl_lightning.config.constraints import at_least, within
 from fl_lightning.config.recorded import Recorded
@@ -44,7 +44,13 @@ class Rounds(Recorded, ABC):
         return cohort
 
     def end(
-        self, answered: Mapping[int, float], valid: Collection[int], *, cohort: int, began: int
+        self,
+        answered: Mapping[int, float],
+        valid: Collection[int],
+        *,
+        cohort: int,
+        began: int,
+        lot: Callable[[int], float] = float,
     ) -> Ending:
         """Return how a round ends.
 
@@ -53,6 +59,7 @@ class Rounds(Recorded, ABC):
             valid: ids of those of them that are not rejected.
             cohort: how many are wanted.
             began: how many clients were sent the broadcast, those included whose upload is lost.
+            lot: draws a client's number of the round, for rounds that break ties by it.
         """
         return Ending(max(answered.values(), default=0.0), frozenset(valid))
 
@@ -63,28 +70,38 @@ class Synchronous(Rounds):
 
 class OverSelection(Rounds):
     """More clients are asked than are wanted, and the first that return are used (Bonawitz et al., SysML
-    2019). What the others send is wasted, and what they keep stays as it was. On equal devices the first are
-    those of the smallest ids, in every round.
+    2019). What the others send is wasted, and what they keep stays as it was.
 
     Args:
         factor: clients that are asked by clients that are wanted, rounded up, at least 1; 1 is
             :class:`Synchronous`.
+        ties: of uploads that return at the same time the first are those of the smallest ``id``, on equal
+            devices in every round; or it is ``drawn``, anew in every round.
     """
 
     goes_by_clock = True
 
     def __init__(
-        self, factor: Annotated[float, within("[1, inf)", "no fewer are asked than are wanted", 1.3)] = 1.3
+        self,
+        factor: Annotated[float, within("[1, inf)", "no fewer are asked than are wanted", 1.3)] = 1.3,
+        ties: Literal["id", "drawn"] = "id",
     ) -> None:
-        self.factor = factor
+        self.factor, self.ties = factor, ties
 
     def invited(self, cohort: int) -> int:
         return math.ceil(self.factor * cohort - 1e-9)
 
     def end(
-        self, answered: Mapping[int, float], valid: Collection[int], *, cohort: int, began: int
+        self,
+        answered: Mapping[int, float],
+        valid: Collection[int],
+        *,
+        cohort: int,
+        began: int,
+        lot: Callable[[int], float] = float,
     ) -> Ending:
-        first = sorted(valid, key=lambda client: (answered[client], client))[:cohort]
+        rank = lot if self.ties == "drawn" else float
+        first = sorted(valid, key=lambda client: (answered[client], rank(client), client))[:cohort]
         if len(first) < cohort:
             return super().end(answered, valid, cohort=cohort, began=began)
         return Ending(answered[first[-1]], frozenset(first), len(valid) - cohort)
@@ -110,7 +127,13 @@ class Deadline(Rounds):
         self.seconds, self.least = seconds, least
 
     def end(
-        self, answered: Mapping[int, float], valid: Collection[int], *, cohort: int, began: int
+        self,
+        answered: Mapping[int, float],
+        valid: Collection[int],
+        *,
+        cohort: int,
+        began: int,
+        lot: Callable[[int], float] = float,
     ) -> Ending:
         there = {client: at for client, at in answered.items() if at <= self.seconds}
         used, late = frozenset(there) & frozenset(valid), sum(answered[one] > self.seconds for one in valid)

@@ -11,9 +11,11 @@ from typing import Any
 from fl_lightning.clock.asynchronous import IN_FLIGHT, Asynchronous, Flight, Flights
 from fl_lightning.clock.clock import Clock
 from fl_lightning.clock.devices import DeviceTable
+from fl_lightning.clock.reach import Reach
 from fl_lightning.clock.rounds import Ending, Rounds
 from fl_lightning.clock.trained import Draw, Train, Trained
 from fl_lightning.hooks import Context, Meter, RoundRecord
+from fl_lightning.rng import stream
 from fl_lightning.wire import LedgerEntry
 
 ANSWERED = ("trained", "rejected")
@@ -28,11 +30,16 @@ class Timing(Meter):
 
     Attributes:
         now: virtual seconds since the start of the run, at the end of its last round.
+        staleness: of each upload that counted in the last round, if rounds are versions.
     """
+
+    most_clients: int | None = None
+    """Clients at work at most in a trial run; None: as many as the rounds have."""
 
     def __init__(self, clock: Clock, rounds: Rounds) -> None:
         self.clock, self.rounds, self.now = clock, rounds, 0.0
-        self.ending = Ending(0.0, frozenset())
+        self.ending, self.staleness = Ending(0.0, frozenset()), list[int]()
+        self.began, self.answers, self.lead = 0.0, dict[int, float](), 0.0
         self.flights: Flights | None = Flights(rounds) if isinstance(rounds, Asynchronous) else None
 
     def on_check(self, context: Context) -> None:
@@ -40,19 +47,25 @@ class Timing(Meter):
         self.now, self.ending = 0.0, Ending(0.0, frozenset())
         if isinstance(self.rounds, Asynchronous):
             self.rounds.check(context)
-            self.flights = Flights(self.rounds)
+            self.flights = Flights(self.rounds.limited(self.most_clients))
+        self.clock.reached.check(context.seed, context.data.active)
         if isinstance(self.clock.devices, DeviceTable):
             self.clock.devices.check([int(client) for client in context.data.active])
 
     def on_setup(self, context: Any) -> None:
         """Forget uploads on their way of which this run knows nothing: other rounds have left them."""
-        known = {flight.client for flight in self.flights.flying} if self.flights else set[int]()
+        known = self.in_flight
         for id in [id for id in context.states if id not in known]:
             left = {name: kept for name, kept in context.states[id].items() if name not in IN_FLIGHT}
             if len(left) < len(context.states[id]):
                 context.states.pop(id)
                 if left:
                     context.states[id] = left
+
+    @property
+    def in_flight(self) -> set[int]:
+        """The clients whose upload is on its way; every process of a run has all of these uploads."""
+        return {flight.client for flight in self.flights.flying} if self.flights else set()
 
     def state_dict(self) -> dict[str, Any]:
         return {"now": self.now} | ({"flying": self.flights.as_json()} if self.flights else {})
@@ -71,28 +84,66 @@ class Timing(Meter):
             round: its number, from 1.
             train, draw: train clients, and choose them.
         """
+        reach = Reach(self.clock, context.seed)
         if self.flights is not None:
-            return self.flights.collect(context, round, train, draw, partial(self.seconds, context.seed))
-        trained = train(draw(context.data.active, context.invited, 0))
-        answered, valid = {}, set[int]()
+            seconds = partial(self.seconds, context.seed)
+            return self.flights.collect(context, round, train, draw, seconds, reach)
+        self.answers, self.lead = {}, 0.0
+        there, self.began = reach.first_online(context.data.active, self.now)
+        trained = train(draw(there, min(context.invited, len(there)), 0))
+        receipts, answered, valid, offline = [], {}, set[int](), list[float]()
         for receipt in trained.receipts:
             id, entry = receipt.client.id, receipt.entry
-            if entry.status in ANSWERED:
-                answered[id] = self.seconds(context.seed, trained.examples, entry)
+            if id in trained.examples:
+                took = self.seconds(context.seed, trained.examples, entry)
+                if lost := reach.lost(replace(entry, started=self.began, ended=self.began + took)):
+                    receipt, entry = replace(receipt, entry=lost, examples=0), lost
+                    offline.append(lost.ended or 0.0)
+                elif entry.status in ANSWERED:
+                    answered[id] = took
             valid |= {id} if entry.status == "trained" else set()
+            receipts.append(receipt)
         self.ending = self.rounds.end(
-            answered, valid, cohort=context.cohort_size, began=len(trained.examples)
+            answered,
+            valid,
+            cohort=context.cohort_size,
+            began=len(trained.examples),
+            lot=lambda client: stream(context.seed, "clock/ties", round, client).random(),
         )
+        if not answered and not self.ending.seconds:  # nobody is left to wait for
+            self.ending = replace(
+                self.ending, seconds=max([self.lead, *(end - self.began for end in offline)])
+            )
         left_out = valid - self.ending.used
         return replace(
             trained,
             receipts=[
                 replace(one, entry=one.entry.unused(), examples=0) if one.client.id in left_out else one
-                for one in trained.receipts
+                for one in receipts
             ],
-            uploads={id: upload for id, upload in trained.uploads.items() if id not in left_out},
+            uploads={id: upload for id, upload in trained.uploads.items() if id in self.ending.used},
             late=self.ending.late,
+            offline=len(offline),
         )
+
+    def ask(self, context: Any, entries: Sequence[LedgerEntry]) -> list[LedgerEntry]:
+        """Return the entries of clients that are asked for their loss, with times.
+
+        The cohort begins when the last of them has answered, or has gone offline without an answer.
+
+        Computing a loss takes as long as one pass over the client's examples.
+        """
+        reach, found = Reach(self.clock, context.seed), []
+        for entry in entries:
+            size = len(context.data.client(entry.client).train)
+            took = self.seconds(context.seed, {entry.client: size}, entry)
+            entry = replace(entry, started=self.began, ended=self.began + took)
+            if lost := reach.lost(entry):
+                entry = replace(lost, status="asked", upload=0, wasted=0)
+            found.append(entry)
+        self.answers = {e.client: (e.ended or 0.0) - self.began for e in found}
+        self.lead = max(self.answers.values(), default=0.0)
+        return found
 
     def end_round(
         self, context: Any, trained: Trained, entries: Sequence[LedgerEntry], record: RoundRecord
@@ -103,10 +154,13 @@ class Timing(Meter):
             context: the federation.
             trained: what :meth:`collect` gave.
             entries: what the ledger has of its receipts.
-            record: takes ``clock/*``, ``clients/late`` and, of asynchronous rounds, ``clients/staleness``.
+            record: takes ``clock/*``, ``clients/late``, of asynchronous rounds ``clients/staleness``, and
+                where clients come and go ``clients/offline`` and ``comm/wasted_download_bytes``.
         """
-        begin = self.now
+        before = begin = self.now
+        self.staleness = trained.staleness
         if self.flights is None:
+            begin = self.began
             entries = self._timed(context, trained, entries)
             spans, slots = [(e.started, e.ended) for e in entries], len(trained.examples)
         else:
@@ -115,36 +169,44 @@ class Timing(Meter):
             spans += [(flight.started, flight.ended) for flight in self.flights.flying]
             record.metrics["clients/staleness"] = fmean(trained.staleness) if trained.staleness else 0.0
         length = self.now - begin
-        worked = sum(
+        waited = [self.lead - self.answers[id] for id in trained.examples if id in self.answers]
+        worked = -sum(waited) + sum(
             max(min(end, self.now) - max(start, begin), 0.0)
             for start, end in spans
             if start is not None and end is not None
         )
         record.metrics |= {
             "clock/seconds": self.now,
-            "clock/round_seconds": length,
+            "clock/round_seconds": self.now - before,
             "clock/idle": round(max(1 - worked / (length * slots), 0.0), 12) if length and slots else 0.0,
             "clients/late": float(trained.late),
         }
+        if not self.clock.reached.is_always:
+            unused = sum(entry.download for entry in entries if entry.status in ("lost", "rejected"))
+            record.metrics["clients/offline"] = float(trained.offline)
+            record.metrics["comm/wasted_download_bytes"] = unused
         return list(entries)
 
     def _timed(self, context: Any, trained: Trained, entries: Sequence[LedgerEntry]) -> list[LedgerEntry]:
         took = {
             e.client: self.seconds(context.seed, trained.examples, e)
             for e in entries
-            if e.client in trained.examples
+            if e.client in trained.examples and e.ended is None  # who went offline has its times
         }
         length = self.ending.seconds
         if not self.rounds.goes_by_clock:  # the bytes of masks are known by now
             answered = [one.client.id for one in trained.receipts if one.entry.status in ANSWERED]
-            length = max((took[id] for id in answered), default=0.0)
-        begin, self.now = self.now, self.now + length
+            length = max((took[id] for id in answered), default=length)
+        begin, self.now = self.began, self.began + length
         return [
             replace(e, started=begin, ended=begin + took[e.client]) if e.client in took else e
             for e in entries
         ]
 
     def seconds(self, seed: int, examples: Mapping[int, int], entry: LedgerEntry) -> float:
-        """Return how long a client took, of examples by id and its bytes."""
-        id, down, up = entry.client, entry.download, entry.upload
-        return self.clock.seconds(seed, entry.round, id, examples=examples[id], down=down, up=up)
+        """Return how long a client took, of examples by id and its bytes; one that was asked for its loss has
+        the model by then, and waits for the others' answers."""
+        id, up = entry.client, entry.upload
+        down = 0 if id in self.answers else entry.download
+        took = self.clock.seconds(seed, entry.round, id, examples=examples[id], down=down, up=up)
+        return took + self.lead if id in self.answers else took

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from fl_lightning.aggregation.base import Receipt
 from fl_lightning.client import Assignment
@@ -22,6 +23,8 @@ class Trained:
         started: receipts of the clients that started in this round, whose losses are this round's.
         staleness: of each upload that counts in an asynchronous round, the versions since its download.
         late: how many uploads came too late to be used.
+        losses: what clients that trained have told of their losses, by id.
+        offline: how many clients went offline before their upload had arrived.
     """
 
     cohort: list[Assignment] = field(default_factory=list)
@@ -31,9 +34,11 @@ class Trained:
     started: list[Receipt] = field(default_factory=list)
     staleness: list[int] = field(default_factory=list)
     late: int = 0
+    offline: int = 0
+    losses: dict[int, float] = field(default_factory=dict)
 
 
 Train = Callable[[Sequence[int]], Trained]
 """Trains clients by id, from the server's present state."""
-Draw = Callable[[Sequence[int], int, int], Sequence[int]]
-"""Draws clients: of these ids, how many, and in which draw of the round, counted from 0."""
+Draw = Callable[[Any, int, int], Sequence[int]]
+"""Draws clients: of these ids, an array, how many, and in which draw of the round, counted from 0."""

@@ -53,6 +53,7 @@ NEUTRAL_VALUES = {
     "trainer.clock": None,
     "trainer.rounds": None,
     "trainer.topology": None,
+    "trainer.sampler": None,
     "trainer.callbacks.*.init_args.claimed_examples": None,
     "model.init_args.scheduler": None,
     "model.init_args.max_share": 1.0,

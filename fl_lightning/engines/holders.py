@@ -8,7 +8,7 @@ States go from one rank to one other, and not to all.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from torch import Tensor
 
@@ -21,7 +21,7 @@ Holders = dict[int, int]
 the same; with one process it is empty."""
 
 
-def spread_states(states: dict[int, State], holders: Holders) -> None:
+def spread_states(states: dict[int, State], holders: Holders, shared: Collection[int] = ()) -> None:
     """Deal the states of a checkpoint, which every rank has read, to the ranks.
 
     Ranks other than 0 drop what they do not hold.
@@ -29,10 +29,11 @@ def spread_states(states: dict[int, State], holders: Holders) -> None:
     Args:
         states: what clients keep, by id.
         holders: filled in.
+        shared: ids of clients whose state every rank keeps.
     """
     if world_size() == 1:
         return
-    for position, id in enumerate(sorted(states)):
+    for position, id in enumerate(sorted({*states} - {*shared})):
         holders[id] = position % world_size()
         if rank() not in (0, holders[id]):
             del states[id]

@@ -319,6 +319,11 @@ class Method(Recorded, SummingServer, WithLocalWork, WithPersonal, WithTerms):
         """
         return {"examples": (), "weights": (self.layout.size,)}
 
+    @property
+    def keeps_state(self) -> bool:
+        """Whether clients keep anything from round to round; it is known once the network is built."""
+        return self.terms_read("previous_features") or bool(self.own.size and self.own_part_learns)
+
     # The server's half; it sees decoded payloads and nothing else of a client
 
     def work_kind(self, client: Client) -> str:

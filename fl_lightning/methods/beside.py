@@ -31,6 +31,7 @@ class PersonalMethod(Method, ABC):
     kind = "personal models"
     personalised = True
     has_global_model = True
+    keeps_state = True
     refuses = no_personal("what its clients keep is its own")
     trains_apart: bool = False
     """Whether the same steps move parameters of the global model and others, which must not touch it."""

@@ -75,6 +75,10 @@ class CorrectedMethod(Method, ABC):
         for name in self.upload_limits(client):
             upload.tensor(name)
 
+    @property
+    def keeps_state(self) -> bool:
+        return self.corrects or super().keeps_state
+
     def make_room(self, *names: str) -> None:
         """Register buffers ``[P]`` for what ``receive`` sets."""
         for name in names:

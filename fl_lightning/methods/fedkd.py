@@ -60,6 +60,7 @@ class FedKD(Method):
     kind = "exchange of logits"
     stackable = True
     own_terms = frozenset({"kd"})
+    keeps_state = True
     refuses = {
         **only("classification", "its soft labels are one row of classes for each public example"),
         "secure_sum": "its server reads the soft labels of single clients",

@@ -83,6 +83,7 @@ class FedMosaic(Method):
 
     kind = "personal models"
     stackable = True
+    keeps_state = True
     refuses = {
         **only("classification", "it finds related clients by the gradient of a last layer over classes"),
         "module": "it cuts the networks of its clients into blocks with adapters, which no module has",

@@ -122,6 +122,7 @@ class FedVEMoE(Method):
 
     kind = "language models"
     personalised = True
+    keeps_state = True
     refuses = {
         **no_personal("its clients have models of their own, of experts"),
         **only("language", "experts are adapters of a language model, chosen at each token"),

@@ -83,6 +83,7 @@ class HEST(Method):
 
     kind = "language models"
     personalised = True
+    keeps_state = True
     refuses = {
         **no_personal("its clients have budgets of their own, and one controller"),
         **only("language", "it decides token by token"),

@@ -31,7 +31,7 @@ class LocalOnly(Method):
 
     kind = "references"
     stackable = True
-    personalised = True
+    personalised = keeps_state = True
     refuses = {
         "received_terms": "its clients receive nothing",
         "secure_sum": "its clients send no weights that could be added",

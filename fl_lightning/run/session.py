@@ -95,7 +95,8 @@ class RunSession:
         It comes before the trackers: workers are forks, and a fork must not find locks that threads of this
         process hold.
         """
-        spread_states(self.fed.states, self.fed.holders)
+        shared = self.fed.timing.in_flight if self.fed.timing else ()
+        spread_states(self.fed.states, self.fed.holders, shared)
         engine = self.make_engine(self.fed)
         running.callback(engine.close)
         engine.start()

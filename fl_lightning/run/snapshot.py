@@ -180,6 +180,7 @@ def _problem(progress: Mapping[str, Any], clients: Mapping[str, Tensor], folder:
         "partition": isinstance(progress.get("partition"), str),
         "content": isinstance(progress.get("content", ""), str),
         "frozen": isinstance(progress.get("frozen", ""), str),
+        "clock": isinstance(progress.get("clock", ""), str),
         "config": isinstance(progress.get("config"), dict),
         "tables": isinstance(tables, dict)
         and all(is_mark(tables.get(name)) for name in ("metrics", "ledger")),

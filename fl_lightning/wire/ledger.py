@@ -7,6 +7,8 @@ import io
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
+from fl_lightning.wire.payload import Payload
+
 
 @dataclass(frozen=True, slots=True)
 class LedgerEntry:
@@ -18,7 +20,8 @@ class LedgerEntry:
         status: ``trained``; ``dropped`` (before training, so nothing was sent in either direction, except
             messages of a secure sum's first phases, and the broadcast to a machine that did not answer);
             ``lost`` (it trained, but its upload was not used);
-            ``rejected`` (its upload arrived and was refused).
+            ``rejected`` (its upload arrived and was refused); ``asked`` (it was sent the broadcast to tell
+            its loss, and was not taken).
         download: bytes of the broadcast, and of a secure sum's messages to the client.
         upload: bytes of the upload; of a secure sum, of all messages of the client.
         wasted: bytes of the upload that were not used; part of ``upload``.
@@ -39,6 +42,13 @@ class LedgerEntry:
         """Return the values of the entry by column, without those that it does not have."""
         values = {name: getattr(self, name) for name in self.__slots__}
         return {name: value for name, value in values.items() if value is not None}
+
+    def with_upload(self, more: Payload | None) -> LedgerEntry:
+        """Return the entry of a client that sends something beside its upload, if it sends anything."""
+        if more is None or self.status == "dropped":
+            return self
+        wasted = self.wasted if self.status == "trained" else self.wasted + more.nbytes
+        return replace(self, upload=self.upload + more.nbytes, wasted=wasted)
 
     def unused(self) -> LedgerEntry:
         """Return the entry of a round whose sum the server could not use: a client that trained is lost."""

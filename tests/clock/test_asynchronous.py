@@ -11,12 +11,14 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from all_methods import METHODS
 from ranked import result
 from refusals import refused
-from ten import SMALL
+from ten import SMALL, make
 from toy import CENTRES, Points, on_points, run, sgd
 
-from callbacks import ByzantineClients
+from callbacks import ByzantineClients, LabelNoise, TrainingCost
+from fl_lightning import methods
 from fl_lightning.aggregation.base import Receipt
 from fl_lightning.client import Client
 from fl_lightning.clock import (
@@ -32,12 +34,19 @@ from fl_lightning.clock import (
 from fl_lightning.clock.asynchronous import Flights
 from fl_lightning.clock.devices import Devices
 from fl_lightning.clock.trained import Trained
-from fl_lightning.conformance.toy import LR, images
-from fl_lightning.hooks import Stressor
-from fl_lightning.methods import SCAFFOLD, FedAdam, FedAvg, FedMPQ, FedPer
+from fl_lightning.conformance.toy import LR, images, trainer_in
+from fl_lightning.hooks import Meter, Stressor
+from fl_lightning.methods import MOON, SCAFFOLD, FedAdam, FedAvg, FedDyn, FedMPQ, FedPer, FedSpeed
 from fl_lightning.privacy.secure.settings import SecureSum
 from fl_lightning.rng import stream
 from fl_lightning.wire import LedgerEntry, Payload
+
+OF_IMAGES = [
+    name
+    for name in METHODS
+    if name != "FedAdaLoRA" and "classification" not in getattr(methods, name).refuses
+]
+"""The methods that train a small CNN, and no adapters."""
 
 
 class Fixed(Devices):
@@ -271,14 +280,73 @@ def test_statistics_of_batchnorm_are_not_moved():
         (SCAFFOLD, {}, "--model SCAFFOLD"),
         (FedMPQ, {}, "--model FedMPQ"),
         (FedPer, {}, "--model FedPer"),
+        (MOON, {}, "--model MOON"),
+        (FedDyn, {}, "--model FedDyn"),
+        (FedSpeed, {}, "--model FedSpeed"),
+        (FedAvg, {"callbacks": [LabelNoise(among="cohort")]}, "LabelNoise(among='cohort')"),
         (FedAvg, {"clock": None}, "--trainer.rounds FedBuff"),
         (FedAvg, {"secure_sum": SecureSum()}, "secure_sum"),
         (FedAvg, {"callbacks": [ByzantineClients(attack="alie")]}, "ByzantineClients"),
     ],
-    ids=["concurrency", "buffer", "SCAFFOLD", "FedMPQ", "FedPer", "no clock", "secure sum", "joint attack"],
+    ids=[
+        *("concurrency", "buffer", "SCAFFOLD", "FedMPQ", "FedPer", "MOON", "FedDyn", "FedSpeed"),
+        *("noise of a cohort", "no clock", "secure sum", "joint attack"),
+    ],
 )
 def test_what_does_not_go_together(tmp_path, method, settings, given):
     settings = {"clock": Clock(devices=SameDevice()), "rounds": FedBuff(2, 2), **settings}
     with refused(given):
         trained(tmp_path, method, **settings)
     assert not any(tmp_path.iterdir())
+
+
+class Started(Meter):
+    """How many examples the clients train on that start in each version, and how many these clients are."""
+
+    def __init__(self) -> None:
+        self.examples, self.clients = {}, {}
+
+    def on_client_start(self, client, message, labels, round, context):
+        sizes = context.data.epoch_sizes(client)
+        self.examples[round] = self.examples.get(round, 0) + sum(sizes)
+        self.clients[round] = self.clients.get(round, 0) + 1
+
+
+def test_a_meter_sees_all_that_start_in_a_version(tmp_path):
+    """Several groups, or nobody: what it costs to train them is in proportion to their examples."""
+    clock = Clock(devices=Fixed(1.0, 1.37, 2.11, 3.05, 0.83, 1.73))
+    started, cost = Started(), TrainingCost()
+    trainer = trained(tmp_path, clock=clock, rounds=FedBuff(4, 2), callbacks=[started, cost])
+    assert started.clients[1] == 5, "four at first, and one that replaces the first that returns"
+    flops = [float(row["cost/train_flops"]) for row in rows(trainer, "metrics.csv")]
+    per_example = {flops[round - 1] / examples for round, examples in started.examples.items()}
+    assert max(per_example) == pytest.approx(min(per_example), rel=1e-9)
+    assert sum(f > 0 for f in flops) == len(started.examples)
+
+
+def test_a_trial_run_has_two_at_work(tmp_path):
+    started, clock = Started(), Clock(devices=LogNormalDevices())
+    trainer = trainer_in(
+        tmp_path, clock=clock, rounds=FedBuff(5, 4), callbacks=[started], fast_dev_run=2, max_rounds=9
+    )
+    trainer.fit(FedAvg(network=SMALL, optimizer=sgd(0.1)), images())
+    assert started.clients[1] <= 3
+    assert sum(started.clients.values()) <= 5
+    trainer.fast_dev_run = 0
+    started.clients.clear()
+    trainer.fit(FedAvg(network=SMALL, optimizer=sgd(0.1)), images())
+    assert started.clients[1] >= 5
+
+
+@pytest.mark.parametrize("name", OF_IMAGES)
+def test_a_method_says_whether_its_clients_keep_anything(tmp_path, name):
+    """What is found after a round is declared, so that it is refused before the first."""
+
+    class Looks(Meter):
+        def on_round_end(self, record, context):
+            seen.append((bool(context.states), context.method.keeps_state))
+
+    seen: list[tuple[bool, bool]] = []
+    settings = {"callbacks": [Looks()], "max_rounds": 1, "local_epochs": 1}
+    run(make(name, optimizer=sgd(0.05)), images(), tmp_path, **settings)
+    assert all(keeps <= says for keeps, says in seen)

@@ -210,6 +210,10 @@ def test_over_selection_keeps_the_first_and_orders_ties_by_id():
     assert end(3, {7: 2.0, 3: 1.0, 5: 2.0, 1: 3.0}) == (2.0, {3, 5, 7}, 1)
     assert end(2, {7: 2.0, 3: 1.0, 5: 2.0}) == (2.0, {3, 5}, 1)
     assert end(3, {9: 4.0}) == (4.0, {9}, 0)
+    drawn = OverSelection(1.3, ties="drawn").end(
+        {3: 2.0, 5: 2.0, 1: 2.0}, {1, 3, 5}, cohort=1, began=3, lot=lambda c: -c
+    )
+    assert drawn.used == {5}
     assert end(2, {9: 4.0, 1: 5.0, 2: 6.0}, rejected=(9,)) == (6.0, {1, 2}, 0)
     assert end(3, {9: 7.0, 1: 5.0, 2: 6.0}, rejected=(9,)) == (7.0, {1, 2}, 0), "as long as it waits for all"
 

@@ -22,6 +22,7 @@ SHORTEST = {
     "language_engines": "--clients 2 --rows 2 --steps 1 --repeats 1",
     "language_step": "--repeats 1 --rows 2 --length 16 --clients 2",
     "method_prices": "--network small_cnn --examples 8 --clients 2 --repeats 1 --only FedAdam",
+    "phones": "--clients 3",
     "prices": "--network small_cnn --examples 8 --epochs 1 --repeats 1",
     "rank_sums": "--ranks 2 --cohorts 2 --values 100 --repeats 1",
     "ranks": "--ranks 2 --clients 2 --seconds 0.01",

@@ -28,7 +28,7 @@ LAYERS = [
     {"engines"},
     {"methods"},
     {"compatibility"},
-    {"clock"},
+    {"clock", "sampling"},
     {"aggregation"},
     {"hooks", "data"},
     {"privacy", "energy"},
@@ -132,4 +132,5 @@ def test_no_pickle():
     for path in [*FILES, *sorted((ROOT / "callbacks").rglob("*.py"))]:
         assert "torch.load" not in path.read_text(), path
         uses_pickle = any(name.split(".")[0] in {"pickle", "dill", "cloudpickle"} for name in imports(path))
-        assert not uses_pickle or path.name == "cifar.py", path
+        guarded = path.name in {"cifar.py", "convert_traces.py"} and "def find_class" in path.read_text()
+        assert not uses_pickle or guarded, path

@@ -27,13 +27,14 @@ from toy import run, sgd
 
 from callbacks import ByzantineClients, SecureDropout
 from fl_lightning import rng
-from fl_lightning.clock import Clock, LogNormalDevices, OverSelection
+from fl_lightning.clock import Clock, Diurnal, FedBuff, LogNormalDevices, OverSelection
 from fl_lightning.data import IID, FederatedImages
 from fl_lightning.hooks import Meter, Stressor
 from fl_lightning.methods import Bulyan, CenteredClipping, FedAvg, FLTrust, Method, WeightedMean
 from fl_lightning.models import SmallCNN
 from fl_lightning.privacy import ClientPrivacy
 from fl_lightning.privacy.secure import PHASES, SecureSum
+from fl_lightning.sampling import Oort, PowerOfChoice
 from fl_lightning.topology import Exponential, Gossip, Hierarchy, Moshpit, Ring
 
 
@@ -55,7 +56,7 @@ OVER = {
     "edges": ("FedMPQKD", Hierarchy(groups=2, every=2)),
 }
 """Methods without a server, or with several."""
-MANY = (*TEN, "clipped", "late", "FedAdam", "FedExP", "FedACG", *OVER)
+MANY = (*TEN, "clipped", "late", "FedAdam", "FedExP", "FedACG", "choice", "oort", "buffered", *OVER)
 
 
 def method_of(name: str) -> Method:
@@ -63,8 +64,12 @@ def method_of(name: str) -> Method:
         return make("FedAvg", optimizer=sgd(0.05), scheduler=partial(ExponentialLR, gamma=0.5))
     if name in OVER:
         return make(OVER[name][0], optimizer=sgd(0.05), network=Dropped, weigh_by="clients")
-    if name == "late":
+    if name == "buffered":
+        return make("FedProx", optimizer=sgd(0.05), network=Dropped)
+    if name in ("late", "choice"):
         return make("SCAFFOLD", optimizer=sgd(0.05), network=Dropped)
+    if name == "oort":
+        return make("FedMPQ", optimizer=sgd(0.05), network=Dropped)
     return make(name, optimizer=sgd(0.05), **({} if name == "FedMosaic" else {"network": Dropped}))
 
 
@@ -80,6 +85,10 @@ def fit(name: str, root: Path, method: Method | None = None, **settings):
     late = (
         {"clock": Clock(devices=LogNormalDevices()), "rounds": OverSelection(1.6)} if name == "late" else {}
     )
+    clock = Clock(devices=LogNormalDevices(), availability=Diurnal(online=15.0, offline=5.0, day=20.0))
+    late |= {"sampler": PowerOfChoice(5), "clock": clock, "max_rounds": 3} if name == "choice" else {}
+    late |= {"sampler": Oort(explore=0.5), "clock": clock, "max_rounds": 3} if name == "oort" else {}
+    late |= {"rounds": FedBuff(4, 2), "clock": clock, "max_rounds": 4} if name == "buffered" else {}
     settings = {
         "max_rounds": 2,
         **clip,

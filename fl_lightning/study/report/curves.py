@@ -1,4 +1,4 @@
-"""Curves of a report: the primary metric over rounds or megabytes.
+"""Curves of a report: the primary metric over rounds, megabytes or virtual seconds.
 
 A curve is the mean over seeds; its band is one standard deviation to either side, where there are two seeds.
 """
@@ -90,13 +90,23 @@ def megabytes_curve(runs: Sequence[FinishedRun], tested: Column) -> Curve:
     return np.mean([one[rounds - 1] for one in spent], axis=0) if rounds.size else rounds, values
 
 
+def seconds_curve(runs: Sequence[FinishedRun], tested: Column) -> Curve:
+    """Return the same over the virtual seconds that had passed by then, mean over seeds; nothing where a run
+    has no clock."""
+    rounds, values = rounds_curve(runs, tested)
+    passed = [[row.get("clock/seconds", np.nan) for row in run.record.history] for run in runs]
+    seconds = np.mean([np.array(one)[rounds - 1] for one in passed], axis=0) if rounds.size else rounds
+    return (seconds, values) if np.isfinite(seconds).all() else (rounds[:0], values[:, :0])
+
+
 def over(
     comparison: Comparison,
     levels: Levels,
     xlabel: str,
     curve: Callable[[Sequence[FinishedRun], Column], Curve],
 ) -> Figure | None:
-    """Draw the primary metric of every method over rounds or megabytes; None where nothing was evaluated."""
+    """Draw the primary metric of every method over rounds, megabytes or virtual seconds; None where nothing
+    was evaluated."""
     task, tested = comparison.study.task, tested_as(comparison)
     runs = {label: list(comparison.runs(label, levels).values()) for label in comparison.labels}
     curves = {label: curve(of_one, tested) for label, of_one in runs.items() if of_one}
@@ -104,7 +114,7 @@ def over(
     if not curves:
         return None
     title = title_of(f"Test {task.primary_in_words}, mean and standard deviation over seeds", levels)
-    of_x = "megabytes" in xlabel and is_wide([x[-1] for x, _ in curves.values()])
+    of_x = xlabel != "round" and is_wide([x[-1] for x, _ in curves.values()])
     of_y = not task.is_share(task.primary) and is_wide(
         np.concatenate([y.mean(axis=0) for _, y in curves.values()])
     )

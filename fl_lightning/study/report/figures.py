@@ -20,6 +20,7 @@ from fl_lightning.study.report.curves import (
     megabytes_curve,
     over,
     rounds_curve,
+    seconds_curve,
     title_of,
 )
 from fl_lightning.study.report.energy_figure import PANELS, quality_over_joules
@@ -36,7 +37,7 @@ NAME_LENGTH = 34
 OUTLIER_RATIO = 5.0
 """A row of differences that reaches so many times as far as the others is an outlier."""
 FIGURES = re.compile(
-    r"\w+_over_(rounds|megabytes|joules)|final_by_method|paired_differences|negative_transfer"
+    r"\w+_over_(rounds|megabytes|seconds|joules)|final_by_method|paired_differences|negative_transfer"
     r"|critical_difference"
 )
 """The beginnings of the figures' file names."""
@@ -49,6 +50,8 @@ def figures(comparison: Comparison) -> Iterator[tuple[str, Figure | None]]:
         yield _file(f"{primary}_over_rounds", levels), over(comparison, levels, "round", rounds_curve)
         figure = over(comparison, levels, "megabytes up and down", megabytes_curve)
         yield _file(f"{primary}_over_megabytes", levels), figure
+        figure = over(comparison, levels, "virtual seconds", seconds_curve)
+        yield _file(f"{primary}_over_seconds", levels), figure
         yield _file("final_by_method", levels), by_method(comparison, levels)
         if comparison.pairs:
             yield _file("paired_differences", levels), forest(comparison, levels)

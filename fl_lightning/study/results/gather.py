@@ -221,6 +221,10 @@ def check_comparable(results: Results) -> None:
         if axis in levels and levels[axis] in compared:
             del levels[axis]
         groups.setdefault(tuple(levels.items()), []).append(run)
+    for label, level in {(run.label, tuple(run.levels.items())) for run in results.runs}:
+        runs = [run for run in results.runs if run.label == label and tuple(run.levels.items()) == level]
+        hint = "a file of trainer.clock has changed: run all seeds again with one version of it"
+        _require_one(runs, "content of the clock's files", lambda run: run.clock, hint)
     for runs in alike.values():
         hint = "the examples are not the same: run all methods again on one version of the files"
         _require_one(runs, "content of the data", lambda run: run.content, hint)
@@ -243,7 +247,7 @@ def check_comparable(results: Results) -> None:
 def _require_one(runs: list[FinishedRun], what: str, value: Callable[[FinishedRun], str], hint: str) -> None:
     first = runs[0]
     for run in runs:
-        is_hash = what in ("partition", "content of the data")
+        is_hash = what == "partition" or what.startswith("content")
         both = (value(one)[:12] if is_hash else value(one) for one in (first, run))
         given = f"{first.name} has {what} {next(both)}, {run.name} has {what} {next(both)}"
         rule = f"methods are compared on one {what}{(' a seed' if what == 'partition' else '')}"

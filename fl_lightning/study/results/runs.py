@@ -107,6 +107,11 @@ class FinishedRun:
         return str(self.record.metadata.get("content_sha256") or "")
 
     @property
+    def clock(self) -> str:
+        """SHA-256 of the files of devices and traces; empty where the clock reads none."""
+        return str(self.record.metadata.get("clock_sha256") or "")
+
+    @property
     def task(self) -> TaskMetrics:
         return TaskMetrics.of_run(self.record.metadata)
 

@@ -1,0 +1,163 @@
+"""When clients can be reached: who is offline is not invited, and who goes offline before its upload has
+arrived is lost.
+
+``K`` clients. Times are virtual seconds since the start of the run. A client is online in half-open intervals
+``[start, end)``.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from typing import Annotated
+
+import numpy as np
+
+from fl_lightning.config.constraints import at_least, within
+from fl_lightning.config.recorded import Recorded
+from fl_lightning.rng import stream
+
+MEAN = within("(0, inf)", "a mean time is above 0 seconds", 3600)
+BISECTIONS = 60
+"""Halvings of the time in which a client comes online: as many as float64 can tell apart."""
+
+Spans = tuple[np.ndarray, np.ndarray]
+"""Start and end of one time online of each client, float64 ``[K]``."""
+
+
+class Availability(Recorded, ABC):
+    """When each client is online: a pure function of the seed, the client and the time."""
+
+    settings_shown = ("--trainer.clock.availability.{name} {value}",) * 2
+    is_always: bool = False
+    """Whether nobody is ever offline."""
+
+    @abstractmethod
+    def spans(self, seed: int, clients: np.ndarray, at: float) -> Spans:
+        """Return of each client its first time online that ends after ``at``.
+
+        A client is online at ``at`` where its span has begun by then. Times that touch are one. A client that
+        is never online again has a span that starts at infinity.
+
+        Args:
+            seed: seed of the run.
+            clients: ids, int64 ``[K]``.
+            at: virtual seconds, 0 or more.
+        """
+
+    def check(self, seed: int, clients: np.ndarray) -> None:
+        """Refuse a federation that this does not fit.
+
+        Raises:
+            InputError: it does not.
+        """
+
+    @property
+    def content_sha256(self) -> str:
+        """SHA-256 of what is read from a file; empty where there is none."""
+        return ""
+
+
+class Always(Availability):
+    """Nobody is ever offline."""
+
+    is_always = True
+
+    def spans(self, seed: int, clients: np.ndarray, at: float) -> Spans:
+        return np.zeros(len(clients)), np.full(len(clients), np.inf)
+
+
+class Diurnal(Availability):
+    """Clients come and go, more of them at one time of the day than at another.
+
+    The rule is this project's own, and is fitted to nothing. A client that is online goes offline at the rate
+    1 / ``online``. One that is offline at time t comes online at the rate
+
+        (1 + amplitude sin(2 pi (t / day + zone))) / ``offline``
+
+    where zone, in [0, 1), is the client's for the whole run: one of ``zones`` that are as far apart as each
+    other, each as likely. At time 0 it is online with probability online / (online + offline). The expected
+    share p of a zone's clients that are online therefore follows p' = rate (1 - p) - p / online.
+
+    Args:
+        online: mean seconds of a time online, above 0.
+        offline: mean seconds of a time offline at the mean rate, above 0.
+        amplitude: in [0, 1]; 0: every hour is alike.
+        zones: number of time zones, at least 1; 1: all clients have their night together.
+        day: seconds of a day, above 0.
+    """
+
+    def __init__(
+        self,
+        online: Annotated[float, MEAN] = 4 * 3600.0,
+        offline: Annotated[float, MEAN] = 8 * 3600.0,
+        amplitude: Annotated[float, within("[0, 1]", "a rate is never below 0", 0.8)] = 0.8,
+        zones: Annotated[int, at_least(1)] = 24,
+        day: Annotated[float, MEAN] = 86400.0,
+    ) -> None:
+        self.online, self.offline, self.day = online, offline, day
+        self.amplitude, self.zones = amplitude, zones
+        self._made: _Renewals | None = None
+
+    def spans(self, seed: int, clients: np.ndarray, at: float) -> Spans:
+        made, size = self._made, int(clients.max(initial=-1)) + 1
+        if made is None or made.seed != seed or size > len(made.start) or at < made.at:
+            made = self._made = _Renewals(self, seed, max(size, 0 if made is None else len(made.start)))
+        made.advance(at)
+        return made.start[clients], made.end[clients]
+
+    def returns(self, zone: np.ndarray, left: np.ndarray, waits: np.ndarray) -> np.ndarray:
+        """Return when clients that went offline come back: the integral of their rate from then on is
+        ``waits``.
+
+        Args:
+            zone: of each client ``[K]``.
+            left: seconds at which it went offline ``[K]``.
+            waits: exponential variables of mean 1 ``[K]``.
+        """
+        turn, mean = 2 * math.pi / self.day, waits * self.offline
+        phase, swing = turn * left + 2 * math.pi * zone, self.amplitude / turn
+        low, high = np.maximum(mean - 2 * swing, 0.0), mean + 2 * swing
+        for _ in range(BISECTIONS if self.amplitude else 0):
+            middle = (low + high) / 2
+            early = middle - swing * (np.cos(phase + turn * middle) - np.cos(phase)) < mean
+            low, high = np.where(early, middle, low), np.where(early, high, middle)
+        return left + (high if self.amplitude else mean)
+
+
+class _Renewals:
+    """The times online of the clients 0 .. N - 1 that are the first to end after a time, which only advances.
+
+    The n-th time online of all clients is drawn from one stream, client by client, so that a client's times
+    do not depend on how many clients there are.
+    """
+
+    def __init__(self, law: Diurnal, seed: int, clients: int) -> None:
+        self.law, self.seed, self.at = law, seed, 0.0
+        first = stream(seed, "clock/diurnal").random((clients, 2))
+        self.zone = np.floor(first[:, 0] * law.zones) / law.zones
+        self.number = np.zeros(clients, np.int64)
+        self._draws: dict[int, np.ndarray] = {}
+        draws, there = self._drawn(0), first[:, 1] < law.online / (law.online + law.offline)
+        self.start = np.where(there, 0.0, law.returns(self.zone, np.zeros(clients), draws[:, 0]))
+        self.end = self.start + law.online * draws[:, 1]
+
+    def advance(self, at: float) -> None:
+        """Go on until every time online ends after ``at``."""
+        self.at = at
+        while (past := np.flatnonzero(self.end <= at)).size:
+            self.number[past] += 1
+            for number in np.unique(self.number[past]):
+                who = past[self.number[past] == number]
+                draws = self._drawn(int(number))[who]
+                self.start[who] = self.law.returns(self.zone[who], self.end[who], draws[:, 0])
+                self.end[who] = self.start[who] + self.law.online * draws[:, 1]
+        for number in [one for one in self._draws if one < self.number.min(initial=0)]:
+            del self._draws[number]
+
+    def _drawn(self, number: int) -> np.ndarray:
+        """Return exponential variables ``[N, 2]`` for the waiting and the length of a time online."""
+        if number not in self._draws:
+            draws = stream(self.seed, "clock/diurnal", round=number + 1)
+            self._draws[number] = draws.standard_exponential((len(self.number), 2))
+        return self._draws[number]

@@ -1,0 +1,272 @@
+"""Availability from a file: when phones were measured to be idle, charged and on WiFi.
+
+The file is FLASH's and FLHetBench's ``cached_timers.json`` (Yang et al., WWW 2021; Zhang et al., CVPR 2024),
+an object of ``guid: {"trace_start": s, "trace_end": s, "ready_time": [[start, end], ...]}`` in seconds, or
+the same as a Parquet table. ``python -m fl_lightning traces convert`` makes either of FedScale's pickle.
+
+``T`` traces, ``M`` times online of all of them, ``K`` clients.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from hashlib import sha256
+from io import BytesIO
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+
+from fl_lightning.clock.availability import Availability, Spans
+from fl_lightning.errors import InputError, require
+from fl_lightning.rng import stream
+
+MAX_BYTES = 2**29
+"""Bytes of a file of traces; FLASH's largest has less than a tenth."""
+COLUMNS = ("guid", "start", "end", "trace_start", "trace_end")
+
+
+@dataclass(frozen=True)
+class Trace:
+    """One measured device.
+
+    Args:
+        guid: its name.
+        begin: virtual seconds at which it begins; it is repeated before and after.
+        length: seconds after which it begins anew, above 0.
+        spans: times online since its beginning, sorted and apart from each other, float64 ``[n, 2]``.
+    """
+
+    guid: str
+    begin: float
+    length: float
+    spans: np.ndarray
+
+
+class AvailabilityTrace(Availability):
+    """Clients are online when measured phones were.
+
+    A client's trace is repeated without end, and virtual second 0 is the file's second 0: traces that begin
+    at different hours keep a common time of the day, as in FLASH. Times online that touch are one, also
+    where one ends with the trace and the first begins with it. FLASH rounds times down to whole seconds and
+    counts the last of them as online; here times are real numbers and half-open.
+
+    Args:
+        path: a JSON or Parquet file of traces.
+        assign: which trace a client has: ``order``: client k the trace k modulo T, in the order of the file,
+            as FedScale does it; ``random``: one drawn for the whole run, each as likely, as FLASH does it.
+
+    Raises:
+        InputError: the file cannot be read or is no file of traces, or nobody in it is ever online.
+    """
+
+    def __init__(self, path: str, assign: Literal["order", "random"] = "order") -> None:
+        self.path, self.assign = path, assign
+        data = read_bytes(Path(path))
+        self._sha256 = sha256(data).hexdigest()
+        traces = read_traces(data, path)
+        require(
+            any(len(trace.spans) for trace in traces),
+            path,
+            "nobody in it is ever online",
+            "take traces with times in ready_time",
+        )
+        self.begin = np.array([trace.begin for trace in traces])
+        self.length = np.array([trace.length for trace in traces])
+        counts = np.array([len(trace.spans) for trace in traces])
+        self.first = np.cumsum(counts) - counts
+        self.last = np.cumsum(counts)
+        self.starts, self.ends = np.concatenate([trace.spans for trace in traces]).T.copy()
+
+    @property
+    def content_sha256(self) -> str:
+        return self._sha256
+
+    def check(self, seed: int, clients: np.ndarray) -> None:
+        which = self._trace_of(seed, clients)
+        require(
+            bool((self.last[which] > self.first[which]).any()),
+            f"{self.path} for {len(clients)} clients",
+            "the traces that they have are never online",
+            "take more clients, or another file",
+        )
+
+    def spans(self, seed: int, clients: np.ndarray, at: float) -> Spans:
+        which = self._trace_of(seed, clients)
+        first, last, length = self.first[which], self.last[which], self.length[which]
+        phase = np.mod(at - self.begin[which], length)
+        lap = at - phase
+        found = _after(self.ends, first, last, phase)
+        wraps, never = found == last, first == last
+        found, lap = np.where(wraps, first, found), np.where(wraps, lap + length, lap)
+        inside, final = np.minimum(found, len(self.ends) - 1), np.maximum(last - 1, 0)
+        start, end = lap + self.starts[inside], lap + self.ends[inside]
+        head = np.minimum(first, len(self.ends) - 1)
+        joins = (found == last - 1) & (self.ends[final] == length) & (self.starts[head] == 0)
+        end = np.where(joins, lap + length + self.ends[head], end)
+        end = np.where(joins & (last - first == 1), np.inf, end)
+        return np.where(never, np.inf, start), np.where(never, np.inf, end)
+
+    def _trace_of(self, seed: int, clients: np.ndarray) -> np.ndarray:
+        if self.assign == "order":
+            return clients % len(self.length)
+        drawn = stream(seed, "clock/trace").random(int(clients.max(initial=-1)) + 1)
+        return (drawn * len(self.length)).astype(np.int64)[clients]
+
+
+def _after(ends: np.ndarray, first: np.ndarray, last: np.ndarray, at: np.ndarray) -> np.ndarray:
+    """Return the first place in ``first .. last`` whose end is after a time, ``last`` if there is none; by
+    bisection, all clients at once.
+
+    Args:
+        ends: of all times online ``[M]``, rising within each trace.
+        first, last: the places of each client's trace ``[K]``.
+        at: seconds within it ``[K]``.
+    """
+    low, high = first.copy(), last.copy()
+    while (open_ := low < high).any():
+        middle = (low + high) // 2
+        past = open_ & (ends[np.minimum(middle, len(ends) - 1)] <= at)
+        low, high = np.where(past, middle + 1, low), np.where(open_ & ~past, middle, high)
+    return low
+
+
+def read_bytes(path: Path) -> bytes:
+    """Return what a file of traces has.
+
+    Raises:
+        InputError: it cannot be read, or is too large.
+    """
+    try:
+        with path.open("rb") as file:
+            data = file.read(MAX_BYTES + 1)
+    except OSError as error:
+        raise InputError(
+            str(path), f"it cannot be read ({error.strerror or error})", "correct the path"
+        ) from None
+    rule = f"a file of traces has at most {MAX_BYTES // 2**20} MiB"
+    require(len(data) <= MAX_BYTES, str(path), rule, "take some of its traces")
+    return data
+
+
+def read_traces(data: bytes, name: str) -> list[Trace]:
+    """Return the traces of a file, in its order; those that FLASH marks as unreadable are left out.
+
+    Args:
+        data: what it has.
+        name: of the file, whose ending says what it is.
+
+    Raises:
+        InputError: it is no file of traces.
+    """
+    found = _parquet(data, name) if name.endswith((".parquet", ".pq")) else _json(data, name)
+    require(bool(found), name, "it has no traces", "write an object of guid: {ready_time: [[start, end]]}")
+    return [trace_of(guid, entry, f"{name}, {guid}") for guid, entry in found.items()]
+
+
+def _json(data: bytes, name: str) -> dict[str, Any]:
+    instead = 'write {"guid": {"trace_start": 0, "trace_end": 86400, "ready_time": [[start, end]]}}'
+    try:
+        found = json.loads(data)
+    except (ValueError, RecursionError) as error:
+        reason = " ".join(str(error).split())
+        raise InputError(name, f"it is no JSON ({reason})", instead) from None
+    require(isinstance(found, dict), name, "traces are an object by guid", instead)
+    found = {str(guid)[:80]: entry for guid, entry in found.items()}
+    for guid, entry in found.items():
+        require(isinstance(entry, dict), f"{name}, {guid}", "a trace is an object", instead)
+    return {guid: entry for guid, entry in found.items() if entry.get("isSuccess") is not False}
+
+
+def _parquet(data: bytes, name: str) -> dict[str, Any]:
+    import pandas as pd
+
+    instead = f"write the columns {', '.join(COLUMNS)}, a row for each time online"
+    try:
+        table = pd.read_parquet(BytesIO(data))
+    except Exception as error:  # a damaged file can raise nearly any error
+        reason = " ".join(str(error).split())[:200] or type(error).__name__
+        raise InputError(name, f"it cannot be read as Parquet ({reason})", instead) from None
+    missing = [column for column in COLUMNS if column not in table.columns]
+    require(not missing, name, f"it has no column {', '.join(missing)}", instead)
+    for column in COLUMNS[1:]:
+        table[column] = pd.to_numeric(table[column], errors="coerce")
+    found = {}
+    for guid, rows in table.groupby("guid", sort=False):
+        one = rows.iloc[0]
+        times = rows[["start", "end"]]
+        times = times[times.notna().any(axis=1)]  # a row without times is of a device that is never online
+        found[str(guid)] = {
+            "trace_start": float(one["trace_start"]),
+            "trace_end": float(one["trace_end"]),
+            "ready_time": times.to_numpy(float).tolist(),
+        }
+    return found
+
+
+def trace_of(guid: str, entry: Mapping[str, Any], given: str) -> Trace:
+    """Return one trace of a file.
+
+    Args:
+        guid: its name.
+        entry: ``ready_time``, and perhaps ``trace_start`` (default 0) and ``trace_end`` (default: the last
+            time online ends the trace).
+        given: what a refusal calls it.
+
+    Raises:
+        InputError: a time is no number, or outside the trace.
+    """
+    times = entry.get("ready_time")
+    is_right = isinstance(times, list) and all(map(_is_pair, times))
+    require(is_right, f"{given}, ready_time", "it is a list of [start, end] in seconds", "mend it")
+    spans = np.array(times, np.float64).reshape(-1, 2)
+    begin = entry.get("trace_start") or 0.0
+    end = entry.get("trace_end")
+    end = (spans[:, 1].max() if len(spans) else begin + 1) if end is None else end
+    require(
+        _is_time(begin) and _is_time(end) and begin < end,
+        f"{given}, trace_start {begin} and trace_end {end}",
+        "a trace begins before it ends, at seconds that are finite",
+        "mend them",
+    )
+    wrong = (spans[:, 0] > spans[:, 1]) | (spans[:, 0] < begin) | (spans[:, 1] > end)
+    if wrong.any():
+        low, high = spans[wrong][0]
+        rule = f"a time online begins before it ends, and within {begin:g} and {end:g}"
+        raise InputError(f"{given}, ready_time [{low:g}, {high:g}]", rule, "mend it")
+    return Trace(guid, float(begin), float(end - begin), merged(spans - begin))
+
+
+def merged(spans: np.ndarray) -> np.ndarray:
+    """Return times online in order, those that touch or overlap as one, ``[n, 2]``; those without a length
+    are left out."""
+    found: list[list[float]] = []
+    for start, end in spans[np.lexsort((spans[:, 1], spans[:, 0]))].tolist():
+        if found and start <= found[-1][1]:
+            found[-1][1] = max(found[-1][1], end)
+        else:
+            found.append([start, end])
+    return np.array([one for one in found if one[0] < one[1]]).reshape(-1, 2)
+
+
+def _is_pair(value: object) -> bool:
+    return isinstance(value, list) and len(value) == 2 and all(map(_is_time, value))
+
+
+def _is_time(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def as_json(traces: Iterable[Trace]) -> dict[str, Any]:
+    """Return traces in the form of FLASH's file."""
+    return {
+        trace.guid: {
+            "trace_start": trace.begin,
+            "trace_end": trace.begin + trace.length,
+            "ready_time": (trace.begin + trace.spans).tolist(),
+        }
+        for trace in traces
+    }

@@ -1,0 +1,80 @@
+"""The contract of a sampler, and the uniform one."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from fl_lightning.hooks import Meter
+from fl_lightning.wire import LedgerEntry
+
+
+@dataclass(frozen=True)
+class ServerView:
+    """What a server knows when it draws a cohort.
+
+    Args:
+        seed: of the run.
+        round: number of the round, from 1.
+        number: of the draw within the round, from 0.
+        sizes: how many training examples each client says it has, int64 ``[K]`` by id.
+        randomness: makes the stream of a seed, a purpose, a round and a number.
+        ask: sends clients the server's model and returns the mean loss that each of them answers with, by id,
+            of those that answer; what that costs is in the ledger.
+    """
+
+    seed: int
+    round: int
+    number: int
+    sizes: np.ndarray
+    randomness: Callable[[int, str, int, int], Any]
+    ask: Callable[[Sequence[int]], Mapping[int, float]]
+
+    def stream(self) -> Any:
+        """Return the stream of this draw."""
+        return self.randomness(self.seed, "cohort", self.round, self.number)
+
+
+class Sampler(Meter, ABC):
+    """Draws the clients of a round. What it has learned is in ``state_dict``."""
+
+    settings_shown = ("--trainer.sampler.{name} {value}",) * 2
+    is_uniform: bool = False
+    """Whether all clients that can be reached are as likely, whatever they have done."""
+    goes_by_clock: bool = False
+    """Whether it needs to know how long clients take."""
+    reads_losses: bool = False
+    """Whether clients that train send beside their upload the root mean square, over their examples, of the
+    loss of the model that they were sent."""
+
+    @abstractmethod
+    def draw(self, view: ServerView, among: np.ndarray, count: int) -> list[int]:
+        """Return the ids of at most ``count`` clients.
+
+        Args:
+            view: what the server knows.
+            among: sorted ids of the clients that can be reached, at least ``count``.
+            count: how many are wanted.
+        """
+
+    def learn(self, round: int, entries: Sequence[LedgerEntry], losses: Mapping[int, float]) -> None:
+        """Take note of a round that has ended.
+
+        Args:
+            round: its number.
+            entries: the ledger's, with times where the run has a clock.
+            losses: of ``reads_losses``, by id of the clients whose upload was used.
+        """
+
+
+class Uniform(Sampler):
+    """Every client is as likely (McMahan et al., 2017)."""
+
+    is_uniform = True
+
+    def draw(self, view: ServerView, among: np.ndarray, count: int) -> list[int]:
+        return view.stream().choice(among, count, replace=False, shuffle=False).tolist()
