@@ -29,7 +29,7 @@ def default_uploads(
         shared: values that are the same for all of them, by name.
     """
     own = any(overrides(method, Method, hook) for hook in ("upload", "end_client"))
-    if own or method.terms_read("previous_features") or method.own.size:
+    if own or method.terms_read("previous_features") or method.own.size or method.adapters.sends_parts:
         return None
     layout = method.layout
     if type(layout) is not Layout or "read" in vars(layout):
