@@ -21,11 +21,13 @@ class TrainedModel:
         network: the network.
         data: what it was trained on; of them come the form of inputs, names of classes and a tokeniser.
         about: where it comes from, ready for JSON: method, run, round, client ...
+        base_moved: whether the frozen weights under adapters are no longer those of the model that is named.
     """
 
     network: nn.Module
     data: FederatedData
     about: dict[str, Any] = field(default_factory=dict)
+    base_moved: bool = False
 
     @property
     def reads_tokens(self) -> bool:

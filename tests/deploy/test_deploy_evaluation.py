@@ -50,7 +50,16 @@ PERSONAL = ("APFL", "Ditto", "FedALA", "FedProto", "FedRoD")
         ("finetune", IMAGES),
         *((name.lower(), IMAGES) for name in PERSONAL),
     ],
-    ids=["LocalOnly", "FedMosaic", "FedVEMoE", "LocalOnly on text", "residual", "FedPer", "FineTune", *PERSONAL],
+    ids=[
+        "LocalOnly",
+        "FedMosaic",
+        "FedVEMoE",
+        "LocalOnly on text",
+        "residual",
+        "FedPer",
+        "FineTune",
+        *PERSONAL,
+    ],
 )
 def test_metrics_of_personal_models_are_those_of_the_simulation(config, more, tmp_path):
     cli = deployed(config, tmp_path, InProcess(nodes_in(tmp_path)), *more)

@@ -254,6 +254,10 @@ class AdapterAverage(Recorded):
     def write_base(self, method: Averaging) -> None:
         """Make the frozen weights of the network those that the server deploys."""
 
+    def base_moved(self, method: Averaging) -> bool:
+        """Return whether the server's frozen weights are no longer those of the start."""
+        return False
+
     # What it measures
 
     def pairs_in(self, layout: Layout, vector: Tensor) -> list[Pair]:

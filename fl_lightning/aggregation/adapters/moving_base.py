@@ -191,6 +191,11 @@ class MovingBase:
             change = change.T if pair.transposed else change
             tensors[pair.base].copy_(self.start[pair.base].float() + change)
 
+    @staticmethod
+    def has_moved(server: Mapping[str, Tensor]) -> bool:
+        """Return whether a round has added anything."""
+        return bool(server[MOVED])
+
     def write_server(self, network: torch.nn.Module, server: Mapping[str, Tensor]) -> None:
         """Make the frozen weights those that the server has."""
         self.write(network, BaseChange.read(self.shapes, server, TOTAL))

@@ -88,3 +88,6 @@ class Residual(AdapterAverage):
 
     def write_base(self, method: Averaging) -> None:
         self.base.write_server(method.network, method.server)
+
+    def base_moved(self, method: Averaging) -> bool:
+        return self.base.has_moved(method.server)

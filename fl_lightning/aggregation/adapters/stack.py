@@ -100,3 +100,6 @@ class Stack(AdapterAverage):
 
     def write_base(self, method: Averaging) -> None:
         self.base.write_server(method.network, method.server)
+
+    def base_moved(self, method: Averaging) -> bool:
+        return self.base.has_moved(method.server)
