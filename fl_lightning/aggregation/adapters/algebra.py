@@ -25,14 +25,14 @@ hold it."""
 
 def stacked(pairs: Sequence[Pair], shares: Sequence[float]) -> Pair:
     """Return one pair of rank sum r_k whose product is mean(BA), whatever the ranks (FLoRA, Wang et
-    al. 2024, NeurIPS, arXiv 2409.05976, eq. 5): B is scaled by the share, once."""
+    al. 2024, NeurIPS, arXiv 2409.05976): B is scaled by the share, once."""
     b = torch.cat([share * b for (_, b), share in zip(pairs, shares, strict=True)], 1)
     return torch.cat([a for a, _ in pairs], 0), b
 
 
 def residual(pairs: Sequence[Pair], shares: Sequence[float], mean_b: Tensor) -> Pair:
     """Return a pair of rank (K - 1) r whose product is R = mean(BA) - mean(B) mean(A) (FedEx-LoRA,
-    Singhal et al. 2025, ACL, arXiv 2410.09432, eq. 6).
+    Singhal et al. 2025, ACL, arXiv 2410.09432).
 
     R = sum_k p_k (B_k - mean(B)) (A_k - A_1), since the deviations of B add up to 0. The first
     client adds nothing, and where all A are equal R is 0 in every bit.
@@ -109,7 +109,7 @@ def solved(pair: Pair, start: Pair, steps: int) -> Pair:
 
 def norm_shares(adapters: Sequence[Sequence[Pair]], shares: Sequence[float]) -> list[float]:
     """Return p_k s_k / sum_j p_j s_j with s_k = ||c B_k A_k|| over all layers (HetLoRA, Cho et al.
-    2024, EMNLP, arXiv 2401.06432, eq. 3, there with equal p). Equal norms leave the shares as they
+    2024, EMNLP, arXiv 2401.06432, there with equal p). Equal norms leave the shares as they
     are, bit for bit; so do adapters that add nothing.
 
     Args:

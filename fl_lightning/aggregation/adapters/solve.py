@@ -1,8 +1,9 @@
-"""Factors whose product is near to the mean of the products, by alternating least squares, as
-FLoRA-NA (2025) and LoRA-FAIR (Bian et al., ICCV 2025, arXiv 2411.14961) look for them.
+"""Factors whose product is near to the mean of the products, by alternating least squares.
 
-    min over A, B of || B A - sum_k p_k B_k A_k ||,     from mean(A) and mean(B) on, a fixed number
-    of times
+    min over A, B of || B A - sum_k p_k B_k A_k ||,     from mean(A) and mean(B) on
+
+FLoRA-NA (Nguyen et al. 2025, arXiv 2509.26399) and LoRA-FAIR (Bian et al., ICCV 2025, arXiv
+2411.14961) look for such factors, each in its own way.
 """
 
 from __future__ import annotations
