@@ -10,7 +10,6 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from fl_lightning.data import FederatedData
-from fl_lightning.tasks import LanguageModelling
 
 
 @dataclass(frozen=True)
@@ -32,7 +31,7 @@ class TrainedModel:
     @property
     def reads_tokens(self) -> bool:
         """Whether examples are sequences of token ids, the network a language model."""
-        return isinstance(self.data.task, LanguageModelling)
+        return self.data.task.of_tokens
 
     @property
     def example(self) -> Any:

@@ -203,6 +203,7 @@ class Method(Recorded, SummingServer, WithLocalWork, WithPersonal, WithTerms):
         else:
             self.module.load_state_dict(self.module_start)
             self.network = adopt(self, self.module, data)
+        data.see_network(self.network)
         self.adapters.prepare(self.network)
         self.split_network()
         self.cohort, self.most_examples = data.num_clients, self.client_weights.largest(data)
