@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args
 
-from fl_lightning.aggregation.averages import Average
+from fl_lightning.aggregation.averages import Average, WeightedMean
 from fl_lightning.aggregation.private import PrivateAggregation
 from fl_lightning.aggregation.server import SummingServer
 from fl_lightning.clock.rounds import Rounds
@@ -33,7 +33,7 @@ TASKS: tuple[TaskFeature, ...] = get_args(TaskFeature)
 Feature = (
     TaskFeature
     | Literal["module", "received_terms", "secure_sum", "privacy", "attack", "own_data", "server_optimizer"]
-    | Literal["personal", "finetune", "topology"]
+    | Literal["personal", "finetune", "topology", "adapter_average"]
 )
 """What a run may have and a method may refuse."""
 Refusal = tuple[str, str, str]
@@ -47,6 +47,10 @@ SINGLE_UPLOADS: dict[Feature, tuple[tuple[str, ...], str]] = {
         "its {} reads single uploads, and the server gets their sum alone",
     ),
     "privacy": (("aggregate",), "its {} needs single uploads, and no sum of them"),
+    "adapter_average": (
+        ("aggregate", "addends"),
+        "its own {} makes something else of uploads than a mean of adapters",
+    ),
 }
 """Features that a method cannot have which overrides one of these hooks of :class:`SummingServer`."""
 
@@ -295,6 +299,54 @@ def _personal(run: Run) -> Iterator[Refusal]:
 
 
 # What becomes of uploads
+
+
+def _adapter_average(run: Run) -> Iterator[Refusal]:
+    method, rule = run.method, run.method.adapters
+    if not rule.name:
+        return
+    given, linear = f"--model.adapter_average {rule.name} with", "write --model.adapter_average frozen_a"
+    if why := why_not(method, "adapter_average"):
+        yield f"{given} --model {run.name}", why, "leave it out, or write --model FedAvg"
+    own = [hook for hook in MESSAGES if _differs(method, hook)] if rule.own_messages else []
+    if own:
+        why = f"its messages hold more or less than the weights, and {run.name} has a {own[0]} of its own"
+        yield f"{given} --model {run.name}", why, "write --model FedAvg"
+    if not rule.is_linear and not isinstance(method.average, WeightedMean):
+        why = "it says itself what becomes of the clients' adapters"
+        yield f"{given} --model.average {type(method.average).__name__}", why, "leave average out"
+    if method.average.guide and rule.own_messages:
+        why = "what clients send changes from round to round, and the average remembers an update"
+        yield f"{given} --model.average {type(method.average).__name__}", why, "leave average out"
+    if method.server_optimizer is not None and rule.replaces_adapters:
+        why = "each round starts from new adapters, and there is nothing to step from"
+        yield f"{given} --model.server_optimizer", why, "write --model.adapter_average residual"
+    if method.personal is not None and method.personal != rule.personal and rule.personal is not None:
+        why = f"it keeps {rule.personal} on clients by itself"
+        yield f"{given} --model.personal {method.personal}", why, "leave personal out"
+    if run.masks is not None and not rule.is_linear:
+        why = "it multiplies the factors of single clients, and the server gets their sum alone"
+        yield f"{given} --trainer.secure_sum", why, linear
+    if run.privacy is not None and not rule.is_linear:
+        why = "it multiplies the factors of single clients, and noise is for sums of what they send"
+        yield f"{given} trainer.privacy", why, linear
+    if run.rounds is not None and run.rounds.has_versions and rule.own_messages:
+        why = "what a client has depends on the round that it took part in last, and uploads are of any round"
+        yield f"{given} --trainer.rounds {type(run.rounds).__name__}", why, "leave rounds out"
+    has_nodes = run.topology is not None and run.topology.has_nodes
+    if has_nodes and (rule.refines or rule.own_messages or rule.ranks or not rule.is_linear):
+        why = "it remembers, or sends, what one server makes of all adapters, and here nodes have their own"
+        yield f"{given} --trainer.topology {type(run.topology).__name__}", why, "leave one of them out"
+
+
+def _differs(method: Any, hook: str) -> bool:
+    """Return whether a method has another hook than ``Method``, which has some of ``SummingServer`` anew."""
+    own = next(vars(kind)[hook] for kind in type(method).__mro__ if hook in vars(kind))
+    return own.__module__ != "fl_lightning.methods.base" and own is not vars(SummingServer).get(hook)
+
+
+MESSAGES = ("broadcast", "receive", "upload", "upload_limits", "decode", "next_state", "deploy")
+"""Hooks of a method that make its messages and read them."""
 
 
 def _secure_sum(run: Run) -> Iterator[Refusal]:
@@ -550,6 +602,13 @@ ROWS = (
         "Clients send weights; a part may stay with them, or a copy be tuned before it is evaluated.",
         _personal,
         ("personal", "finetune"),
+    ),
+    Row(
+        "adapter average",
+        "The server takes means of weights that hold the factors of LoRA; a rule that multiplies them reads "
+        "single uploads, and one with messages of its own needs FedAvg's.",
+        _adapter_average,
+        ("adapter_average",),
     ),
     Row("attack", "Clients send what they have learned, which hostile ones replace.", _attack, ("attack",)),
     Row(

@@ -96,4 +96,4 @@ class QFedAvg(CodedUpdates):
         return [qsgd.decode(piece, norm, self.bits, self.bucket) for piece, norm in pieces]
 
     def server_metrics(self) -> dict[str, float]:
-        return {"bits/average": float(self.bits)}
+        return {**super().server_metrics(), "bits/average": float(self.bits)}
