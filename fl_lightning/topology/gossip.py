@@ -8,14 +8,34 @@ steps.
 
 from __future__ import annotations
 
+from typing import Literal
+
 from fl_lightning.aggregation.base import Aggregation
 from fl_lightning.data import FederatedData
-from fl_lightning.errors import require
+from fl_lightning.errors import require, require_choice
 from fl_lightning.hooks import Callback
 from fl_lightning.topology.base import Topology
 from fl_lightning.topology.exchange import Peers
-from fl_lightning.topology.graphs import Graph, Mixing
+from fl_lightning.topology.graphs import (
+    Complete,
+    Exponential,
+    Graph,
+    Mixing,
+    RandomGraph,
+    Ring,
+    Torus,
+)
 from fl_lightning.topology.meter import NodeMeter
+
+GraphName = Literal["ring", "torus", "complete", "exponential", "random"]
+GRAPHS: dict[str, type[Graph]] = {
+    "ring": Ring,
+    "torus": Torus,
+    "complete": Complete,
+    "exponential": Exponential,
+    "random": RandomGraph,
+}
+"""The graphs that have a short name, with their default settings."""
 
 
 class Gossip(Topology):
@@ -25,7 +45,8 @@ class Gossip(Topology):
     Args:
         graph: who hears whom: ``Ring``, ``Torus``, ``Complete``, ``Exponential``, ``RandomGraph``,
             ``RandomGroups``, ``GraphFile``, or a :class:`~fl_lightning.topology.graphs.Graph` of
-            yours.
+            yours. The first five with their defaults are also ``ring``, ``torus``, ``complete``,
+            ``exponential`` and ``random``.
         push_sum: whether a peer keeps what it could not give to one who is away, and weights travel
             beside the models (stochastic gradient push, Assran et al., ICML 2019), so that the mean
             of all models is kept by every averaging; else a peer takes from itself what it could
@@ -35,9 +56,12 @@ class Gossip(Topology):
 
     has_peers = True
 
-    def __init__(self, graph: Graph, push_sum: bool = True) -> None:
-        self.graph, self.push_sum = graph, push_sum
-        self.partners_stay = graph.stays
+    def __init__(self, graph: Graph | GraphName, push_sum: bool = True) -> None:
+        if isinstance(graph, str):
+            require_choice(graph, [*GRAPHS], "--trainer.topology.graph")
+            graph = GRAPHS[graph]()
+        self.graph: Graph = graph
+        self.push_sum, self.partners_stay = push_sum, self.graph.stays
 
     def way(self, usual: Aggregation, data: FederatedData) -> Aggregation:
         ids, method = [int(id) for id in data.active], usual.method

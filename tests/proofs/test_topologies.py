@@ -14,12 +14,13 @@ from toy import run, sgd
 
 from callbacks import ByzantineClients, StragglerDropout
 from fl_lightning import evaluation
-from fl_lightning.clock import Clock, Lines, OverSelection, SameDevice
+from fl_lightning.clock import Clock, Diurnal, Lines, OverSelection, SameDevice
 from fl_lightning.conformance.toy import images
 from fl_lightning.errors import InputError
 from fl_lightning.methods import FedAvg, TrimmedMean
 from fl_lightning.privacy import ClientPrivacy
 from fl_lightning.privacy.secure.settings import SecureSum
+from fl_lightning.sampling import PowerOfChoice
 from fl_lightning.topology import Complete, Exponential, Gossip, Hierarchy, Moshpit, RandomGraph, Ring, Star
 from fl_lightning.topology.nodes import Nodes
 from fl_lightning.wire import Ledger
@@ -160,6 +161,8 @@ REFUSED = {
         {},
         "--trainer.rounds OverSelection",
     ),
+    "offline": ({"clock": Clock(devices=SameDevice(), availability=Diurnal())}, {}, "availability Diurnal"),
+    "losses": ({"sampler": PowerOfChoice(3)}, {}, "--trainer.topology"),
     "knowing": ({"callbacks": [ByzantineClients(0.2, "alie")]}, {}, "ByzantineClients"),
     "compared": ({}, AVERAGE, "--model.average TrimmedMean"),
     "kept": ({}, {"personal": "head"}, "--model FedAvg"),
@@ -172,11 +175,11 @@ def test_what_does_not_go_with_peers(case, tmp_path):
     trainer, method, given = REFUSED[case]
     method = FedAvg(**{"network": SMALL, "optimizer": sgd(0.1), "weigh_by": "clients", **method})
     for over in (Gossip(Ring()), Moshpit(2, 3), Hierarchy(2)):
-        if case == "weighed" and not over.has_peers:
+        if case in ("weighed", "offline") and not over.has_peers:
             continue
         with pytest.raises(InputError) as caught:
             run(method, images(), tmp_path, topology=over, **trainer)
-        assert f"--trainer.topology {type(over).__name__} with" in caught.value.given
+        assert f"--trainer.topology {type(over).__name__}" in caught.value.given
         assert given in caught.value.given
     assert not [*tmp_path.iterdir()]
 

@@ -63,6 +63,19 @@ def test_what_was_meant_for_one_who_is_away_stays(push):
         assert found == {0: {0: half, 1: half}, 1: {1: Fraction(1)}, 3: {0: half, 3: half}}
 
 
+def test_graphs_have_short_names():
+    kinds = {
+        "ring": Ring,
+        "torus": Torus,
+        "complete": Complete,
+        "exponential": Exponential,
+        "random": RandomGraph,
+    }
+    assert {name: type(Gossip(name).graph) for name in kinds} == kinds
+    with refused("graph", "ring"):
+        Gossip("circle")
+
+
 BAD = {
     "prime": (Gossip(Torus()), "Torus of 7 peers", "Ring"),
     "degree": (Gossip(RandomGraph(7)), "degree 7", "6"),
