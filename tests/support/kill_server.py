@@ -23,6 +23,7 @@ import torch
 from toy import sgd
 
 from callbacks import Calibration, LabelNoise, StragglerDropout
+from fl_lightning.clock import Clock, Diurnal, FedBuff, Lines, LogNormalDevices
 from fl_lightning.data import Dirichlet, FederatedImages
 from fl_lightning.hooks import Stressor
 from fl_lightning.methods import FedAvg
@@ -79,7 +80,8 @@ class Fading(Stressor):
 
 
 def fit(settings: dict, ckpt_path: str | None = None, root: str = "runs") -> FederatedTrainer:
-    """Six rounds of 4 of 12 clients on digits, evaluated every second round; about a second."""
+    """Six rounds of 4 of 12 clients on digits, evaluated every second round; about a second. With ``flights``
+    they are versions, which two uploads of four clients that come and go make."""
     data = FederatedImages(
         dataset="digits",
         num_clients=12,
@@ -87,10 +89,13 @@ def fit(settings: dict, ckpt_path: str | None = None, root: str = "runs") -> Fed
         batch_size=64,
         val_fraction=0.2,
     )
-    method = Remembering(network=lambda classes: SmallCNN(classes, width=4), optimizer=sgd(0.05))
+    flights = settings.pop("flights", False)
+    method = (FedAvg if flights else Remembering)(
+        network=lambda classes: SmallCNN(classes, width=4), optimizer=sgd(0.05)
+    )
     callbacks = [
         StragglerDropout(0.2),
-        LabelNoise(round=3, clients=0.5, among="cohort"),
+        LabelNoise(round=3, clients=0.5, among="federation" if flights else "cohort"),
         Calibration(),
         Fading(),
     ]
@@ -102,6 +107,10 @@ def fit(settings: dict, ckpt_path: str | None = None, root: str = "runs") -> Fed
         "checkpoint_every": 1,
         "accelerator": "cpu",
     }
+    if flights:
+        online = Diurnal(online=1.0, offline=0.5, day=2.0)
+        clock = Clock(devices=LogNormalDevices(), network=Lines(up=1e5), availability=online)
+        basic |= {"clock": clock, "rounds": FedBuff(4, 2)}
     trainer = FederatedTrainer(
         callbacks=callbacks, default_root_dir=root, **{**basic, "auto_resume": ckpt_path is None, **settings}
     )
