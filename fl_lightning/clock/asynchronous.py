@@ -15,14 +15,15 @@ from copy import copy
 from dataclasses import astuple, dataclass, field, replace
 from typing import Annotated, Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from fl_lightning.aggregation.base import Receipt
 from fl_lightning.aggregation.exact_sum import MAX_MAGNITUDE, largest
 from fl_lightning.aggregation.receiving import declared_limits
-from fl_lightning.clock.reach import Reach
+from fl_lightning.clock.clock import Clock
+from fl_lightning.clock.devices import SameDevice
+from fl_lightning.clock.reach import Pool, Reach
 from fl_lightning.clock.rounds import Rounds
 from fl_lightning.clock.staleness import Polynomial, Staleness
 from fl_lightning.clock.trained import Draw, Train, Trained
@@ -33,6 +34,7 @@ from fl_lightning.wire import LedgerEntry, Payload
 
 log = logging.getLogger("fl_lightning")
 
+EVERYBODY = Reach(Clock(devices=SameDevice()), 0)
 IN_FLIGHT = WEIGHTS, START, EXAMPLES = "flight/weights", "flight/start", "flight/examples"
 """What is kept with a client whose upload is on its way: the upload, what it started from, and n_k."""
 
@@ -213,20 +215,6 @@ Seconds = Callable[[Mapping[int, int], LedgerEntry], float]
 """How long a client takes, of examples by id and its bytes."""
 
 
-def without(clients: np.ndarray, some: set[int]) -> np.ndarray:
-    """Return ids without some of them, which it has or not.
-
-    Args:
-        clients: sorted ids.
-        some: those to leave out.
-    """
-    others = np.array(sorted(some), np.int64)
-    places = np.minimum(np.searchsorted(clients, others), len(clients) - 1)
-    keep = np.ones(len(clients), bool)
-    keep[places[clients[places] == others]] = False
-    return clients[keep]
-
-
 @dataclass
 class Flights:
     """The clients at work, and the virtual time.
@@ -252,7 +240,7 @@ class Flights:
         train: Train,
         draw: Draw,
         seconds: Seconds,
-        reach: Reach | None = None,
+        reach: Reach = EVERYBODY,
     ) -> Trained:
         """Let time pass until a version is complete, or nobody is left to wait for.
 
@@ -263,22 +251,18 @@ class Flights:
             context: the federation, whose ``states`` keep uploads on their way.
             round: number of the version that is made, from 1.
             train, draw, seconds: train clients, choose them, and say how long they take.
-            reach: who is online; None: everybody.
+            reach: who is online.
         """
         found, gone, draws, rounds = Trained(), set[int](), 0, self.rounds
         while len(found.uploads) < rounds.buffer:
             if not (self.flying and self.flying[0].ended <= self.now):
-                busy = gone | {flight.client for flight in self.flying}
-                free, later = without(context.data.active, busy), math.inf
-                vacant = rounds.concurrency - len(self.flying)
-                if reach is not None and vacant > 0:
-                    free, later = reach.online(free, self.now)
-                count = min(vacant, len(free))
-                if count > 0:
-                    asked = draw(free, count, draws)
+                free = Pool(context.data.active).without(gone | {flight.client for flight in self.flying})
+                vacant, asked, later = rounds.concurrency - len(self.flying), list[int](), math.inf
+                if vacant > 0:
+                    asked, draws, later = reach.draw_online(free, vacant, self.now, draw, draws)
+                if asked:
                     self._start(context, round, train(asked), seconds, found, reach)
                     gone |= {*asked} - {flight.client for flight in self.flying}  # these never began
-                    draws += 1
                     continue
                 if later < (self.flying[0].ended if self.flying else math.inf):
                     self.now = later
@@ -299,7 +283,7 @@ class Flights:
         started: Trained,
         seconds: Seconds,
         found: Trained,
-        reach: Reach | None,
+        reach: Reach,
     ) -> None:
         """Put clients to work."""
         method = context.method
@@ -318,7 +302,7 @@ class Flights:
                 "write --model FedAvg",
             )
             entry = replace(entry, started=self.now, ended=self.now + seconds(started.examples, entry))
-            lost = reach.lost(entry) if reach is not None else None
+            lost = reach.lost(entry)
             entry = lost or entry
             if id in started.uploads and entry.status == "trained":
                 sent = started.uploads[id]

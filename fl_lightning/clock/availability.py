@@ -18,8 +18,10 @@ from fl_lightning.config.recorded import Recorded
 from fl_lightning.rng import stream
 
 MEAN = within("(0, inf)", "a mean time is above 0 seconds", 3600)
-BISECTIONS = 60
-"""Halvings of the time in which a client comes online: as many as float64 can tell apart."""
+BISECTIONS, NEWTON_STEPS = 12, 6
+"""Halvings of the time in which a client comes online, and steps of Newton's rule from there."""
+
+LEAST_SLOPE = 1e-6
 
 Spans = tuple[np.ndarray, np.ndarray]
 """Start and end of one time online of each client, float64 ``[K]``."""
@@ -122,7 +124,15 @@ class Diurnal(Availability):
             middle = (low + high) / 2
             early = middle - swing * (np.cos(phase + turn * middle) - np.cos(phase)) < mean
             low, high = np.where(early, middle, low), np.where(early, high, middle)
-        return left + (high if self.amplitude else mean)
+        if not self.amplitude:
+            return left + mean
+        found = (low + high) / 2
+        for _ in range(NEWTON_STEPS):
+            angle = phase + turn * found
+            missing = mean - found + swing * (np.cos(angle) - np.cos(phase))
+            slope = np.maximum(1 + self.amplitude * np.sin(angle), LEAST_SLOPE)
+            found = np.clip(found + missing / slope, low, high)
+        return left + found
 
 
 class _Renewals:
@@ -133,7 +143,7 @@ class _Renewals:
     """
 
     def __init__(self, law: Diurnal, seed: int, clients: int) -> None:
-        self.law, self.seed, self.at = law, seed, 0.0
+        self.law, self.seed, self.at, self.next_end = law, seed, 0.0, 0.0
         first = stream(seed, "clock/diurnal").random((clients, 2))
         self.zone = np.floor(first[:, 0] * law.zones) / law.zones
         self.number = np.zeros(clients, np.int64)
@@ -145,6 +155,8 @@ class _Renewals:
     def advance(self, at: float) -> None:
         """Go on until every time online ends after ``at``."""
         self.at = at
+        if at < self.next_end:
+            return
         while (past := np.flatnonzero(self.end <= at)).size:
             self.number[past] += 1
             for number in np.unique(self.number[past]):
@@ -152,6 +164,7 @@ class _Renewals:
                 draws = self._drawn(int(number))[who]
                 self.start[who] = self.law.returns(self.zone[who], self.end[who], draws[:, 0])
                 self.end[who] = self.start[who] + self.law.online * draws[:, 1]
+        self.next_end = float(self.end.min(initial=np.inf))
         for number in [one for one in self._draws if one < self.number.min(initial=0)]:
             del self._draws[number]
 

@@ -3,14 +3,52 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
 from fl_lightning.clock.clock import Clock
+from fl_lightning.clock.trained import Draw
 from fl_lightning.errors import RunStopped
 from fl_lightning.wire import LedgerEntry
+
+NOBODY = np.empty(0, np.int64)
+MANY, FEW, TRIES = 1000, 4, 32
+"""Of more clients than ``MANY``, up to ``FEW`` are looked for by ``TRIES`` draws before all are looked at."""
+
+
+@dataclass(frozen=True)
+class Pool:
+    """The clients of a federation without some of them, as a sequence of ids that is not made.
+
+    Args:
+        clients: sorted ids.
+        missing: places in ``clients`` of those that are left out, sorted.
+    """
+
+    clients: np.ndarray
+    missing: np.ndarray = field(default_factory=lambda: NOBODY)
+
+    def without(self, some: Collection[int]) -> Pool:
+        """Return the same without more clients, which it has or not."""
+        others = np.array(sorted(some), np.int64)
+        places = np.minimum(np.searchsorted(self.clients, others), len(self.clients) - 1)
+        gone = places[self.clients[places] == others]
+        return Pool(self.clients, np.union1d(self.missing, gone) if len(self.missing) else gone)
+
+    def __len__(self) -> int:
+        return len(self.clients) - len(self.missing)
+
+    def __getitem__(self, places: np.ndarray) -> np.ndarray:
+        """Return the ids at some places of the sequence."""
+        before = self.missing - np.arange(len(self.missing))  # ids that are left, below each missing one
+        return self.clients[places + np.searchsorted(before, places, side="right")]
+
+    @property
+    def ids(self) -> np.ndarray:
+        """All ids."""
+        return np.delete(self.clients, self.missing)
 
 
 @dataclass(frozen=True)
@@ -39,6 +77,41 @@ class Reach:
         start, _ = self.clock.reached.spans(self.seed, clients, at)
         there = start <= at
         return clients[there], float(start[~there].min(initial=math.inf))
+
+    def draw_online(
+        self, pool: Pool, count: int, at: float, draw: Draw, number: int
+    ) -> tuple[list[int], int, float]:
+        """Draw clients that are online, the number of the next draw, and when the next of the others comes
+        online, as far as that is asked for: nobody was found, or fewer than ``count``.
+
+        Few of many clients are drawn one by one until they are online, which has the same law as a draw among
+        those that are, and looks at few.
+
+        Args:
+            pool: the free clients.
+            count: how many are wanted.
+            at: virtual seconds.
+            draw: draws clients.
+            number: of the next draw in this round.
+        """
+        if self.clock.reached.is_always:
+            count = min(count, len(pool))
+            return (
+                (list(draw(pool, count, number)), number + 1, math.inf) if count else ([], number, math.inf)
+            )
+        found: list[int] = []
+        for _ in range(TRIES if len(pool) > MANY and count <= FEW else 0):
+            (one,) = draw(pool, 1, number)
+            number += 1
+            if one not in found and len(self.online([one], at)[0]):
+                found.append(int(one))
+            if len(found) == count:
+                return found, number, math.inf
+        there, later = self.online(pool.without({*found}).ids, at)
+        if wanted := min(count - len(found), len(there)):
+            found += draw(there, wanted, number)
+            number += 1
+        return found, number, later
 
     def first_online(self, clients: np.ndarray, at: float) -> tuple[np.ndarray, float]:
         """Return the clients that are online at the first instant at which one is, and that instant.

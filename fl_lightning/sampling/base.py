@@ -77,4 +77,4 @@ class Uniform(Sampler):
     is_uniform = True
 
     def draw(self, view: ServerView, among: np.ndarray, count: int) -> list[int]:
-        return view.stream().choice(among, count, replace=False, shuffle=False).tolist()
+        return among[view.stream().choice(len(among), count, replace=False, shuffle=False)].tolist()

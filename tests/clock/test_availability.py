@@ -20,6 +20,7 @@ from refusals import refused
 from ten import SMALL
 from toy import run, sgd
 
+from fl_lightning import rng
 from fl_lightning.clock import (
     Always,
     AvailabilityTrace,
@@ -36,11 +37,13 @@ from fl_lightning.clock import (
 )
 from fl_lightning.clock.convert_traces import traces
 from fl_lightning.clock.devices import Devices
+from fl_lightning.clock.reach import Pool, Reach
 from fl_lightning.conformance.toy import images
 from fl_lightning.hooks import Meter, Stressor
 from fl_lightning.methods import SCAFFOLD, FedAvg
 from fl_lightning.privacy import ClientPrivacy
 from fl_lightning.privacy.secure.settings import SecureSum
+from fl_lightning.sampling import ServerView, Uniform
 
 
 class Fixed(Devices):
@@ -449,3 +452,29 @@ def test_the_population_of_phones_is_what_its_script_makes(monkeypatch):
     devices = DeviceTable("configs/devices/phones.csv")
     devices.check(list(range(1000)))
     assert len(devices.content_sha256) == 64
+
+
+def test_few_of_many_are_drawn_as_from_those_that_are_online(tmp_path):
+    """One by one, without a look at all: every one of the third that is online and free is as likely."""
+    online = trace(tmp_path, [[0, 100]], [[5, 6]], [[7, 9]])
+    reach, pool = Reach(Clock(devices=SameDevice(), availability=online), 0), Pool(np.arange(1500))
+    busy, drawn, number = {0, 3, 100, 1499}, [], 0
+
+    def draw(among, count, number):
+        return Uniform().draw(ServerView(0, 1, number, np.ones(1500), rng.stream, dict), among, count)
+
+    while len(drawn) < 20_000:
+        found, number, _ = reach.draw_online(pool.without(busy), 2, 1.0, draw, number)
+        assert len({*found}) == 2
+        drawn += found
+    assert number < 4 * len(drawn), "no more than some tries each"
+    counts = np.bincount(drawn, minlength=1500)
+    free = [k for k in range(0, 1500, 3) if k not in busy]
+    assert counts.sum() == counts[free].sum()
+    expected = len(drawn) / len(free)
+    chi = ((counts[free] - expected) ** 2 / expected).sum()
+    assert abs(chi - len(free)) < 4 * math.sqrt(2 * len(free))
+    few = Pool(np.array([2, 5, 9, 11])).without({5, 6, 11})
+    assert (len(few), few.ids.tolist(), few[np.array([1, 0])].tolist()) == (2, [2, 9], [9, 2])
+    found, _, later = reach.draw_online(Pool(np.array([1, 2])), 1, 1.0, draw, 0)
+    assert (found, later) == ([], 5.0)

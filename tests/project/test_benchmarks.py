@@ -14,6 +14,7 @@ FOLDER = ROOT / "benchmarks"
 SHORTEST = {
     "adapters": "--repeats 1 --rows 2 --length 16",
     "attacks": "--seeds 1 --rounds 1",
+    "clock_cost": "--rounds 2 --repeats 1 --clients 20 --cohort 4",
     "confidence_sequences": "--sequences 20 --values 20",
     "deploy": "--nodes 1 --rounds 2",
     "exact_mean": "--clients 2 --values 1000 --repeats 1",

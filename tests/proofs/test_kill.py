@@ -164,6 +164,22 @@ def test_killed_before_any_touch_of_the_file_system(stride, server, reference, t
 
 @pytest.mark.slow
 @pytest.mark.essential
+def test_killed_with_uploads_on_their_way(server, tmp_path):
+    """Versions that clients who come and go make: before every 31st touch of the file system."""
+    settings = {"flights": True}
+    assert server.run(tmp_path / "whole", event=-1, settings=settings)[0] == 0
+    wanted, bad = outcome(tmp_path / "whole"), {}
+    for event in range(1, int((tmp_path / "whole" / "touches.txt").read_text()) + 1, 31):
+        folder = tmp_path / str(event)
+        assert server.run(folder, event=event, settings=settings)[0] == -signal.SIGKILL
+        code, _ = server.run(folder, settings=settings)
+        found = differences(outcome(folder), wanted) if code == 0 else [(folder / "log.txt").read_text()]
+        bad |= {event: found} if found else {}
+    assert bad == {}
+
+
+@pytest.mark.slow
+@pytest.mark.essential
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_interrupted_it_keeps_the_last_round_and_says_how_to_continue(
     number, code, server, reference, tmp_path

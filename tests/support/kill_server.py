@@ -24,6 +24,7 @@ import torch
 from toy import sgd
 
 from callbacks import Calibration, LabelNoise, StragglerDropout
+from fl_lightning.clock import Clock, Diurnal, FedBuff, Lines, LogNormalDevices
 from fl_lightning.data import Dirichlet, FederatedImages
 from fl_lightning.hooks import Stressor
 from fl_lightning.methods import FedAvg, FedMPQ, Method
@@ -84,7 +85,8 @@ def fit(
     settings: dict, ckpt_path: str | None = None, root: str = "runs", peers: bool = False
 ) -> FederatedTrainer:
     """Six rounds of 4 of 12 clients on digits, evaluated every second round; about a second. As ``peers`` they
-    are clients of FedMPQ without a server, who push sums on a directed graph."""
+    are clients of FedMPQ without a server, who push sums on a directed graph. With ``flights`` they are
+    versions, which two uploads of four clients that come and go make."""
     data = FederatedImages(
         dataset="digits",
         num_clients=12,
@@ -92,7 +94,10 @@ def fit(
         batch_size=64,
         val_fraction=0.2,
     )
-    method: Method = Remembering(network=lambda classes: SmallCNN(classes, width=4), optimizer=sgd(0.05))
+    flights = settings.pop("flights", False)
+    method: Method = (FedAvg if flights else Remembering)(
+        network=lambda classes: SmallCNN(classes, width=4), optimizer=sgd(0.05)
+    )
     if peers:
         method = FedMPQ(
             network=lambda classes: SmallCNN(classes, width=4), optimizer=sgd(0.05), weigh_by="clients"
@@ -100,7 +105,7 @@ def fit(
         settings = {"topology": Gossip(Exponential()), "participation": 0.7, **settings}
     callbacks = [
         StragglerDropout(0.2),
-        LabelNoise(round=3, clients=0.5, among="cohort"),
+        LabelNoise(round=3, clients=0.5, among="federation" if flights else "cohort"),
         Calibration(),
         Fading(),
     ]
@@ -112,6 +117,10 @@ def fit(
         "checkpoint_every": 1,
         "accelerator": "cpu",
     }
+    if flights:
+        online = Diurnal(online=1.0, offline=0.5, day=2.0)
+        clock = Clock(devices=LogNormalDevices(), network=Lines(up=1e5), availability=online)
+        basic |= {"clock": clock, "rounds": FedBuff(4, 2)}
     trainer = FederatedTrainer(
         callbacks=callbacks, default_root_dir=root, **{**basic, "auto_resume": ckpt_path is None, **settings}
     )
