@@ -233,8 +233,9 @@ class SummingServer:
         In a deployment with a secure sum, clients make their addends themselves; they are sent those entries
         that their broadcast does not hold.
         """
-        optimizer = self.server_optimizer
-        return self.server if optimizer is None else optimizer.without_own(self.server)
+        optimizer, hidden = self.server_optimizer, self.adapters.not_summed
+        state = self.server if optimizer is None else optimizer.without_own(self.server)
+        return {name: tensor for name, tensor in state.items() if name not in hidden} if hidden else state
 
     def next_state(self, sums: Sums) -> None:
         """Make the next server state of the sums over the clients that returned.

@@ -33,6 +33,7 @@ class Alternate(AdapterAverage):
 
     name = "alternate"
     own_messages = True
+    not_summed = frozenset({SERVED})
 
     def bind(self, method: Averaging, clients: int) -> dict[str, Tensor]:
         entries = super().bind(method, clients)

@@ -79,6 +79,8 @@ class AdapterAverage(Recorded):
     """Names of tensors that stay on their client."""
     growing: frozenset[str] = frozenset()
     """Its entries of ``method.server`` whose length changes from round to round."""
+    not_summed: frozenset[str] = frozenset()
+    """Its entries of ``method.server`` that no addend is made of, such as who took part when."""
     ranks: Sequence[int] = ()
     """Client i has rank number i modulo their number; empty: all have the network's."""
     error: tuple[int, float] = (0, 0.0)
