@@ -21,7 +21,7 @@ LAYERS = [
     {"run"},
     {"tracking"},
     {"loop"},
-    {"uploads"},
+    {"uploads", "orders"},
     {"federation"},
     {"topology"},
     {"evaluation"},
