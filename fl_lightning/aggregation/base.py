@@ -81,6 +81,8 @@ class Aggregation(ABC):
     """How the sums are kept from the server that adds them up; None: it sees what it adds up."""
     privacy: PrivateAggregation | None = None
     """What makes the sums private; None: they are exact."""
+    content_sha256: str = ""
+    """SHA-256 of what is read from a file of ``trainer.topology``; empty where there is none."""
 
     def __init__(self, method: SummingServer) -> None:
         self.method = method

@@ -78,7 +78,9 @@ class Gossip(Topology):
             return self.graph.among(whole, present, self.push_sum)
 
         push = self.push_sum and not self.graph.symmetric
-        return Peers(method, ids, mixing, push=push)
+        peers = Peers(method, ids, mixing, push=push)
+        peers.content_sha256 = self.graph.content_sha256
+        return peers
 
     def meters(self) -> list[Callback]:
         return [NodeMeter("peers")]

@@ -12,6 +12,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterable, Mapping
 from fractions import Fraction
+from hashlib import sha256
 from pathlib import Path
 from typing import Annotated
 
@@ -33,6 +34,8 @@ class Graph(Recorded, ABC):
     """Whether it is the same in every round."""
     symmetric: bool = True
     """Whether W is symmetric: who hears is heard."""
+    content_sha256: str = ""
+    """SHA-256 of what :meth:`check` has read from a file; empty where there is none."""
 
     def check(self, peers: int) -> None:
         """Refuse a number of peers that there is no such graph of.
@@ -221,6 +224,7 @@ class GraphFile(Graph):
         while fresh:
             fresh = [j for j in {j for i in fresh for j in near[i]} if j not in reached]
             reached |= {*fresh}
+        self.content_sha256 = sha256(repr([(i, sorted(near[i])) for i in near]).encode()).hexdigest()
         alone = sorted({*range(peers)} - reached)
         require(
             not alone,

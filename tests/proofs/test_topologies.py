@@ -17,11 +17,22 @@ from fl_lightning import evaluation
 from fl_lightning.clock import Clock, Diurnal, Lines, OverSelection, SameDevice
 from fl_lightning.conformance.toy import images
 from fl_lightning.errors import InputError
+from fl_lightning.hooks import Stressor
 from fl_lightning.methods import FedAvg, TrimmedMean
 from fl_lightning.privacy import ClientPrivacy
 from fl_lightning.privacy.secure.settings import SecureSum
 from fl_lightning.sampling import PowerOfChoice
-from fl_lightning.topology import Complete, Exponential, Gossip, Hierarchy, Moshpit, RandomGraph, Ring, Star
+from fl_lightning.topology import (
+    Complete,
+    Exponential,
+    Gossip,
+    GraphFile,
+    Hierarchy,
+    Moshpit,
+    RandomGraph,
+    Ring,
+    Star,
+)
 from fl_lightning.topology.nodes import Nodes
 from fl_lightning.wire import Ledger
 
@@ -112,6 +123,43 @@ def test_stacked_clients_leave_the_same(form, tmp_path):
     stacked = fit(name, tmp_path / "stack", over, engine="batched").method.server
     for key, tensor in one.items():
         torch.testing.assert_close(stacked[key], tensor, rtol=1e-3, atol=1e-4)
+
+
+def test_a_run_goes_on_with_the_same_file_of_edges_alone(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    edges = tmp_path / "edges.txt"
+    edges.write_text("0 1\n1 2\n2 3\n3 4\n4 5\n")
+    settings = {"over": Gossip(GraphFile("edges.txt")), "folder": tmp_path / "runs", "max_rounds": 1}
+    first = fit("FedAvg", **settings)
+    edges.write_text(edges.read_text() + "0 5\n")
+    settings |= {"ckpt_path": str(first.run_dir)}
+    with refused("--ckpt_path", "same"):
+        fit("FedAvg", **settings)
+    edges.write_text("1 0 # the same\n1 2\n2 3\n3 4\n4 5\n")
+    fit("FedAvg", **settings)
+
+
+def test_a_refused_upload_was_sent_and_heard_and_is_in_no_average(tmp_path):
+    class Breaks(Stressor):
+        """What client 2 sends is not finite."""
+
+        def change_upload(self, upload, *, client, round, context):
+            weights = upload.tensor("weights")
+            return type(upload)({**upload, "weights": weights * float("nan" if client.id == 2 else 1)})
+
+    trainer = fit("FedAvg", tmp_path, Gossip(Ring()), callbacks=[Breaks()], max_rounds=1)
+    server = trainer.method.server
+    assert all(torch.isfinite(server[f"peer/{id}/weights"]).all() for id in range(6))
+    entries = Ledger.from_csv((trainer.run_dir / "ledger.csv").read_text()).entries
+    one = entries[5].upload // 2
+    assert [(e.status, e.upload // one, e.download // one, e.wasted // one) for e in entries] == [
+        ("trained", 2, 2, 0),
+        ("trained", 1, 2, 0),
+        ("rejected", 2, 0, 2),
+        ("trained", 1, 2, 0),
+        ("trained", 2, 2, 0),
+        ("trained", 2, 2, 0),
+    ]
 
 
 def test_peers_take_virtual_time_by_what_they_send_and_receive(tmp_path):
