@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Annotated, Any
 
 import numpy as np
@@ -17,7 +18,8 @@ class PowerOfChoice(Sampler):
     their mean loss F_k(x) over their training examples, and takes the m largest: pi_pow-d, of section 4.
 
     Those that are taken have the model already; the other d - m downloads, and all answers, are in the ledger
-    (status ``asked``). Equal losses are in the order of ids. With d = m clients are drawn by n_k.
+    (status ``asked``). Equal losses are in the order of ids, and one that is not finite comes last. With
+    d = m clients are drawn by n_k.
 
     Args:
         candidates: d, at least as many as are asked to train; where fewer are online, all of them.
@@ -42,4 +44,5 @@ class PowerOfChoice(Sampler):
         asked = min(self.candidates, len(among))
         drawn = view.stream().choice(among, asked, replace=False, p=sizes / sizes.sum(), shuffle=False)
         losses = view.ask(drawn.tolist())
-        return sorted(losses, key=lambda client: (-losses[client], client))[:count]
+        told = {client: loss if math.isfinite(loss) else -math.inf for client, loss in losses.items()}
+        return sorted(told, key=lambda client: (-told[client], client))[:count]
