@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import pickle
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from io import BytesIO
 from itertools import zip_longest
 from pathlib import Path
@@ -30,7 +30,7 @@ class _NumbersOnly(pickle.Unpickler):
         raise pickle.UnpicklingError(f"it asks for {module}.{name}")
 
 
-def traces(words: list[str], overwrite: bool = False) -> None:
+def traces(words: Sequence[str] = (), overwrite: bool = False) -> None:
     """Convert a file of devices' availability to one that a run reads.
 
     Args:
@@ -42,7 +42,7 @@ def traces(words: list[str], overwrite: bool = False) -> None:
         InputError: a file cannot be read or written.
     """
     is_right = len(words) == 3 and words[0] == "convert"
-    require(is_right, f"traces {' '.join(words)}", "it converts a file to another", WRITE)
+    require(is_right, " ".join(["traces", *words]), "it converts a file to another", WRITE)
     source, target = words[1], Path(words[2])
     is_known = target.suffix in (".json", ".parquet")
     require(is_known, str(target), "traces are written as .json or .parquet", WRITE)
