@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args
 
-from fl_lightning.aggregation.averages import Average
+from fl_lightning.aggregation.averages import Average, WeightedMean
 from fl_lightning.aggregation.private import PrivateAggregation
 from fl_lightning.aggregation.server import SummingServer
 from fl_lightning.clock.rounds import Rounds
@@ -33,7 +33,7 @@ TASKS: tuple[TaskFeature, ...] = get_args(TaskFeature)
 Feature = (
     TaskFeature
     | Literal["module", "received_terms", "secure_sum", "privacy", "attack", "own_data", "server_optimizer"]
-    | Literal["personal", "finetune"]
+    | Literal["personal", "finetune", "topology", "adapter_average"]
 )
 """What a run may have and a method may refuse."""
 Refusal = tuple[str, str, str]
@@ -47,6 +47,10 @@ SINGLE_UPLOADS: dict[Feature, tuple[tuple[str, ...], str]] = {
         "its {} reads single uploads, and the server gets their sum alone",
     ),
     "privacy": (("aggregate",), "its {} needs single uploads, and no sum of them"),
+    "adapter_average": (
+        ("aggregate", "addends"),
+        "its own {} makes something else of uploads than a mean of adapters",
+    ),
 }
 """Features that a method cannot have which overrides one of these hooks of :class:`SummingServer`."""
 
@@ -65,6 +69,7 @@ class Run:
         own_data: whether the data are the nodes' own.
         rounds: of ``trainer.rounds``.
         has_clock: whether there is a ``trainer.clock``.
+        topology: of ``trainer.topology``; None: one server.
         availability: the name of what says when clients are online; empty where they always are.
         sampler: of ``trainer.sampler``.
     """
@@ -78,6 +83,7 @@ class Run:
     own_data: bool = False
     rounds: Rounds | None = None
     has_clock: bool = False
+    topology: Any = None
     availability: str = ""
     sampler: Any = None
 
@@ -146,11 +152,13 @@ def why_not(method: Any, feature: Feature) -> str:
         return method.refuses[feature]
     if feature == "server_optimizer":
         return OWNS_ONE if feature in method.owns else _why_no_mean(method)
+    if feature == "topology":
+        return _why_no_nodes(method)
     hooks, rule = SINGLE_UPLOADS.get(feature, ((), ""))
     if feature in ("personal", "finetune"):
         if feature in method.owns:
             return "it sets it by itself"
-        hooks, rule = ("aggregate", "decode"), "its own {} makes something else of uploads than weights"
+        hooks, rule = ("aggregate",), "its own {} makes something else of uploads than weights"
     return next((rule.format(hook) for hook in hooks if _overrides(method, hook)), "")
 
 
@@ -158,6 +166,17 @@ def _why_no_mean(method: Any) -> str:
     own = ("aggregate",) if method.calls_server_optimizer else ("aggregate", "next_state")
     names = [hook for hook in own if _overrides(method, hook)]
     return f"its own {names[0]} makes the next weights, and not the clients' mean" if names else ""
+
+
+def _why_no_nodes(method: Any) -> str:
+    if _overrides(method, "aggregate"):
+        return "its own aggregate needs all uploads of a round in one place"
+    if _overrides(method, "next_state") and not method.sums_over_any:
+        return "its own next_state keeps what one server knows of all clients"
+    if "server_optimizer" in method.owns:
+        return "its server remembers its updates, and here there are several"
+    has_own = method.personalised or {"personal", "finetune"} & method.owns
+    return "its clients keep models of their own" if has_own else ""
 
 
 def _overrides(method: Any, hook: str) -> bool:
@@ -282,6 +301,54 @@ def _personal(run: Run) -> Iterator[Refusal]:
 # What becomes of uploads
 
 
+def _adapter_average(run: Run) -> Iterator[Refusal]:
+    method, rule = run.method, run.method.adapters
+    if not rule.name:
+        return
+    given, linear = f"--model.adapter_average {rule.name} with", "write --model.adapter_average frozen_a"
+    if why := why_not(method, "adapter_average"):
+        yield f"{given} --model {run.name}", why, "leave it out, or write --model FedAvg"
+    own = [hook for hook in MESSAGES if _differs(method, hook)] if rule.own_messages else []
+    if own:
+        why = f"its messages hold more or less than the weights, and {run.name} has a {own[0]} of its own"
+        yield f"{given} --model {run.name}", why, "write --model FedAvg"
+    if not rule.is_linear and not isinstance(method.average, WeightedMean):
+        why = "it says itself what becomes of the clients' adapters"
+        yield f"{given} --model.average {type(method.average).__name__}", why, "leave average out"
+    if method.average.guide and rule.own_messages:
+        why = "what clients send changes from round to round, and the average remembers an update"
+        yield f"{given} --model.average {type(method.average).__name__}", why, "leave average out"
+    if method.server_optimizer is not None and rule.replaces_adapters:
+        why = "each round starts from new adapters, and there is nothing to step from"
+        yield f"{given} --model.server_optimizer", why, "write --model.adapter_average residual"
+    if method.personal is not None and method.personal != rule.personal and rule.personal is not None:
+        why = f"it keeps {rule.personal} on clients by itself"
+        yield f"{given} --model.personal {method.personal}", why, "leave personal out"
+    if run.masks is not None and not rule.is_linear:
+        why = "it multiplies the factors of single clients, and the server gets their sum alone"
+        yield f"{given} --trainer.secure_sum", why, linear
+    if run.privacy is not None and not rule.is_linear:
+        why = "it multiplies the factors of single clients, and noise is for sums of what they send"
+        yield f"{given} trainer.privacy", why, linear
+    if run.rounds is not None and run.rounds.has_versions and rule.own_messages:
+        why = "what a client has depends on the round that it took part in last, and uploads are of any round"
+        yield f"{given} --trainer.rounds {type(run.rounds).__name__}", why, "leave rounds out"
+    has_nodes = run.topology is not None and run.topology.has_nodes
+    if has_nodes and (rule.refines or rule.own_messages or rule.ranks or not rule.is_linear):
+        why = "it remembers, or sends, what one server makes of all adapters, and here nodes have their own"
+        yield f"{given} --trainer.topology {type(run.topology).__name__}", why, "leave one of them out"
+
+
+def _differs(method: Any, hook: str) -> bool:
+    """Return whether a method has another hook than ``Method``, which has some of ``SummingServer`` anew."""
+    own = next(vars(kind)[hook] for kind in type(method).__mro__ if hook in vars(kind))
+    return own.__module__ != "fl_lightning.methods.base" and own is not vars(SummingServer).get(hook)
+
+
+MESSAGES = ("broadcast", "receive", "upload", "upload_limits", "decode", "next_state", "deploy")
+"""Hooks of a method that make its messages and read them."""
+
+
 def _secure_sum(run: Run) -> Iterator[Refusal]:
     if run.masks is None:
         return
@@ -377,6 +444,64 @@ def _late_clients(run: Run) -> Iterator[Refusal]:
         yield f"{given} with trainer.privacy", rule, "leave one of them out"
 
 
+# Who talks to whom
+
+
+def _topology(run: Run) -> Iterator[Refusal]:
+    if run.topology is None or not run.topology.has_nodes:
+        return
+    method, peers = run.method, run.topology.has_peers
+    given = f"--trainer.topology {type(run.topology).__name__}"
+    with_model = f"{given} with --model {run.name}"
+    if run.deployed:
+        yield f"{given} in a deployment", "its clients talk to one server", "leave it out, or simulate it"
+    if run.masks is not None:
+        rule = "masks hide uploads from one server that adds them all up, and here there is none"
+        yield f"{given} with trainer.secure_sum", rule, "leave one of them out"
+    if run.privacy is not None:
+        rule = "noise is accounted for one sum a round, and here there are several"
+        yield f"{given} with trainer.privacy", rule, "leave one of them out"
+    if run.rounds is not None and run.rounds.goes_by_clock:
+        rule = "its nodes average what has arrived once everybody is done"
+        yield f"{given} with --trainer.rounds {type(run.rounds).__name__}", rule, "write Synchronous"
+    for callback in filter(sees_uploads, run.callbacks):
+        rule = "it changes uploads knowing those that one server gets, and here there are several"
+        yield f"{given} with {type(callback).__name__}", rule, "write attack: sign_flip, or leave it out"
+    if why := why_not(method, "topology"):
+        yield with_model, why, f"take one of {', '.join(methods_with('topology'))}"
+    if method.server_optimizer is not None:
+        rule = "a server optimiser remembers the updates of one server"
+        instead = "leave server_optimizer out, or write --model FedAvg"
+        yield f"{given} with --model.server_optimizer {type(method.server_optimizer).__name__}", rule, instead
+    if method.personalised:
+        rule = "its clients' own models are parts of one server's, and here each node has another"
+        yield with_model, rule, "write --model FedAvg, without personal and finetune"
+    if not method.average.is_sum:
+        rule = "it compares the vectors of a whole cohort, and a node gets few"
+        name = type(method.average).__name__
+        yield (
+            f"{given} with --model.average {name}",
+            rule,
+            "write --model.average WeightedMean, or NormClipping",
+        )
+    if not peers:
+        return
+    if run.availability:
+        rule = "how long a peer is at work depends on the messages of its neighbours, and so on who is there"
+        given_clock = f"--trainer.clock.availability {run.availability}"
+        yield f"{given} with {given_clock}", rule, "leave availability out, or write Hierarchy"
+    if method.weigh_by != "clients" or method.max_share != 1:
+        rule = "peers weigh alike: what an average is made of is not known any more after the next one"
+        yield f"{given} with --model.weigh_by {method.weigh_by}", rule, "write --model.weigh_by clients"
+    if method.reads_public and not run.topology.partners_stay:
+        rule = "its uploads are updates of what their readers know already, and here readers change"
+        instead = "take Gossip with Ring, Torus, Complete or GraphFile, or --model FedMPQ"
+        yield with_model, rule, instead
+
+
+# Who takes part
+
+
 def _availability(run: Run) -> Iterator[Refusal]:
     if not run.availability:
         return
@@ -400,6 +525,9 @@ def _sampler(run: Run) -> Iterator[Refusal]:
     if run.rounds is not None and run.rounds.has_versions:
         rule = "it compares clients for a whole cohort, and these rounds draw one by one"
         yield f"{given} with --trainer.rounds {type(run.rounds).__name__}", rule, "leave one of them out"
+    if run.topology is not None and run.topology.has_nodes:
+        rule = "it compares clients by the losses of one server's model, and here nodes have their own"
+        yield f"{given} with --trainer.topology {type(run.topology).__name__}", rule, "leave one of them out"
     if run.masks is not None:
         rule = "the server learns single clients' losses, and is to learn a sum alone"
         yield f"{given} with trainer.secure_sum", rule, "leave one of them out"
@@ -479,6 +607,13 @@ ROWS = (
         _personal,
         ("personal", "finetune"),
     ),
+    Row(
+        "adapter average",
+        "The server takes means of weights that hold the factors of LoRA; a rule that multiplies them reads "
+        "single uploads, and one with messages of its own needs FedAvg's.",
+        _adapter_average,
+        ("adapter_average",),
+    ),
     Row("attack", "Clients send what they have learned, which hostile ones replace.", _attack, ("attack",)),
     Row(
         "guided average",
@@ -503,6 +638,15 @@ ROWS = (
         "`OverSelection`, `Deadline`, `FedBuff` and `FedAsync` go by a clock, and the server may leave out "
         "single uploads; the last two need clients that send weights alone and keep nothing.",
         _late_clients,
+    ),
+    Row(
+        "topology",
+        "Edge servers and peers run the server's half of a method, each on sums of what it gets: "
+        "`Hierarchy`, `Gossip` and `Moshpit` need a weighted mean, rounds that wait for everybody, "
+        "and no server that remembers updates; peers weigh alike, are always online, and code updates "
+        "for those who stay.",
+        _topology,
+        ("topology",),
     ),
     Row(
         "clients that come and go",

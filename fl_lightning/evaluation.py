@@ -314,6 +314,14 @@ def _global(fabric: Fabric, method: Method, data: FederatedData) -> dict[str, fl
     return {f"global/{name}": float(found[name]) for name in task.per_client if name in found}
 
 
+def of_network(fabric: Fabric, network: nn.Module, data: FederatedData) -> dict[str, float]:
+    """Return the task's metrics of one network on the whole test set, evaluated on this rank alone."""
+    sums: dict[str, Tensor] = {}
+    for number, (inputs, target) in enumerate(data.test_batches()):
+        sums |= _of_batch(number, evaluate_batch(fabric, data.task, network, inputs, target)[1])
+    return {name: float(value) for name, value in data.task.finish(averages(_totals(sums))).items()}
+
+
 def averages(sums: Mapping[str, Any], counted: Collection[str] = ()) -> dict[str, np.ndarray]:
     """Return the sum over the weight of each metric, and the sum alone of those that are counted.
 

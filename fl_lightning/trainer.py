@@ -67,6 +67,7 @@ from fl_lightning.sampling import Sampler, Uniform
 from fl_lightning.support.notebook import Results
 from fl_lightning.support.redaction import redact_settings
 from fl_lightning.support.user_code import errors_as_refusals
+from fl_lightning.topology import Star, Topology
 
 log = logging.getLogger("fl_lightning")
 
@@ -113,6 +114,8 @@ class FederatedTrainer(RunViews):
         rounds: ``Synchronous``, ``OverSelection``, ``Deadline``, ``FedBuff`` or ``FedAsync`` of
             :mod:`fl_lightning.clock`; all but the first need a clock, and the last two have a concurrency in
             place of ``participation``. Default: ``Synchronous``.
+        topology: who talks to whom: ``Star``, ``Hierarchy``, ``Gossip`` or ``Moshpit`` of
+            :mod:`fl_lightning.topology`. Default: ``Star``, one server.
         sampler: who is asked: ``Uniform``, ``PowerOfChoice`` or ``Oort`` of :mod:`fl_lightning.sampling`; the
             last needs a clock. Default: ``Uniform``.
         eval_every: rounds between evaluations, at least 1; the last round is always evaluated.
@@ -165,6 +168,7 @@ class FederatedTrainer(RunViews):
         privacy: ClientPrivacy | None = None,
         clock: Clock | None = None,
         rounds: Rounds | None = None,
+        topology: Topology | None = None,
         sampler: Sampler | None = None,
         eval_every: Annotated[int, at_least(1)] = 1,
         checkpoint_every: Annotated[int | None, at_least(0)] = None,
@@ -191,6 +195,8 @@ class FederatedTrainer(RunViews):
         self.rounds = rounds or Synchronous()
         self.timing = None if clock is None else Timing(clock, self.rounds)
         self.callbacks += [self.timing] if self.timing else []
+        self.topology = topology or Star()
+        self.callbacks += self.topology.meters()
         self.sampler = sampler or Uniform()
         self.callbacks += [] if self.sampler.is_uniform else [self.sampler]
         check_signatures(self.callbacks)
@@ -408,6 +414,7 @@ class FederatedTrainer(RunViews):
             self.privacy,
             deployed=self.remote is not None,
             rounds=self.rounds,
+            topology=self.topology,
             sampler=self.sampler,
         )
         run = run if self.timing is None else run.timed(self.timing)
@@ -466,16 +473,17 @@ class FederatedTrainer(RunViews):
         """Build all that can refuse its input, before anything is created."""
         with errors_as_refusals():
             self._build()
+        usual = choose_aggregation(
+            self.method,
+            self.secure_sum,
+            self.privacy,
+            single=self.rounds.has_versions or any(map(sees_uploads, self.callbacks)),
+        )
         fed = Federation(
             self.fabric,
             self.method,
             self.data,
-            choose_aggregation(
-                self.method,
-                self.secure_sum,
-                self.privacy,
-                single=self.rounds.has_versions or any(map(sees_uploads, self.callbacks)),
-            ),
+            self.topology.way(usual, self.data),
             self.callbacks,
             seed=self.seed,
             max_rounds=self.max_rounds,

@@ -32,9 +32,10 @@ class FactorError(Stressor, Meter):
     def on_check(self, context: Context) -> None:
         secure = context.aggregation.masks is not None
         if secure or not context.method.is_sum:
-            why = (
-                "a secure sum shows no upload" if secure else f"{type(context.method).__name__} takes no mean"
-            )
+            why = f"{type(context.method).__name__} takes no mean"
+            if context.method.adapters.name:
+                why = "the rule of adapter_average measures what it loses"
+            why = "a secure sum shows no upload" if secure else why
             raise InputError(
                 "callbacks.FactorError", f"it compares the mean of uploads, and {why}", "leave it out"
             )

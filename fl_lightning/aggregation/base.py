@@ -8,7 +8,8 @@ noise, and :class:`MaskedSum` around one of the two where the server may not see
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from fl_lightning import rng
@@ -51,6 +52,7 @@ class Round:
         add_under_masks: has the clients mask and send their vectors; the engine's.
         metrics: takes what the aggregation measures.
         named: takes the ids of clients that broke the rules of the aggregation.
+        links: takes the ledger's entries of links that are no client's, such as those between servers.
     """
 
     number: int
@@ -59,6 +61,7 @@ class Round:
     add_under_masks: AddUnderMasks
     metrics: dict[str, float] = field(default_factory=dict)
     named: set[int] = field(default_factory=set)
+    links: list[LedgerEntry] = field(default_factory=list)
 
 
 class Aggregation(ABC):
@@ -78,6 +81,8 @@ class Aggregation(ABC):
     """How the sums are kept from the server that adds them up; None: it sees what it adds up."""
     privacy: PrivateAggregation | None = None
     """What makes the sums private; None: they are exact."""
+    content_sha256: str = ""
+    """SHA-256 of what is read from a file of ``trainer.topology``; empty where there is none."""
 
     def __init__(self, method: SummingServer) -> None:
         self.method = method
@@ -86,6 +91,11 @@ class Aggregation(ABC):
     def randomness(self) -> Randomness:
         """What a cohort is drawn from: streams of the run's seed, unless nobody may know the cohort."""
         return rng.stream
+
+    @contextmanager
+    def serving(self, client: Client) -> Iterator[None]:
+        """Let the method's server be the one that this client has, within the block: there may be several."""
+        yield
 
     def addends(self, upload: Payload, client: int, round: int) -> dict[str, Addend]:
         """Return what a client's upload adds to the server's sums, by name."""

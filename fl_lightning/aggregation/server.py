@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
+from fl_lightning.aggregation.adapters.base import AS_THEY_ARE, AdapterAverage
 from fl_lightning.aggregation.averages import Average, NoAverageError, capped
 from fl_lightning.aggregation.client_weights import BY_EXAMPLES, ClientWeights, Weighing
 from fl_lightning.aggregation.exact_sum import MAX_MAGNITUDE, largest
@@ -17,7 +18,7 @@ from fl_lightning.aggregation.server_optimizers import EVALUATED, SQUARES, Serve
 from fl_lightning.aggregation.sums import Addend, Sums, sums_of
 from fl_lightning.client import Client
 from fl_lightning.config.overriding import overrides
-from fl_lightning.wire import Layout, LedgerEntry, Limit, Payload, PayloadError
+from fl_lightning.wire import Codes, Layout, LedgerEntry, Limit, Payload, PayloadError
 
 log = logging.getLogger("fl_lightning")
 
@@ -43,11 +44,19 @@ class SummingServer:
     """Values of a vector of ``layout`` that are trained parameters; statistics and other buffers follow."""
     server_optimizer: ServerOptimizer | None = None
     """What the server makes of its clients' mean; None: the mean is what the next round starts from."""
+    adapters: AdapterAverage = AS_THEY_ARE
+    """What becomes of the clients' low-rank adapters, and which values travel."""
     owns: frozenset[str] = frozenset()
     """Those of ``server_optimizer``, ``personal`` and ``finetune`` that the class is a name of, and sets by
     itself."""
     calls_server_optimizer: bool = False
     """Declares that an own ``next_state`` takes the weights from :meth:`next_weights`."""
+    sums_over_any: bool = False
+    """Declares that an own ``next_state`` makes a state of sums over any clients, such as those that one peer
+    hears, and counts nothing over all clients."""
+    reads_public: bool = False
+    """Whether ``decode`` reads an upload with weights that its sender had before. A server knows them; peers
+    know what the sender has told them last, which is then ``server["public"]``."""
     cohort: int = 1
     """Clients that were asked to take part in this round."""
     served: Sequence[int] = ()
@@ -87,7 +96,7 @@ class SummingServer:
 
     def broadcast(self, client: Client) -> Payload:
         """Return what this client is sent at the start of the round."""
-        return Payload({"weights": self.server["weights"]})
+        return self.adapters.broadcast(self, client)
 
     def check(self, upload: Payload, client: Client) -> None:
         """Refuse an upload that must not be averaged.
@@ -113,7 +122,7 @@ class SummingServer:
         Raises:
             PayloadError: an entry that is missing or of the wrong size.
         """
-        return upload.tensor("weights").float()
+        return self.adapters.decode(self, upload.tensor("weights"))
 
     def aggregate(self, uploads: Mapping[int, Payload]) -> None:
         """Make the next server state from what came back: client id -> payload, never empty.
@@ -121,8 +130,12 @@ class SummingServer:
         A method whose server needs sums alone overrides :meth:`addends` and :meth:`next_state` instead.
         """
         starts = self.starts() if self.average.guide == "last_update" else {}
+        single = self.adapters.singles(self, uploads)
         sums = self.add_up(uploads, {id: examples_in(upload) for id, upload in uploads.items()})
         self.next_state(sums)
+        if single is not None:
+            mean = self.adapters.whole(self, sums.mean("weights"))
+            self.server |= self.adapters.beside(self, single, mean)
         made = {name: sums.mean(name) - start for name, start in starts.items() if name in {*sums}}
         self.server |= {f"{LAST_UPDATE}{name}": update for name, update in made.items()}
 
@@ -135,7 +148,8 @@ class SummingServer:
         """
         weights = self.bounded_weights(examples)
         addends = [self.addends(upload, id, weights[id]) for id, upload in sorted(uploads.items())]
-        return sums_of(addends, self.average, max(self.cohort, len(examples)), self.guides())
+        average = self.adapters.over(self.average)
+        return sums_of(addends, average, max(self.cohort, len(examples)), self.guides())
 
     def guides(self) -> Mapping[str, Tensor]:
         """Return the updates that ``average`` goes by in this round, by the name of the sum: ``[P]``; none
@@ -157,7 +171,8 @@ class SummingServer:
     @property
     def is_sum(self) -> bool:
         """Whether the server needs nothing but sums over the uploads, so that nobody has to see them all."""
-        return self.average.is_sum and not overrides(self, SummingServer, "aggregate")
+        sums = self.average.is_sum and not self.adapters.reads_single
+        return sums and not overrides(self, SummingServer, "aggregate")
 
     def addends(self, upload: Payload, client_id: int, weight: int) -> dict[str, Addend]:
         """Return what an upload adds to the server's sums, by name.
@@ -167,7 +182,7 @@ class SummingServer:
             client_id: whose it is.
             weight: n_k, within the bound of ``max_share``; an integer of at most ``self.largest_weight``.
         """
-        start, vector = self.starts()["weights"], self.decode(upload)
+        start, vector = self.starts()["weights"], self._moving(self.decode(upload))
         found = {"weights": Addend(vector, weight, self.largest_weight, start)}
         if self.adds_squares:
             square = self._square(self.average.bounded(vector, start) - start)
@@ -190,7 +205,12 @@ class SummingServer:
 
         With ``trainer.privacy`` a server adds it to a mean of differences, also where it has seen no upload.
         """
-        return {"weights": self.server["weights"].float()}
+        return {"weights": self._moving(self.server["weights"].float())}
+
+    def _moving(self, vector: Tensor) -> Tensor:
+        """Return the values that the clients of this round train, of a vector of ``layout``."""
+        half = self.adapters.moving(self)
+        return vector if half is None else vector[half]
 
     def averaged(self, upload: Payload) -> Iterator[tuple[int, float, Tensor]]:
         """Yield the vectors of ``layout`` in an upload that enter a mean: the number of the mean, the weight
@@ -202,14 +222,20 @@ class SummingServer:
         its broadcast of the same name and shape says so."""
         return {}
 
+    def beside_upload(self, client_id: int) -> Mapping[str, Tensor | Codes]:
+        """Return what readers of a client's upload need beside it where no server knows what the client was
+        sent: the entries that :meth:`addends` reads."""
+        return {}
+
     def summing_state(self) -> Mapping[str, Tensor]:
         """Return the entries of ``server`` that ``check`` and ``addends`` read.
 
         In a deployment with a secure sum, clients make their addends themselves; they are sent those entries
         that their broadcast does not hold.
         """
-        optimizer = self.server_optimizer
-        return self.server if optimizer is None else optimizer.without_own(self.server)
+        optimizer, hidden = self.server_optimizer, self.adapters.not_summed
+        state = self.server if optimizer is None else optimizer.without_own(self.server)
+        return {name: tensor for name, tensor in state.items() if name not in hidden} if hidden else state
 
     def next_state(self, sums: Sums) -> None:
         """Make the next server state of the sums over the clients that returned.
@@ -217,12 +243,14 @@ class SummingServer:
         A method that overrides it, and takes the weights from :meth:`next_weights`, says so by
         ``calls_server_optimizer``.
         """
+        before = dict(self.server)
         self.server["weights"] = self.layout.to_wire(self.next_weights(sums))
+        self.server |= self.adapters.next_entries(self, before)
 
     def next_weights(self, sums: Sums) -> Tensor:
         """Return the weights that the next round starts from, float32 ``[P]``: the clients' mean, or what
         ``server_optimizer`` makes of it. What that remembers is then in ``server``."""
-        mean, optimizer = sums.mean("weights"), self.server_optimizer
+        mean, optimizer = self.adapters.whole(self, sums.mean("weights")), self.server_optimizer
         if optimizer is None:
             return mean
         squares = float(sums.mean(SQUARES)) if self.adds_squares else 0.0

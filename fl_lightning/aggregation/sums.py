@@ -12,9 +12,10 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
-from fl_lightning.aggregation.averages import Average, GuidedAverage
+from fl_lightning.aggregation.averages import Average, GuidedAverage, RefinedMean
 from fl_lightning.aggregation.exact_sum import ExactSum, exact_mean
 from fl_lightning.distributed.collectives import gather_bytes, sum_over_ranks, world_size
 from fl_lightning.errors import MisuseError
@@ -73,6 +74,10 @@ class Sums:
         if first.start is not None:
             if not self.average.is_sum:
                 shares = [weight / sum(weights) for weight in weights]
+                if isinstance(self.average, RefinedMean):
+                    part = Part(vectors, weights, first.most)
+                    self._averaged[name] = self.average.refined(part.mean(self.cohort), vectors, shares)
+                    return
                 self._averaged[name] = self._average(name, vectors, shares, first.start)
                 return
             vectors = [self.average.bounded(vector, first.start) for vector in vectors]
@@ -103,6 +108,23 @@ class Sums:
         """
         self._parts[name] = Part([], [weight], most, total)
 
+    def add_now(self) -> None:
+        """Add up what has been given, where several readers follow: each would add it up anew."""
+        for name, part in self._parts.items():
+            if part.merged is None:
+                merged = part.exact_sum(self.cohort)
+                self._parts[name] = Part([], [sum(part.weights)], part.most, merged)
+
+    def integers(self) -> dict[str, Tensor]:
+        """Return the sums as they travel between servers, by name: int64 ``[P + 1]``, the last value of which
+        is the sum of the weights."""
+        self.add_now()
+        return {
+            name: torch.cat([part.merged.integers, torch.tensor([sum(part.weights)])])
+            for name, part in self._parts.items()
+            if part.merged is not None
+        }
+
     def __iter__(self) -> Iterator[str]:
         """Yield the names of the sums."""
         yield from (*self._parts, *self._averaged)
@@ -117,9 +139,7 @@ class Sums:
         if name in self._averaged:
             return self._averaged[name]
         part = self._parts[name]
-        if part.merged is not None:
-            return part.merged.mean(part.total_weight)
-        return exact_mean(part.vectors, part.shares, part.total_weight, self.cohort)
+        return part.mean(self.cohort)
 
     def total(self, name: str) -> Tensor:
         """Return sum w x over the clients; float64 ``[P]``.
@@ -171,6 +191,11 @@ class Part:
     @property
     def total_weight(self) -> float:
         return sum(self.weights) / self.most
+
+    def mean(self, cohort: int) -> Tensor:
+        if self.merged is not None:
+            return self.merged.mean(self.total_weight)
+        return exact_mean(self.vectors, self.shares, self.total_weight, cohort)
 
     def exact_sum(self, cohort: int, size: int | None = None) -> ExactSum:
         exact = ExactSum(self.size if size is None else size, cohort)

@@ -13,7 +13,7 @@ from torch import Tensor
 from fl_lightning.aggregation.exact_sum import MAX_MAGNITUDE
 from fl_lightning.aggregation.receiving import check_upload, declared_limits, decode_upload
 from fl_lightning.conformance.bench import Bench, expect_same_server
-from fl_lightning.conformance.formulas import layer_sizes
+from fl_lightning.conformance.formulas import coded_sizes
 from fl_lightning.conformance.verdicts import NotApplicable, Violation, expect
 from fl_lightning.conformance.watch import client_without_data
 from fl_lightning.quantization import average_bits
@@ -199,7 +199,7 @@ def budget(bench: Bench) -> None:
         raise NotApplicable("it has no budgets")
     for bits in (1, 4, [1, 2, 3, 4, 6, 8]):
         run = bench.run(method=bench.subject.make(bits=bits), max_rounds=3)
-        sizes, budgets = layer_sizes(run.method.network), bits if isinstance(bits, list) else [bits] * 6
+        sizes, budgets = coded_sizes(run.method), bits if isinstance(bits, list) else [bits] * 6
         for payloads, verb in ((run.log.uploads, "sends"), (run.log.broadcasts, "is given")):
             for client, used in _bits(payloads.items(), sizes):
                 allowed = budgets[client]

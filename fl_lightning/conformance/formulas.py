@@ -9,6 +9,7 @@ k-means found), the formula starts from the number that the upload states.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -33,9 +34,24 @@ def payload_bytes(entries: dict[str, tuple[int, int]]) -> int:
     return 19 + sum(3 + len(name) + 4 * dimensions + nbytes for name, (dimensions, nbytes) in entries.items())
 
 
-def layer_sizes(network: nn.Module) -> list[int]:
-    """Return the number of weights n_l of every convolution and linear layer."""
-    return [m.weight.numel() for m in network.modules() if isinstance(m, (nn.Conv2d, nn.Linear))]
+def layer_sizes(network: nn.Module, personal: str | None = None) -> list[int]:
+    """Return the number of weights n_l of every convolution and linear layer that does not stay on a
+    client."""
+    layers = [(name, m) for name, m in network.named_modules() if isinstance(m, (nn.Conv2d, nn.Linear))]
+    head = [name for name, m in layers if isinstance(m, nn.Linear)][-1:]
+    stays: dict[str | None, Callable[[str], bool]] = {
+        None: lambda name: False,
+        "norm": lambda name: False,
+        "head": lambda name: name in head,
+        "body": lambda name: name not in head,
+    }
+    is_own = stays.get(personal, lambda name: fnmatchcase(f"{name}.weight", str(personal)))
+    return [m.weight.numel() for name, m in layers if not is_own(name)]
+
+
+def coded_sizes(method: Any) -> list[int]:
+    """Return the number of weights n_l of every layer that travels as codes."""
+    return layer_sizes(method.network, method.personal)
 
 
 def num_values(network: nn.Module) -> int:
@@ -127,9 +143,9 @@ def qsgd_up(method: Any, upload: Payload) -> int:
     """
     if method.bits == 32:
         return weights_up(method, upload)
-    n = layer_sizes(method.network)
+    n = coded_sizes(method)
     norms = sum(math.ceil(size / (method.bucket or size)) for size in n)
-    rest = num_values(method.network) - sum(n)
+    rest = num_sent(method) - sum(n)
     entries = {
         "codes": (1, packed_bytes(sum(n), method.bits)),
         "norms": (1, fp32_bytes(norms)),
@@ -144,15 +160,13 @@ def product_up(method: Any, upload: Payload) -> int:
     Layers of fewer than 8 sub-vectors, and all other values, are fp32.
     """
     d, entries = method.dim, {}
-    n = [size for size in layer_sizes(method.network) if math.ceil(size / d) >= 8]
+    n = [size for size in coded_sizes(method) if math.ceil(size / d) >= 8]
     for layer, size in enumerate(n):
         most = min(method.centroids, math.ceil(size / d) // 4)
         centroids = min(most, len(upload.tensor(f"c{layer}")))
         entries[f"i{layer}"] = (1, packed_bytes(math.ceil(size / d), max(1, math.ceil(math.log2(centroids)))))
         entries[f"c{layer}"] = (2, fp32_bytes(centroids * d))
-    return payload_bytes(
-        {**EXAMPLES, **entries, "rest": (1, fp32_bytes(num_values(method.network) - sum(n)))}
-    )
+    return payload_bytes({**EXAMPLES, **entries, "rest": (1, fp32_bytes(num_sent(method) - sum(n)))})
 
 
 def codes_up(method: Any, upload: Payload) -> int:
@@ -163,18 +177,18 @@ def codes_up(method: Any, upload: Payload) -> int:
 def pruned_codes_up(method: Any, upload: Payload) -> int:
     """Uploads of FedMPQ and FedMPQKD hold n_k, the codes, and for each layer 4 bits for the planes dropped at
     the top."""
-    tops = (1, packed_bytes(len(layer_sizes(method.network)), 4))
+    tops = (1, packed_bytes(len(coded_sizes(method)), 4))
     return payload_bytes({**EXAMPLES, **_codes(method, upload), "tops": tops})
 
 
 def _codes(method: Any, payload: Payload) -> dict[str, tuple[int, int]]:
     """For each layer: 4 bits for N_l, an fp32 scale, N_l + 1 bits for each weight; other values in fp32."""
-    n, N = layer_sizes(method.network), payload.codes("bits").values.tolist()
+    n, N = coded_sizes(method), payload.codes("bits").values.tolist()
     codes = {
         f"w{layer}": (1, packed_bytes(size, bits + 1))
         for layer, (size, bits) in enumerate(zip(n, N, strict=True))
     }
-    rest = num_values(method.network) - sum(n)
+    rest = num_sent(method) - sum(n)
     return {
         "bits": (1, packed_bytes(len(n), 4)),
         "scales": (1, fp32_bytes(len(n))),
@@ -189,7 +203,7 @@ def grids_down(method: Any, message: Payload) -> int:
 
     With ``download: quantised`` they hold the codes instead, and the teacher in fp32 where clients need it.
     """
-    weights, layers = (1, fp32_bytes(num_values(method.network))), len(layer_sizes(method.network))
+    weights, layers = (1, fp32_bytes(num_sent(method))), len(coded_sizes(method))
     grids = {"grid": (1, fp32_bytes(layers)), "pull": (1, fp32_bytes(layers))}
     if method.download == "full":
         return payload_bytes({"bits": (1, packed_bytes(layers, 4)), "weights": weights, **grids})
@@ -221,7 +235,7 @@ def _soft_labels(method: Any) -> dict[str, tuple[int, int]]:
 
 
 def _weights_too(method: Any) -> dict[str, tuple[int, int]]:
-    return {"weights": (1, fp32_bytes(num_values(method.network)))} if method.average_weights else {}
+    return {"weights": (1, fp32_bytes(num_sent(method)))} if method.average_weights else {}
 
 
 def prototypes_up(method: Any, upload: Payload) -> int:

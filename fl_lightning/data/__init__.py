@@ -24,6 +24,7 @@ from fl_lightning.data.text.corpus_data import CorpusData
 from fl_lightning.data.text.federation import InstructionData, TextData
 from fl_lightning.data.text.labelled_text import LabelledText
 from fl_lightning.data.text.natural_instructions import NaturalInstructions
+from fl_lightning.data.text.preference_data import PreferenceData, PreferenceFiles, PreferencePairs
 from fl_lightning.data.text.text_files import TextFiles
 from fl_lightning.data.text.token_data import DataModuleTokens, TokenData
 from fl_lightning.data.text.token_items import TokenFile
@@ -56,6 +57,9 @@ __all__ = [
     "PFLlibPathological",
     "PFLlibPractical",
     "Partition",
+    "PreferenceData",
+    "PreferenceFiles",
+    "PreferencePairs",
     "Quantity",
     "RotatedClients",
     "Shards",

@@ -16,7 +16,7 @@ from typing import Annotated, Any
 import numpy as np
 import torch
 from lightning import LightningDataModule
-from torch import Tensor
+from torch import Tensor, nn
 
 from fl_lightning.client import Client
 from fl_lightning.config.constraints import within
@@ -179,6 +179,9 @@ class FederatedData(ExampleBatches, Recorded, LightningDataModule):
         self.device = device
         self._public_moved = None
         self.train_target, self.test_target = self.train_target.to(device), self.test_target.to(device)
+
+    def see_network(self, network: nn.Module) -> None:
+        """Learn which network a run begins with, once it has been built; most data do not ask."""
 
     def distribute(self, seed: int, device: torch.device) -> None:
         """Assign the training examples to clients; call it after ``setup``.

@@ -28,5 +28,6 @@ def is_stackable(method: nn.Module) -> bool:
 def has_same_start(method: Method) -> bool:
     """Return what the method's own class declares as ``same_start``, where nothing stays on a client and no
     term reads what differs from client to client."""
-    of_client = bool(method.own.size) or method.terms_read("class_counts", "previous_features")
+    of_client = bool(method.own.size) or method.terms_read("class_counts", "previous_features", "shift")
+    of_client = of_client or method.adapters.sends_parts
     return vars(type(method)).get("same_start", False) and not of_client

@@ -12,6 +12,7 @@ from fl_lightning import __version__
 from fl_lightning.client import Client
 from fl_lightning.errors import InputError, require, require_choice
 from fl_lightning.evaluation import evaluation_mode
+from fl_lightning.export.card import card_of, record_of
 from fl_lightning.export.folder import SUMMARY, check_folder, new_folder
 from fl_lightning.export.formats import FORMATS, FormatName, check_extras, choose, write
 from fl_lightning.export.loader import LOADER
@@ -84,10 +85,12 @@ def export_checkpoint(
         "round": saved.progress["round"],
         "client": target.client,
         "seed": probed.seed,
+        **record_of(saved, probed.method.network_spec),
     }
+    moved = probed.method.adapters.base_moved(probed.method)
     try:
         with evaluation_mode(network.cpu()):
-            _write_folder(TrainedModel(network, probed.data, about), target.format, path)
+            _write_folder(TrainedModel(network, probed.data, about, moved), target.format, path)
     finally:
         network.to(probed.fabric.device)
     return path
@@ -140,7 +143,7 @@ def _write_folder(model: TrainedModel, format: FormatName, path: Path) -> None:
     check_extras(chosen)
     with new_folder(path) as folder:
         needs = write(model, chosen, folder)
-        (folder / CARD).write_text(_card(model, chosen, needs, (folder / LOADER).read_text()))
+        (folder / CARD).write_text(card_of(model, chosen, needs, (folder / LOADER).read_text()))
         files = sorted(str(file.relative_to(folder)) for file in folder.rglob("*") if file.is_file())
         summary = {
             "format": chosen,
@@ -151,32 +154,3 @@ def _write_folder(model: TrainedModel, format: FormatName, path: Path) -> None:
         }
         (folder / SUMMARY).write_text(to_json(summary))
     log.info("%s: %s; loading it needs %s", path, ", ".join([*files, SUMMARY]), needs)
-
-
-def _card(model: TrainedModel, format: FormatName, needs: str, loader: str) -> str:
-    """Return the README of an export."""
-    about, form = model.about, model.preprocessing()
-    whose = "the global model" if about["client"] is None else f"the model of client {about['client']}"
-    shape = ", ".join(["B", *(["T"] if model.reads_tokens else map(str, form["example_shape"]))])
-    length = form["example_shape"][-1] if model.reads_tokens else 0
-    outputs = model.data.task.outputs_form("B", form["num_outputs"])
-    lines = [
-        f"# {about['method']} on {about['dataset']}",
-        f"This is {whose} of the run `{about['run']}` (seed {about['seed']}) after round {about['round']}, "
-        f"written by fl_lightning {__version__} in the format `{format}`.",
-        f"Inputs are {'token ids int64' if model.reads_tokens else 'examples'} [{shape}]; outputs are "
-        f"{outputs}."
-        + (f" T is any number of tokens that the model takes, {length} in the run's data." if length else ""),
-    ]
-    if "pixels" in form:
-        mean, std = form["pixels"]["mean"], form["pixels"]["std"]
-        lines.append(
-            "Pixels 0 to 255 are divided by 255, and then each channel becomes (x - mean) / std: mean "
-            f"{mean}, std {std}."
-        )
-    if "columns" in form:
-        lines.append(f"Columns are standardised or coded as `{SUMMARY}` says under `columns`.")
-    if form["classes"]:
-        lines.append(f"The classes, in the order of the outputs: {', '.join(form['classes'])}.")
-    lines += [f"`{LOADER}` loads it; it needs {needs}.", f"```python\n{loader}```"]
-    return "\n\n".join(lines) + "\n"

@@ -49,7 +49,7 @@ def write_peft(trained: TrainedModel, folder: Path) -> str:
     """Write adapters as a folder that peft loads, and return what is needed to do so.
 
     Adapters of our own kinds become LoRA, whose product is what they add. The base of ``llama_tiny`` goes
-    along, into the folder ``base``; that of ``hf:NAME`` is named.
+    along, into the folder ``base``, and so does one that the run has changed; that of ``hf:NAME`` is named.
     """
     network: Any = trained.network
     if isinstance(network, Llama):
@@ -59,12 +59,16 @@ def write_peft(trained: TrainedModel, folder: Path) -> str:
         adapted.peft_config["default"].base_model_name_or_path = BASE
     else:
         name = model_folder(network.name)
-        base = repr(str(Path(name).absolute()) if Path(name).is_dir() else name)
-        adapted = network.model
+        where = str(Path(name).absolute()) if Path(name).is_dir() else name
+        base, adapted = repr(where), network.model
         if not hasattr(adapted, "peft_config"):
             adapted = _as_peft(_plain(network, merge=False), _low_rank(network.base, lambda layer: [layer]))
-        if Path(name).is_dir():
-            adapted.peft_config["default"].base_model_name_or_path = str(Path(name).absolute())
+        if trained.base_moved:
+            base, where = f'Path(__file__).with_name("{BASE}")', BASE
+            with adapted.disable_adapter():
+                deepcopy(adapted).unload().save_pretrained(folder / BASE)
+        if trained.base_moved or Path(name).is_dir():
+            adapted.peft_config["default"].base_model_name_or_path = where
     # peft would ask the hub whether the embedding is the base's; adapters leave it as it is
     adapted.save_pretrained(folder, save_embedding_layers=False)
     _save_tokenizer(trained, folder)
@@ -80,7 +84,8 @@ def write_peft(trained: TrainedModel, folder: Path) -> str:
         "network = PeftModel.from_pretrained(base, Path(__file__).parent).eval()",
     ]
     (folder / LOADER).write_text(source(lines, "Load the adapters on their base by peft."))
-    return "transformers and peft" + ("" if isinstance(network, Llama) else f", and the base {network.name}")
+    with_base = isinstance(network, Llama) or trained.base_moved
+    return "transformers and peft" + ("" if with_base else f", and the base {network.name}")
 
 
 @without_bars()

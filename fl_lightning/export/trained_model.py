@@ -10,7 +10,6 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from fl_lightning.data import FederatedData
-from fl_lightning.tasks import LanguageModelling
 
 
 @dataclass(frozen=True)
@@ -21,16 +20,18 @@ class TrainedModel:
         network: the network.
         data: what it was trained on; of them come the form of inputs, names of classes and a tokeniser.
         about: where it comes from, ready for JSON: method, run, round, client ...
+        base_moved: whether the frozen weights under adapters are no longer those of the model that is named.
     """
 
     network: nn.Module
     data: FederatedData
     about: dict[str, Any] = field(default_factory=dict)
+    base_moved: bool = False
 
     @property
     def reads_tokens(self) -> bool:
         """Whether examples are sequences of token ids, the network a language model."""
-        return isinstance(self.data.task, LanguageModelling)
+        return self.data.task.of_tokens
 
     @property
     def example(self) -> Any:

@@ -28,6 +28,7 @@ from torch.optim import SGD, Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from fl_lightning import rng
+from fl_lightning.aggregation.adapters import AdapterAverage, AdapterAverageName, chosen_rule
 from fl_lightning.aggregation.averages import WEIGHTED_MEAN, Average
 from fl_lightning.aggregation.client_weights import ClientWeights, Weighing
 from fl_lightning.aggregation.server import SummingServer
@@ -73,6 +74,8 @@ class Method(Recorded, SummingServer, WithLocalWork, WithPersonal, WithTerms):
         server_optimizer: what the server makes of its clients' mean. Default: it is the next weights.
         personal: what stays on a client: ``norm``, ``head``, ``body``, or a pattern of names.
         finetune: local steps on a copy before a client's own model is evaluated.
+        adapter_average: what becomes of the clients' factors A and B of LoRA: ``factors``, ``residual``, or a
+            rule with settings. Default: they are weights like any others.
     """
 
     settings_shown = ("--model.{name} {value}", "--model.{name} {value}")
@@ -143,17 +146,20 @@ class Method(Recorded, SummingServer, WithLocalWork, WithPersonal, WithTerms):
         server_optimizer: ServerOptimizer | None = None,
         personal: str | None = None,
         finetune: FineTuning | None = None,
+        adapter_average: AdapterAverageName | AdapterAverage | None = None,
     ) -> None:
         super().__init__()
         self.network_spec = network
         self.optimizer_spec = optimizer
+        self.adapters = chosen_rule(adapter_average)
         self.average = average
         self.max_share = max_share
         self.scheduler_spec = scheduler
         self.weigh_by: Weighing = weigh_by
         self.server_optimizer = server_optimizer
-        self.personal, self.finetune = personal, finetune
-        if personal is not None or finetune is not None:
+        self.personal = self.adapters.personal if personal is None else personal
+        self.finetune = finetune
+        if self.personal is not None or finetune is not None:
             self.personalised = self.has_global_model = True
         self.terms: list[Term] = list(terms or [])
         check_terms(self.terms, self.own_terms, type(self).__name__)
@@ -197,9 +203,13 @@ class Method(Recorded, SummingServer, WithLocalWork, WithPersonal, WithTerms):
         else:
             self.module.load_state_dict(self.module_start)
             self.network = adopt(self, self.module, data)
+        data.see_network(self.network)
+        self.adapters.prepare(self.network)
         self.split_network()
         self.cohort, self.most_examples = data.num_clients, self.client_weights.largest(data)
         self.start_server()
+        self.server |= self.adapters.bind(self, data.num_clients)
+        self.growing = type(self).growing | self.adapters.growing
         self._build_terms(data)
 
     def take_task(self, learnt: Task) -> None:
@@ -235,7 +245,7 @@ class Method(Recorded, SummingServer, WithLocalWork, WithPersonal, WithTerms):
 
         One that does not call this one ends with ``self.remember_received()``.
         """
-        self.layout.write(self.network, message.tensor("weights"))
+        self.adapters.receive(self, message, client)
         self.remember_received()
 
     def local_batches(
@@ -297,8 +307,7 @@ class Method(Recorded, SummingServer, WithLocalWork, WithPersonal, WithTerms):
     def upload(self, client: Client) -> Payload:
         """Return what the client sends. ``examples`` is its weight n_k. ``local_steps`` and ``local_lr`` say
         what its round was."""
-        weights = self.layout.to_wire(self.layout.read(self.network))
-        return Payload({"examples": self.examples_of(client), "weights": weights})
+        return Payload({"examples": self.examples_of(client), "weights": self.adapters.sent(self, client)})
 
     def examples_of(self, client: Client) -> Tensor:
         """Return n_k as it travels, an int32 scalar: its examples, labelled tokens or 1 by ``weigh_by``."""
@@ -317,12 +326,12 @@ class Method(Recorded, SummingServer, WithLocalWork, WithPersonal, WithTerms):
         It holds for the ``upload`` of the same class: a subclass that sends something else and does not
         override this is bound by ``aggregation.receiving.max_undeclared`` alone.
         """
-        return {"examples": (), "weights": (self.layout.size,)}
+        return {"examples": (), "weights": (self.adapters.sent_values(self, client),)}
 
     @property
     def keeps_state(self) -> bool:
         """Whether clients keep anything from round to round; it is known once the network is built."""
-        return self.terms_read("previous_features") or bool(self.own.size and self.own_part_learns)
+        return self.terms_read("previous_features", "shift") or bool(self.own.size and self.own_part_learns)
 
     # The server's half; it sees decoded payloads and nothing else of a client
 
@@ -336,7 +345,7 @@ class Method(Recorded, SummingServer, WithLocalWork, WithPersonal, WithTerms):
 
     def server_metrics(self) -> dict[str, float]:
         """Return what the server knows of its own state, logged once a round."""
-        return {"bits/average": 32.0}
+        return {"bits/average": 32.0, **self.adapters.metrics(self)}
 
     def deploy(self, client: Client | None = None) -> nn.Module:
         """Return the network that is evaluated: the global one, or this client's when the method is
@@ -345,7 +354,12 @@ class Method(Recorded, SummingServer, WithLocalWork, WithPersonal, WithTerms):
         That one is put together by the client, so it may read ``client.state``; no other half of the server
         may.
         """
-        self.layout.write(self.network, self.evaluated_weights)
+        return self.deployed(self.evaluated_weights, client)
+
+    def deployed(self, weights: Tensor, client: Client | None) -> nn.Module:
+        """Return the network with these weights ``[P]``, what stays on the client, and its fine-tuning."""
+        self.layout.write(self.network, weights)
+        self.adapters.write_base(self)
         self.take_own(client)
         if client is not None and self.finetuner is not None:
             self.finetuner(client)

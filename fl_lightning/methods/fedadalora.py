@@ -47,6 +47,7 @@ class FedAdaLoRA(Method):
     """
 
     kind = "language models"
+    refuses = {"personal": "its server drops directions, of which every client has all parts"}
     calls_server_optimizer = True
 
     def __init__(

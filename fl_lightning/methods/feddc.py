@@ -12,8 +12,7 @@ a_i = alpha / w_i, and w_i is 1 or N n_i / sum_k n_k. The first term is that of 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -22,6 +21,7 @@ from fl_lightning.aggregation.sums import Addend, Sums
 from fl_lightning.client import Client
 from fl_lightning.data import FederatedData
 from fl_lightning.methods.feddyn import FedDyn
+from fl_lightning.methods.products import distance_and_product
 from fl_lightning.wire import Limit, Payload
 
 
@@ -55,11 +55,9 @@ class FedDC(FedDyn):
             G = message.tensor("G") * self.inverse_share(client)
             self.correction = (G - self.kept(client, "g_i")).to(self.device)
 
-    def training_step(self, batch: Any, batch_idx: int = 0) -> dict[str, Tensor]:
-        outputs = super().training_step(batch, batch_idx)
-        if not self.corrects:
-            return outputs
-        return {**outputs, "loss": outputs["loss"] + self.along(self.correction)}
+    def quadratic_and_linear(self, centres: Sequence[Tensor]) -> tuple[Tensor, Tensor | float]:
+        weights = [weight for _, weight in self.own_parameters()]
+        return distance_and_product(weights, centres, [*self.trained.unpack(self.correction).values()])
 
     def upload(self, client: Client) -> Payload:
         message = super().upload(client)

@@ -11,6 +11,7 @@ that its optimum is that of all.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
 import torch
@@ -62,7 +63,8 @@ class FedDyn(CorrectedMethod):
         if self.corrects:
             self.server["H"] = torch.zeros(self.trained.size)
             self.make_room("start", "centre")
-            self.register_buffer("weight", torch.zeros(()), persistent=False)
+            for name in ("weight", "length"):
+                self.register_buffer(name, torch.zeros(()), persistent=False)
 
     def receive(self, message: Payload, client: Client) -> None:
         super().receive(message, client)
@@ -70,6 +72,7 @@ class FedDyn(CorrectedMethod):
             self.start = self.trained.read(self.network).to(self.device)
             self.centre = self.start - self.kept(client, "H_i").to(self.device)
             self.weight = torch.tensor(self.alpha * self.inverse_share(client), device=self.device)
+            self.length = (self.start - self.centre).square().sum()
 
     def inverse_share(self, client: Client) -> float:
         """Return a_i / alpha: 1, or sum_k n_k / (N n_i)."""
@@ -80,10 +83,13 @@ class FedDyn(CorrectedMethod):
         if not self.corrects:
             return outputs
         # <H_i, y - x> + 1/2 ||y - x||^2 = 1/2 (||y - (x - H_i)||^2 - ||H_i||^2), in fewer passes
-        centres, weights = self.trained.unpack(self.centre), [weight for _, weight in self.own_parameters()]
-        squares = squared_distance(weights, [*centres.values()])
-        term = self.weight / 2 * (squares - (self.start - self.centre).square().sum())
-        return {**outputs, "loss": outputs["loss"] + term, "loss_dynamic": term}
+        squares, linear = self.quadratic_and_linear([*self.trained.unpack(self.centre).values()])
+        term = self.weight / 2 * (squares - self.length)
+        return {**outputs, "loss": outputs["loss"] + term + linear, "loss_dynamic": term}
+
+    def quadratic_and_linear(self, centres: Sequence[Tensor]) -> tuple[Tensor, Tensor | float]:
+        """Return ||y - c||^2, and what else a subclass adds to the loss that is linear in y."""
+        return squared_distance([weight for _, weight in self.own_parameters()], centres), 0.0
 
     def end_client(self, client: Client) -> None:
         super().end_client(client)

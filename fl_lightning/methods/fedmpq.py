@@ -75,7 +75,7 @@ class FedMPQ(QuantizedMethod):
 
     kind = "quantised"
     stackable = True
-    calls_server_optimizer = True
+    calls_server_optimizer = sums_over_any = True
     same_start = True
     own_terms = frozenset({"bit"})
     module_optimizes = False  # it would step on weights that are made of the variables
@@ -257,6 +257,10 @@ class FedMPQ(QuantizedMethod):
                 "it counts the bits of each layer that were dropped at the top",
                 "count no more",
             )
+
+    def beside_upload(self, client_id: int) -> Mapping[str, Tensor | Codes]:
+        budget = self.budgets[client_id % len(self.budgets)]
+        return {"given": Codes(torch.tensor(self.allocate(budget), dtype=torch.int32), 4)}
 
     def addends(self, upload: Payload, client_id: int, weight: int) -> dict[str, Addend]:
         """Return what an upload adds: weights with n_k; bits and planes removed, with n_k times the client's

@@ -114,6 +114,7 @@ class FedMPQKD(FedMPQ):
             message.tensor("teacher") if "teacher" in message else self.codec.decode(message, sender="server")
         )
         self.layout.write(self.teacher, weights)
+        self.own.write(self.teacher, self.own.read(self.network))
         self.alpha, self.temperature = (
             at(self.alpha_schedule, self.round),
             at(self.temperature_schedule, self.round),
@@ -185,6 +186,7 @@ class FedMPQKD(FedMPQ):
         super().on_train_batch_end(outputs, batch, batch_idx)
         if isinstance(self.teacher_mode, int) and (batch_idx + 1) % self.teacher_mode == 0:
             self.layout.write(self.teacher, self._full_precision())
+            self.own.write(self.teacher, self.own.read(self.network))
 
     @torch.no_grad()
     def _full_precision(self) -> Tensor:

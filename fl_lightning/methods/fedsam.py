@@ -8,6 +8,7 @@ The norm is over all trained parameters.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Annotated, Any
 
 import torch
@@ -16,6 +17,7 @@ from torch.func import grad
 
 from fl_lightning.config.constraints import within
 from fl_lightning.methods.base import Method
+from fl_lightning.methods.products import are_parameters, length_of, moved_along
 from fl_lightning.models.tensors import constant_buffers
 
 
@@ -45,25 +47,30 @@ class FedSAM(Method):
     def training_step(self, batch: Any, batch_idx: int = 0) -> dict[str, Tensor]:
         if self.rho == 0:
             return super().training_step(batch, batch_idx)
-        weights, found, moved = self.trained_weights(), *self._first_pass(batch, batch_idx)
-        norm = torch.stack([part.square().sum() for part in found.values()]).sum().sqrt()
-        uphill = {name: weight + self.rho / (norm + 1e-7) * found[name] for name, weight in weights.items()}
-        for name, buffer in self._statistics().items():
-            buffer.copy_(moved[name])
+        weights, (found, moved) = self.trained_weights(), self._first_pass(batch, batch_idx)
+        uphill = moved_along([*weights.values()], found, self.rho / (length_of(found) + 1e-7))
         # the second pass normalises with its batch, and moves copies of the statistics
-        task, logits = self.task_and_logits(batch, batch_idx, {**moved, **uphill})
+        there = {**moved, **dict(zip(weights, uphill, strict=True))}
+        task, logits = self.task_and_logits(batch, batch_idx, there)
         return self.with_terms({"loss": task, "loss_task": task}, batch, logits)
 
-    def _first_pass(self, batch: Any, batch_idx: int) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        """Return q by name, and the statistics after the pass. ``torch.func.grad`` is what a stack of clients
-        can take a gradient by within a step."""
+    def _first_pass(self, batch: Any, batch_idx: int) -> tuple[Sequence[Tensor], dict[str, Tensor]]:
+        """Return q, in the order of the trained weights, and copies of the statistics, which have moved."""
+        weights = self.trained_weights()
+        if are_parameters([*weights.values()]):
+            found = torch.autograd.grad(self.task_and_logits(batch, batch_idx)[0], [*weights.values()])
+            return found, {name: buffer.clone() for name, buffer in self._statistics().items()}
 
         def loss_of(weights: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
             copies = {name: buffer.clone() for name, buffer in self._statistics().items()}
             return self.task_and_logits(batch, batch_idx, {**copies, **weights})[0], copies
 
-        weights = {name: weight.detach() for name, weight in self.trained_weights().items()}
-        return grad(loss_of, has_aux=True)(weights)
+        # a stack of clients can take a gradient within a step by torch.func.grad alone
+        start = {name: weight.detach() for name, weight in weights.items()}
+        by_name, moved = grad(loss_of, has_aux=True)(start)
+        for name, buffer in self._statistics().items():
+            buffer.copy_(moved[name])
+        return [*by_name.values()], moved
 
     def _statistics(self) -> dict[str, Tensor]:
         """Return the buffers that a pass may move."""

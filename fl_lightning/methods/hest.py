@@ -88,6 +88,7 @@ class HEST(Method):
         **no_personal("its clients have budgets of their own, and one controller"),
         **only("language", "it decides token by token"),
         "module": "a controller switches the layers of a network",
+        "adapter_average": "its adapters are within switches, with a controller that is averaged beside them",
     }
     counted_metrics = COUNTED
 

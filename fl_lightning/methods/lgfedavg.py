@@ -17,3 +17,4 @@ class LGFedAvg(FedPer):
 
     stackable = True
     stays = "body"
+    refuses = {"adapter_average": "adapters stay on their clients, all but those of the last layer"}

@@ -49,6 +49,7 @@ class QFedAvg(CodedUpdates):
     ) -> None:
         super().__init__(**settings)
         self.bits, self.bucket = bits, bucket
+        self.reads_public = bits != 32  # else whole weights travel
 
     def upload(self, client: Client) -> Payload:
         return Method.upload(self, client) if self.bits == 32 else super().upload(client)
@@ -95,4 +96,4 @@ class QFedAvg(CodedUpdates):
         return [qsgd.decode(piece, norm, self.bits, self.bucket) for piece, norm in pieces]
 
     def server_metrics(self) -> dict[str, float]:
-        return {"bits/average": float(self.bits)}
+        return {**super().server_metrics(), "bits/average": float(self.bits)}

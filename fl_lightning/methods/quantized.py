@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from fl_lightning.client import Client
 from fl_lightning.config.constraints import within
 from fl_lightning.data import FederatedData
-from fl_lightning.errors import InputError
+from fl_lightning.errors import InputError, require
 from fl_lightning.methods.base import Method
 from fl_lightning.quantization import Quantized, average_bits, dequantize_codes, quantize
 from fl_lightning.quantization.activations import quantize_activations
@@ -64,6 +64,12 @@ class QuantizedMethod(Method, ABC):
         super().build(data)
         self.codec = LayerCodec(self.network, self.layout, self.quantise_shortcuts)
         self.rest = self.codec.rest
+        require(
+            self.codec.names,
+            f"--model {type(self).__name__} with a network of which no layer travels as codes",
+            "convolutions in two dimensions, linear layers and embeddings do, unless they stay on a client",
+            "write --model.personal head or norm, take another network, or --model FedAvg",
+        )
         if whole := self.codec.unquantized_matrices(self.network):
             log.warning(
                 "not quantised, and sent in full precision, are %s: quantised are convolutions in two "
@@ -113,28 +119,30 @@ class QuantizedMethod(Method, ABC):
         return self.codec.decode(upload, sender="a client")
 
     def deploy(self, client: Client | None = None) -> nn.Module:
-        """W_t on the grid (nearest) at the bit-widths that the mean budget gives."""
+        """W_t on the grid (nearest) at the bit-widths that the mean budget gives; what stays on a client, and
+        what is fine-tuned there, is in full precision."""
         payload = self.quantized(self.allocate(self.mean_budget()), self.evaluated_weights)
-        self.layout.write(self.network, self.codec.decode(payload, sender="server"))
-        return self.network
+        return self.deployed(self.codec.decode(payload, sender="server"), client)
 
     def full_precision(self) -> nn.Module:
         return self.codec.full_precision(self.network, self.evaluated_weights)
 
 
 class LayerCodec:
-    """Weights of convolutions, linear layers and embeddings as codes of N_l + 1 bits, everything else in
-    fp32.
+    """Weights of convolutions, linear layers and embeddings as codes of N_l + 1 bits, everything else that
+    travels in fp32.
 
     Args:
-        network: whose weights are in ``layout``.
+        network: of which the tensors in ``layout`` travel.
+        layout: of a vector of weights.
         shortcuts: whether 1x1 convolutions on shortcuts are quantised too.
     """
 
     def __init__(self, network: nn.Module, layout: Layout, shortcuts: bool = True) -> None:
-        self.weights = quantized_layers(network, shortcuts)
+        found, travels = quantized_layers(network, shortcuts), layout.shapes.keys()
+        self.weights = {name: weight for name, weight in found.items() if name in travels}
         self.layout = layout
-        self.rest = Layout.of(network, include=lambda name: name not in self.names)
+        self.rest = Layout.of(network, include=(travels - self.weights.keys()).__contains__)
         self.shapes = [layout.shapes[name] for name in self.names]
         self.sizes = [shape.numel() for shape in self.shapes]
 
@@ -149,7 +157,10 @@ class LayerCodec:
         return {
             name: parameter.shape
             for name, parameter in network.named_parameters()
-            if parameter.requires_grad and parameter.ndim > 1 and name not in kept
+            if name in self.layout.shapes
+            and parameter.requires_grad
+            and parameter.ndim > 1
+            and name not in kept
         }
 
     def encode(

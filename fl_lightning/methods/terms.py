@@ -47,6 +47,7 @@ class LocalStep:
         class_rows: makes rows of logits of classes from outputs and target, as the data's task does.
         features: of the model that is trained, ``[B, ..., d]``; None where no term reads them.
         class_counts: float32 ``[C]``; None where no term reads them.
+        shift: returns how far the client's earlier rounds have moved these weights, by name.
     """
 
     def __init__(
@@ -61,11 +62,12 @@ class LocalStep:
         class_rows: Callable[[Any, Tensor], ClassRows],
         features: Tensor | None = None,
         class_counts: Tensor | None = None,
+        shift: Callable[[], Mapping[str, Tensor]] = dict,
     ) -> None:
         self.inputs, self.target, self.task = inputs, target, task
         self._logits, self._frozen, self._class_rows = logits, frozen, class_rows
         self._trained, self._received = trained, received
-        self._features, self._class_counts = features, class_counts
+        self._features, self._class_counts, self._shift = features, class_counts, shift
 
     @cached_property
     def rows(self) -> ClassRows:
@@ -114,6 +116,12 @@ class LocalStep:
         return self._class_counts
 
     @cached_property
+    def shift(self) -> Mapping[str, Tensor]:
+        """By how much all local rounds of the client that counted have moved ``trained_weights``, the sum of
+        their updates, without gradient; zeros before the first one."""
+        return self._shift()
+
+    @cached_property
     def _received_pass(self) -> tuple[Tensor, Tensor | None]:
         with torch.no_grad():
             return self._frozen("received_network", self.inputs)
@@ -143,6 +151,8 @@ class Term(Recorded, ABC):
     reads_received_features: bool = False
     reads_previous_features: bool = False
     """Each client then keeps its model of its last round."""
+    reads_shift: bool = False
+    """Each client then keeps the sum of its updates; it needs ``reads_received_weights`` too."""
 
     @property
     def reads_received(self) -> bool:
@@ -237,6 +247,37 @@ class ProximalTerm(Term):
     def __call__(self, step: LocalStep) -> Tensor:
         trained, received = step.trained_weights, step.received_weights
         return self.mu / 2 * squared_distance([trained[name] for name in received], [*received.values()])
+
+
+class DynamicTerm(Term):
+    """The clients' half of FedDyn (Acar et al., ICLR 2021): alpha (<H_i, y - x> + 1/2 ||y - x||^2), with H_i
+    the sum of the client's own updates y_i - x.
+
+    It holds each client to what it has received and bends its loss against where it went before. The server's
+    half, which adds the mean of all H_i to the model, is no term: that is :class:`FedDyn`.
+
+    Args:
+        alpha: weight of the term, 0 or more; 0.1 and 0.01 in the paper. 0: the term is left out.
+    """
+
+    name = "dynamic"
+    reads_received_weights = True
+    reads_shift = True
+
+    def __init__(self, alpha: float = 0.1) -> None:
+        self.alpha = _weight("DynamicTerm", "alpha", alpha, 0.1)
+
+    @property
+    def neutral(self) -> bool:
+        return self.alpha == 0
+
+    def __call__(self, step: LocalStep) -> Tensor:
+        # <H_i, y - x> + 1/2 ||y - x||^2 = 1/2 (||y - (x - H_i)||^2 - ||H_i||^2), in fewer passes
+        trained, shift = step.trained_weights, step.shift
+        centres = [step.received_weights[name] - shift[name] for name in shift]
+        squares = squared_distance([trained[name] for name in shift], centres)
+        lengths = torch.stack([each.square().sum() for each in shift.values()]).sum()
+        return self.alpha / 2 * (squares - lengths)
 
 
 class NotTrueTerm(Term):

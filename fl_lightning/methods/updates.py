@@ -20,17 +20,28 @@ from fl_lightning.wire import Codes, Layout, Limit, Payload
 
 
 class CodedUpdates(Method, ABC):
-    """Base of methods that code updates; a subclass says how: ``encode_updates`` and ``decode_updates``."""
+    """Base of methods that code updates; a subclass says how: ``encode_updates`` and ``decode_updates``.
+
+    Among peers the update is from what a client has told them last, as in DCD-PSGD (Tang et al.,
+    NeurIPS 2018).
+    """
+
+    reads_public = True
 
     def build(self, data: FederatedData) -> None:
         super().build(data)
-        coded = {name for name, parameter in self.network.named_parameters() if self.is_coded(parameter)}
+        parameters, travels = dict(self.network.named_parameters()), self.layout.shapes.keys()
+        coded = {name for name in travels & parameters.keys() if self.is_coded(parameters[name])}
         self.coded = Layout.of(self.network, include=coded.__contains__)
-        self.rest = Layout.of(self.network, include=lambda name: name not in coded)
+        self.rest = Layout.of(self.network, include=(travels - coded).__contains__)
         self.register_buffer("received", self.server["weights"], persistent=False)
 
     def is_coded(self, parameter: Tensor) -> bool:
         return parameter.requires_grad and parameter.ndim > 1
+
+    def broadcast(self, client: Client) -> Payload:
+        known = {"public": self.server["public"]} if "public" in self.server else {}
+        return Payload({**super().broadcast(client), **known})
 
     @abstractmethod
     def encode_updates(self, updates: Sequence[Tensor], client: Client) -> dict[str, Tensor | Codes]:
@@ -47,7 +58,7 @@ class CodedUpdates(Method, ABC):
 
     def receive(self, message: Payload, client: Client) -> None:
         super().receive(message, client)
-        self.received = message.tensor("weights")
+        self.received = message.tensor("public" if "public" in message else "weights")
 
     def upload(self, client: Client) -> Payload:
         moved = self.layout.unpack(self.layout.read(self.network) - self.received.float())
@@ -68,7 +79,7 @@ class CodedUpdates(Method, ABC):
         return {"examples": (), **self.code_limits(), "rest": (self.rest.size,)}
 
     def decode(self, upload: Payload) -> Tensor:
-        ended = self.layout.unpack(self.server["weights"].float())
+        ended = self.layout.unpack(self.server.get("public", self.server["weights"]).float())
         for name, update in zip(self.coded.shapes, self.decode_updates(upload), strict=True):
             ended[name] = ended[name] + update.view(ended[name].shape)
         return self.layout.pack(ended | self.rest.unpack(upload.tensor("rest")))

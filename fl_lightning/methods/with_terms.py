@@ -23,6 +23,9 @@ from fl_lightning.wire import Layout
 PREVIOUS = "previous_weights"
 """What a client keeps as its model of its last round, where a term reads it."""
 
+SHIFT = "shift"
+"""What a client keeps as the sum of its own updates, where a term reads it."""
+
 FROZEN = ("received_network", "previous_network")
 """Copies of the network, each there where a term reads it."""
 
@@ -53,6 +56,8 @@ class WithTerms(LightningModule):
             travels = {*self.trained_names} & self.layout.shapes.keys()
             self.anchored = Layout.of(self.network, include=travels.__contains__)
             self.register_buffer("received_weights", torch.zeros(self.anchored.size))
+        if self.terms_read("shift"):
+            self.register_buffer("shift", torch.zeros(self.anchored.size), persistent=False)
         if self.terms_read("class_counts"):
             self.register_buffer("class_counts", torch.zeros(data.num_classes), persistent=False)
         if self.terms_read("received_logits", "received_features"):
@@ -90,6 +95,8 @@ class WithTerms(LightningModule):
         if self.terms_read("class_counts"):
             known, C = labels[labels >= 0].flatten(), len(self.class_counts)
             self.class_counts = torch.bincount(known, minlength=C).to(self.class_counts)
+        if self.terms_read("shift"):
+            self.shift = client.state.get(SHIFT, torch.zeros(self.anchored.size)).to(self.device)
         if self.terms_read("previous_features") and PREVIOUS in client.state:
             self.layout.write(self.previous_network, client.state[PREVIOUS])
 
@@ -97,6 +104,9 @@ class WithTerms(LightningModule):
         """Keep on the client, after its local steps, what terms read in its next round."""
         if self.terms_read("previous_features"):
             client.state[PREVIOUS] = self.layout.read(self.network)
+        if self.terms_read("shift"):
+            moved = self.anchored.pack(self.trained_weights()) - self.received_weights.cpu()
+            client.state[SHIFT] = self.shift.cpu() + moved
 
     def train(self, mode: bool = True) -> WithTerms:
         super().train(mode)
@@ -146,6 +156,7 @@ class WithTerms(LightningModule):
             class_rows=self.task.class_rows,
             features=self._take_features("network"),
             class_counts=self.class_counts if self.terms_read("class_counts") else None,
+            shift=lambda: self.anchored.unpack(self.shift),
         )
         added = {f"loss_{term.name}": term(step) for term in terms}
         return {**outputs, "loss": sum(added.values(), outputs["loss"]), **added}

@@ -25,7 +25,7 @@ from fl_lightning.models.recipe import Recipe, innermost, made_by, recipe_of
 from fl_lightning.models.residual_mlp import ResidualMLP
 from fl_lightning.models.resnet import ResNet20
 from fl_lightning.models.small_cnn import SmallCNN
-from fl_lightning.tasks import Classification, LanguageModelling, Task
+from fl_lightning.tasks import Classification, Task
 
 __all__ = [
     "KNOWN_NETWORK",
@@ -120,7 +120,7 @@ def build_network(
             "an example has one dimension or more, none of them empty",
             "correct the data",
         )
-    is_language = isinstance(task, LanguageModelling)
+    is_language = task is not None and task.of_tokens
     is_text = isinstance(inputs, dict) and "input_ids" in inputs
     if (is_language or is_text) and network in NETWORKS:
         instead = "llama_tiny, hf:NAME_OR_FOLDER" if is_language else "hf:NAME_OR_FOLDER"

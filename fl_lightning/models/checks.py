@@ -11,7 +11,7 @@ from torch import nn
 
 from fl_lightning.errors import InputError
 from fl_lightning.models.recipe import innermost
-from fl_lightning.tasks import LanguageModelling, Task
+from fl_lightning.tasks import Task
 
 
 def check_maker(make: Any, given: object) -> None:
@@ -49,7 +49,7 @@ def check_outputs(
     Raises:
         InputError: the network is refused.
     """
-    if getattr(made, "reads_tokens", False) and not isinstance(task, LanguageModelling):
+    if getattr(made, "reads_tokens", False) and not task.of_tokens:
         raise InputError(
             f"network={name_of(given)} where the task is {type(task).__name__}",
             "a language model reads examples of tokens",

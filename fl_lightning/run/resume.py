@@ -160,11 +160,12 @@ def find_same(
 def identity_of(fed: Federation) -> dict[str, str]:
     """Return what a run's results rest on beside its settings, each as a SHA-256: who holds which examples
     (``partition``), the examples of data of one's own (``content``), the network's weights that never travel
-    (``frozen``), and the files of devices and traces (``clock``)."""
+    (``frozen``), and the files of devices and traces (``clock``) and of graphs (``topology``)."""
     method = fed.method
     frozen = sha256_of_parameters(method.network, method.layout.shapes) if method.layout.shapes else ""
     found = {"partition": fed.data.partition_hash, "content": fed.data.content_sha256, "frozen": frozen}
     found["clock"] = "" if fed.timing is None else fed.timing.clock.content_sha256
+    found["topology"] = fed.aggregation.content_sha256
     return {name: value for name, value in found.items() if value}
 
 
@@ -175,6 +176,7 @@ def changed_identity(saved: Mapping[str, Any], identity: Mapping[str, str]) -> l
         "content": "the data",
         "frozen": "the network's frozen weights",
         "clock": "files of trainer.clock",
+        "topology": "files of trainer.topology",
     }
     return [
         f"{name}: {saved[key][:12]} -> {identity.get(key, 'none')[:12]} (SHA-256)"

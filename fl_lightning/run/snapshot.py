@@ -181,6 +181,7 @@ def _problem(progress: Mapping[str, Any], clients: Mapping[str, Tensor], folder:
         "content": isinstance(progress.get("content", ""), str),
         "frozen": isinstance(progress.get("frozen", ""), str),
         "clock": isinstance(progress.get("clock", ""), str),
+        "topology": isinstance(progress.get("topology", ""), str),
         "config": isinstance(progress.get("config"), dict),
         "tables": isinstance(tables, dict)
         and all(is_mark(tables.get(name)) for name in ("metrics", "ledger")),

@@ -227,6 +227,8 @@ KNOWN = [
     Column("clock/round_seconds", "virtual time of the last round (s)", 1, 2, " s"),
     Column("clock/idle", "share of time spent waiting (%)", 100, 1, " points"),
     Column("clients/late", "late clients", 1, 1),
+    Column("consensus/distance", "distance from consensus", 1, 4),
+    _bytes("comm/bytes_per_peer", "up and down of a peer in a round", 1),
     Column("clients/asked", "clients asked for their loss", 1, 1),
     Column("clients/offline", "clients that went offline", 1, 1),
     _bytes("comm/wasted_download_bytes", "down, to clients that were not used", 1),
@@ -250,7 +252,7 @@ and what was refused beside joules, of which it costs none."""
 
 LOWER = {
     *("loss", "ece", "brier", "nll", "bytes", "megabytes", "std", "rounds", "seconds", "drop", "flops"),
-    *("memory", "bits", "perplexity", "mse", "mae", "epsilon", "error"),
+    *("memory", "bits", "perplexity", "mse", "mae", "epsilon", "error", "distance"),
 }
 """Words of a name that say that lower is better."""
 HIGHER = {

@@ -6,6 +6,7 @@ from __future__ import annotations
 from fl_lightning.tasks.base import ClassRows, Sums, Task
 from fl_lightning.tasks.classification import Classification
 from fl_lightning.tasks.language_modelling import LanguageModelling
+from fl_lightning.tasks.preference import Preference
 from fl_lightning.tasks.regression import Regression
 
-__all__ = ["ClassRows", "Classification", "LanguageModelling", "Regression", "Sums", "Task"]
+__all__ = ["ClassRows", "Classification", "LanguageModelling", "Preference", "Regression", "Sums", "Task"]

@@ -71,6 +71,9 @@ class Task(Recorded):
     """The metrics of which the validation reports mean and spread over clients; the primary one is among
     them."""
 
+    of_tokens: bool = False
+    """Whether outputs are logits of the next token, so that the network is one of language."""
+
     has_classes: bool = False
     """Whether outputs are logits of classes, so that they can be distilled: :meth:`class_rows`."""
 

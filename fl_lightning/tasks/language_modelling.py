@@ -67,6 +67,7 @@ class LanguageModelling(Task):
     shares = frozenset({"token_accuracy", *OF_ANSWERS})
     hits = frozenset({"exact_match"})
     has_classes = True
+    of_tokens = True
 
     def __init__(
         self, decoder: Decoder | None = None, max_new_tokens: int = 0, primary: Primary = "perplexity"

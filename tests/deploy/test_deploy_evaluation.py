@@ -45,11 +45,21 @@ PERSONAL = ("APFL", "Ditto", "FedALA", "FedProto", "FedRoD")
         ("fedmosaic_digits", SMALL),
         ("vemoe_default", TEXTS),
         ("lora_default", [*TEXTS, "--model=LocalOnly"]),
+        ("lora_default", [*TEXTS, "--model.adapter_average=residual"]),
         ("fedper", IMAGES),
         ("finetune", IMAGES),
         *((name.lower(), IMAGES) for name in PERSONAL),
     ],
-    ids=["LocalOnly", "FedMosaic", "FedVEMoE", "LocalOnly on text", "FedPer", "FineTune", *PERSONAL],
+    ids=[
+        "LocalOnly",
+        "FedMosaic",
+        "FedVEMoE",
+        "LocalOnly on text",
+        "residual",
+        "FedPer",
+        "FineTune",
+        *PERSONAL,
+    ],
 )
 def test_metrics_of_personal_models_are_those_of_the_simulation(config, more, tmp_path):
     cli = deployed(config, tmp_path, InProcess(nodes_in(tmp_path)), *more)
@@ -61,6 +71,13 @@ def test_metrics_of_personal_models_are_those_of_the_simulation(config, more, tm
     assert all(math.isfinite(float(row["test/loss"])) for row in rows)
     assert {key.split("/")[0] for row in rows for key in row} >= {"test", "val"}
     assert measured(cli, "clients") == measured(reference, "clients")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rule", ["stack", "alternate", "share_a"])
+def test_adapters_that_travel_in_parts_are_those_of_the_simulation(rule, tmp_path):
+    more = [*TEXTS, f"--model.adapter_average={rule}"]
+    test_metrics_of_personal_models_are_those_of_the_simulation("lora_default", more, tmp_path)
 
 
 class DeafToEvaluation(InProcess):

@@ -123,12 +123,13 @@ class Mortal(InProcess):
         ("fedmpq", IMAGES),
         ("hest_default", TEXTS),
         ("vemoe_default", [*TEXTS, "--model.wire=oblivious", "--model.down=changed"]),
+        ("lora_default", [*TEXTS, "--model.adapter_average=alternate"]),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_weights_and_bytes_are_those_of_the_simulation(config, more, tmp_path):
     """Vectors are bounded by the round's weights, decoded from them, made of the server's bits or of its
-    experts; HEST's clients keep a price between rounds."""
+    experts, or one factor of its adapters; HEST's clients keep a price between rounds."""
     cli = deployed(config, tmp_path, InProcess(nodes_in(tmp_path, 3)), *more)
     assert weights(cli) == simulated(config, tmp_path, *more)
     reference = next((tmp_path / "simulated").glob("*/*/ledger.csv"))

@@ -33,8 +33,8 @@ def is_alive(pid: int) -> bool:
 @pytest.mark.slow
 @pytest.mark.essential
 def test_two_processes_are_one(tmp_path):
-    """Each of the ten methods, kept client state included, clipped steps at a falling lr, and optimisers of the
-    server; only rank 0 leaves anything."""
+    """Each of the ten methods, kept client state included, clipped steps at a falling lr, optimisers of the
+    server, and topologies of which some take part; only rank 0 leaves anything."""
     program = started(tmp_path / "two", "all")
     for name in MANY:
         fit(name, tmp_path / "one")

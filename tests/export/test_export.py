@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import json
 import subprocess
 import sys
@@ -290,8 +291,10 @@ def test_what_the_onnx_exporter_refuses_is_one_line(tmp_path: Path):
     assert not (tmp_path / "home").exists()
 
 
-def on_records(network: Any, folder: Path, **settings: Any) -> FederatedTrainer:
-    method = FedAvg(network=network, optimizer=adam(0.1))
+def on_records(
+    network: Any, folder: Path, adapter_average: str | None = None, **settings: Any
+) -> FederatedTrainer:
+    method = FedAvg(network=network, optimizer=adam(0.1), adapter_average=adapter_average)
     small = {"max_rounds": 1, "max_local_steps": 2, "workers": 1, **settings}
     return run(method, records(generate=False), folder, **small)
 
@@ -321,6 +324,50 @@ def test_adapters_of_the_byte_model_are_loaded_by_peft(kind: str, tmp_path: Path
         torch.testing.assert_close(network(input_ids=ids).logits, expected, rtol=1e-4, atol=1e-4)
         with network.disable_adapter():
             assert not network(input_ids=ids).logits.allclose(expected, atol=1e-2)
+
+
+def served(network: Any, ids: Tensor, new: int) -> list[list[int]]:
+    """What transformers' ``generate`` answers to single prompts."""
+    with torch.no_grad():
+        return [
+            network.generate(input_ids=row[None], max_new_tokens=new, do_sample=False, pad_token_id=0)[0][
+                len(row) :
+            ].tolist()
+            for row in ids
+        ]
+
+
+@of_peft
+@pytest.mark.parametrize("rule", ["residual", "stack"])
+def test_a_base_that_rounds_have_changed_goes_along(rule: str, tmp_path: Path):
+    """After rounds that added to the frozen weights, plain peft answers as the run does, by ``generate`` too."""
+    pytest.importorskip("transformers")
+    peft = pytest.importorskip("peft")
+    settings = {"max_rounds": 2, "participation": 0.5}
+    trainer = on_records(partial(LlamaTiny, rank=4), tmp_path, adapter_average=rule, **settings)
+    inputs, expected = answers(trainer)
+    ids = inputs["input_ids"]
+    folder = fl_lightning.export_model(trainer, tmp_path / "home")
+    auto = peft.AutoPeftModelForCausalLM
+    network = loaded(folder)["network"]
+    with torch.no_grad():
+        torch.testing.assert_close(network(input_ids=ids).logits, expected, rtol=1e-4, atol=1e-4)
+        plain = auto.from_pretrained(on_disk(folder)).eval()(input_ids=ids).logits
+        torch.testing.assert_close(plain, expected, rtol=1e-4, atol=1e-4)
+    own = trainer.method.deploy().eval()
+    prompts = ids[:2, :6]
+    ours = own.generate(prompts, torch.ones_like(prompts).bool(), max_new_tokens=5, eos=None, pad=0)
+    assert served(network, prompts, 5) == ours.tolist()
+    assert "has changed its frozen weights" in (folder / "README.md").read_text()
+
+
+def on_disk(folder: Path) -> Path:
+    """The folder, with its base named in full, for a program whose working directory is another one."""
+    config = json.loads((folder / "adapter_config.json").read_text())
+    assert config["base_model_name_or_path"] == "base"
+    config["base_model_name_or_path"] = str(folder / "base")
+    (folder / "adapter_config.json").write_text(json.dumps(config))
+    return folder
 
 
 @pytest.mark.parametrize("rank", [0, 4])
@@ -363,7 +410,9 @@ class Items(list, torch.utils.data.Dataset):
     """Items of a data set in the order of a list."""
 
 
-def on_tokens(folder: Path, out: Path, **settings: Any) -> FederatedTrainer:
+def on_tokens(
+    folder: Path, out: Path, adapter_average: str | None = None, rounds: int = 1, **settings: Any
+) -> FederatedTrainer:
     items = Items([[1 + (7 * k + t) % 49 for t in range(9)] for k in range(24)])
     data = TokenData(
         items,
@@ -373,8 +422,9 @@ def on_tokens(folder: Path, out: Path, **settings: Any) -> FederatedTrainer:
         batch_size=4,
         tokenizer=HuggingFaceTokenizer(str(folder)),
     )  # type: ignore[arg-type]
-    method = FedAvg(network=partial(hf.TransformersLM, name=str(folder), **settings), optimizer=adam(0.05))
-    return run(method, data, out, max_rounds=1, max_local_steps=2, workers=1)
+    network = partial(hf.TransformersLM, name=str(folder), **settings)
+    method = FedAvg(network=network, optimizer=adam(0.05), adapter_average=adapter_average)
+    return run(method, data, out, max_rounds=rounds, max_local_steps=2, workers=1)
 
 
 @of_peft
@@ -396,6 +446,58 @@ def test_adapters_of_a_transformers_model_are_loaded_by_peft(kind: str, folder: 
                 each(input_ids=inputs["input_ids"]).logits, expected, rtol=1e-4, atol=1e-4
             )
     assert transformers.AutoTokenizer.from_pretrained(out).encode("w3 w7") == [3, 7]
+
+
+@of_peft
+@pytest.mark.parametrize("rule", ["residual", "stack", "alternate", "product"])
+def test_adapters_of_peft_are_averaged_and_taken_home(rule: str, folder: Path, tmp_path: Path):
+    """On a model of transformers: the rules are exact where they say so, and the base goes along if it moved."""
+    import peft
+    import transformers
+
+    ranks = [2, 3] if rule in ("stack", "product") else 3
+    trainer = on_tokens(folder, tmp_path, rule, rounds=2, rank=ranks)
+    inputs, expected = answers(trainer)
+    error = trainer.method.server_metrics()["average/factor_error"]
+    assert (error < 1e-6) == (rule != "product")
+    out = fl_lightning.export_model(trainer, tmp_path / "home")
+    moved = rule in ("residual", "stack")
+    assert (out / "base").is_dir() == moved
+    plain = transformers.AutoModelForCausalLM.from_pretrained(out / "base" if moved else folder)
+    ids = inputs["input_ids"]
+    for network in (peft.PeftModel.from_pretrained(plain, out).eval(), loaded(out)["network"]):
+        with torch.no_grad():
+            found = network(input_ids=ids).logits
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+    own = trainer.method.deploy().eval()
+    prompts = ids[:2, :4]
+    ours = own.generate(prompts, torch.ones_like(prompts).bool(), max_new_tokens=3, eos=None, pad=0)
+    assert served(network, prompts, 3) == ours.tolist()
+
+
+def test_the_card_says_where_a_model_comes_from_and_how_it_did(tmp_path: Path):
+    trainer = on_records(partial(LlamaTiny, rank=4), tmp_path / "runs", "solve", max_rounds=2)
+    folder = fl_lightning.export_model(trainer, tmp_path / "home", format="safetensors")
+    card, about = (folder / "README.md").read_text(), json.loads((folder / "export.json").read_text())
+    recorded = json.loads((trainer.run_dir / "metadata.json").read_text())
+    assert about["data_sha256"] == recorded["content_sha256"]
+    assert about["partition_sha256"] == recorded["partition_sha256"]
+    with (trainer.run_dir / "ledger.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert about["bytes"] == {
+        way: sum(int(row[name]) for row in rows)
+        for way, name in (("upload", "upload"), ("download", "download"), ("wasted", "wasted"))
+    }
+    assert about["evaluation"]["round"] == 2
+    assert about["evaluation"]["test/perplexity"] == trainer.progress.summary["final/perplexity"]
+    said = (
+        "`fl_lightning.models.language.tiny.LlamaTiny`",
+        recorded["content_sha256"],
+        "`adapter_average` solve",
+    )
+    for part in (*said, "**Method.** FedAvg", "| test/perplexity |"):
+        assert part in card
+    assert f"sent {about['bytes']['upload']:,} bytes" in card
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,15 @@ from lightning.pytorch import LightningModule
 from toy import run, sgd
 
 from callbacks import LabelNoise
+from fl_lightning import methods
+from fl_lightning.conformance import (
+    checks_orders,
+    checks_runs,
+    checks_state,
+    checks_wire,
+    method_under_test,
+    run_checks,
+)
 from fl_lightning.conformance.toy import images, small_network
 from fl_lightning.data import Dirichlet
 from fl_lightning.data.test_owners import deal_test_set
@@ -191,6 +200,79 @@ def test_they_compose(tmp_path):
         assert all(OWN in state for state in end.states.values())
         assert end.record.metrics["personal/accuracy"] >= 0
     assert end.method.layout.size > 0
+
+
+CODED = {
+    "QFedAvg": {"personal": "head"},
+    "FedPQ": {"personal": "norm"},
+    "AQFL": {"personal": "body", "download": "quantised"},
+    "FedMPQ": {"personal": "head", "finetune": FineTuning(1)},
+    "FedMPQKD": {"personal": "norm", "download": "quantised", "teacher": 1},
+}
+ON_WIRE_AND_CLIENTS = (
+    checks_runs.resume,
+    checks_runs.diverged_client,
+    checks_wire.bytes_on_the_wire,
+    checks_wire.shapes_of_entries,
+    checks_wire.order_of_uploads,
+    checks_wire.budget,
+    checks_orders.clients_read_messages_only,
+    checks_state.no_stale_state,
+    checks_state.kept_state_is_used,
+)
+
+
+@pytest.mark.essential
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CODED)
+def test_parts_stay_with_clients_that_send_codes(name):
+    subject = method_under_test(getattr(methods, name), CODED[name])
+    outcomes = [*run_checks(subject, ON_WIRE_AND_CLIENTS)]
+    assert [f"{o.check}: {o.detail}" for o in outcomes if o.verdict == "failed"] == []
+    without_budget = {"budget"} if name in ("QFedAvg", "FedPQ") else set()
+    assert {o.check for o in outcomes if o.verdict == "not applicable"} == without_budget
+
+
+@pytest.mark.parametrize("name", CODED)
+def test_codes_with_parts_that_stay_in_stacks(name, tmp_path):
+    ended = []
+    for engine in ("sequential", "batched"):
+        method = getattr(methods, name)(**CODED[name])
+        end = fit(method, tmp_path / engine, engine=engine, workers=1, max_rounds=2)
+        ended.append(
+            {**end.method.server, **{f"{id} {k}": v for id, s in end.states.items() for k, v in s.items()}}
+        )
+    one, other = ended
+    assert one.keys() == other.keys()
+    assert any(OWN in key for key in one)
+    for key, value in one.items():
+        assert torch.allclose(value.float(), other[key].float(), rtol=0, atol=1e-3), key
+
+
+def test_something_has_to_travel_as_codes():
+    with pytest.raises(InputError, match="no layer travels as codes"):
+        methods.FedMPQ(personal="*.weight", network=small_network).build(prepared())
+
+
+def test_codes_of_32_bits_leave_fedper_as_it_is(tmp_path):
+    coded = fit(methods.QFedAvg(32, personal="head"), tmp_path / "coded")
+    plain = fit(FedPer(), tmp_path / "plain")
+    assert torch.equal(coded.method.server["weights"], plain.method.server["weights"])
+    assert all(torch.equal(coded.states[id][OWN], plain.states[id][OWN]) for id in plain.states)
+
+
+def test_a_teacher_has_the_clients_own_part():
+    data = prepared()
+    method = methods.FedMPQKD(personal="head", network=small_network)
+    method.build(data)
+    client = data.client(0)
+    client.state[OWN] = torch.full_like(method.own_start, 0.25)
+    message = method.broadcast(client)
+    method.start_client(message, client, data.labels(client))
+    assert torch.equal(method.own.read(method.teacher), client.state[OWN])
+    assert "w0" not in message
+    heads = {name for name in method.codec.names if name in part_of(method.network, "head")}
+    assert heads == set()
 
 
 def test_a_personal_body_learns_more_of_its_client_than_nothing(tmp_path):

@@ -6,7 +6,12 @@ import pytest
 import torch
 from torch import nn
 
-from fl_lightning.methods.products import inner_product, squared_distance
+from fl_lightning.methods.products import (
+    distance_and_product,
+    inner_product,
+    moved_along,
+    squared_distance,
+)
 
 
 def plain_distance(weights, others):
@@ -31,6 +36,22 @@ def test_values_and_gradients(ours, plain):
         value.backward()
         found.append([value.detach(), *(weight.grad.clone() for weight in weights)])
     assert all(map(torch.equal, *found))
+
+
+def test_both_at_once_and_a_sum_with_the_strides_of_the_weights():
+    network = nn.Conv2d(3, 8, 1).to(memory_format=torch.channels_last)
+    weights = [*network.parameters()]
+    centres, vectors = ([torch.randn_like(weight) for weight in weights] for _ in range(2))
+    squares, product = distance_and_product(weights, centres, vectors)
+    assert torch.equal(squares, plain_distance(weights, centres))
+    assert torch.equal(product, plain_product(weights, vectors))
+    (0.3 * squares + 2 * product).backward()
+    for weight, centre, vector in zip(weights, centres, vectors, strict=True):
+        torch.testing.assert_close(weight.grad, 0.6 * (weight - centre) + 2 * vector)
+    moved = moved_along(weights, vectors, torch.tensor(0.5))
+    for weight, vector, there in zip(weights, vectors, moved, strict=True):
+        assert there.stride() == weight.stride()
+        assert torch.equal(there, weight + 0.5 * vector)
 
 
 @pytest.mark.parametrize("ours", [squared_distance, inner_product])

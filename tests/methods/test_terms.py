@@ -24,7 +24,9 @@ from fl_lightning.methods import (
     CalibratedLogits,
     ContrastiveTerm,
     DistillationTerm,
+    DynamicTerm,
     FedAvg,
+    FedDyn,
     FedKD,
     FedLC,
     FedMosaic,
@@ -51,9 +53,10 @@ ALL = {
     "kd": DistillationTerm(0.5, 2.0),
     "calibrated": CalibratedLogits(0.5),
     "contrast": ContrastiveTerm(1.0),
+    "dynamic": DynamicTerm(0.1),
 }
 NEUTRAL = [ScaledLoss(0.0), LabelSmoothing(0.0), ProximalTerm(0.0), NotTrueTerm(0.0), DistillationTerm(0.0)]
-NEUTRAL += [CalibratedLogits(0.0), ContrastiveTerm(0.0)]
+NEUTRAL += [CalibratedLogits(0.0), ContrastiveTerm(0.0), DynamicTerm(0.0)]
 
 
 def fitted(method: Method, tmp_path, **settings):
@@ -177,6 +180,34 @@ def test_the_received_network_of_a_quantised_method_is_in_full_precision_and_fro
     method.configure_optimizers().step()
     assert torch.equal(method.layout.read(method.received_network), before)
     assert all(p.grad is None for p in method.received_network.parameters())
+
+
+class WithServersHalf(FedAvg):
+    """FedDyn, written anew around its term."""
+
+    def build(self, data):
+        super().build(data)
+        self.H, self.clients = torch.zeros(self.trained_values), len(data.active)
+
+    def next_state(self, sums):
+        mean, start = sums.mean("weights").float(), self.server["weights"].float()
+        self.H += len(self.served) / self.clients * (mean - start)[: self.trained_values]
+        mean[: self.trained_values] += self.H
+        self.server["weights"] = mean
+
+
+def test_the_dynamic_term_is_the_clients_half_of_feddyn(tmp_path):
+    settings = {"max_rounds": 6, "participation": 0.5}
+    whole, _ = fitted(FedDyn(alpha=0.2, optimizer=optimizer()), tmp_path / "whole", **settings)
+    method = WithServersHalf(terms=[DynamicTerm(0.2)], weigh_by="clients", optimizer=optimizer())
+    parts, _ = fitted(method, tmp_path / "parts", **settings)
+    torch.testing.assert_close(parts, whole, rtol=0, atol=1e-5)
+    alone, _ = fitted(
+        FedAvg(terms=[DynamicTerm(0.2)], weigh_by="clients", optimizer=optimizer()),
+        tmp_path / "a",
+        **settings,
+    )
+    assert (alone - whole).abs().max() > 1e-3
 
 
 def test_a_scaled_loss_is_a_larger_learning_rate(tmp_path):

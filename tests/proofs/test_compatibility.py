@@ -36,6 +36,7 @@ from fl_lightning.privacy import ClientPrivacy
 from fl_lightning.privacy.secure import SecureSum
 from fl_lightning.rng import stream
 from fl_lightning.tasks import Classification, ClassRows, LanguageModelling, Regression, Task
+from fl_lightning.topology import Hierarchy
 
 KINDS = {
     name: kind
@@ -97,6 +98,19 @@ def line_network(outputs: int) -> nn.Module:
     return nn.Sequential(nn.Linear(3, 4), nn.Linear(4, outputs))
 
 
+def with_factors(network: Callable[[int], nn.Module]) -> Callable[[int], nn.Module]:
+    """Return a network of the same inputs that has LoRA below a last layer that is trained whole."""
+    if network is small_llama:
+        return network
+
+    def make(outputs: int) -> nn.Module:
+        made = nn.Sequential(nn.Flatten(), nn.Linear(768, 8), nn.Linear(8, outputs))
+        add_adapter(made, "lora", rank=2, targets=["1"])[2].requires_grad_(True)
+        return made
+
+    return make
+
+
 def with_directions(network: Callable[[int], nn.Module]) -> Callable[[int], nn.Module]:
     """Return a network of the same inputs that has AdaLoRA."""
 
@@ -143,6 +157,9 @@ def toy_run(name: str, feature: str, folder: Path) -> None:
     data, network = (Sentences, small_llama) if text else KINDS_OF_TASK.get(feature, (images, small_network))
     if name == "FedAdaLoRA":
         network = with_directions(network)
+    if feature == "adapter_average":
+        network = network if name == "FedAdaLoRA" else with_factors(network)
+        model["adapter_average"] = "product"
     if feature == "module":
         model |= {"module": Lit(network(Sentences().num_classes if text else 4)), "optimizer": sgd(0.05)}
     elif feature == "received_terms":
@@ -157,6 +174,8 @@ def toy_run(name: str, feature: str, folder: Path) -> None:
         trainer["callbacks"] = [ByzantineClients(0.2)]
     elif feature == "secure_sum":
         trainer["secure_sum"] = SecureSum()
+    elif feature == "topology":
+        trainer["topology"] = Hierarchy(groups=2)
     elif feature == "privacy":
         model["weigh_by"] = "clients"
         trainer["privacy"] = ClientPrivacy(noise_multiplier=1.0, clip_norm=0.1)

@@ -102,6 +102,22 @@ def test_killed_at_random_instants(server, reference, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.essential
+def test_peers_killed_at_random_instants(server, tmp_path):
+    """The models of all peers, and the weights that they push, are in the checkpoint."""
+    code, seconds = server.run(tmp_path / "whole", peers=True)
+    assert code == 0, (tmp_path / "whole" / "log.txt").read_text()
+    wanted = outcome(tmp_path / "whole")
+    assert {row["consensus/least_mass"] for row in wanted["metrics"]} != {"1.0"}
+    for trial, share in enumerate((0.5, 0.75)):
+        folder = tmp_path / str(trial)
+        server.run(folder, after=share * seconds, peers=True)
+        code, _ = server.run(folder, peers=True)
+        assert code == 0, (folder / "log.txt").read_text()
+        assert differences(outcome(folder), wanted) == []
+
+
+@pytest.mark.slow
+@pytest.mark.essential
 def test_killed_at_a_random_instant_the_store_has_every_step_once(server, store, tmp_path):
     template, wanted, seconds = store
     shutil.copytree(template, tmp_path / "a")

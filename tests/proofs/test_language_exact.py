@@ -48,7 +48,7 @@ def test_killed_and_continued_adapters_are_exact(whole, tmp_path):
 
 def test_two_processes_are_one_on_language_and_on_tables(whole, tmp_path):
     """Of LocalOnly each generates the answers of a part of the clients."""
-    kinds = ("FedAvg", "LocalOnly", "FedVEMoE", "HEST", TABLE)
+    kinds = ("FedAvg", "residual", "alternate", "LocalOnly", "FedVEMoE", "HEST", TABLE)
     program = started(tmp_path, "two", *kinds, program=language_program.__file__)
     _, errors = program.communicate(timeout=240)
     assert program.returncode == 0, errors

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from fractions import Fraction
 
 import torch
 from golden_cases import (
@@ -14,6 +15,7 @@ from golden_cases import (
 )
 
 from fl_lightning import methods
+from fl_lightning.topology import Complete, Exponential, Gossip, Graph, Moshpit, Ring
 
 
 def dynamic(kind):
@@ -24,6 +26,42 @@ def dynamic(kind):
 def with_head(method, client):
     """The file's personal models end with P, which is added to the last layer where the model is deployed."""
     return torch.cat([method.server["weights"], method.kept(client, "P")])
+
+
+OF_TOPOLOGY = {"mixing", "side", "dims", "averaging_rounds"}
+
+
+class Matrix(Graph):
+    """W as a file has it."""
+
+    def __init__(self, rows):
+        self.rows = rows
+
+    def mixing(self, peers, seed, round):
+        return {i: {j: Fraction(w) for j, w in enumerate(row) if w} for i, row in enumerate(self.rows)}
+
+
+def gossip(settings):
+    """In the files a peer takes from itself what it could not take from one who is away."""
+    named = {"ring": Ring, "complete": Complete, "one_peer_exponential": Exponential}
+    mixing = settings["mixing"]
+    return Gossip(named[mixing]() if isinstance(mixing, str) else Matrix(mixing), push_sum=False)
+
+
+def moshpit(settings):
+    return Moshpit(settings["side"], settings["dims"], settings.get("averaging_rounds", 1))
+
+
+def of_peers(topology):
+    """FedAvg over a topology, whose peers weigh alike."""
+
+    def make(**settings):
+        return methods.FedAvg(**{key: value for key, value in settings.items() if key not in OF_TOPOLOGY})
+
+    def personal(method, client):
+        return method.server[f"peer/{client.id}/weights"]
+
+    return Adapter(make=make, weights="uniform", topology=topology, personal=personal)
 
 
 MOMENTS = {"m": "optimizer/first_moment", "v": "optimizer/second_moment"}
@@ -69,6 +107,8 @@ ADAPTERS: dict[str, Adapter] = {
     "GeometricMedian": averaging(methods.GeometricMedian, tolerance=0.0),
     "Krum": averaging(methods.Krum),
     "MultiKrum": averaging(methods.MultiKrum),
+    "Gossip": of_peers(gossip),
+    "Moshpit": of_peers(moshpit),
 }
 """How each method is made of a file's settings and read, by the method that the file names."""
 

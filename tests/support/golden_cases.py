@@ -26,6 +26,7 @@ from fl_lightning.conformance.toy import Sizes, run
 from fl_lightning.data import FederatedData
 from fl_lightning.hooks import Context, Meter, RoundRecord, Stressor
 from fl_lightning.methods import Method
+from fl_lightning.topology import Topology
 from fl_lightning.wire import Layout
 
 OF_LOCAL_SGD = {"lr", "lr_decay", "steps", "momentum", "weight_decay", "weights"}
@@ -58,6 +59,7 @@ class Adapter:
         weights: shares where the file says nothing: ``examples`` or ``uniform``.
         trainer: arguments of the trainer, beside those that the harness sets.
         callbacks: returns callbacks of the run, given the case.
+        topology: returns who talks to whom, given the case's settings. By default there is one server.
     """
 
     make: Callable[..., Method] | None = None
@@ -70,6 +72,7 @@ class Adapter:
     weights: str = "examples"
     trainer: Mapping[str, Any] = field(default_factory=dict)
     callbacks: Callable[[Case], list[Any]] = lambda case: []
+    topology: Callable[[Mapping[str, Any]], Topology] | None = None
 
 
 def cases_in(folder: Path) -> Iterator[tuple[str, Case]]:
@@ -286,6 +289,7 @@ def run_case(
         "workers": 1,
         "engine": "sequential",
         "callbacks": [GoldenCohorts(case, lost), *adapter.callbacks(case), seen],
+        **({"topology": adapter.topology(case["settings"])} if adapter.topology else {}),
         **adapter.trainer,
         **trainer,
     }

@@ -1,7 +1,8 @@
 """Runs to be killed: a process that has imported everything, and forks one child per run. Talks JSON lines
 over its pipes.
 
-    {"folder": F, "mlflow": false, "after": SECONDS, "event": N, "interrupt": SIGNAL, "settings": {...}}
+    {"folder": F, "mlflow": false, "after": SECONDS, "event": N, "interrupt": SIGNAL, "settings": {...},
+     "peers": false}
 
 The child runs the federation below in folder F with ``auto_resume``. It is killed after so many seconds, or
 kills itself before the N-th time it touches the file system under F, or sends itself a signal in round 4 and
@@ -26,9 +27,10 @@ from callbacks import Calibration, LabelNoise, StragglerDropout
 from fl_lightning.clock import Clock, Diurnal, FedBuff, Lines, LogNormalDevices
 from fl_lightning.data import Dirichlet, FederatedImages
 from fl_lightning.hooks import Stressor
-from fl_lightning.methods import FedAvg
+from fl_lightning.methods import FedAvg, FedMPQ, Method
 from fl_lightning.models import SmallCNN
 from fl_lightning.support import disk
+from fl_lightning.topology import Exponential, Gossip
 from fl_lightning.tracking.mlflow_store import prepare
 from fl_lightning.trainer import FederatedTrainer
 
@@ -79,9 +81,12 @@ class Fading(Stressor):
         self.seen = state["seen"]
 
 
-def fit(settings: dict, ckpt_path: str | None = None, root: str = "runs") -> FederatedTrainer:
-    """Six rounds of 4 of 12 clients on digits, evaluated every second round; about a second. With ``flights``
-    they are versions, which two uploads of four clients that come and go make."""
+def fit(
+    settings: dict, ckpt_path: str | None = None, root: str = "runs", peers: bool = False
+) -> FederatedTrainer:
+    """Six rounds of 4 of 12 clients on digits, evaluated every second round; about a second. As ``peers`` they
+    are clients of FedMPQ without a server, who push sums on a directed graph. With ``flights`` they are
+    versions, which two uploads of four clients that come and go make."""
     data = FederatedImages(
         dataset="digits",
         num_clients=12,
@@ -90,9 +95,14 @@ def fit(settings: dict, ckpt_path: str | None = None, root: str = "runs") -> Fed
         val_fraction=0.2,
     )
     flights = settings.pop("flights", False)
-    method = (FedAvg if flights else Remembering)(
+    method: Method = (FedAvg if flights else Remembering)(
         network=lambda classes: SmallCNN(classes, width=4), optimizer=sgd(0.05)
     )
+    if peers:
+        method = FedMPQ(
+            network=lambda classes: SmallCNN(classes, width=4), optimizer=sgd(0.05), weigh_by="clients"
+        )
+        settings = {"topology": Gossip(Exponential()), "participation": 0.7, **settings}
     callbacks = [
         StragglerDropout(0.2),
         LabelNoise(round=3, clients=0.5, among="federation" if flights else "cohort"),
@@ -144,7 +154,8 @@ def child(request: dict) -> int:
     if request.get("event") is not None:
         die_at(request["event"], request["folder"])
     try:
-        fit({"logger": request.get("mlflow", False), **request.get("settings", {})}, request.get("ckpt_path"))
+        settings = {"logger": request.get("mlflow", False), **request.get("settings", {})}
+        fit(settings, request.get("ckpt_path"), peers=request.get("peers", False))
     except KeyboardInterrupt:
         return 130
     except SystemExit as stop:

@@ -24,6 +24,8 @@ from fl_lightning.methods import HEST, FedAvg, FedVEMoE, LocalOnly
 KINDS = {
     "FedAvg": (FedAvg, False),
     "FFA-LoRA": (FedAvg, True),
+    "residual": (partial(FedAvg, adapter_average="residual"), False),
+    "alternate": (partial(FedAvg, adapter_average="alternate"), False),
     "LocalOnly": (LocalOnly, False),
     "FedVEMoE": (partial(FedVEMoE, k_init=2, k_max=3, top_m=3), False),
     "HEST": (partial(HEST, costs=costs(), scope="adapter", budget=[0.6, 0.9]), False),

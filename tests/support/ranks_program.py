@@ -35,6 +35,7 @@ from fl_lightning.models import SmallCNN
 from fl_lightning.privacy import ClientPrivacy
 from fl_lightning.privacy.secure import PHASES, SecureSum
 from fl_lightning.sampling import Oort, PowerOfChoice
+from fl_lightning.topology import Exponential, Gossip, Hierarchy, Moshpit, Ring
 
 
 class Dropped(nn.Module):
@@ -48,12 +49,21 @@ class Dropped(nn.Module):
         return self.body(self.dropout(images))
 
 
-MANY = (*TEN, "clipped", "late", "FedAdam", "FedExP", "FedACG", "choice", "oort", "buffered")
+OVER = {
+    "moshpit": ("FedMPQKD", Moshpit(side=2, dims=3)),
+    "push": ("FedMPQ", Gossip(Exponential())),
+    "ring": ("QFedAvg", Gossip(Ring())),
+    "edges": ("FedMPQKD", Hierarchy(groups=2, every=2)),
+}
+"""Methods without a server, or with several."""
+MANY = (*TEN, "clipped", "late", "FedAdam", "FedExP", "FedACG", "choice", "oort", "buffered", *OVER)
 
 
 def method_of(name: str) -> Method:
     if name == "clipped":
         return make("FedAvg", optimizer=sgd(0.05), scheduler=partial(ExponentialLR, gamma=0.5))
+    if name in OVER:
+        return make(OVER[name][0], optimizer=sgd(0.05), network=Dropped, weigh_by="clients")
     if name == "buffered":
         return make("FedProx", optimizer=sgd(0.05), network=Dropped)
     if name in ("late", "choice"):
@@ -83,6 +93,7 @@ def fit(name: str, root: Path, method: Method | None = None, **settings):
         "max_rounds": 2,
         **clip,
         **late,
+        **({"topology": OVER[name][1], "max_rounds": 3} if name in OVER else {}),
         "participation": 0.5,
         "local_epochs": 1,
         "experiment": name,

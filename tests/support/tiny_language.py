@@ -10,20 +10,24 @@ from toy import run
 
 from fl_lightning.data import InstructionData
 from fl_lightning.methods import FedAvg, Method
+from fl_lightning.models.adapters import largest_rank
 from fl_lightning.models.language import Llama, add_lora
 
 
-def tiny(vocab_size: int, rank: int = 2, ffa: bool = False) -> Llama:
-    """One block of 16 features, with adapters unless ``rank`` is 0."""
+def tiny(vocab_size: int, rank: int | list[int] = 2, ffa: bool = False) -> Llama:
+    """One block of 16 features, with adapters unless ``rank`` is 0; a list has the ranks of clients."""
     network = Llama(vocab_size, width=16, depth=1, heads=2)
-    return add_lora(network, rank=rank, ffa=ffa) if rank else network
+    network.client_ranks = rank if isinstance(rank, list) else []
+    return add_lora(network, rank=largest_rank(rank), ffa=ffa) if rank else network
 
 
 def adam(lr: float = 0.01):
     return partial(torch.optim.AdamW, lr=lr, eps=1e-4, weight_decay=0.0)
 
 
-def method_of(cls: type[Method] = FedAvg, *, rank: int = 2, ffa: bool = False, **settings) -> Method:
+def method_of(
+    cls: type[Method] = FedAvg, *, rank: int | list[int] = 2, ffa: bool = False, **settings
+) -> Method:
     return cls(network=partial(tiny, rank=rank, ffa=ffa), optimizer=adam(), **settings)
 
 

@@ -29,7 +29,8 @@ def default_uploads(
         shared: values that are the same for all of them, by name.
     """
     own = any(overrides(method, Method, hook) for hook in ("upload", "end_client"))
-    if own or method.terms_read("previous_features") or method.own.size:
+    own = own or method.adapters.sends_parts
+    if own or method.terms_read("previous_features", "shift") or method.own.size:
         return None
     layout = method.layout
     if type(layout) is not Layout or "read" in vars(layout):

@@ -41,7 +41,7 @@ from fl_lightning.models.adapters.layer import (
     merged_lora,
     plain_weights,
 )
-from fl_lightning.models.adapters.lora import LoRALinear, add_lora, lora_layers, require_rank
+from fl_lightning.models.adapters.lora import LoRALinear, add_lora, largest_rank, lora_layers, require_rank
 from fl_lightning.models.adapters.pissa import PiSSALinear
 from fl_lightning.models.adapters.spectral import SpectralLinear
 from fl_lightning.models.adapters.svd import require_directions, signed_svd
@@ -70,6 +70,7 @@ __all__ = [
     "choose_masks",
     "factor_names",
     "kind_of",
+    "largest_rank",
     "lora_layers",
     "merged_lora",
     "orthogonality",

@@ -104,6 +104,26 @@ def require_rank(rank: int, alpha: float) -> None:
     )
 
 
+def largest_rank(rank: int | Sequence[int], kind: str = "lora") -> int:
+    """Return the rank of a network whose clients have these ranks: client i has entry i modulo their number.
+
+    A client of a lower rank has the first rows of A and columns of B, and c = alpha / r of the largest rank,
+    so that what adapters add can be added up.
+
+    Raises:
+        InputError: the list is empty, a rank in it is not positive, or the adapters are not LoRA.
+    """
+    if isinstance(rank, int):
+        return rank
+    require(
+        rank and min(rank) >= 1 and kind == "lora",
+        f"rank={list(rank)} of adapter {kind}",
+        "a list has a rank of 1 or more for each client, of adapters of kind lora",
+        f"write rank {DEFAULT_RANK}, or [2, 4, 8]",
+    )
+    return max(rank)
+
+
 def lora_layers(network: nn.Module) -> dict[str, LoRALinear]:
     """Return the layers with LoRA, FFA-LoRA or PiSSA by name, in the order of the network."""
     return {name: module for name, module in network.named_modules() if isinstance(module, LoRALinear)}

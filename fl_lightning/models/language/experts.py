@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fl_lightning.errors import InputError
+from fl_lightning.models.adapters.low_rank import LowRankLayer, low_rank_layers
 from fl_lightning.models.tensors import tensors_of
 
 EPSILON = 1e-6
@@ -52,7 +53,7 @@ def factors_of(network: nn.Module) -> list[Factors]:
     names = {id(tensor): name for name, tensor in tensors_of(network).items()}
     found = [
         Factors(name, names[id(a)], names[id(b)], scaling)
-        for name, (_, a, b, scaling) in _adapted_layers(network).items()
+        for name, (_, a, b, scaling, _) in low_rank_layers(network).items()
     ]
     adapters = {name for each in found for name in (each.a, each.b)}
     others = [n for n, p in network.named_parameters() if p.requires_grad and n not in adapters]
@@ -62,21 +63,6 @@ def factors_of(network: nn.Module) -> list[Factors]:
             "experts are LoRA adapters on a frozen network",
             "write network: llama_tiny, or hf:NAME, with a rank of 1 or more",
         )
-    return found
-
-
-def _adapted_layers(network: nn.Module) -> dict[str, tuple[nn.Module, Tensor, Tensor, float]]:
-    """Return base layer, A, B and alpha / r of each adapted layer by its name; of peft's those of its first
-    adapter."""
-    found = {}
-    for name, module in network.named_modules():
-        if not hasattr(module, "lora_A") or not hasattr(module, "base_layer") or hasattr(module, "lora_E"):
-            continue  # AdaLoRA has a third factor
-        a, b, scaling = module.lora_A, module.lora_B, module.scaling
-        if isinstance(a, nn.ModuleDict):
-            key = next(iter(a))
-            a, b, scaling = a[key], b[key], scaling[key]
-        found[name] = module.base_layer, a.weight, b.weight, float(scaling)
     return found
 
 
@@ -121,12 +107,12 @@ class ExpertLoRA(nn.Module):
     def __init__(
         self,
         adapted: nn.Module,
-        factors: tuple[nn.Module, Tensor, Tensor, float],
+        factors: LowRankLayer,
         gate: TokenGate,
         shared: bool,
     ) -> None:
         super().__init__()
-        base, a, b, self.scaling = factors
+        base, a, b, self.scaling, _ = factors
         seats = len(gate.router)
         self.common = adapted if shared else base
         self.expert_A = nn.Parameter(a.detach().repeat(seats, 1, 1), requires_grad=a.requires_grad)
@@ -156,7 +142,7 @@ class Seats:
 
     def __init__(self, network: nn.Module, seats: int, gamma: float, shared: bool) -> None:
         self.factors = factors_of(network)
-        layers = _adapted_layers(network)
+        layers = low_rank_layers(network)
         embedding = _embedding_of(network)
         self.gate = TokenGate(seats, embedding.weight.shape[1], gamma)
         self.layers: list[ExpertLoRA] = []

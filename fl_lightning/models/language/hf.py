@@ -25,6 +25,7 @@ from fl_lightning.models.adapters import (
     AdapterKind,
     add_adapter,
     kind_of,
+    largest_rank,
     merged_lora,
     plain_weights,
 )
@@ -50,7 +51,8 @@ class TransformersLM(Generating):
         num_classes: number of tokens of the data, at most the model's.
         name: name on the Hugging Face hub; a folder that ``save_pretrained`` wrote, or ``package:NAME``, an
             installed Python package that carries the model, for which nothing is fetched.
-        rank: r of the adapters; 0: no adapters, all weights are trained.
+        rank: r of the adapters; 0: no adapters, all weights are trained. A list: client i has entry i modulo
+            its length, where ``adapter_average`` takes that.
         alpha: an adapter's factor is alpha / r.
         targets: ``all-linear``, or names of layers as peft takes them, such as ``[q_proj, v_proj]``.
         ffa: FFA-LoRA: A is frozen, and B alone is trained and travels; the same as ``adapter: ffa``.
@@ -76,7 +78,7 @@ class TransformersLM(Generating):
         self,
         num_classes: int,
         name: str,
-        rank: int = DEFAULT_RANK,
+        rank: int | list[int] = DEFAULT_RANK,
         alpha: float = DEFAULT_ALPHA,
         targets: str | Sequence[str] = ALL_LINEAR,
         ffa: bool = False,
@@ -87,9 +89,11 @@ class TransformersLM(Generating):
         adapter: AdapterKind = "lora",
     ) -> None:
         super().__init__()
+        self.client_ranks = rank if isinstance(rank, list) else []
+        kind = kind_of(adapter, ffa)
+        rank = largest_rank(rank, kind)
         check_adapters(name, rank, alpha)
         require_choice(dtype, PRECISIONS, "dtype")
-        kind = kind_of(adapter, ffa)
         if load_in_4bit:
             _require_4bit(name, rank, kind)
         model = load(name, dtype, "CausalLM", **_special(gguf_file, load_in_4bit))

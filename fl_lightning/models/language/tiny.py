@@ -16,6 +16,7 @@ from fl_lightning.models.adapters import (
     AdapterKind,
     add_adapter,
     kind_of,
+    largest_rank,
 )
 from fl_lightning.models.language.llama import Llama
 
@@ -33,7 +34,8 @@ class LlamaTiny(Llama):
 
     Args:
         num_classes: number of tokens of the data, 259 for bytes.
-        rank: r of the adapters; 0: no adapters, all weights are trained.
+        rank: r of the adapters; 0: no adapters, all weights are trained. A list: client i has entry i modulo
+            its length, where ``adapter_average`` takes that.
         alpha: an adapter's factor is alpha / r.
         targets: ``all-linear``, or names of linear layers.
         ffa: FFA-LoRA: A is frozen, and B alone is trained and travels; the same as ``adapter: ffa``.
@@ -49,7 +51,7 @@ class LlamaTiny(Llama):
     def __init__(
         self,
         num_classes: int,
-        rank: int = DEFAULT_RANK,
+        rank: int | list[int] = DEFAULT_RANK,
         alpha: float = DEFAULT_ALPHA,
         targets: str | Sequence[str] = ALL_LINEAR,
         ffa: bool = False,
@@ -65,8 +67,11 @@ class LlamaTiny(Llama):
         super().__init__(num_classes)
         if pretrained:
             load_base(self)
-        if rank != 0:
-            add_adapter(self, kind_of(adapter, ffa), rank, alpha=alpha, targets=targets)
+        kind = kind_of(adapter, ffa)
+        largest = largest_rank(rank, kind)
+        self.client_ranks = rank if isinstance(rank, list) else []
+        if largest != 0:
+            add_adapter(self, kind, largest, alpha=alpha, targets=targets)
 
 
 def load_base(network: Llama, path: Path = WEIGHTS_FILE) -> None:

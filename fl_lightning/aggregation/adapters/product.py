@@ -1,0 +1,44 @@
+"""FlexLoRA (Bai et al., NeurIPS 2024, arXiv 2402.11505): the mean of the products, cut to each
+client's rank.
+
+U S V^T = sum_k p_k B_k A_k,     B <- U_r S_r^(1/2),     A <- S_r^(1/2) V_r^T
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from fl_lightning.aggregation.adapters import algebra
+from fl_lightning.aggregation.adapters.base import AdapterAverage, Averaging, packed
+
+
+class Product(AdapterAverage):
+    """The nearest adapter to the mean of what the clients' adapters add; exact where that has no
+    higher rank.
+
+    The network's ``rank`` may be a list. A client of rank r_k gets the r_k leading directions,
+    which are the nearest adapter of its rank.
+    """
+
+    name = "product"
+    is_linear = False
+    refines = True
+    takes_ranks = True
+
+    def bind(self, method: Averaging, clients: int) -> dict[str, Tensor]:
+        entries = super().bind(method, clients)
+        self.layout = method.layout
+        self.first = [a for a, _ in self.pairs_in(method.layout, method.layout.read(method.network))]
+        return entries
+
+    def refined(self, mean: Tensor, vectors: Sequence[Tensor], shares: Sequence[float]) -> Tensor:
+        of_clients = [self.pairs_in(self.layout, vector) for vector in vectors]
+        made = [
+            algebra.balanced(
+                algebra.stacked([pairs[number] for pairs in of_clients], shares), len(first), first
+            )
+            for number, first in enumerate(self.first)
+        ]
+        return packed(self.layout, mean, self.pairs, made)

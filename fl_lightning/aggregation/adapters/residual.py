@@ -1,0 +1,93 @@
+"""FedEx-LoRA (Singhal et al., ACL 2025, arXiv 2410.09432): the means of A and B, and what they lose
+goes into the base.
+
+    A <- mean(A),     B <- mean(B),     W <- W + c R,     R = mean(BA) - mean(B) mean(A)
+
+R has rank (K - 1) r for K clients, and is sent as its factors, or as a matrix where that takes
+fewer values.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from torch import Tensor
+
+from fl_lightning.aggregation.adapters import algebra
+from fl_lightning.aggregation.adapters.algebra import Pair
+from fl_lightning.aggregation.adapters.base import AdapterAverage, Averaging, Uploaded
+from fl_lightning.aggregation.adapters.moving_base import BaseChange, MovingBase
+from fl_lightning.client import Client
+from fl_lightning.config.constraints import within
+from fl_lightning.wire import Payload
+
+
+class Residual(AdapterAverage):
+    """The mean of each factor, and their residual in the base: exact. With equal A it is
+    ``factors``, bit for bit.
+
+    Args:
+        rank: largest rank of R in a round, at least 1; what a truncated singular value
+        decomposition cuts off
+            is lost. Null: R as it is.
+        resend: whether clients are sent the whole change of the base in every round. Else a client
+        that took
+            part in the round that changed it last gets that round's alone, and keeps what came
+            before.
+    """
+
+    name = "residual"
+    is_linear = False
+    own_messages = True
+
+    def __init__(
+        self,
+        rank: Annotated[int | None, within("[1, inf)", "a rank is 1 or more, or null: the whole", 8)] = None,
+        resend: bool = False,
+    ) -> None:
+        self.rank, self.resend = rank, resend
+
+    def bind(self, method: Averaging, clients: int) -> dict[str, Tensor]:
+        super().bind(method, clients)
+        self.base = MovingBase(self.pairs, method.network, clients, self.resend)
+        self.growing = self.base.growing
+        return self.base.first_entries()
+
+    def broadcast(self, method: Averaging, client: Client) -> Payload:
+        weights = super().broadcast(method, client)
+        return Payload({**weights, **self.base.sent(method.server, client.id)})
+
+    def receive(self, method: Averaging, message: Payload, client: Client) -> None:
+        super().receive(method, message, client)
+        sent = {name: message.tensor(name) for name in message}
+        total = self.base.received(sent, client.state)
+        self.base.write(method.network, total)
+        self.base.keep(total, client.state)
+
+    def beside(self, method: Averaging, found: Uploaded, made: Tensor) -> dict[str, Tensor]:
+        mean = self.pairs_in(method.layout, made)
+        step = self._step(method, found, mean)
+        moved = [(a, b / pair.scaling) for pair, (a, b) in zip(self.pairs, step.pairs(), strict=True)]
+        deployed = [algebra.joined(one, two) for one, two in zip(mean, moved, strict=True)]
+        self.measure(method, found, deployed)
+        return self.base.grown(method.server, step, method.round, method.served)
+
+    def _step(self, method: Averaging, found: Uploaded, mean: list[Pair]) -> BaseChange:
+        """Return c R of each layer."""
+        of_clients = [self.pairs_in(method.layout, vector) for vector in found.vectors]
+        steps = []
+        for number, (pair, (_, mean_b)) in enumerate(zip(self.pairs, mean, strict=True)):
+            a, b = algebra.residual([pairs[number] for pairs in of_clients], found.shares, mean_b)
+            if not (a.any() and b.any()):
+                a, b = a[:0], b[:, :0]
+            elif self.rank is not None and self.rank < len(a):
+                u, s, vt = algebra.nearest((a, b), self.rank)
+                a, b = vt, u * s
+            steps.append((a, pair.scaling * b))
+        return BaseChange.of(self.base.shapes, steps)
+
+    def write_base(self, method: Averaging) -> None:
+        self.base.write_server(method.network, method.server)
+
+    def base_moved(self, method: Averaging) -> bool:
+        return self.base.has_moved(method.server)

@@ -1,0 +1,105 @@
+"""FLoRA (Wang et al., NeurIPS 2024, arXiv 2409.05976): the clients' adapters stacked, merged into
+the base, and new adapters in every round.
+
+    W <- W + c sum_k p_k B_k A_k,     A drawn anew, B <- 0
+
+The sum is sent as its stacked factors, of rank sum r_k, or as a matrix where that takes fewer
+values. A of a round follows from the run's seed, so that nothing else is sent.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from fl_lightning import rng
+from fl_lightning.aggregation.adapters import algebra
+from fl_lightning.aggregation.adapters.base import AdapterAverage, Averaging, Uploaded, packed, values_of_rank
+from fl_lightning.aggregation.adapters.moving_base import BaseChange, MovingBase
+from fl_lightning.client import Client
+from fl_lightning.wire import Payload
+
+
+class Stack(AdapterAverage):
+    """The sum of all adapters in the base: exact, whatever the ranks. The network's ``rank`` may be
+    a list.
+
+    Args:
+        resend: as ``Residual`` has it.
+    """
+
+    name = "stack"
+    is_linear = False
+    own_messages = True
+    takes_ranks = True
+    replaces_adapters = True
+
+    def __init__(self, resend: bool = False) -> None:
+        self.resend = resend
+
+    def bind(self, method: Averaging, clients: int) -> dict[str, Tensor]:
+        super().bind(method, clients)
+        self.first = method.layout.read(method.network)
+        factors = values_of_rank(method.layout, self.pairs, 0)
+        self.others = factors if bool(factors.any()) else None  # such as the head of a classifier
+        self.base = MovingBase(self.pairs, method.network, clients, self.resend)
+        self.growing = self.base.growing
+        return self.base.first_entries()
+
+    def started(self, method: Averaging, round: int, others: Tensor) -> Tensor:
+        """Return the weights that a round starts from, float32 ``[P]``: new adapters, all else as
+        it is.
+
+        A is drawn as peft draws it, from the stream (seed, "adapter", round); that of the first
+        round is the network's own.
+
+        Args:
+            method: the method.
+            round: its number, from 1.
+            others: what is no factor, of a vector of ``layout``, float32.
+        """
+        weights = self.first.clone()
+        if self.others is not None:
+            weights[self.others] = others
+        if round == 1:
+            return weights
+        made = []
+        with rng.torch_stream(method.seed, "adapter", round):
+            for a, b in self.pairs_in(method.layout, self.first):
+                made.append((nn.init.kaiming_uniform_(a.float(), a=5**0.5), torch.zeros_like(b)))
+        return packed(method.layout, weights, self.pairs, made)
+
+    def broadcast(self, method: Averaging, client: Client) -> Payload:
+        entries = self.base.sent(method.server, client.id)
+        if self.others is not None:
+            entries["weights"] = method.server["weights"][self.others]
+        return Payload(entries)
+
+    def receive(self, method: Averaging, message: Payload, client: Client) -> None:
+        sent = {name: message.tensor(name) for name in message}
+        weights = self.started(method, method.round, sent.get("weights", self.first[:0]).float())
+        part = self.part(client)
+        method.layout.write(method.network, weights if part is None else weights * part)
+        total = self.base.received(sent, client.state)
+        self.base.write(method.network, total)
+        self.base.keep(total, client.state)
+
+    def beside(self, method: Averaging, found: Uploaded, made: Tensor) -> dict[str, Tensor]:
+        of_clients = [self.pairs_in(method.layout, vector) for vector in found.vectors]
+        steps = []
+        for number, pair in enumerate(self.pairs):
+            own = [algebra.without_zeros(pairs[number]) for pairs in of_clients]
+            a, b = algebra.stacked(own, found.shares)
+            steps.append((a, pair.scaling * b))
+        step = BaseChange.of(self.base.shapes, steps)
+        moved = [(a, b / pair.scaling) for pair, (a, b) in zip(self.pairs, step.pairs(), strict=True)]
+        self.measure(method, found, moved)
+        others = made[:0] if self.others is None else made[self.others]
+        weights = method.layout.to_wire(self.started(method, method.round + 1, others))
+        return {"weights": weights, **self.base.grown(method.server, step, method.round, method.served)}
+
+    def write_base(self, method: Averaging) -> None:
+        self.base.write_server(method.network, method.server)
+
+    def base_moved(self, method: Averaging) -> bool:
+        return self.base.has_moved(method.server)

@@ -1,0 +1,128 @@
+"""The model card of an export: what the model is, where it comes from, and how it did."""
+
+from __future__ import annotations
+
+import csv
+import io
+from typing import Any
+
+from fl_lightning import __version__
+from fl_lightning.config.recorded import describe
+from fl_lightning.export.folder import SUMMARY
+from fl_lightning.export.formats import FormatName
+from fl_lightning.export.loader import LOADER
+from fl_lightning.export.trained_model import TrainedModel
+from fl_lightning.run.snapshot import Checkpoint
+
+OF_EVALUATION = ("test/", "val/", "personal/")
+"""What the metrics of an evaluation begin with."""
+
+
+def record_of(saved: Checkpoint, network: Any) -> dict[str, Any]:
+    """Return what a run has recorded up to a checkpoint, ready for JSON.
+
+    They are ``base``, the network that it started from; ``data_sha256``, of the examples, and
+    ``partition_sha256``; ``settings`` of the method; ``bytes`` up, down and wasted by all clients together;
+    ``evaluation``, the last metrics, and the round that they are of.
+
+    Args:
+        saved: the checkpoint that is exported.
+        network: ``model.network``.
+    """
+    config = saved.progress.get("config", {})
+    own = {
+        name.removeprefix("model.init_args."): value
+        for name, value in config.items()
+        if name.startswith("model.init_args.") and value is not None
+    }
+    file = saved.path.parent.parent / "metrics.csv"
+    table = csv.DictReader(io.StringIO(file.read_text() if file.is_file() else ""))
+    rows = [row for row in table if int(row["round"]) <= saved.progress["round"]]
+    traffic = {
+        way: sum(int(float(row[f"comm/{way}_bytes"] or 0)) for row in rows)
+        for way in ("upload", "download", "wasted")
+        if rows
+    }
+    evaluated: dict[str, Any] = {}
+    for row in rows:
+        found = {
+            name: float(value) for name, value in row.items() if value and name.startswith(OF_EVALUATION)
+        }
+        if found:
+            evaluated = {"round": int(row["round"]), **found}
+    return {
+        "base": describe(network),
+        "data_sha256": saved.progress.get("content", ""),
+        "partition_sha256": saved.progress.get("partition", ""),
+        "settings": own,
+        "bytes": traffic,
+        "evaluation": evaluated,
+    }
+
+
+def _facts(model: TrainedModel) -> list[str]:
+    """Return paragraphs on base, data, method, bytes and evaluation, as far as the run has recorded them."""
+    about, lines = model.about, []
+    base = about.get("base")
+    named = base if isinstance(base, str) else (base or {}).get("init_args", {}).get("name")
+    named = named or (base or {}).get("class_path", "a network of the run")
+    moved = ""
+    if model.base_moved:
+        moved = " The run has changed its frozen weights: what is written here holds the change."
+    lines.append(f"**Base.** `{named}`.{moved}")
+    data = f"**Data.** {about['dataset']}"
+    if about.get("data_sha256"):
+        data += f", SHA-256 of the examples `{about['data_sha256']}`, of who has which `"
+        data += f"{about['partition_sha256']}`"
+    lines.append(f"{data}.")
+    settings = {k: v for k, v in about.get("settings", {}).items() if not k.startswith("network")}
+    said = "; ".join(f"`{name}` {value}" for name, value in settings.items())
+    lines.append(f"**Method.** {about['method']}{f': {said}' if said else ''}.")
+    if traffic := about.get("bytes"):
+        up, down, wasted = (traffic[way] for way in ("upload", "download", "wasted"))
+        lines.append(
+            f"**Bytes.** All clients together sent {up:,} bytes and were sent {down:,}; {wasted:,} of those "
+            "that they sent did not count."
+        )
+    if evaluation := dict(about.get("evaluation", {})):
+        round = evaluation.pop("round")
+        table = [f"| {name} | {value:.6g} |" for name, value in evaluation.items()]
+        lines.append("\n".join([f"**Evaluation** after round {round}:", "", "| | |", "|---|---|", *table]))
+    return lines
+
+
+def card_of(model: TrainedModel, format: FormatName, needs: str, loader: str) -> str:
+    """Return the README of an export.
+
+    Args:
+        model: what is exported.
+        format: in which form.
+        needs: what its loader needs, in words.
+        loader: the text of the loader.
+    """
+    about, form = model.about, model.preprocessing()
+    whose = "the global model" if about["client"] is None else f"the model of client {about['client']}"
+    shape = ", ".join(["B", *(["T"] if model.reads_tokens else map(str, form["example_shape"]))])
+    length = form["example_shape"][-1] if model.reads_tokens else 0
+    outputs = model.data.task.outputs_form("B", form["num_outputs"])
+    lines = [
+        f"# {about['method']} on {about['dataset']}",
+        f"This is {whose} of the run `{about['run']}` (seed {about['seed']}) after round {about['round']}, "
+        f"written by fl_lightning {__version__} in the format `{format}`.",
+        *_facts(model),
+        f"Inputs are {'token ids int64' if model.reads_tokens else 'examples'} [{shape}]; outputs are "
+        f"{outputs}."
+        + (f" T is any number of tokens that the model takes, {length} in the run's data." if length else ""),
+    ]
+    if "pixels" in form:
+        mean, std = form["pixels"]["mean"], form["pixels"]["std"]
+        lines.append(
+            "Pixels 0 to 255 are divided by 255, and then each channel becomes (x - mean) / std: mean "
+            f"{mean}, std {std}."
+        )
+    if "columns" in form:
+        lines.append(f"Columns are standardised or coded as `{SUMMARY}` says under `columns`.")
+    if form["classes"]:
+        lines.append(f"The classes, in the order of the outputs: {', '.join(form['classes'])}.")
+    lines += [f"`{LOADER}` loads it; it needs {needs}.", f"```python\n{loader}```"]
+    return "\n\n".join(lines) + "\n"

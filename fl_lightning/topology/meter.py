@@ -1,0 +1,48 @@
+"""The models of nodes on the global test set."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from fl_lightning import evaluation
+from fl_lightning.distributed import collectives
+from fl_lightning.hooks import Meter, RoundRecord
+
+
+class NodeMeter(Meter):
+    """Evaluates the model of every node on the whole test set, as often as the mean model is: mean
+    over nodes, and the worst, as ``peers/accuracy`` and ``peers/accuracy_worst``.
+
+    Args:
+        family: of the metrics.
+    """
+
+    def __init__(self, family: str) -> None:
+        self.family = family
+
+    def on_validate(self, values: dict[int, float], record: RoundRecord, context: Any) -> None:
+        """Add the metrics; called after each evaluation, on all ranks."""
+        task, nodes = context.data.task, context.aggregation.nodes
+        asked: dict[int, int] = {}
+        first: dict[tuple[int, ...], int] = {}
+        for id in nodes.ids:  # those who have agreed are evaluated once
+            same = tuple(tensor.data_ptr() for tensor in nodes.of(id).values())
+            asked[id] = first.setdefault(same, id)
+        found: dict[str, torch.Tensor] = {}
+        for _, id in evaluation.share(sorted(first.values())):
+            with nodes.at(nodes.of(id)):
+                metrics = evaluation.of_network(context.fabric, context.method.deploy(), context.data)
+            found |= {
+                f"{id}/{name}": torch.tensor(value, dtype=torch.float64) for name, value in metrics.items()
+            }
+        every = collectives.gather_parts(found)
+        for name in dict.fromkeys((*task.per_client, "loss")):
+            of_nodes = [
+                float(every[f"{asked[id]}/{name}"]) for id in nodes.ids if f"{asked[id]}/{name}" in every
+            ]
+            if of_nodes:
+                worst = max if name == "loss" or name in task.lower_is_better else min
+                record.metrics[f"{self.family}/{name}"] = sum(of_nodes) / len(of_nodes)
+                record.metrics[f"{self.family}/{name}_worst"] = worst(of_nodes)
