@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Annotated, Any
 
 import numpy as np
@@ -17,7 +18,8 @@ class PowerOfChoice(Sampler):
     their mean loss F_k(x) over their training examples, and takes the m largest: pi_pow-d, of section 4.
 
     Those that are taken have the model already; the other d - m downloads, and all answers, are in the ledger
-    (status ``asked``). Equal losses are in the order of ids. With d = m clients are drawn by n_k.
+    (status ``asked``). Equal losses are in the order of ids, and one that is no number is the largest. With
+    d = m clients are drawn by n_k.
 
     Args:
         candidates: d, at least as many as are asked to train; where fewer are online, all of them.
@@ -41,5 +43,6 @@ class PowerOfChoice(Sampler):
         sizes = view.sizes[among]
         asked = min(self.candidates, len(among))
         drawn = view.stream().choice(among, asked, replace=False, p=sizes / sizes.sum(), shuffle=False)
-        losses = view.ask(drawn.tolist())
+        answers = view.ask(drawn.tolist())
+        losses = {id: loss if math.isfinite(loss) else math.inf for id, loss in answers.items()}
         return sorted(losses, key=lambda client: (-losses[client], client))[:count]

@@ -105,6 +105,10 @@ def test_the_largest_losses_of_the_candidates_are_taken():
         ranked = sorted(server.asked, key=lambda k: (-losses[k], k))
         assert chosen == ranked[:4], "ties are in the order of ids"
     assert sorted(PowerOfChoice(50).draw(server.view(), np.arange(5), 2)) == [3, 4]
+    broken = Server(np.ones(40, int), losses | {7: math.nan, 8: math.inf})
+    assert PowerOfChoice(40).draw(broken.view(), np.arange(40), 3) == [7, 8, 6], (
+        "what is no number is the largest"
+    )
     silent = Server(np.ones(40, int), {4: 1.0})
     assert PowerOfChoice(40).draw(silent.view(), np.arange(40), 4) == [4], "the others did not answer"
 
@@ -231,6 +235,9 @@ def test_what_oort_learns_and_the_pacer():
     others = [entry(2, 2, 9.0, "lost"), LedgerEntry(2, 1, "dropped"), entry(2, 0, 1.0, "asked")]
     oort.learn(2, others, {})
     assert oort.known == {0: (2.0, 1, 2.0), 1: (12.0, 1, 3.0), 2: (7.0, 2, 9.0)}
+    oort.learn(2, [entry(2, 1, 3.0)], {1: math.nan})
+    assert oort.known[1] == (12.0, 2, 3.0)
+    oort.known[1] = (12.0, 1, 3.0)
     again = Oort(window=2)
     again.load_state_dict(oort.state_dict())
     assert again.known == oort.known
