@@ -16,7 +16,7 @@ from typing import Any
 
 from rich.console import Console
 
-from fl_lightning.clock.traces import COLUMNS, Trace, as_json, read_bytes, read_traces, trace_of
+from fl_lightning.clock.traces import COLUMNS, Trace, as_json, is_time, read_bytes, read_traces, trace_of
 from fl_lightning.errors import InputError, require
 from fl_lightning.support import disk
 
@@ -86,7 +86,7 @@ def read_fedscale(data: bytes, name: str) -> list[Trace]:
         "it has a dictionary for each client",
         "take client_behave_trace of FedScale",
     )
-    return [_of_fedscale(str(id)[:80], entry, f"{name}, {str(id)[:80]}") for id, entry in found.items()]
+    return [_of_fedscale(str(id), entry, f"{name}, {str(id)[:80]}") for id, entry in found.items()]
 
 
 def _of_fedscale(guid: str, entry: Mapping[str, Any], given: str) -> Trace:
@@ -96,6 +96,7 @@ def _of_fedscale(guid: str, entry: Mapping[str, Any], given: str) -> Trace:
     require(is_right, given, rule, instead)
     assert comes is not None
     assert goes is not None
+    require(all(map(is_time, (*comes, *goes, end))), given, "times are numbers of seconds", instead)
     if goes and (not comes or goes[0] < comes[0]):
         comes = [0, *comes]
     rule = "a client comes online and goes offline in turn"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from hashlib import sha256
@@ -169,6 +170,13 @@ class DeviceTable(Devices):
             f"{', '.join(columns)} are numbers of 0 or more",
             "mend these rows",
         )
+        odd = frame["client"][frame["client"] % 1 != 0]
+        require(
+            odd.empty,
+            f"{path}, client {odd.iloc[0] if len(odd) else ''}",
+            "an id is a whole number",
+            "mend it",
+        )
         zero = bool(lines) and bool((frame[["down", "up"]] <= 0).any(axis=None))
         require(
             not zero, f"{path}, down and up", "a line carries more than 0 bytes a second", "mend the rows"
@@ -227,7 +235,11 @@ def _read(path: Path, data: bytes) -> pd.DataFrame:
 
     try:
         file = BytesIO(data)
-        return pd.read_parquet(file) if path.suffix == ".parquet" else pd.read_csv(file)
-    except (OSError, ValueError, ImportError) as error:
+        if path.suffix == ".parquet":
+            return pd.read_parquet(file)
+        with warnings.catch_warnings():  # of rows that are longer than the names above them
+            warnings.simplefilter("error", pd.errors.ParserWarning)
+            return pd.read_csv(file, skipinitialspace=True, index_col=False)
+    except (OSError, ValueError, ImportError, pd.errors.ParserWarning) as error:
         reason = " ".join(str(error).split()) or type(error).__name__
         raise InputError(str(path), f"it cannot be read ({reason})", "write a CSV or Parquet file") from None

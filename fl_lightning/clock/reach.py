@@ -129,7 +129,7 @@ class Reach:
                 f"a round needs a client, and {name} has none that comes back",
                 "take other devices, or fewer rounds",
             )
-        return self.online(clients, later)[0], later
+        return self.first_online(clients, later)
 
     def lost(self, entry: LedgerEntry) -> LedgerEntry | None:
         """Return the entry of a client that goes offline before its upload has arrived; None if it does not.

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from hashlib import sha256
@@ -26,6 +27,7 @@ from fl_lightning.rng import stream
 
 MAX_BYTES = 2**29
 """Bytes of a file of traces; FLASH's largest has less than a tenth."""
+MAX_SECONDS = sys.float_info.max
 COLUMNS = ("guid", "start", "end", "trace_start", "trace_end")
 
 
@@ -97,16 +99,20 @@ class AvailabilityTrace(Availability):
     def spans(self, seed: int, clients: np.ndarray, at: float) -> Spans:
         which = self._trace_of(seed, clients)
         first, last, length = self.first[which], self.last[which], self.length[which]
-        phase = np.mod(at - self.begin[which], length)
-        lap = at - phase
-        found = _after(self.ends, first, last, phase)
-        wraps, never = found == last, first == last
-        found, lap = np.where(wraps, first, found), np.where(wraps, lap + length, lap)
+        begin, never = self.begin[which], first == last
+        # The n-th lap begins at begin + n length, rounded, whenever it is asked for: so that an instant at
+        # which a time online begins or ends is the same number for who looks before and for who looks then.
+        lap = np.floor((at - begin) / length)
+        lap = lap + (begin + (lap + 1) * length <= at) - (begin + lap * length > at)
+        found = _after(self.ends, first, last, begin + lap * length, begin + (lap + 1) * length, at)
+        wraps = found == last
+        found, lap = np.where(wraps, first, found), lap + wraps
+        since, until = begin + lap * length, begin + (lap + 1) * length
         inside, final = np.minimum(found, len(self.ends) - 1), np.maximum(last - 1, 0)
-        start, end = lap + self.starts[inside], lap + self.ends[inside]
+        start, end = since + self.starts[inside], np.minimum(since + self.ends[inside], until)
         head = np.minimum(first, len(self.ends) - 1)
         joins = (found == last - 1) & (self.ends[final] == length) & (self.starts[head] == 0)
-        end = np.where(joins, lap + length + self.ends[head], end)
+        end = np.where(joins, until + self.ends[head], end)
         end = np.where(joins & (last - first == 1), np.inf, end)
         return np.where(never, np.inf, start), np.where(never, np.inf, end)
 
@@ -117,19 +123,23 @@ class AvailabilityTrace(Availability):
         return (drawn * len(self.length)).astype(np.int64)[clients]
 
 
-def _after(ends: np.ndarray, first: np.ndarray, last: np.ndarray, at: np.ndarray) -> np.ndarray:
+def _after(
+    ends: np.ndarray, first: np.ndarray, last: np.ndarray, since: np.ndarray, until: np.ndarray, at: float
+) -> np.ndarray:
     """Return the first place in ``first .. last`` whose end is after a time, ``last`` if there is none; by
     bisection, all clients at once.
 
     Args:
         ends: of all times online ``[M]``, rising within each trace.
         first, last: the places of each client's trace ``[K]``.
-        at: seconds within it ``[K]``.
+        since, until: virtual seconds at which its lap begins and ends ``[K]``.
+        at: virtual seconds.
     """
     low, high = first.copy(), last.copy()
     while (open_ := low < high).any():
         middle = (low + high) // 2
-        past = open_ & (ends[np.minimum(middle, len(ends) - 1)] <= at)
+        end = np.minimum(since + ends[np.minimum(middle, len(ends) - 1)], until)
+        past = open_ & (end <= at)
         low, high = np.where(past, middle + 1, low), np.where(open_ & ~past, middle, high)
     return low
 
@@ -164,7 +174,7 @@ def read_traces(data: bytes, name: str) -> list[Trace]:
     """
     found = _parquet(data, name) if name.endswith((".parquet", ".pq")) else _json(data, name)
     require(bool(found), name, "it has no traces", "write an object of guid: {ready_time: [[start, end]]}")
-    return [trace_of(guid, entry, f"{name}, {guid}") for guid, entry in found.items()]
+    return [trace_of(guid, entry, f"{name}, {guid[:80]}") for guid, entry in found.items()]
 
 
 def _json(data: bytes, name: str) -> dict[str, Any]:
@@ -175,9 +185,8 @@ def _json(data: bytes, name: str) -> dict[str, Any]:
         reason = " ".join(str(error).split())
         raise InputError(name, f"it is no JSON ({reason})", instead) from None
     require(isinstance(found, dict), name, "traces are an object by guid", instead)
-    found = {str(guid)[:80]: entry for guid, entry in found.items()}
     for guid, entry in found.items():
-        require(isinstance(entry, dict), f"{name}, {guid}", "a trace is an object", instead)
+        require(isinstance(entry, dict), f"{name}, {guid[:80]}", "a trace is an object", instead)
     return {guid: entry for guid, entry in found.items() if entry.get("isSuccess") is not False}
 
 
@@ -223,12 +232,13 @@ def trace_of(guid: str, entry: Mapping[str, Any], given: str) -> Trace:
     is_right = isinstance(times, list) and all(map(_is_pair, times))
     require(is_right, f"{given}, ready_time", "it is a list of [start, end] in seconds", "mend it")
     spans = np.array(times, np.float64).reshape(-1, 2)
-    begin = entry.get("trace_start") or 0.0
-    end = entry.get("trace_end")
-    end = (spans[:, 1].max() if len(spans) else begin + 1) if end is None else end
+    begin, end = entry.get("trace_start"), entry.get("trace_end")
+    begin = 0.0 if begin is None else begin
+    if end is None and is_time(begin):
+        end = float(spans[:, 1].max()) if len(spans) else begin + 1
     require(
-        _is_time(begin) and _is_time(end) and begin < end,
-        f"{given}, trace_start {begin} and trace_end {end}",
+        is_time(begin) and is_time(end) and 0 < end - begin < math.inf,
+        f"{given}, trace_start {str(begin)[:40]} and trace_end {str(end)[:40]}",
         "a trace begins before it ends, at seconds that are finite",
         "mend them",
     )
@@ -253,11 +263,13 @@ def merged(spans: np.ndarray) -> np.ndarray:
 
 
 def _is_pair(value: object) -> bool:
-    return isinstance(value, list) and len(value) == 2 and all(map(_is_time, value))
+    return isinstance(value, list) and len(value) == 2 and all(map(is_time, value))
 
 
-def _is_time(value: object) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+def is_time(value: object) -> bool:
+    """Return whether a value from a file is a number that a float64 can hold."""
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    return is_number and -MAX_SECONDS <= value <= MAX_SECONDS
 
 
 def as_json(traces: Iterable[Trace]) -> dict[str, Any]:

@@ -40,8 +40,8 @@ class Oort(Sampler):
 
     The server knows n_k, the losses that clients send (a message that the ledger counts) and when
     uploads arrive. Of a client that was never used it knows no speed: the authors' simulator tells it.
-    One that was late or lost, or whose loss is no number, counts as used, with the time that it took and
-    the mean utility of the others.
+    One that was late or lost, or whose loss is not finite, counts as used, with the time that it took and
+    the utility that it had before, at first the mean of the others'.
 
     Args:
         explore, decay, explore_least: share of the cohort that was never used.
@@ -137,7 +137,7 @@ class Oort(Sampler):
             if entry.started is None or entry.ended is None or entry.status == "asked":
                 continue
             id, seconds = entry.client, entry.ended - entry.started
-            if math.isfinite(losses.get(id, math.nan)):
+            if math.isfinite(losses.get(id, math.inf)):
                 utility = float(self.sizes[id]) * losses[id]
             else:
                 utility = self.known[id][0] if id in self.known else mean

@@ -18,7 +18,7 @@ class PowerOfChoice(Sampler):
     their mean loss F_k(x) over their training examples, and takes the m largest: pi_pow-d, of section 4.
 
     Those that are taken have the model already; the other d - m downloads, and all answers, are in the ledger
-    (status ``asked``). Equal losses are in the order of ids, and one that is no number is the largest. With
+    (status ``asked``). Equal losses are in the order of ids, and one that is not finite comes last. With
     d = m clients are drawn by n_k.
 
     Args:
@@ -43,6 +43,6 @@ class PowerOfChoice(Sampler):
         sizes = view.sizes[among]
         asked = min(self.candidates, len(among))
         drawn = view.stream().choice(among, asked, replace=False, p=sizes / sizes.sum(), shuffle=False)
-        answers = view.ask(drawn.tolist())
-        losses = {id: loss if math.isfinite(loss) else math.inf for id, loss in answers.items()}
-        return sorted(losses, key=lambda client: (-losses[client], client))[:count]
+        losses = view.ask(drawn.tolist())
+        told = {client: loss if math.isfinite(loss) else -math.inf for client, loss in losses.items()}
+        return sorted(told, key=lambda client: (-told[client], client))[:count]

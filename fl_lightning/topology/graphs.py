@@ -24,6 +24,8 @@ from fl_lightning.rng import stream
 Mixing = dict[int, dict[int, Fraction]]
 """W by row: what peer i gives to the model of peer j, by i and j; zeros are left out."""
 Edge = tuple[int, int]
+MOST_DIGITS = 18
+"""Digits of a peer's number."""
 
 
 class Graph(Recorded, ABC):
@@ -146,6 +148,12 @@ class RandomGraph(Graph):
             "a peer has fewer neighbours than there are peers",
             f"write {max(1, peers - 1)} or less",
         )
+        require(
+            self.redraw or self.degree > 1 or peers == 2,
+            f"--trainer.topology.graph.degree {self.degree} with --trainer.topology.graph.redraw false",
+            "the same pairs for ever never hear of each other, and never agree",
+            "write --trainer.topology.graph.degree 2",
+        )
 
     def mixing(self, peers: int, seed: int, round: int) -> Mixing:
         edges: list[Edge] = []
@@ -205,16 +213,17 @@ class GraphFile(Graph):
     def check(self, peers: int) -> None:
         given = f"--trainer.topology.graph.path {self.path}"
         try:
-            lines = Path(self.path).read_text().splitlines()
-        except (OSError, UnicodeDecodeError) as error:
-            raise InputError(f"{given} ({error})", "it is a text file", "name another") from None
+            lines = Path(self.path).read_text("utf-8-sig").splitlines()
+        except (OSError, ValueError) as error:
+            reason = getattr(error, "strerror", None) or error
+            raise InputError(given, f"it cannot be read as text ({reason})", "name a text file") from None
         self._edges = []
         for number, line in enumerate(lines, 1):
             words = line.partition("#")[0].replace(",", " ").split()
             if not words:
                 continue
             require(
-                len(words) == 2 and all(word.isdecimal() and int(word) < peers for word in words),
+                len(words) == 2 and all(is_below(word, peers) for word in words),
                 f"{given}, line {number}: {line.strip()[:40]}",
                 f"an edge is two numbers of peers, from 0 to {peers - 1}",
                 "write such as: 0 3",
@@ -235,6 +244,11 @@ class GraphFile(Graph):
 
     def mixing(self, peers: int, seed: int, round: int) -> Mixing:
         return metropolis(peers, self._edges)
+
+
+def is_below(word: str, peers: int) -> bool:
+    """Return whether a word is the number of a peer; Python reads no number of thousands of digits."""
+    return word.isdecimal() and len(word) <= MOST_DIGITS and int(word) < peers
 
 
 def neighbours(peers: int, edges: Iterable[Edge]) -> dict[int, set[int]]:

@@ -9,10 +9,11 @@ averagings make the exact mean.
 
 from __future__ import annotations
 
+from itertools import count
 from typing import Annotated
 
 from fl_lightning.aggregation.base import Aggregation
-from fl_lightning.config.constraints import at_least
+from fl_lightning.config.constraints import at_least, within
 from fl_lightning.data import FederatedData
 from fl_lightning.errors import require
 from fl_lightning.hooks import Callback
@@ -20,6 +21,8 @@ from fl_lightning.topology.base import Topology
 from fl_lightning.topology.exchange import Peers
 from fl_lightning.topology.graphs import Mixing, in_groups
 from fl_lightning.topology.meter import NodeMeter
+
+DIMS = within("[1, 64]", "a grid has 1 to 64 axes; with 64 even a side of 2 has a place for everybody", 2)
 
 
 class Moshpit(Topology):
@@ -29,7 +32,7 @@ class Moshpit(Topology):
 
     Args:
         side: M, peers in a group, at least 2.
-        dims: d, axes of the grid, at least 1; there are at most M^d peers, and places may stay
+        dims: d, axes of the grid, 1 to 64; there are at most M^d peers, and places may stay
             empty.
         averagings: in a round, at least 1; all but the first exchange models in full precision.
     """
@@ -39,7 +42,7 @@ class Moshpit(Topology):
     def __init__(
         self,
         side: Annotated[int, at_least(2)] = 4,
-        dims: Annotated[int, at_least(1)] = 2,
+        dims: Annotated[int, DIMS] = 2,
         averagings: Annotated[int, at_least(1)] = 1,
     ) -> None:
         self.side, self.dims, self.averagings = side, dims, averagings
@@ -47,10 +50,14 @@ class Moshpit(Topology):
     def way(self, usual: Aggregation, data: FederatedData) -> Aggregation:
         ids, places = [int(id) for id in data.active], self.side**self.dims
         require(
-            2 <= len(ids) <= places,
+            len(ids) > 1, "--trainer.topology Moshpit of one client", "peers are two or more", "leave it out"
+        )
+        enough = next(side for side in count(self.side) if side**self.dims >= len(ids))
+        require(
+            len(ids) <= places,
             f"--trainer.topology Moshpit with {len(ids)} clients on {self.side}^{self.dims} places",
-            "peers are two or more, and each has a place",
-            f"write --trainer.topology.side {max(2, round(len(ids) ** (1 / self.dims) + 0.5))}",
+            "each peer has a place",
+            f"write --trainer.topology.side {enough}",
         )
         return Peers(usual.method, ids, self.mixing, averagings=self.averagings)
 

@@ -306,6 +306,26 @@ def test_spans_of_a_trace_are_those_of_its_list(tmp_path):
             assert end[k] == last, (k, at)
 
 
+def test_an_instant_is_the_same_number_whenever_it_is_asked_for(tmp_path):
+    """Times that no float holds exactly: who comes online at an instant is there then, and at the end of its time
+    online it is gone. Before, every second of these clients was still online for 1e-11 seconds, and was asked."""
+    random = np.random.default_rng(0)
+    for k in range(60):
+        begin, length = random.random(2) * 1e5
+        cuts = begin + length * np.sort(random.random(6)).reshape(3, 2)
+        cuts[2, 1] = cuts[2, 1] if k % 2 else begin + length
+        entry = {"trace_start": begin, "trace_end": begin + length, "ready_time": cuts.tolist()}
+        (tmp_path / "one.json").write_text(json.dumps({"one": entry}))
+        online = AvailabilityTrace(str(tmp_path / "one.json"))
+        reach, at = Reach(Clock(devices=SameDevice(), availability=online), 0), 1e6 * random.random()
+        for _ in range(6):
+            there, when = reach.first_online(np.array([0]), at)
+            assert there.tolist() == [0]
+            (start,), (at,) = online.spans(0, np.array([0]), when)
+            assert start <= when < at
+            assert not len(reach.online([0], at)[0])
+
+
 def test_traces_are_assigned_for_the_run(tmp_path):
     spans = [[[10 * k, 10 * k + 5]] for k in range(10)]
     path = trace(tmp_path, *spans).path
@@ -369,6 +389,7 @@ def test_a_pickle_runs_nothing(tmp_path):
     for entry in (
         {"active": [1, 2], "inactive": [3]},
         {"active": [1], "inactive": [0.5, 2], "finish_time": "x"},
+        {"active": ["1"], "inactive": [0.5, 2], "finish_time": 3},
     ):
         (tmp_path / "bad").write_bytes(pickle.dumps({"k": {"finish_time": 1, **entry}}))
         with refused("bad, k"):
@@ -397,6 +418,9 @@ def test_a_pickle_runs_nothing(tmp_path):
         ('{"a": {"ready_time": [], "trace_start": 9, "trace_end": 9}}', "trace_start 9 and trace_end 9"),
         ('{"a": {"ready_time": [[0, 1e400]]}}', "bad.json, a, ready_time"),
         ('{"a": {"ready_time": []}}', "bad.json"),
+        pytest.param(f'{{"a": {{"ready_time": [[0, {10**400}]]}}}}', "a, ready_time", id="huge"),
+        ('{"a": {"ready_time": [], "trace_start": "x"}}', "trace_start x"),
+        ('{"a": {"ready_time": [[0, 1]], "trace_start": -1e308, "trace_end": 1e308}}', "trace_start -1e+308"),
     ],
 )
 def test_a_file_that_is_none_of_traces_is_refused(tmp_path, text, given):

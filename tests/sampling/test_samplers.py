@@ -223,6 +223,18 @@ def test_oorts_cut_off_and_share_of_the_unknown():
         assert scores[used].min() >= 0.95 * scores[len(used) - 1]
 
 
+def test_a_loss_that_is_not_finite_ends_no_run():
+    """Weights that an attack has blown up give inf and NaN: such a client is not the best one for that."""
+    server, oort = Server(np.full(6, 5), {0: 1.0, 1: math.nan, 2: math.inf, 3: 2.0}), Oort()
+    assert PowerOfChoice(6).draw(server.view(), np.arange(6), 3) == [3, 0, 1]
+    oort.sizes = server.sizes
+    oort.learn(1, [entry(1, id, 1.0) for id in range(4)], server.losses)
+    assert {id: one[0] for id, one in oort.known.items()} == {0: 5.0, 1: 0.0, 2: 0.0, 3: 10.0}
+    oort.learn(2, [entry(2, 0, 1.0)], {0: math.nan})
+    assert oort.known[0] == (5.0, 2, 1.0)
+    assert len({*oort.draw(server.view(3), np.arange(6), 4)}) == 4
+
+
 def entry(round: int, client: int, seconds: float, status: str = "trained") -> LedgerEntry:
     return LedgerEntry(round, client, status, started=10.0, ended=10.0 + seconds)
 

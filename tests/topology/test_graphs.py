@@ -81,7 +81,9 @@ BAD = {
     "degree": (Gossip(RandomGraph(7)), "degree 7", "6"),
     "groups": (Gossip(RandomGroups(8)), "groups 8", "7"),
     "places": (Moshpit(2, 2), "7 clients on 2^2", "side 3"),
-    "no file": (Gossip(GraphFile("nowhere.txt")), "nowhere.txt", "name another"),
+    "no file": (Gossip(GraphFile("nowhere.txt")), "nowhere.txt", "name a text file"),
+    "digits": (Gossip(GraphFile("digits.txt")), "digits.txt, line 1: 0 99", "0 3"),
+    "pairs": (Gossip(RandomGraph(1, redraw=False)), "degree 1", "degree 2"),
     "words": (Gossip(GraphFile("words.txt")), "words.txt, line 2: 1 7", "0 3"),
     "apart": (Gossip(GraphFile("apart.txt")), "from peer 0 to 2", "edge"),
 }
@@ -91,7 +93,18 @@ BAD = {
 def test_bad_graphs(name, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "words.txt").write_text("0 1\n1 7\n")
+    (tmp_path / "digits.txt").write_text("0 " + "9" * 5000)
     (tmp_path / "apart.txt").write_text("0 1\n2,3 # these\n3 4\n4 5\n5 6\n")
     topology, given, instead = BAD[name]
     with refused(given, instead):
         Exchange(topology, normal(7))
+
+
+def test_a_moshpit_says_how_many_places_are_enough():
+    """The smallest side: 5^2 places for 25; one client is no federation of peers, on any grid."""
+    with refused("25 clients on 4^2", "side 5"):
+        Exchange(Moshpit(4, 2), normal(25))
+    with refused("of one client", "leave it out"):
+        Exchange(Moshpit(), normal(1))
+    with refused("dims 1000000000"):  # 4^dims has half a billion digits
+        Moshpit(4, 1_000_000_000)
