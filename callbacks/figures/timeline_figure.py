@@ -120,6 +120,8 @@ def _draw_bars(axes: Axes, bars: Sequence[Bar], ends: Sequence[float], what: str
             face, edge = ("white", colour) if hatch else (colour, "white")  # rounds in a row stay apart
             style: dict[str, Any] = {"facecolor": face, "edgecolor": edge, "hatch": hatch}
             places = [rows[bar[1]] for bar in of_one]
+            # who is late is still at work while it is asked anew: what is used stays in sight
+            style["zorder"] = 1.0 if status == "lost" else 1.5
             axes.barh(places, widths, 0.7, begins, label=words, linewidth=0.8, **style)
     for number, end in enumerate(ends):
         label = f"a {what.lower()[:-1]} ends" if number == 0 else None

@@ -17,7 +17,7 @@ from fl_lightning.config.constraints import at_least, within
 from fl_lightning.config.recorded import Recorded
 from fl_lightning.rng import stream
 
-MEAN = within("(0, inf)", "a mean time is above 0 seconds", 3600)
+MEAN = within("(0, inf)", "a mean time is above 0 seconds, and finite", 3600)
 BISECTIONS, NEWTON_STEPS = 12, 6
 """Halvings of the time in which a client comes online, and steps of Newton's rule from there."""
 

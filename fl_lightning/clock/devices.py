@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     import pandas as pd
 
 SECONDS = within("[0, inf)", "an example takes 0 seconds or more", 0.005)
-MEAN = within("(0, inf)", "a mean time is above 0 seconds", 0.005)
+MEAN = within("(0, inf)", "a mean time is above 0 seconds, and finite", 0.005)
 SPREAD = within("[0, inf)", "a spread is 0 or more", 0.6)
 
 

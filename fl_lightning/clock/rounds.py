@@ -9,10 +9,11 @@ import math
 from abc import ABC
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from fl_lightning.config.constraints import at_least, within
 from fl_lightning.config.recorded import Recorded
+from fl_lightning.errors import require
 
 
 @dataclass(frozen=True)
@@ -42,6 +43,16 @@ class Rounds(Recorded, ABC):
     def invited(self, cohort: int) -> int:
         """Return how many clients are asked where ``cohort`` are wanted."""
         return cohort
+
+    def check(self, context: Any) -> None:
+        """Refuse a run that cannot have such rounds.
+
+        Args:
+            context: the federation.
+
+        Raises:
+            InputError: it cannot.
+        """
 
     def end(
         self,
@@ -83,7 +94,9 @@ class OverSelection(Rounds):
 
     def __init__(
         self,
-        factor: Annotated[float, within("[1, inf)", "no fewer are asked than are wanted", 1.3)] = 1.3,
+        factor: Annotated[
+            float, within("[1, inf)", "no fewer are asked than are wanted, and not infinitely many", 1.3)
+        ] = 1.3,
         ties: Literal["id", "drawn"] = "id",
     ) -> None:
         self.factor, self.ties = factor, ties
@@ -125,6 +138,15 @@ class Deadline(Rounds):
         least: Annotated[int, at_least(1)] = 1,
     ) -> None:
         self.seconds, self.least = seconds, least
+
+    def check(self, context: Any) -> None:
+        """Refuse rounds that are void whoever returns."""
+        require(
+            self.least <= context.invited,
+            f"--trainer.rounds.least {self.least}",
+            f"{context.invited} clients are asked in a round",
+            f"write {context.invited} or less",
+        )
 
     def end(
         self,

@@ -45,8 +45,8 @@ class Timing(Meter):
     def on_check(self, context: Context) -> None:
         """Check the run, and forget what a fit before this one has left."""
         self.now, self.ending = 0.0, Ending(0.0, frozenset())
+        self.rounds.check(context)
         if isinstance(self.rounds, Asynchronous):
-            self.rounds.check(context)
             self.flights = Flights(self.rounds.limited(self.most_clients))
         self.clock.reached.check(context.seed, context.data.active)
         if isinstance(self.clock.devices, DeviceTable):

@@ -331,6 +331,10 @@ def test_a_table_of_devices_has_times_and_lines(tmp_path):
     [
         ({"rounds": OverSelection()}, "--trainer.rounds OverSelection"),
         (
+            {"rounds": Deadline(3.0, least=7), "clock": Clock(devices=SameDevice())},
+            "--trainer.rounds.least 7",
+        ),
+        (
             {"rounds": Deadline(3.0), "clock": Clock(devices=SameDevice()), "secure_sum": SecureSum()},
             "secure_sum",
         ),
@@ -343,7 +347,7 @@ def test_a_table_of_devices_has_times_and_lines(tmp_path):
             "trainer.privacy",
         ),
     ],
-    ids=["without a clock", "under masks", "private"],
+    ids=["without a clock", "void for ever", "under masks", "private"],
 )
 def test_what_does_not_go_together(tmp_path, settings, given):
     with refused(given):

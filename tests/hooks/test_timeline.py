@@ -64,6 +64,8 @@ def test_bars_lie_where_the_ledger_says(tmp_path):
     drawn = Counter((p.get_x(), p.get_width(), round(p.get_y() + p.get_height() / 2)) for p in axes.patches)
     assert drawn == Counter([(0.0, 2.0, 1), (0.0, 1.5, 0), (2.0, 3.0, 1)])
     assert [text.get_text() for text in axes.get_yticklabels()] == ["3", "7"]
+    used, lost, rejected = sorted(axes.patches, key=lambda patch: (patch.get_x(), -patch.get_width()))
+    assert lost.get_zorder() < min(used.get_zorder(), rejected.get_zorder()), "asked anew while it is late"
     assert [bar.get_height() for bar in below.patches] == [75.0, 25.0]
     assert "mean 0.50" in below.get_legend_handles_labels()[1]
     with pytest.raises(ValueError, match="at work"):
