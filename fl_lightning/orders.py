@@ -1,5 +1,5 @@
-"""What clients are asked: to train, from which broadcast, with which labels and for how many steps; and how large
-their losses are, where a sampler goes by these."""
+"""What clients are asked: to train, from which broadcast, with which labels and for how many steps; and how
+large their loss is, where a sampler goes by that."""
 
 from __future__ import annotations
 

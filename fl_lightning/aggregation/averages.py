@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Annotated, Literal
 
 import numpy as np
@@ -89,14 +89,11 @@ class WeightedMean(Average):
 
 
 class RefinedMean(Average):
-    """The weighted mean, and what a rule for parts of the vectors makes of it.
+    """The weighted mean, and what a rule for parts of the vectors makes of it."""
 
-    Args:
-        refined: returns the next vector of the mean, the vectors and their shares.
-    """
-
-    def __init__(self, refined: Callable[[Tensor, Sequence[Tensor], Sequence[float]], Tensor]) -> None:
-        self.refined = refined
+    @abstractmethod
+    def refined(self, mean: Tensor, vectors: Sequence[Tensor], shares: Sequence[float]) -> Tensor:
+        """Return what becomes of the mean of the vectors, float32 ``[P]``."""
 
     def __call__(self, vectors: Sequence[Tensor], shares: Sequence[float], start: Tensor) -> Tensor:
         return self.refined(weighted_mean(vectors, shares), vectors, shares)

@@ -84,6 +84,8 @@ def _class_lines(path: str, cls: type) -> Iterator[str]:
             else f"; default {_shown(action.default)}"
         )
         rule = type_in_words(hint_of(action)) if hint_of(action) is not None else "any"
+        if default.endswith(" null"):  # which says that it may be
+            rule = rule.removesuffix(" or null").removeprefix("null or ")
         yield from textwrap.wrap(
             f"--{path}.{name}  {rule}{default}", width, initial_indent="  ", subsequent_indent="      "
         )

@@ -157,7 +157,8 @@ def type_in_words(hint: Any) -> str:
     for member in sorted(members(hint), key=lambda member: get_origin(member) is list):
         cls = _class_of(member)
         names = choices(member)
-        if len(names) > MAX_LISTED_CLASSES and cls is not None:
+        has_names = any(get_origin(other) is Literal for other in members(hint))
+        if cls not in (None, NoneType) and (len(names) > MAX_LISTED_CLASSES or (has_names and names)):
             names = [f"a class of {cls.__name__}"]
         if get_origin(member) is list:
             names = [f"a list of {', '.join(names) or type_in_words(get_args(member)[0])}"]

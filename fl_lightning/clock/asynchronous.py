@@ -12,7 +12,8 @@ import math
 from abc import abstractmethod
 from collections.abc import Callable, Mapping
 from copy import copy
-from dataclasses import astuple, dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
+from operator import attrgetter
 from typing import Annotated, Any
 
 import torch
@@ -231,7 +232,7 @@ class Flights:
 
     def as_json(self) -> list[Any]:
         """Return the clients at work for a checkpoint."""
-        return [list(astuple(flight)) for flight in self.flying]
+        return [[getattr(flight, one.name) for one in fields(Flight)] for flight in self.flying]
 
     def collect(
         self,
@@ -309,7 +310,7 @@ class Flights:
                 upload, examples = sent.tensor("weights"), sent.tensor("examples")
                 context.states[id] = {WEIGHTS: upload, START: weights, EXAMPLES: examples}
             self.flying.append(replace(Flight.of(entry, round - 1), offline=lost is not None))
-        self.flying.sort()
+        self.flying.sort(key=attrgetter("ended", "client"))
 
     def _land(self, context: Any, round: int, flight: Flight, found: Trained) -> None:
         """Take what arrives into a version."""

@@ -63,19 +63,15 @@ class Method(Recorded, SummingServer, WithLocalWork, WithPersonal, WithTerms):
         optimizer: clients' local optimiser, new for each client and round. Default: SGD, lr 0.05, momentum
             0.9.
         average: how the server averages its clients' weights; most withstand a few hostile ones.
-        max_share: largest share p_k = n_k / sum n of one client in a round, in (0, 1]; what is cut off goes
-            to the others in proportion. In a cohort too small for it all weigh the same. 1: no bound.
+        max_share: largest share n_k / sum n of one client in a round, in (0, 1]; 1: no bound.
         scheduler: of the local rate, of ``torch.optim.lr_scheduler``, without a metric: one step a round.
-        module: a LightningModule of yours: ``training_step`` is the task loss, ``forward`` gives logits,
-            ``configure_optimizers`` the local optimiser and schedule; what ``test_step`` and
-            ``validation_step`` log is kept. It replaces ``network`` and ``optimizer`` (not FedMPQ's).
+        module: a LightningModule of yours, in place of ``network`` and ``optimizer`` (not FedMPQ's).
         terms: what is added to the local loss, each logged as ``train/loss_<name>``, or a ``Term`` of yours.
         weigh_by: what n_k counts: training ``examples``, their labelled ``tokens``, or ``clients``: 1 each.
         server_optimizer: what the server makes of its clients' mean. Default: it is the next weights.
         personal: what stays on a client: ``norm``, ``head``, ``body``, or a pattern of names.
         finetune: local steps on a copy before a client's own model is evaluated.
-        adapter_average: what becomes of the clients' factors A and B of LoRA: ``factors``, ``residual``, or a
-            rule with settings. Default: they are weights like any others.
+        adapter_average: how the factors A and B of LoRA are averaged; null: as all weights are.
     """
 
     settings_shown = ("--model.{name} {value}", "--model.{name} {value}")

@@ -200,6 +200,7 @@ KNOWN = [
     _share("fgsm/accuracy", "FGSM"),
     _share("pgd/accuracy", "PGD"),
     Column("bits/average", "bits per weight", 1, 2),
+    Column("average/factor_error", "factor error (%)", 100, 2, " points"),
     Column("privacy/epsilon", "epsilon", 1, 2),
     _millijoules("energy/joules", "a sequence"),
     _millijoules("energy/joules_model", "a sequence, whole network"),
@@ -299,7 +300,7 @@ def headline(
     spread = [f"val/{primary}_std_corrected", *([] if task.has_client_noise else [f"val/{primary}_std"])]
     of_clients = [*spread, f"val/{primary}_worst_decile_min5", "val/clients_min5"]
     of_model = ["corrupted/accuracy", "fgsm/accuracy", "pgd/accuracy", "bits/average", *OF_EXPERTS]
-    of_model += OF_ENERGY
+    of_model += ["average/factor_error", *OF_ENERGY]
     of_task = [metric, *selected, f"final/auc_{primary}", f"personal/{primary}", f"global/{primary}", *others]
     names = [*of_task, "test/ece", *of_clients, *of_model, *OF_THE_RUN]
     titled = {name: _of_task(name, words_of(measure_of(name)), task) for name in others}

@@ -8,6 +8,7 @@ import math
 import pickle
 import subprocess
 import sys
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -44,6 +45,7 @@ from fl_lightning.methods import SCAFFOLD, FedAvg
 from fl_lightning.privacy import ClientPrivacy
 from fl_lightning.privacy.secure.settings import SecureSum
 from fl_lightning.sampling import ServerView, Uniform
+from fl_lightning.wire import LedgerEntry
 
 
 class Fixed(Devices):
@@ -131,6 +133,17 @@ def test_a_client_that_goes_offline_in_mid_upload(tmp_path):
     assert cut.states[0].keys() == loses.states[0].keys() == {0, 2, 3, 4, 5}
     for name, tensor in loses.servers[0].items():
         assert torch.equal(cut.servers[0][name], tensor)
+
+
+def test_an_upload_that_arrives_at_the_very_end_has_arrived(tmp_path):
+    reach = Reach(Clock(devices=SameDevice(), availability=trace(tmp_path, [[5, 20], [20, 30]])), 0)
+    entry = LedgerEntry(1, 0, "trained", 7, 9, started=6.0, ended=30.0)
+    assert reach.lost(entry) is None
+    assert reach.lost(replace(entry, ended=30.25)) == replace(
+        entry, status="lost", upload=0, wasted=0, ended=30.0
+    )
+    assert reach.first_online(np.array([0]), 29.75)[1] == 29.75
+    assert reach.first_online(np.array([0]), 30.0)[1] == 105.0
 
 
 class Loses(Stressor):

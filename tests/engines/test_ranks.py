@@ -49,6 +49,19 @@ def test_two_processes_are_one(tmp_path):
 
 
 @pytest.mark.slow
+def test_uploads_on_their_way_go_on_with_two_processes(tmp_path):
+    """Both take them from the checkpoint of a run that one process began."""
+    fit("buffered", tmp_path / "whole")
+    half = fit("buffered", tmp_path / "half", max_rounds=2)
+    assert half.timing.in_flight
+    program = started(tmp_path / "half", "resumed", half.run_dir)
+    _, errors = program.communicate(timeout=240)
+    assert program.returncode == 0, errors
+    both = [result(tmp_path / folder / "buffered" / "run") for folder in ("whole", "half")]
+    assert both[0] == both[1]
+
+
+@pytest.mark.slow
 def test_robust_averages_of_two_processes_are_those_of_one(tmp_path):
     """Every process is sent all uploads, also those of a mean that attackers look at."""
     program = started(tmp_path / "two", "robust")

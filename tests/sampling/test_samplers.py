@@ -41,7 +41,8 @@ class Fixed(Devices):
 
 def trained(folder: Path, method=FedAvg, **settings):
     settings = {"participation": 0.5, "local_epochs": 1, "max_rounds": 3, **settings}
-    return run(method(network=SMALL, optimizer=sgd(0.1)), images(), folder, **settings)
+    made = method(**{"network": SMALL, **getattr(method, "keywords", {})}, optimizer=sgd(0.1))
+    return run(made, images(), folder, **settings)
 
 
 def rows(trainer, name: str) -> list[dict[str, str]]:
@@ -104,6 +105,10 @@ def test_the_largest_losses_of_the_candidates_are_taken():
         ranked = sorted(server.asked, key=lambda k: (-losses[k], k))
         assert chosen == ranked[:4], "ties are in the order of ids"
     assert sorted(PowerOfChoice(50).draw(server.view(), np.arange(5), 2)) == [3, 4]
+    broken = Server(np.ones(40, int), losses | {7: math.nan, 8: math.inf})
+    assert PowerOfChoice(40).draw(broken.view(), np.arange(40), 3) == [6, 13, 20], (
+        "what is not finite comes last, or who says so would always be taken"
+    )
     silent = Server(np.ones(40, int), {4: 1.0})
     assert PowerOfChoice(40).draw(silent.view(), np.arange(40), 4) == [4], "the others did not answer"
 
@@ -120,9 +125,16 @@ class Spies(Stressor):
         return cohort
 
 
+class Forgets(torch.nn.Sequential):
+    """A linear layer after dropout, which a loss that is asked for must not have."""
+
+    def __init__(self, classes: int) -> None:
+        super().__init__(torch.nn.Flatten(), torch.nn.Dropout(0.5), torch.nn.Linear(3 * 16 * 16, classes))
+
+
 def losses_of(trainer, weights: torch.Tensor, client: int) -> torch.Tensor:
     """Each training example's cross-entropy under these weights, from a network of its own."""
-    network, data = SMALL(4).eval(), trainer.data
+    network, data = Forgets(4).eval(), trainer.data
     torch.nn.utils.vector_to_parameters(weights, network.parameters())
     index = torch.from_numpy(data.client(client).train)
     with torch.no_grad():
@@ -134,7 +146,8 @@ def losses_of(trainer, weights: torch.Tensor, client: int) -> torch.Tensor:
 def test_they_are_asked_for_their_loss_at_x_by_an_independent_look(tmp_path):
     """All six are asked: the three that train have the largest cross-entropy of the server's model."""
     spies = Spies()
-    trainer = trained(tmp_path, sampler=PowerOfChoice(6), callbacks=[spies])
+    method = partial(FedAvg, network=Forgets)
+    trainer = trained(tmp_path, method, sampler=PowerOfChoice(6), callbacks=[spies])
     for weights, cohort in spies.seen:
         losses = [losses_of(trainer, weights, k).mean().item() for k in range(6)]
         assert sorted(np.argsort(losses)[3:]) == cohort
@@ -234,6 +247,9 @@ def test_what_oort_learns_and_the_pacer():
     others = [entry(2, 2, 9.0, "lost"), LedgerEntry(2, 1, "dropped"), entry(2, 0, 1.0, "asked")]
     oort.learn(2, others, {})
     assert oort.known == {0: (2.0, 1, 2.0), 1: (12.0, 1, 3.0), 2: (7.0, 2, 9.0)}
+    oort.learn(2, [entry(2, 1, 3.0)], {1: math.nan})
+    assert oort.known[1] == (12.0, 2, 3.0)
+    oort.known[1] = (12.0, 1, 3.0)
     again = Oort(window=2)
     again.load_state_dict(oort.state_dict())
     assert again.known == oort.known
@@ -277,7 +293,8 @@ def test_oort_learns_from_a_run(tmp_path):
     """Utilities are n_k times the root mean square of the losses of the model that was sent, in float32."""
     spies = Spies()
     clock = Clock(devices=Fixed(1, 2, 3, 4, 5, 6))
-    trainer = trained(tmp_path, sampler=Oort(), clock=clock, max_rounds=1, callbacks=[spies])
+    method = partial(FedAvg, network=Forgets)
+    trainer = trained(tmp_path, method, sampler=Oort(), clock=clock, max_rounds=1, callbacks=[spies])
     ((weights, cohort),) = spies.seen
     assert trainer.sampler.known.keys() == {*cohort}
     for k in cohort:

@@ -224,6 +224,8 @@ if __name__ == "__main__":
         fit_robust(folder, devices=2, strategy="ddp", rank_timeout=120)
     elif what == "private":
         fit_private(folder, devices=2, strategy="ddp", rank_timeout=120)
+    elif what == "resumed":
+        fit("buffered", folder, devices=2, strategy="ddp", ckpt_path=sys.argv[3], allow_changed=True)
     elif what == "torchrun":
         fit("FedMPQKD", folder)
     else:

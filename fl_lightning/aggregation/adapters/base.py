@@ -219,7 +219,7 @@ class AdapterAverage(Recorded):
 
     def over(self, average: Average) -> Average:
         """Return the average that the server takes, given the method's."""
-        return RefinedMean(self.refined) if self.refines else average
+        return _ByRule(self) if self.refines else average
 
     def refined(self, mean: Tensor, vectors: Sequence[Tensor], shares: Sequence[float]) -> Tensor:
         """Return what becomes of the clients' mean, float32 ``[P]``.
@@ -288,6 +288,16 @@ class AdapterAverage(Recorded):
         """Return what was measured in this round."""
         round, error = self.error
         return {"average/factor_error": error} if round == method.round and round > 0 else {}
+
+
+class _ByRule(RefinedMean):
+    """What a rule makes of the mean."""
+
+    def __init__(self, rule: AdapterAverage) -> None:
+        self.rule = rule
+
+    def refined(self, mean: Tensor, vectors: Sequence[Tensor], shares: Sequence[float]) -> Tensor:
+        return self.rule.refined(mean, vectors, shares)
 
 
 AS_THEY_ARE = AdapterAverage()
