@@ -232,7 +232,8 @@ def trace_of(guid: str, entry: Mapping[str, Any], given: str) -> Trace:
     is_right = isinstance(times, list) and all(map(_is_pair, times))
     require(is_right, f"{given}, ready_time", "it is a list of [start, end] in seconds", "mend it")
     spans = np.array(times, np.float64).reshape(-1, 2)
-    begin, end = entry.get("trace_start"), entry.get("trace_end")
+    begin: Any = entry.get("trace_start")
+    end: Any = entry.get("trace_end")
     begin = 0.0 if begin is None else begin
     if end is None and is_time(begin):
         end = float(spans[:, 1].max()) if len(spans) else begin + 1
@@ -268,8 +269,9 @@ def _is_pair(value: object) -> bool:
 
 def is_time(value: object) -> bool:
     """Return whether a value from a file is a number that a float64 can hold."""
-    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    return is_number and -MAX_SECONDS <= value <= MAX_SECONDS
+    if not isinstance(value, (int, float)) or isinstance(value, bool):
+        return False
+    return -MAX_SECONDS <= value <= MAX_SECONDS
 
 
 def as_json(traces: Iterable[Trace]) -> dict[str, Any]:
