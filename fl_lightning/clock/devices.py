@@ -167,7 +167,7 @@ class DeviceTable(Devices):
         require(
             wrong.empty,
             f"{path}, row {', '.join(str(row + 2) for row in wrong.index[:5])}",
-            f"{', '.join(columns)} are numbers of 0 or more",
+            f"{', '.join(columns)} are finite numbers of 0 or more",
             "mend these rows",
         )
         odd = frame["client"][frame["client"] % 1 != 0]
